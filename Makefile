@@ -1,0 +1,41 @@
+# make demo   trains an agent and leaves a plot in out/
+# make test   every check, sized for two cores
+# make soak   the same checks at full size (long)
+# make bench  side by side with flashbax; writes benchmarks/RESULTS.md
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check -q
+# gymnax 1.0.1 declares jax < 0.12 but runs on it, so that it is installed without its dependencies, and these are named here.
+EXAMPLES := optax matplotlib tqdm six gymnasium pyyaml
+
+.PHONY: demo test soak bench lint clean
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt -e ".[test,dev]" $(EXAMPLES)
+	$(PIP) install -c constraints.txt --no-deps gymnax
+	touch $@
+
+$(VENV)/bench: $(VENV)/installed
+	$(PIP) install -c constraints.txt flashbax
+	touch $@
+
+demo: $(VENV)/installed
+	$(BIN)/python examples/dqn.py
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+test: lint
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+soak: $(VENV)/installed
+	JAXREPLAY_SOAK=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+bench: $(VENV)/bench
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf $(VENV) out

@@ -1,0 +1,44 @@
+"""jaxreplay: replay buffers as pure functions over immutable states, on the accelerator.
+
+import jax, jax.numpy as jnp, jaxreplay as jr
+
+replay = jr.prioritized(capacity=1_048_576, num_envs=64, batch_size=256, autoreset="same_step", n_step=3, discount=0.99)
+state = replay.init(example_step)                # one env's step: arrays, or jax.ShapeDtypeStruct
+
+@functools.partial(jax.jit, donate_argnums=0)    # donated: the buffer is changed in place
+def train_step(state, step, key):
+    state = replay.add(state, step)              # leaves [num_envs, ...]; add first, then sample
+    batch = replay.sample(state, key)            # items, index, probability, is_valid
+    weight = jr.importance_weights(batch, replay.size(state), exponent=0.4)
+    td_error = learn(batch.items, weight)
+    return replay.update_priorities(state, batch.index, jnp.abs(td_error))
+"""
+
+from jaxreplay.buffer import ReplayBuffer, ReplayState
+from jaxreplay.catalog import items, prioritized, uniform
+from jaxreplay.donation import CopyWarning, Jitted, jit
+from jaxreplay.memory import Memory
+from jaxreplay.sum_tree import SumTree, SumTreeState
+from jaxreplay.types import Index, Sample, Step, Transition
+from jaxreplay.weights import importance_weights
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CopyWarning",
+    "Index",
+    "Jitted",
+    "Memory",
+    "ReplayBuffer",
+    "ReplayState",
+    "Sample",
+    "Step",
+    "SumTree",
+    "SumTreeState",
+    "Transition",
+    "importance_weights",
+    "items",
+    "jit",
+    "prioritized",
+    "uniform",
+]

@@ -1,0 +1,99 @@
+"""Where an episode's final observation comes from: the three forms in which env libraries end an episode.
+
+Observations are stored once: the next observation of a row is the next row of its stream. So every episode ends in a *tail* row,
+which holds the final observation and is no transition: its action and reward are never read.
+
+    autoreset="next_step"                  the row after a done is the final observation, and becomes the tail. Its own done flags
+                                           mean nothing. (Gymnasium 1.x vector envs by default.)
+    autoreset="same_step", final_obs given a done writes two rows: the step, and its tail. (Gymnasium's SAME_STEP, gymnax 1.x, Brax.)
+    autoreset="same_step", no final_obs    a terminated row needs no tail, for nothing lies beyond it; a truncated row becomes the tail
+                                           itself, since its own observation is the last one known: one transition is given up
+                                           rather than a wrong target made. (Many pure-JAX wrappers.)
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+FORMS = ("next_step", "same_step")
+
+# What a row is, as bits of its flags: a uint8.
+TERMINATED, TRUNCATED, TAIL, FIRST = 1, 2, 4, 8
+
+
+def form_error(where: str, got: object) -> str:
+    """The text for an `autoreset` that is missing or unknown."""
+    return (
+        f"{where}: autoreset={got!r}, but it must say what your env does when an episode ends; a wrong answer corrupts targets silently:\n"
+        '  autoreset="next_step"  the step after a done only hands over the final observation; the env resets then\n'
+        "                         (Gymnasium >= 1.0 vector envs by default)\n"
+        '  autoreset="same_step"  with Step.final_obs: the env resets within the step, and hands the final observation beside it\n'
+        '                         (gymnax >= 1.0: info["final_observation"]; Gymnasium\'s AutoresetMode.SAME_STEP; Brax)\n'
+        '  autoreset="same_step"  without final_obs: the env resets within the step and the final observation is lost\n'
+        "                         (many pure-JAX wrappers; a truncated episode gives up its last transition)"
+    )
+
+
+class Rows(NamedTuple):
+    """The rows that a block of steps writes, in the order of time. K is T, or 2 T where a step may write its tail beside it."""
+
+    flags: jax.Array  # uint8[K, E]
+    is_written: jax.Array  # bool[K, E]
+
+
+def rows_of(form: str, has_final_obs: bool, terminated: jax.Array, truncated: jax.Array, mask: jax.Array, last: jax.Array) -> Rows:
+    """What each step of a block writes.
+
+    Args:
+      form: one of `FORMS`.
+      has_final_obs: whether steps carry their final observation.
+      terminated, truncated, mask: bool[T, E]; where `mask` is False the env took no step.
+      last: uint8[E], the flags of each stream's newest row.
+    """
+    bits = TERMINATED * terminated.astype(jnp.uint8) + TRUNCATED * truncated.astype(jnp.uint8)
+    done = terminated | truncated
+    if form == "next_step":
+        is_tail = _alternate(done, mask, last)
+        bits = jnp.where(is_tail, jnp.uint8(TAIL), bits)
+    elif has_final_obs:
+        bits = jnp.stack([bits, jnp.full_like(bits, TAIL)], axis=1).reshape((-1, *bits.shape[1:]))
+        mask = jnp.stack([mask, mask & done], axis=1).reshape((-1, *mask.shape[1:]))
+    else:
+        bits = jnp.where(truncated & ~terminated, bits | TAIL, bits)
+    closes = closes_episode(bits, form, has_final_obs)
+    first = _before(closes, mask, closes_episode(last, form, has_final_obs))
+    return Rows(bits + FIRST * first.astype(jnp.uint8), mask)
+
+
+def termination_has_tail(form: str, has_final_obs: bool) -> bool:
+    """Whether a terminated row is followed by a tail, as every truncated one is (or is itself)."""
+    return form == "next_step" or has_final_obs
+
+
+def closes_episode(flags: jax.Array, form: str, has_final_obs: bool) -> jax.Array:
+    """Whether a row is the last one of its episode: its tail or, where terminated rows have none, a terminated row."""
+    bits = TAIL if termination_has_tail(form, has_final_obs) else TAIL | TERMINATED
+    return (flags & bits) != 0
+
+
+def _alternate(done: jax.Array, mask: jax.Array, last: jax.Array) -> jax.Array:
+    """Whether each row is a tail: the row before it is done and no tail itself, so in a run of dones every other row is one.
+
+    A row maps "am I a tail" to "is the next one a tail", which is one of three maps of a bit; maps compose, so a scan over time is
+    a parallel one.
+    """
+    # The map as (image of False, image of True): not done -> (0, 0), done -> (1, 0), masked -> (0, 1).
+    maps = (mask & done, ~mask)
+    image_of_false, image_of_true = jax.lax.associative_scan(
+        lambda f, g: (jnp.where(f[0], g[1], g[0]), jnp.where(f[1], g[1], g[0])), maps, axis=0
+    )
+    start = ((last & (TERMINATED | TRUNCATED)) != 0) & ((last & TAIL) == 0)
+    after = jnp.where(start, image_of_true, image_of_false)
+    return jnp.concatenate([start[None], after[:-1]])
+
+
+def _before(value: jax.Array, mask: jax.Array, initial: jax.Array) -> jax.Array:
+    """For each row, `value` of the row written before it in its stream: bool[K, E]."""
+    seen, latest = jax.lax.associative_scan(lambda a, b: (a[0] | b[0], jnp.where(b[0], b[1], a[1])), (mask, value), axis=0)
+    return jnp.concatenate([initial[None], jnp.where(seen, latest, initial)[:-1]])

@@ -1,0 +1,112 @@
+"""Errors at the public edge: every bad leaf by its key path, what came and what was expected, and how to mend it."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxreplay.types import Step
+
+_STEP_FIELDS = tuple(field.name for field in dataclasses.fields(Step))
+_REQUIRED_FIELDS = _STEP_FIELDS[:5]
+
+
+def check_static(config: Any) -> None:
+    """Refuse arrays in a configuration: it is hashed, and compared, wherever it rides through `jit`."""
+    for field in dataclasses.fields(config):
+        try:
+            hash(getattr(config, field.name))
+        except TypeError:
+            got = type(getattr(config, field.name)).__name__
+            raise ValueError(
+                f"{type(config).__name__}: {field.name} is a {got}, but a configuration holds plain Python values alone, so that it is "
+                f"hashable and two equal ones share one compilation; write e.g. {field.name}=float(x) or int(x)"
+            ) from None
+
+
+def check_capacity(where: str, capacity: int, num_envs: int, smallest_length: int) -> None:
+    """The capacity must divide into streams, each long enough for one window."""
+    for name, value in (("capacity", capacity), ("num_envs", num_envs)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{where}: {name} must be an int of at least 1, got {value!r}")
+    if capacity % num_envs:
+        below, above = capacity // num_envs * num_envs, (capacity // num_envs + 1) * num_envs
+        nearest = f"{below} and {above}" if below else f"{above}"
+        raise ValueError(
+            f"{where}: capacity={capacity} rows do not divide into num_envs={num_envs} equal streams; the nearest that do: {nearest}"
+        )
+    if capacity // num_envs < smallest_length:
+        raise ValueError(
+            f"{where}: capacity={capacity} gives each of num_envs={num_envs} streams {capacity // num_envs} rows, but one window needs "
+            f"{smallest_length}; the smallest capacity is {smallest_length * num_envs}"
+        )
+    if capacity >= 2**31:
+        raise ValueError(f"{where}: capacity={capacity} is too large: rows are numbered by int32, so it must be below {2**31}")
+
+
+def as_step(where: str, step: Any) -> Step:
+    """A `Step`, from one or from a mapping with its fields as keys."""
+    if isinstance(step, Step):
+        return step
+    if not isinstance(step, Mapping):
+        raise ValueError(f"{where}: a step must be a jaxreplay.Step or a mapping with its fields, got {type(step).__name__}")
+    missing = [name for name in _REQUIRED_FIELDS if name not in step]
+    unknown = [str(name) for name in step if name not in _STEP_FIELDS]
+    if missing or unknown:
+        problems = [f"missing {', '.join(missing)}"] * bool(missing) + [f"unknown {', '.join(unknown)}"] * bool(unknown)
+        raise ValueError(
+            f"{where}: the step's keys are wrong: {'; '.join(problems)}. A step has {', '.join(_REQUIRED_FIELDS)}, and may have final_obs "
+            "and extras; further fields go into extras={...}"
+        )
+    return Step(**step)
+
+
+def specs(tree: Any) -> Any:
+    """Shape and dtype of every leaf, as JAX would hold it: NumPy's 64-bit values are 32-bit ones unless x64 is on."""
+    return jax.tree.map(_spec, tree)
+
+
+def check_flags(where: str, step: Step) -> None:
+    """`terminated` and `truncated` of an example must be bool scalars: a float 0.0 would pass for one unseen."""
+    expected = {"terminated": jax.ShapeDtypeStruct((), bool), "truncated": jax.ShapeDtypeStruct((), bool)}
+    check_leaves(where, {"terminated": step.terminated, "truncated": step.truncated}, expected, "write done flags as bool: x.astype(bool)")
+    if step.final_obs is not None:
+        check_leaves(where, {"final_obs": step.final_obs}, {"final_obs": step.obs}, "final_obs is an observation: the same leaves as obs")
+
+
+def check_leaves(where: str, got: Any, expected: Any, hint: str) -> None:
+    """Raise a ValueError that names each leaf whose presence, shape or dtype is not as expected.
+
+    Args:
+      expected: the same tree of `jax.ShapeDtypeStruct`s, or of anything with a shape and a dtype.
+    """
+    got_leaves, expected_leaves = _by_path(specs(got)), _by_path(specs(expected))
+    bad = []
+    for path, spec in expected_leaves.items():
+        if path not in got_leaves:
+            bad.append(f"{path}: missing, expected {_show(spec)}")
+        elif (got_leaves[path].shape, got_leaves[path].dtype) != (spec.shape, spec.dtype):
+            bad.append(f"{path}: got {_show(got_leaves[path])}, expected {_show(spec)}")
+    bad += [f"{path}: unexpected, got {_show(spec)}" for path, spec in got_leaves.items() if path not in expected_leaves]
+    if not bad and jax.tree.structure(got) != jax.tree.structure(expected):
+        bad.append(f"the tree's structure: got {jax.tree.structure(got)}, expected {jax.tree.structure(expected)}")
+    if bad:
+        raise ValueError("\n  ".join([f"{where}:", *bad]) + f"\n{hint}")
+
+
+def _spec(leaf: Any) -> jax.ShapeDtypeStruct:
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return jax.ShapeDtypeStruct(tuple(leaf.shape), jax.dtypes.canonicalize_dtype(leaf.dtype))
+    array = jnp.asarray(leaf)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def _by_path(tree: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _show(spec: jax.ShapeDtypeStruct) -> str:
+    return f"{np.dtype(spec.dtype).name}[{', '.join(map(str, spec.shape))}]"

@@ -1,0 +1,145 @@
+"""In place or not at all: the methods of a buffer jitted with the right donation, and a warning where a call copies the buffer."""
+
+import functools
+import warnings
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+_LARGE_BYTES = 2**24
+_warned: set[tuple[Any, str]] = set()
+
+
+class CopyWarning(UserWarning):
+    """A call copied the whole buffer, which a donated one would have changed in place."""
+
+
+def warn_of_copy(replay: Any, method: str, state: Any) -> None:
+    """Warn, once for each configuration and method, where a large state is changed outside of `jit`: eager operations donate nothing."""
+    leaves = jax.tree.leaves(state)
+    if any(isinstance(leaf, Tracer) for leaf in leaves) or (replay, method) in _warned:
+        return
+    num_bytes = sum(leaf.nbytes for leaf in leaves)
+    if num_bytes >= _LARGE_BYTES:
+        _warned.add((replay, method))
+        warnings.warn(
+            f"{method} was called outside of jit: it copies the whole buffer ({num_bytes / 2**20:,.0f} MiB) on every call. "
+            f"Use {method} = jax.jit(replay.{method}, donate_argnums=0), or jaxreplay.jit(replay).{method}, once before the loop.",
+            CopyWarning,
+            stacklevel=4,
+        )
+
+
+class Jitted:
+    """A buffer's methods, compiled; see `jit`."""
+
+    def __init__(self, replay: Any):
+        self.replay = replay
+
+    def init(self, example: Any) -> Any:
+        """Not compiled: there is nothing to fuse, and a state that does not fit is refused here."""
+        return self.replay.init(example)
+
+    def add(self, state: Any, step: Any, mask: Any = None, priority: Any = None) -> Any:
+        """Donates `state`."""
+        return _add(self.replay, state, *_owned((step, mask, priority)))
+
+    def extend(self, state: Any, steps: Any, mask: Any = None, priority: Any = None) -> Any:
+        """Donates `state`."""
+        return _extend(self.replay, state, *_owned((steps, mask, priority)))
+
+    def update_priorities(self, state: Any, index: Any, priority: Any) -> Any:
+        """Donates `state`."""
+        return _update_priorities(self.replay, state, index, _owned(priority))
+
+    def clear(self, state: Any) -> Any:
+        """Donates `state`."""
+        return _clear(self.replay, state)
+
+    def sample(self, state: Any, key: jax.Array, batch_size: int | None = None) -> Any:
+        return _sample(self.replay, state, key, batch_size)
+
+    def get(self, state: Any, index: Any) -> Any:
+        return _get(self.replay, state, index)
+
+    def size(self, state: Any) -> jax.Array:
+        return _size(self.replay, state)
+
+    def can_sample(self, state: Any) -> jax.Array:
+        return _can_sample(self.replay, state)
+
+    def min_probability(self, state: Any) -> jax.Array:
+        return _min_probability(self.replay, state)
+
+
+def jit(replay: Any) -> Jitted:
+    """The methods of `replay` jitted, with the state donated where it changes: for a loop that is not one big `jit`.
+
+    Equal configurations share one compilation. NumPy input is copied first: JAX may read an array after the call has returned, when
+    an env that reuses its observation array has already written the next one into it.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxreplay as jr
+      >>> replay = jr.items(capacity=8, num_envs=2, batch_size=4)
+      >>> buffer = jr.jit(replay)
+      >>> state = buffer.init({"x": jnp.zeros(3)})
+      >>> state = buffer.add(state, {"x": jnp.ones((2, 3))})
+      >>> int(buffer.size(state))
+      2
+    """
+    return Jitted(replay)
+
+
+def _owned(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, tree)
+
+
+# The configuration is a leafless pytree: its value is part of the compilation's key, so that equal ones share it.
+_donating = functools.partial(jax.jit, donate_argnums=1)
+
+
+@_donating
+def _add(replay, state, step, mask, priority):
+    return replay.add(state, step, mask, priority)
+
+
+@_donating
+def _extend(replay, state, steps, mask, priority):
+    return replay.extend(state, steps, mask, priority)
+
+
+@_donating
+def _update_priorities(replay, state, index, priority):
+    return replay.update_priorities(state, index, priority)
+
+
+@_donating
+def _clear(replay, state):
+    return replay.clear(state)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _sample(replay, state, key, batch_size):
+    return replay.sample(state, key, batch_size)
+
+
+@jax.jit
+def _get(replay, state, index):
+    return replay.get(state, index)
+
+
+@jax.jit
+def _size(replay, state):
+    return replay.size(state)
+
+
+@jax.jit
+def _can_sample(replay, state):
+    return replay.can_sample(state)
+
+
+@jax.jit
+def _min_probability(replay, state):
+    return replay.min_probability(state)

@@ -1,0 +1,76 @@
+"""What a buffer takes, before anything is allocated."""
+
+import dataclasses
+import os
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of a buffer's state, leaf by leaf. `str()` gives a table."""
+
+    leaves: dict[str, int]  # key path in the state -> bytes
+    capacity: int  # rows
+
+    @property
+    def total(self) -> int:
+        return sum(self.leaves.values())
+
+    def __str__(self) -> str:
+        width = max(map(len, self.leaves), default=5)
+        lines = [f"{'leaf':{width}}  {'bytes':>16}  {'bytes/row':>10}"]
+        lines += [
+            f"{path:{width}}  {size:>16,}  {size / self.capacity:>10.2f}" for path, size in [*self.leaves.items(), ("total", self.total)]
+        ]
+        return "\n".join(lines)
+
+
+def memory_of(state: Any, capacity: int) -> Memory:
+    """The bytes of a state, or of the shapes of one (`jax.eval_shape`)."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return Memory({jax.tree_util.keystr(path, simple=True, separator="."): _num_bytes(leaf) for path, leaf in leaves}, capacity)
+
+
+def check_fits(where: str, memory: Memory) -> None:
+    """Raise a MemoryError where the default device cannot hold the state beside what it holds already."""
+    free = _free_bytes()
+    if free is not None and memory.total > free:
+        largest = sorted(memory.leaves.items(), key=lambda item: -item[1])[:3]
+        fits = int(memory.capacity * free / memory.total)
+        raise MemoryError(
+            f"{where}: the buffer takes {memory.total:,} bytes ({memory.total / memory.capacity:.1f} a row), but the device has "
+            f"{free:,} free. Largest leaves: {', '.join(f'{path} {size:,}' for path, size in largest)}. About {fits:,} rows fit; "
+            "see replay.memory(example)."
+        )
+
+
+def _num_bytes(leaf: Any) -> int:
+    return int(np.prod(leaf.shape, dtype=np.int64)) * np.dtype(leaf.dtype).itemsize
+
+
+def _free_bytes() -> int | None:
+    """Free bytes of the device that new arrays go to; None where it does not say."""
+    device = getattr(jax.config, "jax_default_device", None) or jax.local_devices()[0]
+    if isinstance(device, str):
+        device = jax.local_devices(backend=device)[0]
+    stats = device.memory_stats()
+    if stats is not None and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    return _free_host_bytes() if device.platform == "cpu" else None
+
+
+def _free_host_bytes() -> int | None:
+    """What the system can hand out without swapping, or the machine's whole memory where it does not say."""
+    try:
+        with open("/proc/meminfo") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        pass
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None

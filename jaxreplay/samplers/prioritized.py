@@ -1,0 +1,176 @@
+"""Proportional prioritized sampling: a row is drawn with probability priority ** exponent / sum.
+
+Source: Schaul et al., "Prioritized Experience Replay" (2016), section 3.3, algorithm 1. Where we differ: a priority of 0 means never
+drawn (the paper adds a constant to every priority; do so before the call), and new rows keep the priority that they had when they were
+added until they become drawable.
+"""
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxreplay import bits, ring
+from jaxreplay.drawable import Change, Drawable
+from jaxreplay.streams import Streams
+from jaxreplay.sum_tree import SumTree, SumTreeState
+from jaxreplay.types import Index
+
+_SMALLEST_MASS = float(np.finfo(np.float32).tiny)  # the smallest that no processor flushes to 0
+_LARGEST = float(np.finfo(np.float32).max)
+_MAX_COUNT = np.uint32(2**32 - 1)
+
+
+class PrioritizedState(flax.struct.PyTreeNode):
+    tree: SumTreeState  # mass of each row; leaves are ordered by time, then env; 0 for a row that is not drawable
+    waiting: jax.Array  # float32[lookahead, E]: masses of each stream's newest rows, the newest last
+    largest: jax.Array  # float32[]: the largest priority so far, at first 1
+    ignored_priorities: jax.Array  # uint32[]: NaN, infinite or negative ones; stays at its maximum
+    ignored_rows: jax.Array  # uint32[]: updates to rows overwritten, out of range, or not drawable; stays at its maximum
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prioritized:
+    """Rows in proportion to priority ** exponent.
+
+    Args:
+      exponent: alpha, at least 0: 0 is uniform over the rows of positive priority.
+      stratified: one draw from each of B equal parts of the total mass, as in the paper; otherwise B independent draws.
+      keep_minimum: keep what `min_probability` needs: a second tree, about as costly to update as the first.
+      fan_out: children of a tree node; by default the best for the backend.
+    """
+
+    exponent: float = 0.6
+    stratified: bool = True
+    keep_minimum: bool = False
+    fan_out: int = 0
+
+    def __post_init__(self):
+        if not 0 <= self.exponent < float("inf"):
+            raise ValueError(f"Prioritized: exponent must be a finite number of at least 0, got {self.exponent}")
+
+    @property
+    def has_priorities(self) -> bool:
+        return True
+
+    def init(self, streams: Streams, lookahead: int) -> PrioritizedState:
+        return PrioritizedState(
+            tree=self._tree(streams).init(),
+            waiting=jnp.zeros((lookahead, streams.num_envs), jnp.float32),
+            largest=jnp.float32(1),
+            ignored_priorities=jnp.uint32(0),
+            ignored_rows=jnp.uint32(0),
+        )
+
+    def clear(self, state: PrioritizedState) -> PrioritizedState:
+        """No mass, and 1 for the largest priority; the counts of what was ignored stay."""
+        minima = None if state.tree.minima is None else jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), state.tree.minima)
+        tree = SumTreeState(sums=jax.tree.map(jnp.zeros_like, state.tree.sums), minima=minima)
+        return state.replace(tree=tree, waiting=jnp.zeros_like(state.waiting), largest=jnp.ones_like(state.largest))
+
+    def observe(self, streams: Streams, state: PrioritizedState, change: Change, priority: jax.Array | None) -> PrioritizedState:
+        lookahead = state.waiting.shape[0]
+        is_new = change.is_written[lookahead:]
+        if priority is None:
+            given = jnp.broadcast_to(state.largest, is_new.shape)
+        else:
+            given = jnp.where(is_new, priority, 0)
+            is_good = _is_good(given)
+            largest = jnp.maximum(state.largest, jnp.max(jnp.where(is_good, given, 0)))
+            given = jnp.where(is_good, given, state.largest)
+            state = state.replace(largest=largest, ignored_priorities=_count(state.ignored_priorities, ~is_good))
+        mass = jnp.concatenate([state.waiting, self._mass(streams, given)])
+        if lookahead:
+            # Each stream's newest rows wait on, in the order of their age; a row that was written before moves up by what came after.
+            is_row = jnp.concatenate([jnp.ones_like(state.waiting, bool), is_new])
+            place = jnp.where(is_row & (change.age < lookahead), lookahead - 1 - change.age, lookahead)
+            env = jnp.broadcast_to(jnp.arange(streams.num_envs), place.shape)
+            state = state.replace(waiting=state.waiting.at[place, env].set(mass, mode="drop", unique_indices=True))
+        return state.replace(tree=self._write(streams, state.tree, change, mass))
+
+    def _write(self, streams: Streams, tree: SumTreeState, change: Change, mass: jax.Array) -> SumTreeState:
+        """Rows that became drawable gain their mass; other written rows have none. Rows that go on waiting, or were drawable, stay."""
+        mass = jnp.where(change.became_drawable, mass, 0)
+        changed = change.became_drawable | change.is_written
+        if change.start.ndim == 0:
+            return self._tree(streams).set_range(tree, change.start * streams.num_envs, mass.reshape(-1), changed.reshape(-1))
+        leaf = jnp.where(changed, _leaf(streams, change.row), streams.capacity)
+        return self._tree(streams).set_unique(tree, leaf.reshape(-1), mass.reshape(-1))
+
+    def can_draw(self, state: PrioritizedState) -> jax.Array:
+        return state.tree.sums[-1].sum() > 0
+
+    def draw(self, state: PrioritizedState, drawable: Drawable, key: jax.Array, batch_size: int) -> tuple[jax.Array, jax.Array]:
+        streams = drawable.streams
+        tree = self._tree(streams)
+        high, low = bits.draw(key, batch_size)
+        target = bits.fraction(high)
+        if self.stratified:
+            target = (jnp.arange(batch_size) + target) / batch_size
+        leaf, mass = tree.find(state.tree, target, low)
+        time, env = ring.split(leaf, streams.num_envs)
+        return streams.row(env, time), _normalized(mass, tree.total(state.tree))
+
+    def probability(self, state: PrioritizedState, drawable: Drawable, row: jax.Array) -> jax.Array:
+        tree = self._tree(drawable.streams)
+        return _normalized(tree.get(state.tree, _leaf(drawable.streams, row)), tree.total(state.tree))
+
+    def min_probability(self, streams: Streams, state: PrioritizedState) -> jax.Array:
+        """The smallest probability of a drawable row of positive priority: float32[]; 1 where there is none."""
+        if not self.keep_minimum:
+            raise ValueError("min_probability: this buffer keeps no minimum; make it with prioritized(..., keep_minimum=True)")
+        tree = self._tree(streams)
+        total = tree.total(state.tree)
+        return jnp.where(total > 0, _normalized(tree.minimum(state.tree), total), 1)
+
+    def update(self, state: PrioritizedState, drawable: Drawable, index: Index, priority: jax.Array) -> PrioritizedState:
+        """New priorities, float32[B], for the rows drawn as `index`.
+
+        A row that is out of range, overwritten since, or not drawable is ignored and counted; so is a priority that is NaN, infinite
+        or negative: the row keeps its own. Of several priorities for one row the largest wins.
+        """
+        streams = drawable.streams
+        is_in_range = (index.row >= 0) & (index.row < streams.capacity)
+        row = jnp.where(is_in_range, index.row, 0)
+        is_live = is_in_range & (streams.index(drawable.state, row).lap == index.lap) & drawable.contains(row)
+        is_good = _is_good(priority)
+        accepted = is_live & is_good
+        leaf = jnp.where(accepted, _leaf(streams, row), streams.capacity)
+        mass = self._mass(streams, jnp.where(accepted, priority, 0))
+        return state.replace(
+            tree=self._tree(streams).set(state.tree, leaf, mass),
+            largest=jnp.maximum(state.largest, jnp.max(jnp.where(accepted, priority, 0), initial=0)),
+            ignored_rows=_count(state.ignored_rows, ~is_live),
+            ignored_priorities=_count(state.ignored_priorities, is_live & ~is_good),
+        )
+
+    def _tree(self, streams: Streams) -> SumTree:
+        return SumTree(capacity=streams.capacity, fan_out=self.fan_out, has_minimum=self.keep_minimum)
+
+    def _mass(self, streams: Streams, priority: jax.Array) -> jax.Array:
+        """priority ** exponent, such that a positive one stays positive and the sum over all rows stays finite: float32[...]."""
+        # By its bits: a comparison with 0 takes a subnormal number for 0 where the processor flushes these.
+        is_positive = (jax.lax.bitcast_convert_type(priority, jnp.uint32) & 0x7FFFFFFF) != 0
+        mass = jnp.clip(priority**self.exponent, _SMALLEST_MASS, _LARGEST / streams.capacity)
+        return jnp.where(is_positive, mass, 0)
+
+
+def _is_good(priority: jax.Array) -> jax.Array:
+    return jnp.isfinite(priority) & (priority >= 0)
+
+
+def _leaf(streams: Streams, row: jax.Array) -> jax.Array:
+    """Leaves lie by time, then env: what all envs write together is one range of the tree. A row past the end stays there."""
+    env, position = ring.split(row, streams.length)
+    return jnp.where(row < streams.capacity, position * streams.num_envs + env, streams.capacity)
+
+
+def _normalized(mass: jax.Array, total: jax.Array) -> jax.Array:
+    return jnp.where(total > 0, mass / jnp.where(total > 0, total, 1), 0)
+
+
+def _count(counter: jax.Array, what: jax.Array) -> jax.Array:
+    return counter + jnp.minimum(what.sum(dtype=jnp.uint32), _MAX_COUNT - counter)

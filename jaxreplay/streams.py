@@ -1,0 +1,194 @@
+"""Storage: every env is a stream, a ring of rows of its own, and all streams lie in one array a leaf.
+
+Leaves are `[num_envs * length, ...]`, env-major: row = env * length + position, so a stream's neighbours in time are neighbours in
+memory. Each write is one masked scatter a leaf; a row that is not written points past the end. (A `lax.cond` around the write would
+become a select over the whole buffer under `vmap`, and a strided `dynamic_update_slice` took 13 us where the scatter takes 2.)
+
+The streams know nothing of sampling. Beside a step's own leaves they keep, for each row, flags that say what it is (`autoreset.py`), and
+its rank, the number of transitions before it in its stream, from which `drawable.py` counts and finds rows without keeping a list of them.
+The two are apart since samples read the flags alone: at one byte a row those of a million rows stay in a core's cache.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jaxreplay import autoreset, ring
+from jaxreplay.types import Index, Step
+
+
+class StreamState(flax.struct.PyTreeNode):
+    """N = num_envs * length rows, E streams. Heads are scalars where all streams always step together."""
+
+    steps: Any  # the stored leaves, [N, ...]: a Step whose done flags live in `flags`, or an item as it came
+    flags: jax.Array | None  # uint8[N], bits of `autoreset`; None, and so the next, for plain items
+    rank: jax.Array | None  # uint32[N], modulo 2^32: transitions of the stream before each row
+    head: jax.Array  # int32[] or int32[E], in [0, length): the position of the next write
+    filled: jax.Array  # int32[] or int32[E], in [0, length]: rows written
+    lap: jax.Array  # uint32[] or uint32[E]: how often the head went round
+    last: jax.Array | None  # uint8[E]: flags of the newest row
+    count: jax.Array | None  # uint32[E], modulo 2^32: transitions ever written; the rank of the next row
+
+
+class Written(NamedTuple):
+    """The rows that one call wrote, in the order of time. K rows a stream at the most."""
+
+    row: jax.Array  # int32[K, E]; capacity where nothing is written
+    is_written: jax.Array  # bool[K, E]
+    flags: jax.Array | None  # uint8[K, E]; None for plain items
+    age: jax.Array  # int32[K, E]: rows of its stream written after it
+    num_rows: jax.Array  # int32[E]: rows written in each stream
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Streams:
+    """`num_envs` rings of `length` rows. `autoreset` is one of `autoreset.FORMS`, or None where the rows are items without an order."""
+
+    num_envs: int
+    length: int
+    autoreset: str | None
+    masked: bool
+
+    @property
+    def capacity(self) -> int:
+        return self.num_envs * self.length
+
+    def init(self, example: Any) -> StreamState:
+        """Zeros for every row. `example`: one env's step, or one item."""
+        # Envs step together unless a mask leaves some out or an episode's end takes a second row.
+        together = not self.masked and self.rows_per_step(example) == 1
+        heads = jnp.zeros(() if together else (self.num_envs,), jnp.int32)
+        stored = example if self.autoreset is None else _stored(example)
+        has_flags = self.autoreset is not None
+        return StreamState(
+            steps=jax.tree.map(lambda leaf: jnp.zeros((self.capacity, *leaf.shape), leaf.dtype), stored),
+            flags=jnp.zeros((self.capacity,), jnp.uint8) if has_flags else None,
+            rank=jnp.zeros((self.capacity,), jnp.uint32) if has_flags else None,
+            head=heads,
+            filled=jnp.zeros_like(heads),
+            lap=heads.astype(jnp.uint32),
+            # As if a tail had been written: the first row opens an episode.
+            last=jnp.full((self.num_envs,), autoreset.TAIL, jnp.uint8) if has_flags else None,
+            count=jnp.zeros((self.num_envs,), jnp.uint32) if has_flags else None,
+        )
+
+    def clear(self, state: StreamState) -> StreamState:
+        """Forget every row; the stored steps stay as they are, and no index drawn before is valid after."""
+        return state.replace(
+            head=jnp.zeros_like(state.head),
+            filled=jnp.zeros_like(state.filled),
+            # By two: the rows from the head on count as of the lap before.
+            lap=state.lap + jnp.uint32(2),
+            last=None if state.last is None else jnp.full_like(state.last, autoreset.TAIL),
+        )
+
+    def rows_per_step(self, steps: Any) -> int:
+        """2 where a step may write its tail beside it. `steps`: a step, or the stored steps."""
+        return 2 if self.autoreset == "same_step" and has_final_obs(steps) else 1
+
+    def write(self, state: StreamState, steps: Any, mask: jax.Array | None) -> tuple[StreamState, Written]:
+        """Append a block of steps, leaves `[T, num_envs, ...]`; T times `rows_per_step` must not exceed the length.
+
+        `mask`: bool[T, num_envs], False where an env took no step.
+        """
+        num_steps = jax.tree.leaves(steps)[0].shape[0]
+        mask = jnp.ones((num_steps, self.num_envs), bool) if mask is None else mask
+        if self.autoreset is None:
+            flags, is_written = None, mask
+        else:
+            flags, is_written = autoreset.rows_of(
+                self.autoreset, has_final_obs(steps), steps.terminated, steps.truncated, mask, _not_none(state.last)
+            )
+        if state.head.ndim == 0:  # all together: the positions are known without looking at the block
+            nth = jnp.broadcast_to(jnp.arange(num_steps)[:, None], is_written.shape)
+            num_rows = jnp.full((self.num_envs,), num_steps)
+        else:
+            nth = jnp.cumsum(is_written, axis=0, dtype=jnp.int32) - 1
+            num_rows = nth[-1] + 1
+        row = self.row(jnp.arange(self.num_envs), ring.wrap(state.head + nth, self.length))
+        row = jnp.where(is_written, row, self.capacity)
+        written = Written(row, is_written, flags, num_rows - 1 - nth, num_rows)
+        return self._advance(self._scatter(state, steps, written), written), written
+
+    def _scatter(self, state: StreamState, steps: Any, written: Written) -> StreamState:
+        def put(leaf, values, rows):
+            return leaf.at[rows.reshape(-1)].set(values.reshape((-1, *leaf.shape[1:])), unique_indices=True, mode="drop")
+
+        if self.autoreset is None:
+            return state.replace(steps=jax.tree.map(lambda leaf, x: put(leaf, x, written.row), state.steps, steps))
+        flags = _not_none(written.flags)
+        is_transition = written.is_written & ((flags & autoreset.TAIL) == 0)
+        rank = _not_none(state.count) + jnp.cumsum(is_transition, axis=0, dtype=jnp.uint32) - is_transition
+        new = _stored(steps)
+        if self.rows_per_step(steps) == 2:  # a tail is read for its observation alone
+            pairs = written.row.reshape(-1, 2, self.num_envs)
+            obs = jax.tree.map(
+                lambda leaf, x, final: put(leaf, jnp.stack([x, final], axis=1), pairs), state.steps.obs, new.obs, steps.final_obs
+            )
+            rest = jax.tree.map(lambda leaf, x: put(leaf, x, pairs[:, 0]), state.steps.replace(obs=()), new.replace(obs=()))
+            stored = rest.replace(obs=obs)
+        else:
+            stored = jax.tree.map(lambda leaf, x: put(leaf, x, written.row), state.steps, new)
+        return state.replace(
+            steps=stored,
+            flags=put(state.flags, flags, written.row),
+            rank=put(state.rank, rank, written.row),
+            count=state.count + is_transition.sum(axis=0, dtype=jnp.uint32),
+        )
+
+    def _advance(self, state: StreamState, written: Written) -> StreamState:
+        num_rows = written.num_rows if state.head.ndim else written.num_rows[0]
+        end = state.head + num_rows
+        last = state.last
+        if last is not None:
+            is_newest = written.is_written & (written.age == 0)
+            newest = jnp.where(is_newest, _not_none(written.flags), 0).sum(axis=0, dtype=jnp.uint8)
+            last = jnp.where(written.num_rows > 0, newest, last)
+        return state.replace(
+            head=ring.wrap(end, self.length),
+            filled=jnp.minimum(state.filled + num_rows, self.length),
+            lap=state.lap + (end >= self.length).astype(jnp.uint32),
+            last=last,
+        )
+
+    def row(self, env: jax.Array, position: jax.Array) -> jax.Array:
+        return env * self.length + position
+
+    def age(self, state: StreamState, row: jax.Array) -> jax.Array:
+        """Rows of its stream written after each row: 0 for the newest. For a row never written, at least `filled`. int32[...]."""
+        env, position = ring.split(row, self.length)
+        return ring.wrap(self.of_stream(state.head, env) - 1 - position, self.length)
+
+    def is_written(self, state: StreamState, row: jax.Array) -> jax.Array:
+        """Whether each row, in `[0, capacity)`, holds a step. bool[...]."""
+        env, _ = ring.split(row, self.length)
+        return self.age(state, row) < self.of_stream(state.filled, env)
+
+    def index(self, state: StreamState, row: jax.Array) -> Index:
+        """The rows' names: row and lap."""
+        env, position = ring.split(row, self.length)
+        ahead = position >= self.of_stream(state.head, env)  # written before the head last went round
+        return Index(row=row, lap=self.of_stream(state.lap, env) - ahead.astype(jnp.uint32))
+
+    def of_stream(self, per_stream: jax.Array, env: jax.Array) -> jax.Array:
+        """A per-stream value at each env; a scalar serves all."""
+        return per_stream if per_stream.ndim == 0 else per_stream.at[env].get(mode="promise_in_bounds")
+
+
+def has_final_obs(steps: Any) -> bool:
+    """Whether a step, or the stored steps, hold final observations."""
+    return getattr(steps, "final_obs", None) is not None
+
+
+def _stored(step: Step) -> Step:
+    """A step as it is stored: its done flags go into the mark, and a final observation into the `obs` of a row of its own; `()`, which
+    has no leaves, keeps in the state's structure that there is one."""
+    return step.replace(terminated=None, truncated=None, final_obs=() if has_final_obs(step) else None)
+
+
+def _not_none(value: Any) -> Any:
+    assert value is not None
+    return value

@@ -1,0 +1,73 @@
+"""n-step transitions that never cross an episode's end nor the write head."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxreplay.types import Transition
+from jaxreplay.views.anchor import Anchor
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransitionView:
+    """The n steps from a row on, or fewer where its episode ends sooner.
+
+    A window that is cut by a termination has discount 0; one that is cut by a truncation bootstraps from the final observation, at its
+    own number of steps. Source: Sutton and Barto (2018), section 7.1; the cut at a truncation as in Pardo et al., "Time Limits in
+    Reinforcement Learning" (2018).
+
+    Args:
+      n_step: n, at least 1.
+      discount: gamma, in [0, 1], for one step.
+    """
+
+    n_step: int = 1
+    discount: float = 0.99
+
+    def __post_init__(self):
+        if self.n_step < 1:
+            raise ValueError(f"TransitionView: n_step must be at least 1, got {self.n_step}")
+        if not 0 <= self.discount <= 1:
+            raise ValueError(f"TransitionView: discount must be in [0, 1], got {self.discount}")
+
+    @property
+    def lookahead(self) -> int:
+        return self.n_step
+
+    @property
+    def needs_steps(self) -> bool:
+        return True
+
+    def read(self, anchor: Anchor) -> Transition:
+        steps = jnp.arange(self.n_step)
+        is_terminated = anchor.is_terminated(steps)
+        # The window goes on past a step unless that terminated, or is followed by a tail: [n - 1].
+        goes_on = ~is_terminated[:-1] & ~anchor.is_tail(steps[1:])
+        is_inside = jnp.concatenate([jnp.ones(1, bool), jnp.cumsum(~goes_on) == 0])
+        num_steps = is_inside.sum(dtype=jnp.int32)
+        ends = jnp.any(is_inside & is_terminated)
+        # A terminated row's tail may come a step later, or never: its own observation stands in for one that no target reads.
+        has_next = (anchor.rows_after() >= num_steps) & anchor.termination_has_tail | ~ends
+        powers = self.discount ** np.arange(self.n_step + 1)
+        return Transition(
+            obs=anchor.obs(0),
+            action=anchor.action(0),
+            reward=_weighted_sum(anchor.reward(steps), powers[:-1], is_inside),
+            discount=jnp.where(ends, 0, jnp.asarray(powers, jnp.float32)[num_steps]),
+            next_obs=anchor.obs(jnp.where(has_next, num_steps, num_steps - 1)),
+            num_steps=num_steps,
+            extras=anchor.extras(0),
+        )
+
+
+def _weighted_sum(reward: jax.Array, weights: np.ndarray, is_inside: jax.Array) -> jax.Array:
+    """Sum over the first axis in float32 or wider, in the reward's own dtype if that is a floating one. What lies outside is left out
+    by a select, so that a NaN there stays there."""
+    dtype = reward.dtype if jnp.issubdtype(reward.dtype, jnp.floating) else jnp.float32
+    shape = (-1,) + (1,) * (reward.ndim - 1)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    terms = reward.astype(wide) * jnp.asarray(weights, wide).reshape(shape)
+    return jnp.where(is_inside.reshape(shape), terms, 0).sum(axis=0).astype(dtype)

@@ -1,0 +1,52 @@
+"""Importance-sampling weights for prioritized draws."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxreplay.types import Sample
+
+
+def importance_weights(
+    batch: Sample,
+    size: jax.Array,
+    exponent: jax.Array | float,
+    normalize: str | None = "batch_max",
+    min_probability: jax.Array | None = None,
+) -> jax.Array:
+    """Weights `(size * probability) ** -exponent` that undo the bias of prioritized draws.
+
+    Computed by logarithms, so that no intermediate value overflows. Invalid items weigh 0.
+
+    Args:
+      batch: what `sample` gave.
+      size: int32[], `replay.size(state)`.
+      exponent: beta, in [0, 1]: 0 corrects nothing, 1 fully; usually raised to 1 over the run. It may be traced.
+      normalize: "batch_max" divides by the largest weight of the batch; "buffer_max" by the largest that any row of the buffer could
+        have, which needs `min_probability`, and is the paper's; None leaves them as they are.
+      min_probability: float32[], `replay.min_probability(state)`.
+
+    Returns:
+      float32[B], at most 1 where normalized.
+
+    Source: Schaul et al., "Prioritized Experience Replay" (2016), section 3.4.
+    """
+    if normalize not in ("batch_max", "buffer_max", None):
+        raise ValueError(f'importance_weights: normalize must be "batch_max", "buffer_max" or None, got {normalize!r}')
+    if (normalize == "buffer_max") != (min_probability is not None):
+        raise ValueError(
+            f"importance_weights: normalize={normalize!r} with min_probability={'given' if min_probability is not None else None}; "
+            'pass min_probability=replay.min_probability(state) with normalize="buffer_max", and only there'
+        )
+    is_valid = batch.is_valid & (batch.probability > 0)
+    log_size = jnp.log(jnp.maximum(size, 1).astype(jnp.float32))
+
+    def log_weight(probability):
+        return -exponent * (log_size + jnp.log(probability))
+
+    log_weights = log_weight(jnp.where(is_valid, batch.probability, 1))
+    if normalize == "batch_max":
+        largest = jnp.max(jnp.where(is_valid, log_weights, -jnp.inf), initial=-jnp.inf)
+        log_weights = log_weights - jnp.where(jnp.isfinite(largest), largest, 0)
+    elif min_probability is not None:
+        log_weights = log_weights - log_weight(min_probability)
+    return jnp.where(is_valid, jnp.exp(log_weights), 0)
