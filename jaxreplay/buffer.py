@@ -155,8 +155,8 @@ class ReplayBuffer:
         streams = self.streams
         written_streams, written = streams.write(state.streams, steps, mask)
         pending, change = settle(streams, self.view.lookahead, state.streams, state.pending, written)
-        if priority is not None:
-            priority = jnp.repeat(priority, streams.rows_per_step(steps), axis=0)
+        if priority is not None and streams.rows_per_step(steps) == 2:  # a tail has none
+            priority = jnp.stack([priority, jnp.zeros_like(priority)], axis=1).reshape(-1, self.num_envs)
         table = state.episodes and episodes.observe(streams, state.streams, state.episodes, written)
         sampler = self.sampler.observe(streams, state.sampler, change, priority)
         return ReplayState(streams=written_streams, pending=pending, sampler=sampler, episodes=table)

@@ -18,7 +18,7 @@ from jaxreplay.streams import Streams
 from jaxreplay.sum_tree import SumTree, SumTreeState
 from jaxreplay.types import Index
 
-_SMALLEST_MASS = float(np.finfo(np.float32).tiny)  # the smallest that no processor flushes to 0
+_SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest number that no processor flushes to 0
 _LARGEST = float(np.finfo(np.float32).max)
 _MAX_COUNT = np.uint32(2**32 - 1)
 
@@ -77,11 +77,12 @@ class Prioritized:
         if priority is None:
             given = jnp.broadcast_to(state.largest, is_new.shape)
         else:
-            given = jnp.where(is_new, priority, 0)
-            is_good = _is_good(given)
-            largest = jnp.maximum(state.largest, jnp.max(jnp.where(is_good, given, 0)))
-            given = jnp.where(is_good, given, state.largest)
-            state = state.replace(largest=largest, ignored_priorities=_count(state.ignored_priorities, ~is_good))
+            is_good = _is_good(priority)
+            largest = jax.lax.cummax(jnp.max(jnp.where(is_new & is_good, priority, state.largest), axis=1))
+            largest = jnp.maximum(largest, state.largest)
+            before = jnp.concatenate([state.largest[None], largest[:-1]])  # as of the row's own step
+            given = jnp.where(is_good, priority, before[:, None])
+            state = state.replace(largest=largest[-1], ignored_priorities=_count(state.ignored_priorities, is_new & ~is_good))
         mass = jnp.concatenate([state.waiting, self._mass(streams, given)])
         if lookahead:
             # Each stream's newest rows wait on, in the order of their age; a row that was written before moves up by what came after.
@@ -154,7 +155,7 @@ class Prioritized:
         """priority ** exponent, such that a positive one stays positive and the sum over all rows stays finite: float32[...]."""
         # By its bits: a comparison with 0 takes a subnormal number for 0 where the processor flushes these.
         is_positive = (jax.lax.bitcast_convert_type(priority, jnp.uint32) & 0x7FFFFFFF) != 0
-        mass = jnp.clip(priority**self.exponent, _SMALLEST_MASS, _LARGEST / streams.capacity)
+        mass = jnp.clip(jnp.maximum(priority, _SMALLEST) ** self.exponent, _SMALLEST, _LARGEST / streams.capacity)
         return jnp.where(is_positive, mass, 0)
 
 

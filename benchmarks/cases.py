@@ -1,0 +1,111 @@
+"""What is measured: every row of the results, and in each row the columns that are measured side by side."""
+
+import dataclasses
+
+NUM_ENVS = 64
+BATCH_SIZE = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One thing to time in one library. It crosses to the worker as JSON, so that its fields are plain."""
+
+    buffer: str  # "uniform", "prioritized" or "items"
+    operation: str  # "add", "sample", "update" or "fused": all that a training step does with its buffer
+    mode: str  # "call": one jitted call after another; "scan": iterations of one compiled loop
+    capacity: int
+    obs: str = "vector"  # "vector": float32[8]; "image": uint8[84, 84, 4]
+    form: str = ""  # a variant: see `jaxreplay_buffers.py` and `limit.py`
+    iterations: int = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A line of a table: `columns` are timed in turn, round after round. Each is (library, case)."""
+
+    table: str  # "main", "forms", "flat" or "image"
+    name: str
+    columns: dict[str, tuple[str, Case]]
+
+    @property
+    def capacity(self) -> int:
+        return next(iter(self.columns.values()))[1].capacity
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Capacities in rows."""
+
+    main: tuple[int, ...] = (100_000, 1_000_000)
+    flat: tuple[int, int] = (16_384, 4_194_304)
+    image: int = 20_000
+    rounds: int = 9
+    iterations: int = 512
+
+
+QUICK = Sizes(main=(20_000,), flat=(4_096, 65_536), image=1_000, rounds=2, iterations=64)
+
+_OPERATIONS = {"uniform": ("add", "sample"), "prioritized": ("add", "sample", "update")}
+
+
+def all_rows(sizes: Sizes) -> list[Row]:
+    rows = [row for capacity in sizes.main for row in _main(capacity)] + _forms(sizes.main[-1]) + _flat(*sizes.flat) + _image(sizes.image)
+    return [_with_iterations(row, sizes.iterations) for row in rows]
+
+
+def _main(capacity: int) -> list[Row]:
+    rows = []
+    for buffer, operations in _OPERATIONS.items():
+        cases = [_case(buffer, operation, mode, capacity) for mode in ("call", "scan") for operation in operations]
+        cases.append(_case(buffer, "fused", "scan", capacity))
+        if buffer == "prioritized":
+            cases.append(_case(buffer, "fused", "scan", capacity, form="weights"))
+        rows += [Row("main", _name(case), {library: (library, case) for library in ("jaxreplay", "flashbax", "limit")}) for case in cases]
+    return rows
+
+
+def _forms(capacity: int) -> list[Row]:
+    """The fused loop of buffers that flashbax has no counterpart to, beside the plain one."""
+    rows = []
+    for buffer in _OPERATIONS:
+        plain = _case(buffer, "fused", "scan", capacity)
+        forms = ["next_step", "final_obs", "n_step=3"] + (["weights", "buffer_max"] if buffer == "prioritized" else [])
+        for form in forms:
+            case = dataclasses.replace(plain, form=form)
+            rows.append(Row("forms", f"{buffer}: {form}", {"plain": ("jaxreplay", plain), "form": ("jaxreplay", case)}))
+    return rows
+
+
+def _flat(small: int, large: int) -> list[Row]:
+    """The cost of a write must not grow with the capacity: a hidden copy would show here as a factor of hundreds."""
+    rows = []
+    for buffer, operation in (("uniform", "add"), ("prioritized", "add"), ("prioritized", "update")):
+        for mode in ("call", "scan"):
+            cases = {name: _case(buffer, operation, mode, capacity) for name, capacity in (("small", small), ("large", large))}
+            rows.append(Row("flat", _name(cases["small"]), {name: ("jaxreplay", case) for name, case in cases.items()}))
+    return rows
+
+
+def _image(capacity: int) -> list[Row]:
+    rows = []
+    for buffer, name in (("items", "items: one take"), ("uniform", "uniform, obs and next_obs: two takes")):
+        for mode in ("call", "scan"):
+            case = _case(buffer, "sample", mode, capacity, obs="image")
+            columns = {"jaxreplay": ("jaxreplay", case)}
+            columns |= {form: ("limit", dataclasses.replace(case, form=form)) for form in ("fresh", "into")}
+            rows.append(Row("image", f"{name}, {mode}", columns))
+    return rows
+
+
+def _case(buffer: str, operation: str, mode: str, capacity: int, **others) -> Case:
+    return Case(buffer=buffer, operation=operation, mode=mode, capacity=capacity // NUM_ENVS * NUM_ENVS, **others)
+
+
+def _name(case: Case) -> str:
+    what = "fused" if case.operation == "fused" else f"{case.operation}, {case.mode}"
+    return f"{case.buffer}: {what}" + (f", {case.form}" if case.form else "")
+
+
+def _with_iterations(row: Row, iterations: int) -> Row:
+    columns = {name: (library, dataclasses.replace(case, iterations=iterations)) for name, (library, case) in row.columns.items()}
+    return dataclasses.replace(row, columns=columns)

@@ -1,0 +1,40 @@
+"""flashbax as `workload.py` takes it: flat buffers, with the tree update that it has for the backend."""
+
+import flashbax
+import jax
+import jax.numpy as jnp
+from cases import BATCH_SIZE, NUM_ENVS, Case
+from workload import Drawn
+
+
+class Library:
+    def __init__(self, case: Case):
+        sizes = {"max_length": case.capacity, "min_length": NUM_ENVS, "sample_batch_size": BATCH_SIZE, "add_batch_size": NUM_ENVS}
+        if case.buffer == "uniform":
+            self._buffer = flashbax.make_flat_buffer(**sizes)
+        else:
+            self._buffer = flashbax.make_prioritised_flat_buffer(**sizes, device=jax.default_backend())
+
+    def init(self, example):
+        return self._buffer.init(example)
+
+    def add(self, state, step):
+        return self._buffer.add(state, step)
+
+    def sample(self, state, key) -> Drawn:
+        batch = self._buffer.sample(state, key)
+        # The loop carries the experience alone: with the probabilities in its carry XLA copies the whole tree in each iteration.
+        return Drawn(
+            kept=batch.experience,
+            reward=batch.experience.first["reward"],
+            index=getattr(batch, "indices", None),
+            probability=getattr(batch, "probabilities", None),
+        )
+
+    def update(self, state, index, priority):
+        return self._buffer.set_priorities(state, index, priority)
+
+    def weight(self, state, drawn: Drawn) -> jax.Array:
+        """As its users write them: it has no function for these."""
+        weight = (1 / drawn.probability) ** 0.4
+        return weight / jnp.max(weight)

@@ -1,0 +1,46 @@
+"""jaxreplay as `workload.py` takes it."""
+
+import jax
+from cases import BATCH_SIZE, NUM_ENVS, Case
+from workload import Drawn
+
+import jaxreplay as jr
+
+
+class Library:
+    """Forms: "" has envs that step together, as flashbax does, and no final observations; the others change one thing each.
+
+    "next_step", "final_obs" and "n_step=3" are of the buffer; "weights" and "buffer_max" use importance weights in a loss.
+    """
+
+    def __init__(self, case: Case):
+        self._form = case.form
+        sizes = {"capacity": case.capacity, "num_envs": NUM_ENVS, "batch_size": BATCH_SIZE}
+        if case.buffer == "items":
+            self._replay = jr.items(**sizes)
+            return
+        sizes |= {"autoreset": "next_step" if case.form == "next_step" else "same_step", "n_step": 3 if case.form == "n_step=3" else 1}
+        if case.buffer == "uniform":
+            self._replay = jr.uniform(**sizes)
+        else:
+            self._replay = jr.prioritized(**sizes, keep_minimum=case.form == "buffer_max")
+
+    def init(self, example):
+        return self._replay.init(example)
+
+    def add(self, state, step):
+        return self._replay.add(state, step)
+
+    def sample(self, state, key) -> Drawn:
+        batch = self._replay.sample(state, key)
+        reward = getattr(batch.items, "reward", None)
+        return Drawn(kept=batch, reward=reward, index=batch.index, probability=batch.probability)
+
+    def update(self, state, index, priority):
+        return self._replay.update_priorities(state, index, priority)
+
+    def weight(self, state, drawn: Drawn) -> jax.Array:
+        size = self._replay.size(state)
+        if self._form == "buffer_max":
+            return jr.importance_weights(drawn.kept, size, 0.4, "buffer_max", self._replay.min_probability(state))
+        return jr.importance_weights(drawn.kept, size, exponent=0.4)

@@ -1,0 +1,133 @@
+"""The results as Markdown."""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+
+import numpy as np
+from cases import Row, Sizes
+
+import jaxreplay
+
+_INTRO = """\
+Microseconds per iteration: the median over {rounds} rounds, with the quartiles in brackets. Ratios are of medians. Each library ran in
+a process of its own; in a round all columns of a row are timed one after another, and the next round goes through them in reverse. All
+buffers are full, of steps with obs float32[8], action int32, reward float32, terminated and truncated; about 1 % of the steps end an
+episode. An add brings one step of each of 64 envs; a sample draws 256 items; states are donated.
+
+- **call**: one jitted call after another, dispatch included, waited for once at the end of the loop. **scan**: an iteration of a
+  `lax.scan` in one jitted program. **fused**: such a scan around add, sample and, where the buffer has priorities, new ones from the
+  sampled rewards.
+- Every sampled leaf is used: the fused loop carries the sample on. For flashbax it carries the experience alone, and the probabilities
+  only feed the new priorities, which is its fast form. With **weights**, importance weights from the probabilities also go into a loss.
+- **limit**: NumPy moving the same bytes from a Python loop: `np.copyto` for an add; for a sample `np.take`, at rows drawn before, into
+  arrays that are used again; for an update a plain write of the new priorities. It draws nothing, checks nothing and keeps no tree.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    row: Row
+    times: dict[str, list[float]]  # microseconds per iteration, one a round
+
+    def median(self, name: str) -> float:
+        return float(np.median(self.times[name]))
+
+    def ratio(self, above: str, below: str) -> str:
+        return f"{self.median(above) / self.median(below):.2f}"
+
+    def cell(self, name: str) -> str:
+        low, high = np.percentile(self.times[name], [25, 75])
+        return f"{_digits(self.median(name))} [{_digits(low)}, {_digits(high)}]"
+
+
+def about(quick: bool) -> dict[str, str]:
+    versions = {name: importlib.metadata.version(name) for name in ("flashbax", "jax", "jaxlib", "numpy")}
+    return {
+        "machine": f"{_cpu_model()}, {os.cpu_count()} cores",
+        "platform": os.environ.get("JAX_PLATFORMS", "cpu"),
+        "python": platform.python_version(),
+        "jaxreplay": jaxreplay.__version__,
+        **versions,
+        "date": datetime.date.today().isoformat(),
+        "command": "python benchmarks/run.py" + (" --quick" if quick else ""),
+    }
+
+
+def markdown(results: list[Result], sizes: Sizes, quick: bool) -> str:
+    sections = ["# Benchmarks", "\n".join(f"- {key}: {value}" for key, value in about(quick).items()), _INTRO.format(rounds=sizes.rounds)]
+    tables = {}
+    for result in results:
+        key = (result.row.table, result.row.capacity if result.row.table == "main" else 0)
+        tables.setdefault(key, []).append(result)
+    return "\n\n".join(sections + [_TABLES[table](chosen) for (table, _), chosen in tables.items()]) + "\n"
+
+
+def _main(results: list[Result]) -> str:
+    lines = [
+        [
+            r.row.name,
+            r.cell("jaxreplay"),
+            r.cell("flashbax"),
+            r.cell("limit"),
+            r.ratio("flashbax", "jaxreplay"),
+            r.ratio("jaxreplay", "limit"),
+        ]
+        for r in results
+    ]
+    title = f"## {results[0].row.capacity:,} rows"
+    return _table(title, ["", "jaxreplay", "flashbax", "limit", "flashbax / jaxreplay", "jaxreplay / limit"], lines)
+
+
+def _forms(results: list[Result]) -> str:
+    lines = [[r.row.name, r.cell("form"), r.cell("plain"), r.ratio("form", "plain")] for r in results]
+    title = f"""## What a form costs
+
+The fused loop of jaxreplay at {results[0].row.capacity:,} rows, with one thing changed: `autoreset="next_step"`; `same_step` with a final
+observation in every step; 3-step transitions; importance weights in a loss, over the batch's largest (weights) or the buffer's."""
+    return _table(title, ["", "form", "plain", "form / plain"], lines)
+
+
+def _flat(results: list[Result]) -> str:
+    small, large = (results[0].row.columns[name][1].capacity for name in ("small", "large"))
+    lines = [[r.row.name, r.cell("small"), r.cell("large"), r.ratio("large", "small")] for r in results]
+    title = f"""## Writes at {small:,} and {large:,} rows
+
+jaxreplay alone. A write that copied a leaf of the buffer would be slower by up to the ratio of the capacities, {large // small}. Target:
+at most 1.6."""
+    return _table(title, ["", f"{small:,} rows", f"{large:,} rows", "ratio"], lines)
+
+
+def _image(results: list[Result]) -> str:
+    lines = [
+        [r.row.name, r.cell("jaxreplay"), r.cell("fresh"), r.cell("into"), r.ratio("jaxreplay", "fresh"), r.ratio("jaxreplay", "into")]
+        for r in results
+    ]
+    title = f"""## Samples of images
+
+256 of {results[0].row.capacity:,} items uint8[84, 84, 4]. `np.take` returns new arrays, as a call of jaxreplay does, or fills arrays that
+are used again, as the scan does. Target for one take: at most 1.3."""
+    return _table(title, ["", "jaxreplay", "take", "take, out=", "jaxreplay / take", "jaxreplay / take, out="], lines)
+
+
+_TABLES = {"main": _main, "forms": _forms, "flat": _flat, "image": _image}
+
+
+def _table(title: str, head: list[str], lines: list[list[str]]) -> str:
+    rows = [head, ["---"] + ["---:"] * (len(head) - 1), *lines]
+    return title + "\n\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _digits(microseconds: float) -> str:
+    return f"{microseconds:,.0f}" if microseconds >= 100 else f"{microseconds:.3g}"
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

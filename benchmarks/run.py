@@ -1,0 +1,101 @@
+"""jaxreplay beside flashbax and beside NumPy: `python benchmarks/run.py [--quick]` writes RESULTS.md and results.json next to this file.
+
+Each library runs in a process of its own. All columns of a row are prepared first, then timed in turn, round after round, so that
+whatever else the machine does hits them alike. With --quick the sizes are small: to see that it runs, not for its figures.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import report
+from cases import QUICK, Row, Sizes, all_rows
+from tqdm import tqdm
+
+_HERE = Path(__file__).resolve().parent
+_LIBRARIES = ("jaxreplay", "flashbax", "limit")
+
+
+class Worker:
+    """A process that measures one library."""
+
+    def __init__(self, library: str):
+        self._library = library
+        environment = {"JAX_PLATFORMS": "cpu"} | dict(os.environ)
+        command = [sys.executable, str(_HERE / "worker.py"), library]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+    def tell(self, **request) -> None:
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self):
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the {self._library} worker ended; its error is above")
+        return json.loads(line)
+
+    def ask(self, **request):
+        self.tell(**request)
+        return self.answer()
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure jaxreplay side by side with flashbax and NumPy.")
+    parser.add_argument("--quick", action="store_true", help="small sizes, about a minute")
+    parser.add_argument("--only", default="", help="rows whose table or name contains this; nothing is written")
+    arguments = parser.parse_args()
+    sizes = QUICK if arguments.quick else Sizes()
+    rows = [row for row in all_rows(sizes) if arguments.only in f"{row.table} {row.name}"]
+    workers = {library: Worker(library) for library in _LIBRARIES}
+    results = [measure(workers, row, sizes.rounds) for row in tqdm(rows, unit="row")]
+    for worker in workers.values():
+        worker.close()
+    text = report.markdown(results, sizes, arguments.quick)
+    if arguments.only:
+        print(text)
+        return
+    (_HERE / "RESULTS.md").write_text(text)
+    (_HERE / "results.json").write_text(
+        json.dumps({"about": report.about(arguments.quick), "rows": [_plain(r) for r in results]}, indent=1)
+    )
+    print(text)
+
+
+def measure(workers: dict[str, Worker], row: Row, rounds: int) -> report.Result:
+    for name, (library, case) in row.columns.items():
+        workers[library].tell(prepare=name, case=dataclasses.asdict(case))
+    for library, _ in row.columns.values():
+        workers[library].answer()
+    times: dict[str, list[float]] = {name: [] for name in row.columns}
+    for number in range(rounds):
+        # Every other round backwards, so that none always follows the same neighbor.
+        for name in list(row.columns)[:: -1 if number % 2 else 1]:
+            times[name].append(workers[row.columns[name][0]].ask(measure=name))
+    for library in {library for library, _ in row.columns.values()}:
+        workers[library].ask(drop=True)
+    return report.Result(row, times)
+
+
+def _plain(result: report.Result) -> dict:
+    columns = {}
+    for name, (library, case) in result.row.columns.items():
+        columns[name] = {
+            "library": library,
+            "case": dataclasses.asdict(case),
+            "median_us": result.median(name),
+            "rounds_us": result.times[name],
+        }
+    return {"table": result.row.table, "name": result.row.name, "columns": columns}
+
+
+if __name__ == "__main__":
+    main()

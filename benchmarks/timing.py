@@ -1,0 +1,23 @@
+"""Timing of what repeats."""
+
+import math
+import time
+from collections.abc import Callable
+
+_MIN_SECONDS = 0.05  # a measurement lasts at least this long, against the clock's grain and single interruptions
+
+
+def stopwatch(run: Callable[[], None], iterations: int) -> Callable[[], float]:
+    """A function that measures microseconds per iteration of `run`, which does `iterations` of them and waits for the last."""
+    run()  # compiles
+    start = time.perf_counter()
+    run()
+    repeats = math.ceil(_MIN_SECONDS / (time.perf_counter() - start))
+
+    def measure() -> float:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        return (time.perf_counter() - start) / (repeats * iterations) * 1e6
+
+    return measure

@@ -1,0 +1,54 @@
+"""One library in a process of its own: `python worker.py LIBRARY`, told by `run.py` over its pipes what to do, one JSON object a line.
+
+{"prepare": NAME, "case": {...}} fills a buffer and compiles; {"measure": NAME} answers with microseconds per iteration; {"drop": true}
+forgets everything prepared.
+"""
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable
+
+from cases import Case
+
+
+def main(library: str) -> None:
+    answers = _answers()
+    prepared: dict[str, Callable[[], float]] = {}
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = None
+        if "prepare" in request:
+            prepared[request["prepare"]] = _prepare(library, Case(**request["case"]))
+        elif "measure" in request:
+            answer = prepared[request["measure"]]()
+        else:
+            prepared.clear()
+            gc.collect()
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _prepare(library: str, case: Case) -> Callable[[], float]:
+    if library == "limit":
+        import limit
+
+        return limit.prepare(case)
+    import workload
+
+    if library == "jaxreplay":
+        import jaxreplay_buffers as buffers
+    else:
+        import flashbax_buffers as buffers
+    return workload.prepare(buffers.Library(case), case)
+
+
+def _answers():
+    """The pipe to the parent; what a library prints goes to stderr instead."""
+    pipe = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return pipe
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

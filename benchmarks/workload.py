@@ -1,0 +1,128 @@
+"""The timed programs, the same for each JAX library.
+
+Each keeps one filled buffer alive and changes it in place: states are donated. `Case.mode` says what an iteration is:
+"call": one jitted call, dispatch included; many calls are made one after another and waited for once, at the end.
+"scan": one iteration of a `lax.scan` in one jitted program.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from cases import BATCH_SIZE, Case
+from steps import random_steps
+from timing import stopwatch
+
+
+class Drawn(NamedTuple):
+    """A batch in the common form."""
+
+    kept: Any  # pytree: what the loop carries on, so that each of its leaves is really computed
+    reward: Any  # float32[B]
+    index: Any
+    probability: Any  # float32[B]
+
+
+class Library(Protocol):
+    """What a library must bring."""
+
+    def init(self, example: Any) -> Any: ...
+    def add(self, state: Any, step: Any) -> Any: ...
+    def sample(self, state: Any, key: jax.Array) -> Drawn: ...
+    def update(self, state: Any, index: Any, priority: jax.Array) -> Any: ...
+    def weight(self, state: Any, drawn: Drawn) -> jax.Array: ...
+
+
+def prepare(library: Library, case: Case) -> Callable[[], float]:
+    """Fill a buffer and compile; the returned function measures microseconds per iteration."""
+    steps = jax.tree.map(jnp.asarray, random_steps(case))
+    keys = jax.random.split(jax.random.key(1), case.iterations)
+    state = _filled(library, case, steps)
+    if case.operation == "sample":
+        run = _reading(case, lambda state, key: library.sample(state, key).kept, state, keys)
+    elif case.operation == "add":
+        run = _changing(case, library.add, state, steps)
+    elif case.operation == "update":
+        run = _changing(case, lambda state, x: library.update(state, *x), state, _updates(library, state, keys))
+    else:
+        drawn = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), jax.eval_shape(library.sample, state, keys[0]))
+        run = _changing(case, _fused(library, case), (state, drawn.kept, jnp.float32(0)), (steps, keys))
+    return stopwatch(run, case.iterations)
+
+
+def _filled(library: Library, case: Case, steps: Any) -> Any:
+    """A buffer that went round once: memory that was never written may be one shared page of zeros, and reads too fast."""
+    add_all = jax.jit(
+        lambda state, steps: jax.lax.scan(lambda state, step: (library.add(state, step), None), state, steps)[0], donate_argnums=0
+    )
+    state = library.init(jax.tree.map(lambda leaf: leaf[0, 0], steps))
+    num_steps, num_envs = jax.tree.leaves(steps)[0].shape[:2]
+    for _ in range(case.capacity // (num_steps * num_envs) + 2):
+        state = add_all(state, steps)
+    return jax.block_until_ready(state)
+
+
+def _updates(library: Library, state: Any, keys: jax.Array) -> tuple[Any, jax.Array]:
+    """Drawn indices and new priorities, leaves `[iterations, B]`."""
+    draw_all = jax.jit(lambda state, keys: jax.lax.map(lambda key: library.sample(state, key).index, keys))
+    priority = jax.random.uniform(jax.random.key(2), (keys.shape[0], BATCH_SIZE), minval=0.1)
+    return draw_all(state, keys), priority
+
+
+def _fused(library: Library, case: Case) -> Callable:
+    """Add, sample, and where the buffer has priorities new ones from what was sampled."""
+
+    def apply(carry: Any, x: Any) -> Any:
+        state, _, loss = carry
+        step, key = x
+        state = library.add(state, step)
+        drawn = library.sample(state, key)
+        if case.form in ("weights", "buffer_max"):
+            loss += jnp.mean(library.weight(state, drawn) * drawn.reward)
+        if case.buffer == "prioritized":
+            # The zero keeps the probabilities in use where no weights need them.
+            priority = jnp.abs(drawn.reward) + 0.5 + 0 * drawn.probability
+            state = library.update(state, drawn.index, priority)
+        return state, drawn.kept, loss
+
+    return apply
+
+
+def _changing(case: Case, apply: Callable, carry: Any, xs: Any) -> Callable[[], None]:
+    """Runs `carry = apply(carry, x)` for each x."""
+    if case.mode == "scan":
+        program = jax.jit(lambda carry, xs: jax.lax.scan(lambda carry, x: (apply(carry, x), None), carry, xs)[0], donate_argnums=0)
+        inputs = [xs]
+    else:
+        program, inputs = jax.jit(apply, donate_argnums=0), _unstacked(case, xs)
+
+    def run() -> None:
+        nonlocal carry
+        for x in inputs:
+            carry = program(carry, x)
+        jax.block_until_ready(carry)
+
+    return run
+
+
+def _reading(case: Case, apply: Callable, state: Any, xs: Any) -> Callable[[], None]:
+    """Runs `apply(state, x)` for each x; each result replaces the one before."""
+    if case.mode == "scan":
+        first = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), jax.eval_shape(apply, state, xs[0]))
+        program = jax.jit(lambda state, xs: jax.lax.scan(lambda _, x: (apply(state, x), None), first, xs)[0])
+        inputs = [xs]
+    else:
+        program, inputs = jax.jit(apply), _unstacked(case, xs)
+
+    def run() -> None:
+        result = None
+        for x in inputs:
+            result = program(state, x)
+        jax.block_until_ready(result)
+
+    return run
+
+
+def _unstacked(case: Case, xs: Any) -> list[Any]:
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], xs) for i in range(case.iterations)]

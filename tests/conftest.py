@@ -1,0 +1,12 @@
+"""Settings shared by all tests. JAXREPLAY_SOAK=1 runs every check at its full size (`make soak`)."""
+
+import os
+
+import hypothesis
+
+SOAK = os.environ.get("JAXREPLAY_SOAK") == "1"
+
+hypothesis.settings.register_profile(
+    "jaxreplay", deadline=None, derandomize=not SOAK, print_blob=True, suppress_health_check=list(hypothesis.HealthCheck)
+)
+hypothesis.settings.load_profile("jaxreplay")

@@ -1,0 +1,124 @@
+"""A replay of lists of rows that anyone can believe at sight: what the library must agree with, and nothing fast.
+
+Every stream is the list of all rows ever written; the newest `length` of them are stored.
+"""
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass(eq=False)
+class Row:
+    obs: float
+    action: int = 0
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    is_tail: bool = False
+    priority: float = 0.0
+
+
+@dataclasses.dataclass
+class Transition:
+    obs: float
+    action: int
+    reward: float
+    discount: float
+    next_obs: float
+    num_steps: int
+
+
+class Oracle:
+    def __init__(self, *, num_envs, length, autoreset, has_final_obs, n_step, discount):
+        self.length, self.n_step, self.discount = length, n_step, discount
+        self.autoreset, self.has_final_obs = autoreset, has_final_obs
+        self.streams = [[] for _ in range(num_envs)]
+        self.largest = 1.0
+        self.ignored_priorities = self.ignored_rows = 0
+
+    def clear(self):
+        self.streams = [[] for _ in self.streams]
+        self.largest = 1.0
+
+    def add(self, obs, action, reward, terminated, truncated, final_obs, mask=None, priority=None):
+        """One step of every env; each argument is a list over envs."""
+        envs = [env for env in range(len(self.streams)) if mask is None or mask[env]]
+        default = self.largest
+        if priority is not None:
+            self.ignored_priorities += sum(not is_good(priority[env]) for env in envs)
+            self.largest = max([self.largest] + [priority[env] for env in envs if is_good(priority[env])])
+        for env in envs:
+            given = priority[env] if priority is not None and is_good(priority[env]) else default
+            row = Row(obs[env], action[env], reward[env], terminated[env], truncated[env], False, given)
+            self._append(self.streams[env], row, final_obs[env])
+
+    def _append(self, rows, row, final_obs):
+        if self.autoreset == "next_step":
+            after_done = bool(rows) and not rows[-1].is_tail and (rows[-1].terminated or rows[-1].truncated)
+            rows.append(Row(row.obs, is_tail=True) if after_done else row)
+        elif self.has_final_obs:
+            rows.append(row)
+            if row.terminated or row.truncated:
+                rows.append(Row(final_obs, is_tail=True))
+        else:
+            row.is_tail = row.truncated and not row.terminated
+            rows.append(row)
+
+    def stored(self, env):
+        """(position in the ring, index in the list) of each stored row."""
+        count = len(self.streams[env])
+        return [(index % self.length, index) for index in range(max(0, count - self.length), count)]
+
+    def transition(self, env, index):
+        """The n-step transition from a row on, or None where it is not drawable."""
+        rows = self.streams[env]
+        first = rows[index]
+        if first.is_tail or index < len(rows) - self.length:
+            return None
+        reward = 0.0
+        for k in range(self.n_step):
+            row = rows[index + k]
+            following = rows[index + k + 1] if index + k + 1 < len(rows) else None
+            reward += self.discount**k * row.reward
+            if row.terminated:
+                has_tail = following is not None and (self.autoreset == "next_step" or self.has_final_obs)
+                return Transition(first.obs, first.action, reward, 0.0, following.obs if has_tail else row.obs, k + 1)
+            if following is None:
+                return None
+            if following.is_tail or k + 1 == self.n_step:
+                return Transition(first.obs, first.action, reward, self.discount ** (k + 1), following.obs, k + 1)
+
+    def drawable(self):
+        """Row number in the buffer -> (row, its transition)."""
+        found = {}
+        for env, rows in enumerate(self.streams):
+            for position, index in self.stored(env):
+                transition = self.transition(env, index)
+                if transition is not None:
+                    found[env * self.length + position] = (rows[index], transition)
+        return found
+
+    def probabilities(self, exponent):
+        """Row number -> probability of one draw, for drawable rows."""
+        mass = {number: row.priority**exponent if row.priority > 0 else 0.0 for number, (row, _) in self.drawable().items()}
+        total = math.fsum(mass.values())
+        return {number: m / total if total else 0.0 for number, m in mass.items()}
+
+    def update(self, rows, priorities):
+        """New priorities for rows as they were drawn (Row objects, or None for nonsense): the largest of several wins."""
+        live = {id(row) for row, _ in self.drawable().values()}
+        accepted = {}
+        for row, priority in zip(rows, priorities, strict=True):
+            if row is None or id(row) not in live:
+                self.ignored_rows += 1
+            elif not is_good(priority):
+                self.ignored_priorities += 1
+            else:
+                accepted.setdefault(id(row), (row, []))[1].append(priority)
+        for row, given in accepted.values():
+            row.priority = max(given)
+            self.largest = max(self.largest, row.priority)
+
+
+def is_good(priority):
+    return math.isfinite(priority) and priority >= 0
