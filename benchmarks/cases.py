@@ -15,7 +15,7 @@ class Case:
     mode: str  # "call": one jitted call after another; "scan": iterations of one compiled loop
     capacity: int
     obs: str = "vector"  # "vector": float32[8]; "image": uint8[84, 84, 4]
-    form: str = ""  # a variant: see `jaxreplay_buffers.py` and `limit.py`
+    form: str = ""  # a variant: see `jaxreplay_buffers.py`, `flashbax_buffers.py` and `limit.py`
     iterations: int = 512
 
 
@@ -39,7 +39,7 @@ class Sizes:
     main: tuple[int, ...] = (100_000, 1_000_000)
     flat: tuple[int, int] = (16_384, 4_194_304)
     image: int = 20_000
-    rounds: int = 9
+    rounds: int = 9  # enough for quartiles
     iterations: int = 512
 
 
@@ -59,7 +59,7 @@ def _main(capacity: int) -> list[Row]:
         cases = [_case(buffer, operation, mode, capacity) for mode in ("call", "scan") for operation in operations]
         cases.append(_case(buffer, "fused", "scan", capacity))
         if buffer == "prioritized":
-            cases.append(_case(buffer, "fused", "scan", capacity, form="weights"))
+            cases += [_case(buffer, "fused", "scan", capacity, form=form) for form in ("weights", "carried")]
         rows += [Row("main", _name(case), {library: (library, case) for library in ("jaxreplay", "flashbax", "limit")}) for case in cases]
     return rows
 
@@ -82,7 +82,9 @@ def _flat(small: int, large: int) -> list[Row]:
     for buffer, operation in (("uniform", "add"), ("prioritized", "add"), ("prioritized", "update")):
         for mode in ("call", "scan"):
             cases = {name: _case(buffer, operation, mode, capacity) for name, capacity in (("small", small), ("large", large))}
-            rows.append(Row("flat", _name(cases["small"]), {name: ("jaxreplay", case) for name, case in cases.items()}))
+            columns = {name: ("jaxreplay", case) for name, case in cases.items()}
+            columns |= {f"limit_{name}": ("limit", case) for name, case in cases.items()}
+            rows.append(Row("flat", _name(cases["small"]), columns))
     return rows
 
 

@@ -8,7 +8,10 @@ from workload import Drawn
 
 
 class Library:
+    """Forms: "" carries the experience alone through a loop; "carried" the whole sample, its probabilities too; "weights" has a loss."""
+
     def __init__(self, case: Case):
+        self._carries_all = case.form == "carried"
         sizes = {"max_length": case.capacity, "min_length": NUM_ENVS, "sample_batch_size": BATCH_SIZE, "add_batch_size": NUM_ENVS}
         if case.buffer == "uniform":
             self._buffer = flashbax.make_flat_buffer(**sizes)
@@ -23,9 +26,9 @@ class Library:
 
     def sample(self, state, key) -> Drawn:
         batch = self._buffer.sample(state, key)
-        # The loop carries the experience alone: with the probabilities in its carry XLA copies the whole tree in each iteration.
+        # Where the probabilities are carried on but do not feed the update, XLA copies the whole tree in each iteration.
         return Drawn(
-            kept=batch.experience,
+            kept=batch if self._carries_all else batch.experience,
             reward=batch.experience.first["reward"],
             index=getattr(batch, "indices", None),
             probability=getattr(batch, "probabilities", None),

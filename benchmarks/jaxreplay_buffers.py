@@ -10,7 +10,8 @@ import jaxreplay as jr
 class Library:
     """Forms: "" has envs that step together, as flashbax does, and no final observations; the others change one thing each.
 
-    "next_step", "final_obs" and "n_step=3" are of the buffer; "weights" and "buffer_max" use importance weights in a loss.
+    "next_step", "final_obs" and "n_step=3" are of the buffer; "weights" and "buffer_max" use importance weights in a loss;
+    "carried" is the same as "", since a loop always carries the whole sample here.
     """
 
     def __init__(self, case: Case):

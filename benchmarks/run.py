@@ -50,7 +50,7 @@ class Worker:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure jaxreplay side by side with flashbax and NumPy.")
-    parser.add_argument("--quick", action="store_true", help="small sizes, about a minute")
+    parser.add_argument("--quick", action="store_true", help="small sizes, one or two minutes")
     parser.add_argument("--only", default="", help="rows whose table or name contains this; nothing is written")
     arguments = parser.parse_args()
     sizes = QUICK if arguments.quick else Sizes()
@@ -64,9 +64,8 @@ def main() -> None:
         print(text)
         return
     (_HERE / "RESULTS.md").write_text(text)
-    (_HERE / "results.json").write_text(
-        json.dumps({"about": report.about(arguments.quick), "rows": [_plain(r) for r in results]}, indent=1)
-    )
+    plain = {"about": report.about(arguments.quick), "rows": [_plain(result) for result in results]}
+    (_HERE / "results.json").write_text(json.dumps(plain, indent=1) + "\n")
     print(text)
 
 
@@ -92,6 +91,7 @@ def _plain(result: report.Result) -> dict:
             "library": library,
             "case": dataclasses.asdict(case),
             "median_us": result.median(name),
+            "quartiles_us": result.quartiles(name),
             "rounds_us": result.times[name],
         }
     return {"table": result.row.table, "name": result.row.name, "columns": columns}

@@ -81,8 +81,9 @@ def _fused(library: Library, case: Case) -> Callable:
         if case.form in ("weights", "buffer_max"):
             loss += jnp.mean(library.weight(state, drawn) * drawn.reward)
         if case.buffer == "prioritized":
-            # The zero keeps the probabilities in use where no weights need them.
-            priority = jnp.abs(drawn.reward) + 0.5 + 0 * drawn.probability
+            priority = jnp.abs(drawn.reward) + 0.5
+            if case.form not in ("weights", "buffer_max", "carried"):
+                priority += 0 * drawn.probability  # keeps in use what nothing else reads
             state = library.update(state, drawn.index, priority)
         return state, drawn.kept, loss
 

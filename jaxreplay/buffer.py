@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jaxreplay import autoreset as autoreset_forms
-from jaxreplay import checks, episodes, memory
+from jaxreplay import checks, episodes, leaves, memory
 from jaxreplay.donation import warn_of_copy
 from jaxreplay.drawable import Drawable, settle
 from jaxreplay.samplers import Sampler
@@ -172,11 +172,11 @@ class ReplayBuffer:
         if batch_size < 1:
             raise ValueError(f"sample: batch_size must be at least 1, got {batch_size}")
         row, probability = self.sampler.draw(state.sampler, self._drawable(state), key, batch_size)
-        return self._read(state, self.streams.index(state.streams, row), probability, self.can_sample(state))
+        return self._read(state, self.streams.index(state.streams, row), probability, self.can_sample(state) & (probability > 0))
 
     def get(self, state: ReplayState, index: Index | jax.Array) -> Sample:
         """The items of rows that were drawn before, or of row numbers; `is_valid` is False where a row is not drawable, out of range,
-        or was overwritten since.
+        or was overwritten since. A drawable row of priority 0 is valid, with probability 0.
 
         Args:
           index: `batch.index`, or int32[B] rows.
@@ -198,7 +198,6 @@ class ReplayBuffer:
         read = lambda row: self.view.read(Anchor(self.streams, state.streams, row))  # noqa: E731
         for _ in index.row.shape:
             read = jax.vmap(read)
-        is_valid = is_valid & (probability > 0)
         return Sample(read(index.row), index, jnp.where(is_valid, probability, 0), is_valid)
 
     def update_priorities(self, state: ReplayState, index: Index, priority: Any) -> ReplayState:
@@ -280,7 +279,7 @@ class ReplayBuffer:
 
     def _expected(self, stored: Any, axes: tuple[int, ...]) -> Any:
         """The specs of what `add` takes, from the stored leaves, whose first axis is rows."""
-        expected = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(axes + leaf.shape[1:], leaf.dtype), stored)
+        expected = leaves.tree_map(lambda leaf: jax.ShapeDtypeStruct(axes + leaf.shape[1:], leaf.dtype), stored)
         if self.view.needs_steps:
             flag = jax.ShapeDtypeStruct(axes, bool)
             final_obs = None if stored.final_obs is None else expected.obs

@@ -16,7 +16,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxreplay import autoreset, ring
+from jaxreplay import autoreset, leaves, ring
 from jaxreplay.types import Index, Step
 
 
@@ -64,7 +64,7 @@ class Streams:
         stored = example if self.autoreset is None else _stored(example)
         has_flags = self.autoreset is not None
         return StreamState(
-            steps=jax.tree.map(lambda leaf: jnp.zeros((self.capacity, *leaf.shape), leaf.dtype), stored),
+            steps=jax.tree.map(lambda leaf: leaves.zeros(self.capacity, leaf), stored),
             flags=jnp.zeros((self.capacity,), jnp.uint8) if has_flags else None,
             rank=jnp.zeros((self.capacity,), jnp.uint32) if has_flags else None,
             head=heads,
@@ -114,24 +114,22 @@ class Streams:
         return self._advance(self._scatter(state, steps, written), written), written
 
     def _scatter(self, state: StreamState, steps: Any, written: Written) -> StreamState:
-        def put(leaf, values, rows):
-            return leaf.at[rows.reshape(-1)].set(values.reshape((-1, *leaf.shape[1:])), unique_indices=True, mode="drop")
+        def put(stored, new, row):
+            return leaves.tree_map(lambda leaf, values: leaves.put(leaf, row, values), stored, new)
 
         if self.autoreset is None:
-            return state.replace(steps=jax.tree.map(lambda leaf, x: put(leaf, x, written.row), state.steps, steps))
+            return state.replace(steps=put(state.steps, steps, written.row))
         flags = _not_none(written.flags)
         is_transition = written.is_written & ((flags & autoreset.TAIL) == 0)
         rank = _not_none(state.count) + jnp.cumsum(is_transition, axis=0, dtype=jnp.uint32) - is_transition
         new = _stored(steps)
         if self.rows_per_step(steps) == 2:  # a tail is read for its observation alone
             pairs = written.row.reshape(-1, 2, self.num_envs)
-            obs = jax.tree.map(
-                lambda leaf, x, final: put(leaf, jnp.stack([x, final], axis=1), pairs), state.steps.obs, new.obs, steps.final_obs
-            )
-            rest = jax.tree.map(lambda leaf, x: put(leaf, x, pairs[:, 0]), state.steps.replace(obs=()), new.replace(obs=()))
-            stored = rest.replace(obs=obs)
+            both = jax.tree.map(lambda x, final: jnp.stack([x, final], axis=1), new.obs, steps.final_obs)
+            rest = put(state.steps.replace(obs=()), new.replace(obs=()), pairs[:, 0])
+            stored = rest.replace(obs=put(state.steps.obs, both, pairs))
         else:
-            stored = jax.tree.map(lambda leaf, x: put(leaf, x, written.row), state.steps, new)
+            stored = put(state.steps, new, written.row)
         return state.replace(
             steps=stored,
             flags=put(state.flags, flags, written.row),

@@ -153,8 +153,8 @@ class Prioritized:
 
     def _mass(self, streams: Streams, priority: jax.Array) -> jax.Array:
         """priority ** exponent, such that a positive one stays positive and the sum over all rows stays finite: float32[...]."""
-        # By its bits: a comparison with 0 takes a subnormal number for 0 where the processor flushes these.
-        is_positive = (jax.lax.bitcast_convert_type(priority, jnp.uint32) & 0x7FFFFFFF) != 0
+        # By its bits, as an integer: a comparison of floats takes a subnormal number for 0 where the processor flushes these.
+        is_positive = jax.lax.bitcast_convert_type(priority, jnp.int32) > 0
         mass = jnp.clip(jnp.maximum(priority, _SMALLEST) ** self.exponent, _SMALLEST, _LARGEST / streams.capacity)
         return jnp.where(is_positive, mass, 0)
 

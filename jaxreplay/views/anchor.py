@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jaxreplay import autoreset, ring
+from jaxreplay import autoreset, leaves, ring
 from jaxreplay.streams import Streams, StreamState, has_final_obs
 
 
@@ -55,7 +55,7 @@ class Anchor:
     def _flags(self, offset: Any) -> jax.Array:
         return self._read(self.state.flags, offset)
 
-    def _read(self, leaves: Any, offset: Any) -> Any:
+    def _read(self, stored: Any, offset: Any) -> Any:
         env, position = ring.split(self.row, self.streams.length)
         row = self.streams.row(env, ring.wrap(position + offset, self.streams.length))
-        return jax.tree.map(lambda leaf: leaf.at[row].get(mode="promise_in_bounds"), leaves)
+        return leaves.tree_map(lambda leaf: leaves.take(leaf, row), stored)

@@ -1,0 +1,83 @@
+"""The catalog as tests see it: each buffer with a step to feed it. A new sampler or view adds a line here, and every contract holds it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxreplay as jr
+from jaxreplay.buffer import ReplayBuffer
+from jaxreplay.samplers import Prioritized
+from jaxreplay.views import Item
+
+NUM_ENVS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    name: str
+    make: object  # (capacity, batch_size) -> replay
+    has_final_obs: bool = False
+    is_items: bool = False
+
+    def replay(self, capacity=64, batch_size=8):
+        return self.make({"capacity": capacity, "num_envs": NUM_ENVS, "batch_size": batch_size})
+
+    def step(self, seed=0, time=None):
+        """A random step of every env, or a block of them."""
+        axes = (NUM_ENVS,) if time is None else (time, NUM_ENVS)
+        r = np.random.default_rng(seed)
+        if self.is_items:
+            return {
+                "image": jnp.asarray(r.integers(0, 256, (*axes, 3, 2)), jnp.uint8),
+                "brain": jnp.asarray(r.normal(size=axes), jnp.bfloat16),
+            }
+        done = r.random(axes)
+        obs = {
+            "vector": jnp.asarray(r.normal(size=(*axes, 5)), jnp.float32),
+            "image": jnp.asarray(r.integers(0, 9, (*axes, 2, 2)), jnp.uint8),
+        }
+        return jr.Step(
+            obs=obs,
+            action=jnp.asarray(r.integers(0, 4, axes), jnp.int32),
+            reward=jnp.asarray(r.normal(size=axes), jnp.float32),
+            terminated=jnp.asarray(done < 0.1),
+            truncated=jnp.asarray(done > 0.9),
+            final_obs=jax.tree.map(lambda x: x + 1, obs) if self.has_final_obs else None,
+            extras={"flag": jnp.asarray(r.random(axes) < 0.5), "half": jnp.asarray(r.normal(size=(*axes, 1)), jnp.float16)},
+        )
+
+    def example(self):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.step())
+
+    def filled(self, replay, steps=40):
+        """A state after some steps, on its own memory."""
+        state = jax.jit(replay.extend)(replay.init(self.example()), self.step(1, time=steps), *self.mask(replay, 2, steps))
+        return jax.tree.map(jnp.copy, state)
+
+    def mask(self, replay, seed, time=None):
+        """() or (mask,): which envs took a step."""
+        shape = (NUM_ENVS,) if time is None else (time, NUM_ENVS)
+        return (jnp.asarray(np.random.default_rng(seed).random(shape) < 0.8),) if replay.masked else ()
+
+
+CATALOG = (
+    Case("items", lambda shared: jr.items(**shared), is_items=True),
+    Case("items masked", lambda shared: jr.items(**shared, masked=True), is_items=True),
+    Case("uniform next_step", lambda shared: jr.uniform(**shared, autoreset="next_step")),
+    Case("uniform final_obs, 3 steps", lambda shared: jr.uniform(**shared, autoreset="same_step", n_step=3), has_final_obs=True),
+    Case("uniform masked, episodes", lambda shared: jr.uniform(**shared, autoreset="same_step", masked=True, keep_episodes=True)),
+    Case("prioritized same_step, 3 steps", lambda shared: jr.prioritized(**shared, autoreset="same_step", n_step=3)),
+    Case("prioritized next_step, minimum", lambda shared: jr.prioritized(**shared, autoreset="next_step", keep_minimum=True)),
+    Case(
+        "prioritized final_obs, masked",
+        lambda shared: jr.prioritized(**shared, autoreset="same_step", masked=True, stratified=False, keep_episodes=True),
+        has_final_obs=True,
+    ),
+    Case(
+        "prioritized items, composed by hand",
+        lambda shared: ReplayBuffer(**shared, sampler=Prioritized(exponent=1.0), view=Item(), autoreset=None),
+        is_items=True,
+    ),
+)
