@@ -66,9 +66,8 @@ class ReplayBuffer:
             raise ValueError(
                 f"ReplayBuffer: {type(self.view).__name__} stores items, which have no episodes; leave out autoreset and keep_episodes"
             )
-        for name in ("batch_size", "min_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"ReplayBuffer: {name} must be at least 1, got {getattr(self, name)}")
+        checks.check_size("ReplayBuffer", "batch_size", self.batch_size)
+        checks.check_size("ReplayBuffer", "min_size", self.min_size)
         if self.min_size > self.capacity:
             raise ValueError(f"ReplayBuffer: min_size={self.min_size} exceeds capacity={self.capacity}: can_sample would never be True")
 
@@ -87,7 +86,7 @@ class ReplayBuffer:
           ValueError: the example is no step, or a flag is not bool.
           MemoryError: the device cannot hold the buffer.
         """
-        where = f"{type(self).__name__}.init"
+        where = "init"
         if self.view.needs_steps:
             example = checks.as_step(where, example)
             checks.check_flags(where, example)
@@ -95,7 +94,9 @@ class ReplayBuffer:
                 example = example.replace(final_obs=None)
             smallest = self.view.lookahead + self.streams.rows_per_step(example)
             checks.check_capacity(where, self.capacity, self.num_envs, smallest)
-        example = checks.specs(example)
+        example = checks.specs(where, example)
+        if not jax.tree.leaves(example):
+            raise ValueError(f"{where}: the example has no leaves: there is nothing to store")
         if not isinstance(jnp.zeros(()), Tracer):  # while tracing, nothing is allocated yet
             memory.check_fits(where, self.memory(example))
         return self._init(example)
@@ -112,7 +113,7 @@ class ReplayBuffer:
         """The bytes that `init(example)` will take, leaf by leaf, with nothing allocated."""
         if self.view.needs_steps:
             example = checks.as_step("memory", example)
-        return memory.memory_of(jax.eval_shape(lambda: self._init(checks.specs(example))), self.capacity)
+        return memory.memory_of(jax.eval_shape(lambda: self._init(checks.specs("memory", example))), self.capacity)
 
     def add(self, state: ReplayState, step: Any, mask: Any = None, priority: Any = None) -> ReplayState:
         """Append one step of every env.
@@ -169,8 +170,7 @@ class ReplayBuffer:
           batch_size: static; by default the buffer's.
         """
         batch_size = self.batch_size if batch_size is None else batch_size
-        if batch_size < 1:
-            raise ValueError(f"sample: batch_size must be at least 1, got {batch_size}")
+        checks.check_size("sample", "batch_size", batch_size)
         row, probability = self.sampler.draw(state.sampler, self._drawable(state), key, batch_size)
         return self._read(state, self.streams.index(state.streams, row), probability, self.can_sample(state) & (probability > 0))
 

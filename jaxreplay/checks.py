@@ -27,11 +27,16 @@ def check_static(config: Any) -> None:
             ) from None
 
 
+def check_size(where: str, name: str, value: Any) -> None:
+    """A size must be an int of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{where}: {name} must be an int of at least 1, got {value!r}")
+
+
 def check_capacity(where: str, capacity: int, num_envs: int, smallest_length: int) -> None:
     """The capacity must divide into streams, each long enough for one window."""
-    for name, value in (("capacity", capacity), ("num_envs", num_envs)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{where}: {name} must be an int of at least 1, got {value!r}")
+    check_size(where, "capacity", capacity)
+    check_size(where, "num_envs", num_envs)
     if capacity % num_envs:
         below, above = capacity // num_envs * num_envs, (capacity // num_envs + 1) * num_envs
         nearest = f"{below} and {above}" if below else f"{above}"
@@ -64,9 +69,9 @@ def as_step(where: str, step: Any) -> Step:
     return Step(**step)
 
 
-def specs(tree: Any) -> Any:
+def specs(where: str, tree: Any) -> Any:
     """Shape and dtype of every leaf, as JAX would hold it: NumPy's 64-bit values are 32-bit ones unless x64 is on."""
-    return jax.tree.map(_spec, tree)
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: _spec(where, path, leaf), tree)
 
 
 def check_flags(where: str, step: Step) -> None:
@@ -83,7 +88,7 @@ def check_leaves(where: str, got: Any, expected: Any, hint: str) -> None:
     Args:
       expected: the same tree of `jax.ShapeDtypeStruct`s, or of anything with a shape and a dtype.
     """
-    got_leaves, expected_leaves = _by_path(specs(got)), _by_path(specs(expected))
+    got_leaves, expected_leaves = _by_path(specs(where, got)), _by_path(specs(where, expected))
     bad = []
     for path, spec in expected_leaves.items():
         if path not in got_leaves:
@@ -97,15 +102,22 @@ def check_leaves(where: str, got: Any, expected: Any, hint: str) -> None:
         raise ValueError("\n  ".join([f"{where}:", *bad]) + f"\n{hint}")
 
 
-def _spec(leaf: Any) -> jax.ShapeDtypeStruct:
-    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+def _spec(where: str, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+    try:
+        leaf = leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else jnp.asarray(leaf)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise TypeError("a typed key cannot be stored; store jax.random.key_data(key)")
         return jax.ShapeDtypeStruct(tuple(leaf.shape), jax.dtypes.canonicalize_dtype(leaf.dtype))
-    array = jnp.asarray(leaf)
-    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+    except TypeError as error:
+        raise ValueError(f"{where}: {_name(path)}: {error}") from None
 
 
 def _by_path(tree: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _show(spec: jax.ShapeDtypeStruct) -> str:

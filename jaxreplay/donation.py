@@ -28,7 +28,7 @@ def warn_of_copy(replay: Any, method: str, state: Any) -> None:
             f"{method} was called outside of jit: it copies the whole buffer ({num_bytes / 2**20:,.0f} MiB) on every call. "
             f"Use {method} = jax.jit(replay.{method}, donate_argnums=0), or jaxreplay.jit(replay).{method}, once before the loop.",
             CopyWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
 
 

@@ -10,6 +10,12 @@ import jaxreplay as jr
 
 NAN, INF = float("nan"), float("inf")
 
+# A buffer is a leafless pytree: its methods are jitted once for all that are equal.
+add, update, get, clear, min_probability = (
+    jax.jit(getattr(jr.ReplayBuffer, name)) for name in ("add", "update_priorities", "get", "clear", "min_probability")
+)
+sample = jax.jit(jr.ReplayBuffer.sample, static_argnums=3)
+
 
 def flat(values):
     """A step of as many envs as there are rewards."""
@@ -22,8 +28,8 @@ def buffer(priorities, *, length=4, **config):
     config = {"exponent": 1.0, "stratified": False, "batch_size": 8, **config}
     replay = jr.prioritized(capacity=length * len(priorities), num_envs=len(priorities), autoreset="same_step", **config)
     state = replay.init(jax.tree.map(lambda x: x[0], flat(priorities)))
-    state = jax.jit(replay.add)(state, flat(priorities), priority=jnp.asarray(priorities, jnp.float32))
-    return replay, jax.jit(replay.add)(state, flat(priorities), priority=jnp.ones(len(priorities)))
+    state = add(replay, state, flat(priorities), priority=jnp.asarray(priorities, jnp.float32))
+    return replay, add(replay, state, flat(priorities), priority=jnp.ones(len(priorities)))
 
 
 def rows_of(replay):
@@ -31,17 +37,17 @@ def rows_of(replay):
 
 
 def probabilities(replay, state):
-    return np.asarray(replay.get(state, rows_of(replay)).probability)
+    return np.asarray(get(replay, state, rows_of(replay)).probability)
 
 
 def index_of(replay, state, streams):
-    return jax.tree.map(lambda x: x[jnp.asarray(streams)], replay.get(state, rows_of(replay)).index)
+    return jax.tree.map(lambda x: x[jnp.asarray(streams)], get(replay, state, rows_of(replay)).index)
 
 
 def test_independent_draws_follow_the_law():
     priority = np.random.default_rng(0).gamma(1.0, size=40)
     replay, state = buffer(priority, exponent=0.7)
-    batch = jax.jit(replay.sample, static_argnames="batch_size")(state, jax.random.key(0), batch_size=300_000)
+    batch = sample(replay, state, jax.random.key(0), 300_000)
     expected = priority**0.7 / (priority**0.7).sum()
     counts = np.bincount(np.asarray(batch.index.row) // 4, minlength=40)
     assert stats.chisquare(counts, expected * counts.sum()).pvalue > 1e-4
@@ -54,7 +60,7 @@ def test_a_stratified_batch_has_one_draw_in_each_part_of_the_mass():
     ends = np.cumsum(priority / priority.sum())
     starts = np.concatenate([[0], ends[:-1]])
     for seed in range(20):
-        stream = np.asarray(replay.sample(state, jax.random.key(seed), 64).index.row) // 4
+        stream = np.asarray(sample(replay, state, jax.random.key(seed), 64).index.row) // 4
         parts = np.arange(64) / 64
         assert (starts[stream] < parts + 1 / 64 + 1e-6).all()
         assert (ends[stream] > parts - 1e-6).all()
@@ -63,8 +69,8 @@ def test_a_stratified_batch_has_one_draw_in_each_part_of_the_mass():
 def test_stratified_draws_are_right_on_average():
     priority = np.array([1.0, 2.0, 3.0, 4.0, 0.0])
     replay, state = buffer(priority, stratified=True)
-    sample = jax.jit(jax.vmap(lambda key: replay.sample(state, key, 7).index.row))
-    counts = np.bincount(np.asarray(sample(jax.random.split(jax.random.key(0), 20_000))).ravel() // 4, minlength=5)
+    draw = jax.jit(jax.vmap(lambda key: replay.sample(state, key, 7).index.row))
+    counts = np.bincount(np.asarray(draw(jax.random.split(jax.random.key(0), 20_000))).ravel() // 4, minlength=5)
     # Strata only lower the variance: 4 standard deviations of independent draws is a wide bound, failed by chance in 10^4 cases once.
     expected = priority / 10 * counts.sum()
     assert (np.abs(counts - expected) <= 4 * np.sqrt(np.maximum(expected, 0))).all()
@@ -73,7 +79,7 @@ def test_stratified_draws_are_right_on_average():
 @pytest.mark.parametrize("bad", [NAN, INF, -INF, -1.0])
 def test_a_bad_priority_keeps_the_old_one_and_is_counted(bad):
     replay, state = buffer([1.0, 2.0, 5.0])
-    state = replay.update_priorities(state, index_of(replay, state, [0, 2]), jnp.array([bad, 3.0]))
+    state = update(replay, state, index_of(replay, state, [0, 2]), jnp.array([bad, 3.0]))
     np.testing.assert_allclose(probabilities(replay, state), np.array([1, 2, 3]) / 6, rtol=1e-6)
     assert (int(state.sampler.ignored_priorities), int(state.sampler.ignored_rows)) == (1, 0)
     assert float(state.sampler.largest) == 5
@@ -88,20 +94,20 @@ def test_a_bad_priority_at_add_becomes_the_largest_so_far_and_is_counted(bad):
 
 def test_zero_is_never_drawn_and_all_zero_cannot_be_sampled():
     replay, state = buffer([0.0, 2.0, 0.0])
-    assert set(np.asarray(replay.sample(state, jax.random.key(0), 1000).index.row)) == {4}
-    state = replay.update_priorities(state, index_of(replay, state, [1]), jnp.array([0.0]))
+    assert set(np.asarray(sample(replay, state, jax.random.key(0), 1000).index.row)) == {4}
+    state = update(replay, state, index_of(replay, state, [1]), jnp.array([0.0]))
     assert not replay.can_sample(state)
-    batch = replay.sample(state, jax.random.key(0))
+    batch = sample(replay, state, jax.random.key(0))
     assert not batch.is_valid.any()
     assert not batch.probability.any()
     assert np.isfinite(np.asarray(batch.items.reward)).all()
-    state = replay.update_priorities(state, index_of(replay, state, [1]), jnp.array([0.5]))
-    assert replay.sample(state, jax.random.key(0)).index.row.tolist() == [4] * 8
+    state = update(replay, state, index_of(replay, state, [1]), jnp.array([0.5]))
+    assert sample(replay, state, jax.random.key(0)).index.row.tolist() == [4] * 8
 
 
 def test_the_largest_of_duplicates_wins():
     replay, state = buffer([1.0, 1.0])
-    state = replay.update_priorities(state, index_of(replay, state, [0, 0, 1, 0]), jnp.array([2.0, 3.0, 1.0, NAN]))
+    state = update(replay, state, index_of(replay, state, [0, 0, 1, 0]), jnp.array([2.0, 3.0, 1.0, NAN]))
     np.testing.assert_allclose(probabilities(replay, state), [0.75, 0.25])
 
 
@@ -109,7 +115,7 @@ def test_the_largest_of_duplicates_wins():
 def test_a_row_out_of_range_is_ignored_and_counted(row):
     replay, state = buffer([1.0, 2.0, 5.0])
     index = jr.Index(row=jnp.array([row], jnp.int32), lap=jnp.zeros(1, jnp.uint32))
-    changed = replay.update_priorities(state, index, jnp.array([100.0]))
+    changed = update(replay, state, index, jnp.array([100.0]))
     assert int(changed.sampler.ignored_rows) == 1
     assert float(changed.sampler.largest) == 5
     np.testing.assert_array_equal(changed.sampler.tree.sums[0], state.sampler.tree.sums[0])
@@ -119,7 +125,7 @@ def test_rows_that_were_never_written_or_still_wait_are_ignored():
     replay, state = buffer([1.0, 2.0])
     waiting, unwritten = 1, 2
     index = jr.Index(row=jnp.array([waiting, unwritten]), lap=jnp.zeros(2, jnp.uint32))
-    changed = replay.update_priorities(state, index, jnp.array([100.0, 100.0]))
+    changed = update(replay, state, index, jnp.array([100.0, 100.0]))
     assert int(changed.sampler.ignored_rows) == 2
     np.testing.assert_array_equal(changed.sampler.tree.sums[0], state.sampler.tree.sums[0])
 
@@ -128,11 +134,11 @@ def test_a_late_update_of_an_overwritten_row_is_ignored():
     replay, state = buffer([1.0, 2.0])
     late = index_of(replay, state, [0, 1])
     for _ in range(4):  # once round: each row number names another step now
-        state = replay.add(state, flat([0.0, 0.0]), priority=jnp.array([1.0, 1.0]))
-    changed = replay.update_priorities(state, late, jnp.array([100.0, 100.0]))
+        state = add(replay, state, flat([0.0, 0.0]), priority=jnp.array([1.0, 1.0]))
+    changed = update(replay, state, late, jnp.array([100.0, 100.0]))
     assert int(changed.sampler.ignored_rows) == 2
     np.testing.assert_array_equal(changed.sampler.tree.sums[0], state.sampler.tree.sums[0])
-    assert not replay.get(changed, late).is_valid.any()
+    assert not get(replay, changed, late).is_valid.any()
 
 
 def test_laps_wrap_around():
@@ -142,11 +148,11 @@ def test_laps_wrap_around():
     early = index_of(replay, state, [0, 1])
     assert early.lap.tolist() == [2**32 - 1] * 2
     for _ in range(4):
-        state = replay.add(state, flat([0.0, 0.0]))
-    assert not replay.get(state, early).is_valid.any()
+        state = add(replay, state, flat([0.0, 0.0]))
+    assert not get(replay, state, early).is_valid.any()
     now = index_of(replay, state, [0, 1])
     assert now.lap.tolist() == [0, 0]
-    assert replay.get(state, now).is_valid.all()
+    assert get(replay, state, now).is_valid.all()
 
 
 def test_ranks_wrap_around():
@@ -155,36 +161,36 @@ def test_ranks_wrap_around():
     state = replay.init(jax.tree.map(lambda x: x[0], flat([0.0])))
     state = state.replace(streams=state.streams.replace(count=jnp.array([2**32 - 7], jnp.uint32)))
     for time in range(25):
-        state = replay.add(state, flat([float(time)]))
+        state = add(replay, state, flat([float(time)]))
         assert int(replay.size(state)) == min(time, 9)
-    assert set(np.asarray(replay.sample(state, jax.random.key(0)).items.reward)) == set(range(15, 24))
+    assert set(np.asarray(sample(replay, state, jax.random.key(0)).items.reward)) == set(range(15, 24))
 
 
 def test_counters_of_what_was_ignored_stay_at_their_maximum():
     replay, state = buffer([1.0])
     sampler = state.sampler.replace(ignored_priorities=jnp.uint32(2**32 - 2), ignored_rows=jnp.uint32(2**32 - 1))
     bad = index_of(replay, state, [0, 0, 0])
-    state = replay.update_priorities(state.replace(sampler=sampler), bad, jnp.array([NAN] * 3))
+    state = update(replay, state.replace(sampler=sampler), bad, jnp.array([NAN] * 3))
     assert int(state.sampler.ignored_priorities) == 2**32 - 1
-    state = replay.update_priorities(state, jr.Index(row=bad.row - 1, lap=bad.lap), jnp.ones(3))
+    state = update(replay, state, jr.Index(row=bad.row - 1, lap=bad.lap), jnp.ones(3))
     assert int(state.sampler.ignored_rows) == 2**32 - 1
 
 
 def test_new_rows_have_the_largest_priority_so_far():
     replay, state = buffer([1.0, 4.0])
-    state = replay.update_priorities(state, index_of(replay, state, [0]), jnp.array([9.0]))
-    state = replay.update_priorities(state, index_of(replay, state, [0]), jnp.array([1.0]))
-    state = replay.add(state, flat([0.0, 0.0]))  # by default: 9
-    state = replay.add(state, flat([0.0, 0.0]))
-    np.testing.assert_allclose(replay.get(state, jnp.array([2, 6])).probability, 9 / (1 + 4 + 1 + 1 + 9 + 9), rtol=1e-6)
+    state = update(replay, state, index_of(replay, state, [0]), jnp.array([9.0]))
+    state = update(replay, state, index_of(replay, state, [0]), jnp.array([1.0]))
+    state = add(replay, state, flat([0.0, 0.0]))  # by default: 9
+    state = add(replay, state, flat([0.0, 0.0]))
+    np.testing.assert_allclose(get(replay, state, jnp.array([2, 6])).probability, 9 / (1 + 4 + 1 + 1 + 9 + 9), rtol=1e-6)
 
 
 def test_a_waiting_row_keeps_the_priority_of_its_add():
     replay = jr.prioritized(capacity=8, num_envs=1, batch_size=4, autoreset="same_step", n_step=3, exponent=1.0)
     state = replay.init(jax.tree.map(lambda x: x[0], flat([0.0])))
     for priority in (2.0, 3.0, 5.0, 7.0, 11.0):
-        state = replay.add(state, flat([0.0]), priority=jnp.array([priority]))
-    np.testing.assert_allclose(replay.get(state, jnp.arange(8)).probability, [0.4, 0.6, 0, 0, 0, 0, 0, 0], rtol=1e-6)
+        state = add(replay, state, flat([0.0]), priority=jnp.array([priority]))
+    np.testing.assert_allclose(get(replay, state, jnp.arange(8)).probability, [0.4, 0.6, 0, 0, 0, 0, 0, 0], rtol=1e-6)
 
 
 def test_huge_and_tiny_priorities_stay_finite_and_positive():
@@ -192,7 +198,7 @@ def test_huge_and_tiny_priorities_stay_finite_and_positive():
     sums = state.sampler.tree.sums
     assert np.isfinite(np.asarray(sums[-1])).all()
     assert (np.asarray(sums[0])[:8] > 0).tolist() == [True] * 6 + [False] * 2
-    assert np.asarray(replay.sample(state, jax.random.key(0), 100).is_valid).all()
+    assert np.asarray(sample(replay, state, jax.random.key(0), 100).is_valid).all()
 
 
 def test_exponent_zero_is_uniform_over_positive_priorities():
@@ -202,20 +208,20 @@ def test_exponent_zero_is_uniform_over_positive_priorities():
 
 def test_the_smallest_probability():
     replay, state = buffer([3.0, 0.0, 1.0], keep_minimum=True)
-    np.testing.assert_allclose(replay.min_probability(state), 0.25, rtol=1e-6)
-    assert float(replay.min_probability(replay.clear(state))) == 1
+    np.testing.assert_allclose(min_probability(replay, state), 0.25, rtol=1e-6)
+    assert float(min_probability(replay, clear(replay, state))) == 1
 
 
 def test_a_stale_index_is_known_after_clear():
     replay, state = buffer([1.0, 2.0])
     late = index_of(replay, state, [0, 1])
-    state = replay.clear(state)
+    state = clear(replay, state)
     assert (int(replay.size(state)), bool(replay.can_sample(state)), float(state.sampler.largest)) == (0, False, 1)
     for _ in range(9):
-        state = replay.add(state, flat([0.0, 0.0]))
-        changed = replay.update_priorities(state, late, jnp.array([100.0, 100.0]))
+        state = add(replay, state, flat([0.0, 0.0]))
+        changed = update(replay, state, late, jnp.array([100.0, 100.0]))
         assert int(changed.sampler.ignored_rows) == 2
-        assert not replay.get(state, late).is_valid.any()
+        assert not get(replay, state, late).is_valid.any()
 
 
 def test_importance_weights_by_hand():

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay import bits, ring
+from jaxreplay.checks import check_static
 from jaxreplay.drawable import Change, Drawable
 from jaxreplay.streams import Streams
 from jaxreplay.sum_tree import SumTree, SumTreeState
@@ -49,6 +50,7 @@ class Prioritized:
     fan_out: int = 0
 
     def __post_init__(self):
+        check_static(self)
         if not 0 <= self.exponent < float("inf"):
             raise ValueError(f"Prioritized: exponent must be a finite number of at least 0, got {self.exponent}")
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxreplay.checks import check_static
 from jaxreplay.types import Transition
 from jaxreplay.views.anchor import Anchor
 
@@ -28,6 +29,7 @@ class TransitionView:
     discount: float = 0.99
 
     def __post_init__(self):
+        check_static(self)
         if self.n_step < 1:
             raise ValueError(f"TransitionView: n_step must be at least 1, got {self.n_step}")
         if not 0 <= self.discount <= 1:

@@ -1,0 +1,236 @@
+"""What every buffer of the catalog promises."""
+
+import re
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from buffers import CATALOG, NUM_ENVS
+
+import jaxreplay as jr
+
+cases = pytest.mark.parametrize("case", CATALOG, ids=lambda case: case.name)
+
+
+def assert_same(got, expected, name=""):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(got):
+        other = dict(jax.tree_util.tree_leaves_with_path(expected))[path]
+        assert leaf.dtype == other.dtype
+        if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            np.testing.assert_array_equal(np.asarray(leaf), np.asarray(other), err_msg=name + jax.tree_util.keystr(path))
+
+
+def operations(case, replay):
+    """Name -> function of (state, seed) that returns a state or a batch."""
+    add = lambda state, seed: replay.add(state, case.step(seed), *case.mask(replay, seed))  # noqa: E731
+    extend = lambda state, seed: replay.extend(state, case.step(seed, 7), *case.mask(replay, seed, 7))  # noqa: E731
+    found = {
+        "add": add,
+        "extend": extend,
+        "sample": lambda state, seed: replay.sample(state, jax.random.key(seed)),
+        "clear": lambda state, _: replay.clear(state),
+    }
+    found["get"] = lambda state, seed: replay.get(state, (jnp.arange(9) * 5 + seed) % replay.capacity)
+    if replay.sampler.has_priorities:
+        index = replay.sample(case.filled(replay), jax.random.key(9)).index
+        found["update"] = lambda state, seed: replay.update_priorities(state, index, jnp.linspace(0.0, seed + 1.0, 8))
+    return found
+
+
+@cases
+def test_an_abstract_example_is_enough(case):
+    replay = case.replay()
+    concrete = jax.tree.map(lambda leaf: leaf[0], case.step())
+    assert_same(replay.init(case.example()), replay.init(concrete))
+    assert_same(replay.init(case.example()), replay.init(jax.tree.map(np.asarray, concrete)))
+
+
+@cases
+def test_jit_equals_eager(case):
+    replay = case.replay()
+    state = case.filled(replay)
+    for name, run in operations(case, replay).items():
+        assert_same(jax.jit(run, static_argnums=1)(state, 3), run(state, 3), name)
+
+
+@cases
+def test_vmap_equals_a_loop(case):
+    replay = case.replay()
+    states = [jax.jit(replay.add)(case.filled(replay), case.step(seed), *case.mask(replay, seed)) for seed in range(3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+    for run in operations(case, replay).values():
+        run = jax.jit(run, static_argnums=1)
+        together = jax.jit(jax.vmap(lambda state, run=run: run(state, 4)))(stacked)
+        for which, state in enumerate(states):
+            assert_same(jax.tree.map(lambda leaf, which=which: leaf[which], together), run(state, 4))
+
+
+@cases
+def test_a_state_keeps_its_structure_and_dtypes(case):
+    replay = case.replay()
+    state = replay.init(case.example())
+    spec = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.weak_type), state)
+    for name, run in operations(case, replay).items():
+        if name not in ("sample", "get"):
+            changed = jax.eval_shape(lambda state, run=run: run(state, 1), state)
+            assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.weak_type), changed) == spec, name
+
+
+@cases
+def test_items_come_back_with_their_dtypes(case):
+    replay = case.replay()
+    state, step = case.filled(replay), case.step()
+    items = replay.sample(state, jax.random.key(0)).items
+    stored = items if case.is_items else {"obs": items.obs, "action": items.action, "extras": items.extras, "next_obs": items.next_obs}
+    given = step if case.is_items else {"obs": step.obs, "action": step.action, "extras": step.extras, "next_obs": step.obs}
+    assert jax.tree.map(lambda x: (x.dtype, x.shape[1:]), stored) == jax.tree.map(lambda x: (x.dtype, x.shape[1:]), given)
+
+
+@cases
+def test_equal_configurations_share_one_trace(case):
+    traces = []
+
+    @jax.jit
+    def add(replay, state, step, mask):
+        traces.append(replay)
+        return replay.add(state, step, *mask)
+
+    for _ in range(2):
+        replay = case.replay()
+        state = replay.init(case.example())
+        for seed in range(3):
+            state = add(replay, state, case.step(seed), case.mask(replay, seed))
+    assert len(traces) == 1
+    assert hash(case.replay()) == hash(case.replay())
+    assert jax.tree.leaves(case.replay()) == []
+
+
+@cases
+def test_a_donated_state_is_reused_and_gone(case):
+    replay = case.replay(capacity=4096)
+    buffer, state = jr.jit(replay), replay.init(case.example())
+    old = jax.tree.leaves(state)
+    pointers = {leaf.unsafe_buffer_pointer() for leaf in old}
+    state = buffer.add(state, case.step(), *case.mask(replay, 0))
+    assert all(leaf.is_deleted() for leaf in old)
+    assert {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)} == pointers
+    with pytest.raises(RuntimeError, match="deleted"):
+        jax.block_until_ready(old[0] + 1)
+
+
+@cases
+def test_extend_equals_add_for_each_step(case):
+    """Blocks shorter and longer than a stream, which has 16 rows."""
+    replay = case.replay()
+    add, extend = jax.jit(replay.add), jax.jit(replay.extend)
+    for time in (1, 2, 5, 15, 16, 17, 50):
+        start = case.filled(replay, 9)
+        steps, mask = case.step(5, time), case.mask(replay, 5, time)
+        priority = (
+            [jnp.asarray(np.random.default_rng(0).choice([0.5, 3, np.nan], (time, NUM_ENVS)))] if replay.sampler.has_priorities else []
+        )
+        expected = start
+        for t in range(time):
+            step_mask = mask[0][t] if mask else None
+            expected = add(expected, jax.tree.map(lambda leaf, t=t: leaf[t], steps), step_mask, *(p[t] for p in priority))
+        got = extend(start, steps, *(mask or (None,)), *priority)
+        rows = jnp.arange(replay.capacity)
+        assert_same(jax.jit(replay.get)(got, rows), jax.jit(replay.get)(expected, rows))
+        assert_same(got.streams.replace(steps=()), expected.streams.replace(steps=()))
+        assert_same(got.episodes, expected.episodes)
+        if replay.sampler.has_priorities:
+            assert_same(got.sampler.tree.sums[0], expected.sampler.tree.sums[0])
+            assert_same(got.sampler.replace(tree=()), expected.sampler.replace(tree=()))
+
+
+@cases
+def test_an_empty_block_changes_nothing(case):
+    replay = case.replay()
+    state = case.filled(replay)
+    assert_same(replay.extend(state, case.step(0, 0), *case.mask(replay, 0, 0)), state)
+
+
+@cases
+def test_an_empty_buffer_is_flagged(case):
+    replay = case.replay()
+    state = replay.init(case.example())
+    batch = jax.jit(replay.sample)(state, jax.random.key(0))
+    assert (int(replay.size(state)), bool(replay.can_sample(state)), bool(batch.is_valid.any())) == (0, False, False)
+    assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves((batch.items, batch.probability)))
+    assert ((batch.index.row >= 0) & (batch.index.row < replay.capacity)).all()
+
+
+@cases
+def test_what_memory_says_is_what_init_takes(case):
+    replay = case.replay()
+    state = replay.init(case.example())
+    memory = replay.memory(case.example())
+    assert memory.total == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert len(memory.leaves) == len(jax.tree.leaves(state))
+    assert f"{memory.total:,}" in str(memory)
+
+
+@cases
+def test_a_state_goes_through_serialization(case):
+    replay = case.replay()
+    state = case.filled(replay)
+    restored = flax.serialization.from_bytes(replay.init(case.example()), flax.serialization.to_bytes(state))
+    restored = jax.tree.map(jnp.asarray, restored)
+    assert_same(restored, state)
+    assert_same(replay.sample(restored, jax.random.key(1)), replay.sample(state, jax.random.key(1)))
+
+
+@cases
+def test_the_wrong_leaf_is_named(case):
+    replay = case.replay()
+    state, step = replay.init(case.example()), case.step()
+    one = lambda tree: jax.tree.map(lambda leaf: leaf[0], tree)  # noqa: E731
+    name = "image" if case.is_items else "obs.image"
+    with pytest.raises(ValueError, match=rf"  {name}: got uint8\[.*\], expected uint8\[4, .*\]") as error:
+        replay.add(state, one(step))
+    assert str(error.value).startswith("add:\n")
+    assert "add takes one step of every env" in str(error.value)
+    with pytest.raises(ValueError, match=rf"  {name}: got ") as error:
+        replay.extend(state, step)
+    assert "extend takes a block of steps, leaves [time, num_envs, ...]" in str(error.value)
+    wrong = jax.tree.map(lambda leaf: leaf.astype(jnp.int16), step)
+    with pytest.raises(ValueError, match=rf"  {name}: got int16\[.*\], expected uint8\["):
+        replay.add(state, wrong)
+
+
+@cases
+def test_min_size_is_waited_for(case):
+    replay = case.replay()
+    waiting = jr.ReplayBuffer(**{**{f: getattr(replay, f) for f in replay.__dataclass_fields__}, "min_size": 30})
+    state, add = waiting.init(case.example()), jax.jit(waiting.add)
+    for seed in range(30):
+        state = add(state, case.step(seed), *case.mask(replay, seed))
+        enough = int(waiting.size(state)) >= 30
+        assert bool(waiting.can_sample(state)) == enough
+        assert bool(jax.jit(waiting.sample)(state, jax.random.key(0)).is_valid.all()) == enough
+    assert enough
+
+
+@cases
+def test_items_are_the_steps_that_were_added(case):
+    """Every row of the batch holds the numbers of one step that was added, and none is older than the stream is long."""
+    replay = case.replay(batch_size=512)
+    steps = [case.step(seed) for seed in range(30)]
+    state, add = replay.init(case.example()), jax.jit(replay.add)
+    for seed, step in enumerate(steps):
+        state = add(state, step, *case.mask(replay, seed))
+    batch = replay.sample(state, jax.random.key(0))
+    name = (lambda tree: tree["image"]) if case.is_items else (lambda tree: tree.obs["image"])
+    image, env = np.asarray(name(batch.items)), np.asarray(batch.index.row) // 16
+    for which in range(512):
+        sources = [seed for seed, step in enumerate(steps) if np.array_equal(image[which], name(step)[env[which]])]
+        assert sources
+        assert replay.masked or max(sources) >= 30 - 16
+
+
+def test_the_catalog_is_covered():
+    made = {re.split(r"[ ,]", case.name)[0] for case in CATALOG}
+    assert made == {"items", "uniform", "prioritized"}

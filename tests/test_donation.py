@@ -1,0 +1,83 @@
+"""`jaxreplay.jit`, and the warning where a call copies the buffer."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxreplay as jr
+from jaxreplay import donation
+
+
+@pytest.fixture(autouse=True)
+def _forget_warnings():
+    donation._warned.clear()
+
+
+def test_an_eager_add_of_a_large_state_warns_once_with_the_cure():
+    replay = jr.items(capacity=1 << 22, batch_size=2)
+    state, item = replay.init(jnp.zeros(())), jnp.ones(1)
+    with pytest.warns(
+        jr.CopyWarning, match=r"add was called outside of jit: it copies the whole buffer \(16 MiB\).*donate_argnums=0"
+    ) as caught:
+        state = replay.add(state, item)
+    assert caught[0].filename == __file__
+    replay.add(state, item)
+    with pytest.warns(jr.CopyWarning, match="extend was called outside"):
+        replay.extend(state, item[None])
+
+
+def test_a_small_state_a_jitted_one_and_a_sample_do_not_warn():
+    small, large = jr.items(capacity=1 << 10, batch_size=2), jr.items(capacity=1 << 22, batch_size=2)
+    small.add(small.init(jnp.zeros(())), jnp.ones(1))
+    state = jr.jit(large).add(large.init(jnp.zeros(())), jnp.ones(1))
+    state = jax.jit(large.add, donate_argnums=0)(state, jnp.ones(1))
+    large.sample(state, jax.random.key(0))
+
+
+def test_an_env_that_reuses_its_array_corrupts_nothing():
+    """JAX may read a NumPy argument after the call has returned: from 100 KiB on, when it is not aligned."""
+    size = 40_000
+    replay = jr.items(capacity=64, batch_size=2)
+    buffer = jr.jit(replay)
+    state = buffer.init(jax.ShapeDtypeStruct((size,), jnp.float32))
+    memory = np.zeros(size + 17, np.float32)
+    observation = memory[1 : size + 1][None]
+    for time in range(32):
+        observation[:] = time
+        state = buffer.add(state, observation)
+        observation[:] = -1
+    stored = np.asarray(state.streams.steps)[:32]
+    np.testing.assert_array_equal(stored, np.broadcast_to(np.arange(32, dtype=np.float32)[:, None], stored.shape))
+
+
+def test_all_methods_are_there_and_agree():
+    replay = jr.prioritized(capacity=64, num_envs=2, batch_size=4, autoreset="same_step", keep_minimum=True)
+    zeros = jnp.zeros((5, 2))
+    steps = jr.Step(obs=zeros, action=zeros, reward=zeros, terminated=zeros > 0, truncated=zeros > 0)
+    buffer = jr.jit(replay)
+    state = buffer.extend(buffer.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
+    assert (int(buffer.size(state)), bool(buffer.can_sample(state))) == (8, True)
+    batch = buffer.sample(state, jax.random.key(0), 3)
+    assert batch.items.reward.shape == (3,)
+    assert buffer.get(state, batch.index).is_valid.all()
+    state = buffer.update_priorities(state, batch.index, np.array([2.0, 2.0, 2.0]))
+    assert 0 < float(buffer.min_probability(state)) < 1 / 8
+    assert int(buffer.size(buffer.clear(state))) == 0
+
+
+def test_equal_buffers_share_one_compilation():
+    sizes = []
+    for _ in range(2):
+        buffer = jr.jit(jr.items(capacity=48, batch_size=2))
+        buffer.add(buffer.init(jnp.zeros(7)), jnp.ones((1, 7)))
+        sizes.append(donation._add._cache_size())
+    assert sizes[0] == sizes[1]
+
+
+def test_importing_costs_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        __import__("jaxreplay")

@@ -1,0 +1,232 @@
+"""Bad input gets an error that names what is wrong and how to mend it; nothing is broadcast, and nothing is lost."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxreplay as jr
+from jaxreplay.buffer import ReplayBuffer
+from jaxreplay.samplers import Prioritized, Uniform
+from jaxreplay.views import Item, TransitionView
+
+SHARED = {"capacity": 8, "num_envs": 2, "batch_size": 4}
+
+
+def step(**changes):
+    zeros = jnp.zeros(2)
+    fields = {
+        "obs": {"a": zeros, "b": jnp.zeros((2, 3))},
+        "action": zeros,
+        "reward": zeros,
+        "terminated": zeros > 0,
+        "truncated": zeros > 0,
+    }
+    return {**fields, **changes}
+
+
+def example(**changes):
+    return jax.tree.map(lambda x: x[0], step(**changes))
+
+
+def test_autoreset_has_no_default():
+    for wrong in (None, "same-step", True):
+        with pytest.raises(ValueError, match=r"(?s)autoreset=.*next_step.*Gymnasium >= 1.0.*same_step.*final_obs.*many pure-JAX wrappers"):
+            jr.uniform(**SHARED, autoreset=wrong)
+
+
+@pytest.mark.parametrize(("capacity", "nearest"), [(9, "8 and 10"), (7, "6 and 8"), (1, "2")])
+def test_a_capacity_that_does_not_divide_names_the_nearest(capacity, nearest):
+    with pytest.raises(
+        ValueError, match=f"capacity={capacity} rows do not divide into num_envs=2 equal streams; the nearest that do: {nearest}"
+    ):
+        jr.items(capacity=capacity, num_envs=2, batch_size=4)
+
+
+@pytest.mark.parametrize("wrong", [0, -2, 8.0, True])
+def test_sizes_must_be_positive_ints(wrong):
+    with pytest.raises(ValueError, match="capacity must be an int of at least 1"):
+        jr.items(capacity=wrong, batch_size=4)
+    with pytest.raises(ValueError, match="num_envs must be an int of at least 1"):
+        jr.items(capacity=8, num_envs=wrong, batch_size=4)
+    with pytest.raises(ValueError, match="batch_size must be an int of at least 1"):
+        jr.items(capacity=8, batch_size=wrong)
+
+
+def test_a_stream_must_hold_one_window():
+    with pytest.raises(ValueError, match="one window needs 6; the smallest capacity is 12"):
+        jr.uniform(**SHARED, autoreset="next_step", n_step=5)
+    replay = jr.uniform(**SHARED, autoreset="same_step", n_step=3)
+    replay.init(example())
+    with pytest.raises(ValueError, match="one window needs 5; the smallest capacity is 10"):
+        replay.init(example(final_obs=step()["obs"]))  # a step may bring its tail beside it
+
+
+def test_too_many_rows_are_refused():
+    with pytest.raises(ValueError, match="must be below 2147483648"):
+        jr.items(capacity=2**31, batch_size=4)
+
+
+def test_min_size_must_be_reachable():
+    with pytest.raises(ValueError, match="min_size=9 exceeds capacity=8"):
+        jr.items(capacity=8, batch_size=4, min_size=9)
+
+
+@pytest.mark.parametrize("array", [jnp.float32(0.9), np.array(0.9)])
+def test_an_array_in_the_configuration_is_refused(array):
+    for make in (
+        lambda: jr.uniform(**SHARED, autoreset="next_step", discount=array),
+        lambda: jr.prioritized(**SHARED, autoreset="next_step", exponent=array),
+    ):
+        with pytest.raises(ValueError, match=r"(discount|exponent) is a \w+, but a configuration holds plain Python values"):
+            make()
+    with pytest.raises(ValueError, match="batch_size is a"):
+        jr.items(capacity=8, batch_size=array)
+
+
+def test_numbers_out_of_range_are_refused():
+    with pytest.raises(ValueError, match="n_step must be at least 1, got 0"):
+        TransitionView(n_step=0)
+    with pytest.raises(ValueError, match=r"discount must be in \[0, 1\], got 1.5"):
+        TransitionView(discount=1.5)
+    for exponent in (-0.1, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="exponent must be a finite number of at least 0"):
+            Prioritized(exponent=exponent)
+
+
+def test_items_have_no_episodes():
+    for wrong in ({"autoreset": "next_step"}, {"autoreset": None, "keep_episodes": True}):
+        with pytest.raises(ValueError, match="stores items, which have no episodes"):
+            ReplayBuffer(**SHARED, sampler=Uniform(), view=Item(), **wrong)
+
+
+def test_a_step_must_have_its_fields():
+    replay = jr.uniform(**SHARED, autoreset="same_step")
+    incomplete = {key: value for key, value in step().items() if key != "truncated"}
+    with pytest.raises(ValueError, match=r"init: the step's keys are wrong: missing truncated; unknown done"):
+        replay.init({**incomplete, "done": False})
+    with pytest.raises(ValueError, match=r"must be a jaxreplay\.Step or a mapping with its fields, got list"):
+        replay.init([1, 2])
+
+
+def test_done_flags_must_be_bool():
+    replay = jr.uniform(**SHARED, autoreset="same_step")
+    with pytest.raises(ValueError, match=r"(?s)terminated: got float32\[\], expected bool\[\].*x.astype\(bool\)"):
+        replay.init(example(terminated=jnp.zeros(2)))
+    state = replay.init(example())
+    with pytest.raises(ValueError, match=r"truncated: got int32\[2\], expected bool\[2\]"):
+        replay.add(state, step(truncated=jnp.zeros(2, jnp.int32)))
+
+
+def test_every_bad_leaf_is_named_at_once():
+    replay = jr.uniform(**SHARED, autoreset="same_step")
+    state = replay.init(example())
+    bad = step(obs={"a": jnp.zeros((2, 1)), "c": jnp.zeros(2)}, reward=jnp.zeros(2, jnp.int32))
+    with pytest.raises(ValueError, match="add:") as error:
+        replay.add(state, bad)
+    for line in (
+        "obs.a: got float32[2, 1], expected float32[2]",
+        "obs.b: missing, expected float32[2, 3]",
+        "obs.c: unexpected, got float32[2]",
+        "reward: got int32[2], expected float32[2]",
+    ):
+        assert line in str(error.value)
+
+
+def test_a_scalar_is_not_broadcast():
+    replay = jr.uniform(**SHARED, autoreset="same_step")
+    state = replay.init(example())
+    with pytest.raises(ValueError, match=r"reward: got float32\[\], expected float32\[2\]"):
+        replay.add(state, step(reward=0.0))
+    with pytest.raises(ValueError, match=r"reward: got float32\[1\], expected float32\[2\]"):
+        replay.add(state, step(reward=jnp.zeros(1)))
+
+
+def test_final_obs_must_come_as_the_example_said():
+    replay = jr.uniform(**SHARED, autoreset="same_step")
+    without, with_final = replay.init(example()), replay.init(example(final_obs=step()["obs"]))
+    with pytest.raises(ValueError, match=r"final_obs.a: unexpected"):
+        replay.add(without, step(final_obs=step()["obs"]))
+    with pytest.raises(ValueError, match=r"final_obs.a: missing"):
+        replay.add(with_final, step())
+    with pytest.raises(ValueError, match=r"(?s)final_obs.*final_obs is an observation: the same leaves as obs"):
+        replay.init(example(final_obs=jnp.zeros(2)))
+
+
+def test_next_step_autoreset_needs_no_final_obs():
+    replay = jr.uniform(**SHARED, autoreset="next_step")
+    state = replay.init(example(final_obs=step()["obs"]))
+    assert state.streams.head.shape == ()
+    replay.add(state, step(final_obs=step()["obs"]))
+    replay.add(state, step())
+
+
+def test_a_mask_must_be_asked_for():
+    mask = jnp.ones(2, bool)
+    replay = jr.uniform(**SHARED, autoreset="same_step")
+    with pytest.raises(ValueError, match="made without masked=True"):
+        replay.add(replay.init(example()), step(), mask)
+    replay = jr.uniform(**SHARED, autoreset="same_step", masked=True)
+    with pytest.raises(ValueError, match=r"mask: got float32\[2\], expected bool\[2\]"):
+        replay.add(replay.init(example()), step(), jnp.ones(2))
+    with pytest.raises(ValueError, match=r"mask: got bool\[1\], expected bool\[2\]"):
+        replay.add(replay.init(example()), step(), mask[:1])
+
+
+def test_priorities_need_a_sampler_that_has_them():
+    replay = jr.uniform(**SHARED, autoreset="same_step")
+    state = replay.init(example())
+    with pytest.raises(ValueError, match=r"add: the sampler Uniform has no priorities; use jaxreplay\.prioritized"):
+        replay.add(state, step(), priority=jnp.ones(2))
+    with pytest.raises(ValueError, match="update_priorities: the sampler Uniform"):
+        replay.update_priorities(state, replay.sample(state, jax.random.key(0)).index, jnp.ones(4))
+    with pytest.raises(ValueError, match="min_probability: the sampler Uniform"):
+        replay.min_probability(state)
+
+
+def test_priorities_must_be_one_a_row():
+    replay = jr.prioritized(**SHARED, autoreset="same_step")
+    state = replay.init(example())
+    index = replay.sample(state, jax.random.key(0)).index
+    with pytest.raises(ValueError, match=r"update_priorities: priority: got float32\[4, 1\], expected float32\[4\]"):
+        replay.update_priorities(state, index, jnp.ones((4, 1)))
+    with pytest.raises(ValueError, match=r"priority: got float32\[\], expected float32\[2\]"):
+        replay.add(state, step(), priority=1.0)
+    with pytest.raises(ValueError, match="cannot tell whether the row was overwritten"):
+        replay.update_priorities(state, index.row, jnp.ones(4))
+    with pytest.raises(ValueError, match="keep_minimum=True"):
+        replay.min_probability(state)
+
+
+def test_an_index_must_be_integers():
+    replay = jr.uniform(**SHARED, autoreset="same_step")
+    state = replay.init(example())
+    with pytest.raises(ValueError, match=r"index must be a jaxreplay\.Index or integer rows, got float32"):
+        replay.get(state, jnp.ones(3))
+    with pytest.raises(ValueError, match="batch_size must be an int of at least 1, got 0"):
+        replay.sample(state, jax.random.key(0), 0)
+
+
+def test_leaves_that_cannot_be_stored_are_named():
+    replay = jr.items(**SHARED)
+    with pytest.raises(ValueError, match=r"init: a.key: .*jax.random.key_data"):
+        replay.init({"a": {"key": jax.random.key(0)}})
+    with pytest.raises(ValueError, match=r"init: a: .*numeric types"):
+        replay.init({"a": "text"})
+    with pytest.raises(ValueError, match="init: the example has no leaves"):
+        replay.init({})
+
+
+def test_a_buffer_that_does_not_fit_is_refused_before_it_is_allocated():
+    replay = jr.items(capacity=2**31 - 1, batch_size=4)
+    spec = {"image": jax.ShapeDtypeStruct((1000, 1000), jnp.float32)}
+    with pytest.raises(MemoryError, match=r"takes 8,589,934,588,000,\d+ bytes .*Largest leaves: streams.steps.image .* rows fit"):
+        replay.init(spec)
+    assert replay.memory(spec).leaves["streams.steps.image"] == 4_000_000 * (2**31 - 1)
+    jax.eval_shape(replay.init, spec)  # nothing is allocated: no complaint
+
+
+def test_numpy_input_of_64_bits_is_taken_as_jax_takes_it():
+    replay = jr.uniform(**SHARED, autoreset="same_step")
+    state = replay.add(replay.init(example()), step(reward=np.zeros(2, np.float64)))
+    assert state.streams.steps.reward.dtype == jnp.float32

@@ -1,0 +1,79 @@
+"""The house: each file imports only from those above it, and none grows too long."""
+
+import ast
+import pathlib
+
+import jaxreplay
+
+ROOT = pathlib.Path(jaxreplay.__file__).parent
+# Each may import from those before it; the files of one line from each other only if listed here by name.
+LAYERS = (
+    ("ring", "types", "autoreset", "leaves", "memory"),
+    ("streams", "checks", "bits"),
+    ("drawable", "episodes", "sum_tree"),
+    ("samplers.sampler", "views.anchor"),
+    ("samplers.uniform", "samplers.prioritized", "views.view", "views.item", "views.transition"),
+    ("samplers", "views", "donation", "weights"),
+    ("buffer",),
+    ("catalog",),
+    ("",),
+)
+SIDEWAYS = {("checks", "types"), ("streams", "types")}
+
+
+def modules():
+    for path in sorted(ROOT.rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__").strip(".")
+        yield name, path
+
+
+def imports(path):
+    """The package's modules that a file imports."""
+    names = {name for name, _ in modules()}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "jaxreplay":
+            module = node.module.removeprefix("jaxreplay").strip(".")
+            for alias in node.names:
+                inner = f"{module}.{alias.name}".strip(".")
+                yield inner if inner in names else module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.removeprefix("jaxreplay").strip(".") for alias in node.names if alias.name.split(".")[0] == "jaxreplay")
+
+
+def test_every_file_has_its_layer():
+    assert sorted(name for name, _ in modules()) == sorted(name for layer in LAYERS for name in layer)
+
+
+def test_imports_point_upwards_only():
+    layer_of = {name: number for number, layer in enumerate(LAYERS) for name in layer}
+    for name, path in modules():
+        for imported in imports(path):
+            assert layer_of[imported] < layer_of[name] or (name, imported) in SIDEWAYS, f"{name} imports {imported}"
+
+
+def test_samplers_and_views_know_neither_each_other_nor_the_buffer():
+    for name, path in modules():
+        if name.startswith(("samplers", "views")):
+            other = "views" if name.startswith("samplers") else "samplers"
+            assert not {i for i in imports(path) if i.startswith((other, "buffer", "catalog"))}
+
+
+def test_no_file_is_too_long():
+    assert {name: n for name, path in modules() if (n := len(path.read_text().splitlines())) > 300} == {}
+
+
+def test_the_remainder_operator_is_used_in_one_file():
+    for name, path in modules():
+        uses = [
+            node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)
+        ]
+        # Capacities are divided once, in Python, where they are checked.
+        assert not uses or name in ("ring", "checks"), f"{name}: lines {uses}"
+
+
+def test_importing_the_library_imports_no_extra():
+    import subprocess
+    import sys
+
+    code = "import sys, jaxreplay; print([m for m in ('torch', 'gymnax', 'optax', 'tensorstore', 'stable_baselines3') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
