@@ -98,3 +98,21 @@ def test_remixed_bits_are_even_where_the_first_ones_are_not():
         other, _ = bits.remix(high, low, jnp.uint32(round_number))
         assert stats.chisquare(np.bincount(np.asarray(other) >> 26, minlength=64)).pvalue > 1e-4
         assert len(set(other.tolist())) > 4090
+
+
+def test_the_cipher_is_the_one_jax_has():
+    """Against the known answer of the reference implementation, and against `jax.random` on the same counters."""
+    zero, ones = jnp.zeros(1, jnp.uint32), jnp.full(1, 2**32 - 1, jnp.uint32)
+    assert [int(x[0]) for x in bits._threefry(jnp.zeros(2, jnp.uint32), zero, zero)] == [0x6B200159, 0x99BA4EFE]
+    assert [int(x[0]) for x in bits._threefry(jnp.tile(ones, 2), ones, ones)] == [0x1CB996FC, 0xBB002BE7]
+    key = jax.random.key(7)
+    left, right = bits._threefry(jax.random.key_data(key), jnp.zeros(9, jnp.uint32), jnp.arange(9, dtype=jnp.uint32))
+    np.testing.assert_array_equal(left ^ right, jax.random.bits(key, (9,)))
+
+
+@pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0), jax.random.key(0, impl="rbg")], ids=["typed", "raw", "rbg"])
+def test_every_kind_of_key_is_taken(key):
+    high, low = bits.draw(key, 5000)
+    assert (high.dtype, low.shape) == (jnp.uint32, (5000,))
+    for word in (high, low, high ^ low):
+        assert stats.chisquare(np.bincount(np.asarray(word) >> 27, minlength=32)).pvalue > 1e-4

@@ -47,7 +47,6 @@ class Uniform:
         high, low = bits.draw(key, batch_size)
         count = drawable.count()
         total = count.sum()
-        row = _written_row(drawable, high, low)
 
         def redraw(carry):
             tries, row, is_drawn = carry
@@ -66,8 +65,10 @@ class Uniform:
             carry = jax.lax.while_loop(lambda carry: is_short(carry) & (carry[0] < _MAX_REDRAWS), redraw, carry)
             return jax.lax.while_loop(is_short, select, carry)
 
+        row = _written_row(drawable, high, low)
+        carry = redraw((jnp.uint32(0), row, drawable.contains(row)))  # twice at once: few batches go on to the loop
         # Loops rather than a cond, which would run both branches under vmap. This one and that of `select` run at most once.
-        _, row, _ = jax.lax.while_loop(is_short, complete, (jnp.uint32(0), row, drawable.contains(row)))
+        _, row, _ = jax.lax.while_loop(is_short, complete, carry)
         return row, jnp.broadcast_to(self._probability(total), row.shape)
 
     def probability(self, state: Any, drawable: Drawable, row: jax.Array) -> jax.Array:
