@@ -11,7 +11,7 @@ class Library:
     """Forms: "" has envs that step together, as flashbax does, and no final observations; the others change one thing each.
 
     "next_step", "final_obs" and "n_step=3" are of the buffer; "weights" and "buffer_max" use importance weights in a loss;
-    "carried" is the same as "", since a loop always carries the whole sample here.
+    "carried" carries the whole sample through a loop, not the items alone.
     """
 
     def __init__(self, case: Case):
@@ -34,14 +34,16 @@ class Library:
 
     def sample(self, state, key) -> Drawn:
         batch = self._replay.sample(state, key)
+        kept = batch if self._form == "carried" else batch.items
         reward = getattr(batch.items, "reward", None)
-        return Drawn(kept=batch, reward=reward, index=batch.index, probability=batch.probability)
+        return Drawn(kept=kept, reward=reward, index=batch.index, probability=batch.probability, is_valid=batch.is_valid)
 
     def update(self, state, index, priority):
         return self._replay.update_priorities(state, index, priority)
 
     def weight(self, state, drawn: Drawn) -> jax.Array:
         size = self._replay.size(state)
+        batch = jr.Sample(items=None, index=drawn.index, probability=drawn.probability, is_valid=drawn.is_valid)
         if self._form == "buffer_max":
-            return jr.importance_weights(drawn.kept, size, 0.4, "buffer_max", self._replay.min_probability(state))
-        return jr.importance_weights(drawn.kept, size, exponent=0.4)
+            return jr.importance_weights(batch, size, 0.4, "buffer_max", self._replay.min_probability(state))
+        return jr.importance_weights(batch, size, exponent=0.4)

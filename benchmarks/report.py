@@ -21,9 +21,9 @@ episode. An add brings one step of each of 64 envs; a sample draws 256 items; st
 - **call**: one jitted call after another, dispatch included, waited for once at the end of the loop. **scan**: an iteration of a
   `lax.scan` in one jitted program. **fused**: such a scan around add, sample and, where the buffer has priorities, new ones from the
   sampled rewards.
-- Every sampled leaf is used. The loop carries the whole sample of jaxreplay on, and of flashbax the experience, while the probabilities
-  feed the new priorities, with a factor of 0: its fast form. **carried**: flashbax's loop carries the probabilities on as well, and
-  they feed nothing. **weights**: importance weights from the probabilities go into a loss, and the new priorities do not depend on them.
+- Every sampled leaf is used: a loop carries the sampled items on, while the probabilities feed the new priorities, with a factor of 0,
+  which is flashbax's fast form. **carried**: the whole sample is carried on, and the probabilities feed nothing. **weights**: importance
+  weights from the probabilities go into a loss, and the new priorities do not depend on them, as in a training loop.
 - **limit**: NumPy moving the same bytes from a Python loop: `np.copyto` for an add; for a sample `np.take`, at rows drawn before, into
   arrays that are used again; for an update a plain write of the new priorities. It draws nothing, checks nothing and keeps no tree.
 """

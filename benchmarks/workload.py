@@ -22,6 +22,7 @@ class Drawn(NamedTuple):
     reward: Any  # float32[B]
     index: Any
     probability: Any  # float32[B]
+    is_valid: Any = None  # bool[B], where the library says
 
 
 class Library(Protocol):

@@ -107,7 +107,7 @@ def iteration(carry, progress):
     replay = REPLAY.update_priorities(replay, batch.index, jnp.abs(td_error) + SMALLEST_PRIORITY)
 
     done, so_far = terminated | truncated, carry.episode_return + reward
-    age = jnp.where(batch.is_valid, REPLAY.streams.age(replay.streams, batch.index.row), -1)
+    age = jnp.where(batch.is_valid, REPLAY.age(replay, batch.index), -1)
     new = Carry(params, target_params, opt_state, replay, env_state, obs, jnp.where(done, 0, so_far), key, carry.step + NUM_ENVS)
     return new, (jnp.where(done, so_far, jnp.nan), age)
 

@@ -1,17 +1,21 @@
 """jaxreplay: replay buffers as pure functions over immutable states, on the accelerator.
 
-import jax, jax.numpy as jnp, jaxreplay as jr
-
-replay = jr.prioritized(capacity=1_048_576, num_envs=64, batch_size=256, autoreset="same_step", n_step=3, discount=0.99)
-state = replay.init(example_step)                # one env's step: arrays, or jax.ShapeDtypeStruct
-
-@functools.partial(jax.jit, donate_argnums=0)    # donated: the buffer is changed in place
-def train_step(state, step, key):
-    state = replay.add(state, step)              # leaves [num_envs, ...]; add first, then sample
-    batch = replay.sample(state, key)            # items, index, probability, is_valid
-    weight = jr.importance_weights(batch, replay.size(state), exponent=0.4)
-    td_error = learn(batch.items, weight)
-    return replay.update_priorities(state, batch.index, jnp.abs(td_error))
+>>> import functools, jax, jax.numpy as jnp, jaxreplay as jr
+>>> replay = jr.prioritized(capacity=4096, num_envs=2, batch_size=8, autoreset="same_step", n_step=3, discount=0.99)
+>>> zeros = jnp.zeros(2)
+>>> step = jr.Step(obs=zeros, action=zeros, reward=zeros + 1, terminated=zeros > 0, truncated=zeros > 0)
+>>> state = replay.init(jax.tree.map(lambda x: x[0], step))  # one env's step: arrays, or jax.ShapeDtypeStruct
+>>> @functools.partial(jax.jit, donate_argnums=0)  # donated: the buffer is changed in place
+... def train_step(state, step, key):
+...     state = replay.add(state, step)  # leaves [num_envs, ...]; add first, then sample
+...     batch = replay.sample(state, key)  # items, index, probability, is_valid
+...     weight = jr.importance_weights(batch, replay.size(state), exponent=0.4)
+...     td_error = weight * batch.items.reward  # learn here
+...     return replay.update_priorities(state, batch.index, jnp.abs(td_error))
+>>> for key in jax.random.split(jax.random.key(0), 10):
+...     state = train_step(state, step, key)
+>>> int(replay.size(state))  # of ten steps of two envs, the newest three of each wait for their windows
+14
 """
 
 from jaxreplay.buffer import ReplayBuffer, ReplayState

@@ -5,10 +5,10 @@ which holds the final observation and is no transition: its action and reward ar
 
     autoreset="next_step"                  the row after a done is the final observation, and becomes the tail. Its own done flags
                                            mean nothing. (Gymnasium 1.x vector envs by default.)
-    autoreset="same_step", final_obs given a done writes two rows: the step, and its tail. (Gymnasium's SAME_STEP, gymnax 1.x, Brax.)
+    autoreset="same_step", final_obs given a done writes two rows: the step, and its tail. (Gymnasium's SAME_STEP, gymnax 1.x.)
     autoreset="same_step", no final_obs    a terminated row needs no tail, for nothing lies beyond it; a truncated row becomes the tail
                                            itself, since its own observation is the last one known: one transition is given up
-                                           rather than a wrong target made. (Many pure-JAX wrappers.)
+                                           rather than a wrong target made. (Brax, and many pure-JAX wrappers.)
 """
 
 from typing import NamedTuple
@@ -29,9 +29,9 @@ def form_error(where: str, got: object) -> str:
         '  autoreset="next_step"  the step after a done only hands over the final observation; the env resets then\n'
         "                         (Gymnasium >= 1.0 vector envs by default)\n"
         '  autoreset="same_step"  with Step.final_obs: the env resets within the step, and hands the final observation beside it\n'
-        '                         (gymnax >= 1.0: info["final_observation"]; Gymnasium\'s AutoresetMode.SAME_STEP; Brax)\n'
+        '                         (gymnax >= 1.0: info["final_observation"]; Gymnasium\'s AutoresetMode.SAME_STEP)\n'
         '  autoreset="same_step"  without final_obs: the env resets within the step and the final observation is lost\n'
-        "                         (many pure-JAX wrappers; a truncated episode gives up its last transition)"
+        "                         (Brax, many pure-JAX wrappers; a truncated episode gives up its last transition)"
     )
 
 

@@ -1,7 +1,7 @@
 """The buffer: check, write, tell the sampler; draw, read the view."""
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import flax.struct
 import jax
@@ -12,7 +12,7 @@ from jaxreplay import autoreset as autoreset_forms
 from jaxreplay import checks, episodes, leaves, memory
 from jaxreplay.donation import warn_of_copy
 from jaxreplay.drawable import Drawable, settle
-from jaxreplay.samplers import Sampler
+from jaxreplay.samplers import PrioritySampler, Sampler
 from jaxreplay.streams import Streams, StreamState
 from jaxreplay.types import Index, Sample
 from jaxreplay.views import Anchor, View
@@ -211,7 +211,7 @@ class ReplayBuffer:
           priority: float[B], at least 0; a row of priority 0 is never drawn.
         """
         warn_of_copy(self, "update_priorities", state)
-        self._need_priorities("update_priorities")
+        sampler = self._need_priorities("update_priorities")
         if not isinstance(index, Index):
             raise ValueError(
                 f"update_priorities: index must be the batch.index of a sample, got {type(index).__name__}; a bare row number cannot tell "
@@ -219,12 +219,11 @@ class ReplayBuffer:
             )
         priority = self._checked_priority("update_priorities", priority, jnp.shape(index.row))
         flat = jax.tree.map(lambda leaf: jnp.asarray(leaf).reshape(-1), (index, priority))
-        return state.replace(sampler=self.sampler.update(state.sampler, self._drawable(state), *flat))  # pyright: ignore[reportAttributeAccessIssue]
+        return state.replace(sampler=sampler.update(state.sampler, self._drawable(state), *flat))
 
     def min_probability(self, state: ReplayState) -> jax.Array:
         """The smallest probability of a drawable row of positive priority, for `importance_weights`: float32[]."""
-        self._need_priorities("min_probability")
-        return self.sampler.min_probability(self.streams, state.sampler)  # pyright: ignore[reportAttributeAccessIssue]
+        return self._need_priorities("min_probability").min_probability(self.streams, state.sampler)
 
     def size(self, state: ReplayState) -> jax.Array:
         """Drawable rows: int32[]."""
@@ -233,6 +232,10 @@ class ReplayBuffer:
     def can_sample(self, state: ReplayState) -> jax.Array:
         """Whether there are `min_size` drawable rows, and mass to draw from: bool[]."""
         return (self.size(state) >= self.min_size) & self.sampler.can_draw(state.sampler)
+
+    def age(self, state: ReplayState, index: Index) -> jax.Array:
+        """Rows of its stream that were written after each drawn row, tails included: int32[B], 0 for the newest."""
+        return self.streams.age(state.streams, index.row)
 
     def clear(self, state: ReplayState) -> ReplayState:
         """Forget every row; takes `state` over. No index drawn before is valid after; the stored steps stay where they are, unread."""
@@ -252,9 +255,10 @@ class ReplayBuffer:
     def _drawable(self, state: ReplayState) -> Drawable:
         return Drawable(self.streams, state.streams, state.pending)
 
-    def _need_priorities(self, where: str) -> None:
+    def _need_priorities(self, where: str) -> PrioritySampler:
         if not self.sampler.has_priorities:
             raise ValueError(f"{where}: the sampler {type(self.sampler).__name__} has no priorities; use jaxreplay.prioritized")
+        return cast(PrioritySampler, self.sampler)
 
     def _checked(self, where, state, steps, mask, priority, what, time) -> tuple[Any, Any, Any]:
         """Steps, mask and priority of an `add` (time is ()) or an `extend` (time is (T,)), or a ValueError that names what is wrong."""

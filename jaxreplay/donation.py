@@ -13,7 +13,7 @@ _warned: set[tuple[Any, str]] = set()
 
 
 class CopyWarning(UserWarning):
-    """A call copied the whole buffer, which a donated one would have changed in place."""
+    """An eager `add`, `extend` or `update_priorities` copied a large buffer, which a jitted and donated one would change in place."""
 
 
 def warn_of_copy(replay: Any, method: str, state: Any) -> None:
@@ -76,6 +76,8 @@ class Jitted:
 
 def jit(replay: Any) -> Jitted:
     """The methods of `replay` jitted, with the state donated where it changes: for a loop that is not one big `jit`.
+
+    What is no operation on the device (`memory`, `episodes`) is on `.replay`, the buffer itself.
 
     Equal configurations share one compilation. NumPy input is copied first: JAX may read an array after the call has returned, when
     an env that reuses its observation array has already written the next one into it.

@@ -182,7 +182,7 @@ def has_final_obs(steps: Any) -> bool:
 
 
 def _stored(step: Step) -> Step:
-    """A step as it is stored: its done flags go into the mark, and a final observation into the `obs` of a row of its own; `()`, which
+    """A step as it is stored: its done flags go into `flags`, and a final observation into the `obs` of a row of its own; `()`, which
     has no leaves, keeps in the state's structure that there is one."""
     return step.replace(terminated=None, truncated=None, final_obs=() if has_final_obs(step) else None)
 

@@ -39,7 +39,7 @@ class SumTree:
 
     Args:
       capacity: number of leaves.
-      fan_out: children a node; by default 8 on a CPU and 128 on an accelerator.
+      fan_out: children a node; 0 chooses 8 on a CPU and 128 on an accelerator.
       has_minimum: whether to keep what `minimum` needs.
     """
 

@@ -15,7 +15,7 @@ class Step(flax.struct.PyTreeNode):
     A mapping with these keys is taken wherever a `Step` is.
     """
 
-    obs: Any  # pytree: the observation that the action was chosen from
+    obs: Any  # pytree: the observation that the action was chosen from, so not the one that the env's step returned
     action: Any  # pytree
     reward: Any  # float or int [E, ...]: received for this action, undiscounted
     terminated: Any  # bool[E]: the episode ended here by the task's own rules: there is no value beyond

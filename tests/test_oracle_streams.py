@@ -215,7 +215,7 @@ def histories(draw):
 
 @pytest.mark.parametrize("shard", range(8))
 def test_streams_agree_with_the_oracle(shard):
-    @hypothesis.seed(shard)
+    @hypothesis.seed(shard + 1000 * SOAK)
     @hypothesis.settings(max_examples=280 if SOAK else 25)
     @hypothesis.given(histories())
     def run(case):

@@ -6,6 +6,7 @@ import jax
 
 from jaxreplay.drawable import Change, Drawable
 from jaxreplay.streams import Streams
+from jaxreplay.types import Index
 
 
 class Sampler(Protocol):
@@ -39,4 +40,16 @@ class Sampler(Protocol):
 
     def probability(self, state: Any, drawable: Drawable, row: jax.Array) -> jax.Array:
         """What one draw would have for each drawable row: float32[B]."""
+        ...
+
+
+class PrioritySampler(Sampler, Protocol):
+    """A sampler with `has_priorities`."""
+
+    def update(self, state: Any, drawable: Drawable, index: Index, priority: jax.Array) -> Any:
+        """The state with new priorities, float32[B], for drawn rows; it ignores what is bad or stale."""
+        ...
+
+    def min_probability(self, streams: Streams, state: Any) -> jax.Array:
+        """The smallest probability of a drawable row of positive priority: float32[]."""
         ...
