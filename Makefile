@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check -q
 # gymnax 1.0.1 declares jax < 0.12 but runs on it, so that it is installed without its dependencies, and these are named here.
-EXAMPLES := optax matplotlib tqdm six gymnasium pyyaml
+EXAMPLES := optax matplotlib tqdm six gymnasium seaborn
 
 .PHONY: demo test soak bench lint clean
 $(VENV)/installed: pyproject.toml constraints.txt

@@ -17,8 +17,8 @@ def load(name):
     return module
 
 
+@pytest.mark.skipif(importlib.util.find_spec("gymnax") is None, reason="the examples extra is not installed")
 def test_dqn_trains_and_leaves_a_plot(tmp_path):
-    pytest.importorskip("gymnax", reason="the examples extra is not installed")
     plot = tmp_path / "dqn.png"
     short = [] if SOAK else ["--steps", "1280", "--target", "0"]
     figures = load("dqn").main([*short, "--out", str(plot)])
