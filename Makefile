@@ -10,7 +10,7 @@ PIP := $(BIN)/pip --disable-pip-version-check -q
 EXAMPLES := optax matplotlib tqdm six gymnasium seaborn
 
 .PHONY: demo test soak bench lint clean
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/installed: Makefile pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt -e ".[test,dev]" $(EXAMPLES)
 	$(PIP) install -c constraints.txt --no-deps gymnax
