@@ -70,6 +70,9 @@ class Jitted:
     def can_sample(self, state: Any) -> jax.Array:
         return _can_sample(self.replay, state)
 
+    def age(self, state: Any, index: Any) -> jax.Array:
+        return _age(self.replay, state, index)
+
     def min_probability(self, state: Any) -> jax.Array:
         return _min_probability(self.replay, state)
 
@@ -140,6 +143,11 @@ def _size(replay, state):
 @jax.jit
 def _can_sample(replay, state):
     return replay.can_sample(state)
+
+
+@jax.jit
+def _age(replay, state, index):
+    return replay.age(state, index)
 
 
 @jax.jit

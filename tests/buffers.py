@@ -76,8 +76,8 @@ CATALOG = (
         has_final_obs=True,
     ),
     Case(
-        "prioritized items, composed by hand",
-        lambda shared: ReplayBuffer(**shared, sampler=Prioritized(exponent=1.0), view=Item(), autoreset=None),
+        "prioritized items, composed by hand, as wide as on an accelerator",
+        lambda shared: ReplayBuffer(**shared, sampler=Prioritized(exponent=1.0, fan_out=128), view=Item(), autoreset=None),
         is_items=True,
     ),
 )

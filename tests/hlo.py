@@ -51,7 +51,8 @@ def check_in_place(function, arguments, *, num_elements, donated=None):
     bad = large_temporaries(compiled.as_text(), num_elements)
     assert not bad, "\n".join(["arrays as large as the storage are made:", *bad])
     memory = compiled.memory_analysis()
-    assert memory.temp_size_in_bytes < num_elements, f"{memory.temp_size_in_bytes} bytes of temporary memory"
+    # Less than a leaf of one float32 a row; what a batch takes is far below.
+    assert memory.temp_size_in_bytes < 4 * num_elements, f"{memory.temp_size_in_bytes} bytes of temporary memory"
     if donated is not None:
         expected = sum(leaf.nbytes for leaf in jax.tree.leaves(arguments[donated]))
         assert memory.alias_size_in_bytes == expected, f"{memory.alias_size_in_bytes} of {expected} bytes are reused"

@@ -63,6 +63,7 @@ def test_all_methods_are_there_and_agree():
     batch = buffer.sample(state, jax.random.key(0), 3)
     assert batch.items.reward.shape == (3,)
     assert buffer.get(state, batch.index).is_valid.all()
+    assert buffer.age(state, batch.index).tolist() == [4 - row % 32 for row in batch.index.row.tolist()]
     state = buffer.update_priorities(state, batch.index, np.array([2.0, 2.0, 2.0]))
     assert 0 < float(buffer.min_probability(state)) < 1 / 8
     assert int(buffer.size(buffer.clear(state))) == 0
