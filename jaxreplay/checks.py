@@ -48,8 +48,8 @@ def check_capacity(where: str, capacity: int, num_envs: int, smallest_length: in
             f"{where}: capacity={capacity} gives each of num_envs={num_envs} streams {capacity // num_envs} rows, but one window needs "
             f"{smallest_length}; the smallest capacity is {smallest_length * num_envs}"
         )
-    if capacity >= 2**31:
-        raise ValueError(f"{where}: capacity={capacity} is too large: rows are numbered by int32, so it must be below {2**31}")
+    if capacity > 2**30:  # positions of two rings are added before they wrap, in int32
+        raise ValueError(f"{where}: capacity={capacity} is too large: rows are numbered by int32, so it must be at most {2**30}")
 
 
 def as_step(where: str, step: Any) -> Step:
