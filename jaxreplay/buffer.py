@@ -184,7 +184,7 @@ class ReplayBuffer:
         if isinstance(index, Index):
             row, lap = index.row, index.lap
         else:
-            row, lap = jnp.asarray(index), None
+            row, lap = jnp.asarray(index), None  # of any integer dtype
             if not jnp.issubdtype(row.dtype, jnp.integer):
                 raise ValueError(f"get: index must be a jaxreplay.Index or integer rows, got {row.dtype.name}")
         is_valid = (row >= 0) & (row < self.capacity)

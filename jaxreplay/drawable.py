@@ -51,11 +51,11 @@ def settle(streams: Streams, lookahead: int, before: StreamState, pending: jax.A
     if lookahead == 0:
         return after, Change(written.row, is_new, written.is_written, written.age, start)
 
-    waited = jnp.arange(lookahead - 1, -1, -1)[:, None]  # ages before the write
+    waited = lookahead - 1 - ring.places(lookahead)[:, None]  # ages before the write
     was_pending = waited < pending
     age = waited + written.num_rows
-    position = ring.wrap(start + jnp.arange(lookahead)[:, None], streams.length)
-    row = jnp.where(was_pending, streams.row(jnp.arange(streams.num_envs), position), streams.capacity)
+    position = ring.wrap(start + ring.places(lookahead)[:, None], streams.length)
+    row = jnp.where(was_pending, streams.row(ring.places(streams.num_envs), position), streams.capacity)
     return after, Change(
         row=jnp.concatenate([row, written.row]),
         became_drawable=jnp.concatenate([was_pending & (age >= after), is_new]),
@@ -75,7 +75,7 @@ class Drawable:
 
     def count(self) -> jax.Array:
         """Drawable rows of each stream: int32[E]."""
-        env = jnp.arange(self.streams.num_envs)
+        env = ring.places(self.streams.num_envs)
         return jnp.maximum(self._transitions(env) - self.pending, 0)
 
     def contains(self, row: jax.Array) -> jax.Array:
@@ -99,7 +99,7 @@ class Drawable:
 
         def halve(_, bounds):
             low, high = bounds  # the row sought is among the rows `low .. high - 1`, counted from the oldest
-            middle = (low + high) // 2
+            middle = low + (high - low) // 2
             # The transitions before `middle`: the row sought lies before it if they are more than `nth`.
             is_before = self._ranked(env, oldest, base, middle) > nth
             return jnp.where(is_before, low, middle), jnp.where(is_before, middle, high)

@@ -45,7 +45,7 @@ def observe(streams: Streams, before: StreamState, state: EpisodeState, written:
     closes = written.is_written & autoreset.closes_episode(written.flags, streams.autoreset, has_final_obs(before.steps))
     ended_before = jnp.cumsum(closes, axis=0, dtype=jnp.int32) - closes
     ordinal = ring.wrap(state.current + ended_before, streams.length)
-    env = jnp.arange(streams.num_envs)
+    env = ring.places(streams.num_envs)
     entry = jnp.where(closes, streams.row(env, ordinal), streams.capacity)
     _, position = ring.split(written.row, streams.length)
     is_newest = written.is_written & (written.age == 0)

@@ -19,6 +19,11 @@ def forward(start: jax.Array, stop: jax.Array, length: int) -> jax.Array:
     return jnp.where(stop < start, stop - start + length, stop - start)
 
 
+def places(length: int) -> jax.Array:
+    """`0 .. length - 1` as int32, whether or not 64-bit numbers are on."""
+    return jnp.arange(length, dtype=jnp.int32)
+
+
 def split(index: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
     """The quotient and the remainder of a non-negative index by `length`: of a row, its stream and its position there."""
     quotient = jax.lax.div(index, jnp.asarray(length, index.dtype))

@@ -103,12 +103,12 @@ class Streams:
                 self.autoreset, has_final_obs(steps), steps.terminated, steps.truncated, mask, _not_none(state.last)
             )
         if state.head.ndim == 0:  # all together: the positions are known without looking at the block
-            nth = jnp.broadcast_to(jnp.arange(num_steps)[:, None], is_written.shape)
-            num_rows = jnp.full((self.num_envs,), num_steps)
+            nth = jnp.broadcast_to(ring.places(num_steps)[:, None], is_written.shape)
+            num_rows = jnp.full((self.num_envs,), num_steps, jnp.int32)
         else:
             nth = jnp.cumsum(is_written, axis=0, dtype=jnp.int32) - 1
             num_rows = nth[-1] + 1
-        row = self.row(jnp.arange(self.num_envs), ring.wrap(state.head + nth, self.length))
+        row = self.row(ring.places(self.num_envs), ring.wrap(state.head + nth, self.length))
         row = jnp.where(is_written, row, self.capacity)
         written = Written(row, is_written, flags, num_rows - 1 - nth, num_rows)
         return self._advance(self._scatter(state, steps, written), written), written

@@ -93,7 +93,7 @@ class SumTree:
           start: int32[], in `[0, capacity)`. mass: float32[L], L at most the capacity. where: bool[L], False keeps a leaf's mass.
         """
         length = mass.shape[0]
-        index = ring.wrap(start + jnp.arange(length), self.capacity)
+        index = ring.wrap(start + ring.places(length), self.capacity)
         leaves = state.sums[0].at[self._index(where & self._is_ready(state), index)].set(mass, unique_indices=True, mode="drop")
         nodes = -(-self.capacity // self.fan_out)
         first, _ = ring.split(jnp.where(self._is_ready(state), start, 0), self.fan_out)
@@ -142,7 +142,7 @@ class SumTree:
 
     def _choose(self, children: jax.Array, rest: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The last child with mass that begins at or before `rest`, what is left of `rest` in it, and its mass: [B] each."""
-        kth = jnp.arange(self.fan_out, dtype=jnp.int32)
+        kth = ring.places(self.fan_out)
         begins = self._begins(children)
         child = jnp.max(jnp.where((children > 0) & (begins <= rest[:, None]), kth, 0), axis=1)
         # Reductions: XLA does not compute them again in each of their uses. Selects unrolled over the children took 5x as long.
@@ -170,9 +170,9 @@ class SumTree:
                 index, _ = ring.split(index, self.fan_out)
                 parents = index
             elif width >= nodes:
-                parents = jnp.arange(nodes)
+                parents = ring.places(nodes)
             else:
-                parents = ring.wrap(_not_none(first) + jnp.arange(width), nodes)
+                parents = ring.wrap(_not_none(first) + ring.places(width), nodes)
 
             def recomputed(values, children, reduce, parents=parents):
                 new = reduce(children.reshape(-1, self.fan_out).at[parents].get(mode="promise_in_bounds"))

@@ -91,7 +91,7 @@ class Prioritized:
             # Each stream's newest rows wait on, in the order of their age; a row that was written before moves up by what came after.
             is_row = jnp.concatenate([jnp.ones_like(state.waiting, bool), is_new])
             place = jnp.where(is_row & (change.age < lookahead), lookahead - 1 - change.age, lookahead)
-            env = jnp.broadcast_to(jnp.arange(streams.num_envs), place.shape)
+            env = jnp.broadcast_to(ring.places(streams.num_envs), place.shape)
             state = state.replace(waiting=state.waiting.at[place, env].set(mass, mode="drop", unique_indices=True))
         return state.replace(tree=self._write(streams, state.tree, change, mass))
 
@@ -113,7 +113,7 @@ class Prioritized:
         high, low = bits.draw(key, batch_size)
         target = bits.fraction(high)
         if self.stratified:
-            target = (jnp.arange(batch_size) + target) / batch_size
+            target = (ring.places(batch_size).astype(jnp.float32) + target) / batch_size
         leaf, mass = tree.find(state.tree, target, low)
         time, env = ring.split(leaf, streams.num_envs)
         return streams.row(env, time), _normalized(mass, tree.total(state.tree))

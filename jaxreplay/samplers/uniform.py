@@ -46,7 +46,7 @@ class Uniform:
     def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> tuple[jax.Array, jax.Array]:
         high, low = bits.draw(key, batch_size)
         count = drawable.count()
-        total = count.sum()
+        total = count.sum(dtype=jnp.int32)
 
         def redraw(carry):
             tries, row, is_drawn = carry
@@ -72,7 +72,7 @@ class Uniform:
         return row, jnp.broadcast_to(self._probability(total), row.shape)
 
     def probability(self, state: Any, drawable: Drawable, row: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(self._probability(drawable.count().sum()), row.shape)
+        return jnp.broadcast_to(self._probability(drawable.count().sum(dtype=jnp.int32)), row.shape)
 
     def _probability(self, total: jax.Array) -> jax.Array:
         return jnp.where(total > 0, 1 / jnp.maximum(total, 1).astype(jnp.float32), 0)
@@ -85,14 +85,14 @@ def _written_row(drawable: Drawable, high: jax.Array, low: jax.Array) -> jax.Arr
         nth = bits.below(high, low, filled * streams.num_envs)
         age, env = ring.split(nth, streams.num_envs)
     else:
-        env, age = _split_by(filled, bits.below(high, low, filled.sum()))
+        env, age = _split_by(filled, bits.below(high, low, filled.sum(dtype=jnp.int32)))
     head = streams.of_stream(drawable.state.head, env)
     return streams.row(env, ring.wrap(head - 1 - age, streams.length))
 
 
 def _split_by(count: jax.Array, nth: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The `nth` of all things, as a stream and a place in it, where stream e has `count[e]` of them: int32[B] each."""
-    ends = jnp.cumsum(count)
+    ends = jnp.cumsum(count, dtype=jnp.int32)
     env = jnp.searchsorted(ends, nth, side="right", method="scan_unrolled").astype(jnp.int32)
     env = jnp.minimum(env, count.shape[0] - 1)
     return env, nth - (ends[env] - count[env])

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxreplay import ring
 from jaxreplay.checks import check_static
 from jaxreplay.types import Transition
 from jaxreplay.views.anchor import Anchor
@@ -44,7 +45,7 @@ class TransitionView:
         return True
 
     def read(self, anchor: Anchor) -> Transition:
-        steps = jnp.arange(self.n_step)
+        steps = ring.places(self.n_step)
         is_terminated = anchor.is_terminated(steps)
         # The window goes on past a step unless that terminated, or is followed by a tail: [n - 1].
         goes_on = ~is_terminated[:-1] & ~anchor.is_tail(steps[1:])

@@ -1,0 +1,38 @@
+"""With 64-bit numbers on, states keep their dtypes, and 64-bit leaves are stored as they are."""
+
+import os
+import subprocess
+import sys
+
+PROGRAM = """
+import jax, jax.numpy as jnp, numpy as np
+from buffers import CATALOG
+
+for case in CATALOG:
+    replay = case.replay()
+    state = replay.init(case.example())
+    step, mask = case.step(), case.mask(replay, 0)
+
+    def iteration(state, key):
+        state = replay.extend(replay.add(state, step, *mask), case.step(1, 3), *case.mask(replay, 1, 3))
+        batch = replay.sample(state, key)
+        if replay.sampler.has_priorities:
+            state = replay.update_priorities(state, batch.index, jnp.linspace(0.1, 1.0, 8))
+        return state, (batch, replay.size(state), replay.get(state, jnp.arange(3)), replay.age(state, batch.index))
+
+    _, (batch, size, got, age) = jax.jit(lambda s, keys: jax.lax.scan(iteration, s, keys))(state, jax.random.split(jax.random.key(0), 4))
+    assert (batch.index.row.dtype, batch.index.lap.dtype, batch.probability.dtype) == (np.int32, np.uint32, np.float32), case.name
+    assert (size.dtype, age.dtype, got.index.row.dtype) == (np.int32, np.int32, np.int32), case.name
+    jax.jit(replay.clear)(state)
+
+import jaxreplay as jr
+replay = jr.items(capacity=4, batch_size=1)
+state = replay.add(replay.init(np.zeros((), np.int64)), np.array([2**40 + 1]))
+assert replay.sample(state, jax.random.key(0)).items.tolist() == [2**40 + 1]
+"""
+
+
+def test_64_bit_numbers_change_no_dtype_of_a_state():
+    environment = {**os.environ, "JAX_ENABLE_X64": "1", "PYTHONPATH": os.path.dirname(__file__)}
+    result = subprocess.run([sys.executable, "-W", "error", "-c", PROGRAM], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr[-3000:]
