@@ -77,6 +77,16 @@ def closes_episode(flags: jax.Array, form: str, has_final_obs: bool) -> jax.Arra
     return (flags & bits) != 0
 
 
+def owes_tail(last: jax.Array) -> jax.Array:
+    """With next-step autoreset: whether the next row is the newest one's tail. `last`: uint8[E]; bool[E]."""
+    return ((last & (TERMINATED | TRUNCATED)) != 0) & ((last & TAIL) == 0)
+
+
+def after_clear(form: str, last: jax.Array) -> jax.Array:
+    """The newest row's flags once all rows are forgotten: as if a tail had been written, but for a tail that is still to come: uint8[E]."""
+    return jnp.where(owes_tail(last), last, TAIL) if form == "next_step" else jnp.full_like(last, TAIL)
+
+
 def _alternate(done: jax.Array, mask: jax.Array, last: jax.Array) -> jax.Array:
     """Whether each row is a tail: the row before it is done and no tail itself, so in a run of dones every other row is one.
 
@@ -88,7 +98,7 @@ def _alternate(done: jax.Array, mask: jax.Array, last: jax.Array) -> jax.Array:
     image_of_false, image_of_true = jax.lax.associative_scan(
         lambda f, g: (jnp.where(f[0], g[1], g[0]), jnp.where(f[1], g[1], g[0])), maps, axis=0
     )
-    start = ((last & (TERMINATED | TRUNCATED)) != 0) & ((last & TAIL) == 0)
+    start = owes_tail(last)
     after = jnp.where(start, image_of_true, image_of_false)
     return jnp.concatenate([start[None], after[:-1]])
 

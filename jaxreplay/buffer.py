@@ -187,6 +187,7 @@ class ReplayBuffer:
             row, lap = jnp.asarray(index), None  # of any integer dtype
             if not jnp.issubdtype(row.dtype, jnp.integer):
                 raise ValueError(f"get: index must be a jaxreplay.Index or integer rows, got {row.dtype.name}")
+            row = row if row.dtype.itemsize >= 4 else row.astype(jnp.int32)  # a narrow one cannot be compared with the capacity
         is_valid = (row >= 0) & (row < self.capacity)
         row = jnp.where(is_valid, row, 0).astype(jnp.int32)
         current = self.streams.index(state.streams, row)

@@ -78,6 +78,8 @@ def check_flags(where: str, step: Step) -> None:
     """`terminated` and `truncated` of an example must be bool scalars: a float 0.0 would pass for one unseen."""
     expected = {"terminated": jax.ShapeDtypeStruct((), bool), "truncated": jax.ShapeDtypeStruct((), bool)}
     check_leaves(where, {"terminated": step.terminated, "truncated": step.truncated}, expected, "write done flags as bool: x.astype(bool)")
+    if not jax.tree_util.all_leaves([step.reward]):
+        raise ValueError(f"{where}: reward must be one array, got {type(step.reward).__name__}; further rewards go into extras={{...}}")
     if step.final_obs is not None:
         check_leaves(where, {"final_obs": step.final_obs}, {"final_obs": step.obs}, "final_obs is an observation: the same leaves as obs")
 

@@ -37,7 +37,7 @@ def put(leaf: jax.Array | Narrow, row: jax.Array, values: jax.Array) -> Any:
     """Write `values`, `[*row.shape, ...]`, to distinct rows; those past the end are dropped."""
     if isinstance(leaf, Narrow):
         return leaf.replace(bits=put(leaf.bits, row, _encode(values, leaf.bits.dtype)))
-    values = values.reshape((-1, *leaf.shape[1:]))
+    values = values.reshape((row.size, *leaf.shape[1:]))
     return leaf.at[row.reshape(-1)].set(values, unique_indices=True, mode="drop")
 
 

@@ -76,13 +76,16 @@ class Streams:
         )
 
     def clear(self, state: StreamState) -> StreamState:
-        """Forget every row; the stored steps stay as they are, and no index drawn before is valid after."""
+        """Forget every row; the stored steps stay as they are, and no index drawn before is valid after.
+
+        Where a done still owes its tail (`autoreset="next_step"`), the next row is that tail: it would pair with the next episode.
+        """
         return state.replace(
             head=jnp.zeros_like(state.head),
             filled=jnp.zeros_like(state.filled),
             # By two: the rows from the head on count as of the lap before.
             lap=state.lap + jnp.uint32(2),
-            last=None if state.last is None else jnp.full_like(state.last, autoreset.TAIL),
+            last=None if state.last is None else autoreset.after_clear(_not_none(self.autoreset), state.last),
         )
 
     def rows_per_step(self, steps: Any) -> int:

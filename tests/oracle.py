@@ -33,12 +33,21 @@ class Oracle:
         self.length, self.n_step, self.discount = length, n_step, discount
         self.autoreset, self.has_final_obs = autoreset, has_final_obs
         self.streams = [[] for _ in range(num_envs)]
+        self.owed = [False] * num_envs  # a done before the last clear whose tail is still to come
         self.largest = 1.0
         self.ignored_priorities = self.ignored_rows = 0
 
     def clear(self):
+        self.owed = [self.owes_tail(env) for env in range(len(self.streams))]
         self.streams = [[] for _ in self.streams]
         self.largest = 1.0
+
+    def owes_tail(self, env):
+        """Whether the next row of an env is the tail of its last one, with next-step autoreset."""
+        rows = self.streams[env]
+        if not rows:
+            return self.owed[env]
+        return self.autoreset == "next_step" and not rows[-1].is_tail and (rows[-1].terminated or rows[-1].truncated)
 
     def add(self, obs, action, reward, terminated, truncated, final_obs, mask=None, priority=None):
         """One step of every env; each argument is a list over envs."""
@@ -50,12 +59,12 @@ class Oracle:
         for env in envs:
             given = priority[env] if priority is not None and is_good(priority[env]) else default
             row = Row(obs[env], action[env], reward[env], terminated[env], truncated[env], False, given)
-            self._append(self.streams[env], row, final_obs[env])
+            self._append(env, row, final_obs[env])
 
-    def _append(self, rows, row, final_obs):
+    def _append(self, env, row, final_obs):
+        rows = self.streams[env]
         if self.autoreset == "next_step":
-            after_done = bool(rows) and not rows[-1].is_tail and (rows[-1].terminated or rows[-1].truncated)
-            rows.append(Row(row.obs, is_tail=True) if after_done else row)
+            rows.append(Row(row.obs, is_tail=True) if self.owes_tail(env) else row)
         elif self.has_final_obs:
             rows.append(row)
             if row.terminated or row.truncated:

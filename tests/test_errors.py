@@ -62,6 +62,31 @@ def test_a_stream_must_hold_one_window():
         replay.init(example(final_obs=step()["obs"]))  # a step may bring its tail beside it
 
 
+def test_a_number_of_steps_is_an_int():
+    for wrong in (2.0, True, "2"):
+        with pytest.raises(ValueError, match="n_step must be an int of at least 1"):
+            jr.uniform(**SHARED, autoreset="next_step", n_step=wrong)
+
+
+def test_a_reward_is_one_array():
+    with pytest.raises(ValueError, match="reward must be one array, got dict"):
+        jr.uniform(**SHARED, autoreset="next_step").init({**example(), "reward": {"a": jnp.zeros(())}})
+
+
+def test_narrow_row_numbers_are_taken():
+    replay = jr.items(capacity=1000, batch_size=4)
+    state = replay.extend(replay.init(jnp.zeros(())), jnp.zeros((9, 1)))
+    for dtype in (jnp.int8, jnp.uint8, jnp.int16, jnp.uint32):
+        assert replay.get(state, jnp.arange(4, dtype=dtype)).is_valid.all()
+
+
+def test_a_leaf_without_elements_is_stored():
+    replay = jr.items(**SHARED)
+    state = replay.init({"none": jnp.zeros((0,)), "one": jnp.zeros(())})
+    state = replay.add(state, {"none": jnp.zeros((2, 0)), "one": jnp.ones(2)})
+    assert replay.sample(state, jax.random.key(0)).items["none"].shape == (4, 0)
+
+
 def test_too_many_rows_are_refused():
     with pytest.raises(ValueError, match="must be at most 1073741824"):
         jr.items(capacity=2**30 + 1, batch_size=4)
@@ -85,7 +110,7 @@ def test_an_array_in_the_configuration_is_refused(array):
 
 
 def test_numbers_out_of_range_are_refused():
-    with pytest.raises(ValueError, match="n_step must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="n_step must be an int of at least 1, got 0"):
         TransitionView(n_step=0)
     with pytest.raises(ValueError, match=r"discount must be in \[0, 1\], got 1.5"):
         TransitionView(discount=1.5)

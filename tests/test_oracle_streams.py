@@ -125,8 +125,7 @@ class Pair:
         step = step_of(self.oracle, self.clock, codes)
         mask = [code & 1 == 0 for code in codes] if self.config.masked else None
         if self.config.autoreset == "next_step" and mask is not None:  # the row after a done is never masked
-            for env, rows in enumerate(self.oracle.streams):
-                mask[env] |= bool(rows) and not rows[-1].is_tail and (rows[-1].terminated or rows[-1].truncated)
+            mask = [took or self.oracle.owes_tail(env) for env, took in enumerate(mask)]
         return step, mask
 
     def clear(self):

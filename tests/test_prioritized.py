@@ -248,3 +248,24 @@ def test_importance_weights_refuse_a_wrong_normalizer():
         jr.importance_weights(batch, jnp.int32(1), 1.0, normalize="max")
     with pytest.raises(ValueError, match=r"pass min_probability=replay\.min_probability"):
         jr.importance_weights(batch, jnp.int32(1), 1.0, normalize="buffer_max")
+
+
+@pytest.mark.parametrize("num_envs", [2, 127, 1023])
+def test_a_buffer_full_of_huge_priorities_can_be_sampled(num_envs):
+    """Neither does the total overflow, nor does its reciprocal vanish."""
+    replay, state = buffer([3e38] * num_envs, length=2)
+    batch = sample(replay, state, jax.random.key(0), 8)
+    assert batch.is_valid.all()
+    np.testing.assert_allclose(batch.probability, 1 / num_envs, rtol=1e-5)
+
+
+def test_a_positive_priority_has_a_positive_probability_beside_a_huge_one():
+    replay, state = buffer([1e-38, 1e30, 1e30], keep_minimum=True)
+    got = get(replay, state, rows_of(replay))
+    smallest = min_probability(replay, state)
+    assert (np.asarray(got.probability) > 0).all()
+    assert float(smallest) == float(got.probability[0])
+    for exponent in (0.0, 0.4, 1.0):
+        weight = jr.importance_weights(got, jnp.int32(3), exponent, "buffer_max", smallest)
+        np.testing.assert_allclose(weight[0], 1, rtol=1e-4)
+        assert np.isfinite(np.asarray(weight)).all()

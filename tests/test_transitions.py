@@ -105,7 +105,10 @@ def test_rewards_may_have_axes_of_their_own():
     assert read(0).reward == [2, 2]
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [(jnp.int32, jnp.float32), (jnp.bfloat16, jnp.bfloat16), (jnp.float16, jnp.float16)])
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(jnp.int32, jnp.float32), (jnp.bfloat16, jnp.bfloat16), (jnp.float16, jnp.float16), (jnp.float8_e4m3fn, jnp.float8_e4m3fn)],
+)
 def test_a_floating_reward_keeps_its_dtype_and_an_integer_one_becomes_float32(dtype, expected):
     replay = jr.uniform(capacity=8, num_envs=1, batch_size=4, autoreset="same_step", n_step=2, discount=0.5)
     zero = jnp.zeros((3, 1))
@@ -127,3 +130,20 @@ def test_a_scalar_observation_and_no_extras_are_enough():
 def test_the_smallest_stream_holds_one_window():
     read = run("same_step", [(float(i), i, "") for i in range(5)], capacity=2)
     assert [summary(read(row)) for row in (0, 1)] == [None, (3, 3, 0.5, 4, 1)]
+
+
+def test_clear_between_a_done_and_its_tail_makes_no_pair_across_episodes():
+    """The env still hands over the final observation after the clear."""
+    replay = jr.uniform(capacity=8, num_envs=1, batch_size=4, autoreset="next_step")
+
+    def step(obs, truncated=False):
+        one = jnp.ones(1)
+        return jr.Step(obs=obs * one, action=one, reward=one, terminated=one < 0, truncated=jnp.array([truncated]))
+
+    state, add = replay.init(jax.tree.map(lambda x: x[0], step(0.0))), jax.jit(replay.add)
+    state = replay.clear(add(state, step(1.0, truncated=True)))
+    for obs in (99.0, 200.0, 201.0):
+        state = add(state, step(obs))
+    got = jax.jit(replay.get)(state, jnp.arange(8))
+    assert np.flatnonzero(got.is_valid).tolist() == [1]
+    assert (got.items.obs[1], got.items.next_obs[1]) == (200, 201)

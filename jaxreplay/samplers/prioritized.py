@@ -20,7 +20,7 @@ from jaxreplay.sum_tree import SumTree, SumTreeState
 from jaxreplay.types import Index
 
 _SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest number that no processor flushes to 0
-_LARGEST = float(np.finfo(np.float32).max)
+_LARGEST_TOTAL = 2.0**120  # of all masses: the reciprocal of a larger one may be flushed to 0
 _MAX_COUNT = np.uint32(2**32 - 1)
 
 
@@ -158,7 +158,7 @@ class Prioritized:
         """priority ** exponent, such that a positive one stays positive and the sum over all rows stays finite: float32[...]."""
         # By its bits, as an integer: a comparison of floats takes a subnormal number for 0 where the processor flushes these.
         is_positive = jax.lax.bitcast_convert_type(priority, jnp.int32) > 0
-        mass = jnp.clip(jnp.maximum(priority, _SMALLEST) ** self.exponent, _SMALLEST, _LARGEST / streams.capacity)
+        mass = jnp.clip(jnp.maximum(priority, _SMALLEST) ** self.exponent, _SMALLEST, _LARGEST_TOTAL / streams.capacity)
         return jnp.where(is_positive, mass, 0)
 
 
@@ -173,7 +173,9 @@ def _leaf(streams: Streams, row: jax.Array) -> jax.Array:
 
 
 def _normalized(mass: jax.Array, total: jax.Array) -> jax.Array:
-    return jnp.where(total > 0, mass / jnp.where(total > 0, total, 1), 0)
+    """The probability of a mass; that of a positive one is positive: float32[...]."""
+    probability = jnp.maximum(mass / jnp.where(total > 0, total, 1), _SMALLEST)
+    return jnp.where((total > 0) & (mass > 0), probability, 0)
 
 
 def _count(counter: jax.Array, what: jax.Array) -> jax.Array:

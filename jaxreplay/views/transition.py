@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay import ring
-from jaxreplay.checks import check_static
+from jaxreplay.checks import check_size, check_static
 from jaxreplay.types import Transition
 from jaxreplay.views.anchor import Anchor
 
@@ -31,8 +31,7 @@ class TransitionView:
 
     def __post_init__(self):
         check_static(self)
-        if self.n_step < 1:
-            raise ValueError(f"TransitionView: n_step must be at least 1, got {self.n_step}")
+        check_size("TransitionView", "n_step", self.n_step)
         if not 0 <= self.discount <= 1:
             raise ValueError(f"TransitionView: discount must be in [0, 1], got {self.discount}")
 
@@ -71,6 +70,6 @@ def _weighted_sum(reward: jax.Array, weights: np.ndarray, is_inside: jax.Array) 
     by a select, so that a NaN there stays there."""
     dtype = reward.dtype if jnp.issubdtype(reward.dtype, jnp.floating) else jnp.float32
     shape = (-1,) + (1,) * (reward.ndim - 1)
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
     terms = reward.astype(wide) * jnp.asarray(weights, wide).reshape(shape)
     return jnp.where(is_inside.reshape(shape), terms, 0).sum(axis=0).astype(dtype)
