@@ -130,10 +130,9 @@ class ReplayBuffer:
         return self._write(state, *jax.tree.map(lambda leaf: leaf[None], (step, mask, priority)))
 
     def extend(self, state: ReplayState, steps: Any, mask: Any = None, priority: Any = None) -> ReplayState:
-        """Append a block of steps, as `lax.scan` stacks them: the same as `add` for each, oldest first.
+        """Append a block of steps, as `lax.scan` stacks them: the same as `add` for each, oldest first. `state` is taken over.
 
         Args:
-          state: taken over.
           steps: leaves `[time, num_envs, ...]`; of more steps than a stream holds, the newest stay.
           mask: bool[time, num_envs]. priority: float[time, num_envs].
         """
@@ -196,18 +195,19 @@ class ReplayBuffer:
         return self._read(state, current, probability, is_valid)
 
     def _read(self, state: ReplayState, index: Index, probability: jax.Array, is_valid: jax.Array) -> Sample:
+        """The index of an item that is not valid has a lap that no row has: an update by it is ignored, also once the row is drawable."""
         read = lambda row: self.view.read(Anchor(self.streams, state.streams, row))  # noqa: E731
         for _ in index.row.shape:
             read = jax.vmap(read)
-        return Sample(read(index.row), index, jnp.where(is_valid, probability, 0), is_valid)
+        lap = jnp.where(is_valid, index.lap, index.lap ^ jnp.uint32(2**31))
+        return Sample(read(index.row), Index(index.row, lap), jnp.where(is_valid, probability, 0), is_valid)
 
     def update_priorities(self, state: ReplayState, index: Index, priority: Any) -> ReplayState:
-        """Give drawn rows new priorities, such as absolute TD errors.
+        """Give drawn rows new priorities, such as absolute TD errors. `state` is taken over.
 
         Bad priorities and stale or foreign rows are ignored and counted in the state; of several priorities for one row the largest wins.
 
         Args:
-          state: taken over.
           index: `batch.index`.
           priority: float[B], at least 0; a row of priority 0 is never drawn.
         """

@@ -50,6 +50,6 @@ class Sample(flax.struct.PyTreeNode):
     """A batch: `items` as the view makes them, and where they came from."""
 
     items: Any  # pytree [B, ...]
-    index: Index  # for `update_priorities` and `get`
+    index: Index  # for `update_priorities` and `get`; of an item that is not valid, it names no row
     probability: jax.Array  # float32[B]: what one draw has for this item, normalised over the buffer; 0 where not valid
     is_valid: jax.Array  # bool[B]: False where there was nothing to draw; the item is finite and must weigh nothing

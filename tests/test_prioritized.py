@@ -269,3 +269,18 @@ def test_a_positive_priority_has_a_positive_probability_beside_a_huge_one():
         weight = jr.importance_weights(got, jnp.int32(3), exponent, "buffer_max", smallest)
         np.testing.assert_allclose(weight[0], 1, rtol=1e-4)
         assert np.isfinite(np.asarray(weight)).all()
+
+
+def test_the_index_of_an_invalid_item_names_no_row():
+    """A sample before there is anything to draw hands out some row's number; an update by it is ignored, also once that row is drawable."""
+    replay = jr.prioritized(capacity=4, num_envs=1, batch_size=2, autoreset="same_step", exponent=1.0)
+    state = replay.init(jax.tree.map(lambda x: x[0], flat([0.0])))
+    state = add(replay, state, flat([0.0]))
+    early = sample(replay, state, jax.random.key(0), None)
+    assert not early.is_valid.any()
+    for _ in range(3):
+        state = add(replay, state, flat([0.0]))
+        state = update(replay, state, early.index, jnp.array([100.0, 100.0]))
+    assert (float(state.sampler.largest), int(state.sampler.ignored_rows)) == (1, 6)
+    stale = get(replay, state, jr.Index(row=jnp.array([0]), lap=jnp.array([7], jnp.uint32)))
+    assert int(update(replay, state, stale.index, jnp.array([100.0])).sampler.ignored_rows) == 7
