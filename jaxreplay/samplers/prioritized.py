@@ -39,8 +39,8 @@ class Prioritized:
 
     Args:
       exponent: alpha, at least 0: 0 is uniform over the rows of positive priority.
-      stratified: one draw from each of B equal parts of the total mass, as in the paper, so that a batch is in the order of the rows'
-        age in their rings; otherwise B independent draws.
+      stratified: one draw from each of B equal parts of the total mass, as in the paper, so that a batch is in the order of the
+        rows' positions in their rings; otherwise B independent draws.
       keep_minimum: keep what `min_probability` needs: a second tree, about as costly to update as the first.
       fan_out: children of a tree node; 0 chooses for the backend.
     """
