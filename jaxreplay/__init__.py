@@ -18,31 +18,75 @@
 14
 """
 
-from jaxreplay.buffer import ReplayBuffer, ReplayState
-from jaxreplay.catalog import items, prioritized, uniform
+from jaxreplay.advantages import Advantages, gae, next_values, normalize, vtrace
+from jaxreplay.buffer import ReplayBuffer
+from jaxreplay.catalog import episodes, items, prioritized, rollout, sequences, transitions, uniform
+from jaxreplay.compose import frame_stack, hindsight, transform
 from jaxreplay.donation import CopyWarning, Jitted, jit
 from jaxreplay.memory import Memory
+from jaxreplay.mixture import MixedSample, Mixture, mix
+from jaxreplay.operations import ReplayState
+from jaxreplay.rollouts import Rollout, RolloutState
+from jaxreplay.samplers import Prioritized, Queue, RankBased, Recent, Uniform, UniformEpisodes, WithoutReplacement
 from jaxreplay.sum_tree import SumTree, SumTreeState
 from jaxreplay.types import Index, Sample, Step, Transition
-from jaxreplay.weights import importance_weights
+from jaxreplay.views import FrameStack, FutureView, Hindsight, Item, Pair, Sequence, SequenceView, Transformed, TransitionView, View
+from jaxreplay.weights import importance_weights, sequence_priority
+from jaxreplay.window import Window
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Advantages",
     "CopyWarning",
+    "FrameStack",
+    "FutureView",
+    "Hindsight",
     "Index",
+    "Item",
     "Jitted",
     "Memory",
+    "MixedSample",
+    "Mixture",
+    "Pair",
+    "Prioritized",
+    "Queue",
+    "RankBased",
+    "Recent",
     "ReplayBuffer",
     "ReplayState",
+    "Rollout",
+    "RolloutState",
     "Sample",
+    "Sequence",
+    "SequenceView",
     "Step",
     "SumTree",
     "SumTreeState",
+    "Transformed",
     "Transition",
+    "TransitionView",
+    "Uniform",
+    "UniformEpisodes",
+    "View",
+    "Window",
+    "WithoutReplacement",
+    "episodes",
+    "frame_stack",
+    "gae",
+    "hindsight",
     "importance_weights",
     "items",
     "jit",
+    "mix",
+    "next_values",
+    "normalize",
     "prioritized",
+    "rollout",
+    "sequence_priority",
+    "sequences",
+    "transform",
+    "transitions",
     "uniform",
+    "vtrace",
 ]

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 FORMS = ("next_step", "same_step")
 
 # What a row is, as bits of its flags: a uint8.
-TERMINATED, TRUNCATED, TAIL, FIRST = 1, 2, 4, 8
+TERMINATED, TRUNCATED, TAIL, FIRST, SKIPPED = 1, 2, 4, 8, 16
+NO_ANCHOR = TAIL | SKIPPED  # never drawn: a tail, or a transition between two that are `stride` apart
 
 
 def form_error(where: str, got: object) -> str:

@@ -1,16 +1,21 @@
 """Named buffers: each composes storage, a sampler and a view in a few lines; compose a new one in the same way."""
 
 from jaxreplay.buffer import ReplayBuffer
-from jaxreplay.samplers import Prioritized, Uniform
-from jaxreplay.views import Item, TransitionView
+from jaxreplay.rollouts import Rollout
+from jaxreplay.samplers import Prioritized, Sampler, Uniform, UniformEpisodes
+from jaxreplay.views import FutureView, Item, SequenceView, TransitionView
+
+_UNIFORM = Uniform()
 
 
-def items(*, capacity: int, batch_size: int, num_envs: int = 1, masked: bool = False, min_size: int = 1) -> ReplayBuffer:
-    """Independent items, any pytree, drawn uniformly; each is drawable at once.
+def items(
+    *, capacity: int, batch_size: int, num_envs: int = 1, masked: bool = False, min_size: int = 1, sampler: Sampler = _UNIFORM
+) -> ReplayBuffer:
+    """Independent items, any pytree, each drawable at once.
 
     Args:
       capacity: items held. num_envs: items that one `add` brings, each in a stream of its own.
-      batch_size, masked, min_size: see `ReplayBuffer`.
+      batch_size, masked, min_size, sampler: see `ReplayBuffer`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -24,11 +29,54 @@ def items(*, capacity: int, batch_size: int, num_envs: int = 1, masked: bool = F
         capacity=capacity,
         num_envs=num_envs,
         batch_size=batch_size,
-        sampler=Uniform(),
+        sampler=sampler,
         view=Item(),
         autoreset=None,
         masked=masked,
         min_size=min_size,
+    )
+
+
+def transitions(
+    *,
+    capacity: int,
+    num_envs: int,
+    batch_size: int,
+    autoreset: str | None = None,
+    n_step: int = 1,
+    discount: float = 0.99,
+    sampler: Sampler = _UNIFORM,
+    masked: bool = False,
+    min_size: int = 1,
+    keep_episodes: bool = False,
+) -> ReplayBuffer:
+    """n-step transitions from streams of steps, drawn by any sampler.
+
+    Args:
+      n_step, discount: see `TransitionView`.
+      capacity, num_envs, batch_size, autoreset, sampler, masked, min_size, keep_episodes: see `ReplayBuffer`. `autoreset` must be given.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxreplay as jr
+      >>> replay = jr.transitions(capacity=64, num_envs=1, batch_size=3, autoreset="same_step", sampler=jr.Recent(decay=0.5))
+      >>> zeros = jnp.zeros((1,))
+      >>> step = jr.Step(obs=zeros, action=zeros, reward=zeros, terminated=zeros > 0, truncated=zeros > 0)
+      >>> state = replay.init(jax.tree.map(lambda x: x[0], step))
+      >>> for _ in range(3):
+      ...     state = replay.add(state, step)
+      >>> replay.sample(state, jax.random.key(0)).is_valid.tolist()
+      [True, True, True]
+    """
+    return ReplayBuffer(
+        capacity=capacity,
+        num_envs=num_envs,
+        batch_size=batch_size,
+        sampler=sampler,
+        view=TransitionView(n_step=n_step, discount=discount),
+        autoreset=autoreset,
+        masked=masked,
+        min_size=min_size,
+        keep_episodes=keep_episodes,
     )
 
 
@@ -61,12 +109,12 @@ def uniform(
       >>> replay.sample(state, jax.random.key(0)).items.reward.tolist()
       [1.5, 1.5, 1.5]
     """
-    return ReplayBuffer(
+    return transitions(
         capacity=capacity,
         num_envs=num_envs,
         batch_size=batch_size,
-        sampler=Uniform(),
-        view=TransitionView(n_step=n_step, discount=discount),
+        n_step=n_step,
+        discount=discount,
         autoreset=autoreset,
         masked=masked,
         min_size=min_size,
@@ -109,14 +157,124 @@ def prioritized(
       >>> weight.tolist()
       [1.0, 1.0, 1.0, 1.0]
     """
-    return ReplayBuffer(
+    return transitions(
         capacity=capacity,
         num_envs=num_envs,
         batch_size=batch_size,
         sampler=Prioritized(exponent=exponent, stratified=stratified, keep_minimum=keep_minimum),
-        view=TransitionView(n_step=n_step, discount=discount),
+        n_step=n_step,
+        discount=discount,
         autoreset=autoreset,
         masked=masked,
         min_size=min_size,
         keep_episodes=keep_episodes,
     )
+
+
+def sequences(
+    *,
+    capacity: int,
+    num_envs: int,
+    batch_size: int,
+    length: int,
+    burn_in: int = 0,
+    stride: int = 1,
+    within_episode: bool = True,
+    recurrent_state: str | None = None,
+    autoreset: str | None = None,
+    sampler: Sampler = _UNIFORM,
+    masked: bool = False,
+    min_size: int = 1,
+) -> ReplayBuffer:
+    """Sequences of steps, for recurrent agents (R2D2) and world models (Dreamer).
+
+    Args:
+      length, burn_in, stride, within_episode, recurrent_state: see `SequenceView`.
+      sampler: over starts: `Uniform()`, or `Prioritized()`, with `sequence_priority` for the priorities.
+      capacity, num_envs, batch_size, autoreset, masked, min_size: see `ReplayBuffer`. `autoreset` must be given.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxreplay as jr
+      >>> replay = jr.sequences(capacity=64, num_envs=1, batch_size=2, length=3, burn_in=2, autoreset="same_step")
+      >>> zeros = jnp.zeros((1,))
+      >>> step = jr.Step(obs=zeros, action=zeros, reward=zeros, terminated=zeros == 0, truncated=zeros > 0)
+      >>> state = replay.init(jax.tree.map(lambda x: x[0], step))
+      >>> state = replay.add(replay.add(state, step), step)
+      >>> batch = replay.sample(state, jax.random.key(0))
+      >>> batch.items.obs.shape, batch.items.mask[0].tolist()  # episodes of one step: no burn-in, and nothing after it
+      ((2, 6), [False, False, True, False, False])
+    """
+    view = SequenceView(length=length, burn_in=burn_in, stride=stride, within_episode=within_episode, recurrent_state=recurrent_state)
+    return ReplayBuffer(
+        capacity=capacity,
+        num_envs=num_envs,
+        batch_size=batch_size,
+        sampler=sampler,
+        view=view,
+        autoreset=autoreset,
+        masked=masked,
+        min_size=min_size,
+    )
+
+
+def episodes(
+    *,
+    capacity: int,
+    num_envs: int,
+    batch_size: int,
+    discount: float = 0.99,
+    tail: str = "truncate",
+    max_terminals: int | None = None,
+    autoreset: str | None = None,
+    masked: bool = False,
+    min_size: int = 1,
+) -> ReplayBuffer:
+    """Pairs at a geometric horizon: uniform over complete episodes, then over the steps of the one drawn, then a later row of it.
+
+    Args:
+      discount, tail, max_terminals: see `FutureView`. With `max_terminals`, episodes are drawn too that have not ended, or whose first rows
+        are overwritten.
+      capacity, num_envs, batch_size, autoreset, masked, min_size: see `ReplayBuffer`. `autoreset` must be given.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxreplay as jr
+      >>> replay = jr.episodes(capacity=64, num_envs=1, batch_size=2, discount=0.0, autoreset="next_step")
+      >>> time = jnp.arange(3.0)[:, None]
+      >>> steps = jr.Step(obs=time, action=time, reward=time, terminated=time == 1, truncated=time < 0)
+      >>> state = replay.extend(replay.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
+      >>> pairs = replay.sample(state, jax.random.key(0)).items
+      >>> (pairs.future_obs - pairs.obs).tolist()
+      [1.0, 1.0]
+    """
+    return ReplayBuffer(
+        capacity=capacity,
+        num_envs=num_envs,
+        batch_size=batch_size,
+        sampler=UniformEpisodes(unfinished=max_terminals is not None),
+        view=FutureView(discount=discount, tail=tail, max_terminals=max_terminals),
+        autoreset=autoreset,
+        masked=masked,
+        min_size=min_size,
+    )
+
+
+def rollout(*, length: int, num_envs: int, autoreset: str | None = None) -> Rollout:
+    """The steps that one policy took, for on-policy learning: filled, learned from, and cleared.
+
+    Args:
+      length, num_envs, autoreset: see `Rollout`. `autoreset` must be given.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxreplay as jr
+      >>> rollout = jr.rollout(length=3, num_envs=2, autoreset="same_step")
+      >>> zeros = jnp.zeros((3, 2))
+      >>> steps = jr.Step(obs=zeros, action=zeros, reward=zeros + 1, terminated=zeros > 0, truncated=zeros > 0)
+      >>> state = rollout.extend(rollout.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
+      >>> value = rollout.steps(state).obs  # the critic's
+      >>> next_value, mask = rollout.bootstrap(state, value, last_value=jnp.zeros(2))
+      >>> steps = rollout.steps(state)
+      >>> got = jr.gae(steps.reward, value, next_value, steps.terminated, steps.truncated, discount=0.5, decay=1.0, mask=mask)
+      >>> got.advantage[:, 0].tolist()
+      [1.75, 1.5, 1.0]
+    """
+    return Rollout(length=length, num_envs=num_envs, autoreset=autoreset)

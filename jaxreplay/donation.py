@@ -44,11 +44,11 @@ class Jitted:
 
     def add(self, state: Any, step: Any, mask: Any = None, priority: Any = None) -> Any:
         """Donates `state`."""
-        return _add(self.replay, state, *_owned((step, mask, priority)))
+        return _add(self.replay, state, *_owned((step, _given(mask=mask, priority=priority))))
 
     def extend(self, state: Any, steps: Any, mask: Any = None, priority: Any = None) -> Any:
         """Donates `state`."""
-        return _extend(self.replay, state, *_owned((steps, mask, priority)))
+        return _extend(self.replay, state, *_owned((steps, _given(mask=mask, priority=priority))))
 
     def update_priorities(self, state: Any, index: Any, priority: Any) -> Any:
         """Donates `state`."""
@@ -61,8 +61,19 @@ class Jitted:
     def sample(self, state: Any, key: jax.Array, batch_size: int | None = None) -> Any:
         return _sample(self.replay, state, key, batch_size)
 
-    def get(self, state: Any, index: Any) -> Any:
-        return _get(self.replay, state, index)
+    def take(self, state: Any, key: jax.Array, batch_size: int | None = None) -> Any:
+        """Donates `state`."""
+        return _take(self.replay, state, key, batch_size)
+
+    def rerank(self, state: Any) -> Any:
+        """Donates `state`."""
+        return _rerank(self.replay, state)
+
+    def get(self, state: Any, index: Any, key: jax.Array | None = None) -> Any:
+        return _get(self.replay, state, index, key)
+
+    def can_add(self, state: Any, num_steps: int = 1) -> jax.Array:
+        return _can_add(self.replay, state, num_steps)
 
     def size(self, state: Any) -> jax.Array:
         return _size(self.replay, state)
@@ -97,6 +108,11 @@ def jit(replay: Any) -> Jitted:
     return Jitted(replay)
 
 
+def _given(**options: Any) -> dict[str, Any]:
+    """What was given: a rollout takes neither a mask nor priorities."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def _owned(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, tree)
 
@@ -106,13 +122,13 @@ _donating = functools.partial(jax.jit, donate_argnums=1)
 
 
 @_donating
-def _add(replay, state, step, mask, priority):
-    return replay.add(state, step, mask, priority)
+def _add(replay, state, step, options):
+    return replay.add(state, step, **options)
 
 
 @_donating
-def _extend(replay, state, steps, mask, priority):
-    return replay.extend(state, steps, mask, priority)
+def _extend(replay, state, steps, options):
+    return replay.extend(state, steps, **options)
 
 
 @_donating
@@ -130,9 +146,24 @@ def _sample(replay, state, key, batch_size):
     return replay.sample(state, key, batch_size)
 
 
+@functools.partial(jax.jit, donate_argnums=1, static_argnums=3)
+def _take(replay, state, key, batch_size):
+    return replay.take(state, key, batch_size)
+
+
+@_donating
+def _rerank(replay, state):
+    return replay.rerank(state)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _can_add(replay, state, num_steps):
+    return replay.can_add(state, num_steps)
+
+
 @jax.jit
-def _get(replay, state, index):
-    return replay.get(state, index)
+def _get(replay, state, index, key):
+    return replay.get(state, index, key)
 
 
 @jax.jit

@@ -5,8 +5,9 @@ memory. Each write is one masked scatter a leaf; a row that is not written point
 become a select over the whole buffer under `vmap`, and a strided `dynamic_update_slice` took 13 us where the scatter takes 2.)
 
 The streams know nothing of sampling. Beside a step's own leaves they keep, for each row, flags that say what it is (`autoreset.py`), and
-its rank, the number of transitions before it in its stream, from which `drawable.py` counts and finds rows without keeping a list of them.
-The two are apart since samples read the flags alone: at one byte a row those of a million rows stay in a core's cache.
+its rank, the number of anchors (rows that can be drawn) before it in its stream, from which `drawable.py` counts and finds rows without
+keeping a list of them. The two are apart since samples read the flags alone: at one byte a row those of a million rows stay in a
+core's cache.
 """
 
 import dataclasses
@@ -25,12 +26,13 @@ class StreamState(flax.struct.PyTreeNode):
 
     steps: Any  # the stored leaves, [N, ...]: a Step whose done flags live in `flags`, or an item as it came
     flags: jax.Array | None  # uint8[N], bits of `autoreset`; None, and so the next, for plain items
-    rank: jax.Array | None  # uint32[N], modulo 2^32: transitions of the stream before each row
+    rank: jax.Array | None  # uint32[N], modulo 2^32: anchors of the stream before each row
     head: jax.Array  # int32[] or int32[E], in [0, length): the position of the next write
     filled: jax.Array  # int32[] or int32[E], in [0, length]: rows written
     lap: jax.Array  # uint32[] or uint32[E]: how often the head went round
     last: jax.Array | None  # uint8[E]: flags of the newest row
-    count: jax.Array | None  # uint32[E], modulo 2^32: transitions ever written; the rank of the next row
+    count: jax.Array | None  # uint32[E], modulo 2^32: anchors ever written; the rank of the next row
+    phase: jax.Array | None  # int32[E], in [0, stride): transitions from the newest anchor to the next row; None where every one is
 
 
 class Written(NamedTuple):
@@ -45,12 +47,17 @@ class Written(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Streams:
-    """`num_envs` rings of `length` rows. `autoreset` is one of `autoreset.FORMS`, or None where the rows are items without an order."""
+    """`num_envs` rings of `length` rows. `autoreset` is one of `autoreset.FORMS`, or None where the rows are items without an order.
+
+    Every `stride`-th transition is an anchor, counted from each episode's start where `stride_restarts`, else on and on.
+    """
 
     num_envs: int
     length: int
     autoreset: str | None
     masked: bool
+    stride: int = 1
+    stride_restarts: bool = True
 
     @property
     def capacity(self) -> int:
@@ -73,6 +80,7 @@ class Streams:
             # As if a tail had been written: the first row opens an episode.
             last=jnp.full((self.num_envs,), autoreset.TAIL, jnp.uint8) if has_flags else None,
             count=jnp.zeros((self.num_envs,), jnp.uint32) if has_flags else None,
+            phase=jnp.zeros((self.num_envs,), jnp.int32) if self.stride > 1 else None,
         )
 
     def clear(self, state: StreamState) -> StreamState:
@@ -86,6 +94,7 @@ class Streams:
             # By two: the rows from the head on count as of the lap before.
             lap=state.lap + jnp.uint32(2),
             last=None if state.last is None else autoreset.after_clear(_not_none(self.autoreset), state.last),
+            phase=None if state.phase is None else jnp.zeros_like(state.phase),
         )
 
     def rows_per_step(self, steps: Any) -> int:
@@ -105,6 +114,8 @@ class Streams:
             flags, is_written = autoreset.rows_of(
                 self.autoreset, has_final_obs(steps), steps.terminated, steps.truncated, mask, _not_none(state.last)
             )
+            if self.stride > 1:
+                state, flags = self._skip(state, flags, is_written)
         if state.head.ndim == 0:  # all together: the positions are known without looking at the block
             nth = jnp.broadcast_to(ring.places(num_steps)[:, None], is_written.shape)
             num_rows = jnp.full((self.num_envs,), num_steps, jnp.int32)
@@ -116,6 +127,19 @@ class Streams:
         written = Written(row, is_written, flags, num_rows - 1 - nth, num_rows)
         return self._advance(self._scatter(state, steps, written), written), written
 
+    def _skip(self, state: StreamState, flags: jax.Array, is_written: jax.Array) -> tuple[StreamState, jax.Array]:
+        """Mark the transitions between anchors: flags uint8[K, E]."""
+        is_transition = is_written & ((flags & autoreset.TAIL) == 0)
+        through = jnp.cumsum(is_transition, axis=0, dtype=jnp.int32)  # of this block, each row's own included
+        before = through - is_transition
+        starts = is_written & ((flags & autoreset.FIRST) != 0) & self.stride_restarts
+        # Counted from the row's episode's start, where that is in the block; else on from the rows before it.
+        latest_start = jax.lax.cummax(jnp.where(starts, before, -1), axis=0)
+        since = jnp.where(latest_start >= 0, before - latest_start, before + _not_none(state.phase))
+        _, place = ring.split(since, self.stride)
+        _, phase = ring.split((since + is_transition)[-1], self.stride)
+        return state.replace(phase=phase), jnp.where(is_transition & (place != 0), flags | autoreset.SKIPPED, flags)
+
     def _scatter(self, state: StreamState, steps: Any, written: Written) -> StreamState:
         def put(stored, new, row):
             return leaves.tree_map(lambda leaf, values: leaves.put(leaf, row, values), stored, new)
@@ -123,8 +147,8 @@ class Streams:
         if self.autoreset is None:
             return state.replace(steps=put(state.steps, steps, written.row))
         flags = _not_none(written.flags)
-        is_transition = written.is_written & ((flags & autoreset.TAIL) == 0)
-        rank = _not_none(state.count) + jnp.cumsum(is_transition, axis=0, dtype=jnp.uint32) - is_transition
+        is_anchor = written.is_written & ((flags & autoreset.NO_ANCHOR) == 0)
+        rank = _not_none(state.count) + jnp.cumsum(is_anchor, axis=0, dtype=jnp.uint32) - is_anchor
         new = _stored(steps)
         if self.rows_per_step(steps) == 2:  # a tail is read for its observation alone
             pairs = written.row.reshape(-1, 2, self.num_envs)
@@ -137,7 +161,7 @@ class Streams:
             steps=stored,
             flags=put(state.flags, flags, written.row),
             rank=put(state.rank, rank, written.row),
-            count=state.count + is_transition.sum(axis=0, dtype=jnp.uint32),
+            count=state.count + is_anchor.sum(axis=0, dtype=jnp.uint32),
         )
 
     def _advance(self, state: StreamState, written: Written) -> StreamState:
@@ -157,6 +181,11 @@ class Streams:
 
     def row(self, env: jax.Array, position: jax.Array) -> jax.Array:
         return env * self.length + position
+
+    def ahead(self, row: jax.Array, offset: Any) -> jax.Array:
+        """The rows `offset` rows forward in their stream, from `-length` to `length - 1`: int32[...]."""
+        env, position = ring.split(row, self.length)
+        return self.row(env, ring.wrap(position + offset, self.length))
 
     def age(self, state: StreamState, row: jax.Array) -> jax.Array:
         """Rows of its stream written after each row: 0 for the newest. For a row never written, at least `filled`. int32[...]."""

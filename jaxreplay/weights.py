@@ -1,4 +1,4 @@
-"""Importance-sampling weights for prioritized draws."""
+"""Numbers around prioritized draws: importance-sampling weights, and priorities of sequences."""
 
 import jax
 import jax.numpy as jnp
@@ -50,3 +50,23 @@ def importance_weights(
     elif min_probability is not None:
         log_weights = log_weights - log_weight(min_probability)
     return jnp.where(is_valid, jnp.exp(log_weights), 0)
+
+
+def sequence_priority(td_error: jax.Array, mask: jax.Array, max_weight: float = 0.9) -> jax.Array:
+    """`max_weight * max + (1 - max_weight) * mean` of the absolute errors of each sequence's steps.
+
+    Args:
+      td_error: float[B, T].
+      mask: bool[B, T], the steps that count: `batch.items.mask`, or its part after the burn-in. What lies outside may be NaN.
+      max_weight: eta, in [0, 1]; a mean alone would be near the same for all long sequences.
+
+    Returns:
+      float32[B]; 0 where no step counts.
+
+    Source: Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning" (2019), section 2.3.
+    """
+    if td_error.shape != mask.shape:
+        raise ValueError(f"sequence_priority: td_error{list(td_error.shape)} and mask{list(mask.shape)} must have the same axes [B, T]")
+    error = jnp.where(mask, jnp.abs(td_error), 0).astype(jnp.float32)
+    mean = error.sum(axis=-1) / jnp.maximum(mask.sum(axis=-1), 1)
+    return max_weight * error.max(axis=-1, initial=0) + (1 - max_weight) * mean

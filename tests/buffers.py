@@ -20,6 +20,8 @@ class Case:
     make: object  # (capacity, batch_size) -> replay
     has_final_obs: bool = False
     is_items: bool = False
+    image_of: object = lambda obs: obs["image"]  # of the anchor, from the observations that the view reads
+    is_plain: bool = True  # items keep the stored leaves' shapes
 
     def replay(self, capacity=64, batch_size=8):
         return self.make({"capacity": capacity, "num_envs": NUM_ENVS, "batch_size": batch_size})
@@ -37,6 +39,7 @@ class Case:
         obs = {
             "vector": jnp.asarray(r.normal(size=(*axes, 5)), jnp.float32),
             "image": jnp.asarray(r.integers(0, 9, (*axes, 2, 2)), jnp.uint8),
+            "goal": jnp.asarray(r.normal(size=(*axes, 5)), jnp.float32),
         }
         return jr.Step(
             obs=obs,
@@ -62,6 +65,59 @@ class Case:
         return (jnp.asarray(np.random.default_rng(seed).random(shape) < 0.8),) if replay.masked else ()
 
 
+def draw(replay, state, key):
+    """A batch, from a sampler of either kind."""
+    return replay.take(state, key)[1] if replay.sampler.consumes else replay.sample(state, key)
+
+
+def jitted_draw(replay):
+    """The same, which leaves the state to the caller."""
+    return jax.jit(lambda state, key: draw(replay, state, key))
+
+
+def near(achieved, goal, step):
+    return -jnp.sum(jnp.abs(achieved - goal)) + 0 * step.reward
+
+
+def noisy(item, key):
+    return item.replace(reward=item.reward + jax.random.uniform(key))
+
+
+def _views():
+    """The buffers that read more than a transition, or transitions in another way."""
+    one = {"autoreset": "same_step"}
+    yield Case(
+        "sequences prioritized, every second start",
+        lambda shared: jr.sequences(**shared, **one, length=3, burn_in=2, stride=2, recurrent_state="half", sampler=jr.Prioritized()),
+        has_final_obs=True,
+        image_of=lambda obs: obs["image"][:, 2],
+        is_plain=False,
+    )
+    yield Case(
+        "sequences across episodes",
+        lambda shared: jr.sequences(**shared, autoreset="next_step", length=4, within_episode=False, masked=True),
+        image_of=lambda obs: obs["image"][:, 0],
+        is_plain=False,
+    )
+    yield Case(
+        "frame_stack of one leaf",
+        lambda shared: jr.frame_stack(jr.uniform(**shared, autoreset="next_step", n_step=2), 3, leaf="image"),
+        image_of=lambda obs: obs["image"][:, -1],
+        is_plain=False,
+    )
+    yield Case("episodes", lambda shared: jr.episodes(**shared, **one), is_plain=False)
+    yield Case(
+        "hindsight of final_obs, masked",
+        lambda shared: jr.hindsight(jr.uniform(**shared, **one, masked=True), near, achieved="vector", desired="goal"),
+        has_final_obs=True,
+    )
+    yield Case("transitions queue", lambda shared: jr.transitions(**shared, **one, sampler=jr.Queue()), has_final_obs=True)
+    yield Case("transitions without replacement", lambda shared: jr.transitions(**shared, **one, sampler=jr.WithoutReplacement()))
+    yield Case("transitions recent", lambda shared: jr.transitions(**shared, autoreset="next_step", sampler=jr.Recent(decay=0.9)))
+    yield Case("transitions by rank", lambda shared: jr.transitions(**shared, **one, n_step=2, sampler=jr.RankBased()))
+    yield Case("transform of prioritized", lambda shared: jr.transform(jr.prioritized(**shared, autoreset="next_step"), noisy))
+
+
 CATALOG = (
     Case("items", lambda shared: jr.items(**shared), is_items=True),
     Case("items masked", lambda shared: jr.items(**shared, masked=True), is_items=True),
@@ -80,4 +136,5 @@ CATALOG = (
         lambda shared: ReplayBuffer(**shared, sampler=Prioritized(exponent=1.0, fan_out=128), view=Item(), autoreset=None),
         is_items=True,
     ),
+    *_views(),
 )

@@ -6,7 +6,8 @@ import re
 import jax
 
 # Each of these names an existing array, or changes one in place.
-IN_PLACE = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "scatter", "optimization-barrier"}
+IN_PLACE = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "optimization-barrier"}
+IN_PLACE |= {"scatter", "dynamic-update-slice"}
 INSTRUCTION = re.compile(r"^\s*(ROOT )?%?(?P<name>\S+) = (?P<type>.+?) (?P<op>[a-z][a-z0-9-]*)\((?P<rest>.*)$")
 
 

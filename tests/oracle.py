@@ -34,11 +34,13 @@ class Oracle:
         self.autoreset, self.has_final_obs = autoreset, has_final_obs
         self.streams = [[] for _ in range(num_envs)]
         self.owed = [False] * num_envs  # a done before the last clear whose tail is still to come
+        self.began_with_a_tail = [False] * num_envs  # and that was
         self.largest = 1.0
         self.ignored_priorities = self.ignored_rows = 0
 
     def clear(self):
         self.owed = [self.owes_tail(env) for env in range(len(self.streams))]
+        self.began_with_a_tail = self.owed
         self.streams = [[] for _ in self.streams]
         self.largest = 1.0
 

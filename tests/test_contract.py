@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from buffers import CATALOG, NUM_ENVS
+from buffers import CATALOG, NUM_ENVS, draw, jitted_draw
+from conftest import SOAK
 
 import jaxreplay as jr
 
@@ -30,12 +31,12 @@ def operations(case, replay):
     found = {
         "add": add,
         "extend": extend,
-        "sample": lambda state, seed: replay.sample(state, jax.random.key(seed)),
+        "draw": lambda state, seed: draw(replay, state, jax.random.key(seed)),
         "clear": lambda state, _: replay.clear(state),
     }
-    found["get"] = lambda state, seed: replay.get(state, (jnp.arange(9) * 5 + seed) % replay.capacity)
+    found["get"] = lambda state, seed: replay.get(state, (jnp.arange(9) * 5 + seed) % replay.capacity, jax.random.key(seed))
     if replay.sampler.has_priorities:
-        index = replay.sample(case.filled(replay), jax.random.key(9)).index
+        index = jax.jit(replay.sample)(case.filled(replay), jax.random.key(9)).index
         found["update"] = lambda state, seed: replay.update_priorities(state, index, jnp.linspace(0.0, seed + 1.0, 8))
     return found
 
@@ -53,7 +54,8 @@ def test_jit_equals_eager(case):
     replay = case.replay()
     state = case.filled(replay)
     for name, run in operations(case, replay).items():
-        assert_same(jax.jit(run, static_argnums=1)(state, 3), run(state, 3), name)
+        if SOAK or name in ("add", "draw", "update"):  # one primitive after another, compiled by itself: slow
+            assert_same(jax.jit(run, static_argnums=1)(state, 3), run(state, 3), name)
 
 
 @cases
@@ -61,11 +63,11 @@ def test_vmap_equals_a_loop(case):
     replay = case.replay()
     states = [jax.jit(replay.add)(case.filled(replay), case.step(seed), *case.mask(replay, seed)) for seed in range(3)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
-    for run in operations(case, replay).values():
-        run = jax.jit(run, static_argnums=1)
-        together = jax.jit(jax.vmap(lambda state, run=run: run(state, 4)))(stacked)
-        for which, state in enumerate(states):
-            assert_same(jax.tree.map(lambda leaf, which=which: leaf[which], together), run(state, 4))
+    runs = operations(case, replay)
+    one = jax.jit(lambda state: {name: run(state, 4) for name, run in runs.items()})
+    together = jax.jit(jax.vmap(one))(stacked)
+    for which, state in enumerate(states):
+        assert_same(jax.tree.map(lambda leaf, which=which: leaf[which], together), one(state))
 
 
 @cases
@@ -74,16 +76,16 @@ def test_a_state_keeps_its_structure_and_dtypes(case):
     state = replay.init(case.example())
     spec = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.weak_type), state)
     for name, run in operations(case, replay).items():
-        if name not in ("sample", "get"):
+        if name not in ("draw", "get"):
             changed = jax.eval_shape(lambda state, run=run: run(state, 1), state)
             assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.weak_type), changed) == spec, name
 
 
-@cases
+@pytest.mark.parametrize("case", [case for case in CATALOG if case.is_plain], ids=lambda case: case.name)
 def test_items_come_back_with_their_dtypes(case):
     replay = case.replay()
     state, step = case.filled(replay), case.step()
-    items = replay.sample(state, jax.random.key(0)).items
+    items = jitted_draw(replay)(state, jax.random.key(0)).items
     stored = items if case.is_items else {"obs": items.obs, "action": items.action, "extras": items.extras, "next_obs": items.next_obs}
     given = step if case.is_items else {"obs": step.obs, "action": step.action, "extras": step.extras, "next_obs": step.obs}
     assert jax.tree.map(lambda x: (x.dtype, x.shape[1:]), stored) == jax.tree.map(lambda x: (x.dtype, x.shape[1:]), given)
@@ -126,7 +128,8 @@ def test_extend_equals_add_for_each_step(case):
     """Blocks shorter and longer than a stream, which has 16 rows."""
     replay = case.replay()
     add, extend = jax.jit(replay.add), jax.jit(replay.extend)
-    for time in (1, 2, 5, 15, 16, 17, 50):
+    get = jax.jit(lambda state: replay.get(state, jnp.arange(replay.capacity), jax.random.key(1)))
+    for time in (1, 2, 5, 15, 16, 17, 50) if SOAK else (2, 16, 37):
         start = case.filled(replay, 9)
         steps, mask = case.step(5, time), case.mask(replay, 5, time)
         priority = (
@@ -137,8 +140,7 @@ def test_extend_equals_add_for_each_step(case):
             step_mask = mask[0][t] if mask else None
             expected = add(expected, jax.tree.map(lambda leaf, t=t: leaf[t], steps), step_mask, *(p[t] for p in priority))
         got = extend(start, steps, *(mask or (None,)), *priority)
-        rows = jnp.arange(replay.capacity)
-        assert_same(jax.jit(replay.get)(got, rows), jax.jit(replay.get)(expected, rows))
+        assert_same(get(got), get(expected))
         assert_same(got.streams.replace(steps=()), expected.streams.replace(steps=()))
         assert_same(got.episodes, expected.episodes)
         if replay.sampler.has_priorities:
@@ -157,7 +159,7 @@ def test_an_empty_block_changes_nothing(case):
 def test_an_empty_buffer_is_flagged(case):
     replay = case.replay()
     state = replay.init(case.example())
-    batch = jax.jit(replay.sample)(state, jax.random.key(0))
+    batch = jitted_draw(replay)(state, jax.random.key(0))
     assert (int(replay.size(state)), bool(replay.can_sample(state)), bool(batch.is_valid.any())) == (0, False, False)
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves((batch.items, batch.probability)))
     assert ((batch.index.row >= 0) & (batch.index.row < replay.capacity)).all()
@@ -180,7 +182,8 @@ def test_a_state_goes_through_serialization(case):
     restored = flax.serialization.from_bytes(replay.init(case.example()), flax.serialization.to_bytes(state))
     restored = jax.tree.map(jnp.asarray, restored)
     assert_same(restored, state)
-    assert_same(replay.sample(restored, jax.random.key(1)), replay.sample(state, jax.random.key(1)))
+    sample = jitted_draw(replay)
+    assert_same(sample(restored, jax.random.key(1)), sample(state, jax.random.key(1)))
 
 
 @cases
@@ -204,13 +207,14 @@ def test_the_wrong_leaf_is_named(case):
 @cases
 def test_min_size_is_waited_for(case):
     replay = case.replay()
-    waiting = jr.ReplayBuffer(**{**{f: getattr(replay, f) for f in replay.__dataclass_fields__}, "min_size": 30})
-    state, add = waiting.init(case.example()), jax.jit(waiting.add)
+    waiting = jr.ReplayBuffer(**{**{f: getattr(replay, f) for f in replay.__dataclass_fields__}, "min_size": 12})
+    sample, waiting = jitted_draw(waiting), jr.jit(waiting)
+    state = waiting.init(case.example())
     for seed in range(30):
-        state = add(state, case.step(seed), *case.mask(replay, seed))
-        enough = int(waiting.size(state)) >= 30
+        state = waiting.add(state, case.step(seed), *case.mask(replay, seed))
+        enough = int(waiting.size(state)) >= 12
         assert bool(waiting.can_sample(state)) == enough
-        assert bool(jax.jit(waiting.sample)(state, jax.random.key(0)).is_valid.all()) == enough
+        assert bool(sample(state, jax.random.key(0)).is_valid.any()) == enough
     assert enough
 
 
@@ -222,15 +226,15 @@ def test_items_are_the_steps_that_were_added(case):
     state, add = replay.init(case.example()), jax.jit(replay.add)
     for seed, step in enumerate(steps):
         state = add(state, step, *case.mask(replay, seed))
-    batch = replay.sample(state, jax.random.key(0))
-    name = (lambda tree: tree["image"]) if case.is_items else (lambda tree: tree.obs["image"])
-    image, env = np.asarray(name(batch.items)), np.asarray(batch.index.row) // 16
-    for which in range(512):
-        sources = [seed for seed, step in enumerate(steps) if np.array_equal(image[which], name(step)[env[which]])]
+    batch = jitted_draw(replay)(state, jax.random.key(0))
+    image, env = np.asarray(case.image_of(batch.items if case.is_items else batch.items.obs)), np.asarray(batch.index.row) // 16
+    added = [np.asarray((step if case.is_items else step.obs)["image"]) for step in steps]
+    for which in np.flatnonzero(batch.is_valid):
+        sources = [seed for seed, images in enumerate(added) if np.array_equal(image[which], images[env[which]])]
         assert sources
         assert replay.masked or max(sources) >= 30 - 16
 
 
 def test_the_catalog_is_covered():
     made = {re.split(r"[ ,]", case.name)[0] for case in CATALOG}
-    assert made == {"items", "uniform", "prioritized"}
+    assert made == {"items", "uniform", "prioritized", "transitions", "sequences", "frame_stack", "episodes", "hindsight", "transform"}

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle_views
 import pytest
 from conftest import SOAK
 from oracle import Oracle
@@ -12,28 +13,20 @@ import jaxreplay as jr
 FORMS = [("next_step", False), ("same_step", True), ("same_step", False)]
 
 
-def episodes_of(rows, oracle):
-    """(first, last, has ended) of each row's episode, as indices into the list of all rows."""
-    has_tails = oracle.autoreset == "next_step" or oracle.has_final_obs
-    spans, first = [], 0
-    for index, row in enumerate(rows):
-        if row.is_tail or (row.terminated and not has_tails):
-            spans += [(first, index, True)] * (index + 1 - first)
-            first = index + 1
-    return spans + [(first, len(rows) - 1, False)] * (len(rows) - first)
-
-
 def check(replay, state, oracle, look_up):
     for env, rows in enumerate(oracle.streams):
-        spans = episodes_of(rows, oracle)
+        spans = oracle_views.spans(oracle, rows)
         oldest = max(0, len(rows) - oracle.length)
         for position, index in oracle.stored(env):
             to_end, from_start, ends, exist, complete = (np.asarray(x)[..., env * oracle.length + position] for x in look_up(state))
-            first, last, has_ended = spans[index]
+            if spans[index] is None:
+                continue
+            first, end = spans[index]
+            has_ended, last = end is not None, len(rows) - 1 if end is None else end
             assert to_end == last - index
             assert from_start == index - max(first, oldest)
             assert complete == (has_ended and first >= oldest)
-            ahead = sorted({span[1] for span in spans[index:] if span[2]})
+            ahead = sorted({span[1] for span in spans[index:] if span and span[1] is not None})
             for k in range(4):
                 assert exist[k] == (1 <= k <= len(ahead))
                 assert ends[k] == (ahead[k - 1] if exist[k] else len(rows) - 1) - index

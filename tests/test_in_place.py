@@ -23,26 +23,39 @@ def operations(case, replay, state):
     found = {
         "add": (lambda state, key: (replay.add(state, step, *mask), None), True),
         "extend": (lambda state, key: (replay.extend(state, *block), None), True),
-        "sample": (lambda state, key: (state, replay.sample(state, key)), False),
-        "get": (lambda state, key: (state, replay.get(state, jnp.arange(8) + jax.random.randint(key, (8,), 0, 9))), False),
-        "size": (lambda state, key: (state, (replay.size(state), replay.can_sample(state))), False),
+        "reads": (lambda state, key: (state, reads(replay, state, key)), False),
         "fused": (functools.partial(fused, replay, step, mask), True),
     }
+    if replay.sampler.consumes:
+        found["take"] = (replay.take, True)
     if replay.sampler.has_priorities:
-        index = replay.sample(state, jax.random.key(0)).index
+        index = jax.jit(replay.sample)(state, jax.random.key(0)).index
         new = lambda key: jax.random.uniform(key, (8,))  # noqa: E731
-        found["update"] = (lambda state, key: (replay.update_priorities(state, index, new(key)), None), True)
         twice = lambda state, key: replay.update_priorities(replay.update_priorities(state, index, new(key)), index, 2 * new(key))  # noqa: E731
-        found["update twice"] = (lambda state, key: (twice(state, key), None), True)
-        found["add twice, update"] = (lambda state, key: (twice(replay.add(replay.add(state, step, *mask), step, *mask), key), None), True)
-    if replay.keep_episodes:
-        found["episodes"] = (lambda state, key: (state, look_up(replay.episodes(state))), False)
+        found["update"] = (lambda state, key: (replay.update_priorities(state, index, new(key)), None), True)
+        found["add twice, update twice"] = (
+            lambda state, key: (twice(replay.add(replay.add(state, step, *mask), step, *mask), key), None),
+            True,
+        )
     return found
+
+
+def reads(replay, state, key):
+    """Everything that leaves the state as it is."""
+    rows = jnp.arange(8) + jax.random.randint(key, (8,), 0, 9)
+    got = [replay.get(state, rows, key), replay.size(state), replay.can_sample(state)]
+    got.append(replay.can_add(state) if replay.sampler.consumes else replay.sample(state, key))
+    if replay.keep_episodes:
+        got.append(look_up(replay.episodes(state)))
+    return got
 
 
 def fused(replay, step, mask, state, key):
     """Act, add, sample, learn, update: with everything that a batch has in use."""
     state = replay.add(state, step, *mask)
+    if replay.sampler.consumes:
+        state, batch = replay.take(state, key)
+        return state, (batch, replay.size(state))
     batch = replay.sample(state, key)
     if replay.sampler.has_priorities:
         state = replay.update_priorities(state, batch.index, jax.random.uniform(key, (8,)))

@@ -8,14 +8,21 @@ import jaxreplay
 ROOT = pathlib.Path(jaxreplay.__file__).parent
 # Each may import from those before it; the files of one line from each other only if listed here by name.
 LAYERS = (
-    ("ring", "types", "autoreset", "leaves", "memory"),
-    ("streams", "checks", "bits"),
-    ("drawable", "episodes", "sum_tree"),
+    ("ring", "types", "autoreset", "leaves", "memory", "window"),
+    ("streams", "checks", "bits", "advantages"),
+    ("episode_table", "sum_tree", "draws", "intake", "permutation"),
+    ("drawable",),
     ("samplers.sampler", "views.anchor"),
-    ("samplers.uniform", "samplers.prioritized", "views.view", "views.item", "views.transition"),
+    ("views.view", "samplers.order", "samplers.priorities"),
+    ("views.item", "views.sequence", "views.transition", "views.future"),
+    ("samplers.uniform", "samplers.recent", "samplers.episodes", "samplers.queue", "samplers.without_replacement"),
+    ("samplers.prioritized", "views.frame_stack", "views.hindsight", "views.transformed"),
+    ("samplers.rank_based",),
     ("samplers", "views", "donation", "weights"),
-    ("buffer",),
-    ("catalog",),
+    ("trajectories",),
+    ("operations",),
+    ("buffer", "rollouts"),
+    ("catalog", "compose", "mixture"),
     ("",),
 )
 SIDEWAYS = {("checks", "types"), ("streams", "types")}

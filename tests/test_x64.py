@@ -15,10 +15,13 @@ for case in CATALOG:
 
     def iteration(state, key):
         state = replay.extend(replay.add(state, step, *mask), case.step(1, 3), *case.mask(replay, 1, 3))
-        batch = replay.sample(state, key)
+        if replay.sampler.consumes:
+            state, batch = replay.take(state, key)
+        else:
+            batch = replay.sample(state, key)
         if replay.sampler.has_priorities:
             state = replay.update_priorities(state, batch.index, jnp.linspace(0.1, 1.0, 8))
-        return state, (batch, replay.size(state), replay.get(state, jnp.arange(3)), replay.age(state, batch.index))
+        return state, (batch, replay.size(state), replay.get(state, jnp.arange(3), key), replay.age(state, batch.index))
 
     _, (batch, size, got, age) = jax.jit(lambda s, keys: jax.lax.scan(iteration, s, keys))(state, jax.random.split(jax.random.key(0), 4))
     assert (batch.index.row.dtype, batch.index.lap.dtype, batch.probability.dtype) == (np.int32, np.uint32, np.float32), case.name

@@ -10,18 +10,17 @@ import dataclasses
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxreplay import bits, ring
 from jaxreplay.checks import check_static
 from jaxreplay.drawable import Change, Drawable
+from jaxreplay.samplers.priorities import SMALLEST, accept, check_window, give, is_positive, leaf_of
 from jaxreplay.streams import Streams
 from jaxreplay.sum_tree import SumTree, SumTreeState
 from jaxreplay.types import Index
+from jaxreplay.window import Window
 
-_SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest number that no processor flushes to 0
 _LARGEST_TOTAL = 2.0**120  # of all masses: the reciprocal of a larger one may be flushed to 0
-_MAX_COUNT = np.uint32(2**32 - 1)
 
 
 class PrioritizedState(flax.struct.PyTreeNode):
@@ -59,10 +58,17 @@ class Prioritized:
     def has_priorities(self) -> bool:
         return True
 
-    def init(self, streams: Streams, lookahead: int) -> PrioritizedState:
+    @property
+    def consumes(self) -> bool:
+        return False
+
+    def window(self, window: Window) -> Window:
+        return check_window("Prioritized", window)
+
+    def init(self, streams: Streams, window: Window) -> PrioritizedState:
         return PrioritizedState(
             tree=self._tree(streams).init(),
-            waiting=jnp.zeros((lookahead, streams.num_envs), jnp.float32),
+            waiting=jnp.zeros((window.after, streams.num_envs), jnp.float32),
             largest=jnp.float32(1),
             ignored_priorities=jnp.uint32(0),
             ignored_rows=jnp.uint32(0),
@@ -74,40 +80,42 @@ class Prioritized:
         tree = SumTreeState(sums=jax.tree.map(jnp.zeros_like, state.tree.sums), minima=minima)
         return state.replace(tree=tree, waiting=jnp.zeros_like(state.waiting), largest=jnp.ones_like(state.largest))
 
-    def observe(self, streams: Streams, state: PrioritizedState, change: Change, priority: jax.Array | None) -> PrioritizedState:
+    def observe(self, streams: Streams, state: PrioritizedState, change: Change | None, priority: jax.Array | None) -> PrioritizedState:
+        assert change is not None
         lookahead = state.waiting.shape[0]
-        is_new = change.is_written[lookahead:]
-        if priority is None:
-            given = jnp.broadcast_to(state.largest, is_new.shape)
-        else:
-            is_good = _is_good(priority)
-            largest = jax.lax.cummax(jnp.max(jnp.where(is_new & is_good, priority, state.largest), axis=1))
-            largest = jnp.maximum(largest, state.largest)
-            before = jnp.concatenate([state.largest[None], largest[:-1]])  # as of the row's own step
-            given = jnp.where(is_good, priority, before[:, None])
-            state = state.replace(largest=largest[-1], ignored_priorities=_count(state.ignored_priorities, is_new & ~is_good))
-        mass = jnp.concatenate([state.waiting, self._mass(streams, given)])
+        is_new = change.is_written[lookahead : lookahead + change.num_new]
+        state, given = give(state, is_new, priority)
+        mass = jnp.concatenate([state.waiting, jnp.where(change.is_anchor, self._mass(streams, given), 0)])
         if lookahead:
             # Each stream's newest rows wait on, in the order of their age; a row that was written before moves up by what came after.
             is_row = jnp.concatenate([jnp.ones_like(state.waiting, bool), is_new])
-            place = jnp.where(is_row & (change.age < lookahead), lookahead - 1 - change.age, lookahead)
+            age = change.age[: len(is_row)]
+            place = jnp.where(is_row & (age < lookahead), lookahead - 1 - age, lookahead)
             env = jnp.broadcast_to(ring.places(streams.num_envs), place.shape)
             state = state.replace(waiting=state.waiting.at[place, env].set(mass, mode="drop", unique_indices=True))
         return state.replace(tree=self._write(streams, state.tree, change, mass))
 
     def _write(self, streams: Streams, tree: SumTreeState, change: Change, mass: jax.Array) -> SumTreeState:
-        """Rows that became drawable gain their mass; other written rows have none. Rows that go on waiting, or were drawable, stay."""
+        """Rows that became drawable gain their mass; others that are written have none, nor have those whose look-back is overwritten.
+        Rows that go on waiting, or stay drawable, keep theirs."""
+        mass = jnp.pad(mass, ((0, change.row.shape[0] - mass.shape[0]), (0, 0)))
         mass = jnp.where(change.became_drawable, mass, 0)
-        changed = change.became_drawable | change.is_written
+        changed = change.became_drawable | change.is_gone
         if change.start.ndim == 0:
             return self._tree(streams).set_range(tree, change.start * streams.num_envs, mass.reshape(-1), changed.reshape(-1))
-        leaf = jnp.where(changed, _leaf(streams, change.row), streams.capacity)
+        leaf = jnp.where(changed, leaf_of(streams, change.row), streams.capacity)
         return self._tree(streams).set_unique(tree, leaf.reshape(-1), mass.reshape(-1))
+
+    def size(self, state: PrioritizedState, drawable: Drawable) -> jax.Array:
+        del state
+        return drawable.count().sum(dtype=jnp.int32)
 
     def can_draw(self, state: PrioritizedState) -> jax.Array:
         return state.tree.sums[-1].sum() > 0
 
-    def draw(self, state: PrioritizedState, drawable: Drawable, key: jax.Array, batch_size: int) -> tuple[jax.Array, jax.Array]:
+    def draw(
+        self, state: PrioritizedState, drawable: Drawable, key: jax.Array, batch_size: int
+    ) -> tuple[PrioritizedState, jax.Array, jax.Array]:
         streams = drawable.streams
         tree = self._tree(streams)
         high, low = bits.draw(key, batch_size)
@@ -116,11 +124,11 @@ class Prioritized:
             target = (ring.places(batch_size).astype(jnp.float32) + target) / batch_size
         leaf, mass = tree.find(state.tree, target, low)
         time, env = ring.split(leaf, streams.num_envs)
-        return streams.row(env, time), _normalized(mass, tree.total(state.tree))
+        return state, streams.row(env, time), _normalized(mass, tree.total(state.tree))
 
     def probability(self, state: PrioritizedState, drawable: Drawable, row: jax.Array) -> jax.Array:
         tree = self._tree(drawable.streams)
-        return _normalized(tree.get(state.tree, _leaf(drawable.streams, row)), tree.total(state.tree))
+        return _normalized(tree.get(state.tree, leaf_of(drawable.streams, row)), tree.total(state.tree))
 
     def min_probability(self, streams: Streams, state: PrioritizedState) -> jax.Array:
         """The smallest probability of a drawable row of positive priority: float32[]; 1 where there is none."""
@@ -137,46 +145,19 @@ class Prioritized:
         or negative: the row keeps its own. Of several priorities for one row the largest wins.
         """
         streams = drawable.streams
-        is_in_range = (index.row >= 0) & (index.row < streams.capacity)
-        row = jnp.where(is_in_range, index.row, 0)
-        is_live = is_in_range & (streams.index(drawable.state, row).lap == index.lap) & drawable.contains(row)
-        is_good = _is_good(priority)
-        accepted = is_live & is_good
-        leaf = jnp.where(accepted, _leaf(streams, row), streams.capacity)
-        mass = self._mass(streams, jnp.where(accepted, priority, 0))
-        return state.replace(
-            tree=self._tree(streams).set(state.tree, leaf, mass),
-            largest=jnp.maximum(state.largest, jnp.max(jnp.where(accepted, priority, 0), initial=0)),
-            ignored_rows=_count(state.ignored_rows, ~is_live),
-            ignored_priorities=_count(state.ignored_priorities, is_live & ~is_good),
-        )
+        state, leaf, priority = accept(state, drawable, index, priority)
+        return state.replace(tree=self._tree(streams).set(state.tree, leaf, self._mass(streams, priority)))
 
     def _tree(self, streams: Streams) -> SumTree:
         return SumTree(capacity=streams.capacity, fan_out=self.fan_out, has_minimum=self.keep_minimum)
 
     def _mass(self, streams: Streams, priority: jax.Array) -> jax.Array:
         """priority ** exponent, such that a positive one stays positive and the sum over all rows stays finite: float32[...]."""
-        # By its bits, as an integer: a comparison of floats takes a subnormal number for 0 where the processor flushes these.
-        is_positive = jax.lax.bitcast_convert_type(priority, jnp.int32) > 0
-        mass = jnp.clip(jnp.maximum(priority, _SMALLEST) ** self.exponent, _SMALLEST, _LARGEST_TOTAL / streams.capacity)
-        return jnp.where(is_positive, mass, 0)
-
-
-def _is_good(priority: jax.Array) -> jax.Array:
-    return jnp.isfinite(priority) & (priority >= 0)
-
-
-def _leaf(streams: Streams, row: jax.Array) -> jax.Array:
-    """Leaves lie by time, then env: what all envs write together is one range of the tree. A row past the end stays there."""
-    env, position = ring.split(row, streams.length)
-    return jnp.where(row < streams.capacity, position * streams.num_envs + env, streams.capacity)
+        mass = jnp.clip(jnp.maximum(priority, SMALLEST) ** self.exponent, SMALLEST, _LARGEST_TOTAL / streams.capacity)
+        return jnp.where(is_positive(priority), mass, 0)
 
 
 def _normalized(mass: jax.Array, total: jax.Array) -> jax.Array:
     """The probability of a mass; that of a positive one is positive: float32[...]."""
-    probability = jnp.maximum(mass / jnp.where(total > 0, total, 1), _SMALLEST)
+    probability = jnp.maximum(mass / jnp.where(total > 0, total, 1), SMALLEST)
     return jnp.where((total > 0) & (mass > 0), probability, 0)
-
-
-def _count(counter: jax.Array, what: jax.Array) -> jax.Array:
-    return counter + jnp.minimum(what.sum(dtype=jnp.uint32), _MAX_COUNT - counter)

@@ -7,6 +7,7 @@ import jax
 from jaxreplay.drawable import Change, Drawable
 from jaxreplay.streams import Streams
 from jaxreplay.types import Index
+from jaxreplay.window import Window
 
 
 class Sampler(Protocol):
@@ -17,7 +18,16 @@ class Sampler(Protocol):
         """Whether `add` takes a priority and `update_priorities` exists."""
         ...
 
-    def init(self, streams: Streams, lookahead: int) -> Any:
+    @property
+    def consumes(self) -> bool:
+        """Whether drawing changes its state, so that a buffer has `take` and not `sample`."""
+        ...
+
+    def window(self, window: Window) -> Window:
+        """What must be known around a row: the view's window, or more. A ValueError for a window that it cannot serve."""
+        ...
+
+    def init(self, streams: Streams, window: Window) -> Any:
         """The state for an empty buffer."""
         ...
 
@@ -25,17 +35,30 @@ class Sampler(Protocol):
         """The state for a buffer whose rows are all forgotten."""
         ...
 
-    def observe(self, streams: Streams, state: Any, change: Change, priority: jax.Array | None) -> Any:
-        """The state after a write. `priority`: float32[K, E] for the rows written, or None; only given to samplers that have priorities."""
+    def observe(self, streams: Streams, state: Any, change: Change | None, priority: jax.Array | None) -> Any:
+        """The state after a write.
+
+        Args:
+          change: None where the window is not bounded.
+          priority: float32[K, E] for the rows written, or None; only given to samplers that have priorities.
+        """
+        ...
+
+    def size(self, state: Any, drawable: Drawable) -> jax.Array:
+        """Rows that can be drawn now: int32[]."""
         ...
 
     def can_draw(self, state: Any) -> jax.Array:
-        """Whether there is mass to draw from, where there are drawable rows: bool[]."""
+        """Whether there is mass to draw from, where there are rows that can be drawn: bool[]."""
         ...
 
-    def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> tuple[jax.Array, jax.Array]:
-        """Rows in `[0, capacity)`, int32[B], and the probability that one draw has for each, float32[B], which is 0 where there was
-        nothing to draw."""
+    def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> tuple[Any, jax.Array, jax.Array]:
+        """Draw a batch.
+
+        Returns:
+          The state, unchanged unless the sampler consumes. Rows in `[0, capacity)`, int32[B]. The probability that one draw has for
+          each, float32[B], which is 0 where there was nothing to draw.
+        """
         ...
 
     def probability(self, state: Any, drawable: Drawable, row: jax.Array) -> jax.Array:
@@ -52,4 +75,20 @@ class PrioritySampler(Sampler, Protocol):
 
     def min_probability(self, streams: Streams, state: Any) -> jax.Array:
         """The smallest probability of a drawable row of positive priority: float32[]."""
+        ...
+
+
+class RankedSampler(PrioritySampler, Protocol):
+    """A sampler by ranks, as of the last time that they were taken."""
+
+    def rerank(self, state: Any, drawable: Drawable) -> Any:
+        """The state with new ranks: O(n log n)."""
+        ...
+
+
+class ConsumingSampler(Sampler, Protocol):
+    """A sampler that `consumes`."""
+
+    def can_add(self, state: Any, drawable: Drawable, num_rows: int) -> jax.Array:
+        """Whether as many more rows of each stream overwrite nothing that is still to be taken: bool[]."""
         ...

@@ -6,11 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxreplay import bits, ring
+from jaxreplay import bits
 from jaxreplay.drawable import Change, Drawable
+from jaxreplay.draws import split_by, written_row
 from jaxreplay.streams import Streams
+from jaxreplay.window import Window
 
 _MAX_REDRAWS = 16
+_MOST_TRIES = 4  # where fewer than one row in so many is an anchor, rows are selected by rank at once
 
 
 @jax.tree_util.register_static
@@ -28,34 +31,48 @@ class Uniform:
     def has_priorities(self) -> bool:
         return False
 
-    def init(self, streams: Streams, lookahead: int) -> Any:
-        del streams, lookahead
+    @property
+    def consumes(self) -> bool:
+        return False
+
+    def window(self, window: Window) -> Window:
+        return window
+
+    def init(self, streams: Streams, window: Window) -> Any:
+        del streams, window
         return ()
 
     def clear(self, state: Any) -> Any:
         return state
 
-    def observe(self, streams: Streams, state: Any, change: Change, priority: jax.Array | None) -> Any:
+    def observe(self, streams: Streams, state: Any, change: Change | None, priority: jax.Array | None) -> Any:
         del streams, change, priority
         return state
+
+    def size(self, state: Any, drawable: Drawable) -> jax.Array:
+        del state
+        return drawable.count().sum(dtype=jnp.int32)
 
     def can_draw(self, state: Any) -> jax.Array:
         del state
         return jnp.asarray(True)
 
-    def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> tuple[jax.Array, jax.Array]:
+    def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> tuple[Any, jax.Array, jax.Array]:
         high, low = bits.draw(key, batch_size)
         count = drawable.count()
         total = count.sum(dtype=jnp.int32)
+        probability = jnp.broadcast_to(_probability(total), (batch_size,))
+        if drawable.window.stride > _MOST_TRIES:
+            return state, drawable.select(*split_by(count, bits.below(high, low, total))), probability
 
         def redraw(carry):
             tries, row, is_drawn = carry
-            other = _written_row(drawable, *bits.remix(high, low, tries))
+            other = written_row(drawable.streams, drawable.state, *bits.remix(high, low, tries))
             return tries + 1, jnp.where(is_drawn, row, other), is_drawn | drawable.contains(other)
 
         def select(carry):
             tries, row, is_drawn = carry
-            env, nth = _split_by(count, bits.below(*bits.remix(high, low, tries), total))
+            env, nth = split_by(count, bits.below(*bits.remix(high, low, tries), total))
             return tries + 1, jnp.where(is_drawn, row, drawable.select(env, nth)), jnp.ones_like(is_drawn)
 
         def is_short(carry):
@@ -65,34 +82,15 @@ class Uniform:
             carry = jax.lax.while_loop(lambda carry: is_short(carry) & (carry[0] < _MAX_REDRAWS), redraw, carry)
             return jax.lax.while_loop(is_short, select, carry)
 
-        row = _written_row(drawable, high, low)
+        row = written_row(drawable.streams, drawable.state, high, low)
         carry = redraw((jnp.uint32(0), row, drawable.contains(row)))  # twice at once: few batches go on to the loop
         # Loops rather than a cond, which would run both branches under vmap. This one and that of `select` run at most once.
         _, row, _ = jax.lax.while_loop(is_short, complete, carry)
-        return row, jnp.broadcast_to(self._probability(total), row.shape)
+        return state, row, probability
 
     def probability(self, state: Any, drawable: Drawable, row: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(self._probability(drawable.count().sum(dtype=jnp.int32)), row.shape)
-
-    def _probability(self, total: jax.Array) -> jax.Array:
-        return jnp.where(total > 0, 1 / jnp.maximum(total, 1).astype(jnp.float32), 0)
+        return jnp.broadcast_to(_probability(drawable.count().sum(dtype=jnp.int32)), row.shape)
 
 
-def _written_row(drawable: Drawable, high: jax.Array, low: jax.Array) -> jax.Array:
-    """A row among all that are written, int32[B]; any row where there are none."""
-    streams, filled = drawable.streams, drawable.state.filled
-    if filled.ndim == 0:  # all streams hold the same number: no search for the stream
-        nth = bits.below(high, low, filled * streams.num_envs)
-        age, env = ring.split(nth, streams.num_envs)
-    else:
-        env, age = _split_by(filled, bits.below(high, low, filled.sum(dtype=jnp.int32)))
-    head = streams.of_stream(drawable.state.head, env)
-    return streams.row(env, ring.wrap(head - 1 - age, streams.length))
-
-
-def _split_by(count: jax.Array, nth: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The `nth` of all things, as a stream and a place in it, where stream e has `count[e]` of them: int32[B] each."""
-    ends = jnp.cumsum(count, dtype=jnp.int32)
-    env = jnp.searchsorted(ends, nth, side="right", method="scan_unrolled").astype(jnp.int32)
-    env = jnp.minimum(env, count.shape[0] - 1)
-    return env, nth - (ends[env] - count[env])
+def _probability(total: jax.Array) -> jax.Array:
+    return jnp.where(total > 0, 1 / jnp.maximum(total, 1).astype(jnp.float32), 0)

@@ -6,16 +6,18 @@ from typing import Any
 import jax
 
 from jaxreplay.views.anchor import Anchor
+from jaxreplay.views.view import View
+from jaxreplay.window import Window
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Item:
+class Item(View):
     """What was stored, as it was stored: drawable at once."""
 
     @property
-    def lookahead(self) -> int:
-        return 0
+    def window(self) -> Window:
+        return Window()
 
     @property
     def needs_steps(self) -> bool:

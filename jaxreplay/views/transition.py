@@ -10,11 +10,13 @@ from jaxreplay import ring
 from jaxreplay.checks import check_size, check_static
 from jaxreplay.types import Transition
 from jaxreplay.views.anchor import Anchor
+from jaxreplay.views.view import View
+from jaxreplay.window import Window
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TransitionView:
+class TransitionView(View):
     """The n steps from a row on, or fewer where its episode ends sooner.
 
     A window that is cut by a termination has discount 0; one that is cut by a truncation bootstraps from the final observation, at its
@@ -36,12 +38,8 @@ class TransitionView:
             raise ValueError(f"TransitionView: discount must be in [0, 1], got {self.discount}")
 
     @property
-    def lookahead(self) -> int:
-        return self.n_step
-
-    @property
-    def needs_steps(self) -> bool:
-        return True
+    def window(self) -> Window:
+        return Window(after=self.n_step)
 
     def read(self, anchor: Anchor) -> Transition:
         steps = ring.places(self.n_step)

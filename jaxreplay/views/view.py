@@ -1,23 +1,37 @@
 """What a view is: how far it looks, and what it makes of a row."""
 
-from typing import Any, Protocol
+from typing import Any
 
+from jaxreplay.streams import Streams
 from jaxreplay.views.anchor import Anchor
+from jaxreplay.window import Window
 
 
-class View(Protocol):
-    """A frozen, hashable configuration with one method, written for one row; the buffer maps it over a batch."""
+class View:
+    """A frozen, hashable configuration with `read`, written for one row; the buffer maps it over a batch.
+
+    What a view leaves out is as here.
+    """
 
     @property
-    def lookahead(self) -> int:
-        """Rows that it reads after its anchor: a row is drawable when these are known, or its episode ended before."""
-        ...
+    def window(self) -> Window:
+        """The rows that it reads around its anchor: a row is drawable when these are known. By default none."""
+        return Window()
 
     @property
     def needs_steps(self) -> bool:
         """Whether it reads the fields of a `Step`; otherwise any pytree may be stored."""
-        ...
+        return True
+
+    @property
+    def draws(self) -> bool:
+        """Whether it reads the anchor's random bits, so that `get` needs a key."""
+        return False
+
+    def check(self, where: str, streams: Streams, example: Any) -> None:
+        """A ValueError where it cannot read such steps. `example`: shapes and dtypes of one env's step."""
+        del where, streams, example
 
     def read(self, anchor: Anchor) -> Any:
         """The item of one row."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} is a view, and must have read(anchor)")

@@ -4,10 +4,15 @@ Each row has the ordinal of its episode in its stream, modulo the stream's lengt
 position of that episode's last row, written when it ends. A stream of `length` rows holds at most `length` episodes, so no two that
 are stored share an ordinal. An entry of the table is read only for an episode that has ended and whose last row is stored.
 
-Eight bytes a row, kept only where a view or the buffer's maker asks for them.
+A tail that opens an episode (the first step was truncated, and its final observation is not known) ends none: there was no transition.
+It is no row of any episode. Where that can happen, a second table has the position of each episode's first row; elsewhere that is the
+row after the last one of the episode before.
+
+Eight bytes a row, or twelve, kept only where a view, a sampler or the buffer's maker asks for them.
 """
 
 import dataclasses
+from typing import Any
 
 import flax.struct
 import jax
@@ -22,12 +27,17 @@ class EpisodeState(flax.struct.PyTreeNode):
     last: jax.Array  # int32[N], env * length + ordinal -> the position of that episode's last row
     current: jax.Array  # int32[E], in [0, length): the ordinal of the next row
     is_open: jax.Array  # bool[E]: the newest row's episode has not ended
+    first: jax.Array | None  # int32[N], as `last`, of its first row; None where episodes follow each other without a gap
 
 
-def init(streams: Streams) -> EpisodeState:
+def init(streams: Streams, steps: Any) -> EpisodeState:
+    """No episodes. `steps`: an example, or the stored steps."""
+    positions = jnp.zeros((streams.capacity,), jnp.int32)
+    assert streams.autoreset is not None
     return EpisodeState(
-        ordinal=jnp.zeros((streams.capacity,), jnp.int32),
-        last=jnp.zeros((streams.capacity,), jnp.int32),
+        ordinal=positions,
+        last=jnp.zeros_like(positions),
+        first=None if autoreset.termination_has_tail(streams.autoreset, has_final_obs(steps)) else jnp.zeros_like(positions),
         current=jnp.zeros((streams.num_envs,), jnp.int32),
         is_open=jnp.zeros((streams.num_envs,), bool),
     )
@@ -42,16 +52,23 @@ def observe(streams: Streams, before: StreamState, state: EpisodeState, written:
     """The table after a write. `before`: the streams before it."""
     assert streams.autoreset is not None
     assert written.flags is not None
+    is_first, is_tail = ((written.flags & bit) != 0 for bit in (autoreset.FIRST, autoreset.TAIL))
     closes = written.is_written & autoreset.closes_episode(written.flags, streams.autoreset, has_final_obs(before.steps))
+    closes &= ~(is_first & is_tail)
     ended_before = jnp.cumsum(closes, axis=0, dtype=jnp.int32) - closes
     ordinal = ring.wrap(state.current + ended_before, streams.length)
     env = ring.places(streams.num_envs)
-    entry = jnp.where(closes, streams.row(env, ordinal), streams.capacity)
     _, position = ring.split(written.row, streams.length)
     is_newest = written.is_written & (written.age == 0)
+
+    def note(table, where):
+        entry = jnp.where(where, streams.row(env, ordinal), streams.capacity)
+        return table.at[entry].set(position, mode="drop", unique_indices=True)
+
     return EpisodeState(
         ordinal=state.ordinal.at[written.row].set(ordinal, mode="drop", unique_indices=True),
-        last=state.last.at[entry].set(position, mode="drop", unique_indices=True),
+        last=note(state.last, closes),
+        first=None if state.first is None else note(state.first, written.is_written & is_first & ~is_tail),
         current=ring.wrap(state.current + closes.sum(axis=0, dtype=jnp.int32), streams.length),
         is_open=jnp.where(written.num_rows > 0, ~jnp.any(is_newest & closes, axis=0), state.is_open),
     )
@@ -74,12 +91,7 @@ class Episodes:
     def steps_from_start(self, row: jax.Array) -> jax.Array:
         """Rows from the first one of its episode to each row, or from the oldest one stored where the first is overwritten: int32[...]."""
         env, position, ordinal = self._locate(row)
-        oldest = self._oldest(env)
-        # Of the oldest episode alone the start may be gone; what is stored of it begins with the oldest row.
-        is_oldest = ordinal == self._ordinal(env, oldest)
-        previous = self._last(env, ring.wrap(ordinal - 1, self.streams.length))
-        start = jnp.where(is_oldest, oldest, ring.wrap(previous + 1, self.streams.length))
-        return ring.forward(start, position, self.streams.length)
+        return ring.forward(self._start(env, ordinal), position, self.streams.length)
 
     def kth_end(self, row: jax.Array, k: jax.Array | int) -> tuple[jax.Array, jax.Array]:
         """Rows from each row to the end of its k-th episode, counted from its own as 1, and whether that has ended.
@@ -88,21 +100,68 @@ class Episodes:
           int32[...], the rows ahead, up to the newest row where there are fewer ends; bool[...], whether there are k ends ahead.
         """
         env, position, ordinal = self._locate(row)
-        newest = self._newest(env)
-        ends = ring.forward(ordinal, self._ordinal(env, newest), self.streams.length) + ~self._of(self.table.is_open, env)
-        exists = (k >= 1) & (k <= ends)
+        exists = (k >= 1) & (k <= self.ends_ahead(row))
         target = ring.wrap(ordinal + jnp.where(exists, k - 1, 0), self.streams.length)
-        end = jnp.where(exists, self._last(env, target), newest)
+        end = jnp.where(exists, self._last(env, target), self._newest(env))
         return ring.forward(position, end, self.streams.length), exists
+
+    def ends_ahead(self, row: jax.Array) -> jax.Array:
+        """Episodes that have ended, from each row's own on: int32[...]."""
+        env, _, ordinal = self._locate(row)
+        is_open = self._of(self.table.is_open, env)
+        return ring.forward(ordinal, self._ordinal(env, self._newest(env)), self.streams.length) + ~is_open
 
     def is_complete(self, row: jax.Array) -> jax.Array:
         """Whether each row's episode has ended and is stored from its first row on: bool[...]."""
         env, _, ordinal = self._locate(row)
         oldest = self._oldest(env)
-        assert self.state.flags is not None
-        is_first = (self._of(self.state.flags, self.streams.row(env, oldest)) & autoreset.FIRST) != 0
-        is_whole = (ordinal != self._ordinal(env, oldest)) | is_first
+        is_whole = (ordinal != self._ordinal(env, oldest)) | self._has(env, oldest, autoreset.FIRST)
         return self.streams.is_written(self.state, row) & self._has_ended(env, ordinal) & is_whole
+
+    def unfinished(self) -> jax.Array:
+        """Stored rows of each stream's unfinished episode: int32[E], 0 where there is none."""
+        env = ring.places(self.streams.num_envs)
+        newest = self._newest(env)
+        # A tail that opens an episode is no row of it.
+        is_open = self.table.is_open & ~self._has(env, newest, autoreset.TAIL) & (self.state.filled > 0)
+        return jnp.where(is_open, self.steps_from_start(self.streams.row(env, newest)) + 1, 0)
+
+    def beheaded(self) -> jax.Array:
+        """Stored rows of each stream's oldest episode, where its first row is stored no more: int32[E], else 0."""
+        env = ring.places(self.streams.num_envs)
+        oldest = self._oldest(env)
+        is_whole = self._has(env, oldest, autoreset.FIRST) | (self.state.filled == 0)
+        return jnp.where(is_whole, 0, self.steps_to_end(self.streams.row(env, oldest)) + 1)
+
+    def range_of(self, env: jax.Array, nth: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The first and the last row of each stream's `nth` stored episode, from its oldest on, which is 0: int32[...] each."""
+        ordinal = ring.wrap(self._ordinal(env, self._oldest(env)) + nth, self.streams.length)
+        end = jnp.where(self._has_ended(env, ordinal), self._last(env, ordinal), self._newest(env))
+        return self.streams.row(env, self._start(env, ordinal)), self.streams.row(env, end)
+
+    def num_episodes(self) -> jax.Array:
+        """Episodes of which each stream holds a row, the unfinished and the beheaded ones too: int32[E]."""
+        env = ring.places(self.streams.num_envs)
+        oldest, newest = (self._ordinal(env, position) for position in (self._oldest(env), self._newest(env)))
+        # A tail that opens an episode is no row of it.
+        is_one = ~self.table.is_open | ~self._has(env, self._newest(env), autoreset.TAIL)
+        return jnp.where(self.state.filled > 0, ring.forward(oldest, newest, self.streams.length) + is_one, 0)
+
+    def _start(self, env: jax.Array, ordinal: jax.Array) -> jax.Array:
+        """The position of the first stored row of an episode."""
+        oldest = self._oldest(env)
+        # Of the oldest episode alone the start may be gone; what is stored of it begins with the oldest row.
+        is_oldest = ordinal == self._ordinal(env, oldest)
+        if self.table.first is None:
+            start = ring.wrap(self._last(env, ring.wrap(ordinal - 1, self.streams.length)) + 1, self.streams.length)
+        else:
+            start = self._of(self.table.first, self.streams.row(env, ordinal))
+            is_oldest &= ~self._has(env, oldest, autoreset.FIRST)
+        return jnp.where(is_oldest, oldest, start)
+
+    def _has(self, env: jax.Array, position: jax.Array, flag: int) -> jax.Array:
+        assert self.state.flags is not None
+        return (self._of(self.state.flags, self.streams.row(env, position)) & flag) != 0
 
     def _locate(self, row: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         env, position = ring.split(row, self.streams.length)

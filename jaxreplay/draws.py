@@ -1,0 +1,51 @@
+"""Draws from the laws that samplers and views share, by arithmetic on random bits."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxreplay import bits, ring
+from jaxreplay.streams import Streams, StreamState
+
+
+def written_row(streams: Streams, state: StreamState, high: jax.Array, low: jax.Array) -> jax.Array:
+    """A row among all that are written, uniformly: int32[...], the bits' shape; any row where there are none."""
+    if state.filled.ndim == 0:  # all streams hold the same number: no search for the stream
+        nth = bits.below(high, low, state.filled * streams.num_envs)
+        age, env = ring.split(nth, streams.num_envs)
+    else:
+        env, age = split_by(state.filled, bits.below(high, low, state.filled.sum(dtype=jnp.int32)))
+    return streams.row(env, ring.wrap(streams.of_stream(state.head, env) - 1 - age, streams.length))
+
+
+def split_by(count: jax.Array, nth: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The `nth` of all things, as a stream and a place in it, where stream e has `count[e]` of them: int32[...] each."""
+    ends = jnp.cumsum(count, dtype=jnp.int32)
+    env = jnp.searchsorted(ends, nth, side="right", method="scan_unrolled").astype(jnp.int32)
+    env = jnp.minimum(env, count.shape[0] - 1)
+    return env, nth - (ends[env] - count[env])
+
+
+def geometric(discount: float, bound: jax.Array, high: jax.Array, low: jax.Array, *, clip: bool = False) -> jax.Array:
+    """k in `1 .. bound`, int32[...]; 0 where `bound` is 0.
+
+    P(k) is in proportion to `discount ** (k - 1)`: the geometric law, truncated at the bound. With `clip` it is the untruncated one, and
+    what lies beyond the bound falls on it. By the inverse of the distribution function, with log1p and expm1, so that it holds in float32
+    for every discount; the last step is clipped, since a fraction next to 1 may round beyond.
+
+    Args:
+      discount: static, in [0, 1]: at 0 always 1, and at 1 uniform, or with `clip` always the bound.
+      bound: int32[...].
+      high, low: uint32[...], 64 random bits.
+    """
+    if discount == 1:
+        return bound if clip else jnp.where(bound > 0, bits.below(high, low, bound) + 1, 0)
+    if discount == 0:
+        return jnp.minimum(bound, 1)
+    log = math.log(discount)
+    mass = jnp.float32(1) if clip else -jnp.expm1(bound.astype(jnp.float32) * jnp.float32(log))
+    # The fraction by 48 bits, in two parts: those of the second fill in below the first's.
+    fraction = jnp.minimum(bits.fraction(high) + bits.fraction(low) * jnp.float32(2**-24), jnp.float32(1 - 2**-24))
+    steps = jnp.floor(jnp.log1p(-fraction * mass) / jnp.float32(log))
+    return jnp.clip(1 + jnp.minimum(steps, jnp.float32(2**30)).astype(jnp.int32), jnp.minimum(bound, 1), bound)

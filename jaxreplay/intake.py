@@ -1,0 +1,52 @@
+"""What `add` and `extend` take, checked against what the buffer stores."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxreplay import checks, leaves
+from jaxreplay.types import Step
+
+
+def step_of(where: str, step: Any, autoreset: str) -> Step:
+    """A step, from one or from a mapping, without what this form does not read."""
+    step = checks.as_step(where, step)
+    # With next_step the next row is the final observation: another copy is not read.
+    return step.replace(final_obs=None) if autoreset == "next_step" else step
+
+
+def check_block(where: str, steps: Any, stored: Any, axes: tuple[int, ...], what: str) -> None:
+    """A ValueError that names every leaf which is not as the stored ones, with `axes` in the place of their rows."""
+    expected = leaves.tree_map(lambda leaf: jax.ShapeDtypeStruct(axes + leaf.shape[1:], leaf.dtype), stored)
+    if isinstance(steps, Step):
+        flag = jax.ShapeDtypeStruct(axes, bool)
+        final_obs = None if stored.final_obs is None else expected.obs
+        expected = expected.replace(terminated=flag, truncated=flag, final_obs=final_obs)
+    checks.check_leaves(where, steps, expected, f"{where} takes {what}, here {list(axes)}, as the example given to init has them.")
+
+
+def check_mask(where: str, mask: Any, is_masked: bool, axes: tuple[int, ...]) -> None:
+    if not is_masked:
+        raise ValueError(f"{where}: a mask was given, but this buffer was made without masked=True")
+    checks.check_leaves(where, {"mask": mask}, {"mask": jax.ShapeDtypeStruct(axes, bool)}, "mask: True where an env took a step.")
+
+
+def as_priority(where: str, priority: Any, shape: tuple[int, ...]) -> jax.Array:
+    """float32[shape], from any real numbers."""
+    priority = jnp.asarray(priority)
+    if priority.shape != shape or not jnp.issubdtype(priority.dtype, jnp.number) or jnp.iscomplexobj(priority):
+        raise ValueError(
+            f"{where}: priority: got {priority.dtype.name}{list(priority.shape)}, expected float32{list(shape)}, one for each row"
+        )
+    return priority.astype(jnp.float32)
+
+
+def as_rows(where: str, index: Any, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """Row numbers of any integer dtype as int32[...] in `[0, capacity)`, and which were in it: bool[...]."""
+    row = jnp.asarray(index)
+    if not jnp.issubdtype(row.dtype, jnp.integer):
+        raise ValueError(f"{where}: index must be a jaxreplay.Index or integer rows, got {row.dtype.name}")
+    row = row if row.dtype.itemsize >= 4 else row.astype(jnp.int32)  # a narrow one cannot be compared with the capacity
+    is_valid = (row >= 0) & (row < capacity)
+    return jnp.where(is_valid, row, 0).astype(jnp.int32), is_valid

@@ -1,0 +1,125 @@
+"""Batches from several buffers, in fixed parts: offline and online data, or a buffer for each task."""
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jaxreplay import checks
+from jaxreplay.buffer import ReplayBuffer
+from jaxreplay.types import Index
+
+
+class MixedSample(flax.struct.PyTreeNode):
+    """A batch, member after member; the fields of a `Sample`, and whose item each is."""
+
+    items: Any  # pytree [B, ...]
+    index: Index  # of the item's own member
+    probability: jax.Array  # float32[B]: in its own member's law
+    is_valid: jax.Array  # bool[B]
+    source: jax.Array  # int32[B]: the number of the member, in the order in which they were given
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Several buffers, of which each gives a fixed number of a batch's items. States are a dict by name; add to each member as ever.
+
+    Source: symmetric sampling, as in Ball et al., "Efficient Online Reinforcement Learning with Offline Data" (2023), section 4.1.
+
+    Args:
+      members: (name, buffer, items of a batch) of each.
+    """
+
+    members: tuple[tuple[str, ReplayBuffer, int], ...]
+
+    def __post_init__(self):
+        if not self.members:
+            raise ValueError("Mixture: no member was given; write jaxreplay.mix(offline=(offline, 128), online=(online, 128))")
+        for name, replay, size in self.members:
+            if not isinstance(replay, ReplayBuffer):
+                raise ValueError(f"Mixture: {name} must be (buffer, items of a batch), got a {type(replay).__name__} for the buffer")
+            checks.check_size("Mixture", name, size)
+            if replay.sampler.consumes:
+                raise ValueError(f"Mixture: {name}: {type(replay.sampler).__name__} hands out each row once; take from that buffer itself")
+
+    def sample(self, states: dict[str, Any], key: jax.Array) -> MixedSample:
+        """Draw from every member. Where one cannot be sampled yet, its items alone are not valid.
+
+        Args:
+          states: name -> the member's state.
+          key: consumed.
+
+        Raises:
+          ValueError: the members' items differ in a leaf.
+        """
+        self._check(states)
+        keys = jax.random.split(key, len(self.members))
+        batches = [replay.sample(states[name], key, size) for (name, replay, size), key in zip(self.members, keys, strict=True)]
+        for (name, _, _), batch in zip(self.members, batches, strict=True):
+            one, first = (jax.tree.map(lambda leaf: leaf[0], b.items) for b in (batch, batches[0]))
+            checks.check_leaves(f"sample: {name}", one, first, f"All members' items must be alike; compare {self._names[0]}'s.")
+        joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *batches)
+        return MixedSample(joined.items, joined.index, joined.probability, joined.is_valid, self._source())
+
+    def update_priorities(self, states: dict[str, Any], batch: MixedSample, priority: jax.Array) -> dict[str, Any]:
+        """New priorities for a batch's rows, each in its own member; members without priorities stay as they are. Takes `states` over.
+
+        Args:
+          batch: what `sample` gave. priority: float[B], at least 0.
+        """
+        self._check(states)
+        states, start = dict(states), 0
+        for name, replay, size in self.members:
+            if replay.sampler.has_priorities:
+                index, own = jax.tree.map(lambda leaf, start=start, size=size: leaf[start : start + size], (batch.index, priority))
+                states[name] = replay.update_priorities(states[name], index, own)
+            start += size
+        return states
+
+    def sizes(self, states: dict[str, Any]) -> jax.Array:
+        """Drawable rows of each item's member, what `importance_weights` takes for the size: int32[B]."""
+        self._check(states)
+        return jnp.stack([replay.size(states[name]) for name, replay, _ in self.members])[self._source()]
+
+    def can_sample(self, states: dict[str, Any]) -> jax.Array:
+        """Whether every member can be sampled: bool[]."""
+        self._check(states)
+        return jnp.all(jnp.stack([replay.can_sample(states[name]) for name, replay, _ in self.members]))
+
+    @property
+    def _names(self) -> list[str]:
+        return [name for name, _, _ in self.members]
+
+    def _source(self) -> jax.Array:
+        return jnp.concatenate([jnp.full((size,), number, jnp.int32) for number, (_, _, size) in enumerate(self.members)])
+
+    def _check(self, states: dict[str, Any]) -> None:
+        if not isinstance(states, dict) or set(states) != set(self._names):
+            got = ", ".join(states) if isinstance(states, dict) else type(states).__name__
+            raise ValueError(f"Mixture: states must be a dict with the members' names, {', '.join(self._names)}; got {got}")
+
+
+def mix(**members: tuple[ReplayBuffer, int]) -> Mixture:
+    """Batches with a fixed number of items from each of several buffers.
+
+    Args:
+      members: name=(buffer, items of a batch).
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxreplay as jr
+      >>> offline, online = jr.items(capacity=100, batch_size=1), jr.items(capacity=10, batch_size=1)
+      >>> replay = jr.mix(offline=(offline, 2), online=(online, 1))
+      >>> states = {"offline": offline.init(jnp.zeros(())), "online": online.init(jnp.zeros(()))}
+      >>> states["offline"] = offline.add(states["offline"], jnp.ones(1))
+      >>> states["online"] = online.add(states["online"], jnp.full(1, 2.0))
+      >>> batch = replay.sample(states, jax.random.key(0))
+      >>> batch.items.tolist(), batch.source.tolist()
+      ([1.0, 1.0, 2.0], [0, 0, 1])
+    """
+    for name, member in members.items():
+        if not isinstance(member, tuple) or len(member) != 2:
+            raise ValueError(f"mix: {name} must be (buffer, items of a batch), got {member!r}")
+    return Mixture(members=tuple((name, replay, size) for name, (replay, size) in members.items()))

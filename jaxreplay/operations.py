@@ -1,0 +1,81 @@
+"""What a buffer does with its state once the arguments are checked: write, tell the sampler; draw, read the view."""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jaxreplay import bits, episode_table
+from jaxreplay.drawable import Drawable, change_of, cut_rows, still_pending
+from jaxreplay.streams import StreamState
+from jaxreplay.types import Index, Sample
+from jaxreplay.views import Anchor
+
+_FOR_THE_VIEW = 1  # the sampler draws its bits for purpose 0
+
+
+class ReplayState(flax.struct.PyTreeNode):
+    """Everything that a buffer holds; E streams. What returns a new one takes the old one over: donate it."""
+
+    streams: StreamState
+    pending: jax.Array | None  # int32[E]: newest rows of each stream whose window is not known yet; None if the episode table tells
+    cut: jax.Array | None  # int32[E]: oldest rows of each stream whose look-back is overwritten; None without a bounded look-back
+    sampler: Any
+    episodes: episode_table.EpisodeState | None  # None unless `keep_episodes`, or the view or the sampler looks episodes up
+
+
+def drawable(replay: Any, state: ReplayState) -> Drawable:
+    return Drawable.of(replay.streams, replay.window, state.streams, state.episodes, state.pending, state.cut)
+
+
+def write(replay: Any, state: ReplayState, steps: Any, mask: jax.Array | None, priority: jax.Array | None) -> ReplayState:
+    """Leaves `[T, E, ...]`, few enough that neither the rows that wait nor those that a new one looks back to are overwritten."""
+    streams, window = replay.streams, replay.window
+    before = drawable(replay, state)
+    if state.cut is not None:
+        # Always so, which XLA cannot know: the write then depends on the flags that the last one read, and copies none.
+        is_ready = jnp.broadcast_to(state.cut >= 0, (jax.tree.leaves(steps)[0].shape[0], streams.num_envs))
+        mask = is_ready if mask is None else mask & is_ready
+    written_streams, written = streams.write(state.streams, steps, mask)
+    pending = state.pending if window.after is None else still_pending(window, streams.length, before.pending, written)
+    if priority is not None and streams.rows_per_step(steps) == 2:  # a tail has none
+        priority = jnp.stack([priority, jnp.zeros_like(priority)], axis=1).reshape(-1, streams.num_envs)
+    table = state.episodes and episode_table.observe(streams, state.streams, state.episodes, written)
+    cut = cut_rows(window, streams, written_streams)
+    after = state.replace(streams=written_streams, pending=pending, cut=cut, episodes=table)
+    change = change_of(before, drawable(replay, after), written) if window.is_bounded else None
+    return after.replace(sampler=replay.sampler.observe(streams, state.sampler, change, priority))
+
+
+def draw(replay: Any, state: ReplayState, key: jax.Array, batch_size: int, can_sample: jax.Array) -> tuple[ReplayState, Sample]:
+    sampler, row, probability = replay.sampler.draw(state.sampler, drawable(replay, state), key, batch_size)
+    if replay.sampler.consumes:  # before `can_sample` nothing is handed out, so nothing is taken
+        sampler = jax.tree.map(lambda new, old: jnp.where(can_sample, new, old), sampler, state.sampler)
+    words = bits.draw(key, batch_size, _FOR_THE_VIEW) if replay.view.draws else None
+    batch = read(replay, state, replay.streams.index(state.streams, row), probability, can_sample & (probability > 0), words)
+    return state.replace(sampler=sampler), batch
+
+
+def get(replay: Any, state: ReplayState, row: jax.Array, is_valid: jax.Array, lap: jax.Array | None, key: jax.Array | None) -> Sample:
+    """Rows int32[...] in `[0, capacity)`, of which those that are not valid are none; `lap` as of their draw, where it is known."""
+    current, members = replay.streams.index(state.streams, row), drawable(replay, state)
+    is_valid &= members.contains(row) & (lap is None or current.lap == lap)
+    words = None
+    if replay.view.draws:
+        assert key is not None
+        words = jax.tree.map(lambda word: word.reshape(row.shape), bits.draw(key, row.size, _FOR_THE_VIEW))
+    return read(replay, state, current, replay.sampler.probability(state.sampler, members, row), is_valid, words)
+
+
+def read(replay: Any, state: ReplayState, index: Index, probability: jax.Array, is_valid: jax.Array, words: Any) -> Sample:
+    """The index of an item that is not valid has a lap that no row has: an update by it is ignored, also once the row is drawable."""
+
+    def item(row, words):
+        own = None if words is None else jnp.stack(words)
+        return replay.view.read(Anchor(replay.streams, state.streams, row, state.episodes, own))
+
+    for _ in index.row.shape:
+        item = jax.vmap(item)
+    lap = jnp.where(is_valid, index.lap, index.lap ^ jnp.uint32(2**31))
+    return Sample(item(index.row, words), Index(index.row, lap), jnp.where(is_valid, probability, 0), is_valid)

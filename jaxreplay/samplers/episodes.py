@@ -1,0 +1,109 @@
+"""Uniform over episodes, then over the steps of the one drawn: a step of a short episode is drawn as often as all of a long one's share."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxreplay import bits, ring
+from jaxreplay.drawable import Change, Drawable
+from jaxreplay.draws import split_by
+from jaxreplay.streams import Streams
+from jaxreplay.window import Window
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UniformEpisodes:
+    """An episode, every one alike, then one of its drawable rows, every one alike; with replacement. O(1), however long the episodes.
+
+    Args:
+      unfinished: whether episodes are drawn too that have not ended, or whose first rows are overwritten. Otherwise only complete ones.
+    """
+
+    unfinished: bool = False
+
+    @property
+    def has_priorities(self) -> bool:
+        return False
+
+    @property
+    def consumes(self) -> bool:
+        return False
+
+    def window(self, window: Window) -> Window:
+        is_run = window.before == 0 and window.after in (0, 1) if self.unfinished else not window.crosses
+        if window.stride != 1 or not is_run:
+            raise ValueError(
+                "UniformEpisodes: the drawable rows of an episode must be one run, which they are not for a view with a stride or across "
+                "episodes or, with unfinished=True, with a look-back or a look-ahead of more than a row; use the sampler Uniform"
+            )
+        return dataclasses.replace(window if self.unfinished else window.widened(before=None, after=None), looks_up=True)
+
+    def init(self, streams: Streams, window: Window) -> Any:
+        del streams, window
+        return ()
+
+    def clear(self, state: Any) -> Any:
+        return state
+
+    def observe(self, streams: Streams, state: Any, change: Change | None, priority: jax.Array | None) -> Any:
+        del streams, change, priority
+        return state
+
+    def size(self, state: Any, drawable: Drawable) -> jax.Array:
+        del state
+        return drawable.count().sum(dtype=jnp.int32)
+
+    def can_draw(self, state: Any) -> jax.Array:
+        del state
+        return jnp.asarray(True)
+
+    def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> tuple[Any, jax.Array, jax.Array]:
+        high, low = bits.draw(key, batch_size)
+        skipped, count = self._stored(drawable)
+        total = count.sum(dtype=jnp.int32)
+        env, nth = split_by(count, bits.below(high, low, total))
+        first, _ = drawable.episodes.range_of(env, nth + skipped[env])
+        size = self._size_of(drawable, first)
+        nth_row = bits.below(*bits.remix(high, low, jnp.uint32(0)), size)
+        return state, drawable.streams.ahead(first, nth_row), _probability(total, size)
+
+    def probability(self, state: Any, drawable: Drawable, row: jax.Array) -> jax.Array:
+        del state
+        _, count = self._stored(drawable)
+        return _probability(count.sum(dtype=jnp.int32), self._size_of(drawable, row))
+
+    def _stored(self, drawable: Drawable) -> tuple[jax.Array, jax.Array]:
+        """Episodes of each stream, from its oldest on, that come before the first one to draw from, and those to draw from: int32[E] each.
+
+        Only the oldest and the newest one may have no drawable row.
+        """
+        env = ring.places(drawable.streams.num_envs)
+        count = drawable.episodes.num_episodes()
+
+        def is_empty(nth):
+            first, _ = drawable.episodes.range_of(env, jnp.maximum(nth, 0))
+            return (self._size_of(drawable, first) == 0).astype(jnp.int32)
+
+        skipped = is_empty(jnp.zeros_like(count))
+        return skipped, jnp.maximum(count - skipped - is_empty(count - 1), 0)
+
+    def _size_of(self, drawable: Drawable, row: jax.Array) -> jax.Array:
+        """Drawable rows of each row's episode, a run from its first row on: int32[...]."""
+        streams, state, episodes = drawable.streams, drawable.state, drawable.episodes
+        env, _ = ring.split(row, streams.length)
+        before, after = episodes.steps_from_start(row), episodes.steps_to_end(row)
+        # A tail may be the last row, and the newest rows may be pending; what is cut are whole episodes.
+        size = before + after + drawable.is_anchor(streams.ahead(row, after))
+        age = streams.age(state, streams.ahead(row, -before))
+        size = jnp.minimum(size, age + 1 - streams.of_stream(drawable.pending, env))
+        is_cut = age >= streams.of_stream(state.filled, env) - streams.of_stream(drawable.cut, env)
+        return jnp.where(is_cut, 0, jnp.maximum(size, 0))
+
+
+def _probability(total: jax.Array, size: jax.Array) -> jax.Array:
+    """Of one row of an episode that has `size` rows to draw from, where there are `total` episodes: float32[...]."""
+    product = jnp.maximum(total, 1).astype(jnp.float32) * jnp.maximum(size, 1).astype(jnp.float32)
+    return jnp.where((total > 0) & (size > 0), 1 / product, 0)

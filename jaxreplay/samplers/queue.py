@@ -1,0 +1,130 @@
+"""First in, first out: each row is handed out once, in the order of time, as on-policy learners want their data."""
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxreplay import ring
+from jaxreplay.drawable import Change, Drawable
+from jaxreplay.draws import split_by
+from jaxreplay.samplers.order import first_rank, look_back, next_rank, rank_of
+from jaxreplay.streams import Streams
+from jaxreplay.window import Window
+
+_MAX_COUNT = np.uint32(2**32 - 1)
+
+
+class QueueState(flax.struct.PyTreeNode):
+    next: jax.Array  # uint32[E], modulo 2^32: the rank of the next row to hand out, or of one before it that is lost
+    lost: jax.Array  # uint32[]: rows overwritten, or their look-back, before they were taken, up to the last take; stays at its maximum
+    is_cleared: jax.Array  # bool[]: since the last take, so that what is gone since then was not lost
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Queue:
+    """Every drawable row once, the oldest first. Streams take turns.
+
+    A batch of B is the B rows that come first by their place in their stream's queue, then by env; within the batch they lie by env,
+    then by time. What the queue cannot fill is not valid, with probability 0; a row that is handed out has probability 1.
+
+    A row that is overwritten before it was taken is lost, and counted in the state by the next take (but for one after a `clear`, which
+    cannot tell what was lost from what was cleared). `can_add` says beforehand whether an add would lose any. Taken or lost, fewer than
+    2^32 rows of a stream may go by between two takes.
+    """
+
+    @property
+    def has_priorities(self) -> bool:
+        return False
+
+    @property
+    def consumes(self) -> bool:
+        return True
+
+    def window(self, window: Window) -> Window:
+        return window
+
+    def init(self, streams: Streams, window: Window) -> QueueState:
+        del window
+        return QueueState(next=jnp.zeros((streams.num_envs,), jnp.uint32), lost=jnp.uint32(0), is_cleared=jnp.asarray(False))
+
+    def clear(self, state: QueueState) -> QueueState:
+        """The ranks go on: the rows that are forgotten lie before the first drawable one from now on."""
+        return state.replace(is_cleared=jnp.ones_like(state.is_cleared))
+
+    def observe(self, streams: Streams, state: QueueState, change: Change | None, priority: jax.Array | None) -> QueueState:
+        del streams, change, priority
+        return state
+
+    def size(self, state: QueueState, drawable: Drawable) -> jax.Array:
+        """Rows left to take."""
+        return _left(state, drawable)[0].sum(dtype=jnp.int32)
+
+    def can_draw(self, state: QueueState) -> jax.Array:
+        del state
+        return jnp.asarray(True)
+
+    def draw(self, state: QueueState, drawable: Drawable, key: jax.Array, batch_size: int) -> tuple[QueueState, jax.Array, jax.Array]:
+        del key
+        left, lost = _left(state, drawable)
+        taken = _turns(left, batch_size, drawable.streams.length)
+        item = ring.places(batch_size)
+        is_taken = item < taken.sum(dtype=jnp.int32)
+        env, nth = split_by(taken, item)
+        count = drawable.count()
+        row = drawable.select(env, jnp.where(is_taken, (count - left)[env] + nth, 0))
+        num_lost = jnp.where(state.is_cleared, 0, lost.sum(dtype=jnp.uint32))
+        state = QueueState(
+            next=first_rank(drawable) + (count - left + taken).astype(jnp.uint32),
+            lost=state.lost + jnp.minimum(num_lost, _MAX_COUNT - state.lost),
+            is_cleared=jnp.zeros_like(state.is_cleared),
+        )
+        return state, row, is_taken.astype(jnp.float32)
+
+    def probability(self, state: QueueState, drawable: Drawable, row: jax.Array) -> jax.Array:
+        """1 for a row that is left to take, else 0."""
+        env, _ = ring.split(row, drawable.streams.length)
+        end = first_rank(drawable) + drawable.count().astype(jnp.uint32)
+        is_left = end[env] - rank_of(drawable, row) <= _left(state, drawable)[0].astype(jnp.uint32)[env]
+        return is_left.astype(jnp.float32)
+
+    def can_add(self, state: QueueState, drawable: Drawable, num_rows: int) -> jax.Array:
+        """Whether `num_rows` more rows of each stream overwrite neither a row that is still to be taken, now or once its window is known,
+        nor what the first of these looks back to: bool[]. Where none is waiting, the next row is one, with all that its view may read.
+
+        An episode that fills its stream blocks for ever, where the view waits for the episode's end.
+        """
+        streams, held = drawable.streams, drawable.state.filled
+        whole = next_rank(drawable) - first_rank(drawable)  # anchors of each stream whose look-back is stored
+        waiting = jnp.minimum(next_rank(drawable) - state.next, whole)
+        row = drawable.select(ring.places(streams.num_envs), jnp.where(waiting > 0, whole - waiting, 0).astype(jnp.int32))
+        place = held - 1 - streams.age(drawable.state, row)  # from the stream's oldest row on
+        needed = jnp.where(waiting > 0, place - look_back(drawable, row), held - (drawable.window.before or 0))
+        return jnp.all(held + num_rows - streams.length <= needed)
+
+
+def _left(state: QueueState, drawable: Drawable) -> tuple[jax.Array, jax.Array]:
+    """Rows of each stream that are left to take, int32[E], and anchors that never can be since they are gone, uint32[E]."""
+    count = drawable.count().astype(jnp.uint32)
+    untaken = first_rank(drawable) + count - state.next  # the newest of these are stored
+    left = jnp.minimum(untaken, count)
+    return left.astype(jnp.int32), untaken - left
+
+
+def _turns(left: jax.Array, batch_size: int, length: int) -> jax.Array:
+    """How many rows each stream gives to a batch when they take turns, the first streams first: int32[E].
+
+    All give `level` rows, or what they have, and the first ones one more.
+    """
+    wanted = jnp.minimum(left.sum(dtype=jnp.int32), batch_size)
+    level = jnp.int32(0)  # the largest one that does not give too many: bit by bit
+    for bit in reversed(range(min(batch_size, length).bit_length())):
+        higher = level + (1 << bit)
+        level = jnp.where(jnp.minimum(left, higher).sum(dtype=jnp.int32) <= wanted, higher, level)
+    given = jnp.minimum(left, level)
+    has_more = left > level
+    rest = wanted - given.sum(dtype=jnp.int32)
+    return given + (has_more & (jnp.cumsum(has_more, dtype=jnp.int32) <= rest))

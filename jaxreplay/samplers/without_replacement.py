@@ -1,0 +1,138 @@
+"""Without replacement: passes over the drawable rows, each in a random order of its own, as in epochs of supervised learning."""
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jaxreplay import bits, ring
+from jaxreplay.drawable import Change, Drawable
+from jaxreplay.draws import split_by
+from jaxreplay.permutation import permute
+from jaxreplay.samplers.order import first_rank
+from jaxreplay.streams import Streams
+from jaxreplay.window import Window
+
+_MAX_ROUNDS = 8  # a batch of rows is examined in each
+
+
+class WithoutReplacementState(flax.struct.PyTreeNode):
+    """A pass over the rows that were drawable when it began, in the order of a permutation."""
+
+    key: jax.Array  # uint32[2]: of the permutation
+    position: jax.Array  # int32[], in [0, rows of the pass]: the next one to examine
+    first: jax.Array  # uint32[E], modulo 2^32: the rank of each stream's first row of the pass
+    num_rows: jax.Array  # int32[E]: rows of each stream in the pass; ranks follow each other
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WithoutReplacement:
+    """Every drawable row at most once a pass, in an order that each pass draws anew. The order is computed, not stored.
+
+    A pass is over the rows that are drawable when it begins. Rows that are added meanwhile wait for the next one; rows that are overwritten
+    meanwhile, or their look-back, are skipped. A new pass begins when the last one is used up, or when no more than an eighth of its rows
+    are still drawable, so that the search for them stays short: none of these waits longer for it than for the next pass. (In the second
+    case a row that was just handed out may come again soon.)
+
+    A batch is of one pass, so that the last one of a pass may be short; so may one with many rows to skip, which are looked for among 8
+    batches of rows. What falls short is not valid. While there is a drawable row, a batch has at least one.
+
+    The probability is that of uniform draws, which the batches are when seen one at a time.
+    """
+
+    @property
+    def has_priorities(self) -> bool:
+        return False
+
+    @property
+    def consumes(self) -> bool:
+        return True
+
+    def window(self, window: Window) -> Window:
+        return window
+
+    def init(self, streams: Streams, window: Window) -> WithoutReplacementState:
+        """A pass that is used up."""
+        del window
+        rows = jnp.zeros((streams.num_envs,), jnp.int32)
+        return WithoutReplacementState(jnp.zeros((2,), jnp.uint32), jnp.int32(0), rows.astype(jnp.uint32), rows)
+
+    def clear(self, state: WithoutReplacementState) -> WithoutReplacementState:
+        return state.replace(position=jnp.zeros_like(state.position), num_rows=jnp.zeros_like(state.num_rows))
+
+    def observe(
+        self, streams: Streams, state: WithoutReplacementState, change: Change | None, priority: jax.Array | None
+    ) -> WithoutReplacementState:
+        del streams, change, priority
+        return state
+
+    def size(self, state: WithoutReplacementState, drawable: Drawable) -> jax.Array:
+        """Drawable rows, which is what a new pass would hold: those left in the present one are not counted."""
+        del state
+        return drawable.count().sum(dtype=jnp.int32)
+
+    def can_draw(self, state: WithoutReplacementState) -> jax.Array:
+        del state
+        return jnp.asarray(True)
+
+    def draw(
+        self, state: WithoutReplacementState, drawable: Drawable, key: jax.Array, batch_size: int
+    ) -> tuple[WithoutReplacementState, jax.Array, jax.Array]:
+        count = drawable.count()
+        total = count.sum(dtype=jnp.int32)
+        fresh = WithoutReplacementState(jnp.concatenate(bits.draw(key, 1)), jnp.int32(0), first_rank(drawable), count)
+
+        def goes_on(carry):
+            rounds, state, taken, _ = carry
+            may = (taken == 0) | (rounds < _MAX_ROUNDS) & (state.position < state.num_rows.sum(dtype=jnp.int32))
+            return (total > 0) & (taken < batch_size) & may
+
+        def examine(carry):
+            rounds, state, taken, rows = carry
+            is_over = _is_over(state, fresh)
+            state = jax.tree.map(lambda new, old: jnp.where(is_over, new, old), fresh, state)
+            env, nth, is_left = _candidates(state, fresh, batch_size)
+            place = taken + jnp.cumsum(is_left, dtype=jnp.int32) - is_left
+            fits = place < batch_size  # what comes after the last one that fits is for the next batch
+            put = jnp.where(is_left & fits, place, batch_size)
+            rows = jax.tree.map(lambda kept, new: kept.at[put].set(new, mode="drop", unique_indices=True), rows, (env, nth))
+            position = jnp.minimum(state.position + fits.sum(dtype=jnp.int32), state.num_rows.sum(dtype=jnp.int32))
+            return rounds + 1, state.replace(position=position), taken + (is_left & fits).sum(dtype=jnp.int32), rows
+
+        none = jnp.zeros((batch_size,), jnp.int32)
+        _, state, taken, rows = jax.lax.while_loop(goes_on, examine, (jnp.int32(0), state, jnp.int32(0), (none, none)))
+        is_taken = ring.places(batch_size) < taken
+        return state, drawable.select(*rows), jnp.where(is_taken, _probability(total), 0)
+
+    def probability(self, state: WithoutReplacementState, drawable: Drawable, row: jax.Array) -> jax.Array:
+        del state
+        return jnp.broadcast_to(_probability(drawable.count().sum(dtype=jnp.int32)), row.shape)
+
+    def can_add(self, state: WithoutReplacementState, drawable: Drawable, num_rows: int) -> jax.Array:
+        """Always: a pass has no claim on its rows, it skips what is overwritten."""
+        del state, drawable, num_rows
+        return jnp.asarray(True)
+
+
+def _is_over(state: WithoutReplacementState, fresh: WithoutReplacementState) -> jax.Array:
+    """Whether a pass is used up, or has lost seven eighths of its rows; `fresh` is one that would begin now: bool[]."""
+    num_rows = state.num_rows.sum(dtype=jnp.int32)
+    gone = jnp.clip(ring.difference(fresh.first, state.first), 0, state.num_rows)
+    return (state.position >= num_rows) | (num_rows - gone.sum(dtype=jnp.int32) <= num_rows >> 3)
+
+
+def _candidates(state: WithoutReplacementState, fresh: WithoutReplacementState, batch_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The next rows of a pass: int32[B] stream and place among its drawable rows now; bool[B], whether there is one, still drawable."""
+    position = state.position + ring.places(batch_size)
+    num_rows = state.num_rows.sum(dtype=jnp.int32)
+    is_one = position < num_rows
+    env, nth = split_by(state.num_rows, permute(state.key, jnp.where(is_one, position, 0), num_rows))
+    now = nth - ring.difference(fresh.first, state.first)[env]
+    is_left = is_one & (now >= 0) & (now < fresh.num_rows[env])
+    return env, jnp.where(is_left, now, 0), is_left
+
+
+def _probability(total: jax.Array) -> jax.Array:
+    return jnp.where(total > 0, 1 / jnp.maximum(total, 1).astype(jnp.float32), 0)

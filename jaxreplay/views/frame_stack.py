@@ -1,0 +1,105 @@
+"""Stacks of the newest frames, rebuilt from frames that are stored once."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxreplay import ring
+from jaxreplay.checks import check_size, check_static
+from jaxreplay.streams import Streams
+from jaxreplay.views.anchor import Anchor, Changed
+from jaxreplay.views.view import View
+from jaxreplay.window import Window
+
+PADS = ("zero", "repeat")
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FrameStack(View):
+    """Another view, where every observation is the stack of the newest frames up to it, the oldest first.
+
+    A stack never reaches over its episode's start, nor over frames that are overwritten: such a row is not drawn.
+    Source: Mnih et al., "Human-level control through deep reinforcement learning" (2015), methods, "Preprocessing".
+
+    Args:
+      num_frames: k, at least 1.
+      of: the view that reads the stacks, such as a `TransitionView`.
+      pad: frames before the episode's start: "zero", or "repeat" for its first frame.
+      leaf: the name of the one leaf of the observation to stack, such as "image", or "camera.left" for one further down; None: all.
+      axis: where the axis of k frames comes in a leaf's own shape: 0 before the frame's axes, -1 after them.
+    """
+
+    num_frames: int
+    of: View
+    pad: str = "zero"
+    leaf: str | None = None
+    axis: int = 0
+
+    def __post_init__(self):
+        check_static(self)
+        check_size("FrameStack", "num_frames", self.num_frames)
+        if self.pad not in PADS:
+            raise ValueError(f"FrameStack: pad must be one of {PADS}, got {self.pad!r}")
+        if not self.of.needs_steps:
+            raise ValueError(f"FrameStack: {type(self.of).__name__} reads no observations; give a view of steps")
+
+    @property
+    def window(self) -> Window:
+        window = self.of.window
+        before = None if window.before is None else window.before + self.num_frames - 1
+        return dataclasses.replace(window, before=before)
+
+    @property
+    def draws(self) -> bool:
+        return self.of.draws
+
+    def check(self, where: str, streams: Streams, example: Any) -> None:
+        names = dict(_by_name(example.obs))
+        if self.leaf is not None and self.leaf not in names:
+            raise ValueError(f"{where}: FrameStack: obs has no leaf {self.leaf!r}; it has {', '.join(names)}")
+        for name, leaf in names.items():
+            if self.leaf in (None, name) and not -len(leaf.shape) - 1 <= self.axis <= len(leaf.shape):
+                raise ValueError(f"{where}: FrameStack: axis={self.axis} is not in the stacks of obs.{name}, whose frames are {leaf.shape}")
+        self.of.check(where, streams, example)
+
+    def read(self, anchor: Anchor) -> Any:
+        return self.of.read(_Stacks.around(anchor, view=self))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stacks(Changed):
+    view: FrameStack | None = None
+
+    def obs(self, offset: Any) -> Any:
+        view, inner = self.view, self._inner
+        assert view is not None
+        offset = jnp.asarray(offset, jnp.int32)
+        back = ring.places(view.num_frames)
+        # How far back the episode goes, up to k - 1 frames: [...].
+        goes_on = ~inner.is_first(offset[..., None] - back[:-1])
+        depth = jnp.cumprod(goes_on, axis=-1, dtype=jnp.int32).sum(axis=-1, dtype=jnp.int32)[..., None]
+        wanted = back[::-1]
+        stacked, plain = inner.obs(offset[..., None] - jnp.minimum(wanted, depth)), inner.obs(offset)
+        if view.pad == "zero":
+            stacked = jax.tree.map(lambda x: jnp.where(_against(wanted <= depth, x), x, jnp.zeros_like(x)), stacked)
+        chosen = [
+            _moved(stack, offset.ndim, view.axis) if view.leaf in (None, name) else frame
+            for (name, stack), (_, frame) in zip(_by_name(stacked), _by_name(plain), strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(plain), chosen)
+
+
+def _by_name(obs: Any) -> list[tuple[str, Any]]:
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(obs)]
+
+
+def _against(mask: jax.Array, leaf: jax.Array) -> jax.Array:
+    return mask.reshape(mask.shape + (1,) * (leaf.ndim - mask.ndim))
+
+
+def _moved(stack: jax.Array, start: int, axis: int) -> jax.Array:
+    """The axis of frames from `start`, before the frame's own axes, to its place among them."""
+    return jnp.moveaxis(stack, start, axis if axis < 0 else start + axis)

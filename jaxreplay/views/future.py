@@ -1,0 +1,87 @@
+"""Pairs of an observation and a later one of its episode, at a geometric horizon."""
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jaxreplay import draws
+from jaxreplay.checks import check_size, check_static
+from jaxreplay.views.anchor import Anchor
+from jaxreplay.views.view import View
+from jaxreplay.window import Window
+
+TAILS = ("truncate", "clip")
+
+
+class Pair(flax.struct.PyTreeNode):
+    """An observation and a later one, leaves `[B, ...]`."""
+
+    obs: Any  # pytree
+    action: Any  # pytree: taken there
+    future_obs: Any  # pytree as obs: the observation `num_steps` rows later, an episode's final one included
+    num_steps: jax.Array  # int32[B], at least 1; 0, with the same observation, where none is known (see `FutureView`)
+    extras: Any  # pytree: the anchor step's own
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FutureView(View):
+    """A step and the observation k rows later, P(k) in proportion to `discount ** (k - 1)` for k = 1 .. n.
+
+    n is the number of rows to the end of the episode, its final observation included. Where a terminated row has no final observation
+    (`autoreset="same_step"` without `final_obs`), nothing is later than it, and k is 0.
+
+    Source: the truncated law is that of Gomez et al., "Proper Laplacian Representation Learning" (2024); the clipped one that of Park et
+    al., "OGBench: Benchmarking Offline Goal-Conditioned RL" (2025).
+
+    Args:
+      discount: in [0, 1]: at 0 always the next observation, at 1 any later one alike.
+      tail: what becomes of horizons beyond n: "truncate" leaves them out, so that P(k) = g^(k-1) (1-g) / (1-g^n); "clip" gives them n.
+      max_terminals: None: n is bounded by the episode's end, which must be known. m: by the m-th end strictly ahead or, where there are
+        fewer, by the last of them, or by the newest row where there is none. Horizons then reach into later episodes of the stream, and an
+        unfinished episode may be drawn.
+    """
+
+    discount: float = 0.99
+    tail: str = "truncate"
+    max_terminals: int | None = None
+
+    def __post_init__(self):
+        check_static(self)
+        if not 0 <= self.discount <= 1:
+            raise ValueError(f"FutureView: discount must be in [0, 1], got {self.discount}")
+        if self.tail not in TAILS:
+            raise ValueError(f"FutureView: tail must be one of {TAILS}, got {self.tail!r}")
+        if self.max_terminals is not None:
+            check_size("FutureView", "max_terminals", self.max_terminals)
+
+    @property
+    def window(self) -> Window:
+        return Window(after=None) if self.max_terminals is None else Window(after=1, crosses=True, looks_up=True)
+
+    @property
+    def draws(self) -> bool:
+        return True
+
+    def read(self, anchor: Anchor) -> Pair:
+        num_steps = draws.geometric(self.discount, self._bound(anchor), *anchor.words(0), clip=self.tail == "clip")
+        return Pair(
+            obs=anchor.obs(0),
+            action=anchor.action(0),
+            future_obs=anchor.obs(num_steps),
+            num_steps=num_steps,
+            extras=anchor.extras(0),
+        )
+
+    def _bound(self, anchor: Anchor) -> jax.Array:
+        """n: int32[]."""
+        to_end = anchor.episodes.steps_to_end(anchor.row)
+        if self.max_terminals is None:
+            return to_end
+        at_end = (to_end == 0).astype(jnp.int32)  # a row that is an end itself has it behind, not ahead
+        last = jnp.minimum(self.max_terminals + at_end, anchor.episodes.ends_ahead(anchor.row))
+        bound, _ = anchor.episodes.kth_end(anchor.row, jnp.where(last > at_end, last, 0))
+        return bound

@@ -1,0 +1,138 @@
+"""Hindsight experience replay: what was reached stands in for the goal."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxreplay import autoreset, bits
+from jaxreplay.checks import check_leaves, check_static
+from jaxreplay.streams import Streams, has_final_obs
+from jaxreplay.types import Step
+from jaxreplay.views.anchor import Anchor, Changed
+from jaxreplay.views.view import View
+from jaxreplay.window import Window
+
+STRATEGIES = ("future", "final", "episode", "random")
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hindsight(View):
+    """Another view, where a part of the items has another goal, with the rewards that it would have brought.
+
+    Observations are mappings as those of Gymnasium's goal envs. An item has one goal, drawn anew in each sample; it is put into all the
+    observations that `of` reads, and every reward that it reads is computed again.
+
+    Source: Andrychowicz et al., "Hindsight Experience Replay" (2017), sections 3.2 and 4.5. There relabelled copies are stored.
+
+    Args:
+      of: the view that reads them, such as a `TransitionView`.
+      reward_fn: pure; `reward_fn(achieved, goal, step)`, for one step: what was achieved by it, the goal, and the stored `Step`, with the
+        goal that it had.
+      terminated_fn: as `reward_fn`: whether the step terminates the episode, computed again for relabelled items. None: as stored.
+      strategy: where the goal was achieved: "future": by a later step of the episode, all alike; "final": by its last one; "episode": at
+        any of its rows; "random": at any row stored.
+      ratio: the fraction of items that are relabelled, in [0, 1]: k / (k + 1) in the paper's terms.
+      achieved, desired: the keys in the observation of what was achieved and of the goal.
+    """
+
+    of: View
+    reward_fn: Callable[[Any, Any, Step], Any]
+    terminated_fn: Callable[[Any, Any, Step], Any] | None = None
+    strategy: str = "future"
+    ratio: float = 0.8
+    achieved: str = "achieved_goal"
+    desired: str = "desired_goal"
+
+    def __post_init__(self):
+        check_static(self)
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"Hindsight: strategy must be one of {STRATEGIES}, got {self.strategy!r}")
+        if not 0 <= self.ratio <= 1:
+            raise ValueError(f"Hindsight: ratio must be in [0, 1], got {self.ratio}")
+        if not self.of.needs_steps or self.of.window.crosses:
+            raise ValueError(f"Hindsight: one goal belongs to one episode; give a view of steps within one, not {self.of}")
+
+    @property
+    def window(self) -> Window:
+        if self.strategy == "random":
+            return dataclasses.replace(self.of.window, needs_tail=True)
+        return self.of.window.widened(before=None if self.strategy == "episode" else 0, after=None)
+
+    @property
+    def draws(self) -> bool:
+        return True
+
+    def check(self, where: str, streams: Streams, example: Any) -> None:
+        if not isinstance(example.obs, Mapping) or not {self.achieved, self.desired} <= set(example.obs):
+            raise ValueError(
+                f"{where}: Hindsight needs observations that are mappings with the keys {self.achieved!r} and {self.desired!r}, got "
+                + (f"the keys {', '.join(map(str, example.obs))}" if isinstance(example.obs, Mapping) else type(example.obs).__name__)
+            )
+        hint = "Hindsight puts what was achieved in the goal's place: the same leaves."
+        check_leaves(where, {self.desired: example.obs[self.desired]}, {self.desired: example.obs[self.achieved]}, hint)
+        assert streams.autoreset is not None
+        if not autoreset.termination_has_tail(streams.autoreset, has_final_obs(example)):
+            raise ValueError(
+                f'{where}: Hindsight needs what the last step of an episode achieved, which autoreset="same_step" loses without final_obs; '
+                "give every step its final_obs"
+            )
+        self.of.check(where, streams, example)
+
+    def read(self, anchor: Anchor) -> Any:
+        high, _ = anchor.words(0)
+        is_relabelled = bits.fraction(high) < self.ratio
+        return self.of.read(_Relabelled.around(anchor, view=self, is_relabelled=is_relabelled, goal=self._goal(anchor)))
+
+    def _goal(self, anchor: Anchor) -> Any:
+        if self.strategy == "random":
+            return anchor.random_row(1).obs(0)[self.achieved]
+        to_end = anchor.episodes.steps_to_end(anchor.row)
+        if self.strategy == "future":
+            offset = bits.below(*anchor.words(1), to_end) + 1
+        elif self.strategy == "final":
+            offset = to_end
+        else:
+            from_start = anchor.episodes.steps_from_start(anchor.row)
+            offset = bits.below(*anchor.words(1), from_start + to_end + 1) - from_start
+        return anchor.obs(offset)[self.achieved]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Relabelled(Changed):
+    view: Any = None  # Hindsight
+    is_relabelled: Any = None  # bool[]
+    goal: Any = None  # pytree
+
+    def obs(self, offset: Any) -> Any:
+        obs = self._inner.obs(offset)
+        goal = jax.tree.map(lambda new, old: jnp.where(self.is_relabelled, new, old), self.goal, obs[self.view.desired])
+        return {**obs, self.view.desired: goal}
+
+    def reward(self, offset: Any) -> Any:
+        return self._again(self.view.reward_fn, offset, self._inner.reward(offset))
+
+    def is_terminated(self, offset: Any) -> jax.Array:
+        stored = self._inner.is_terminated(offset)
+        return stored if self.view.terminated_fn is None else self._again(self.view.terminated_fn, offset, stored)
+
+    def _again(self, function: Callable, offset: Any, stored: jax.Array) -> jax.Array:
+        """What `function` gives for each step with the new goal, where that is used."""
+
+        def one(offset):
+            return jnp.asarray(function(self._inner.obs(offset + 1)[self.view.achieved], self.goal, self._inner.step(offset)))
+
+        offset = jnp.asarray(offset, jnp.int32)
+        for_all = one
+        for _ in offset.shape:
+            for_all = jax.vmap(for_all)
+        new = for_all(offset)
+        if new.shape != stored.shape:
+            raise ValueError(
+                f"Hindsight: {function.__name__} gave {list(new.shape[offset.ndim :])} for one step, stored are "
+                f"{list(stored.shape[offset.ndim :])}"
+            )
+        return jnp.where(self.is_relabelled, new.astype(stored.dtype), stored)

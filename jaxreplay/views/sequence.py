@@ -1,0 +1,124 @@
+"""Sequences for recurrent agents and world models, with a burn-in, a mask, and flags that say where to reset."""
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxreplay.checks import check_size, check_static
+from jaxreplay.streams import Streams
+from jaxreplay.views.anchor import Anchor
+from jaxreplay.views.view import View
+from jaxreplay.window import Window
+
+
+class Sequence(flax.struct.PyTreeNode):
+    """Leaves `[B, T, ...]`, T = burn_in + length. What is not there is 0: never read it but under `mask` or `is_first`.
+
+    Unroll a recurrent network from `recurrent_state`, or its initial one, and reset it before each step where `is_first`: so the steps
+    before an episode's start, which are 0, leave no trace.
+    """
+
+    obs: Any  # pytree [B, T + 1, ...]: of each step, and after the last; the true final one after an episode's last step
+    action: Any  # pytree [B, T, ...]
+    reward: jax.Array  # [B, T, ...]
+    terminated: jax.Array  # bool[B, T]
+    truncated: jax.Array  # bool[B, T]
+    is_first: jax.Array  # bool[B, T + 1]: the step opens an episode
+    mask: jax.Array  # bool[B, T]: a step to learn from: no burn-in, no padding, no final observation
+    recurrent_state: Any  # pytree [B, ...]: the one stored with the first step; None unless asked for
+    extras: Any  # pytree [B, T, ...]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SequenceView(View):
+    """The `length` steps from a row on, to learn from, and up to `burn_in` steps before it, to warm a recurrent state up.
+
+    The burn-in stops at the episode's start, where there is nothing to warm up: so every step of every episode is learned from,
+    however short the episode.
+
+    Source: Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning" (2019), sections 2.3 and 3; there the
+    burn-in is the first part of a sequence of fixed steps, and the first steps of an episode are never learned from.
+
+    Args:
+      length: steps to learn from, at least 1.
+      burn_in: steps before them.
+      stride: transitions from one possible start to the next, counted from each episode's start, or on and on across episodes.
+      within_episode: True: a sequence stops at its episode's end; the rest is 0 and masked. False: it goes on into the next episode, whose
+        first step is flagged; an episode's final observation takes a step, which is masked.
+      recurrent_state: the key in `extras` of what is read of a sequence's first step alone; None: nothing is.
+    """
+
+    length: int
+    burn_in: int = 0
+    stride: int = 1
+    within_episode: bool = True
+    recurrent_state: str | None = None
+
+    def __post_init__(self):
+        check_static(self)
+        check_size("SequenceView", "length", self.length)
+        check_size("SequenceView", "stride", self.stride)
+        if isinstance(self.burn_in, bool) or not isinstance(self.burn_in, int) or self.burn_in < 0:
+            raise ValueError(f"SequenceView: burn_in must be an int of at least 0, got {self.burn_in!r}")
+
+    @property
+    def window(self) -> Window:
+        return Window(before=self.burn_in, after=self.length, crosses=not self.within_episode, stride=self.stride)
+
+    def check(self, where: str, streams: Streams, example: Any) -> None:
+        del streams
+        if self.recurrent_state is not None and not (isinstance(example.extras, dict) and self.recurrent_state in example.extras):
+            has = f"has {', '.join(example.extras)}" if isinstance(example.extras, dict) else f"is {type(example.extras).__name__}"
+            raise ValueError(f"{where}: recurrent_state={self.recurrent_state!r} is no key of the step's extras, which {has}")
+
+    def read(self, anchor: Anchor) -> Sequence:
+        steps = jnp.arange(-self.burn_in, self.length + 1, dtype=jnp.int32)
+        is_here = jnp.concatenate([self._before(anchor), self._after(anchor)])  # [T + 1]
+        is_first = anchor.is_first(steps) & is_here
+        is_step = is_here & ~anchor.is_tail(steps)
+        steps, is_real, extras = steps[:-1], is_step[:-1], anchor.extras(steps[:-1])
+        recurrent_state = None
+        if self.recurrent_state is not None:
+            # Read on its own: XLA would gather those of all steps to take the first.
+            recurrent_state = _zero(anchor.extras(steps[0])[self.recurrent_state], is_real[0])
+            extras = {key: value for key, value in extras.items() if key != self.recurrent_state}
+        return Sequence(
+            obs=_zero(anchor.obs(jnp.append(steps, self.length)), is_here),
+            action=_zero(anchor.action(steps), is_real),
+            reward=_zero(anchor.reward(steps), is_real),
+            terminated=anchor.is_terminated(steps) & is_real,
+            truncated=anchor.is_truncated(steps) & is_real,
+            is_first=is_first,
+            mask=is_real & (np.arange(-self.burn_in, self.length) >= 0),
+            recurrent_state=recurrent_state,
+            extras=_zero(extras, is_real),
+        )
+
+    def _before(self, anchor: Anchor) -> jax.Array:
+        """Which of the rows before the anchor belong to its episode: bool[burn_in]."""
+        # The row before a step is of its episode unless the step is the first.
+        goes_on = ~anchor.is_first(jnp.arange(0, -self.burn_in, -1, dtype=jnp.int32))
+        return jnp.cumprod(goes_on, dtype=jnp.int32)[::-1].astype(bool)
+
+    def _after(self, anchor: Anchor) -> jax.Array:
+        """Which of the rows from the anchor on are read: bool[length + 1]."""
+        if not self.within_episode:
+            return jnp.ones(self.length + 1, bool)
+        later = jnp.arange(1, self.length + 1, dtype=jnp.int32)
+        # Past an episode's end lies the first row of the next, or nothing yet.
+        goes_on = ~anchor.is_first(later) & (anchor.rows_after() >= later)
+        return jnp.concatenate([jnp.ones(1, bool), jnp.cumprod(goes_on, dtype=jnp.int32).astype(bool)])
+
+
+def _zero(tree: Any, keep: jax.Array) -> Any:
+    """0 where `keep`, over the first axes, is False."""
+
+    def zero(leaf):
+        return jnp.where(keep.reshape(keep.shape + (1,) * (leaf.ndim - keep.ndim)), leaf, jnp.zeros_like(leaf))
+
+    return jax.tree.map(zero, tree)

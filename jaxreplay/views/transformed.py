@@ -1,0 +1,51 @@
+"""Items changed at sample time, such as by augmentation."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxreplay.checks import check_static
+from jaxreplay.streams import Streams
+from jaxreplay.views.anchor import Anchor
+from jaxreplay.views.view import View
+from jaxreplay.window import Window
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transformed(View):
+    """Another view's items, each through a function with a key of its own.
+
+    Args:
+      of: the view that reads them.
+      transform: pure; `transform(item, key)` for one item, without a batch axis.
+    """
+
+    of: View
+    transform: Callable[[Any, jax.Array], Any]
+
+    def __post_init__(self):
+        check_static(self)
+
+    @property
+    def window(self) -> Window:
+        return self.of.window
+
+    @property
+    def needs_steps(self) -> bool:
+        return self.of.needs_steps
+
+    @property
+    def draws(self) -> bool:
+        return True
+
+    def check(self, where: str, streams: Streams, example: Any) -> None:
+        self.of.check(where, streams, example)
+
+    def read(self, anchor: Anchor) -> Any:
+        # The item's own bits are a key; what the view below draws from is another.
+        key = jax.random.wrap_key_data(jnp.stack(anchor.words(0)), impl="threefry2x32")
+        return self.transform(self.of.read(anchor.moved(bits=jnp.stack(anchor.words(1)))), key)

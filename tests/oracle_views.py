@@ -1,0 +1,78 @@
+"""What each view must read, from the oracle's lists of rows: by walking them, one row at a time."""
+
+
+def spans(oracle, rows):
+    """(first, last or None) of each row's episode, as places in the list; None for a tail that opens one."""
+    has_tails = oracle.autoreset == "next_step" or oracle.has_final_obs
+    found, first = [], 0
+    for index, row in enumerate(rows):
+        if row.is_tail and index == first:
+            found.append(None)
+            first = index + 1
+        elif row.is_tail or (row.terminated and not has_tails):
+            found += [(first, index)] * (index + 1 - first)
+            first = index + 1
+    return found + [(first, None)] * (len(rows) - first)
+
+
+def anchors(oracle, *, before=0, after=0, crosses=False, stride=1, needs_tail=False):
+    """(env, position, index) of every drawable row; `before` and `after` None: the whole episode."""
+    for env, rows in enumerate(oracle.streams):
+        episode = spans(oracle, rows)
+        oldest = max(0, len(rows) - oracle.length)
+        for position, index in oracle.stored(env):
+            if rows[index].is_tail:
+                continue
+            first, last = episode[index]
+            begin = 0 if crosses else first
+            place = sum(not row.is_tail for row in rows[begin:index])
+            is_whole_before = (first if before is None else max(first, index - before)) >= oldest
+            if after is None:
+                is_whole_after = last is not None
+            else:
+                is_whole_after = index + after < len(rows) or (not crosses and reaches_end(rows, index, after, needs_tail))
+            if place % stride == 0 and is_whole_before and is_whole_after:
+                yield env, position, index
+
+
+def reaches_end(rows, index, after, needs_tail):
+    """Whether the episode's end is known, and within `after` rows."""
+    ahead = enumerate(rows[index : index + after + 1])
+    return any(row.is_tail or (row.terminated and k < after and not needs_tail) for k, row in ahead)
+
+
+def sequence(oracle, env, index, *, length, burn_in, within_episode):
+    """One dict a step, from `burn_in` steps before the anchor on to the observation after the last step; None where nothing is."""
+    rows = oracle.streams[env]
+    episode = spans(oracle, rows)
+    first, last = episode[index]
+    steps = []
+    for offset in range(-burn_in, length + 1):
+        at = index + offset
+        is_here = at >= first if offset < 0 else at < len(rows) and (not within_episode or last is None or at <= last)
+        if not is_here:
+            steps.append(None)
+            continue
+        row = rows[at]
+        opens = (episode[at] or (at,))[0] == at and not (at == 0 and oracle.began_with_a_tail[env])
+        steps.append({"row": row, "is_first": opens, "is_step": not row.is_tail, "learns": offset >= 0 and not row.is_tail})
+    return steps
+
+
+def stack(oracle, env, index, num_frames, pad):
+    """The observations of a stack that ends at a row, the oldest first; None for a frame of zeros."""
+    rows = oracle.streams[env]
+    episode = spans(oracle, rows)
+    first = index if episode[index] is None else episode[index][0]
+    blank = None if pad == "zero" else rows[first].obs
+    return [rows[at].obs if at >= first else blank for at in range(index - num_frames + 1, index + 1)]
+
+
+def horizon(oracle, env, index, max_terminals=None):
+    """Rows from one to the farthest that may be drawn with it."""
+    rows = oracle.streams[env]
+    episode = spans(oracle, rows)
+    if max_terminals is None:
+        return episode[index][1] - index
+    ends = sorted({span[1] for span in episode[index:] if span and span[1] is not None and span[1] > index})
+    return (ends[min(max_terminals, len(ends)) - 1] if ends else len(rows) - 1) - index

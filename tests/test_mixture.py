@@ -1,0 +1,76 @@
+"""Mixtures: exact counts, the members' own laws, and priorities that find their way home."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxreplay as jr
+
+OFFLINE = jr.uniform(capacity=32, num_envs=1, batch_size=7, autoreset="same_step")
+ONLINE = jr.prioritized(capacity=16, num_envs=2, batch_size=5, autoreset="same_step", exponent=1.0, stratified=False)
+REPLAY = jr.mix(offline=(OFFLINE, 200), online=(ONLINE, 300))
+
+
+def filled(replay, value, steps=6):
+    axes = (steps, replay.num_envs)
+    obs = value + jnp.arange(steps * replay.num_envs, dtype=jnp.float32).reshape(axes)
+    flag = jnp.zeros(axes, bool)
+    block = jr.Step(obs=obs, action=obs, reward=obs, terminated=flag, truncated=flag)
+    return jax.jit(replay.extend)(replay.init(jax.tree.map(lambda x: x[0, 0], block)), block)
+
+
+def states():
+    return {"offline": filled(OFFLINE, 0), "online": filled(ONLINE, 100)}
+
+
+def test_a_batch_has_exact_counts_and_each_item_its_source():
+    batch = jax.jit(REPLAY.sample)(states(), jax.random.key(0))
+    assert batch.source.tolist() == [0] * 200 + [1] * 300
+    assert ((batch.items.obs >= 100) == (batch.source == 1)).all()
+    assert batch.is_valid.all()
+
+
+def test_members_keep_their_laws():
+    """Each part is the member's own draw from its own key."""
+    mine, keys = states(), jax.random.split(jax.random.key(3), 2)
+    batch = jax.jit(REPLAY.sample)(mine, jax.random.key(3))
+    parts = [jax.jit(r.sample, static_argnums=2)(mine[n], k, s) for (n, r, s), k in zip(REPLAY.members, keys, strict=True)]
+    np.testing.assert_array_equal(batch.items.obs, jnp.concatenate([part.items.obs for part in parts]))
+    np.testing.assert_array_equal(batch.probability, jnp.concatenate([part.probability for part in parts]))
+    assert REPLAY.sizes(mine).tolist() == [5] * 200 + [10] * 300
+    weight = jr.importance_weights(batch, REPLAY.sizes(mine), exponent=1.0, normalize=None)
+    np.testing.assert_allclose(weight, 1, rtol=1e-5)
+
+
+def test_priorities_go_home():
+    mine = states()
+    batch = jax.jit(REPLAY.sample)(mine, jax.random.key(0))
+    priority = jnp.where(batch.items.obs == 104, 5.0, 0.0)
+    changed = jax.jit(REPLAY.update_priorities)(mine, batch, priority)
+    again = jax.jit(REPLAY.sample)(changed, jax.random.key(1))
+    assert set(np.asarray(again.items.obs)[200:]) == {104.0}
+    assert len(set(np.asarray(again.items.obs)[:200])) == 5
+    assert int(changed["online"].sampler.ignored_rows) == 0
+
+
+def test_a_member_that_cannot_be_sampled_is_flagged_alone():
+    mine = states() | {"online": jr.jit(ONLINE).clear(filled(ONLINE, 0))}
+    assert not REPLAY.can_sample(mine)
+    assert REPLAY.can_sample(states())
+    assert jax.jit(REPLAY.sample)(mine, jax.random.key(0)).is_valid.tolist() == [True] * 200 + [False] * 300
+
+
+def test_wrong_members_are_named():
+    items = jr.items(capacity=4, batch_size=1)
+    with pytest.raises(ValueError, match="no member was given"):
+        jr.mix()
+    with pytest.raises(ValueError, match=r"mix: offline must be \(buffer, items of a batch\), got 3"):
+        jr.mix(offline=3)  # pyright: ignore
+    with pytest.raises(ValueError, match="Mixture: offline must be an int of at least 1, got 0"):
+        jr.mix(offline=(items, 0))
+    with pytest.raises(ValueError, match="states must be a dict with the members' names, offline, online; got offline"):
+        REPLAY.can_sample({"offline": 0})
+    other = jr.mix(offline=(OFFLINE, 1), other=(items, 1))
+    with pytest.raises(ValueError, match="sample: other:\n  obs: missing, expected float32"):
+        other.sample({"offline": filled(OFFLINE, 0), "other": items.init(jnp.zeros(()))}, jax.random.key(0))
