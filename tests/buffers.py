@@ -1,10 +1,12 @@
 """The catalog as tests see it: each buffer with a step to feed it. A new sampler or view adds a line here, and every contract holds it."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from conftest import SOAK
 
 import jaxreplay as jr
 from jaxreplay.buffer import ReplayBuffer
@@ -56,8 +58,7 @@ class Case:
 
     def filled(self, replay, steps=40):
         """A state after some steps, on its own memory."""
-        state = jax.jit(replay.extend)(replay.init(self.example()), self.step(1, time=steps), *self.mask(replay, 2, steps))
-        return jax.tree.map(jnp.copy, state)
+        return jax.tree.map(jnp.array, _filled(self, replay, steps))  # copies: a test may donate them
 
     def mask(self, replay, seed, time=None):
         """() or (mask,): which envs took a step."""
@@ -65,11 +66,18 @@ class Case:
         return (jnp.asarray(np.random.default_rng(seed).random(shape) < 0.8),) if replay.masked else ()
 
 
+@functools.cache  # compiled and run once for all tests
+def _filled(case, replay, steps):
+    extend = jax.jit(replay.extend)
+    return jax.device_get(extend(replay.init(case.example()), case.step(1, time=steps), *case.mask(replay, 2, steps)))
+
+
 def draw(replay, state, key):
     """A batch, from a sampler of either kind."""
     return replay.take(state, key)[1] if replay.sampler.consumes else replay.sample(state, key)
 
 
+@functools.cache
 def jitted_draw(replay):
     """The same, which leaves the state to the caller."""
     return jax.jit(lambda state, key: draw(replay, state, key))
@@ -138,3 +146,15 @@ CATALOG = (
     ),
     *_views(),
 )
+
+# One of each kind: slow checks of what does not differ within a kind run over these, and in the soak over all.
+_KINDS = (
+    "items",
+    "uniform masked, episodes",
+    "prioritized same_step, 3 steps",
+    "sequences prioritized, every second start",
+    "hindsight of final_obs, masked",
+    "transitions queue",
+    "transitions without replacement",
+)
+KINDS = CATALOG if SOAK else tuple(case for case in CATALOG if case.name in _KINDS)

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from buffers import CATALOG, NUM_ENVS, draw, jitted_draw
+from buffers import CATALOG, KINDS, NUM_ENVS, draw, jitted_draw
 from conftest import SOAK
 
 import jaxreplay as jr
 
 cases = pytest.mark.parametrize("case", CATALOG, ids=lambda case: case.name)
+kinds = pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
 
 
 def assert_same(got, expected, name=""):
@@ -49,7 +50,7 @@ def test_an_abstract_example_is_enough(case):
     assert_same(replay.init(case.example()), replay.init(jax.tree.map(np.asarray, concrete)))
 
 
-@cases
+@kinds
 def test_jit_equals_eager(case):
     replay = case.replay()
     state = case.filled(replay)
@@ -58,7 +59,7 @@ def test_jit_equals_eager(case):
             assert_same(jax.jit(run, static_argnums=1)(state, 3), run(state, 3), name)
 
 
-@cases
+@kinds
 def test_vmap_equals_a_loop(case):
     replay = case.replay()
     states = [jax.jit(replay.add)(case.filled(replay), case.step(seed), *case.mask(replay, seed)) for seed in range(3)]
@@ -123,7 +124,7 @@ def test_a_donated_state_is_reused_and_gone(case):
         jax.block_until_ready(old[0] + 1)
 
 
-@cases
+@kinds
 def test_extend_equals_add_for_each_step(case):
     """Blocks shorter and longer than a stream, which has 16 rows."""
     replay = case.replay()
@@ -148,7 +149,7 @@ def test_extend_equals_add_for_each_step(case):
             assert_same(got.sampler.replace(tree=()), expected.sampler.replace(tree=()))
 
 
-@cases
+@kinds
 def test_an_empty_block_changes_nothing(case):
     replay = case.replay()
     state = case.filled(replay)
@@ -175,7 +176,7 @@ def test_what_memory_says_is_what_init_takes(case):
     assert f"{memory.total:,}" in str(memory)
 
 
-@cases
+@kinds
 def test_a_state_goes_through_serialization(case):
     replay = case.replay()
     state = case.filled(replay)
@@ -204,7 +205,7 @@ def test_the_wrong_leaf_is_named(case):
         replay.add(state, wrong)
 
 
-@cases
+@kinds
 def test_min_size_is_waited_for(case):
     replay = case.replay()
     waiting = jr.ReplayBuffer(**{**{f: getattr(replay, f) for f in replay.__dataclass_fields__}, "min_size": 12})

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from buffers import CATALOG
+from buffers import CATALOG, KINDS
 from hlo import check_in_place, large_temporaries
 
 CAPACITY = 1 << 17
@@ -14,6 +14,7 @@ STEPS = 5
 POPULATION = 16
 
 cases = pytest.mark.parametrize("case", CATALOG, ids=lambda case: case.name)
+kinds = pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
 
 
 def operations(case, replay, state):
@@ -67,7 +68,7 @@ def look_up(episodes):
     return episodes.steps_to_end(row), episodes.steps_from_start(row), episodes.kth_end(row, 2), episodes.is_complete(row)
 
 
-@cases
+@kinds
 def test_operations_are_in_place_alone(case):
     replay = case.replay(CAPACITY)
     state = replay.init(case.example())
@@ -86,7 +87,7 @@ def test_operations_are_in_place_in_a_scan(case):
         _check(name, lambda state, keys, function=function: jax.lax.scan(function, state, keys), (state, keys), 0)
 
 
-@cases
+@kinds
 def test_operations_are_in_place_for_a_population(case):
     replay = case.replay(CAPACITY // POPULATION)
     states = jax.vmap(lambda _: replay.init(case.example()))(jnp.arange(POPULATION))
@@ -100,7 +101,7 @@ def test_operations_are_in_place_for_a_population(case):
             _check(name, jax.vmap(lambda state, key, function=function: function(state, key)[1]), (states, keys), None)
 
 
-@cases
+@kinds
 def test_clear_never_touches_the_stored_steps(case):
     replay = case.replay(CAPACITY)
     state = replay.init(case.example())

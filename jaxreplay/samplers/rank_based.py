@@ -116,7 +116,10 @@ class RankBased:
         return state.replace(priority=recorded.at[leaf].max(priority, mode="drop"))
 
     def rerank(self, state: RankBasedState, drawable: Drawable) -> RankBasedState:
-        """Rank all drawable rows by their priorities: O(n log n), and the one operation that makes arrays as large as the buffer's."""
+        """Rank all drawable rows by their priorities: O(n log n), and the one operation that makes arrays of one number a row.
+
+        In a compiled loop, `jax.lax.cond(is_time, replay.rerank, lambda state: state, state)` leaves the stored steps in place.
+        """
         streams = drawable.streams
         row = streams.row(ring.places(streams.num_envs), ring.places(streams.length)[:, None]).reshape(-1)  # of each leaf
         is_ranked = drawable.contains(row) & (state.priority > 0)
