@@ -110,10 +110,8 @@ class RankBased:
         """Record new priorities, float32[B], for the rows drawn as `index`; what is bad or stale is ignored as by `Prioritized`, and of
         several priorities for one row the largest wins."""
         state, leaf, priority = accept(state, drawable, index, priority)
-        priority = _recordable(priority)
-        # Zero, then the maximum. The zeros must depend on the priorities, or XLA copies the array between the two scatters.
-        recorded = state.priority.at[leaf].set(jnp.where(priority < 0, priority, 0), mode="drop")
-        return state.replace(priority=recorded.at[leaf].max(priority, mode="drop"))
+        recorded = state.priority.at[leaf].set(0, mode="drop").at[leaf].max(_recordable(priority), mode="drop")
+        return state.replace(priority=recorded)
 
     def rerank(self, state: RankBasedState, drawable: Drawable) -> RankBasedState:
         """Rank all drawable rows by their priorities: O(n log n), and the one operation that makes arrays of one number a row.
