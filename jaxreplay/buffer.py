@@ -1,7 +1,7 @@
 """The buffer: check, write, tell the sampler; draw, read the view."""
 
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,8 @@ class ReplayBuffer:
             raise ValueError(autoreset_forms.form_error("ReplayBuffer", self.autoreset))
         if not self.view.needs_steps and (self.autoreset is not None or self._has_table):
             raise ValueError(
-                f"ReplayBuffer: {type(self.view).__name__} stores items, which have no episodes; leave out autoreset and keep_episodes"
+                f"ReplayBuffer: {type(self.view).__name__} stores items, which have no episodes; leave out autoreset and keep_episodes, "
+                "and draw rows, not episodes"
             )
         checks.check_size("ReplayBuffer", "batch_size", self.batch_size)
         checks.check_size("ReplayBuffer", "min_size", self.min_size)
@@ -221,17 +222,17 @@ class ReplayBuffer:
 
     def can_add(self, state: ReplayState, num_steps: int = 1) -> jax.Array:
         """Whether `num_steps` more steps of every env overwrite nothing that is still to be taken: bool[]."""
-        if not self.sampler.consumes:
+        if not isinstance(self.sampler, ConsumingSampler):
             raise ValueError(f"can_add: {type(self.sampler).__name__} hands out nothing once: there is nothing to wait for")
         rows = num_steps * self.streams.rows_per_step(state.streams.steps)
-        return cast(ConsumingSampler, self.sampler).can_add(state.sampler, operations.drawable(self, state), rows)
+        return self.sampler.can_add(state.sampler, operations.drawable(self, state), rows)
 
     def rerank(self, state: ReplayState) -> ReplayState:
         """Rank the drawable rows by their priorities, for a rank-based sampler: a sort of the whole buffer. `state` is taken over."""
         warn_of_copy(self, "rerank", state)
-        if not hasattr(self.sampler, "rerank"):
+        if not isinstance(self.sampler, RankedSampler):
             raise ValueError(f"rerank: the sampler {type(self.sampler).__name__} has no ranks; use RankBased")
-        return state.replace(sampler=cast(RankedSampler, self.sampler).rerank(state.sampler, operations.drawable(self, state)))
+        return state.replace(sampler=self.sampler.rerank(state.sampler, operations.drawable(self, state)))
 
     def min_probability(self, state: ReplayState) -> jax.Array:
         """The smallest probability of a drawable row of positive priority, for `importance_weights`: float32[]."""
@@ -266,9 +267,9 @@ class ReplayBuffer:
         return episode_table.Episodes(self.streams, state.streams, state.episodes)
 
     def _need_priorities(self, where: str) -> PrioritySampler:
-        if not self.sampler.has_priorities:
+        if not isinstance(self.sampler, PrioritySampler):
             raise ValueError(f"{where}: the sampler {type(self.sampler).__name__} has no priorities; use jaxreplay.prioritized")
-        return cast(PrioritySampler, self.sampler)
+        return self.sampler
 
     def _checked(self, where, state, steps, mask, priority, what, time) -> tuple[Any, Any, Any]:
         """Steps, mask and priority of an `add` (time is ()) or an `extend` (time is (T,)), or a ValueError that names what is wrong."""

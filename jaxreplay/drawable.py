@@ -35,12 +35,11 @@ class Change(NamedTuple):
 
     row: jax.Array  # int32[W, E]; capacity where there is none
     became_drawable: jax.Array  # bool[W, E]: the window is complete
-    is_anchor: jax.Array  # bool[K, E]: of the rows written
-    is_written: jax.Array  # bool[W, E]
+    is_written: jax.Array  # bool[K, E]: of the K rows that a stream may have got, those that it did
+    is_anchor: jax.Array  # bool[K, E]: of these, those that may be drawn once their window is complete
     is_gone: jax.Array  # bool[W, E]: written, or cut
     age: jax.Array  # int32[W, E]: rows of its stream written after it
     start: jax.Array  # int32[] or int32[E]: the ring position of `row[0]`; a scalar says that `row` is one range of every stream
-    num_new: int  # K: rows that may have been written in each stream
 
 
 def still_pending(window: Window, length: int, pending: jax.Array, written: Written) -> jax.Array:
@@ -101,13 +100,12 @@ def change_of(before: "Drawable", after: "Drawable", written: Written) -> Change
     join = lambda *parts: jnp.concatenate([part for part in parts if part.shape[0]])  # noqa: E731
     return Change(
         row=join(jnp.where(is_waiting, waiting, streams.capacity), written.row, oldest),
+        is_written=written.is_written,
         is_anchor=is_anchor,
         became_drawable=join(became_drawable, is_anchor & (written.age >= after.pending), none(oldest)),
-        is_written=join(none(waiting), written.is_written, none(oldest)),
         is_gone=join(none(waiting), written.is_written, is_cut),
         age=join(age, written.age, length - 1 - jnp.broadcast_to(ring.places(window.before)[:, None], oldest.shape)),
         start=start,
-        num_new=len(written.row),
     )
 
 

@@ -27,6 +27,11 @@ def split_by(count: jax.Array, nth: jax.Array) -> tuple[jax.Array, jax.Array]:
     return env, nth - (ends[env] - count[env])
 
 
+def uniform_probability(total: jax.Array) -> jax.Array:
+    """Of one thing among `total` that are alike: float32[...], 0 where there are none."""
+    return jnp.where(total > 0, 1 / jnp.maximum(total, 1).astype(jnp.float32), 0)
+
+
 def geometric(discount: float, bound: jax.Array, high: jax.Array, low: jax.Array, *, clip: bool = False) -> jax.Array:
     """k in `1 .. bound`, int32[...]; 0 where `bound` is 0.
 

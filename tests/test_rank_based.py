@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from conftest import SOAK
 from hlo import large_temporaries
+from sampling import add, buffer, check_all_in_place, check_jit_and_vmap, clear, fed, probability_of_all, sample, step_of
 from scipy import stats
 from test_oracle_streams import PRIORITIES, Pair
-from test_queue import add, buffer, check_all_in_place, check_jit_and_vmap, clear, fed, probability_of_all, sample, step_of
 from test_views import Config
 
 import jaxreplay as jr

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import SOAK
+from sampling import add, buffer, check_all_in_place, check_jit_and_vmap, fed, histories, probability_of_all, sample, size, step_of
 from scipy import stats
-from test_queue import add, buffer, check_all_in_place, check_jit_and_vmap, fed, histories, probability_of_all, sample, size, step_of
 from test_views import Config, ViewPair
 
 import jaxreplay as jr

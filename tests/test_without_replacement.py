@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import SOAK
+from sampling import add, add_and_take, buffer, check_all_in_place, check_jit_and_vmap, clear, fed, histories, rewards, size, take
 from scipy import stats
-from test_queue import add, add_and_take, buffer, check_all_in_place, check_jit_and_vmap, clear, fed, histories, rewards, size, take
 from test_views import Config, ViewPair
 
 import jaxreplay as jr

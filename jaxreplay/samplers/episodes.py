@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxreplay import bits, ring
-from jaxreplay.drawable import Change, Drawable
+from jaxreplay.drawable import Drawable
 from jaxreplay.draws import split_by
-from jaxreplay.streams import Streams
+from jaxreplay.samplers.sampler import Sampler
 from jaxreplay.window import Window
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UniformEpisodes:
+class UniformEpisodes(Sampler):
     """An episode, every one alike, then one of its drawable rows, every one alike; with replacement. O(1), however long the episodes.
 
     Args:
@@ -23,14 +23,6 @@ class UniformEpisodes:
     """
 
     unfinished: bool = False
-
-    @property
-    def has_priorities(self) -> bool:
-        return False
-
-    @property
-    def consumes(self) -> bool:
-        return False
 
     def window(self, window: Window) -> Window:
         is_run = window.before == 0 and window.after in (0, 1) if self.unfinished else not window.crosses
@@ -40,25 +32,6 @@ class UniformEpisodes:
                 "episodes or, with unfinished=True, with a look-back or a look-ahead of more than a row; use the sampler Uniform"
             )
         return dataclasses.replace(window if self.unfinished else window.widened(before=None, after=None), looks_up=True)
-
-    def init(self, streams: Streams, window: Window) -> Any:
-        del streams, window
-        return ()
-
-    def clear(self, state: Any) -> Any:
-        return state
-
-    def observe(self, streams: Streams, state: Any, change: Change | None, priority: jax.Array | None) -> Any:
-        del streams, change, priority
-        return state
-
-    def size(self, state: Any, drawable: Drawable) -> jax.Array:
-        del state
-        return drawable.count().sum(dtype=jnp.int32)
-
-    def can_draw(self, state: Any) -> jax.Array:
-        del state
-        return jnp.asarray(True)
 
     def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> tuple[Any, jax.Array, jax.Array]:
         high, low = bits.draw(key, batch_size)

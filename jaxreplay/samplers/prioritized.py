@@ -15,6 +15,7 @@ from jaxreplay import bits, ring
 from jaxreplay.checks import check_static
 from jaxreplay.drawable import Change, Drawable
 from jaxreplay.samplers.priorities import SMALLEST, accept, check_window, give, is_positive, leaf_of
+from jaxreplay.samplers.sampler import PrioritySampler
 from jaxreplay.streams import Streams
 from jaxreplay.sum_tree import SumTree, SumTreeState
 from jaxreplay.types import Index
@@ -33,7 +34,7 @@ class PrioritizedState(flax.struct.PyTreeNode):
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Prioritized:
+class Prioritized(PrioritySampler):
     """Rows in proportion to priority ** exponent.
 
     Args:
@@ -53,14 +54,6 @@ class Prioritized:
         check_static(self)
         if not 0 <= self.exponent < float("inf"):
             raise ValueError(f"Prioritized: exponent must be a finite number of at least 0, got {self.exponent}")
-
-    @property
-    def has_priorities(self) -> bool:
-        return True
-
-    @property
-    def consumes(self) -> bool:
-        return False
 
     def window(self, window: Window) -> Window:
         return check_window("Prioritized", window)
@@ -83,12 +76,11 @@ class Prioritized:
     def observe(self, streams: Streams, state: PrioritizedState, change: Change | None, priority: jax.Array | None) -> PrioritizedState:
         assert change is not None
         lookahead = state.waiting.shape[0]
-        is_new = change.is_written[lookahead : lookahead + change.num_new]
-        state, given = give(state, is_new, priority)
+        state, given = give(state, change.is_written, priority)
         mass = jnp.concatenate([state.waiting, jnp.where(change.is_anchor, self._mass(streams, given), 0)])
         if lookahead:
             # Each stream's newest rows wait on, in the order of their age; a row that was written before moves up by what came after.
-            is_row = jnp.concatenate([jnp.ones_like(state.waiting, bool), is_new])
+            is_row = jnp.concatenate([jnp.ones_like(state.waiting, bool), change.is_written])
             age = change.age[: len(is_row)]
             place = jnp.where(is_row & (age < lookahead), lookahead - 1 - age, lookahead)
             env = jnp.broadcast_to(ring.places(streams.num_envs), place.shape)
@@ -105,10 +97,6 @@ class Prioritized:
             return self._tree(streams).set_range(tree, change.start * streams.num_envs, mass.reshape(-1), changed.reshape(-1))
         leaf = jnp.where(changed, leaf_of(streams, change.row), streams.capacity)
         return self._tree(streams).set_unique(tree, leaf.reshape(-1), mass.reshape(-1))
-
-    def size(self, state: PrioritizedState, drawable: Drawable) -> jax.Array:
-        del state
-        return drawable.count().sum(dtype=jnp.int32)
 
     def can_draw(self, state: PrioritizedState) -> jax.Array:
         return state.tree.sums[-1].sum() > 0

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay import ring
-from jaxreplay.drawable import Change, Drawable
+from jaxreplay.drawable import Drawable
 from jaxreplay.draws import split_by
 from jaxreplay.samplers.order import first_rank, look_back, next_rank, rank_of
+from jaxreplay.samplers.sampler import ConsumingSampler
 from jaxreplay.streams import Streams
 from jaxreplay.window import Window
 
@@ -25,7 +26,7 @@ class QueueState(flax.struct.PyTreeNode):
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Queue:
+class Queue(ConsumingSampler):
     """Every drawable row once, the oldest first. Streams take turns.
 
     A batch of B is the B rows that come first by their place in their stream's queue, then by env; within the batch they lie by env,
@@ -36,17 +37,6 @@ class Queue:
     2^32 rows of a stream may go by between two takes.
     """
 
-    @property
-    def has_priorities(self) -> bool:
-        return False
-
-    @property
-    def consumes(self) -> bool:
-        return True
-
-    def window(self, window: Window) -> Window:
-        return window
-
     def init(self, streams: Streams, window: Window) -> QueueState:
         del window
         return QueueState(next=jnp.zeros((streams.num_envs,), jnp.uint32), lost=jnp.uint32(0), is_cleared=jnp.asarray(False))
@@ -55,17 +45,9 @@ class Queue:
         """The ranks go on: the rows that are forgotten lie before the first drawable one from now on."""
         return state.replace(is_cleared=jnp.ones_like(state.is_cleared))
 
-    def observe(self, streams: Streams, state: QueueState, change: Change | None, priority: jax.Array | None) -> QueueState:
-        del streams, change, priority
-        return state
-
     def size(self, state: QueueState, drawable: Drawable) -> jax.Array:
         """Rows left to take."""
         return _left(state, drawable)[0].sum(dtype=jnp.int32)
-
-    def can_draw(self, state: QueueState) -> jax.Array:
-        del state
-        return jnp.asarray(True)
 
     def draw(self, state: QueueState, drawable: Drawable, key: jax.Array, batch_size: int) -> tuple[QueueState, jax.Array, jax.Array]:
         del key

@@ -15,6 +15,7 @@ from jaxreplay.checks import check_static
 from jaxreplay.drawable import Change, Drawable
 from jaxreplay.samplers.priorities import SMALLEST, accept, check_window, give, is_positive, leaf_of
 from jaxreplay.samplers.prioritized import Prioritized, PrioritizedState
+from jaxreplay.samplers.sampler import RankedSampler
 from jaxreplay.streams import Streams
 from jaxreplay.sum_tree import SumTree
 from jaxreplay.types import Index
@@ -29,7 +30,7 @@ class RankBasedState(PrioritizedState):
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RankBased:
+class RankBased(RankedSampler):
     """Rows in proportion to rank ** -exponent, where rank 1 has the largest priority.
 
     Ranks are as of the last `rerank`. A priority that is updated is only recorded, 0 as well, and acts with the next one. A row that
@@ -54,14 +55,6 @@ class RankBased:
             raise ValueError(f"RankBased: exponent must be a finite number of at least 0, got {self.exponent}")
 
     @property
-    def has_priorities(self) -> bool:
-        return True
-
-    @property
-    def consumes(self) -> bool:
-        return False
-
-    @property
     def _by_mass(self) -> Prioritized:
         """What draws from the tree. Its exponent of 0 gives each new row of positive priority a mass of 1."""
         return Prioritized(exponent=0.0, stratified=self.stratified, keep_minimum=self.keep_minimum, fan_out=self.fan_out)
@@ -79,14 +72,10 @@ class RankBased:
     def observe(self, streams: Streams, state: RankBasedState, change: Change | None, priority: jax.Array | None) -> PrioritizedState:
         assert change is not None
         lookahead = state.waiting.shape[0]
-        new = slice(lookahead, lookahead + change.num_new)
-        state, given = give(state, change.is_written[new], priority)
-        leaf = leaf_of(streams, change.row[new])
+        state, given = give(state, change.is_written, priority)
+        leaf = leaf_of(streams, change.row[lookahead:][: len(given)])
         recorded = state.priority.at[leaf].set(_recordable(given), mode="drop", unique_indices=True)
         return self._by_mass.observe(streams, state.replace(priority=recorded), change, given)
-
-    def size(self, state: RankBasedState, drawable: Drawable) -> jax.Array:
-        return self._by_mass.size(state, drawable)
 
     def can_draw(self, state: RankBasedState) -> jax.Array:
         return self._by_mass.can_draw(state)

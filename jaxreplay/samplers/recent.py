@@ -10,18 +10,17 @@ import numpy as np
 
 from jaxreplay import bits, draws, ring
 from jaxreplay.checks import check_static
-from jaxreplay.drawable import Change, Drawable
+from jaxreplay.drawable import Drawable
 from jaxreplay.samplers.order import first_rank, rank_of
-from jaxreplay.streams import Streams
+from jaxreplay.samplers.sampler import Sampler
 from jaxreplay.sum_tree import SumTree
-from jaxreplay.window import Window
 
 _SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest number that no processor flushes to 0
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recent:
+class Recent(Sampler):
     """A row with `a` newer drawable rows in its stream is drawn in proportion to decay ** a, with replacement.
 
     A stream is drawn in proportion to the sum over its rows, then the row by the inverse of its distribution function: a binary search
@@ -37,36 +36,6 @@ class Recent:
         check_static(self)
         if not 0 < self.decay <= 1:
             raise ValueError(f"Recent: decay must be in (0, 1], got {self.decay}")
-
-    @property
-    def has_priorities(self) -> bool:
-        return False
-
-    @property
-    def consumes(self) -> bool:
-        return False
-
-    def window(self, window: Window) -> Window:
-        return window
-
-    def init(self, streams: Streams, window: Window) -> Any:
-        del streams, window
-        return ()
-
-    def clear(self, state: Any) -> Any:
-        return state
-
-    def observe(self, streams: Streams, state: Any, change: Change | None, priority: jax.Array | None) -> Any:
-        del streams, change, priority
-        return state
-
-    def size(self, state: Any, drawable: Drawable) -> jax.Array:
-        del state
-        return drawable.count().sum(dtype=jnp.int32)
-
-    def can_draw(self, state: Any) -> jax.Array:
-        del state
-        return jnp.asarray(True)
 
     def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> tuple[Any, jax.Array, jax.Array]:
         high, low = bits.draw(key, batch_size)

@@ -1,8 +1,9 @@
 """What a sampler is: it is told which rows became drawable and which were overwritten, and never sees the data."""
 
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 
 from jaxreplay.drawable import Change, Drawable
 from jaxreplay.streams import Streams
@@ -10,30 +11,27 @@ from jaxreplay.types import Index
 from jaxreplay.window import Window
 
 
-class Sampler(Protocol):
-    """A frozen, hashable configuration with pure methods over a state of its own (any pytree; `()` where it needs none)."""
+class Sampler:
+    """A frozen, hashable configuration with pure methods over a state of its own: any pytree.
 
-    @property
-    def has_priorities(self) -> bool:
-        """Whether `add` takes a priority and `update_priorities` exists."""
-        ...
+    It must have `draw` and `probability`. What it leaves out is as here: without a state, for any window, over all drawable rows.
+    """
 
-    @property
-    def consumes(self) -> bool:
-        """Whether drawing changes its state, so that a buffer has `take` and not `sample`."""
-        ...
+    has_priorities: ClassVar[bool] = False  # whether `add` takes a priority and `update_priorities` exists
+    consumes: ClassVar[bool] = False  # whether drawing changes its state, so that a buffer has `take` and not `sample`
 
     def window(self, window: Window) -> Window:
         """What must be known around a row: the view's window, or more. A ValueError for a window that it cannot serve."""
-        ...
+        return window
 
     def init(self, streams: Streams, window: Window) -> Any:
         """The state for an empty buffer."""
-        ...
+        del streams, window
+        return ()
 
     def clear(self, state: Any) -> Any:
         """The state for a buffer whose rows are all forgotten."""
-        ...
+        return state
 
     def observe(self, streams: Streams, state: Any, change: Change | None, priority: jax.Array | None) -> Any:
         """The state after a write.
@@ -42,15 +40,18 @@ class Sampler(Protocol):
           change: None where the window is not bounded.
           priority: float32[K, E] for the rows written, or None; only given to samplers that have priorities.
         """
-        ...
+        del streams, change, priority
+        return state
 
     def size(self, state: Any, drawable: Drawable) -> jax.Array:
         """Rows that can be drawn now: int32[]."""
-        ...
+        del state
+        return drawable.count().sum(dtype=jnp.int32)
 
     def can_draw(self, state: Any) -> jax.Array:
         """Whether there is mass to draw from, where there are rows that can be drawn: bool[]."""
-        ...
+        del state
+        return jnp.asarray(True)
 
     def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> tuple[Any, jax.Array, jax.Array]:
         """Draw a batch.
@@ -59,36 +60,40 @@ class Sampler(Protocol):
           The state, unchanged unless the sampler consumes. Rows in `[0, capacity)`, int32[B]. The probability that one draw has for
           each, float32[B], which is 0 where there was nothing to draw.
         """
-        ...
+        raise NotImplementedError(f"{type(self).__name__} is a sampler, and must have draw")
 
     def probability(self, state: Any, drawable: Drawable, row: jax.Array) -> jax.Array:
         """What one draw would have for each drawable row: float32[B]."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} is a sampler, and must have probability")
 
 
-class PrioritySampler(Sampler, Protocol):
-    """A sampler with `has_priorities`."""
+class PrioritySampler(Sampler):
+    """A sampler with priorities; it must also have these."""
+
+    has_priorities = True
 
     def update(self, state: Any, drawable: Drawable, index: Index, priority: jax.Array) -> Any:
         """The state with new priorities, float32[B], for drawn rows; it ignores what is bad or stale."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} has priorities, and must have update")
 
     def min_probability(self, streams: Streams, state: Any) -> jax.Array:
         """The smallest probability of a drawable row of positive priority: float32[]."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} has priorities, and must have min_probability")
 
 
-class RankedSampler(PrioritySampler, Protocol):
+class RankedSampler(PrioritySampler):
     """A sampler by ranks, as of the last time that they were taken."""
 
     def rerank(self, state: Any, drawable: Drawable) -> Any:
         """The state with new ranks: O(n log n)."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} has ranks, and must have rerank")
 
 
-class ConsumingSampler(Sampler, Protocol):
-    """A sampler that `consumes`."""
+class ConsumingSampler(Sampler):
+    """A sampler that hands out each row once."""
+
+    consumes = True
 
     def can_add(self, state: Any, drawable: Drawable, num_rows: int) -> jax.Array:
         """Whether as many more rows of each stream overwrite nothing that is still to be taken: bool[]."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} hands out each row once, and must have can_add")

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxreplay import bits
-from jaxreplay.drawable import Change, Drawable
-from jaxreplay.draws import split_by, written_row
-from jaxreplay.streams import Streams
-from jaxreplay.window import Window
+from jaxreplay.drawable import Drawable
+from jaxreplay.draws import split_by, uniform_probability, written_row
+from jaxreplay.samplers.sampler import Sampler
 
 _MAX_REDRAWS = 16
 _MOST_TRIES = 4  # where fewer than one row in so many is an anchor, rows are selected by rank at once
@@ -18,7 +17,7 @@ _MOST_TRIES = 4  # where fewer than one row in so many is an anchor, rows are se
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Uniform:
+class Uniform(Sampler):
     """Every drawable row alike, with replacement.
 
     A row is drawn among all that are written, and drawn again where it is no transition or still waits for its window. At least half
@@ -27,41 +26,11 @@ class Uniform:
     random read: 41-48 us for the fused loop against 30, measured.)
     """
 
-    @property
-    def has_priorities(self) -> bool:
-        return False
-
-    @property
-    def consumes(self) -> bool:
-        return False
-
-    def window(self, window: Window) -> Window:
-        return window
-
-    def init(self, streams: Streams, window: Window) -> Any:
-        del streams, window
-        return ()
-
-    def clear(self, state: Any) -> Any:
-        return state
-
-    def observe(self, streams: Streams, state: Any, change: Change | None, priority: jax.Array | None) -> Any:
-        del streams, change, priority
-        return state
-
-    def size(self, state: Any, drawable: Drawable) -> jax.Array:
-        del state
-        return drawable.count().sum(dtype=jnp.int32)
-
-    def can_draw(self, state: Any) -> jax.Array:
-        del state
-        return jnp.asarray(True)
-
     def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> tuple[Any, jax.Array, jax.Array]:
         high, low = bits.draw(key, batch_size)
         count = drawable.count()
         total = count.sum(dtype=jnp.int32)
-        probability = jnp.broadcast_to(_probability(total), (batch_size,))
+        probability = jnp.broadcast_to(uniform_probability(total), (batch_size,))
         if drawable.window.stride > _MOST_TRIES:
             return state, drawable.select(*split_by(count, bits.below(high, low, total))), probability
 
@@ -89,8 +58,4 @@ class Uniform:
         return state, row, probability
 
     def probability(self, state: Any, drawable: Drawable, row: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(_probability(drawable.count().sum(dtype=jnp.int32)), row.shape)
-
-
-def _probability(total: jax.Array) -> jax.Array:
-    return jnp.where(total > 0, 1 / jnp.maximum(total, 1).astype(jnp.float32), 0)
+        return jnp.broadcast_to(uniform_probability(drawable.count().sum(dtype=jnp.int32)), row.shape)

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxreplay import bits, ring
-from jaxreplay.drawable import Change, Drawable
-from jaxreplay.draws import split_by
+from jaxreplay.drawable import Drawable
+from jaxreplay.draws import split_by, uniform_probability
 from jaxreplay.permutation import permute
 from jaxreplay.samplers.order import first_rank
+from jaxreplay.samplers.sampler import ConsumingSampler
 from jaxreplay.streams import Streams
 from jaxreplay.window import Window
 
@@ -28,7 +29,7 @@ class WithoutReplacementState(flax.struct.PyTreeNode):
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WithoutReplacement:
+class WithoutReplacement(ConsumingSampler):
     """Every drawable row at most once a pass, in an order that each pass draws anew. The order is computed, not stored.
 
     A pass is over the rows that are drawable when it begins. Rows that are added meanwhile wait for the next one; rows that are overwritten
@@ -42,17 +43,6 @@ class WithoutReplacement:
     The probability is that of uniform draws, which the batches are when seen one at a time.
     """
 
-    @property
-    def has_priorities(self) -> bool:
-        return False
-
-    @property
-    def consumes(self) -> bool:
-        return True
-
-    def window(self, window: Window) -> Window:
-        return window
-
     def init(self, streams: Streams, window: Window) -> WithoutReplacementState:
         """A pass that is used up."""
         del window
@@ -62,20 +52,10 @@ class WithoutReplacement:
     def clear(self, state: WithoutReplacementState) -> WithoutReplacementState:
         return state.replace(position=jnp.zeros_like(state.position), num_rows=jnp.zeros_like(state.num_rows))
 
-    def observe(
-        self, streams: Streams, state: WithoutReplacementState, change: Change | None, priority: jax.Array | None
-    ) -> WithoutReplacementState:
-        del streams, change, priority
-        return state
-
     def size(self, state: WithoutReplacementState, drawable: Drawable) -> jax.Array:
         """Drawable rows, which is what a new pass would hold: those left in the present one are not counted."""
         del state
         return drawable.count().sum(dtype=jnp.int32)
-
-    def can_draw(self, state: WithoutReplacementState) -> jax.Array:
-        del state
-        return jnp.asarray(True)
 
     def draw(
         self, state: WithoutReplacementState, drawable: Drawable, key: jax.Array, batch_size: int
@@ -104,11 +84,11 @@ class WithoutReplacement:
         none = jnp.zeros((batch_size,), jnp.int32)
         _, state, taken, rows = jax.lax.while_loop(goes_on, examine, (jnp.int32(0), state, jnp.int32(0), (none, none)))
         is_taken = ring.places(batch_size) < taken
-        return state, drawable.select(*rows), jnp.where(is_taken, _probability(total), 0)
+        return state, drawable.select(*rows), jnp.where(is_taken, uniform_probability(total), 0)
 
     def probability(self, state: WithoutReplacementState, drawable: Drawable, row: jax.Array) -> jax.Array:
         del state
-        return jnp.broadcast_to(_probability(drawable.count().sum(dtype=jnp.int32)), row.shape)
+        return jnp.broadcast_to(uniform_probability(drawable.count().sum(dtype=jnp.int32)), row.shape)
 
     def can_add(self, state: WithoutReplacementState, drawable: Drawable, num_rows: int) -> jax.Array:
         """Always: a pass has no claim on its rows, it skips what is overwritten."""
@@ -132,7 +112,3 @@ def _candidates(state: WithoutReplacementState, fresh: WithoutReplacementState, 
     now = nth - ring.difference(fresh.first, state.first)[env]
     is_left = is_one & (now >= 0) & (now < fresh.num_rows[env])
     return env, jnp.where(is_left, now, 0), is_left
-
-
-def _probability(total: jax.Array) -> jax.Array:
-    return jnp.where(total > 0, 1 / jnp.maximum(total, 1).astype(jnp.float32), 0)
