@@ -187,6 +187,13 @@ class Streams:
         env, position = ring.split(row, self.length)
         return self.row(env, ring.wrap(position + offset, self.length))
 
+    def back(self, state: StreamState, row: jax.Array, most: int) -> jax.Array:
+        """Rows before each row that belong to its episode, `most` at the most: int32[...]. The first row has none before it."""
+        places = ring.places(most).reshape((most,) + (1,) * row.ndim)
+        flags = _not_none(state.flags).at[self.ahead(row, -places)].get(mode="promise_in_bounds")
+        goes_on = (flags & autoreset.FIRST) == 0
+        return jnp.cumprod(goes_on, axis=0, dtype=jnp.int32).sum(axis=0, dtype=jnp.int32)
+
     def age(self, state: StreamState, row: jax.Array) -> jax.Array:
         """Rows of its stream written after each row: 0 for the newest. For a row never written, at least `filled`. int32[...]."""
         env, position = ring.split(row, self.length)

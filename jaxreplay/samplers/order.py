@@ -7,7 +7,7 @@ and clears, and those of a stream's drawable rows are one run. Of items, every o
 import jax
 import jax.numpy as jnp
 
-from jaxreplay import autoreset, ring
+from jaxreplay import ring
 from jaxreplay.drawable import Drawable
 
 
@@ -40,13 +40,7 @@ def look_back(drawable: Drawable, row: jax.Array) -> jax.Array:
     before = drawable.window.before
     if before is None:
         return drawable.episodes.steps_from_start(row)
-    if before == 0:
-        return jnp.zeros_like(row)
-    back = ring.places(before).reshape((before,) + (1,) * row.ndim)
-    assert drawable.state.flags is not None
-    flags = drawable.state.flags.at[drawable.streams.ahead(row, -back)].get(mode="promise_in_bounds")
-    goes_on = (flags & autoreset.FIRST) == 0
-    return jnp.cumprod(goes_on, axis=0, dtype=jnp.int32).sum(axis=0, dtype=jnp.int32)
+    return drawable.streams.back(drawable.state, row, before) if before else jnp.zeros_like(row)
 
 
 def _position_of_all_time(drawable: Drawable, lap: jax.Array, position: jax.Array) -> jax.Array:

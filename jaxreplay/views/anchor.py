@@ -69,6 +69,10 @@ class Anchor:
             extras=self.extras(offset),
         )
 
+    def rows_before(self, offset: Any, most: int) -> jax.Array:
+        """Rows before a row that belong to its episode, `most` at the most: int32[...]."""
+        return self.streams.back(self.state, self.streams.ahead(self.row, offset), most)
+
     def rows_after(self) -> jax.Array:
         """Rows of the stream that were written after the anchor: int32[]."""
         return self.streams.age(self.state, self.row)

@@ -77,11 +77,8 @@ class _Stacks(Changed):
         view, inner = self.view, self._inner
         assert view is not None
         offset = jnp.asarray(offset, jnp.int32)
-        back = ring.places(view.num_frames)
-        # How far back the episode goes, up to k - 1 frames: [...].
-        goes_on = ~inner.is_first(offset[..., None] - back[:-1])
-        depth = jnp.cumprod(goes_on, axis=-1, dtype=jnp.int32).sum(axis=-1, dtype=jnp.int32)[..., None]
-        wanted = back[::-1]
+        depth = inner.rows_before(offset, view.num_frames - 1)[..., None]
+        wanted = ring.places(view.num_frames)[::-1]  # frames back from the newest
         stacked, plain = inner.obs(offset[..., None] - jnp.minimum(wanted, depth)), inner.obs(offset)
         if view.pad == "zero":
             stacked = jax.tree.map(lambda x: jnp.where(_against(wanted <= depth, x), x, jnp.zeros_like(x)), stacked)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxreplay import ring
 from jaxreplay.checks import check_size, check_static
 from jaxreplay.streams import Streams
 from jaxreplay.views.anchor import Anchor
@@ -78,7 +79,8 @@ class SequenceView(View):
 
     def read(self, anchor: Anchor) -> Sequence:
         steps = jnp.arange(-self.burn_in, self.length + 1, dtype=jnp.int32)
-        is_here = jnp.concatenate([self._before(anchor), self._after(anchor)])  # [T + 1]
+        is_before = ring.places(self.burn_in)[::-1] < anchor.rows_before(0, self.burn_in)
+        is_here = jnp.concatenate([is_before, self._after(anchor)])  # [T + 1]
         is_first = anchor.is_first(steps) & is_here
         is_step = is_here & ~anchor.is_tail(steps)
         steps, is_real, extras = steps[:-1], is_step[:-1], anchor.extras(steps[:-1])
@@ -98,12 +100,6 @@ class SequenceView(View):
             recurrent_state=recurrent_state,
             extras=_zero(extras, is_real),
         )
-
-    def _before(self, anchor: Anchor) -> jax.Array:
-        """Which of the rows before the anchor belong to its episode: bool[burn_in]."""
-        # The row before a step is of its episode unless the step is the first.
-        goes_on = ~anchor.is_first(jnp.arange(0, -self.burn_in, -1, dtype=jnp.int32))
-        return jnp.cumprod(goes_on, dtype=jnp.int32)[::-1].astype(bool)
 
     def _after(self, anchor: Anchor) -> jax.Array:
         """Which of the rows from the anchor on are read: bool[length + 1]."""
