@@ -1,7 +1,8 @@
-# make demo   trains an agent and leaves a plot in out/
-# make test   every check, sized for two cores
-# make soak   the same checks at full size (long)
-# make bench  side by side with flashbax; writes benchmarks/RESULTS.md
+# make demo      trains an agent and leaves a plot in out/
+# make examples  runs every example in full (3 minutes)
+# make test      every check, sized for two cores
+# make soak      the same checks at full size (long)
+# make bench     side by side with flashbax; writes benchmarks/RESULTS.md
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -9,7 +10,7 @@ PIP := $(BIN)/pip --disable-pip-version-check -q
 # gymnax 1.0.1 declares jax < 0.12 but runs on it, so that it is installed without its dependencies, and these are named here.
 EXAMPLES := optax matplotlib tqdm six gymnasium seaborn
 
-.PHONY: demo test soak bench lint clean
+.PHONY: demo examples test soak bench lint clean
 $(VENV)/installed: Makefile pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt -e ".[test,dev]" $(EXAMPLES)
@@ -22,6 +23,9 @@ $(VENV)/bench: $(VENV)/installed
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/dqn.py
+
+examples: $(VENV)/installed
+	set -e; for example in dqn ppo recall bit_flip laplacian; do echo "== $$example"; $(BIN)/python examples/$$example.py; done
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
