@@ -1,8 +1,8 @@
 # make demo      trains an agent and leaves a plot in out/
-# make examples  runs every example in full (3 minutes)
+# make examples  runs every example in full (4 minutes)
 # make test      every check, sized for two cores
 # make soak      the same checks at full size (long)
-# make bench     side by side with flashbax; writes benchmarks/RESULTS.md
+# make bench     side by side with flashbax and NumPy; writes benchmarks/RESULTS.md
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

@@ -10,20 +10,22 @@ BATCH_SIZE = 256
 class Case:
     """One thing to time in one library. It crosses to the worker as JSON, so that its fields are plain."""
 
-    buffer: str  # "uniform", "prioritized" or "items"
-    operation: str  # "add", "sample", "update" or "fused": all that a training step does with its buffer
+    buffer: str  # "uniform", "prioritized" or "items"; of look-ups "episodes", "two terminals", "hindsight" or "sequences"
+    operation: str  # "add", "sample", "update" or "fused": all that a training step does with its buffer; "look up"; "ragged"
     mode: str  # "call": one jitted call after another; "scan": iterations of one compiled loop
     capacity: int
     obs: str = "vector"  # "vector": float32[8]; "image": uint8[84, 84, 4]
-    form: str = ""  # a variant: see `jaxreplay_buffers.py`, `flashbax_buffers.py` and `limit.py`
+    form: str = ""  # a variant: see `jaxreplay_buffers.py`, `flashbax_buffers.py`, `limit.py`, `numpy_lookups.py` and `ragged.py`
     iterations: int = 512
+    num_envs: int = NUM_ENVS
+    episode_length: int = 0  # steps of every episode; 0: ends lie at random
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A line of a table: `columns` are timed in turn, round after round. Each is (library, case)."""
 
-    table: str  # "main", "forms", "flat" or "image"
+    table: str  # "main", "forms", "flat", "image", "lengths", "numpy" or "ragged"
     name: str
     columns: dict[str, tuple[str, Case]]
 
@@ -39,17 +41,23 @@ class Sizes:
     main: tuple[int, ...] = (100_000, 1_000_000)
     flat: tuple[int, int] = (16_384, 4_194_304)
     image: int = 20_000
+    lengths: tuple[int, int, int] = (10, 1_000, 100_000)  # steps of an episode
+    lookups: int = 2**20
+    ragged: int = 3_700_000  # steps; 1 GB
     rounds: int = 9  # enough for quartiles
     iterations: int = 512
 
 
-QUICK = Sizes(main=(20_000,), flat=(4_096, 65_536), image=1_000, rounds=2, iterations=64)
+QUICK = Sizes(
+    main=(20_000,), flat=(4_096, 65_536), image=1_000, lengths=(10, 100, 1_000), lookups=2**14, ragged=37_000, rounds=2, iterations=64
+)
 
 _OPERATIONS = {"uniform": ("add", "sample"), "prioritized": ("add", "sample", "update")}
 
 
 def all_rows(sizes: Sizes) -> list[Row]:
     rows = [row for capacity in sizes.main for row in _main(capacity)] + _forms(sizes.main[-1]) + _flat(*sizes.flat) + _image(sizes.image)
+    rows += _lengths(sizes.lookups, sizes.lengths) + _numpy() + [_ragged(sizes.ragged)]
     return [_with_iterations(row, sizes.iterations) for row in rows]
 
 
@@ -97,6 +105,34 @@ def _image(capacity: int) -> list[Row]:
             columns |= {form: ("limit", dataclasses.replace(case, form=form)) for form in ("fresh", "into")}
             rows.append(Row("image", f"{name}, {mode}", columns))
     return rows
+
+
+def _lengths(capacity: int, lengths: tuple[int, ...]) -> list[Row]:
+    """The cost of a look-up must not grow with an episode's length: the same rows, in episodes of different lengths."""
+    rows = []
+    for buffer in ("episodes", "hindsight", "sequences"):
+        for mode in ("call", "scan"):
+            case = Case(buffer=buffer, operation="look up", mode=mode, capacity=capacity, num_envs=4)
+            columns = {str(length): ("jaxreplay", dataclasses.replace(case, episode_length=length)) for length in lengths}
+            rows.append(Row("lengths", f"{buffer}, {mode}", columns))
+    return rows
+
+
+def _numpy() -> list[Row]:
+    """100 episodes of 100 steps, each with its final observation, in one stream that they fill."""
+    rows = []
+    for buffer, name in (("episodes", "to the episode's end"), ("two terminals", "to the second terminal ahead")):
+        case = Case(buffer=buffer, operation="look up", mode="call", capacity=100 * 101, num_envs=1, episode_length=100)
+        columns = {mode: ("jaxreplay", dataclasses.replace(case, mode=mode)) for mode in ("call", "scan")}
+        columns |= {form: ("limit", dataclasses.replace(case, form=form)) for form in ("sort", "search")}
+        rows.append(Row("numpy", name, columns))
+    return rows
+
+
+def _ragged(num_steps: int) -> Row:
+    case = Case(buffer="rollout", operation="ragged", mode="call", capacity=num_steps, num_envs=1)
+    columns = {form: (library, dataclasses.replace(case, form=form)) for library, form in (("jaxreplay", "streamed"), ("limit", "joined"))}
+    return Row("ragged", f"64 trajectories, {num_steps:,} steps", columns)
 
 
 def _case(buffer: str, operation: str, mode: str, capacity: int, **others) -> Case:

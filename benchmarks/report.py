@@ -8,6 +8,7 @@ import platform
 from pathlib import Path
 
 import numpy as np
+import ragged
 from cases import Row, Sizes
 
 import jaxreplay
@@ -119,7 +120,57 @@ are used again, as the scan does. Target for one take: at most 1.3."""
     return _table(title, ["", "jaxreplay", "take", "take, out=", "jaxreplay / take", "jaxreplay / take, out="], lines)
 
 
-_TABLES = {"main": _main, "forms": _forms, "flat": _flat, "image": _image}
+def _lengths(results: list[Result]) -> str:
+    names = list(results[0].row.columns)
+    lines = []
+    for r in results:
+        medians = [r.median(name) for name in names]
+        lines.append([r.row.name, *(r.cell(name) for name in names), f"{max(medians) / min(medians):.2f}"])
+    title = f"""## Look-ups in short and long episodes
+
+Samples of jaxreplay at {results[0].row.capacity:,} rows of 4 envs whose episodes are all as long as the column says: `jr.episodes`,
+`jr.hindsight` (goals of a later step) and `jr.sequences` (16 steps and a burn-in of 4). Target for the slowest over the fastest: at
+most 1.3."""
+    return _table(title, ["", *(f"{int(name):,} steps" for name in names), "slowest / fastest"], lines)
+
+
+def _numpy(results: list[Result]) -> str:
+    lines = [
+        [
+            r.row.name,
+            *(r.cell(name) for name in ("call", "scan", "sort", "search")),
+            r.ratio("sort", "call"),
+            r.ratio("search", "call"),
+            r.ratio("search", "scan"),
+        ]
+        for r in results
+    ]
+    title = """## Pairs at a geometric horizon, beside NumPy
+
+100 episodes of 100 steps: an episode, a step of it, how many steps there are to the end, a horizon, and both observations. NumPy knows
+all ends beforehand, and sorts the distances to them (sort) or searches them (search)."""
+    head = ["", "call", "scan", "NumPy: sort", "NumPy: search", "sort / call", "search / call", "search / scan"]
+    return _table(title, head, lines)
+
+
+def _ragged(results: list[Result]) -> str:
+    lines = [[r.row.name, r.cell("streamed"), r.cell("joined"), r.ratio("joined", "streamed")] for r in results]
+    title = f"""## Ragged trajectories
+
+{ragged.num_bytes(results[0].row.capacity) / 1e9:.2f} GB on the host go to the device: by `Rollout.from_trajectories`, in chunks; or
+by `np.concatenate` and a copy of each leaf."""
+    return _table(title, ["", "streamed", "concatenated", "concatenated / streamed"], lines)
+
+
+_TABLES = {
+    "main": _main,
+    "forms": _forms,
+    "flat": _flat,
+    "image": _image,
+    "lengths": _lengths,
+    "numpy": _numpy,
+    "ragged": _ragged,
+}
 
 
 def _table(title: str, head: list[str], lines: list[list[str]]) -> str:

@@ -1,4 +1,6 @@
-"""Random steps of 64 envs, the same for every library, as NumPy arrays with leaves `[time, num_envs, ...]`."""
+"""Random steps, the same for every library, as NumPy arrays with leaves `[time, num_envs, ...]`."""
+
+from typing import Any
 
 import numpy as np
 from cases import NUM_ENVS, Case
@@ -21,6 +23,23 @@ def random_steps(case: Case, seed: int = 0) -> dict[str, np.ndarray]:
         "truncated": (done >= _DONE_FRACTION / 2) & (done < _DONE_FRACTION),
     }
     return steps | {"final_obs": random_obs(rng, case, axes)} if case.form == "final_obs" else steps
+
+
+def episode_steps(case: Case) -> dict[str, Any]:
+    """As many rows as the buffer has, in episodes of one length, each followed by its final observation. Every other one is truncated."""
+    rng = np.random.default_rng(0)
+    axes = (case.capacity // case.num_envs, case.num_envs)
+    time = np.broadcast_to(np.arange(axes[0])[:, None], axes)
+    number, position = np.divmod(time, case.episode_length + 1)
+    is_end = position == case.episode_length - 1
+    obs = random_obs(rng, case, axes)
+    return {
+        "obs": {"observation": obs, "achieved_goal": obs[..., :2], "desired_goal": obs[..., 2:4]} if case.buffer == "hindsight" else obs,
+        "action": rng.integers(4, size=axes, dtype=np.int32),
+        "reward": rng.normal(size=axes).astype(np.float32),
+        "terminated": is_end & (number % 2 == 0),
+        "truncated": is_end & (number % 2 == 1),
+    }
 
 
 def random_obs(rng: np.random.Generator, case: Case, axes: tuple[int, ...]) -> np.ndarray:

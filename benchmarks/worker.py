@@ -30,6 +30,15 @@ def main(library: str) -> None:
 
 
 def _prepare(library: str, case: Case) -> Callable[[], float]:
+    if case.operation == "ragged":
+        import ragged
+
+        return ragged.prepare(case)
+    if case.operation == "look up":
+        import lookups
+        import numpy_lookups
+
+        return (numpy_lookups if library == "limit" else lookups).prepare(case)
     if library == "limit":
         import limit
 

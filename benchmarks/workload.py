@@ -41,7 +41,7 @@ def prepare(library: Library, case: Case) -> Callable[[], float]:
     keys = jax.random.split(jax.random.key(1), case.iterations)
     state = _filled(library, case, steps)
     if case.operation == "sample":
-        run = _reading(case, lambda state, key: library.sample(state, key).kept, state, keys)
+        run = reading(case, lambda state, key: library.sample(state, key).kept, state, keys)
     elif case.operation == "add":
         run = _changing(case, library.add, state, steps)
     elif case.operation == "update":
@@ -50,6 +50,24 @@ def prepare(library: Library, case: Case) -> Callable[[], float]:
         drawn = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), jax.eval_shape(library.sample, state, keys[0]))
         run = _changing(case, _fused(library, case), (state, drawn.kept, jnp.float32(0)), (steps, keys))
     return stopwatch(run, case.iterations)
+
+
+def reading(case: Case, apply: Callable, state: Any, xs: Any) -> Callable[[], None]:
+    """Runs `apply(state, x)` for each x; each result replaces the one before."""
+    if case.mode == "scan":
+        first = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), jax.eval_shape(apply, state, xs[0]))
+        program = jax.jit(lambda state, xs: jax.lax.scan(lambda _, x: (apply(state, x), None), first, xs)[0])
+        inputs = [xs]
+    else:
+        program, inputs = jax.jit(apply), _unstacked(case, xs)
+
+    def run() -> None:
+        result = None
+        for x in inputs:
+            result = program(state, x)
+        jax.block_until_ready(result)
+
+    return run
 
 
 def _filled(library: Library, case: Case, steps: Any) -> Any:
@@ -104,24 +122,6 @@ def _changing(case: Case, apply: Callable, carry: Any, xs: Any) -> Callable[[], 
         for x in inputs:
             carry = program(carry, x)
         jax.block_until_ready(carry)
-
-    return run
-
-
-def _reading(case: Case, apply: Callable, state: Any, xs: Any) -> Callable[[], None]:
-    """Runs `apply(state, x)` for each x; each result replaces the one before."""
-    if case.mode == "scan":
-        first = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), jax.eval_shape(apply, state, xs[0]))
-        program = jax.jit(lambda state, xs: jax.lax.scan(lambda _, x: (apply(state, x), None), first, xs)[0])
-        inputs = [xs]
-    else:
-        program, inputs = jax.jit(apply), _unstacked(case, xs)
-
-    def run() -> None:
-        result = None
-        for x in inputs:
-            result = program(state, x)
-        jax.block_until_ready(result)
 
     return run
 

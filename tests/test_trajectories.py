@@ -232,8 +232,8 @@ def test_the_wrong_call_is_shown():
 
 
 MEASURE = """
-import json, re, sys, time
-import jax, jax.numpy as jnp, numpy as np
+import json, re, sys
+import jax, numpy as np
 from jaxreplay import Rollout
 
 total_bytes, chunk_bytes = int(sys.argv[1]), int(sys.argv[2])
@@ -261,23 +261,15 @@ correct = bool((state.steps.obs[start, 0, 0] == np.arange(64)).all() & (state.st
 device = jax.devices()[0].memory_stats()
 open("/proc/self/clear_refs", "w").write("5")  # the high-water mark begins anew
 before = process("VmRSS")
-began = time.perf_counter()
 state = jax.block_until_ready(rollout.from_trajectories(state, many, chunk_bytes=chunk_bytes))
-streamed, extra = time.perf_counter() - began, process("VmHWM") - before
+extra = process("VmHWM") - before
 on_device = device and device["peak_bytes_in_use"] - rollout.memory(jax.tree.map(lambda x: x[0], many[0])).total
-
-open("/proc/self/clear_refs", "w").write("5")
-before = process("VmRSS")
-began = time.perf_counter()
-joined = {name: jnp.array(np.concatenate([one[name] for one in many])) for name in many[0]}
-jax.block_until_ready(joined)
-print(json.dumps({"extra": extra, "on_device": on_device, "streamed": streamed, "joined": time.perf_counter() - began, "correct": correct,
-                  "extra_joined": process("VmHWM") - before, "rows": int(lengths.sum())}))
+print(json.dumps({"extra": extra, "on_device": on_device, "correct": correct, "rows": int(lengths.sum())}))
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the high-water mark of a process is Linux's")
-def test_it_takes_one_chunk_of_memory_and_less_time_than_a_concatenation():
+def test_it_takes_one_chunk_of_memory():
     total_bytes, chunk_bytes = (10**9, 2**26) if SOAK else (10**8, 2**24)
     result = subprocess.run([sys.executable, "-c", MEASURE, str(total_bytes), str(chunk_bytes)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -285,4 +277,3 @@ def test_it_takes_one_chunk_of_memory_and_less_time_than_a_concatenation():
     assert figures["correct"]
     assert figures["extra"] <= 1.05 * chunk_bytes, figures
     assert figures["on_device"] is None or figures["on_device"] <= 1.05 * chunk_bytes, figures
-    assert figures["streamed"] < figures["joined"], figures
