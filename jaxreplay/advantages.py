@@ -183,6 +183,8 @@ def _sum_backwards(delta: jax.Array, carry: jax.Array) -> jax.Array:
     A CPU takes a million steps one by one in 10 ms, in parallel in 23 after 4 s of compilation (measured); an accelerator needs
     microseconds for each step of a loop.
     """
+    if not delta.shape[0]:
+        return delta
     form = _sum_in_order if jax.default_backend() == "cpu" else _sum_in_parallel
     return form(delta, carry.astype(delta.dtype))
 

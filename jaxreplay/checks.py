@@ -33,6 +33,11 @@ def check_size(where: str, name: str, value: Any) -> None:
         raise ValueError(f"{where}: {name} must be an int of at least 1, got {value!r}")
 
 
+def check_callable(where: str, name: str, value: Any) -> None:
+    if not callable(value):
+        raise ValueError(f"{where}: {name} must be a function, got {value!r}")
+
+
 def check_capacity(where: str, capacity: int, num_envs: int, smallest_length: int) -> None:
     """The capacity must divide into streams, each long enough for one window."""
     check_size(where, "capacity", capacity)

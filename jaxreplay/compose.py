@@ -8,7 +8,7 @@ import jax
 
 from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.types import Step
-from jaxreplay.views import FrameStack, Hindsight, Transformed
+from jaxreplay.views import FrameStack, Hindsight, Transformed, View
 
 
 def frame_stack(replay: ReplayBuffer, num_frames: int, *, pad: str = "zero", leaf: str | None = None, axis: int = 0) -> ReplayBuffer:
@@ -27,7 +27,8 @@ def frame_stack(replay: ReplayBuffer, num_frames: int, *, pad: str = "zero", lea
       >>> replay.memory(example).total / 1e9 < 7.1 + 0.024  # GB; stacks stored twice would take 56
       True
     """
-    return dataclasses.replace(replay, view=FrameStack(num_frames=num_frames, of=replay.view, pad=pad, leaf=leaf, axis=axis))
+    view = FrameStack(num_frames=num_frames, of=_view_of("frame_stack", replay), pad=pad, leaf=leaf, axis=axis)
+    return dataclasses.replace(replay, view=view)
 
 
 def hindsight(
@@ -51,7 +52,7 @@ def hindsight(
       >>> replay = jr.hindsight(replay, lambda achieved, goal, step: -jnp.float32(jnp.any(achieved != goal)))
     """
     view = Hindsight(
-        of=replay.view,
+        of=_view_of("hindsight", replay),
         reward_fn=reward_fn,
         terminated_fn=terminated_fn,
         strategy=strategy,
@@ -80,4 +81,11 @@ def transform(replay: ReplayBuffer, function: Callable[[Any, jax.Array], Any]) -
       >>> replay.sample(state, jax.random.key(0)).items["image"].shape
       (4, 16, 16)
     """
-    return dataclasses.replace(replay, view=Transformed(of=replay.view, transform=function))
+    return dataclasses.replace(replay, view=Transformed(of=_view_of("transform", replay), transform=function))
+
+
+def _view_of(where: str, replay: ReplayBuffer) -> View:
+    if not isinstance(replay, ReplayBuffer):
+        hint = "; change how each member is read before they are mixed" if hasattr(replay, "members") else ""
+        raise ValueError(f"{where}: takes a ReplayBuffer, got a {type(replay).__name__}{hint}")
+    return replay.view

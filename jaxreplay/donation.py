@@ -91,7 +91,8 @@ class Jitted:
 def jit(replay: Any) -> Jitted:
     """The methods of `replay` jitted, with the state donated where it changes: for a loop that is not one big `jit`.
 
-    What is no operation on the device (`memory`, `episodes`) is on `.replay`, the buffer itself.
+    A `Rollout` and a `Mixture` may be handed over too: the methods that they have are jitted alike. What is not here, such as `memory`,
+    `episodes` or a rollout's `steps`, is on `.replay`, the buffer itself.
 
     Equal configurations share one compilation. NumPy input is copied first: JAX may read an array after the call has returned, when
     an env that reuses its observation array has already written the next one into it.
@@ -109,7 +110,7 @@ def jit(replay: Any) -> Jitted:
 
 
 def _given(**options: Any) -> dict[str, Any]:
-    """What was given: a rollout takes neither a mask nor priorities."""
+    """What was given: a rollout takes neither a mask nor priorities, a mixture no batch size."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -143,12 +144,12 @@ def _clear(replay, state):
 
 @functools.partial(jax.jit, static_argnums=3)
 def _sample(replay, state, key, batch_size):
-    return replay.sample(state, key, batch_size)
+    return replay.sample(state, key, **_given(batch_size=batch_size))
 
 
 @functools.partial(jax.jit, donate_argnums=1, static_argnums=3)
 def _take(replay, state, key, batch_size):
-    return replay.take(state, key, batch_size)
+    return replay.take(state, key, **_given(batch_size=batch_size))
 
 
 @_donating

@@ -76,7 +76,11 @@ def observe(streams: Streams, before: StreamState, state: EpisodeState, written:
 
 @dataclasses.dataclass(frozen=True)
 class Episodes:
-    """The episodes of a buffer's state. All look-ups take rows int32[...] that are stored, and are elementwise."""
+    """The episodes of a buffer's state. All look-ups take rows int32[...] that are stored, and are elementwise.
+
+    A tail that opens an episode is in none: it is 0 rows from an end and from a start, and not complete; ends ahead are counted as those
+    of the row after it.
+    """
 
     streams: Streams
     state: StreamState
@@ -86,12 +90,13 @@ class Episodes:
         """Rows from each row to the last one of its episode, or to the newest where it has not ended: int32[...], 0 at that row."""
         env, position, ordinal = self._locate(row)
         end = jnp.where(self._has_ended(env, ordinal), self._last(env, ordinal), self._newest(env))
-        return ring.forward(position, end, self.streams.length)
+        return jnp.where(self._is_in_none(env, position), 0, ring.forward(position, end, self.streams.length))
 
     def steps_from_start(self, row: jax.Array) -> jax.Array:
         """Rows from the first one of its episode to each row, or from the oldest one stored where the first is overwritten: int32[...]."""
         env, position, ordinal = self._locate(row)
-        return ring.forward(self._start(env, ordinal), position, self.streams.length)
+        from_start = ring.forward(self._start(env, ordinal), position, self.streams.length)
+        return jnp.where(self._is_in_none(env, position), 0, from_start)
 
     def kth_end(self, row: jax.Array, k: jax.Array | int) -> tuple[jax.Array, jax.Array]:
         """Rows from each row to the end of its k-th episode, counted from its own as 1, and whether that has ended.
@@ -113,10 +118,10 @@ class Episodes:
 
     def is_complete(self, row: jax.Array) -> jax.Array:
         """Whether each row's episode has ended and is stored from its first row on: bool[...]."""
-        env, _, ordinal = self._locate(row)
+        env, position, ordinal = self._locate(row)
         oldest = self._oldest(env)
         is_whole = (ordinal != self._ordinal(env, oldest)) | self._has(env, oldest, autoreset.FIRST)
-        return self.streams.is_written(self.state, row) & self._has_ended(env, ordinal) & is_whole
+        return self.streams.is_written(self.state, row) & self._has_ended(env, ordinal) & is_whole & ~self._is_in_none(env, position)
 
     def unfinished(self) -> jax.Array:
         """Stored rows of each stream's unfinished episode: int32[E], 0 where there is none."""
@@ -158,6 +163,12 @@ class Episodes:
             start = self._of(self.table.first, self.streams.row(env, ordinal))
             is_oldest &= ~self._has(env, oldest, autoreset.FIRST)
         return jnp.where(is_oldest, oldest, start)
+
+    def _is_in_none(self, env: jax.Array, position: jax.Array) -> Any:
+        """Whether a row is a tail that opens an episode."""
+        if self.table.first is None:
+            return jnp.bool_(False)
+        return self._has(env, position, autoreset.FIRST) & self._has(env, position, autoreset.TAIL)
 
     def _has(self, env: jax.Array, position: jax.Array, flag: int) -> jax.Array:
         assert self.state.flags is not None

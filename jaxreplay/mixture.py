@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxreplay import checks
 from jaxreplay.buffer import ReplayBuffer
+from jaxreplay.intake import as_priority
 from jaxreplay.types import Index
 
 
@@ -69,8 +70,12 @@ class Mixture:
 
         Args:
           batch: what `sample` gave. priority: float[B], at least 0.
+
+        Raises:
+          ValueError: `priority` is not one number for each item.
         """
         self._check(states)
+        priority = as_priority("update_priorities", priority, batch.source.shape)
         states, start = dict(states), 0
         for name, replay, size in self.members:
             if replay.sampler.has_priorities:

@@ -142,9 +142,9 @@ class Rollout:
         last = None if state.last is None else autoreset_forms.after_clear("next_step", state.last)
         return state.replace(mask=jnp.zeros_like(state.mask), position=jnp.zeros_like(state.position), last=last)
 
-    def can_add(self, state: RolloutState) -> jax.Array:
-        """Whether there is room for one more step of every env: bool[]."""
-        return state.position < self.length
+    def can_add(self, state: RolloutState, num_steps: int = 1) -> jax.Array:
+        """Whether there is room for so many more steps of every env: bool[]."""
+        return state.position + num_steps <= self.length
 
     def steps(self, state: RolloutState) -> Step:
         """What was added, leaves `[time, num_envs, ...]`. From `state.position` on it is old, or zeros, and `state.mask` False."""
@@ -174,6 +174,8 @@ class Rollout:
                     f"bootstrap: {name}: got {list(jnp.shape(array))}, expected {list(expected)}, one value for each observation"
                 )
         value = jnp.asarray(value)
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise ValueError(f"bootstrap: value: got {value.dtype.name}, expected floating values, as the critic gives them")
         last_value = jnp.asarray(last_value).astype(value.dtype)
         value = value.at[state.position].set(last_value, mode="drop")  # the first row not written, if there is one
         if final_value is not None:

@@ -106,6 +106,12 @@ def test_nothing_comes_through_a_carry_of_zero(form):
     np.testing.assert_array_equal(form(delta, carry), [2.0, 2.0, np.nan, np.inf, 5.0])
 
 
+def test_no_steps_have_no_advantages():
+    no, flag = np.zeros((0, E), np.float32), np.zeros((0, E), bool)
+    assert gae(no, no, no, flag, flag, discount=0.9, decay=0.9).advantage.shape == (0, E)
+    assert vtrace(no, no, no, no, flag, flag, discount=0.9).target.shape == (0, E)
+
+
 def test_by_hand():
     """Three steps, the second of which is cut and led to a value of 10."""
     no = jnp.zeros(3, bool)

@@ -69,6 +69,20 @@ def test_all_methods_are_there_and_agree():
     assert int(buffer.size(buffer.clear(state))) == 0
 
 
+def test_rollouts_and_mixtures_are_taken_too():
+    steps = jr.Step(obs=jnp.ones(2), action=jnp.ones(2), reward=jnp.ones(2), terminated=jnp.zeros(2, bool), truncated=jnp.zeros(2, bool))
+    rollout = jr.jit(jr.rollout(length=3, num_envs=2, autoreset="same_step"))
+    state = rollout.init(jax.tree.map(lambda x: x[0], steps))
+    room = []
+    for _ in range(3):
+        state = rollout.add(state, steps)
+        room.append((bool(rollout.can_add(state)), bool(rollout.can_add(state, 2))))
+    assert room == [(True, True), (True, False), (False, False)]
+    items = jr.items(capacity=4, batch_size=1)
+    mixture, states = jr.jit(jr.mix(one=(items, 2), two=(items, 1))), {name: items.init(jnp.zeros(())) for name in ("one", "two")}
+    assert mixture.sample(states, jax.random.key(0)).is_valid.tolist() == [False] * 3
+
+
 def test_equal_buffers_share_one_compilation():
     sizes = []
     for _ in range(2):

@@ -20,6 +20,7 @@ def check(replay, state, oracle, look_up):
         for position, index in oracle.stored(env):
             to_end, from_start, ends, exist, complete = (np.asarray(x)[..., env * oracle.length + position] for x in look_up(state))
             if spans[index] is None:
+                assert (to_end, from_start, complete) == (0, 0, False)
                 continue
             first, end = spans[index]
             has_ended, last = end is not None, len(rows) - 1 if end is None else end

@@ -1,5 +1,7 @@
 """Bad input gets an error that names what is wrong and how to mend it; nothing is broadcast, and nothing is lost."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -255,3 +257,55 @@ def test_numpy_input_of_64_bits_is_taken_as_jax_takes_it():
     replay = jr.uniform(**SHARED, autoreset="same_step")
     state = replay.add(replay.init(example()), step(reward=np.zeros(2, np.float64)))
     assert state.streams.steps.reward.dtype == jnp.float32
+
+
+GOAL = {"achieved_goal": jnp.zeros(2), "desired_goal": jnp.zeros(2)}
+
+
+def relabel(reward, reward_fn, **options):
+    """Samples with new goals of steps whose rewards are as `reward`."""
+    replay = jr.hindsight(jr.uniform(capacity=8, num_envs=1, batch_size=2, autoreset="next_step"), reward_fn, ratio=1.0, **options)
+    state = replay.init(jr.Step(GOAL, jnp.int32(0), jnp.asarray(reward), jnp.bool_(0), jnp.bool_(0)))
+    return jax.jit(replay.sample)(state, jax.random.key(0))
+
+
+def minus_one(achieved, goal, step):
+    return jnp.float32(-1)
+
+
+def test_a_new_reward_that_the_stored_dtype_cannot_hold_is_refused():
+    relabel(0.0, minus_one)
+    relabel(0.0, lambda *_: -1)
+    for reward in (0, np.uint8(0), False):
+        with pytest.raises(ValueError, match=r"Hindsight: minus_one gave float32\[\] for one step, but stored is .*which cannot hold it"):
+            relabel(reward, minus_one)
+    with pytest.raises(ValueError, match=r"gave int32\[\] for one step, but stored is uint8\[\]"):
+        relabel(np.uint8(0), lambda *_: -1)
+    with pytest.raises(ValueError, match=r"gave float32\[\] for one step, but stored is bool\[\]"):
+        relabel(0.0, minus_one, terminated_fn=lambda achieved, goal, step: jnp.sum(jnp.abs(achieved - goal)))
+    with pytest.raises(ValueError, match=r"partial.* gave float32\[3\] for one step, but stored is float32\[\]"):
+        relabel(0.0, functools.partial(lambda x, *_: jnp.full(x, 0.0), 3))
+
+
+def test_functions_and_keys_of_goals_are_checked():
+    replay = jr.uniform(capacity=8, num_envs=1, batch_size=2, autoreset="next_step")
+    with pytest.raises(ValueError, match="Hindsight: reward_fn must be a function, got None"):
+        jr.hindsight(replay, None)  # pyright: ignore
+    with pytest.raises(ValueError, match="Hindsight: terminated_fn must be a function, got True"):
+        jr.hindsight(replay, minus_one, terminated_fn=True)  # pyright: ignore
+    with pytest.raises(ValueError, match="Hindsight: achieved and desired are both 'x'"):
+        jr.hindsight(replay, minus_one, achieved="x", desired="x")
+    with pytest.raises(ValueError, match="Transformed: transform must be a function, got None"):
+        jr.transform(replay, None)  # pyright: ignore
+    with pytest.raises(ValueError, match=r"frame_stack: takes a ReplayBuffer, got a Rollout$"):
+        jr.frame_stack(jr.rollout(length=4, num_envs=1, autoreset="next_step"), 2)  # pyright: ignore
+
+
+def test_stacks_go_inside_of_goals_from_anywhere():
+    """Around them, a stack could reach over the write head."""
+    replay = jr.uniform(capacity=8, num_envs=1, batch_size=2, autoreset="next_step")
+    anywhere = jr.hindsight(replay, minus_one, strategy="random")
+    with pytest.raises(ValueError, match=r"FrameStack: its view reads rows drawn anywhere.*write jaxreplay.hindsight\(jaxreplay.fr"):
+        jr.frame_stack(jr.transform(anywhere, lambda item, key: item), 2)
+    jr.frame_stack(jr.hindsight(replay, minus_one), 2)
+    jr.hindsight(jr.frame_stack(replay, 2), minus_one, strategy="random")

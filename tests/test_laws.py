@@ -134,3 +134,25 @@ def test_the_ratio_is_the_fraction_of_new_goals():
         _, goal, _, reward = hindsight("future", ratio)
         assert (reward[goal == -1] == -1).all()
         check(np.array([(goal == -1).sum(), (goal >= 0).sum()]), np.array([1 - ratio, ratio]))
+
+
+def test_what_nested_views_draw_is_independent():
+    """Of two goals and a horizon, each is what it would be alone, whatever the others are."""
+    time = jnp.arange(41, dtype=jnp.int32)[:, None]
+    obs = {"one": time, "two": time, "goal": jnp.full_like(time, -1), "other goal": jnp.full_like(time, -1)}
+    end = time == 39
+    steps = jr.Step(obs=obs, action=time, reward=time * 0.0, terminated=end, truncated=jnp.zeros_like(end))
+    replay = jr.episodes(capacity=64, num_envs=1, batch_size=DRAWS, discount=0.9, autoreset="next_step")
+    for achieved, desired in (("one", "goal"), ("two", "other goal")):
+        replay = jr.hindsight(replay, lambda *_: 0.0, ratio=0.5, achieved=achieved, desired=desired)
+    state = jax.jit(replay.extend)(replay.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
+    items = jax.tree.map(np.asarray, jax.jit(replay.sample)(state, jax.random.key(4)).items)
+    goals = [items.obs[name] for name in ("goal", "other goal")]
+    is_new = [goal >= 0 for goal in goals]
+    check(np.bincount(is_new[0] + 2 * is_new[1], minlength=4), np.full(4, 0.25))
+    at_start = items.obs["one"] == 0
+    for which in range(4):
+        mine = items.num_steps[at_start & (is_new[0] + 2 * is_new[1] == which)]
+        check(np.bincount(mine, minlength=41)[1:], law_of(0.9, 40))
+    both = at_start & is_new[0] & is_new[1]
+    check(np.bincount((goals[0] > 20)[both] + 2 * (goals[1] > 20)[both], minlength=4), np.full(4, 0.25))

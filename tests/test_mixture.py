@@ -74,3 +74,7 @@ def test_wrong_members_are_named():
     other = jr.mix(offline=(OFFLINE, 1), other=(items, 1))
     with pytest.raises(ValueError, match="sample: other:\n  obs: missing, expected float32"):
         other.sample({"offline": filled(OFFLINE, 0), "other": items.init(jnp.zeros(()))}, jax.random.key(0))
+    with pytest.raises(ValueError, match=r"update_priorities: priority: got float32\[50\], expected float32\[500\], one for each row"):
+        REPLAY.update_priorities(states(), jax.jit(REPLAY.sample)(states(), jax.random.key(0)), jnp.ones(50))
+    with pytest.raises(ValueError, match="transform: takes a ReplayBuffer, got a Mixture; change how each member is read before"):
+        jr.transform(REPLAY, lambda item, key: item)  # pyright: ignore

@@ -267,3 +267,5 @@ def test_a_bootstrap_that_cannot_be_right_is_refused():
         rollout_of(FORMS[0]).bootstrap(tails, value[..., None], value[0])
     with pytest.raises(ValueError, match=r"bootstrap: last_value: got \[6, 2\], expected \[2\]"):
         rollout_of(FORMS[0]).bootstrap(tails, value, value)
+    with pytest.raises(ValueError, match="bootstrap: value: got int32, expected floating values"):
+        rollout_of(FORMS[0]).bootstrap(tails, value.astype(jnp.int32), value[0])

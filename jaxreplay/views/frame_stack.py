@@ -45,6 +45,11 @@ class FrameStack(View):
             raise ValueError(f"FrameStack: pad must be one of {PADS}, got {self.pad!r}")
         if not self.of.needs_steps:
             raise ValueError(f"FrameStack: {type(self.of).__name__} reads no observations; give a view of steps")
+        if self.of.roams:
+            raise ValueError(
+                "FrameStack: its view reads rows drawn anywhere, whose earlier frames may be overwritten; write "
+                "jaxreplay.hindsight(jaxreplay.frame_stack(replay, k), ...), the stack inside"
+            )
 
     @property
     def window(self) -> Window:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxreplay import autoreset, bits
-from jaxreplay.checks import check_leaves, check_static
+from jaxreplay.checks import check_callable, check_leaves, check_static
 from jaxreplay.streams import Streams, has_final_obs
 from jaxreplay.types import Step
 from jaxreplay.views.anchor import Anchor, Changed
@@ -53,6 +53,11 @@ class Hindsight(View):
             raise ValueError(f"Hindsight: strategy must be one of {STRATEGIES}, got {self.strategy!r}")
         if not 0 <= self.ratio <= 1:
             raise ValueError(f"Hindsight: ratio must be in [0, 1], got {self.ratio}")
+        for name in ("reward_fn", "terminated_fn"):
+            if name == "reward_fn" or self.terminated_fn is not None:
+                check_callable("Hindsight", name, getattr(self, name))
+        if self.achieved == self.desired:
+            raise ValueError(f"Hindsight: achieved and desired are both {self.achieved!r}, but a goal and what was achieved are two leaves")
         if not self.of.needs_steps or self.of.window.crosses:
             raise ValueError(f"Hindsight: one goal belongs to one episode; give a view of steps within one, not {self.of}")
 
@@ -65,6 +70,10 @@ class Hindsight(View):
     @property
     def draws(self) -> bool:
         return True
+
+    @property
+    def roams(self) -> bool:
+        return self.strategy == "random" or self.of.roams
 
     def check(self, where: str, streams: Streams, example: Any) -> None:
         if not isinstance(example.obs, Mapping) or not {self.achieved, self.desired} <= set(example.obs):
@@ -85,7 +94,9 @@ class Hindsight(View):
     def read(self, anchor: Anchor) -> Any:
         high, _ = anchor.words(0)
         is_relabelled = bits.fraction(high) < self.ratio
-        return self.of.read(_Relabelled.around(anchor, view=self, is_relabelled=is_relabelled, goal=self._goal(anchor)))
+        # What the view below draws, such as a horizon or a goal of its own, must not depend on whether this goal is new.
+        inner = anchor.moved(bits=jnp.stack(anchor.words(2)))
+        return self.of.read(_Relabelled.around(inner, view=self, is_relabelled=is_relabelled, goal=self._goal(anchor)))
 
     def _goal(self, anchor: Anchor) -> Any:
         if self.strategy == "random":
@@ -130,9 +141,14 @@ class _Relabelled(Changed):
         for _ in offset.shape:
             for_all = jax.vmap(for_all)
         new = for_all(offset)
-        if new.shape != stored.shape:
-            raise ValueError(
-                f"Hindsight: {function.__name__} gave {list(new.shape[offset.ndim :])} for one step, stored are "
-                f"{list(stored.shape[offset.ndim :])}"
-            )
+        if new.shape != stored.shape or _kind(new.dtype) > _kind(stored.dtype):
+            name = getattr(function, "__name__", repr(function))
+            got, expected = (f"{x.dtype.name}{list(x.shape[offset.ndim :])}" for x in (new, stored))
+            raise ValueError(f"Hindsight: {name} gave {got} for one step, but stored is {expected}, which cannot hold it")
         return jnp.where(self.is_relabelled, new.astype(stored.dtype), stored)
+
+
+def _kind(dtype: Any) -> int:
+    """Of two dtypes, values of the one with the larger kind may be lost in the other."""
+    kinds = (jnp.bool_, jnp.unsignedinteger, jnp.signedinteger, jnp.floating, jnp.complexfloating)
+    return next(number for number, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind))

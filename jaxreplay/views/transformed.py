@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxreplay.checks import check_static
+from jaxreplay.checks import check_callable, check_static
 from jaxreplay.streams import Streams
 from jaxreplay.views.anchor import Anchor
 from jaxreplay.views.view import View
@@ -29,6 +29,7 @@ class Transformed(View):
 
     def __post_init__(self):
         check_static(self)
+        check_callable("Transformed", "transform", self.transform)
 
     @property
     def window(self) -> Window:
@@ -41,6 +42,10 @@ class Transformed(View):
     @property
     def draws(self) -> bool:
         return True
+
+    @property
+    def roams(self) -> bool:
+        return self.of.roams
 
     def check(self, where: str, streams: Streams, example: Any) -> None:
         self.of.check(where, streams, example)

@@ -28,6 +28,11 @@ class View:
         """Whether it reads the anchor's random bits, so that `get` needs a key."""
         return False
 
+    @property
+    def roams(self) -> bool:
+        """Whether it reads rows outside of its window: any that are stored."""
+        return False
+
     def check(self, where: str, streams: Streams, example: Any) -> None:
         """A ValueError where it cannot read such steps. `example`: shapes and dtypes of one env's step."""
         del where, streams, example
