@@ -4,8 +4,8 @@
 
 An env holds `--bits` bits, an action flips one, and the goal is one pattern out of 2^bits. The reward is -1 until the goal is reached:
 an agent that never came there has seen nothing else, and has nothing to learn from. What to look at: the two agents differ by
-`jr.hindsight(...)`. It stores nothing more: as an item is drawn, a pattern that its episode came to later takes the goal's place, and
-`is_reached` says anew what the step was worth and whether it ended the episode.
+`jr.hindsight(...)`. It stores no step and no goal twice: as an item is drawn, a pattern that its episode came to later takes the
+goal's place, and `is_reached` says anew what the step was worth and whether it ended the episode.
 
 What is reported is the last networks, acting greedily, on goals that no other evaluation has seen.
 
@@ -231,4 +231,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(0 if main()["reached"] else 1)
+    sys.exit(0 if main()["reached"] else "not reached: the claim, 90 % against 10 %, does not hold; it is for a full run")

@@ -217,4 +217,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(0 if main()["reached"] else 1)
+    sys.exit(0 if main()["reached"] else "not reached: a cosine is below the target, which is for a full run; the eigenvalues settle last")

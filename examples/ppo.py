@@ -246,4 +246,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(0 if main()["reached"] else 1)
+    sys.exit(0 if main()["reached"] else "not reached: the mean return is below the target")

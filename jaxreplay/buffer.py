@@ -50,6 +50,8 @@ class ReplayBuffer:
 
     def __post_init__(self):
         checks.check_static(self)
+        checks.check_part("ReplayBuffer", "sampler", self.sampler, Sampler, "jaxreplay.Uniform()")
+        checks.check_part("ReplayBuffer", "view", self.view, View, "jaxreplay.Item()")
         checks.check_capacity("ReplayBuffer", self.capacity, self.num_envs, self.window.length)
         if self.view.needs_steps and self.autoreset not in autoreset_forms.FORMS:
             raise ValueError(autoreset_forms.form_error("ReplayBuffer", self.autoreset))
@@ -129,8 +131,8 @@ class ReplayBuffer:
         Args:
           state: taken over; jit with `donate_argnums=0`, or the whole buffer is copied.
           step: leaves `[num_envs, ...]`, of the example's dtypes.
-          mask: bool[num_envs], False where an env took no step; needs `masked=True`. With `autoreset="next_step"` never mask the step
-            after a done: it brings the final observation.
+          mask: bool[num_envs], False where an env took no step, by default nowhere; needs `masked=True`. With `autoreset="next_step"`
+            never mask the step after a done: it brings the final observation.
           priority: float[num_envs], for samplers that have priorities; by default the largest so far.
         """
         warn_of_copy(self, "add", state)

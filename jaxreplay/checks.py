@@ -1,6 +1,7 @@
 """Errors at the public edge: every bad leaf by its key path, what came and what was expected, and how to mend it."""
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,9 +34,23 @@ def check_size(where: str, name: str, value: Any) -> None:
         raise ValueError(f"{where}: {name} must be an int of at least 1, got {value!r}")
 
 
-def check_callable(where: str, name: str, value: Any) -> None:
+def check_callable(where: str, name: str, value: Any, arguments: tuple[str, ...]) -> None:
+    """A function of so many arguments; a wrong number would show deep inside of the first sample."""
+    call = f"{name}({', '.join(arguments)})"
     if not callable(value):
-        raise ValueError(f"{where}: {name} must be a function, got {value!r}")
+        raise ValueError(f"{where}: {name} must be a function, called as {call}, got {value!r}")
+    try:
+        inspect.signature(value).bind(*arguments)
+    except TypeError as error:
+        raise ValueError(f"{where}: {name} is called as {call}, but cannot be: {error}") from None
+    except ValueError:  # what is not written in Python may have no signature
+        pass
+
+
+def check_part(where: str, name: str, value: Any, kind: type, example: str) -> None:
+    """An instance: a class in its place is the usual slip."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{where}: {name} must be an instance of a jaxreplay.{kind.__name__}, such as {example}, got {value!r}")
 
 
 def check_capacity(where: str, capacity: int, num_envs: int, smallest_length: int) -> None:

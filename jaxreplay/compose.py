@@ -67,7 +67,8 @@ def transform(replay: ReplayBuffer, function: Callable[[Any, jax.Array], Any]) -
     """The same buffer, with every item changed as it is drawn: augmented, normalized, cast.
 
     Args:
-      function: pure; `function(item, key)` for one item, without a batch axis, and a key of its own.
+      function: pure; `function(item, key)` for one item, without a batch axis, and a key of its own. It comes last: also where
+        `frame_stack` or `hindsight` is put around the result, the item has its stacks and new goals.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr

@@ -42,6 +42,11 @@ class Jitted:
         """Not compiled: there is nothing to fuse, and a state that does not fit is refused here."""
         return self.replay.init(example)
 
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__") and hasattr(self.replay, name):
+            raise AttributeError(f"jaxreplay.jit(replay) has no {name}: it is on the buffer itself, replay.{name}")
+        raise AttributeError(name)
+
     def add(self, state: Any, step: Any, mask: Any = None, priority: Any = None) -> Any:
         """Donates `state`."""
         return _add(self.replay, state, *_owned((step, _given(mask=mask, priority=priority))))
@@ -106,6 +111,8 @@ def jit(replay: Any) -> Jitted:
       >>> int(buffer.size(state))
       2
     """
+    if not hasattr(replay, "add") and not hasattr(replay, "sample"):
+        raise ValueError(f"jit: takes a buffer, such as jaxreplay.uniform(...), got {replay!r}; to compile a function use jax.jit")
     return Jitted(replay)
 
 

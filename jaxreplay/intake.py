@@ -9,11 +9,16 @@ from jaxreplay import checks, leaves
 from jaxreplay.types import Step
 
 
-def step_of(where: str, step: Any, autoreset: str) -> Step:
-    """A step, from one or from a mapping, without what this form does not read."""
+def step_of(where: str, step: Any, autoreset: str | None) -> Step:
+    """A step, from one or from a mapping, without a `final_obs` where the next row is one."""
     step = checks.as_step(where, step)
-    # With next_step the next row is the final observation: another copy is not read.
-    return step.replace(final_obs=None) if autoreset == "next_step" else step
+    if autoreset == "next_step" and step.final_obs is not None:
+        raise ValueError(
+            f'{where}: final_obs was given, but with autoreset="next_step" the row after a done is the final observation, and no other is '
+            'read. Where the row after a done opens the next episode, and final_obs comes beside it, that is autoreset="same_step"; '
+            "else leave final_obs out"
+        )
+    return step
 
 
 def check_block(where: str, steps: Any, stored: Any, axes: tuple[int, ...], what: str) -> None:

@@ -14,19 +14,27 @@ from jaxreplay.types import Index
 
 
 class MixedSample(flax.struct.PyTreeNode):
-    """A batch, member after member; the fields of a `Sample`, and whose item each is."""
+    """A batch, member after member; the fields of a `Sample`, and whose item each is.
 
-    items: Any  # pytree [B, ...]
-    index: Index  # of the item's own member
-    probability: jax.Array  # float32[B]: in its own member's law
-    is_valid: jax.Array  # bool[B]
-    source: jax.Array  # int32[B]: the number of the member, in the order in which they were given
+    Fields:
+      items: pytree [B, ...]. index: of the item's own member. probability: float32[B]; in its own member's law. is_valid: bool[B].
+      source: int32[B]; the number of the member, in the order in which they were given: 0 for the first.
+    """
+
+    items: Any
+    index: Index
+    probability: jax.Array
+    is_valid: jax.Array
+    source: jax.Array
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """Several buffers, of which each gives a fixed number of a batch's items. States are a dict by name; add to each member as ever.
+    """Several buffers, of which each gives a fixed number of a batch's items.
+
+    It has no state of its own: `states` is a dict of the members', by name. Initialize each member, add to it and look into it as ever. The
+    members' own `batch_size` is not used.
 
     Source: symmetric sampling, as in Ball et al., "Efficient Online Reinforcement Learning with Offline Data" (2023), section 4.1.
 
@@ -75,6 +83,8 @@ class Mixture:
           ValueError: `priority` is not one number for each item.
         """
         self._check(states)
+        if not isinstance(batch, MixedSample):
+            raise ValueError(f"update_priorities: takes the batch that sample gave, whole, got a {type(batch).__name__}")
         priority = as_priority("update_priorities", priority, batch.source.shape)
         states, start = dict(states), 0
         for name, replay, size in self.members:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxreplay import advantages, checks, leaves, memory, ring
+from jaxreplay import advantages, checks, intake, leaves, memory, ring
 from jaxreplay import autoreset as autoreset_forms
 from jaxreplay.donation import warn_of_copy
 from jaxreplay.trajectories import CHUNK_BYTES, check_trajectories, write_trajectories
@@ -71,8 +71,7 @@ class Rollout:
         """An empty rollout.
 
         Args:
-          example: one env's step, leaves without leading axes: arrays, or `jax.ShapeDtypeStruct`s. `final_obs` in it says that every
-            step will bring it; with `autoreset="next_step"` it is not read.
+          example: one env's step, leaves without leading axes: arrays or `jax.ShapeDtypeStruct`s; with `final_obs`, if steps bring it.
 
         Raises:
           ValueError: the example is no step, or a flag is not bool. MemoryError: the device cannot hold the rollout.
@@ -183,6 +182,11 @@ class Rollout:
         is_given_up = state.steps.truncated & ~state.steps.terminated & (self.autoreset == "same_step")
         return advantages.next_values(value, last_value), state.mask & ~is_given_up
 
+    def is_first(self, state: RolloutState) -> jax.Array:
+        """Where a recurrent policy's memory starts anew: bool[T, E]. Before the first row, it is the one kept while acting: False."""
+        is_over = state.steps.terminated | state.steps.truncated | ~state.mask  # a final observation is the last of its episode
+        return state.mask & jnp.concatenate([jnp.zeros((1, self.num_envs), bool), is_over[:-1]])
+
     def mean_reward(self, state: RolloutState) -> jax.Array:
         """Mean reward of the steps held, 0 where there are none: floating[...], of the trailing axes of a reward."""
         reward = self.steps(state).reward
@@ -206,7 +210,7 @@ class Rollout:
         return _shuffled("minibatches", key, self.length * self.num_envs, "length * num_envs", num_epochs, num_minibatches)
 
     def env_minibatches(self, key: jax.Array, *, num_epochs: int, num_minibatches: int) -> jax.Array:
-        """Shuffled envs for epochs of minibatches of whole streams, for recurrent policies.
+        """Shuffled envs for epochs of minibatches of whole streams, for recurrent policies; see `is_first`.
 
         Returns:
           int32[num_epochs * num_minibatches, num_envs / num_minibatches], in the order of use, for `take_envs`.
@@ -225,9 +229,8 @@ class Rollout:
         return jax.tree.map(lambda leaf: leaf.at[:, index].get(mode="promise_in_bounds"), tree)
 
     def _example(self, where: str, example: Any) -> Step:
-        example = checks.as_step(where, example)
-        checks.check_flags(where, example)
-        return checks.specs(where, example.replace(final_obs=None) if self.autoreset == "next_step" else example)
+        checks.check_flags(where, example := intake.step_of(where, example, self.autoreset))
+        return checks.specs(where, example)
 
     def _init(self, example: Step) -> RolloutState:
         rows = lambda leaf: leaves.zeros(self.length, jax.ShapeDtypeStruct((self.num_envs, *leaf.shape), leaf.dtype))  # noqa: E731
@@ -258,9 +261,7 @@ class Rollout:
         )
 
     def _checked(self, where: str, state: RolloutState, steps: Any, time: tuple[int, ...], what: str) -> Step:
-        steps = checks.as_step(where, steps)
-        if self.autoreset == "next_step":  # the next row is the final observation: another copy is not read
-            steps = steps.replace(final_obs=None)
+        steps = intake.step_of(where, steps, self.autoreset)
         axes = (*time, self.num_envs)
         expected = leaves.tree_map(lambda leaf: jax.ShapeDtypeStruct(axes + leaf.shape[2:], leaf.dtype), state.steps)
         checks.check_leaves(where, steps, expected, f"{where} takes {what}, here {list(axes)}, as the example given to init has them.")

@@ -1,13 +1,13 @@
 """Numbers around prioritized draws: importance-sampling weights, and priorities of sequences."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from jaxreplay.types import Sample
-
 
 def importance_weights(
-    batch: Sample,
+    batch: Any,
     size: jax.Array,
     exponent: jax.Array | float,
     normalize: str | None = "batch_max",
@@ -18,11 +18,11 @@ def importance_weights(
     Computed by logarithms, so that no intermediate value overflows. Invalid items weigh 0.
 
     Args:
-      batch: what `sample` gave.
-      size: int32[], `replay.size(state)`.
+      batch: the `Sample` that `sample` gave, or the `MixedSample` of a mixture.
+      size: int32[], `replay.size(state)`; of a mixture int32[B], `replay.sizes(states)`.
       exponent: beta, in [0, 1]: 0 corrects nothing, 1 fully; usually raised to 1 over the run. It may be traced.
-      normalize: "batch_max" divides by the largest weight of the batch; "buffer_max" by the largest that any row of the buffer could
-        have, which needs `min_probability`, and is the paper's; None leaves them as they are.
+      normalize: "batch_max" divides by the largest weight of the batch, in a mixture by that of the member's own part; "buffer_max" by
+        the largest that any row of the buffer could have, which needs `min_probability`, and is the paper's; None leaves them as they are.
       min_probability: float32[], `replay.min_probability(state)`.
 
     Returns:
@@ -37,6 +37,8 @@ def importance_weights(
             f"importance_weights: normalize={normalize!r} with min_probability={'given' if min_probability is not None else None}; "
             'pass min_probability=replay.min_probability(state) with normalize="buffer_max", and only there'
         )
+    if not hasattr(batch, "probability"):
+        raise ValueError(f"importance_weights: batch must be what sample gave, got a {type(batch).__name__}; pass batch, not batch.items")
     is_valid = batch.is_valid & (batch.probability > 0)
     log_size = jnp.log(jnp.maximum(size, 1).astype(jnp.float32))
 
@@ -45,11 +47,18 @@ def importance_weights(
 
     log_weights = log_weight(jnp.where(is_valid, batch.probability, 1))
     if normalize == "batch_max":
-        largest = jnp.max(jnp.where(is_valid, log_weights, -jnp.inf), initial=-jnp.inf)
+        largest = _largest(jnp.where(is_valid, log_weights, -jnp.inf), getattr(batch, "source", None))
         log_weights = log_weights - jnp.where(jnp.isfinite(largest), largest, 0)
     elif min_probability is not None:
         log_weights = log_weights - log_weight(min_probability)
     return jnp.where(is_valid, jnp.exp(log_weights), 0)
+
+
+def _largest(log_weights: jax.Array, source: jax.Array | None) -> jax.Array:
+    """The largest of all, or for each item that of its source: a member with priorities must not silence another one's items."""
+    if source is None:
+        return jnp.max(log_weights, initial=-jnp.inf)
+    return jax.ops.segment_max(log_weights, source, num_segments=len(source))[source]
 
 
 def sequence_priority(td_error: jax.Array, mask: jax.Array, max_weight: float = 0.9) -> jax.Array:
@@ -57,7 +66,7 @@ def sequence_priority(td_error: jax.Array, mask: jax.Array, max_weight: float = 
 
     Args:
       td_error: float[B, T].
-      mask: bool[B, T], the steps that count: `batch.items.mask`, or its part after the burn-in. What lies outside may be NaN.
+      mask: bool[B, T], the steps that count: `batch.items.mask`, where the burn-in is False already. What lies outside may be NaN.
       max_weight: eta, in [0, 1]; a mean alone would be near the same for all long sequences.
 
     Returns:

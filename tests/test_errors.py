@@ -180,12 +180,14 @@ def test_final_obs_must_come_as_the_example_said():
         replay.init(example(final_obs=jnp.zeros(2)))
 
 
-def test_next_step_autoreset_needs_no_final_obs():
-    replay = jr.uniform(**SHARED, autoreset="next_step")
-    state = replay.init(example(final_obs=step()["obs"]))
-    assert state.streams.head.shape == ()
-    replay.add(state, step(final_obs=step()["obs"]))
-    replay.add(state, step())
+def test_a_final_obs_that_would_not_be_read_is_refused():
+    """Who has one most likely mistook the form, and then the next episode's first observation would be taken for the final one."""
+    buffers = jr.uniform(**SHARED, autoreset="next_step"), jr.rollout(length=4, num_envs=2, autoreset="next_step")
+    for replay in buffers:
+        with pytest.raises(ValueError, match=r"init: final_obs was given.*comes beside it, that is autoreset=\"same_step\""):
+            replay.init(example(final_obs=step()["obs"]))
+        with pytest.raises(ValueError, match="add: final_obs was given"):
+            replay.add(replay.init(example()), step(final_obs=step()["obs"]))
 
 
 def test_a_mask_must_be_asked_for():
@@ -289,16 +291,57 @@ def test_a_new_reward_that_the_stored_dtype_cannot_hold_is_refused():
 
 def test_functions_and_keys_of_goals_are_checked():
     replay = jr.uniform(capacity=8, num_envs=1, batch_size=2, autoreset="next_step")
-    with pytest.raises(ValueError, match="Hindsight: reward_fn must be a function, got None"):
+    with pytest.raises(ValueError, match=r"Hindsight: reward_fn must be a function, called as reward_fn\(achieved, goal, step\), got None"):
         jr.hindsight(replay, None)  # pyright: ignore
-    with pytest.raises(ValueError, match="Hindsight: terminated_fn must be a function, got True"):
+    with pytest.raises(ValueError, match=r"Hindsight: terminated_fn must be a function, .* got True"):
         jr.hindsight(replay, minus_one, terminated_fn=True)  # pyright: ignore
     with pytest.raises(ValueError, match="Hindsight: achieved and desired are both 'x'"):
         jr.hindsight(replay, minus_one, achieved="x", desired="x")
-    with pytest.raises(ValueError, match="Transformed: transform must be a function, got None"):
+    with pytest.raises(ValueError, match=r"Transformed: transform must be a function, called as transform\(item, key\), got None"):
         jr.transform(replay, None)  # pyright: ignore
     with pytest.raises(ValueError, match=r"frame_stack: takes a ReplayBuffer, got a Rollout$"):
         jr.frame_stack(jr.rollout(length=4, num_envs=1, autoreset="next_step"), 2)  # pyright: ignore
+
+
+def test_functions_of_other_arguments_are_refused():
+    replay = jr.uniform(**SHARED, autoreset="next_step")
+    with pytest.raises(ValueError, match=r"reward_fn is called as reward_fn\(achieved, goal, step\), but cannot be: too many"):
+        jr.hindsight(replay, lambda achieved, goal: 0.0)  # pyright: ignore
+    with pytest.raises(
+        ValueError, match=r"transform is called as transform\(item, key\), but cannot be: missing a required argument: 'more'"
+    ):
+        jr.transform(replay, lambda item, key, more: item)  # pyright: ignore
+    jr.transform(replay, lambda item, key, scale=2: item)
+
+
+def test_parts_are_instances():
+    with pytest.raises(ValueError, match=r"sampler must be an instance of a jaxreplay.Sampler, such as jaxreplay.Uniform\(\), got <class"):
+        jr.transitions(**SHARED, autoreset="next_step", sampler=jr.Queue)  # pyright: ignore
+    with pytest.raises(ValueError, match=r"view must be an instance of a jaxreplay.View, such as jaxreplay.Item\(\), got 'item'"):
+        ReplayBuffer(**SHARED, sampler=Uniform(), view="item", autoreset=None)  # pyright: ignore
+    with pytest.raises(ValueError, match=r"jit: takes a buffer, .*to compile a function use jax.jit"):
+        jr.jit(step)
+    with pytest.raises(AttributeError, match=r"jaxreplay.jit\(replay\) has no memory: it is on the buffer itself, replay.memory"):
+        jr.jit(jr.uniform(**SHARED, autoreset="next_step")).memory(example())  # pyright: ignore
+
+
+def test_what_a_view_does_not_find_is_named():
+    stacked = jr.frame_stack(jr.uniform(**SHARED, autoreset="next_step"), 2, leaf="image")
+    with pytest.raises(ValueError, match="FrameStack: obs has no leaf 'image'; it has a, b"):
+        stacked.init(example())
+    with pytest.raises(ValueError, match="FrameStack: obs has no leaf 'image'; it is one array: leave out leaf"):
+        stacked.init(example(obs=jnp.zeros(3)))
+    with pytest.raises(ValueError, match=r"axis=5 is not in the stacks of obs, whose frames are \(3,\): it must be in -2 .. 1"):
+        jr.frame_stack(jr.uniform(**SHARED, autoreset="next_step"), 2, axis=5).init(example(obs=jnp.zeros((2, 3))))
+    recurrent = jr.sequences(capacity=64, num_envs=2, batch_size=1, length=3, autoreset="next_step", recurrent_state="h")
+    with pytest.raises(ValueError, match=r"recurrent_state='h' is no key of the step's extras: there is no mapping of them; store it"):
+        recurrent.init(example())
+    with pytest.raises(ValueError, match=r"extras: they have flag; store it with each step, as extras=\{'h': ...\}"):
+        recurrent.init(example(extras={"flag": jnp.zeros(2)}))
+    with pytest.raises(ValueError, match="got no mapping"):
+        jr.hindsight(jr.uniform(**SHARED, autoreset="next_step"), minus_one).init(example(obs=jnp.zeros(3)))
+    with pytest.raises(ValueError, match=r"importance_weights: .* got a dict; pass batch, not batch.items"):
+        jr.importance_weights({}, jnp.int32(1), 0.4)
 
 
 def test_stacks_go_inside_of_goals_from_anywhere():

@@ -269,3 +269,15 @@ def test_a_bootstrap_that_cannot_be_right_is_refused():
         rollout_of(FORMS[0]).bootstrap(tails, value, value)
     with pytest.raises(ValueError, match="bootstrap: value: got int32, expected floating values"):
         rollout_of(FORMS[0]).bootstrap(tails, value.astype(jnp.int32), value[0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_memory_starts_anew_where_an_episode_does(form):
+    """In one env the steps end at row 1, and at rows 3 and 4; with next_step the row after an end is the final observation."""
+    rollout = rollout_of(form, num_envs=1)
+    done = jnp.array([False, True, False, True, True, False])[:, None]
+    block = step_of(0, T, form, num_envs=1).replace(terminated=done, truncated=done & ~done)
+    state = rollout.extend(rollout.init(example_of(form)), block)
+    at = [3, 5] if form == "next_step" else [2, 4, 5]
+    assert np.flatnonzero(rollout.is_first(state)).tolist() == at
+    assert not rollout.is_first(rollout.clear(state)).any()

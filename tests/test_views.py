@@ -279,3 +279,24 @@ def test_views_agree_with_the_oracle(name, shard):
         pair.check(len(history))
 
     run()
+
+
+def test_a_sequence_stops_where_its_new_goal_ends_the_episode():
+    """Goals are later rows; what the last step that is learned from led to is the only one that may be the goal."""
+    replay = jr.sequences(capacity=64, num_envs=1, batch_size=400, length=5, burn_in=2, autoreset="next_step")
+    reached = lambda achieved, goal, step: achieved == goal  # noqa: E731
+    replay = jr.hindsight(replay, lambda *x: 1.0 * reached(*x), terminated_fn=reached, ratio=1.0)
+    time = jnp.arange(31, dtype=jnp.int32)[:, None]
+    end = time == 29
+    steps = jr.Step({"achieved_goal": time, "desired_goal": 0 * time - 1}, time, time * 1.0, end, end & ~end)
+    state = jax.jit(replay.extend)(replay.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
+    items = jax.tree.map(np.asarray, jax.jit(replay.sample)(state, jax.random.key(0)).items)
+    goal = items.obs["desired_goal"].max(axis=1)
+    anchor = items.action[:, 2]
+    lengths = np.minimum(goal, 30) - anchor  # steps to the goal, which is at least one ahead
+    assert set(np.minimum(lengths, 6)) == {1, 2, 3, 4, 5, 6}
+    for mask, ends, obs, start, length in zip(items.mask, items.terminated, items.obs["achieved_goal"], anchor, lengths, strict=True):
+        steps = min(length, 5, 30 - start)
+        assert mask.tolist() == [False] * 2 + [True] * steps + [False] * (5 - steps)
+        assert np.flatnonzero(ends[2:]).tolist() == ([length - 1] if length <= 5 else [])
+        assert obs[2:].tolist() == [*range(start, start + steps + 1)] + [0] * (5 - steps)

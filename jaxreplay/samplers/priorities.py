@@ -24,7 +24,7 @@ def check_window(where: str, window: Window) -> Window:
     if not window.is_bounded:
         raise ValueError(
             f"{where}: this view's window reaches to the end of the episode, so that rows become drawable by whole episodes, "
-            "which a tree of priorities would pay for with a write of any length; draw uniformly"
+            "which a tree of priorities would pay for with a write of any length; draw uniformly, or take goals from any row"
         )
     return window
 

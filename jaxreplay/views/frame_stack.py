@@ -64,10 +64,15 @@ class FrameStack(View):
     def check(self, where: str, streams: Streams, example: Any) -> None:
         names = dict(_by_name(example.obs))
         if self.leaf is not None and self.leaf not in names:
-            raise ValueError(f"{where}: FrameStack: obs has no leaf {self.leaf!r}; it has {', '.join(names)}")
+            has = "is one array: leave out leaf" if "" in names else f"has {', '.join(names)}"
+            raise ValueError(f"{where}: FrameStack: obs has no leaf {self.leaf!r}; it {has}")
         for name, leaf in names.items():
             if self.leaf in (None, name) and not -len(leaf.shape) - 1 <= self.axis <= len(leaf.shape):
-                raise ValueError(f"{where}: FrameStack: axis={self.axis} is not in the stacks of obs.{name}, whose frames are {leaf.shape}")
+                obs, rank = f"obs.{name}".removesuffix("."), len(leaf.shape)
+                raise ValueError(
+                    f"{where}: FrameStack: axis={self.axis} is not in the stacks of {obs}, whose frames are {leaf.shape}: "
+                    f"it must be in {-rank - 1} .. {rank}"
+                )
         self.of.check(where, streams, example)
 
     def read(self, anchor: Anchor) -> Any:

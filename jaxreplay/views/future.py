@@ -17,13 +17,21 @@ TAILS = ("truncate", "clip")
 
 
 class Pair(flax.struct.PyTreeNode):
-    """An observation and a later one, leaves `[B, ...]`."""
+    """An observation and a later one, leaves `[B, ...]`.
 
-    obs: Any  # pytree
-    action: Any  # pytree: taken there
-    future_obs: Any  # pytree as obs: the observation `num_steps` rows later, an episode's final one included
-    num_steps: jax.Array  # int32[B], at least 1; 0, with the same observation, where none is known (see `FutureView`)
-    extras: Any  # pytree: the anchor step's own
+    Fields:
+      obs: pytree. action: pytree; taken there.
+      future_obs: pytree as obs; the observation `num_steps` rows later, an episode's final one included.
+      num_steps: int32[B], at least 1; 0, with the same observation, where none is known (see `FutureView`). It counts rows: across
+        episodes, final observations too.
+      extras: pytree; the anchor step's own.
+    """
+
+    obs: Any
+    action: Any
+    future_obs: Any
+    num_steps: jax.Array
+    extras: Any
 
 
 @jax.tree_util.register_static

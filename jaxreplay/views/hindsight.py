@@ -31,8 +31,9 @@ class Hindsight(View):
     Args:
       of: the view that reads them, such as a `TransitionView`.
       reward_fn: pure; `reward_fn(achieved, goal, step)`, for one step: what was achieved by it, the goal, and the stored `Step`, with the
-        goal that it had.
-      terminated_fn: as `reward_fn`: whether the step terminates the episode, computed again for relabelled items. None: as stored.
+        goal that it had. It gives what the stored reward's shape and dtype can hold.
+      terminated_fn: as `reward_fn`: whether the step terminates the episode, computed again for relabelled items: then n-step targets
+        and sequences stop there. None: as stored, so that a step which reaches its new goal goes on, and is bootstrapped from.
       strategy: where the goal was achieved: "future": by a later step of the episode, all alike; "final": by its last one; "episode": at
         any of its rows; "random": at any row stored.
       ratio: the fraction of items that are relabelled, in [0, 1]: k / (k + 1) in the paper's terms.
@@ -53,9 +54,8 @@ class Hindsight(View):
             raise ValueError(f"Hindsight: strategy must be one of {STRATEGIES}, got {self.strategy!r}")
         if not 0 <= self.ratio <= 1:
             raise ValueError(f"Hindsight: ratio must be in [0, 1], got {self.ratio}")
-        for name in ("reward_fn", "terminated_fn"):
-            if name == "reward_fn" or self.terminated_fn is not None:
-                check_callable("Hindsight", name, getattr(self, name))
+        for name in ("reward_fn",) if self.terminated_fn is None else ("reward_fn", "terminated_fn"):
+            check_callable("Hindsight", name, getattr(self, name), ("achieved", "goal", "step"))
         if self.achieved == self.desired:
             raise ValueError(f"Hindsight: achieved and desired are both {self.achieved!r}, but a goal and what was achieved are two leaves")
         if not self.of.needs_steps or self.of.window.crosses:
@@ -79,7 +79,7 @@ class Hindsight(View):
         if not isinstance(example.obs, Mapping) or not {self.achieved, self.desired} <= set(example.obs):
             raise ValueError(
                 f"{where}: Hindsight needs observations that are mappings with the keys {self.achieved!r} and {self.desired!r}, got "
-                + (f"the keys {', '.join(map(str, example.obs))}" if isinstance(example.obs, Mapping) else type(example.obs).__name__)
+                + (f"the keys {', '.join(map(str, example.obs))}" if isinstance(example.obs, Mapping) else "no mapping")
             )
         hint = "Hindsight puts what was achieved in the goal's place: the same leaves."
         check_leaves(where, {self.desired: example.obs[self.desired]}, {self.desired: example.obs[self.achieved]}, hint)

@@ -17,21 +17,30 @@ from jaxreplay.window import Window
 
 
 class Sequence(flax.struct.PyTreeNode):
-    """Leaves `[B, T, ...]`, T = burn_in + length. What is not there is 0: never read it but under `mask` or `is_first`.
+    """Steps in a row, leaves `[B, T, ...]`, T = burn_in + length; of `obs` and `is_first` T + 1, the last being what the last step led to.
 
     Unroll a recurrent network from `recurrent_state`, or its initial one, and reset it before each step where `is_first`: so the steps
-    before an episode's start, which are 0, leave no trace.
+    before an episode's start, which are 0, leave no trace. Learn where `mask`: the burn-in has real steps that only warm the memory up.
+    A truncated step is bootstrapped from `obs[:, t + 1]`, as any other.
+
+    Fields:
+      obs: pytree [B, T + 1, ...]; the true final one after an episode's last step, then 0.
+      action: pytree [B, T, ...]. reward: [B, T, ...]. terminated, truncated: bool[B, T]. All are 0 where no step is.
+      is_first: bool[B, T + 1]; the step opens an episode.
+      mask: bool[B, T]; a step to learn from: no burn-in, no padding, no final observation.
+      recurrent_state: pytree [B, ...]; the one stored with the first step; None unless asked for.
+      extras: pytree [B, T, ...], without the recurrent state.
     """
 
-    obs: Any  # pytree [B, T + 1, ...]: of each step, and after the last; the true final one after an episode's last step
-    action: Any  # pytree [B, T, ...]
-    reward: jax.Array  # [B, T, ...]
-    terminated: jax.Array  # bool[B, T]
-    truncated: jax.Array  # bool[B, T]
-    is_first: jax.Array  # bool[B, T + 1]: the step opens an episode
-    mask: jax.Array  # bool[B, T]: a step to learn from: no burn-in, no padding, no final observation
-    recurrent_state: Any  # pytree [B, ...]: the one stored with the first step; None unless asked for
-    extras: Any  # pytree [B, T, ...]
+    obs: Any
+    action: Any
+    reward: jax.Array
+    terminated: jax.Array
+    truncated: jax.Array
+    is_first: jax.Array
+    mask: jax.Array
+    recurrent_state: Any
+    extras: Any
 
 
 @jax.tree_util.register_static
@@ -74,15 +83,18 @@ class SequenceView(View):
     def check(self, where: str, streams: Streams, example: Any) -> None:
         del streams
         if self.recurrent_state is not None and not (isinstance(example.extras, dict) and self.recurrent_state in example.extras):
-            has = f"has {', '.join(example.extras)}" if isinstance(example.extras, dict) else f"is {type(example.extras).__name__}"
-            raise ValueError(f"{where}: recurrent_state={self.recurrent_state!r} is no key of the step's extras, which {has}")
+            has = f"they have {', '.join(example.extras)}" if isinstance(example.extras, dict) else "there is no mapping of them"
+            raise ValueError(
+                f"{where}: recurrent_state={self.recurrent_state!r} is no key of the step's extras: {has}; "
+                f"store it with each step, as extras={{{self.recurrent_state!r}: ...}}"
+            )
 
     def read(self, anchor: Anchor) -> Sequence:
         steps = jnp.arange(-self.burn_in, self.length + 1, dtype=jnp.int32)
         is_before = ring.places(self.burn_in)[::-1] < anchor.rows_before(0, self.burn_in)
         is_here = jnp.concatenate([is_before, self._after(anchor)])  # [T + 1]
         is_first = anchor.is_first(steps) & is_here
-        is_step = is_here & ~anchor.is_tail(steps)
+        is_step = is_here & ~anchor.is_tail(steps) & ~self._follows_end(anchor)
         steps, is_real, extras = steps[:-1], is_step[:-1], anchor.extras(steps[:-1])
         recurrent_state = None
         if self.recurrent_state is not None:
@@ -108,7 +120,14 @@ class SequenceView(View):
         later = jnp.arange(1, self.length + 1, dtype=jnp.int32)
         # Past an episode's end lies the first row of the next, or nothing yet.
         goes_on = ~anchor.is_first(later) & (anchor.rows_after() >= later)
+        # Past its final observation too, though a changed anchor, with another goal, may end an episode in its midst.
+        goes_on &= ~self._follows_end(anchor)[self.burn_in : -1]
         return jnp.concatenate([jnp.ones(1, bool), jnp.cumprod(goes_on, dtype=jnp.int32).astype(bool)])
+
+    def _follows_end(self, anchor: Anchor) -> jax.Array:
+        """Which rows come next after a termination, from the anchor on: bool[T + 1]."""
+        ends = anchor.is_terminated(jnp.arange(self.length, dtype=jnp.int32)) & self.within_episode
+        return jnp.concatenate([jnp.zeros(self.burn_in + 1, bool), ends])
 
 
 def _zero(tree: Any, keep: jax.Array) -> Any:

@@ -19,6 +19,8 @@ from jaxreplay.window import Window
 class Transformed(View):
     """Another view's items, each through a function with a key of its own.
 
+    It comes last, in whatever order views are wrapped: the item has its stacks and new goals.
+
     Args:
       of: the view that reads them.
       transform: pure; `transform(item, key)` for one item, without a batch axis.
@@ -29,7 +31,7 @@ class Transformed(View):
 
     def __post_init__(self):
         check_static(self)
-        check_callable("Transformed", "transform", self.transform)
+        check_callable("Transformed", "transform", self.transform, ("item", "key"))
 
     @property
     def window(self) -> Window:
