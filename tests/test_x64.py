@@ -6,7 +6,8 @@ import sys
 
 PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np
-from buffers import CATALOG
+from buffers import CATALOG, KINDS
+from conftest import SOAK
 
 for case in CATALOG:
     replay = case.replay()
@@ -23,10 +24,13 @@ for case in CATALOG:
             state = replay.update_priorities(state, batch.index, jnp.linspace(0.1, 1.0, 8))
         return state, (batch, replay.size(state), replay.get(state, jnp.arange(3), key), replay.age(state, batch.index))
 
-    _, (batch, size, got, age) = jax.jit(lambda s, keys: jax.lax.scan(iteration, s, keys))(state, jax.random.split(jax.random.key(0), 4))
+    # A loop that changed a dtype would not trace; running it as well takes a minute.
+    run = jax.jit(lambda state, keys: jax.lax.scan(iteration, state, keys))
+    shapes_of = run if SOAK or case is KINDS[0] else lambda *args: jax.eval_shape(run, *args)
+    _, (batch, size, got, age) = shapes_of(state, jax.random.split(jax.random.key(0), 4))
     assert (batch.index.row.dtype, batch.index.lap.dtype, batch.probability.dtype) == (np.int32, np.uint32, np.float32), case.name
     assert (size.dtype, age.dtype, got.index.row.dtype) == (np.int32, np.int32, np.int32), case.name
-    jax.jit(replay.clear)(state)
+    assert jax.tree.map(lambda x: x.dtype, jax.eval_shape(replay.clear, state)) == jax.tree.map(lambda x: x.dtype, state)
 
 import jaxreplay as jr
 replay = jr.items(capacity=4, batch_size=1)
