@@ -24,6 +24,7 @@ LAYERS = (
     ("buffer", "rollouts"),
     ("catalog", "compose", "mixture"),
     ("",),
+    ("torch",),
 )
 SIDEWAYS = {("checks", "types"), ("streams", "types")}
 

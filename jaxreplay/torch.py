@@ -1,0 +1,170 @@
+"""Batches for PyTorch, and tensors for a buffer, by DLPack, on the device where the data is; needs the extra `jaxreplay[torch]`.
+
+A JAX array never changes, and JAX may read an input after the call has returned. A tensor changes whenever someone writes to it. So what
+goes to torch is shared, and is not to be written to; and what comes from torch is copied first, unless `share=True` says that nobody
+will write to it any more.
+"""
+
+import functools
+import os
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jaxreplay.operations import ReplayState
+from jaxreplay.rollouts import RolloutState
+from jaxreplay.sum_tree import SumTreeState
+
+try:
+    import torch
+except ImportError as error:
+    raise ImportError("jaxreplay.torch needs PyTorch: pip install 'jaxreplay[torch]'") from error
+
+_STATES = (ReplayState, RolloutState, SumTreeState)
+_NARROW_BITS = 8  # numbers below this have no tensor type, or share their bytes
+_ALIGNMENT = 64  # bytes; at other addresses JAX takes a copy instead of the memory itself
+_CAST = {torch.int64: torch.int32, torch.uint64: torch.uint32, torch.float64: torch.float32, torch.complex128: torch.complex64}
+
+
+def to_torch(tree: Any) -> Any:
+    """The same tree with a tensor for each array, on its device, over the same memory: nothing is copied.
+
+    Do not write to the tensors: JAX goes by arrays not changing. Clone one first. A sampled batch is held by nobody else; so this is
+    for batches. A leaf of a buffer's state is refused: while a tensor holds it, each donated `add` would copy the whole leaf.
+
+    Args:
+      tree: pytree of `jax.Array`s, each on one device, of bool, integers, floats or complex numbers of at least 8 bits.
+
+    Returns:
+      The tree; leaves `torch.Tensor`.
+
+    Raises:
+      ValueError: names each leaf that has no tensor, why, and the way out.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxreplay.torch import to_torch
+      >>> to_torch({"reward": jnp.arange(3.0)})["reward"]
+      tensor([0., 1., 2.])
+    """
+    _check("to_torch", tree, _reason_against_array)
+    _warn_of_shared_card(tree)
+    return jax.tree.map(torch.from_dlpack, tree)
+
+
+def from_torch(tree: Any, share: bool = False, cast: bool = False) -> Any:
+    """The same tree with an array for each tensor, on its device.
+
+    Args:
+      tree: pytree of `torch.Tensor`s. Gradients are left behind. Any strides.
+      share: False: each is one copy, that nobody else can write to. True: the tensor's own memory; whoever writes to the tensor from then
+        on corrupts the array. It must be dense, begin at a multiple of 64 bytes, as torch allocates, and need no cast.
+      cast: whether 64-bit numbers become 32-bit ones where JAX has no 64-bit numbers (`jax_enable_x64` is off), integers modulo 2^32.
+
+    Returns:
+      The tree; leaves `jax.Array`.
+
+    Raises:
+      ValueError: names each leaf that has no array, why, and the way out.
+
+    Example:
+      >>> import torch
+      >>> from jaxreplay.torch import from_torch
+      >>> from_torch({"action": torch.tensor([1, 2])}, cast=True)["action"]
+      Array([1, 2], dtype=int32)
+    """
+    _check("from_torch", tree, functools.partial(_reason_against_tensor, share=share, cast=cast))
+    arrays = jax.tree.map(lambda tensor: jax.dlpack.from_dlpack(tensor.detach() if share else _owned(tensor)), tree)
+    _warn_of_shared_card(arrays)
+    return arrays
+
+
+def _check(where: str, tree: Any, reason_against: Any) -> None:
+    """A ValueError that names each leaf with a reason against it."""
+    bad = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, _STATES)):
+        if reason := reason_against(leaf):
+            bad.append(f"{jax.tree_util.keystr(path, simple=True, separator='.') or 'the leaf'}: {reason}")
+    if bad:
+        raise ValueError("\n  ".join([f"{where}:", *bad]))
+
+
+def _reason_against_array(leaf: Any) -> str | None:
+    if isinstance(leaf, _STATES):
+        return f"is a {type(leaf).__name__}: while a tensor holds its leaves each add would copy them; pass what sample or get gave"
+    if isinstance(leaf, Tracer):
+        return "is being traced; return it from the jitted function, and convert it outside"
+    if not isinstance(leaf, jax.Array):
+        return f"is a {type(leaf).__name__}, not a jax.Array; write jnp.asarray(x), or torch.from_numpy(x) for a NumPy array"
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return "is a typed key; pass jax.random.key_data(key)"
+    if leaf.is_deleted():
+        return "was deleted, as by donation; use what the call returned"
+    if len(leaf.devices()) > 1:
+        return f"lies on {len(leaf.devices())} devices; take one with x.addressable_shards[i].data, or gather it with jax.device_put"
+    if not hasattr(torch, leaf.dtype.name) or (jax.dtypes.itemsize_bits(leaf.dtype) < _NARROW_BITS and leaf.dtype != np.bool_):
+        return f"is {leaf.dtype.name}, which torch has not; write x.astype(jnp.int8), or another type of 8 bits"
+    return None
+
+
+def _reason_against_tensor(leaf: Any, *, share: bool, cast: bool) -> str | None:
+    if not isinstance(leaf, torch.Tensor):
+        return f"is a {type(leaf).__name__}, not a torch.Tensor"
+    if leaf.layout != torch.strided or leaf.is_quantized:
+        return f"is {leaf.layout}, not dense; write x.to_dense()"
+    if leaf.device.type != "cpu" and jax.default_backend() == "cpu":
+        return f"is on {leaf.device}, but this JAX runs on the CPU alone; write x.cpu()"
+    needs_cast = leaf.dtype in _CAST and not _has_64_bits()
+    if needs_cast and not cast:
+        return f"is {leaf.dtype}, which JAX would cut to 32 bits; pass cast=True, or turn jax_enable_x64 on"
+    if not share:
+        return None
+    if needs_cast:
+        return f"is {leaf.dtype}: a cast makes a copy; leave out share=True"
+    if leaf.is_conj() or leaf.is_neg() or not leaf.detach().permute(_by_stride(leaf)).is_contiguous():
+        return f"has strides {tuple(leaf.stride())} for the shape {tuple(leaf.shape)}: its memory is not an array's; leave out share=True"
+    if torch.cuda.is_available() and leaf.is_pinned():
+        return "is pinned memory of the host, which JAX does not take; leave out share=True"
+    if leaf.numel() and (beyond := leaf.data_ptr() & (_ALIGNMENT - 1)):
+        return f"begins {beyond} bytes past a multiple of {_ALIGNMENT}: JAX would copy it; leave out share=True"
+    return None
+
+
+def _by_stride(tensor: torch.Tensor) -> list[int]:
+    """Axes from the largest stride to the smallest: a transposed array is dense in this order."""
+    return sorted(range(tensor.dim()), key=lambda axis: (-tensor.stride(axis), axis))
+
+
+def _owned(tensor: torch.Tensor) -> torch.Tensor:
+    """One copy that only its array will know. (`from_dlpack(copy=True)` still shares the memory.)"""
+    dtype = tensor.dtype if _has_64_bits() else _CAST.get(tensor.dtype, tensor.dtype)
+    return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor.detach())
+
+
+def _has_64_bits() -> bool:
+    return jax.dtypes.canonicalize_dtype(np.int64) == np.int64
+
+
+def _warn_of_shared_card(tree: Any) -> None:
+    """Warn once where JAX has taken most of a card that torch is to use too."""
+    preallocates = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() not in ("false", "0")
+    has_share = "XLA_PYTHON_CLIENT_MEM_FRACTION" in os.environ or os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform"
+    if preallocates and not has_share and any(_is_on_card(leaf) for leaf in jax.tree.leaves(tree)):
+        _warn_once()
+
+
+def _is_on_card(leaf: jax.Array) -> bool:
+    return any(device.platform == "gpu" for device in leaf.devices())
+
+
+@functools.cache
+def _warn_once() -> None:
+    warnings.warn(
+        "JAX takes three quarters of a card's memory when it starts, and torch gets what is left. Set XLA_PYTHON_CLIENT_PREALLOCATE=false, "
+        "or XLA_PYTHON_CLIENT_MEM_FRACTION to the share that JAX should have, before jax is imported.",
+        stacklevel=4,
+    )
