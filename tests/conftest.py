@@ -1,8 +1,11 @@
 """Settings shared by all tests. JAXREPLAY_SOAK=1 runs every check at its full size (`make soak`)."""
 
+import gc
 import os
 
 import hypothesis
+import jax
+import pytest
 
 SOAK = os.environ.get("JAXREPLAY_SOAK") == "1"
 if not SOAK:
@@ -13,3 +16,19 @@ hypothesis.settings.register_profile(
     "jaxreplay", deadline=None, derandomize=not SOAK, print_blob=True, suppress_health_check=list(hypothesis.HealthCheck)
 )
 hypothesis.settings.load_profile("jaxreplay")
+
+_MOST_MAPPINGS = 20_000
+
+
+@pytest.fixture(autouse=True)
+def _few_mappings():
+    """Forgets compiled programs before they are too many: each is some mappings of memory, and past 65,530 Linux has XLA crash."""
+    yield
+    try:
+        with open("/proc/self/maps") as lines:
+            num_mappings = sum(1 for _ in lines)
+    except OSError:
+        return
+    if num_mappings > _MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
