@@ -1,8 +1,8 @@
 # make demo      trains an agent and leaves a plot in out/
-# make examples  runs every example in full (4 minutes)
+# make examples  runs every example in full (7 minutes)
 # make test      every check, sized for two cores
 # make soak      the same checks at full size (long)
-# make bench     side by side with flashbax and NumPy; writes benchmarks/RESULTS.md
+# make bench     side by side with flashbax, NumPy and Stable-Baselines3; writes benchmarks/*.md
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -13,7 +13,7 @@ EXAMPLES := optax matplotlib tqdm six gymnasium seaborn
 .PHONY: demo examples test soak bench lint clean
 $(VENV)/installed: Makefile pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -c constraints.txt -e ".[test,dev,torch]" $(EXAMPLES)
+	$(PIP) install -c constraints.txt -e ".[test,dev,torch,sb3,tensordict]" $(EXAMPLES)
 	$(PIP) install -c constraints.txt --no-deps gymnax
 	touch $@
 
@@ -25,7 +25,7 @@ demo: $(VENV)/installed
 	$(BIN)/python examples/dqn.py
 
 examples: $(VENV)/installed
-	set -e; for example in dqn ppo recall bit_flip laplacian; do echo "== $$example"; $(BIN)/python examples/$$example.py; done
+	set -e; for example in dqn ppo recall bit_flip laplacian torch_dqn sb3_dict_sac; do echo "== $$example"; $(BIN)/python examples/$$example.py; done
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -40,6 +40,7 @@ soak: $(VENV)/installed
 
 bench: $(VENV)/bench
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/sb3_returns.py
 
 clean:
 	rm -rf $(VENV) out

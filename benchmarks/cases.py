@@ -11,11 +11,13 @@ class Case:
     """One thing to time in one library. It crosses to the worker as JSON, so that its fields are plain."""
 
     buffer: str  # "uniform", "prioritized" or "items"; of look-ups "episodes", "two terminals", "hindsight" or "sequences"
-    operation: str  # "add", "sample", "update" or "fused": all that a training step does with its buffer; "look up"; "ragged"
+    # "add", "sample", "update" or "fused": all that a training step does with its buffer; "look up"; "ragged"; "crossing"; "sb3 add" or
+    # "sb3 sample"
+    operation: str
     mode: str  # "call": one jitted call after another; "scan": iterations of one compiled loop
     capacity: int
     obs: str = "vector"  # "vector": float32[8]; "image": uint8[84, 84, 4]
-    form: str = ""  # a variant: see `jaxreplay_buffers.py`, `flashbax_buffers.py`, `limit.py`, `numpy_lookups.py` and `ragged.py`
+    form: str = ""  # a variant: see the file that prepares the case
     iterations: int = 512
     num_envs: int = NUM_ENVS
     episode_length: int = 0  # steps of every episode; 0: ends lie at random
@@ -25,7 +27,7 @@ class Case:
 class Row:
     """A line of a table: `columns` are timed in turn, round after round. Each is (library, case)."""
 
-    table: str  # "main", "forms", "flat", "image", "lengths", "numpy" or "ragged"
+    table: str  # "main", "forms", "flat", "image", "lengths", "numpy", "ragged", "crossing" or "sb3"
     name: str
     columns: dict[str, tuple[str, Case]]
 
@@ -44,12 +46,21 @@ class Sizes:
     lengths: tuple[int, int, int] = (10, 1_000, 100_000)  # steps of an episode
     lookups: int = 2**20
     ragged: int = 3_700_000  # steps; 1 GB
+    sb3: int = 20_000
     rounds: int = 9  # enough for quartiles
     iterations: int = 512
 
 
 QUICK = Sizes(
-    main=(20_000,), flat=(4_096, 65_536), image=1_000, lengths=(10, 100, 1_000), lookups=2**14, ragged=37_000, rounds=2, iterations=64
+    main=(20_000,),
+    flat=(4_096, 65_536),
+    image=1_000,
+    lengths=(10, 100, 1_000),
+    lookups=2**14,
+    ragged=37_000,
+    sb3=1_000,
+    rounds=2,
+    iterations=64,
 )
 
 _OPERATIONS = {"uniform": ("add", "sample"), "prioritized": ("add", "sample", "update")}
@@ -57,7 +68,7 @@ _OPERATIONS = {"uniform": ("add", "sample"), "prioritized": ("add", "sample", "u
 
 def all_rows(sizes: Sizes) -> list[Row]:
     rows = [row for capacity in sizes.main for row in _main(capacity)] + _forms(sizes.main[-1]) + _flat(*sizes.flat) + _image(sizes.image)
-    rows += _lengths(sizes.lookups, sizes.lengths) + _numpy() + [_ragged(sizes.ragged)]
+    rows += _lengths(sizes.lookups, sizes.lengths) + _numpy() + [_ragged(sizes.ragged)] + _crossings() + _sb3(sizes.sb3)
     return [_with_iterations(row, sizes.iterations) for row in rows]
 
 
@@ -133,6 +144,27 @@ def _ragged(num_steps: int) -> Row:
     case = Case(buffer="rollout", operation="ragged", mode="call", capacity=num_steps, num_envs=1)
     columns = {form: (library, dataclasses.replace(case, form=form)) for library, form in (("jaxreplay", "streamed"), ("limit", "joined"))}
     return Row("ragged", f"64 trajectories, {num_steps:,} steps", columns)
+
+
+def _crossings() -> list[Row]:
+    """jaxreplay's way first, then what a user writes without it."""
+    rows = []
+    for name, forms in (("JAX to PyTorch", ("to_torch", "numpy", "dlpack")), ("PyTorch to JAX", ("from_torch", "shared", "copied"))):
+        case = Case(buffer="", operation="crossing", mode="call", capacity=0)
+        rows.append(Row("crossing", name, {form: ("jaxreplay", dataclasses.replace(case, form=form)) for form in forms}))
+    return rows
+
+
+def _sb3(capacity: int) -> list[Row]:
+    rows = []
+    for buffer in ("ReplayBuffer", "DictReplayBuffer", "NStepReplayBuffer", "HerReplayBuffer"):
+        for operation in ("sb3 add", "sb3 sample"):
+            case = Case(buffer=buffer, operation=operation, mode="call", capacity=capacity, num_envs=1)
+            columns = {
+                form: (library, dataclasses.replace(case, form=form)) for form, library in (("ours", "jaxreplay"), ("theirs", "limit"))
+            }
+            rows.append(Row("sb3", f"{buffer}: {operation.removeprefix('sb3 ')}", columns))
+    return rows
 
 
 def _case(buffer: str, operation: str, mode: str, capacity: int, **others) -> Case:

@@ -50,7 +50,7 @@ class Result:
 
 
 def about(quick: bool) -> dict[str, str]:
-    versions = {name: importlib.metadata.version(name) for name in ("flashbax", "jax", "jaxlib", "numpy")}
+    versions = {name: importlib.metadata.version(name) for name in ("flashbax", "jax", "jaxlib", "numpy", "torch", "stable_baselines3")}
     return {
         "machine": f"{_cpu_model()}, {os.cpu_count()} cores",
         "platform": os.environ.get("JAX_PLATFORMS", "cpu"),
@@ -162,7 +162,37 @@ by `np.concatenate` and a copy of each leaf."""
     return _table(title, ["", "streamed", "concatenated", "concatenated / streamed"], lines)
 
 
+def _crossing(results: list[Result]) -> str:
+    lines = []
+    for r in results:
+        ours, *others = r.row.columns
+        lines.append([f"{r.row.name}: {ours}", r.cell(ours), *(f"{_CROSSINGS[name]}: {r.cell(name)}" for name in others)])
+    title = """## Eight leaves of a batch to PyTorch, and back
+
+Leaves float32[256, 8]. jaxreplay's functions check each leaf; `from_torch` makes copies that nobody else can write to."""
+    return _table(title, ["", "jaxreplay", "beside it", "beside it"], lines)
+
+
+_CROSSINGS = {
+    "numpy": "torch.from_numpy(np.asarray(x))",
+    "dlpack": "torch.from_dlpack(x)",
+    "shared": "from_torch(x, share=True)",
+    "copied": "jnp.array(x.numpy())",
+}
+
+
+def _sb3(results: list[Result]) -> str:
+    lines = [[r.row.name, r.cell("ours"), r.cell("theirs"), r.ratio("theirs", "ours")] for r in results]
+    title = """## Buffers for Stable-Baselines3
+
+One call after another, as its algorithms make them: an `add` of one env's transition; a `sample` of 256, to tensors. Observations: 31
+numbers; for `DictReplayBuffer` beside an image 84x84x3 uint8; for `HerReplayBuffer` beside two goals of 3 numbers."""
+    return _table(title, ["", "jaxreplay.sb3", "Stable-Baselines3", "Stable-Baselines3 / jaxreplay.sb3"], lines)
+
+
 _TABLES = {
+    "crossing": _crossing,
+    "sb3": _sb3,
     "main": _main,
     "forms": _forms,
     "flat": _flat,

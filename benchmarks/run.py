@@ -1,4 +1,6 @@
-"""jaxreplay beside flashbax and beside NumPy: `python benchmarks/run.py [--quick]` writes RESULTS.md and results.json next to this file.
+"""jaxreplay beside flashbax, NumPy, PyTorch and Stable-Baselines3: `python benchmarks/run.py [--quick]`.
+
+Writes RESULTS.md and results.json next to this file.
 
 Each library runs in a process of its own. All columns of a row are prepared first, then timed in turn, round after round, so that
 whatever else the machine does hits them alike. With --quick the sizes are small: to see that it runs, not for its figures.

@@ -34,6 +34,14 @@ def _prepare(library: str, case: Case) -> Callable[[], float]:
         import ragged
 
         return ragged.prepare(case)
+    if case.operation == "crossing":
+        import torch_crossing
+
+        return torch_crossing.prepare(case)
+    if case.operation in ("sb3 add", "sb3 sample"):
+        import sb3_buffers
+
+        return sb3_buffers.prepare(case)
     if case.operation == "look up":
         import lookups
         import numpy_lookups

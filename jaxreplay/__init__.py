@@ -28,6 +28,7 @@ from jaxreplay.mixture import MixedSample, Mixture, mix
 from jaxreplay.operations import ReplayState
 from jaxreplay.rollouts import Rollout, RolloutState
 from jaxreplay.samplers import Prioritized, Queue, RankBased, Recent, Uniform, UniformEpisodes, WithoutReplacement
+from jaxreplay.stateful import Replay
 from jaxreplay.sum_tree import SumTree, SumTreeState
 from jaxreplay.types import Index, Sample, Step, Transition
 from jaxreplay.views import FrameStack, FutureView, Hindsight, Item, Pair, Sequence, SequenceView, Transformed, TransitionView, View
@@ -53,6 +54,7 @@ __all__ = [
     "Queue",
     "RankBased",
     "Recent",
+    "Replay",
     "ReplayBuffer",
     "ReplayState",
     "Rollout",

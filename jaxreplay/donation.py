@@ -116,6 +116,14 @@ def jit(replay: Any) -> Jitted:
     return Jitted(replay)
 
 
+def is_whole(state: Any) -> bool:
+    """Whether a state can still be used after a call that was to take it over failed."""
+    try:
+        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(jax.block_until_ready(state)))
+    except Exception:
+        return False
+
+
 def _given(**options: Any) -> dict[str, Any]:
     """What was given: a rollout takes neither a mask nor priorities, a mixture no batch size."""
     return {name: value for name, value in options.items() if value is not None}

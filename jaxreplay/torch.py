@@ -5,9 +5,12 @@ goes to torch is shared, and is not to be written to; and what comes from torch 
 will write to it any more.
 """
 
+import dataclasses
 import functools
+import itertools
 import os
 import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -18,6 +21,7 @@ from jax.core import Tracer
 from jaxreplay.operations import ReplayState
 from jaxreplay.rollouts import RolloutState
 from jaxreplay.sum_tree import SumTreeState
+from jaxreplay.types import Sample, Transition
 
 try:
     import torch
@@ -83,14 +87,122 @@ def from_torch(tree: Any, share: bool = False, cast: bool = False) -> Any:
     return arrays
 
 
+class ReplayDataset(torch.utils.data.IterableDataset):
+    """The batches of a `Replay`, for a `DataLoader` or a `for` loop.
+
+    Batches are drawn where they are needed: give the loader `batch_size=None, num_workers=0`. To draw ahead, make the `Replay` with
+    `prefetch=n`: a process of its own would hold rows of its own.
+
+    Args:
+      replay: a `jaxreplay.Replay` with `framework="torch"`.
+      num_batches: of one pass; None: without end.
+      transform: a function of a batch, such as `to_tensordict`.
+
+    Example:
+      >>> import numpy as np, torch, jaxreplay as jr
+      >>> from jaxreplay.torch import ReplayDataset
+      >>> replay = jr.Replay(jr.items(capacity=10, num_envs=2, batch_size=4), framework="torch")
+      >>> replay.add({"x": np.ones((2, 3))})
+      >>> loader = torch.utils.data.DataLoader(ReplayDataset(replay, num_batches=3), batch_size=None)
+      >>> [tuple(batch.items["x"].shape) for batch in loader]
+      [(4, 3), (4, 3), (4, 3)]
+    """
+
+    def __init__(self, replay: Any, num_batches: int | None = None, transform: Callable[[Any], Any] | None = None):
+        if getattr(replay, "framework", None) != "torch":
+            raise ValueError(f'ReplayDataset: takes a jaxreplay.Replay with framework="torch", got {replay!r}')
+        self.replay, self.num_batches, self.transform = replay, num_batches, transform
+
+    def __iter__(self) -> Iterator[Any]:
+        if torch.utils.data.get_worker_info() is not None:
+            raise RuntimeError("ReplayDataset: a worker process has not the rows; give the DataLoader num_workers=0, the Replay prefetch=n")
+        count = itertools.count() if self.num_batches is None else range(self.num_batches)
+        for _ in count:
+            batch = self.replay.sample()
+            yield batch if self.transform is None else self.transform(batch)
+
+
+def to_tensordict(batch: Sample) -> Any:
+    """A batch as a `tensordict.TensorDict`, over the same memory; transitions with the keys that TorchRL's losses read.
+
+    Args:
+      batch: a `Sample` of arrays or tensors, B items.
+
+    Returns:
+      TensorDict of batch size [B]. Of transitions: `action`; `observation`, or the observation's own keys; `next` with the same and
+      `reward`, `terminated`, `done` [B, 1]; `steps_to_next_obs` [B, 1]; `extras`, if any. Of other items: their fields. Beside them `index`
+      (of `row` and `lap`, for `Replay.update_priorities`), `probability` and `is_valid`.
+
+    Raises:
+      ImportError: tensordict is not installed.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxreplay as jr
+      >>> from jaxreplay.torch import to_tensordict
+      >>> replay = jr.uniform(capacity=8, num_envs=1, batch_size=2, autoreset="same_step")
+      >>> zeros = jnp.zeros(1)
+      >>> step = jr.Step(obs=zeros, action=zeros, reward=zeros, terminated=zeros == 0, truncated=zeros > 0)
+      >>> state = replay.add(replay.init(jax.tree.map(lambda x: x[0], step)), step)
+      >>> to_tensordict(replay.sample(state, jax.random.key(0)))["next", "terminated"].tolist()
+      [[True], [True]]
+    """
+    try:
+        from tensordict import TensorDict
+    except ImportError as error:
+        raise ImportError("to_tensordict needs tensordict: pip install 'jaxreplay[tensordict]'") from error
+    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)):
+        batch = to_torch(batch)
+    fields = _columns(batch.items) if isinstance(batch.items, Transition) else _by_name(batch.items)
+    own = {"index": _by_name(batch.index), "probability": batch.probability, "is_valid": batch.is_valid}
+    return TensorDict({**fields, **own}, batch_size=tuple(batch.is_valid.shape))
+
+
+def _columns(item: Transition) -> dict[str, Any]:
+    """A transition's fields, as TorchRL names them. Where nothing lies beyond a step its discount is 0."""
+    terminated = item.discount[:, None] == 0
+    reward = item.reward[:, None] if item.reward.ndim == 1 else item.reward
+    return {
+        **_observation(item.obs),
+        "action": _by_name(item.action),
+        "next": {**_observation(item.next_obs), "reward": reward, "terminated": terminated, "done": terminated},
+        "steps_to_next_obs": item.num_steps[:, None],
+        **({} if item.extras is None else {"extras": _by_name(item.extras)}),
+    }
+
+
+def _observation(obs: Any) -> dict[str, Any]:
+    named = _by_name(obs)
+    return named if isinstance(named, dict) else {"observation": named}
+
+
+def _by_name(tree: Any) -> Any:
+    """Dicts of tensors, from any tree of dataclasses, mappings and sequences; what is None is left out."""
+    if isinstance(tree, torch.Tensor):
+        return tree
+    if dataclasses.is_dataclass(tree):
+        pairs = [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]
+    elif isinstance(tree, Mapping):
+        pairs = [(str(key), value) for key, value in tree.items()]
+    else:
+        pairs = [(str(place), value) for place, value in enumerate(tree)]
+    return {name: _by_name(value) for name, value in pairs if value is not None}
+
+
 def _check(where: str, tree: Any, reason_against: Any) -> None:
     """A ValueError that names each leaf with a reason against it."""
+    leaves = jax.tree.leaves(tree, is_leaf=_is_state)
+    if not any(map(reason_against, leaves)):
+        return
     bad = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, _STATES)):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_state):
         if reason := reason_against(leaf):
             bad.append(f"{jax.tree_util.keystr(path, simple=True, separator='.') or 'the leaf'}: {reason}")
     if bad:
         raise ValueError("\n  ".join([f"{where}:", *bad]))
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, _STATES)
 
 
 def _reason_against_array(leaf: Any) -> str | None:
@@ -100,15 +212,25 @@ def _reason_against_array(leaf: Any) -> str | None:
         return "is being traced; return it from the jitted function, and convert it outside"
     if not isinstance(leaf, jax.Array):
         return f"is a {type(leaf).__name__}, not a jax.Array; write jnp.asarray(x), or torch.from_numpy(x) for a NumPy array"
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if _is_key(leaf.dtype):
         return "is a typed key; pass jax.random.key_data(key)"
     if leaf.is_deleted():
         return "was deleted, as by donation; use what the call returned"
-    if len(leaf.devices()) > 1:
+    if len(leaf.sharding.device_set) > 1:
         return f"lies on {len(leaf.devices())} devices; take one with x.addressable_shards[i].data, or gather it with jax.device_put"
-    if not hasattr(torch, leaf.dtype.name) or (jax.dtypes.itemsize_bits(leaf.dtype) < _NARROW_BITS and leaf.dtype != np.bool_):
+    if not _has_tensors(leaf.dtype):
         return f"is {leaf.dtype.name}, which torch has not; write x.astype(jnp.int8), or another type of 8 bits"
     return None
+
+
+@functools.cache
+def _is_key(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+@functools.cache
+def _has_tensors(dtype: Any) -> bool:
+    return hasattr(torch, dtype.name) and (jax.dtypes.itemsize_bits(dtype) >= _NARROW_BITS or dtype == np.bool_)
 
 
 def _reason_against_tensor(leaf: Any, *, share: bool, cast: bool) -> str | None:
@@ -151,6 +273,8 @@ def _has_64_bits() -> bool:
 
 def _warn_of_shared_card(tree: Any) -> None:
     """Warn once where JAX has taken most of a card that torch is to use too."""
+    if jax.default_backend() == "cpu":
+        return
     preallocates = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() not in ("false", "0")
     has_share = "XLA_PYTHON_CLIENT_MEM_FRACTION" in os.environ or os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform"
     if preallocates and not has_share and any(_is_on_card(leaf) for leaf in jax.tree.leaves(tree)):

@@ -17,6 +17,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("jaxreplay")
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's: one for each test process, or they wait for each other
+
 _MOST_MAPPINGS = 20_000
 
 

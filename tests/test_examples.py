@@ -74,3 +74,31 @@ def test_the_program_of_the_readme_runs(capsys):
     exec(compile(program, "README.md", "exec"), {})
     values = [float(value) for value in re.findall(r"\d\.\d\d", capsys.readouterr().out)]
     assert values == pytest.approx([0.9 ** (9 - position) for position in range(10)], abs=0.02)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the torch extra is not installed")
+def test_the_loops_of_the_readme_run():
+    text = (EXAMPLES.parent / "README.md").read_text()
+    programs = [program for program in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if program.startswith("import gymnasium")]
+    for program in programs:
+        names = {}
+        exec(compile(program, "README.md", "exec"), names)
+        assert names["batch"].is_valid.all()
+    assert len(programs) == 2
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the torch extra is not installed")
+def test_a_pytorch_dqn_trains(run):
+    """A short run does not hold the pole for good, but longer than the 9 to 25 steps of a policy that has learned nothing."""
+    figures = run("torch_dqn", "--steps", "8000")
+    assert figures["env steps"] == (100_000 if SOAK else 8000)
+    assert figures["evaluation return"] >= (475 if SOAK else 60)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("stable_baselines3") is None, reason="the sb3 extra is not installed")
+def test_sac_learns_from_images_that_are_stored_once(run):
+    figures = run("sb3_dict_sac", "--steps", "1600")
+    assert figures["transitions held"] == (12_000 if SOAK else 1600)
+    assert figures["bytes a transition"] / figures["bytes of SB3s"] < 0.51
+    if SOAK:
+        assert figures["return after"] >= -8 > -15 > figures["return before"]

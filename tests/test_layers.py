@@ -21,10 +21,17 @@ LAYERS = (
     ("samplers", "views", "donation", "weights"),
     ("trajectories",),
     ("operations",),
-    ("buffer", "rollouts"),
+    ("buffer", "rollouts", "provisional"),
     ("catalog", "compose", "mixture"),
+    ("torch", "archive", "limiter", "formats", "small_programs"),
+    ("frameworks", "held"),
+    ("stateful",),
     ("",),
-    ("torch",),
+    ("sb3.arrays", "sb3.learned", "sb3.places"),
+    ("sb3.stored",),
+    ("sb3.buffers", "sb3.hindsight"),
+    ("sb3.prioritized_dqn",),
+    ("sb3",),
 )
 SIDEWAYS = {("checks", "types"), ("streams", "types")}
 

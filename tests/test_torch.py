@@ -1,5 +1,6 @@
 """Arrays to tensors and back: what is shared is the same memory, what is copied is nobody else's, and nothing is cut without a word."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import jaxreplay as jr
 
 torch = pytest.importorskip("torch", reason="the torch extra is not installed")
-from jaxreplay.torch import from_torch, to_torch  # noqa: E402
+from jaxreplay.torch import ReplayDataset, from_torch, to_tensordict, to_torch  # noqa: E402
 
 BOTH_KNOW = [
     *("bool", "uint8", "uint16", "uint32", "int8", "int16", "int32", "float16", "bfloat16", "float32", "complex64"),
@@ -218,3 +219,81 @@ def test_the_streams_of_a_card_wait_for_each_other():
         result = to_torch(big @ big)  # still being computed when it is handed over
         assert float(result.min()) == 4096
         assert float(from_torch(result * 2).max()) == 8192
+
+
+# Batches for loops.
+
+
+def replay_of(framework="torch", **options):
+    replay = jr.Replay(
+        jr.prioritized(capacity=64, num_envs=2, batch_size=6, autoreset="next_step", n_step=2, **options), framework=framework
+    )
+    for t in range(12):
+        done = np.full(2, t % 5 == 4)
+        obs = {"image": np.full((2, 3), t, np.uint8), "vector": np.full((2, 2), t / 4, np.float32)}
+        extras = {"count": np.full(2, t)}
+        replay.add(obs=obs, action=np.full(2, t), reward=np.full(2, t / 2), terminated=done, truncated=done & False, extras=extras)
+    return replay
+
+
+def test_a_loader_hands_on_what_the_replay_draws():
+    expected, replay = replay_of(), replay_of()
+    loader = torch.utils.data.DataLoader(ReplayDataset(replay, num_batches=3), batch_size=None)
+    for _ in range(2):  # passes
+        batches = list(loader)
+        assert len(batches) == 3
+        for batch in batches:
+            for x, y in zip(jax.tree.leaves(batch), jax.tree.leaves(expected.sample()), strict=True):
+                assert torch.equal(x, y)
+    endless = iter(ReplayDataset(replay, transform=lambda batch: batch.items.reward))
+    assert [next(endless).shape for _ in range(20)] == [(6,)] * 20
+    with pytest.raises(ValueError, match=r'takes a jaxreplay.Replay with framework="torch"'):
+        ReplayDataset(replay_of("numpy"))
+    with pytest.raises(ValueError, match=r'takes a jaxreplay.Replay with framework="torch"'):
+        ReplayDataset(replay.buffer)
+    with pytest.raises(TypeError, match=r"a Replay is not copied or pickled.*replay.save"):
+        copy.deepcopy(replay)
+
+
+def test_a_worker_process_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: object())
+    with pytest.raises(RuntimeError, match="give the DataLoader num_workers=0, the Replay prefetch=n"):
+        next(iter(ReplayDataset(replay_of())))
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_tensordict_has_the_keys_of_torchrl(framework):
+    pytest.importorskip("tensordict", reason="the tensordict extra is not installed")
+    replay = replay_of(framework)
+    batch = replay.sample()
+    got, items = to_tensordict(batch), to_torch(batch.items) if framework == "jax" else batch.items
+    assert got.batch_size == (6,)
+    assert set(got.keys()) == {"image", "vector", "action", "next", "steps_to_next_obs", "extras", "index", "probability", "is_valid"}
+    assert torch.equal(got["image"], items.obs["image"])
+    assert got["image"].data_ptr() == items.obs["image"].data_ptr()
+    assert torch.equal(got["next", "vector"], items.next_obs["vector"])
+    assert torch.equal(got["next", "reward"], items.reward[:, None])
+    assert torch.equal(got["next", "terminated"], items.discount[:, None] == 0)
+    assert torch.equal(got["next", "done"], got["next", "terminated"])
+    assert torch.equal(got["steps_to_next_obs"], items.num_steps[:, None])
+    assert torch.equal(got["extras", "count"], items.extras["count"])
+    assert got[:2]["next", "image"].shape == (2, 3)
+    replay.update_priorities(got["index"], got["probability"] + 1)
+    assert int(replay._held.state.sampler.ignored_rows) == 0
+
+
+def test_a_tensordict_of_other_items():
+    pytest.importorskip("tensordict", reason="the tensordict extra is not installed")
+    replay = jr.Replay(jr.items(capacity=8, num_envs=2, batch_size=3), framework="torch")
+    replay.add({"pair": (np.zeros((2, 4)), np.ones(2)), "flag": np.ones(2, bool)})
+    got = to_tensordict(replay.sample())
+    assert (got["pair", "0"].shape, got["pair", "1"].tolist(), got["flag"].dtype) == ((3, 4), [1, 1, 1], torch.bool)
+    one = jr.Replay(jr.uniform(capacity=8, num_envs=1, batch_size=3, autoreset="same_step"), framework="torch")
+    one.add(obs=np.zeros((1, 4)), action=np.ones(1), reward=np.ones(1), terminated=np.ones(1, bool), truncated=np.zeros(1, bool))
+    assert to_tensordict(one.sample())["next", "observation"].shape == (3, 4)
+
+
+def test_without_tensordict_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensordict", None)
+    with pytest.raises(ImportError, match=r"pip install 'jaxreplay\[tensordict\]'"):
+        to_tensordict(replay_of().sample())

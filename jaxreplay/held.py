@@ -1,0 +1,161 @@
+"""One state, held where nobody else sees it: each change takes it over, and one that fails on the way says so."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxreplay import archive
+from jaxreplay.buffer import ReplayBuffer
+from jaxreplay.donation import is_whole, jit
+from jaxreplay.formats import StepFormat, as_stored, example_of
+from jaxreplay.small_programs import small_program
+from jaxreplay.types import Sample
+
+
+class Held:
+    """The state and the key of a buffer. Not for two threads at once: `Replay` has the lock."""
+
+    def __init__(self, buffer: ReplayBuffer, seed: int, device: Any):
+        self.buffer = buffer
+        self.jitted = jit(buffer)
+        self._device = jax.devices(device)[0] if isinstance(device, str) else device
+        self._key = jax.random.key(seed)
+        self._num_draws = 0
+        self._state: Any = None
+        self._shapes: Any = None  # of the state
+        self._format: Any = None  # of a step
+        self._can_sample = False
+        self._lost: str | None = None
+
+    @property
+    def state(self) -> Any:
+        """None before there was an example. RuntimeError if it was lost."""
+        if self._lost is not None:
+            raise RuntimeError(f"the rows were lost {self._lost}; load a file that was saved, or make another Replay")
+        return self._state
+
+    def init(self, example: Any) -> None:
+        with jax.default_device(self._device):
+            state = self.buffer.init(example)
+        self._format = StepFormat.of(self.buffer, example)
+        self._shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+        self._state = jax.device_put(state, self._device)
+
+    def call_of(self, step: Any, env: int | None, mask: Any, priority: Any) -> tuple[int, Any]:
+        """How many steps of an env there are at most, and what `change` is to be called with to add them."""
+        step = as_stored("add", self.buffer, step)
+        if self.state is None:
+            self.init(example_of(self.buffer, step, env))
+        step, axes = self._format.fit(step)
+        step, mask, priority = self.put((step, mask, priority))
+        num_envs = self.buffer.num_envs
+        if env is not None:
+            if not 0 <= env < num_envs:
+                raise ValueError(f"add: env={env}, but this buffer has the envs 0 to {num_envs - 1}")
+            if axes or mask is not None:
+                raise ValueError(f"add: with env= a step is one env's, without an env axis or a mask; got the leading axes {list(axes)}")
+            if not self.buffer.masked:
+                raise ValueError("add: env= adds to one env alone; make the buffer with masked=True")
+            return 1, (functools.partial(_add_to_one, self.buffer), np.int32(env), step, priority)
+        if not axes and num_envs == 1:
+            step, mask, priority = jax.tree.map(lambda leaf: leaf[None], (step, mask, priority))
+        elif not axes:
+            raise ValueError(f"add: the step has no env axis, but there are {num_envs} envs: say which one took it by env=")
+        num_steps = int(np.prod(axes)) if mask is None else int(np.sum(mask))
+        method = functools.partial(_write, "extend" if len(axes) == 2 else "add", self.buffer)
+        return num_steps, (method, step, mask, priority)
+
+    def put(self, tree: Any) -> Any:
+        """On the device that holds the rows, where one was named."""
+        return tree if self._device is None else jax.device_put(tree, self._device)
+
+    def change(self, method: Any, *arguments: Any) -> None:
+        """Replace the state by what a method makes of it, which takes its memory over."""
+        try:
+            self._state = method(self.state, *arguments)
+        except BaseException as error:
+            if self._state is not None and not is_whole(self._state):
+                self._lost = f"in {error!r}"
+            raise
+
+    def draw(self, batch_size: int) -> Sample:
+        self._num_draws = (self._num_draws + 1) & 0xFFFFFFFF
+        draw = np.uint32(self._num_draws)
+        if self.buffer.sampler.consumes:
+            taken: list[Sample] = []
+
+            def take(state):
+                state, batch = _take(self.buffer, state, self._key, draw, batch_size)
+                taken.append(batch)
+                return state
+
+            self.change(take)
+            batch = taken[0]
+        else:
+            batch = _sample(self.buffer, self.state, self._key, draw, batch_size)
+        return batch if self._device is None else jax.device_put(batch, _default_device())
+
+    def has_batch(self) -> bool:
+        """Whether the buffer can sample. Where rows are not consumed, it asks the device only until that is so."""
+        if self._state is None or self._lost is not None:
+            return False
+        if not self._can_sample or self.buffer.sampler.consumes:
+            self._can_sample = bool(self.jitted.can_sample(self._state))
+        return self._can_sample
+
+    def update_priorities(self, index: Any, priority: Any) -> None:
+        self.change(self.jitted.update_priorities, *self.put((index, priority)))
+
+    def size(self) -> int:
+        return 0 if self.state is None else int(self.jitted.size(self._state))
+
+    def clear(self) -> None:
+        if self.state is not None:
+            self.change(self.jitted.clear)
+        self._can_sample = False
+
+    def save(self, path: Any, notes: dict[str, Any]) -> None:
+        if self.state is None:
+            raise ValueError("save: nothing was added yet, so there is nothing to save")
+        archive.save(path, self.buffer, self._state, {"num_draws": self._num_draws, **notes})
+
+    def load(self, path: Any) -> dict[str, Any]:
+        """Returns the notes."""
+        if self._shapes is None:
+            raise ValueError("load: what a step looks like is not known yet; make the Replay with example=")
+        notes = archive.check(path, self.buffer, self._shapes)
+        self._state, self._can_sample = None, False  # first, so that there are never two
+        self._lost = "while others were loaded"
+        self._state = archive.load(path, self._shapes, self._device)
+        self._lost, self._num_draws = None, notes["num_draws"]
+        return notes
+
+
+def _default_device() -> Any:
+    device = getattr(jax.config, "jax_default_device", None)
+    return device if isinstance(device, jax.Device) else jax.devices(device)[0]
+
+
+@functools.partial(small_program, static_argnums=0, donate_argnums=2)
+def _write(method: str, buffer: ReplayBuffer, state: Any, step: Any, mask: Any, priority: Any) -> Any:
+    return getattr(buffer, method)(state, step, mask, priority)
+
+
+@functools.partial(small_program, donate_argnums=1)
+def _add_to_one(buffer: ReplayBuffer, state: Any, env: jax.Array, step: Any, priority: Any) -> Any:
+    num_envs = buffer.num_envs
+    step, priority = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_envs, *jnp.shape(leaf))), (step, priority))
+    return buffer.add(state, step, jnp.arange(num_envs) == env, priority)
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def _sample(buffer: ReplayBuffer, state: Any, key: jax.Array, draw: jax.Array, batch_size: int) -> Sample:
+    return buffer.sample(state, jax.random.fold_in(key, draw), batch_size)
+
+
+@functools.partial(jax.jit, donate_argnums=1, static_argnums=4)
+def _take(buffer: ReplayBuffer, state: Any, key: jax.Array, draw: jax.Array, batch_size: int) -> tuple[Any, Sample]:
+    return buffer.take(state, jax.random.fold_in(key, draw), batch_size)

@@ -1,0 +1,30 @@
+"""How far samples may run ahead of inserts, and inserts ahead of samples."""
+
+import dataclasses
+
+
+@dataclasses.dataclass
+class RatioLimiter:
+    """Keeps `num_samples` within one batch of `ratio * num_inserts`, both counted since sampling became possible.
+
+    Never are both sides stopped: where samples must wait, inserts need not. As Reverb's sample-to-insert limiter (Cassirer et al.,
+    "Reverb", 2021, section 3.3), with a margin of one batch.
+
+    Args:
+      ratio: items drawn for each step inserted, positive. batch_size: items of a batch.
+    """
+
+    ratio: float
+    batch_size: int
+    num_inserts: int = 0
+    num_samples: int = 0
+
+    def __post_init__(self):
+        if not 0 < self.ratio < float("inf"):
+            raise ValueError(f"samples_per_insert must be a positive number, got {self.ratio}")
+
+    def may_sample(self) -> bool:
+        return self.num_samples <= self.ratio * self.num_inserts
+
+    def may_insert(self) -> bool:
+        return self.ratio * self.num_inserts - self.num_samples < self.batch_size

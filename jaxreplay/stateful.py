@@ -1,0 +1,263 @@
+"""A replay with a state of its own, for loops that are not jitted: PyTorch, NumPy, many threads."""
+
+import atexit
+import collections
+import threading
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxreplay import checks, frameworks
+from jaxreplay.buffer import ReplayBuffer
+from jaxreplay.held import Held
+from jaxreplay.limiter import RatioLimiter
+from jaxreplay.types import Index, Sample
+from jaxreplay.weights import importance_weights
+
+_WAIT = 60.0  # seconds, where threads wait for each other
+
+
+class Replay:
+    """Owns the state, the key and a lock of a `ReplayBuffer`: `add`, `sample`, `update_priorities` from any thread.
+
+    Args:
+      buffer: what `jaxreplay.uniform`, `prioritized`, `sequences`, ... made.
+      example: one env's step, or item; by default the first `add` is the example.
+      seed: of what is drawn.
+      framework: what batches are made of: "jax", "numpy" (read-only views) or "torch" (not to be written to).
+      device: what holds the rows: a `jax.Device`, or a platform such as "cpu" for the host's memory; sampled batches go to JAX's default
+        device. None: that one.
+      prefetch: batches that a thread draws ahead. Their priorities are older by as many batches.
+      samples_per_insert: items drawn for each step inserted; who is ahead waits. None: nobody does.
+      timeout: seconds that a call waits for other threads; by default 60 where `prefetch` or `samples_per_insert` is given, else 0.
+
+    Example:
+      >>> import numpy as np, jaxreplay as jr
+      >>> replay = jr.Replay(jr.uniform(capacity=100, num_envs=2, batch_size=4, autoreset="next_step"), framework="numpy")
+      >>> for t in range(5):
+      ...     flags = np.zeros(2, bool)
+      ...     replay.add(obs=np.ones((2, 3)), action=np.zeros(2), reward=np.full(2, t), terminated=flags, truncated=flags)
+      >>> len(replay), replay.sample().items.obs.shape
+      (8, (4, 3))
+    """
+
+    def __init__(
+        self,
+        buffer: ReplayBuffer,
+        *,
+        example: Any = None,
+        seed: int = 0,
+        framework: str = "jax",
+        device: Any = None,
+        prefetch: int = 0,
+        samples_per_insert: float | None = None,
+        timeout: float | None = None,
+    ):
+        checks.check_part("Replay", "buffer", buffer, ReplayBuffer, "jaxreplay.uniform(...)")
+        if framework not in frameworks.NAMES:
+            raise ValueError(f"Replay: framework must be one of {frameworks.NAMES}, got {framework!r}")
+        frameworks.given_out(framework, ())  # says at once which extra is missing
+        self.framework = framework
+        self._held = Held(buffer, seed, device)
+        self._limiter = None if samples_per_insert is None else RatioLimiter(samples_per_insert, buffer.batch_size)
+        self._timeout = timeout if timeout is not None else _WAIT if prefetch or self._limiter else 0.0
+        self._changed = threading.Condition(threading.RLock())
+        self._is_closed = False
+        self._ahead: collections.deque[Sample] = collections.deque()
+        self._prefetch = prefetch
+        self._error: BaseException | None = None
+        if example is not None:
+            self._held.init(example)
+        self._thread = threading.Thread(target=self._draw_ahead, name="jaxreplay-prefetch", daemon=True) if prefetch else None
+        if self._thread is not None:
+            atexit.register(self.close)
+            self._thread.start()
+
+    @property
+    def buffer(self) -> ReplayBuffer:
+        return self._held.buffer
+
+    def add(self, step: Any = None, *, env: int | None = None, mask: Any = None, priority: Any = None, timeout: Any = None, **fields: Any):
+        """Append one step of every env, of one env, or a block of steps. Arrays are copied: their owner may use them again.
+
+        Args:
+          step: a `Step`, a mapping, or an item; or its fields as keywords. Leaves `[num_envs, ...]`, or `[time, num_envs, ...]`: a block,
+            of which each length is compiled once. Of one env: leaves `[...]`; say which by `env`, where there are several.
+          mask: bool[num_envs], or bool[time, num_envs]: the envs that took a step.
+          priority: float[num_envs], float[time, num_envs], or one of one env.
+          timeout: seconds to wait while samples lag behind inserts.
+
+        Raises:
+          TimeoutError: samples lagged behind too long; nothing was added.
+        """
+        if (step is None) == (not fields):
+            raise ValueError("add: give a step, or its fields as keywords: add(obs=..., action=..., ...)")
+        step, mask, priority = frameworks.owned("add", (fields if step is None else step, mask, priority))
+        with self._changed:
+            self._check_open()
+            num_steps, call = self._held.call_of(step, env, mask, priority)
+            self._wait(self._may_insert, timeout, lambda: "samples lag behind: sample, or lower samples_per_insert")
+            self._changing(self._held.change, *call)
+            if self._limiter is not None and self._held.has_batch():
+                self._limiter.num_inserts += num_steps
+            self._changed.notify_all()
+
+    def sample(self, batch_size: int | None = None, timeout: float | None = None) -> Sample:
+        """A batch, in the arrays of the framework.
+
+        Args:
+          batch_size: by default the buffer's. timeout: seconds to wait while nothing can be drawn.
+
+        Raises:
+          TimeoutError: nothing could be drawn in time.
+        """
+        with self._changed:
+            if self._thread is None:
+                self._wait(self._may_sample, timeout, self._why_no_sample)
+                batch = self._draw(batch_size)
+            else:
+                if batch_size not in (None, self.buffer.batch_size):
+                    raise ValueError(f"sample: with prefetch every batch has the buffer's {self.buffer.batch_size} items, not {batch_size}")
+                self._wait(lambda: bool(self._ahead), timeout, self._why_no_sample)
+                batch = self._ahead.popleft()
+            self._changed.notify_all()
+        return frameworks.given_out(self.framework, batch)
+
+    def update_priorities(self, index: Any, priority: Any) -> None:
+        """Give drawn rows new priorities, such as absolute TD errors. Rows overwritten since are ignored.
+
+        Args:
+          index: a batch's, or a mapping with its `row` and `lap`. priority: float[B], at least 0.
+        """
+        if not isinstance(index, Index):
+            index = Index(row=index["row"], lap=index["lap"])
+        index, priority = frameworks.owned("update_priorities", (index, priority))
+        with self._changed:
+            self._check_open()
+            self._changing(self._held.update_priorities, index, priority)
+
+    def importance_weights(self, batch: Sample, exponent: float, normalize: str = "batch_max") -> Any:
+        """The batch's importance weights, float32[B]; see `jaxreplay.importance_weights`."""
+        with self._changed:
+            size = np.int32(self._held.size())
+        probability, is_valid = frameworks.owned("importance_weights", (batch.probability, batch.is_valid))
+        plain = batch.replace(items=(), index=(), probability=jnp.asarray(probability), is_valid=jnp.asarray(is_valid))
+        return frameworks.given_out(self.framework, _weights(plain, size, exponent, normalize=normalize))
+
+    def __len__(self) -> int:
+        """Rows that can be drawn."""
+        with self._changed:
+            return self._held.size()
+
+    def can_sample(self) -> bool:
+        """Whether a batch could be drawn now."""
+        with self._changed:
+            return not self._is_closed and (bool(self._ahead) or self._may_sample())
+
+    def clear(self) -> None:
+        """Forget every row, and what was drawn ahead."""
+        with self._changed:
+            self._check_open()
+            self._changing(self._held.clear)
+            self._ahead.clear()
+            self._changed.notify_all()
+
+    def save(self, path: Any) -> None:
+        """Write everything to one file, a leaf at a time; adds wait meanwhile. What was at the path is replaced once that is whole."""
+        with self._changed:
+            self._held.save(path, {"counts": (self._limiter.num_inserts, self._limiter.num_samples) if self._limiter else (0, 0)})
+
+    def load(self, path: Any) -> None:
+        """Take everything from a file that `save` wrote for an equal buffer. What the replay held is gone, also what was lost."""
+        with self._changed:
+            self._check_open()
+            self._ahead.clear()
+            notes = self._held.load(path)
+            if self._limiter:
+                self._limiter.num_inserts, self._limiter.num_samples = notes["counts"]
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the thread, and every call that waits, with a RuntimeError. The rows can still be saved."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+            atexit.unregister(self.close)
+
+    def __enter__(self) -> "Replay":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Replay is not copied or pickled, nor sent to another process; replay.save(path) writes its rows to a file")
+
+    def _changing(self, method: Any, *arguments: Any) -> None:
+        try:
+            method(*arguments)
+        except BaseException:
+            self._changed.notify_all()  # what waits learns that the rows are lost, if they are
+            raise
+
+    def _draw(self, batch_size: int | None) -> Sample:
+        size = self.buffer.batch_size if batch_size is None else batch_size
+        batch = self._held.draw(size)
+        if self._limiter is not None:
+            self._limiter.num_samples += size
+        return batch
+
+    def _draw_ahead(self) -> None:
+        """What the thread does until the replay is closed."""
+        with self._changed:
+            while not self._is_closed:
+                try:
+                    if len(self._ahead) < self._prefetch and self._may_sample():
+                        self._ahead.append(self._draw(None))
+                        self._changed.notify_all()
+                    else:
+                        self._changed.wait()
+                except BaseException as error:
+                    self._error = error
+                    self._changed.notify_all()
+                    return
+
+    def _wait(self, is_ready: Any, timeout: float | None, why: Any) -> None:
+        """Until something is so, or a TimeoutError that says why not; the lock is free meanwhile."""
+        end = None
+        while True:
+            self._check_open()
+            if self._error is not None:
+                raise RuntimeError("the thread that draws ahead ended with an error") from self._error
+            _ = self._held.state  # RuntimeError if it was lost meanwhile
+            if is_ready():
+                return
+            seconds = self._timeout if timeout is None else timeout
+            end = time.monotonic() + seconds if end is None else end
+            left = end - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"after {seconds:g} s: {why()}")
+            self._changed.wait(min(left, 3600.0))
+
+    def _may_insert(self) -> bool:
+        return self._limiter is None or not self._held.has_batch() or self._limiter.may_insert()
+
+    def _may_sample(self) -> bool:
+        return self._held.has_batch() and (self._limiter is None or self._limiter.may_sample())
+
+    def _why_no_sample(self) -> str:
+        if self._held.has_batch():
+            return "inserts lag behind: add, or lower samples_per_insert"
+        return f"nothing can be drawn yet, {len(self)} rows of at least {self.buffer.min_size}: add steps first, or wait with timeout="
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this Replay is closed")
+
+
+_weights = jax.jit(importance_weights, static_argnames="normalize")

@@ -1,0 +1,563 @@
+"""The replay that owns its state: every way in, every framework out, many threads, and what happens when something fails."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zipfile
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import SOAK
+from hlo import check_in_place
+
+import jaxreplay as jr
+from jaxreplay import held
+from jaxreplay.limiter import RatioLimiter
+
+NUM_ENVS = 3
+LONG = 30.0  # seconds: what never takes so long, unless it hangs
+
+
+def make(num_envs=NUM_ENVS, sampler=None, capacity=60, batch_size=8, autoreset="next_step", **options):
+    names = ("example", "seed", "framework", "device", "prefetch", "samples_per_insert", "timeout")
+    own = {name: options.pop(name) for name in names if name in options}
+    sizes = {"capacity": capacity, "num_envs": num_envs, "batch_size": batch_size, "autoreset": autoreset}
+    return jr.Replay(jr.transitions(**sizes, sampler=sampler or jr.Uniform(), **options), **own)
+
+
+def step(t, axes=(NUM_ENVS,)):
+    flags = np.zeros(axes, bool)
+    reward = np.full(axes, t, np.float32) + np.arange(axes[-1] if axes else 1, dtype=np.float32)[0 if not axes else slice(None)] / 8
+    return {
+        "obs": {"x": np.stack([reward, -reward], axis=-1), "n": np.full(axes, t, np.int32)},
+        "action": np.full(axes, t % 3, np.int32),
+        "reward": reward,
+        "terminated": flags,
+        "truncated": flags | (t % 5 == 4),
+    }
+
+
+def rows_of(replay):
+    """Everything that is stored, leaf by leaf."""
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(replay._held.state)]
+
+
+def check_same(a, b):
+    for x, y in zip(rows_of(a), rows_of(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+# Ways in.
+
+
+def to_torch(tree):
+    torch = pytest.importorskip("torch", reason="the torch extra is not installed")
+    return jax.tree.map(lambda leaf: torch.from_numpy(np.array(leaf)), tree)
+
+
+@pytest.mark.parametrize("form", ["keywords", "mapping", "Step", "jax", "torch", "float64 and int64"])
+def test_a_step_of_any_kind_is_the_core_s(form):
+    replay = make()
+    state = replay.buffer.init(jax.tree.map(lambda x: x[0], step(0)))
+    for t in range(30):
+        s = step(t)
+        state = replay.buffer.add(state, s)
+        if form == "keywords":
+            replay.add(**s)
+        elif form == "float64 and int64":
+            replay.add(jax.tree.map(lambda x: x.astype({"f": np.float64, "i": np.int64}.get(x.dtype.kind, x.dtype)), s))
+        else:
+            convert = {"mapping": dict, "Step": lambda s: jr.Step(**s), "jax": lambda s: jax.tree.map(jnp.asarray, s), "torch": to_torch}
+            replay.add(convert[form](s))
+    for x, y in zip(rows_of(replay), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert len(replay) == int(replay.buffer.size(state))
+
+
+def test_blocks_single_envs_and_masks():
+    whole, by_block, by_env, by_mask = (make(masked=True) for _ in range(4))
+    for t in range(0, 20, 4):
+        block = jax.tree.map(lambda *x: np.stack(x), *(step(t + i) for i in range(4)))
+        by_block.add(block)
+        for i in range(4):
+            whole.add(step(t + i))
+            for env in range(NUM_ENVS):
+                by_env.add(jax.tree.map(lambda x, env=env: x[env], step(t + i)), env=env)
+                by_mask.add(step(t + i), mask=np.arange(NUM_ENVS) == env)
+    for other in (by_block, by_env, by_mask):
+        check_same(whole, other)
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["numbers", "arrays"])
+def test_one_env_needs_no_axis(plain):
+    with_axis, without = make(num_envs=1), make(num_envs=1)
+    for t in range(30):
+        s = step(t, (1,))
+        with_axis.add(s)
+        one = jax.tree.map(lambda x: x[0], s)
+        without.add(jax.tree.map(lambda x: x.item() if x.ndim == 0 else x, one) if plain else one)
+    check_same(with_axis, without)
+
+
+def test_items_of_any_kind():
+    replay = jr.Replay(jr.items(capacity=10, num_envs=2, batch_size=4), framework="numpy")
+    for t in range(3):
+        replay.add({"a": np.full((2, 3), t), "b": [np.full(2, t, bool)]})
+    assert len(replay) == 6
+    assert replay.sample().items["a"].shape == (4, 3)
+    one = jr.Replay(jr.items(capacity=4, batch_size=2), example={"a": np.zeros(3)})
+    one.add({"a": np.ones(3)})
+    one.add({"a": np.ones((5, 1, 3))})
+    assert len(one) == 4
+    with pytest.raises(ValueError, match="give a step, or its fields"):
+        replay.add()
+    with pytest.raises(ValueError, match="give a step, or its fields"):
+        replay.add({"a": 1}, b=2)
+
+
+def test_rewards_that_begin_as_integers():
+    replay = make(num_envs=1)
+    one = {"obs": 0.5, "action": 1, "terminated": False, "truncated": False}
+    replay.add(**one, reward=1)
+    replay.add(**one, reward=0.5)
+    replay.add(**one, reward=2)
+    assert set(replay.sample(64).items.reward.tolist()) == {1.0, 0.5}
+
+
+def test_what_does_not_fit_is_refused_and_nothing_is_lost():
+    replay = make(masked=True)
+    replay.add(step(0))
+    before = rows_of(replay)
+    big = step(1)
+    big["obs"]["n"] = np.full(NUM_ENVS, 2**40)
+    with pytest.raises(ValueError, match=r"add: .*obs.*n: int64 beyond the range of int32"):
+        replay.add(big)
+    with pytest.raises(ValueError, match=r"obs.x: got float32\[3, 5\], expected float32\[3, 2\]"):
+        replay.add({**step(1), "obs": {"x": np.zeros((3, 5)), "n": np.zeros(3, int)}})
+    with pytest.raises(ValueError, match=r"action: got float32\[3\], expected int32\[3\]"):
+        replay.add({**step(1), "action": np.zeros(3)})
+    with pytest.raises(ValueError, match=r"obs.*: a str cannot be stored"):
+        replay.add({**step(1), "obs": {"x": "text", "n": np.zeros(3, int)}})
+    with pytest.raises(ValueError, match="missing reward"):
+        replay.add(obs=1, action=1, terminated=False, truncated=False)
+    with pytest.raises(ValueError, match="no env axis, but there are 3 envs: say which one took it by env="):
+        replay.add(step(1, ()))
+    with pytest.raises(ValueError, match="env=3, but this buffer has the envs 0 to 2"):
+        replay.add(step(1, ()), env=3)
+    with pytest.raises(ValueError, match=r"without an env axis or a mask; got the leading axes \[3\]"):
+        replay.add(step(1), env=0)
+    for x, y in zip(before, rows_of(replay), strict=True):
+        np.testing.assert_array_equal(x, y)
+    replay.add(step(1))
+    assert len(replay) == 3
+    with pytest.raises(ValueError, match="make the buffer with masked=True"):
+        make().add(step(0, ()), env=0)
+
+
+def test_narrow_integers_are_not_cut():
+    replay = make(num_envs=1, example={**step(0, ()), "action": np.int8(0)})
+    replay.add({**step(0, ()), "action": 100})
+    with pytest.raises(ValueError, match=r"action: got int32\[1\], expected int8\[1\]"):
+        replay.add({**step(0, ()), "action": 300})
+
+
+@pytest.mark.parametrize("num_bytes", [1024, 96 * 1024, 100 * 1024, 10 * 2**20])
+def test_an_env_may_reuse_its_array(num_bytes):
+    memory = np.empty(num_bytes + 64, np.uint8)
+    for beyond in (0, 1):  # of a multiple of 64 bytes
+        replay = make(num_envs=1, capacity=12)
+        obs = memory[(beyond - memory.ctypes.data) % 64 :][:num_bytes].reshape(1, -1)
+        for t in range(8):
+            obs[:] = t
+            replay.add(obs=obs, action=np.zeros(1), reward=np.full(1, t), terminated=np.zeros(1, bool), truncated=np.zeros(1, bool))
+            obs[:] = 255
+        items = replay.sample(16).items
+        np.testing.assert_array_equal(items.obs, np.broadcast_to(np.asarray(items.reward)[:, None], (16, num_bytes)))
+
+
+# Ways out.
+
+
+def test_frameworks_give_the_same_batch():
+    torch = pytest.importorskip("torch", reason="the torch extra is not installed")
+    replays = {name: make(framework=name, seed=3, sampler=jr.Prioritized()) for name in ("jax", "numpy", "torch")}
+    kinds = {"jax": jax.Array, "numpy": np.ndarray, "torch": torch.Tensor}
+    for name, replay in replays.items():
+        for t in range(10):
+            replay.add(step(t), priority=np.arange(3.0))
+        batch = replay.sample()
+        assert all(isinstance(leaf, kinds[name]) for leaf in jax.tree.leaves(batch))
+        weights = replay.importance_weights(batch, 0.5)
+        assert isinstance(weights, kinds[name])
+        replay.update_priorities(batch.index, weights + 1)
+        replays[name] = [np.asarray(leaf) for leaf in jax.tree.leaves((batch, weights, replay.sample(5)))] + rows_of(replay)
+    for name in ("numpy", "torch"):
+        for x, y in zip(replays["jax"], replays[name], strict=True):
+            assert (x.dtype, x.shape) == (y.dtype, y.shape)
+            np.testing.assert_array_equal(x, y)
+
+
+def test_draws_are_those_of_the_key():
+    replay = make(seed=5)
+    for t in range(9):
+        replay.add(step(t))
+    expected = replay.buffer.sample(replay._held.state, jax.random.fold_in(jax.random.key(5), 1))
+    for x, y in zip(jax.tree.leaves(replay.sample()), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_rows_that_are_handed_out_once():
+    replay = make(sampler=jr.Queue(), batch_size=4, framework="numpy")
+    for t in range(4):
+        replay.add(step(t))
+    assert len(replay) == 9
+    seen = [replay.sample() for _ in range(3)]
+    rows = np.concatenate([batch.index.row[batch.is_valid] for batch in seen])
+    assert len(rows) == len(set(rows.tolist())) == 9
+    assert seen[2].is_valid.sum() == 1
+    assert not replay.can_sample()
+    with pytest.raises(TimeoutError, match="nothing can be drawn yet, 0 rows of at least 1"):
+        replay.sample()
+
+
+def test_an_empty_replay_says_what_is_missing():
+    replay = make(min_size=5)
+    assert len(replay) == 0
+    assert not replay.can_sample()
+    with pytest.raises(TimeoutError, match="after 0 s: nothing can be drawn yet, 0 rows of at least 5: add steps first"):
+        replay.sample()
+    for t in range(3):
+        replay.add(step(t))
+    assert replay.can_sample()
+    replay.clear()
+    assert (len(replay), replay.can_sample()) == (0, False)
+    with pytest.raises(ValueError, match=r"Replay: framework must be one of"):
+        make(framework="tf")
+    with pytest.raises(ValueError, match=r"Replay: buffer must be an instance of a jaxreplay.ReplayBuffer"):
+        jr.Replay(jr.rollout(length=3, num_envs=1, autoreset="next_step"))
+    with pytest.raises(ValueError, match=r"no priorities; use jaxreplay.prioritized"):
+        replay.update_priorities(jr.Index(jnp.zeros(1, int), jnp.zeros(1, jnp.uint32)), np.ones(1))
+
+
+# Threads.
+
+
+def in_threads(*functions):
+    """Run them all, and raise what any of them raised; none may hang."""
+    errors = []
+
+    def run(function):
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(function,), daemon=True) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG + (60 if SOAK else 0))
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+def test_nothing_is_torn_and_the_ratio_holds():
+    """8 threads add and 4 sample; each row carries the checksum of its bytes, and both counts are compared at every change."""
+    ratio, batch_size, seconds = 4.0, 32, 60 if SOAK else 3
+    buffer = jr.items(capacity=8 * 50, num_envs=8, batch_size=batch_size, masked=True)
+    example = {"bytes": np.zeros(1000, np.uint8), "sum": np.zeros((), np.uint32), "env": np.zeros((), np.int32)}
+    replay = jr.Replay(buffer, example=example, framework="numpy", samples_per_insert=ratio)
+    end, added, drawn, distances = time.monotonic() + seconds, [0] * 8, [], []
+
+    def adder(env):
+        r = np.random.default_rng(env)
+        memory = np.empty(1000, np.uint8)  # used again and again
+        while time.monotonic() < end:
+            memory[:] = r.integers(0, 256, 1000)
+            memory[0] = env
+            try:
+                replay.add({"bytes": memory, "sum": np.uint32(zlib.crc32(memory)), "env": env}, env=env, timeout=0.2)
+            except TimeoutError:
+                continue  # at the end, when the samplers have gone
+            memory[:] = 0
+            added[env] += 1
+
+    def sampler():
+        while time.monotonic() < end:
+            try:
+                batch = replay.sample(timeout=0.2)
+            except TimeoutError:
+                continue  # or the adders
+            items = batch.items
+            assert batch.is_valid.all()
+            assert (items["bytes"][:, 0] == items["env"]).all()
+            assert [zlib.crc32(row) for row in items["bytes"]] == items["sum"].tolist()
+            drawn.append(len(items["sum"]))
+            with replay._changed:
+                limiter = replay._limiter
+                distances.append(limiter.num_samples - ratio * limiter.num_inserts)
+
+    in_threads(*(lambda env=env: adder(env) for env in range(8)), *[sampler] * 4)
+    assert len(drawn) > 20
+    assert min(added) > 5
+    assert replay._limiter.num_samples == sum(drawn)
+    assert sum(added) - 1 <= replay._limiter.num_inserts <= sum(added)
+    assert len(replay) == sum(min(count, 50) for count in added)
+    assert max(distances) <= batch_size
+    assert min(distances) >= -batch_size - ratio
+
+
+def test_the_limiter_never_stops_both_sides():
+    r = np.random.default_rng(0)
+    for ratio in (0.01, 0.5, 1.0, 7.3, 300.0):
+        limiter = RatioLimiter(ratio, batch_size=32)
+        for _ in range(2000):
+            assert limiter.may_sample() or limiter.may_insert()
+            if limiter.may_insert() and (r.random() < 0.5 or not limiter.may_sample()):
+                limiter.num_inserts += 1
+            else:
+                limiter.num_samples += 32
+            assert -32 - ratio <= limiter.num_samples - ratio * limiter.num_inserts <= 32
+    for ratio in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="samples_per_insert must be a positive number"):
+            make(samples_per_insert=ratio)
+
+
+def test_who_is_ahead_waits_and_says_why():
+    replay = make(num_envs=1, samples_per_insert=4.0, timeout=0.05)
+    replay.add(step(0, (1,)))  # no row can be drawn: the ratio is not counted yet
+    replay.add(step(1, (1,)))
+    replay.add(step(2, (1,)))
+    before = rows_of(replay)
+    with pytest.raises(TimeoutError, match=r"after 0.05 s: samples lag behind: sample, or lower samples_per_insert"):
+        replay.add(step(3, (1,)))
+    for x, y in zip(before, rows_of(replay), strict=True):
+        np.testing.assert_array_equal(x, y)
+    replay.sample()
+    replay.sample()
+    with pytest.raises(TimeoutError, match=r"after 0.01 s: inserts lag behind: add, or lower samples_per_insert"):
+        replay.sample(timeout=0.01)
+    replay.add(step(3, (1,)))
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_batches_that_were_drawn_ahead_are_the_same(prefetch):
+    plain = make(seed=1, example=jax.tree.map(lambda x: x[0], step(0)))
+    for t in range(10):
+        plain.add(step(t))
+    with make(seed=1, prefetch=prefetch, example=jax.tree.map(lambda x: x[0], step(0))) as ahead:
+        ahead.add(jax.tree.map(lambda *x: np.stack(x), *(step(t) for t in range(10))))
+        for _ in range(8):
+            for x, y in zip(jax.tree.leaves(plain.sample()), jax.tree.leaves(ahead.sample()), strict=True):
+                np.testing.assert_array_equal(x, y)
+        assert ahead.can_sample()
+        with pytest.raises(ValueError, match="with prefetch every batch has the buffer's 8 items, not 4"):
+            ahead.sample(4)
+        ahead.clear()
+        with pytest.raises(TimeoutError, match="nothing can be drawn yet"):
+            ahead.sample(timeout=0.05)
+    with pytest.raises(RuntimeError, match="this Replay is closed"):
+        ahead.sample()
+    assert not ahead._thread.is_alive()
+
+
+def test_an_error_in_the_thread_is_told():
+    with make(prefetch=2) as replay:
+        replay._held.draw = lambda size: 1 / 0
+        for t in range(3):
+            try:
+                replay.add(step(t))
+            except RuntimeError:
+                break
+        with pytest.raises(RuntimeError, match="the thread that draws ahead ended with an error") as caught:
+            replay.sample(timeout=LONG)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_closing_ends_what_waits():
+    replay = make(samples_per_insert=1.0, timeout=LONG)
+    waiting = threading.Event()
+
+    def wait():
+        waiting.set()
+        with pytest.raises(RuntimeError, match="this Replay is closed"):
+            replay.sample()
+
+    def close():
+        assert waiting.wait(LONG)
+        time.sleep(0.05)
+        replay.close()
+
+    in_threads(wait, wait, close)
+    with pytest.raises(RuntimeError, match="this Replay is closed"):
+        replay.add(step(0))
+    replay.close()  # again
+
+
+def test_a_worker_that_dies_leaves_no_lock():
+    replay = make(masked=True)
+
+    def die():
+        replay.add(step(0))
+        replay.add({**step(1), "action": np.zeros(3)})
+
+    with pytest.raises(ValueError, match="action"):
+        in_threads(die)
+    in_threads(lambda: replay.add(step(1)))
+    assert len(replay) == 3
+
+
+def test_a_program_may_end_without_closing():
+    code = """
+import numpy as np, jaxreplay as jr
+replay = jr.Replay(jr.items(capacity=10, batch_size=4), prefetch=2)
+replay.add({"x": np.zeros((1, 3))})
+print(replay.sample().items["x"].shape)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=4 * LONG)
+    assert (done.returncode, done.stdout.strip()) == (0, "(4, 3)"), done.stderr
+
+
+# What fails on the way.
+
+
+def test_a_failed_add_leaves_the_rows_or_says_that_they_are_lost(tmp_path, monkeypatch):
+    replay = make()
+    for t in range(4):
+        replay.add(step(t))
+    replay.save(tmp_path / "replay")
+    expected = rows_of(replay)
+
+    def fails(method, buffer, state, *arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(held, "_write", fails)
+        with pytest.raises(KeyboardInterrupt):
+            replay.add(step(4))
+    for x, y in zip(expected, rows_of(replay), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+    def loses(method, buffer, state, *arguments):
+        jax.tree.map(lambda leaf: leaf.delete(), state)
+        raise MemoryError("the device is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(held, "_write", loses)
+        with pytest.raises(MemoryError):
+            replay.add(step(4))
+    for call in (lambda: replay.add(step(5)), replay.sample, replay.clear, lambda: len(replay), lambda: replay.save(tmp_path / "x")):
+        with pytest.raises(RuntimeError, match=r"the rows were lost in MemoryError.*load a file that was saved"):
+            call()
+    assert not replay.can_sample()
+    replay.load(tmp_path / "replay")
+    for x, y in zip(expected, rows_of(replay), strict=True):
+        np.testing.assert_array_equal(x, y)
+    replay.add(step(4))
+
+
+def test_a_saved_replay_goes_on_as_if_never_stopped(tmp_path):
+    options = {"sampler": jr.Prioritized(), "samples_per_insert": 100.0, "timeout": 0.0, "example": jax.tree.map(lambda x: x[0], step(0))}
+    replay, other = make(**options), make(**options, seed=0)
+
+    def go_on(replay, start):
+        seen = []
+        for t in range(start, start + 10):
+            replay.add(step(t)) if replay._may_insert() else None
+            if replay.can_sample():
+                batch = replay.sample()
+                replay.update_priorities(batch.index, batch.items.reward)
+                seen += jax.tree.leaves(batch)
+        return [np.asarray(x) for x in seen]
+
+    go_on(replay, 0)
+    replay.save(tmp_path / "replay")
+    expected = go_on(replay, 10)
+    other.load(tmp_path / "replay")
+    for x, y in zip(expected, go_on(other, 10), strict=True):
+        np.testing.assert_array_equal(x, y)
+    check_same(replay, other)
+    assert [path.name for path in tmp_path.iterdir()] == ["replay"]
+
+
+def test_a_file_that_is_not_this_replay_s_is_refused(tmp_path):
+    replay, path = make(), tmp_path / "replay"
+    with pytest.raises(ValueError, match="save: nothing was added yet"):
+        replay.save(path)
+    with pytest.raises(ValueError, match="load: what a step looks like is not known yet"):
+        replay.load(path)
+    for t in range(4):
+        replay.add(step(t))
+    replay.save(path)
+    other = make(capacity=30)
+    other.add(step(0))
+    with pytest.raises(ValueError, match=r"load: the file is of another buffer:\n.*capacity=60"):
+        other.load(path)
+    other = make(example={**jax.tree.map(lambda x: x[0], step(0)), "action": np.zeros((), np.int8)})
+    with pytest.raises(ValueError, match=r"streams.steps.action: got int32\[60\], expected int8\[60\]"):
+        other.load(path)
+    assert len(other) == 0
+    whole = path.read_bytes()
+    path.write_bytes(whole[:1000] + bytes([whole[1000] ^ 1]) + whole[1001:])
+    with pytest.raises(zipfile.BadZipFile, match="Bad CRC"):
+        replay.load(path)
+    with pytest.raises(RuntimeError, match="the rows were lost while others were loaded"):
+        replay.sample()
+    path.write_bytes(whole)
+    replay.load(path)
+    assert len(replay) == 9
+
+
+# Devices, and what is not installed.
+
+
+def test_rows_lie_where_they_are_told():
+    code = """
+import numpy as np, jax, jaxreplay as jr
+here, there = jax.devices("cpu")
+replay = jr.Replay(jr.items(capacity=10, batch_size=4), device=there)
+for t in range(3):
+    replay.add({"x": np.zeros((1, 3))})
+replay.add({"x": jax.device_put(np.zeros((1, 3), np.float32), here)})
+devices = lambda tree: {device for leaf in jax.tree.leaves(tree) for device in leaf.devices()}
+assert devices(replay._held.state) == {there}
+assert devices(replay.sample()) == {here}
+replay.save("replay"); replay.load("replay")
+assert devices(replay._held.state) == {there}
+print(len(replay))
+"""
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=folder)
+    assert done.stdout.strip() == "4", done.stderr
+
+
+def test_without_torch_the_error_names_the_extra():
+    code = """
+import sys; sys.modules["torch"] = None
+import jaxreplay as jr, numpy as np
+replay = jr.Replay(jr.items(capacity=10, batch_size=4), framework="numpy")
+replay.add({"x": np.zeros((1, 3))}); replay.sample()
+jr.Replay(replay.buffer, framework="torch")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "jaxreplay.torch needs PyTorch: pip install 'jaxreplay[torch]'" in done.stderr
+
+
+def test_a_step_of_one_env_is_added_in_place():
+    num_envs, capacity = 4, 1 << 16
+    replay = make(num_envs=num_envs, capacity=capacity, masked=True, example=jax.tree.map(lambda x: x[0], step(0)))
+    one = jax.tree.map(lambda x: jnp.asarray(x[0]), step(1))
+    check_in_place(
+        lambda state, env: held._add_to_one.__wrapped__(replay.buffer, state, env, one, None),
+        (replay._held.state, jnp.int32(2)),
+        num_elements=capacity,
+        donated=0,
+    )
