@@ -18,7 +18,6 @@ _GOAL = spaces.Box(-1, 1, (3,), np.float32)
 _SPACES = {
     "ReplayBuffer": _VECTOR,
     "NStepReplayBuffer": _VECTOR,
-    "PrioritizedReplayBuffer": _VECTOR,
     "DictReplayBuffer": spaces.Dict(image=spaces.Box(0, 255, (84, 84, 3), np.uint8), vector=_VECTOR),
     "HerReplayBuffer": spaces.Dict(observation=_VECTOR, achieved_goal=_GOAL, desired_goal=_GOAL),
 }

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxreplay.paths import named
+
 _NOTES = "notes.json"
 
 
@@ -22,7 +24,7 @@ def save(path: Any, buffer: Any, state: Any, notes: dict[str, Any]) -> None:
     try:
         with zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as archive:
             archive.writestr(_NOTES, json.dumps({"buffer": repr(buffer), "leaves": _described(state), **notes}))
-            for name, leaf in _named(state):
+            for name, leaf in named(state):
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                     np.lib.format.write_array(file, np.asarray(leaf), allow_pickle=False)
         with open(partial, "rb") as file:
@@ -59,7 +61,7 @@ def load(path: Any, shapes: Any, device: Any) -> Any:
     """
     leaves = []
     with zipfile.ZipFile(os.fspath(path)) as archive:
-        for name, _ in _named(shapes):
+        for name, _ in named(shapes):
             with archive.open(f"{name}.npy") as file:
                 array = np.lib.format.read_array(file, allow_pickle=False)
                 if file.read():  # to the end: there the checksum is compared
@@ -69,9 +71,4 @@ def load(path: Any, shapes: Any, device: Any) -> Any:
 
 
 def _described(state: Any) -> dict[str, str]:
-    return {name: f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}" for name, leaf in _named(state)}
-
-
-def _named(state: Any) -> list[tuple[str, Any]]:
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
+    return {name: f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}" for name, leaf in named(state)}

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxreplay.paths import name_of, named
 from jaxreplay.types import Step
 
 _STEP_FIELDS = tuple(field.name for field in dataclasses.fields(Step))
@@ -110,7 +111,7 @@ def check_leaves(where: str, got: Any, expected: Any, hint: str) -> None:
     Args:
       expected: the same tree of `jax.ShapeDtypeStruct`s, or of anything with a shape and a dtype.
     """
-    got_leaves, expected_leaves = _by_path(specs(where, got)), _by_path(specs(where, expected))
+    got_leaves, expected_leaves = dict(named(specs(where, got))), dict(named(specs(where, expected)))
     bad = []
     for path, spec in expected_leaves.items():
         if path not in got_leaves:
@@ -131,15 +132,7 @@ def _spec(where: str, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
             raise TypeError("a typed key cannot be stored; store jax.random.key_data(key)")
         return jax.ShapeDtypeStruct(tuple(leaf.shape), jax.dtypes.canonicalize_dtype(leaf.dtype))
     except TypeError as error:
-        raise ValueError(f"{where}: {_name(path)}: {error}") from None
-
-
-def _by_path(tree: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+        raise ValueError(f"{where}: {name_of(path)}: {error}") from None
 
 
 def _show(spec: jax.ShapeDtypeStruct) -> str:

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxreplay.paths import name_of
+
 NAMES = ("jax", "numpy", "torch")
 
 
@@ -19,6 +21,16 @@ def owned(where: str, tree: Any) -> Any:
       ValueError: an integer does not fit, or a leaf is no array; it is named.
     """
     return jax.tree_util.tree_map_with_path(lambda path, leaf: _owned(where, path, leaf), tree)
+
+
+def narrowed(name: str, array: np.ndarray) -> np.ndarray:
+    """64-bit numbers in the 32 bits that JAX has by default. A ValueError names integers that do not fit."""
+    if array.dtype.kind not in "biufc":
+        return array
+    narrow = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+    if array.dtype.kind in "iu" and narrow.dtype != array.dtype and not np.array_equal(narrow, array):
+        raise ValueError(f"{name}: {array.dtype} beyond the range of {narrow.dtype}, which is what JAX has unless jax_enable_x64 is on")
+    return narrow
 
 
 def given_out(framework: str, tree: Any) -> Any:
@@ -42,21 +54,13 @@ def _owned(where: str, path: Any, leaf: Any) -> Any:
             return from_torch(leaf, cast=True)
         leaf = leaf.detach().numpy()
     array = np.array(leaf)
-    narrow = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False) if array.dtype.kind in "biufc" else array
-    if array.dtype.kind in "iu" and narrow.dtype != array.dtype and not np.array_equal(narrow, array):
-        raise ValueError(
-            f"{where}: {_name(path)}: {array.dtype} beyond the range of {narrow.dtype}, which is what JAX has unless jax_enable_x64 is on"
-        )
+    name = f"{where}: {name_of(path) or 'the leaf'}"
     if array.dtype.kind in "OSUMm":
-        raise ValueError(f"{where}: {_name(path)}: a {type(leaf).__name__} cannot be stored, only numbers and arrays of them")
-    return narrow
+        raise ValueError(f"{name}: a {type(leaf).__name__} cannot be stored, only numbers and arrays of them")
+    return narrowed(name, array)
 
 
 def _is_tensor(leaf: Any) -> bool:
     """Without an import: where torch is not loaded there are no tensors."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(leaf, torch.Tensor)
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".") or "the leaf"

@@ -1,6 +1,8 @@
 """One state, held where nobody else sees it: each change takes it over, and one that fails on the way says so."""
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -10,8 +12,9 @@ import numpy as np
 from jaxreplay import archive
 from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.donation import is_whole, jit
-from jaxreplay.formats import StepFormat, as_stored, example_of
+from jaxreplay.memory import default_device
 from jaxreplay.small_programs import small_program
+from jaxreplay.step_format import StepFormat, as_stored, example_of
 from jaxreplay.types import Sample
 
 
@@ -74,29 +77,28 @@ class Held:
 
     def change(self, method: Any, *arguments: Any) -> None:
         """Replace the state by what a method makes of it, which takes its memory over."""
-        try:
+        with self._taking_over():
             self._state = method(self.state, *arguments)
-        except BaseException as error:
-            if self._state is not None and not is_whole(self._state):
-                self._lost = f"in {error!r}"
-            raise
 
     def draw(self, batch_size: int) -> Sample:
         self._num_draws = (self._num_draws + 1) & 0xFFFFFFFF
         draw = np.uint32(self._num_draws)
         if self.buffer.sampler.consumes:
-            taken: list[Sample] = []
-
-            def take(state):
-                state, batch = _take(self.buffer, state, self._key, draw, batch_size)
-                taken.append(batch)
-                return state
-
-            self.change(take)
-            batch = taken[0]
+            with self._taking_over():
+                self._state, batch = _take(self.buffer, self.state, self._key, draw, batch_size)
         else:
             batch = _sample(self.buffer, self.state, self._key, draw, batch_size)
-        return batch if self._device is None else jax.device_put(batch, _default_device())
+        return batch if self._device is None else jax.device_put(batch, default_device())
+
+    @contextlib.contextmanager
+    def _taking_over(self) -> Iterator[None]:
+        """Around a call that the state is donated to: one that fails before it began leaves the rows, and later they are lost."""
+        try:
+            yield
+        except BaseException as error:
+            if self._state is not None and not is_whole(self._state):
+                self._lost = f"in {error!r}"
+            raise
 
     def has_batch(self) -> bool:
         """Whether the buffer can sample. Where rows are not consumed, it asks the device only until that is so."""
@@ -132,11 +134,6 @@ class Held:
         self._state = archive.load(path, self._shapes, self._device)
         self._lost, self._num_draws = None, notes["num_draws"]
         return notes
-
-
-def _default_device() -> Any:
-    device = getattr(jax.config, "jax_default_device", None)
-    return device if isinstance(device, jax.Device) else jax.devices(device)[0]
 
 
 @functools.partial(small_program, static_argnums=0, donate_argnums=2)

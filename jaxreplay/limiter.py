@@ -8,7 +8,7 @@ class RatioLimiter:
     """Keeps `num_samples` within one batch of `ratio * num_inserts`, both counted since sampling became possible.
 
     Never are both sides stopped: where samples must wait, inserts need not. As Reverb's sample-to-insert limiter (Cassirer et al.,
-    "Reverb", 2021, section 3.3), with a margin of one batch.
+    "Reverb: A Framework for Experience Replay", 2021), with a margin of one batch.
 
     Args:
       ratio: items drawn for each step inserted, positive. batch_size: items of a batch.

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxreplay.paths import named
+
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
@@ -30,8 +32,13 @@ class Memory:
 
 def memory_of(state: Any, capacity: int) -> Memory:
     """The bytes of a state, or of the shapes of one (`jax.eval_shape`)."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return Memory({jax.tree_util.keystr(path, simple=True, separator="."): _num_bytes(leaf) for path, leaf in leaves}, capacity)
+    return Memory({name: _num_bytes(leaf) for name, leaf in named(state)}, capacity)
+
+
+def default_device() -> Any:
+    """The `jax.Device` that new arrays go to."""
+    device = getattr(jax.config, "jax_default_device", None)
+    return device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]
 
 
 def check_fits(where: str, memory: Memory) -> None:
@@ -52,10 +59,8 @@ def _num_bytes(leaf: Any) -> int:
 
 
 def _free_bytes() -> int | None:
-    """Free bytes of the device that new arrays go to; None where it does not say."""
-    device = getattr(jax.config, "jax_default_device", None) or jax.local_devices()[0]
-    if isinstance(device, str):
-        device = jax.local_devices(backend=device)[0]
+    """Free bytes of the default device; None where it does not say."""
+    device = default_device()
     stats = device.memory_stats()
     if stats is not None and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]

@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jaxreplay import advantages, checks, intake, leaves, memory, ring
 from jaxreplay import autoreset as autoreset_forms
 from jaxreplay.donation import warn_of_copy
+from jaxreplay.paths import named
 from jaxreplay.trajectories import CHUNK_BYTES, check_trajectories, write_trajectories
 from jaxreplay.types import Step
 
@@ -269,11 +270,7 @@ class Rollout:
 
     def _check_axes(self, where: str, tree: Any) -> None:
         axes = (self.length, self.num_envs)
-        bad = [
-            f"{jax.tree_util.keystr(path, simple=True, separator='.')}: got {list(jnp.shape(leaf))}"
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-            if jnp.shape(leaf)[:2] != axes
-        ]
+        bad = [f"{name}: got {list(jnp.shape(leaf))}" for name, leaf in named(tree) if jnp.shape(leaf)[:2] != axes]
         if bad:
             raise ValueError("\n  ".join([f"{where}:", *bad]) + f"\nleaves must begin with [time, num_envs], here {list(axes)}")
 

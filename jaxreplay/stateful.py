@@ -30,7 +30,8 @@ class Replay:
       framework: what batches are made of: "jax", "numpy" (read-only views) or "torch" (not to be written to).
       device: what holds the rows: a `jax.Device`, or a platform such as "cpu" for the host's memory; sampled batches go to JAX's default
         device. None: that one.
-      prefetch: batches that a thread draws ahead. Their priorities are older by as many batches.
+      prefetch: batches that a thread draws ahead. Their priorities are older by as many batches; they count as drawn, so that what was
+        not yet handed out is not in a saved file, and is gone when the replay is closed: rows too, of a sampler that hands out each once.
       samples_per_insert: items drawn for each step inserted; who is ahead waits. None: nobody does.
       timeout: seconds that a call waits for other threads; by default 60 where `prefetch` or `samples_per_insert` is given, else 0.
 

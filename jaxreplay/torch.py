@@ -19,6 +19,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxreplay.operations import ReplayState
+from jaxreplay.paths import name_of
 from jaxreplay.rollouts import RolloutState
 from jaxreplay.sum_tree import SumTreeState
 from jaxreplay.types import Sample, Transition
@@ -196,7 +197,7 @@ def _check(where: str, tree: Any, reason_against: Any) -> None:
     bad = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_state):
         if reason := reason_against(leaf):
-            bad.append(f"{jax.tree_util.keystr(path, simple=True, separator='.') or 'the leaf'}: {reason}")
+            bad.append(f"{name_of(path) or 'the leaf'}: {reason}")
     if bad:
         raise ValueError("\n  ".join([f"{where}:", *bad]))
 

@@ -45,9 +45,9 @@ def _roots(text):
     return roots
 
 
-def check_in_place(function, arguments, *, num_elements, donated=None):
+def check_in_place(function, arguments, *, num_elements, donated=None, compiler_options=None):
     """Compile, and fail on any large array made on the way, on large temporary memory, and on a donated state that is not reused."""
-    jitted = jax.jit(function, donate_argnums=() if donated is None else donated)
+    jitted = jax.jit(function, donate_argnums=() if donated is None else donated, compiler_options=compiler_options)
     compiled = jitted.lower(*arguments).compile()
     bad = large_temporaries(compiled.as_text(), num_elements)
     assert not bad, "\n".join(["arrays as large as the storage are made:", *bad])

@@ -8,8 +8,8 @@ import jaxreplay
 ROOT = pathlib.Path(jaxreplay.__file__).parent
 # Each may import from those before it; the files of one line from each other only if listed here by name.
 LAYERS = (
-    ("ring", "types", "autoreset", "leaves", "memory", "window"),
-    ("streams", "checks", "bits", "advantages"),
+    ("ring", "types", "autoreset", "leaves", "window", "paths"),
+    ("memory", "streams", "checks", "bits", "advantages"),
     ("episode_table", "sum_tree", "draws", "intake", "permutation"),
     ("drawable",),
     ("samplers.sampler", "views.anchor"),
@@ -23,7 +23,7 @@ LAYERS = (
     ("operations",),
     ("buffer", "rollouts", "provisional"),
     ("catalog", "compose", "mixture"),
-    ("torch", "archive", "limiter", "formats", "small_programs"),
+    ("torch", "archive", "limiter", "step_format", "small_programs"),
     ("frameworks", "held"),
     ("stateful",),
     ("",),

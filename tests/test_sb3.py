@@ -1,12 +1,11 @@
 """The drop-in buffers beside Stable-Baselines3's own: equal seeds, equal batches, equal runs, half the bytes."""
 
 import copy
+import functools
 import subprocess
 import sys
-import warnings
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import SOAK
@@ -15,77 +14,14 @@ from hlo import check_in_place
 pytest.importorskip("stable_baselines3", reason="the sb3 extra is not installed")
 import torch
 from gymnasium import spaces
+from sb3_streams import ACTIONS, DICT, OBSERVATIONS, VECTOR, kind_of, leaves_of, numbered, pair, params_of, same, stream
 from scipy import stats
 from stable_baselines3 import DQN, SAC, TD3
-from stable_baselines3.common import buffers as theirs
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 from jaxreplay import sb3
 from jaxreplay.sb3 import stored
-
-VECTOR = spaces.Box(-1, 1, (3,), np.float32)
-IMAGE = spaces.Box(0, 255, (5, 4, 3), np.uint8)
-DICT = spaces.Dict(image=IMAGE, vector=VECTOR, count=spaces.Discrete(5), wide=spaces.Box(-1, 1, (2,), np.float64))
-OBSERVATIONS = {
-    "vector": VECTOR,
-    "image": IMAGE,
-    "float64": spaces.Box(-1, 1, (2, 2), np.float64),
-    "discrete": spaces.Discrete(7),
-    "binary": spaces.MultiBinary(4),
-    "multi": spaces.MultiDiscrete([3, 4]),
-    "dict": DICT,
-}
-ACTIONS = {"box": spaces.Box(-1, 1, (2,)), "double": spaces.Box(-1, 1, (1,), np.float64), "discrete": spaces.Discrete(4)}
-
-
-def stack(space, n_envs):
-    """An observation of every env, or an action."""
-    if isinstance(space, spaces.Dict):
-        return {key: stack(inner, n_envs) for key, inner in space.spaces.items()}
-    # What 32 bits hold, so that nothing is rounded.
-    samples = [np.asarray(space.sample()) for _ in range(n_envs)]
-    return np.stack([x.astype(np.float32).astype(x.dtype) if x.dtype == np.float64 else x for x in samples])
-
-
-def choose(mask, new, old):
-    """New observations where the mask says so."""
-    return jax.tree.map(lambda a, b: np.where(mask.reshape((-1,) + (1,) * (a.ndim - 1)), a, b), new, old)
-
-
-def stream(observation_space, action_space, n_envs, steps, seed=0, reset=0.05):
-    """What an algorithm hands over, with ends, timeouts, and resets that no step announces."""
-    r = np.random.default_rng(seed)
-    observation_space.seed(seed)
-    action_space.seed(seed)
-    obs = stack(observation_space, n_envs)
-    for _ in range(steps):
-        next_obs = stack(observation_space, n_envs)
-        done = r.random(n_envs) < 0.1
-        timeout = done & (r.random(n_envs) < 0.5)
-        infos = [{"TimeLimit.truncated": True} if x else {} for x in timeout]
-        yield obs, next_obs, stack(action_space, n_envs), r.normal(size=n_envs), done, infos
-        obs = choose(done | (r.random(n_envs) < reset), stack(observation_space, n_envs), next_obs)
-
-
-def same(a, b):
-    """Two batches of samples, to the last bit."""
-    for name in a._fields:
-        for x, y in zip(leaves_of(getattr(a, name)), leaves_of(getattr(b, name)), strict=True):
-            assert (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device), name
-            assert torch.equal(x, y), name
-
-
-def leaves_of(value):
-    return [value[key] for key in sorted(value)] if isinstance(value, dict) else [] if value is None else [value]
-
-
-def pair(kind, observation_space, action_space, size=2000, **options):
-    ours, other = (getattr(module, kind) for module in (sb3, theirs))
-    return ours(size, observation_space, action_space, **options), other(size, observation_space, action_space, **options)
-
-
-def kind_of(space):
-    return "DictReplayBuffer" if isinstance(space, spaces.Dict) else "ReplayBuffer"
+from jaxreplay.small_programs import options_here
 
 
 @pytest.mark.parametrize(("action", "n_envs"), [("box", 1), ("double", 1), ("discrete", 1), ("box", 3)])
@@ -102,6 +38,16 @@ def test_equal_seeds_give_equal_batches(observation, action, n_envs):
             expected = other.sample(5)
             np.random.seed(t)
             same(ours.sample(5), expected)
+
+
+def test_one_env_needs_no_axis():
+    """As theirs: what fits by its number of elements is taken."""
+    ours, other = pair("ReplayBuffer", VECTOR, ACTIONS["box"])
+    for obs, next_obs, action, reward, done, infos in stream(VECTOR, ACTIONS["box"], 1, 20):
+        for buffer in (ours, other):
+            buffer.add(obs[0], next_obs[0], action[0], reward[0], done[0], infos)
+    assert ours.size() == 20
+    same(ours._get_samples(np.arange(20)), other._get_samples(np.arange(20)))
 
 
 @pytest.mark.parametrize("handle_timeout_termination", [True, False])
@@ -176,15 +122,6 @@ def test_batches_are_normalized_as_theirs(space):
             torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
 
 
-def numbered(n_envs, steps, seed=0):
-    """Steps whose observations count up, one number for each (env, step), with ends at random: then a transition proves itself."""
-    r = np.random.default_rng(seed)
-    for t in range(steps):
-        obs = (1000 * np.arange(n_envs) + t + 0.0)[:, None]
-        done = r.random(n_envs) < 0.2
-        yield obs, obs + 1, np.zeros((n_envs, 2)), obs[:, 0], done, [{} for _ in range(n_envs)]
-
-
 @pytest.mark.parametrize("buffer_size", [3, 20, 64])
 def test_after_the_ring_went_round_each_transition_is_drawn_alike(buffer_size):
     space = spaces.Box(-np.inf, np.inf, (1,))
@@ -216,6 +153,7 @@ def test_bytes_of_a_transition():
     held = [*other.observations.values(), *other.next_observations.values(), other.actions, other.rewards, other.dones, other.timeouts]
     bytes_ours = sum(leaf.nbytes for leaf in jax.tree.leaves(ours._state))
     assert ours.nbytes == bytes_ours
+    bytes_ours += ours._places._positions.nbytes  # on the host
     assert bytes_ours / 1000 <= 21_500
     assert sum(leaf.nbytes for leaf in held) / 1000 >= 42_600
     assert "streams.steps.obs.image" in ours.memory()
@@ -237,10 +175,6 @@ def test_an_env_may_reuse_its_array(num_bytes):
             got = getattr(batch, name)
             assert torch.equal(got, (batch.rewards + plus).to(torch.uint8).expand(-1, num_bytes))
         ours.reset()
-
-
-def params_of(model):
-    return torch.cat([p.detach().flatten() for p in model.policy.parameters()])
 
 
 @pytest.mark.parametrize("algorithm", ["SAC", "TD3", "DQN", "DQN, 3 steps"])
@@ -331,7 +265,7 @@ def test_bad_options_are_refused():
         sb3.DictReplayBuffer(50, VECTOR, ACTIONS["box"])
     wide = sb3.ReplayBuffer(50, spaces.Box(-(2**40), 2**40, (1,), np.int64), ACTIONS["box"])
     big, step = np.full((1, 1), 2**33), [np.zeros((1, 2)), np.zeros(1), np.array([False]), [{}]]
-    with pytest.raises(ValueError, match="next_obs: int64 beyond 32 bits"):
+    with pytest.raises(ValueError, match="next_obs: int64 beyond the range of int32"):
         wide.add(big * 0, big, *step)
     wide.add(big * 0 - 5, big * 0, *step)
     assert wide.sample(1).observations.tolist() == [[-5]]
@@ -398,87 +332,8 @@ def test_rows_may_lie_on_a_named_platform():
         ours.add(*step)
     assert {device.platform for leaf in jax.tree.leaves(ours._state) for device in leaf.devices()} == {"cpu"}
     assert ours.sample(3).observations.device == ours.device
-
-
-# Priorities.
-
-
-def test_priorities_decide_what_is_drawn():
-    space = spaces.Box(-np.inf, np.inf, (1,))
-    ours = sb3.PrioritizedReplayBuffer(100, space, ACTIONS["box"], alpha=0.5, beta=0.7, epsilon=0.0)
-    for step in numbered(1, 4):
-        ours.add(*step)
-    seen = ours.sample(64)
-    assert set(seen.observations[:, 0].tolist()) == {0, 1, 2, 3}  # new ones alike
-    assert seen.weights.tolist() == [[1]] * 64
-    assert seen.discounts[:, 0].tolist() == pytest.approx([0.99] * 64)
-    ours.update_priorities(seen.indices, (seen.observations[:, 0] + 1) ** 2)  # mass 1, 2, 3, 4
-    batch = ours.sample(8000)
-    counts = np.bincount(batch.observations[:, 0].long(), minlength=4)
-    assert np.abs(counts - 8000 * np.arange(1, 5) / 10).max() <= 1  # stratified
-    expected = (1 / (batch.observations + 1)) ** 0.7  # batch's largest: of mass 1
-    torch.testing.assert_close(batch.weights, expected)
-    for step in list(numbered(1, 5))[4:]:
-        ours.add(*step)
-    share = (ours.sample(8000).observations == 4).float().mean()
-    assert share == pytest.approx(4 / 14, abs=0.01)  # as the largest so far
-
-
-def test_a_late_update_changes_nothing():
-    space = spaces.Box(-np.inf, np.inf, (1,))
-    ours = sb3.PrioritizedReplayBuffer(3, space, ACTIONS["box"])
-    steps = list(numbered(1, 20))
-    for step in steps[:2]:
-        ours.add(*step)
-    old = ours.sample(4)
-    for step in steps[2:]:
-        ours.add(*step)
-    before = np.asarray(ours._state.sampler.tree.sums[0])
-    ours.update_priorities(old.indices, np.full(4, 100.0))
-    np.testing.assert_array_equal(ours._state.sampler.tree.sums[0], before)
-    assert int(ours._state.sampler.ignored_rows) == 4
-
-
-def test_prioritized_dqn_learns_from_weighted_losses():
-    model = sb3.PrioritizedDQN(
-        "MlpPolicy", "CartPole-v1", n_steps=2, learning_starts=10, train_freq=1, buffer_size=500, seed=0, device="cpu", gamma=0.9
-    )
-    assert (model.replay_buffer.n_steps, model.replay_buffer.gamma) == (2, 0.9)
-    before = params_of(model)
-    model.learn(60)
-    assert not torch.equal(before, params_of(model))
-    assert model.replay_buffer.beta == pytest.approx(1.0, abs=0.02)  # risen
-    masses = np.asarray(model.replay_buffer._state.sampler.tree.sums[0])
-    assert len(np.unique(masses[masses > 0])) > 10
-
-
-def test_prioritized_dqn_with_alpha_0_and_beta_0_is_dqn():
-    """Uniform draws, and weights of 1: each loss is that of DQN on the same batch."""
-    batches = []
-
-    class Recorded(sb3.PrioritizedReplayBuffer):
-        def sample(self, batch_size, env=None):
-            batches.append(super().sample(batch_size, env))
-            return batches[-1]
-
-    options = {"learning_starts": 10, "train_freq": 1, "buffer_size": 500, "seed": 0, "device": "cpu"}
-    kwargs = {"alpha": 0.0, "gamma": 0.99}
-    model = sb3.PrioritizedDQN("MlpPolicy", "CartPole-v1", beta=0.0, replay_buffer_class=Recorded, replay_buffer_kwargs=kwargs, **options)
-    plain = DQN("MlpPolicy", "CartPole-v1", **options)
-    plain.policy.load_state_dict(model.policy.state_dict())
-    model.learn(20)
-    assert all(batch.weights.eq(1).all() for batch in batches)
-
-    class Replayed:
-        def sample(self, batch_size, env=None):
-            return batches.pop(0)
-
-    plain.learn(1)
-    plain.replay_buffer = Replayed()
-    count = len(batches)
-    plain.train(count, 32)
-    torch.testing.assert_close(params_of(plain), params_of(model))
-    assert count == 10
+    with pytest.raises(RuntimeError, match="abacus"):
+        sb3.ReplayBuffer(50, VECTOR, ACTIONS["box"], storage_device="abacus")
 
 
 # Without the extra, and in place.
@@ -490,14 +345,15 @@ def test_without_stable_baselines3_the_error_names_the_extra():
     assert "jaxreplay.sb3 needs Stable-Baselines3: pip install 'jaxreplay[sb3]'" in result.stderr
 
 
-def test_a_sample_is_in_place():
-    ours = sb3.NStepReplayBuffer(1 << 16, VECTOR, ACTIONS["box"])
-    rows = jnp.zeros(8, jnp.int32)
-    check_in_place(lambda state: ours._replay.get(state, rows).items, (ours._state,), num_elements=1 << 16)
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="You provided an OpenAI Gym|.*`n_steps=", category=UserWarning)
-        yield
+def test_an_add_and_a_sample_are_in_place():
+    ours = sb3.NStepReplayBuffer(1 << 16, VECTOR, ACTIONS["box"], n_envs=2)
+    step = jax.tree.map(lambda leaf: np.zeros((2, *leaf.shape), leaf.dtype), ours._example())
+    flags, rows, size = np.zeros(2, bool), np.zeros(8, np.int32), {"num_elements": 1 << 16}
+    check_in_place(
+        functools.partial(stored._add.__wrapped__, ours._replay),
+        (ours._state, step, flags, flags),
+        donated=0,
+        compiler_options=options_here(),
+        **size,
+    )
+    check_in_place(functools.partial(stored._get.__wrapped__, ours._replay), (ours._state, rows), **size)

@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import pytest
 from conftest import SOAK
+from hlo import check_in_place
 
 pytest.importorskip("stable_baselines3", reason="the sb3 extra is not installed")
 import torch
@@ -16,6 +17,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.envs import BitFlippingEnv
 
 from jaxreplay import sb3
+from jaxreplay.sb3 import hindsight
 
 ONE = spaces.Box(-np.inf, np.inf, (1,), np.float64)
 SPACE = spaces.Dict(observation=ONE, achieved_goal=ONE, desired_goal=ONE)
@@ -119,6 +121,20 @@ def test_infos_are_those_of_the_steps(copy_info_dict):
     assert not batch.dones.any()  # timeouts are bootstrapped from
 
 
+@pytest.mark.parametrize("options", [{}, {"copy_info_dict": True, "handle_timeout_termination": False}], ids=str)
+def test_infos_of_another_number_of_envs_are_refused(options):
+    buffer = make(n_envs=2, **options)
+    fill(buffer, 3)
+    add = buffer.add
+    buffer.add = lambda *step: add(*step[:-1], step[-1][:1])
+    with pytest.raises(ValueError, match=r"infos: got the shape \[1\], expected \[2\]"):
+        fill(buffer, 1, start=3)
+    buffer.add = add
+    fill(buffer, 7, start=3)
+    assert buffer.size() == 10
+    assert 9.5 in buffer.sample(200).observations["desired_goal"]
+
+
 @pytest.mark.parametrize("n_sampled_goal", [0, 1, 4])
 def test_a_batch_of_any_size(n_sampled_goal):
     buffer = make(n_sampled_goal=n_sampled_goal)
@@ -174,3 +190,8 @@ def test_dqn_learns_to_flip_bits():
     )
     model.learn(steps)
     assert np.mean(model.ep_success_buffer) >= 0.9
+
+
+def test_a_draw_is_in_place():
+    buffer, seed = make(1 << 16), np.uint32(0)
+    check_in_place(lambda state: hindsight._draw(buffer._replay, state, seed, seed, 2, 6), (buffer._state,), num_elements=1 << 16)

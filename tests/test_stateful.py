@@ -1,57 +1,22 @@
 """The replay that owns its state: every way in, every framework out, many threads, and what happens when something fails."""
 
+import functools
 import os
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 import zipfile
-import zlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import SOAK
 from hlo import check_in_place
+from replays import NUM_ENVS, check_same, make, rows_of, step
 
 import jaxreplay as jr
 from jaxreplay import held
-from jaxreplay.limiter import RatioLimiter
-
-NUM_ENVS = 3
-LONG = 30.0  # seconds: what never takes so long, unless it hangs
-
-
-def make(num_envs=NUM_ENVS, sampler=None, capacity=60, batch_size=8, autoreset="next_step", **options):
-    names = ("example", "seed", "framework", "device", "prefetch", "samples_per_insert", "timeout")
-    own = {name: options.pop(name) for name in names if name in options}
-    sizes = {"capacity": capacity, "num_envs": num_envs, "batch_size": batch_size, "autoreset": autoreset}
-    return jr.Replay(jr.transitions(**sizes, sampler=sampler or jr.Uniform(), **options), **own)
-
-
-def step(t, axes=(NUM_ENVS,)):
-    flags = np.zeros(axes, bool)
-    reward = np.full(axes, t, np.float32) + np.arange(axes[-1] if axes else 1, dtype=np.float32)[0 if not axes else slice(None)] / 8
-    return {
-        "obs": {"x": np.stack([reward, -reward], axis=-1), "n": np.full(axes, t, np.int32)},
-        "action": np.full(axes, t % 3, np.int32),
-        "reward": reward,
-        "terminated": flags,
-        "truncated": flags | (t % 5 == 4),
-    }
-
-
-def rows_of(replay):
-    """Everything that is stored, leaf by leaf."""
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(replay._held.state)]
-
-
-def check_same(a, b):
-    for x, y in zip(rows_of(a), rows_of(b), strict=True):
-        np.testing.assert_array_equal(x, y)
-
+from jaxreplay.small_programs import options_here
 
 # Ways in.
 
@@ -245,186 +210,6 @@ def test_an_empty_replay_says_what_is_missing():
         replay.update_priorities(jr.Index(jnp.zeros(1, int), jnp.zeros(1, jnp.uint32)), np.ones(1))
 
 
-# Threads.
-
-
-def in_threads(*functions):
-    """Run them all, and raise what any of them raised; none may hang."""
-    errors = []
-
-    def run(function):
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(function,), daemon=True) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONG + (60 if SOAK else 0))
-        assert not thread.is_alive(), "a thread hangs"
-    if errors:
-        raise errors[0]
-
-
-def test_nothing_is_torn_and_the_ratio_holds():
-    """8 threads add and 4 sample; each row carries the checksum of its bytes, and both counts are compared at every change."""
-    ratio, batch_size, seconds = 4.0, 32, 60 if SOAK else 3
-    buffer = jr.items(capacity=8 * 50, num_envs=8, batch_size=batch_size, masked=True)
-    example = {"bytes": np.zeros(1000, np.uint8), "sum": np.zeros((), np.uint32), "env": np.zeros((), np.int32)}
-    replay = jr.Replay(buffer, example=example, framework="numpy", samples_per_insert=ratio)
-    end, added, drawn, distances = time.monotonic() + seconds, [0] * 8, [], []
-
-    def adder(env):
-        r = np.random.default_rng(env)
-        memory = np.empty(1000, np.uint8)  # used again and again
-        while time.monotonic() < end:
-            memory[:] = r.integers(0, 256, 1000)
-            memory[0] = env
-            try:
-                replay.add({"bytes": memory, "sum": np.uint32(zlib.crc32(memory)), "env": env}, env=env, timeout=0.2)
-            except TimeoutError:
-                continue  # at the end, when the samplers have gone
-            memory[:] = 0
-            added[env] += 1
-
-    def sampler():
-        while time.monotonic() < end:
-            try:
-                batch = replay.sample(timeout=0.2)
-            except TimeoutError:
-                continue  # or the adders
-            items = batch.items
-            assert batch.is_valid.all()
-            assert (items["bytes"][:, 0] == items["env"]).all()
-            assert [zlib.crc32(row) for row in items["bytes"]] == items["sum"].tolist()
-            drawn.append(len(items["sum"]))
-            with replay._changed:
-                limiter = replay._limiter
-                distances.append(limiter.num_samples - ratio * limiter.num_inserts)
-
-    in_threads(*(lambda env=env: adder(env) for env in range(8)), *[sampler] * 4)
-    assert len(drawn) > 20
-    assert min(added) > 5
-    assert replay._limiter.num_samples == sum(drawn)
-    assert sum(added) - 1 <= replay._limiter.num_inserts <= sum(added)
-    assert len(replay) == sum(min(count, 50) for count in added)
-    assert max(distances) <= batch_size
-    assert min(distances) >= -batch_size - ratio
-
-
-def test_the_limiter_never_stops_both_sides():
-    r = np.random.default_rng(0)
-    for ratio in (0.01, 0.5, 1.0, 7.3, 300.0):
-        limiter = RatioLimiter(ratio, batch_size=32)
-        for _ in range(2000):
-            assert limiter.may_sample() or limiter.may_insert()
-            if limiter.may_insert() and (r.random() < 0.5 or not limiter.may_sample()):
-                limiter.num_inserts += 1
-            else:
-                limiter.num_samples += 32
-            assert -32 - ratio <= limiter.num_samples - ratio * limiter.num_inserts <= 32
-    for ratio in (0, -1, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match="samples_per_insert must be a positive number"):
-            make(samples_per_insert=ratio)
-
-
-def test_who_is_ahead_waits_and_says_why():
-    replay = make(num_envs=1, samples_per_insert=4.0, timeout=0.05)
-    replay.add(step(0, (1,)))  # no row can be drawn: the ratio is not counted yet
-    replay.add(step(1, (1,)))
-    replay.add(step(2, (1,)))
-    before = rows_of(replay)
-    with pytest.raises(TimeoutError, match=r"after 0.05 s: samples lag behind: sample, or lower samples_per_insert"):
-        replay.add(step(3, (1,)))
-    for x, y in zip(before, rows_of(replay), strict=True):
-        np.testing.assert_array_equal(x, y)
-    replay.sample()
-    replay.sample()
-    with pytest.raises(TimeoutError, match=r"after 0.01 s: inserts lag behind: add, or lower samples_per_insert"):
-        replay.sample(timeout=0.01)
-    replay.add(step(3, (1,)))
-
-
-@pytest.mark.parametrize("prefetch", [1, 3])
-def test_batches_that_were_drawn_ahead_are_the_same(prefetch):
-    plain = make(seed=1, example=jax.tree.map(lambda x: x[0], step(0)))
-    for t in range(10):
-        plain.add(step(t))
-    with make(seed=1, prefetch=prefetch, example=jax.tree.map(lambda x: x[0], step(0))) as ahead:
-        ahead.add(jax.tree.map(lambda *x: np.stack(x), *(step(t) for t in range(10))))
-        for _ in range(8):
-            for x, y in zip(jax.tree.leaves(plain.sample()), jax.tree.leaves(ahead.sample()), strict=True):
-                np.testing.assert_array_equal(x, y)
-        assert ahead.can_sample()
-        with pytest.raises(ValueError, match="with prefetch every batch has the buffer's 8 items, not 4"):
-            ahead.sample(4)
-        ahead.clear()
-        with pytest.raises(TimeoutError, match="nothing can be drawn yet"):
-            ahead.sample(timeout=0.05)
-    with pytest.raises(RuntimeError, match="this Replay is closed"):
-        ahead.sample()
-    assert not ahead._thread.is_alive()
-
-
-def test_an_error_in_the_thread_is_told():
-    with make(prefetch=2) as replay:
-        replay._held.draw = lambda size: 1 / 0
-        for t in range(3):
-            try:
-                replay.add(step(t))
-            except RuntimeError:
-                break
-        with pytest.raises(RuntimeError, match="the thread that draws ahead ended with an error") as caught:
-            replay.sample(timeout=LONG)
-        assert isinstance(caught.value.__cause__, ZeroDivisionError)
-
-
-def test_closing_ends_what_waits():
-    replay = make(samples_per_insert=1.0, timeout=LONG)
-    waiting = threading.Event()
-
-    def wait():
-        waiting.set()
-        with pytest.raises(RuntimeError, match="this Replay is closed"):
-            replay.sample()
-
-    def close():
-        assert waiting.wait(LONG)
-        time.sleep(0.05)
-        replay.close()
-
-    in_threads(wait, wait, close)
-    with pytest.raises(RuntimeError, match="this Replay is closed"):
-        replay.add(step(0))
-    replay.close()  # again
-
-
-def test_a_worker_that_dies_leaves_no_lock():
-    replay = make(masked=True)
-
-    def die():
-        replay.add(step(0))
-        replay.add({**step(1), "action": np.zeros(3)})
-
-    with pytest.raises(ValueError, match="action"):
-        in_threads(die)
-    in_threads(lambda: replay.add(step(1)))
-    assert len(replay) == 3
-
-
-def test_a_program_may_end_without_closing():
-    code = """
-import numpy as np, jaxreplay as jr
-replay = jr.Replay(jr.items(capacity=10, batch_size=4), prefetch=2)
-replay.add({"x": np.zeros((1, 3))})
-print(replay.sample().items["x"].shape)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=4 * LONG)
-    assert (done.returncode, done.stdout.strip()) == (0, "(4, 3)"), done.stderr
-
-
 # What fails on the way.
 
 
@@ -551,13 +336,12 @@ jr.Replay(replay.buffer, framework="torch")
     assert "jaxreplay.torch needs PyTorch: pip install 'jaxreplay[torch]'" in done.stderr
 
 
-def test_a_step_of_one_env_is_added_in_place():
+def test_an_add_is_in_place():
     num_envs, capacity = 4, 1 << 16
     replay = make(num_envs=num_envs, capacity=capacity, masked=True, example=jax.tree.map(lambda x: x[0], step(0)))
-    one = jax.tree.map(lambda x: jnp.asarray(x[0]), step(1))
-    check_in_place(
-        lambda state, env: held._add_to_one.__wrapped__(replay.buffer, state, env, one, None),
-        (replay._held.state, jnp.int32(2)),
-        num_elements=capacity,
-        donated=0,
-    )
+    one, all_ = (jax.tree.map(jnp.asarray, held.as_stored("add", replay.buffer, s)) for s in (step(1, ()), step(1, (num_envs,))))
+    options = {"num_elements": capacity, "donated": 0, "compiler_options": options_here()}
+    to_one = functools.partial(held._add_to_one.__wrapped__, replay.buffer)
+    check_in_place(lambda state, env: to_one(state, env, one, None), (replay._held.state, jnp.int32(2)), **options)
+    to_all = functools.partial(held._write.__wrapped__, "add", replay.buffer)
+    check_in_place(lambda state, mask: to_all(state, all_, mask, None), (replay._held.state, jnp.ones(num_envs, bool)), **options)

@@ -6,22 +6,13 @@ import jax
 import numpy as np
 import torch
 
-# What is stored of numbers that JAX has not, and what hands them back.
-NARROW = {np.dtype(np.int64): np.int32, np.dtype(np.uint64): np.uint32, np.dtype(np.float64): np.float32}
+# What hands back the 64-bit numbers that were stored in 32 bits.
 TORCH_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.uint64): torch.uint64, np.dtype(np.float64): torch.float64}
 
 
-def narrow(where: str, array: np.ndarray) -> np.ndarray:
-    """In 32 bits; integers that have more are refused."""
-    narrow = array.astype(NARROW.get(array.dtype, array.dtype), copy=False)
-    if array.dtype.kind in "iu" and not np.array_equal(narrow, array):
-        raise ValueError(f"{where}: {array.dtype} beyond 32 bits cannot be stored")
-    return narrow
-
-
 def shaped(where: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Of that shape, axes of length 1 aside."""
-    if array.size != np.prod(shape) or len(array) != shape[0]:
+    """Of that shape, axes of length 1 aside: one env needs no axis."""
+    if array.size != np.prod(shape) or (shape[0] > 1 and array.shape[:1] != shape[:1]):
         raise ValueError(f"{where}: got the shape {list(array.shape)}, expected {list(shape)}, one for each environment")
     return array.reshape(shape)
 

@@ -18,7 +18,8 @@ class PrioritizedDQN(DQN):
     Args:
       beta: exponent of the importance weights, a number, or a function of the remaining progress, from 1 at the start to 0 at the end;
         by default it rises from 0.4 to 1 as in the paper.
-      further ones: see `stable_baselines3.DQN`. With `n_steps`, targets take as many steps.
+      further ones: see `stable_baselines3.DQN`. With `n_steps`, targets take as many steps. A `replay_buffer_class` is a
+        `PrioritizedReplayBuffer`; it gets the model's `n_steps` and `gamma`, unless `replay_buffer_kwargs` has others.
 
     Example:
       >>> from jaxreplay.sb3 import PrioritizedDQN
@@ -34,13 +35,13 @@ class PrioritizedDQN(DQN):
     def _setup_model(self) -> None:
         if self.replay_buffer_class is None:
             self.replay_buffer_class = PrioritizedReplayBuffer
-            self.replay_buffer_kwargs = {"n_steps": self.n_steps, "gamma": self.gamma, **self.replay_buffer_kwargs}
         if not issubclass(self.replay_buffer_class, PrioritizedReplayBuffer):
             raise ValueError(f"PrioritizedDQN: needs a PrioritizedReplayBuffer, got {self.replay_buffer_class.__name__}")
-        # The class is given, which DQN warns of: it would leave n-step targets to it, as we do.
-        num_steps, self.n_steps = self.n_steps, 1
+        num_steps, kwargs = self.n_steps, self.replay_buffer_kwargs
+        self.replay_buffer_kwargs = {"n_steps": num_steps, "gamma": self.gamma, **kwargs}
+        self.n_steps = 1  # else DQN warns that it leaves n-step targets to the buffer's class, as is meant here
         super()._setup_model()
-        self.n_steps = num_steps
+        self.n_steps, self.replay_buffer_kwargs = num_steps, kwargs
 
     def train(self, gradient_steps: int, batch_size: int = 100) -> None:
         self.policy.set_training_mode(True)

@@ -20,8 +20,9 @@ from stable_baselines3.common.vec_env import VecNormalize
 from jaxreplay import provisional
 from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.donation import is_whole, jit
+from jaxreplay.frameworks import narrowed
 from jaxreplay.samplers import Sampler, Uniform
-from jaxreplay.sb3.arrays import NARROW, TORCH_DTYPES, is_same, narrow, shaped
+from jaxreplay.sb3.arrays import TORCH_DTYPES, is_same, shaped
 from jaxreplay.sb3.learned import LearnedView
 from jaxreplay.sb3.places import Places
 from jaxreplay.small_programs import small_program
@@ -35,12 +36,15 @@ class StoredOnce(buffers.ReplayBuffer):
 
     Args:
       buffer_size: transitions in all, as of Stable-Baselines3; the end of each episode that is stored takes the place of one.
-      observation_space, action_space: Dict observations too. 64-bit numbers are stored in 32 bits, and come out as 64-bit ones.
+      observation_space, action_space: Dict observations too. 64-bit numbers are stored in 32 bits,
+        unless `jax_enable_x64` is on, and come out as 64-bit ones.
       device: where batches go. n_envs: environments that step together.
       optimize_memory_usage: always so here; it must not be set.
       handle_timeout_termination: whether a step with `TimeLimit.truncated` in its info is bootstrapped from.
       storage_device: the platform whose first device holds the rows, such as "cpu"; JAX's default device if None.
     """
+
+    copy_info_dict = False  # whether the steps' infos are kept: hindsight's
 
     def __init__(
         self,
@@ -62,16 +66,13 @@ class StoredOnce(buffers.ReplayBuffer):
         self.handle_timeout_termination = handle_timeout_termination
         self.storage_device = storage_device
         # A row more for the end of the newest episode; at the least, what one window takes.
-        rows = max(self.buffer_size + 1, getattr(self, "n_steps", 1) + 2)
-        self._replay = self._compose(capacity=rows * n_envs, num_envs=n_envs)
+        view = self._view()
+        sizes: Any = {"capacity": max(self.buffer_size, view.window.length) * n_envs + n_envs, "num_envs": n_envs, "batch_size": 1}
+        self._replay = ReplayBuffer(**sizes, autoreset="same_step", sampler=self._sampler(), view=view)
         self._state = self._empty()
         self._forget()
         self._seed: int | None = None
         self._num_draws = 0
-
-    def _compose(self, **sizes: Any) -> ReplayBuffer:
-        """Storage, sampler and view."""
-        return ReplayBuffer(**sizes, batch_size=1, autoreset="same_step", sampler=self._sampler(), view=self._view())
 
     def _sampler(self) -> Sampler:
         return Uniform()
@@ -124,12 +125,13 @@ class StoredOnce(buffers.ReplayBuffer):
         obs, next_obs = self._stored("obs", obs), self._stored("next_obs", next_obs)
         done = shaped("done", np.array(done, bool), (self.n_envs,))
         timeout = np.zeros_like(done)
-        if self.handle_timeout_termination:
+        if self.handle_timeout_termination or self.copy_info_dict:
             timeout = shaped("infos", np.array([info.get("TimeLimit.truncated", False) for info in infos], bool), (self.n_envs,))
+            timeout &= self.handle_timeout_termination
         goes_on = self._may_go_on & is_same(self._announced, obs, self.n_envs)
         step = Step(
             obs=obs,
-            action=narrow("action", shaped("action", np.array(action, self._action_dtype), (self.n_envs, self.action_dim))),
+            action=narrowed("action", shaped("action", np.array(action, self._action_dtype), (self.n_envs, self.action_dim))),
             reward=shaped("reward", np.array(reward, np.float32), (self.n_envs,)),
             terminated=done & ~timeout,
             truncated=timeout | ~done,
@@ -233,7 +235,7 @@ class StoredOnce(buffers.ReplayBuffer):
 
     def _example(self) -> Step:
         def of(shape, dtype):
-            return np.zeros(shape, NARROW.get(np.dtype(dtype), dtype))
+            return np.zeros(shape, jax.dtypes.canonicalize_dtype(dtype))
 
         if isinstance(self.observation_space, spaces.Dict):
             obs = {key: of(shape, self.observation_space[key].dtype) for key, shape in self.obs_shape.items()}  # type: ignore[union-attr]
@@ -247,13 +249,13 @@ class StoredOnce(buffers.ReplayBuffer):
         """A copy, of the space's shapes and dtypes: the caller may reuse its arrays."""
         if not isinstance(self.observation_space, spaces.Dict):
             array = np.array(obs, self.observation_space.dtype)
-            return narrow(where, shaped(where, array, (self.n_envs, *self.obs_shape)))
+            return narrowed(where, shaped(where, array, (self.n_envs, *self.obs_shape)))
         if missing := [key for key in self.observation_space.spaces if key not in obs]:
             raise ValueError(f"{where}: missing {', '.join(missing)}")
         stored = {}
         for key, space in self.observation_space.spaces.items():
             name, array = f"{where}.{key}", np.array(obs[key], space.dtype)
-            stored[key] = narrow(name, shaped(name, array, (self.n_envs, *self.obs_shape[key])))  # type: ignore[index]
+            stored[key] = narrowed(name, shaped(name, array, (self.n_envs, *self.obs_shape[key])))  # type: ignore[index]
         return stored
 
     def __getstate__(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxreplay import ring
 from jaxreplay.checks import check_size, check_static
+from jaxreplay.paths import named
 from jaxreplay.streams import Streams
 from jaxreplay.views.anchor import Anchor, Changed
 from jaxreplay.views.view import View
@@ -62,7 +63,7 @@ class FrameStack(View):
         return self.of.draws
 
     def check(self, where: str, streams: Streams, example: Any) -> None:
-        names = dict(_by_name(example.obs))
+        names = dict(named(example.obs))
         if self.leaf is not None and self.leaf not in names:
             has = "is one array: leave out leaf" if "" in names else f"has {', '.join(names)}"
             raise ValueError(f"{where}: FrameStack: obs has no leaf {self.leaf!r}; it {has}")
@@ -94,13 +95,9 @@ class _Stacks(Changed):
             stacked = jax.tree.map(lambda x: jnp.where(_against(wanted <= depth, x), x, jnp.zeros_like(x)), stacked)
         chosen = [
             _moved(stack, offset.ndim, view.axis) if view.leaf in (None, name) else frame
-            for (name, stack), (_, frame) in zip(_by_name(stacked), _by_name(plain), strict=True)
+            for (name, stack), (_, frame) in zip(named(stacked), named(plain), strict=True)
         ]
         return jax.tree.unflatten(jax.tree.structure(plain), chosen)
-
-
-def _by_name(obs: Any) -> list[tuple[str, Any]]:
-    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(obs)]
 
 
 def _against(mask: jax.Array, leaf: jax.Array) -> jax.Array:

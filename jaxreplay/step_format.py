@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxreplay import checks, intake
 from jaxreplay.buffer import ReplayBuffer
+from jaxreplay.paths import name_of, named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,14 +22,14 @@ class StepFormat:
     @classmethod
     def of(cls, buffer: ReplayBuffer, example: Any) -> "StepFormat":
         specs = checks.specs("init", as_stored("init", buffer, example))
-        named = jax.tree_util.tree_leaves_with_path(specs)
-        return cls(buffer.autoreset is not None, {_name(path): leaf.dtype for path, leaf in named}, len(named[0][1].shape))
+        leaves = named(specs)
+        return cls(buffer.autoreset is not None, {name: leaf.dtype for name, leaf in leaves}, len(leaves[0][1].shape))
 
     def fit(self, step: Any) -> tuple[Any, tuple[int, ...]]:
         """The step in the format's dtypes, and its leading axes: `()`, `(num_envs,)` or `(time, num_envs)`."""
 
         def cast(path, leaf):
-            dtype = self.dtypes.get(_name(path), leaf.dtype)
+            dtype = self.dtypes.get(name_of(path), leaf.dtype)
             if leaf.dtype == dtype or not np.can_cast(leaf.dtype, dtype, "same_kind"):
                 return leaf
             new = leaf.astype(dtype)
@@ -55,7 +56,3 @@ def example_of(buffer: ReplayBuffer, step: Any, env: int | None) -> Any:
         if np.issubdtype(np.asarray(step.reward).dtype, np.integer):
             step = step.replace(reward=np.asarray(step.reward, np.float32))
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[num_axes:], leaf.dtype), step)
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -1,0 +1,86 @@
+"""What Stable-Baselines3's algorithms hand to a buffer, and comparisons with its own buffers."""
+
+import jax
+import numpy as np
+import torch
+from gymnasium import spaces
+from stable_baselines3.common import buffers as theirs
+
+from jaxreplay import sb3
+
+VECTOR = spaces.Box(-1, 1, (3,), np.float32)
+IMAGE = spaces.Box(0, 255, (5, 4, 3), np.uint8)
+DICT = spaces.Dict(image=IMAGE, vector=VECTOR, count=spaces.Discrete(5), wide=spaces.Box(-1, 1, (2,), np.float64))
+OBSERVATIONS = {
+    "vector": VECTOR,
+    "image": IMAGE,
+    "float64": spaces.Box(-1, 1, (2, 2), np.float64),
+    "discrete": spaces.Discrete(7),
+    "binary": spaces.MultiBinary(4),
+    "multi": spaces.MultiDiscrete([3, 4]),
+    "dict": DICT,
+}
+ACTIONS = {"box": spaces.Box(-1, 1, (2,)), "double": spaces.Box(-1, 1, (1,), np.float64), "discrete": spaces.Discrete(4)}
+
+
+def stack(space, n_envs):
+    """An observation of every env, or an action."""
+    if isinstance(space, spaces.Dict):
+        return {key: stack(inner, n_envs) for key, inner in space.spaces.items()}
+    # What 32 bits hold, so that nothing is rounded.
+    samples = [np.asarray(space.sample()) for _ in range(n_envs)]
+    return np.stack([x.astype(np.float32).astype(x.dtype) if x.dtype == np.float64 else x for x in samples])
+
+
+def choose(mask, new, old):
+    """New observations where the mask says so."""
+    return jax.tree.map(lambda a, b: np.where(mask.reshape((-1,) + (1,) * (a.ndim - 1)), a, b), new, old)
+
+
+def stream(observation_space, action_space, n_envs, steps, seed=0, reset=0.05):
+    """What an algorithm hands over, with ends, timeouts, and resets that no step announces."""
+    r = np.random.default_rng(seed)
+    observation_space.seed(seed)
+    action_space.seed(seed)
+    obs = stack(observation_space, n_envs)
+    for _ in range(steps):
+        next_obs = stack(observation_space, n_envs)
+        done = r.random(n_envs) < 0.1
+        timeout = done & (r.random(n_envs) < 0.5)
+        infos = [{"TimeLimit.truncated": True} if x else {} for x in timeout]
+        yield obs, next_obs, stack(action_space, n_envs), r.normal(size=n_envs), done, infos
+        obs = choose(done | (r.random(n_envs) < reset), stack(observation_space, n_envs), next_obs)
+
+
+def same(a, b):
+    """Two batches of samples, to the last bit."""
+    for name in a._fields:
+        for x, y in zip(leaves_of(getattr(a, name)), leaves_of(getattr(b, name)), strict=True):
+            assert (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device), name
+            assert torch.equal(x, y), name
+
+
+def leaves_of(value):
+    return [value[key] for key in sorted(value)] if isinstance(value, dict) else [] if value is None else [value]
+
+
+def pair(kind, observation_space, action_space, size=2000, **options):
+    ours, other = (getattr(module, kind) for module in (sb3, theirs))
+    return ours(size, observation_space, action_space, **options), other(size, observation_space, action_space, **options)
+
+
+def kind_of(space):
+    return "DictReplayBuffer" if isinstance(space, spaces.Dict) else "ReplayBuffer"
+
+
+def numbered(n_envs, steps, seed=0):
+    """Steps whose observations count up, one number for each (env, step), with ends at random: then a transition proves itself."""
+    r = np.random.default_rng(seed)
+    for t in range(steps):
+        obs = (1000 * np.arange(n_envs) + t + 0.0)[:, None]
+        done = r.random(n_envs) < 0.2
+        yield obs, obs + 1, np.zeros((n_envs, 2)), obs[:, 0], done, [{} for _ in range(n_envs)]
+
+
+def params_of(model):
+    return torch.cat([p.detach().flatten() for p in model.policy.parameters()])
