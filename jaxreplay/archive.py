@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxreplay.description import description
 from jaxreplay.paths import named
 
 _NOTES = "notes.json"
@@ -23,7 +24,7 @@ def save(path: Any, buffer: Any, state: Any, notes: dict[str, Any]) -> None:
     partial = f"{path}.partial"
     try:
         with zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as archive:
-            archive.writestr(_NOTES, json.dumps({"buffer": repr(buffer), "leaves": _described(state), **notes}))
+            archive.writestr(_NOTES, json.dumps({"buffer": description(buffer), "leaves": _described(state), **notes}))
             for name, leaf in named(state):
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                     np.lib.format.write_array(file, np.asarray(leaf), allow_pickle=False)
@@ -43,8 +44,8 @@ def check(path: Any, buffer: Any, shapes: Any) -> dict[str, Any]:
     """
     with zipfile.ZipFile(os.fspath(path)) as archive:
         notes = json.loads(archive.read(_NOTES))
-    if notes["buffer"] != repr(buffer):
-        raise ValueError(f"load: the file is of another buffer:\n  {notes['buffer']}\nthis one is:\n  {buffer!r}")
+    if notes["buffer"] != description(buffer):
+        raise ValueError(f"load: the file is of another buffer:\n  {notes['buffer']}\nthis one is:\n  {description(buffer)}")
     got, expected = notes["leaves"], _described(shapes)
     if got != expected:
         names = [name for name in dict.fromkeys([*got, *expected]) if got.get(name) != expected.get(name)]

@@ -8,7 +8,7 @@ import jaxreplay
 ROOT = pathlib.Path(jaxreplay.__file__).parent
 # Each may import from those before it; the files of one line from each other only if listed here by name.
 LAYERS = (
-    ("ring", "types", "autoreset", "leaves", "window", "paths"),
+    ("ring", "types", "autoreset", "leaves", "window", "paths", "description"),
     ("memory", "streams", "checks", "bits", "advantages"),
     ("episode_table", "sum_tree", "draws", "intake", "permutation"),
     ("drawable",),

@@ -272,6 +272,34 @@ def test_a_saved_replay_goes_on_as_if_never_stopped(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["replay"]
 
 
+def test_a_buffer_with_functions_is_loaded_by_another_process(tmp_path):
+    """A function's `repr` has its address: another one in each process."""
+    code = """
+import functools, sys, numpy as np, jaxreplay as jr
+
+def near(scale, achieved, goal, step):
+    return scale * (achieved == goal)
+
+def louder(item, key):
+    return item.replace(reward=2 * item.reward)
+
+goals = jr.uniform(capacity=20, num_envs=1, batch_size=4, autoreset="next_step")
+goals = jr.hindsight(goals, functools.partial(near, 2.0), achieved="a", desired="d")
+example = {"obs": {"a": 0.0, "d": 0.0}, "action": 0, "reward": 0.0, "terminated": False, "truncated": False}
+replay = jr.Replay(jr.transform(goals, louder), example=example)
+if sys.argv[1] == "save":
+    for t in range(5):
+        replay.add(obs={"a": t, "d": 9}, action=0, reward=t, terminated=False, truncated=t == 3)
+    replay.save("replay")
+else:
+    replay.load("replay")
+    print(len(replay))
+"""
+    for what, printed in (("save", ""), ("load", "4")):
+        done = subprocess.run([sys.executable, "-c", code, what], capture_output=True, text=True, cwd=tmp_path)
+        assert (done.returncode, done.stdout.strip()) == (0, printed), done.stderr
+
+
 def test_a_file_that_is_not_this_replay_s_is_refused(tmp_path):
     replay, path = make(), tmp_path / "replay"
     with pytest.raises(ValueError, match="save: nothing was added yet"):
