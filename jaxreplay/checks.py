@@ -31,7 +31,7 @@ def check_static(config: Any) -> None:
 
 def check_size(where: str, name: str, value: Any) -> None:
     """A size must be an int of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise ValueError(f"{where}: {name} must be an int of at least 1, got {value!r}")
 
 
@@ -88,6 +88,13 @@ def as_step(where: str, step: Any) -> Step:
             "and extras; further fields go into extras={...}"
         )
     return Step(**step)
+
+
+def holds(narrow: Any, array: Any) -> bool:
+    """Whether a cast has left integers as they were, and no other number infinite that was not."""
+    if np.issubdtype(narrow.dtype, np.integer):
+        return np.array_equal(narrow, array)
+    return bool((np.isfinite(narrow) | ~np.isfinite(array)).all())
 
 
 def specs(where: str, tree: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxreplay import checks
 from jaxreplay.paths import name_of
 
 NAMES = ("jax", "numpy", "torch")
@@ -18,17 +19,18 @@ def owned(where: str, tree: Any) -> Any:
     the call returned, when an env has already written its next observation to it. A tensor on an accelerator is copied there.
 
     Raises:
-      ValueError: an integer does not fit, or a leaf is no array; it is named.
+      ValueError: a number does not fit, or a leaf is no array; it is named.
     """
     return jax.tree_util.tree_map_with_path(lambda path, leaf: _owned(where, path, leaf), tree)
 
 
 def narrowed(name: str, array: np.ndarray) -> np.ndarray:
-    """64-bit numbers in the 32 bits that JAX has by default. A ValueError names integers that do not fit."""
+    """64-bit numbers in the 32 bits that JAX has by default. A ValueError names numbers that do not fit."""
     if array.dtype.kind not in "biufc":
         return array
-    narrow = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
-    if array.dtype.kind in "iu" and narrow.dtype != array.dtype and not np.array_equal(narrow, array):
+    with np.errstate(over="ignore"):
+        narrow = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+    if narrow.dtype != array.dtype and not checks.holds(narrow, array):
         raise ValueError(f"{name}: {array.dtype} beyond the range of {narrow.dtype}, which is what JAX has unless jax_enable_x64 is on")
     return narrow
 
@@ -47,17 +49,27 @@ def given_out(framework: str, tree: Any) -> Any:
 def _owned(where: str, path: Any, leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):
         return leaf
+    name = f"{where}: {name_of(path) or 'the leaf'}"
     if _is_tensor(leaf):
         if leaf.device.type != "cpu" or leaf.dtype == sys.modules["torch"].bfloat16:
             from jaxreplay.torch import from_torch
 
             return from_torch(leaf, cast=True)
-        leaf = leaf.detach().numpy()
+        leaf = _on_host(name, leaf)
     array = np.array(leaf)
-    name = f"{where}: {name_of(path) or 'the leaf'}"
-    if array.dtype.kind in "OSUMm":
-        raise ValueError(f"{name}: a {type(leaf).__name__} cannot be stored, only numbers and arrays of them")
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if array.dtype.kind in "OSUMm" or array.dtype.names or array.dtype.itemsize > 8 * (1 + (array.dtype.kind == "c")):
+        what = array.dtype if isinstance(leaf, np.ndarray) else type(leaf).__name__
+        raise ValueError(f"{name}: a {what} cannot be stored, only numbers that JAX has, and arrays of them")
     return narrowed(name, array)
+
+
+def _on_host(name: str, tensor: Any) -> np.ndarray:
+    try:
+        return tensor.detach().resolve_conj().resolve_neg().numpy()
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"{name}: this tensor cannot be stored: {error}") from None
 
 
 def _is_tensor(leaf: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,7 +31,7 @@ class Held:
         self._state: Any = None
         self._shapes: Any = None  # of the state
         self._format: Any = None  # of a step
-        self._can_sample = False
+        self._can_sample: bool | None = None  # asked of the device once after each change
         self._lost: str | None = None
 
     @property
@@ -47,6 +48,10 @@ class Held:
         self._shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
         self._state = jax.device_put(state, self._device)
 
+    def forget(self) -> None:
+        """As before there was an example: the first step was none."""
+        self._state = self._shapes = self._format = self._lost = None
+
     def call_of(self, step: Any, env: int | None, mask: Any, priority: Any) -> tuple[int, Any]:
         """How many steps of an env there are at most, and what `change` is to be called with to add them."""
         step = as_stored("add", self.buffer, step)
@@ -56,8 +61,8 @@ class Held:
         step, mask, priority = self.put((step, mask, priority))
         num_envs = self.buffer.num_envs
         if env is not None:
-            if not 0 <= env < num_envs:
-                raise ValueError(f"add: env={env}, but this buffer has the envs 0 to {num_envs - 1}")
+            if isinstance(env, bool) or not hasattr(env, "__index__") or not 0 <= operator.index(env) < num_envs:
+                raise ValueError(f"add: env={env!r}, but this buffer has the envs 0 to {num_envs - 1}")
             if axes or mask is not None:
                 raise ValueError(f"add: with env= a step is one env's, without an env axis or a mask; got the leading axes {list(axes)}")
             if not self.buffer.masked:
@@ -78,7 +83,7 @@ class Held:
     def change(self, method: Any, *arguments: Any) -> None:
         """Replace the state by what a method makes of it, which takes its memory over."""
         with self._taking_over():
-            self._state = method(self.state, *arguments)
+            self._state, self._can_sample = method(self.state, *arguments), None
 
     def draw(self, batch_size: int) -> Sample:
         self._num_draws = (self._num_draws + 1) & 0xFFFFFFFF
@@ -86,6 +91,7 @@ class Held:
         if self.buffer.sampler.consumes:
             with self._taking_over():
                 self._state, batch = _take(self.buffer, self.state, self._key, draw, batch_size)
+                self._can_sample = None
         else:
             batch = _sample(self.buffer, self.state, self._key, draw, batch_size)
         return batch if self._device is None else jax.device_put(batch, default_device())
@@ -101,10 +107,10 @@ class Held:
             raise
 
     def has_batch(self) -> bool:
-        """Whether the buffer can sample. Where rows are not consumed, it asks the device only until that is so."""
+        """Whether the buffer can sample."""
         if self._state is None or self._lost is not None:
             return False
-        if not self._can_sample or self.buffer.sampler.consumes:
+        if self._can_sample is None:
             self._can_sample = bool(self.jitted.can_sample(self._state))
         return self._can_sample
 
@@ -117,7 +123,6 @@ class Held:
     def clear(self) -> None:
         if self.state is not None:
             self.change(self.jitted.clear)
-        self._can_sample = False
 
     def save(self, path: Any, notes: dict[str, Any]) -> None:
         if self.state is None:
@@ -129,7 +134,7 @@ class Held:
         if self._shapes is None:
             raise ValueError("load: what a step looks like is not known yet; make the Replay with example=")
         notes = archive.check(path, self.buffer, self._shapes)
-        self._state, self._can_sample = None, False  # first, so that there are never two
+        self._state, self._can_sample = None, None  # first, so that there are never two
         self._lost = "while others were loaded"
         self._state = archive.load(path, self._shapes, self._device)
         self._lost, self._num_draws = None, notes["num_draws"]

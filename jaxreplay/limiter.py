@@ -1,6 +1,7 @@
 """How far samples may run ahead of inserts, and inserts ahead of samples."""
 
 import dataclasses
+from typing import Any
 
 
 @dataclasses.dataclass
@@ -22,6 +23,11 @@ class RatioLimiter:
     def __post_init__(self):
         if not 0 < self.ratio < float("inf"):
             raise ValueError(f"samples_per_insert must be a positive number, got {self.ratio}")
+
+    def resume(self, saved: dict[str, Any] | None) -> None:
+        """Go on from the counts of another limiter, given as a dict of its fields; from none where that had another ratio."""
+        is_alike = saved is not None and (saved["ratio"], saved["batch_size"]) == (self.ratio, self.batch_size)
+        self.num_inserts, self.num_samples = (saved["num_inserts"], saved["num_samples"]) if saved and is_alike else (0, 0)
 
     def may_sample(self) -> bool:
         return self.num_samples <= self.ratio * self.num_inserts

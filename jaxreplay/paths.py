@@ -11,5 +11,13 @@ def name_of(path: Any) -> str:
 
 
 def named(tree: Any) -> list[tuple[str, Any]]:
-    """Each leaf with its name, in the tree's order."""
-    return [(name_of(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    """Each leaf with its name, in the tree's order.
+
+    Raises:
+      ValueError: two have the same one, such as those of `{"a": {"b": x}, "a.b": y}`.
+    """
+    leaves = [(name_of(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    if len(names := [name for name, _ in leaves]) > len(set(names)):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two leaves are named {twice}: rename a key, so that they differ by more than where the dots come from")
+    return leaves

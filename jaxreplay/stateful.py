@@ -2,6 +2,8 @@
 
 import atexit
 import collections
+import dataclasses
+import operator
 import threading
 import time
 from typing import Any
@@ -61,6 +63,8 @@ class Replay:
         if framework not in frameworks.NAMES:
             raise ValueError(f"Replay: framework must be one of {frameworks.NAMES}, got {framework!r}")
         frameworks.given_out(framework, ())  # says at once which extra is missing
+        if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+            raise ValueError(f"Replay: prefetch must be an int of at least 0, got {prefetch!r}")
         self.framework = framework
         self._held = Held(buffer, seed, device)
         self._limiter = None if samples_per_insert is None else RatioLimiter(samples_per_insert, buffer.batch_size)
@@ -72,10 +76,10 @@ class Replay:
         self._error: BaseException | None = None
         if example is not None:
             self._held.init(example)
-        self._thread = threading.Thread(target=self._draw_ahead, name="jaxreplay-prefetch", daemon=True) if prefetch else None
-        if self._thread is not None:
+        self._thread: threading.Thread | None = None
+        if prefetch:
             atexit.register(self.close)
-            self._thread.start()
+            self._start_thread()
 
     @property
     def buffer(self) -> ReplayBuffer:
@@ -96,12 +100,19 @@ class Replay:
         """
         if (step is None) == (not fields):
             raise ValueError("add: give a step, or its fields as keywords: add(obs=..., action=..., ...)")
-        step, mask, priority = frameworks.owned("add", (fields if step is None else step, mask, priority))
+        step = frameworks.owned("add", fields if step is None else step)
+        own = frameworks.owned("add", {"mask": mask, "priority": priority})
         with self._changed:
             self._check_open()
-            num_steps, call = self._held.call_of(step, env, mask, priority)
-            self._wait(self._may_insert, timeout, lambda: "samples lag behind: sample, or lower samples_per_insert")
-            self._changing(self._held.change, *call)
+            is_first = self._held.state is None
+            try:
+                num_steps, call = self._held.call_of(step, env, **own)
+                self._wait(self._may_insert, timeout, lambda: "samples lag behind: sample, or lower samples_per_insert")
+                self._changing(self._held.change, *call)
+            except BaseException:
+                if is_first:  # what was refused is no example for others
+                    self._held.forget()
+                raise
             if self._limiter is not None and self._held.has_batch():
                 self._limiter.num_inserts += num_steps
             self._changed.notify_all()
@@ -122,8 +133,8 @@ class Replay:
             else:
                 if batch_size not in (None, self.buffer.batch_size):
                     raise ValueError(f"sample: with prefetch every batch has the buffer's {self.buffer.batch_size} items, not {batch_size}")
-                self._wait(lambda: bool(self._ahead), timeout, self._why_no_sample)
-                batch = self._ahead.popleft()
+                self._wait(lambda: bool(self._ahead) or self._may_sample(), timeout, self._why_no_sample)
+                batch = self._ahead.popleft() if self._ahead else self._draw(None)
             self._changed.notify_all()
         return frameworks.given_out(self.framework, batch)
 
@@ -135,10 +146,12 @@ class Replay:
         """
         if not isinstance(index, Index):
             index = Index(row=index["row"], lap=index["lap"])
-        index, priority = frameworks.owned("update_priorities", (index, priority))
+        given = {"row": index.row, "lap": index.lap, "priority": priority}
+        own = frameworks.owned("update_priorities", {name: np.array(x) if isinstance(x, list | tuple) else x for name, x in given.items()})
         with self._changed:
             self._check_open()
-            self._changing(self._held.update_priorities, index, priority)
+            self._changing(self._held.update_priorities, Index(row=own["row"], lap=own["lap"]), own["priority"])
+            self._changed.notify_all()
 
     def importance_weights(self, batch: Sample, exponent: float, normalize: str = "batch_max") -> Any:
         """The batch's importance weights, float32[B]; see `jaxreplay.importance_weights`."""
@@ -163,23 +176,25 @@ class Replay:
         with self._changed:
             self._check_open()
             self._changing(self._held.clear)
-            self._ahead.clear()
-            self._changed.notify_all()
+            self._start_anew()
 
     def save(self, path: Any) -> None:
         """Write everything to one file, a leaf at a time; adds wait meanwhile. What was at the path is replaced once that is whole."""
         with self._changed:
-            self._held.save(path, {"counts": (self._limiter.num_inserts, self._limiter.num_samples) if self._limiter else (0, 0)})
+            self._held.save(path, {"limiter": dataclasses.asdict(self._limiter) if self._limiter else None})
 
     def load(self, path: Any) -> None:
-        """Take everything from a file that `save` wrote for an equal buffer. What the replay held is gone, also what was lost."""
+        """Take everything from a file that `save` wrote for an equal buffer. What the replay held is gone, also what was lost.
+
+        Episodes that were being written go on with the next `add`: restore the envs too. Where they are reset instead, save after a step
+        that ends every episode; else the last step before is paired with the first one after.
+        """
         with self._changed:
             self._check_open()
-            self._ahead.clear()
-            notes = self._held.load(path)
+            notes = self._changing(self._held.load, path)
             if self._limiter:
-                self._limiter.num_inserts, self._limiter.num_samples = notes["counts"]
-            self._changed.notify_all()
+                self._limiter.resume(notes["limiter"])
+            self._start_anew()
 
     def close(self) -> None:
         """End the thread, and every call that waits, with a RuntimeError. The rows can still be saved."""
@@ -199,15 +214,27 @@ class Replay:
     def __reduce__(self) -> Any:
         raise TypeError("a Replay is not copied or pickled, nor sent to another process; replay.save(path) writes its rows to a file")
 
-    def _changing(self, method: Any, *arguments: Any) -> None:
+    def _start_anew(self) -> None:
+        """Without what was drawn ahead; a thread that ended with an error has a successor."""
+        self._ahead.clear()
+        if self._error is not None:
+            self._error = None
+            self._start_thread()
+        self._changed.notify_all()
+
+    def _start_thread(self) -> None:
+        self._thread = threading.Thread(target=self._draw_ahead, name="jaxreplay-prefetch", daemon=True)
+        self._thread.start()
+
+    def _changing(self, method: Any, *arguments: Any) -> Any:
         try:
-            method(*arguments)
+            return method(*arguments)
         except BaseException:
             self._changed.notify_all()  # what waits learns that the rows are lost, if they are
             raise
 
     def _draw(self, batch_size: int | None) -> Sample:
-        size = self.buffer.batch_size if batch_size is None else batch_size
+        size = self.buffer.batch_size if batch_size is None else operator.index(batch_size)
         batch = self._held.draw(size)
         if self._limiter is not None:
             self._limiter.num_samples += size
@@ -253,7 +280,7 @@ class Replay:
 
     def _why_no_sample(self) -> str:
         if self._held.has_batch():
-            return "inserts lag behind: add, or lower samples_per_insert"
+            return "inserts lag behind: add, or raise samples_per_insert"
         return f"nothing can be drawn yet, {len(self)} rows of at least {self.buffer.min_size}: add steps first, or wait with timeout="
 
     def _check_open(self) -> None:

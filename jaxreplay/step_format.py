@@ -32,8 +32,9 @@ class StepFormat:
             dtype = self.dtypes.get(name_of(path), leaf.dtype)
             if leaf.dtype == dtype or not np.can_cast(leaf.dtype, dtype, "same_kind"):
                 return leaf
-            new = leaf.astype(dtype)
-            return leaf if np.issubdtype(dtype, np.integer) and not np.array_equal(new, leaf) else new
+            with np.errstate(over="ignore"):
+                new = leaf.astype(dtype)
+            return new if checks.holds(new, leaf) else leaf
 
         step = jax.tree_util.tree_map_with_path(cast, step)
         if self.has_flags:

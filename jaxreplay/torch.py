@@ -97,7 +97,7 @@ class ReplayDataset(torch.utils.data.IterableDataset):
     Args:
       replay: a `jaxreplay.Replay` with `framework="torch"`.
       num_batches: of one pass; None: without end.
-      transform: a function of a batch, such as `to_tensordict`.
+      transform: a function of a batch, such as `to_tensordict` (whose TensorDicts a loader takes with `collate_fn=lambda batch: batch`).
 
     Example:
       >>> import numpy as np, torch, jaxreplay as jr
@@ -117,8 +117,7 @@ class ReplayDataset(torch.utils.data.IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         if torch.utils.data.get_worker_info() is not None:
             raise RuntimeError("ReplayDataset: a worker process has not the rows; give the DataLoader num_workers=0, the Replay prefetch=n")
-        count = itertools.count() if self.num_batches is None else range(self.num_batches)
-        for _ in count:
+        for _ in itertools.count() if self.num_batches is None else range(self.num_batches):
             batch = self.replay.sample()
             yield batch if self.transform is None else self.transform(batch)
 
@@ -135,7 +134,7 @@ def to_tensordict(batch: Sample) -> Any:
       (of `row` and `lap`, for `Replay.update_priorities`), `probability` and `is_valid`.
 
     Raises:
-      ImportError: tensordict is not installed.
+      ImportError: tensordict is not installed. ValueError: an observation has a key, or an item a field, of a name that is used beside it.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -151,24 +150,29 @@ def to_tensordict(batch: Sample) -> Any:
         from tensordict import TensorDict
     except ImportError as error:
         raise ImportError("to_tensordict needs tensordict: pip install 'jaxreplay[tensordict]'") from error
-    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch)):
-        batch = to_torch(batch)
+    batch = jax.tree.map(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else to_torch(jnp.asarray(leaf)), batch)
     fields = _columns(batch.items) if isinstance(batch.items, Transition) else _by_name(batch.items)
     own = {"index": _by_name(batch.index), "probability": batch.probability, "is_valid": batch.is_valid}
-    return TensorDict({**fields, **own}, batch_size=tuple(batch.is_valid.shape))
+    return TensorDict(_joined(fields, own), batch_size=tuple(batch.is_valid.shape))
 
 
 def _columns(item: Transition) -> dict[str, Any]:
     """A transition's fields, as TorchRL names them. Where nothing lies beyond a step its discount is 0."""
     terminated = item.discount[:, None] == 0
     reward = item.reward[:, None] if item.reward.ndim == 1 else item.reward
-    return {
-        **_observation(item.obs),
+    own = {
         "action": _by_name(item.action),
-        "next": {**_observation(item.next_obs), "reward": reward, "terminated": terminated, "done": terminated},
+        "next": _joined(_observation(item.next_obs), {"reward": reward, "terminated": terminated, "done": terminated}),
         "steps_to_next_obs": item.num_steps[:, None],
         **({} if item.extras is None else {"extras": _by_name(item.extras)}),
     }
+    return _joined(_observation(item.obs), own)
+
+
+def _joined(given: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    if both := sorted(given.keys() & own.keys()):
+        raise ValueError(f"to_tensordict: {', '.join(both)}: a batch has such names of its own; rename these keys")
+    return given | own
 
 
 def _observation(obs: Any) -> dict[str, Any]:

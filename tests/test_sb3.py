@@ -50,6 +50,39 @@ def test_one_env_needs_no_axis():
     same(ours._get_samples(np.arange(20)), other._get_samples(np.arange(20)))
 
 
+def test_an_image_in_another_layout_is_refused():
+    """Theirs cannot broadcast it; of as many elements, it would be taken for another image."""
+    ours = sb3.ReplayBuffer(10, spaces.Box(0, 255, (3, 4, 4), np.uint8), ACTIONS["box"])
+    obs = np.zeros((1, 4, 4, 3), np.uint8)
+    with pytest.raises(ValueError, match=r"obs: got the shape \[1, 4, 4, 3\], expected \[1, 3, 4, 4\]"):
+        ours.add(obs, obs, np.zeros((1, 2)), np.zeros(1), np.zeros(1, bool), [{}])
+
+
+@pytest.mark.parametrize("n_envs", [1, 2])
+def test_actions_of_several_axes_are_flat_as_theirs(n_envs):
+    ours, other = pair("ReplayBuffer", VECTOR, spaces.Box(-1, 1, (2, 3)), n_envs=n_envs)
+    for step in stream(VECTOR, spaces.Box(-1, 1, (2, 3)), n_envs, 10):
+        ours.add(*step)
+        other.add(*step)
+    np.random.seed(0)
+    expected = other.sample(20)
+    np.random.seed(0)
+    same(ours.sample(20), expected)
+
+
+def test_numbers_beyond_what_is_held_are_refused():
+    ours = sb3.ReplayBuffer(10, VECTOR, ACTIONS["box"])
+    for obs, next_obs, action, reward, _, infos in stream(VECTOR, ACTIONS["box"], 1, 25):
+        ours.add(obs, next_obs, action, reward, np.ones(1, bool), infos)
+    assert len(ours._get_samples(np.arange(5)).rewards) == ours.size() == 5
+    for number in (5, 9, -1):
+        with pytest.raises(IndexError, match=rf"no transition {number}: the streams hold \[5\]"):
+            ours._get_samples(np.array([0, number]))
+    with pytest.raises(AttributeError, match="has no array of rewards: steps are stored once"):
+        _ = ours.rewards
+    assert not hasattr(ours, "anything")
+
+
 @pytest.mark.parametrize("handle_timeout_termination", [True, False])
 @pytest.mark.parametrize("kind", ["ReplayBuffer", "DictReplayBuffer", "NStepReplayBuffer"])
 def test_every_transition_is_the_same(kind, handle_timeout_termination):

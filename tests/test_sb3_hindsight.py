@@ -135,6 +135,16 @@ def test_infos_of_another_number_of_envs_are_refused(options):
     assert 9.5 in buffer.sample(200).observations["desired_goal"]
 
 
+def test_bad_options_are_refused():
+    with pytest.raises(ValueError, match="goal_selection_strategy must be one of future, final, episode, got 'past'"):
+        make(goal_selection_strategy="past")
+    buffer = make()
+    fill(buffer, 12)
+    with pytest.raises(ValueError, match="batch_size must be an int of at least 1, got 0"):
+        buffer.sample(0)
+    assert buffer.sample(np.int64(3)).rewards.shape == (3, 1)
+
+
 @pytest.mark.parametrize("n_sampled_goal", [0, 1, 4])
 def test_a_batch_of_any_size(n_sampled_goal):
     buffer = make(n_sampled_goal=n_sampled_goal)

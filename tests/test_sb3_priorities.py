@@ -7,7 +7,7 @@ pytest.importorskip("stable_baselines3", reason="the sb3 extra is not installed"
 import torch
 from gymnasium import spaces
 from hlo import check_in_place
-from sb3_streams import ACTIONS, VECTOR, numbered, params_of
+from sb3_streams import ACTIONS, VECTOR, numbered, params_of, stream
 from stable_baselines3 import DQN
 
 from jaxreplay import sb3
@@ -33,6 +33,18 @@ def test_priorities_decide_what_is_drawn():
         ours.add(*step)
     share = (ours.sample(8000).observations == 4).float().mean()
     assert share == pytest.approx(4 / 14, abs=0.01)  # as the largest so far
+
+
+def test_priorities_of_any_kind_and_of_none():
+    ours = sb3.PrioritizedReplayBuffer(10, VECTOR, ACTIONS["box"], epsilon=0.0)
+    for step in stream(VECTOR, ACTIONS["box"], 1, 5):
+        ours.add(*step)
+    batch = ours.sample(np.int64(20))
+    ours.update_priorities(batch.indices, torch.full((20, 1), 2.0, dtype=torch.bfloat16, requires_grad=True))
+    assert float(ours._state.sampler.largest) == 2
+    ours.update_priorities(batch.indices, np.zeros(20))
+    with pytest.raises(ValueError, match="every priority is 0, so that nothing can be drawn; give a positive epsilon"):
+        ours.sample(4)
 
 
 def test_a_late_update_changes_nothing():

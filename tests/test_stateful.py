@@ -86,6 +86,45 @@ def test_items_of_any_kind():
         replay.add({"a": 1}, b=2)
 
 
+def test_what_cannot_be_drawn_any_more_is_not_drawn():
+    """A buffer that was drawable may cease to be: by short episodes, by priorities of 0, by an episode without end."""
+    few = make(num_envs=1, capacity=12, batch_size=4, min_size=10, autoreset="same_step")
+    for t in range(24):
+        one = step(t, (1,))
+        few.add(**{**one, "terminated": np.full(1, t >= 12), "truncated": np.zeros(1, bool), "final_obs": one["obs"]})
+        if t == 11:
+            assert few.can_sample()
+    zero = make(sampler=jr.Prioritized())
+    for t in range(4):
+        zero.add(step(t))
+    batch = zero.sample(100)
+    zero.update_priorities(batch.index, np.zeros(100))
+    endless = jr.Replay(jr.episodes(capacity=20, num_envs=1, batch_size=4, autoreset="next_step"))
+    for t in range(40):
+        endless.add({**step(t, (1,)), "truncated": np.full(1, t == 2)})
+        assert t != 5 or endless.can_sample()
+    for replay in (few, zero, endless):
+        assert not replay.can_sample()
+        with pytest.raises(TimeoutError, match="nothing can be drawn yet"):
+            replay.sample()
+    zero.update_priorities(batch.index, np.ones(100))
+    assert zero.can_sample()
+
+
+@pytest.mark.parametrize("bad", [{"reward": np.zeros(2)}, {"action": "text"}, {"terminated": np.zeros(NUM_ENVS)}])
+def test_a_first_step_that_is_refused_is_no_example(bad):
+    replay = make()
+    for wrong in ({**step(0), **bad}, jax.tree.map(lambda x: x[0], step(0))):
+        with pytest.raises(ValueError, match=r"add|init"):
+            replay.add(wrong)
+    for t in range(3):
+        replay.add(step(t))
+    assert len(replay) == 6
+    with pytest.raises(ValueError, match="add"):
+        replay.add({**step(0), **bad})
+    assert len(replay) == 6
+
+
 def test_rewards_that_begin_as_integers():
     replay = make(num_envs=1)
     one = {"obs": 0.5, "action": 1, "terminated": False, "truncated": False}
@@ -103,6 +142,15 @@ def test_what_does_not_fit_is_refused_and_nothing_is_lost():
     big["obs"]["n"] = np.full(NUM_ENVS, 2**40)
     with pytest.raises(ValueError, match=r"add: .*obs.*n: int64 beyond the range of int32"):
         replay.add(big)
+    with pytest.raises(ValueError, match=r"add: obs.n: float64 beyond the range of float32"):
+        replay.add({**step(1), "obs": {"x": step(1)["obs"]["x"], "n": np.full(NUM_ENVS, 1e300)}})
+    with pytest.raises(ValueError, match=r"add: action: a longdouble|add: action: a float128"):
+        replay.add({**step(1), "action": np.zeros(NUM_ENVS, np.longdouble)})
+    with pytest.raises(ValueError, match=r"add: priority: a str"):
+        replay.add(step(1), priority="high")
+    for env in (1.0, True, -1, "1"):
+        with pytest.raises(ValueError, match=f"env={env!r}, but this buffer has the envs 0 to 2"):
+            replay.add(step(1, ()), env=env)
     with pytest.raises(ValueError, match=r"obs.x: got float32\[3, 5\], expected float32\[3, 2\]"):
         replay.add({**step(1), "obs": {"x": np.zeros((3, 5)), "n": np.zeros(3, int)}})
     with pytest.raises(ValueError, match=r"action: got float32\[3\], expected int32\[3\]"):
@@ -125,7 +173,26 @@ def test_what_does_not_fit_is_refused_and_nothing_is_lost():
         make().add(step(0, ()), env=0)
 
 
-def test_narrow_integers_are_not_cut():
+def test_bytes_in_another_order_are_put_into_this_one():
+    replay, other = make(), make()
+    for t in range(4):
+        replay.add(step(t))
+        other.add(jax.tree.map(lambda x: x.astype(x.dtype.newbyteorder(">")), step(t)))
+    check_same(replay, other)
+
+
+def test_keys_whose_names_meet_are_refused():
+    replay = jr.Replay(jr.items(capacity=4, batch_size=2))
+    with pytest.raises(ValueError, match=r"two leaves are named streams.steps.a\.b"):
+        replay.add({"a.b": np.ones(1), "a": {"b": np.ones(1)}})
+
+
+def test_narrow_numbers_are_not_cut():
+    replay = make(num_envs=1, example={**step(0, ()), "reward": np.float16(0)})
+    replay.add({**step(0, ()), "reward": 1000.0})
+    replay.add({**step(0, ()), "reward": np.inf})
+    with pytest.raises(ValueError, match=r"reward: got float32\[1\], expected float16\[1\]"):
+        replay.add({**step(0, ()), "reward": 1e6})
     replay = make(num_envs=1, example={**step(0, ()), "action": np.int8(0)})
     replay.add({**step(0, ()), "action": 100})
     with pytest.raises(ValueError, match=r"action: got int32\[1\], expected int8\[1\]"):
@@ -298,6 +365,22 @@ else:
     for what, printed in (("save", ""), ("load", "4")):
         done = subprocess.run([sys.executable, "-c", code, what], capture_output=True, text=True, cwd=tmp_path)
         assert (done.returncode, done.stdout.strip()) == (0, printed), done.stderr
+
+
+def test_a_ratio_of_its_own_is_counted_anew(tmp_path):
+    options = {"num_envs": 1, "timeout": 0.0, "example": step(0, ())}
+    replay, same, other = (make(**options, samples_per_insert=ratio) for ratio in (8.0, 8.0, 1.0))
+    for t in range(20):
+        replay.add(step(t, (1,)))
+        while replay.can_sample():
+            replay.sample()
+    replay.save(tmp_path / "replay")
+    same.load(tmp_path / "replay")
+    assert same._limiter == replay._limiter
+    assert not same.can_sample()
+    other.load(tmp_path / "replay")
+    assert (other._limiter.num_inserts, other._limiter.num_samples) == (0, 0)
+    other.sample()
 
 
 def test_a_file_that_is_not_this_replay_s_is_refused(tmp_path):

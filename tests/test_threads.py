@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 import zlib
 
 import jax
@@ -114,7 +115,7 @@ def test_who_is_ahead_waits_and_says_why():
         np.testing.assert_array_equal(x, y)
     replay.sample()
     replay.sample()
-    with pytest.raises(TimeoutError, match=r"after 0.01 s: inserts lag behind: add, or lower samples_per_insert"):
+    with pytest.raises(TimeoutError, match=r"after 0.01 s: inserts lag behind: add, or raise samples_per_insert"):
         replay.sample(timeout=0.01)
     replay.add(step(3, (1,)))
 
@@ -151,6 +152,45 @@ def test_an_error_in_the_thread_is_told():
         with pytest.raises(RuntimeError, match="the thread that draws ahead ended with an error") as caught:
             replay.sample(timeout=LONG)
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        del replay._held.draw
+        replay.clear()  # begins anew
+        for t in range(4):
+            replay.add(step(t))
+        assert replay.sample(timeout=LONG).is_valid.all()
+
+
+def test_a_failed_load_wakes_what_waits(tmp_path):
+    replay, waiting = make(samples_per_insert=1.0, timeout=LONG), threading.Event()
+    replay.add(step(0))
+    replay.save(tmp_path / "replay")
+    whole = (tmp_path / "replay").read_bytes()
+    (tmp_path / "replay").write_bytes(whole[:1000] + bytes([whole[1000] ^ 1]) + whole[1001:])
+
+    def wait():
+        waiting.set()
+        with pytest.raises(RuntimeError, match="the rows were lost while others were loaded"):
+            replay.sample()
+
+    def load():
+        assert waiting.wait(LONG)
+        time.sleep(0.05)
+        with pytest.raises(zipfile.BadZipFile):
+            replay.load(tmp_path / "replay")
+
+    start = time.monotonic()
+    in_threads(wait, load)
+    assert time.monotonic() - start < LONG / 2
+
+
+def test_who_polls_draws_what_the_thread_has_not():
+    with make(prefetch=1, timeout=0.0) as replay:
+        for t in range(4):
+            replay.add(step(t))
+        for _ in range(30):
+            assert replay.can_sample()
+            assert replay.sample().is_valid.all()
+    with pytest.raises(ValueError, match="prefetch must be an int of at least 0, got -1"):
+        make(prefetch=-1)
 
 
 def test_closing_ends_what_waits():

@@ -255,22 +255,46 @@ def test_a_loader_hands_on_what_the_replay_draws():
         copy.deepcopy(replay)
 
 
+def test_a_loader_hands_on_tensordicts():
+    tensordict = pytest.importorskip("tensordict", reason="the tensordict extra is not installed")
+    data = ReplayDataset(replay_of(), num_batches=2, transform=to_tensordict)
+    batches = list(torch.utils.data.DataLoader(data, batch_size=None, collate_fn=lambda batch: batch))
+    assert [(type(batch), batch.batch_size) for batch in batches] == [(tensordict.TensorDict, (6,))] * 2
+
+
+def test_names_that_a_batch_has_of_its_own_are_refused():
+    pytest.importorskip("tensordict", reason="the tensordict extra is not installed")
+
+    def replay(**obs):
+        replay = jr.Replay(jr.uniform(capacity=8, num_envs=1, batch_size=3, autoreset="same_step"), framework="torch")
+        replay.add(obs=obs, action=np.ones(1), reward=np.ones(1), terminated=np.ones(1, bool), truncated=np.zeros(1, bool))
+        return replay
+
+    for name in ("action", "index", "next", "is_valid", "reward", "done"):
+        with pytest.raises(ValueError, match=f"to_tensordict: {name}: a batch has such names of its own"):
+            to_tensordict(replay(fine=np.ones(1), **{name: np.ones(1)}).sample())
+    items = jr.Replay(jr.items(capacity=8, num_envs=1, batch_size=3), framework="torch")
+    items.add({"probability": np.ones(1)})
+    with pytest.raises(ValueError, match="to_tensordict: probability"):
+        to_tensordict(items.sample())
+
+
 def test_a_worker_process_is_refused(monkeypatch):
     monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: object())
     with pytest.raises(RuntimeError, match="give the DataLoader num_workers=0, the Replay prefetch=n"):
         next(iter(ReplayDataset(replay_of())))
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("framework", ["torch", "jax", "numpy"])
 def test_a_tensordict_has_the_keys_of_torchrl(framework):
     pytest.importorskip("tensordict", reason="the tensordict extra is not installed")
     replay = replay_of(framework)
     batch = replay.sample()
-    got, items = to_tensordict(batch), to_torch(batch.items) if framework == "jax" else batch.items
+    got, items = to_tensordict(batch), batch.items if framework == "torch" else to_torch(jax.tree.map(jnp.asarray, batch.items))
     assert got.batch_size == (6,)
     assert set(got.keys()) == {"image", "vector", "action", "next", "steps_to_next_obs", "extras", "index", "probability", "is_valid"}
     assert torch.equal(got["image"], items.obs["image"])
-    assert got["image"].data_ptr() == items.obs["image"].data_ptr()
+    assert framework == "numpy" or got["image"].data_ptr() == items.obs["image"].data_ptr()
     assert torch.equal(got["next", "vector"], items.next_obs["vector"])
     assert torch.equal(got["next", "reward"], items.reward[:, None])
     assert torch.equal(got["next", "terminated"], items.discount[:, None] == 0)

@@ -1,6 +1,7 @@
 """The drop-in buffers for Stable-Baselines3: each says what is drawn, and what is read around it."""
 
 import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -120,7 +121,9 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
           batch_size: transitions. env: normalizes observations and rewards.
         """
         self._check_not_empty()
-        batch, weight = _draw(self._replay, self._state, *self._next_draw(), self.beta, batch_size)
+        batch, weight = _draw(self._replay, self._state, *self._next_draw(), self.beta, operator.index(batch_size))
+        if not np.asarray(batch.is_valid).all():
+            raise ValueError("PrioritizedReplayBuffer: every priority is 0, so that nothing can be drawn; give a positive epsilon")
         samples = self._samples(batch.items, env)
         return PrioritizedSamples(*samples, weights=self._cast(to_torch(weight)), indices=batch.index)
 
@@ -131,7 +134,7 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
           indices: the batch's. priorities: B numbers, at least 0: a tensor or an array.
         """
         if isinstance(priorities, torch.Tensor):
-            priorities = priorities.detach().cpu().numpy()
+            priorities = priorities.detach().float().cpu().numpy()
         priorities = np.array(priorities, np.float32).reshape(-1) + np.float32(self.epsilon)
         self._check_whole()
         with self._changing():

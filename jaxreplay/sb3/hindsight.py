@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import operator
 import warnings
 from typing import Any
 
@@ -14,6 +15,7 @@ from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 from stable_baselines3.her.goal_selection_strategy import GoalSelectionStrategy
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer as TheirHerReplayBuffer
 
+from jaxreplay import checks
 from jaxreplay.sb3.learned import LearnedView
 from jaxreplay.sb3.stored import StoredOnce
 from jaxreplay.views import Hindsight
@@ -49,7 +51,11 @@ class HerReplayBuffer(StoredOnce, TheirHerReplayBuffer):
         copy_info_dict: bool = False,
         storage_device: str | None = None,
     ):
-        self.goal_selection_strategy = GoalSelectionStrategy[str(getattr(goal_selection_strategy, "name", goal_selection_strategy)).upper()]
+        name = str(getattr(goal_selection_strategy, "name", goal_selection_strategy)).upper()
+        if name not in GoalSelectionStrategy.__members__:
+            names = ", ".join(GoalSelectionStrategy.__members__).lower()
+            raise ValueError(f"HerReplayBuffer: goal_selection_strategy must be one of {names}, got {goal_selection_strategy!r}")
+        self.goal_selection_strategy = GoalSelectionStrategy[name]
         self.n_sampled_goal = n_sampled_goal
         self.her_ratio = 1 - 1 / (n_sampled_goal + 1)
         self.copy_info_dict = copy_info_dict
@@ -83,6 +89,8 @@ class HerReplayBuffer(StoredOnce, TheirHerReplayBuffer):
           batch_size: transitions. env: normalizes observations and rewards.
         """
         self._check_not_empty()
+        checks.check_size("sample", "batch_size", batch_size)
+        batch_size = operator.index(batch_size)
         num_new = int(self.her_ratio * batch_size)
         item, row, is_valid = _draw(self._replay, self._state, *self._next_draw(), batch_size - num_new, num_new)
         if not np.asarray(is_valid).all():

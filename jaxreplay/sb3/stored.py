@@ -30,6 +30,8 @@ from jaxreplay.torch import to_torch
 from jaxreplay.types import Step
 from jaxreplay.views import View
 
+_THEIR_ARRAYS = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
+
 
 class StoredOnce(buffers.ReplayBuffer):
     """The base of the drop-in buffers.
@@ -131,7 +133,7 @@ class StoredOnce(buffers.ReplayBuffer):
         goes_on = self._may_go_on & is_same(self._announced, obs, self.n_envs)
         step = Step(
             obs=obs,
-            action=narrowed("action", shaped("action", np.array(action, self._action_dtype), (self.n_envs, self.action_dim))),
+            action=narrowed("action", shaped("action", self._flat(np.array(action, self._action_dtype)), (self.n_envs, self.action_dim))),
             reward=shaped("reward", np.array(reward, np.float32), (self.n_envs,)),
             terminated=done & ~timeout,
             truncated=timeout | ~done,
@@ -166,7 +168,10 @@ class StoredOnce(buffers.ReplayBuffer):
 
     def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> Any:
         """The transitions with these numbers in their stream, 0 the oldest that is held, each of an environment drawn anew."""
-        return self._read(batch_inds, np.random.randint(0, self.n_envs, size=len(batch_inds)), env)
+        env_indices = np.random.randint(0, self.n_envs, size=len(batch_inds))
+        if len(bad := batch_inds[(batch_inds < 0) | (batch_inds >= self._places.held[env_indices])]):
+            raise IndexError(f"{type(self).__name__}: there is no transition {bad[0]}: the streams hold {self._places.held.tolist()}")
+        return self._read(batch_inds, env_indices, env)
 
     def _read(self, nth: np.ndarray, env_indices: np.ndarray, env: VecNormalize | None) -> Any:
         return self._samples(_get(self._replay, self._state, self._places.rows(env_indices, nth)), env)
@@ -228,6 +233,16 @@ class StoredOnce(buffers.ReplayBuffer):
         self._check_whole()
         if not self._places.held.any():
             raise ValueError(f"{type(self).__name__}: there is nothing to sample yet; add transitions first, or raise learning_starts")
+
+    def _flat(self, action: np.ndarray) -> np.ndarray:
+        """Each env's in one axis, where they are as many as they should be."""
+        is_whole = action.size == self.n_envs * self.action_dim and (self.n_envs == 1 or len(action) == self.n_envs)
+        return action.reshape(self.n_envs, self.action_dim) if is_whole else action
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _THEIR_ARRAYS:
+            raise AttributeError(f"{type(self).__name__} has no array of {name}: steps are stored once, on the device; draw a sample")
+        raise AttributeError(name)
 
     @property
     def _action_dtype(self) -> Any:
