@@ -6,6 +6,7 @@ long run is kept as a position on a ring, and two such values are only ever comp
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def wrap(position: jax.Array, length: int) -> jax.Array:
@@ -28,6 +29,11 @@ def split(index: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
     """The quotient and the remainder of a non-negative index by `length`: of a row, its stream and its position there."""
     quotient = jax.lax.div(index, jnp.asarray(length, index.dtype))
     return quotient, index - quotient * length
+
+
+def position_of(number: np.ndarray, length: int) -> np.ndarray:
+    """On the host: where what was written as number 0, 1, 2, ... to a ring lies; also of numbers below 0."""
+    return number % length
 
 
 def difference(newer: jax.Array, older: jax.Array) -> jax.Array:

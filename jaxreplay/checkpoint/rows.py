@@ -1,0 +1,173 @@
+"""Which rows a state holds, in the order in which they came, and how they are copied out of it and into another.
+
+A row is written once, and then overwritten. So a save takes only the rows that came since the last one, and whatever takes long may
+still read a row after others came, until the ring has gone round. Each row has a number in its stream: it counts on when the head goes
+round, so that the ring position is the number modulo the length.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxreplay import ring
+from jaxreplay.operations import ReplayState
+
+REWRITTEN = 2  # the newest rows of a stream: a step, and its tail, which some writers take back when the episode goes on
+
+
+class Span(NamedTuple):
+    """The rows of each of E streams that a state holds: the numbers from `first` to before `end`, int64[E]."""
+
+    first: np.ndarray
+    end: np.ndarray
+
+
+class Picked(NamedTuple):
+    """Some rows, int64[K] each: their streams, and their numbers there."""
+
+    env: np.ndarray
+    number: np.ndarray
+
+
+def split(state: Any) -> tuple[Any, Any]:
+    """The rows, which do not change once they are written, and everything else. Only a `ReplayState` has rows."""
+    if not isinstance(state, ReplayState):
+        return {}, state
+    streams = state.streams
+    rows = {"steps": streams.steps, "flags": streams.flags, "rank": streams.rank}
+    return rows, state.replace(streams=streams.replace(steps=None, flags=None, rank=None))
+
+
+def join(rows: Any, rest: Any) -> Any:
+    return rest.replace(streams=rest.streams.replace(**rows)) if rows else rest
+
+
+def ends_of(heads: Any, length: int) -> np.ndarray:
+    """The number of the next row of each stream, int64[E], or int64[] where all step together. `heads`: `heads_of` a state."""
+    return np.asarray(heads[1]).astype(np.int64) * length + np.asarray(heads[0])
+
+
+def span_of(heads: Any, length: int, num_envs: int) -> Span:
+    """`heads`: `heads_of` a state."""
+    end = ends_of(heads, length)
+    return Span(*(np.broadcast_to(numbers, (num_envs,)) for numbers in (end - np.asarray(heads[2]), end)))
+
+
+def _heads(state: ReplayState) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return state.streams.head, state.streams.lap, state.streams.filled
+
+
+def groups_of(span: Span, since: np.ndarray, length: int, most: int) -> Iterator[tuple[int, Picked]]:
+    """The rows from `since` on, in groups of at most `most`: those first that will be overwritten first.
+
+    With each comes how many rows may be written to a stream until one of the group is lost.
+    """
+    if not len(span.end):
+        return
+    start = np.maximum(since, span.first)
+    distance = start + length - span.end  # rows that may be written before the stream's first one of these is gone
+    at_once = max(most // len(start), 1)
+    ready, nearest, held = [], 0, 0
+    for at in range(int(distance.min(initial=length)), length, at_once):
+        # The streams in parts, where one row of each is too many.
+        for part in np.array_split(np.arange(len(start)), -(-len(start) // most)):
+            low = np.maximum(start[part], span.end[part] - length + at)
+            count = np.maximum(np.minimum(span.end[part], span.end[part] - length + at + at_once) - low, 0)
+            if held + count.sum() > most:
+                yield nearest, _joined(ready)
+                ready, held = [], 0
+            if count.sum():
+                nearest = nearest if ready else at
+                before = np.cumsum(count) - count
+                nth = np.arange(count.sum()) - np.repeat(before, count)
+                ready.append(Picked(np.repeat(part, count), np.repeat(low, count) + nth))
+                held += int(count.sum())
+    if ready:
+        yield nearest, _joined(ready)
+
+
+def _joined(parts: list[Picked]) -> Picked:
+    return Picked(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def in_runs(values: np.ndarray) -> list[list[int]]:
+    """Pairs of a count and a value: streams that step together have one."""
+    starts = np.flatnonzero(np.diff(values, prepend=values[0] - 1))
+    return [[end - start, int(values[start])] for start, end in itertools.pairwise([*starts.tolist(), len(values)])]
+
+
+def from_runs(runs: list[list[int]]) -> np.ndarray:
+    return np.repeat([value for _, value in runs], [count for count, _ in runs])
+
+
+def power_below(number: int) -> int:
+    """The largest power of two that is not above, and at least 1."""
+    return 1 << (max(number, 1).bit_length() - 1)
+
+
+def power_above(number: int) -> int:
+    """The smallest power of two that is not below, and at least 1."""
+    return 1 << (max(number, 1) - 1).bit_length()
+
+
+def rows_at(picked: Picked, length: int) -> np.ndarray:
+    return (picked.env * length + ring.position_of(picked.number, length)).astype(np.int32)
+
+
+def padded(index: np.ndarray, size: int, fill: int) -> np.ndarray:
+    """To one of few sizes, so that few programs are compiled."""
+    return np.concatenate([index, np.full(size - len(index), fill, index.dtype)])
+
+
+def heads_of(state: ReplayState) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Copies: an array on the host that shares a leaf's memory would make the next add copy that leaf."""
+    return copied(_heads(state))
+
+
+@jax.jit
+def read(state: ReplayState, index: jax.Array) -> tuple[Any, Any]:
+    """The rows, which must be in bounds, and the heads as of now."""
+    rows, _ = split(state)
+    return jax.tree.map(lambda leaf: leaf.at[index].get(mode="promise_in_bounds"), rows), _heads(state)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def write(rows: Any, index: jax.Array, values: Any) -> Any:
+    """Rows past the end are dropped."""
+    return jax.tree.map(lambda leaf, new: leaf.at[index].set(new, mode="drop", unique_indices=True), rows, values)
+
+
+def chunk_rows(leaf: Any, num_bytes: int) -> int:
+    """Rows along the first axis that make up as many bytes, at least 1."""
+    row_bytes = max(math.prod(leaf.shape[1:]) * np.dtype(leaf.dtype).itemsize, 1)
+    return max(1, min(leaf.shape[0] if leaf.shape else 1, num_bytes // row_bytes))
+
+
+def pieces(leaf: jax.Array, num_rows: int) -> Iterator[tuple[int, jax.Array]]:
+    """The whole leaf in copies of so many rows, each with its first one; a scalar in one."""
+    if not leaf.ndim:
+        yield 0, copied(leaf)
+        return
+    for start in range(0, len(leaf), num_rows):
+        yield start, _piece(leaf, start, min(num_rows, len(leaf) - start))
+
+
+@jax.jit
+def copied(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _piece(leaf: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(leaf, start, size)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def put_piece(leaf: jax.Array, start: jax.Array, values: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(leaf, values, start, 0)

@@ -1,0 +1,156 @@
+"""One save under way: rows are copied out of the state, a group at a time, and a thread writes them."""
+
+import atexit
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from jaxreplay.checkpoint import rows
+from jaxreplay.checkpoint.manifest import Group
+from jaxreplay.checkpoint.rows import Picked
+from jaxreplay.checkpoint.store import Store, array_name
+from jaxreplay.paths import named
+
+
+class Saving:
+    """Copies in the caller's thread, and writes in its own.
+
+    Args:
+      store: where to. folder: a name that no other save has.
+      rest: everything but the rows; neither changed nor donated until it is written, and dropped then.
+      plan: groups of rows, each with how many rows may be added to a stream before one of it is lost. length: rows of a stream.
+      group_rows: rows of a group, at most. chunk_bytes: of an array's chunk, at most. level: of the compression.
+      commit: called in the thread when all is written, with the groups, and the seals of the rest's arrays.
+      progress: called in the thread with the bytes that were written.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        folder: str,
+        rest: Any,
+        plan: Iterator[tuple[int, Picked]],
+        *,
+        length: int,
+        group_rows: int,
+        chunk_bytes: int,
+        level: int | None,
+        commit: Callable[[list[Group], dict[str, int]], None],
+        progress: Callable[[int], Any],
+    ):
+        self._store, self._folder, self._plan, self._length, self._group_rows = store, folder, plan, length, group_rows
+        self._chunk_bytes, self._level, self._commit, self._progress = chunk_bytes, level, commit, progress
+        self._copied: queue.Queue[Any] = queue.Queue(maxsize=1)
+        self._num_announced = 0  # rows that a stream may have got since
+        self._groups: list[Group] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(named(rest),), name="jaxreplay-checkpoint", daemon=True)
+        self._next = next(plan, None)
+        self._thread.start()
+        atexit.register(self.abandon)
+        if self._next is None:
+            self._copied.put(None)
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the state is not needed any more."""
+        return self._next is None
+
+    def pump(self, state: Any, num_rows: int) -> None:
+        """Copy a group, if the thread is ready for one, and whatever is lost when `num_rows` more are added to each stream."""
+        self._num_announced += num_rows
+        if self._next is not None and not self._copied.full():
+            self._copy(state)
+        while self._next is not None and self._next[0] < self._num_announced:
+            self._copy(state)
+
+    def finish(self, state: Any) -> None:
+        """Copy what is left, and wait until it is written."""
+        while self._next is not None:
+            self._copy(state)
+        self.join()
+
+    def join(self) -> None:
+        """Wait for the thread, which must have everything, and raise what it raised."""
+        self._thread.join()
+        atexit.unregister(self.abandon)
+        if self._error is not None:
+            raise self._error
+
+    def abandon(self) -> None:
+        """Nothing of it will be there."""
+        self._error = self._error or RuntimeError("the save was abandoned")
+        if self._next is not None:
+            self._next = None
+            self._copied.put(None)
+        self._thread.join()
+        atexit.unregister(self.abandon)
+
+    def _copy(self, state: Any) -> None:
+        assert self._next is not None
+        _, picked = self._next
+        index = rows.rows_at(picked, self._length)
+        values, heads = rows.read(state, rows.padded(index, self._group_rows, index[-1]))
+        self._copied.put((picked, values, heads))
+        self._advance()
+
+    def _advance(self) -> None:
+        self._next = next(self._plan, None)
+        if self._next is None:
+            self._copied.put(None)
+
+    def _run(self, rest: list[tuple[str, Any]]) -> None:
+        """What the thread does. After an error it still takes what comes: nobody may wait for it in vain."""
+        seals: dict[str, int] = {}
+        while rest:
+            name, leaf = rest.pop()
+            self._try(self._write_leaf, name, leaf, seals)
+            del leaf
+        while (item := self._copied.get()) is not None:
+            self._try(self._write_group, *item)
+            del item
+        self._try(self._commit, self._groups, seals)
+
+    def _try(self, function: Callable[..., None], *arguments: Any) -> None:
+        if self._error is None:
+            try:
+                function(*arguments)
+            except BaseException as error:
+                self._error = error
+
+    def _write_leaf(self, name: str, leaf: Any, seals: dict[str, int]) -> None:
+        """In pieces, each a chunk."""
+        if not leaf.size:
+            return
+        where, num_rows = array_name("rest", self._folder, name), rows.chunk_rows(leaf, self._chunk_bytes)
+        array = self._store.create(where, leaf.shape, leaf.dtype, num_rows, self._level).result()
+        for start, piece in rows.pieces(leaf, num_rows):
+            place = array if not leaf.ndim else array[start : start + len(piece)]
+            place.write(np.asarray(piece)).result()
+            self._progress(piece.nbytes)
+        seals[name] = self._store.seal(where)
+
+    def _write_group(self, picked: Picked, values: Any, heads: Any) -> None:
+        """Each leaf in one chunk."""
+        ends = rows.ends_of(heads, self._length)
+        if (np.broadcast_to(ends, picked.env.max() + 1)[picked.env] > picked.number + self._length).any():
+            raise RuntimeError("rows were overwritten before they were copied: call pump(state) before each add, with its num_steps")
+        folder, count = f"{self._folder}-{len(self._groups):06}", len(picked.env)
+        leaves = [*named(values), ("env", picked.env.astype(np.int32)), ("number", picked.number)]
+        blocks = {name: np.asarray(leaf)[:count] for name, leaf in leaves if leaf.size}
+        where = {name: array_name("rows", folder, name) for name in blocks}
+        created = {name: self._store.create(where[name], block.shape, block.dtype, count, self._level) for name, block in blocks.items()}
+        written = [created[name].result().write(block, can_reference_source_data_indefinitely=True) for name, block in blocks.items()]
+        for future in written:
+            future.result()
+        self._progress(sum(block.nbytes for block in blocks.values()))
+        last = np.full(picked.env.max() + 1, -1, np.int64)
+        np.maximum.at(last, picked.env, picked.number)
+        self._groups.append(Group(folder, count, {name: self._store.seal(where[name]) for name in blocks}, rows.in_runs(last)))

@@ -1,0 +1,115 @@
+"""Arrays and short files under one path, by TensorStore: a local folder, or any store that it opens by URL.
+
+An array is written once, in zarr's third format, and never changed. Each of its chunks ends with a checksum; its description has none, so
+that whoever writes an array keeps its seal, a checksum of the description, and hands it in to read the array again.
+"""
+
+import functools
+import os
+import pathlib
+import shutil
+import urllib.parse
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+_DESCRIPTION = "zarr.json"
+
+
+class BrokenError(ValueError):
+    """Something stored is missing, cut short, or other than it was written."""
+
+
+class Store:
+    """What lies under a path or URL, such as "runs/replay", "memory://replay/" or "s3://bucket/replay/"."""
+
+    def __init__(self, path: Any):
+        text = os.fspath(path)
+        text = text.removeprefix("file://")
+        self._local = None if "://" in text else pathlib.Path(text).absolute()
+        self.url = text if self._local is None else f"file://{self._local}"
+        self._files = ts.KvStore.open(f"{self.url.removesuffix('/')}/", context=_context()).result()
+
+    def create(self, name: str, shape: tuple[int, ...], dtype: Any, chunk_rows: int, level: int | None) -> Any:
+        """A new array, to be written in blocks of `chunk_rows` along the first axis. `level`: of zstd; None: not compressed."""
+        codecs: list[dict[str, Any]] = [{"name": "bytes"}, {"name": "crc32c"}]
+        if level is not None:
+            codecs.insert(1, {"name": "zstd", "configuration": {"level": level}})
+        chunk = (chunk_rows, *shape[1:]) if shape else ()
+        metadata = {
+            "shape": shape,
+            "data_type": np.dtype(dtype).name,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+            "codecs": codecs,
+        }
+        return ts.open(self._spec(name) | {"metadata": metadata, "create": True}, context=_context())
+
+    def seal(self, name: str) -> int:
+        return zlib.crc32(self.get(f"{name}/{_DESCRIPTION}"))
+
+    def open(self, name: str, shape: tuple[int, ...], dtype: Any, seal: int) -> Any:
+        """An array that was written, to be read."""
+        if self.seal(name) != seal:
+            raise BrokenError(f"{name}/{_DESCRIPTION} is not as it was written")
+        array = checked(name, lambda: ts.open(self._spec(name) | {"open": True}, context=_context()).result())
+        if (array.shape, array.dtype.numpy_dtype) != (tuple(shape), np.dtype(dtype)):
+            raise BrokenError(f"{name}: got {array.dtype.numpy_dtype}{list(array.shape)}, expected {np.dtype(dtype)}{list(shape)}")
+        return array
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write a file, whole or not at all."""
+        self._files.write(name, content).result()
+
+    def get(self, name: str) -> bytes:
+        found = checked(name, lambda: self._files.read(name).result())
+        if found.state != "value":
+            raise BrokenError(f"{name} is missing")
+        return found.value
+
+    def entries(self, folder: str) -> list[str]:
+        """Files and folders in a folder, in the order of names; of a local one also what a killed process left unfinished."""
+        if self._local is not None:
+            return sorted(os.listdir(self._local / folder)) if (self._local / folder).is_dir() else []
+        keys = self._files.list(ts.KvStore.KeyRange(f"{folder}/", f"{folder}0")).result()
+        return sorted({key.decode().removeprefix(f"{folder}/").split("/")[0] for key in keys})
+
+    def delete(self, name: str) -> None:
+        """A file, or a folder with all that is in it."""
+        if self._local is None:
+            self._files.write(name, None).result()
+            self._files.delete_range(ts.KvStore.KeyRange(f"{name}/", f"{name}0")).result()
+        elif (self._local / name).is_dir():
+            shutil.rmtree(self._local / name)
+        else:
+            (self._local / name).unlink()
+
+    def _spec(self, name: str) -> dict[str, Any]:
+        return {
+            "driver": "zarr3",
+            "kvstore": (self._files / f"{name}/").spec().to_json(),
+            # A chunk of zeros is written too, so that one that is missing is an error.
+            "store_data_equal_to_fill_value": True,
+            "fill_missing_data_reads": False,
+        }
+
+
+def array_name(kind: str, folder: str, leaf: str) -> str:
+    """Where a leaf's array lies; a slash in its name opens no folder."""
+    return f"{kind}/{folder}/{urllib.parse.quote(leaf, safe='')}"
+
+
+def checked(name: str, read: Callable[[], Any]) -> Any:
+    """What a function reads, or a BrokenError that names what it was to read."""
+    try:
+        return read()
+    except (ValueError, OSError, RuntimeError) as error:
+        raise BrokenError(f"{name}: {error}") from error
+
+
+@functools.cache
+def _context() -> Any:
+    """One for all, so that "memory://" is the same memory everywhere; few writes at once, so that few are held in memory."""
+    return ts.Context({"file_io_concurrency": {"limit": 4}, "data_copy_concurrency": {"limit": 2}, "cache_pool": {"total_bytes_limit": 0}})

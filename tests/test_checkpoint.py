@@ -1,0 +1,331 @@
+"""Checkpoints: a restored state goes on to the last bit, a save writes what is new, and what is broken is never taken for whole."""
+
+import functools
+import json
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+
+import checkpointed_run
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from buffers import KINDS, draw
+from checkpointed_run import EXAMPLE, expected, numbers, step
+from conftest import SOAK
+
+pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
+
+import jaxreplay as jr
+from jaxreplay import checkpoint
+from jaxreplay.checkpoint import BrokenError, Checkpointer, rows
+
+kinds = pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
+
+
+@functools.cache
+def go_on(case, replay, num_steps):
+    """A function of a state: add, draw, and update the priorities, so often. The state after it, and all that was drawn."""
+    steps = case.step(5, time=num_steps)
+    masks = case.mask(replay, 6, num_steps)
+
+    def once(state, given):
+        step, mask, seed = given
+        state = replay.add(state, step, *mask)
+        key = jax.random.key(seed)
+        if replay.sampler.consumes:
+            state, batch = replay.take(state, key)
+        else:
+            batch = draw(replay, state, key)
+        if replay.sampler.has_priorities:
+            state = replay.update_priorities(state, batch.index, jax.random.uniform(key, batch.probability.shape))
+        return state, (batch, replay.size(state))
+
+    return jax.jit(lambda state: jax.lax.scan(once, state, (steps, masks, jnp.arange(num_steps))))
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+@kinds
+def test_a_restored_state_goes_on_to_the_last_bit(case, tmp_path):
+    """Saved in the middle of episodes, before the ring is full, after it went round, and after a clear; each on top of the one before."""
+    replay = case.replay(capacity=480)
+    run, checkpointer = go_on(case, replay, 50), Checkpointer(tmp_path, replay, chunk_bytes=8192, keep=9)
+    state, states = replay.init(case.example()), []
+    for number in range(6):
+        checkpointer.save(state, number)
+        states.append(state)
+        state = run(replay.clear(state) if number == 4 else state)[0]
+    for number, state in enumerate(states):
+        restored = checkpointer.restore(case.example(), number)
+        assert jax.tree.structure(restored) == jax.tree.structure(state)
+        assert bits(rows.split(restored)[1]) == bits(rows.split(state)[1])
+        for _ in range(20 if SOAK else 1):
+            (restored, got), (state, wanted) = run(restored), run(state)
+            assert bits(got) == bits(wanted)
+
+
+@hypothesis.given(data=hypothesis.strategies.data())
+def test_every_new_row_is_in_one_group_and_those_first_that_go_first(data):
+    integers = hypothesis.strategies.integers
+    num_envs, length, most = (data.draw(integers(1, top)) for top in (6, 9, 12))
+    end = np.array([data.draw(integers(0, 40)) for _ in range(num_envs)])
+    first = np.array([data.draw(integers(max(0, e - length), e)) for e in end])
+    since = np.array([data.draw(integers(0, 40)) for _ in range(num_envs)])
+    seen, nearest_before = [], -1
+    for nearest, picked in rows.groups_of(rows.Span(first, end), since, length, most):
+        distance = picked.number + length - end[picked.env]  # rows that may be written before it is lost
+        assert 1 <= len(picked.env) <= most
+        assert distance.min() >= nearest >= nearest_before
+        nearest_before = nearest
+        seen += list(zip(picked.env.tolist(), picked.number.tolist(), strict=True))
+    assert sorted(seen) == [(env, number) for env in range(num_envs) for number in range(max(first[env], since[env]), end[env])]
+    assert rows.from_runs(rows.in_runs(end)).tolist() == end.tolist()
+
+
+def items(capacity=64, num_envs=4, **options):
+    return jr.items(capacity=capacity, num_envs=num_envs, batch_size=8, **options)
+
+
+def added(replay, state, start, count):
+    buffer = jr.jit(replay)
+    for t in range(start, start + count):
+        state = buffer.add(state, step(t, replay.num_envs))
+    return state
+
+
+def size_of(path):
+    return sum(file.stat().st_size for file in pathlib.Path(path).rglob("*") if file.is_file())
+
+
+def test_a_save_writes_what_is_new_and_forgets_what_is_old(tmp_path):
+    replay = items(capacity=4096, num_envs=2)
+    checkpointer = Checkpointer(tmp_path, replay, keep=2, level=None, chunk_bytes=32 * 1024)
+    state = added(replay, replay.init(EXAMPLE), 0, 2000)
+    checkpointer.save(state, 2000)
+    full = size_of(tmp_path)
+    assert full > 4000 * 104
+    state = added(replay, state, 2000, 20)
+    checkpointer.save(state, 2020)
+    assert size_of(tmp_path) - full < 0.05 * full
+    for end in range(2500, 9000, 500):  # round the ring, several times
+        state = added(replay, state, end - 500 if end > 2500 else 2020, 500 if end > 2500 else 480)
+        checkpointer.save(state, end)
+        assert size_of(tmp_path) < 2 * full  # what is overwritten is deleted
+    assert checkpointer.steps() == [8000, 8500]
+    for end in (8000, 8500):
+        assert numbers(replay, Checkpointer(tmp_path, replay).restore(EXAMPLE, end)) == expected(replay, end)
+
+
+def test_a_run_that_goes_back_does_not_mix_with_the_one_it_left(tmp_path):
+    replay = items()
+    checkpointer = Checkpointer(tmp_path, replay)
+    state = added(replay, replay.init(EXAMPLE), 0, 5)
+    checkpointer.save(state, 5)
+    checkpointer.save(added(replay, jax.tree.map(jnp.copy, state), 500, 4), 9)
+    back = checkpointer.restore(EXAMPLE, 5)
+    back = added(replay, back, 5, 3)
+    checkpointer.save(back, 8)
+    assert numbers(replay, checkpointer.restore(EXAMPLE, 8)) == expected(replay, 8)
+    fresh = added(replay, replay.init(EXAMPLE), 0, 30)  # another run under the same path
+    for number in (1, 2):
+        Checkpointer(tmp_path, replay).save(fresh, number)
+    assert numbers(replay, checkpointer.restore(EXAMPLE, 2)) == expected(replay, 30)
+    checkpointer.save(added(replay, replay.init(EXAMPLE), 0, 3), 3)  # less than was saved here before: all of it
+    assert numbers(replay, checkpointer.restore(EXAMPLE, 3)) == expected(replay, 3)
+
+
+@pytest.mark.parametrize("num_envs", [1, 4])
+def test_a_save_that_does_not_wait_is_of_the_state_that_it_was_given(num_envs, tmp_path):
+    replay = items(capacity=1024 * num_envs, num_envs=num_envs)
+    checkpointer = Checkpointer(tmp_path, replay, chunk_bytes=8 * 1024 * num_envs)
+    buffer, state = jr.jit(replay), added(replay, replay.init(EXAMPLE), 0, 1500)
+    pointers = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.streams.steps)}
+    checkpointer.save(state, 1500, wait=False)
+    for t in range(1500, 2600):  # the whole ring is overwritten meanwhile
+        checkpointer.pump(state)
+        state = buffer.add(state, step(t, num_envs))
+    assert {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.streams.steps)} == pointers  # in place all the time
+    checkpointer.finish(state)
+    assert numbers(replay, checkpointer.restore(EXAMPLE)) == expected(replay, 1500)
+    checkpointer.save(state, 2600, wait=False)
+    checkpointer.finish(state)
+    checkpointer.close()
+    assert numbers(replay, checkpointer.restore(EXAMPLE, 2600)) == expected(replay, 2600)
+
+
+def test_a_save_without_pumps_is_refused_and_the_one_before_stays(tmp_path):
+    replay = items()
+    checkpointer = Checkpointer(tmp_path, replay, chunk_bytes=500)
+    state = added(replay, replay.init(EXAMPLE), 0, 20)
+    checkpointer.save(state, 20)
+    state = added(replay, state, 20, 16)
+    checkpointer.save(state, 36, wait=False)
+    state = added(replay, state, 36, 16)
+    with pytest.raises(RuntimeError, match=r"rows were overwritten before they were copied: call pump\(state\) before each add"):
+        checkpointer.finish(state)
+    assert checkpointer.steps() == [20]
+    assert numbers(replay, checkpointer.restore(EXAMPLE)) == expected(replay, 20)
+    checkpointer.save(state, 52, wait=False)
+    with pytest.raises(RuntimeError, match="a save was not finished, and is given up"):
+        checkpointer.close()
+    checkpointer.save(state, 52)
+    assert numbers(replay, checkpointer.restore(EXAMPLE)) == expected(replay, 52)
+
+
+def test_what_is_damaged_is_never_taken_for_whole(tmp_path):
+    """Bits flipped, files cut short, and files gone, anywhere: an error that names it, or the generation before."""
+    replay, source = items(), tmp_path / "source"
+    checkpointer = Checkpointer(source, replay, chunk_bytes=1000)
+    state = added(replay, replay.init(EXAMPLE), 0, 20)
+    checkpointer.save(state, 20)
+    checkpointer.save(added(replay, state, 20, 5), 25)
+    files = sorted(file.relative_to(source) for file in source.rglob("*") if file.is_file())
+    r, outcomes = random.Random(0), []
+    for trial in range(200 if SOAK else 50):
+        broken = tmp_path / "broken"
+        shutil.rmtree(broken, ignore_errors=True)
+        shutil.copytree(source, broken)
+        file = broken / r.choice(files)
+        content = bytearray(file.read_bytes())
+        if trial % 3 == 0:
+            file.write_bytes(content[: r.randrange(len(content))])
+        elif trial % 10 == 1:
+            file.unlink()
+        else:
+            content[r.randrange(len(content))] ^= 1 << r.randrange(8)
+            file.write_bytes(content)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                restored = Checkpointer(broken, replay).restore(EXAMPLE)
+            except BrokenError:
+                outcomes.append("refused")
+                continue
+        end = int(restored.streams.head) + 16 * int(restored.streams.lap)
+        assert numbers(replay, restored) == expected(replay, end)
+        outcomes.append(end)
+        if end == 20:
+            assert "step 20 was read, since this is broken" in str(caught[-1].message)
+    # The newest is whole where only what the older one alone has was hit.
+    assert outcomes.count("refused") > 5
+    assert outcomes.count(20) > 5
+
+
+@pytest.mark.parametrize("how", ["wait", "pump"])
+def test_a_run_that_is_killed_leaves_a_generation_that_is_whole(how, tmp_path):
+    """Wherever it is killed, in a save or in the deletion of what is old; each run goes on from what the one before has left."""
+    r, replay, ends = random.Random(how), checkpointed_run.REPLAY, [0]
+    for _ in range(100 if SOAK else 10):
+        script = [sys.executable, checkpointed_run.__file__, tmp_path, how]
+        with subprocess.Popen(script, stdout=subprocess.PIPE, text=True) as run:
+            assert run.stdout is not None
+            for _ in range(r.randrange(1, 4)):
+                assert run.stdout.readline().startswith("saved")
+            time.sleep(r.random() * 0.05)
+            run.kill()
+        checkpointer = Checkpointer(tmp_path, replay)
+        state, ends = checkpointer.restore(EXAMPLE), [*ends, checkpointer.steps()[-1]]
+        assert numbers(replay, state) == expected(replay, ends[-1])
+        assert ends[-1] >= ends[-2]
+    assert ends[-1] > 10
+    checkpointer.save(state, 0)  # what was left behind is gone
+    folders = {path.name[:10] for kind in ("rest", "rows") for path in (tmp_path / kind).iterdir()}
+    assert {manifest.folder for manifest in checkpointer._generations()[0]} <= folders
+    assert len(list((tmp_path / "rest").iterdir())) <= 3
+
+
+FULL = """
+import resource, signal, sys
+import checkpointed_run as run
+from jaxreplay.checkpoint import Checkpointer
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+checkpointer, add = Checkpointer(sys.argv[1], run.REPLAY, level=None), run.jr.jit(run.REPLAY).add
+state = run.REPLAY.init(run.EXAMPLE)
+for t in range(60):
+    state = add(state, run.step(t, 4))
+    if t == 9:
+        checkpointer.save(state, 10)
+resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+for wait in (True, False):
+    try:
+        checkpointer.save(state, 60, wait=wait)
+        checkpointer.finish(state)
+    except Exception as error:
+        print(type(error).__name__)
+assert run.numbers(run.REPLAY, checkpointer.restore(run.EXAMPLE)) == run.expected(run.REPLAY, 10)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+checkpointer.save(state, 60)
+assert run.numbers(run.REPLAY, checkpointer.restore(run.EXAMPLE)) == run.expected(run.REPLAY, 60)
+print("whole")
+"""
+
+
+def test_a_full_disk_leaves_the_generation_before(tmp_path):
+    folder = pathlib.Path(checkpointed_run.__file__).parent
+    done = subprocess.run([sys.executable, "-c", FULL, tmp_path], capture_output=True, text=True, cwd=folder)
+    assert done.stdout.split()[2:] == ["whole"], done.stderr
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/clear_refs").exists(), reason="needs Linux, whose kernel says how much memory there was")
+@pytest.mark.parametrize("gigabytes", [1, 4, 8] if SOAK else [1])
+def test_beside_the_state_there_are_few_chunks(gigabytes, tmp_path):
+    script = pathlib.Path(checkpointed_run.__file__).parent / "checkpoint_memory.py"
+    done = subprocess.run([sys.executable, script, tmp_path, str(gigabytes)], capture_output=True, text=True)
+    shutil.rmtree(tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for name in ("save", "save_more", "restore"):
+        assert found[name] <= 3 * 64 * 2**20, (name, found)
+    assert found["full_bytes"] >= found["state"] >= 1e9
+    assert found["more_bytes"] <= 0.05 * found["full_bytes"]
+
+
+def test_the_example_and_the_buffer_must_fit(tmp_path):
+    replay = items()
+    with pytest.raises(FileNotFoundError, match="there is no generation under file://"):
+        checkpoint.restore(tmp_path, replay, EXAMPLE)
+    checkpoint.save(tmp_path, replay, added(replay, replay.init(EXAMPLE), 0, 5), step=5)
+    with pytest.raises(FileNotFoundError, match="there is no generation of step 6"):
+        checkpoint.restore(tmp_path, replay, EXAMPLE, step=6)
+    with pytest.raises(ValueError, match=r"step 5 is of another buffer:\n.*capacity=64.*\n.*\n.*capacity=128"):
+        checkpoint.restore(tmp_path, items(capacity=128), EXAMPLE)
+    with pytest.raises(ValueError, match=r"steps.bytes: stored uint8\[100\], expected uint8\[99\]") as caught:
+        checkpoint.restore(tmp_path, replay, {**EXAMPLE, "bytes": jnp.zeros(99, jnp.uint8), "more": 0.0})
+    assert "steps.more: stored nothing, expected float32[]" in str(caught.value)
+    with pytest.raises(ValueError, match="save: the state is of another buffer, of 64 rows, not 128"):
+        checkpoint.save(tmp_path, items(capacity=128), replay.init(EXAMPLE))
+    with pytest.raises(ValueError, match="keep must be an int of at least 1"):
+        Checkpointer(tmp_path, replay, keep=0)
+
+
+def test_notes_and_names_of_any_kind(tmp_path):
+    replay = jr.items(capacity=4, batch_size=2)
+    example = {"a/b": 0.0, "..": np.zeros((2, 0)), "": {"é": True}}
+    state = replay.add(replay.init(example), jax.tree.map(lambda x: jnp.asarray(x)[None], example))
+    checkpointer = Checkpointer(tmp_path / "x", replay)
+    checkpointer.save(state, notes={"episodes": 3})
+    other = Checkpointer(f"file://{tmp_path}/x/", replay)
+    assert bits(other.restore(example)) == bits(state)
+    assert other.notes == {"episodes": 3}
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_rollout_is_saved_too(tmp_path):
+    rollout = jr.rollout(length=5, num_envs=2, autoreset="next_step")
+    zeros = jnp.zeros(2)
+    step = jr.Step(obs=zeros, action=zeros, reward=zeros + 1, terminated=zeros > 0, truncated=zeros > 0)
+    example = jax.tree.map(lambda x: x[0], step)
+    state = rollout.add(rollout.add(rollout.init(example), step), step)
+    checkpoint.save(tmp_path, rollout, state)
+    restored = checkpoint.restore(tmp_path, rollout, example)
+    assert bits(restored) == bits(state)
