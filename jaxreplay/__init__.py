@@ -26,6 +26,7 @@ from jaxreplay.donation import CopyWarning, Jitted, jit
 from jaxreplay.memory import Memory
 from jaxreplay.mixture import MixedSample, Mixture, mix
 from jaxreplay.operations import ReplayState
+from jaxreplay.plan import Plan, plan
 from jaxreplay.rollouts import Rollout, RolloutState
 from jaxreplay.samplers import Prioritized, Queue, RankBased, Recent, Uniform, UniformEpisodes, WithoutReplacement
 from jaxreplay.stateful import Replay
@@ -50,6 +51,7 @@ __all__ = [
     "MixedSample",
     "Mixture",
     "Pair",
+    "Plan",
     "Prioritized",
     "Queue",
     "RankBased",
@@ -83,6 +85,7 @@ __all__ = [
     "mix",
     "next_values",
     "normalize",
+    "plan",
     "prioritized",
     "rollout",
     "sequence_priority",

@@ -4,6 +4,8 @@ import dataclasses
 import functools
 from typing import Any
 
+import numpy as np
+
 
 def description(config: Any) -> str:
     """As its `repr`, but each function by its name: an address is another one in each process."""
@@ -17,4 +19,4 @@ def description(config: Any) -> str:
         return f"partial({', '.join([description(config.func), *given])})"
     if callable(config):
         return getattr(config, "__qualname__", type(config).__qualname__)
-    return repr(config)
+    return repr(config.item() if isinstance(config, np.generic) else config)

@@ -43,7 +43,7 @@ def default_device() -> Any:
 
 def check_fits(where: str, memory: Memory) -> None:
     """Raise a MemoryError where the default device cannot hold the state beside what it holds already."""
-    free = _free_bytes()
+    free = free_bytes()
     if free is not None and memory.total > free:
         largest = sorted(memory.leaves.items(), key=lambda item: -item[1])[:3]
         fits = int(memory.capacity * free / memory.total)
@@ -58,16 +58,16 @@ def _num_bytes(leaf: Any) -> int:
     return int(np.prod(leaf.shape, dtype=np.int64)) * np.dtype(leaf.dtype).itemsize
 
 
-def _free_bytes() -> int | None:
+def free_bytes() -> int | None:
     """Free bytes of the default device; None where it does not say."""
     device = default_device()
     stats = device.memory_stats()
     if stats is not None and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    return _free_host_bytes() if device.platform == "cpu" else None
+    return free_host_bytes() if device.platform == "cpu" else None
 
 
-def _free_host_bytes() -> int | None:
+def free_host_bytes() -> int | None:
     """What the system can hand out without swapping, or the machine's whole memory where it does not say."""
     try:
         with open("/proc/meminfo") as lines:

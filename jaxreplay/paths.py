@@ -10,13 +10,13 @@ def name_of(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def named(tree: Any) -> list[tuple[str, Any]]:
+def named(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
     """Each leaf with its name, in the tree's order.
 
     Raises:
       ValueError: two have the same one, such as those of `{"a": {"b": x}, "a.b": y}`.
     """
-    leaves = [(name_of(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    leaves = [(name_of(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
     if len(names := [name for name, _ in leaves]) > len(set(names)):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"two leaves are named {twice}: rename a key, so that they differ by more than where the dots come from")

@@ -1,4 +1,4 @@
-"""Peak memory beside the state, of saves and of a restore, in JSON: `python checkpoint_memory.py PATH GIGABYTES`."""
+"""Peak memory beside the state, of saves and of a restore, in JSON: `python checkpoint_memory.py PATH GIGABYTES ROW_BYTES`."""
 
 import json
 import pathlib
@@ -9,8 +9,6 @@ import jax.numpy as jnp
 
 import jaxreplay as jr
 from jaxreplay.checkpoint import Checkpointer
-
-ROW = 100_000  # bytes
 
 
 def memory(field):
@@ -28,27 +26,28 @@ def peak(function):
 
 
 def filled(replay, example, count):
-    """Rows that no compression makes small."""
+    """Rows that no compression makes small, a block of them at a time."""
+    block = max(count // 200, 1)
     fill = jax.jit(
-        lambda state, key: jax.lax.scan(
-            lambda state, key: (replay.add(state, jax.random.bits(key, (1, *example.shape), jnp.uint8)), None),
-            state,
-            jax.random.split(key, count),
-        )[0],
+        lambda state, key: replay.extend(state, jax.random.bits(key, (block, 1, *example.shape), jnp.uint8)),
         donate_argnums=0,
     )
-    return jax.block_until_ready(fill(replay.init(example), jax.random.key(0)))
+    state = replay.init(example)
+    for number in range(-(-count // block)):
+        state = fill(state, jax.random.key(number))
+    return jax.block_until_ready(state)
 
 
-def main(path, gigabytes):
-    example = jax.ShapeDtypeStruct((ROW,), jnp.uint8)
-    small = jr.items(capacity=3000, batch_size=1)
+def main(path, gigabytes, row):
+    row = int(row)
+    example = jax.ShapeDtypeStruct((row,), jnp.uint8)
+    small = jr.items(capacity=int(0.3e9) // row if row > 1000 else 1 << 20, batch_size=1)
     warm = Checkpointer(f"{path}/small", small, level=None)  # what is loaded and compiled once
-    warm.save(filled(small, example, 3000))
+    warm.save(filled(small, example, small.capacity))
     warm.restore(example)
-    capacity = int(float(gigabytes) * 1e9) // ROW
+    capacity = int(float(gigabytes) * 1e9) // row
     replay = jr.items(capacity=capacity, batch_size=1)
-    state, found = filled(replay, example, capacity), {"state": capacity * ROW}
+    state, found = filled(replay, example, capacity), {"state": capacity * row}
     checkpointer = Checkpointer(f"{path}/large", replay, level=None)
 
     def stored():
@@ -56,15 +55,13 @@ def main(path, gigabytes):
 
     found["save"], _ = peak(lambda: checkpointer.save(state))
     found["full_bytes"] = stored()
-    add = jr.jit(replay).add
-    for t in range(capacity // 100):
-        state = add(state, jnp.full((1, ROW), t % 251, jnp.uint8))
+    state = jr.jit(replay).extend(state, jnp.full((capacity // 100, 1, row), 7, jnp.uint8))
     found["save_more"], _ = peak(lambda: checkpointer.save(state))
     found["more_bytes"] = stored() - found["full_bytes"]
     total = int(jnp.sum(state.streams.steps[::97].astype(jnp.uint32)))
     del state
     extra, state = peak(lambda: jax.block_until_ready(checkpointer.restore(example)))
-    found["restore"] = extra - capacity * ROW
+    found["restore"] = extra - capacity * row
     assert int(jnp.sum(state.streams.steps[::97].astype(jnp.uint32))) == total
     sys.stdout.write(json.dumps(found))
 

@@ -17,7 +17,8 @@ class Group:
     folder: str
     num_rows: int
     seals: dict[str, int]  # of the arrays, by the leaf's name
-    last: list[list[int]]  # of so many streams, the largest number in the group: pairs, in the order of streams; -1 where it has none
+    first: list[list[int]]  # the smallest number of each stream, and
+    last: list[list[int]]  # the largest one: pairs, of so many streams one after another, and of the number; 0 and -1 where there is none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Manifest:
     rest: dict[str, str]  # dtype and shape of every other leaf
     seals: dict[str, int]  # of the arrays of the rest
     groups: list[Group]  # a row that is in two of them is as in the later one
+    probes: list[list[int]]  # the stream, the number and a checksum of some rows
     notes: dict[str, Any]  # the user's own
 
     def to_bytes(self) -> bytes:

@@ -10,6 +10,7 @@ from jaxreplay.checkpoint import rows
 from jaxreplay.checkpoint.manifest import Group, Manifest
 from jaxreplay.checkpoint.rows import Picked
 from jaxreplay.checkpoint.store import BrokenError, Store, array_name, checked
+from jaxreplay.checkpoint.trim import Trimmer
 from jaxreplay.paths import named
 
 
@@ -39,7 +40,7 @@ def _read_leaf(store: Store, manifest: Manifest, name: str, leaf: Any, chunk_byt
     where = array_name("rest", manifest.folder, name)
     array = store.open(where, leaf.shape, leaf.dtype, manifest.seals[name])
     if not leaf.ndim:
-        return jax.device_put(checked(where, lambda: array.read().result()), leaf.sharding)
+        return rows.put_scalar(leaf, checked(where, lambda: array.read().result()))
     num_rows = rows.chunk_rows(leaf, chunk_bytes)
     for start in range(0, len(leaf), num_rows):
         values = checked(where, lambda start=start: array[start : min(start + num_rows, array.shape[0])].read().result())
@@ -50,21 +51,29 @@ def _read_leaf(store: Store, manifest: Manifest, name: str, leaf: Any, chunk_byt
 
 def _read_rows(store: Store, manifest: Manifest, stored: Any, progress: Callable[[int], Any]) -> Any:
     first, end = np.asarray(manifest.first), np.asarray(manifest.end)
-    length, capacity = manifest.length, manifest.length * len(first)
-    is_there = np.zeros(-(-capacity // 8), np.uint8)  # a bit for each row
+    trim = Trimmer()
+    is_there = np.zeros(-(-manifest.length * len(first) // 8), np.uint8)  # a bit for each row
     for group in manifest.groups:
-        picked, values = _read_group(store, group, stored)
-        index = rows.rows_at(picked, length)
-        index[(picked.number < first[picked.env]) | (picked.number >= end[picked.env])] = capacity  # overwritten since, or taken back
-        size = rows.power_above(len(index))  # few programs are compiled
-        if size > len(index):
-            values = jax.tree.map(lambda leaf, size=size: np.resize(leaf, (size, *leaf.shape[1:])), values)
-        stored = jax.block_until_ready(rows.write(stored, rows.padded(index, size, capacity), values))
-        index = index[index < capacity]
-        np.bitwise_or.at(is_there, index >> 3, np.uint8(1) << (index & 7).astype(np.uint8))
-        progress(sum(leaf.nbytes for leaf in jax.tree.leaves(values)))
+        stored = _put_group(store, group, stored, rows.Span(first, end), manifest.length, is_there)
+        num_bytes = group.num_rows * sum(leaf.nbytes // len(leaf) for leaf in jax.tree.leaves(stored))
+        progress(num_bytes)
+        trim(num_bytes)
     if (missing := int((end - first).sum()) - int(np.bitwise_count(is_there).sum(dtype=np.int64))) > 0:
         raise BrokenError(f"{missing:,} rows of the generation are in none of its groups")
+    return stored
+
+
+def _put_group(store: Store, group: Group, stored: Any, span: rows.Span, length: int, is_there: np.ndarray) -> Any:
+    """The rows with those of a group; what was read of it is gone afterwards."""
+    picked, values = _read_group(store, group, stored)
+    index, capacity = rows.rows_at(picked, length), length * len(span.end)
+    index[(picked.number < span.first[picked.env]) | (picked.number >= span.end[picked.env])] = capacity  # gone since, or taken back
+    size = rows.power_above(len(index))  # few programs are compiled
+    if size > len(index):
+        values = jax.tree.map(lambda leaf: np.resize(leaf, (size, *leaf.shape[1:])), values)
+    stored = jax.block_until_ready(rows.write(stored, rows.padded(index, size, capacity), values))
+    index = index[index < capacity]
+    np.bitwise_or.at(is_there, index >> 3, np.uint8(1) << (index & 7).astype(np.uint8))
     return stored
 
 

@@ -18,8 +18,6 @@ import numpy as np
 from jaxreplay import ring
 from jaxreplay.operations import ReplayState
 
-REWRITTEN = 2  # the newest rows of a stream: a step, and its tail, which some writers take back when the episode goes on
-
 
 class Span(NamedTuple):
     """The rows of each of E streams that a state holds: the numbers from `first` to before `end`, int64[E]."""
@@ -57,6 +55,11 @@ def span_of(heads: Any, length: int, num_envs: int) -> Span:
     """`heads`: `heads_of` a state."""
     end = ends_of(heads, length)
     return Span(*(np.broadcast_to(numbers, (num_envs,)) for numbers in (end - np.asarray(heads[2]), end)))
+
+
+def num_rewritten(replay: Any, state: ReplayState) -> int:
+    """The newest rows of a stream that may be other ones yet: a step and its tail, which an episode that goes on takes back."""
+    return 2 if replay.streams.rows_per_step(state.streams.steps) == 2 and not replay.masked else 0
 
 
 def _heads(state: ReplayState) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -166,6 +169,11 @@ def copied(tree: Any) -> Any:
 @functools.partial(jax.jit, static_argnums=2)
 def _piece(leaf: jax.Array, start: jax.Array, size: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(leaf, start, size)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def put_scalar(leaf: jax.Array, value: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice(leaf, value, ())
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -3,6 +3,7 @@
 import atexit
 import queue
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from jaxreplay.checkpoint import rows
 from jaxreplay.checkpoint.manifest import Group
 from jaxreplay.checkpoint.rows import Picked
 from jaxreplay.checkpoint.store import Store, array_name
+from jaxreplay.checkpoint.trim import Trimmer
 from jaxreplay.paths import named
 
 
@@ -21,7 +23,8 @@ class Saving:
     Args:
       store: where to. folder: a name that no other save has.
       rest: everything but the rows; neither changed nor donated until it is written, and dropped then.
-      plan: groups of rows, each with how many rows may be added to a stream before one of it is lost. length: rows of a stream.
+      plan: groups of rows, each with how many rows may be added to a stream before one of it is lost.
+      end: int64[E], one more than the number of each stream's newest row. length: rows of a stream.
       group_rows: rows of a group, at most. chunk_bytes: of an array's chunk, at most. level: of the compression.
       commit: called in the thread when all is written, with the groups, and the seals of the rest's arrays.
       progress: called in the thread with the bytes that were written.
@@ -34,6 +37,7 @@ class Saving:
         rest: Any,
         plan: Iterator[tuple[int, Picked]],
         *,
+        end: np.ndarray,
         length: int,
         group_rows: int,
         chunk_bytes: int,
@@ -41,16 +45,18 @@ class Saving:
         commit: Callable[[list[Group], dict[str, int]], None],
         progress: Callable[[int], Any],
     ):
-        self._store, self._folder, self._plan, self._length, self._group_rows = store, folder, plan, length, group_rows
-        self._chunk_bytes, self._level, self._commit, self._progress = chunk_bytes, level, commit, progress
-        self._copied: queue.Queue[Any] = queue.Queue(maxsize=1)
+        self._store, self._folder, self._plan, self._end, self._length = store, folder, plan, end, length
+        self._group_rows, self._chunk_bytes, self._level, self._commit, self._progress = group_rows, chunk_bytes, level, commit, progress
+        self._copied: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._room = threading.Semaphore(1)  # for one group that waits to be written
         self._num_announced = 0  # rows that a stream may have got since
         self._groups: list[Group] = []
+        self._trim = Trimmer()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(named(rest),), name="jaxreplay-checkpoint", daemon=True)
         self._next = next(plan, None)
+        self._thread = threading.Thread(target=self._run, args=(named(rest),), name="jaxreplay-checkpoint", daemon=True)
         self._thread.start()
-        atexit.register(self.abandon)
+        atexit.register(self._at_exit)
         if self._next is None:
             self._copied.put(None)
 
@@ -64,44 +70,52 @@ class Saving:
         return self._next is None
 
     def pump(self, state: Any, num_rows: int) -> None:
-        """Copy a group, if the thread is ready for one, and whatever is lost when `num_rows` more are added to each stream."""
+        """Copy a group, if there is room for one, and whatever is lost when `num_rows` more are added to each stream."""
         self._num_announced += num_rows
-        if self._next is not None and not self._copied.full():
+        if self._next is not None and self._room.acquire(blocking=False):
             self._copy(state)
         while self._next is not None and self._next[0] < self._num_announced:
+            self._room.acquire()
             self._copy(state)
 
     def finish(self, state: Any) -> None:
         """Copy what is left, and wait until it is written."""
         while self._next is not None:
+            self._room.acquire()
             self._copy(state)
         self.join()
 
     def join(self) -> None:
         """Wait for the thread, which must have everything, and raise what it raised."""
         self._thread.join()
-        atexit.unregister(self.abandon)
-        if self._error is not None:
-            raise self._error
+        atexit.unregister(self._at_exit)
+        self._raise_error()
 
     def abandon(self) -> None:
         """Nothing of it will be there."""
-        self._error = self._error or RuntimeError("the save was abandoned")
-        if self._next is not None:
-            self._next = None
-            self._copied.put(None)
+        self._error = self._error or RuntimeError("the save was given up")
+        self._next = None
+        self._copied.put(None)  # one too many does no harm
         self._thread.join()
-        atexit.unregister(self.abandon)
+        atexit.unregister(self._at_exit)
+
+    def _at_exit(self) -> None:
+        if not self.is_copied:
+            warnings.warn("a checkpoint was not finished, and is given up; call finish(state), or close(), before the end", stacklevel=1)
+            self.abandon()
+        self._thread.join()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def _copy(self, state: Any) -> None:
+        self._raise_error()
         assert self._next is not None
         _, picked = self._next
         index = rows.rows_at(picked, self._length)
         values, heads = rows.read(state, rows.padded(index, self._group_rows, index[-1]))
         self._copied.put((picked, values, heads))
-        self._advance()
-
-    def _advance(self) -> None:
         self._next = next(self._plan, None)
         if self._next is None:
             self._copied.put(None)
@@ -114,6 +128,7 @@ class Saving:
             self._try(self._write_leaf, name, leaf, seals)
             del leaf
         while (item := self._copied.get()) is not None:
+            self._room.release()
             self._try(self._write_group, *item)
             del item
         self._try(self._commit, self._groups, seals)
@@ -139,18 +154,32 @@ class Saving:
 
     def _write_group(self, picked: Picked, values: Any, heads: Any) -> None:
         """Each leaf in one chunk."""
-        ends = rows.ends_of(heads, self._length)
-        if (np.broadcast_to(ends, picked.env.max() + 1)[picked.env] > picked.number + self._length).any():
-            raise RuntimeError("rows were overwritten before they were copied: call pump(state) before each add, with its num_steps")
+        self._check_in_time(picked, heads)
         folder, count = f"{self._folder}-{len(self._groups):06}", len(picked.env)
         leaves = [*named(values), ("env", picked.env.astype(np.int32)), ("number", picked.number)]
         blocks = {name: np.asarray(leaf)[:count] for name, leaf in leaves if leaf.size}
         where = {name: array_name("rows", folder, name) for name in blocks}
         created = {name: self._store.create(where[name], block.shape, block.dtype, count, self._level) for name, block in blocks.items()}
         written = [created[name].result().write(block, can_reference_source_data_indefinitely=True) for name, block in blocks.items()]
-        for future in written:
-            future.result()
-        self._progress(sum(block.nbytes for block in blocks.values()))
-        last = np.full(picked.env.max() + 1, -1, np.int64)
+        errors = [error for future in written if (error := future.exception()) is not None]  # all of them have ended then
+        if errors:
+            raise errors[0]
+        self._progress(num_bytes := sum(block.nbytes for block in blocks.values()))
+        self._trim(num_bytes)
+        first, last = np.full((2, picked.env.max() + 1), [[np.iinfo(np.int64).max], [-1]])
+        np.minimum.at(first, picked.env, picked.number)
         np.maximum.at(last, picked.env, picked.number)
-        self._groups.append(Group(folder, count, {name: self._store.seal(where[name]) for name in blocks}, rows.in_runs(last)))
+        runs = (rows.in_runs(numbers) for numbers in (np.where(last < first, 0, first), last))
+        self._groups.append(Group(folder, count, {name: self._store.seal(where[name]) for name in blocks}, *runs))
+
+    def _check_in_time(self, picked: Picked, heads: Any) -> None:
+        """Whether the state that the rows were read from still had them."""
+        ends = rows.ends_of(heads, self._length)
+        ends = ends[picked.env] if ends.ndim else ends
+        if (ends < self._end[picked.env]).any():
+            raise RuntimeError("pump, finish: this state is not of the run that is being saved: it has fewer rows")
+        if (ends > picked.number + self._length).any():
+            raise RuntimeError(
+                "rows were overwritten, or cleared, before they were copied: call pump(state) before each add, with its num_steps, and "
+                "finish(state) before a clear"
+            )

@@ -17,6 +17,7 @@ import numpy as np
 import tensorstore as ts
 
 _DESCRIPTION = "zarr.json"
+_TRANSIENT = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED", "CANCELLED")
 
 
 class BrokenError(ValueError):
@@ -28,10 +29,12 @@ class Store:
 
     def __init__(self, path: Any):
         text = os.fspath(path)
-        text = text.removeprefix("file://")
+        if text.startswith("file://"):
+            text = urllib.parse.unquote(text.removeprefix("file://"))
         self._local = None if "://" in text else pathlib.Path(text).absolute()
-        self.url = text if self._local is None else f"file://{self._local}"
-        self._files = ts.KvStore.open(f"{self.url.removesuffix('/')}/", context=_context()).result()
+        self.name = text if self._local is None else str(self._local)
+        spec = f"{text.removesuffix('/')}/" if self._local is None else {"driver": "file", "path": f"{self._local}/"}
+        self._files = ts.KvStore.open(spec, context=_context()).result()
 
     def create(self, name: str, shape: tuple[int, ...], dtype: Any, chunk_rows: int, level: int | None) -> Any:
         """A new array, to be written in blocks of `chunk_rows` along the first axis. `level`: of zstd; None: not compressed."""
@@ -64,7 +67,7 @@ class Store:
         self._files.write(name, content).result()
 
     def get(self, name: str) -> bytes:
-        found = checked(name, lambda: self._files.read(name).result())
+        found = self._files.read(name).result()
         if found.state != "value":
             raise BrokenError(f"{name} is missing")
         return found.value
@@ -102,10 +105,12 @@ def array_name(kind: str, folder: str, leaf: str) -> str:
 
 
 def checked(name: str, read: Callable[[], Any]) -> Any:
-    """What a function reads, or a BrokenError that names what it was to read."""
+    """What a function reads, or a BrokenError that names what it was to read. What may be well the next time is another error."""
     try:
         return read()
     except (ValueError, OSError, RuntimeError) as error:
+        if any(word in str(error) for word in _TRANSIENT):
+            raise
         raise BrokenError(f"{name}: {error}") from error
 
 

@@ -1,0 +1,103 @@
+"""The command line: `python -m jaxreplay plan`, the memory of a buffer before a run."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from jaxreplay import catalog
+from jaxreplay.plan import plan, step_of
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, and the status for a wrong call."""
+        sys.stderr.write(f"{self.prog}: {' '.join(message.split())}\n")
+        raise SystemExit(2)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = _Parser(prog="python -m jaxreplay", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_plan(commands.add_parser("plan", help="the bytes of every leaf, and what fits"))
+    options = parser.parse_args(arguments)
+    try:
+        sys.stdout.write(f"{options.run(options)}\n")
+    except (ValueError, ImportError) as error:
+        parser.error(str(error))
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--obs", action="append", default=[], metavar="[NAME:][SHAPE:]DTYPE", help="a leaf, such as image:84x84x3:uint8")
+    parser.add_argument("--action", default="float32", metavar="[SHAPE:]DTYPE", help="such as 8:float32, or int32")
+    parser.add_argument("--env", metavar="ID", help="a Gymnasium env, whose spaces are taken in the place of --obs and --action")
+    parser.add_argument("--capacity", type=int, required=True, help="rows")
+    parser.add_argument("--num-envs", type=int, default=1)
+    parser.add_argument("--n-step", type=int, default=1)
+    parser.add_argument("--prioritized", action="store_true")
+    parser.add_argument("--autoreset", choices=("next_step", "same_step"), default="next_step")
+    parser.add_argument("--json", action="store_true")
+    parser.set_defaults(run=_plan)
+
+
+def _plan(options: argparse.Namespace) -> str:
+    sizes = {"capacity": options.capacity, "num_envs": options.num_envs, "batch_size": 1}
+    make = catalog.prioritized if options.prioritized else catalog.uniform
+    replay = make(**sizes, n_step=options.n_step, autoreset=options.autoreset)
+    if options.env is not None:
+        example = _step_of_env(options.env)
+    else:
+        example = step_of(_obs_of(options.obs), _leaf_of("--action", options.action)[1])
+    made = plan(replay, example)
+    if not options.json:
+        return str(made)
+    return json.dumps({**dataclasses.asdict(made), "total": made.memory.total, "fits": made.fits}, indent=2)
+
+
+def _obs_of(texts: list[str]) -> Any:
+    """One leaf without a name, or a dict of those that have one."""
+    leaves = [_leaf_of("--obs", text) for text in texts]
+    names = [name for name, _ in leaves]
+    if not leaves:
+        raise ValueError("give the observation, by --obs for each leaf, or by --env")
+    if names == [None]:
+        return leaves[0][1]
+    if None in names or len(set(names)) < len(names):
+        raise ValueError(f"--obs: each of several leaves needs a name of its own, as in image:84x84x3:uint8; got {', '.join(texts)}")
+    return dict(leaves)
+
+
+def _leaf_of(option: str, text: str) -> tuple[str | None, jax.ShapeDtypeStruct]:
+    """`uint8`, `84x84x3:uint8` or `image:84x84x3:uint8`."""
+    *before, dtype = text.split(":")
+    shape = before.pop() if before and (not before[-1] or before[-1][0].isdigit()) else ""
+    try:
+        leaf = jax.ShapeDtypeStruct(tuple(int(size) for size in shape.split("x") if size), jax.numpy.dtype(dtype))
+    except (TypeError, ValueError):
+        raise ValueError(f"{option}: {text!r} is not [NAME:][SHAPE:]DTYPE, such as image:84x84x3:uint8, 31:float32 or int32") from None
+    if len(before) > 1:
+        raise ValueError(f"{option}: {text!r} has more parts than [NAME:][SHAPE:]DTYPE")
+    return (before[0] if before else None), leaf
+
+
+def _step_of_env(name: str) -> dict[str, Any]:
+    try:
+        import gymnasium
+    except ImportError:
+        raise ImportError("--env needs Gymnasium: pip install gymnasium") from None
+    try:
+        env = gymnasium.make(name)
+    except gymnasium.error.Error as error:
+        raise ValueError(f"--env: {error}") from None
+    obs, action = (jax.tree.map(np.asarray, space.sample()) for space in (env.observation_space, env.action_space))
+    env.close()
+    return step_of(obs, action)
+
+
+if __name__ == "__main__":
+    main()
