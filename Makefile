@@ -2,7 +2,7 @@
 # make examples  runs every example in full (7 minutes)
 # make test      every check, sized for two cores
 # make soak      the same checks at full size (long)
-# make bench     side by side with flashbax, NumPy and Stable-Baselines3; writes benchmarks/*.md
+# make bench     side by side with flashbax, NumPy, orbax and Stable-Baselines3; writes benchmarks/*.md
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -25,7 +25,7 @@ demo: $(VENV)/installed
 	$(BIN)/python examples/dqn.py
 
 examples: $(VENV)/installed
-	set -e; for example in dqn ppo recall bit_flip laplacian torch_dqn sb3_dict_sac; do echo "== $$example"; $(BIN)/python examples/$$example.py; done
+	set -e; for example in dqn ppo recall bit_flip laplacian torch_dqn sb3_dict_sac resume; do echo "== $$example"; $(BIN)/python examples/$$example.py; done
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -40,6 +40,7 @@ soak: $(VENV)/installed
 
 bench: $(VENV)/bench
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/checkpoints.py
 	$(BIN)/python benchmarks/sb3_returns.py
 
 clean:

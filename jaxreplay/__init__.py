@@ -23,6 +23,7 @@ from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.catalog import episodes, items, prioritized, rollout, sequences, transitions, uniform
 from jaxreplay.compose import frame_stack, hindsight, transform
 from jaxreplay.donation import CopyWarning, Jitted, jit
+from jaxreplay.inspection import Inspection, inspect
 from jaxreplay.memory import Memory
 from jaxreplay.mixture import MixedSample, Mixture, mix
 from jaxreplay.operations import ReplayState
@@ -45,6 +46,7 @@ __all__ = [
     "FutureView",
     "Hindsight",
     "Index",
+    "Inspection",
     "Item",
     "Jitted",
     "Memory",
@@ -80,6 +82,7 @@ __all__ = [
     "gae",
     "hindsight",
     "importance_weights",
+    "inspect",
     "items",
     "jit",
     "mix",

@@ -1,8 +1,9 @@
-"""The command line: `python -m jaxreplay plan`, the memory of a buffer before a run."""
+"""The command line: `python -m jaxreplay plan`, the memory of a buffer before a run, and `inspect`, a look into a checkpoint."""
 
 import argparse
 import dataclasses
 import json
+import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -25,10 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _Parser(prog="python -m jaxreplay", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_plan(commands.add_parser("plan", help="the bytes of every leaf, and what fits"))
+    _add_inspect(commands.add_parser("inspect", help="what a checkpoint holds, and what is suspicious about it"))
     options = parser.parse_args(arguments)
     try:
         sys.stdout.write(f"{options.run(options)}\n")
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         parser.error(str(error))
 
 
@@ -43,6 +45,23 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--autoreset", choices=("next_step", "same_step"), default="next_step")
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=_plan)
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", help="of a Checkpointer: a folder, or a URL")
+    parser.add_argument("--step", type=int, help="of the generation; by default the newest one")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--html", metavar="FILE", help="write a page with plots")
+    parser.set_defaults(run=_inspect)
+
+
+def _inspect(options: argparse.Namespace) -> str:
+    from jaxreplay import checkpoint  # an extra
+
+    found = checkpoint.inspect(options.path, step=options.step)
+    if options.html is not None:
+        pathlib.Path(options.html).write_text(found.to_html(), encoding="utf-8")
+    return found.to_json() if options.json else str(found)
 
 
 def _plan(options: argparse.Namespace) -> str:

@@ -44,7 +44,7 @@ def put(leaf: jax.Array | Narrow, row: jax.Array, values: jax.Array) -> Any:
 def take(leaf: jax.Array | Narrow, row: jax.Array) -> jax.Array:
     """Read rows, which must be in bounds: `[*row.shape, ...]`."""
     if isinstance(leaf, Narrow):
-        return _decode(take(leaf.bits, row), leaf.dtype)
+        return decode(take(leaf.bits, row), leaf.dtype)
     return leaf.at[row].get(mode="promise_in_bounds")
 
 
@@ -67,7 +67,8 @@ def _encode(values: jax.Array, carrier: Any) -> jax.Array:
     return jax.lax.bitcast_convert_type(values, carrier) if _is_bitcast(values.dtype) else values.astype(carrier)
 
 
-def _decode(bits: jax.Array, dtype: Any) -> jax.Array:
+def decode(bits: jax.Array, dtype: Any) -> jax.Array:
+    """The values that are held as such bits."""
     return jax.lax.bitcast_convert_type(bits, dtype) if _is_bitcast(dtype) else bits.astype(dtype)
 
 

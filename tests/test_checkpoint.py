@@ -110,7 +110,7 @@ def size_of(path):
 
 def test_a_save_writes_what_is_new_and_forgets_what_is_old(tmp_path):
     replay = items(capacity=4096, num_envs=2)
-    checkpointer = Checkpointer(tmp_path, replay, keep=2, level=None, chunk_bytes=32 * 1024)
+    checkpointer = Checkpointer(tmp_path, replay, keep=2, level=None, chunk_bytes=64 * 1024)
     state = added(replay, replay.init(EXAMPLE), 0, 2000)
     checkpointer.save(state, 2000)
     full = size_of(tmp_path)

@@ -3,6 +3,8 @@
 import importlib.util
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 from conftest import SOAK
@@ -102,3 +104,17 @@ def test_sac_learns_from_images_that_are_stored_once(run):
     assert figures["bytes a transition"] / figures["bytes of SB3s"] < 0.51
     if SOAK:
         assert figures["return after"] >= -8 > -15 > figures["return before"]
+
+
+@needs_gymnax
+def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path):
+    pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
+    pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
+    short = [] if SOAK else ["--chunks", "4", "--iterations", "50", "--kills", "1"]
+    command = [sys.executable, EXAMPLES / "resume.py", "--folder", tmp_path, *short]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    printed = dict(re.findall(r"^(\w[\w ]*?) {2,}(\S+)$", done.stdout, re.MULTILINE))
+    assert int(printed["chunks"]) == (12 if SOAK else 4)
+    assert int(printed["chunks of the killed run"]) >= int(printed["chunks"])
+    assert float(printed["largest difference"]) == 0

@@ -14,9 +14,11 @@ except ImportError as error:
     raise ImportError(f"jaxreplay.checkpoint needs {error.name}: pip install 'jaxreplay[checkpoint]'") from error
 
 from jaxreplay.checkpoint.checkpointer import Checkpointer
+from jaxreplay.checkpoint.contents import contents_of
 from jaxreplay.checkpoint.store import BrokenError
+from jaxreplay.inspection.inspection import Inspection, inspection_of
 
-__all__ = ["BrokenError", "Checkpointer", "restore", "save"]
+__all__ = ["BrokenError", "Checkpointer", "inspect", "restore", "save"]
 
 
 def save(path: Any, replay: Any, state: Any, *, step: int | None = None, notes: dict[str, Any] | None = None, **options: Any) -> None:
@@ -31,3 +33,14 @@ def save(path: Any, replay: Any, state: Any, *, step: int | None = None, notes: 
 def restore(path: Any, replay: Any, example: Any, *, step: int | None = None, **options: Any) -> Any:
     """The newest state that was saved under a path, or that of a step. See `Checkpointer.restore`."""
     return Checkpointer(path, replay, **options).restore(example, step)
+
+
+def inspect(path: Any, *, step: int | None = None, max_bytes: int = 2**28) -> Inspection:
+    """What the newest generation under a path holds, or that of a step: as `jaxreplay.inspect`, without the buffer that it is of.
+
+    How rows are drawn is told of samplers by priority only.
+
+    Raises:
+      FileNotFoundError: there is none. ValueError: it is of a rollout. BrokenError: an array is missing, or not as it was written.
+    """
+    return inspection_of(contents_of(path, step, max_bytes))

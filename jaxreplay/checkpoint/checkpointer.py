@@ -40,7 +40,7 @@ class Checkpointer:
       path: a folder, or a URL that TensorStore opens, such as "memory://replay" or "gs://bucket/replay".
       replay: the buffer whose states are saved, or a rollout.
       keep: generations that stay, the newest ones.
-      chunk_bytes: of the files that rows are written in, at most; one row at least.
+      chunk_bytes: what rows on their way may take. A file has a quarter of it at the most; one row at least.
       level: of zstd compression, from 1 (fast) to 22; None: not compressed.
       progress: whether to show a bar; None: if this is a terminal.
 
@@ -79,6 +79,11 @@ class Checkpointer:
         """Of the generations that can be restored, the newest last."""
         return [manifest.step for manifest in reversed(self._generations.read()[0])]
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save that does not wait is under way: until a `pump` or `finish` finds that it is there."""
+        return self._saving is not None
+
     def save(self, state: Any, step: int | None = None, *, wait: bool = True, notes: dict[str, Any] | None = None) -> None:
         """Write a generation.
 
@@ -97,7 +102,7 @@ class Checkpointer:
         step = (generations[0].step + 1 if generations else 0) if step is None else operator.index(step)
         stored, rest = rows.split(state)
         row_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(stored)) // self._num_rows(stored)
-        group_bytes = self._chunk_bytes // 2 if wait else min(self._chunk_bytes // 2, _SMALL)
+        group_bytes = self._chunk_bytes // 4 if wait else min(self._chunk_bytes // 4, _SMALL)
         most = rows.power_below(group_bytes // (row_bytes + _BOOKKEEPING))
         draft = self._draft(state, step, json.loads(json.dumps(notes or {})), most)
         check_path(self._store.name, generations, draft)

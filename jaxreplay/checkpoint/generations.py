@@ -38,7 +38,7 @@ class Generations:
         return f"{1 + max((int(own[1]) for name in names if (own := _OWN.fullmatch(name))), default=0):010}"
 
     def commit(self, manifest: Manifest) -> None:
-        self._store.put(f"manifests/{manifest.folder}.json", manifest.to_bytes())
+        self._store.put(f"manifests/{manifest.folder}.json", manifest.to_bytes(), after=("rest", "rows"))
 
     def collect(self, generations: Iterable[Manifest], base: Manifest | None) -> None:
         """Delete what neither the newest ones have nor `base`: older ones, and what saves that ended on the way have left.

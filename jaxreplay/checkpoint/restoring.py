@@ -1,6 +1,8 @@
 """A state from what a generation holds, filled in place: beside the state there are never more than a few chunks."""
 
-from collections.abc import Callable
+import collections
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -51,40 +53,59 @@ def _read_leaf(store: Store, manifest: Manifest, name: str, leaf: Any, chunk_byt
 
 def _read_rows(store: Store, manifest: Manifest, stored: Any, progress: Callable[[int], Any]) -> Any:
     first, end = np.asarray(manifest.first), np.asarray(manifest.end)
+    span, capacity = rows.Span(first, end), manifest.length * len(first)
     trim = Trimmer()
-    is_there = np.zeros(-(-manifest.length * len(first) // 8), np.uint8)  # a bit for each row
-    for group in manifest.groups:
-        stored = _put_group(store, group, stored, rows.Span(first, end), manifest.length, is_there)
-        num_bytes = group.num_rows * sum(leaf.nbytes // len(leaf) for leaf in jax.tree.leaves(stored))
-        progress(num_bytes)
+    is_there = np.zeros(-(-capacity // 8), np.uint8)  # a bit for each row
+    row_bytes = sum(leaf.nbytes // len(leaf) for leaf in jax.tree.leaves(stored))
+    for picked, values in _read_ahead(store, manifest.groups, stored):
+        index = rows.rows_at(picked, manifest.length)
+        index[(picked.number < span.first[picked.env]) | (picked.number >= span.end[picked.env])] = capacity  # gone since, or taken back
+        stored = rows.put(stored, index, values)
+        del values
+        index = index[index < capacity]
+        np.bitwise_or.at(is_there, index >> 3, np.uint8(1) << (index & 7).astype(np.uint8))
+        progress(num_bytes := len(picked.env) * row_bytes)
         trim(num_bytes)
     if (missing := int((end - first).sum()) - int(np.bitwise_count(is_there).sum(dtype=np.int64))) > 0:
         raise BrokenError(f"{missing:,} rows of the generation are in none of its groups")
     return stored
 
 
-def _put_group(store: Store, group: Group, stored: Any, span: rows.Span, length: int, is_there: np.ndarray) -> Any:
-    """The rows with those of a group; what was read of it is gone afterwards."""
-    picked, values = _read_group(store, group, stored)
-    index, capacity = rows.rows_at(picked, length), length * len(span.end)
-    index[(picked.number < span.first[picked.env]) | (picked.number >= span.end[picked.env])] = capacity  # gone since, or taken back
-    size = rows.power_above(len(index))  # few programs are compiled
-    if size > len(index):
-        values = jax.tree.map(lambda leaf: np.resize(leaf, (size, *leaf.shape[1:])), values)
-    stored = jax.block_until_ready(rows.write(stored, rows.padded(index, size, capacity), values))
-    index = index[index < capacity]
-    np.bitwise_or.at(is_there, index >> 3, np.uint8(1) << (index & 7).astype(np.uint8))
-    return stored
+def _read_ahead(store: Store, groups: list[Group], stored: Any) -> Iterator[tuple[Picked, Any]]:
+    """The rows of each group; while they are put into their places, the next two are read, and the one after them is opened."""
+    described = [(name, jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)) for name, leaf in named(stored)]
+    structure, opening = jax.tree.structure(stored), None
+    reading: collections.deque[Callable[[], tuple[Picked, list[np.ndarray]]]] = collections.deque()
+    for group in [*groups, *[None] * 3]:
+        if opening is not None:
+            reading.append(opening.read())
+        opening = None if group is None else _Group(store, group, described)
+        if len(reading) == 3 or (group is None and reading):
+            picked, leaves = reading.popleft()()
+            yield picked, jax.tree.unflatten(structure, leaves)
+            del picked, leaves
 
 
-def _read_group(store: Store, group: Group, stored: Any) -> tuple[Picked, Any]:
-    def opened(name, shape, dtype):
-        return store.open(array_name("rows", group.folder, name), (group.num_rows, *shape), dtype, group.seals[name]).read()
+class _Group:
+    """A group whose arrays are being opened."""
 
-    picked = [opened("env", (), np.int32), opened("number", (), np.int64)]
-    leaves = [
-        opened(name, leaf.shape[1:], leaf.dtype) if leaf.size else np.zeros((group.num_rows, *leaf.shape[1:]), leaf.dtype)
-        for name, leaf in named(stored)
-    ]
-    read = [leaf if isinstance(leaf, np.ndarray) else checked(f"rows/{group.folder}", leaf.result) for leaf in [*picked, *leaves]]
-    return Picked(read[0].astype(np.int64), read[1]), jax.tree.unflatten(jax.tree.structure(stored), read[2:])
+    def __init__(self, store: Store, group: Group, described: list[tuple[str, Any]]):
+        def opening(name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+            if not math.prod(shape):
+                return np.zeros((group.num_rows, *shape), dtype)
+            return store.opening(array_name("rows", group.folder, name), (group.num_rows, *shape), dtype, group.seals[name])
+
+        self._folder = f"rows/{group.folder}"
+        self._arrays = [opening("env", (), np.int32), opening("number", (), np.int64)]
+        self._arrays += [opening(name, leaf.shape, leaf.dtype) for name, leaf in described]
+
+    def read(self) -> Callable[[], tuple[Picked, list[np.ndarray]]]:
+        """Begin; what is returned gives the rows, once."""
+        futures = [array if isinstance(array, np.ndarray) else array().read() for array in self._arrays]
+
+        def result() -> tuple[Picked, list[np.ndarray]]:
+            found = [future if isinstance(future, np.ndarray) else checked(self._folder, future.result) for future in futures]
+            futures.clear()
+            return Picked(found[0].astype(np.int64), found[1]), found[2:]
+
+        return result

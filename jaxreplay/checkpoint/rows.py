@@ -5,6 +5,7 @@ still read a row after others came, until the ring has gone round. Each row has 
 round, so that the ring position is the number modulo the length.
 """
 
+import ctypes
 import functools
 import itertools
 import math
@@ -140,8 +141,31 @@ def read(state: ReplayState, index: jax.Array) -> tuple[Any, Any]:
     return jax.tree.map(lambda leaf: leaf.at[index].get(mode="promise_in_bounds"), rows), _heads(state)
 
 
+def put(rows: Any, index: np.ndarray, values: Any) -> Any:
+    """New rows that nobody else has, with values at int32[K]; those past the end are dropped. They are taken over."""
+    devices = {device for leaf in jax.tree.leaves(rows) for device in leaf.devices()}
+    if len(devices) == 1 and devices.pop().platform == "cpu":
+        jax.tree.map(functools.partial(_put_on_the_host, index), jax.block_until_ready(rows), values)
+        return rows
+    size = power_above(len(index))  # few programs are compiled
+    if size > len(index):
+        values = jax.tree.map(lambda leaf: np.resize(leaf, (size, *leaf.shape[1:])), values)
+    return jax.block_until_ready(_write(rows, padded(index, size, len(jax.tree.leaves(rows)[0])), values))
+
+
+def _put_on_the_host(index: np.ndarray, leaf: jax.Array, values: np.ndarray) -> None:
+    """Straight into the array's memory: by a program, each value would be copied three times."""
+    if leaf.size:
+        memory = np.ctypeslib.as_array((ctypes.c_ubyte * leaf.nbytes).from_address(leaf.unsafe_buffer_pointer()))
+        target, is_held = memory.view(leaf.dtype).reshape(leaf.shape), index < len(leaf)
+        if is_held.all():
+            target[index] = values
+        else:
+            target[index[is_held]] = values[is_held]
+
+
 @functools.partial(jax.jit, donate_argnums=0)
-def write(rows: Any, index: jax.Array, values: Any) -> Any:
+def _write(rows: Any, index: jax.Array, values: Any) -> Any:
     """Rows past the end are dropped."""
     return jax.tree.map(lambda leaf, new: leaf.at[index].set(new, mode="drop", unique_indices=True), rows, values)
 

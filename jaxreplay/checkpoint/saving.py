@@ -52,10 +52,14 @@ class Saving:
         self._num_announced = 0  # rows that a stream may have got since
         self._groups: list[Group] = []
         self._trim = Trimmer()
+        self._to_sync: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # folders that are written, and may not be on the disk yet
+        self._sync_room = threading.Semaphore(2)
         self._error: BaseException | None = None
         self._next = next(plan, None)
         self._thread = threading.Thread(target=self._run, args=(named(rest),), name="jaxreplay-checkpoint", daemon=True)
-        self._thread.start()
+        self._syncer = threading.Thread(target=self._run_syncer, name="jaxreplay-sync", daemon=True)
+        for thread in (self._syncer, self._thread):
+            thread.start()
         atexit.register(self._at_exit)
         if self._next is None:
             self._copied.put(None)
@@ -127,11 +131,24 @@ class Saving:
             name, leaf = rest.pop()
             self._try(self._write_leaf, name, leaf, seals)
             del leaf
+        self._sync(f"rest/{self._folder}")
         while (item := self._copied.get()) is not None:
             self._room.release()
             self._try(self._write_group, *item)
             del item
+        self._to_sync.put(None)
+        self._syncer.join()
         self._try(self._commit, self._groups, seals)
+
+    def _sync(self, folder: str) -> None:
+        """The disk takes a group while the next one is written, and is not further behind than that."""
+        self._sync_room.acquire()
+        self._to_sync.put(folder)
+
+    def _run_syncer(self) -> None:
+        while (folder := self._to_sync.get()) is not None:
+            self._try(self._store.sync, folder)
+            self._sync_room.release()
 
     def _try(self, function: Callable[..., None], *arguments: Any) -> None:
         if self._error is None:
@@ -171,6 +188,7 @@ class Saving:
         np.maximum.at(last, picked.env, picked.number)
         runs = (rows.in_runs(numbers) for numbers in (np.where(last < first, 0, first), last))
         self._groups.append(Group(folder, count, {name: self._store.seal(where[name]) for name in blocks}, *runs))
+        self._sync(f"rows/{folder}")
 
     def _check_in_time(self, picked: Picked, heads: Any) -> None:
         """Whether the state that the rows were read from still had them."""

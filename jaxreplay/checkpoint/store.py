@@ -4,13 +4,14 @@ An array is written once, in zarr's third format, and never changed. Each of its
 that whoever writes an array keeps its seal, a checksum of the description, and hands it in to read the array again.
 """
 
+import ctypes
 import functools
 import os
 import pathlib
 import shutil
 import urllib.parse
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ class Store:
             "shape": shape,
             "data_type": np.dtype(dtype).name,
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},  # one folder an array
             "codecs": codecs,
         }
         return ts.open(self._spec(name) | {"metadata": metadata, "create": True}, context=_context())
@@ -55,16 +57,52 @@ class Store:
 
     def open(self, name: str, shape: tuple[int, ...], dtype: Any, seal: int) -> Any:
         """An array that was written, to be read."""
-        if self.seal(name) != seal:
-            raise BrokenError(f"{name}/{_DESCRIPTION} is not as it was written")
-        array = checked(name, lambda: ts.open(self._spec(name) | {"open": True}, context=_context()).result())
-        if (array.shape, array.dtype.numpy_dtype) != (tuple(shape), np.dtype(dtype)):
-            raise BrokenError(f"{name}: got {array.dtype.numpy_dtype}{list(array.shape)}, expected {np.dtype(dtype)}{list(shape)}")
-        return array
+        return self.opening(name, shape, dtype, seal)()
 
-    def put(self, name: str, content: bytes) -> None:
-        """Write a file, whole or not at all."""
-        self._files.write(name, content).result()
+    def opening(self, name: str, shape: tuple[int, ...], dtype: Any, seal: int) -> Callable[[], Any]:
+        """The same in two steps, so that many are opened at once: what is returned gives the array."""
+        description = self._files.read(f"{name}/{_DESCRIPTION}")
+        opened = ts.open(self._spec(name) | {"open": True}, context=_context())
+
+        def result() -> Any:
+            found = description.result()
+            if found.state != "value":
+                raise BrokenError(f"{name}/{_DESCRIPTION} is missing")
+            if zlib.crc32(found.value) != seal:
+                raise BrokenError(f"{name}/{_DESCRIPTION} is not as it was written")
+            array = checked(name, opened.result)
+            if (array.shape, array.dtype.numpy_dtype) != (tuple(shape), np.dtype(dtype)):
+                raise BrokenError(f"{name}: got {array.dtype.numpy_dtype}{list(array.shape)}, expected {np.dtype(dtype)}{list(shape)}")
+            return array
+
+        return result
+
+    def sync(self, folder: str) -> None:
+        """Wait until the disk has all that is in a folder: what was created there is not safe before. Other stores are safe at once."""
+        if self._local is None or not (self._local / folder).is_dir():
+            return
+        if (sync_all := _syncfs()) is not None:  # one wait, where each of many small files would have its own
+            _with_descriptor(self._local / folder, sync_all)
+            return
+        for inner, _, files in os.walk(self._local / folder):
+            for name in [*files, "."]:
+                _with_descriptor(os.path.join(inner, name), os.fsync)
+
+    def put(self, name: str, content: bytes, after: Sequence[str]) -> None:
+        """Write a file, whole or not at all, once the disk has what is in some folders: their names alone, which are not in `sync`."""
+        if self._local is None:
+            self._files.write(name, content).result()
+            return
+        path, unfinished = self._local / name, self._local / f"{name}.new"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_bytes(content)
+        _with_descriptor(unfinished, os.fsync)
+        for folder in after:
+            if (self._local / folder).is_dir():
+                _with_descriptor(self._local / folder, os.fsync)
+        _with_descriptor(self._local, os.fsync)
+        unfinished.replace(path)
+        _with_descriptor(path.parent, os.fsync)
 
     def get(self, name: str) -> bytes:
         found = self._files.read(name).result()
@@ -114,7 +152,31 @@ def checked(name: str, read: Callable[[], Any]) -> Any:
         raise BrokenError(f"{name}: {error}") from error
 
 
+def _with_descriptor(path: Any, function: Callable[[int], None]) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        function(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@functools.cache
+def _syncfs() -> Callable[[int], None] | None:
+    """Waits for all that was written to a descriptor's file system; None where the system has no such call (Linux has)."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).syncfs
+    except (OSError, AttributeError, TypeError):
+        return None
+
+    def sync(descriptor: int) -> None:
+        if call(descriptor):
+            raise OSError(error := ctypes.get_errno(), os.strerror(error))
+
+    return sync
+
+
 @functools.cache
 def _context() -> Any:
     """One for all, so that "memory://" is the same memory everywhere; few writes at once, so that few are held in memory."""
-    return ts.Context({"file_io_concurrency": {"limit": 4}, "data_copy_concurrency": {"limit": 2}, "cache_pool": {"total_bytes_limit": 0}})
+    limits = {"file_io_concurrency": {"limit": 4}, "data_copy_concurrency": {"limit": 2}, "cache_pool": {"total_bytes_limit": 0}}
+    return ts.Context({**limits, "file_io_sync": False})  # `sync` does it, beside the next write

@@ -1,0 +1,27 @@
+"""A look inside a buffer: `jaxreplay.inspect`, and `python -m jaxreplay inspect PATH` for a checkpoint."""
+
+from typing import Any
+
+from jaxreplay.inspection.contents import contents_of
+from jaxreplay.inspection.inspection import Inspection, inspection_of
+
+__all__ = ["Inspection", "inspect"]
+
+
+def inspect(replay: Any, state: Any, *, max_bytes: int = 2**28) -> Inspection:
+    """What a buffer holds: streams, episodes, leaves, how rows are drawn, and what is suspicious about it. Not for use under `jit`.
+
+    Args:
+      replay: a `ReplayBuffer`. state: of it; it stays as it is.
+      max_bytes: of the steps' values, at most so many are read, from rows spread over the whole buffer. Flags, scalar rewards and
+        probabilities are read of every row.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxreplay as jr
+      >>> replay = jr.items(capacity=8, batch_size=2)
+      >>> state = replay.extend(replay.init({"x": 0.0}), {"x": jnp.array([[1.0], [jnp.nan]])})
+      >>> found = jr.inspect(replay, state)
+      >>> found.streams["rows"], found.suspicious
+      (2, ['steps.x has 1 values that are NaN or infinite, in 2 rows'])
+    """
+    return inspection_of(contents_of(replay, state, max_bytes))

@@ -1,0 +1,127 @@
+"""What an inspection looks at: rows of a buffer in the order in which they came, from a state or from files, a block at a time."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxreplay import leaves, operations, ring
+from jaxreplay.buffer import ReplayBuffer
+from jaxreplay.description import description
+from jaxreplay.operations import ReplayState
+from jaxreplay.paths import named
+
+BLOCK_BYTES = 4 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """The R rows that a buffer holds, stream after stream, the oldest of each first; E streams."""
+
+    buffer: str  # its description
+    length: int  # rows of a stream
+    first: np.ndarray  # int64[E]: the number of each stream's oldest row; rows are counted from the first one that was ever written
+    end: np.ndarray  # int64[E]: one more than the newest one's
+    leaves: dict[str, str]  # dtype and shape of a row, by name
+    flags: np.ndarray | None  # uint8[R], bits of `autoreset`; None for items
+    reward: np.ndarray | None  # float64[R]; None where there is none, or it is no scalar
+    probability: np.ndarray | None  # float64[R], of one draw; None where it is not known
+    counters: dict[str, float]  # of the sampler
+    blocks: Callable[[], Iterator[dict[str, np.ndarray]]]  # values of rows from all over the buffer, leaf by leaf, [K, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return int((self.end - self.first).sum())
+
+
+def contents_of(replay: ReplayBuffer, state: ReplayState, max_bytes: int) -> Contents:
+    """Of a state, which stays as it is: rows are copied, and at most `max_bytes` of their values."""
+    if not isinstance(replay, ReplayBuffer) or not isinstance(state, ReplayState):
+        raise ValueError(f"inspect: expected a ReplayBuffer and its state, got {type(replay).__name__} and {type(state).__name__}")
+    streams, steps = replay.streams, state.streams.steps
+    head, lap, filled = (np.array(leaf).astype(np.int64) for leaf in (state.streams.head, state.streams.lap, state.streams.filled))
+    end = np.broadcast_to(lap * streams.length + head, (streams.num_envs,))
+    first = end - filled
+    rows = rows_in_order(first, end, streams.length)
+    held = [(name, leaf) for name, leaf in named({"steps": steps}, is_leaf=_is_narrow) if leaf.shape[0] == streams.capacity]
+
+    def read(tree: Any, chosen: np.ndarray, row_bytes: int) -> Iterator[Any]:
+        size = max(1, min(BLOCK_BYTES // max(row_bytes, 1), len(chosen)))
+        for start in range(0, len(chosen), size):
+            block = chosen[start : start + size]
+            values = _take(tree, np.resize(block, size))
+            yield jax.tree.map(lambda leaf, block=block: np.asarray(leaf)[: len(block)], values)
+
+    def column(leaf: Any, dtype: Any) -> np.ndarray:
+        return np.concatenate([block.astype(dtype) for block in read(leaf, rows, 8)] or [np.zeros(0, dtype)])
+
+    def blocks() -> Iterator[dict[str, np.ndarray]]:
+        row_bytes = sum(leaf_bytes(leaf.shape[1:], leaf.dtype) for _, leaf in held)
+        return read(dict(held), spread(rows, max_bytes // max(row_bytes, 1)), row_bytes)
+
+    reward = next((leaf for name, leaf in held if name == "steps.reward" and len(leaf.shape) == 1), None)
+    size = max(1, min(BLOCK_BYTES // 8, len(rows)))
+    drawn = [np.asarray(_probability(replay, state, np.resize(rows[start : start + size], size))) for start in range(0, len(rows), size)]
+    return Contents(
+        buffer=description(replay),
+        length=streams.length,
+        first=first,
+        end=end,
+        leaves={name: spec(leaf.shape[1:], leaf.dtype) for name, leaf in held},
+        flags=None if state.streams.flags is None else column(state.streams.flags, np.uint8),
+        reward=None if reward is None else column(reward, np.float64),
+        probability=np.concatenate(drawn or [np.zeros(0)]).astype(np.float64)[: len(rows)],
+        counters={name: float(leaf) for name, leaf in named(state.sampler) if name in COUNTERS},
+        blocks=blocks,
+    )
+
+
+COUNTERS = ("largest", "ignored_priorities", "ignored_rows")
+
+
+def rows_in_order(first: np.ndarray, end: np.ndarray, length: int) -> np.ndarray:
+    """Where the rows lie, stream after stream, the oldest first: int32[R]."""
+    env, number = numbers_in_order(first, end)
+    return (env * length + ring.position_of(number, length)).astype(np.int32)
+
+
+def numbers_in_order(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The streams of rows, and their numbers there: int64[R] each."""
+    count = end - first
+    env = np.repeat(np.arange(len(count)), count)
+    return env, np.arange(count.sum()) - np.repeat(np.cumsum(count) - count - first, count)
+
+
+def spread(rows: np.ndarray, most: int) -> np.ndarray:
+    """At most so many of them, and at least one if there is one, evenly from the first to the last."""
+    most = max(most, 1)
+    return rows if len(rows) <= most else rows[np.linspace(0, len(rows) - 1, most).astype(np.int64)]
+
+
+def spec(shape: tuple[int, ...], dtype: Any) -> str:
+    return f"{np.dtype(dtype).name}{list(shape)}"
+
+
+def leaf_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    return math.prod(shape) * np.dtype(dtype).itemsize
+
+
+def _is_narrow(leaf: Any) -> bool:
+    return isinstance(leaf, leaves.Narrow)
+
+
+@jax.jit
+def _take(tree: Any, rows: jax.Array) -> Any:
+    return leaves.tree_map(lambda leaf: leaves.take(leaf, rows), tree)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _probability(replay: ReplayBuffer, state: ReplayState, rows: jax.Array) -> jax.Array:
+    """0 where a row is not drawable."""
+    members = operations.drawable(replay, state)
+    return jnp.where(members.contains(rows), replay.sampler.probability(state.sampler, members, rows), 0)

@@ -1,0 +1,109 @@
+"""What was found in a buffer, as a value, text or JSON, and what of it is suspicious."""
+
+import dataclasses
+import json
+from typing import Any
+
+from jaxreplay.inspection import measure
+from jaxreplay.inspection.contents import Contents
+from jaxreplay.inspection.page import page
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """Figures of a buffer's contents. `str()` gives a text, `to_json()` all of them, `to_html()` a page with plots."""
+
+    buffer: str
+    streams: dict[str, Any]
+    leaves: dict[str, dict[str, Any]]
+    episodes: dict[str, Any] | None  # None for items, which have none
+    draws: dict[str, Any] | None  # None where the probabilities are not known
+    counters: dict[str, float]  # of the sampler
+    suspicious: list[str]
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)
+
+    def to_html(self) -> str:
+        """One page that needs nothing else: no network, no script."""
+        return page(dataclasses.asdict(self))
+
+    def __str__(self) -> str:
+        lines = [self.buffer, "", *_lines("streams", self.streams)]
+        if self.episodes is not None:
+            lines += _lines("episodes", self.episodes)
+        if self.draws is not None:
+            lines += _lines("draws", self.draws)
+        if self.counters:
+            lines += _lines("sampler", self.counters)
+        lines += _table(self.leaves)
+        lines += ["suspicious:", *(f"  {line}" for line in self.suspicious)] if self.suspicious else ["nothing suspicious"]
+        return "\n".join(lines)
+
+
+def inspection_of(contents: Contents) -> Inspection:
+    leaves = measure.leaf_figures(contents)
+    episodes = None if contents.flags is None else measure.episode_figures(contents)
+    draws = None if contents.probability is None else measure.draw_figures(contents)
+    return Inspection(
+        buffer=contents.buffer,
+        streams=measure.stream_figures(contents),
+        leaves=leaves,
+        episodes=episodes,
+        draws=draws,
+        counters=contents.counters,
+        suspicious=list(_suspicious(contents, leaves, episodes, draws)),
+    )
+
+
+def _suspicious(contents: Contents, leaves: dict[str, dict[str, Any]], episodes: dict[str, Any] | None, draws: dict[str, Any] | None):
+    """One line each."""
+    if not contents.num_rows:
+        yield "the buffer is empty"
+        return
+    for name, found in leaves.items():
+        is_constant = found.get("elements") and found["constant elements"] == found["elements"]
+        if found.get("not finite"):
+            yield f"{name} has {found['not finite']:,} values that are NaN or infinite, in {found['rows read']:,} rows"
+        elif is_constant and found["rows read"] > 1:
+            what = f"is {found['least']:g} in all" if found["least"] == found["largest"] else "is the same in all"
+            yield f"{name} {what} of {found['rows read']:,} rows"
+    if episodes is not None and not episodes["whole"]:
+        yield "no episode is held from its start to its end"
+    if draws is None:
+        return
+    count, shared = draws["rows that can be drawn"], draws.get("rows that share their probability", 0)
+    if not count:
+        yield "no row can be drawn"
+    elif "largest" in contents.counters:
+        if shared == count > 1:
+            yield f"all {count:,} rows have the same priority"
+        elif shared > 1 and shared >= count / 10:
+            yield f"{shared:,} of {count:,} rows share one priority, as rows do that were never updated"
+    for name, text in (("ignored_priorities", "priorities were NaN, infinite or negative"), ("ignored_rows", "updates came too late")):
+        if contents.counters.get(name):
+            yield f"{contents.counters[name]:,.0f} {text}, and were ignored"
+
+
+def _lines(title: str, figures: dict[str, Any]) -> list[str]:
+    lines = [title]
+    for name, value in figures.items():
+        if isinstance(value, dict) and "edges" not in value:
+            if value:
+                lines.append(f"  {name:36}" + ", ".join(f"{key} {number(one)}" for key, one in value.items()))
+        elif not isinstance(value, dict):
+            lines.append(f"  {name:36}{number(value)}")
+    return [*lines, ""]
+
+
+def _table(leaves: dict[str, dict[str, Any]]) -> list[str]:
+    columns = ("spec", "least", "mean", "largest", "not finite", "constant elements", "rows read")
+    rows = [("leaf", *columns), *((name, *(number(found.get(column, "")) for column in columns)) for name, found in leaves.items())]
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows] + [""]
+
+
+def number(value: Any) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
