@@ -25,8 +25,8 @@ from checkpoint_ways import filled, num_rows_of, prepare, state_bytes, steps_of
 _HERE = pathlib.Path(__file__).resolve().parent
 _WAYS = {
     "plain": "a plain write in chunks",
-    "jaxreplay": "jaxreplay",
-    "zstd": "jaxreplay, zstd",
+    "jaxreplay": "jaxreplay, `level=None`",
+    "zstd": "jaxreplay, zstd (the default)",
     "pickle": "pickle",
     "orbax": "orbax",
     "vault": "flashbax's Vault",
@@ -199,9 +199,9 @@ A save of 1 % more took {ours["save 1 %"] / ours["save"]:.1%} of the full one's 
 bytes (target: at most 5 %).
 
 A loop of an add of 16 steps and a sample of 32, one jitted call after another, took {loop["alone"]:,.0f} microseconds an iteration alone
-({loop["alone after"]:,.0f} afterwards), and {loop["saving"]:,.0f} under `save(state, wait=False)`, with a `pump` before each add. After
-{loop["iterations"]:,.0f} iterations, {loop["seconds"]:.2f} seconds, the save was there. The call of `save` itself took
-{loop["pause"] * 1e3:,.0f} ms.
+({loop["alone after"]:,.0f} afterwards), and {loop["saving"]:,.0f} under `save(state, wait=False)` with `level=None` and a `pump`
+before each add. After {loop["iterations"]:,.0f} iterations, {loop["seconds"]:.2f} seconds, the save was there. The call of `save` itself
+took {loop["pause"] * 1e3:,.0f} ms.
 """
     return intro + "\n" + "\n".join(lines) + "\n" + last
 

@@ -25,7 +25,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from tqdm import tqdm
 
-from jaxreplay.checkpoint import Checkpointer
+from jaxreplay.checkpoint import BrokenError, Checkpointer
 
 
 class Saves:
@@ -46,11 +46,20 @@ class Saves:
         steps = set(self._agent.all_steps()) & set(self._replay.steps())
         if not steps:
             return 0, carry
-        step = max(steps)
-        agent = self._agent.restore(step, args=ocp.args.StandardRestore(_without_replay(carry)))
+        wanted = _without_replay(carry)
         del carry  # before the buffer comes back: there is one at a time
-        replay = self._replay.restore(dqn.example_step(), step)
-        return step, agent.replace(replay=replay, key=jax.random.wrap_key_data(agent.key))
+        for step in sorted(steps, reverse=True):
+            try:
+                replay = self._replay.restore(dqn.example_step(), step)
+            except BrokenError as error:
+                print(error, file=sys.stderr)
+                continue
+            for newer in steps:
+                if newer > step:
+                    self._agent.delete(newer)
+            agent = self._agent.restore(step, args=ocp.args.StandardRestore(wanted))
+            return step, agent.replace(replay=replay, key=jax.random.wrap_key_data(agent.key))
+        raise SystemExit("no step can be restored")
 
 
 def _without_replay(carry):
@@ -102,7 +111,8 @@ def main(argv=None):
     if args.work:
         work(args.folder, args.chunks, args.iterations, args.seed)
         return {"reached": True}
-    shutil.rmtree(args.folder, ignore_errors=True)
+    for name in ("whole", "killed"):
+        shutil.rmtree(args.folder / name, ignore_errors=True)
     with tqdm(total=2 * args.chunks, unit="chunk") as bar:
         whole = run(args.folder / "whole", args, 0, bar)
         killed = run(args.folder / "killed", args, args.kills, bar)

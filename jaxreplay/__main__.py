@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import pathlib
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -36,14 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--obs", action="append", default=[], metavar="[NAME:][SHAPE:]DTYPE", help="a leaf, such as image:84x84x3:uint8")
-    parser.add_argument("--action", default="float32", metavar="[SHAPE:]DTYPE", help="such as 8:float32, or int32")
+    parser.add_argument("--action", metavar="[SHAPE:]DTYPE", help="such as 8:float32, or int32; float32 by default")
     parser.add_argument("--env", metavar="ID", help="a Gymnasium env, whose spaces are taken in the place of --obs and --action")
     parser.add_argument("--capacity", type=int, required=True, help="rows")
-    parser.add_argument("--num-envs", type=int, default=1)
-    parser.add_argument("--n-step", type=int, default=1)
-    parser.add_argument("--prioritized", action="store_true")
-    parser.add_argument("--autoreset", choices=("next_step", "same_step"), default="next_step")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--num-envs", type=int, default=1, help="streams, each a ring of capacity / num_envs rows")
+    parser.add_argument("--n-step", type=int, default=1, help="of the transitions")
+    parser.add_argument("--prioritized", action="store_true", help="with a tree of priorities")
+    parser.add_argument("--autoreset", choices=("next_step", "same_step"), default="next_step", help="same_step: without final_obs")
+    parser.add_argument("--json", action="store_true", help="the same as JSON")
     parser.set_defaults(run=_plan)
 
 
@@ -68,10 +69,12 @@ def _plan(options: argparse.Namespace) -> str:
     sizes = {"capacity": options.capacity, "num_envs": options.num_envs, "batch_size": 1}
     make = catalog.prioritized if options.prioritized else catalog.uniform
     replay = make(**sizes, n_step=options.n_step, autoreset=options.autoreset)
-    if options.env is not None:
-        example = _step_of_env(options.env)
-    else:
-        example = step_of(_obs_of(options.obs), _leaf_of("--action", options.action)[1])
+    name, action = _leaf_of("--action", options.action or "float32")
+    if name is not None:
+        raise ValueError(f"--action: one leaf has no name, got {options.action!r}")
+    if options.env is not None and (options.obs or options.action):
+        raise ValueError("--env: it brings its spaces; leave out --obs and --action")
+    example = step_of(_obs_of(options.obs), action) if options.env is None else _step_of_env(options.env)
     made = plan(replay, example)
     if not options.json:
         return str(made)
@@ -93,15 +96,16 @@ def _obs_of(texts: list[str]) -> Any:
 
 def _leaf_of(option: str, text: str) -> tuple[str | None, jax.ShapeDtypeStruct]:
     """`uint8`, `84x84x3:uint8` or `image:84x84x3:uint8`."""
-    *before, dtype = text.split(":")
-    shape = before.pop() if before and (not before[-1] or before[-1][0].isdigit()) else ""
+    found = re.fullmatch(r"(?:(?P<name>[^:]*[^:x0-9-][^:]*):)?(?:(?P<shape>[0-9]+(?:x[0-9]+)*):)?(?P<dtype>[a-z][a-z0-9_]*)", text)
     try:
-        leaf = jax.ShapeDtypeStruct(tuple(int(size) for size in shape.split("x") if size), jax.numpy.dtype(dtype))
+        if found is None:
+            raise ValueError
+        dtype = jax.numpy.dtype(found["dtype"])
+        if not (jax.numpy.issubdtype(dtype, jax.numpy.number) or dtype.kind == "b"):
+            raise ValueError
     except (TypeError, ValueError):
         raise ValueError(f"{option}: {text!r} is not [NAME:][SHAPE:]DTYPE, such as image:84x84x3:uint8, 31:float32 or int32") from None
-    if len(before) > 1:
-        raise ValueError(f"{option}: {text!r} has more parts than [NAME:][SHAPE:]DTYPE")
-    return (before[0] if before else None), leaf
+    return found["name"], jax.ShapeDtypeStruct(tuple(int(size) for size in (found["shape"] or "").split("x") if size), dtype)
 
 
 def _step_of_env(name: str) -> dict[str, Any]:

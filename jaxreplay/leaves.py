@@ -29,8 +29,8 @@ class Narrow(flax.struct.PyTreeNode):
 def zeros(num_rows: int, row: Any) -> jax.Array | Narrow:
     """`num_rows` rows of zeros, like `row`, which has a shape and a dtype."""
     shape, dtype = (num_rows, *row.shape), np.dtype(row.dtype)
-    carrier = _carrier(dtype)
-    return jnp.zeros(shape, dtype) if carrier is None else Narrow(jnp.zeros(shape, carrier), dtype)
+    bits = carrier(dtype)
+    return jnp.zeros(shape, dtype) if bits is None else Narrow(jnp.zeros(shape, bits), dtype)
 
 
 def put(leaf: jax.Array | Narrow, row: jax.Array, values: jax.Array) -> Any:
@@ -44,7 +44,7 @@ def put(leaf: jax.Array | Narrow, row: jax.Array, values: jax.Array) -> Any:
 def take(leaf: jax.Array | Narrow, row: jax.Array) -> jax.Array:
     """Read rows, which must be in bounds: `[*row.shape, ...]`."""
     if isinstance(leaf, Narrow):
-        return decode(take(leaf.bits, row), leaf.dtype)
+        return _decode(take(leaf.bits, row), leaf.dtype)
     return leaf.at[row].get(mode="promise_in_bounds")
 
 
@@ -53,7 +53,7 @@ def tree_map(function: Any, stored: Any, *rest: Any) -> Any:
     return jax.tree.map(function, stored, *rest, is_leaf=lambda leaf: isinstance(leaf, Narrow))
 
 
-def _carrier(dtype: np.dtype) -> Any:
+def carrier(dtype: np.dtype) -> Any:
     """The dtype that holds the bits, or None where XLA works on the dtype itself."""
     if jnp.issubdtype(dtype, jnp.floating) and dtype not in _PLAIN_FLOATS:
         bits = jnp.finfo(dtype).bits
@@ -67,8 +67,12 @@ def _encode(values: jax.Array, carrier: Any) -> jax.Array:
     return jax.lax.bitcast_convert_type(values, carrier) if _is_bitcast(values.dtype) else values.astype(carrier)
 
 
-def decode(bits: jax.Array, dtype: Any) -> jax.Array:
-    """The values that are held as such bits."""
+def decode_on_host(bits: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The values that are held as such bits, without a device."""
+    return bits.view(dtype) if _is_bitcast(dtype) else bits.astype(dtype)
+
+
+def _decode(bits: jax.Array, dtype: Any) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, dtype) if _is_bitcast(dtype) else bits.astype(dtype)
 
 

@@ -57,6 +57,8 @@ def plan(replay: ReplayBuffer, example: Any) -> Plan:
       >>> made.memory.total, made.fits
       (100016, True)
     """
+    if not isinstance(replay, ReplayBuffer):
+        raise ValueError(f"plan: expected a ReplayBuffer, got {type(replay).__name__}; print(rollout.memory(example)) tells of a rollout")
     taken, free = replay.memory(example), memory.free_bytes()
     return Plan(
         memory=taken,

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import os
 import pathlib
 import random
 import shutil
@@ -26,7 +27,7 @@ pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed
 
 import jaxreplay as jr
 from jaxreplay import checkpoint
-from jaxreplay.checkpoint import BrokenError, Checkpointer, rows
+from jaxreplay.checkpoint import BrokenError, Checkpointer, rows, store
 
 kinds = pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
 
@@ -456,6 +457,86 @@ def test_the_example_and_the_buffer_must_fit(tmp_path):
         checkpoint.save(tmp_path, items(capacity=128), replay.init(EXAMPLE))
     with pytest.raises(ValueError, match="keep must be an int of at least 1"):
         Checkpointer(tmp_path, replay, keep=0)
+
+
+def test_only_a_buffer_and_its_state_are_taken(tmp_path):
+    replay = items()
+    for other in (jr.jit(replay), jr.mix(one=(replay, 2)), jr.Replay(replay)):
+        with pytest.raises(ValueError, match="Checkpointer: replay must be a ReplayBuffer or a Rollout, got "):
+            Checkpointer(tmp_path, other)
+    with pytest.raises(ValueError, match="save: expected a ReplayState alone, got tuple; the rest of a carry goes elsewhere"):
+        Checkpointer(tmp_path, replay).save((replay.init(EXAMPLE), 1))
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_it_is_said_what_was_restored(tmp_path):
+    replay = items()
+    checkpointer, state = Checkpointer(tmp_path, replay), added(replay, replay.init(EXAMPLE), 0, 4)
+    for number in (1, 2):
+        checkpointer.save(state, number, notes={"number": number})
+    newest = sorted((tmp_path / "rest").iterdir())[-1]
+    description = newest / "streams.head" / "zarr.json"
+    description.unlink()
+    description.symlink_to(description)  # cannot be read, and not because it is gone
+    other = Checkpointer(tmp_path, replay)
+    with pytest.warns(UserWarning, match="restore: step 1 was read, since this is broken:\n  step 2: rest/.*streams.head/zarr.json"):
+        other.restore(EXAMPLE)
+    assert (other.step, other.notes) == (1, {"number": 1})
+    with pytest.raises(BrokenError, match=r"restore: no step 2 under .* can be restored \(there are 1, 2\):\n  step 2: rest/"):
+        other.restore(EXAMPLE, 2)
+
+
+AT_EXIT = """
+import sys
+import checkpointed_run as run
+from jaxreplay.checkpoint import Checkpointer
+
+state = run.REPLAY.init(run.EXAMPLE)
+checkpointer = Checkpointer(sys.argv[1], run.REPLAY)
+if sys.argv[2] == "fails":
+    def sync(folder):
+        raise OSError("no space left")
+    checkpointer._store.sync = sync
+add = run.jr.jit(run.REPLAY).add
+for t in range(9):
+    state = add(state, run.step(t, 4))
+checkpointer.save(state, 9, wait=False)
+if sys.argv[2] != "unfinished":
+    while not checkpointer._saving.is_copied:
+        checkpointer.pump(state, 0)
+else:
+    checkpointer._saving._next = (0, None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("well", ""), ("fails", "the last checkpoint was not written: no space left"), ("unfinished", "was not finished, and is given up")],
+)
+def test_the_end_of_a_program_waits_and_says_what_failed(how, said, tmp_path):
+    folder = pathlib.Path(checkpointed_run.__file__).parent
+    done = subprocess.run([sys.executable, "-c", AT_EXIT, tmp_path, how], capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0
+    assert said in done.stderr
+    assert bool(said) == bool(done.stderr)
+    assert Checkpointer(tmp_path, checkpointed_run.REPLAY).steps() == ([] if said else [9])
+
+
+@pytest.mark.parametrize("has_syncfs", [True, False])
+def test_the_disk_has_every_file_before_the_manifest_is_there(has_syncfs, tmp_path, monkeypatch):
+    replay, synced, real = items(), set(), os.fsync
+
+    def fsync(descriptor):
+        synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if not has_syncfs:
+        monkeypatch.setattr(store, "_sync_all", lambda folder: None)
+    Checkpointer(tmp_path / "new" / "run", replay).save(added(replay, replay.init(EXAMPLE), 0, 4))
+    paths = {str(path) for path in [tmp_path, *tmp_path.rglob("*")]}
+    manifest = next(path for path in paths if path.endswith(".json") and "manifests" in path)
+    assert {path for path in synced if path.startswith(str(tmp_path))} == {*paths - {manifest}, f"{manifest}.new"}
 
 
 def test_notes_and_names_of_any_kind(tmp_path):

@@ -51,6 +51,11 @@ def episodes_of(steps, env):
     return found
 
 
+def is_tail(steps, t, env):
+    ends = [start + length for start, length, *_ in episodes_of(steps, env)]
+    return t in ends
+
+
 @pytest.fixture(scope="module")
 def prioritized():
     replay = jr.prioritized(
@@ -68,7 +73,6 @@ def test_the_figures_are_those_that_a_loop_counts(prioritized):
     replay, state, steps = prioritized
     found = jr.inspect(replay, state)
     assert found.streams["rows"] == found.streams["capacity"] == NUM_ENVS * LENGTH
-    assert found.streams["rows ever written"] == 70 * NUM_ENVS
     whole = [episode for env in range(NUM_ENVS) for episode in episodes_of(steps, env) if episode[0] >= 70 - LENGTH]
     assert found.episodes["whole"] == len(whole) > 5
     assert found.episodes["terminated"] == sum(terminated for *_, terminated in whole)
@@ -77,6 +81,9 @@ def test_the_figures_are_those_that_a_loop_counts(prioritized):
         assert found.episodes[name]["median"] == np.median(values)
         assert found.episodes[name]["largest"] == max(values)
         assert sum(found.episodes[f"{name}, histogram"]["counts"]) == len(whole)
+    actions = [steps["action"][t, env] for env in range(NUM_ENVS) for t in range(70 - LENGTH, 70) if not is_tail(steps, t, env)]
+    assert found.leaves["steps.action"]["rows read"] == len(actions)  # a final observation has none
+    assert found.leaves["steps.action"]["mean"] == pytest.approx(np.mean(actions))
     held = steps["obs"]["a"][-LENGTH:]
     figures = found.leaves["steps.obs.a"]
     assert figures["rows read"] == NUM_ENVS * LENGTH
@@ -84,7 +91,7 @@ def test_the_figures_are_those_that_a_loop_counts(prioritized):
     assert (figures["constant elements"], found.leaves["steps.obs.flat"]["constant elements"]) == (0, 3)
     assert found.counters == {"largest": 7.0, "ignored_priorities": 5.0, "ignored_rows": 0.0}
     assert found.suspicious[0] == "steps.obs.flat is 7 in all of 120 rows"
-    assert "rows share one priority" in found.suspicious[1]
+    assert "rows share one probability" in found.suspicious[1]
     assert found.suspicious[2:] == ["5 priorities were NaN, infinite or negative, and were ignored"]
 
 
@@ -152,9 +159,96 @@ def test_what_is_odd_is_named(tmp_path):
         "truncated": np.zeros((9, 1), bool),
     }
     found = jr.inspect(one, one.extend(state, steps))
-    assert found.suspicious == ["no episode is held from its start to its end", "all 8 rows have the same priority"]
+    assert found.suspicious == [
+        "no episode is held from its start to its end",
+        "all 8 rows are equally likely: priorities are equal, or do not count (exponent 0, or no rerank yet)",
+    ]
     with pytest.raises(ValueError, match="inspect: expected a ReplayBuffer and its state, got Uniform"):
         jr.inspect(jr.Uniform(), state)
+
+
+def test_what_was_overwritten_is_not_looked_at():
+    """With final_obs, a tail has no reward of its own: what it holds is another step's."""
+    replay = jr.uniform(capacity=20, num_envs=1, batch_size=4, autoreset="same_step")
+    example = {**EXAMPLE, "obs": np.float32(0), "final_obs": np.float32(0)}
+
+    def steps(count, reward, done):
+        row = {"obs": np.arange(count), "action": np.arange(count), "reward": np.full(count, reward), "final_obs": np.zeros(count)}
+        row |= {"terminated": np.full(count, done), "truncated": np.zeros(count, bool)}
+        return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype)[:, None], row, example)
+
+    extend = jr.jit(replay).extend
+    state = extend(extend(replay.init(example), steps(20, np.nan, False)), steps(40, 5.0, True))
+    found = jr.inspect(replay, state)
+    assert found.leaves["steps.reward"] | {"spec": 0} == {
+        "spec": 0,
+        "rows read": 10,
+        "not finite": 0,
+        "least": 5.0,
+        "mean": 5.0,
+        "largest": 5.0,
+        "elements": 1,
+        "constant elements": 1,
+    }
+    assert found.suspicious == ["steps.reward is 5 in all of 10 rows"]
+    assert found.episodes["whole"] == 10
+
+
+def test_equal_probabilities_need_not_be_equal_priorities():
+    for sampler in (jr.RankBased(), jr.Prioritized(exponent=0.0)):
+        replay = jr.ReplayBuffer(capacity=8, num_envs=1, batch_size=2, sampler=sampler, view=jr.Item(), autoreset=None)
+        state = replay.extend(replay.init(0.0), jnp.arange(8.0)[:, None], priority=1 + jnp.arange(8.0)[:, None])
+        assert "all 8 rows are equally likely" in jr.inspect(replay, state).suspicious[0]
+
+
+def test_a_state_of_another_buffer_is_refused():
+    replay, other = (jr.items(capacity=8, num_envs=num_envs, batch_size=2) for num_envs in (1, 2))
+    for state in (
+        jr.items(capacity=4, batch_size=2).init(0.0),
+        jr.prioritized(capacity=8, num_envs=1, batch_size=2, autoreset="next_step").init(EXAMPLE),
+    ):
+        with pytest.raises(ValueError, match="inspect: the state is of another buffer, not of one with 8 rows of 2 envs"):
+            jr.inspect(other, state)
+    assert jr.inspect(replay, replay.init(0.0)).streams["rows"] == 0
+
+
+def test_numbers_that_are_too_large_for_figures(tmp_path):
+    with jax.enable_x64(True):
+        replay = jr.items(capacity=2, batch_size=2)
+        item = {"x": np.array([[1.5e308], [1.6e308]]), "t": np.array([[2**60], [2**60 + 1]])}
+        state = replay.extend(replay.init(jax.tree.map(lambda leaf: leaf[0, 0], item)), item)
+        found = jr.inspect(replay, state)
+        checkpoint.save(tmp_path, replay, state)
+    assert found.suspicious == []
+    assert found.leaves["steps.t"]["largest"] == 2**60 + 1
+    for one in (found, checkpoint.inspect(tmp_path)):
+        assert json.loads(one.to_json())["leaves"]["steps.x"]["largest"] == 1.6e308
+        assert "1.6e+308" in one.to_html()
+
+
+def test_a_run_may_save_meanwhile(prioritized, tmp_path, monkeypatch):
+    """What is looked at is deleted, and a newer one is there."""
+    replay, state, _ = prioritized
+    checkpoint.save(tmp_path, replay, state, step=1)
+    reader = checkpoint.contents.RowReader
+
+    def late(store, manifest):
+        if manifest.step == 1:
+            checkpoint.save(tmp_path, replay, state, step=2)
+        return reader(store, manifest)
+
+    monkeypatch.setattr(checkpoint.contents, "RowReader", late)
+    assert ", step 2" in checkpoint.inspect(tmp_path).buffer
+
+
+def test_a_checkpoint_is_looked_at_without_a_device(prioritized, tmp_path):
+    """That of a run which has all of the accelerator's memory."""
+    replay = jr.items(capacity=2, batch_size=2)
+    checkpoint.save(tmp_path, replay, replay.add(replay.init(jnp.zeros(3, jnp.bfloat16)), jnp.ones((1, 3), jnp.bfloat16)))
+    code = "import sys, jax; from jaxreplay.__main__ import main; main(['inspect', sys.argv[1]]); print(jax._src.xla_bridge._backends)"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("\n{}\n")
 
 
 def test_few_bytes_are_read_where_few_are_asked_for(prioritized, tmp_path):
@@ -205,7 +299,8 @@ def test_the_page_is_whole_and_needs_nothing_else(prioritized, tmp_path, capsys)
     checkpoint.save(tmp_path / "run", replay, state, step=3)
     main(["inspect", str(tmp_path / "run"), "--html", str(tmp_path / "page.html")])
     text = capsys.readouterr().out
-    assert text == f"{jr.inspect(replay, state)}\n".replace("batch_size=8", "batch_size=1")  # that is no matter of the state
+    head = re.sub(r" batch_size=8,| min_size=1,", "", str(jr.inspect(replay, state)))  # these are no matter of a state
+    assert text == head.replace("\n", f"\n{tmp_path}/run, step 3\n", 1) + "\n"
     content = (tmp_path / "page.html").read_text(encoding="utf-8")
     page = Page()
     page.feed(content)
@@ -252,6 +347,7 @@ def test_a_browser_shows_the_page(prioritized, tmp_path):
         ("{path}/broken", "there is no generation under .*; manifests/.* is not as it was written"),
         ("{path}/less", "rows/.* is missing"),
         ("{path}/rollout", "has no rows of a replay buffer, but a Rollout"),
+        ("{path}/file", "is a file, not the folder of a Checkpointer"),
         ("{path}/run --html {path}/no/folder.html", "No such file or directory"),
     ],
 )
@@ -262,6 +358,7 @@ def test_bad_input_is_answered_in_one_line(arguments, text, prioritized, tmp_pat
     next((tmp_path / "broken" / "manifests").iterdir()).write_text("{}")
     shutil.rmtree(next((tmp_path / "less" / "rows").iterdir()))
     rollout = jr.rollout(length=5, num_envs=2, autoreset="next_step")
+    (tmp_path / "file").write_text("")
     checkpoint.save(tmp_path / "rollout", rollout, rollout.init({**EXAMPLE, "obs": 0.0}))
     with pytest.raises(SystemExit) as caught:
         main(["inspect", *arguments.format(path=tmp_path).split()])

@@ -35,6 +35,7 @@ LAYERS = (
     (
         "checkpoint.generations",
         "checkpoint.history",
+        "checkpoint.row_reader",
         "checkpoint.identity",
         "checkpoint.saving",
         "checkpoint.restoring",

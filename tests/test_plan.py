@@ -72,6 +72,11 @@ def test_the_command_says_what_python_says(capsys):
         ("plan --capacity many --obs uint8", "argument --capacity: invalid int value: 'many'"),
         ("plan --capacity 100 --obs image:84y84:uint8", r"--obs: 'image:84y84:uint8' is not \[NAME:\]\[SHAPE:\]DTYPE"),
         ("plan --capacity 100 --obs 3:number", r"--obs: '3:number' is not \[NAME:\]\[SHAPE:\]DTYPE"),
+        ("plan --capacity 100 --obs 4:str", "--obs: '4:str' is not "),
+        ("plan --capacity 100 --obs=-4:float32", "--obs: '-4:float32' is not "),
+        ("plan --capacity 100 --obs a:b:float32", "--obs: 'a:b:float32' is not "),
+        ("plan --capacity 100 --obs uint8 --action a:2:float32", "--action: one leaf has no name, got 'a:2:float32'"),
+        ("plan --capacity 100 --obs uint8 --env CartPole-v1", "--env: it brings its spaces; leave out --obs and --action"),
         ("plan --capacity 100 --obs uint8 --obs float32", "each of several leaves needs a name of its own"),
         ("plan --capacity 100 --obs uint8 --num-envs 3", "capacity=100 rows do not divide into num_envs=3 .* 99 and 102"),
         ("plan --capacity 100 --obs uint8 --n-step 0", "n_step must be an int of at least 1, got 0"),
@@ -86,6 +91,11 @@ def test_bad_input_is_answered_in_one_line(arguments, text, capsys):
     assert out == ""
     assert error.count("\n") == 1
     assert re.search(text, error), error
+
+
+def test_a_rollout_is_refused():
+    with pytest.raises(ValueError, match="plan: expected a ReplayBuffer, got Rollout"):
+        jr.plan(jr.rollout(length=2, num_envs=1, autoreset="next_step"), 0.0)
 
 
 def test_it_runs_as_a_module():

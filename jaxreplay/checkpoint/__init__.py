@@ -14,7 +14,7 @@ except ImportError as error:
     raise ImportError(f"jaxreplay.checkpoint needs {error.name}: pip install 'jaxreplay[checkpoint]'") from error
 
 from jaxreplay.checkpoint.checkpointer import Checkpointer
-from jaxreplay.checkpoint.contents import contents_of
+from jaxreplay.checkpoint.contents import contents_of, generation_of
 from jaxreplay.checkpoint.store import BrokenError
 from jaxreplay.inspection.inspection import Inspection, inspection_of
 
@@ -38,9 +38,16 @@ def restore(path: Any, replay: Any, example: Any, *, step: int | None = None, **
 def inspect(path: Any, *, step: int | None = None, max_bytes: int = 2**28) -> Inspection:
     """What the newest generation under a path holds, or that of a step: as `jaxreplay.inspect`, without the buffer that it is of.
 
-    How rows are drawn is told of samplers by priority only.
+    How rows are drawn is told of samplers by priority only. It checks what it reads; only a restore reads everything.
 
     Raises:
       FileNotFoundError: there is none. ValueError: it is of a rollout. BrokenError: an array is missing, or not as it was written.
     """
-    return inspection_of(contents_of(path, step, max_bytes))
+    manifest = None
+    while True:
+        before, (store, manifest) = manifest, generation_of(path, step)
+        try:
+            return inspection_of(contents_of(store, manifest, max_bytes))
+        except BrokenError:
+            if before == manifest:  # else the run has deleted it meanwhile, for a newer one
+                raise

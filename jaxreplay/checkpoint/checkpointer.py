@@ -15,12 +15,15 @@ from tqdm import tqdm
 
 import jaxreplay
 from jaxreplay import checks
+from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.checkpoint import history, restoring, rows
 from jaxreplay.checkpoint.generations import Generations
 from jaxreplay.checkpoint.identity import check_fits, check_path, described, identity
 from jaxreplay.checkpoint.manifest import Group, Manifest
 from jaxreplay.checkpoint.saving import Saving
 from jaxreplay.checkpoint.store import BrokenError, Store
+from jaxreplay.operations import ReplayState
+from jaxreplay.rollouts import Rollout, RolloutState
 
 _MIB = 2**20
 _SMALL = 8 * _MIB  # bytes that `pump` copies at a time
@@ -32,7 +35,7 @@ class Checkpointer:
 
     A save writes the rows that came since the one before, and everything else whole: priorities, heads, episode tables. It is there once
     its manifest is, which is written last; until then the one before it can be restored, whatever happens. Beside the state a save and
-    a restore take at most two chunks of memory, and what they are written with.
+    a restore take at most three chunks of memory. A rollout is written whole each time, and copied by a save that does not wait.
 
     One run has one path, and one process writes to it.
 
@@ -65,18 +68,24 @@ class Checkpointer:
         level: int | None = 1,
         progress: bool | None = None,
     ):
+        if not isinstance(replay, ReplayBuffer | Rollout):
+            raise ValueError(
+                f"Checkpointer: replay must be a ReplayBuffer or a Rollout, got {type(replay).__name__}; of jaxreplay.jit(replay) give the "
+                "replay itself, and each part of a mixture has a path of its own"
+            )
         checks.check_size("Checkpointer", "keep", keep)
         checks.check_size("Checkpointer", "chunk_bytes", chunk_bytes)
-        self.replay = replay
+        self.replay: Any = replay
         self._store = Store(path)
         self._generations = Generations(self._store, keep)
         self._chunk_bytes, self._level, self._progress = chunk_bytes, level, progress
         self._base: Manifest | None = None  # what the state at hand goes on from
         self._saving: Saving | None = None
-        self.notes: dict[str, Any] = {}  # of the generation that was restored
+        self.step: int | None = None  # of the generation that was restored, and
+        self.notes: dict[str, Any] = {}  # its notes
 
     def steps(self) -> list[int]:
-        """Of the generations that can be restored, the newest last."""
+        """Of the generations that there are, the newest last. Only a restore finds out whether one is whole."""
         return [manifest.step for manifest in reversed(self._generations.read()[0])]
 
     @property
@@ -90,13 +99,17 @@ class Checkpointer:
         Args:
           state: the more it has of the one that was last saved or restored here, the less is written.
           step: what it is called; by default one more than the newest one. It takes the place of a generation of the same step.
-          wait: False: return soon, and copy the rows by and by: call `pump` before each `add`, `finish` before a `clear`. What is not rows
-            is copied at once: 4 to 20 bytes a row, of priorities and episode tables.
+          wait: False: return soon, and copy the rows by and by: call `pump` before each `add`, and `finish` before a `clear` and at the
+            end. A save that is under way is finished first. What is not rows is copied at once: priorities and episode tables, up to 20
+            bytes a row.
           notes: of JSON; `restore` leaves them in `notes`.
 
         Raises:
           RuntimeError, OSError, ValueError: it could not be written; the generations that were there still are.
         """
+        expected = ReplayState if isinstance(self.replay, ReplayBuffer) else RolloutState
+        if not isinstance(state, expected):
+            raise ValueError(f"save: expected a {expected.__name__} alone, got {type(state).__name__}; the rest of a carry goes elsewhere")
         self.finish(state)
         generations, _ = self._generations.read()
         step = (generations[0].step + 1 if generations else 0) if step is None else operator.index(step)
@@ -193,6 +206,8 @@ class Checkpointer:
     def restore(self, example: Any, step: int | None = None) -> Any:
         """The newest generation, or that of a step, as a new state. Where the newest is broken, an older one is read, with a warning.
 
+        `step` and `notes` are then those of what was read. Let an old state go before: this one takes its own memory.
+
         The rows that it holds, and what decides the next operations, are as they were, to the last bit. Rows that were cleared are zeros.
 
         Args:
@@ -218,12 +233,14 @@ class Checkpointer:
                     if problems:
                         lines = [f"restore: step {manifest.step} was read, since this is broken:", *problems]
                         warnings.warn("\n  ".join(lines), stacklevel=2)
-                    self._base, self.notes = manifest, manifest.notes
+                    self._base, self.step, self.notes = manifest, manifest.step, manifest.notes
                     return state
             if self._generations.read()[0] == generations:  # else another process has just deleted them, for newer ones
                 break
         if problems:
-            raise BrokenError("\n  ".join([f"restore: nothing under {self._store.name} can be restored:", *problems]))
+            what = "nothing" if step is None else f"no step {step}"
+            others = "" if step is None else f" (there are {', '.join(map(str, self.steps()))})"
+            raise BrokenError("\n  ".join([f"restore: {what} under {self._store.name} can be restored{others}:", *problems]))
         raise FileNotFoundError(f"restore: there is no generation{'' if step is None else f' of step {step}'} under {self._store.name}")
 
     @contextlib.contextmanager

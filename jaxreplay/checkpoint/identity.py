@@ -1,6 +1,7 @@
 """Whether a generation and a buffer belong together: compared leaf by leaf."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jaxreplay.paths import named
 def identity(replay: Any) -> str:
     """What decides the meaning of a state: not how many items are drawn, or when."""
     sizes = {field.name: 1 for field in dataclasses.fields(replay) if field.name in ("batch_size", "min_size")}
-    return description(dataclasses.replace(replay, **sizes))
+    return re.sub(r", (batch_size|min_size)=1\b", "", description(dataclasses.replace(replay, **sizes)))
 
 
 def described(state: Any) -> tuple[dict[str, str], dict[str, str]]:

@@ -104,10 +104,14 @@ class Saving:
         atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
-        if not self.is_copied:
-            warnings.warn("a checkpoint was not finished, and is given up; call finish(state), or close(), before the end", stacklevel=1)
+        is_copied = self.is_copied
+        if not is_copied:
             self.abandon()
         self._thread.join()
+        if not is_copied:
+            warnings.warn("a checkpoint was not finished, and is given up; call finish(state), or close(), before the end", stacklevel=1)
+        elif self._error is not None:
+            warnings.warn(f"the last checkpoint was not written: {self._error}", stacklevel=1)
 
     def _raise_error(self) -> None:
         if self._error is not None:

@@ -5,6 +5,7 @@ that whoever writes an array keeps its seal, a checksum of the description, and 
 """
 
 import ctypes
+import errno
 import functools
 import os
 import pathlib
@@ -29,7 +30,7 @@ class Store:
     """What lies under a path or URL, such as "runs/replay", "memory://replay/" or "s3://bucket/replay/"."""
 
     def __init__(self, path: Any):
-        text = os.fspath(path)
+        text = os.path.expanduser(os.fspath(path))
         if text.startswith("file://"):
             text = urllib.parse.unquote(text.removeprefix("file://"))
         self._local = None if "://" in text else pathlib.Path(text).absolute()
@@ -65,7 +66,7 @@ class Store:
         opened = ts.open(self._spec(name) | {"open": True}, context=_context())
 
         def result() -> Any:
-            found = description.result()
+            found = checked(f"{name}/{_DESCRIPTION}", description.result)
             if found.state != "value":
                 raise BrokenError(f"{name}/{_DESCRIPTION} is missing")
             if zlib.crc32(found.value) != seal:
@@ -81,12 +82,10 @@ class Store:
         """Wait until the disk has all that is in a folder: what was created there is not safe before. Other stores are safe at once."""
         if self._local is None or not (self._local / folder).is_dir():
             return
-        if (sync_all := _syncfs()) is not None:  # one wait, where each of many small files would have its own
-            _with_descriptor(self._local / folder, sync_all)
-            return
+        _sync_all(self._local / folder)
         for inner, _, files in os.walk(self._local / folder):
             for name in [*files, "."]:
-                _with_descriptor(os.path.join(inner, name), os.fsync)
+                _fsync(os.path.join(inner, name))
 
     def put(self, name: str, content: bytes, after: Sequence[str]) -> None:
         """Write a file, whole or not at all, once the disk has what is in some folders: their names alone, which are not in `sync`."""
@@ -96,13 +95,13 @@ class Store:
         path, unfinished = self._local / name, self._local / f"{name}.new"
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished.write_bytes(content)
-        _with_descriptor(unfinished, os.fsync)
-        for folder in after:
-            if (self._local / folder).is_dir():
-                _with_descriptor(self._local / folder, os.fsync)
-        _with_descriptor(self._local, os.fsync)
+        _fsync(unfinished)
+        folders = [self._local / folder for folder in after]
+        for folder in [*folders, self._local, *self._local.parents]:  # also those that were made for this
+            if folder.is_dir() and os.access(folder, os.R_OK):
+                _fsync(folder)
         unfinished.replace(path)
-        _with_descriptor(path.parent, os.fsync)
+        _fsync(path.parent)
 
     def get(self, name: str) -> bytes:
         found = self._files.read(name).result()
@@ -152,27 +151,32 @@ def checked(name: str, read: Callable[[], Any]) -> Any:
         raise BrokenError(f"{name}: {error}") from error
 
 
-def _with_descriptor(path: Any, function: Callable[[int], None]) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _fsync(path: Any) -> None:
+    """Wait until the disk has a file, or a folder's names, where the system can wait for these."""
+    is_folder, is_windows = os.path.isdir(path), os.name == "nt"
+    if is_folder and is_windows:
+        return
+    descriptor = os.open(path, os.O_RDWR if is_windows else os.O_RDONLY)
     try:
-        function(descriptor)
+        os.fsync(descriptor)
+    except OSError as error:
+        if not is_folder or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 
 
-@functools.cache
-def _syncfs() -> Callable[[int], None] | None:
-    """Waits for all that was written to a descriptor's file system; None where the system has no such call (Linux has)."""
+def _sync_all(folder: Any) -> None:
+    """All of a folder's file system at once, where the system can: many small files then wait for little each. Errors come from these."""
     try:
-        call = ctypes.CDLL(None, use_errno=True).syncfs
+        call = ctypes.CDLL(None).syncfs
     except (OSError, AttributeError, TypeError):
-        return None
-
-    def sync(descriptor: int) -> None:
-        if call(descriptor):
-            raise OSError(error := ctypes.get_errno(), os.strerror(error))
-
-    return sync
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        call(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @functools.cache

@@ -32,7 +32,7 @@ class Contents:
     reward: np.ndarray | None  # float64[R]; None where there is none, or it is no scalar
     probability: np.ndarray | None  # float64[R], of one draw; None where it is not known
     counters: dict[str, float]  # of the sampler
-    blocks: Callable[[], Iterator[dict[str, np.ndarray]]]  # values of rows from all over the buffer, leaf by leaf, [K, ...]
+    blocks: Callable[[], Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]]  # some rows int64[K], and the values of each leaf, [K, ...]
 
     @property
     def num_rows(self) -> int:
@@ -44,11 +44,15 @@ def contents_of(replay: ReplayBuffer, state: ReplayState, max_bytes: int) -> Con
     if not isinstance(replay, ReplayBuffer) or not isinstance(state, ReplayState):
         raise ValueError(f"inspect: expected a ReplayBuffer and its state, got {type(replay).__name__} and {type(state).__name__}")
     streams, steps = replay.streams, state.streams.steps
+    per_env = (state.streams.last, state.streams.count, state.pending)
+    lengths = {leaf.shape[0] for leaf in jax.tree.leaves((steps, state.streams.flags))}
+    if lengths - {streams.capacity} or {leaf.shape[0] for leaf in per_env if leaf is not None} - {streams.num_envs}:
+        raise ValueError(f"inspect: the state is of another buffer, not of one with {streams.capacity} rows of {streams.num_envs} envs")
     head, lap, filled = (np.array(leaf).astype(np.int64) for leaf in (state.streams.head, state.streams.lap, state.streams.filled))
     end = np.broadcast_to(lap * streams.length + head, (streams.num_envs,))
     first = end - filled
     rows = rows_in_order(first, end, streams.length)
-    held = [(name, leaf) for name, leaf in named({"steps": steps}, is_leaf=_is_narrow) if leaf.shape[0] == streams.capacity]
+    held = named({"steps": steps}, is_leaf=_is_narrow)
 
     def read(tree: Any, chosen: np.ndarray, row_bytes: int) -> Iterator[Any]:
         size = max(1, min(BLOCK_BYTES // max(row_bytes, 1), len(chosen)))
@@ -60,9 +64,13 @@ def contents_of(replay: ReplayBuffer, state: ReplayState, max_bytes: int) -> Con
     def column(leaf: Any, dtype: Any) -> np.ndarray:
         return np.concatenate([block.astype(dtype) for block in read(leaf, rows, 8)] or [np.zeros(0, dtype)])
 
-    def blocks() -> Iterator[dict[str, np.ndarray]]:
+    def blocks() -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
         row_bytes = sum(leaf_bytes(leaf.shape[1:], leaf.dtype) for _, leaf in held)
-        return read(dict(held), spread(rows, max_bytes // max(row_bytes, 1)), row_bytes)
+        chosen, start = spread(np.arange(len(rows)), max_bytes // max(row_bytes, 1)), 0
+        for block in read(dict(held), rows[chosen], row_bytes):
+            count = len(next(iter(block.values())))
+            yield chosen[start : start + count], block
+            start += count
 
     reward = next((leaf for name, leaf in held if name == "steps.reward" and len(leaf.shape) == 1), None)
     size = max(1, min(BLOCK_BYTES // 8, len(rows)))
@@ -76,7 +84,7 @@ def contents_of(replay: ReplayBuffer, state: ReplayState, max_bytes: int) -> Con
         flags=None if state.streams.flags is None else column(state.streams.flags, np.uint8),
         reward=None if reward is None else column(reward, np.float64),
         probability=np.concatenate(drawn or [np.zeros(0)]).astype(np.float64)[: len(rows)],
-        counters={name: float(leaf) for name, leaf in named(state.sampler) if name in COUNTERS},
+        counters={name: float(leaf) for name, leaf in named(state.sampler) if name in COUNTERS and not leaf.shape},
         blocks=blocks,
     )
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 from jaxreplay.inspection import measure
@@ -22,7 +23,8 @@ class Inspection:
     suspicious: list[str]
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)
+        """A figure that is not finite is null."""
+        return json.dumps(_finite(dataclasses.asdict(self)), indent=1, allow_nan=False)
 
     def to_html(self) -> str:
         """One page that needs nothing else: no network, no script."""
@@ -39,6 +41,14 @@ class Inspection:
         lines += _table(self.leaves)
         lines += ["suspicious:", *(f"  {line}" for line in self.suspicious)] if self.suspicious else ["nothing suspicious"]
         return "\n".join(lines)
+
+
+def _finite(found: Any) -> Any:
+    if isinstance(found, dict):
+        return {name: _finite(value) for name, value in found.items()}
+    if isinstance(found, list):
+        return [_finite(value) for value in found]
+    return None if isinstance(found, float) and not math.isfinite(found) else found
 
 
 def inspection_of(contents: Contents) -> Inspection:
@@ -77,10 +87,13 @@ def _suspicious(contents: Contents, leaves: dict[str, dict[str, Any]], episodes:
         yield "no row can be drawn"
     elif "largest" in contents.counters:
         if shared == count > 1:
-            yield f"all {count:,} rows have the same priority"
+            yield f"all {count:,} rows are equally likely: priorities are equal, or do not count (exponent 0, or no rerank yet)"
         elif shared > 1 and shared >= count / 10:
-            yield f"{shared:,} of {count:,} rows share one priority, as rows do that were never updated"
-    for name, text in (("ignored_priorities", "priorities were NaN, infinite or negative"), ("ignored_rows", "updates came too late")):
+            yield f"{shared:,} of {count:,} rows share one probability, as rows do that were never updated, or whose errors are equal"
+    for name, text in (
+        ("ignored_priorities", "priorities were NaN, infinite or negative"),
+        ("ignored_rows", "updates named no row that can be drawn (from a sample before `can_sample`, or overwritten since)"),
+    ):
         if contents.counters.get(name):
             yield f"{contents.counters[name]:,.0f} {text}, and were ignored"
 

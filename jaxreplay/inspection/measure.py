@@ -13,7 +13,7 @@ _BINS = 30
 class Running(NamedTuple):
     """Of a leaf, after some blocks: for each element of a row the least, the largest and the sum of its finite values.
 
-    Of a complex number its absolute value.
+    Integers are compared as they are. Of a complex number its absolute value.
     """
 
     least: np.ndarray
@@ -22,30 +22,46 @@ class Running(NamedTuple):
     num_rows: int
     num_not_finite: int
 
-    def and_then(self, block: np.ndarray) -> "Running":
+    @classmethod
+    def of(cls, block: np.ndarray) -> "Running":
         values = np.abs(block) if block.dtype.kind == "c" else block
-        values = values if values.dtype.kind in "uib" else values.astype(np.float64)
-        is_finite = np.isfinite(values) if values.dtype.kind == "f" else np.ones((), bool)
-        bad = int(values.size - is_finite.sum()) if is_finite.ndim else 0
-        low, high, some = (np.where(is_finite, values, fill) if bad else values for fill in (np.inf, -np.inf, 0))
+        if values.dtype.kind in "uib":
+            return cls(values.min(axis=0), values.max(axis=0), values.sum(axis=0, dtype=np.float64), len(values), 0)
+        values = values.astype(np.float64)
+        is_finite = np.isfinite(values)
+        if is_finite.all():
+            return cls(values.min(axis=0), values.max(axis=0), values.sum(axis=0), len(values), 0)
+        low, high, some = (np.where(is_finite, values, fill) for fill in (np.inf, -np.inf, 0))
+        return cls(low.min(axis=0), high.max(axis=0), some.sum(axis=0), len(values), int((~is_finite).sum()))
+
+    def and_then(self, other: "Running") -> "Running":
         return Running(
-            np.minimum(self.least, low.min(axis=0)),
-            np.maximum(self.largest, high.max(axis=0)),
-            self.total + some.sum(axis=0, dtype=np.float64),
-            self.num_rows + len(block),
-            self.num_not_finite + bad,
+            np.minimum(self.least, other.least),
+            np.maximum(self.largest, other.largest),
+            self.total + other.total,
+            self.num_rows + other.num_rows,
+            self.num_not_finite + other.num_not_finite,
         )
 
 
 def leaf_figures(contents: Contents) -> dict[str, dict[str, Any]]:
-    """Of each leaf, over the rows that were read."""
+    """Of each leaf, over the rows that were read. A row that only brings a final observation has nothing else."""
     running: dict[str, Running] = {}
-    for block in contents.blocks():
-        for name, values in block.items():
-            shape = values.shape[1:]
-            start = Running(np.full(shape, np.inf), np.full(shape, -np.inf), np.zeros(shape), 0, 0)
-            running[name] = running.get(name, start).and_then(values)
-    return {name: _of_leaf(running[name], text) if name in running else {"spec": text} for name, text in contents.leaves.items()}
+    flags = contents.flags
+    is_step = np.ones(contents.num_rows, bool) if flags is None else _is_step(flags)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for rows, block in contents.blocks():
+            for name, values in block.items():
+                is_obs = flags is None or name.split(".")[:2] == ["steps", "obs"]
+                if len(some := values if is_obs else values[is_step[rows]]):
+                    found = Running.of(some)
+                    running[name] = running[name].and_then(found) if name in running else found
+        return {name: _of_leaf(running[name], text) if name in running else {"spec": text} for name, text in contents.leaves.items()}
+
+
+def _is_step(flags: np.ndarray) -> np.ndarray:
+    """Whether a row is more than a final observation: bool[...]."""
+    return ((flags & autoreset.TAIL) == 0) | ((flags & (autoreset.TERMINATED | autoreset.TRUNCATED)) != 0)
 
 
 def _of_leaf(running: Running, text: str) -> dict[str, Any]:
@@ -54,11 +70,12 @@ def _of_leaf(running: Running, text: str) -> dict[str, Any]:
     figures = {"spec": text, "rows read": running.num_rows, "not finite": running.num_not_finite}
     if not is_seen.any():
         return figures
+    number = float if running.least.dtype.kind == "f" else int
     seen = max(running.num_rows * size - running.num_not_finite, 1)
     return figures | {
-        "least": float(running.least.min()),
-        "mean": float(running.total.sum() / seen),
-        "largest": float(running.largest.max()),
+        "least": number(running.least.min()),
+        "mean": float((running.total / seen).sum()),
+        "largest": number(running.largest.max()),
         "elements": size,
         "constant elements": int((is_seen & (running.least == running.largest)).sum()),
     }
@@ -73,7 +90,6 @@ def stream_figures(contents: Contents) -> dict[str, Any]:
         "fill": float(filled.sum() / max(contents.length * len(filled), 1)),
         "rows of the fullest env": int(filled.max()),
         "rows of the emptiest env": int(filled.min()),
-        "rows ever written": int(contents.end.sum()),
     }
 
 
@@ -85,7 +101,7 @@ def episode_figures(contents: Contents) -> dict[str, Any]:
     is_first = (flags & autoreset.FIRST) != 0
     starts_stream = np.diff(env, prepend=-1) != 0
     done = flags & (autoreset.TERMINATED | autoreset.TRUNCATED)
-    is_step = ((flags & autoreset.TAIL) == 0) | (done != 0)
+    is_step = _is_step(flags)
     episode = np.cumsum(is_first | starts_stream) - 1
     count = int(episode[-1]) + 1 if len(episode) else 0
 
@@ -99,7 +115,7 @@ def episode_figures(contents: Contents) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "whole": int(is_whole.sum()),
         "unfinished": int((~has_end).sum()),
-        "cut at their start": int((has_end & ~has_start).sum()),
+        "cut at their start": int((has_end & ~has_start & (lengths > 0)).sum()),
         "terminated": int((is_whole & (per_episode((done & autoreset.TERMINATED) != 0) > 0)).sum()),
         "lengths": quantiles(lengths[is_whole]),
         "lengths, histogram": histogram(lengths[is_whole]),
@@ -161,6 +177,8 @@ def histogram(values: np.ndarray, weights: np.ndarray | None = None) -> dict[str
     if values.dtype.kind in "iu":
         width = max(1, -(-int(high - low + 1) // _BINS))
         edges = np.arange(low - 0.5, high + width, width)
+    elif not np.isfinite(high - low):
+        return {"edges": [], "counts": []}
     elif high - low > 1e-9 * max(abs(low), abs(high)):
         edges = np.linspace(low, high, _BINS + 1)
     else:

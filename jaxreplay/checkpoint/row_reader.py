@@ -1,0 +1,51 @@
+"""Rows of a generation by their place in the order in which they came, whatever groups they are in."""
+
+from typing import Any
+
+import numpy as np
+
+from jaxreplay.checkpoint.manifest import Group, Manifest
+from jaxreplay.checkpoint.store import BrokenError, Store, array_name, checked
+
+
+class RowReader:
+    """Finds each row that a generation holds: stream after stream, the oldest of each first. Eight bytes of memory a row.
+
+    Raises:
+      BrokenError: a row is in no group, or an array is missing, or not as it was written.
+    """
+
+    def __init__(self, store: Store, manifest: Manifest):
+        self._store, self._manifest = store, manifest
+        self.first, self.end = (np.asarray(numbers, np.int64) for numbers in (manifest.first, manifest.end))
+        self.num_rows = int((self.end - self.first).sum())
+        self.offset = np.cumsum(self.end - self.first) - (self.end - self.first)  # int64[E]: of each stream's first row
+        self._group, self._place = np.full((2, self.num_rows), -1, np.int32)
+        for at, group in enumerate(manifest.groups):  # a row that is in two is as in the later one
+            env, number = (self._read(group, name, (), dtype).astype(np.int64) for name, dtype in (("env", np.int32), ("number", np.int64)))
+            place = np.flatnonzero((number >= self.first[env]) & (number < self.end[env]))
+            row = self.offset[env[place]] + number[place] - self.first[env[place]]
+            self._group[row], self._place[row] = at, place
+        if missing := int((self._group < 0).sum()):
+            raise BrokenError(f"{missing:,} rows of the generation are in none of its groups")
+
+    def read(self, name: str, shape: tuple[int, ...], dtype: Any, rows: np.ndarray) -> np.ndarray:
+        """Values of rows int64[K]: `[K, *shape]`. `name`: of the leaf's array."""
+        values = np.zeros((len(rows), *shape), dtype)
+        if values.size:
+            for at, chosen in self.by_group(rows):
+                values[chosen] = self._read(self._manifest.groups[at], name, shape, dtype, self._place[rows[chosen]])
+        return values
+
+    def by_group(self, rows: np.ndarray) -> list[tuple[int, np.ndarray]]:
+        """The groups that rows int64[K] are in, and for each which of the rows: int64[...]."""
+        if not len(rows):
+            return []
+        order = np.argsort(self._group[rows], kind="stable")
+        groups, starts = np.unique(self._group[rows][order], return_index=True)
+        return list(zip(groups.tolist(), np.split(order, starts[1:]), strict=True))
+
+    def _read(self, group: Group, name: str, shape: tuple[int, ...], dtype: Any, places: Any = slice(None)) -> np.ndarray:
+        where = array_name("rows", group.folder, name)
+        array = self._store.open(where, (group.num_rows, *shape), dtype, group.seals[name])
+        return checked(where, lambda: array[places].read().result())
