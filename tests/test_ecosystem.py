@@ -27,6 +27,11 @@ def test_flax_and_orbax_bring_a_state_back(case, tmp_path):
     replay, state = filled(case)
     empty = replay.init(case.example())
     by_flax = flax.serialization.from_bytes(empty, flax.serialization.to_bytes(state))
+    if not all(leaf.size for leaf in jax.tree.leaves(state)):
+        with ocp.StandardCheckpointer() as checkpointer, pytest.raises(ValueError, match="zero size"):  # it takes no such arrays
+            checkpointer.save(tmp_path / "state", state)
+        assert bits(by_flax) == bits(state)
+        return
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
