@@ -169,7 +169,7 @@ def quantiles(values: np.ndarray) -> dict[str, float]:
     return {**{name: float(value) for name, value in zip(_QUANTILES, found, strict=True)}, "mean": float(values.mean())}
 
 
-def histogram(values: np.ndarray, weights: np.ndarray | None = None) -> dict[str, list[float]]:
+def histogram(values: np.ndarray, weights: np.ndarray | None = None) -> dict[str, Any]:
     """Counts, or sums of weights, and the edges between them, one more; whole numbers have bins of whole numbers."""
     if not len(values):
         return {"edges": [], "counts": []}
