@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxreplay.description import description
+from jaxreplay.leaves import spec_text
 from jaxreplay.paths import named
 
 _NOTES = "notes.json"
@@ -72,4 +73,4 @@ def load(path: Any, shapes: Any, device: Any) -> Any:
 
 
 def _described(state: Any) -> dict[str, str]:
-    return {name: f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}" for name, leaf in named(state)}
+    return {name: spec_text(leaf.shape, leaf.dtype) for name, leaf in named(state)}

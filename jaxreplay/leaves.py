@@ -53,6 +53,11 @@ def tree_map(function: Any, stored: Any, *rest: Any) -> Any:
     return jax.tree.map(function, stored, *rest, is_leaf=lambda leaf: isinstance(leaf, Narrow))
 
 
+def spec_text(shape: tuple[int, ...], dtype: Any) -> str:
+    """As errors, files and tables write it: `float32[3, 4]`."""
+    return f"{np.dtype(dtype).name}{list(shape)}"
+
+
 def carrier(dtype: np.dtype) -> Any:
     """The dtype that holds the bits, or None where XLA works on the dtype itself."""
     if jnp.issubdtype(dtype, jnp.floating) and dtype not in _PLAIN_FLOATS:

@@ -158,3 +158,7 @@ _KINDS = (
     "transitions without replacement",
 )
 KINDS = CATALOG if SOAK else tuple(case for case in CATALOG if case.name in _KINDS)
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]

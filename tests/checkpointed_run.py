@@ -34,6 +34,17 @@ def expected(replay, end):
     return [[1_000_000 * env + t for t in range(start, end)] for env in range(replay.num_envs)]
 
 
+def items(capacity=64, num_envs=4, **options):
+    return jr.items(capacity=capacity, num_envs=num_envs, batch_size=8, **options)
+
+
+def added(replay, state, start, count):
+    buffer = jr.jit(replay)
+    for t in range(start, start + count):
+        state = buffer.add(state, step(t, replay.num_envs))
+    return state
+
+
 def main(path, how):
     checkpointer = Checkpointer(path, REPLAY, keep=2, chunk_bytes=4096)
     state, t = REPLAY.init(EXAMPLE), 0

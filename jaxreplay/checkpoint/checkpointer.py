@@ -153,7 +153,7 @@ class Checkpointer:
         if wait:
             self.finish(state)
         else:
-            self._pump(state, 0)
+            self.pump(state, 0)
 
     def pump(self, state: Any, num_steps: int = 1) -> None:
         """Copy some rows for a save that does not wait: those first that will be overwritten first. Nothing, where there is none.
@@ -164,11 +164,8 @@ class Checkpointer:
         Raises:
           what the save failed with.
         """
-        if self._saving is not None:
-            self._pump(state, num_steps)
-
-    def _pump(self, state: Any, num_steps: int) -> None:
-        assert self._saving is not None
+        if self._saving is None:
+            return
         with self._ending():
             if not self._saving.is_running:
                 self._saving.join()

@@ -87,7 +87,8 @@ def contents_of(store: Store, manifest: Manifest, max_bytes: int) -> Contents:
         mass = rest(_TREE)[ring.position_of(number, manifest.length) * len(reader.end) + env].astype(np.float64)
         probability = mass / max(mass.sum(), np.finfo(np.float64).tiny)
     return Contents(
-        buffer=f"{manifest.buffer}\n{store.name}, step {manifest.step}",
+        buffer=manifest.buffer,
+        source=f"{store.name}, step {manifest.step}",
         length=manifest.length,
         first=reader.first,
         end=reader.end,

@@ -5,7 +5,6 @@ import re
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxreplay import leaves
 from jaxreplay.checkpoint import rows
@@ -25,8 +24,8 @@ def described(state: Any) -> tuple[dict[str, str], dict[str, str]]:
     stored, rest = rows.split(state)
     stored_leaves = named(stored, is_leaf=lambda leaf: isinstance(leaf, leaves.Narrow))
     return (
-        {name: f"{np.dtype(leaf.dtype).name}{list(leaf.shape[1:])}" for name, leaf in stored_leaves},
-        {name: f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}" for name, leaf in named(rest)},
+        {name: leaves.spec_text(leaf.shape[1:], leaf.dtype) for name, leaf in stored_leaves},
+        {name: leaves.spec_text(leaf.shape, leaf.dtype) for name, leaf in named(rest)},
     )
 
 

@@ -53,13 +53,13 @@ def _read_leaf(store: Store, manifest: Manifest, name: str, leaf: Any, chunk_byt
 
 def _read_rows(store: Store, manifest: Manifest, stored: Any, progress: Callable[[int], Any]) -> Any:
     first, end = np.asarray(manifest.first), np.asarray(manifest.end)
-    span, capacity = rows.Span(first, end), manifest.length * len(first)
+    capacity = manifest.length * len(first)
     trim = Trimmer()
     is_there = np.zeros(-(-capacity // 8), np.uint8)  # a bit for each row
     row_bytes = sum(leaf.nbytes // len(leaf) for leaf in jax.tree.leaves(stored))
     for picked, values in _read_ahead(store, manifest.groups, stored):
         index = rows.rows_at(picked, manifest.length)
-        index[(picked.number < span.first[picked.env]) | (picked.number >= span.end[picked.env])] = capacity  # gone since, or taken back
+        index[(picked.number < first[picked.env]) | (picked.number >= end[picked.env])] = capacity  # gone since, or taken back
         stored = rows.put(stored, index, values)
         del values
         index = index[index < capacity]

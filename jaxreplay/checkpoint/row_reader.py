@@ -19,12 +19,12 @@ class RowReader:
         self._store, self._manifest = store, manifest
         self.first, self.end = (np.asarray(numbers, np.int64) for numbers in (manifest.first, manifest.end))
         self.num_rows = int((self.end - self.first).sum())
-        self.offset = np.cumsum(self.end - self.first) - (self.end - self.first)  # int64[E]: of each stream's first row
+        self._offset = np.cumsum(self.end - self.first) - (self.end - self.first)  # int64[E]: of each stream's first row
         self._group, self._place = np.full((2, self.num_rows), -1, np.int32)
         for at, group in enumerate(manifest.groups):  # a row that is in two is as in the later one
             env, number = (self._read(group, name, (), dtype).astype(np.int64) for name, dtype in (("env", np.int32), ("number", np.int64)))
             place = np.flatnonzero((number >= self.first[env]) & (number < self.end[env]))
-            row = self.offset[env[place]] + number[place] - self.first[env[place]]
+            row = self._offset[env[place]] + number[place] - self.first[env[place]]
             self._group[row], self._place[row] = at, place
         if missing := int((self._group < 0).sum()):
             raise BrokenError(f"{missing:,} rows of the generation are in none of its groups")

@@ -35,6 +35,9 @@ class Store:
             text = urllib.parse.unquote(text.removeprefix("file://"))
         self._local = None if "://" in text else pathlib.Path(text).absolute()
         self.name = text if self._local is None else str(self._local)
+        parents = [] if self._local is None else list(self._local.parents)
+        is_there = [parent.is_dir() for parent in parents]
+        self._above = parents[: is_there.index(True) + 1] if True in is_there else []  # those that are made with it, and theirs
         spec = f"{text.removesuffix('/')}/" if self._local is None else {"driver": "file", "path": f"{self._local}/"}
         self._files = ts.KvStore.open(spec, context=_context()).result()
 
@@ -97,7 +100,7 @@ class Store:
         unfinished.write_bytes(content)
         _fsync(unfinished)
         folders = [self._local / folder for folder in after]
-        for folder in [*folders, self._local, *self._local.parents]:  # also those that were made for this
+        for folder in [*folders, self._local, *self._above]:
             if folder.is_dir() and os.access(folder, os.R_OK):
                 _fsync(folder)
         unfinished.replace(path)

@@ -16,7 +16,7 @@ from jaxreplay.description import description
 from jaxreplay.operations import ReplayState
 from jaxreplay.paths import named
 
-BLOCK_BYTES = 4 * 2**20
+_BLOCK_BYTES = 4 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +24,9 @@ class Contents:
     """The R rows that a buffer holds, stream after stream, the oldest of each first; E streams."""
 
     buffer: str  # its description
+    source: str  # the path and the step of a checkpoint; "" of a state
     length: int  # rows of a stream
-    first: np.ndarray  # int64[E]: the number of each stream's oldest row; rows are counted from the first one that was ever written
+    first: np.ndarray  # int64[E]: the number of each stream's oldest row; they count on, and rows lie at their remainder by `length`
     end: np.ndarray  # int64[E]: one more than the newest one's
     leaves: dict[str, str]  # dtype and shape of a row, by name
     flags: np.ndarray | None  # uint8[R], bits of `autoreset`; None for items
@@ -55,7 +56,7 @@ def contents_of(replay: ReplayBuffer, state: ReplayState, max_bytes: int) -> Con
     held = named({"steps": steps}, is_leaf=_is_narrow)
 
     def read(tree: Any, chosen: np.ndarray, row_bytes: int) -> Iterator[Any]:
-        size = max(1, min(BLOCK_BYTES // max(row_bytes, 1), len(chosen)))
+        size = max(1, min(_BLOCK_BYTES // max(row_bytes, 1), len(chosen)))
         for start in range(0, len(chosen), size):
             block = chosen[start : start + size]
             values = _take(tree, np.resize(block, size))
@@ -73,14 +74,15 @@ def contents_of(replay: ReplayBuffer, state: ReplayState, max_bytes: int) -> Con
             start += count
 
     reward = next((leaf for name, leaf in held if name == "steps.reward" and len(leaf.shape) == 1), None)
-    size = max(1, min(BLOCK_BYTES // 8, len(rows)))
+    size = max(1, min(_BLOCK_BYTES // 8, len(rows)))
     drawn = [np.asarray(_probability(replay, state, np.resize(rows[start : start + size], size))) for start in range(0, len(rows), size)]
     return Contents(
         buffer=description(replay),
+        source="",
         length=streams.length,
         first=first,
         end=end,
-        leaves={name: spec(leaf.shape[1:], leaf.dtype) for name, leaf in held},
+        leaves={name: leaves.spec_text(leaf.shape[1:], leaf.dtype) for name, leaf in held},
         flags=None if state.streams.flags is None else column(state.streams.flags, np.uint8),
         reward=None if reward is None else column(reward, np.float64),
         probability=np.concatenate(drawn or [np.zeros(0)]).astype(np.float64)[: len(rows)],
@@ -109,10 +111,6 @@ def spread(rows: np.ndarray, most: int) -> np.ndarray:
     """At most so many of them, and at least one if there is one, evenly from the first to the last."""
     most = max(most, 1)
     return rows if len(rows) <= most else rows[np.linspace(0, len(rows) - 1, most).astype(np.int64)]
-
-
-def spec(shape: tuple[int, ...], dtype: Any) -> str:
-    return f"{np.dtype(dtype).name}{list(shape)}"
 
 
 def leaf_bytes(shape: tuple[int, ...], dtype: Any) -> int:

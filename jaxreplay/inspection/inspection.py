@@ -8,13 +8,15 @@ from typing import Any
 from jaxreplay.inspection import measure
 from jaxreplay.inspection.contents import Contents
 from jaxreplay.inspection.page import page
+from jaxreplay.inspection.text import text
 
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
     """Figures of a buffer's contents. `str()` gives a text, `to_json()` all of them, `to_html()` a page with plots."""
 
-    buffer: str
+    buffer: str  # its description
+    source: str  # the path and the step of a checkpoint; "" of a state
     streams: dict[str, Any]
     leaves: dict[str, dict[str, Any]]
     episodes: dict[str, Any] | None  # None for items, which have none
@@ -31,16 +33,7 @@ class Inspection:
         return page(dataclasses.asdict(self))
 
     def __str__(self) -> str:
-        lines = [self.buffer, "", *_lines("streams", self.streams)]
-        if self.episodes is not None:
-            lines += _lines("episodes", self.episodes)
-        if self.draws is not None:
-            lines += _lines("draws", self.draws)
-        if self.counters:
-            lines += _lines("sampler", self.counters)
-        lines += _table(self.leaves)
-        lines += ["suspicious:", *(f"  {line}" for line in self.suspicious)] if self.suspicious else ["nothing suspicious"]
-        return "\n".join(lines)
+        return text(dataclasses.asdict(self))
 
 
 def _finite(found: Any) -> Any:
@@ -57,6 +50,7 @@ def inspection_of(contents: Contents) -> Inspection:
     draws = None if contents.probability is None else measure.draw_figures(contents)
     return Inspection(
         buffer=contents.buffer,
+        source=contents.source,
         streams=measure.stream_figures(contents),
         leaves=leaves,
         episodes=episodes,
@@ -90,33 +84,9 @@ def _suspicious(contents: Contents, leaves: dict[str, dict[str, Any]], episodes:
             yield f"all {count:,} rows are equally likely: priorities are equal, or do not count (exponent 0, or no rerank yet)"
         elif shared > 1 and shared >= count / 10:
             yield f"{shared:,} of {count:,} rows share one probability, as rows do that were never updated, or whose errors are equal"
-    for name, text in (
+    for name, what in (
         ("ignored_priorities", "priorities were NaN, infinite or negative"),
         ("ignored_rows", "updates named no row that can be drawn (from a sample before `can_sample`, or overwritten since)"),
     ):
         if contents.counters.get(name):
-            yield f"{contents.counters[name]:,.0f} {text}, and were ignored"
-
-
-def _lines(title: str, figures: dict[str, Any]) -> list[str]:
-    lines = [title]
-    for name, value in figures.items():
-        if isinstance(value, dict) and "edges" not in value:
-            if value:
-                lines.append(f"  {name:36}" + ", ".join(f"{key} {number(one)}" for key, one in value.items()))
-        elif not isinstance(value, dict):
-            lines.append(f"  {name:36}{number(value)}")
-    return [*lines, ""]
-
-
-def _table(leaves: dict[str, dict[str, Any]]) -> list[str]:
-    columns = ("spec", "least", "mean", "largest", "not finite", "constant elements", "rows read")
-    rows = [("leaf", *columns), *((name, *(number(found.get(column, "")) for column in columns)) for name, found in leaves.items())]
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows] + [""]
-
-
-def number(value: Any) -> str:
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+            yield f"{contents.counters[name]:,.0f} {what}, and were ignored"

@@ -1,8 +1,9 @@
 """An inspection as one HTML page: its plots are inline SVG, so that it needs neither a script nor the network."""
 
 import html
-import math
 from typing import Any
+
+from jaxreplay.inspection.text import COLUMNS, SECTIONS, groups, histograms, number, singles
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2933; background: #f7f8fa; margin: 0 auto; max-width: 1080px; padding: 32px 24px }
@@ -18,20 +19,20 @@ th { font-weight: 500; font-size: 13px; color: #616e7c } th:first-child, td:firs
 figure { margin: 0 } figcaption { font-size: 13px; color: #616e7c } svg text { font: 11px system-ui, sans-serif; fill: #616e7c }
 """
 _WIDTH, _HEIGHT = 300, 130
-_COLUMNS = ("spec", "least", "mean", "largest", "not finite", "constant elements", "rows read")
 
 
 def page(found: dict[str, Any]) -> str:
     """`found`: the fields of an `Inspection`."""
     alarms = found["suspicious"]
     parts = [
-        f"<h1>A look inside</h1><code>{_text(found['buffer'])}</code>",
+        "<h1>A look inside</h1>",
+        *(f"<div><code>{_text(line)}</code></div>" for line in (found["buffer"], found["source"]) if line),
         _section("Suspicious" if alarms else "Nothing suspicious", _items(alarms), "alarm" if alarms else "calm"),
         _section("Streams", _tiles(found["streams"])),
     ]
-    for title, name in (("Episodes", "episodes"), ("Draws", "draws"), ("Sampler", "counters")):
+    for title, name in SECTIONS:
         if found[name]:
-            parts.append(_section(title, _tiles(found[name]) + _quantiles(found[name]) + _plots(found[name])))
+            parts.append(_section(title.capitalize(), _tiles(found[name]) + _quantiles(found[name]) + _plots(found[name])))
     parts.append(_section("Leaves", _leaves(found["leaves"])))
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head += f"<title>A look inside a replay buffer</title><style>{_STYLE}</style>"
@@ -48,14 +49,12 @@ def _items(lines: list[str]) -> str:
 
 
 def _tiles(figures: dict[str, Any]) -> str:
-    single = {name: value for name, value in figures.items() if not isinstance(value, dict)}
-    tiles = (f'<div class="tile"><span>{_text(name)}</span><b>{_number(value)}</b></div>' for name, value in single.items())
+    tiles = (f'<div class="tile"><span>{_text(name)}</span><b>{number(value)}</b></div>' for name, value in singles(figures).items())
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
 def _quantiles(figures: dict[str, Any]) -> str:
-    rows = {name: value for name, value in figures.items() if isinstance(value, dict) and value and "edges" not in value}
-    return "".join(_table(name, list(row), [[_number(value) for value in row.values()]]) for name, row in rows.items())
+    return "".join(_table(name, list(row), [[number(value) for value in row.values()]]) for name, row in groups(figures).items())
 
 
 def _table(corner: str, head: list[str], rows: list[list[str]], first: list[str] | None = None) -> str:
@@ -66,13 +65,12 @@ def _table(corner: str, head: list[str], rows: list[list[str]], first: list[str]
 
 
 def _leaves(leaves: dict[str, dict[str, Any]]) -> str:
-    rows = [[_text(_number(found.get(column, ""))) for column in _COLUMNS] for found in leaves.values()]
-    return _table("leaf", list(_COLUMNS), rows, list(leaves))
+    rows = [[_text(number(found.get(column, ""))) for column in COLUMNS] for found in leaves.values()]
+    return _table("leaf", list(COLUMNS), rows, list(leaves))
 
 
 def _plots(figures: dict[str, Any]) -> str:
-    found = {name: value for name, value in figures.items() if isinstance(value, dict) and value.get("edges")}
-    return f'<div class="plots">{"".join(_plot(name, value) for name, value in found.items())}</div>' if found else ""
+    return f'<div class="plots">{"".join(_plot(name, value) for name, value in histograms(figures).items())}</div>'
 
 
 def _plot(name: str, found: dict[str, list[float]]) -> str:
@@ -81,25 +79,17 @@ def _plot(name: str, found: dict[str, list[float]]) -> str:
     most, width = max(counts) or 1, _WIDTH / len(counts)
     bars = "".join(
         f'<rect x="{at * width:.2f}" y="{_HEIGHT * (1 - count / most):.2f}" width="{max(width - 1, 0.5):.2f}" '
-        f'height="{_HEIGHT * count / most:.2f}" fill="#3e7cb1"><title>{_number(low)} to {_number(high)}: {_number(count)}</title></rect>'
+        f'height="{_HEIGHT * count / most:.2f}" fill="#3e7cb1"><title>{number(low)} to {number(high)}: {number(count)}</title></rect>'
         for at, (count, low, high) in enumerate(zip(counts, edges[:-1], edges[1:], strict=True))
     )
     axis = f'<line x1="0" x2="{_WIDTH}" y1="{_HEIGHT}" y2="{_HEIGHT}" stroke="#9aa5b1"/>'
-    ends = f'<text x="0" y="{_HEIGHT + 15}">{_number(edges[0])}</text>'
-    ends += f'<text x="{_WIDTH}" y="{_HEIGHT + 15}" text-anchor="end">{_number(edges[-1])}</text>'
+    ends = f'<text x="0" y="{_HEIGHT + 15}">{number(edges[0])}</text>'
+    ends += f'<text x="{_WIDTH}" y="{_HEIGHT + 15}" text-anchor="end">{number(edges[-1])}</text>'
     label = _text(name.removesuffix(", histogram"))
     return (
         f'<figure><figcaption>{label}</figcaption><svg role="img" aria-label="{label}" width="{_WIDTH}" height="{_HEIGHT + 20}">'
         f"{bars}{axis}{ends}</svg></figure>"
     )
-
-
-def _number(value: Any) -> str:
-    if isinstance(value, float) and math.isfinite(value) and value == int(value) and abs(value) < 1e15:
-        value = int(value)
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _text(value: str) -> str:

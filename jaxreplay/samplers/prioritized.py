@@ -26,7 +26,7 @@ _LARGEST_TOTAL = 2.0**120  # of all masses: the reciprocal of a larger one may b
 
 class PrioritizedState(flax.struct.PyTreeNode):
     tree: SumTreeState  # mass of each row; leaves are ordered by time, then env; 0 for a row that is not drawable
-    waiting: jax.Array  # float32[lookahead, E]: masses of each stream's newest rows, the newest last
+    waiting: jax.Array | None  # float32[lookahead, E]: masses of each stream's newest rows, the newest last; None without a look-ahead
     largest: jax.Array  # float32[]: the largest priority so far, at first 1
     ignored_priorities: jax.Array  # uint32[]: NaN, infinite or negative ones; stays at its maximum
     ignored_rows: jax.Array  # uint32[]: updates to rows overwritten, out of range, or not drawable; stays at its maximum
@@ -61,7 +61,7 @@ class Prioritized(PrioritySampler):
     def init(self, streams: Streams, window: Window) -> PrioritizedState:
         return PrioritizedState(
             tree=self._tree(streams).init(),
-            waiting=jnp.zeros((window.after, streams.num_envs), jnp.float32),
+            waiting=jnp.zeros((window.after, streams.num_envs), jnp.float32) if window.after else None,
             largest=jnp.float32(1),
             ignored_priorities=jnp.uint32(0),
             ignored_rows=jnp.uint32(0),
@@ -71,14 +71,16 @@ class Prioritized(PrioritySampler):
         """No mass, and 1 for the largest priority; the counts of what was ignored stay."""
         minima = None if state.tree.minima is None else jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), state.tree.minima)
         tree = SumTreeState(sums=jax.tree.map(jnp.zeros_like, state.tree.sums), minima=minima)
-        return state.replace(tree=tree, waiting=jnp.zeros_like(state.waiting), largest=jnp.ones_like(state.largest))
+        waiting = None if state.waiting is None else jnp.zeros_like(state.waiting)
+        return state.replace(tree=tree, waiting=waiting, largest=jnp.ones_like(state.largest))
 
     def observe(self, streams: Streams, state: PrioritizedState, change: Change | None, priority: jax.Array | None) -> PrioritizedState:
         assert change is not None
-        lookahead = state.waiting.shape[0]
         state, given = give(state, change.is_written, priority)
-        mass = jnp.concatenate([state.waiting, jnp.where(change.is_anchor, self._mass(streams, given), 0)])
-        if lookahead:
+        mass = jnp.where(change.is_anchor, self._mass(streams, given), 0)
+        if state.waiting is not None:
+            lookahead = len(state.waiting)
+            mass = jnp.concatenate([state.waiting, mass])
             # Each stream's newest rows wait on, in the order of their age; a row that was written before moves up by what came after.
             is_row = jnp.concatenate([jnp.ones_like(state.waiting, bool), change.is_written])
             age = change.age[: len(is_row)]

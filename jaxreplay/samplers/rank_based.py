@@ -71,7 +71,7 @@ class RankBased(RankedSampler):
 
     def observe(self, streams: Streams, state: RankBasedState, change: Change | None, priority: jax.Array | None) -> PrioritizedState:
         assert change is not None
-        lookahead = state.waiting.shape[0]
+        lookahead = 0 if state.waiting is None else len(state.waiting)
         state, given = give(state, change.is_written, priority)
         leaf = leaf_of(streams, change.row[lookahead:][: len(given)])
         recorded = state.priority.at[leaf].set(_recordable(given), mode="drop", unique_indices=True)
