@@ -41,7 +41,7 @@ class Sizes:
     """Capacities in rows."""
 
     main: tuple[int, ...] = (100_000, 1_000_000)
-    flat: tuple[int, int] = (16_384, 4_194_304)
+    flat: tuple[int, int] = (16_000, 4_000_000)
     image: int = 20_000
     lengths: tuple[int, int, int] = (10, 1_000, 100_000)  # steps of an episode
     lookups: int = 2**20
