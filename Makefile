@@ -1,5 +1,5 @@
 # make demo      trains an agent and leaves a plot in out/
-# make examples  runs every example in full (7 minutes)
+# make examples  runs every example in full (6 minutes)
 # make test      every check, sized for two cores
 # make soak      the same checks at full size (long)
 # make bench     side by side with flashbax, NumPy, orbax and Stable-Baselines3; writes benchmarks/*.md

@@ -103,9 +103,9 @@ def _flat(results: list[Result]) -> str:
     ]
     title = f"""## Writes at {small:,} and {large:,} rows
 
-A write of jaxreplay that copied a leaf of the buffer would be slower by up to the ratio of the capacities, {large // small}. Target of
-a call: at most 1.6. What is left comes from the caches and from the tree's depth, and shows most in a scan, where nothing else is paid;
-the limit, NumPy's plain write of the same rows, has the first."""
+A write of jaxreplay that copied a leaf of the buffer would be slower by up to the ratio of the capacities, {large // small}. Target: at
+most 1.6. What is left comes from the caches and from the tree's depth, and shows most in a scan, where nothing else is paid; the
+limit, NumPy's plain write of the same rows, has the first."""
     return _table(title, ["", f"{small:,} rows", f"{large:,} rows", "ratio", "the limit's ratio"], lines)
 
 
