@@ -13,7 +13,7 @@ EXAMPLES := optax matplotlib tqdm six gymnasium seaborn
 .PHONY: demo examples test soak bench lint clean
 $(VENV)/installed: Makefile pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -c constraints.txt -e ".[test,dev,torch,sb3,tensordict,checkpoint]" $(EXAMPLES)
+	$(PIP) install -c constraints.txt -e ".[test,dev,torch,sb3,tensordict,checkpoint,minari]" $(EXAMPLES)
 	$(PIP) install -c constraints.txt --no-deps gymnax
 	touch $@
 

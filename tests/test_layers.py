@@ -8,7 +8,7 @@ import jaxreplay
 ROOT = pathlib.Path(jaxreplay.__file__).parent
 # Each may import from those before it; the files of one line from each other only if listed here by name.
 LAYERS = (
-    ("ring", "types", "autoreset", "leaves", "window", "paths", "description"),
+    ("ring", "types", "autoreset", "leaves", "window", "paths", "sizes", "description"),
     ("memory", "streams", "checks", "bits", "advantages"),
     ("episode_table", "sum_tree", "draws", "intake", "permutation"),
     ("drawable",),
@@ -22,7 +22,7 @@ LAYERS = (
     ("trajectories",),
     ("operations",),
     ("buffer", "rollouts", "provisional"),
-    ("catalog", "compose", "mixture", "plan", "inspection.contents"),
+    ("catalog", "compose", "mixture", "plan", "resize", "inspection.contents"),
     ("inspection.measure", "inspection.text"),
     ("inspection.page",),
     ("inspection.inspection",),
@@ -31,7 +31,7 @@ LAYERS = (
     ("frameworks", "held"),
     ("stateful",),
     ("",),
-    ("checkpoint.store", "checkpoint.rows", "checkpoint.trim"),
+    ("datasets", "checkpoint.store", "checkpoint.rows", "checkpoint.trim"),
     ("checkpoint.manifest",),
     (
         "checkpoint.generations",
@@ -107,5 +107,6 @@ def test_importing_the_library_imports_no_extra():
     import subprocess
     import sys
 
-    code = "import sys, jaxreplay; print([m for m in ('torch', 'gymnax', 'optax', 'tensorstore', 'stable_baselines3') if m in sys.modules])"
+    extras = ("torch", "gymnax", "optax", "tensorstore", "minari", "stable_baselines3")
+    code = f"import sys, jaxreplay; print([m for m in {extras} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

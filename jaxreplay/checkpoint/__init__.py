@@ -30,9 +30,11 @@ def save(path: Any, replay: Any, state: Any, *, step: int | None = None, notes: 
     Checkpointer(path, replay, **{"keep": 1, **options}).save(state, step, notes=notes)
 
 
-def restore(path: Any, replay: Any, example: Any, *, step: int | None = None, **options: Any) -> Any:
-    """The newest state that was saved under a path, or that of a step. See `Checkpointer.restore`."""
-    return Checkpointer(path, replay, **options).restore(example, step)
+def restore(
+    path: Any, replay: Any, example: Any, *, step: int | None = None, resize: bool = False, sharding: Any = None, **options: Any
+) -> Any:
+    """The newest state that was saved under a path, or that of a step. See `Checkpointer.restore`; `options` are of a `Checkpointer`."""
+    return Checkpointer(path, replay, **options).restore(example, step, resize=resize, sharding=sharding)
 
 
 def inspect(path: Any, *, step: int | None = None, max_bytes: int = 2**28) -> Inspection:

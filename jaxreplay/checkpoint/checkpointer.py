@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 import jaxreplay
-from jaxreplay import checks
+from jaxreplay import checks, sizes
 from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.checkpoint import history, restoring, rows
 from jaxreplay.checkpoint.generations import Generations
@@ -116,17 +116,17 @@ class Checkpointer:
         stored, rest = rows.split(state)
         row_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(stored)) // self._num_rows(stored)
         group_bytes = self._chunk_bytes // 4 if wait else min(self._chunk_bytes // 4, _SMALL)
-        most = rows.power_below(group_bytes // (row_bytes + _BOOKKEEPING))
+        most = sizes.power_below(group_bytes // (row_bytes + _BOOKKEEPING))
         draft = self._draft(state, step, json.loads(json.dumps(notes or {})), most)
-        check_path(self._store.name, generations, draft)
         base = self._base
+        check_path(self._store.name, generations, draft, self.replay, base is not None)
         if base is not None and base.to_bytes() not in {manifest.to_bytes() for manifest in generations}:
             base = self._base = None  # somebody else has deleted it
         self._generations.collect(generations, base)
         span = rows.Span(np.array(draft.first, np.int64), np.array(draft.end, np.int64))
         since, kept = self._on_top_of(base, state, draft, span, most)
         num_rows = int(np.maximum(span.end - np.maximum(since, span.first), 0).sum())
-        group_rows = min(most, rows.power_above(num_rows))
+        group_rows = min(most, sizes.power_above(num_rows))
         bar = self._bar(f"save {step}", num_rows * row_bytes + sum(leaf.nbytes for leaf in jax.tree.leaves(rest)))
 
         def commit(groups: list[Group], seals: dict[str, int]) -> None:
@@ -200,7 +200,7 @@ class Checkpointer:
             self._saving.abandon()
             self._saving = None
 
-    def restore(self, example: Any, step: int | None = None) -> Any:
+    def restore(self, example: Any, step: int | None = None, *, resize: bool = False, sharding: Any = None) -> Any:
         """The newest generation, or that of a step, as a new state. Where the newest is broken, an older one is read, with a warning.
 
         `step` and `notes` are then those of what was read. Let an old state go before: this one takes its own memory.
@@ -209,6 +209,11 @@ class Checkpointer:
 
         Args:
           example: as for `init`: one env's step, or item; arrays, or `jax.ShapeDtypeStruct`s. step: of the generation.
+          resize: whether the generation may be of another capacity: each stream has the newest rows that fit, with their priorities. An
+            index that was drawn before names other rows: drop it. Takes up to 40 bytes more for each row of the larger one meanwhile, on
+            the default device.
+          sharding: where the state's leaves go, as `jax.jit` takes `out_shardings`: of one device, or of many. Whether they fit there is
+            not asked beforehand.
 
         Raises:
           FileNotFoundError: there is none. ValueError: it is of another buffer, or of other steps; every leaf that differs is named.
@@ -220,10 +225,11 @@ class Checkpointer:
             generations, problems = self._generations.read()
             for manifest in generations:
                 if step is None or manifest.step == step:
-                    check_fits(manifest, self.replay, example)
+                    before = check_fits(manifest, self.replay, example, resize, problems)
                     try:
                         with self._bar(f"restore {manifest.step}", self.replay.memory(example).total) as bar:
-                            state = restoring.restore(self._store, manifest, self.replay.init(example), self._chunk_bytes // 2, bar.update)
+                            reading = restoring.Reading(self._store, manifest, self._chunk_bytes // 2, bar.update)
+                            state = reading.state(self.replay, before, example, sharding)
                     except BrokenError as error:
                         problems.append(f"step {manifest.step}: {error}")
                         continue

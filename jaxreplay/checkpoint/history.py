@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxreplay import sizes
 from jaxreplay.checkpoint import rows
 from jaxreplay.checkpoint.manifest import Group, Manifest
 from jaxreplay.checkpoint.rows import Picked, Span
@@ -44,7 +45,7 @@ def is_of_one_history(state: Any, span: Span, length: int, probes: list[list[int
 
 def _checksums(state: Any, picked: Picked, length: int) -> list[int]:
     index = rows.rows_at(picked, length)
-    values, _ = rows.read(state, rows.padded(index, rows.power_above(len(index)), index[-1]))
+    values, _ = rows.read(state, sizes.padded(index, sizes.power_above(len(index)), index[-1]))
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(values)]
     return [functools.reduce(lambda crc, leaf, row=row: zlib.crc32(leaf[row].tobytes(), crc), leaves, 0) for row in range(len(index))]
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxreplay import leaves
+from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.checkpoint import rows
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.description import description
@@ -29,22 +30,41 @@ def described(state: Any) -> tuple[dict[str, str], dict[str, str]]:
     )
 
 
-def check_fits(manifest: Manifest, replay: Any, example: Any) -> None:
-    """A ValueError, where a generation cannot be restored into the buffer."""
-    own = identity(replay)
-    if manifest.buffer != own:
-        raise ValueError(f"restore: step {manifest.step} is of another buffer:\n  {manifest.buffer}\nthis one is:\n  {own}")
+def at_capacity_of(manifest: Manifest, replay: Any) -> Any:
+    """The buffer with the capacity that a generation has."""
+    if not manifest.rows or not isinstance(replay, ReplayBuffer):
+        return replay
+    try:
+        return dataclasses.replace(replay, capacity=manifest.length * replay.num_envs, min_size=1)
+    except ValueError:  # too few rows for its view
+        return replay
+
+
+def check_fits(manifest: Manifest, replay: Any, example: Any, resize: bool, problems: list[str]) -> Any:
+    """The buffer that a generation is of: this one or, where `resize` allows it, one of another capacity. Else a ValueError.
+    `problems`: why no newer generation was taken."""
+    own, before = replay, at_capacity_of(manifest, replay)
+    if manifest.buffer == identity(before) and (resize or identity(own) == identity(before)):
+        replay = before
+    else:
+        lines = [f"restore: step {manifest.step} is of another buffer:", f"  {manifest.buffer}", "this one is:", f"  {identity(own)}"]
+        if manifest.buffer == identity(before):
+            lines.append("of another capacity, resize=True takes the newest rows that fit")
+        raise ValueError("\n".join([*lines, *(["and this is broken:"] if problems else []), *(f"  {problem}" for problem in problems)]))
     lines = []
     for got, expected in zip((manifest.rows, manifest.rest), described(jax.eval_shape(replay.init, example)), strict=True):
         names = [name for name in dict.fromkeys([*got, *expected]) if got.get(name) != expected.get(name)]
         lines += [f"{name}: stored {got.get(name, 'nothing')}, expected {expected.get(name, 'nothing')}" for name in names]
     if lines:
         raise ValueError("\n  ".join([f"restore: step {manifest.step} holds other steps:", *lines]))
+    return replay
 
 
-def check_path(where: str, generations: list[Manifest], draft: Manifest) -> None:
-    """A ValueError, where a path has another buffer's generations: they are not deleted for this one's."""
-    if generations and (generations[0].rows, generations[0].buffer) != (draft.rows, draft.buffer):
+def check_path(where: str, generations: list[Manifest], draft: Manifest, replay: Any, goes_on: bool) -> None:
+    """A ValueError, where a path has another buffer's generations: they are not deleted for this one's. `goes_on`: from one of them, so
+    that they may be of other capacities."""
+    own = {draft.buffer, *([identity(at_capacity_of(generations[0], replay))] if goes_on and generations else [])}
+    if generations and (generations[0].rows != draft.rows or generations[0].buffer not in own):
         raise ValueError(
             f"save: {where} has the generations of another buffer, or of other steps; give each a path of its own:\n"
             f"  {generations[0].buffer}, {generations[0].rows}\nthis one is:\n  {draft.buffer}, {draft.rows}"

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay import ring
+from jaxreplay import ring, sizes
 from jaxreplay.operations import ReplayState
 
 
@@ -110,23 +110,8 @@ def from_runs(runs: list[list[int]]) -> np.ndarray:
     return np.repeat([value for _, value in runs], [count for count, _ in runs])
 
 
-def power_below(number: int) -> int:
-    """The largest power of two that is not above, and at least 1."""
-    return 1 << (max(number, 1).bit_length() - 1)
-
-
-def power_above(number: int) -> int:
-    """The smallest power of two that is not below, and at least 1."""
-    return 1 << (max(number, 1) - 1).bit_length()
-
-
 def rows_at(picked: Picked, length: int) -> np.ndarray:
     return (picked.env * length + ring.position_of(picked.number, length)).astype(np.int32)
-
-
-def padded(index: np.ndarray, size: int, fill: int) -> np.ndarray:
-    """To one of few sizes, so that few programs are compiled."""
-    return np.concatenate([index, np.full(size - len(index), fill, index.dtype)])
 
 
 def heads_of(state: ReplayState) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -147,10 +132,10 @@ def put(rows: Any, index: np.ndarray, values: Any) -> Any:
     if len(devices) == 1 and devices.pop().platform == "cpu":
         jax.tree.map(functools.partial(_put_on_the_host, index), jax.block_until_ready(rows), values)
         return rows
-    size = power_above(len(index))  # few programs are compiled
+    size = sizes.power_above(len(index))  # few programs are compiled
     if size > len(index):
         values = jax.tree.map(lambda leaf: np.resize(leaf, (size, *leaf.shape[1:])), values)
-    return jax.block_until_ready(_write(rows, padded(index, size, len(jax.tree.leaves(rows)[0])), values))
+    return jax.block_until_ready(_in_place(_write, rows, sizes.padded(index, size, len(jax.tree.leaves(rows)[0])), values))
 
 
 def _put_on_the_host(index: np.ndarray, leaf: jax.Array, values: np.ndarray) -> None:
@@ -164,7 +149,17 @@ def _put_on_the_host(index: np.ndarray, leaf: jax.Array, values: np.ndarray) -> 
             target[index[is_held]] = values[is_held]
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+def _in_place(function: Any, tree: Any, *arguments: Any) -> Any:
+    """A function of arrays that are taken over; what is spread over devices stays so."""
+    shardings = [leaf.sharding if len(leaf.sharding.device_set) > 1 else None for leaf in jax.tree.leaves(tree)]
+    return _jitted(function, jax.tree.structure(tree), tuple(shardings))(tree, *arguments)
+
+
+@functools.cache
+def _jitted(function: Any, structure: Any, shardings: tuple[Any, ...]) -> Any:
+    return jax.jit(function, donate_argnums=0, out_shardings=jax.tree.unflatten(structure, shardings))
+
+
 def _write(rows: Any, index: jax.Array, values: Any) -> Any:
     """Rows past the end are dropped."""
     return jax.tree.map(lambda leaf, new: leaf.at[index].set(new, mode="drop", unique_indices=True), rows, values)
@@ -195,11 +190,15 @@ def _piece(leaf: jax.Array, start: jax.Array, size: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(leaf, start, size)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def put_scalar(leaf: jax.Array, value: jax.Array) -> jax.Array:
+def put_piece(leaf: jax.Array, start: int, values: np.ndarray) -> jax.Array:
+    """An array, which is taken over, with values from `start` on along its first axis; a scalar with another value."""
+    return _in_place(_put_piece if leaf.ndim else _put_scalar, leaf, start, values)
+
+
+def _put_scalar(leaf: jax.Array, start: jax.Array, value: jax.Array) -> jax.Array:
+    del start
     return jax.lax.dynamic_update_slice(leaf, value, ())
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def put_piece(leaf: jax.Array, start: jax.Array, values: jax.Array) -> jax.Array:
+def _put_piece(leaf: jax.Array, start: jax.Array, values: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(leaf, values, start, 0)

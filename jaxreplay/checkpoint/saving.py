@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxreplay import sizes
 from jaxreplay.checkpoint import rows
 from jaxreplay.checkpoint.manifest import Group
 from jaxreplay.checkpoint.rows import Picked
@@ -122,7 +123,7 @@ class Saving:
         assert self._next is not None
         _, picked = self._next
         index = rows.rows_at(picked, self._length)
-        values, heads = rows.read(state, rows.padded(index, self._group_rows, index[-1]))
+        values, heads = rows.read(state, sizes.padded(index, self._group_rows, index[-1]))
         self._copied.put((picked, values, heads))
         self._next = next(self._plan, None)
         if self._next is None:

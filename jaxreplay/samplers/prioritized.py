@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxreplay import bits, ring
 from jaxreplay.checks import check_static
 from jaxreplay.drawable import Change, Drawable
-from jaxreplay.samplers.priorities import SMALLEST, accept, check_window, give, is_positive, leaf_of
+from jaxreplay.samplers.priorities import SMALLEST, accept, check_window, give, is_positive, leaf_of, moved
 from jaxreplay.samplers.sampler import PrioritySampler
 from jaxreplay.streams import Streams
 from jaxreplay.sum_tree import SumTree, SumTreeState
@@ -88,6 +88,14 @@ class Prioritized(PrioritySampler):
             env = jnp.broadcast_to(ring.places(streams.num_envs), place.shape)
             state = state.replace(waiting=state.waiting.at[place, env].set(mass, mode="drop", unique_indices=True))
         return state.replace(tree=self._write(streams, state.tree, change, mass))
+
+    def resized(self, streams: Streams, state: PrioritizedState, drawable: Drawable, row: jax.Array) -> PrioritizedState:
+        """Each row keeps its mass; where the capacity does not let it, the largest mass."""
+        tree, now = self._tree(drawable.streams), drawable.streams
+        time, env = ring.split(ring.places(now.capacity), now.num_envs)
+        mass = jnp.minimum(moved(streams, state.tree.sums[0], drawable, row), _LARGEST_TOTAL / now.capacity)
+        mass = jnp.where(drawable.contains(now.row(env, time)), mass, 0)
+        return state.replace(tree=tree.set_range(tree.init(), jnp.int32(0), mass, mass >= 0))
 
     def _write(self, streams: Streams, tree: SumTreeState, change: Change, mass: jax.Array) -> SumTreeState:
         """Rows that became drawable gain their mass; others that are written have none, nor have those whose look-back is overwritten.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxreplay import ring
 from jaxreplay.checks import check_static
 from jaxreplay.drawable import Change, Drawable
-from jaxreplay.samplers.priorities import SMALLEST, accept, check_window, give, is_positive, leaf_of
+from jaxreplay.samplers.priorities import SMALLEST, accept, check_window, give, is_positive, leaf_of, moved
 from jaxreplay.samplers.prioritized import Prioritized, PrioritizedState
 from jaxreplay.samplers.sampler import RankedSampler
 from jaxreplay.streams import Streams
@@ -76,6 +76,10 @@ class RankBased(RankedSampler):
         leaf = leaf_of(streams, change.row[lookahead:][: len(given)])
         recorded = state.priority.at[leaf].set(_recordable(given), mode="drop", unique_indices=True)
         return self._by_mass.observe(streams, state.replace(priority=recorded), change, given)
+
+    def resized(self, streams: Streams, state: RankBasedState, drawable: Drawable, row: jax.Array) -> PrioritizedState:
+        """Each row keeps its priority, and the rank that it has until the next `rerank`."""
+        return self._by_mass.resized(streams, state.replace(priority=moved(streams, state.priority, drawable, row)), drawable, row)
 
     def can_draw(self, state: RankBasedState) -> jax.Array:
         return self._by_mass.can_draw(state)

@@ -43,6 +43,22 @@ class Sampler:
         del streams, change, priority
         return state
 
+    def resized(self, streams: Streams, state: Any, drawable: Drawable, row: jax.Array) -> Any:
+        """The state for a buffer of another capacity, which has taken over the newest rows that fit.
+
+        Ranks and ages are as they were, so that a state without a number for each row stays as it is.
+
+        Args:
+          streams: as they were. state: then.
+          drawable: the rows as they are now.
+          row: int32[N], for each row now, which it was then; the capacity of then where it is none of them.
+        """
+        del row
+        before, after = (jax.eval_shape(lambda of=of: self.init(of, drawable.window)) for of in (streams, drawable.streams))
+        if before != after:
+            raise NotImplementedError(f"{type(self).__name__} keeps something for each row, and must have resized")
+        return state
+
     def size(self, state: Any, drawable: Drawable) -> jax.Array:
         """Rows that can be drawn now: int32[]."""
         del state
