@@ -4,6 +4,7 @@ import dataclasses
 
 NUM_ENVS = 64
 BATCH_SIZE = 256
+ONE_THREAD = ", one thread"  # after a library's name: its process gives XLA one thread
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class Case:
 class Row:
     """A line of a table: `columns` are timed in turn, round after round. Each is (library, case)."""
 
-    table: str  # "main", "forms", "flat", "image", "lengths", "numpy", "ragged", "crossing" or "sb3"
+    table: str  # "main", "threads", "forms", "flat", "image", "lengths", "numpy", "ragged", "crossing" or "sb3"
     name: str
     columns: dict[str, tuple[str, Case]]
 
@@ -41,7 +42,7 @@ class Sizes:
     """Capacities in rows."""
 
     main: tuple[int, ...] = (100_000, 1_000_000)
-    flat: tuple[int, int] = (16_000, 4_000_000)
+    flat: tuple[tuple[int, int], ...] = ((16_000, 4_000_000), (2**14, 2**22))  # in the second, all envs' rows fall into the same cache sets
     image: int = 20_000
     lengths: tuple[int, int, int] = (10, 1_000, 100_000)  # steps of an episode
     lookups: int = 2**20
@@ -53,7 +54,7 @@ class Sizes:
 
 QUICK = Sizes(
     main=(20_000,),
-    flat=(4_096, 65_536),
+    flat=((4_096, 65_536),),
     image=1_000,
     lengths=(10, 100, 1_000),
     lookups=2**14,
@@ -67,7 +68,8 @@ _OPERATIONS = {"uniform": ("add", "sample"), "prioritized": ("add", "sample", "u
 
 
 def all_rows(sizes: Sizes) -> list[Row]:
-    rows = [row for capacity in sizes.main for row in _main(capacity)] + _forms(sizes.main[-1]) + _flat(*sizes.flat) + _image(sizes.image)
+    rows = [row for capacity in sizes.main for row in _main(capacity)] + [row for capacity in sizes.main for row in _threads(capacity)]
+    rows += _forms(sizes.main[-1]) + [row for pair in sizes.flat for row in _flat(*pair)] + _image(sizes.image)
     rows += _lengths(sizes.lookups, sizes.lengths) + _numpy() + [_ragged(sizes.ragged)] + _crossings() + _sb3(sizes.sb3)
     return [_with_iterations(row, sizes.iterations) for row in rows]
 
@@ -80,6 +82,15 @@ def _main(capacity: int) -> list[Row]:
         if buffer == "prioritized":
             cases += [_case(buffer, "fused", "scan", capacity, form=form) for form in ("weights", "carried")]
         rows += [Row("main", _name(case), {library: (library, case) for library in ("jaxreplay", "flashbax", "limit")}) for case in cases]
+    return rows
+
+
+def _threads(capacity: int) -> list[Row]:
+    rows = []
+    for buffer in _OPERATIONS:
+        case = _case(buffer, "fused", "scan", capacity)
+        libraries = [library + threads for library in ("jaxreplay", "flashbax") for threads in ("", ONE_THREAD)]
+        rows.append(Row("threads", f"{buffer}, {capacity:,} rows", {library: (library, case) for library in libraries}))
     return rows
 
 

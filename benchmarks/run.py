@@ -15,11 +15,11 @@ import sys
 from pathlib import Path
 
 import report
-from cases import QUICK, Row, Sizes, all_rows
+from cases import ONE_THREAD, QUICK, Row, Sizes, all_rows
 from tqdm import tqdm
 
 _HERE = Path(__file__).resolve().parent
-_LIBRARIES = ("jaxreplay", "flashbax", "limit")
+_LIBRARIES = ("jaxreplay", "flashbax", "limit", "jaxreplay" + ONE_THREAD, "flashbax" + ONE_THREAD)
 
 
 class Worker:
@@ -27,8 +27,8 @@ class Worker:
 
     def __init__(self, library: str):
         self._library = library
-        environment = {"JAX_PLATFORMS": "cpu"} | dict(os.environ)
-        command = [sys.executable, str(_HERE / "worker.py"), library]
+        environment = {"JAX_PLATFORMS": "cpu"} | dict(os.environ) | ({"NPROC": "1"} if library.endswith(ONE_THREAD) else {})
+        command = [sys.executable, str(_HERE / "worker.py"), library.removesuffix(ONE_THREAD)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
     def tell(self, **request) -> None:

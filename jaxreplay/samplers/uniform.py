@@ -51,8 +51,11 @@ class Uniform(Sampler):
             carry = jax.lax.while_loop(lambda carry: is_short(carry) & (carry[0] < _MAX_REDRAWS), redraw, carry)
             return jax.lax.while_loop(is_short, select, carry)
 
-        row = written_row(drawable.streams, drawable.state, high, low)
-        carry = redraw((jnp.uint32(0), row, drawable.contains(row)))  # twice at once: few batches go on to the loop
+        # Two draws at once, so that few batches go on to the loop; in one read: two took 2 us more at 1 M rows.
+        words = jax.tree.map(lambda *words: jnp.stack(words), (high, low), bits.remix(high, low, jnp.uint32(0)))
+        rows = written_row(drawable.streams, drawable.state, *words)
+        is_drawn = drawable.contains(rows)
+        carry = jnp.uint32(1), jnp.where(is_drawn[0], rows[0], rows[1]), is_drawn[0] | is_drawn[1]
         # Loops rather than a cond, which would run both branches under vmap. This one and that of `select` run at most once.
         _, row, _ = jax.lax.while_loop(is_short, complete, carry)
         return state, row, probability
