@@ -51,7 +51,7 @@ class Uniform(Sampler):
             carry = jax.lax.while_loop(lambda carry: is_short(carry) & (carry[0] < _MAX_REDRAWS), redraw, carry)
             return jax.lax.while_loop(is_short, select, carry)
 
-        # Two draws at once, so that few batches go on to the loop; in one read: two took 2 us more at 1 M rows.
+        # Two draws at once, so that few batches go on to the loop; in one read: two took 1 to 2 us more.
         words = jax.tree.map(lambda *words: jnp.stack(words), (high, low), bits.remix(high, low, jnp.uint32(0)))
         rows = written_row(drawable.streams, drawable.state, *words)
         is_drawn = drawable.contains(rows)
