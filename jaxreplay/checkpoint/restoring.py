@@ -18,7 +18,7 @@ from jaxreplay.checkpoint.store import BrokenError, Store, array_name, checked
 from jaxreplay.checkpoint.trim import Trimmer
 from jaxreplay.paths import named
 
-_READ = 3  # groups that are read, or wait to be put into their places
+_READ = 2  # groups that are read, or wait to be put into their places
 _OPENED = 8  # groups whose descriptions are read before they are: small files, which wait for large ones that are read already
 
 
@@ -112,7 +112,7 @@ def _has_any(group: Group, first: np.ndarray) -> bool:
 
 
 class _ReadAhead:
-    """The rows of groups, in turn: while those of one are put into their places, the next two are read, and those after them are opened.
+    """The rows of groups, in turn: while those of one are put into their places, the next one is read, and those after it are opened.
 
     It begins at once.
 

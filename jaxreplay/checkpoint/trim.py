@@ -4,7 +4,7 @@ import ctypes
 import functools
 from typing import Any
 
-_EVERY = 64 * 2**20  # bytes that pass through; giving back takes some milliseconds
+_EVERY = 32 * 2**20  # bytes that pass through; giving back takes some milliseconds
 
 
 class Trimmer:
