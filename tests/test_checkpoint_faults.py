@@ -58,7 +58,7 @@ def test_an_interrupt_leaves_no_thread(tmp_path, monkeypatch):
         raise OSError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpointer._store, "create", fails)
+        patch.setattr(checkpointer._store, "write", fails)
         with pytest.raises(OSError, match="the disk is full"):
             checkpointer.save(state, 22)
         with contextlib.suppress(OSError):  # perhaps so soon

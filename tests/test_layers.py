@@ -32,7 +32,7 @@ LAYERS = (
     ("stateful",),
     ("",),
     ("datasets", "checkpoint.store", "checkpoint.rows", "checkpoint.trim"),
-    ("checkpoint.manifest",),
+    ("checkpoint.arrays", "checkpoint.manifest"),
     (
         "checkpoint.generations",
         "checkpoint.history",
@@ -107,6 +107,6 @@ def test_importing_the_library_imports_no_extra():
     import subprocess
     import sys
 
-    extras = ("torch", "gymnax", "optax", "tensorstore", "minari", "stable_baselines3")
+    extras = ("torch", "gymnax", "optax", "tensorstore", "google_crc32c", "minari", "stable_baselines3")
     code = f"import sys, jaxreplay; print([m for m in {extras} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

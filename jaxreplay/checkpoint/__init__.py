@@ -8,8 +8,10 @@ state = checkpointer.restore(example)
 from typing import Any
 
 try:
+    import google_crc32c as _google_crc32c  # noqa: F401
     import tensorstore as _tensorstore  # noqa: F401
     import tqdm as _tqdm  # noqa: F401
+    import zstandard as _zstandard  # noqa: F401
 except ImportError as error:
     raise ImportError(f"jaxreplay.checkpoint needs {error.name}: pip install 'jaxreplay[checkpoint]'") from error
 

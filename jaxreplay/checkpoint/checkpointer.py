@@ -21,7 +21,7 @@ from jaxreplay.checkpoint.generations import Generations
 from jaxreplay.checkpoint.identity import check_fits, check_path, described, identity
 from jaxreplay.checkpoint.manifest import Group, Manifest
 from jaxreplay.checkpoint.saving import Saving
-from jaxreplay.checkpoint.store import BrokenError, Store
+from jaxreplay.checkpoint.store import BrokenError, store_at
 from jaxreplay.operations import ReplayState
 from jaxreplay.rollouts import Rollout, RolloutState
 
@@ -76,7 +76,7 @@ class Checkpointer:
         checks.check_size("Checkpointer", "keep", keep)
         checks.check_size("Checkpointer", "chunk_bytes", chunk_bytes)
         self.replay: Any = replay
-        self._store = Store(path)
+        self._store = store_at(path)
         self._generations = Generations(self._store, keep)
         self._chunk_bytes, self._level, self._progress = chunk_bytes, level, progress
         self._base: Manifest | None = None  # what the state at hand goes on from
@@ -228,7 +228,7 @@ class Checkpointer:
                     before = check_fits(manifest, self.replay, example, resize, problems)
                     try:
                         with self._bar(f"restore {manifest.step}", self.replay.memory(example).total) as bar:
-                            reading = restoring.Reading(self._store, manifest, self._chunk_bytes // 2, bar.update)
+                            reading = restoring.Reading(self._store, manifest, bar.update)
                             state = reading.state(self.replay, before, example, sharding)
                     except BrokenError as error:
                         problems.append(f"step {manifest.step}: {error}")

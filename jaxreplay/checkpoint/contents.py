@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay import leaves, ring
+from jaxreplay.checkpoint.arrays import Array
 from jaxreplay.checkpoint.generations import Generations
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.row_reader import RowReader
-from jaxreplay.checkpoint.store import BrokenError, Store, array_name, checked
+from jaxreplay.checkpoint.store import BrokenError, Store, array_name, store_at
 from jaxreplay.inspection.contents import COUNTERS, Contents, leaf_bytes, numbers_in_order, spread
 
 _TREE = "sampler.tree.sums.0"
@@ -26,7 +27,7 @@ def generation_of(path: Any, step: int | None) -> tuple[Store, Manifest]:
     """
     if os.path.isfile(path):
         raise ValueError(f"{path} is a file, not the folder of a Checkpointer")
-    store = Store(path)
+    store = store_at(path)
     generations, problems = Generations(store, keep=1).read()
     manifest = next((one for one in generations if step in (None, one.step)), None)
     if manifest is None:
@@ -76,10 +77,8 @@ def contents_of(store: Store, manifest: Manifest, max_bytes: int) -> Contents:
             yield rows[chosen], {name: leaf.read(reader, rows[chosen]) for name, leaf in steps.items()}
 
     def rest(name: str) -> np.ndarray:
-        where = array_name("rest", manifest.folder, name)
         dtype, shape = _dtype_and_shape(manifest.rest[name])
-        array = store.open(where, shape, dtype, manifest.seals[name])
-        return checked(where, lambda: array.read().result())
+        return Array(store, array_name("rest", manifest.folder, name), shape, dtype, manifest.seals[name]).read()
 
     reward, probability = held.get("steps.reward"), None
     if _TREE in manifest.rest:  # its leaves lie by time, then env

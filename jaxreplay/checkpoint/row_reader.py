@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxreplay.checkpoint.arrays import Array
 from jaxreplay.checkpoint.manifest import Group, Manifest
-from jaxreplay.checkpoint.store import BrokenError, Store, array_name, checked
+from jaxreplay.checkpoint.store import BrokenError, Store, array_name
 
 
 class RowReader:
@@ -47,5 +48,4 @@ class RowReader:
 
     def _read(self, group: Group, name: str, shape: tuple[int, ...], dtype: Any, places: Any = slice(None)) -> np.ndarray:
         where = array_name("rows", group.folder, name)
-        array = self._store.open(where, (group.num_rows, *shape), dtype, group.seals[name])
-        return checked(where, lambda: array[places].read().result())
+        return Array(self._store, where, (group.num_rows, *shape), dtype, group.seals[name]).read()[places]

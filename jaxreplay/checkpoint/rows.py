@@ -128,25 +128,24 @@ def read(state: ReplayState, index: jax.Array) -> tuple[Any, Any]:
 
 def put(rows: Any, index: np.ndarray, values: Any) -> Any:
     """New rows that nobody else has, with values at int32[K]; those past the end are dropped. They are taken over."""
-    devices = {device for leaf in jax.tree.leaves(rows) for device in leaf.devices()}
-    if len(devices) == 1 and devices.pop().platform == "cpu":
-        jax.tree.map(functools.partial(_put_on_the_host, index), jax.block_until_ready(rows), values)
-        return rows
     size = sizes.power_above(len(index))  # few programs are compiled
     if size > len(index):
         values = jax.tree.map(lambda leaf: np.resize(leaf, (size, *leaf.shape[1:])), values)
     return jax.block_until_ready(_in_place(_write, rows, sizes.padded(index, size, len(jax.tree.leaves(rows)[0])), values))
 
 
-def _put_on_the_host(index: np.ndarray, leaf: jax.Array, values: np.ndarray) -> None:
-    """Straight into the array's memory: by a program, each value would be copied three times."""
-    if leaf.size:
-        memory = np.ctypeslib.as_array((ctypes.c_ubyte * leaf.nbytes).from_address(leaf.unsafe_buffer_pointer()))
-        target, is_held = memory.view(leaf.dtype).reshape(leaf.shape), index < len(leaf)
-        if is_held.all():
-            target[index] = values
-        else:
-            target[index[is_held]] = values[is_held]
+def memory_of(leaf: jax.Array) -> np.ndarray | None:
+    """The memory of a new array that nobody else has, to be written to; None, where it is not all in this process's memory.
+
+    By a program, each value would be copied three times.
+    """
+    devices = jax.block_until_ready(leaf).devices()
+    if len(devices) > 1 or next(iter(devices)).platform != "cpu":
+        return None
+    if not leaf.size:
+        return np.empty(leaf.shape, leaf.dtype)
+    memory = np.ctypeslib.as_array((ctypes.c_ubyte * leaf.nbytes).from_address(leaf.unsafe_buffer_pointer()))
+    return memory.view(leaf.dtype).reshape(leaf.shape)
 
 
 def _in_place(function: Any, tree: Any, *arguments: Any) -> Any:
@@ -171,13 +170,13 @@ def chunk_rows(leaf: Any, num_bytes: int) -> int:
     return max(1, min(leaf.shape[0] if leaf.shape else 1, num_bytes // row_bytes))
 
 
-def pieces(leaf: jax.Array, num_rows: int) -> Iterator[tuple[int, jax.Array]]:
-    """The whole leaf in copies of so many rows, each with its first one; a scalar in one."""
+def pieces(leaf: jax.Array, num_rows: int) -> Iterator[jax.Array]:
+    """The whole leaf in copies of so many rows; a scalar in one."""
     if not leaf.ndim:
-        yield 0, copied(leaf)
+        yield copied(leaf)
         return
     for start in range(0, len(leaf), num_rows):
-        yield start, _piece(leaf, start, min(num_rows, len(leaf) - start))
+        yield _piece(leaf, start, min(num_rows, len(leaf) - start))
 
 
 @jax.jit

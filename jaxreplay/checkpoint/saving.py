@@ -1,4 +1,4 @@
-"""One save under way: rows are copied out of the state, a group at a time, and a thread writes them."""
+"""One save under way: rows are copied out of the state, a group at a time, and threads write them."""
 
 import atexit
 import queue
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxreplay import sizes
-from jaxreplay.checkpoint import rows
+from jaxreplay.checkpoint import arrays, rows
 from jaxreplay.checkpoint.manifest import Group
 from jaxreplay.checkpoint.rows import Picked
 from jaxreplay.checkpoint.store import Store, array_name
@@ -19,7 +19,7 @@ from jaxreplay.paths import named
 
 
 class Saving:
-    """Copies in the caller's thread, and writes in its own.
+    """Copies in the caller's thread, and writes in its own: two, since a file system takes so much from one thread.
 
     Args:
       store: where to. folder: a name that no other save has.
@@ -27,8 +27,8 @@ class Saving:
       plan: groups of rows, each with how many rows may be added to a stream before one of it is lost.
       end: int64[E], one more than the number of each stream's newest row. length: rows of a stream.
       group_rows: rows of a group, at most. chunk_bytes: of an array's chunk, at most. level: of the compression.
-      commit: called in the thread when all is written, with the groups, and the seals of the rest's arrays.
-      progress: called in the thread with the bytes that were written.
+      commit: called in a thread when all is written, with the groups, and the seals of the rest's arrays.
+      progress: called in a thread, in one at a time, with the bytes that were written.
     """
 
     def __init__(
@@ -51,15 +51,18 @@ class Saving:
         self._copied: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._room = threading.Semaphore(1)  # for one group that waits to be written
         self._num_announced = 0  # rows that a stream may have got since
-        self._groups: list[Group] = []
+        self._num_copied = 0  # groups
+        self._groups: dict[int, Group] = {}
         self._trim = Trimmer()
+        self._lock = threading.Lock()  # for what is told of progress
         self._to_sync: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # folders that are written, and may not be on the disk yet
         self._sync_room = threading.Semaphore(2)
         self._error: BaseException | None = None
         self._next = next(plan, None)
         self._thread = threading.Thread(target=self._run, args=(named(rest),), name="jaxreplay-checkpoint", daemon=True)
+        self._helper = threading.Thread(target=self._write_groups, name="jaxreplay-checkpoint-helper", daemon=True)
         self._syncer = threading.Thread(target=self._run_syncer, name="jaxreplay-sync", daemon=True)
-        for thread in (self._syncer, self._thread):
+        for thread in (self._syncer, self._helper, self._thread):
             thread.start()
         atexit.register(self._at_exit)
         if self._next is None:
@@ -124,26 +127,33 @@ class Saving:
         _, picked = self._next
         index = rows.rows_at(picked, self._length)
         values, heads = rows.read(state, sizes.padded(index, self._group_rows, index[-1]))
-        self._copied.put((picked, values, heads))
+        self._copied.put((self._num_copied, picked, values, heads))
+        self._num_copied += 1
         self._next = next(self._plan, None)
         if self._next is None:
             self._copied.put(None)
 
     def _run(self, rest: list[tuple[str, Any]]) -> None:
-        """What the thread does. After an error it still takes what comes: nobody may wait for it in vain."""
+        """What the first thread does."""
         seals: dict[str, int] = {}
         while rest:
             name, leaf = rest.pop()
             self._try(self._write_leaf, name, leaf, seals)
             del leaf
         self._sync(f"rest/{self._folder}")
+        self._write_groups()
+        self._helper.join()
+        self._to_sync.put(None)
+        self._syncer.join()
+        self._try(self._commit, [self._groups[number] for number in sorted(self._groups)], seals)
+
+    def _write_groups(self) -> None:
+        """What both threads do, until there are no more. After an error they still take what comes: nobody may wait for them in vain."""
         while (item := self._copied.get()) is not None:
             self._room.release()
             self._try(self._write_group, *item)
             del item
-        self._to_sync.put(None)
-        self._syncer.join()
-        self._try(self._commit, self._groups, seals)
+        self._copied.put(None)  # for the other one
 
     def _sync(self, folder: str) -> None:
         """The disk takes a group while the next one is written, and is not further behind than that."""
@@ -167,33 +177,35 @@ class Saving:
         if not leaf.size:
             return
         where, num_rows = array_name("rest", self._folder, name), rows.chunk_rows(leaf, self._chunk_bytes)
-        array = self._store.create(where, leaf.shape, leaf.dtype, num_rows, self._level).result()
-        for start, piece in rows.pieces(leaf, num_rows):
-            place = array if not leaf.ndim else array[start : start + len(piece)]
-            place.write(np.asarray(piece)).result()
-            self._progress(piece.nbytes)
-        seals[name] = self._store.seal(where)
+        writer = arrays.Writer(self._store, where, leaf.shape, leaf.dtype, num_rows, self._level)
+        for number, piece in enumerate(rows.pieces(leaf, num_rows)):
+            writer.write(number, [arrays.bytes_of(np.asarray(piece))])
+            self._tell(piece.nbytes)
+        seals[name] = writer.seal
 
-    def _write_group(self, picked: Picked, values: Any, heads: Any) -> None:
+    def _write_group(self, group: int, picked: Picked, values: Any, heads: Any) -> None:
         """Each leaf in one chunk."""
         self._check_in_time(picked, heads)
-        folder, count = f"{self._folder}-{len(self._groups):06}", len(picked.env)
+        folder, count = f"{self._folder}-{group:06}", len(picked.env)
         leaves = [*named(values), ("env", picked.env.astype(np.int32)), ("number", picked.number)]
         blocks = {name: np.asarray(leaf)[:count] for name, leaf in leaves if leaf.size}
-        where = {name: array_name("rows", folder, name) for name in blocks}
-        created = {name: self._store.create(where[name], block.shape, block.dtype, count, self._level) for name, block in blocks.items()}
-        written = [created[name].result().write(block, can_reference_source_data_indefinitely=True) for name, block in blocks.items()]
-        errors = [error for future in written if (error := future.exception()) is not None]  # all of them have ended then
-        if errors:
-            raise errors[0]
-        self._progress(num_bytes := sum(block.nbytes for block in blocks.values()))
+        seals = {}
+        for name, block in blocks.items():
+            writer = arrays.Writer(self._store, array_name("rows", folder, name), block.shape, block.dtype, count, self._level)
+            writer.write(0, [arrays.bytes_of(block)])
+            seals[name] = writer.seal
+        self._tell(num_bytes := sum(block.nbytes for block in blocks.values()))
         self._trim(num_bytes)
         first, last = np.full((2, picked.env.max() + 1), [[np.iinfo(np.int64).max], [-1]])
         np.minimum.at(first, picked.env, picked.number)
         np.maximum.at(last, picked.env, picked.number)
         runs = (rows.in_runs(numbers) for numbers in (np.where(last < first, 0, first), last))
-        self._groups.append(Group(folder, count, {name: self._store.seal(where[name]) for name in blocks}, *runs))
+        self._groups[group] = Group(folder, count, seals, *runs)
         self._sync(f"rows/{folder}")
+
+    def _tell(self, num_bytes: int) -> None:
+        with self._lock:
+            self._progress(num_bytes)
 
     def _check_in_time(self, picked: Picked, heads: Any) -> None:
         """Whether the state that the rows were read from still had them."""

@@ -1,9 +1,9 @@
-"""Arrays and short files under one path, by TensorStore: a local folder, or any store that it opens by URL.
+"""Files under one path: a local folder, or any store that TensorStore opens by URL. A file that holds an array is never changed.
 
-An array is written once, in zarr's third format, and never changed. Each of its chunks ends with a checksum; its description has none, so
-that whoever writes an array keeps its seal, a checksum of the description, and hands it in to read the array again.
+Nothing is buffered here: what is written goes out of the caller's memory, and what is read into it.
 """
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -11,132 +11,169 @@ import os
 import pathlib
 import shutil
 import urllib.parse
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
-_DESCRIPTION = "zarr.json"
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)  # other errors may be well the next time
 _TRANSIENT = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED", "CANCELLED")
+_AT_ONCE = 2**30  # bytes that are asked for at a time: a system gives 2 GiB at the most
 
 
 class BrokenError(ValueError):
     """Something stored is missing, cut short, or other than it was written."""
 
 
-class Store:
+def store_at(path: Any) -> "Folder | Objects":
     """What lies under a path or URL, such as "runs/replay", "memory://replay/" or "s3://bucket/replay/"."""
+    text = os.path.expanduser(os.fspath(path))
+    if text.startswith("file://"):
+        text = urllib.parse.unquote(text.removeprefix("file://"))
+    return Objects(text) if "://" in text else Folder(text)
 
-    def __init__(self, path: Any):
-        text = os.path.expanduser(os.fspath(path))
-        if text.startswith("file://"):
-            text = urllib.parse.unquote(text.removeprefix("file://"))
-        self._local = None if "://" in text else pathlib.Path(text).absolute()
-        self.name = text if self._local is None else str(self._local)
-        parents = [] if self._local is None else list(self._local.parents)
+
+class Folder:
+    """A local one, which need not be there yet."""
+
+    most_expected = 2**29  # bytes that `expect` is told of before they are read
+
+    def __init__(self, path: str):
+        self._path = pathlib.Path(path).absolute()
+        self.name = str(self._path)
+        parents = list(self._path.parents)
         is_there = [parent.is_dir() for parent in parents]
         self._above = parents[: is_there.index(True) + 1] if True in is_there else []  # those that are made with it, and theirs
-        spec = f"{text.removesuffix('/')}/" if self._local is None else {"driver": "file", "path": f"{self._local}/"}
-        self._files = ts.KvStore.open(spec, context=_context()).result()
 
-    def create(self, name: str, shape: tuple[int, ...], dtype: Any, chunk_rows: int, level: int | None) -> Any:
-        """A new array, to be written in blocks of `chunk_rows` along the first axis. `level`: of zstd; None: not compressed."""
-        codecs: list[dict[str, Any]] = [{"name": "bytes"}, {"name": "crc32c"}]
-        if level is not None:
-            codecs.insert(1, {"name": "zstd", "configuration": {"level": level}})
-        chunk = (chunk_rows, *shape[1:]) if shape else ()
-        metadata = {
-            "shape": shape,
-            "data_type": np.dtype(dtype).name,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
-            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},  # one folder an array
-            "codecs": codecs,
-        }
-        return ts.open(self._spec(name) | {"metadata": metadata, "create": True}, context=_context())
+    def write(self, name: str, parts: Sequence[Any]) -> None:
+        """A new file, of buffers of bytes one after another. It is safe after `sync`."""
+        path = self._path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as file:
+            for part in parts:
+                file.write(part)
 
-    def seal(self, name: str) -> int:
-        return zlib.crc32(self.get(f"{name}/{_DESCRIPTION}"))
+    def expect(self, name: str) -> None:
+        """Say that a file will be read soon: the system may begin with it."""
+        if hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError), open(self._path / name, "rb", buffering=0) as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
-    def open(self, name: str, shape: tuple[int, ...], dtype: Any, seal: int) -> Any:
-        """An array that was written, to be read."""
-        return self.opening(name, shape, dtype, seal)()
+    def read(self, name: str, parts_of: Callable[[int], Sequence[Any]]) -> None:
+        """Fill arrays of bytes, one after another, with a file's. `parts_of`: gives them, told how many bytes the file has.
 
-    def opening(self, name: str, shape: tuple[int, ...], dtype: Any, seal: int) -> Callable[[], Any]:
-        """The same in two steps, so that many are opened at once: what is returned gives the array."""
-        description = self._files.read(f"{name}/{_DESCRIPTION}")
-        opened = ts.open(self._spec(name) | {"open": True}, context=_context())
+        Raises:
+          BrokenError: there is no such file, or it is shorter now. OSError: it cannot be read at the moment.
+        """
+        try:
+            with open(self._path / name, "rb", buffering=0) as file:
+                for part in parts_of(os.fstat(file.fileno()).st_size):
+                    left = memoryview(part)
+                    while len(left):
+                        if not (count := file.readinto(left[:_AT_ONCE])):
+                            raise BrokenError(f"{name} is cut short")
+                        left = left[count:]
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            raise BrokenError(f"{name} is missing" if error.errno == errno.ENOENT else f"{name}: {error.strerror}") from error
 
-        def result() -> Any:
-            found = checked(f"{name}/{_DESCRIPTION}", description.result)
-            if found.state != "value":
-                raise BrokenError(f"{name}/{_DESCRIPTION} is missing")
-            if zlib.crc32(found.value) != seal:
-                raise BrokenError(f"{name}/{_DESCRIPTION} is not as it was written")
-            array = checked(name, opened.result)
-            if (array.shape, array.dtype.numpy_dtype) != (tuple(shape), np.dtype(dtype)):
-                raise BrokenError(f"{name}: got {array.dtype.numpy_dtype}{list(array.shape)}, expected {np.dtype(dtype)}{list(shape)}")
-            return array
-
-        return result
+    def get(self, name: str) -> bytes:
+        """A short file."""
+        return _whole(self, name)
 
     def sync(self, folder: str) -> None:
-        """Wait until the disk has all that is in a folder: what was created there is not safe before. Other stores are safe at once."""
-        if self._local is None or not (self._local / folder).is_dir():
+        """Wait until the disk has all that is in a folder: what was created there is not safe before."""
+        if not (self._path / folder).is_dir():
             return
-        _sync_all(self._local / folder)
-        for inner, _, files in os.walk(self._local / folder):
+        _sync_all(self._path / folder)
+        for inner, _, files in os.walk(self._path / folder):
             for name in [*files, "."]:
                 _fsync(os.path.join(inner, name))
 
     def put(self, name: str, content: bytes, after: Sequence[str]) -> None:
         """Write a file, whole or not at all, once the disk has what is in some folders: their names alone, which are not in `sync`."""
-        if self._local is None:
-            self._files.write(name, content).result()
-            return
-        path, unfinished = self._local / name, self._local / f"{name}.new"
+        path, unfinished = self._path / name, self._path / f"{name}.new"
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished.write_bytes(content)
         _fsync(unfinished)
-        folders = [self._local / folder for folder in after]
-        for folder in [*folders, self._local, *self._above]:
+        folders = [self._path / folder for folder in after]
+        for folder in [*folders, self._path, *self._above]:
             if folder.is_dir() and os.access(folder, os.R_OK):
                 _fsync(folder)
         unfinished.replace(path)
         _fsync(path.parent)
 
-    def get(self, name: str) -> bytes:
-        found = self._files.read(name).result()
+    def entries(self, folder: str) -> list[str]:
+        """Files and folders in a folder, in the order of names; also what a killed process left unfinished."""
+        return sorted(os.listdir(self._path / folder)) if (self._path / folder).is_dir() else []
+
+    def delete(self, name: str) -> None:
+        """A file, or a folder with all that is in it."""
+        if (self._path / name).is_dir():
+            shutil.rmtree(self._path / name)
+        else:
+            (self._path / name).unlink()
+
+
+class Objects:
+    """What TensorStore opens by URL. The methods are `Folder`'s; what takes long is under way until it is waited for."""
+
+    most_expected = 2**25  # these are held in memory
+
+    def __init__(self, url: str):
+        self.name = url
+        self._files = ts.KvStore.open(f"{url.removesuffix('/')}/", context=_context()).result()
+        self._written: dict[str, Any] = {}  # futures, by name
+        self._expected: dict[str, Any] = {}
+
+    def write(self, name: str, parts: Sequence[Any]) -> None:
+        self._written[name] = self._files.write(name, b"".join(parts))
+
+    def expect(self, name: str) -> None:
+        self._expected[name] = self._files.read(name)
+
+    def read(self, name: str, parts_of: Callable[[int], Sequence[Any]]) -> None:
+        try:
+            found = (self._expected.pop(name, None) or self._files.read(name)).result()
+        except (ValueError, OSError, RuntimeError) as error:
+            if any(word in str(error) for word in _TRANSIENT):
+                raise
+            raise BrokenError(f"{name}: {error}") from error
         if found.state != "value":
             raise BrokenError(f"{name} is missing")
-        return found.value
+        content, start = np.frombuffer(found.value, np.uint8), 0
+        for part in parts_of(len(content)):
+            if start + len(part) > len(content):
+                raise BrokenError(f"{name} is cut short")
+            part[:] = content[start : start + len(part)]
+            start += len(part)
+
+    def get(self, name: str) -> bytes:
+        return _whole(self, name)
+
+    def sync(self, folder: str) -> None:
+        names = [name for name in list(self._written) if name.startswith(f"{folder}/")]
+        errors = [error for name in names if (error := self._written.pop(name).exception()) is not None]  # all of them have ended then
+        if errors:
+            raise errors[0]
+
+    def put(self, name: str, content: bytes, after: Sequence[str]) -> None:
+        self._files.write(name, content).result()
 
     def entries(self, folder: str) -> list[str]:
-        """Files and folders in a folder, in the order of names; of a local one also what a killed process left unfinished."""
-        if self._local is not None:
-            return sorted(os.listdir(self._local / folder)) if (self._local / folder).is_dir() else []
         keys = self._files.list(ts.KvStore.KeyRange(f"{folder}/", f"{folder}0")).result()
         return sorted({key.decode().removeprefix(f"{folder}/").split("/")[0] for key in keys})
 
     def delete(self, name: str) -> None:
-        """A file, or a folder with all that is in it."""
-        if self._local is None:
-            self._files.write(name, None).result()
-            self._files.delete_range(ts.KvStore.KeyRange(f"{name}/", f"{name}0")).result()
-        elif (self._local / name).is_dir():
-            shutil.rmtree(self._local / name)
-        else:
-            (self._local / name).unlink()
+        with contextlib.suppress(Exception):  # of a save that was given up
+            self.sync(name)
+        self._files.write(name, None).result()
+        self._files.delete_range(ts.KvStore.KeyRange(f"{name}/", f"{name}0")).result()
 
-    def _spec(self, name: str) -> dict[str, Any]:
-        return {
-            "driver": "zarr3",
-            "kvstore": (self._files / f"{name}/").spec().to_json(),
-            # A chunk of zeros is written too, so that one that is missing is an error.
-            "store_data_equal_to_fill_value": True,
-            "fill_missing_data_reads": False,
-        }
+
+Store = Folder | Objects
 
 
 def array_name(kind: str, folder: str, leaf: str) -> str:
@@ -144,14 +181,16 @@ def array_name(kind: str, folder: str, leaf: str) -> str:
     return f"{kind}/{folder}/{urllib.parse.quote(leaf, safe='')}"
 
 
-def checked(name: str, read: Callable[[], Any]) -> Any:
-    """What a function reads, or a BrokenError that names what it was to read. What may be well the next time is another error."""
-    try:
-        return read()
-    except (ValueError, OSError, RuntimeError) as error:
-        if any(word in str(error) for word in _TRANSIENT):
-            raise
-        raise BrokenError(f"{name}: {error}") from error
+def _whole(store: Store, name: str) -> bytes:
+    content = np.empty(0, np.uint8)
+
+    def parts_of(size: int) -> list[np.ndarray]:
+        nonlocal content
+        content = np.empty(size, np.uint8)
+        return [content]
+
+    store.read(name, parts_of)
+    return content.tobytes()
 
 
 def _fsync(path: Any) -> None:
@@ -184,6 +223,5 @@ def _sync_all(folder: Any) -> None:
 
 @functools.cache
 def _context() -> Any:
-    """One for all, so that "memory://" is the same memory everywhere; few writes at once, so that few are held in memory."""
-    limits = {"file_io_concurrency": {"limit": 4}, "data_copy_concurrency": {"limit": 2}, "cache_pool": {"total_bytes_limit": 0}}
-    return ts.Context({**limits, "file_io_sync": False})  # `sync` does it, beside the next write
+    """One for all, so that "memory://" is the same memory everywhere."""
+    return ts.Context({"cache_pool": {"total_bytes_limit": 0}})
