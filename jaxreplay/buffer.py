@@ -55,7 +55,7 @@ class ReplayBuffer:
         checks.check_capacity("ReplayBuffer", self.capacity, self.num_envs, self.window.length)
         if self.view.needs_steps and self.autoreset not in autoreset_forms.FORMS:
             raise ValueError(autoreset_forms.form_error("ReplayBuffer", self.autoreset))
-        if not self.view.needs_steps and (self.autoreset is not None or self._has_table):
+        if not self.view.needs_steps and (self.autoreset is not None or self.has_table):
             raise ValueError(
                 f"ReplayBuffer: {type(self.view).__name__} stores items, which have no episodes; leave out autoreset and keep_episodes, "
                 "and draw rows, not episodes"
@@ -82,7 +82,8 @@ class ReplayBuffer:
         )
 
     @property
-    def _has_table(self) -> bool:
+    def has_table(self) -> bool:
+        """Whether the state has an episode table: where it is asked for, or the view or the sampler looks episodes up."""
         return self.keep_episodes or self.window.looks_up or not self.window.is_bounded
 
     def init(self, example: Any) -> ReplayState:
@@ -116,7 +117,7 @@ class ReplayBuffer:
             pending=None if self.window.after is None else jnp.zeros((self.num_envs,), jnp.int32),
             cut=jnp.zeros((self.num_envs,), jnp.int32) if self.window.before else None,
             sampler=self.sampler.init(self.streams, self.window),
-            episodes=episode_table.init(self.streams, example) if self._has_table else None,
+            episodes=episode_table.init(self.streams, example) if self.has_table else None,
         )
 
     def memory(self, example: Any) -> memory.Memory:

@@ -2,7 +2,8 @@
 
 A row keeps its number in its stream, and lies at the remainder of the number by the length. So what counts anchors or ages stays as it
 is: ranks, a queue's next row, what waits for its window. What is kept by places is made anew: the episode table is told of the rows
-once more, the oldest first, and a sampler moves what it has for each of them (`Sampler.resized`).
+once more, the oldest first, and a sampler is told what it had for each of them (`Sampler.moved`). All of it goes in blocks, so that
+nothing is as large as the buffer but its new state.
 """
 
 import functools
@@ -17,7 +18,7 @@ from jaxreplay.drawable import cut_rows
 from jaxreplay.operations import ReplayState, drawable
 from jaxreplay.streams import Streams, StreamState, Written
 
-_BLOCK = 2**16  # rows that the episode table is told of at a time
+_BLOCK = 2**16  # rows that the episode table, or a sampler, is told of at a time
 
 
 def with_heads(before: Streams, after: Streams, state: StreamState) -> StreamState:
@@ -30,32 +31,59 @@ def with_heads(before: Streams, after: Streams, state: StreamState) -> StreamSta
     )
 
 
+def parted(before: Any, old: ReplayState) -> tuple[ReplayState, dict[str, Any]]:
+    """What `resized` takes of a state of `before`; and what its sampler keeps for each row by place. Both may be of shapes alone."""
+    sampler, by_place = before.sampler.parted(old.sampler)
+    return old.replace(sampler=sampler, episodes=None), by_place
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def resized(before: Any, after: Any, old: ReplayState, streams: StreamState) -> ReplayState:
-    """All but the rows, which are there: `None` in their place.
+    """All but the rows, which are there: `None` in their place. What the sampler keeps by place is to be `moved`.
 
     Args:
       before: the buffer of the old state. after: the same with another capacity.
       old: its rows are not read. streams: `with_heads`, and the rows in their places.
     """
-    state = old.replace(
-        streams=streams,
+    return old.replace(
+        streams=streams.replace(steps=None, flags=None, rank=None),
         pending=None if old.pending is None else jnp.minimum(old.pending, streams.filled),
         cut=cut_rows(after.window, after.streams, streams),
-        episodes=None if old.episodes is None else _episodes(after.streams, streams),
+        episodes=_episodes(after.streams, streams) if after.has_table else None,
+        sampler=after.sampler.resized(before.streams, after.streams, after.window, old.sampler),
     )
-    row = _rows_before(before.streams, old.streams, after.streams, streams)
-    sampler = after.sampler.resized(before.streams, old.sampler, drawable(after, state), row)
-    return state.replace(sampler=sampler, streams=streams.replace(steps=None, flags=None, rank=None))
 
 
-def _rows_before(before: Streams, old: StreamState, after: Streams, state: StreamState) -> jax.Array:
-    """For each row, which it was: int32[N]; the old capacity for those that are not written."""
-    row = ring.places(after.capacity)
-    env, _ = ring.split(row, after.length)
-    age = jnp.minimum(after.age(state, row), before.length - 1)
-    position = ring.wrap(before.of_stream(old.head, env) - 1 - age, before.length)
-    return jnp.where(after.is_written(state, row), before.row(env, position), before.capacity)
+@functools.partial(jax.jit, static_argnums=(0, 1, 5), donate_argnums=3)
+def moved(
+    before: Any, after: Any, old: StreamState, sampler: Any, state: ReplayState, name: str, start: jax.Array, values: jax.Array
+) -> Any:
+    """The sampler's state, which is taken over, with what it had in `before`, in its leaf of that name, at the places from `start` on.
+
+    Args:
+      old: the heads of then. state: as it is now, with its rows, and without a sampler. values: `[K]`.
+    """
+    members = drawable(after, state)
+    size = min(_BLOCK, len(values))
+
+    def tell(nth: jax.Array, sampler: Any) -> Any:
+        first = jnp.minimum(nth * size, len(values) - size)  # the last block begins earlier, and says some of it again
+        place = jnp.minimum(start + first + ring.places(size), before.capacity)
+        row = _row_now(before.streams, old, after.streams, state.streams, place)
+        return after.sampler.moved(sampler, members, name, row, jax.lax.dynamic_slice_in_dim(values, first, size))
+
+    return jax.lax.fori_loop(0, -(-len(values) // size), tell, sampler)
+
+
+def _row_now(before: Streams, old: StreamState, after: Streams, state: StreamState, place: jax.Array) -> jax.Array:
+    """Which rows those at places, by time, then env, are now: int32[K]; the new capacity for those that are gone, or were none."""
+    is_place = place < before.capacity
+    time, env = ring.split(jnp.where(is_place, place, 0), before.num_envs)
+    row = before.row(env, time)
+    age = before.age(old, row)
+    is_held = is_place & before.is_written(old, row) & (age < after.of_stream(state.filled, env))
+    position = ring.wrap(after.of_stream(state.head, env) - 1 - jnp.minimum(age, after.length - 1), after.length)
+    return jnp.where(is_held, after.row(env, position), after.capacity)
 
 
 def _episodes(streams: Streams, state: StreamState) -> episode_table.EpisodeState:

@@ -1,5 +1,7 @@
-"""Peak memory beside the state, of saves and of a restore, in JSON: `python checkpoint_memory.py PATH GIGABYTES ROW_BYTES`."""
+"""Peak memory beside the state, of saves, a restore and a resize, in JSON: `python checkpoint_memory.py PATH GIGABYTES ROW_BYTES`."""
 
+import ctypes
+import gc
 import json
 import pathlib
 import sys
@@ -19,6 +21,8 @@ def memory(field):
 
 def peak(function):
     """Bytes beside those that there were before, and what the function returns."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is freed is not counted as there
     before = memory("VmRSS")
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     result = function()
@@ -38,14 +42,35 @@ def filled(replay, example, count):
     return jax.block_until_ready(state)
 
 
+def resized(path, count, row):
+    """Beside the new state, of a restore into a larger buffer, with all that is kept for each row; all but the first rows overwritten."""
+    example = {"obs": ((row,), jnp.uint8), "action": ((), jnp.float32), "reward": ((), jnp.float32)}
+    example |= {"terminated": ((), bool), "truncated": ((), bool)}
+    example = jr.Step(**{name: jax.ShapeDtypeStruct(*leaf) for name, leaf in example.items()})
+
+    def buffer(capacity):
+        return jr.prioritized(capacity=capacity, num_envs=1, batch_size=1, autoreset="next_step", masked=True, keep_episodes=True)
+
+    replay, larger = buffer(count), buffer(count + count // 5)
+    steps = jax.tree.map(lambda leaf: jnp.ones((count // 100, 1, *leaf.shape), leaf.dtype), example)
+    state, extend = replay.init(example), jr.jit(replay).extend
+    for _ in range(120):
+        state = extend(state, steps)
+    checkpointer, size = Checkpointer(path, larger, level=None), int(replay.size(state))
+    Checkpointer(path, replay, level=None).save(state)
+    del state, steps
+    extra, state = peak(lambda: jax.block_until_ready(checkpointer.restore(example, resize=True)))
+    assert int(larger.size(state)) == size
+    return extra - sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+
+
 def main(path, gigabytes, row):
-    row = int(row)
     example = jax.ShapeDtypeStruct((row,), jnp.uint8)
     small = jr.items(capacity=int(0.3e9) // row if row > 1000 else 1 << 20, batch_size=1)
     warm = Checkpointer(f"{path}/small", small, level=None)  # what is loaded and compiled once
     warm.save(filled(small, example, small.capacity))
     warm.restore(example)
-    capacity = int(float(gigabytes) * 1e9) // row
+    capacity = int(gigabytes * 1e9) // row
     replay = jr.items(capacity=capacity, batch_size=1)
     state, found = filled(replay, example, capacity), {"state": capacity * row}
     checkpointer = Checkpointer(f"{path}/large", replay, level=None)
@@ -63,8 +88,12 @@ def main(path, gigabytes, row):
     extra, state = peak(lambda: jax.block_until_ready(checkpointer.restore(example)))
     found["restore"] = extra - capacity * row
     assert int(jnp.sum(state.streams.steps[::97].astype(jnp.uint32))) == total
-    sys.stdout.write(json.dumps(found))
+    return found
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    path, gigabytes, row = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+    found = main(path, gigabytes, row)
+    resized(f"{path}/resized/small", 10_000, 100)  # what is loaded once
+    found["resize"] = resized(f"{path}/resized/large", 4_000_000 if row < 1000 else 1_000_000, 100)
+    sys.stdout.write(json.dumps(found))

@@ -270,7 +270,7 @@ def test_beside_the_state_there_are_few_chunks(gigabytes, row, tmp_path):
     shutil.rmtree(tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    for name in ("save", "save_more", "restore"):
+    for name in ("save", "save_more", "restore", "resize"):
         assert found[name] <= 3 * 64 * 2**20, (name, found)
     assert found["full_bytes"] >= found["state"] >= gigabytes * 1e9
     assert row < 1000 or found["more_bytes"] <= 0.05 * found["full_bytes"]

@@ -280,6 +280,28 @@ def test_other_differences_are_refused(tmp_path):
         checkpoint.restore(tmp_path, items(capacity=32), EXAMPLE, resize=True)
 
 
+RANKED = [(case, True) for case in KINDS if case.replay(capacity=480).sampler.has_priorities]
+
+
+@pytest.mark.parametrize(("case", "is_ranked"), [(case, False) for case in KINDS] + RANKED, ids=lambda value: getattr(value, "name", value))
+def test_no_program_takes_memory_for_each_row(case, is_ranked):
+    """Beside what it is given and what it returns; of shapes alone."""
+    small, large = case.replay(capacity=240 * 8000), case.replay(capacity=240 * 16000)
+    if is_ranked:
+        small, large = (dataclasses.replace(replay, sampler=jr.RankBased(keep_minimum=True)) for replay in (small, large))
+    for before, after in ((small, large), (large, small)):
+        old, state = (jax.eval_shape(replay.init, case.example()) for replay in (before, after))
+        old, by_place = resize.parted(before, rows.split(old)[1])
+        programs = [resize.resized.lower(before, after, old, state.streams)]
+        for name, leaf in by_place.items():
+            start, values = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((2**21,), leaf.dtype)
+            given = (old.streams, state.sampler, state.replace(sampler=None), name, start, values)
+            programs.append(resize.moved.lower(before, after, *given))
+        for program in programs:
+            memory = program.compile().memory_analysis()
+            assert memory.temp_size_in_bytes < 8 * 2**20  # 2 to 4 bytes a row
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counting(Uniform):
     """Keeps a number for each row, and cannot move it."""
@@ -291,7 +313,7 @@ class Counting(Uniform):
 def test_a_sampler_must_say_how_its_rows_move(tmp_path):
     replay = jr.ReplayBuffer(capacity=8, num_envs=1, batch_size=2, sampler=Counting(), view=jr.Item(), autoreset=None)
     checkpoint.save(tmp_path, replay, replay.init(jnp.int32(0)))
-    with pytest.raises(NotImplementedError, match="Counting keeps something for each row, and must have resized"):
+    with pytest.raises(NotImplementedError, match="Counting keeps something for each row, and must have parted, resized and moved"):
         checkpoint.restore(tmp_path, at(replay, 16), jnp.int32(0), resize=True)
 
 

@@ -210,8 +210,7 @@ class Checkpointer:
         Args:
           example: as for `init`: one env's step, or item; arrays, or `jax.ShapeDtypeStruct`s. step: of the generation.
           resize: whether the generation may be of another capacity: each stream has the newest rows that fit, with their priorities. An
-            index that was drawn before names other rows: drop it. Takes up to 70 bytes more for each row of the larger one meanwhile, on
-            the default device (of all buffers in the catalog, on a CPU).
+            index that was drawn before names other rows: drop it.
           sharding: where the state's leaves go, as `jax.jit` takes `out_shardings`: of one device, or of many. Whether they fit there is
             not asked beforehand.
 

@@ -1,4 +1,4 @@
-"""A state from what a generation holds, filled in place: beside the state there are never more than a few chunks, but for a resize."""
+"""A state from what a generation holds, filled in place: beside the state there are never more than a few chunks."""
 
 import collections
 import concurrent.futures
@@ -22,6 +22,7 @@ from jaxreplay.paths import named
 
 _AT_ONCE = 4  # groups that are read at once: a disk gives more to four than to two
 _AT_ONCE_TO_A_DEVICE = 2  # these are held in memory on the way
+_AHEAD = 2**29  # bytes that a system may read before they are asked for
 _RUN = 2**15  # bytes in a row from which on a read of their own is faster than a copy
 
 
@@ -47,9 +48,11 @@ class Reading:
         shape = jax.eval_shape(replay.init, example)
         specs, _ = rows.split(shape)
         is_resized = bool(specs) and before.capacity != replay.capacity
-        old = rows.split(jax.eval_shape(before.init, example))[1] if is_resized else None
-        if is_resized:  # a sampler that cannot move what it has says so before anything is read
-            jax.eval_shape(functools.partial(resize.resized, before, replay), old, shape.streams)
+        old = None
+        if is_resized:
+            old = resize.parted(before, rows.split(jax.eval_shape(before.init, example))[1])
+            # A sampler that cannot move what it has says so before anything is read.
+            jax.eval_shape(functools.partial(resize.resized, before, replay), old[0], shape.streams)
         ahead = _Ahead(self._store, self._manifest, specs, replay.streams.length) if specs else None
         try:
             return self._filled(replay, before, old, example, sharding, ahead)
@@ -67,10 +70,15 @@ class Reading:
             stored = stored if ahead is None else self._rows(stored, ahead)
         else:
             assert ahead is not None
-            old = self._rest(old)
+            old, by_place = self._rest(old[0]), old[1]
             streams = resize.with_heads(before.streams, replay.streams, old.streams)
             stored = self._rows(stored, ahead)
             rest = resize.resized(before, replay, old, streams.replace(**stored))
+            sampler, state = rest.sampler, rows.join(stored, rest.replace(sampler=None))
+            for name, spec in by_place.items():
+                for start, values in self._pieces(f"sampler.{name}", spec):
+                    sampler = jax.block_until_ready(resize.moved(before, replay, old.streams, sampler, state, name, start, values))
+            rest = rest.replace(sampler=sampler)
         state = rows.join(stored, rest)
         return state if sharding is None else jax.device_put(state, sharding)
 
@@ -82,19 +90,27 @@ class Reading:
         leaf = jnp.zeros(spec.shape, spec.dtype, device=spec.sharding)
         if not leaf.size:
             return leaf
-        array = Array(self._store, array_name("rest", self._manifest.folder, name), leaf.shape, leaf.dtype, self._manifest.seals[name])
         if not leaf.ndim:
-            return rows.put_piece(leaf, 0, array.read())
+            return rows.put_piece(leaf, 0, self._array(name, leaf).read())
         memory = rows.memory_of(leaf)
-        for number in range(len(array)):
-            start = number * array.chunk_rows
-            size = min(array.chunk_rows, len(leaf) - start)
-            values = np.empty((size, *leaf.shape[1:]), leaf.dtype) if memory is None else memory[start : start + size]
-            array.read_chunk(number, [arrays.bytes_of(values)])
+        for start, values in self._pieces(name, leaf, memory):
             if memory is None:
                 leaf = jax.block_until_ready(rows.put_piece(leaf, start, values))
             self._progress(values.nbytes)
         return leaf
+
+    def _pieces(self, name: str, leaf: Any, memory: np.ndarray | None = None) -> Iterator[tuple[int, np.ndarray]]:
+        """What is written of a leaf, in its `memory` if that is given, a chunk at a time, each with its first place."""
+        array = self._array(name, leaf)
+        for number in range(len(array)):
+            start = number * array.chunk_rows
+            size = min(array.chunk_rows, leaf.shape[0] - start)
+            values = np.empty((size, *leaf.shape[1:]), leaf.dtype) if memory is None else memory[start : start + size]
+            array.read_chunk(number, [arrays.bytes_of(values)])
+            yield start, values
+
+    def _array(self, name: str, leaf: Any) -> Array:
+        return Array(self._store, array_name("rest", self._manifest.folder, name), leaf.shape, leaf.dtype, self._manifest.seals[name])
 
     def _rows(self, stored: Any, ahead: "_Ahead") -> Any:
         """New rows, which are taken over, with those that are read."""
@@ -106,7 +122,7 @@ class Reading:
         at_once = _AT_ONCE if is_here else _AT_ONCE_TO_A_DEVICE
         with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
             for index, values in _in_turn(pool, at_once, read, ahead):
-                if not is_here:
+                if not is_here and len(index):
                     stored = rows.put(stored, index, jax.tree.unflatten(jax.tree.structure(stored), values))
                 ahead.was_read()
                 missing -= len(index)
@@ -122,24 +138,22 @@ def _spec(leaf: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 class _Ahead:
-    """The groups of a generation that are to be read, and a thread that tells the store of them before they are.
+    """The groups of a generation that are to be read; and a thread that tells the system of them before they are, from now on.
 
     Args:
       specs: of the rows of a buffer with streams of `length`: the newest that they hold are read, from number `first` on, int64[E].
     """
 
     def __init__(self, store: Store, manifest: Manifest, specs: Any, length: int):
-        self.length = length
+        self._store, self._groups, self.length = store, manifest.groups, length
         self._end = np.asarray(manifest.end)
         self._first = np.maximum(manifest.first, self._end - length)
         self.num_rows = int((self._end - self._first).sum())
-        self._groups = manifest.groups
-        self._ranks = [("env", 1), ("number", 1), *((name, spec.ndim) for name, spec in named(specs) if spec.size)]
-        row_bytes = sum(spec.size // len(spec) * spec.dtype.itemsize for spec in jax.tree.leaves(specs)) + 12
+        row_bytes = sum(math.prod(spec.shape[1:]) * spec.dtype.itemsize for spec in jax.tree.leaves(specs))
         largest = max((group.num_rows for group in manifest.groups), default=1) * row_bytes
-        self._room = threading.Semaphore(max(1, store.most_expected // largest))
-        self._is_over = False
-        self._thread = threading.Thread(target=self._run, args=(store,), name="jaxreplay-ahead", daemon=True)
+        self._room = threading.Semaphore(max(1, _AHEAD // max(1, largest)))
+        self._is_over = store.is_far  # who reads these asks for them
+        self._thread = threading.Thread(target=self._run, args=(named(specs),), name="jaxreplay-ahead", daemon=True)
         self._thread.start()
 
     def __iter__(self) -> Iterator[tuple[Group, np.ndarray, np.ndarray]]:
@@ -164,13 +178,17 @@ class _Ahead:
         self._room.release()
         self._thread.join()
 
-    def _run(self, store: Store) -> None:
+    def _run(self, leaves: list[tuple[str, Any]]) -> None:
         for group, _, _ in self:
             self._room.acquire()
             if self._is_over:
                 return
-            for name, rank in self._ranks:
-                arrays.expect(store, array_name("rows", group.folder, name), rank)
+            _expect(self._store, group, leaves)
+
+
+def _expect(store: Store, group: Group, leaves: list[tuple[str, Any]]) -> None:
+    for name, rank in (("env", 1), ("number", 1), *((name, leaf.ndim) for name, leaf in leaves if leaf.size)):
+        arrays.expect(store, array_name("rows", group.folder, name), rank)
 
 
 class _GroupReader:
@@ -181,7 +199,7 @@ class _GroupReader:
     """
 
     def __init__(self, store: Store, leaves: list[tuple[str, Any]], memory: list[np.ndarray | None], length: int):
-        self._store, self._length = store, length
+        self._store, self._leaves, self._length = store, leaves, length
         self._described = [(name, leaf.shape[1:], leaf.dtype, values) for (name, leaf), values in zip(leaves, memory, strict=True)]
         self._thread = threading.local()
 
@@ -189,6 +207,14 @@ class _GroupReader:
         """The rows' places, int32[K], and their values, `[K, ...]` each, where there are no arrays for them."""
         if not hasattr(self._thread, "buffers"):
             self._thread.buffers = Buffers()
+        if self._store.is_far:
+            _expect(self._store, group, self._leaves)
+        try:
+            return self._read(group, first, end)
+        finally:
+            self._store.forget(f"rows/{group.folder}")
+
+    def _read(self, group: Group, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
         env, number = (self._array(group, name, (), dtype).read() for name, dtype in (("env", np.int32), ("number", np.int64)))
         is_taken = (number >= first[env]) & (number < end[env])
         index = rows.rows_at(Picked(env[is_taken].astype(np.int64), number[is_taken]), self._length)

@@ -37,7 +37,7 @@ def store_at(path: Any) -> "Folder | Objects":
 class Folder:
     """A local one, which need not be there yet."""
 
-    most_expected = 2**29  # bytes that `expect` is told of before they are read
+    is_far = False  # whether each file takes a while to come, so that those that belong together are asked for together
 
     def __init__(self, path: str):
         self._path = pathlib.Path(path).absolute()
@@ -55,10 +55,13 @@ class Folder:
                 file.write(part)
 
     def expect(self, name: str) -> None:
-        """Say that a file will be read soon: the system may begin with it."""
+        """Say that a file will be read soon: it may come meanwhile."""
         if hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError), open(self._path / name, "rb", buffering=0) as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
+    def forget(self, name: str) -> None:
+        """A file that was expected, or all in a folder, will not be read after all."""
 
     def read(self, name: str, parts_of: Callable[[int], Sequence[Any]]) -> None:
         """Fill arrays of bytes, one after another, with a file's. `parts_of`: gives them, told how many bytes the file has.
@@ -120,7 +123,7 @@ class Folder:
 class Objects:
     """What TensorStore opens by URL. The methods are `Folder`'s; what takes long is under way until it is waited for."""
 
-    most_expected = 2**25  # these are held in memory
+    is_far = True
 
     def __init__(self, url: str):
         self.name = url
@@ -132,7 +135,12 @@ class Objects:
         self._written[name] = self._files.write(name, b"".join(parts))
 
     def expect(self, name: str) -> None:
+        """What comes is held in memory until it is read."""
         self._expected[name] = self._files.read(name)
+
+    def forget(self, name: str) -> None:
+        for other in _under(name, self._expected):
+            self._expected.pop(other)
 
     def read(self, name: str, parts_of: Callable[[int], Sequence[Any]]) -> None:
         try:
@@ -154,8 +162,8 @@ class Objects:
         return _whole(self, name)
 
     def sync(self, folder: str) -> None:
-        names = [name for name in list(self._written) if name.startswith(f"{folder}/")]
-        errors = [error for name in names if (error := self._written.pop(name).exception()) is not None]  # all of them have ended then
+        futures = [self._written.pop(name) for name in _under(folder, self._written)]
+        errors = [error for future in futures if (error := future.exception()) is not None]  # all of them have ended then
         if errors:
             raise errors[0]
 
@@ -179,6 +187,10 @@ Store = Folder | Objects
 def array_name(kind: str, folder: str, leaf: str) -> str:
     """Where a leaf's array lies; a slash in its name opens no folder."""
     return f"{kind}/{folder}/{urllib.parse.quote(leaf, safe='')}"
+
+
+def _under(folder: str, names: dict[str, Any]) -> list[str]:
+    return [name for name in list(names) if name == folder or name.startswith(f"{folder}/")]
 
 
 def _whole(store: Store, name: str) -> bytes:

@@ -35,14 +35,6 @@ def leaf_of(streams: Streams, row: jax.Array) -> jax.Array:
     return jnp.where(row < streams.capacity, position * streams.num_envs + env, streams.capacity)
 
 
-def moved(streams: Streams, values: jax.Array, drawable: Drawable, row: jax.Array) -> jax.Array:
-    """Values of the leaves of `streams`, as those of `drawable`, which has their rows by `row`, int32[N]; 0 for other rows."""
-    now = drawable.streams
-    time, env = ring.split(ring.places(now.capacity), now.num_envs)
-    leaf = leaf_of(streams, row.at[now.row(env, time)].get(mode="promise_in_bounds"))
-    return jnp.where(leaf < streams.capacity, values.at[leaf].get(mode="fill", fill_value=0), 0)
-
-
 def is_positive(priority: jax.Array) -> jax.Array:
     """By its bits, as an integer: a comparison of floats takes a subnormal number for 0 where the processor flushes these."""
     return jax.lax.bitcast_convert_type(priority, jnp.int32) > 0

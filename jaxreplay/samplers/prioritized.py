@@ -6,6 +6,7 @@ added until they become drawable.
 """
 
 import dataclasses
+from typing import Any
 
 import flax.struct
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jaxreplay import bits, ring
 from jaxreplay.checks import check_static
 from jaxreplay.drawable import Change, Drawable
-from jaxreplay.samplers.priorities import SMALLEST, accept, check_window, give, is_positive, leaf_of, moved
+from jaxreplay.samplers.priorities import SMALLEST, accept, check_window, give, is_positive, leaf_of
 from jaxreplay.samplers.sampler import PrioritySampler
 from jaxreplay.streams import Streams
 from jaxreplay.sum_tree import SumTree, SumTreeState
@@ -89,13 +90,19 @@ class Prioritized(PrioritySampler):
             state = state.replace(waiting=state.waiting.at[place, env].set(mass, mode="drop", unique_indices=True))
         return state.replace(tree=self._write(streams, state.tree, change, mass))
 
-    def resized(self, streams: Streams, state: PrioritizedState, drawable: Drawable, row: jax.Array) -> PrioritizedState:
+    def parted(self, state: PrioritizedState) -> tuple[Any, dict[str, Any]]:
+        return state.replace(tree=None), {"tree.sums.0": state.tree.sums[0]}
+
+    def resized(self, before: Streams, after: Streams, window: Window, state: PrioritizedState) -> PrioritizedState:
+        """No row has mass yet."""
+        return state.replace(tree=self._tree(after).init())
+
+    def moved(self, state: PrioritizedState, drawable: Drawable, name: str, row: jax.Array, values: jax.Array) -> PrioritizedState:
         """Each row keeps its mass; where the capacity does not let it, the largest mass."""
-        tree, now = self._tree(drawable.streams), drawable.streams
-        time, env = ring.split(ring.places(now.capacity), now.num_envs)
-        mass = jnp.minimum(moved(streams, state.tree.sums[0], drawable, row), _LARGEST_TOTAL / now.capacity)
-        mass = jnp.where(drawable.contains(now.row(env, time)), mass, 0)
-        return state.replace(tree=tree.set_range(tree.init(), jnp.int32(0), mass, mass >= 0))
+        streams = drawable.streams
+        is_drawable = (row < streams.capacity) & drawable.contains(jnp.minimum(row, streams.capacity - 1))
+        leaf = jnp.where(is_drawable, leaf_of(streams, row), streams.capacity)
+        return state.replace(tree=self._tree(streams).set_unique(state.tree, leaf, jnp.minimum(values, _LARGEST_TOTAL / streams.capacity)))
 
     def _write(self, streams: Streams, tree: SumTreeState, change: Change, mass: jax.Array) -> SumTreeState:
         """Rows that became drawable gain their mass; others that are written have none, nor have those whose look-back is overwritten.

@@ -6,6 +6,7 @@ proportion to rank ** -exponent, where the paper cuts that law into segments of 
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jaxreplay import ring
 from jaxreplay.checks import check_static
 from jaxreplay.drawable import Change, Drawable
-from jaxreplay.samplers.priorities import SMALLEST, accept, check_window, give, is_positive, leaf_of, moved
+from jaxreplay.samplers.priorities import SMALLEST, accept, check_window, give, is_positive, leaf_of
 from jaxreplay.samplers.prioritized import Prioritized, PrioritizedState
 from jaxreplay.samplers.sampler import RankedSampler
 from jaxreplay.streams import Streams
@@ -77,9 +78,20 @@ class RankBased(RankedSampler):
         recorded = state.priority.at[leaf].set(_recordable(given), mode="drop", unique_indices=True)
         return self._by_mass.observe(streams, state.replace(priority=recorded), change, given)
 
-    def resized(self, streams: Streams, state: RankBasedState, drawable: Drawable, row: jax.Array) -> PrioritizedState:
+    def parted(self, state: RankBasedState) -> tuple[Any, dict[str, Any]]:
+        rest, by_place = self._by_mass.parted(state)
+        return rest.replace(priority=None), {**by_place, "priority": state.priority}
+
+    def resized(self, before: Streams, after: Streams, window: Window, state: RankBasedState) -> PrioritizedState:
+        priority = jnp.zeros((after.capacity,), jnp.float32)
+        return self._by_mass.resized(before, after, window, state).replace(priority=priority)
+
+    def moved(self, state: RankBasedState, drawable: Drawable, name: str, row: jax.Array, values: jax.Array) -> PrioritizedState:
         """Each row keeps its priority, and the rank that it has until the next `rerank`."""
-        return self._by_mass.resized(streams, state.replace(priority=moved(streams, state.priority, drawable, row)), drawable, row)
+        if name != "priority":
+            return self._by_mass.moved(state, drawable, name, row, values)
+        leaf = leaf_of(drawable.streams, row)
+        return state.replace(priority=state.priority.at[leaf].set(values, mode="drop", unique_indices=True))
 
     def can_draw(self, state: RankBasedState) -> jax.Array:
         return self._by_mass.can_draw(state)

@@ -43,21 +43,30 @@ class Sampler:
         del streams, change, priority
         return state
 
-    def resized(self, streams: Streams, state: Any, drawable: Drawable, row: jax.Array) -> Any:
-        """The state for a buffer of another capacity, which has taken over the newest rows that fit.
+    def parted(self, state: Any) -> tuple[Any, dict[str, Any]]:
+        """What `resized` takes of a state; and the leaves that have a value for each row, `[N or more]`, ordered by time, then env, by
+        their names in the state: what `moved` is given of them, a part at a time. Both may be of shapes alone.
+        """
+        return state, {}
+
+    def resized(self, before: Streams, after: Streams, window: Window, state: Any) -> Any:
+        """The state for a buffer of another capacity, which has taken over the newest rows that fit; `moved` is to follow.
 
         Ranks and ages are as they were, so that a state without a number for each row stays as it is.
+        """
+        shape, other = (jax.eval_shape(lambda of=of: self.init(of, window)) for of in (before, after))
+        if shape != other:
+            raise NotImplementedError(f"{type(self).__name__} keeps something for each row, and must have parted, resized and moved")
+        return state
+
+    def moved(self, state: Any, drawable: Drawable, name: str, row: jax.Array, values: jax.Array) -> Any:
+        """The state with what rows had before.
 
         Args:
-          streams: as they were. state: then.
-          drawable: the rows as they are now.
-          row: int32[N], for each row now, which it was then; the capacity of then where it is none of them.
+          drawable: the rows as they are now. name: of a leaf that is kept by place.
+          row: int32[K], which rows these are now, all different; the capacity for those that are gone. values: `[K]`.
         """
-        del row
-        before, after = (jax.eval_shape(lambda of=of: self.init(of, drawable.window)) for of in (streams, drawable.streams))
-        if before != after:
-            raise NotImplementedError(f"{type(self).__name__} keeps something for each row, and must have resized")
-        return state
+        raise NotImplementedError(f"{type(self).__name__} must have moved")
 
     def size(self, state: Any, drawable: Drawable) -> jax.Array:
         """Rows that can be drawn now: int32[]."""
