@@ -19,6 +19,7 @@ import tensorstore as ts
 
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)  # other errors may be well the next time
 _TRANSIENT = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED", "CANCELLED")
+_PIECE = 2**20  # bytes that are written at a time, and given to the disk at once: it has nothing to do otherwise until `sync`
 _AT_ONCE = 2**30  # bytes that are asked for at a time: a system gives 2 GiB at the most
 
 
@@ -50,9 +51,14 @@ class Folder:
         """A new file, of buffers of bytes one after another. It is safe after `sync`."""
         path = self._path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "wb") as file:
+        with open(path, "wb", buffering=0) as file:
             for part in parts:
-                file.write(part)
+                left = memoryview(part)
+                while len(left):
+                    count = file.write(left[:_PIECE])
+                    left = left[count:]
+                    if count == _PIECE:
+                        _begin_to_write_out(file.fileno(), file.tell() - count, count)
 
     def expect(self, name: str) -> None:
         """Say that a file will be read soon: it may come meanwhile."""
@@ -218,6 +224,20 @@ def _fsync(path: Any) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def _begin_to_write_out(descriptor: int, start: int, size: int) -> None:
+    """Tell the system that the disk may have these bytes of a file now, where it can be told; and wait for nothing."""
+    if call := _sync_file_range():
+        call(descriptor, ctypes.c_int64(start), ctypes.c_int64(size), 2)  # SYNC_FILE_RANGE_WRITE
+
+
+@functools.cache
+def _sync_file_range() -> Any:
+    try:
+        return ctypes.CDLL(None).sync_file_range
+    except (OSError, AttributeError, TypeError):
+        return None
 
 
 def _sync_all(folder: Any) -> None:
