@@ -120,3 +120,5 @@ def test_what_cannot_be_read_now_is_not_called_broken(tmp_path, monkeypatch):
         with pytest.raises(OSError, match="Too many open files"):
             store.get("a")
     assert store.get("a") == b"123"
+    store.write("b", [])
+    assert store.get("b") == b""

@@ -31,7 +31,7 @@ LAYERS = (
     ("frameworks", "held"),
     ("stateful",),
     ("",),
-    ("datasets", "checkpoint.store", "checkpoint.rows", "checkpoint.trim"),
+    ("datasets", "checkpoint.store", "checkpoint.rows", "checkpoint.trim", "checkpoint.unwritten"),
     ("checkpoint.arrays", "checkpoint.manifest"),
     (
         "checkpoint.generations",

@@ -12,16 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay import resize
-from jaxreplay.checkpoint import arrays, rows
+from jaxreplay import memory, resize, ring
+from jaxreplay.checkpoint import arrays, rows, unwritten
 from jaxreplay.checkpoint.arrays import Array, Buffers
 from jaxreplay.checkpoint.manifest import Group, Manifest
 from jaxreplay.checkpoint.rows import Picked
 from jaxreplay.checkpoint.store import BrokenError, Store, array_name
 from jaxreplay.paths import named
 
-_AT_ONCE = 4  # groups that are read at once: a disk gives more to four than to two
-_AT_ONCE_TO_A_DEVICE = 2  # these are held in memory on the way
+_AT_ONCE = 2  # groups that are read at once; with more, threads wait for each other
 _AHEAD = 2**29  # bytes that a system may read before they are asked for
 _RUN = 2**15  # bytes in a row from which on a read of their own is faster than a copy
 
@@ -61,10 +60,7 @@ class Reading:
                 ahead.close()
 
     def _filled(self, replay: Any, before: Any, old: Any, example: Any, sharding: Any, ahead: "_Ahead | None") -> Any:
-        state = replay.init(example) if sharding is None else jax.jit(lambda: replay.init(example), out_shardings=sharding)()
-        stored, rest = rows.split(state)
-        specs = jax.tree.map(_spec, rest)
-        del state, rest
+        stored, specs = self._begun(replay, example, sharding)
         if old is None:
             rest = self._rest(specs)
             stored = stored if ahead is None else self._rows(stored, ahead)
@@ -82,6 +78,16 @@ class Reading:
         state = rows.join(stored, rest)
         return state if sharding is None else jax.device_put(state, sharding)
 
+    def _begun(self, replay: Any, example: Any, sharding: Any) -> tuple[Any, Any]:
+        """Rows that are to be filled, and what the rest is like."""
+        if sharding is None and memory.default_device().platform == "cpu":
+            memory.check_fits("restore", replay.memory(example))
+            stored, rest = rows.split(jax.eval_shape(replay.init, example))
+            return unwritten.like(stored), rest
+        state = replay.init(example) if sharding is None else jax.jit(lambda: replay.init(example), out_shardings=sharding)()
+        stored, rest = rows.split(state)
+        return stored, jax.tree.map(_spec, rest)
+
     def _rest(self, specs: Any) -> Any:
         """All but the rows."""
         return jax.tree.unflatten(jax.tree.structure(specs), [self._leaf(name, spec) for name, spec in named(specs)])
@@ -92,20 +98,20 @@ class Reading:
             return leaf
         if not leaf.ndim:
             return rows.put_piece(leaf, 0, self._array(name, leaf).read())
-        memory = rows.memory_of(leaf)
-        for start, values in self._pieces(name, leaf, memory):
-            if memory is None:
+        place = rows.memory_of(leaf)
+        for start, values in self._pieces(name, leaf, place):
+            if place is None:
                 leaf = jax.block_until_ready(rows.put_piece(leaf, start, values))
             self._progress(values.nbytes)
         return leaf
 
-    def _pieces(self, name: str, leaf: Any, memory: np.ndarray | None = None) -> Iterator[tuple[int, np.ndarray]]:
-        """What is written of a leaf, in its `memory` if that is given, a chunk at a time, each with its first place."""
+    def _pieces(self, name: str, leaf: Any, place: np.ndarray | None = None) -> Iterator[tuple[int, np.ndarray]]:
+        """What is written of a leaf, read into its `place` if that is given, a chunk at a time, each with its first index."""
         array = self._array(name, leaf)
         for number in range(len(array)):
             start = number * array.chunk_rows
             size = min(array.chunk_rows, leaf.shape[0] - start)
-            values = np.empty((size, *leaf.shape[1:]), leaf.dtype) if memory is None else memory[start : start + size]
+            values = np.empty((size, *leaf.shape[1:]), leaf.dtype) if place is None else place[start : start + size]
             array.read_chunk(number, [arrays.bytes_of(values)])
             yield start, values
 
@@ -115,13 +121,12 @@ class Reading:
     def _rows(self, stored: Any, ahead: "_Ahead") -> Any:
         """New rows, which are taken over, with those that are read."""
         leaves = named(stored)
-        memory = [rows.memory_of(leaf) for _, leaf in leaves]
-        is_here = all(values is not None for values in memory)
+        places = [place for _, leaf in leaves if (place := rows.memory_of(leaf)) is not None]
+        is_here = len(places) == len(leaves)
         missing, row_bytes = ahead.num_rows, sum(leaf.nbytes // len(leaf) for _, leaf in leaves)
-        read = _GroupReader(self._store, leaves, memory if is_here else [None] * len(leaves), ahead.length)
-        at_once = _AT_ONCE if is_here else _AT_ONCE_TO_A_DEVICE
-        with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-            for index, values in _in_turn(pool, at_once, read, ahead):
+        read = _GroupReader(self._store, leaves, places if is_here else None, ahead.length)
+        with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
+            for index, values in _in_turn(pool, read, ahead):
                 if not is_here and len(index):
                     stored = rows.put(stored, index, jax.tree.unflatten(jax.tree.structure(stored), values))
                 ahead.was_read()
@@ -130,6 +135,8 @@ class Reading:
                 del values
         if missing:
             raise BrokenError(f"{missing:,} rows of the generation are in none of its groups")
+        if is_here:
+            ahead.clear_others(places)
         return stored
 
 
@@ -173,6 +180,15 @@ class _Ahead:
     def was_read(self) -> None:
         self._room.release()
 
+    def clear_others(self, places: list[np.ndarray]) -> None:
+        """Zeros for the rows that are not read."""
+        missing, head = self.length - (self._end - self._first), ring.position_of(self._end, self.length)
+        for env in np.flatnonzero(missing).tolist():
+            start, count = env * self.length, min(int(missing[env]), self.length - int(head[env]))
+            for place in places:
+                place[start + head[env] :][:count] = 0
+                place[start:][: missing[env] - count] = 0  # it goes on at the stream's start
+
     def close(self) -> None:
         self._is_over = True
         self._room.release()
@@ -195,12 +211,13 @@ class _GroupReader:
     """Reads a group's rows into their places, in any thread.
 
     Args:
-      leaves: of the state's rows, with their names. memory: the array that has a leaf's places; None: the rows are returned.
+      leaves: of the state's rows, with their names. places: the memory of each; None: the rows are returned.
     """
 
-    def __init__(self, store: Store, leaves: list[tuple[str, Any]], memory: list[np.ndarray | None], length: int):
+    def __init__(self, store: Store, leaves: list[tuple[str, Any]], places: list[np.ndarray] | None, length: int):
         self._store, self._leaves, self._length = store, leaves, length
-        self._described = [(name, leaf.shape[1:], leaf.dtype, values) for (name, leaf), values in zip(leaves, memory, strict=True)]
+        into = places or [None] * len(leaves)
+        self._described = [(name, leaf.shape[1:], leaf.dtype, place) for (name, leaf), place in zip(leaves, into, strict=True)]
         self._thread = threading.local()
 
     def __call__(self, group: Group, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -219,39 +236,37 @@ class _GroupReader:
         is_taken = (number >= first[env]) & (number < end[env])
         index = rows.rows_at(Picked(env[is_taken].astype(np.int64), number[is_taken]), self._length)
         found = []
-        for name, shape, dtype, memory in self._described:
+        for name, shape, dtype, place in self._described:
             array = self._array(group, name, shape, dtype) if math.prod(shape) else None
-            if memory is None:
+            if place is None:
                 found.append(np.zeros((len(index), *shape), dtype) if array is None else array.read()[is_taken])
             elif array is not None:
-                self._fill(array, memory, index, is_taken)
+                self._fill(array, place, index, is_taken)
         return index, found
 
-    def _fill(self, array: Array, memory: np.ndarray, index: np.ndarray, is_taken: np.ndarray) -> None:
+    def _fill(self, array: Array, place: np.ndarray, index: np.ndarray, is_taken: np.ndarray) -> None:
         """Straight into the rows' places, where these lie in long runs."""
         starts = np.flatnonzero(np.diff(index, prepend=-2) != 1)
         is_whole = len(index) == len(is_taken)
-        if is_whole and len(index) * memory[0].nbytes >= _RUN * len(starts):
+        if is_whole and len(index) * place[0].nbytes >= _RUN * len(starts):
             runs = zip(index[starts].tolist(), np.diff(starts, append=len(index)).tolist(), strict=True)
-            array.read_chunk(0, [arrays.bytes_of(memory[start : start + count]) for start, count in runs])
+            array.read_chunk(0, [arrays.bytes_of(place[start : start + count]) for start, count in runs])
         else:
-            content = self._thread.buffers("values", len(is_taken) * memory[0].nbytes)
+            content = self._thread.buffers("values", len(is_taken) * place[0].nbytes)
             array.read_chunk(0, [content])
-            values = content.view(memory.dtype).reshape(-1, *memory.shape[1:])
-            memory[index] = values if is_whole else values[is_taken]
+            values = content.view(place.dtype).reshape(-1, *place.shape[1:])
+            place[index] = values if is_whole else values[is_taken]
 
     def _array(self, group: Group, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
         where = array_name("rows", group.folder, name)
         return Array(self._store, where, (group.num_rows, *shape), dtype, group.seals[name], self._thread.buffers)
 
 
-def _in_turn(
-    pool: concurrent.futures.Executor, at_once: int, function: Callable[..., Any], items: Iterable[tuple[Any, ...]]
-) -> Iterator[Any]:
-    """What a function of each item returns, in turn; so many of them are under way."""
+def _in_turn(pool: concurrent.futures.Executor, function: Callable[..., Any], items: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+    """What a function of each item returns, in turn; a few of them are under way."""
     waiting: collections.deque[concurrent.futures.Future[Any]] = collections.deque()
     for item in items:
-        if len(waiting) == at_once:
+        if len(waiting) == _AT_ONCE:
             yield waiting.popleft().result()
         waiting.append(pool.submit(function, *item))
     while waiting:
