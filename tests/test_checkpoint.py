@@ -6,6 +6,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import time
 
 import checkpointed_run
 import hypothesis
@@ -233,6 +234,32 @@ def test_a_save_that_does_not_wait_is_of_the_state_that_it_was_given(num_envs, t
     assert numbers(replay, checkpointer.restore(EXAMPLE, 2600)) == expected(replay, 2600)
 
 
+@pytest.mark.parametrize("chunk_bytes", [4096, 2**20])
+def test_priorities_are_those_of_the_call(chunk_bytes, tmp_path, monkeypatch):
+    """Of a save that does not wait, also where nothing else is new: of more than a chunk of them there is no copy."""
+    zero = jnp.zeros(1)
+    step = jr.Step(obs=zero, action=zero, reward=zero, terminated=zero > 0, truncated=zero > 0)
+    example = jax.tree.map(lambda leaf: leaf[0], step)
+    replay = jr.prioritized(capacity=4096, num_envs=1, batch_size=8, autoreset="next_step")
+    buffer, checkpointer = jr.jit(replay), Checkpointer(tmp_path, replay, chunk_bytes=chunk_bytes)
+    state = buffer.extend(replay.init(example), jax.tree.map(lambda leaf: jnp.repeat(leaf[None], 3000, 0), step))
+    write = checkpointer._store.write
+
+    def slow(*arguments):
+        time.sleep(0.02)
+        write(*arguments)
+
+    monkeypatch.setattr(checkpointer._store, "write", slow)
+    for number in range(3):  # the first one has rows
+        wanted = bits(rows.split(state)[1])
+        checkpointer.save(state, number, wait=False)
+        batch = buffer.sample(state, jax.random.key(number))
+        state = buffer.update_priorities(state, batch.index, jnp.arange(8.0) + number)
+        checkpointer.pump(state, 0)
+        checkpointer.finish(state)
+        assert bits(rows.split(checkpointer.restore(example, number))[1]) == wanted != bits(rows.split(state)[1])
+
+
 def test_a_save_without_pumps_is_refused_and_the_one_before_stays(tmp_path):
     replay = items()
     checkpointer = Checkpointer(tmp_path, replay, chunk_bytes=500)
@@ -270,7 +297,7 @@ def test_beside_the_state_there_are_few_chunks(gigabytes, row, tmp_path):
     shutil.rmtree(tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    for name in ("save", "save_more", "restore", "resize"):
+    for name in ("save", "save_more", "restore", "save_later", "resize"):
         assert found[name] <= 3 * 64 * 2**20, (name, found)
     assert found["full_bytes"] >= found["state"] >= gigabytes * 1e9
     assert row < 1000 or found["more_bytes"] <= 0.05 * found["full_bytes"]

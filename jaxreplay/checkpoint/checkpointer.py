@@ -35,7 +35,7 @@ class Checkpointer:
 
     A save writes the rows that came since the one before, and everything else whole: priorities, heads, episode tables. It is there once
     its manifest is, which is written last; until then the one before it can be restored, whatever happens. Beside the state a save and
-    a restore take at most three chunks of memory. A rollout is written whole each time, and copied by a save that does not wait.
+    a restore take at most three chunks of memory. A rollout is written whole each time.
 
     One run has one path, and one process writes to it.
 
@@ -100,8 +100,8 @@ class Checkpointer:
           state: the more it has of the one that was last saved or restored here, the less is written.
           step: what it is called; by default one more than the newest one. It takes the place of a generation of the same step.
           wait: False: return soon, and copy the rows by and by: call `pump` before each `add`, and `finish` before a `clear` and at the
-            end. A save that is under way is finished first. What is not rows is copied at once: priorities and episode tables, up to 20
-            bytes a row.
+            end. A save that is under way is finished first. Of priorities and episode tables, up to 20 bytes a row, a copy is written;
+            where they are more than `chunk_bytes`, they are written before this returns.
           notes: of JSON; `restore` leaves them in `notes`.
 
         Raises:
@@ -127,7 +127,8 @@ class Checkpointer:
         since, kept = self._on_top_of(base, state, draft, span, most)
         num_rows = int(np.maximum(span.end - np.maximum(since, span.first), 0).sum())
         group_rows = min(most, sizes.power_above(num_rows))
-        bar = self._bar(f"save {step}", num_rows * row_bytes + sum(leaf.nbytes for leaf in jax.tree.leaves(rest)))
+        is_own = (rest_bytes := sum(leaf.nbytes for leaf in jax.tree.leaves(rest))) <= self._chunk_bytes and not wait
+        bar = self._bar(f"save {step}", num_rows * row_bytes + rest_bytes)
 
         def commit(groups: list[Group], seals: dict[str, int]) -> None:
             manifest = dataclasses.replace(draft, groups=[*kept, *groups], seals=seals)
@@ -140,11 +141,12 @@ class Checkpointer:
         self._saving = Saving(
             self._store,
             draft.folder,
-            rest if wait else rows.copied(rest),
+            rows.copied(rest) if is_own else rest,
             rows.groups_of(span, since, draft.length, group_rows),
             end=span.end,
             length=draft.length,
             group_rows=group_rows,
+            is_own=is_own,
             chunk_bytes=self._chunk_bytes // 2,
             level=self._level,
             commit=commit,

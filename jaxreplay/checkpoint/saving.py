@@ -23,7 +23,7 @@ class Saving:
 
     Args:
       store: where to. folder: a name that no other save has.
-      rest: everything but the rows; neither changed nor donated until it is written, and dropped then.
+      rest: everything but the rows; dropped when it is written. is_own: whether nobody else has it, so that no `pump` waits for that.
       plan: groups of rows, each with how many rows may be added to a stream before one of it is lost.
       end: int64[E], one more than the number of each stream's newest row. length: rows of a stream.
       group_rows: rows of a group, at most. chunk_bytes: of an array's chunk, at most. level: of the compression.
@@ -41,6 +41,7 @@ class Saving:
         end: np.ndarray,
         length: int,
         group_rows: int,
+        is_own: bool,
         chunk_bytes: int,
         level: int | None,
         commit: Callable[[list[Group], dict[str, int]], None],
@@ -51,10 +52,12 @@ class Saving:
         self._copied: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._room = threading.Semaphore(1)  # for one group that waits to be written
         self._num_announced = 0  # rows that a stream may have got since
+        self._is_own = is_own
         self._num_copied = 0  # groups
         self._groups: dict[int, Group] = {}
         self._trim = Trimmer()
         self._lock = threading.Lock()  # for what is told of progress
+        self._is_rest_written = threading.Event()  # or given up
         self._to_sync: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # folders that are written, and may not be on the disk yet
         self._sync_room = threading.Semaphore(2)
         self._error: BaseException | None = None
@@ -75,10 +78,12 @@ class Saving:
     @property
     def is_copied(self) -> bool:
         """Whether the state is not needed any more."""
-        return self._next is None
+        return self._next is None and (self._is_own or self._is_rest_written.is_set())
 
     def pump(self, state: Any, num_rows: int) -> None:
         """Copy a group, if there is room for one, and whatever is lost when `num_rows` more are added to each stream."""
+        if not self._is_own:
+            self._is_rest_written.wait()
         self._num_announced += num_rows
         if self._next is not None and self._room.acquire(blocking=False):
             self._copy(state)
@@ -140,6 +145,7 @@ class Saving:
             name, leaf = rest.pop()
             self._try(self._write_leaf, name, leaf, seals)
             del leaf
+        self._is_rest_written.set()
         self._sync(f"rest/{self._folder}")
         self._write_groups()
         self._helper.join()
