@@ -19,7 +19,7 @@ from jaxreplay.paths import named
 
 
 class Saving:
-    """Copies in the caller's thread, and writes in its own: two, since a file system takes so much from one thread.
+    """Copies in the caller's thread, and writes in its own: two, since one alone does not keep a disk busy.
 
     Args:
       store: where to. folder: a name that no other save has.

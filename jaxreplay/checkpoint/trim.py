@@ -8,7 +8,7 @@ _EVERY = 32 * 2**20  # bytes that pass through; giving back takes some milliseco
 
 
 class Trimmer:
-    """Counts bytes that were read or written."""
+    """Counts bytes that were written."""
 
     def __init__(self):
         self._num_bytes = 0
