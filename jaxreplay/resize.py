@@ -18,7 +18,7 @@ from jaxreplay.drawable import cut_rows
 from jaxreplay.operations import ReplayState, drawable
 from jaxreplay.streams import Streams, StreamState, Written
 
-_BLOCK = 2**16  # rows that the episode table, or a sampler, is told of at a time
+_BLOCK = 2**13  # rows that the episode table, or a sampler, is told of at a time
 
 
 def with_heads(before: Streams, after: Streams, state: StreamState) -> StreamState:

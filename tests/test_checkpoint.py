@@ -234,6 +234,24 @@ def test_a_save_that_does_not_wait_is_of_the_state_that_it_was_given(num_envs, t
     assert numbers(replay, checkpointer.restore(EXAMPLE, 2600)) == expected(replay, 2600)
 
 
+@pytest.mark.parametrize(("num_envs", "row_bytes"), [(1, 100), (4, 100), (4, 40_000)])
+@pytest.mark.parametrize("level", [None, 1])
+def test_a_save_that_waits_leaves_the_rows_in_place(num_envs, row_bytes, level, tmp_path):
+    """It writes them from where they are, also over the ring's end; afterwards it holds none of that, so that adds do not copy."""
+    replay = items(capacity=64 * num_envs, num_envs=num_envs)
+    buffer, checkpointer = jr.jit(replay), Checkpointer(tmp_path, replay, chunk_bytes=2**20, level=level)
+    example = {"number": jnp.int32(0), "image": jnp.zeros(row_bytes, jnp.uint8)}
+    images = np.random.default_rng(0).integers(256, size=(7, 30, num_envs, row_bytes), dtype=np.uint8)
+    state = replay.init(example)
+    for number in range(7):
+        numbers_ = jnp.broadcast_to(jnp.arange(30, dtype=jnp.int32)[:, None] + 30 * number, (30, num_envs))
+        pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.streams.steps)]
+        state = buffer.extend(state, {"number": numbers_, "image": jnp.asarray(images[number])})
+        assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.streams.steps)] == pointers
+        checkpointer.save(state)
+        assert bits(checkpointer.restore(example)) == bits(rows.copied(state))
+
+
 @pytest.mark.parametrize("chunk_bytes", [4096, 2**20])
 def test_priorities_are_those_of_the_call(chunk_bytes, tmp_path, monkeypatch):
     """Of a save that does not wait, also where nothing else is new: of more than a chunk of them there is no copy."""

@@ -82,13 +82,18 @@ def test_what_is_damaged_is_never_taken_for_whole(tmp_path):
     checkpointer.save(added(replay, state, 20, 5), 25)
     files = sorted(file.relative_to(source) for file in source.rglob("*") if file.is_file())
     r, outcomes = random.Random(0), []
-    for trial in range(200 if SOAK else 50):
+    one_of_each = {(file.parent.name, file.suffix): file for file in files}.values()
+    cuts = [(file, size) for file in one_of_each for size in (0, 4)]  # a checksum has 4 bytes
+    for trial in range(len(cuts) + (200 if SOAK else 50)):
         broken = tmp_path / "broken"
         shutil.rmtree(broken, ignore_errors=True)
         shutil.copytree(source, broken)
-        file = broken / r.choice(files)
+        cut, size = cuts[trial] if trial < len(cuts) else (None, 0)
+        file = broken / (cut or r.choice(files))
         content = bytearray(file.read_bytes())
-        if trial % 3 == 0:
+        if cut:
+            file.write_bytes(content[:size])
+        elif trial % 3 == 0:
             file.write_bytes(content[: r.randrange(len(content))])
         elif trial % 10 == 1:
             file.unlink()

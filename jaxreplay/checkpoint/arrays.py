@@ -6,10 +6,11 @@ and hands it in to read the array again. Chunks go from and to the caller's memo
 Source: the Zarr core specification, version 3, with its codecs bytes, zstd and crc32c.
 """
 
+import collections
 import json
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import google_crc32c
@@ -19,6 +20,7 @@ import zstandard
 from jaxreplay.checkpoint.store import BrokenError, Store
 
 _DESCRIPTION = "zarr.json"
+_RESIDUE = 0x48674BC7  # the CRC-32C of anything that is followed by its own CRC-32C
 
 
 def bytes_of(values: np.ndarray) -> np.ndarray:
@@ -30,12 +32,12 @@ class Buffers:
     """Memory of one thread that is used again and again: memory that is new costs as much as to read a file."""
 
     def __init__(self):
-        self._buffers: dict[str, np.ndarray] = {}
+        self._buffers = collections.defaultdict(lambda: np.empty(0, np.uint8))
 
     def __call__(self, name: str, size: int) -> np.ndarray:
         """uint8[size], whose content is anything: the memory that was given for this name before, where that is enough."""
-        if len(self._buffers.get(name, "")) < size:
-            self._buffers.pop(name, None)
+        if len(self._buffers[name]) < size:
+            self._buffers.pop(name)
             self._buffers[name] = np.empty(size, np.uint8)
         return self._buffers[name][:size]
 
@@ -60,22 +62,19 @@ class Writer:
         parts = [*parts, np.zeros(missing, np.uint8)] if missing else parts
         if self._level is not None:
             compressor = zstandard.ZstdCompressor(level=self._level, write_checksum=False).compressobj(size=self._chunk_bytes)
-            parts = [np.frombuffer(b"".join([*map(compressor.compress, parts), compressor.flush()]), np.uint8)]
+            parts = [piece for piece in [*map(compressor.compress, parts), compressor.flush()] if piece]
         self._store.write(f"{self._name}/{_key(number, self._rank)}", [*parts, _checksum(parts)])
 
 
 class Array:
     """One that was written.
 
-    Args:
-      buffers: of the thread that reads, for files that are compressed; None: new ones.
-
     Raises:
       BrokenError: its description is missing, or not as it was written, or another one than is expected.
     """
 
-    def __init__(self, store: Store, name: str, shape: tuple[int, ...], dtype: Any, seal: int, buffers: Buffers | None = None):
-        self._store, self._name, self._shape, self._dtype, self._buffers = store, name, shape, np.dtype(dtype), buffers or Buffers()
+    def __init__(self, store: Store, name: str, shape: tuple[int, ...], dtype: Any, seal: int):
+        self._store, self._name, self._shape, self._dtype = store, name, shape, np.dtype(dtype)
         description = store.get(f"{name}/{_DESCRIPTION}")
         if zlib.crc32(description) != seal:
             raise BrokenError(f"{name}/{_DESCRIPTION} is not as it was written")
@@ -84,42 +83,43 @@ class Array:
             raise BrokenError(f"{name}: got {found['data_type']}{found['shape']}, expected {self._dtype}{list(shape)}")
         self._is_compressed = any(codec["name"] == "zstd" for codec in found["codecs"])
         self.chunk_rows = found["chunk_grid"]["configuration"]["chunk_shape"][0] if shape else 1
-        self._chunk_bytes = math.prod((self.chunk_rows, *shape[1:]) if shape else ()) * self._dtype.itemsize
+        self.chunk_bytes = math.prod((self.chunk_rows, *shape[1:]) if shape else ()) * self._dtype.itemsize
 
     def __len__(self) -> int:
         """Chunks."""
         return -(-self._shape[0] // self.chunk_rows) if self._shape else 1
 
-    def read(self) -> np.ndarray:
-        """All of it, in memory of its own."""
+    def read(self, buffers: Buffers | None = None) -> np.ndarray:
+        """All of it, in memory of its own. `buffers`: as of `read_chunk`."""
         values = np.empty(self._shape, self._dtype)
         content = bytes_of(values)
         for number in range(len(self)):
-            self.read_chunk(number, [content[number * self._chunk_bytes : (number + 1) * self._chunk_bytes]])
+            self.read_chunk(number, [content[number * self.chunk_bytes : (number + 1) * self.chunk_bytes]], buffers)
         return values
 
-    def read_chunk(self, number: int, parts: Sequence[Any]) -> None:
+    def read_chunk(self, number: int, parts: Sequence[Any], buffers: Buffers | None = None) -> None:
         """Fill arrays of bytes, one after another, with a chunk: the last one without the zeros at its end.
+
+        Args:
+          buffers: of the thread that reads, for a file that is compressed; None: new ones.
 
         Raises:
           BrokenError: the chunk is missing, or not as it was written.
         """
         name = f"{self._name}/{_key(number, len(self._shape))}"
-        missing = self._chunk_bytes - sum(map(len, parts))
+        missing = self.chunk_bytes - sum(map(len, parts))
         parts, expected = [part for part in (*parts, np.empty(missing, np.uint8)) if len(part)], np.empty(4, np.uint8)
         if not self._is_compressed:
-            self._store.read(name, lambda size: _sized(name, size, self._chunk_bytes, [*parts, expected]))
-            _check(name, parts, expected)
+            self._read(name, lambda size: _sized(name, size, self.chunk_bytes, [*parts, expected]))
             return
         content: Any = None
 
         def parts_of(size: int) -> list[np.ndarray]:
             nonlocal content
-            content = self._buffers("file", max(size - 4, 0))
+            content = (buffers or Buffers())("file", max(size - 4, 0))
             return [content, expected]
 
-        self._store.read(name, parts_of)
-        _check(name, [content], expected)
+        self._read(name, parts_of)
         try:
             with zstandard.ZstdDecompressor().stream_reader(content) as reader:
                 is_whole = all(reader.readinto(part) == len(part) for part in parts)
@@ -127,6 +127,18 @@ class Array:
             raise BrokenError(f"{name}: {error}") from error
         if not is_whole:
             raise BrokenError(f"{name} is cut short")
+
+    def _read(self, name: str, parts_of: Callable[[int], Sequence[Any]]) -> None:
+        """A file that ends with its checksum."""
+        checksum = 0
+
+        def extend(piece: Any) -> None:
+            nonlocal checksum
+            checksum = google_crc32c.extend(checksum, piece)
+
+        self._store.read(name, parts_of, extend)
+        if checksum != _RESIDUE:
+            raise BrokenError(f"{name} is not as it was written")
 
 
 def expect(store: Store, name: str, rank: int) -> None:
@@ -162,11 +174,6 @@ def _checksum(parts: Sequence[Any]) -> np.ndarray:
     for part in parts:
         checksum = google_crc32c.extend(checksum, part)
     return np.frombuffer(checksum.to_bytes(4, "little"), np.uint8)
-
-
-def _check(name: str, parts: Sequence[Any], expected: np.ndarray) -> None:
-    if (_checksum(parts) != expected).any():
-        raise BrokenError(f"{name} is not as it was written")
 
 
 def _sized(name: str, size: int, chunk_bytes: int, parts: list[np.ndarray]) -> list[np.ndarray]:

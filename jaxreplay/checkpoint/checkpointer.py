@@ -43,7 +43,7 @@ class Checkpointer:
       path: a folder, or a URL that TensorStore opens, such as "memory://replay" or "gs://bucket/replay".
       replay: the buffer whose states are saved, or a rollout.
       keep: generations that stay, the newest ones.
-      chunk_bytes: what rows on their way may take. A file has a quarter of it at the most; one row at least.
+      chunk_bytes: what rows on their way may take. A file has half of it at the most; one row at least.
       level: of zstd compression, from 1 (fast) to 22; None: not compressed.
       progress: whether to show a bar; None: if this is a terminal.
 
@@ -115,7 +115,10 @@ class Checkpointer:
         step = (generations[0].step + 1 if generations else 0) if step is None else operator.index(step)
         stored, rest = rows.split(state)
         row_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(stored)) // self._num_rows(stored)
-        group_bytes = self._chunk_bytes // 4 if wait else min(self._chunk_bytes // 4, _SMALL)
+        places = rows.views_of(stored) if wait and not self._store.is_far else None
+        group_bytes = self._chunk_bytes // (4 if places is None else 2)  # of rows that are copied, more groups are on their way
+        if not wait:
+            group_bytes = min(group_bytes, _SMALL)
         most = sizes.power_below(group_bytes // (row_bytes + _BOOKKEEPING))
         draft = self._draft(state, step, json.loads(json.dumps(notes or {})), most)
         base = self._base
@@ -149,9 +152,11 @@ class Checkpointer:
             is_own=is_own,
             chunk_bytes=self._chunk_bytes // 2,
             level=self._level,
+            places=places,
             commit=commit,
             progress=bar.update,
         )
+        del places  # a view that stays, as in an error's traceback, makes the next add copy
         if wait:
             self.finish(state)
         else:

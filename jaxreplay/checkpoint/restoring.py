@@ -1,11 +1,11 @@
 """A state from what a generation holds, filled in place: beside the state there are never more than a few chunks."""
 
 import collections
-import concurrent.futures
 import functools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -20,9 +20,9 @@ from jaxreplay.checkpoint.rows import Picked
 from jaxreplay.checkpoint.store import BrokenError, Store, array_name
 from jaxreplay.paths import named
 
-_AT_ONCE = 2  # groups that are read at once; with more, threads wait for each other
+_THREADS = 2  # that read large chunks; with more they wait for each other, as they do where they read small ones
+_LARGE = 2**20  # bytes of a chunk that a thread is worth
 _AHEAD = 2**29  # bytes that a system may read before they are asked for
-_RUN = 2**15  # bytes in a row from which on a read of their own is faster than a copy
 
 
 class Reading:
@@ -124,9 +124,10 @@ class Reading:
         places = [place for _, leaf in leaves if (place := rows.memory_of(leaf)) is not None]
         is_here = len(places) == len(leaves)
         missing, row_bytes = ahead.num_rows, sum(leaf.nbytes // len(leaf) for _, leaf in leaves)
-        read = _GroupReader(self._store, leaves, places if is_here else None, ahead.length)
-        with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
-            for index, values in _in_turn(pool, read, ahead):
+        at_once = _THREADS + (is_here and not self._store.is_far)  # of others, what is under way takes memory
+        with ThreadPoolExecutor(_THREADS) as pool:
+            read = _GroupReader(self._store, leaves, places if is_here else None, ahead.length, pool)
+            for index, values in _in_turn(read, ahead, at_once):
                 if not is_here and len(index):
                     stored = rows.put(stored, index, jax.tree.unflatten(jax.tree.structure(stored), values))
                 ahead.was_read()
@@ -208,66 +209,84 @@ def _expect(store: Store, group: Group, leaves: list[tuple[str, Any]]) -> None:
 
 
 class _GroupReader:
-    """Reads a group's rows into their places, in any thread.
+    """Reads groups' rows into their places. Large chunks are read by threads, meanwhile all else by who asks for it.
 
     Args:
       leaves: of the state's rows, with their names. places: the memory of each; None: the rows are returned.
     """
 
-    def __init__(self, store: Store, leaves: list[tuple[str, Any]], places: list[np.ndarray] | None, length: int):
-        self._store, self._leaves, self._length = store, leaves, length
+    def __init__(self, store: Store, leaves: list[tuple[str, Any]], places: list[np.ndarray] | None, length: int, pool: Executor):
+        self._store, self._leaves, self._length, self._pool = store, leaves, length, pool
         into = places or [None] * len(leaves)
         self._described = [(name, leaf.shape[1:], leaf.dtype, place) for (name, leaf), place in zip(leaves, into, strict=True)]
         self._thread = threading.local()
 
-    def __call__(self, group: Group, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-        """The rows' places, int32[K], and their values, `[K, ...]` each, where there are no arrays for them."""
-        if not hasattr(self._thread, "buffers"):
-            self._thread.buffers = Buffers()
+    def begin(self, group: Group, first: np.ndarray, end: np.ndarray) -> Callable[[], tuple[np.ndarray, list[Any]]]:
+        """Begin to read a group.
+
+        Returns:
+          a function that waits for it: the rows' places, int32[K], and, where there are no arrays for them, their values, `[K, ...]` each.
+        """
         if self._store.is_far:
             _expect(self._store, group, self._leaves)
-        try:
-            return self._read(group, first, end)
-        finally:
-            self._store.forget(f"rows/{group.folder}")
-
-    def _read(self, group: Group, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
         env, number = (self._array(group, name, (), dtype).read() for name, dtype in (("env", np.int32), ("number", np.int64)))
         is_taken = (number >= first[env]) & (number < end[env])
         index = rows.rows_at(Picked(env[is_taken].astype(np.int64), number[is_taken]), self._length)
         found = []
         for name, shape, dtype, place in self._described:
-            array = self._array(group, name, shape, dtype) if math.prod(shape) else None
-            if place is None:
-                found.append(np.zeros((len(index), *shape), dtype) if array is None else array.read()[is_taken])
-            elif array is not None:
-                self._fill(array, place, index, is_taken)
-        return index, found
+            if math.prod(shape):
+                array = self._array(group, name, shape, dtype)
+                begin = self._pool.submit if array.chunk_bytes >= _LARGE else _done
+                found.append(begin(self._read, array, place, index, is_taken))
+            else:
+                found.append(_done(np.zeros, (len(index), *shape), dtype))
 
-    def _fill(self, array: Array, place: np.ndarray, index: np.ndarray, is_taken: np.ndarray) -> None:
-        """Straight into the rows' places, where these lie in long runs."""
-        starts = np.flatnonzero(np.diff(index, prepend=-2) != 1)
+        def wait() -> tuple[np.ndarray, list[Any]]:
+            values = [future.result() for future in found]
+            self._store.forget(f"rows/{group.folder}")
+            return index, values
+
+        return wait
+
+    def _read(self, array: Array, place: np.ndarray | None, index: np.ndarray, is_taken: np.ndarray) -> np.ndarray | None:
+        """Rows of one leaf: straight into their places, where these lie in long runs."""
         is_whole = len(index) == len(is_taken)
-        if is_whole and len(index) * place[0].nbytes >= _RUN * len(starts):
-            runs = zip(index[starts].tolist(), np.diff(starts, append=len(index)).tolist(), strict=True)
-            array.read_chunk(0, [arrays.bytes_of(place[start : start + count]) for start, count in runs])
+        if place is None:
+            values = array.read(self._buffers())
+            return values if is_whole else values[is_taken]
+        if is_whole and (runs := rows.long_runs(index, place[0].nbytes)) is not None:
+            array.read_chunk(0, [arrays.bytes_of(place[run]) for run in runs], self._buffers())
         else:
-            content = self._thread.buffers("values", len(is_taken) * place[0].nbytes)
-            array.read_chunk(0, [content])
+            content = self._buffers()("values", len(is_taken) * place[0].nbytes)
+            array.read_chunk(0, [content], self._buffers())
             values = content.view(place.dtype).reshape(-1, *place.shape[1:])
             place[index] = values if is_whole else values[is_taken]
+        return None
 
     def _array(self, group: Group, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-        where = array_name("rows", group.folder, name)
-        return Array(self._store, where, (group.num_rows, *shape), dtype, group.seals[name], self._thread.buffers)
+        return Array(self._store, array_name("rows", group.folder, name), (group.num_rows, *shape), dtype, group.seals[name])
+
+    def _buffers(self) -> Buffers:
+        if not hasattr(self._thread, "buffers"):
+            self._thread.buffers = Buffers()
+        return self._thread.buffers
 
 
-def _in_turn(pool: concurrent.futures.Executor, function: Callable[..., Any], items: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-    """What a function of each item returns, in turn; a few of them are under way."""
-    waiting: collections.deque[concurrent.futures.Future[Any]] = collections.deque()
-    for item in items:
-        if len(waiting) == _AT_ONCE:
-            yield waiting.popleft().result()
-        waiting.append(pool.submit(function, *item))
+def _done(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """As if a thread had run it."""
+    future: Future[Any] = Future()
+    future.set_result(function(*args))
+    return future
+
+
+def _in_turn(
+    read: _GroupReader, groups: Iterable[tuple[Group, np.ndarray, np.ndarray]], at_once: int
+) -> Iterator[tuple[np.ndarray, list[Any]]]:
+    """What is read of each group, in turn; so many of them are under way."""
+    waiting: collections.deque[Callable[[], tuple[np.ndarray, list[Any]]]] = collections.deque()
+    for group, first, end in groups:
+        if len(waiting) == at_once:
+            yield waiting.popleft()()
+        waiting.append(read.begin(group, first, end))
     while waiting:
-        yield waiting.popleft().result()
+        yield waiting.popleft()()

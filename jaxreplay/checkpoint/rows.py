@@ -18,6 +18,9 @@ import numpy as np
 
 from jaxreplay import ring, sizes
 from jaxreplay.operations import ReplayState
+from jaxreplay.paths import named
+
+_RUN = 2**15  # bytes in a row from which on a call to the system of their own is faster than a copy
 
 
 class Span(NamedTuple):
@@ -114,6 +117,15 @@ def rows_at(picked: Picked, length: int) -> np.ndarray:
     return (picked.env * length + ring.position_of(picked.number, length)).astype(np.int32)
 
 
+def long_runs(index: np.ndarray, row_bytes: int) -> list[slice] | None:
+    """Rows in runs of one after another, where these are so long that it is better not to copy them together first; None otherwise."""
+    starts = np.flatnonzero(np.diff(index, prepend=-2) != 1)
+    if len(index) * row_bytes < _RUN * len(starts):
+        return None
+    firsts, counts = index[starts].tolist(), np.diff(starts, append=len(index)).tolist()
+    return [slice(first, first + count) for first, count in zip(firsts, counts, strict=True)]
+
+
 def heads_of(state: ReplayState) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Copies: an array on the host that shares a leaf's memory would make the next add copy that leaf."""
     return copied(_heads(state))
@@ -139,13 +151,28 @@ def memory_of(leaf: jax.Array) -> np.ndarray | None:
 
     By a program, each value would be copied three times.
     """
-    devices = jax.block_until_ready(leaf).devices()
-    if len(devices) > 1 or next(iter(devices)).platform != "cpu":
+    if not _is_here(leaf):
         return None
     if not leaf.size:
         return np.empty(leaf.shape, leaf.dtype)
     memory = np.ctypeslib.as_array((ctypes.c_ubyte * leaf.nbytes).from_address(leaf.unsafe_buffer_pointer()))
     return memory.view(leaf.dtype).reshape(leaf.shape)
+
+
+def views_of(rows: Any) -> dict[str, np.ndarray] | None:
+    """The memory of a state's rows, by name, to be read; None, where it is not all in this process's, or there are none.
+
+    While there is a view, an add copies the leaf. It is of the leaf's only part, and not of the leaf itself, which would keep it.
+    """
+    leaves = named(rows)
+    if not leaves or not all(_is_here(leaf) for _, leaf in leaves):
+        return None
+    return {name: np.asarray(leaf.addressable_data(0)) for name, leaf in leaves}
+
+
+def _is_here(leaf: jax.Array) -> bool:
+    devices = jax.block_until_ready(leaf).devices()
+    return len(devices) == 1 and next(iter(devices)).platform == "cpu"
 
 
 def _in_place(function: Any, tree: Any, *arguments: Any) -> Any:

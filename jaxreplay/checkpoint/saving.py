@@ -1,11 +1,11 @@
-"""One save under way: rows are copied out of the state, a group at a time, and threads write them."""
+"""One save under way: rows are copied out of the state, a group at a time, or left there, and threads write them."""
 
 import atexit
 import queue
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,7 @@ class Saving:
       plan: groups of rows, each with how many rows may be added to a stream before one of it is lost.
       end: int64[E], one more than the number of each stream's newest row. length: rows of a stream.
       group_rows: rows of a group, at most. chunk_bytes: of an array's chunk, at most. level: of the compression.
+      places: the memory of the rows, by name, where nobody writes to it until the save is there: none is copied; None: as of each state.
       commit: called in a thread when all is written, with the groups, and the seals of the rest's arrays.
       progress: called in a thread, in one at a time, with the bytes that were written.
     """
@@ -44,11 +45,13 @@ class Saving:
         is_own: bool,
         chunk_bytes: int,
         level: int | None,
+        places: dict[str, np.ndarray] | None,
         commit: Callable[[list[Group], dict[str, int]], None],
         progress: Callable[[int], Any],
     ):
         self._store, self._folder, self._plan, self._end, self._length = store, folder, plan, end, length
         self._group_rows, self._chunk_bytes, self._level, self._commit, self._progress = group_rows, chunk_bytes, level, commit, progress
+        self._places = places
         self._copied: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._room = threading.Semaphore(1)  # for one group that waits to be written
         self._num_announced = 0  # rows that a stream may have got since
@@ -130,8 +133,10 @@ class Saving:
         self._raise_error()
         assert self._next is not None
         _, picked = self._next
-        index = rows.rows_at(picked, self._length)
-        values, heads = rows.read(state, sizes.padded(index, self._group_rows, index[-1]))
+        values = heads = None
+        if self._places is None:
+            index = rows.rows_at(picked, self._length)
+            values, heads = rows.read(state, sizes.padded(index, self._group_rows, index[-1]))
         self._copied.put((self._num_copied, picked, values, heads))
         self._num_copied += 1
         self._next = next(self._plan, None)
@@ -149,6 +154,7 @@ class Saving:
         self._sync(f"rest/{self._folder}")
         self._write_groups()
         self._helper.join()
+        self._places = None  # a view that stays makes the next add copy
         self._to_sync.put(None)
         self._syncer.join()
         self._try(self._commit, [self._groups[number] for number in sorted(self._groups)], seals)
@@ -191,16 +197,21 @@ class Saving:
 
     def _write_group(self, group: int, picked: Picked, values: Any, heads: Any) -> None:
         """Each leaf in one chunk."""
-        self._check_in_time(picked, heads)
-        folder, count = f"{self._folder}-{group:06}", len(picked.env)
-        leaves = [*named(values), ("env", picked.env.astype(np.int32)), ("number", picked.number)]
-        blocks = {name: np.asarray(leaf)[:count] for name, leaf in leaves if leaf.size}
-        seals = {}
+        folder, count, seals, num_bytes = f"{self._folder}-{group:06}", len(picked.env), {}, 0
+        if self._places is None:
+            self._check_in_time(picked, heads)
+            blocks = {name: _Block.of(np.asarray(leaf)[:count]) for name, leaf in named(values) if leaf.size}
+        else:
+            index = rows.rows_at(picked, self._length)
+            blocks = {name: _Block.of_rows(place, index) for name, place in self._places.items() if place.size}
+        blocks |= {"env": _Block.of(picked.env.astype(np.int32)), "number": _Block.of(picked.number)}
         for name, block in blocks.items():
-            writer = arrays.Writer(self._store, array_name("rows", folder, name), block.shape, block.dtype, count, self._level)
-            writer.write(0, [arrays.bytes_of(block)])
+            writer = arrays.Writer(self._store, array_name("rows", folder, name), (count, *block.shape), block.dtype, count, self._level)
+            writer.write(0, block.parts)
             seals[name] = writer.seal
-        self._tell(num_bytes := sum(block.nbytes for block in blocks.values()))
+            num_bytes += sum(map(len, block.parts))
+        del blocks
+        self._tell(num_bytes)
         self._trim(num_bytes)
         first, last = np.full((2, picked.env.max() + 1), [[np.iinfo(np.int64).max], [-1]])
         np.minimum.at(first, picked.env, picked.number)
@@ -224,3 +235,21 @@ class Saving:
                 "rows were overwritten, or cleared, before they were copied: call pump(state) before each add, with its num_steps, and "
                 "finish(state) before a clear"
             )
+
+
+class _Block(NamedTuple):
+    """Rows of one leaf, as arrays of bytes one after another."""
+
+    shape: tuple[int, ...]  # of a row
+    dtype: np.dtype
+    parts: list[np.ndarray]
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> "_Block":
+        return cls(values.shape[1:], values.dtype, [arrays.bytes_of(values)])
+
+    @classmethod
+    def of_rows(cls, place: np.ndarray, index: np.ndarray) -> "_Block":
+        """Out of all rows: no copy, where they lie in long runs."""
+        runs = rows.long_runs(index, place[0].nbytes)
+        return cls.of(place[index]) if runs is None else cls(place.shape[1:], place.dtype, [arrays.bytes_of(place[run]) for run in runs])

@@ -19,8 +19,7 @@ import tensorstore as ts
 
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)  # other errors may be well the next time
 _TRANSIENT = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED", "CANCELLED")
-_PIECE = 2**20  # bytes that are written at a time, and given to the disk at once: it has nothing to do otherwise until `sync`
-_AT_ONCE = 2**30  # bytes that are asked for at a time: a system gives 2 GiB at the most
+_PIECE = 2**20  # bytes that are read or written at a time, and given to the disk at once: it has nothing to do otherwise until `sync`
 
 
 class BrokenError(ValueError):
@@ -52,36 +51,42 @@ class Folder:
         path = self._path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "wb", buffering=0) as file:
+            begun = end = 0
             for part in parts:
                 left = memoryview(part)
                 while len(left):
                     count = file.write(left[:_PIECE])
-                    left = left[count:]
-                    if count == _PIECE:
-                        _begin_to_write_out(file.fileno(), file.tell() - count, count)
+                    left, end = left[count:], end + count
+                    if end - begun >= _PIECE:
+                        _begin_to_write_out(file.fileno(), begun, end - begun)
+                        begun = end
 
     def expect(self, name: str) -> None:
         """Say that a file will be read soon: it may come meanwhile."""
         if hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError), open(self._path / name, "rb", buffering=0) as file:
+            with contextlib.suppress(OSError), open(f"{self.name}/{name}", "rb", buffering=0) as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
     def forget(self, name: str) -> None:
         """A file that was expected, or all in a folder, will not be read after all."""
 
-    def read(self, name: str, parts_of: Callable[[int], Sequence[Any]]) -> None:
-        """Fill arrays of bytes, one after another, with a file's. `parts_of`: gives them, told how many bytes the file has.
+    def read(self, name: str, parts_of: Callable[[int], Sequence[Any]], tell: Callable[[Any], Any] = lambda _: None) -> None:
+        """Fill arrays of bytes, one after another, with a file's.
+
+        Args:
+          parts_of: gives them, told how many bytes the file has. tell: called with each piece that was read, in turn, while a cache has it.
 
         Raises:
           BrokenError: there is no such file, or it is shorter now. OSError: it cannot be read at the moment.
         """
         try:
-            with open(self._path / name, "rb", buffering=0) as file:
+            with open(f"{self.name}/{name}", "rb", buffering=0) as file:
                 for part in parts_of(os.fstat(file.fileno()).st_size):
-                    left = memoryview(part)
+                    left = part
                     while len(left):
-                        if not (count := file.readinto(left[:_AT_ONCE])):
+                        if not (count := file.readinto(left[:_PIECE])):
                             raise BrokenError(f"{name} is cut short")
+                        tell(left[:count])
                         left = left[count:]
         except OSError as error:
             if error.errno not in _GONE:
@@ -148,7 +153,7 @@ class Objects:
         for other in _under(name, self._expected):
             self._expected.pop(other)
 
-    def read(self, name: str, parts_of: Callable[[int], Sequence[Any]]) -> None:
+    def read(self, name: str, parts_of: Callable[[int], Sequence[Any]], tell: Callable[[Any], Any] = lambda _: None) -> None:
         try:
             found = (self._expected.pop(name, None) or self._files.read(name)).result()
         except (ValueError, OSError, RuntimeError) as error:
@@ -162,6 +167,7 @@ class Objects:
             if start + len(part) > len(content):
                 raise BrokenError(f"{name} is cut short")
             part[:] = content[start : start + len(part)]
+            tell(part)
             start += len(part)
 
     def get(self, name: str) -> bytes:
