@@ -37,10 +37,8 @@ class Checkpointer:
     its manifest is, which is written last; until then the one before it can be restored, whatever happens. Beside the state a save and
     a restore take at most three chunks of memory. A rollout is written whole each time.
 
-    One run has one path, and one process writes to it.
-
     Args:
-      path: a folder, or a URL that TensorStore opens, such as "memory://replay" or "gs://bucket/replay".
+      path: of one run; one process writes to it. A folder, or a URL that TensorStore opens: "memory://replay", "gs://bucket/replay".
       replay: the buffer whose states are saved, or a rollout.
       keep: generations that stay, the newest ones.
       chunk_bytes: what rows on their way may take. A file has half of it at the most; one row at least.
@@ -117,9 +115,7 @@ class Checkpointer:
         row_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(stored)) // self._num_rows(stored)
         places = rows.views_of(stored) if wait and not self._store.is_far else None
         group_bytes = self._chunk_bytes // (4 if places is None else 2)  # of rows that are copied, more groups are on their way
-        if not wait:
-            group_bytes = min(group_bytes, _SMALL)
-        most = sizes.power_below(group_bytes // (row_bytes + _BOOKKEEPING))
+        most = sizes.power_below((group_bytes if wait else min(group_bytes, _SMALL)) // (row_bytes + _BOOKKEEPING))
         draft = self._draft(state, step, json.loads(json.dumps(notes or {})), most)
         base = self._base
         check_path(self._store.name, generations, draft, self.replay, base is not None)
@@ -210,9 +206,8 @@ class Checkpointer:
     def restore(self, example: Any, step: int | None = None, *, resize: bool = False, sharding: Any = None) -> Any:
         """The newest generation, or that of a step, as a new state. Where the newest is broken, an older one is read, with a warning.
 
-        `step` and `notes` are then those of what was read. Let an old state go before: this one takes its own memory.
-
-        The rows that it holds, and what decides the next operations, are as they were, to the last bit. Rows that were cleared are zeros.
+        `step` and `notes` are then those of what was read. Let an old state go before: this one takes its own memory. The rows that it
+        holds, and what decides the next operations, are as they were, to the last bit. Rows that were cleared are zeros.
 
         Args:
           example: as for `init`: one env's step, or item; arrays, or `jax.ShapeDtypeStruct`s. step: of the generation.

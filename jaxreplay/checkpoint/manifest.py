@@ -40,7 +40,7 @@ class Manifest:
     notes: dict[str, Any]  # the user's own
 
     def to_bytes(self) -> bytes:
-        body = json.dumps({"format": FORMAT, **dataclasses.asdict(self)}).encode()
+        body = json.dumps({"format": FORMAT} | vars(self) | {"groups": [vars(group) for group in self.groups]}).encode()
         return f"{zlib.crc32(body):08x}\n".encode() + body
 
     @classmethod

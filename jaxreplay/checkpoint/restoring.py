@@ -17,11 +17,10 @@ from jaxreplay.checkpoint import arrays, rows, unwritten
 from jaxreplay.checkpoint.arrays import Array, Buffers
 from jaxreplay.checkpoint.manifest import Group, Manifest
 from jaxreplay.checkpoint.rows import Picked
-from jaxreplay.checkpoint.store import BrokenError, Store, array_name
+from jaxreplay.checkpoint.store import LARGE, BrokenError, Store, array_name
 from jaxreplay.paths import named
 
 _THREADS = 2  # that read large chunks; with more they wait for each other, as they do where they read small ones
-_LARGE = 2**20  # bytes of a chunk that a thread is worth
 _AHEAD = 2**29  # bytes that a system may read before they are asked for
 
 
@@ -236,7 +235,7 @@ class _GroupReader:
         for name, shape, dtype, place in self._described:
             if math.prod(shape):
                 array = self._array(group, name, shape, dtype)
-                begin = self._pool.submit if array.chunk_bytes >= _LARGE else _done
+                begin = self._pool.submit if array.chunk_bytes >= LARGE else _done
                 found.append(begin(self._read, array, place, index, is_taken))
             else:
                 found.append(_done(np.zeros, (len(index), *shape), dtype))

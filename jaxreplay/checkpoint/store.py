@@ -19,6 +19,7 @@ import tensorstore as ts
 
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)  # other errors may be well the next time
 _TRANSIENT = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED", "CANCELLED")
+LARGE = 2**20  # bytes of a file that is worth a thread
 _PIECE = 2**20  # bytes that are read or written at a time, and given to the disk at once: it has nothing to do otherwise until `sync`
 
 
@@ -62,10 +63,11 @@ class Folder:
                         begun = end
 
     def expect(self, name: str) -> None:
-        """Say that a file will be read soon: it may come meanwhile."""
+        """Say that a file will be read soon: a small one comes meanwhile. A large one would then lie in small pages, slower to copy."""
         if hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError), open(f"{self.name}/{name}", "rb", buffering=0) as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+                if os.fstat(file.fileno()).st_size < LARGE:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
     def forget(self, name: str) -> None:
         """A file that was expected, or all in a folder, will not be read after all."""
@@ -81,7 +83,9 @@ class Folder:
         """
         try:
             with open(f"{self.name}/{name}", "rb", buffering=0) as file:
-                for part in parts_of(os.fstat(file.fileno()).st_size):
+                if (size := os.fstat(file.fileno()).st_size) >= LARGE and hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the system reads further ahead
+                for part in parts_of(size):
                     left = part
                     while len(left):
                         if not (count := file.readinto(left[:_PIECE])):
