@@ -61,11 +61,11 @@ def below(high: jax.Array, low: jax.Array, bound: jax.Array) -> jax.Array:
 def remix(high: jax.Array, low: jax.Array, round_number: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Fresh bits for another try, a different bijection of the first ones in each round."""
     step = (round_number.astype(jnp.uint32) + 1) * jnp.uint32(_GOLDEN)
-    high = _avalanche(high ^ _avalanche(low + step))
-    return high, _avalanche(low + high)
+    high = avalanche(high ^ avalanche(low + step))
+    return high, avalanche(low + high)
 
 
-def _avalanche(word: jax.Array) -> jax.Array:
+def avalanche(word: jax.Array) -> jax.Array:
     """A bijection in which every bit depends on all. Source: Appleby, MurmurHash3's 32-bit finalizer."""
     word = (word ^ (word >> 16)) * jnp.uint32(0x85EBCA6B)
     word = (word ^ (word >> 13)) * jnp.uint32(0xC2B2AE35)

@@ -48,9 +48,21 @@ def take(leaf: jax.Array | Narrow, row: jax.Array) -> jax.Array:
     return leaf.at[row].get(mode="promise_in_bounds")
 
 
+def take_elements(leaf: jax.Array | Narrow, row: jax.Array, place: jax.Array) -> jax.Array:
+    """Read some elements of rows, which must be in bounds: `[K, P]`. `row`: int32[K]. `place`: int32[K, P], in the flat row."""
+    if isinstance(leaf, Narrow):
+        return _decode(take_elements(leaf.bits, row, place), leaf.dtype)
+    return leaf.reshape((leaf.shape[0], -1)).at[row[:, None], place].get(mode="promise_in_bounds")
+
+
+def stored_leaves(tree: Any) -> list[Any]:
+    """`jax.tree.leaves` of stored leaves."""
+    return jax.tree.leaves(tree, is_leaf=is_narrow)
+
+
 def tree_map(function: Any, stored: Any, *rest: Any) -> Any:
     """`jax.tree.map` over stored leaves, and over the values that belong to each."""
-    return jax.tree.map(function, stored, *rest, is_leaf=lambda leaf: isinstance(leaf, Narrow))
+    return jax.tree.map(function, stored, *rest, is_leaf=is_narrow)
 
 
 def spec_text(shape: tuple[int, ...], dtype: Any) -> str:
@@ -66,6 +78,11 @@ def carrier(dtype: np.dtype) -> Any:
     if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
         return jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8
     return None
+
+
+def is_narrow(leaf: Any) -> bool:
+    """Whether a node of a tree is a stored leaf that has leaves of its own."""
+    return isinstance(leaf, Narrow)
 
 
 def _encode(values: jax.Array, carrier: Any) -> jax.Array:

@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxreplay import autoreset, leaves, ring
+from jaxreplay import autoreset, fingerprint, leaves, ring
 from jaxreplay.operations import ReplayState
+from jaxreplay.streams import Streams, StreamState
 
 
 def add(replay: Any, state: ReplayState, step: Any, goes_on: jax.Array, was_first: jax.Array) -> ReplayState:
@@ -44,8 +45,18 @@ def reopen(replay: Any, state: ReplayState, mask: jax.Array, was_first: jax.Arra
         filled=before.filled - mask,
         lap=before.lap - (mask & (before.head == 0)).astype(jnp.uint32),
         last=jnp.where(mask, flags, before.last),
+        history=_reopened_history(streams, before, mask, flags),
     )
     return state.replace(streams=after, episodes=state.episodes and _reopened(streams, state.episodes, mask))
+
+
+def _reopened_history(streams: Streams, before: StreamState, mask: jax.Array, flags: jax.Array) -> jax.Array | None:
+    """Without the tail, and with the step before it as one that is not truncated. `flags`: uint8[num_envs], the step's."""
+    if before.history is None or before.newest is None:
+        return None
+    number = streams.next_number(before) - jnp.uint32(2)
+    as_ended, as_open = (fingerprint.of_flags(own, number) for own in (flags | jnp.uint8(autoreset.TRUNCATED), flags))
+    return before.history + jnp.where(mask, as_open - as_ended - before.newest, 0)
 
 
 def _reopened(streams: Any, table: Any, mask: jax.Array) -> Any:

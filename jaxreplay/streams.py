@@ -17,7 +17,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxreplay import autoreset, leaves, ring
+from jaxreplay import autoreset, fingerprint, leaves, ring
 from jaxreplay.types import Index, Step
 
 
@@ -33,6 +33,8 @@ class StreamState(flax.struct.PyTreeNode):
     last: jax.Array | None  # uint8[E]: flags of the newest row
     count: jax.Array | None  # uint32[E], modulo 2^32: anchors ever written; the rank of the next row
     phase: jax.Array | None  # int32[E], in [0, stride): transitions from the newest anchor to the next row; None where every one is
+    history: jax.Array | None  # uint32[E]: the fingerprint of all rows that were ever written (`fingerprint.py`); None if it is not kept
+    newest: jax.Array | None  # uint32[E]: the newest row's own part of it, where that row may be taken back; else None
 
 
 class Written(NamedTuple):
@@ -49,7 +51,8 @@ class Written(NamedTuple):
 class Streams:
     """`num_envs` rings of `length` rows. `autoreset` is one of `autoreset.FORMS`, or None where the rows are items without an order.
 
-    Every `stride`-th transition is an anchor, counted from each episode's start where `stride_restarts`, else on and on.
+    Every `stride`-th transition is an anchor, counted from each episode's start where `stride_restarts`, else on and on. With
+    `keep_history` the state has a fingerprint of all rows that were ever written.
     """
 
     num_envs: int
@@ -58,6 +61,7 @@ class Streams:
     masked: bool
     stride: int = 1
     stride_restarts: bool = True
+    keep_history: bool = True
 
     @property
     def capacity(self) -> int:
@@ -81,6 +85,8 @@ class Streams:
             last=jnp.full((self.num_envs,), autoreset.TAIL, jnp.uint8) if has_flags else None,
             count=jnp.zeros((self.num_envs,), jnp.uint32) if has_flags else None,
             phase=jnp.zeros((self.num_envs,), jnp.int32) if self.stride > 1 else None,
+            history=jnp.zeros((self.num_envs,), jnp.uint32) if self.keep_history else None,
+            newest=jnp.zeros((self.num_envs,), jnp.uint32) if self.keep_history and self.may_take_back(example) else None,
         )
 
     def clear(self, state: StreamState) -> StreamState:
@@ -100,6 +106,10 @@ class Streams:
     def rows_per_step(self, steps: Any) -> int:
         """2 where a step may write its tail beside it. `steps`: a step, or the stored steps."""
         return 2 if self.autoreset == "same_step" and has_final_obs(steps) else 1
+
+    def may_take_back(self, steps: Any) -> bool:
+        """Whether each stream's newest row, a tail, may be taken back (`provisional.py`). `steps`: a step, or the stored steps."""
+        return self.rows_per_step(steps) == 2 and not self.masked
 
     def write(self, state: StreamState, steps: Any, mask: jax.Array | None) -> tuple[StreamState, Written]:
         """Append a block of steps, leaves `[T, num_envs, ...]`; T times `rows_per_step` must not exceed the length.
@@ -125,7 +135,11 @@ class Streams:
         row = self.row(ring.places(self.num_envs), ring.wrap(state.head + nth, self.length))
         row = jnp.where(is_written, row, self.capacity)
         written = Written(row, is_written, flags, num_rows - 1 - nth, num_rows)
-        return self._advance(self._scatter(state, steps, written), written), written
+        new = self._advance(self._scatter(state, steps, written), written)
+        if self.keep_history:
+            number = self.next_number(state) + nth.astype(jnp.uint32)
+            new = self._note(new, written, jnp.where(is_written, self._hashes(steps, flags, number), 0))
+        return new, written
 
     def _skip(self, state: StreamState, flags: jax.Array, is_written: jax.Array) -> tuple[StreamState, jax.Array]:
         """Mark the transitions between anchors: flags uint8[K, E]."""
@@ -152,9 +166,8 @@ class Streams:
         new = _stored(steps)
         if self.rows_per_step(steps) == 2:  # a tail is read for its observation alone
             pairs = written.row.reshape(-1, 2, self.num_envs)
-            both = jax.tree.map(lambda x, final: jnp.stack([x, final], axis=1), new.obs, steps.final_obs)
             rest = put(state.steps.replace(obs=()), new.replace(obs=()), pairs[:, 0])
-            stored = rest.replace(obs=put(state.steps.obs, both, pairs))
+            stored = rest.replace(obs=put(state.steps.obs, _with_tails(steps), written.row))
         else:
             stored = put(state.steps, new, written.row)
         return state.replace(
@@ -167,17 +180,44 @@ class Streams:
     def _advance(self, state: StreamState, written: Written) -> StreamState:
         num_rows = written.num_rows if state.head.ndim else written.num_rows[0]
         end = state.head + num_rows
-        last = state.last
-        if last is not None:
-            is_newest = written.is_written & (written.age == 0)
-            newest = jnp.where(is_newest, _not_none(written.flags), 0).sum(axis=0, dtype=jnp.uint8)
-            last = jnp.where(written.num_rows > 0, newest, last)
         return state.replace(
             head=ring.wrap(end, self.length),
             filled=jnp.minimum(state.filled + num_rows, self.length),
             lap=state.lap + (end >= self.length).astype(jnp.uint32),
-            last=last,
+            last=_of_newest(state.last, written, written.flags),
         )
+
+    def _note(self, state: StreamState, written: Written, hashes: jax.Array) -> StreamState:
+        """`hashes`: uint32[K, E], of the rows written; 0 where there is none."""
+        history = _not_none(state.history) + hashes.sum(axis=0, dtype=jnp.uint32)
+        return state.replace(history=history, newest=_of_newest(state.newest, written, hashes))
+
+    def next_number(self, state: StreamState) -> jax.Array:
+        """The number of each stream's next row, modulo 2^32: uint32[] or uint32[E]. A row's position is its number modulo the length."""
+        return state.lap * jnp.uint32(self.length) + state.head.astype(jnp.uint32)
+
+    def _hashes(self, steps: Any, flags: jax.Array | None, number: jax.Array) -> jax.Array:
+        """Of what a block writes to each row: uint32[K, E]. `flags`: uint8[K, E]. `number`: uint32[K, E]."""
+        if flags is None:
+            return fingerprint.of_values(steps, number)
+        new, of_flags = _stored(steps), fingerprint.of_flags(flags, number)
+        if self.rows_per_step(steps) == 1:
+            return fingerprint.of_values(new, number) + of_flags
+        rest = fingerprint.of_values(new.replace(obs=()), ~number[::2])
+        of_rest = jnp.stack([rest, jnp.zeros_like(rest)], axis=1).reshape(number.shape)
+        return fingerprint.of_values(_with_tails(steps), number) + of_rest + of_flags
+
+    def hashes(self, state: StreamState, row: jax.Array, number: jax.Array) -> jax.Array:
+        """Of stored rows: uint32[K], their parts of `history`. `row`: int32[K], in bounds. `number`: uint32[K], in their streams."""
+        if state.flags is None:
+            return fingerprint.of_stored(state.steps, row, number)
+        flags = state.flags.at[row].get(mode="promise_in_bounds")
+        of_flags = fingerprint.of_flags(flags, number)
+        if self.rows_per_step(state.steps) == 1:
+            return fingerprint.of_stored(state.steps, row, number) + of_flags
+        rest = fingerprint.of_stored(state.steps.replace(obs=()), row, ~number)
+        is_tail = (flags & autoreset.TAIL) != 0  # it has nothing but its observation
+        return fingerprint.of_stored(state.steps.obs, row, number) + jnp.where(is_tail, 0, rest) + of_flags
 
     def row(self, env: jax.Array, position: jax.Array) -> jax.Array:
         return env * self.length + position
@@ -224,6 +264,23 @@ def _stored(step: Step) -> Step:
     """A step as it is stored: its done flags go into `flags`, and a final observation into the `obs` of a row of its own; `()`, which
     has no leaves, keeps in the state's structure that there is one."""
     return step.replace(terminated=None, truncated=None, final_obs=() if has_final_obs(step) else None)
+
+
+def _of_newest(before: jax.Array | None, written: Written, values: Any) -> jax.Array | None:
+    """The newest row's value of each stream: of those written, `[K, E]`, or the one before the write; None where none is kept."""
+    if before is None:
+        return None
+    newest = jnp.where(written.is_written & (written.age == 0), values, 0).sum(axis=0, dtype=before.dtype)
+    return jnp.where(written.num_rows > 0, newest, before)
+
+
+def _with_tails(steps: Step) -> Any:
+    """The observations of a block and, after each, its final one: leaves [2 T, E, ...]."""
+
+    def joined(obs: jax.Array, final_obs: jax.Array) -> jax.Array:
+        return jnp.stack([obs, final_obs], axis=1).reshape((-1, *obs.shape[1:]))
+
+    return jax.tree.map(joined, steps.obs, steps.final_obs)
 
 
 def _not_none(value: Any) -> Any:

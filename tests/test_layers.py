@@ -9,7 +9,9 @@ ROOT = pathlib.Path(jaxreplay.__file__).parent
 # Each may import from those before it; the files of one line from each other only if listed here by name.
 LAYERS = (
     ("ring", "types", "autoreset", "leaves", "window", "paths", "sizes", "description"),
-    ("memory", "streams", "checks", "bits", "advantages"),
+    ("memory", "checks", "bits", "advantages"),
+    ("fingerprint",),
+    ("streams",),
     ("episode_table", "sum_tree", "draws", "intake", "permutation"),
     ("drawable",),
     ("samplers.sampler", "views.anchor"),

@@ -23,7 +23,7 @@ def identity(replay: Any) -> str:
 def described(state: Any) -> tuple[dict[str, str], dict[str, str]]:
     """Dtype and shape: of a row of each leaf that has rows, and of each other leaf."""
     stored, rest = rows.split(state)
-    stored_leaves = named(stored, is_leaf=lambda leaf: isinstance(leaf, leaves.Narrow))
+    stored_leaves = named(stored, is_leaf=leaves.is_narrow)
     return (
         {name: leaves.spec_text(leaf.shape[1:], leaf.dtype) for name, leaf in stored_leaves},
         {name: leaves.spec_text(leaf.shape, leaf.dtype) for name, leaf in named(rest)},

@@ -53,7 +53,7 @@ def contents_of(replay: ReplayBuffer, state: ReplayState, max_bytes: int) -> Con
     end = np.broadcast_to(lap * streams.length + head, (streams.num_envs,))
     first = end - filled
     rows = rows_in_order(first, end, streams.length)
-    held = named({"steps": steps}, is_leaf=_is_narrow)
+    held = named({"steps": steps}, is_leaf=leaves.is_narrow)
 
     def read(tree: Any, chosen: np.ndarray, row_bytes: int) -> Iterator[Any]:
         size = max(1, min(_BLOCK_BYTES // max(row_bytes, 1), len(chosen)))
@@ -115,10 +115,6 @@ def spread(rows: np.ndarray, most: int) -> np.ndarray:
 
 def leaf_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     return math.prod(shape) * np.dtype(dtype).itemsize
-
-
-def _is_narrow(leaf: Any) -> bool:
-    return isinstance(leaf, leaves.Narrow)
 
 
 @jax.jit
