@@ -16,8 +16,11 @@ class CopyWarning(UserWarning):
     """An eager `add`, `extend` or `update_priorities` copied a large buffer, which a jitted and donated one would change in place."""
 
 
-def warn_of_copy(replay: Any, method: str, state: Any) -> None:
-    """Warn, once for each configuration and method, where a large state is changed outside of `jit`: eager operations donate nothing."""
+def warn_of_copy(replay: Any, method: str, state: Any, stacklevel: int = 3) -> None:
+    """Warn, once for each configuration and method, where a large state is changed outside of `jit`: eager operations donate nothing.
+
+    `stacklevel`: of the user's call, which the warning names.
+    """
     leaves = jax.tree.leaves(state)
     if any(isinstance(leaf, Tracer) for leaf in leaves) or (replay, method) in _warned:
         return
@@ -28,7 +31,16 @@ def warn_of_copy(replay: Any, method: str, state: Any) -> None:
             f"{method} was called outside of jit: it copies the whole buffer ({num_bytes / 2**20:,.0f} MiB) on every call. "
             f"Use {method} = jax.jit(replay.{method}, donate_argnums=0), or jaxreplay.jit(replay).{method}, once before the loop.",
             CopyWarning,
-            stacklevel=3,
+            stacklevel=stacklevel,
+        )
+
+
+def check_not_gone(where: str, tree: Any) -> None:
+    """A ValueError for arrays that were donated; XLA's own error says nothing of why."""
+    if any(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted() for leaf in jax.tree.leaves(tree)):
+        raise ValueError(
+            f"{where}: this state was handed to a call that took it over, so that its memory is used anew; go on with the one that the "
+            "call returned: state = buffer.add(state, step)"
         )
 
 
@@ -37,6 +49,14 @@ class Jitted:
 
     def __init__(self, replay: Any):
         self.replay = replay
+
+    def _call(self, function: Any, state: Any, *arguments: Any) -> Any:
+        try:
+            return function(self.replay, state, *arguments)
+        except (RuntimeError, ValueError) as error:
+            if "deleted" in str(error):
+                check_not_gone(function.__name__.lstrip("_"), state)
+            raise
 
     def init(self, example: Any) -> Any:
         """Not compiled: there is nothing to fuse, and a state that does not fit is refused here."""
@@ -49,48 +69,48 @@ class Jitted:
 
     def add(self, state: Any, step: Any, mask: Any = None, priority: Any = None) -> Any:
         """Donates `state`."""
-        return _add(self.replay, state, *_owned((step, _given(mask=mask, priority=priority))))
+        return self._call(_add, state, *_owned((step, _given(mask=mask, priority=priority))))
 
     def extend(self, state: Any, steps: Any, mask: Any = None, priority: Any = None) -> Any:
         """Donates `state`."""
-        return _extend(self.replay, state, *_owned((steps, _given(mask=mask, priority=priority))))
+        return self._call(_extend, state, *_owned((steps, _given(mask=mask, priority=priority))))
 
     def update_priorities(self, state: Any, index: Any, priority: Any) -> Any:
         """Donates `state`."""
-        return _update_priorities(self.replay, state, index, _owned(priority))
+        return self._call(_update_priorities, state, index, _owned(priority))
 
     def clear(self, state: Any) -> Any:
         """Donates `state`."""
-        return _clear(self.replay, state)
+        return self._call(_clear, state)
 
     def sample(self, state: Any, key: jax.Array, batch_size: int | None = None) -> Any:
-        return _sample(self.replay, state, key, batch_size)
+        return self._call(_sample, state, key, batch_size)
 
     def take(self, state: Any, key: jax.Array, batch_size: int | None = None) -> Any:
         """Donates `state`."""
-        return _take(self.replay, state, key, batch_size)
+        return self._call(_take, state, key, batch_size)
 
     def rerank(self, state: Any) -> Any:
         """Donates `state`."""
-        return _rerank(self.replay, state)
+        return self._call(_rerank, state)
 
     def get(self, state: Any, index: Any, key: jax.Array | None = None) -> Any:
-        return _get(self.replay, state, index, key)
+        return self._call(_get, state, index, key)
 
     def can_add(self, state: Any, num_steps: int = 1) -> jax.Array:
-        return _can_add(self.replay, state, num_steps)
+        return self._call(_can_add, state, num_steps)
 
     def size(self, state: Any) -> jax.Array:
-        return _size(self.replay, state)
+        return self._call(_size, state)
 
     def can_sample(self, state: Any) -> jax.Array:
-        return _can_sample(self.replay, state)
+        return self._call(_can_sample, state)
 
     def age(self, state: Any, index: Any) -> jax.Array:
-        return _age(self.replay, state, index)
+        return self._call(_age, state, index)
 
     def min_probability(self, state: Any) -> jax.Array:
-        return _min_probability(self.replay, state)
+        return self._call(_min_probability, state)
 
 
 def jit(replay: Any) -> Jitted:

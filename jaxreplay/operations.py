@@ -1,5 +1,6 @@
 """What a buffer does with its state once the arguments are checked: write, tell the sampler; draw, read the view."""
 
+import dataclasses
 from typing import Any
 
 import flax.struct
@@ -8,11 +9,20 @@ import jax.numpy as jnp
 
 from jaxreplay import bits, episode_table
 from jaxreplay.drawable import Drawable, change_of, cut_rows, still_pending
-from jaxreplay.streams import StreamState
+from jaxreplay.streams import Streams, StreamState
 from jaxreplay.types import Index, Sample
 from jaxreplay.views import Anchor
+from jaxreplay.window import Window
 
 _FOR_THE_VIEW = 1  # the sampler draws its bits for purpose 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What decides the meaning of a state's arrays: where rows lie, and when one of them can be drawn."""
+
+    streams: Streams
+    window: Window
 
 
 class ReplayState(flax.struct.PyTreeNode):
@@ -23,6 +33,19 @@ class ReplayState(flax.struct.PyTreeNode):
     cut: jax.Array | None  # int32[E]: oldest rows of each stream whose look-back is overwritten; None without a bounded look-back
     sampler: Any
     episodes: episode_table.EpisodeState | None  # None unless `keep_episodes`, or the view or the sampler looks episodes up
+    layout: Layout = flax.struct.field(pytree_node=False)  # static: of the buffer that it is of
+
+
+def empty(replay: Any, example: Any) -> ReplayState:
+    """A state without rows. `example`: one env's step, or item, checked: shapes and dtypes."""
+    return ReplayState(
+        streams=replay.streams.init(example),
+        pending=None if replay.window.after is None else jnp.zeros((replay.num_envs,), jnp.int32),
+        cut=jnp.zeros((replay.num_envs,), jnp.int32) if replay.window.before else None,
+        sampler=replay.sampler.init(replay.streams, replay.window),
+        episodes=episode_table.init(replay.streams, example) if replay.has_table else None,
+        layout=replay.layout,
+    )
 
 
 def drawable(replay: Any, state: ReplayState) -> Drawable:

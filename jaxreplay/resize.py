@@ -46,6 +46,7 @@ def resized(before: Any, after: Any, old: ReplayState, streams: StreamState) -> 
       old: its rows are not read. streams: `with_heads`, and the rows in their places.
     """
     return old.replace(
+        layout=after.layout,
         streams=streams.replace(steps=None, flags=None, rank=None),
         pending=None if old.pending is None else jnp.minimum(old.pending, streams.filled),
         cut=cut_rows(after.window, after.streams, streams),

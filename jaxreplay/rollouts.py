@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,7 +13,8 @@ from jax.core import Tracer
 
 from jaxreplay import advantages, checks, intake, leaves, memory, ring
 from jaxreplay import autoreset as autoreset_forms
-from jaxreplay.donation import warn_of_copy
+from jaxreplay.donation import check_not_gone, warn_of_copy
+from jaxreplay.minibatches import shuffled
 from jaxreplay.paths import named
 from jaxreplay.trajectories import CHUNK_BYTES, check_trajectories, write_trajectories
 from jaxreplay.types import Step
@@ -89,13 +89,13 @@ class Rollout:
 
     def add(self, state: RolloutState, step: Any) -> RolloutState:
         """Append one step of every env, leaves `[num_envs, ...]`. Where there is no room it is dropped, and counted in `num_dropped`."""
-        warn_of_copy(self, "add", state)
+        self._take_over("add", state)
         step = self._checked("add", state, step, (), "one step of every env, leaves [num_envs, ...]")
         return self._write(state, jax.tree.map(lambda leaf: leaf[None], step))
 
     def extend(self, state: RolloutState, steps: Any) -> RolloutState:
         """Append a block of steps, leaves `[time, num_envs, ...]`, as `lax.scan` stacks them: the same as `add` for each, oldest first."""
-        warn_of_copy(self, "extend", state)
+        self._take_over("extend", state)
         first = jax.tree.leaves(steps)[:1]
         time = (jnp.shape(first[0]) or (0,))[:1] if first else (0,)
         steps = self._checked("extend", state, steps, time, "a block of steps, leaves [time, num_envs, ...]")
@@ -126,7 +126,7 @@ class Rollout:
                 'with num_envs=1, autoreset="next_step", and length = all steps together, and a final observation for each trajectory'
             )
         checks.check_size("from_trajectories", "chunk_bytes", chunk_bytes)
-        row = leaves.tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), state.steps)
+        row = self._check_state("from_trajectories", state)
         checked = check_trajectories(trajectories, row, self.length)
         state = _clear(self, state)
         steps, mask = write_trajectories((state.steps, state.mask), checked, chunk_bytes)
@@ -139,6 +139,7 @@ class Rollout:
 
         Where a done still owes its final observation (`autoreset="next_step"`), the next row is still that.
         """
+        self._check_state("clear", state)
         last = None if state.last is None else autoreset_forms.after_clear("next_step", state.last)
         return state.replace(mask=jnp.zeros_like(state.mask), position=jnp.zeros_like(state.position), last=last)
 
@@ -148,7 +149,8 @@ class Rollout:
 
     def steps(self, state: RolloutState) -> Step:
         """What was added, leaves `[time, num_envs, ...]`. From `state.position` on it is old, or zeros, and `state.mask` False."""
-        return leaves.tree_map(lambda leaf: leaves.take(leaf, _EVERY_ROW) if isinstance(leaf, leaves.Narrow) else leaf, state.steps)
+        self._check_state("steps", state)
+        return leaves.tree_map(lambda leaf: leaves.take(leaf, _EVERY_ROW) if leaves.is_narrow(leaf) else leaf, state.steps)
 
     def bootstrap(self, state: RolloutState, value: Any, last_value: Any, final_value: Any = None) -> tuple[jax.Array, jax.Array]:
         """What each step led to, and which steps can be learned from: `next_value` and `mask` for `gae` and `vtrace`.
@@ -161,6 +163,7 @@ class Rollout:
         Returns:
           next_value: float[T, E]. mask: bool[T, E]; False for final observations, rows not written, and truncated steps given up.
         """
+        self._check_state("bootstrap", state)
         if self.autoreset == "next_step" and final_value is not None:
             raise ValueError('bootstrap: with autoreset="next_step" final observations are rows like any other; leave out final_value')
         if state.steps.final_obs is not None and final_value is None:
@@ -208,7 +211,7 @@ class Rollout:
         Returns:
           int32[num_epochs * num_minibatches, length * num_envs / num_minibatches], in the order of use, for `take`: scan over it.
         """
-        return _shuffled("minibatches", key, self.length * self.num_envs, "length * num_envs", num_epochs, num_minibatches)
+        return shuffled("minibatches", key, self.length * self.num_envs, "length * num_envs", num_epochs, num_minibatches)
 
     def env_minibatches(self, key: jax.Array, *, num_epochs: int, num_minibatches: int) -> jax.Array:
         """Shuffled envs for epochs of minibatches of whole streams, for recurrent policies; see `is_first`.
@@ -216,7 +219,7 @@ class Rollout:
         Returns:
           int32[num_epochs * num_minibatches, num_envs / num_minibatches], in the order of use, for `take_envs`.
         """
-        return _shuffled("env_minibatches", key, self.num_envs, "num_envs", num_epochs, num_minibatches)
+        return shuffled("env_minibatches", key, self.num_envs, "num_envs", num_epochs, num_minibatches)
 
     def take(self, tree: Any, index: jax.Array) -> Any:
         """The rows of one minibatch, `[B, ...]`, of leaves `[time, num_envs, ...]`. `index`: int32[B], one row of `minibatches`."""
@@ -243,6 +246,20 @@ class Rollout:
             num_dropped=jnp.int32(0),
             last=last if self.autoreset == "next_step" else None,
         )
+
+    def _take_over(self, where: str, state: RolloutState) -> None:
+        self._check_state(where, state)
+        warn_of_copy(self, where, state, stacklevel=4)
+
+    def _check_state(self, where: str, state: RolloutState) -> Step:
+        """One env's step, from the stored ones; a ValueError, where the state is of another rollout."""
+        if not isinstance(state, RolloutState):
+            raise ValueError(f"{where}: the state must be what init gave or the last call returned, got a {type(state).__name__}")
+        check_not_gone(where, state)
+        row = leaves.tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), state.steps)
+        hint = f"The state is not of this rollout: {self}"
+        checks.check_leaves(where, state, jax.eval_shape(self._init, row), hint)
+        return row
 
     def _write(self, state: RolloutState, steps: Step) -> RolloutState:
         """Leaves `[K, E, ...]`, checked."""
@@ -278,20 +295,3 @@ class Rollout:
 @functools.partial(jax.jit, donate_argnums=1, keep_unused=True)  # a leaf that is not read is reused all the same
 def _clear(rollout: Rollout, state: RolloutState) -> RolloutState:
     return rollout.clear(state)
-
-
-def _shuffled(where: str, key: jax.Array, num_items: int, name: str, num_epochs: int, num_minibatches: int) -> jax.Array:
-    checks.check_size(where, "num_epochs", num_epochs)
-    checks.check_size(where, "num_minibatches", num_minibatches)
-    size, rest = divmod(num_items, num_minibatches)
-    if rest or not size:
-        divisors = sorted(
-            {d for low in range(1, math.isqrt(num_items) + 1) if not divmod(num_items, low)[1] for d in (low, num_items // low)}
-        )
-        nearest = [d for d in divisors if d < num_minibatches][-1:] + [d for d in divisors if d > num_minibatches][:1]
-        raise ValueError(
-            f"{where}: {name} = {num_items} does not divide into num_minibatches={num_minibatches} equal ones; the nearest that do: "
-            f"{' and '.join(map(str, nearest))}"
-        )
-    order = jax.vmap(lambda key: jax.random.permutation(key, ring.places(num_items)))(jax.random.split(key, num_epochs))
-    return order.reshape(num_epochs * num_minibatches, size)

@@ -73,6 +73,7 @@ class SumTree:
         Args:
           index: int32[B]. mass: float32[B].
         """
+        self._check("set", state)
         is_valid = (index >= 0) & (index < self.capacity) & jnp.isfinite(mass) & (mass >= 0) & self._is_ready(state)
         index, mass = self._index(is_valid, index), mass.astype(jnp.float32)
         # Zero, then the maximum. The zeros must depend on the masses, or XLA copies the leaves between the two scatters (measured).
@@ -82,6 +83,7 @@ class SumTree:
 
     def set_unique(self, state: SumTreeState, index: jax.Array, mass: jax.Array) -> SumTreeState:
         """`set` for valid masses and distinct indices, but for those that are `capacity` or more, which are ignored."""
+        self._check("set_unique", state)
         is_valid = (index < self.capacity) & self._is_ready(state)
         leaves = state.sums[0].at[self._index(is_valid, index)].set(mass, unique_indices=True, mode="drop")
         return self._with_parents(state, leaves, jnp.where(is_valid, index, 0))
@@ -92,6 +94,7 @@ class SumTree:
         Args:
           start: int32[], in `[0, capacity)`. mass: float32[L], L at most the capacity. where: bool[L], False keeps a leaf's mass.
         """
+        self._check("set_range", state)
         length = mass.shape[0]
         index = ring.wrap(start + ring.places(length), self.capacity)
         leaves = state.sums[0].at[self._index(where & self._is_ready(state), index)].set(mass, unique_indices=True, mode="drop")
@@ -103,14 +106,17 @@ class SumTree:
 
     def get(self, state: SumTreeState, index: jax.Array) -> jax.Array:
         """Masses of leaves in `[0, capacity)`: float32[...]."""
+        self._check("get", state)
         return state.sums[0].at[index].get(mode="promise_in_bounds")
 
     def total(self, state: SumTreeState) -> jax.Array:
         """The sum of all masses: float32[]."""
+        self._check("total", state)
         return self._sum(state.sums[-1].reshape(1, -1))[0]
 
     def minimum(self, state: SumTreeState) -> jax.Array:
         """The smallest positive mass: float32[]; inf where there is none."""
+        self._check("minimum", state)
         if state.minima is None:
             raise ValueError("SumTree.minimum: this tree keeps no minima; make it with has_minimum=True")
         if len(state.sums) == 1:
@@ -139,6 +145,12 @@ class SumTree:
             child, rest, mass = self._choose(level.reshape(-1, self.fan_out).at[node].get(mode="promise_in_bounds"), rest)
             node = node * self.fan_out + child
         return jnp.where(mass >= 0, node, self.capacity), mass
+
+    def _check(self, where: str, state: SumTreeState) -> None:
+        """A ValueError for the state of a tree of another shape, in which a leaf would be sought in the wrong place."""
+        sizes = [level.shape for level in state.sums]
+        if sizes != [(size,) for size in self._level_sizes()] or (state.minima is not None) != self.has_minimum:
+            raise ValueError(f"SumTree.{where}: the state is not of this tree, {self}: its levels have {[size[0] for size in sizes]} nodes")
 
     def _choose(self, children: jax.Array, rest: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The last child with mass that begins at or before `rest`, what is left of `rest` in it, and its mass: [B] each."""

@@ -207,7 +207,7 @@ def test_a_state_of_another_buffer_is_refused():
         jr.items(capacity=4, batch_size=2).init(0.0),
         jr.prioritized(capacity=8, num_envs=1, batch_size=2, autoreset="next_step").init(EXAMPLE),
     ):
-        with pytest.raises(ValueError, match="inspect: the state is of another buffer, not of one with 8 rows of 2 envs"):
+        with pytest.raises(ValueError, match="inspect: this state is not of this buffer: it was made with another configuration"):
             jr.inspect(other, state)
     assert jr.inspect(replay, replay.init(0.0)).streams["rows"] == 0
 

@@ -171,3 +171,20 @@ def test_a_bad_tree_is_refused():
     tree = jr.SumTree(capacity=4)
     with pytest.raises(ValueError, match="has_minimum=True"):
         tree.minimum(tree.init())
+
+
+def test_a_state_of_another_tree_is_refused():
+    small, wide = jr.SumTree(capacity=100, fan_out=8), jr.SumTree(capacity=100, fan_out=16)
+    state = small.init()
+    calls = (
+        lambda tree: tree.set(state, jnp.zeros(1, jnp.int32), jnp.ones(1)),
+        lambda tree: tree.set_unique(state, jnp.zeros(1, jnp.int32), jnp.ones(1)),
+        lambda tree: tree.set_range(state, jnp.int32(0), jnp.ones(1), jnp.ones(1, bool)),
+        lambda tree: tree.get(state, jnp.zeros(1, jnp.int32)),
+        lambda tree: tree.find(state, jnp.zeros(1)),
+    )
+    for call in calls:
+        call(small)
+        for other in (wide, jr.SumTree(capacity=1000, fan_out=8)):
+            with pytest.raises(ValueError, match=r"the state is not of this tree, .*: its levels have \[104, 16, 8\] nodes"):
+                call(other)

@@ -15,6 +15,7 @@ from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.description import description
 from jaxreplay.operations import ReplayState
 from jaxreplay.paths import named
+from jaxreplay.state_check import check_state
 
 _BLOCK_BYTES = 4 * 2**20
 
@@ -42,13 +43,10 @@ class Contents:
 
 def contents_of(replay: ReplayBuffer, state: ReplayState, max_bytes: int) -> Contents:
     """Of a state, which stays as it is: rows are copied, and at most `max_bytes` of their values."""
-    if not isinstance(replay, ReplayBuffer) or not isinstance(state, ReplayState):
+    if not isinstance(replay, ReplayBuffer):
         raise ValueError(f"inspect: expected a ReplayBuffer and its state, got {type(replay).__name__} and {type(state).__name__}")
+    check_state("inspect", replay, state)
     streams, steps = replay.streams, state.streams.steps
-    per_env = (state.streams.last, state.streams.count, state.pending)
-    lengths = {leaf.shape[0] for leaf in jax.tree.leaves((steps, state.streams.flags))}
-    if lengths - {streams.capacity} or {leaf.shape[0] for leaf in per_env if leaf is not None} - {streams.num_envs}:
-        raise ValueError(f"inspect: the state is of another buffer, not of one with {streams.capacity} rows of {streams.num_envs} envs")
     head, lap, filled = (np.array(leaf).astype(np.int64) for leaf in (state.streams.head, state.streams.lap, state.streams.filled))
     end = np.broadcast_to(lap * streams.length + head, (streams.num_envs,))
     first = end - filled
