@@ -14,6 +14,21 @@ from jaxreplay.types import Step
 
 _STEP_FIELDS = tuple(field.name for field in dataclasses.fields(Step))
 _REQUIRED_FIELDS = _STEP_FIELDS[:5]
+_DONE = "done is two flags here: terminated, where there is no value beyond, and truncated, where the episode was cut, as by a time limit"
+_NEXT = (
+    "the next observation is not stored beside each step: it is the next row; that after an episode's last step is final_obs, with "
+    'autoreset="same_step", or with "next_step" the row after it'
+)
+# What users of other libraries call a field, and what it is here.
+_OTHER_NAMES = (
+    dict.fromkeys(("done", "dones", "is_done"), _DONE)
+    | dict.fromkeys(("next_obs", "next_observation", "next_observations", "next_state"), _NEXT)
+    | dict.fromkeys(("observation", "observations", "state"), "the observation is called obs")
+    | dict.fromkeys(("mask", "priority"), "mask and priority are arguments of add and extend, beside the step")
+    | {"actions": "the action is called action", "rewards": "the reward is called reward"}
+    | {"terminal": "a terminal flag is called terminated", "terminations": "a terminal flag is called terminated"}
+    | {"timeout": "a time limit's flag is called truncated", "truncations": "a time limit's flag is called truncated"}
+)
 
 
 def check_static(config: Any) -> None:
@@ -83,10 +98,12 @@ def as_step(where: str, step: Any) -> Step:
     unknown = [str(name) for name in step if name not in _STEP_FIELDS]
     if missing or unknown:
         problems = [f"missing {', '.join(missing)}"] * bool(missing) + [f"unknown {', '.join(unknown)}"] * bool(unknown)
-        raise ValueError(
+        lines = [
             f"{where}: the step's keys are wrong: {'; '.join(problems)}. A step has {', '.join(_REQUIRED_FIELDS)}, and may have final_obs "
-            "and extras; further fields go into extras={...}"
-        )
+            "and extras; further fields go into extras={...}",
+            *dict.fromkeys(_OTHER_NAMES[name] for name in unknown if name in _OTHER_NAMES),
+        ]
+        raise ValueError("\n  ".join(lines))
     return Step(**step)
 
 
@@ -105,7 +122,13 @@ def specs(where: str, tree: Any) -> Any:
 def check_flags(where: str, step: Step) -> None:
     """`terminated` and `truncated` of an example must be bool scalars: a float 0.0 would pass for one unseen."""
     expected = {"terminated": jax.ShapeDtypeStruct((), bool), "truncated": jax.ShapeDtypeStruct((), bool)}
-    check_leaves(where, {"terminated": step.terminated, "truncated": step.truncated}, expected, "write done flags as bool: x.astype(bool)")
+    flags = {"terminated": step.terminated, "truncated": step.truncated}
+    found, hints = jax.tree.leaves(specs(where, flags)), []
+    if any(flag.shape for flag in found):
+        hints.append("an example is one env's step, without the env axis: jax.tree.map(lambda x: x[0], step), if step is one of every env")
+    if any(flag.dtype != bool for flag in found):
+        hints.append("write done flags as bool: x.astype(bool)")
+    check_leaves(where, flags, expected, "\n".join(hints))
     if not jax.tree_util.all_leaves([step.reward]):
         raise ValueError(f"{where}: reward must be one array, got {type(step.reward).__name__}; further rewards go into extras={{...}}")
     if step.final_obs is not None:
@@ -132,14 +155,37 @@ def check_leaves(where: str, got: Any, expected: Any, hint: str) -> None:
         raise ValueError("\n  ".join([f"{where}:", *bad]) + f"\n{hint}")
 
 
+def check_storable(where: str, tree: Any) -> None:
+    """A ValueError that names each leaf which is no array of numbers, or one that would lose something on the way."""
+    reasons = ((name_of(path) or "the leaf", reason_against(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(tree))
+    if bad := [f"{name}: {reason}" for name, reason in reasons if reason]:
+        raise ValueError("\n  ".join([f"{where}:", *bad]))
+
+
+def reason_against(leaf: Any) -> str | None:
+    """Why a leaf cannot be stored; None where it can."""
+    if isinstance(leaf, np.ma.MaskedArray):
+        return "a masked array would lose its mask: write x.filled(value), and store x.mask as a leaf of its own where it matters"
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+        return "a typed key cannot be stored; store jax.random.key_data(key)" if is_key else None
+    dtype = getattr(leaf, "dtype", None)
+    if not isinstance(dtype, np.dtype):
+        if isinstance(leaf, bool | int | float | complex) or hasattr(leaf, "__jax_array__"):
+            return None
+        dtype = np.asarray(leaf).dtype
+    is_number = jnp.issubdtype(dtype, np.number) or dtype == np.bool_
+    if is_number and dtype.itemsize <= 8 * (1 + (dtype.kind == "c")):
+        return None if dtype.isnative else "its bytes are in the other order: write x.astype(x.dtype.newbyteorder('='))"
+    what = f"an array of {dtype}" if isinstance(leaf, np.ndarray) else f"a {type(leaf).__name__}"
+    return f"{what} cannot be stored, only numbers that JAX has, and arrays of them"
+
+
 def _spec(where: str, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-    try:
-        leaf = leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else jnp.asarray(leaf)
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-            raise TypeError("a typed key cannot be stored; store jax.random.key_data(key)")
-        return jax.ShapeDtypeStruct(tuple(leaf.shape), jax.dtypes.canonicalize_dtype(leaf.dtype))
-    except TypeError as error:
-        raise ValueError(f"{where}: {name_of(path)}: {error}") from None
+    if reason := reason_against(leaf):
+        raise ValueError(f"{where}: {name_of(path) or 'the leaf'}: {reason}")
+    leaf = leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else jnp.asarray(leaf)
+    return jax.ShapeDtypeStruct(tuple(leaf.shape), jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
 def _show(spec: jax.ShapeDtypeStruct) -> str:

@@ -8,6 +8,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from jaxreplay import checks
+
 _LARGE_BYTES = 2**24
 _warned: set[tuple[Any, str]] = set()
 
@@ -51,11 +53,16 @@ class Jitted:
         self.replay = replay
 
     def _call(self, function: Any, state: Any, *arguments: Any) -> Any:
+        where = function.__name__.lstrip("_")
         try:
-            return function(self.replay, state, *arguments)
+            return function(self.replay, state, *(_owned(where, argument) for argument in arguments))
+        except TypeError:
+            for argument in arguments:
+                checks.check_storable(where, argument)
+            raise
         except (RuntimeError, ValueError) as error:
             if "deleted" in str(error):
-                check_not_gone(function.__name__.lstrip("_"), state)
+                check_not_gone(where, state)
             raise
 
     def init(self, example: Any) -> Any:
@@ -69,15 +76,15 @@ class Jitted:
 
     def add(self, state: Any, step: Any, mask: Any = None, priority: Any = None) -> Any:
         """Donates `state`."""
-        return self._call(_add, state, *_owned((step, _given(mask=mask, priority=priority))))
+        return self._call(_add, state, step, _given(mask=mask, priority=priority))
 
     def extend(self, state: Any, steps: Any, mask: Any = None, priority: Any = None) -> Any:
         """Donates `state`."""
-        return self._call(_extend, state, *_owned((steps, _given(mask=mask, priority=priority))))
+        return self._call(_extend, state, steps, _given(mask=mask, priority=priority))
 
     def update_priorities(self, state: Any, index: Any, priority: Any) -> Any:
         """Donates `state`."""
-        return self._call(_update_priorities, state, index, _owned(priority))
+        return self._call(_update_priorities, state, index, priority)
 
     def clear(self, state: Any) -> Any:
         """Donates `state`."""
@@ -149,8 +156,13 @@ def _given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _owned(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, tree)
+def _owned(where: str, tree: Any) -> Any:
+    def own(leaf: Any) -> Any:
+        if isinstance(leaf, np.ma.MaskedArray):
+            checks.check_storable(where, tree)
+        return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+    return jax.tree.map(own, tree)
 
 
 # The configuration is a leafless pytree: its value is part of the compilation's key, so that equal ones share it.

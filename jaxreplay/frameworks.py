@@ -56,13 +56,11 @@ def _owned(where: str, path: Any, leaf: Any) -> Any:
 
             return from_torch(leaf, cast=True)
         leaf = _on_host(name, leaf)
-    array = np.array(leaf)
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
-    if array.dtype.kind in "OSUMm" or array.dtype.names or array.dtype.itemsize > 8 * (1 + (array.dtype.kind == "c")):
-        what = array.dtype if isinstance(leaf, np.ndarray) else type(leaf).__name__
-        raise ValueError(f"{name}: a {what} cannot be stored, only numbers that JAX has, and arrays of them")
-    return narrowed(name, array)
+    if isinstance(leaf, np.ndarray) and not leaf.dtype.isnative:
+        leaf = leaf.astype(leaf.dtype.newbyteorder("="))
+    if reason := checks.reason_against(leaf):
+        raise ValueError(f"{name}: {reason}")
+    return narrowed(name, np.array(leaf))
 
 
 def _on_host(name: str, tensor: Any) -> np.ndarray:

@@ -98,6 +98,7 @@ def _write_chunk(target, chunk, start):
 
 def _as_rows(where: str, trajectory: Any, row: Step) -> Trajectory:
     step = checks.as_step(where, trajectory)
+    checks.check_storable(where, step)
     if step.final_obs is not None:
         raise ValueError(f"{where}: has a final_obs; append it to obs instead, which then has one row more than reward")
     num_steps = (*np.shape(step.reward), 0)[0]

@@ -13,6 +13,7 @@ from jaxreplay.samplers import Prioritized, Uniform
 from jaxreplay.views import Item, TransitionView
 
 SHARED = {"capacity": 8, "num_envs": 2, "batch_size": 4}
+FLAGS = jnp.zeros(2, bool)
 
 
 def step(**changes):
@@ -136,6 +137,39 @@ def test_a_step_must_have_its_fields():
         replay.init([1, 2])
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("done", "done is two flags here: terminated, where there is no value beyond, and truncated"),
+        ("next_obs", "the next observation is not stored beside each step: it is the next row"),
+        ("observations", "the observation is called obs"),
+        ("mask", "mask and priority are arguments of add and extend"),
+    ],
+)
+def test_a_name_of_another_library_is_explained(name, hint):
+    replay = jr.uniform(**SHARED, autoreset="same_step")
+    with pytest.raises(ValueError, match=f"(?s)init: the step's keys are wrong: unknown {name}.*{hint}"):
+        replay.init({**example(), name: False})
+    with pytest.raises(ValueError, match=f"(?s)add: .*unknown {name}, foo.*{hint}") as caught:
+        replay.add(replay.init(example()), {**step(), name: FLAGS, "foo": FLAGS})
+    assert str(caught.value).count(hint) == 1
+
+
+@pytest.mark.parametrize("make", [jr.uniform, jr.prioritized])
+def test_an_example_with_the_env_axis_is_told_so(make):
+    """The commonest mistake: the first step of all envs in place of one env's."""
+    replay = make(**SHARED, autoreset="same_step")
+    with pytest.raises(
+        ValueError, match=r"(?s)init:.*terminated: got bool\[2\], expected bool\[\].*an example is one env's step"
+    ) as caught:
+        replay.init(step())
+    assert "astype" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"(?s)truncated: got float32\[2\].*an example is one env's step.*x.astype\(bool\)"):
+        replay.init(step(truncated=jnp.zeros(2)))
+    with pytest.raises(ValueError, match="an example is one env's step"):
+        jr.rollout(length=3, num_envs=2, autoreset="same_step").init(step())
+
+
 def test_done_flags_must_be_bool():
     replay = jr.uniform(**SHARED, autoreset="same_step")
     with pytest.raises(ValueError, match=r"(?s)terminated: got float32\[\], expected bool\[\].*x.astype\(bool\)"):
@@ -240,10 +274,48 @@ def test_leaves_that_cannot_be_stored_are_named():
     replay = jr.items(**SHARED)
     with pytest.raises(ValueError, match=r"init: a.key: .*jax.random.key_data"):
         replay.init({"a": {"key": jax.random.key(0)}})
-    with pytest.raises(ValueError, match=r"init: a: .*numeric types"):
+    with pytest.raises(ValueError, match=r"init: a: a str cannot be stored, only numbers"):
         replay.init({"a": "text"})
     with pytest.raises(ValueError, match="init: the example has no leaves"):
         replay.init({})
+
+
+@pytest.mark.parametrize(
+    ("leaf", "reason"),
+    [
+        (np.array(["a", "b"]), "an array of <U1 cannot be stored, only numbers that JAX has"),
+        (np.array([None, 1]), "an array of object cannot be stored"),
+        (np.zeros(2, [("x", float)]), "cannot be stored, only numbers"),
+        (np.zeros(2, "M8[s]"), r"an array of datetime64\[s\] cannot be stored"),
+        (np.zeros(2, np.longdouble), "cannot be stored, only numbers"),
+        (np.ma.array([1.0, 2.0], mask=[0, 1], dtype=np.float32), r"a masked array would lose its mask: write x.filled\(value\)"),
+        (np.zeros(2, ">f4"), "its bytes are in the other order"),
+    ],
+)
+def test_what_would_be_lost_is_named_on_every_way_in(leaf, reason):
+    replay = jr.items(**SHARED)
+    example = {"a": {"x": jnp.zeros(())}}
+    state = replay.init(example)
+    ways = (
+        lambda: replay.init({"a": {"x": leaf}}),
+        lambda: replay.add(state, {"a": {"x": leaf}}),
+        lambda: replay.extend(state, {"a": {"x": leaf[None]}}),
+        lambda: jr.jit(replay).add(jax.tree.map(jnp.copy, state), {"a": {"x": leaf}}),
+        lambda: jr.jit(replay).extend(jax.tree.map(jnp.copy, state), {"a": {"x": leaf[None]}}),
+        lambda: jr.Replay(replay, example=example).add({"a": {"x": leaf}}),
+    )
+    for way in ways[: -1 if leaf.dtype == np.dtype(">f4") else None]:  # a Replay puts bytes into order
+        with pytest.raises(ValueError, match=rf"(?s)(init|add|extend): *.*a.x: .*{reason}"):
+            way()
+
+
+def test_a_masked_array_in_a_trajectory_is_refused():
+    rollout = jr.rollout(length=8, num_envs=1, autoreset="next_step")
+    trajectory = {name: leaf[:, 0] for name, leaf in jax.tree.map(lambda x: np.asarray(x)[None], step()).items() if name != "obs"}
+    trajectory["obs"] = np.ma.array(np.zeros((1, 2)), mask=True)
+    state = rollout.init({**example(), "obs": jnp.zeros(2)})
+    with pytest.raises(ValueError, match=r"(?s)trajectory 0:.*obs: a masked array would lose its mask"):
+        rollout.from_trajectories(state, [trajectory])
 
 
 def test_a_buffer_that_does_not_fit_is_refused_before_it_is_allocated():

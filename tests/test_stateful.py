@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_lost():
         replay.add(big)
     with pytest.raises(ValueError, match=r"add: obs.n: float64 beyond the range of float32"):
         replay.add({**step(1), "obs": {"x": step(1)["obs"]["x"], "n": np.full(NUM_ENVS, 1e300)}})
-    with pytest.raises(ValueError, match=r"add: action: a longdouble|add: action: a float128"):
+    with pytest.raises(ValueError, match=r"add: action: an array of (longdouble|float128) cannot be stored"):
         replay.add({**step(1), "action": np.zeros(NUM_ENVS, np.longdouble)})
     with pytest.raises(ValueError, match=r"add: priority: a str"):
         replay.add(step(1), priority="high")
