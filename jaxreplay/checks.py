@@ -108,10 +108,24 @@ def as_step(where: str, step: Any) -> Step:
 
 
 def holds(narrow: Any, array: Any) -> bool:
-    """Whether a cast has left integers as they were, and no other number infinite that was not."""
-    if np.issubdtype(narrow.dtype, np.integer):
-        return np.array_equal(narrow, array)
-    return bool((np.isfinite(narrow) | ~np.isfinite(array)).all())
+    """Whether a cast has left integers as they were, also those that became floats, and no other number infinite that was not."""
+    return bool(np.all(_held(narrow, array)))
+
+
+def first_not_held(narrow: Any, array: Any) -> Any:
+    """The first number that a cast has changed in that way."""
+    return array[~_held(narrow, array)][0].item()
+
+
+def _held(narrow: Any, array: Any) -> Any:
+    """Of each number: bool[...]."""
+    if not jnp.issubdtype(array.dtype, np.integer):
+        return np.isfinite(narrow) | ~np.isfinite(array)
+    with np.errstate(invalid="ignore"):
+        is_same = np.equal(narrow.astype(array.dtype), array)
+    if jnp.issubdtype(narrow.dtype, jnp.floating):  # one that is too large comes back as anything
+        is_same &= narrow.astype(np.float64) < float(int(jnp.iinfo(array.dtype).max) + 1)
+    return is_same
 
 
 def specs(where: str, tree: Any) -> Any:

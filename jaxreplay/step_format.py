@@ -33,8 +33,11 @@ class StepFormat:
             if leaf.dtype == dtype or not np.can_cast(leaf.dtype, dtype, "same_kind"):
                 return leaf
             with np.errstate(over="ignore"):
-                new = leaf.astype(dtype)
-            return new if checks.holds(new, leaf) else leaf
+                new = np.asarray(leaf.astype(dtype))
+            if not checks.holds(new, np.asarray(leaf)):
+                number = checks.first_not_held(new, np.asarray(leaf))
+                raise ValueError(f"add: {name_of(path)}: {number!r} cannot be stored as {dtype.name}, as the first step or example= has it")
+            return new
 
         step = jax.tree_util.tree_map_with_path(cast, step)
         if self.has_flags:

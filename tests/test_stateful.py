@@ -15,7 +15,7 @@ from hlo import check_in_place
 from replays import NUM_ENVS, check_same, make, rows_of, step
 
 import jaxreplay as jr
-from jaxreplay import held
+from jaxreplay import checks, held
 from jaxreplay.small_programs import options_here
 
 # Ways in.
@@ -191,12 +191,28 @@ def test_narrow_numbers_are_not_cut():
     replay = make(num_envs=1, example={**step(0, ()), "reward": np.float16(0)})
     replay.add({**step(0, ()), "reward": 1000.0})
     replay.add({**step(0, ()), "reward": np.inf})
-    with pytest.raises(ValueError, match=r"reward: got float32\[1\], expected float16\[1\]"):
+    with pytest.raises(ValueError, match=r"add: reward: 1000000.0 cannot be stored as float16, as the first step or example= has it"):
         replay.add({**step(0, ()), "reward": 1e6})
     replay = make(num_envs=1, example={**step(0, ()), "action": np.int8(0)})
     replay.add({**step(0, ()), "action": 100})
-    with pytest.raises(ValueError, match=r"action: got int32\[1\], expected int8\[1\]"):
+    with pytest.raises(ValueError, match=r"action: 300 cannot be stored as int8"):
         replay.add({**step(0, ()), "action": 300})
+
+
+def test_an_integer_keeps_its_last_bit_or_is_refused():
+    """A float leaf holds every integer up to its precision, and not all beyond."""
+    replay = make(num_envs=1, example=step(0, ()))
+    for number in (2**24, 2**24 + 2, -(2**24), 2**31 - 128):
+        replay.add({**step(0, ()), "reward": number})
+    for number in (2**24 + 1, -(2**24) - 1, 2**31 - 1, np.uint32(2**32 - 1)):
+        with pytest.raises(ValueError, match=f"add: reward: {int(number)} cannot be stored as float32"):
+            replay.add({**step(0, ()), "reward": number})
+    fresh = make(num_envs=1)
+    with pytest.raises(ValueError, match="add: reward: 16777217 cannot be stored as float32"):
+        fresh.add({**step(0, ()), "reward": 16777217})  # the first one, too, of which floating rewards are made
+    for dtype in (np.int8, np.uint16, np.int64, np.uint64):
+        top = np.iinfo(dtype).max
+        assert checks.holds(np.array([top], np.float32), np.array([top], dtype)) == (top < 2**24)
 
 
 @pytest.mark.parametrize("num_bytes", [1024, 96 * 1024, 100 * 1024, 10 * 2**20])
