@@ -24,6 +24,7 @@ from jaxreplay.catalog import episodes, items, prioritized, rollout, sequences, 
 from jaxreplay.compose import frame_stack, hindsight, transform
 from jaxreplay.donation import CopyWarning, Jitted, jit
 from jaxreplay.inspection import Inspection, inspect
+from jaxreplay.interrupts import uninterrupted
 from jaxreplay.memory import Memory
 from jaxreplay.mixture import MixedSample, Mixture, mix
 from jaxreplay.operations import ReplayState
@@ -96,5 +97,6 @@ __all__ = [
     "transform",
     "transitions",
     "uniform",
+    "uninterrupted",
     "vtrace",
 ]

@@ -5,11 +5,20 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from jaxreplay import checks
 from jaxreplay.paths import name_of
 
 NAMES = ("jax", "numpy", "torch")
+OUTSIDE = (
+    "A Replay has a state of its own, so that it cannot be called inside of jit, scan or vmap: it would be changed once, when the function "
+    "is traced, and not when it runs. Use the buffer's methods there, which are pure: state = replay.buffer.add(state, step)"
+)
+# Dtypes that JAX takes as they are, and those that may fit into the 32 bits that it has by default.
+_PLAIN = frozenset(map(np.dtype, ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "float32", "complex64")))
+_NARROWER = {np.dtype(wide): np.dtype(narrow) for wide, narrow in (("int64", "int32"), ("uint64", "uint32"), ("float64", "float32"))}
+_FAR_FROM_INFINITE = 1e38  # in float32
 
 
 def owned(where: str, tree: Any) -> Any:
@@ -21,16 +30,20 @@ def owned(where: str, tree: Any) -> Any:
     Raises:
       ValueError: a number does not fit, or a leaf is no array; it is named.
     """
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: _owned(where, path, leaf), tree)
+    leaves, structure = jax.tree.flatten(tree)
+    own = [_owned_plainly(leaf) for leaf in leaves]
+    if any(leaf is None for leaf in own):  # the names take longer than all else
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: _owned(where, path, leaf), tree)
+    return jax.tree.unflatten(structure, own)
 
 
 def narrowed(name: str, array: np.ndarray) -> np.ndarray:
     """64-bit numbers in the 32 bits that JAX has by default. A ValueError names numbers that do not fit."""
-    if array.dtype.kind not in "biufc":
+    if array.dtype.kind not in "biufc" or (dtype := jax.dtypes.canonicalize_dtype(array.dtype)) == array.dtype:
         return array
     with np.errstate(over="ignore"):
-        narrow = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
-    if narrow.dtype != array.dtype and not checks.holds(narrow, array):
+        narrow = array.astype(dtype)
+    if not checks.holds(narrow, array):
         raise ValueError(f"{name}: {array.dtype} beyond the range of {narrow.dtype}, which is what JAX has unless jax_enable_x64 is on")
     return narrow
 
@@ -46,10 +59,27 @@ def given_out(framework: str, tree: Any) -> Any:
     return to_torch(tree)
 
 
+def _owned_plainly(leaf: Any) -> Any:
+    """A leaf that asks for no care, or None."""
+    if type(leaf) is not np.ndarray:
+        return leaf if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) else None
+    if leaf.dtype in _PLAIN:
+        return leaf.copy()
+    target = _NARROWER.get(leaf.dtype)
+    if target is None or jax.dtypes.canonicalize_dtype(leaf.dtype) != target:
+        return None
+    if target == np.float32:
+        return leaf.astype(target) if np.abs(leaf).max(initial=0) < _FAR_FROM_INFINITE else None
+    narrow = leaf.astype(target)
+    return narrow if (narrow == leaf).all() else None
+
+
 def _owned(where: str, path: Any, leaf: Any) -> Any:
+    name = f"{where}: {name_of(path) or 'the leaf'}"
+    if isinstance(leaf, Tracer):
+        raise ValueError(f"{name} is being traced. {OUTSIDE}")
     if isinstance(leaf, jax.Array):
         return leaf
-    name = f"{where}: {name_of(path) or 'the leaf'}"
     if _is_tensor(leaf):
         if leaf.device.type != "cpu" or leaf.dtype == sys.modules["torch"].bfloat16:
             from jaxreplay.torch import from_torch

@@ -9,10 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxreplay import archive
 from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.donation import is_whole, jit
+from jaxreplay.frameworks import OUTSIDE
 from jaxreplay.memory import default_device
 from jaxreplay.small_programs import small_program
 from jaxreplay.step_format import StepFormat, as_stored, example_of
@@ -83,17 +85,21 @@ class Held:
     def change(self, method: Any, *arguments: Any) -> None:
         """Replace the state by what a method makes of it, which takes its memory over."""
         with self._taking_over():
-            self._state, self._can_sample = method(self.state, *arguments), None
+            state = method(self.state, *arguments)
+            _check_not_traced(state.streams.head)
+            self._state, self._can_sample = state, None
 
     def draw(self, batch_size: int) -> Sample:
         self._num_draws = (self._num_draws + 1) & 0xFFFFFFFF
         draw = np.uint32(self._num_draws)
         if self.buffer.sampler.consumes:
             with self._taking_over():
-                self._state, batch = _take(self.buffer, self.state, self._key, draw, batch_size)
-                self._can_sample = None
+                state, batch = _take(self.buffer, self.state, self._key, draw, batch_size)
+                _check_not_traced(batch.is_valid)
+                self._state, self._can_sample = state, None
         else:
             batch = _sample(self.buffer, self.state, self._key, draw, batch_size)
+            _check_not_traced(batch.is_valid)
         return batch if self._device is None else jax.device_put(batch, default_device())
 
     @contextlib.contextmanager
@@ -104,6 +110,8 @@ class Held:
         except BaseException as error:
             if self._state is not None and not is_whole(self._state):
                 self._lost = f"in {error!r}"
+            elif isinstance(error, ValueError):
+                _check_not_traced(jnp.zeros(()))
             raise
 
     def has_batch(self) -> bool:
@@ -111,14 +119,20 @@ class Held:
         if self._state is None or self._lost is not None:
             return False
         if self._can_sample is None:
-            self._can_sample = bool(self.jitted.can_sample(self._state))
+            can_sample = self.jitted.can_sample(self._state)
+            _check_not_traced(can_sample)
+            self._can_sample = bool(can_sample)
         return self._can_sample
 
     def update_priorities(self, index: Any, priority: Any) -> None:
         self.change(self.jitted.update_priorities, *self.put((index, priority)))
 
     def size(self) -> int:
-        return 0 if self.state is None else int(self.jitted.size(self._state))
+        if self.state is None:
+            return 0
+        size = self.jitted.size(self._state)
+        _check_not_traced(size)
+        return int(size)
 
     def clear(self) -> None:
         if self.state is not None:
@@ -139,6 +153,12 @@ class Held:
         self._state = archive.load(path, self._shapes, self._device)
         self._lost, self._num_draws = None, notes["num_draws"]
         return notes
+
+
+def _check_not_traced(result: Any) -> None:
+    """`result`: an array of a call's; a tracer, where the call was made inside of `jit`."""
+    if isinstance(result, Tracer):
+        raise ValueError(OUTSIDE)
 
 
 @functools.partial(small_program, static_argnums=0, donate_argnums=2)

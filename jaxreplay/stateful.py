@@ -1,10 +1,8 @@
 """A replay with a state of its own, for loops that are not jitted: PyTorch, NumPy, many threads."""
 
-import atexit
 import collections
 import dataclasses
 import operator
-import threading
 import time
 from typing import Any
 
@@ -16,6 +14,8 @@ from jaxreplay import checks, frameworks
 from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.held import Held
 from jaxreplay.limiter import RatioLimiter
+from jaxreplay.monitor import Monitor
+from jaxreplay.prefetch import Prefetcher
 from jaxreplay.types import Index, Sample
 from jaxreplay.weights import importance_weights
 
@@ -68,18 +68,16 @@ class Replay:
         self.framework = framework
         self._held = Held(buffer, seed, device)
         self._limiter = None if samples_per_insert is None else RatioLimiter(samples_per_insert, buffer.batch_size)
-        self._timeout = timeout if timeout is not None else _WAIT if prefetch or self._limiter else 0.0
-        self._changed = threading.Condition(threading.RLock())
+        self._timeout = _WAIT if prefetch or self._limiter else 0.0
+        self._timeout = self._seconds("Replay", timeout)
+        self._monitor = Monitor("this Replay")
         self._is_closed = False
-        self._ahead: collections.deque[Sample] = collections.deque()
-        self._prefetch = prefetch
-        self._error: BaseException | None = None
+        self._undelivered: collections.deque[Sample] = collections.deque()  # of calls that were interrupted; of samplers that consume
         if example is not None:
             self._held.init(example)
-        self._thread: threading.Thread | None = None
-        if prefetch:
-            atexit.register(self.close)
-            self._start_thread()
+        self._ahead = Prefetcher(self._monitor, prefetch) if prefetch else None
+        if self._ahead is not None:
+            self._ahead.start(self)
 
     @property
     def buffer(self) -> ReplayBuffer:
@@ -102,12 +100,12 @@ class Replay:
             raise ValueError("add: give a step, or its fields as keywords: add(obs=..., action=..., ...)")
         step = frameworks.owned("add", fields if step is None else step)
         own = frameworks.owned("add", {"mask": mask, "priority": priority})
-        with self._changed:
+        with self._monitor:
             self._check_open()
             is_first = self._held.state is None
             try:
                 num_steps, call = self._held.call_of(step, env, **own)
-                self._wait(self._may_insert, timeout, lambda: "samples lag behind: sample, or lower samples_per_insert")
+                self._wait("add", self._may_insert, timeout, lambda: "samples lag behind: sample, or lower samples_per_insert")
                 self._changing(self._held.change, *call)
             except BaseException:
                 if is_first:  # what was refused is no example for others
@@ -115,7 +113,7 @@ class Replay:
                 raise
             if self._limiter is not None and self._held.has_batch():
                 self._limiter.num_inserts += num_steps
-            self._changed.notify_all()
+            self._monitor.notify_all()
 
     def sample(self, batch_size: int | None = None, timeout: float | None = None) -> Sample:
         """A batch, in the arrays of the framework.
@@ -126,17 +124,19 @@ class Replay:
         Raises:
           TimeoutError: nothing could be drawn in time.
         """
-        with self._changed:
-            if self._thread is None:
-                self._wait(self._may_sample, timeout, self._why_no_sample)
-                batch = self._draw(batch_size)
-            else:
-                if batch_size not in (None, self.buffer.batch_size):
+        batch = None
+        try:
+            with self._monitor:
+                if self._ahead is not None and batch_size not in (None, self.buffer.batch_size):
                     raise ValueError(f"sample: with prefetch every batch has the buffer's {self.buffer.batch_size} items, not {batch_size}")
-                self._wait(lambda: bool(self._ahead) or self._may_sample(), timeout, self._why_no_sample)
-                batch = self._ahead.popleft() if self._ahead else self._draw(None)
-            self._changed.notify_all()
-        return frameworks.given_out(self.framework, batch)
+                self._wait("sample", self._has_sample, timeout, self._why_no_sample)
+                batch = self._next(batch_size)
+                self._monitor.notify_all()
+            return frameworks.given_out(self.framework, batch)
+        except BaseException:
+            if batch is not None and self.buffer.sampler.consumes:
+                self._undelivered.append(batch)  # its rows are handed out by the next call
+            raise
 
     def update_priorities(self, index: Any, priority: Any) -> None:
         """Give drawn rows new priorities, such as absolute TD errors. Rows overwritten since are ignored.
@@ -148,14 +148,14 @@ class Replay:
             index = Index(row=index["row"], lap=index["lap"])
         given = {"row": index.row, "lap": index.lap, "priority": priority}
         own = frameworks.owned("update_priorities", {name: np.array(x) if isinstance(x, list | tuple) else x for name, x in given.items()})
-        with self._changed:
+        with self._monitor:
             self._check_open()
             self._changing(self._held.update_priorities, Index(row=own["row"], lap=own["lap"]), own["priority"])
-            self._changed.notify_all()
+            self._monitor.notify_all()
 
     def importance_weights(self, batch: Sample, exponent: float, normalize: str = "batch_max") -> Any:
         """The batch's importance weights, float32[B]; see `jaxreplay.importance_weights`."""
-        with self._changed:
+        with self._monitor:
             size = np.int32(self._held.size())
         probability, is_valid = frameworks.owned("importance_weights", (batch.probability, batch.is_valid))
         plain = batch.replace(items=(), index=(), probability=jnp.asarray(probability), is_valid=jnp.asarray(is_valid))
@@ -163,24 +163,24 @@ class Replay:
 
     def __len__(self) -> int:
         """Rows that can be drawn."""
-        with self._changed:
+        with self._monitor:
             return self._held.size()
 
     def can_sample(self) -> bool:
         """Whether a batch could be drawn now."""
-        with self._changed:
-            return not self._is_closed and (bool(self._ahead) or self._may_sample())
+        with self._monitor:
+            return not self._is_closed and self._has_sample()
 
     def clear(self) -> None:
         """Forget every row, and what was drawn ahead."""
-        with self._changed:
+        with self._monitor:
             self._check_open()
             self._changing(self._held.clear)
             self._start_anew()
 
     def save(self, path: Any) -> None:
         """Write everything to one file, a leaf at a time; adds wait meanwhile. What was at the path is replaced once that is whole."""
-        with self._changed:
+        with self._monitor:
             self._held.save(path, {"limiter": dataclasses.asdict(self._limiter) if self._limiter else None})
 
     def load(self, path: Any) -> None:
@@ -189,7 +189,7 @@ class Replay:
         Episodes that were being written go on with the next `add`: restore the envs too. Where they are reset instead, save after a step
         that ends every episode; else the last step before is paired with the first one after.
         """
-        with self._changed:
+        with self._monitor:
             self._check_open()
             notes = self._changing(self._held.load, path)
             if self._limiter:
@@ -198,12 +198,11 @@ class Replay:
 
     def close(self) -> None:
         """End the thread, and every call that waits, with a RuntimeError. The rows can still be saved."""
-        with self._changed:
+        with self._monitor:
             self._is_closed = True
-            self._changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-            atexit.unregister(self.close)
+            self._monitor.notify_all()
+        if self._ahead is not None:
+            self._ahead.close()
 
     def __enter__(self) -> "Replay":
         return self
@@ -215,23 +214,28 @@ class Replay:
         raise TypeError("a Replay is not copied or pickled, nor sent to another process; replay.save(path) writes its rows to a file")
 
     def _start_anew(self) -> None:
-        """Without what was drawn ahead; a thread that ended with an error has a successor."""
-        self._ahead.clear()
-        if self._error is not None:
-            self._error = None
-            self._start_thread()
-        self._changed.notify_all()
-
-    def _start_thread(self) -> None:
-        self._thread = threading.Thread(target=self._draw_ahead, name="jaxreplay-prefetch", daemon=True)
-        self._thread.start()
+        """Without what was drawn before."""
+        self._undelivered.clear()
+        if self._ahead is not None:
+            self._ahead.start_anew(self)
+        self._monitor.notify_all()
 
     def _changing(self, method: Any, *arguments: Any) -> Any:
         try:
             return method(*arguments)
         except BaseException:
-            self._changed.notify_all()  # what waits learns that the rows are lost, if they are
+            self._monitor.notify_all()  # what waits learns that the rows are lost, if they are
             raise
+
+    def _has_sample(self) -> bool:
+        return bool(self._undelivered) or bool(self._ahead) or self._may_sample()
+
+    def _next(self, batch_size: int | None) -> Sample:
+        """A batch that was drawn before, or a new one."""
+        if self._undelivered and len(self._undelivered[0].is_valid) == (batch_size or self.buffer.batch_size):
+            return self._undelivered.popleft()
+        ready = None if self._ahead is None else self._ahead.pop()
+        return self._draw(batch_size) if ready is None else ready
 
     def _draw(self, batch_size: int | None) -> Sample:
         size = self.buffer.batch_size if batch_size is None else operator.index(batch_size)
@@ -240,37 +244,33 @@ class Replay:
             self._limiter.num_samples += size
         return batch
 
-    def _draw_ahead(self) -> None:
-        """What the thread does until the replay is closed."""
-        with self._changed:
-            while not self._is_closed:
-                try:
-                    if len(self._ahead) < self._prefetch and self._may_sample():
-                        self._ahead.append(self._draw(None))
-                        self._changed.notify_all()
-                    else:
-                        self._changed.wait()
-                except BaseException as error:
-                    self._error = error
-                    self._changed.notify_all()
-                    return
+    def draw_ahead(self) -> Sample | None:
+        """For the thread that draws ahead; None where nothing can be drawn."""
+        return self._draw(None) if self._may_sample() else None
 
-    def _wait(self, is_ready: Any, timeout: float | None, why: Any) -> None:
+    def _wait(self, where: str, is_ready: Any, timeout: float | None, why: Any) -> None:
         """Until something is so, or a TimeoutError that says why not; the lock is free meanwhile."""
-        end = None
+        seconds, end = self._seconds(where, timeout), None
         while True:
             self._check_open()
-            if self._error is not None:
-                raise RuntimeError("the thread that draws ahead ended with an error") from self._error
+            if self._ahead is not None and self._ahead.error is not None:
+                raise RuntimeError("the thread that draws ahead ended with an error") from self._ahead.error
             _ = self._held.state  # RuntimeError if it was lost meanwhile
             if is_ready():
                 return
-            seconds = self._timeout if timeout is None else timeout
             end = time.monotonic() + seconds if end is None else end
             left = end - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"after {seconds:g} s: {why()}")
-            self._changed.wait(min(left, 3600.0))
+            self._monitor.wait(min(left, 3600.0))
+
+    def _seconds(self, where: str, timeout: float | None) -> float:
+        """What a call waits for others: what it says, or else the replay's own."""
+        if timeout is None:
+            return self._timeout
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float | np.number) or not timeout >= 0:
+            raise ValueError(f"{where}: timeout must be a number of seconds, at least 0, got {timeout!r}")
+        return float(timeout)
 
     def _may_insert(self) -> bool:
         return self._limiter is None or not self._held.has_batch() or self._limiter.may_insert()

@@ -16,34 +16,39 @@ class StepFormat:
     """Of a step, or an item, of one env."""
 
     has_flags: bool
-    dtypes: dict[str, Any]  # by key path
+    structure: Any  # of the tree
+    dtypes: tuple[Any, ...]  # of its leaves
     first_rank: int  # axes of the first leaf
 
     @classmethod
     def of(cls, buffer: ReplayBuffer, example: Any) -> "StepFormat":
         specs = checks.specs("init", as_stored("init", buffer, example))
-        leaves = named(specs)
-        return cls(buffer.autoreset is not None, {name: leaf.dtype for name, leaf in leaves}, len(leaves[0][1].shape))
+        leaves, structure = jax.tree.flatten(specs)
+        named(specs)  # says where two have one name
+        return cls(buffer.autoreset is not None, structure, tuple(leaf.dtype for leaf in leaves), len(leaves[0].shape))
 
     def fit(self, step: Any) -> tuple[Any, tuple[int, ...]]:
         """The step in the format's dtypes, and its leading axes: `()`, `(num_envs,)` or `(time, num_envs)`."""
-
-        def cast(path, leaf):
-            dtype = self.dtypes.get(name_of(path), leaf.dtype)
-            if leaf.dtype == dtype or not np.can_cast(leaf.dtype, dtype, "same_kind"):
-                return leaf
-            with np.errstate(over="ignore"):
-                new = np.asarray(leaf.astype(dtype))
-            if not checks.holds(new, np.asarray(leaf)):
-                number = checks.first_not_held(new, np.asarray(leaf))
-                raise ValueError(f"add: {name_of(path)}: {number!r} cannot be stored as {dtype.name}, as the first step or example= has it")
-            return new
-
-        step = jax.tree_util.tree_map_with_path(cast, step)
+        leaves, structure = jax.tree.flatten(step)
+        if structure == self.structure and any(leaf.dtype != dtype for leaf, dtype in zip(leaves, self.dtypes, strict=True)):
+            paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(step)]
+            step = jax.tree.unflatten(structure, map(_cast, paths, leaves, self.dtypes))
         if self.has_flags:
             return step, np.shape(step.terminated)
-        first = np.shape(next(iter(jax.tree.leaves(step)), ()))
+        first = np.shape(leaves[0]) if leaves else ()
         return step, first[: max(len(first) - self.first_rank, 0)]
+
+
+def _cast(path: Any, leaf: Any, dtype: Any) -> Any:
+    """A leaf in the dtype, where that is of the same kind or wider; a ValueError for a number that it cannot hold."""
+    if leaf.dtype == dtype or not np.can_cast(leaf.dtype, dtype, "same_kind"):
+        return leaf
+    with np.errstate(over="ignore"):
+        new = np.asarray(leaf.astype(dtype))
+    if not checks.holds(new, np.asarray(leaf)):
+        number = checks.first_not_held(new, np.asarray(leaf))
+        raise ValueError(f"add: {name_of(path)}: {number!r} cannot be stored as {dtype.name}, as the first step or example= has it")
+    return new
 
 
 def as_stored(where: str, buffer: ReplayBuffer, step: Any) -> Any:

@@ -293,6 +293,32 @@ def test_an_empty_replay_says_what_is_missing():
         replay.update_priorities(jr.Index(jnp.zeros(1, int), jnp.zeros(1, jnp.uint32)), np.ones(1))
 
 
+@pytest.mark.parametrize("what", ["add", "add traced", "sample", "len", "can_sample", "clear", "update_priorities", "take"])
+def test_a_call_inside_of_jit_says_so_and_changes_nothing(what):
+    replay = make(sampler=jr.Queue() if what == "take" else jr.Prioritized())
+    for t in range(4):
+        replay.add(step(t))
+    before = rows_of(replay)
+    replay._held._can_sample = None  # as after an add: asked anew
+    index = {"row": np.zeros(2, np.int32), "lap": np.zeros(2, np.uint32)}
+    calls = {
+        "add": lambda x: replay.add(step(4)),
+        "add traced": lambda x: replay.add({**step(4), "reward": x}),
+        "sample": lambda x: replay.sample(),
+        "len": lambda x: len(replay),
+        "can_sample": lambda x: replay.can_sample(),
+        "clear": lambda x: replay.clear(),
+        "update_priorities": lambda x: replay.update_priorities(index, np.ones(2)),
+        "take": lambda x: replay.sample(),
+    }
+    with pytest.raises(ValueError, match=r"cannot be called inside of jit, scan or vmap.*Use the buffer's methods there"):
+        jax.jit(calls[what])(jnp.zeros(NUM_ENVS))
+    for x, y in zip(before, rows_of(replay), strict=True):
+        np.testing.assert_array_equal(x, y)
+    replay.add(step(4))
+    assert replay.sample().is_valid.any()
+
+
 # What fails on the way.
 
 

@@ -1,10 +1,13 @@
 """Many threads on one replay: no torn row, no side that starves, no call that hangs."""
 
 import contextlib
+import gc
+import os
 import subprocess
 import sys
 import threading
 import time
+import weakref
 import zipfile
 import zlib
 
@@ -76,7 +79,7 @@ def test_nothing_is_torn_and_the_ratio_holds():
             assert (items["bytes"][:, 0] == items["env"]).all()
             assert [zlib.crc32(row) for row in items["bytes"]] == items["sum"].tolist()
             drawn.append(len(items["sum"]))
-            with replay._changed:
+            with replay._monitor:
                 limiter = replay._limiter
                 distances.append(limiter.num_samples - ratio * limiter.num_inserts)
 
@@ -139,17 +142,17 @@ def test_batches_that_were_drawn_ahead_are_the_same(prefetch):
             ahead.sample(timeout=0.05)
     with pytest.raises(RuntimeError, match="this Replay is closed"):
         ahead.sample()
-    assert not ahead._thread.is_alive()
+    assert not ahead._ahead._thread.is_alive()
 
 
 def test_an_error_in_the_thread_is_told():
     with make(prefetch=2) as replay:
         draw = replay._held.draw
-        replay._held.draw = lambda size: 1 / 0 if threading.current_thread() is replay._thread else draw(size)
+        replay._held.draw = lambda size: 1 / 0 if threading.current_thread() is replay._ahead._thread else draw(size)
         with contextlib.suppress(RuntimeError):  # perhaps as soon as the first rows are there
             for t in range(3):
                 replay.add(step(t))
-        replay._thread.join(LONG)
+        replay._ahead._thread.join(LONG)
         with pytest.raises(RuntimeError, match="the thread that draws ahead ended with an error") as caught:
             replay.sample(timeout=LONG)
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -236,3 +239,83 @@ print(replay.sample().items["x"].shape)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=4 * LONG)
     assert (done.returncode, done.stdout.strip()) == (0, "(4, 3)"), done.stderr
+
+
+def test_a_replay_that_is_dropped_frees_its_rows_and_ends_its_thread():
+    """Without `close`: the thread that draws ahead holds nothing of it while it waits."""
+    num_threads = threading.active_count()
+    rows, threads = [], []
+    for _ in range(3):
+        replay = make(prefetch=2)
+        for t in range(4):
+            replay.add(step(t))
+        assert replay.sample(timeout=LONG).is_valid.all()
+        rows.append(weakref.ref(replay._held.state.streams.steps.reward))
+        threads.append(replay._ahead._thread)
+        del replay
+    gc.collect()
+    end = time.monotonic() + LONG
+    while threading.active_count() > num_threads and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(thread.is_alive() for thread in threads)
+    gc.collect()
+    assert [row() for row in rows] == [None] * 3
+
+
+FORKED = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+import numpy as np, jaxreplay as jr
+from jaxreplay import prefetch
+
+kind = sys.argv[1]
+if kind == "sb3":
+    from gymnasium import spaces
+    from jaxreplay import sb3
+    replay = sb3.ReplayBuffer(10, spaces.Box(-1, 1, (1,)), spaces.Discrete(2))
+    obs = np.zeros((1, 1), np.float32)
+    add = lambda: replay.add(obs, obs, np.zeros(1, int), np.zeros(1), np.zeros(1, bool), [{}])
+    calls = (add, lambda: replay.sample(2), replay.reset)
+else:
+    replay = jr.Replay(jr.prioritized(capacity=10, num_envs=1, batch_size=4, autoreset="next_step"), prefetch=int(kind))
+    flag, zero = np.zeros(1, bool), np.zeros(1)
+    add = lambda: replay.add(obs=zero, action=zero, reward=zero, terminated=flag, truncated=flag)
+    calls = (add, replay.sample, lambda: len(replay), replay.can_sample, replay.clear, lambda: replay.save("x"), lambda: replay.load("x"))
+    calls += (lambda: replay.update_priorities({"row": [0], "lap": [0]}, [1.0]), replay.close)
+for _ in range(3):
+    add()
+replay.sample(2) if kind == "sb3" else replay.sample(timeout=60)
+if (pid := os.fork()) == 0:
+    for call in calls:
+        try:
+            call()
+            print("returned", call)
+        except RuntimeError as error:
+            assert "was forked off it" in str(error) and "spawn" in str(error), error
+    prefetch._end_all()  # which is registered for the end of the program
+    sys.stdout.flush()
+    os._exit(0)  # JAX's own end crashes here
+assert os.waitpid(pid, 0)[1] == 0
+add()
+print("whole")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.parametrize("kind", ["0", "2", "sb3"])
+def test_a_forked_process_gets_an_error_and_does_not_hang(kind):
+    if kind == "sb3":
+        pytest.importorskip("jaxreplay.sb3", reason="the sb3 extra is not installed")
+    done = subprocess.run([sys.executable, "-c", FORKED, kind], capture_output=True, text=True, timeout=4 * LONG)
+    assert (done.returncode, done.stdout.strip()) == (0, "whole"), done.stderr
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), -1, "1", True])
+def test_a_time_to_wait_is_a_number(wrong):
+    with pytest.raises(ValueError, match="Replay: timeout must be a number of seconds, at least 0, got"):
+        make(timeout=wrong)
+    replay = make(samples_per_insert=1.0)
+    for call in (lambda: replay.add(step(0), timeout=wrong), lambda: replay.sample(timeout=wrong)):
+        with pytest.raises(ValueError, match=r"(add|sample): timeout must be a number of seconds"):
+            call()
+    replay.add(step(0), timeout=float("inf"))

@@ -12,6 +12,8 @@ TORCH_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.uint64): torch.uint
 
 def shaped(where: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Of that shape, axes of length 1 aside: one env needs no axis."""
+    if array.shape == shape:
+        return array
     if [size for size in array.shape if size != 1] != [size for size in shape if size != 1]:
         raise ValueError(f"{where}: got the shape {list(array.shape)}, expected {list(shape)}, one for each environment")
     return array.reshape(shape)

@@ -6,6 +6,7 @@ announced: after a reset in the middle of an episode nothing is paired that does
 """
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,8 @@ from jaxreplay import provisional
 from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.donation import is_whole, jit
 from jaxreplay.frameworks import narrowed
+from jaxreplay.interrupts import uninterrupted
+from jaxreplay.monitor import check_not_forked
 from jaxreplay.samplers import Sampler, Uniform
 from jaxreplay.sb3.arrays import TORCH_DTYPES, is_same, shaped
 from jaxreplay.sb3.learned import LearnedView
@@ -75,6 +78,7 @@ class StoredOnce(buffers.ReplayBuffer):
         self._forget()
         self._seed: int | None = None
         self._num_draws = 0
+        self._pid = os.getpid()
 
     def _sampler(self) -> Sampler:
         return Uniform()
@@ -110,11 +114,10 @@ class StoredOnce(buffers.ReplayBuffer):
         return int(self._places.held.sum() // self.n_envs)
 
     def reset(self) -> None:
-        if is_whole(self._state):
-            self._state = jit(self._replay).clear(self._state)
-        else:
-            self._state = self._empty()
-        self._forget()
+        check_not_forked(f"this {type(self).__name__}", self._pid)
+        with uninterrupted():
+            self._state = jit(self._replay).clear(self._state) if is_whole(self._state) else self._empty()
+            self._forget()
 
     def add(self, obs: Any, next_obs: Any, action: np.ndarray, reward: np.ndarray, done: np.ndarray, infos: list[dict[str, Any]]) -> None:
         """Append one transition of each environment, as Stable-Baselines3's algorithms do.
@@ -216,16 +219,18 @@ class StoredOnce(buffers.ReplayBuffer):
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Rows and what the host knows of them change together, or the buffer says that they did not."""
-        before, self._is_torn = self._state, True
-        try:
-            yield
-        except BaseException:
-            self._is_torn = self._state is not before or not is_whole(before)
-            raise
-        self._is_torn = False
+        """Rows and what the host knows of them change together, or the buffer says that they did not. A signal waits meanwhile."""
+        with uninterrupted():
+            before, self._is_torn = self._state, True
+            try:
+                yield
+            except BaseException:
+                self._is_torn = self._state is not before or not is_whole(before)
+                raise
+            self._is_torn = False
 
     def _check_whole(self) -> None:
+        check_not_forked(f"this {type(self).__name__}", self._pid)
         if self._is_torn:
             raise RuntimeError(f"{type(self).__name__}: a change was interrupted, and what it wrote is not known; call reset()")
 
@@ -275,6 +280,7 @@ class StoredOnce(buffers.ReplayBuffer):
 
     def __getstate__(self) -> dict[str, Any]:
         state: Any = super().__getstate__()
+        state.pop("_pid", None)
         return {**state, "_state": jax.tree.map(np.asarray, self._state)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -282,6 +288,7 @@ class StoredOnce(buffers.ReplayBuffer):
         if hasattr(super(), "__setstate__"):
             super().__setstate__(state)  # type: ignore[misc]
         self._state = jax.device_put(self._state, self._rows_on())
+        self._pid = os.getpid()
 
 
 _add = small_program(provisional.add, donate_argnums=1)
