@@ -22,9 +22,10 @@ from jaxreplay.advantages import Advantages, gae, next_values, normalize, vtrace
 from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.catalog import episodes, items, prioritized, rollout, sequences, transitions, uniform
 from jaxreplay.compose import frame_stack, hindsight, transform
-from jaxreplay.donation import CopyWarning, Jitted, jit
+from jaxreplay.donation import CopyWarning
 from jaxreplay.inspection import Inspection, inspect
 from jaxreplay.interrupts import uninterrupted
+from jaxreplay.jitted import Jitted, jit
 from jaxreplay.memory import Memory
 from jaxreplay.mixture import MixedSample, Mixture, mix
 from jaxreplay.operations import ReplayState

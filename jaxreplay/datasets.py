@@ -25,7 +25,7 @@ except ImportError as error:
 
 from jaxreplay import autoreset, checks, leaves, ring
 from jaxreplay.buffer import ReplayBuffer
-from jaxreplay.donation import jit
+from jaxreplay.jitted import jit
 from jaxreplay.operations import ReplayState
 from jaxreplay.paths import named
 from jaxreplay.sizes import power_above, power_below

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxreplay import archive
+from jaxreplay import archive, checks, lengths, operations
 from jaxreplay.buffer import ReplayBuffer
-from jaxreplay.donation import is_whole, jit
+from jaxreplay.donation import is_whole
 from jaxreplay.frameworks import OUTSIDE
+from jaxreplay.jitted import jit
 from jaxreplay.memory import default_device
 from jaxreplay.small_programs import small_program
 from jaxreplay.step_format import StepFormat, as_stored, example_of
@@ -54,8 +55,8 @@ class Held:
         """As before there was an example: the first step was none."""
         self._state = self._shapes = self._format = self._lost = None
 
-    def call_of(self, step: Any, env: int | None, mask: Any, priority: Any) -> tuple[int, Any]:
-        """How many steps of an env there are at most, and what `change` is to be called with to add them."""
+    def calls_of(self, step: Any, env: int | None, mask: Any, priority: Any) -> tuple[int, list[Any]]:
+        """How many steps of an env there are at most, and what `change` is to be called with, one after another, to add them."""
         step = as_stored("add", self.buffer, step)
         if self.state is None:
             self.init(example_of(self.buffer, step, env))
@@ -69,14 +70,15 @@ class Held:
                 raise ValueError(f"add: with env= a step is one env's, without an env axis or a mask; got the leading axes {list(axes)}")
             if not self.buffer.masked:
                 raise ValueError("add: env= adds to one env alone; make the buffer with masked=True")
-            return 1, (functools.partial(_add_to_one, self.buffer), np.int32(env), step, priority)
+            return 1, [(functools.partial(_add_to_one, self.buffer), np.int32(env), step, priority)]
         if not axes and num_envs == 1:
             step, mask, priority = jax.tree.map(lambda leaf: leaf[None], (step, mask, priority))
         elif not axes:
             raise ValueError(f"add: the step has no env axis, but there are {num_envs} envs: say which one took it by env=")
         num_steps = int(np.prod(axes)) if mask is None else int(np.sum(mask))
         method = functools.partial(_write, "extend" if len(axes) == 2 else "add", self.buffer)
-        return num_steps, (method, step, mask, priority)
+        block = (step, mask, priority)
+        return num_steps, [(method, *part) for part in (lengths.parts((self.buffer, "add"), block) if len(axes) == 2 else [block])]
 
     def put(self, tree: Any) -> Any:
         """On the device that holds the rows, where one was named."""
@@ -90,16 +92,20 @@ class Held:
             self._state, self._can_sample = state, None
 
     def draw(self, batch_size: int) -> Sample:
+        checks.check_size("sample", "batch_size", batch_size)
         self._num_draws = (self._num_draws + 1) & 0xFFFFFFFF
-        draw = np.uint32(self._num_draws)
+        part = lengths.shared((self.buffer, "draw"), self.buffer.sampler, batch_size)
+        most, wanted = part or (batch_size, None)
+        given = (self._key, np.uint32(self._num_draws), most, wanted)
         if self.buffer.sampler.consumes:
             with self._taking_over():
-                state, batch = _take(self.buffer, self.state, self._key, draw, batch_size)
+                state, batch = _take(self.buffer, self.state, *given)
                 _check_not_traced(batch.is_valid)
                 self._state, self._can_sample = state, None
         else:
-            batch = _sample(self.buffer, self.state, self._key, draw, batch_size)
+            batch = _sample(self.buffer, self.state, *given)
             _check_not_traced(batch.is_valid)
+        batch = batch if wanted is None else lengths.first(batch, wanted)
         return batch if self._device is None else jax.device_put(batch, default_device())
 
     @contextlib.contextmanager
@@ -173,11 +179,16 @@ def _add_to_one(buffer: ReplayBuffer, state: Any, env: jax.Array, step: Any, pri
     return buffer.add(state, step, jnp.arange(num_envs) == env, priority)
 
 
+def _drawn(
+    buffer: ReplayBuffer, state: Any, key: jax.Array, draw: jax.Array, batch_size: int, wanted: jax.Array | None
+) -> tuple[Any, Sample]:
+    """`wanted`: how many items of the batch are, the first ones; None: all."""
+    return operations.draw(buffer, state, jax.random.fold_in(key, draw), batch_size, buffer.can_sample(state), wanted)
+
+
+_take = jax.jit(_drawn, donate_argnums=1, static_argnums=4)
+
+
 @functools.partial(jax.jit, static_argnums=4)
-def _sample(buffer: ReplayBuffer, state: Any, key: jax.Array, draw: jax.Array, batch_size: int) -> Sample:
-    return buffer.sample(state, jax.random.fold_in(key, draw), batch_size)
-
-
-@functools.partial(jax.jit, donate_argnums=1, static_argnums=4)
-def _take(buffer: ReplayBuffer, state: Any, key: jax.Array, draw: jax.Array, batch_size: int) -> tuple[Any, Sample]:
-    return buffer.take(state, jax.random.fold_in(key, draw), batch_size)
+def _sample(*arguments: Any) -> Sample:
+    return _drawn(*arguments)[1]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay import checks, frameworks
+from jaxreplay import checks, frameworks, lengths
 from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.held import Held
 from jaxreplay.limiter import RatioLimiter
@@ -87,8 +87,8 @@ class Replay:
         """Append one step of every env, of one env, or a block of steps. Arrays are copied: their owner may use them again.
 
         Args:
-          step: a `Step`, a mapping, or an item; or its fields as keywords. Leaves `[num_envs, ...]`, or `[time, num_envs, ...]`: a block,
-            of which each length is compiled once. Of one env: leaves `[...]`; say which by `env`, where there are several.
+          step: a `Step`, a mapping, or an item; or its fields as keywords. Leaves `[num_envs, ...]`, or `[time, num_envs, ...]`: a block.
+            Of one env: leaves `[...]`; say which by `env`, where there are several.
           mask: bool[num_envs], or bool[time, num_envs]: the envs that took a step.
           priority: float[num_envs], float[time, num_envs], or one of one env.
           timeout: seconds to wait while samples lag behind inserts.
@@ -104,9 +104,10 @@ class Replay:
             self._check_open()
             is_first = self._held.state is None
             try:
-                num_steps, call = self._held.call_of(step, env, **own)
+                num_steps, calls = self._held.calls_of(step, env, **own)
                 self._wait("add", self._may_insert, timeout, lambda: "samples lag behind: sample, or lower samples_per_insert")
-                self._changing(self._held.change, *call)
+                for call in calls:
+                    self._changing(self._held.change, *call)
             except BaseException:
                 if is_first:  # what was refused is no example for others
                     self._held.forget()
@@ -157,9 +158,15 @@ class Replay:
         """The batch's importance weights, float32[B]; see `jaxreplay.importance_weights`."""
         with self._monitor:
             size = np.int32(self._held.size())
-        probability, is_valid = frameworks.owned("importance_weights", (batch.probability, batch.is_valid))
-        plain = batch.replace(items=(), index=(), probability=jnp.asarray(probability), is_valid=jnp.asarray(is_valid))
-        return frameworks.given_out(self.framework, _weights(plain, size, exponent, normalize=normalize))
+        given = frameworks.owned("importance_weights", (batch.probability, batch.is_valid))
+        count = len(given[0])
+        if not (is_own := lengths.has_program((self.buffer, "weights"), count)):
+            given = lengths.padded(given)
+        probability, is_valid = map(jnp.asarray, given)
+        weights = _weights(
+            batch.replace(items=(), index=(), probability=probability, is_valid=is_valid), size, exponent, normalize=normalize
+        )
+        return frameworks.given_out(self.framework, weights if is_own else lengths.first(weights, count))
 
     def __len__(self) -> int:
         """Rows that can be drawn."""

@@ -56,6 +56,9 @@ class Transition(flax.struct.PyTreeNode):
     extras: Any
 
 
+NO_ROW = -(2**31)  # in an index: no entry at all, which an update leaves out and does not count
+
+
 class Index(flax.struct.PyTreeNode):
     """Names one stored row for good: an index drawn before its row was overwritten is known to be stale.
 

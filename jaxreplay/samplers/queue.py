@@ -49,18 +49,23 @@ class Queue(ConsumingSampler):
         """Rows left to take."""
         return _left(state, drawable)[0].sum(dtype=jnp.int32)
 
-    def draw(self, state: QueueState, drawable: Drawable, key: jax.Array, batch_size: int) -> tuple[QueueState, jax.Array, jax.Array]:
+    draws_part = True
+
+    def draw(
+        self, state: QueueState, drawable: Drawable, key: jax.Array, batch_size: int, count: jax.Array | None = None
+    ) -> tuple[QueueState, jax.Array, jax.Array]:
         del key
         left, lost = _left(state, drawable)
-        taken = _turns(left, batch_size, drawable.streams.length)
+        wanted = jnp.minimum(left.sum(dtype=jnp.int32), batch_size if count is None else count)
+        taken = _turns(left, wanted, min(batch_size, drawable.streams.length))
         item = ring.places(batch_size)
         is_taken = item < taken.sum(dtype=jnp.int32)
         env, nth = split_by(taken, item)
-        count = drawable.count()
-        row = drawable.select(env, jnp.where(is_taken, (count - left)[env] + nth, 0))
+        held = drawable.count()
+        row = drawable.select(env, jnp.where(is_taken, (held - left)[env] + nth, 0))
         num_lost = jnp.where(state.is_cleared, 0, lost.sum(dtype=jnp.uint32))
         state = QueueState(
-            next=first_rank(drawable) + (count - left + taken).astype(jnp.uint32),
+            next=first_rank(drawable) + (held - left + taken).astype(jnp.uint32),
             lost=state.lost + jnp.minimum(num_lost, _MAX_COUNT - state.lost),
             is_cleared=jnp.zeros_like(state.is_cleared),
         )
@@ -96,14 +101,16 @@ def _left(state: QueueState, drawable: Drawable) -> tuple[jax.Array, jax.Array]:
     return left.astype(jnp.int32), untaken - left
 
 
-def _turns(left: jax.Array, batch_size: int, length: int) -> jax.Array:
+def _turns(left: jax.Array, wanted: jax.Array, most: int) -> jax.Array:
     """How many rows each stream gives to a batch when they take turns, the first streams first: int32[E].
 
     All give `level` rows, or what they have, and the first ones one more.
+
+    Args:
+      left: int32[E], rows that each has. wanted: int32[], of all together. most: that one stream can be asked for.
     """
-    wanted = jnp.minimum(left.sum(dtype=jnp.int32), batch_size)
     level = jnp.int32(0)  # the largest one that does not give too many: bit by bit
-    for bit in reversed(range(min(batch_size, length).bit_length())):
+    for bit in reversed(range(most.bit_length())):
         higher = level + (1 << bit)
         level = jnp.where(jnp.minimum(left, higher).sum(dtype=jnp.int32) <= wanted, higher, level)
     given = jnp.minimum(left, level)

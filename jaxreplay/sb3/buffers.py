@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import VecNormalize
 
-from jaxreplay.donation import jit
+from jaxreplay.jitted import jit
 from jaxreplay.samplers import Prioritized
 from jaxreplay.sb3.learned import LearnedView
 from jaxreplay.sb3.stored import StoredOnce

@@ -20,9 +20,10 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from jaxreplay import provisional
 from jaxreplay.buffer import ReplayBuffer
-from jaxreplay.donation import is_whole, jit
+from jaxreplay.donation import is_whole
 from jaxreplay.frameworks import narrowed
 from jaxreplay.interrupts import uninterrupted
+from jaxreplay.jitted import jit
 from jaxreplay.monitor import check_not_forked
 from jaxreplay.samplers import Sampler, Uniform
 from jaxreplay.sb3.arrays import TORCH_DTYPES, is_same, shaped
