@@ -15,9 +15,9 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxreplay import sizes
-from jaxreplay.types import NO_ROW, Index
+from jaxreplay.types import NO_LAP, NO_ROW, Index
 
-NONE: Any = Index(row=NO_ROW, lap=0)  # type: ignore[arg-type]  # fills an index with entries that name no row
+NONE: Any = Index(row=NO_ROW, lap=NO_LAP)  # type: ignore[arg-type]  # fills an index with entries that name no row
 
 _OWN = 4  # lengths of a kind, beside the powers of two, that have a program of their own
 _lengths: dict[Hashable, set[int]] = collections.defaultdict(set)

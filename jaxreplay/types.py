@@ -56,7 +56,7 @@ class Transition(flax.struct.PyTreeNode):
     extras: Any
 
 
-NO_ROW = -(2**31)  # in an index: no entry at all, which an update leaves out and does not count
+NO_ROW, NO_LAP = -(2**31), 0x6A72706C  # together in an index: no entry at all, which an update leaves out and does not count
 
 
 class Index(flax.struct.PyTreeNode):

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
-from jaxreplay import donation
+from jaxreplay import jitted
 
 
 @pytest.fixture(autouse=True)
 def _forget_warnings():
-    donation._warned.clear()
+    jitted._warned.clear()
 
 
 def test_an_eager_add_of_a_large_state_warns_once_with_the_cure():
@@ -88,7 +88,7 @@ def test_equal_buffers_share_one_compilation():
     for _ in range(2):
         buffer = jr.jit(jr.items(capacity=48, batch_size=2))
         buffer.add(buffer.init(jnp.zeros(7)), jnp.ones((1, 7)))
-        sizes.append(donation._add._cache_size())
+        sizes.append(jitted._add._cache_size())
     assert sizes[0] == sizes[1]
 
 
