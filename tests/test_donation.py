@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
-from jaxreplay import jitted
+from jaxreplay import donation, jitted
 
 
 @pytest.fixture(autouse=True)
 def _forget_warnings():
-    jitted._warned.clear()
+    donation._warned.clear()
 
 
 def test_an_eager_add_of_a_large_state_warns_once_with_the_cure():
