@@ -18,6 +18,7 @@
 14
 """
 
+from jaxreplay._version import __version__
 from jaxreplay.advantages import Advantages, gae, next_values, normalize, vtrace
 from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.catalog import episodes, items, prioritized, rollout, sequences, transitions, uniform
@@ -38,8 +39,6 @@ from jaxreplay.types import Index, Sample, Step, Transition
 from jaxreplay.views import FrameStack, FutureView, Hindsight, Item, Pair, Sequence, SequenceView, Transformed, TransitionView, View
 from jaxreplay.weights import importance_weights, sequence_priority
 from jaxreplay.window import Window
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Advantages",
@@ -79,6 +78,7 @@ __all__ = [
     "View",
     "Window",
     "WithoutReplacement",
+    "__version__",
     "episodes",
     "frame_stack",
     "gae",

@@ -10,6 +10,11 @@ def name_of(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
+def printable(text: str) -> str:
+    """A name, or other text out of a file, for a terminal or a page: what moves the cursor, or is not seen, is escaped."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 def named(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
     """Each leaf with its name, in the tree's order.
 

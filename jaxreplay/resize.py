@@ -21,12 +21,17 @@ from jaxreplay.streams import Streams, StreamState, Written
 _BLOCK = 2**13  # rows that the episode table, or a sampler, is told of at a time
 
 
-def with_heads(before: Streams, after: Streams, state: StreamState) -> StreamState:
-    """A state of `before` with its heads as they are in `after`; the rows are to follow. On the host, where there are 64 bits."""
+def with_heads(before: Streams, after: Streams, state: StreamState, num_lost: np.ndarray) -> StreamState:
+    """A state of `before` with its heads as they are in `after`; the rows are to follow. On the host, where there are 64 bits.
+
+    Args:
+      num_lost: int64[E], rows of each stream that are not there any more; one number where one head serves all.
+    """
     end = np.asarray(state.lap).astype(np.int64) * before.length + np.asarray(state.head)
+    filled = np.asarray(state.filled) - (num_lost if state.filled.ndim else num_lost[:1].sum())
     return state.replace(
         head=jnp.asarray(ring.position_of(end, after.length), jnp.int32),
-        filled=jnp.minimum(state.filled, after.length),
+        filled=jnp.asarray(np.minimum(filled, after.length), jnp.int32),
         lap=jnp.asarray((end // after.length).astype(np.uint32)),
     )
 
@@ -57,12 +62,21 @@ def resized(before: Any, after: Any, old: ReplayState, streams: StreamState) -> 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 5), donate_argnums=3)
 def moved(
-    before: Any, after: Any, old: StreamState, sampler: Any, state: ReplayState, name: str, start: jax.Array, values: jax.Array
+    before: Any,
+    after: Any,
+    old: StreamState,
+    sampler: Any,
+    state: ReplayState,
+    name: str,
+    start: jax.Array,
+    values: jax.Array,
+    holes: tuple[jax.Array, jax.Array],
 ) -> Any:
     """The sampler's state, which is taken over, with what it had in `before`, in its leaf of that name, at the places from `start` on.
 
     Args:
       old: the heads of then. state: as it is now, with its rows, and without a sampler. values: `[K]`.
+      holes: the age of the newest row, and the number of rows, of runs of rows that are lost: int32[E, H] each.
     """
     members = drawable(after, state)
     size = min(_BLOCK, len(values))
@@ -70,19 +84,23 @@ def moved(
     def tell(nth: jax.Array, sampler: Any) -> Any:
         first = jnp.minimum(nth * size, len(values) - size)  # the last block begins earlier, and says some of it again
         place = jnp.minimum(start + first + ring.places(size), before.capacity)
-        row = _row_now(before.streams, old, after.streams, state.streams, place)
+        row = _row_now(before.streams, old, after.streams, state.streams, place, holes)
         return after.sampler.moved(sampler, members, name, row, jax.lax.dynamic_slice_in_dim(values, first, size))
 
     return jax.lax.fori_loop(0, -(-len(values) // size), tell, sampler)
 
 
-def _row_now(before: Streams, old: StreamState, after: Streams, state: StreamState, place: jax.Array) -> jax.Array:
+def _row_now(
+    before: Streams, old: StreamState, after: Streams, state: StreamState, place: jax.Array, holes: tuple[jax.Array, jax.Array]
+) -> jax.Array:
     """Which rows those at places, by time, then env, are now: int32[K]; the new capacity for those that are gone, or were none."""
     is_place = place < before.capacity
     time, env = ring.split(jnp.where(is_place, place, 0), before.num_envs)
     row = before.row(env, time)
-    age = before.age(old, row)
-    is_held = is_place & before.is_written(old, row) & (age < after.of_stream(state.filled, env))
+    was, (starts, sizes) = before.age(old, row), (hole[env] for hole in holes)
+    is_lost = ((was[:, None] >= starts) & (was[:, None] < starts + sizes)).any(axis=1)
+    age = was - jnp.where(was[:, None] >= starts + sizes, sizes, 0).sum(axis=1, dtype=jnp.int32)
+    is_held = is_place & before.is_written(old, row) & ~is_lost & (age < after.of_stream(state.filled, env))
     position = ring.wrap(after.of_stream(state.head, env) - 1 - jnp.minimum(age, after.length - 1), after.length)
     return jnp.where(is_held, after.row(env, position), after.capacity)
 

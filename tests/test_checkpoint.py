@@ -119,6 +119,7 @@ def test_a_run_that_goes_back_does_not_mix_with_the_one_it_left(tmp_path):
     checkpointer.save(back, 8)
     assert numbers(replay, checkpointer.restore(EXAMPLE, 8)) == expected(replay, 8)
     fresh = added(replay, replay.init(EXAMPLE), 0, 30)  # another run under the same path
+    checkpointer.close()
     for number in (1, 2):
         Checkpointer(tmp_path, replay).save(fresh, number)
     assert numbers(replay, checkpointer.restore(EXAMPLE, 2)) == expected(replay, 30)
@@ -146,6 +147,7 @@ def test_others_may_delete_what_a_save_would_go_on_from(tmp_path):
     checkpointer = Checkpointer(tmp_path, replay, keep=1)
     states = [added(replay, replay.init(EXAMPLE), 0, 4)]
     checkpointer.save(states[0], 4)
+    checkpointer.close()
     checkpoint.save(tmp_path, replay, states[0], step=5)  # keeps one: not that of step 4
     checkpointer.save(added(replay, jax.tree.map(jnp.copy, states[0]), 4, 2), 6)
     assert numbers(replay, Checkpointer(tmp_path, replay).restore(EXAMPLE)) == expected(replay, 6)
@@ -153,6 +155,7 @@ def test_others_may_delete_what_a_save_would_go_on_from(tmp_path):
     for end in (4, 6, 8):
         states.append(added(replay, replay.init(EXAMPLE), 0, end))
         wide.save(states[-1], end)
+    wide.close()
     narrow = Checkpointer(tmp_path / "x", replay, keep=1)
     state = narrow.restore(EXAMPLE, 4)
     narrow.save(added(replay, state, 4, 1), 5)
@@ -333,7 +336,7 @@ def test_the_example_and_the_buffer_must_fit(tmp_path):
     with pytest.raises(ValueError, match=r"steps.bytes: stored uint8\[100\], expected uint8\[99\]") as caught:
         checkpoint.restore(tmp_path, replay, {**EXAMPLE, "bytes": jnp.zeros(99, jnp.uint8), "more": 0.0})
     assert "steps.more: stored nothing, expected float32[]" in str(caught.value)
-    with pytest.raises(ValueError, match="save: the state is of another buffer, of 64 rows, not 128"):
+    with pytest.raises(ValueError, match=r"save: this state is not of this buffer.*\n  length: the state's is 16, this buffer's 32"):
         checkpoint.save(tmp_path, items(capacity=128), replay.init(EXAMPLE))
     with pytest.raises(ValueError, match="keep must be an int of at least 1"):
         Checkpointer(tmp_path, replay, keep=0)
@@ -344,7 +347,7 @@ def test_only_a_buffer_and_its_state_are_taken(tmp_path):
     for other in (jr.jit(replay), jr.mix(one=(replay, 2)), jr.Replay(replay)):
         with pytest.raises(ValueError, match="Checkpointer: replay must be a ReplayBuffer or a Rollout, got "):
             Checkpointer(tmp_path, other)
-    with pytest.raises(ValueError, match="save: expected a ReplayState alone, got tuple; the rest of a carry goes elsewhere"):
+    with pytest.raises(ValueError, match=r"save: the state must be a ReplayState, .* got a tuple of 2; the state comes first"):
         Checkpointer(tmp_path, replay).save((replay.init(EXAMPLE), 1))
     assert not list(tmp_path.rglob("*.json"))
 

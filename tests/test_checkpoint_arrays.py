@@ -11,7 +11,7 @@ pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed
 import tensorstore as ts
 
 from jaxreplay.checkpoint import BrokenError
-from jaxreplay.checkpoint.arrays import Array, Writer, bytes_of
+from jaxreplay.checkpoint.arrays import Array, Writer, bytes_of, check_files
 from jaxreplay.checkpoint.store import store_at
 
 DTYPES = ("bool", "int8", "uint8", "int16", "uint32", "int64", "float16", "bfloat16", "float32", "float64", "complex64", "float8_e5m2")
@@ -28,8 +28,8 @@ def written(store, name, values, chunk_rows, level):
     for number in range(-(-len(values) // chunk_rows) if values.ndim else 1):
         block = values[number * chunk_rows : (number + 1) * chunk_rows] if values.ndim else values
         content = bytes_of(np.ascontiguousarray(block))
-        writer.write(number, [content[:5], content[5:]])  # in two pieces
-    return writer.seal
+        writer.write([content[:5], content[5:]])  # in two pieces
+    return writer.seals
 
 
 def spec(path):
@@ -42,11 +42,12 @@ def test_other_tools_read_what_is_written(dtype, level, tmp_path):
     store = store_at(tmp_path)
     for number, shape in enumerate(SHAPES):
         values = values_of(shape, dtype)
-        seal = written(store, f"a/{number}", values, min(4, *shape[:1]) if shape else 1, level)
+        seals = written(store, f"a/{number}", values, min(4, *shape[:1]) if shape else 1, level)
         found = ts.open({**spec(tmp_path / "a" / str(number)), "open": True}).result().read().result()
         assert found.dtype == values.dtype
         np.testing.assert_array_equal(np.asarray(found), values)
-        np.testing.assert_array_equal(Array(store, f"a/{number}", shape, values.dtype, seal).read(), values)
+        np.testing.assert_array_equal(Array(store, f"a/{number}", shape, values.dtype, seals).read(), values)
+        check_files(store, f"a/{number}", seals)
 
 
 @pytest.mark.parametrize("level", [None, 3])
@@ -61,10 +62,12 @@ def test_what_another_tool_wrote_is_read(level, tmp_path):
         "codecs": codecs,
     }
     ts.open({**spec(tmp_path / "a"), "metadata": metadata, "create": True}).result().write(values).result()
-    array = Array(store, "a", values.shape, values.dtype, zlib.crc32((tmp_path / "a" / "zarr.json").read_bytes()))
+    ends = [(tmp_path / "a" / f"c.{number}.0").read_bytes()[-4:] for number in range(3)]
+    seals = [zlib.crc32((tmp_path / "a" / "zarr.json").read_bytes()), *(int.from_bytes(end, "little") for end in ends)]
+    array = Array(store, "a", values.shape, values.dtype, seals)
     np.testing.assert_array_equal(array.read(), values)
     parts = [np.empty(12 * count, np.uint8) for count in (1, 0, 1)]
-    array.read_chunk(2, parts)
+    array.read_chunk(2, lambda: parts)
     assert b"".join(parts) == values[8:].tobytes()
 
 
@@ -73,18 +76,22 @@ def test_what_another_tool_wrote_is_read(level, tmp_path):
 def test_what_is_broken_is_named(level, path, tmp_path):
     store = store_at(tmp_path / path if path == "folder" else path)
     values = values_of((10, 3), "int32")
-    seal = written(store, "a", values, 4, level)
+    seals = written(store, "a", values, 4, level)
     store.sync("a")
     for shape, dtype, message in (
         ((10, 4), "int32", r"a: got int32\[10, 3\], expected int32\[10, 4\]"),
         ((10, 3), "int64", "expected int64"),
     ):
         with pytest.raises(BrokenError, match=message):
-            Array(store, "a", shape, dtype, seal)
+            Array(store, "a", shape, dtype, seals)
     with pytest.raises(BrokenError, match=r"a/zarr.json is not as it was written"):
-        Array(store, "a", values.shape, values.dtype, seal + 1)
+        Array(store, "a", values.shape, values.dtype, [seals[0] ^ 1, *seals[1:]])
+    with pytest.raises(BrokenError, match=r"a: has 3 chunks, and the manifest 2"):
+        Array(store, "a", values.shape, values.dtype, seals[:-1])
+    with pytest.raises(BrokenError, match=r"a/c.2.0 is another file than the one that was written here"):
+        Array(store, "a", values.shape, values.dtype, [*seals[:-1], seals[-1] ^ 1]).read()
     with pytest.raises(BrokenError, match=r"b/zarr.json is missing"):
-        Array(store, "b", values.shape, values.dtype, seal)
+        Array(store, "b", values.shape, values.dtype, seals)
     content = store.get("a/c.1.0")
     for broken in (
         content[:-1],
@@ -97,15 +104,17 @@ def test_what_is_broken_is_named(level, path, tmp_path):
         store.write("a/c.1.0", [broken])
         store.sync("a")
         with pytest.raises(BrokenError, match=r"a/c.1.0 "):
-            Array(store, "a", values.shape, values.dtype, seal).read()
+            Array(store, "a", values.shape, values.dtype, seals).read()
+        with pytest.raises(BrokenError, match=r"a/c.1.0 "):
+            check_files(store, "a", seals)
     store.write("a/c.1.0", [content])
     store.sync("a")
     store.expect("a/c.0.0")  # what is there, and what is not
     store.expect("a/c.9.0")
-    np.testing.assert_array_equal(Array(store, "a", values.shape, values.dtype, seal).read(), values)
+    np.testing.assert_array_equal(Array(store, "a", values.shape, values.dtype, seals).read(), values)
     store.delete("a/c.1.0")
     with pytest.raises(BrokenError, match=r"a/c.1.0 is missing"):
-        Array(store, "a", values.shape, values.dtype, seal).read()
+        Array(store, "a", values.shape, values.dtype, seals).read()
 
 
 @pytest.mark.parametrize("path", ["folder", "memory://expected"])

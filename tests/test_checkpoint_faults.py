@@ -12,6 +12,8 @@ import time
 import warnings
 
 import checkpointed_run
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpointed_run import EXAMPLE, added, expected, items, numbers
@@ -19,7 +21,7 @@ from conftest import SOAK
 
 pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
 
-from jaxreplay.checkpoint import BrokenError, Checkpointer, rows, store
+from jaxreplay.checkpoint import BrokenError, Checkpointer, folder, rows
 
 
 def test_what_cannot_be_read_now_is_not_deleted(tmp_path, monkeypatch):
@@ -29,12 +31,12 @@ def test_what_cannot_be_read_now_is_not_deleted(tmp_path, monkeypatch):
     checkpointer.save(state, 4)
 
     def fails(name):
-        raise ValueError("UNAVAILABLE: try again")
+        raise OSError("UNAVAILABLE: try again")
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpointer._store, "get", fails)
         for call in (lambda: checkpointer.save(state, 5), lambda: checkpointer.restore(EXAMPLE)):
-            with pytest.raises(ValueError, match="UNAVAILABLE"):
+            with pytest.raises(OSError, match="UNAVAILABLE"):
                 call()
     assert checkpointer.steps() == [4]
     assert numbers(replay, checkpointer.restore(EXAMPLE)) == expected(replay, 4)
@@ -52,7 +54,7 @@ def test_an_interrupt_leaves_no_thread(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(rows, "read", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            checkpointer.save(state, 21)
+            checkpointer.save(added(replay, jax.tree.map(jnp.copy, state), 20, 1), 21, wait=False)
 
     def fails(*arguments):
         raise OSError("the disk is full")
@@ -129,13 +131,13 @@ def test_a_run_that_is_killed_leaves_a_generation_that_is_whole(how, tmp_path):
                 assert run.stdout.readline().startswith("saved")
             time.sleep(r.random() * 0.05)
             run.kill()
-        checkpointer = Checkpointer(tmp_path, replay)
+        checkpointer = Checkpointer(tmp_path, replay)  # the lock died with the run
         state, ends = checkpointer.restore(EXAMPLE), [*ends, checkpointer.steps()[-1]]
         assert numbers(replay, state) == expected(replay, ends[-1])
         assert ends[-1] >= ends[-2]
     assert ends[-1] > 10
     checkpointer.save(state, 10**9)  # what was left behind is gone
-    folders = {path.name[:10] for kind in ("rest", "rows") for path in (tmp_path / kind).iterdir()}
+    folders = {path.name[:19] for kind in ("rest", "rows") for path in (tmp_path / kind).iterdir()}
     assert {manifest.folder for manifest in checkpointer._generations.read()[0]} <= folders
     assert len(list((tmp_path / "rest").iterdir())) <= 3
 
@@ -236,8 +238,9 @@ def test_the_disk_has_every_file_before_the_manifest_is_there(has_syncfs, tmp_pa
 
     monkeypatch.setattr(os, "fsync", fsync)
     if not has_syncfs:
-        monkeypatch.setattr(store, "_sync_all", lambda folder: None)
+        monkeypatch.setattr(folder, "_sync_all", lambda folder: None)
     Checkpointer(tmp_path / "new" / "run", replay).save(added(replay, replay.init(EXAMPLE), 0, 4))
     paths = {str(path) for path in [tmp_path, *tmp_path.rglob("*")]}
     manifest = next(path for path in paths if path.endswith(".json") and "manifests" in path)
-    assert {path for path in synced if path.startswith(str(tmp_path))} == {*paths - {manifest}, f"{manifest}.new"}
+    lock = str(tmp_path / "new" / "run" / "writer.lock")
+    assert {path for path in synced if path.startswith(str(tmp_path))} == {*paths - {manifest, lock}, f"{manifest}.new"}

@@ -15,12 +15,18 @@ try:
 except ImportError as error:
     raise ImportError(f"jaxreplay.checkpoint needs {error.name}: pip install 'jaxreplay[checkpoint]'") from error
 
+from jaxreplay.checkpoint import verifying
 from jaxreplay.checkpoint.checkpointer import Checkpointer
 from jaxreplay.checkpoint.contents import contents_of, generation_of
-from jaxreplay.checkpoint.store import BrokenError
+from jaxreplay.checkpoint.files import BrokenError, HeldError
+from jaxreplay.checkpoint.generations import Generations
+from jaxreplay.checkpoint.progress import bars
+from jaxreplay.checkpoint.salvage import Lost
+from jaxreplay.checkpoint.store import store_at
+from jaxreplay.checkpoint.verifying import Verified
 from jaxreplay.inspection.inspection import Inspection, inspection_of
 
-__all__ = ["BrokenError", "Checkpointer", "inspect", "restore", "save"]
+__all__ = ["BrokenError", "Checkpointer", "HeldError", "Lost", "Verified", "inspect", "restore", "save", "verify"]
 
 
 def save(path: Any, replay: Any, state: Any, *, step: int | None = None, notes: dict[str, Any] | None = None, **options: Any) -> None:
@@ -29,29 +35,57 @@ def save(path: Any, replay: Any, state: Any, *, step: int | None = None, notes: 
     Args:
       options: of a `Checkpointer`; `keep` is 1.
     """
-    Checkpointer(path, replay, **{"keep": 1, **options}).save(state, step, notes=notes)
+    with Checkpointer(path, replay, **{"keep": 1, **options}) as checkpointer:
+        checkpointer.save(state, step, notes=notes)
 
 
 def restore(
-    path: Any, replay: Any, example: Any, *, step: int | None = None, resize: bool = False, sharding: Any = None, **options: Any
+    path: Any,
+    replay: Any,
+    example: Any,
+    *,
+    step: int | None = None,
+    resize: bool = False,
+    salvage: bool = False,
+    sharding: Any = None,
+    **options: Any,
 ) -> Any:
     """The newest state that was saved under a path, or that of a step. See `Checkpointer.restore`; `options` are of a `Checkpointer`."""
-    return Checkpointer(path, replay, **options).restore(example, step, resize=resize, sharding=sharding)
+    return Checkpointer(path, replay, **options).restore(example, step, resize=resize, salvage=salvage, sharding=sharding)
 
 
-def inspect(path: Any, *, step: int | None = None, max_bytes: int = 2**28) -> Inspection:
+def inspect(path: Any, *, step: int | None = None, max_bytes: int = 2**28, timeout: float = 60.0) -> Inspection:
     """What the newest generation under a path holds, or that of a step: as `jaxreplay.inspect`, without the buffer that it is of.
 
-    How rows are drawn is told of samplers by priority only. It checks what it reads; only a restore reads everything.
+    How rows are drawn is told of samplers by priority only. It checks what it reads; only a restore, or `verify`, reads everything.
+
+    Args:
+      path, timeout: as of a `Checkpointer`. max_bytes: of the steps' values that are looked at, at most.
 
     Raises:
       FileNotFoundError: there is none. ValueError: it is of a rollout. BrokenError: an array is missing, or not as it was written.
     """
     manifest = None
     while True:
-        before, (store, manifest) = manifest, generation_of(path, step)
+        before, (store, manifest) = manifest, generation_of(path, step, timeout)
         try:
             return inspection_of(contents_of(store, manifest, max_bytes))
         except BrokenError:
             if before == manifest:  # else the run has deleted it meanwhile, for a newer one
                 raise
+
+
+def verify(path: Any, *, progress: bool | None = None, timeout: float = 60.0) -> list[Verified]:
+    """What is wrong with each generation under a path: as `Checkpointer.verify`, without the buffer that they are of.
+
+    Args:
+      path, progress, timeout: as of a `Checkpointer`.
+
+    Raises:
+      FileNotFoundError: there is none.
+    """
+    store = store_at(path, timeout)
+    found = verifying.verified(store, Generations(store, keep=1), bars(progress))
+    if not found:
+        raise FileNotFoundError(f"verify: there is no generation under {store.name}")
+    return found

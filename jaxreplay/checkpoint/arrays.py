@@ -1,26 +1,30 @@
 """Arrays as files, in zarr's third format, which many tools read: chunks along the first axis, zstd or not, each with a checksum.
 
-An array is written once. Its description has no checksum, so that whoever writes an array keeps its seal, a checksum of the description,
-and hands it in to read the array again. Chunks go from and to the caller's memory, with no copy on the way where nothing is compressed.
+An array is written once. Whoever writes it keeps its seals, the checksums of its description and of each chunk, and hands them in to read
+the array again: a file that is whole, but another one than was written here, is told by them. Chunks go from and to the caller's memory,
+with no copy on the way where nothing is compressed.
 
 Source: the Zarr core specification, version 3, with its codecs bytes, zstd and crc32c.
 """
 
 import collections
+import functools
 import json
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import google_crc32c
 import numpy as np
 import zstandard
 
-from jaxreplay.checkpoint.store import BrokenError, Store
+from jaxreplay.checkpoint.files import BrokenError, Files
 
 _DESCRIPTION = "zarr.json"
+_PIECE = 2**20  # bytes that are read at a time, where nothing is kept
 _RESIDUE = 0x48674BC7  # the CRC-32C of anything that is followed by its own CRC-32C
+_MOST_RATIO = 2**15  # by which zstd makes anything smaller: a block of 128 KiB takes four bytes at the least
 
 
 def bytes_of(values: np.ndarray) -> np.ndarray:
@@ -49,21 +53,24 @@ class Writer:
       name: its folder. chunk_rows: of a chunk, along the first axis. level: of zstd; None: not compressed.
     """
 
-    def __init__(self, store: Store, name: str, shape: tuple[int, ...], dtype: Any, chunk_rows: int, level: int | None):
+    def __init__(self, store: Files, name: str, shape: tuple[int, ...], dtype: Any, chunk_rows: int, level: int | None):
         self._store, self._name, self._rank, self._level = store, name, len(shape), level
         description = _described(shape, np.dtype(dtype), chunk_rows, level).encode()
-        self.seal = zlib.crc32(description)
+        self.seals = [zlib.crc32(description)]  # and of each chunk that is written
         self._chunk_bytes = math.prod((chunk_rows, *shape[1:]) if shape else ()) * np.dtype(dtype).itemsize
         store.write(f"{name}/{_DESCRIPTION}", [description])
 
-    def write(self, number: int, parts: Sequence[Any]) -> None:
-        """A chunk, of arrays of bytes one after another. One that is less than a chunk, the last, ends with zeros."""
+    def write(self, parts: Sequence[Any]) -> None:
+        """The next chunk, of arrays of bytes one after another. One that is less than a chunk, the last, ends with zeros."""
         missing = self._chunk_bytes - sum(map(len, parts))
         parts = [*parts, np.zeros(missing, np.uint8)] if missing else parts
         if self._level is not None:
             compressor = zstandard.ZstdCompressor(level=self._level, write_checksum=False).compressobj(size=self._chunk_bytes)
             parts = [piece for piece in [*map(compressor.compress, parts), compressor.flush()] if piece]
-        self._store.write(f"{self._name}/{_key(number, self._rank)}", [*parts, _checksum(parts)])
+        checksum = functools.reduce(google_crc32c.extend, parts, 0)
+        name = f"{self._name}/{_key(len(self.seals) - 1, self._rank)}"
+        self._store.write(name, [*parts, np.frombuffer(checksum.to_bytes(4, "little"), np.uint8)])
+        self.seals.append(checksum)
 
 
 class Array:
@@ -73,17 +80,15 @@ class Array:
       BrokenError: its description is missing, or not as it was written, or another one than is expected.
     """
 
-    def __init__(self, store: Store, name: str, shape: tuple[int, ...], dtype: Any, seal: int):
-        self._store, self._name, self._shape, self._dtype = store, name, shape, np.dtype(dtype)
-        description = store.get(f"{name}/{_DESCRIPTION}")
-        if zlib.crc32(description) != seal:
-            raise BrokenError(f"{name}/{_DESCRIPTION} is not as it was written")
-        found = json.loads(description)
-        if (found["data_type"], found["shape"]) != (self._dtype.name, list(shape)):
-            raise BrokenError(f"{name}: got {found['data_type']}{found['shape']}, expected {self._dtype}{list(shape)}")
-        self._is_compressed = any(codec["name"] == "zstd" for codec in found["codecs"])
-        self.chunk_rows = found["chunk_grid"]["configuration"]["chunk_shape"][0] if shape else 1
+    def __init__(self, store: Files, name: str, shape: tuple[int, ...], dtype: Any, seals: Sequence[int]):
+        self._store, self._name, self._shape, self._dtype, self._seals = store, name, shape, np.dtype(dtype), seals
+        found = described(store, name, seals)
+        if (found.dtype, found.shape) != (self._dtype.name, list(shape)):
+            raise BrokenError(f"{name}: got {found.dtype}{found.shape}, expected {self._dtype}{list(shape)}")
+        self._is_compressed, self.chunk_rows = found.is_compressed, found.chunk_rows if shape else 1
         self.chunk_bytes = math.prod((self.chunk_rows, *shape[1:]) if shape else ()) * self._dtype.itemsize
+        if len(seals) != 1 + len(self):
+            raise BrokenError(f"{name}: has {len(self)} chunks, and the manifest {len(seals) - 1}")
 
     def __len__(self) -> int:
         """Chunks."""
@@ -91,57 +96,120 @@ class Array:
 
     def read(self, buffers: Buffers | None = None) -> np.ndarray:
         """All of it, in memory of its own. `buffers`: as of `read_chunk`."""
-        values = np.empty(self._shape, self._dtype)
-        content = bytes_of(values)
+        content = np.empty(0, np.uint8)
         for number in range(len(self)):
-            self.read_chunk(number, [content[number * self.chunk_bytes : (number + 1) * self.chunk_bytes]], buffers)
-        return values
 
-    def read_chunk(self, number: int, parts: Sequence[Any], buffers: Buffers | None = None) -> None:
+            def parts(number: int = number) -> list[np.ndarray]:
+                nonlocal content
+                if not number:  # not before the first file is known to be as long as it must be
+                    content = np.empty(math.prod(self._shape) * self._dtype.itemsize, np.uint8)
+                return [content[number * self.chunk_bytes : (number + 1) * self.chunk_bytes]]
+
+            self.read_chunk(number, parts, buffers)
+        return content.view(self._dtype).reshape(self._shape)
+
+    def read_chunk(self, number: int, parts: Callable[[], Sequence[Any]], buffers: Buffers | None = None) -> None:
         """Fill arrays of bytes, one after another, with a chunk: the last one without the zeros at its end.
 
         Args:
-          buffers: of the thread that reads, for a file that is compressed; None: new ones.
+          parts: gives them, once the file's length is known to be possible. buffers: of the thread that reads, for a file that is
+            compressed; None: new ones.
 
         Raises:
           BrokenError: the chunk is missing, or not as it was written.
         """
-        name = f"{self._name}/{_key(number, len(self._shape))}"
-        missing = self.chunk_bytes - sum(map(len, parts))
-        parts, expected = [part for part in (*parts, np.empty(missing, np.uint8)) if len(part)], np.empty(4, np.uint8)
-        if not self._is_compressed:
-            self._read(name, lambda size: _sized(name, size, self.chunk_bytes, [*parts, expected]))
-            return
+        name, checksum, expected = f"{self._name}/{_key(number, len(self._shape))}", 0, np.empty(4, np.uint8)
         content: Any = None
+
+        def wanted() -> list[np.ndarray]:
+            given = [*parts()]
+            missing = self.chunk_bytes - sum(map(len, given))
+            return [part for part in (*given, np.empty(missing, np.uint8)) if len(part)]
 
         def parts_of(size: int) -> list[np.ndarray]:
             nonlocal content
-            content = (buffers or Buffers())("file", max(size - 4, 0))
+            self._check_size(name, size)
+            if not self._is_compressed:
+                return [*wanted(), expected]
+            content = (buffers or Buffers())("file", size - 4)
             return [content, expected]
-
-        self._read(name, parts_of)
-        try:
-            with zstandard.ZstdDecompressor().stream_reader(content) as reader:
-                is_whole = all(reader.readinto(part) == len(part) for part in parts)
-        except zstandard.ZstdError as error:
-            raise BrokenError(f"{name}: {error}") from error
-        if not is_whole:
-            raise BrokenError(f"{name} is cut short")
-
-    def _read(self, name: str, parts_of: Callable[[int], Sequence[Any]]) -> None:
-        """A file that ends with its checksum."""
-        checksum = 0
 
         def extend(piece: Any) -> None:
             nonlocal checksum
             checksum = google_crc32c.extend(checksum, piece)
 
         self._store.read(name, parts_of, extend)
-        if checksum != _RESIDUE:
-            raise BrokenError(f"{name} is not as it was written")
+        _check_seal(name, checksum, expected, self._seals[1 + number])
+        if not self._is_compressed:
+            return
+        try:
+            with zstandard.ZstdDecompressor().stream_reader(content) as reader:
+                is_whole = all(reader.readinto(part) == len(part) for part in wanted())
+        except zstandard.ZstdError as error:
+            raise BrokenError(f"{name}: {error}") from error
+        if not is_whole:
+            raise BrokenError(f"{name} is cut short")
+
+    def _check_size(self, name: str, size: int) -> None:
+        if not self._is_compressed and size != self.chunk_bytes + 4:
+            raise BrokenError(f"{name} has {size:,} bytes, expected {self.chunk_bytes + 4:,}")
+        if self._is_compressed and not (self.chunk_bytes <= (size - 4) * _MOST_RATIO and size > 4):
+            raise BrokenError(f"{name} has {size:,} bytes, too few for {self.chunk_bytes:,} that were compressed")
 
 
-def expect(store: Store, name: str, rank: int) -> None:
+class Description(NamedTuple):
+    """What an array's own file says of it."""
+
+    shape: list[int]
+    dtype: str
+    chunk_rows: int  # of an array with axes
+    is_compressed: bool
+
+
+def described(store: Files, name: str, seals: Sequence[int]) -> Description:
+    """Raises a BrokenError, if it is missing, or not as it was written."""
+    where = f"{name}/{_DESCRIPTION}"
+    content = store.get(where)
+    if not seals or zlib.crc32(content) != seals[0]:
+        raise BrokenError(f"{where} is not as it was written")
+    try:
+        found = json.loads(content)
+        shape, codecs = found["shape"], [codec["name"] for codec in found["codecs"]]
+        chunk_shape = found["chunk_grid"]["configuration"]["chunk_shape"]
+        made = Description(shape, found["data_type"], chunk_shape[0] if shape else 1, "zstd" in codecs)
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError, AttributeError) as error:
+        raise BrokenError(f"{where} describes no array: {type(error).__name__}") from None
+    sizes = [*shape, *chunk_shape] if isinstance(shape, list) and isinstance(chunk_shape, list) else [None]
+    is_possible = (
+        all(type(size) is int and 0 <= size < 2**62 for size in sizes) and made.chunk_rows >= 1 and list(chunk_shape[1:]) == shape[1:]
+    )
+    if not is_possible or codecs not in (["bytes", "crc32c"], ["bytes", "zstd", "crc32c"]):
+        raise BrokenError(f"{where} describes no array that was written here")
+    return made
+
+
+def check_files(store: Files, name: str, seals: Sequence[int]) -> None:
+    """Read all of an array, a piece at a time, and keep nothing. Raises a BrokenError, if a file is missing, or not as it was written."""
+    found = described(store, name, seals)
+    piece, expected = np.empty(_PIECE, np.uint8), np.empty(4, np.uint8)
+    for number, seal in enumerate(seals[1:]):
+        where, checksum = f"{name}/{_key(number, len(found.shape))}", 0
+
+        def parts_of(size: int, where: str = where) -> list[np.ndarray]:
+            if size < 4:
+                raise BrokenError(f"{where} is cut short")
+            whole, rest = divmod(size - 4, _PIECE)
+            return [*[piece] * whole, piece[:rest], expected]
+
+        def extend(part: Any) -> None:
+            nonlocal checksum
+            checksum = google_crc32c.extend(checksum, part)
+
+        store.read(where, parts_of, extend)
+        _check_seal(where, checksum, expected, seal)
+
+
+def expect(store: Files, name: str, rank: int) -> None:
     """Say that an array of one chunk will be read soon."""
     store.expect(f"{name}/{_DESCRIPTION}")
     store.expect(f"{name}/{_key(0, rank)}")
@@ -169,14 +237,9 @@ def _key(number: int, rank: int) -> str:
     return ".".join(["c", *([str(number)] if rank else []), *["0"] * (rank - 1)])
 
 
-def _checksum(parts: Sequence[Any]) -> np.ndarray:
-    checksum = 0
-    for part in parts:
-        checksum = google_crc32c.extend(checksum, part)
-    return np.frombuffer(checksum.to_bytes(4, "little"), np.uint8)
-
-
-def _sized(name: str, size: int, chunk_bytes: int, parts: list[np.ndarray]) -> list[np.ndarray]:
-    if size != chunk_bytes + 4:
-        raise BrokenError(f"{name} has {size} bytes, expected {chunk_bytes + 4}")
-    return parts
+def _check_seal(name: str, checksum: int, end: np.ndarray, seal: int) -> None:
+    """Of a file: the checksum of all of it, its last four bytes, and what these were when it was written."""
+    if checksum != _RESIDUE:
+        raise BrokenError(f"{name} is not as it was written")
+    if int.from_bytes(end.tobytes(), "little") != seal:
+        raise BrokenError(f"{name} is another file than the one that was written here")

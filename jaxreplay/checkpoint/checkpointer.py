@@ -1,33 +1,33 @@
 """Saves of one run, each on top of the one before, and the way back."""
 
 import contextlib
-import dataclasses
 import json
 import operator
-import sys
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
-from tqdm import tqdm
 
-import jaxreplay
-from jaxreplay import checks, sizes
+from jaxreplay import checks
 from jaxreplay.buffer import ReplayBuffer
-from jaxreplay.checkpoint import history, restoring, rows
+from jaxreplay.checkpoint import planning, reading, rows, verifying
 from jaxreplay.checkpoint.generations import Generations
-from jaxreplay.checkpoint.identity import check_fits, check_path, described, identity
-from jaxreplay.checkpoint.manifest import Group, Manifest
+from jaxreplay.checkpoint.identity import check_path
+from jaxreplay.checkpoint.manifest import Manifest
+from jaxreplay.checkpoint.progress import bars
+from jaxreplay.checkpoint.salvage import Lost
 from jaxreplay.checkpoint.saving import Saving
-from jaxreplay.checkpoint.store import BrokenError, store_at
-from jaxreplay.operations import ReplayState
-from jaxreplay.rollouts import Rollout, RolloutState
+from jaxreplay.checkpoint.store import store_at
+from jaxreplay.checkpoint.verifying import Verified
+from jaxreplay.interrupts import uninterrupted
+from jaxreplay.monitor import check_not_forked
+from jaxreplay.rollouts import Rollout
+from jaxreplay.state_check import check_state
 
 _MIB = 2**20
 _SMALL = 8 * _MIB  # bytes that `pump` copies at a time
-_BOOKKEEPING = 64  # bytes of a row's numbers, while it is on its way
 
 
 class Checkpointer:
@@ -38,12 +38,15 @@ class Checkpointer:
     a restore take at most three chunks of memory. A rollout is written whole each time.
 
     Args:
-      path: of one run; one process writes to it. A folder, or a URL that TensorStore opens: "memory://replay", "gs://bucket/replay".
+      path: of one run. From its first save on this object alone writes to it, until `close`, or until it or its process is gone; who only
+        reads needs no leave. A folder, or a URL that TensorStore opens: "gs://bucket/replay"; or TensorStore's specification of a store:
+        {"driver": "s3", "bucket": "runs", "path": "replay", "endpoint": "http://127.0.0.1:9000", "aws_region": "us-east-1"}.
       replay: the buffer whose states are saved, or a rollout.
       keep: generations that stay, the newest ones.
       chunk_bytes: what rows on their way may take. A file has half of it at the most; one row at least.
       level: of zstd compression, from 1 (fast) to 22; None: not compressed.
       progress: whether to show a bar; None: if this is a terminal.
+      timeout: seconds that a request to a far store may take.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -65,6 +68,7 @@ class Checkpointer:
         chunk_bytes: int = 64 * _MIB,
         level: int | None = 1,
         progress: bool | None = None,
+        timeout: float = 60.0,
     ):
         if not isinstance(replay, ReplayBuffer | Rollout):
             raise ValueError(
@@ -73,14 +77,21 @@ class Checkpointer:
             )
         checks.check_size("Checkpointer", "keep", keep)
         checks.check_size("Checkpointer", "chunk_bytes", chunk_bytes)
+        if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
+            raise ValueError(f"Checkpointer: timeout must be a number of seconds above 0, got {timeout!r}")
         self.replay: Any = replay
-        self._store = store_at(path)
+        self._pid = os.getpid()
+        self._store = store_at(path, timeout)
         self._generations = Generations(self._store, keep)
-        self._chunk_bytes, self._level, self._progress = chunk_bytes, level, progress
+        self._chunk_bytes, self._level, self._bar = chunk_bytes, level, bars(progress)
         self._base: Manifest | None = None  # what the state at hand goes on from
         self._saving: Saving | None = None
+        self._has_saved = False
+        self._damaged: dict[str, str] = {}  # what is wrong with groups, by their folders, until they are written again
+        self._looked_at: list[str] = []  # folders of groups, the last one at the end
         self.step: int | None = None  # of the generation that was restored, and
         self.notes: dict[str, Any] = {}  # its notes
+        self.lost: list[Lost] = []  # the rows that it had, and that were not salvaged
 
     def steps(self) -> list[int]:
         """Of the generations that there are, the newest last. Only a restore finds out whether one is whole."""
@@ -103,60 +114,82 @@ class Checkpointer:
           notes: of JSON; `restore` leaves them in `notes`.
 
         Raises:
-          RuntimeError, OSError, ValueError: it could not be written; the generations that were there still are.
+          HeldError: somebody else writes to the path. RuntimeError, OSError, ValueError: it could not be written. The generations that
+          were there still are.
         """
-        expected = ReplayState if isinstance(self.replay, ReplayBuffer) else RolloutState
-        if not isinstance(state, expected):
-            raise ValueError(f"save: expected a {expected.__name__} alone, got {type(state).__name__}; the rest of a carry goes elsewhere")
+        self._check_state("save", state)
         self.finish(state)
         generations, _ = self._generations.read()
+        self._store.claim(is_successor=self._base is not None and generations[:1] == [self._base])
+        generations, _ = self._generations.read()
         step = (generations[0].step + 1 if generations else 0) if step is None else operator.index(step)
-        stored, rest = rows.split(state)
-        row_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(stored)) // self._num_rows(stored)
-        places = rows.views_of(stored) if wait and not self._store.is_far else None
-        group_bytes = self._chunk_bytes // (4 if places is None else 2)  # of rows that are copied, more groups are on their way
-        most = sizes.power_below((group_bytes if wait else min(group_bytes, _SMALL)) // (row_bytes + _BOOKKEEPING))
-        draft = self._draft(state, step, json.loads(json.dumps(notes or {})), most)
-        base = self._base
-        check_path(self._store.name, generations, draft, self.replay, base is not None)
-        if base is not None and base.to_bytes() not in {manifest.to_bytes() for manifest in generations}:
-            base = self._base = None  # somebody else has deleted it
-        self._generations.collect(generations, base)
-        span = rows.Span(np.array(draft.first, np.int64), np.array(draft.end, np.int64))
-        since, kept = self._on_top_of(base, state, draft, span, most)
-        num_rows = int(np.maximum(span.end - np.maximum(since, span.first), 0).sum())
-        group_rows = min(most, sizes.power_above(num_rows))
-        is_own = (rest_bytes := sum(leaf.nbytes for leaf in jax.tree.leaves(rest))) <= self._chunk_bytes and not wait
-        bar = self._bar(f"save {step}", num_rows * row_bytes + rest_bytes)
-
-        def commit(groups: list[Group], seals: dict[str, int]) -> None:
-            manifest = dataclasses.replace(draft, groups=[*kept, *groups], seals=seals)
-            self._generations.commit(manifest)
-            self._base = manifest
-            bar.close()
-            others = [other for other in self._generations.read()[0] if other.step != step]
-            self._generations.collect([manifest, *others], None)
-
-        self._saving = Saving(
-            self._store,
-            draft.folder,
-            rows.copied(rest) if is_own else rest,
-            rows.groups_of(span, since, draft.length, group_rows),
-            end=span.end,
-            length=draft.length,
-            group_rows=group_rows,
-            is_own=is_own,
-            chunk_bytes=self._chunk_bytes // 2,
-            level=self._level,
-            places=places,
-            commit=commit,
-            progress=bar.update,
-        )
-        del places  # a view that stays, as in an error's traceback, makes the next add copy
-        if wait:
+        own_notes: dict[str, Any] = json.loads(json.dumps(notes or {}))
+        with self._ending():
+            self._begin(state, step, wait, own_notes, generations)
+            if not wait:
+                self.pump(state, 0)
+                return
             self.finish(state)
-        else:
-            self.pump(state, 0)
+            if self._damaged:  # what was written before is, and the state has it still
+                self._begin(state, step, wait, own_notes, self._generations.read()[0])
+                self.finish(state)
+
+    def _begin(self, state: Any, step: int, wait: bool, notes: dict[str, Any], generations: list[Manifest]) -> None:
+        if self._base is not None and self._base.to_bytes() not in {manifest.to_bytes() for manifest in generations}:
+            self._base = None  # somebody else has deleted it
+        places = rows.views_of(rows.split(state)[0]) if wait and not self._store.is_far else None
+        group_bytes = self._chunk_bytes // (4 if places is None else 2)  # of rows that are copied, more groups are on their way
+        plan = planning.planned(
+            self.replay,
+            state,
+            self._base,
+            folder=self._generations.next_folder(),
+            step=step,
+            notes=notes,
+            group_bytes=group_bytes if wait else min(group_bytes, _SMALL),
+            damaged=set(self._damaged),
+        )
+        check_path(self._store.name, generations, plan.draft, self.replay, self._base is not None)
+        self._generations.collect(generations, self._base)
+        rest = rows.split(state)[1]
+        is_own = sum(leaf.nbytes for leaf in jax.tree.leaves(rest)) <= self._chunk_bytes and not wait
+        bar = self._bar(f"save {step}", plan.num_bytes)
+        try:
+            with uninterrupted():  # threads that are not known of would never end
+                self._saving = Saving(
+                    self._store,
+                    plan,
+                    rows.copied(rest) if is_own else rest,
+                    is_own=is_own,
+                    chunk_bytes=self._chunk_bytes // 2,
+                    level=self._level,
+                    places=places,
+                    check=lambda: self._look_at_one(plan),
+                    commit=lambda groups, seals: self._commit(plan.manifest(groups, seals), bar),
+                    progress=bar.update,
+                )
+        finally:
+            places = None  # a view that stays, as in an error's traceback, makes the next add copy
+
+    def _commit(self, manifest: Manifest, bar: Any) -> None:
+        """What is done once all of a generation is written."""
+        self._generations.commit(manifest)
+        self._base, self._has_saved = manifest, True
+        folders = {group.folder for group in manifest.groups}
+        self._damaged = {folder: problem for folder, problem in self._damaged.items() if folder in folders}
+        bar.close()
+        others = [other for other in self._generations.read()[0] if other.step != manifest.step]
+        self._generations.collect([manifest, *others], None)
+
+    def _look_at_one(self, plan: planning.Plan) -> None:
+        """Whether a group that the new generation shares with older ones is still as it was written: all in turn."""
+        groups = {group.folder: group for group in plan.kept if group.folder not in plan.again}
+        if groups:
+            before = [folder for folder in self._looked_at if folder in groups]
+            group = groups[next((folder for folder in groups if folder not in before), None) or before[0]]
+            self._looked_at = [*(folder for folder in before if folder != group.folder), group.folder]
+            if problem := verifying.problem_of_group(self._store, group):
+                self._damaged[group.folder] = problem
 
     def pump(self, state: Any, num_steps: int = 1) -> None:
         """Copy some rows for a save that does not wait: those first that will be overwritten first. Nothing, where there is none.
@@ -172,7 +205,7 @@ class Checkpointer:
         with self._ending():
             if not self._saving.is_running:
                 self._saving.join()
-                self._saving = None
+                self._end()
             elif not self._saving.is_copied:
                 self._saving.pump(state, num_steps * self.replay.streams.rows_per_step(state.streams.steps))
 
@@ -181,29 +214,31 @@ class Checkpointer:
         if self._saving is not None:
             with self._ending():
                 self._saving.finish(state)
-                self._saving = None
+                self._end()
 
     def close(self) -> None:
-        """Wait for a save whose rows are all copied; one that needs more of them is given up, with a RuntimeError."""
-        if self._saving is not None:
-            saving, self._saving = self._saving, None
-            if not saving.is_copied:
-                saving.abandon()
-                raise RuntimeError("close: a save was not finished, and is given up; call finish(state) first")
-            saving.join()
+        """Wait for a save whose rows are all copied; one that needs more of them is given up, with a RuntimeError. Others may write to the
+        path from then on, and so may this object again, if none does."""
+        try:
+            if self._saving is not None:
+                saving, self._saving = self._saving, None
+                if not saving.is_copied:
+                    saving.abandon()
+                    raise RuntimeError("close: a save was not finished, and is given up; call finish(state) first")
+                saving.join()
+        finally:
+            self._store.release()
 
     def __enter__(self) -> "Checkpointer":
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         """After an error a save that is not copied is given up, and the error goes on."""
-        if kind is None or (self._saving is not None and self._saving.is_copied):
-            self.close()
-        elif self._saving is not None:
-            self._saving.abandon()
-            self._saving = None
+        if kind is not None and self._saving is not None and not self._saving.is_copied:
+            self._abandon()
+        self.close()
 
-    def restore(self, example: Any, step: int | None = None, *, resize: bool = False, sharding: Any = None) -> Any:
+    def restore(self, example: Any, step: int | None = None, *, resize: bool = False, salvage: bool = False, sharding: Any = None) -> Any:
         """The newest generation, or that of a step, as a new state. Where the newest is broken, an older one is read, with a warning.
 
         `step` and `notes` are then those of what was read. Let an old state go before: this one takes its own memory. The rows that it
@@ -213,6 +248,8 @@ class Checkpointer:
           example: as for `init`: one env's step, or item; arrays, or `jax.ShapeDtypeStruct`s. step: of the generation.
           resize: whether the generation may be of another capacity: each stream has the newest rows that fit, with their priorities. An
             index that was drawn before names other rows: drop it.
+          salvage: whether a generation of which rows are damaged may be read without them. Their streams close up, and an episode that lost
+            rows is as one that was truncated there, so that nothing is paired that did not follow each other. `lost` has which are gone.
           sharding: where the state's leaves go, as `jax.jit` takes `out_shardings`: of one device, or of many. Whether they fit there is
             not asked beforehand.
 
@@ -220,81 +257,44 @@ class Checkpointer:
           FileNotFoundError: there is none. ValueError: it is of another buffer, or of other steps; every leaf that differs is named.
           BrokenError: what is stored is missing or damaged; it is named.
         """
+        check_not_forked("this Checkpointer", self._pid)
         if self._saving is not None:
             raise RuntimeError("restore: a save is under way; call finish(state) first")
-        while True:
-            generations, problems = self._generations.read()
-            for manifest in generations:
-                if step is None or manifest.step == step:
-                    before = check_fits(manifest, self.replay, example, resize, problems)
-                    try:
-                        with self._bar(f"restore {manifest.step}", self.replay.memory(example).total) as bar:
-                            reading = restoring.Reading(self._store, manifest, bar.update)
-                            state = reading.state(self.replay, before, example, sharding)
-                    except BrokenError as error:
-                        problems.append(f"step {manifest.step}: {error}")
-                        continue
-                    if problems:
-                        lines = [f"restore: step {manifest.step} was read, since this is broken:", *problems]
-                        warnings.warn("\n  ".join(lines), stacklevel=2)
-                    self._base, self.step, self.notes = manifest, manifest.step, manifest.notes
-                    return state
-            if self._generations.read()[0] == generations:  # else another process has just deleted them, for newer ones
-                break
-        if problems:
-            what = "nothing" if step is None else f"no step {step}"
-            others = "" if step is None else f" (there are {', '.join(map(str, self.steps()))})"
-            raise BrokenError("\n  ".join([f"restore: {what} under {self._store.name} can be restored{others}:", *problems]))
-        raise FileNotFoundError(f"restore: there is no generation{'' if step is None else f' of step {step}'} under {self._store.name}")
+        found = reading.restored(self._store, self._generations, self.replay, example, step, resize, salvage, sharding, self._bar)
+        self._base, self.step, self.notes = None if found.lost else found.manifest, found.manifest.step, found.manifest.notes
+        self.lost = found.lost
+        return found.state
+
+    def verify(self) -> list[Verified]:
+        """Read every file of every generation, the newest first, and compare it with what was written."""
+        return verifying.verified(self._store, self._generations, self._bar)
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
         """An error ends the save that is under way."""
+        check_not_forked("this Checkpointer", self._pid)
         try:
             yield
         except BaseException:
-            if self._saving is not None:
-                self._saving.abandon()
-                self._saving = None
+            self._abandon()
+            if not self._has_saved:  # somebody else may
+                self._store.release()
             raise
 
-    def _num_rows(self, stored: Any) -> int:
-        """Of a state, which must be this buffer's."""
-        found = {len(leaf) for leaf in jax.tree.leaves(stored)}
-        if found - {getattr(self.replay, "capacity", None)}:
-            raise ValueError(f"save: the state is of another buffer, of {found.pop()} rows, not {self.replay.capacity}")
-        return found.pop() if found else 1
+    def _abandon(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.abandon()
 
-    def _draft(self, state: Any, step: int, notes: dict[str, Any], most: int) -> Manifest:
-        """What is known of a generation before it is written."""
-        stored, rest = described(state)
-        length, span, probes = 1, rows.Span(np.zeros(0, np.int64), np.zeros(0, np.int64)), []
-        if stored:
-            length = int(self.replay.streams.length)
-            span = rows.span_of(rows.heads_of(state), length, self.replay.num_envs)
-            probes = history.probes_of(state, span, length, rows.num_rewritten(self.replay, state), most)
-        return Manifest(
-            folder=self._generations.next_folder(),
-            step=step,
-            buffer=identity(self.replay),
-            library=jaxreplay.__version__,
-            length=length,
-            first=span.first.tolist(),
-            end=span.end.tolist(),
-            rows=stored,
-            rest=rest,
-            seals={},
-            groups=[],
-            probes=probes,
-            notes=notes,
-        )
+    def _end(self) -> None:
+        """Of a save that is there."""
+        self._saving = None
+        for problem in self._damaged.values():
+            warnings.warn(f"save: {problem}: damaged since it was written; its rows, which are here, are written again", stacklevel=4)
 
-    def _on_top_of(self, base: Manifest | None, state: Any, draft: Manifest, span: rows.Span, most: int) -> tuple[np.ndarray, list[Group]]:
-        """From which number on rows are written, and the groups that have the others: none, where the state does not go on from `base`."""
-        if base is None or not draft.rows or not history.is_of_one_history(state, span, draft.length, base.probes):
-            return span.first, []
-        return history.kept_of(base, span, rows.num_rewritten(self.replay, state), most)
-
-    def _bar(self, what: str, num_bytes: int) -> tqdm:
-        hidden = None if self._progress is None else not self._progress
-        return tqdm(total=num_bytes, desc=what, unit="B", unit_scale=True, disable=hidden, file=sys.stderr)
+    def _check_state(self, where: str, state: Any) -> None:
+        check_not_forked("this Checkpointer", self._pid)
+        if isinstance(self.replay, ReplayBuffer):
+            check_state(where, self.replay, state)
+        else:
+            self.replay.steps(state)  # which says it, too

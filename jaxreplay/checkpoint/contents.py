@@ -5,36 +5,38 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay import leaves, ring
+from jaxreplay.checkpoint import schema
 from jaxreplay.checkpoint.arrays import Array
+from jaxreplay.checkpoint.files import BrokenError, Files
 from jaxreplay.checkpoint.generations import Generations
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.row_reader import RowReader
-from jaxreplay.checkpoint.store import BrokenError, Store, array_name, store_at
+from jaxreplay.checkpoint.store import array_name, store_at
 from jaxreplay.inspection.contents import COUNTERS, Contents, leaf_bytes, numbers_in_order, spread
+from jaxreplay.paths import printable
 
 _TREE = "sampler.tree.sums.0"
 
 
-def generation_of(path: Any, step: int | None) -> tuple[Store, Manifest]:
-    """The newest generation under a path, or that of a step.
+def generation_of(path: Any, step: int | None, timeout: float) -> tuple[Files, Manifest]:
+    """The newest generation under a path, or that of a step. `timeout`: seconds that a request to a far store may take.
 
     Raises:
       FileNotFoundError: there is none. ValueError: it is of a rollout. BrokenError: there is none that can be read.
     """
-    if os.path.isfile(path):
-        raise ValueError(f"{path} is a file, not the folder of a Checkpointer")
-    store = store_at(path)
+    if isinstance(path, str | bytes | os.PathLike) and os.path.isfile(path):
+        raise ValueError(f"{os.fsdecode(path)} is a file, not the folder of a Checkpointer")
+    store = store_at(path, timeout)
     generations, problems = Generations(store, keep=1).read()
     manifest = next((one for one in generations if step in (None, one.step)), None)
     if manifest is None:
         what = f"there is no generation{'' if step is None else f' of step {step}'} under {store.name}"
         raise BrokenError("; ".join([what, *problems])) if problems else FileNotFoundError(what)
     if not manifest.rows:
-        raise ValueError(f"{store.name} has no rows of a replay buffer, but a {manifest.buffer.partition('(')[0]}")
+        raise ValueError(f"{store.name} has no rows of a replay buffer, but a {printable(manifest.buffer.partition('(')[0])}")
     return store, manifest
 
 
@@ -49,7 +51,7 @@ class _Leaf:
 
     @classmethod
     def of(cls, name: str, text: str) -> "_Leaf":
-        dtype, shape = _dtype_and_shape(text)
+        dtype, shape = schema.dtype_and_shape(name, text)
         bits = leaves.carrier(dtype) if name.startswith("steps") else None
         return cls(name, dtype, dtype, shape) if bits is None else cls(f"{name}.bits", np.dtype(bits), dtype, shape)
 
@@ -58,7 +60,7 @@ class _Leaf:
         return values if self.stored == self.dtype else leaves.decode_on_host(values, self.dtype)
 
 
-def contents_of(store: Store, manifest: Manifest, max_bytes: int) -> Contents:
+def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
     """Of a generation. At most `max_bytes` of the steps' values are looked at.
 
     Raises:
@@ -77,13 +79,22 @@ def contents_of(store: Store, manifest: Manifest, max_bytes: int) -> Contents:
             yield rows[chosen], {name: leaf.read(reader, rows[chosen]) for name, leaf in steps.items()}
 
     def rest(name: str) -> np.ndarray:
-        dtype, shape = _dtype_and_shape(manifest.rest[name])
-        return Array(store, array_name("rest", manifest.folder, name), shape, dtype, manifest.seals[name]).read()
+        dtype, shape = schema.dtype_and_shape(name, manifest.rest[name])
+        where = array_name("rest", manifest.folder, name)
+        if name not in manifest.seals:
+            raise BrokenError(f"{where} is not named in the manifest")
+        return Array(store, where, shape, dtype, manifest.seals[name]).read()
 
+    if "flags" in held and (held["flags"].dtype, held["flags"].shape) != (np.uint8, ()):
+        raise BrokenError(f"manifests/{manifest.folder}.json: rows: flags are uint8[], got {manifest.rows['flags']}")
     reward, probability = held.get("steps.reward"), None
     if _TREE in manifest.rest:  # its leaves lie by time, then env
         env, number = numbers_in_order(reader.first, reader.end)
-        mass = rest(_TREE)[ring.position_of(number, manifest.length) * len(reader.end) + env].astype(np.float64)
+        leaf = ring.position_of(number, manifest.length) * len(reader.end) + env
+        tree = rest(_TREE)
+        if tree.ndim != 1 or tree.size < manifest.length * len(reader.end) or tree.dtype.kind != "f":
+            raise BrokenError(f"manifests/{manifest.folder}.json: rest: {_TREE} is no tree of these rows, got {manifest.rest[_TREE]}")
+        mass = tree[leaf].astype(np.float64)
         probability = mass / max(mass.sum(), np.finfo(np.float64).tiny)
     return Contents(
         buffer=manifest.buffer,
@@ -98,8 +109,3 @@ def contents_of(store: Store, manifest: Manifest, max_bytes: int) -> Contents:
         counters={name: float(rest(f"sampler.{name}")) for name in COUNTERS if manifest.rest.get(f"sampler.{name}", "").endswith("[]")},
         blocks=blocks,
     )
-
-
-def _dtype_and_shape(text: str) -> tuple[np.dtype, tuple[int, ...]]:
-    dtype, _, sizes = text.partition("[")
-    return np.dtype(jnp.dtype(dtype)), tuple(int(size) for size in sizes.rstrip("]").split(",") if size)

@@ -1,53 +1,44 @@
-"""What an earlier generation already has of a state's rows: those need not be written again."""
+"""What an earlier generation already has of a state's rows: those need not be written again.
+
+That is so where the state goes on from the one that was saved, which its fingerprint tells (`fingerprint.py`): that of the rows up to the
+generation's newest ones is what the generation has noted. A state that went back, and on another way, has another one, though its rows have
+the same numbers and perhaps, here and there, the same values.
+"""
 
 import functools
-import zlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay import sizes
 from jaxreplay.checkpoint import rows
 from jaxreplay.checkpoint.manifest import Group, Manifest
 from jaxreplay.checkpoint.rows import Picked, Span
+from jaxreplay.operations import ReplayState
 
-_MOST_PROBES = 64
+_BLOCK_BYTES = 2**22  # of rows whose fingerprint is taken at a time
 
 
-def probes_of(state: Any, span: Span, length: int, num_rewritten: int, most: int) -> list[list[int]]:
-    """The stream, the number and a checksum of some rows: the newest ones of some streams, and others from all over the state."""
-    first, end = span.first, np.maximum(span.end - num_rewritten, span.first)
-    before = np.cumsum(end - first) - (end - first)
-    total = int((end - first).sum())
-    count = min(_MOST_PROBES, most)
-    if not total:
+def noted(replay: Any, state: ReplayState, span: Span) -> list[int]:
+    """The fingerprint of each stream's rows, but for the newest ones if they may be taken back; none where the state keeps none."""
+    if state.streams.history is None:
         return []
-    nth = np.unique(np.linspace(0, total - 1, max(count // 2, 1)).astype(np.int64))
-    env = np.searchsorted(before + (end - first), nth, side="right")
-    spread = Picked(env, first[env] + nth - before[env])
-    some = np.unique(np.linspace(0, len(end) - 1, max(count - len(nth), 1)).astype(np.int64))
-    some = some[end[some] > first[some]]
-    picked = Picked(np.concatenate([some, spread.env])[:count], np.concatenate([end[some] - 1, spread.number])[:count])
-    return [[int(e), int(n), c] for e, n, c in zip(*picked, _checksums(state, picked, length), strict=True)]
+    settled = np.maximum(span.end - rows.num_rewritten(replay, state), span.first)
+    return _up_to(replay, state, settled, span).tolist()
 
 
-def is_of_one_history(state: Any, span: Span, length: int, probes: list[list[int]]) -> bool:
-    """Whether every probed row that the state still has is as it was."""
-    env, number, checksum = np.array(probes, np.int64).reshape(-1, 3).T
-    is_held = (number >= span.first[env]) & (number < span.end[env])
-    is_lost = number >= span.end[env]
-    if is_lost.any() or not is_held.any():
-        return not is_lost.any()
-    picked = Picked(env[is_held], number[is_held])
-    return _checksums(state, picked, length) == checksum[is_held].tolist()
-
-
-def _checksums(state: Any, picked: Picked, length: int) -> list[int]:
-    index = rows.rows_at(picked, length)
-    values, _ = rows.read(state, sizes.padded(index, sizes.power_above(len(index)), index[-1]))
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(values)]
-    return [functools.reduce(lambda crc, leaf, row=row: zlib.crc32(leaf[row].tobytes(), crc), leaves, 0) for row in range(len(index))]
+def goes_on(replay: Any, state: ReplayState, span: Span, base: Manifest) -> bool:
+    """Whether all rows that the state and a generation have in common are the same ones."""
+    if state.streams.history is None or not base.history or len(base.end) != len(span.end):
+        return False
+    settled = np.maximum(np.array(base.end, np.int64) - rows.num_rewritten(replay, state), np.array(base.first, np.int64))
+    if (settled > span.end).any():  # it is behind
+        return False
+    is_shared = settled > span.first
+    found = _up_to(replay, state, np.where(is_shared, settled, span.end), span)
+    return bool((found == np.array(base.history, np.uint32))[is_shared].all())
 
 
 def kept_of(base: Manifest, span: Span, num_rewritten: int, group_rows: int) -> tuple[np.ndarray, list[Group]]:
@@ -65,7 +56,36 @@ def kept_of(base: Manifest, span: Span, num_rewritten: int, group_rows: int) -> 
     return since, [group for group in base.groups if _live(group, span.first, since).any()]
 
 
+def again(group: Group, span: Span, since: np.ndarray, length: int, most: int) -> list[tuple[int, Picked]]:
+    """The rows of a group that are still held, to be written again in its place: as of `rows.groups_of`."""
+    low, high = (np.zeros(len(span.end), np.int64), np.full(len(span.end), -1, np.int64))
+    low[: (count := len(rows.from_runs(group.first)))], high[:count] = rows.from_runs(group.first), rows.from_runs(group.last)
+    first, end = np.maximum(low, span.first), np.minimum(high + 1, since)
+    held = Span(np.minimum(first, np.maximum(end, 0)), np.maximum(end, 0))
+    parts = [picked for _, picked in rows.groups_of(held, held.first, length, most)]
+    return [(int((picked.number + length - span.end[picked.env]).min()), picked) for picked in parts]
+
+
 def _live(group: Group, first: np.ndarray, since: np.ndarray) -> np.ndarray:
     """Rows of each stream that are still held, and not written anew: int64[the first streams]."""
     low, high = rows.from_runs(group.first), rows.from_runs(group.last)
     return np.maximum(np.minimum(high, since[: len(high)] - 1) - np.maximum(low, first[: len(high)]) + 1, 0)
+
+
+def _up_to(replay: Any, state: ReplayState, number: np.ndarray, span: Span) -> np.ndarray:
+    """The fingerprint of each stream's rows before a number, uint32[E]: of those before `span.end`, without the ones from there on."""
+    length, total = int(replay.streams.length), np.array(rows.copied(state.streams.history))
+    row_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.streams.steps)) // max(replay.capacity, 1)
+    most = sizes.power_below(_BLOCK_BYTES // (row_bytes + 64))
+    for _, picked in rows.groups_of(Span(span.first, span.end), number, length, most):
+        index, size = rows.rows_at(picked, length), sizes.power_above(len(picked.env))
+        arrays = (index, picked.number.astype(np.uint32), picked.env.astype(np.int32))
+        total -= np.asarray(_fingerprint(replay, state, *(sizes.padded(array, size, array[-1]) for array in arrays), len(index)))
+    return total
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _fingerprint(replay: Any, state: ReplayState, row: jax.Array, number: jax.Array, env: jax.Array, count: jax.Array) -> jax.Array:
+    """The sum over the first `count` of some rows, for each stream: uint32[E]."""
+    hashes = jnp.where(jnp.arange(len(row)) < count, replay.streams.hashes(state.streams, row, number), 0)
+    return jnp.zeros((replay.num_envs,), jnp.uint32).at[env].add(hashes)

@@ -11,7 +11,7 @@ from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.checkpoint import rows
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.description import description
-from jaxreplay.paths import named
+from jaxreplay.paths import named, printable
 
 
 def identity(replay: Any) -> str:
@@ -47,14 +47,15 @@ def check_fits(manifest: Manifest, replay: Any, example: Any, resize: bool, prob
     if manifest.buffer == identity(before) and (resize or identity(own) == identity(before)):
         replay = before
     else:
-        lines = [f"restore: step {manifest.step} is of another buffer:", f"  {manifest.buffer}", "this one is:", f"  {identity(own)}"]
+        found = printable(manifest.buffer)
+        lines = [f"restore: step {manifest.step} is of another buffer:", f"  {found}", "this one is:", f"  {identity(own)}"]
         if manifest.buffer == identity(before):
             lines.append("of another capacity, resize=True takes the newest rows that fit")
         raise ValueError("\n".join([*lines, *(["and this is broken:"] if problems else []), *(f"  {problem}" for problem in problems)]))
     lines = []
     for got, expected in zip((manifest.rows, manifest.rest), described(jax.eval_shape(replay.init, example)), strict=True):
         names = [name for name in dict.fromkeys([*got, *expected]) if got.get(name) != expected.get(name)]
-        lines += [f"{name}: stored {got.get(name, 'nothing')}, expected {expected.get(name, 'nothing')}" for name in names]
+        lines += [f"{printable(name)}: stored {got.get(name, 'nothing')}, expected {expected.get(name, 'nothing')}" for name in names]
     if lines:
         raise ValueError("\n  ".join([f"restore: step {manifest.step} holds other steps:", *lines]))
     return replay
@@ -67,5 +68,5 @@ def check_path(where: str, generations: list[Manifest], draft: Manifest, replay:
     if generations and (generations[0].rows != draft.rows or generations[0].buffer not in own):
         raise ValueError(
             f"save: {where} has the generations of another buffer, or of other steps; give each a path of its own:\n"
-            f"  {generations[0].buffer}, {generations[0].rows}\nthis one is:\n  {draft.buffer}, {draft.rows}"
+            f"  {printable(generations[0].buffer)}, {generations[0].rows}\nthis one is:\n  {draft.buffer}, {draft.rows}"
         )

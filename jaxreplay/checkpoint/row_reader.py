@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxreplay.checkpoint.arrays import Array
-from jaxreplay.checkpoint.manifest import Group, Manifest
-from jaxreplay.checkpoint.store import BrokenError, Store, array_name
+from jaxreplay.checkpoint.files import BrokenError, Files
+from jaxreplay.checkpoint.group_reader import array_of, numbers_of
+from jaxreplay.checkpoint.manifest import Manifest
 
 
 class RowReader:
@@ -16,18 +16,21 @@ class RowReader:
       BrokenError: a row is in no group, or an array is missing, or not as it was written.
     """
 
-    def __init__(self, store: Store, manifest: Manifest):
+    def __init__(self, store: Files, manifest: Manifest):
         self._store, self._manifest = store, manifest
         self.first, self.end = (np.asarray(numbers, np.int64) for numbers in (manifest.first, manifest.end))
         self.num_rows = int((self.end - self.first).sum())
         self._offset = np.cumsum(self.end - self.first) - (self.end - self.first)  # int64[E]: of each stream's first row
-        self._group, self._place = np.full((2, self.num_rows), -1, np.int32)
-        for at, group in enumerate(manifest.groups):  # a row that is in two is as in the later one
-            env, number = (self._read(group, name, (), dtype).astype(np.int64) for name, dtype in (("env", np.int32), ("number", np.int64)))
-            place = np.flatnonzero((number >= self.first[env]) & (number < self.end[env]))
-            row = self._offset[env[place]] + number[place] - self.first[env[place]]
-            self._group[row], self._place[row] = at, place
-        if missing := int((self._group < 0).sum()):
+        missing = self.num_rows - sum(group.num_rows for group in manifest.groups)
+        if missing <= 0:  # so much memory is right, as soon as a group has been read of each part of it
+            self._group, self._place = np.zeros((2, self.num_rows), np.int32)  # the number of the group, from 1 on
+            for at, group in enumerate(manifest.groups, 1):  # a row that is in two is as in the later one
+                env, number = numbers_of(store, group, len(self.end))
+                place = np.flatnonzero((number >= self.first[env]) & (number < self.end[env]))
+                row = self._offset[env[place]] + number[place] - self.first[env[place]]
+                self._group[row], self._place[row] = at, place
+            missing = int((self._group == 0).sum())
+        if missing > 0:
             raise BrokenError(f"{missing:,} rows of the generation are in none of its groups")
 
     def read(self, name: str, shape: tuple[int, ...], dtype: Any, rows: np.ndarray) -> np.ndarray:
@@ -35,7 +38,8 @@ class RowReader:
         values = np.zeros((len(rows), *shape), dtype)
         if values.size:
             for at, chosen in self.by_group(rows):
-                values[chosen] = self._read(self._manifest.groups[at], name, shape, dtype, self._place[rows[chosen]])
+                array = array_of(self._store, self._manifest.groups[at], name, shape, dtype)
+                values[chosen] = array.read()[self._place[rows[chosen]]]
         return values
 
     def by_group(self, rows: np.ndarray) -> list[tuple[int, np.ndarray]]:
@@ -44,8 +48,4 @@ class RowReader:
             return []
         order = np.argsort(self._group[rows], kind="stable")
         groups, starts = np.unique(self._group[rows][order], return_index=True)
-        return list(zip(groups.tolist(), np.split(order, starts[1:]), strict=True))
-
-    def _read(self, group: Group, name: str, shape: tuple[int, ...], dtype: Any, places: Any = slice(None)) -> np.ndarray:
-        where = array_name("rows", group.folder, name)
-        return Array(self._store, where, (group.num_rows, *shape), dtype, group.seals[name]).read()[places]
+        return list(zip((groups - 1).tolist(), np.split(order, starts[1:]), strict=True))

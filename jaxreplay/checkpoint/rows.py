@@ -110,7 +110,8 @@ def in_runs(values: np.ndarray) -> list[list[int]]:
 
 
 def from_runs(runs: list[list[int]]) -> np.ndarray:
-    return np.repeat([value for _, value in runs], [count for count, _ in runs])
+    """int64[E], from such pairs."""
+    return np.repeat(np.array([value for _, value in runs], np.int64), [count for count, _ in runs])
 
 
 def rows_at(picked: Picked, length: int) -> np.ndarray:

@@ -4,17 +4,20 @@ import atexit
 import queue
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxreplay import sizes
 from jaxreplay.checkpoint import arrays, rows
-from jaxreplay.checkpoint.manifest import Group
+from jaxreplay.checkpoint.files import Files
+from jaxreplay.checkpoint.manifest import Group, Seals
+from jaxreplay.checkpoint.planning import Plan
 from jaxreplay.checkpoint.rows import Picked
-from jaxreplay.checkpoint.store import Store, array_name
+from jaxreplay.checkpoint.store import array_name
 from jaxreplay.checkpoint.trim import Trimmer
+from jaxreplay.interrupts import uninterrupted
 from jaxreplay.paths import named
 
 
@@ -22,36 +25,32 @@ class Saving:
     """Copies in the caller's thread, and writes in its own: two, since one alone does not keep a disk busy.
 
     Args:
-      store: where to. folder: a name that no other save has.
+      store: where to. plan: what is written.
       rest: everything but the rows; dropped when it is written. is_own: whether nobody else has it, so that no `pump` waits for that.
-      plan: groups of rows, each with how many rows may be added to a stream before one of it is lost.
-      end: int64[E], one more than the number of each stream's newest row. length: rows of a stream.
-      group_rows: rows of a group, at most. chunk_bytes: of an array's chunk, at most. level: of the compression.
+      chunk_bytes: of an array's chunk, at most. level: of the compression.
       places: the memory of the rows, by name, where nobody writes to it until the save is there: none is copied; None: as of each state.
-      commit: called in a thread when all is written, with the groups, and the seals of the rest's arrays.
+      check: called in a thread while the disk takes the last of it. commit: called in one when all is written, with the groups, and the
+        seals of the rest's arrays.
       progress: called in a thread, in one at a time, with the bytes that were written.
     """
 
     def __init__(
         self,
-        store: Store,
-        folder: str,
+        store: Files,
+        plan: Plan,
         rest: Any,
-        plan: Iterator[tuple[int, Picked]],
         *,
-        end: np.ndarray,
-        length: int,
-        group_rows: int,
         is_own: bool,
         chunk_bytes: int,
         level: int | None,
         places: dict[str, np.ndarray] | None,
-        commit: Callable[[list[Group], dict[str, int]], None],
+        check: Callable[[], None],
+        commit: Callable[[list[Group], Seals], None],
         progress: Callable[[int], Any],
     ):
-        self._store, self._folder, self._plan, self._end, self._length = store, folder, plan, end, length
-        self._group_rows, self._chunk_bytes, self._level, self._commit, self._progress = group_rows, chunk_bytes, level, commit, progress
-        self._places = places
+        self._store, self._folder, self._plan, self._end, self._length = store, plan.draft.folder, plan.groups, plan.end, plan.draft.length
+        self._group_rows, self._chunk_bytes, self._level = plan.group_rows, chunk_bytes, level
+        self._places, self._check, self._commit, self._progress = places, check, commit, progress
         self._copied: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._room = threading.Semaphore(1)  # for one group that waits to be written
         self._num_announced = 0  # rows that a stream may have got since
@@ -64,12 +63,17 @@ class Saving:
         self._to_sync: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # folders that are written, and may not be on the disk yet
         self._sync_room = threading.Semaphore(2)
         self._error: BaseException | None = None
-        self._next = next(plan, None)
+        self._next = next(self._plan, None)
         self._thread = threading.Thread(target=self._run, args=(named(rest),), name="jaxreplay-checkpoint", daemon=True)
         self._helper = threading.Thread(target=self._write_groups, name="jaxreplay-checkpoint-helper", daemon=True)
         self._syncer = threading.Thread(target=self._run_syncer, name="jaxreplay-sync", daemon=True)
-        for thread in (self._syncer, self._helper, self._thread):
-            thread.start()
+        try:
+            for thread in (self._syncer, self._helper, self._thread):
+                thread.start()
+        except BaseException:  # those that have begun end
+            self._give_up()
+            self._to_sync.put(None)
+            raise
         atexit.register(self._at_exit)
         if self._next is None:
             self._copied.put(None)
@@ -108,12 +112,16 @@ class Saving:
         self._raise_error()
 
     def abandon(self) -> None:
-        """Nothing of it will be there."""
-        self._error = self._error or RuntimeError("the save was given up")
-        self._next = None
-        self._copied.put(None)  # one too many does no harm
+        """Nothing of it will be there. The threads end, also if an interrupt ends the wait for them."""
+        self._give_up()
         self._thread.join()
         atexit.unregister(self._at_exit)
+
+    def _give_up(self) -> None:
+        with uninterrupted():
+            self._error = self._error or RuntimeError("the save was given up")
+            self._next = None
+            self._copied.put(None)  # one too many does no harm
 
     def _at_exit(self) -> None:
         is_copied = self.is_copied
@@ -145,7 +153,7 @@ class Saving:
 
     def _run(self, rest: list[tuple[str, Any]]) -> None:
         """What the first thread does."""
-        seals: dict[str, int] = {}
+        seals: Seals = {}
         while rest:
             name, leaf = rest.pop()
             self._try(self._write_leaf, name, leaf, seals)
@@ -153,6 +161,7 @@ class Saving:
         self._is_rest_written.set()
         self._sync(f"rest/{self._folder}")
         self._write_groups()
+        self._try(self._check)
         self._helper.join()
         self._places = None  # a view that stays makes the next add copy
         self._to_sync.put(None)
@@ -184,20 +193,21 @@ class Saving:
             except BaseException as error:
                 self._error = error
 
-    def _write_leaf(self, name: str, leaf: Any, seals: dict[str, int]) -> None:
+    def _write_leaf(self, name: str, leaf: Any, seals: Seals) -> None:
         """In pieces, each a chunk."""
         if not leaf.size:
             return
         where, num_rows = array_name("rest", self._folder, name), rows.chunk_rows(leaf, self._chunk_bytes)
         writer = arrays.Writer(self._store, where, leaf.shape, leaf.dtype, num_rows, self._level)
-        for number, piece in enumerate(rows.pieces(leaf, num_rows)):
-            writer.write(number, [arrays.bytes_of(np.asarray(piece))])
+        for piece in rows.pieces(leaf, num_rows):
+            writer.write([arrays.bytes_of(np.asarray(piece))])
             self._tell(piece.nbytes)
-        seals[name] = writer.seal
+        seals[name] = writer.seals
 
     def _write_group(self, group: int, picked: Picked, values: Any, heads: Any) -> None:
         """Each leaf in one chunk."""
-        folder, count, seals, num_bytes = f"{self._folder}-{group:06}", len(picked.env), {}, 0
+        folder, count, num_bytes = f"{self._folder}-{group:06}", len(picked.env), 0
+        seals: Seals = {}
         if self._places is None:
             self._check_in_time(picked, heads)
             blocks = {name: _Block.of(np.asarray(leaf)[:count]) for name, leaf in named(values) if leaf.size}
@@ -207,8 +217,8 @@ class Saving:
         blocks |= {"env": _Block.of(picked.env.astype(np.int32)), "number": _Block.of(picked.number)}
         for name, block in blocks.items():
             writer = arrays.Writer(self._store, array_name("rows", folder, name), (count, *block.shape), block.dtype, count, self._level)
-            writer.write(0, block.parts)
-            seals[name] = writer.seal
+            writer.write(block.parts)
+            seals[name] = writer.seals
             num_bytes += sum(map(len, block.parts))
         del blocks
         self._tell(num_bytes)

@@ -9,6 +9,7 @@ from jaxreplay.inspection import measure
 from jaxreplay.inspection.contents import Contents
 from jaxreplay.inspection.page import page
 from jaxreplay.inspection.text import text
+from jaxreplay.paths import printable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +31,18 @@ class Inspection:
 
     def to_html(self) -> str:
         """One page that needs nothing else: no network, no script."""
-        return page(dataclasses.asdict(self))
+        return page(_printable(dataclasses.asdict(self)))
 
     def __str__(self) -> str:
-        return text(dataclasses.asdict(self))
+        return text(_printable(dataclasses.asdict(self)))
+
+
+def _printable(found: Any) -> Any:
+    if isinstance(found, dict):
+        return {printable(name): _printable(value) for name, value in found.items()}
+    if isinstance(found, list):
+        return [_printable(value) for value in found]
+    return printable(found) if isinstance(found, str) else found
 
 
 def _finite(found: Any) -> Any:

@@ -1,6 +1,7 @@
 """First in, first out: each row is handed out once, in the order of time, as on-policy learners want their data."""
 
 import dataclasses
+from collections.abc import Callable
 
 import flax.struct
 import jax
@@ -44,6 +45,10 @@ class Queue(ConsumingSampler):
     def clear(self, state: QueueState) -> QueueState:
         """The ranks go on: the rows that are forgotten lie before the first drawable one from now on."""
         return state.replace(is_cleared=jnp.ones_like(state.is_cleared))
+
+    def after_loss(self, state: QueueState, rank_now: Callable[[np.ndarray], np.ndarray]) -> QueueState:
+        """What was taken stays so; what is lost is not counted in `lost`."""
+        return state.replace(next=jnp.asarray(rank_now(np.asarray(state.next))))
 
     def size(self, state: QueueState, drawable: Drawable) -> jax.Array:
         """Rows left to take."""

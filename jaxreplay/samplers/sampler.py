@@ -1,9 +1,11 @@
 """What a sampler is: it is told which rows became drawable and which were overwritten, and never sees the data."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxreplay.drawable import Change, Drawable
 from jaxreplay.streams import Streams
@@ -68,6 +70,15 @@ class Sampler:
           row: int32[K], which rows these are now, all different; the capacity for those that are gone. values: `[K]`.
         """
         raise NotImplementedError(f"{type(self).__name__} must have moved")
+
+    def after_loss(self, state: Any, rank_now: Callable[[np.ndarray], np.ndarray]) -> Any:
+        """The state, such as `resized` takes, for a buffer that has lost rows out of its midst.
+
+        Args:
+          rank_now: gives what a rank of before is now, or that of the next row that is left: uint32[E] to uint32[E].
+        """
+        del rank_now
+        return state
 
     def size(self, state: Any, drawable: Drawable) -> jax.Array:
         """Rows that can be drawn now: int32[]."""

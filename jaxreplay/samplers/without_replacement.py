@@ -1,10 +1,12 @@
 """Without replacement: passes over the drawable rows, each in a random order of its own, as in epochs of supervised learning."""
 
 import dataclasses
+from collections.abc import Callable
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxreplay import bits, ring
 from jaxreplay.drawable import Drawable
@@ -51,6 +53,11 @@ class WithoutReplacement(ConsumingSampler):
 
     def clear(self, state: WithoutReplacementState) -> WithoutReplacementState:
         return state.replace(position=jnp.zeros_like(state.position), num_rows=jnp.zeros_like(state.num_rows))
+
+    def after_loss(self, state: WithoutReplacementState, rank_now: Callable[[np.ndarray], np.ndarray]) -> WithoutReplacementState:
+        """The pass is given up: its order was one of rows that are not there any more."""
+        del rank_now
+        return self.clear(state)
 
     def size(self, state: WithoutReplacementState, drawable: Drawable) -> jax.Array:
         """Drawable rows, which is what a new pass would hold: those left in the present one are not counted."""

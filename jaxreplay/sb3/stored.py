@@ -281,8 +281,7 @@ class StoredOnce(buffers.ReplayBuffer):
 
     def __getstate__(self) -> dict[str, Any]:
         state: Any = super().__getstate__()
-        state.pop("_pid", None)
-        return {**state, "_state": jax.tree.map(np.asarray, self._state)}
+        return {**{name: value for name, value in state.items() if name != "_pid"}, "_state": jax.tree.map(np.asarray, self._state)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -1,0 +1,153 @@
+"""Files in a local folder. Nothing is buffered here: what is written goes out of the caller's memory, and what is read into it."""
+
+import contextlib
+import ctypes
+import errno
+import functools
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxreplay.checkpoint.files import LARGE, BrokenError, Files
+from jaxreplay.checkpoint.lock import Lock
+
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)  # other errors may be well the next time
+_PIECE = 2**20  # bytes that are read or written at a time, and given to the disk at once: it has nothing to do otherwise until `sync`
+
+
+class Folder(Files):
+    """A local one, which need not be there yet."""
+
+    def __init__(self, path: str):
+        self._path = pathlib.Path(path).absolute()
+        self.name = str(self._path)
+        parents = list(self._path.parents)
+        is_there = [parent.is_dir() for parent in parents]
+        self._above = parents[: is_there.index(True) + 1] if True in is_there else []  # those that are made with it, and theirs
+        self._lock = Lock(self._path / "writer.lock")
+
+    def claim(self, is_successor: bool) -> None:
+        """A dead writer's lock is gone with it."""
+        del is_successor
+        self._path.mkdir(parents=True, exist_ok=True)
+        self._lock.acquire(self.name)
+
+    def check_claim(self) -> None:
+        self._lock.check(self.name)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def write(self, name: str, parts: Sequence[Any]) -> None:
+        path = self._path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb", buffering=0) as file:
+            begun = end = 0
+            for part in parts:
+                left = memoryview(part)
+                while len(left):
+                    count = file.write(left[:_PIECE])
+                    left, end = left[count:], end + count
+                    if end - begun >= _PIECE:
+                        _begin_to_write_out(file.fileno(), begun, end - begun)
+                        begun = end
+
+    def expect(self, name: str) -> None:
+        """A small one comes meanwhile. A large one would then lie in small pages, slower to copy."""
+        if hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError), open(f"{self.name}/{name}", "rb", buffering=0) as file:
+                if os.fstat(file.fileno()).st_size < LARGE:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
+    def forget(self, name: str) -> None:
+        """Nothing: what the system has read it may drop."""
+
+    def read(self, name: str, parts_of: Callable[[int], Sequence[Any]], tell: Callable[[Any], Any] = lambda _: None) -> None:
+        try:
+            with open(f"{self.name}/{name}", "rb", buffering=0) as file:
+                if (size := os.fstat(file.fileno()).st_size) >= LARGE and hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the system reads further ahead
+                for part in parts_of(size):
+                    left = part
+                    while len(left):
+                        if not (count := file.readinto(left[:_PIECE])):
+                            raise BrokenError(f"{name} is cut short")
+                        tell(left[:count])
+                        left = left[count:]
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            raise BrokenError(f"{name} is missing" if error.errno == errno.ENOENT else f"{name}: {error.strerror}") from error
+
+    def sync(self, folder: str) -> None:
+        if not (self._path / folder).is_dir():
+            return
+        _sync_all(self._path / folder)
+        for inner, _, files in os.walk(self._path / folder):
+            for name in [*files, "."]:
+                _fsync(os.path.join(inner, name))
+
+    def put(self, name: str, content: bytes, after: Sequence[str]) -> None:
+        path, unfinished = self._path / name, self._path / f"{name}.new"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_bytes(content)
+        _fsync(unfinished)
+        folders = [self._path / folder for folder in after]
+        for folder in [*folders, self._path, *self._above]:
+            if folder.is_dir() and os.access(folder, os.R_OK):
+                _fsync(folder)
+        unfinished.replace(path)
+        _fsync(path.parent)
+
+    def entries(self, folder: str) -> list[str]:
+        return sorted(os.listdir(self._path / folder)) if (self._path / folder).is_dir() else []
+
+    def delete(self, name: str) -> None:
+        if (self._path / name).is_dir():
+            shutil.rmtree(self._path / name)
+        else:
+            (self._path / name).unlink()
+
+
+def _fsync(path: Any) -> None:
+    """Wait until the disk has a file, or a folder's names, where the system can wait for these."""
+    is_folder, is_windows = os.path.isdir(path), os.name == "nt"
+    if is_folder and is_windows:
+        return
+    descriptor = os.open(path, os.O_RDWR if is_windows else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not is_folder or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _begin_to_write_out(descriptor: int, start: int, size: int) -> None:
+    """Tell the system that the disk may have these bytes of a file now, where it can be told; and wait for nothing."""
+    if call := _sync_file_range():
+        call(descriptor, ctypes.c_int64(start), ctypes.c_int64(size), 2)  # SYNC_FILE_RANGE_WRITE
+
+
+@functools.cache
+def _sync_file_range() -> Any:
+    try:
+        return ctypes.CDLL(None).sync_file_range
+    except (OSError, AttributeError, TypeError):
+        return None
+
+
+def _sync_all(folder: Any) -> None:
+    """All of a folder's file system at once, where the system can: many small files then wait for little each. Errors come from these."""
+    try:
+        call = ctypes.CDLL(None).syncfs
+    except (OSError, AttributeError, TypeError):
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        call(descriptor)
+    finally:
+        os.close(descriptor)

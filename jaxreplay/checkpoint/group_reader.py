@@ -1,0 +1,233 @@
+"""Rows out of a generation's groups into a state: the newest groups first, each row once, some groups at a time."""
+
+import collections
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxreplay import ring
+from jaxreplay.checkpoint import arrays, rows
+from jaxreplay.checkpoint.arrays import Array, Buffers
+from jaxreplay.checkpoint.files import LARGE, BrokenError, Files
+from jaxreplay.checkpoint.manifest import Group, Manifest
+from jaxreplay.checkpoint.rows import Picked
+from jaxreplay.checkpoint.salvage import Holes
+from jaxreplay.checkpoint.store import array_name
+from jaxreplay.paths import named
+
+_AHEAD = 2**29  # bytes that a system may read before they are asked for
+
+
+class Ahead:
+    """The groups of a generation that are to be read; and a thread that tells the system of them before they are, from now on.
+
+    Args:
+      specs: of the rows of a buffer with streams of `length`: the newest that they hold are read.
+      holes: rows that are left out, and the groups whose rows they are; the others close up.
+    """
+
+    def __init__(self, store: Files, manifest: Manifest, specs: Any, length: int, holes: Holes):
+        self._store, self._holes, self.length = store, holes, length
+        self._groups = [(group, group.folder in holes.folders) for group in manifest.groups]
+        self._end = np.asarray(manifest.end, np.int64)
+        filled = self._end - np.asarray(manifest.first, np.int64)
+        self._first = self._end - (filled if holes.folders else np.minimum(filled, length))
+        self._held = np.minimum(filled - holes.num_lost, length)
+        self.num_rows = int(self._held.sum())
+        row_bytes = sum(math.prod(spec.shape[1:]) * spec.dtype.itemsize for spec in jax.tree.leaves(specs))
+        largest = max((group.num_rows for group in manifest.groups), default=1) * row_bytes
+        self._room = threading.Semaphore(max(1, _AHEAD // max(1, largest)))
+        self._is_over = store.is_far  # who reads these asks for them
+        self._thread = threading.Thread(target=self._run, args=(named(specs),), name="jaxreplay-ahead", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[tuple[Group, np.ndarray, np.ndarray]]:
+        """Groups, the newest first, each with the numbers from which on and up to which its rows are taken: int64[E] both.
+
+        A row is taken from the last group that has it, and a group has a stream's rows from one number to another.
+        """
+        first, end = self._first, self._end
+        for group, is_left_out in reversed(self._groups):
+            low, high = rows.from_runs(group.first), rows.from_runs(group.last)
+            these = slice(len(low))
+            if not is_left_out and ((low <= high) & (low < end[these]) & (high >= first[these])).any():
+                yield group, first, end
+            end = end.copy()
+            end[these] = np.where(low <= high, np.minimum(low, end[these]), end[these])
+
+    def places_of(self, picked: Picked) -> tuple[np.ndarray, np.ndarray]:
+        """Which of some rows are read, bool[K]; and where these lie then, int32[...]."""
+        if not self._holes.folders:
+            return np.ones(len(picked.env), bool), rows.rows_at(picked, self.length)
+        age, is_lost = self._holes.age_of(picked.env, self._end[picked.env] - 1 - picked.number)
+        is_read = ~is_lost & (age < self.length)
+        env, age = picked.env[is_read], age[is_read]
+        return is_read, rows.rows_at(Picked(env, self._end[env] - 1 - age), self.length)
+
+    def was_read(self) -> None:
+        self._room.release()
+
+    def clear_others(self, places: list[np.ndarray]) -> None:
+        """Zeros for the rows that are not read."""
+        missing, head = self.length - self._held, ring.position_of(self._end, self.length)
+        for env in np.flatnonzero(missing).tolist():
+            start, count = env * self.length, min(int(missing[env]), self.length - int(head[env]))
+            for place in places:
+                place[start + head[env] :][:count] = 0
+                place[start:][: missing[env] - count] = 0  # it goes on at the stream's start
+
+    def close(self) -> None:
+        self._is_over = True
+        self._room.release()
+        self._thread.join()
+
+    def _run(self, leaves: list[tuple[str, Any]]) -> None:
+        for group, _, _ in self:
+            self._room.acquire()
+            if self._is_over:
+                return
+            _expect(self._store, group, leaves)
+
+
+def _expect(store: Files, group: Group, leaves: list[tuple[str, Any]]) -> None:
+    for name, rank in (("env", 1), ("number", 1), *((name, leaf.ndim) for name, leaf in leaves if leaf.size)):
+        arrays.expect(store, array_name("rows", group.folder, name), rank)
+
+
+class GroupReader:
+    """Reads groups' rows into their places. Large chunks are read by threads, meanwhile all else by who asks for it.
+
+    Args:
+      leaves: of the state's rows, with their names. places: the memory of each; None: the rows are returned.
+    """
+
+    def __init__(self, store: Files, leaves: list[tuple[str, Any]], places: list[np.ndarray] | None, ahead: Ahead, pool: Executor):
+        self._store, self._leaves, self._ahead, self._pool = store, leaves, ahead, pool
+        into = places or [None] * len(leaves)
+        self._described = [(name, leaf.shape[1:], leaf.dtype, place) for (name, leaf), place in zip(leaves, into, strict=True)]
+        self._thread = threading.local()
+
+    def begin(self, group: Group, first: np.ndarray, end: np.ndarray) -> Callable[[], tuple[np.ndarray, list[Any]]]:
+        """Begin to read a group.
+
+        Returns:
+          a function that waits for it: the rows' places, int32[K], and, where there are no arrays for them, their values, `[K, ...]` each.
+        """
+        if self._store.is_far:
+            _expect(self._store, group, self._leaves)
+        picked = numbers_of(self._store, group, len(end))
+        is_taken = (picked.number >= first[picked.env]) & (picked.number < end[picked.env])
+        is_read, index = self._ahead.places_of(Picked(picked.env[is_taken], picked.number[is_taken]))
+        is_taken[is_taken] = is_read
+        found = []
+        for name, shape, dtype, place in self._described:
+            if math.prod(shape):
+                array = self._array(group, name, shape, dtype)
+                begin = self._pool.submit if array.chunk_bytes >= LARGE else _done
+                found.append(begin(self._read, array, place, index, is_taken))
+            else:
+                found.append(_done(np.zeros, (len(index), *shape), dtype))
+
+        def wait() -> tuple[np.ndarray, list[Any]]:
+            return index, [future.result() for future in found]
+
+        return wait
+
+    def wait(self, group: Group, result: Callable[[], tuple[np.ndarray, list[Any]]]) -> tuple[np.ndarray, list[Any]]:
+        try:
+            return result()
+        finally:
+            self.forget(group)
+
+    def forget(self, group: Group) -> None:
+        self._store.forget(f"rows/{group.folder}")
+
+    def _read(self, array: Array, place: np.ndarray | None, index: np.ndarray, is_taken: np.ndarray) -> np.ndarray | None:
+        """Rows of one leaf: straight into their places, where these lie in long runs."""
+        is_whole = len(index) == len(is_taken)
+        if place is None:
+            values = array.read(self._buffers())
+            return values if is_whole else values[is_taken]
+        if is_whole and (runs := rows.long_runs(index, place[0].nbytes)) is not None:
+            array.read_chunk(0, lambda: [arrays.bytes_of(place[run]) for run in runs], self._buffers())
+        else:
+            content = self._buffers()("values", len(is_taken) * place[0].nbytes)
+            array.read_chunk(0, lambda: [content], self._buffers())
+            values = content.view(place.dtype).reshape(-1, *place.shape[1:])
+            place[index] = values if is_whole else values[is_taken]
+        return None
+
+    def _array(self, group: Group, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+        return array_of(self._store, group, name, shape, dtype)
+
+    def _buffers(self) -> Buffers:
+        if not hasattr(self._thread, "buffers"):
+            self._thread.buffers = Buffers()
+        return self._thread.buffers
+
+
+def array_of(store: Files, group: Group, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Of a leaf of a group's rows. `shape`: of a row."""
+    if name not in group.seals:
+        raise BrokenError(f"rows/{group.folder} has no {name}")
+    return Array(store, array_name("rows", group.folder, name), (group.num_rows, *shape), dtype, group.seals[name])
+
+
+def numbers_of(store: Files, group: Group, num_envs: int) -> Picked:
+    """The streams and the numbers of a group's rows; they are in the range that the manifest names."""
+    env, number = (array_of(store, group, name, (), dtype).read().astype(np.int64) for name, dtype in _NUMBERS)
+    if ((env < 0) | (env >= num_envs)).any():
+        raise BrokenError(f"rows/{group.folder}/env names streams that there are not")
+    low, high = (rows.from_runs(runs) for runs in (group.first, group.last))
+    if (env >= len(low)).any() or ((number < low[env]) | (number > high[env])).any():
+        raise BrokenError(f"rows/{group.folder}/number names rows that are not of this group")
+    return Picked(env, number)
+
+
+def flags_of(store: Files, manifest: Manifest, env: np.ndarray, number: np.ndarray) -> np.ndarray:
+    """The flags of some rows, which must be there: uint8[K]. `env`, `number`: int64[K]."""
+    found, is_found = np.zeros(len(env), np.uint8), np.zeros(len(env), bool)
+    for group in reversed(manifest.groups):  # a row that is in two is as in the later one
+        low, high = (np.append(rows.from_runs(runs), filler) for runs, filler in ((group.first, 0), (group.last, -1)))
+        own = np.minimum(env, len(low) - 1)
+        if (wanted := ~is_found & (number >= low[own]) & (number <= high[own])).any():
+            picked, flags = numbers_of(store, group, len(manifest.end)), array_of(store, group, "flags", (), np.uint8).read()
+            at = {(e, n): place for place, (e, n) in enumerate(zip(*map(np.ndarray.tolist, picked), strict=True))}
+            for place in np.flatnonzero(wanted).tolist():
+                found[place] = flags[at[int(env[place]), int(number[place])]]
+            is_found |= wanted
+    return found
+
+
+_NUMBERS = (("env", np.int32), ("number", np.int64))
+
+
+def _done(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """As if a thread had run it."""
+    future: Future[Any] = Future()
+    future.set_result(function(*args))
+    return future
+
+
+def in_turn(
+    read: GroupReader, groups: Iterable[tuple[Group, np.ndarray, np.ndarray]], at_once: int
+) -> Iterator[tuple[np.ndarray, list[Any]]]:
+    """What is read of each group, in turn; so many of them are under way."""
+    waiting: collections.deque[tuple[Group, Callable[[], tuple[np.ndarray, list[Any]]]]] = collections.deque()
+    begun = None
+    try:
+        for group, first, end in groups:
+            if len(waiting) == at_once:
+                yield read.wait(*waiting.popleft())
+            begun = group
+            waiting.append((group, read.begin(group, first, end)))
+        while waiting:
+            yield read.wait(*waiting.popleft())
+    finally:  # after an error nothing is kept that was asked for
+        for group in filter(None, [begun, *(group for group, _ in waiting)]):
+            read.forget(group)

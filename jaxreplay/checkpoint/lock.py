@@ -1,0 +1,127 @@
+"""Who writes under a path: one process, and one object of it. A lock of the operating system, which is gone with its process."""
+
+import contextlib
+import datetime
+import errno
+import json
+import os
+import pathlib
+import socket
+import sys
+import warnings
+import weakref
+from typing import Any
+
+from jaxreplay.checkpoint.files import HeldError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+_BUSY = (errno.EAGAIN, errno.EACCES, errno.EWOULDBLOCK, errno.EDEADLK)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)  # what file systems without any say
+
+
+def whoami() -> dict[str, Any]:
+    """Of this process, for others to read."""
+    since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    program = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "python"
+    return {"host": socket.gethostname(), "pid": os.getpid(), "program": program, "since": since}
+
+
+def held_by(where: str, holder: Any) -> HeldError:
+    """The error for who comes second. `holder`: what `whoami` gave there, or anything that was read in its place."""
+    known = {name: str(holder[name])[:100] for name in ("host", "pid", "program", "since") if isinstance(holder, dict) and name in holder}
+    who = ", ".join(f"{name} {value}" for name, value in known.items()) or "somebody who left no name"
+    mine = whoami()
+    is_own = (known.get("host"), known.get("pid")) == (mine["host"], str(mine["pid"]))
+    cure = "close() that Checkpointer first" if is_own else "give each run a path of its own"
+    return HeldError(f"{where} is being written to by {'this process, ' if is_own else ''}{who}; two writers would mix their files: {cure}")
+
+
+class Lock:
+    """Of a file, which says who has it. The file stays: to delete it would let two have one of the same name."""
+
+    def __init__(self, path: pathlib.Path):
+        self._path = path
+        self._descriptor: int | None = None
+        self._has_none = False  # where the file system has no locks
+        _all.add(self)
+
+    def acquire(self, where: str) -> None:
+        """Nothing, if it is held already. Raises a HeldError, if somebody else has it."""
+        if self._descriptor is not None and self._is_current():
+            return
+        self.release()
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
+        try:
+            _lock(descriptor)
+        except OSError as error:
+            if error.errno in _BUSY:
+                holder = _read(descriptor)
+                os.close(descriptor)
+                raise held_by(where, holder) from None
+            if error.errno not in _NO_LOCKS:
+                os.close(descriptor)
+                raise
+            if not self._has_none:
+                warnings.warn(f"{where}: this file system has no locks, so that a second writer is not noticed", stacklevel=2)
+            self._has_none = True
+        self._descriptor = descriptor
+        with contextlib.suppress(OSError):  # the name is a courtesy
+            os.ftruncate(descriptor, 0)
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            os.write(descriptor, json.dumps(whoami()).encode())
+
+    def check(self, where: str) -> None:
+        """Raises an OSError, if the file that was locked is not the one that is there: what was written beside it may be gone, too."""
+        if self._descriptor is None or not self._is_current():
+            raise OSError(errno.ENOENT, f"{where} was deleted, or replaced, while it was written to")
+
+    def release(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def _is_current(self) -> bool:
+        assert self._descriptor is not None
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
+        except OSError:
+            return False
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # as at the end of the program
+            self.release()
+
+
+def _lock(descriptor: int) -> None:
+    if fcntl is not None:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    else:
+        import msvcrt
+
+        os.lseek(descriptor, 2**20, os.SEEK_SET)  # beyond what others read
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+
+
+def _read(descriptor: int) -> Any:
+    try:
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        return json.loads(os.read(descriptor, 4096))
+    except (OSError, ValueError):
+        return None
+
+
+_all: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    """A forked process has its parent's locks too, and they would outlive the parent."""
+    for lock in list(_all):
+        lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,206 @@
+"""Files in a store that TensorStore opens: a bucket of Google or Amazon, or of what speaks as these do. The methods are `Folder`'s."""
+
+import contextlib
+import functools
+import json
+import os
+import secrets
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import tensorstore as ts
+
+from jaxreplay.checkpoint.files import BrokenError, Files
+from jaxreplay.checkpoint.lock import held_by, whoami
+
+_WRITER = "writer.json"
+_TRANSIENT = (
+    *("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED", "CANCELLED", "ABORTED", "INTERNAL"),
+    *("FAILED_PRECONDITION", "UNKNOWN", "UNIMPLEMENTED"),
+)
+# Often enough for a bad moment, and an end that says what was wrong; alone TensorStore goes on for a quarter of an hour.
+_RETRIES = {"max_retries": 6, "initial_delay": "200ms", "max_delay": "8s"}
+
+
+class Objects(Files):
+    """What takes long is under way until it is waited for.
+
+    Args:
+      spec: a URL, or TensorStore's specification of a key-value store, which has what a URL cannot say. timeout: seconds that a request
+        may take.
+    """
+
+    is_far: ClassVar[bool] = True
+
+    def __init__(self, spec: Any, timeout: float):
+        self._timeout = timeout
+        if isinstance(spec, str):
+            self.name, spec = spec, f"{spec.removesuffix('/')}/"
+        elif not isinstance(spec, ts.KvStore):
+            path = str(spec.get("path", ""))
+            spec = {**spec, "path": path if path.endswith("/") or not path else f"{path}/"}
+            self.name = f"{spec.get('driver')}://{'/'.join(filter(None, (str(spec.get('bucket', '')), path)))}"
+        else:
+            self.name = spec.url if spec.spec().base is None else str(spec)
+        self._files = spec if isinstance(spec, ts.KvStore) else self._wait("to open it", ts.KvStore.open(spec, context=_context()))
+        self._written: dict[str, Any] = {}  # futures, by name
+        self._expected: dict[str, Any] = {}
+        self._token = secrets.token_hex(8)  # of this writer
+        self._claim: bytes | None = None  # the version of the file that has it
+        self._has_none = False  # where the store cannot tell of two writers
+        _live[self._token] = self
+
+    def claim(self, is_successor: bool) -> None:
+        """Of a writer that did not end with `release` nothing tells whether it is alive, unless it was on this machine. Who goes on with
+        what it wrote takes its place, and anybody else is refused. Who was replaced finds out before its next generation counts.
+        """
+        if self._has_none:
+            return
+        holder, version = self._holder()
+        if self._claim is not None:
+            if holder is None or holder.get("token") != self._token:
+                raise held_by(self.name, holder)
+        elif is_successor or self._is_free(holder):
+            self._claim = self._write_claim({}, version)
+        else:
+            raise held_by(self.name, holder)
+
+    def check_claim(self) -> None:
+        if not self._has_none:
+            self.claim(is_successor=False)
+
+    def release(self) -> None:
+        version, self._claim = self._claim, None
+        if version is not None:
+            with contextlib.suppress(Exception):  # another one has it, or will replace it
+                self._write_claim({"has_ended": True}, version)
+
+    def _is_free(self, holder: Any) -> bool:
+        """Whether nobody writes here; `holder`: what the last one has left, None if there was none."""
+        if holder is None or holder.get("has_ended"):
+            return True
+        if holder.get("process") == _PROCESS:
+            return holder.get("token") not in _live
+        mine = whoami()
+        if holder.get("host") != mine["host"] or not isinstance(holder.get("pid"), int):
+            return False
+        return holder["pid"] == mine["pid"] or not _is_running(holder["pid"])
+
+    def write(self, name: str, parts: Sequence[Any]) -> None:
+        self._written[name] = self._files.write(name, b"".join(parts))
+
+    def expect(self, name: str) -> None:
+        """What comes is held in memory until it is read."""
+        self._expected[name] = self._files.read(name)
+
+    def forget(self, name: str) -> None:
+        for other in _under(name, self._expected):
+            self._expected.pop(other).cancel()
+
+    def read(self, name: str, parts_of: Callable[[int], Sequence[Any]], tell: Callable[[Any], Any] = lambda _: None) -> None:
+        found = self._wait(f"for {name}", self._expected.pop(name, None) or self._files.read(name))
+        if found.state != "value":
+            raise BrokenError(f"{name} is missing")
+        content, start = np.frombuffer(found.value, np.uint8), 0
+        for part in parts_of(len(content)):
+            if start + len(part) > len(content):
+                raise BrokenError(f"{name} is cut short")
+            part[:] = content[start : start + len(part)]
+            tell(part)
+            start += len(part)
+
+    def sync(self, folder: str) -> None:
+        futures = {name: self._written.pop(name) for name in _under(folder, self._written)}
+        errors = []
+        for name, future in futures.items():  # all of them have ended then
+            try:
+                self._wait(f"to write {name}", future)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def put(self, name: str, content: bytes, after: Sequence[str]) -> None:
+        """A name is used once: there is none yet."""
+        del after
+        self._wait(f"to write {name}", self._files.write(name, content))
+
+    def entries(self, folder: str) -> list[str]:
+        keys = self._wait(f"to list {folder}", self._files.list(ts.KvStore.KeyRange(f"{folder}/", f"{folder}0")))
+        return sorted({key.decode(errors="replace").removeprefix(f"{folder}/").split("/")[0] for key in keys})
+
+    def delete(self, name: str) -> None:
+        with contextlib.suppress(Exception):  # of a save that was given up
+            self.sync(name)
+        self._wait(f"to delete {name}", self._files.write(name, None))
+        self._wait(f"to delete {name}", self._files.delete_range(ts.KvStore.KeyRange(f"{name}/", f"{name}0")))
+
+    def _holder(self) -> tuple[Any, bytes]:
+        """Who writes here, or was the last to; None where nobody was. And the version of the file that says so, or of none."""
+        found = self._wait(f"for {_WRITER}", self._files.read(_WRITER))
+        if found.state != "value":
+            return None, found.stamp.generation
+        try:
+            holder = json.loads(found.value)
+        except ValueError:
+            holder = None
+        return holder if isinstance(holder, dict) else {}, found.stamp.generation
+
+    def _write_claim(self, more: dict[str, Any], version: bytes) -> bytes:
+        """Replace this version of the file, or none. Returns the new one."""
+        content = json.dumps({**whoami(), "process": _PROCESS, "token": self._token, **more}).encode()
+        try:
+            written = self._wait(f"to write {_WRITER}", self._files.write(_WRITER, content, if_equal=version)).generation
+        except OSError as error:
+            if "UNIMPLEMENTED" not in str(error) and "NotImplemented" not in str(error):
+                raise
+            warnings.warn(f"{self.name}: this store has no conditional writes, so that a second writer is not noticed", stacklevel=2)
+            self._has_none = True
+            return b""
+        if written:
+            return written
+        holder, found = self._holder()  # ours, if the answer to a first try was lost
+        if holder is None or holder.get("token") != self._token:
+            raise held_by(self.name, holder)
+        return found
+
+    def _wait(self, what: str, future: Any) -> Any:
+        """The result of a request."""
+        try:
+            return future.result(timeout=self._timeout)
+        except TimeoutError as error:
+            future.cancel()
+            raise TimeoutError(
+                f"{self.name}: no answer {what} in {self._timeout:g} s, as timeout= has it: is the server there, are there credentials?"
+            ) from error
+        except (ValueError, OSError, RuntimeError, NotImplementedError) as error:
+            if any(word in str(error) for word in _TRANSIENT) or what == "to open it":
+                raise OSError(f"{self.name}: {what}: {error}") from error
+            raise BrokenError(f"{what.removeprefix('for ')}: {error}") from error
+
+
+_PROCESS = secrets.token_hex(8)  # a number of a process may be used again
+_live: weakref.WeakValueDictionary[str, Objects] = weakref.WeakValueDictionary()  # of this process, by their tokens
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        pass
+    return True
+
+
+def _under(folder: str, names: dict[str, Any]) -> list[str]:
+    return [name for name in list(names) if name == folder or name.startswith(f"{folder}/")]
+
+
+@functools.cache
+def _context() -> Any:
+    """One for all, so that "memory://" is the same memory everywhere."""
+    return ts.Context({"cache_pool": {"total_bytes_limit": 0}, "s3_request_retries": _RETRIES, "gcs_request_retries": _RETRIES})

@@ -1,0 +1,99 @@
+"""What a save writes: which rows, on top of which generation, in which groups."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxreplay import sizes
+from jaxreplay._version import __version__
+from jaxreplay.checkpoint import history, rows
+from jaxreplay.checkpoint.identity import described, identity
+from jaxreplay.checkpoint.manifest import Group, Manifest, Seals
+from jaxreplay.checkpoint.rows import Picked, Span
+
+_BOOKKEEPING = 64  # bytes of a row's numbers, while it is on its way
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Of one save.
+
+    Args:
+      draft: what is known of the generation before it is written.
+      kept: groups of an earlier generation; those that are written again, for they are damaged, among them.
+      again: how many new groups take the place of each of these, by its folder.
+      groups: of rows that are to be written, as of `rows.groups_of`: first those that take the place of others.
+      group_rows: rows of a group, at most. num_bytes: that are written.
+    """
+
+    draft: Manifest
+    kept: list[Group]
+    again: dict[str, int]
+    groups: Iterator[tuple[int, Picked]]
+    end: np.ndarray  # int64[E]: one more than the number of each stream's newest row
+    group_rows: int
+    num_bytes: int
+
+    def manifest(self, written: list[Group], seals: Seals) -> Manifest:
+        """The generation, once its groups are written, in the order of the plan."""
+        new = iter(written)
+        groups = [itertools.islice(new, self.again[group.folder]) if group.folder in self.again else [group] for group in self.kept]
+        before = [group for some in groups for group in some]
+        return dataclasses.replace(self.draft, groups=[*before, *new], seals=seals)
+
+
+def planned(
+    replay: Any, state: Any, base: Manifest | None, *, folder: str, step: int, notes: dict[str, Any], group_bytes: int, damaged: set[str]
+) -> Plan:
+    """The plan of a save.
+
+    Args:
+      base: the generation that the state may go on from. damaged: the folders of groups that are written again.
+      folder: of the new generation. group_bytes: of a group, at most.
+    """
+    stored, rest = rows.split(state)
+    stored_leaves, rest_bytes = jax.tree.leaves(stored), sum(leaf.nbytes for leaf in jax.tree.leaves(rest))
+    stored_text, rest_text = described(state)
+    length, noted = 1, []
+    span, since, kept = Span(np.zeros(0, np.int64), np.zeros(0, np.int64)), np.zeros(0, np.int64), []
+    row_bytes = sum(leaf.nbytes for leaf in stored_leaves) // replay.capacity if stored_leaves else 0
+    most = sizes.power_below(group_bytes // (row_bytes + _BOOKKEEPING))
+    if stored_leaves:
+        length = int(replay.streams.length)
+        span = rows.span_of(rows.heads_of(state), length, replay.num_envs)
+        noted, since = history.noted(replay, state, span), span.first
+        if base is not None and history.goes_on(replay, state, span, base):
+            since, kept = history.kept_of(base, span, rows.num_rewritten(replay, state), most)
+    again = {group.folder: history.again(group, span, since, length, most) for group in kept if group.folder in damaged}
+    num_rows = int(np.maximum(span.end - np.maximum(since, span.first), 0).sum())
+    num_rows += sum(len(picked.env) for parts in again.values() for _, picked in parts)
+    group_rows = min(most, sizes.power_above(num_rows))
+    draft = Manifest(
+        folder=folder,
+        step=step,
+        buffer=identity(replay),
+        library=__version__,
+        length=length,
+        first=span.first.tolist(),
+        end=span.end.tolist(),
+        rows=stored_text,
+        rest=rest_text,
+        seals={},
+        groups=[],
+        history=noted,
+        notes=notes,
+    )
+    return Plan(
+        draft=draft,
+        kept=kept,
+        again={name: len(parts) for name, parts in again.items()},
+        # Oldest first: these are overwritten before any that is newer than all that is kept.
+        groups=itertools.chain(*again.values(), rows.groups_of(span, since, length, group_rows)),
+        end=span.end,
+        group_rows=group_rows,
+        num_bytes=num_rows * row_bytes + rest_bytes,
+    )

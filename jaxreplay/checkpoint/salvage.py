@@ -1,0 +1,287 @@
+"""A generation without the rows that are damaged: what is left of each stream closes up, and is as a stream may be.
+
+The last row before a gap ends its episode, as a row does whose truncation is known and whose final observation is not: it becomes a tail,
+and gives up its transition. The first row after the gap opens an episode; a tail there, whose step is lost, is left out, too. So no window,
+stack or pair reaches across. Ranks of the older rows go up by what was lost, so that they still count the anchors. Where newest rows are
+lost, those that were waiting for them are left out with them. Envs that always step together lose the same rows, since one head is all that
+they have. Items that are read in windows, which have no episodes to end, keep one run of rows: the newest.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxreplay import autoreset, ring
+from jaxreplay.checkpoint import rows
+from jaxreplay.checkpoint.manifest import Manifest
+from jaxreplay.operations import ReplayState
+from jaxreplay.streams import Streams, StreamState, has_final_obs
+
+
+class Lost(NamedTuple):
+    """Rows of a stream that are gone: their numbers in it, from the first row that it ever had on."""
+
+    env: int
+    first: int
+    last: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Holes:
+    """What each of E streams has lost, H holes at most, the newest first. An age is the number of rows of the stream that are newer."""
+
+    folders: frozenset[str]  # of the groups that are damaged
+    start: np.ndarray  # int64[E, H]: the age of the newest row of each hole
+    size: np.ndarray  # int64[E, H]: its rows; 0 where there is none
+
+    @classmethod
+    def none(cls, num_envs: int) -> "Holes":
+        return cls(frozenset(), *np.zeros((2, num_envs, 0), np.int64))
+
+    @property
+    def num_lost(self) -> np.ndarray:
+        """Rows of each stream: int64[E]."""
+        return self.size.sum(axis=1)
+
+    def age_of(self, env: np.ndarray, age: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The ages that rows have once the holes are closed, int64[K]; and whether they are lost, bool[K]."""
+        now, is_lost = age.copy(), np.zeros(age.shape, bool)
+        for start, size in zip(self.start.T, self.size.T, strict=True):
+            now -= np.where(age >= start[env] + size[env], size[env], 0)
+            is_lost |= (age >= start[env]) & (age < start[env] + size[env])
+        return now, is_lost
+
+    def lost(self, end: np.ndarray) -> list[Lost]:
+        """`end`: int64[E], one more than the number of each stream's newest row."""
+        found = np.argwhere(self.size > 0).tolist()
+        return [
+            Lost(env, int(end[env] - self.start[env, h] - self.size[env, h]), int(end[env] - 1 - self.start[env, h])) for env, h in found
+        ]
+
+
+def holes_of(manifest: Manifest, damaged: Iterable[str], replay: Any, old: ReplayState, flags_of: Any) -> Holes:
+    """What a generation has lost with some of its groups.
+
+    Args:
+      damaged: their folders. replay: the buffer that the generation is of. old: its state, without rows.
+      flags_of: a function of envs and numbers, int64[K], of rows that are not lost, that gives their flags, uint8[K].
+    """
+    folders = frozenset(damaged)
+    end, first = np.array(manifest.end, np.int64), np.array(manifest.first, np.int64)
+    gaps = _gaps(manifest, folders, first, end)
+    if np.ndim(old.streams.head) == 0:  # one head for all
+        together = _joined([gap for some in gaps for gap in some])
+        gaps = [together] * len(end)
+    pending = None if old.pending is None or not replay.window.is_bounded else np.asarray(old.pending)
+    for env, own in enumerate(gaps):
+        if own and pending is not None and own[0][0] < pending[env]:
+            gaps[env] = own = _joined([*own, (0, int(pending[env]))])
+        if own and manifest.rows.keys().isdisjoint({"flags"}) and replay.window.length > 1:
+            gaps[env] = _all_but_the_newest(own, int(end[env] - first[env]))
+    if "flags" in manifest.rows:
+        gaps = _without_lone_tails(gaps, end, flags_of, np.ndim(old.streams.head) == 0)
+    most = max(map(len, gaps), default=0)
+    start, size = np.zeros((2, len(end), most), np.int64)
+    for env, own in enumerate(gaps):
+        for number, (newest, oldest) in enumerate(own):
+            start[env, number], size[env, number] = newest, oldest - newest
+    return Holes(folders, start, size)
+
+
+def _gaps(manifest: Manifest, folders: frozenset[str], first: np.ndarray, end: np.ndarray) -> list[list[tuple[int, int]]]:
+    """For each stream the ages from which on, and up to which, rows are in no group that is whole; the newest first."""
+    gaps: list[list[tuple[int, int]]] = [[] for _ in end]
+    reached = end.copy()  # rows from this number on are accounted for
+    for group in reversed(manifest.groups):
+        low, high = rows.from_runs(group.first), rows.from_runs(group.last)
+        for env in np.flatnonzero((low <= high) & (low < reached[: len(low)]) & (high >= first[: len(low)])).tolist():
+            begin, stop = max(int(low[env]), int(first[env])), min(int(high[env]) + 1, int(reached[env]))
+            if stop < reached[env]:
+                gaps[env].append((int(end[env] - reached[env]), int(end[env]) - stop))
+            if group.folder in folders:
+                gaps[env].append((int(end[env]) - stop, int(end[env]) - begin))
+            reached[env] = begin
+    for env in np.flatnonzero(reached > first).tolist():
+        gaps[env].append((int(end[env] - reached[env]), int(end[env] - first[env])))
+    return [_joined(own) for own in gaps]
+
+
+def _joined(gaps: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Those that touch made one, in order."""
+    made: list[tuple[int, int]] = []
+    for begin, stop in sorted(gaps):
+        if made and begin <= made[-1][1]:
+            made[-1] = (made[-1][0], max(made[-1][1], stop))
+        else:
+            made.append((begin, stop))
+    return made
+
+
+def _all_but_the_newest(gaps: list[tuple[int, int]], filled: int) -> list[tuple[int, int]]:
+    """Gaps that leave one run of rows."""
+    newest = gaps[0] if gaps[0][0] else (gaps[1] if len(gaps) > 1 else None)
+    return gaps if newest is None else _joined([*gaps, (newest[0], filled)])
+
+
+def _without_lone_tails(gaps: list[list[tuple[int, int]]], end: np.ndarray, flags_of: Any, together: bool) -> list[list[tuple[int, int]]]:
+    """Each gap one row longer, where the row after it is a tail."""
+    found = [(env, number) for env, own in enumerate(gaps) for number, (begin, _) in enumerate(own) if begin]
+    if not found:
+        return gaps
+    env, number = np.array(found, np.int64).T
+    begin = np.array([gaps[e][n][0] for e, n in found], np.int64)
+    is_tail = (flags_of(env, end[env] - begin) & autoreset.TAIL) != 0
+    longer = [list(own) for own in gaps]
+    for e, n in np.stack([env, number], 1)[is_tail].tolist():
+        longer[e][n] = (gaps[e][n][0] - 1, gaps[e][n][1])
+    if together:
+        return [_joined([gap for own in longer for gap in own])] * len(gaps)
+    return [_joined(own) for own in longer]
+
+
+class Part(NamedTuple):
+    """A run of rows of one stream that is left, by ages once the holes are closed, and by what ranks were before."""
+
+    env: int
+    newest: int
+    oldest: int
+    is_cut: bool  # whether rows after it are lost
+    follows: bool  # whether rows before it are lost, and older ones are left
+    first: int  # the rank of the oldest row
+    end: int  # that of what would come after the newest one
+    shift: int  # how much its ranks go up, modulo 2^32
+
+
+class Ranks(NamedTuple):
+    """Of streams whose rows have closed up."""
+
+    parts: list[Part]
+    end: np.ndarray  # uint32[E]: of the next row of each stream, as before
+
+    def now(self, rank: np.ndarray) -> np.ndarray:
+        """What a rank of before is now, or that of the next row that is left: uint32[E].
+
+        Args:
+          rank: uint32[E], such as that of the next row to hand out.
+        """
+        left = np.zeros(len(self.end), np.int64)  # rows from this one on
+        for part in self.parts:
+            left[part.env] += min(max(_signed(part.end - int(rank[part.env])), 0), _signed(part.end - part.first))
+        return self.end - left.astype(np.uint32)
+
+
+def closed(streams: Streams, state: StreamState, holes: Holes) -> tuple[StreamState, Ranks]:
+    """Streams whose rows have closed up, with episodes and ranks that are as they must be.
+
+    Args:
+      state: its rows lie where `Holes.age_of` says; `filled` counts those that are left. It is taken over.
+    """
+    num_envs, has_flags = streams.num_envs, state.flags is not None
+    head, filled, end = (np.broadcast_to(np.asarray(x), (num_envs,)) for x in (state.head, state.filled, streams.next_number(state)))
+    end = np.asarray(state.count) if has_flags else end
+    runs = [(env, *run) for env in range(num_envs) for run in _runs(holes, env, int(filled[env]))]
+    rows_at = [_rows_of_ages(streams, head, runs, which) for which in (1, 2)]
+    flags, newest_rank, oldest_rank = _at(state, *rows_at) if has_flags else _of_items(holes, end, runs)
+    closes = _closes(streams, state, flags) if has_flags else np.ones(len(runs), bool)
+    parts: list[Part] = []
+    following: dict[int, int] = {}  # the rank that comes after the parts so far, by env
+    for number, (env, newest, oldest, is_cut, follows) in enumerate(runs):
+        is_anchor = not flags[number] & autoreset.NO_ANCHOR and (closes[number] or not is_cut)
+        first, stop = int(oldest_rank[number]), int(newest_rank[number]) + is_anchor
+        shift = (following.get(env, int(end[env])) - stop) & 0xFFFFFFFF
+        following[env] = first + shift
+        parts.append(Part(env, newest, oldest, is_cut, follows, first, stop, shift))
+    ranks = Ranks(parts, end.astype(np.uint32))
+    if not has_flags:
+        return state, ranks
+    is_cut, follows = (np.array([getattr(part, name) for part in parts], bool) for name in ("is_cut", "follows"))
+    is_newest_lost = ((holes.start == 0) & (holes.size > 0)).any(axis=1)
+    last = np.asarray(state.last)
+    cleared = np.asarray(autoreset.after_clear(str(streams.autoreset), jnp.asarray(last)))
+    state = state.replace(last=jnp.asarray(np.where(is_newest_lost, cleared, last)))
+    tails, firsts = (np.where(is_one, row, streams.capacity) for is_one, row in ((is_cut & ~closes, rows_at[0]), (follows, rows_at[1])))
+    return _patched(streams, state, tails, firsts, *_shifts(parts, num_envs, holes.size.shape[1])), ranks
+
+
+def _runs(holes: Holes, env: int, filled: int) -> list[tuple[int, int, bool, bool]]:
+    """Of a stream, the newest first: the ages of the newest and the oldest row, once closed; whether it is cut, and whether it follows."""
+    edges, lost = [], 0
+    for start, size in zip(holes.start[env].tolist(), holes.size[env].tolist(), strict=True):
+        if size:
+            edges.append(start - lost)
+            lost += size
+    runs = []
+    for begin, stop in itertools.pairwise([0, *edges, filled]):
+        if begin < stop:
+            runs.append((begin, stop - 1, begin in edges, stop < filled))
+    return runs
+
+
+def _closes(streams: Streams, state: StreamState, flags: np.ndarray) -> np.ndarray:
+    return np.asarray(autoreset.closes_episode(jnp.asarray(flags), str(streams.autoreset), has_final_obs(state.steps)))
+
+
+def _rows_of_ages(streams: Streams, head: np.ndarray, runs: list[Any], which: int) -> np.ndarray:
+    """int32[P]: a row of each run, by the age in its field of that number."""
+    env, age = (np.array([run[field] for run in runs], np.int64) for field in (0, which))
+    return (env * streams.length + ring.position_of(head[env] - 1 - age, streams.length)).astype(np.int32)
+
+
+def _at(state: StreamState, newest: np.ndarray, oldest: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The flags and the rank of the newest row of each run, and the rank of the oldest one."""
+    return tuple(np.asarray(leaf) for leaf in _gathered(state.flags, state.rank, newest, oldest))  # type: ignore[return-value]
+
+
+def _of_items(holes: Holes, end: np.ndarray, runs: list[Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same of items, each of which is an anchor, and has its number for its rank."""
+    env, newest, oldest = (np.array([run[field] for run in runs], np.int64) for field in range(3))
+    gone = np.zeros(len(runs), np.int64)  # newer rows that are lost
+    lost_before = np.cumsum(holes.size, axis=1) - holes.size
+    for start, size, before in zip(holes.start.T, holes.size.T, lost_before.T, strict=True):
+        gone += np.where((size[env] > 0) & (newest >= (start - before)[env]), size[env], 0)
+    ranks = [(end[env] - 1 - age - gone) & 0xFFFFFFFF for age in (newest, oldest)]
+    return np.zeros(len(runs), np.uint8), ranks[0], ranks[1]
+
+
+def _shifts(parts: list[Part], num_envs: int, num_holes: int) -> tuple[np.ndarray, np.ndarray]:
+    """The ages from which on ranks go up, int32[E, H], and by how much: uint32[E, H + 1], from the newest rows on."""
+    edges, shift = np.full((num_envs, num_holes), np.iinfo(np.int32).max, np.int32), np.zeros((num_envs, num_holes + 1), np.uint32)
+    count = np.zeros(num_envs, int)
+    for part in parts:
+        if part.is_cut:
+            edges[part.env, count[part.env]] = part.newest
+            count[part.env] += 1
+        shift[part.env, count[part.env]] = part.shift
+    return edges, shift
+
+
+def _signed(difference: int) -> int:
+    """Of two ranks, which are modulo 2^32."""
+    return (difference + 2**31 & 0xFFFFFFFF) - 2**31
+
+
+@jax.jit
+def _gathered(flags: jax.Array, rank: jax.Array, newest: jax.Array, oldest: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    at = lambda leaf, row: leaf.at[row].get(mode="promise_in_bounds")  # noqa: E731
+    return at(flags, newest), at(rank, newest), at(rank, oldest)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _patched(streams: Streams, state: StreamState, tails: jax.Array, firsts: jax.Array, edges: jax.Array, shift: jax.Array) -> StreamState:
+    """Rows int32[P] that become tails, and that open episodes; the capacity for none. `edges`, `shift`: of `_shifts`."""
+    assert state.flags is not None
+    assert state.rank is not None
+    flags = state.flags
+    for row, bit in ((tails, autoreset.TAIL), (firsts, autoreset.FIRST)):
+        old = flags.at[jnp.minimum(row, streams.capacity - 1)].get(mode="promise_in_bounds")
+        flags = flags.at[row].set(old | jnp.uint8(bit), mode="drop")
+    row = ring.places(streams.capacity)
+    env, _ = ring.split(row, streams.length)
+    part = (streams.age(state, row)[:, None] >= edges[env]).sum(axis=1, dtype=jnp.int32)
+    return state.replace(flags=flags, rank=state.rank + shift[env, part])
