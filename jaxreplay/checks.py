@@ -50,6 +50,12 @@ def check_size(where: str, name: str, value: Any) -> None:
         raise ValueError(f"{where}: {name} must be an int of at least 1, got {value!r}")
 
 
+def checked_seconds(where: str, timeout: Any, least: float = 0.0) -> float:
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float | np.number) or not timeout >= least:
+        raise ValueError(f"{where}: timeout must be a number of seconds, at least {least:g}, got {timeout!r}")
+    return float(timeout)
+
+
 def check_callable(where: str, name: str, value: Any, arguments: tuple[str, ...]) -> None:
     """A function of so many arguments; a wrong number would show deep inside of the first sample."""
     call = f"{name}({', '.join(arguments)})"

@@ -11,15 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxreplay import archive, checks, lengths, operations
+from jaxreplay import checks, lengths, operations
 from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.donation import is_whole
 from jaxreplay.frameworks import OUTSIDE
+from jaxreplay.interrupts import uninterrupted
 from jaxreplay.jitted import jit
 from jaxreplay.memory import default_device
+from jaxreplay.persistence import Persistence
 from jaxreplay.small_programs import small_program
 from jaxreplay.step_format import StepFormat, as_stored, example_of
 from jaxreplay.types import Sample
+from jaxreplay.weights import importance_weights
 
 
 class Held:
@@ -32,8 +35,9 @@ class Held:
         self._key = jax.random.key(seed)
         self._num_draws = 0
         self._state: Any = None
-        self._shapes: Any = None  # of the state
-        self._format: Any = None  # of a step
+        self._example: Any = None  # of a step: shapes and dtypes
+        self._format: Any = None  # of steps
+        self._persistence = Persistence(buffer)
         self._can_sample: bool | None = None  # asked of the device once after each change
         self._lost: str | None = None
 
@@ -48,12 +52,12 @@ class Held:
         with jax.default_device(self._device):
             state = self.buffer.init(example)
         self._format = StepFormat.of(self.buffer, example)
-        self._shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+        self._example = jax.eval_shape(lambda: example)
         self._state = jax.device_put(state, self._device)
 
     def forget(self) -> None:
         """As before there was an example: the first step was none."""
-        self._state = self._shapes = self._format = self._lost = None
+        self._state = self._example = self._format = self._lost = None
 
     def calls_of(self, step: Any, env: int | None, mask: Any, priority: Any) -> tuple[int, list[Any]]:
         """How many steps of an env there are at most, and what `change` is to be called with, one after another, to add them."""
@@ -130,6 +134,15 @@ class Held:
             self._can_sample = bool(can_sample)
         return self._can_sample
 
+    def weights(self, probability: Any, is_valid: Any, size: int, exponent: float, normalize: str) -> jax.Array:
+        """`importance_weights` of batches of any size by few programs. `probability`, `is_valid`: `[B]`. `size`: rows that can be drawn."""
+        given, count = (probability, is_valid), len(probability)
+        if not (is_own := lengths.has_program((self.buffer, "weights"), count)):
+            given = lengths.padded(given)
+        batch = Sample(items=(), index=(), probability=jnp.asarray(given[0]), is_valid=jnp.asarray(given[1]))
+        weights = _weights(batch, np.int32(size), exponent, normalize=normalize)
+        return weights if is_own else lengths.first(weights, count)
+
     def update_priorities(self, index: Any, priority: Any) -> None:
         self.change(self.jitted.update_priorities, *self.put((index, priority)))
 
@@ -147,18 +160,23 @@ class Held:
     def save(self, path: Any, notes: dict[str, Any]) -> None:
         if self.state is None:
             raise ValueError("save: nothing was added yet, so there is nothing to save")
-        archive.save(path, self.buffer, self._state, {"num_draws": self._num_draws, **notes})
+        self._persistence.save(path, self._state, {"num_draws": self._num_draws, **notes})
 
     def load(self, path: Any) -> dict[str, Any]:
         """Returns the notes."""
-        if self._shapes is None:
+        if self._example is None:
             raise ValueError("load: what a step looks like is not known yet; make the Replay with example=")
-        notes = archive.check(path, self.buffer, self._shapes)
-        self._state, self._can_sample = None, None  # first, so that there are never two
-        self._lost = "while others were loaded"
-        self._state = archive.load(path, self._shapes, self._device)
-        self._lost, self._num_draws = None, notes["num_draws"]
+        with jax.default_device(self._device):
+            state, notes = self._persistence.load(path, self._example, self._let_go)
+        with uninterrupted():
+            self._state, self._can_sample, self._lost = jax.device_put(state, self._device), None, None
+            if isinstance(num_draws := notes.get("num_draws"), int):
+                self._num_draws = num_draws & 0xFFFFFFFF
         return notes
+
+    def _let_go(self) -> None:
+        self._state, self._can_sample = None, None
+        self._lost = "while others were loaded"
 
 
 def _check_not_traced(result: Any) -> None:
@@ -186,6 +204,7 @@ def _drawn(
     return operations.draw(buffer, state, jax.random.fold_in(key, draw), batch_size, buffer.can_sample(state), wanted)
 
 
+_weights = jax.jit(importance_weights, static_argnames="normalize")
 _take = jax.jit(_drawn, donate_argnums=1, static_argnums=4)
 
 

@@ -26,8 +26,12 @@ class RatioLimiter:
 
     def resume(self, saved: dict[str, Any] | None) -> None:
         """Go on from the counts of another limiter, given as a dict of its fields; from none where that had another ratio."""
-        is_alike = saved is not None and (saved["ratio"], saved["batch_size"]) == (self.ratio, self.batch_size)
-        self.num_inserts, self.num_samples = (saved["num_inserts"], saved["num_samples"]) if saved and is_alike else (0, 0)
+        fields = saved if isinstance(saved, dict) else {}
+        is_alike = (fields.get("ratio"), fields.get("batch_size")) == (self.ratio, self.batch_size)
+        num_inserts, num_samples = fields.get("num_inserts"), fields.get("num_samples")
+        if not (is_alike and isinstance(num_inserts, int) and isinstance(num_samples, int)):
+            num_inserts = num_samples = 0
+        self.num_inserts, self.num_samples = num_inserts, num_samples
 
     def may_sample(self) -> bool:
         return self.num_samples <= self.ratio * self.num_inserts

@@ -1,7 +1,9 @@
 """What a buffer takes, before anything is allocated."""
 
 import dataclasses
+import math
 import os
+import pathlib
 from typing import Any
 
 import jax
@@ -55,7 +57,7 @@ def check_fits(where: str, memory: Memory) -> None:
 
 
 def _num_bytes(leaf: Any) -> int:
-    return int(np.prod(leaf.shape, dtype=np.int64)) * np.dtype(leaf.dtype).itemsize
+    return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
 
 
 def free_bytes() -> int | None:
@@ -68,7 +70,22 @@ def free_bytes() -> int | None:
 
 
 def free_host_bytes() -> int | None:
-    """What the system can hand out without swapping, or the machine's whole memory where it does not say."""
+    """What the system can hand out without swapping, and this container may take; or all there is, where the system does not say."""
+    known = [size for size in (_free_in_system(), _free_in_container()) if size is not None]
+    return min(known, default=None)
+
+
+def _free_in_container() -> int | None:
+    """Of a control group of Linux, version 2, that has a limit; files that it only caches do not count."""
+    try:
+        limit, used = (pathlib.Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
+        cached = dict(line.split() for line in pathlib.Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())["inactive_file"]
+        return max(int(limit) - int(used) + int(cached), 0)
+    except (OSError, KeyError, ValueError):  # there is none, or its limit is "max"
+        return None
+
+
+def _free_in_system() -> int | None:
     try:
         with open("/proc/meminfo") as lines:
             fields = dict(line.split(":", 1) for line in lines)

@@ -6,18 +6,15 @@ import operator
 import time
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay import checks, frameworks, lengths
+from jaxreplay import checks, frameworks
 from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.held import Held
 from jaxreplay.limiter import RatioLimiter
 from jaxreplay.monitor import Monitor
 from jaxreplay.prefetch import Prefetcher
 from jaxreplay.types import Index, Sample
-from jaxreplay.weights import importance_weights
 
 _WAIT = 60.0  # seconds, where threads wait for each other
 
@@ -156,17 +153,10 @@ class Replay:
 
     def importance_weights(self, batch: Sample, exponent: float, normalize: str = "batch_max") -> Any:
         """The batch's importance weights, float32[B]; see `jaxreplay.importance_weights`."""
+        own = frameworks.owned("importance_weights", (batch.probability, batch.is_valid))
         with self._monitor:
-            size = np.int32(self._held.size())
-        given = frameworks.owned("importance_weights", (batch.probability, batch.is_valid))
-        count = len(given[0])
-        if not (is_own := lengths.has_program((self.buffer, "weights"), count)):
-            given = lengths.padded(given)
-        probability, is_valid = map(jnp.asarray, given)
-        weights = _weights(
-            batch.replace(items=(), index=(), probability=probability, is_valid=is_valid), size, exponent, normalize=normalize
-        )
-        return frameworks.given_out(self.framework, weights if is_own else lengths.first(weights, count))
+            size = self._held.size()
+        return frameworks.given_out(self.framework, self._held.weights(own[0], own[1], size, exponent, normalize))
 
     def __len__(self) -> int:
         """Rows that can be drawn."""
@@ -186,13 +176,24 @@ class Replay:
             self._start_anew()
 
     def save(self, path: Any) -> None:
-        """Write everything to one file, a leaf at a time; adds wait meanwhile. What was at the path is replaced once that is whole."""
+        """Write everything under a path, as `checkpoint.Checkpointer` does; what was there is replaced once that is whole.
+
+        Calls wait meanwhile. A save to the path of the one before, or of the last load, writes only what is new. Needs
+        `jaxreplay[checkpoint]`.
+
+        Args:
+          path: a folder, or a URL.
+
+        Raises:
+          HeldError: another replay, or a Checkpointer, is writing there.
+        """
         with self._monitor:
             self._held.save(path, {"limiter": dataclasses.asdict(self._limiter) if self._limiter else None})
 
     def load(self, path: Any) -> None:
-        """Take everything from a file that `save` wrote for an equal buffer. What the replay held is gone, also what was lost.
+        """Take everything that `save`, or a Checkpointer, wrote for an equal buffer. What the replay held is gone then, also what was lost.
 
+        A load that fails leaves it as it was. Where memory has no room for both, the files are all read first, to see that they are whole.
         Episodes that were being written go on with the next `add`: restore the envs too. Where they are reset instead, save after a step
         that ends every episode; else the last step before is paired with the first one after.
         """
@@ -200,7 +201,7 @@ class Replay:
             self._check_open()
             notes = self._changing(self._held.load, path)
             if self._limiter:
-                self._limiter.resume(notes["limiter"])
+                self._limiter.resume(notes.get("limiter"))
             self._start_anew()
 
     def close(self) -> None:
@@ -275,9 +276,7 @@ class Replay:
         """What a call waits for others: what it says, or else the replay's own."""
         if timeout is None:
             return self._timeout
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float | np.number) or not timeout >= 0:
-            raise ValueError(f"{where}: timeout must be a number of seconds, at least 0, got {timeout!r}")
-        return float(timeout)
+        return checks.checked_seconds(where, timeout)
 
     def _may_insert(self) -> bool:
         return self._limiter is None or not self._held.has_batch() or self._limiter.may_insert()
@@ -293,6 +292,3 @@ class Replay:
     def _check_open(self) -> None:
         if self._is_closed:
             raise RuntimeError("this Replay is closed")
-
-
-_weights = jax.jit(importance_weights, static_argnames="normalize")

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import zipfile
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from hlo import check_in_place
 from replays import NUM_ENVS, check_same, make, rows_of, step
 
 import jaxreplay as jr
-from jaxreplay import checks, held
+from jaxreplay import checkpoint, checks, held, memory
 from jaxreplay.small_programs import options_here
 
 # Ways in.
@@ -436,21 +435,129 @@ def test_a_file_that_is_not_this_replay_s_is_refused(tmp_path):
     replay.save(path)
     other = make(capacity=30)
     other.add(step(0))
-    with pytest.raises(ValueError, match=r"load: the file is of another buffer:\n.*capacity=60"):
+    with pytest.raises(ValueError, match=r"of another buffer:\n.*capacity=60"):
         other.load(path)
     other = make(example={**jax.tree.map(lambda x: x[0], step(0)), "action": np.zeros((), np.int8)})
-    with pytest.raises(ValueError, match=r"streams.steps.action: got int32\[60\], expected int8\[60\]"):
+    with pytest.raises(ValueError, match=r"steps.action: stored int32\[\], expected int8\[\]"):
         other.load(path)
     assert len(other) == 0
-    whole = path.read_bytes()
-    path.write_bytes(whole[:1000] + bytes([whole[1000] ^ 1]) + whole[1001:])
-    with pytest.raises(zipfile.BadZipFile, match="Bad CRC"):
+    with pytest.raises(FileNotFoundError, match="there is no generation under"):
+        replay.load(tmp_path / "nothing")
+    (tmp_path / "file").write_text("of 0.1")
+    for call in (replay.load, replay.save):
+        with pytest.raises(NotADirectoryError, match="file is a file, where a folder should be"):
+            call(tmp_path / "file")
+    assert len(replay) == 9
+
+
+def damaged(path):
+    """A function that makes it whole again."""
+    file = next(path.rglob("steps.reward/c.0"))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    return lambda: file.write_bytes(whole)
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_load_that_fails_leaves_the_rows(has_room, tmp_path, monkeypatch):
+    """Also where there is no room for both: all of it is read before the rows are let go."""
+    replay, path = make(), tmp_path / "replay"
+    for t in range(4):
+        replay.add(step(t))
+    replay.save(path)
+    replay.add(step(4))
+    expected = rows_of(replay)
+    mend = damaged(path)
+    if not has_room:
+        monkeypatch.setattr(memory, "free_bytes", lambda: 1 if replay._held._state is not None else 2**40)
+    with pytest.raises(ValueError, match=r"steps.reward/c.0 is not as it was written"):
         replay.load(path)
-    with pytest.raises(RuntimeError, match="the rows were lost while others were loaded"):
-        replay.sample()
-    path.write_bytes(whole)
+    for x, y in zip(expected, rows_of(replay), strict=True):
+        np.testing.assert_array_equal(x, y)
+    replay.add(step(5))
+    mend()
     replay.load(path)
     assert len(replay) == 9
+    replay.add(step(4))
+    for x, y in zip(expected, rows_of(replay), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_rows_that_are_lost_while_others_are_loaded_are_said_to_be(tmp_path, monkeypatch):
+    """A file that breaks after it was read, where there is no room for both."""
+    replay, path = make(), tmp_path / "replay"
+    for t in range(4):
+        replay.add(step(t))
+    replay.save(path)
+    mends = []
+
+    def free_bytes():
+        if replay._held._state is not None:
+            return 1
+        mends.append(damaged(path))
+        return 2**40
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "free_bytes", free_bytes)
+        with pytest.raises(ValueError, match="is not as it was written"):
+            replay.load(path)
+    with pytest.raises(RuntimeError, match="the rows were lost while others were loaded"):
+        replay.sample()
+    mends[0]()
+    replay.load(path)
+    assert len(replay) == 9
+
+
+def test_a_save_on_top_of_one_writes_what_is_new(tmp_path):
+    replay, other, path = make(capacity=1998), make(capacity=1998, example=jax.tree.map(lambda x: x[0], step(0))), tmp_path / "replay"
+    for t in range(400):
+        replay.add(step(t))
+    replay.save(path)
+    before = set(path.rglob("c.0"))
+    replay.add(step(400))
+    replay.save(path)
+    assert any(file in before for file in path.rglob("steps.reward/c.0"))
+    other.load(path)
+    other.add(step(401))
+    other.save(path)  # goes on from what the first one has written
+    assert any(file in before for file in path.rglob("steps.reward/c.0"))
+    replay.add(step(1000))
+    replay.save(path)  # which is not there any more
+    other.load(path)
+    check_same(replay, other)
+
+
+def test_a_checkpointer_s_generation_can_be_loaded_and_a_replay_s_restored(tmp_path):
+    replay, example = make(), jax.tree.map(lambda x: x[0], step(0))
+    for t in range(4):
+        replay.add(step(t))
+    replay.save(tmp_path / "one")
+    state = checkpoint.restore(tmp_path / "one", replay.buffer, example)
+    for x, y in zip(rows_of(replay), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(x, y)
+    for notes in (None, {"replay": "mine"}, {"replay": {"num_draws": "many", "limiter": 3}}):
+        checkpoint.save(tmp_path / "two", replay.buffer, state, notes=notes)
+        other = make(example=example, samples_per_insert=1.0)
+        other.load(tmp_path / "two")
+        assert (len(other), other._limiter.num_inserts) == (9, 0)
+
+
+@pytest.mark.parametrize("leaf", ["steps.reward", "flags"])
+def test_a_forged_leaf_is_not_loaded(leaf, tmp_path):
+    """A file of another shape, with right checksums, in the place of a leaf's."""
+    replay, path = make(), tmp_path / "replay"
+    for t in range(4):
+        replay.add(step(t))
+    replay.save(path)
+    source, target = next(path.rglob("number")), next(path.rglob(leaf))
+    for file in source.iterdir():
+        if file.name == "zarr.json" or target.joinpath(file.name).exists():
+            target.joinpath(file.name).write_bytes(file.read_bytes())
+    expected = rows_of(replay)
+    with pytest.raises(ValueError, match=rf"{leaf}/zarr.json is not as it was written"):
+        replay.load(path)
+    for x, y in zip(expected, rows_of(replay), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 # Devices, and what is not installed.

@@ -77,11 +77,10 @@ class Checkpointer:
             )
         checks.check_size("Checkpointer", "keep", keep)
         checks.check_size("Checkpointer", "chunk_bytes", chunk_bytes)
-        if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
-            raise ValueError(f"Checkpointer: timeout must be a number of seconds above 0, got {timeout!r}")
         self.replay: Any = replay
         self._pid = os.getpid()
         self._store = store_at(path, timeout)
+        self.path: str = self._store.name
         self._generations = Generations(self._store, keep)
         self._chunk_bytes, self._level, self._bar = chunk_bytes, level, bars(progress)
         self._base: Manifest | None = None  # what the state at hand goes on from

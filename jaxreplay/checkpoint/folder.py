@@ -31,6 +31,7 @@ class Folder(Files):
     def claim(self, is_successor: bool) -> None:
         """A dead writer's lock is gone with it."""
         del is_successor
+        self._check_no_file()
         self._path.mkdir(parents=True, exist_ok=True)
         self._lock.acquire(self.name)
 
@@ -101,7 +102,12 @@ class Folder(Files):
         unfinished.replace(path)
         _fsync(path.parent)
 
+    def _check_no_file(self) -> None:
+        if self._path.is_file():
+            raise NotADirectoryError(errno.ENOTDIR, f"{self.name} is a file, where a folder should be")
+
     def entries(self, folder: str) -> list[str]:
+        self._check_no_file()
         return sorted(os.listdir(self._path / folder)) if (self._path / folder).is_dir() else []
 
     def delete(self, name: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorstore as ts
 
+from jaxreplay import checks
 from jaxreplay.checkpoint.files import Files
 from jaxreplay.checkpoint.folder import Folder
 from jaxreplay.checkpoint.objects import Objects
@@ -27,6 +28,7 @@ def store_at(path: Any, timeout: float = 60.0) -> Files:
     Raises:
       ValueError: it is none of these. OSError: the store cannot be opened.
     """
+    checks.checked_seconds("checkpoint", timeout, 0.001)
     if isinstance(path, Mapping | ts.KvStore):
         return Objects(path, timeout)
     try:
