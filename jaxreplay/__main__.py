@@ -13,13 +13,14 @@ import jax
 import numpy as np
 
 from jaxreplay import catalog
+from jaxreplay.paths import printable
 from jaxreplay.plan import plan, step_of
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line, and the status for a wrong call."""
-        sys.stderr.write(f"{self.prog}: {' '.join(message.split())}\n")
+        """One line, without what would steer a terminal, and the status for a wrong call."""
+        sys.stderr.write(f"{self.prog}: {printable(' '.join(message.split()))}\n")
         raise SystemExit(2)
 
 
@@ -30,9 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _add_inspect(commands.add_parser("inspect", help="what a checkpoint holds, and what is suspicious about it"))
     options = parser.parse_args(arguments)
     try:
-        sys.stdout.write(f"{options.run(options)}\n")
-    except (ValueError, ImportError, OSError) as error:
-        parser.error(str(error))
+        text, status = options.run(options)
+    except (ValueError, ImportError, OSError, MemoryError, OverflowError) as error:
+        parser.error(str(error) or type(error).__name__)
+    sys.stdout.write(f"{text}\n")
+    if status:
+        raise SystemExit(status)
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -53,19 +57,40 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, help="of the generation; by default the newest one")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--html", metavar="FILE", help="write a page with plots")
+    parser.add_argument("--verify", action="store_true", help="read every file of every generation; status 1, if one is not as it was written")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="of a request to a far store")
     parser.set_defaults(run=_inspect)
 
 
-def _inspect(options: argparse.Namespace) -> str:
+def _inspect(options: argparse.Namespace) -> tuple[str, int]:
     from jaxreplay import checkpoint  # an extra
 
-    found = checkpoint.inspect(options.path, step=options.step)
+    if options.verify:
+        return _verify(options)
+    found = checkpoint.inspect(options.path, step=options.step, timeout=options.timeout)
     if options.html is not None:
         pathlib.Path(options.html).write_text(found.to_html(), encoding="utf-8")
-    return found.to_json() if options.json else str(found)
+    return (found.to_json() if options.json else str(found)), 0
 
 
-def _plan(options: argparse.Namespace) -> str:
+def _verify(options: argparse.Namespace) -> tuple[str, int]:
+    from jaxreplay import checkpoint  # an extra
+
+    found = checkpoint.verify(options.path, timeout=options.timeout)
+    if options.step is not None:
+        found = [one for one in found if one.step in (options.step, None)]
+    if options.json:
+        text = json.dumps([{"step": one.step, "problems": one.problems} for one in found], indent=2)
+    else:
+        lines = []
+        for one in found:
+            name = "unreadable" if one.step is None else f"step {one.step}"
+            lines += [f"{name}: {'is broken' if one.problems else 'is whole'}", *(f"  {printable(problem)}" for problem in one.problems)]
+        text = "\n".join(lines)
+    return text, int(any(one.problems for one in found))
+
+
+def _plan(options: argparse.Namespace) -> tuple[str, int]:
     sizes = {"capacity": options.capacity, "num_envs": options.num_envs, "batch_size": 1}
     make = catalog.prioritized if options.prioritized else catalog.uniform
     replay = make(**sizes, n_step=options.n_step, autoreset=options.autoreset)
@@ -77,8 +102,8 @@ def _plan(options: argparse.Namespace) -> str:
     example = step_of(_obs_of(options.obs), action) if options.env is None else _step_of_env(options.env)
     made = plan(replay, example)
     if not options.json:
-        return str(made)
-    return json.dumps({**dataclasses.asdict(made), "total": made.memory.total, "fits": made.fits}, indent=2)
+        return str(made), 0
+    return json.dumps({**dataclasses.asdict(made), "total": made.memory.total, "fits": made.fits}, indent=2), 0
 
 
 def _obs_of(texts: list[str]) -> Any:

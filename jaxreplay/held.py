@@ -139,7 +139,8 @@ class Held:
         given, count = (probability, is_valid), len(probability)
         if not (is_own := lengths.has_program((self.buffer, "weights"), count)):
             given = lengths.padded(given)
-        batch = Sample(items=(), index=(), probability=jnp.asarray(given[0]), is_valid=jnp.asarray(given[1]))
+        nothing: Any = ()
+        batch = Sample(items=nothing, index=nothing, probability=jnp.asarray(given[0]), is_valid=jnp.asarray(given[1]))
         weights = _weights(batch, np.int32(size), exponent, normalize=normalize)
         return weights if is_own else lengths.first(weights, count)
 

@@ -117,13 +117,13 @@ class Checkpointer:
           were there still are.
         """
         self._check_state("save", state)
-        self.finish(state)
-        generations, _ = self._generations.read()
-        self._store.claim(is_successor=self._base is not None and generations[:1] == [self._base])
-        generations, _ = self._generations.read()
-        step = (generations[0].step + 1 if generations else 0) if step is None else operator.index(step)
         own_notes: dict[str, Any] = json.loads(json.dumps(notes or {}))
+        self.finish(state)
         with self._ending():
+            generations, _ = self._generations.read()
+            self._store.claim(is_successor=self._base is not None and generations[:1] == [self._base])
+            generations, _ = self._generations.read()
+            step = (generations[0].step + 1 if generations else 0) if step is None else operator.index(step)
             self._begin(state, step, wait, own_notes, generations)
             if not wait:
                 self.pump(state, 0)

@@ -177,8 +177,9 @@ class Objects(Files):
                 f"{self.name}: no answer {what} in {self._timeout:g} s, as timeout= has it: is the server there, are there credentials?"
             ) from error
         except (ValueError, OSError, RuntimeError, NotImplementedError) as error:
-            if any(word in str(error) for word in _TRANSIENT) or what == "to open it":
-                raise OSError(f"{self.name}: {what}: {error}") from error
+            if any(word in str(error) for word in _TRANSIENT) or not what.startswith("for "):
+                hint = "; a checkpoint needs a store that can list its files" if "does not support listing" in str(error) else ""
+                raise OSError(f"{self.name}: {what}: {error}{hint}") from error
             raise BrokenError(f"{what.removeprefix('for ')}: {error}") from error
 
 

@@ -40,6 +40,8 @@ def verified(store: Files, generations: Generations, bar: Callable[..., Any]) ->
             own = [_problem(store, "rest", manifest.folder, manifest.seals), *(wrong[group.folder] for group in manifest.groups)]
             found.append(Verified(manifest.step, [problem for problem in own if problem]))
             told.update(1)
+    left = generations.read()[0] if any(one.problems for one in found) else manifests
+    found = [one for one, manifest in zip(found, manifests, strict=True) if not one.problems or manifest in left]
     return [*found, *([Verified(None, problems)] if problems else [])]
 
 
