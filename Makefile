@@ -17,6 +17,11 @@ $(VENV)/installed: Makefile pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt --no-deps gymnax
 	touch $@
 
+# A server that speaks as S3 does, on this machine.
+$(VENV)/soak: $(VENV)/installed
+	$(PIP) install -c constraints.txt "moto[s3]" flask flask-cors
+	touch $@
+
 $(VENV)/bench: $(VENV)/installed
 	$(PIP) install -c constraints.txt flashbax
 	touch $@
@@ -35,7 +40,7 @@ lint: $(VENV)/installed
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-soak: $(VENV)/installed
+soak: $(VENV)/soak
 	JAXREPLAY_SOAK=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 bench: $(VENV)/bench

@@ -57,7 +57,9 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, help="of the generation; by default the newest one")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--html", metavar="FILE", help="write a page with plots")
-    parser.add_argument("--verify", action="store_true", help="read every file of every generation; status 1, if one is not as it was written")
+    parser.add_argument(
+        "--verify", action="store_true", help="read every file of every generation; status 1, if one is not as it was written"
+    )
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="of a request to a far store")
     parser.set_defaults(run=_inspect)
 

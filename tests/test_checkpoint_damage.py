@@ -247,37 +247,37 @@ def marked(case, num_steps, num_envs, start=0, seed=1):
     """Steps whose leaves hold which row they are of: 1000 * (1 + env) + number, exactly; 0 is of none."""
     steps = case.step(seed, time=num_steps)
     name = 1000 * (1 + np.arange(num_envs))[None] + start + np.arange(num_steps)[:, None]
+    digits = np.stack([name // 256, name % 256], -1)
+    image = jnp.asarray(np.concatenate([digits, np.zeros((*name.shape, 4), int)], -1), jnp.uint8)
     if case.is_items:
-        digits = np.stack([name // 256, name % 256], -1)
-        image = np.concatenate([digits, np.zeros((*name.shape, 4), int)], -1).reshape(*name.shape, 3, 2)
-        return {**steps, "image": jnp.asarray(image, jnp.uint8)}
+        return {**steps, "image": image.reshape(*name.shape, 3, 2)}
     named = lambda leaf: jnp.asarray(np.broadcast_to(name[..., None], leaf.shape), leaf.dtype)  # noqa: E731
-    obs = {**steps.obs, "vector": named(steps.obs["vector"])}
-    final = None if steps.final_obs is None else {**steps.final_obs, "vector": named(steps.final_obs["vector"]) + 0.5}
+    obs = {**steps.obs, "vector": named(steps.obs["vector"]), "image": image[..., :4].reshape(*name.shape, 2, 2)}
+    final = None if steps.final_obs is None else {**obs, "goal": steps.final_obs["goal"]}
     return steps.replace(obs=obs, final_obs=final, action=jnp.asarray(name, jnp.int32))
 
 
-def names_in(case, items):
-    """Which rows an item was made of: of leaves `[B, ...]`, a set for each item."""
-    if case.is_items:
-        image = np.asarray(items["image"]).astype(int)
-        image = image.reshape(len(image), -1, 6)
-        return [set((256 * one[:, 0] + one[:, 1]).tolist()) - {0} for one in image]
-    found = []
-    for name, leaf in jax.tree_util.tree_leaves_with_path(items):
-        if "vector" in jax.tree_util.keystr(name):
-            values = np.asarray(leaf).reshape(len(leaf), -1, 5)
-            assert (values == values[..., :1]).all() or "hindsight" in case.name
-            found.append(np.floor(values[..., 0]).astype(int))
-    actions = [np.asarray(items.action).reshape(len(items.action), -1)] if hasattr(items, "action") else []
-    return [set(itertools.chain.from_iterable(one)) - {0} for one in zip(*(part.tolist() for part in (*found, *actions)), strict=True)]
+def names_in(case, item):
+    """Which rows an item was made of: all from the first one that it shows to the last one."""
+    found = set()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(item):
+        name = jax.tree_util.keystr(path)
+        if "image" in name:
+            digits = leaf.astype(int).reshape(-1, 6 if case.is_items else 4)
+            found |= set((256 * digits[:, 0] + digits[:, 1]).tolist())
+        elif "vector" in name:
+            found |= set(leaf.reshape(-1, 5)[:, 0].astype(int).tolist())
+        elif "action" in name:
+            found |= set(leaf.ravel().tolist())
+    found -= {0}
+    return set(range(min(found), max(found) + 1)) if "hindsight" not in case.name else found
 
 
 def all_items(replay, state):
     """Of each row that can be drawn, its place: the item that is read there, and its probability."""
     batch = replay.get(state, jnp.arange(replay.capacity), jax.random.key(1) if replay.view.draws else None)
     items, probability = jax.device_get((batch.items, batch.probability))
-    one = lambda place: jax.tree.map(lambda leaf: leaf[place][None], items)  # noqa: E731
+    one = lambda place: jax.tree.map(lambda leaf: leaf[place], items)  # noqa: E731
     return {place: (one(place), probability[place]) for place in np.flatnonzero(batch.is_valid).tolist()}
 
 
@@ -312,11 +312,10 @@ def test_what_is_salvaged_is_as_it_was_and_pairs_nothing_across_a_gap(case, seed
     check_salvaged(case, replay, state, got, checkpointer.lost)
     # It goes on, around the ring and over its gaps.
     more = extend(got, marked(case, 25, 4, start, 99), *case.mask(replay, 7, 25))
-    lost, left = lost_rows(case, replay, state, got), set(stored_names(case, more).tolist())
+    lost = lost_names(case, replay, state, got)
     for item, _ in all_items(replay, more).values():
-        (names,) = names_in(case, item)
-        assert case.has_final_obs or names <= left
-        assert "hindsight" in case.name or not any(min(names) < name < max(names) for name in lost)
+        if "across" not in case.name:
+            assert not names_in(case, item) & lost, names_in(case, item) & lost
     for key in range(3):
         batch = draw(replay, more, jax.random.key(key))
         assert bool(np.asarray(batch.is_valid).all()) or replay.sampler.consumes
@@ -338,9 +337,9 @@ def held_names(case, replay, state):
     return [[int(by_env[e][n % replay.streams.length]) for n in range(span.first[e], span.end[e])] for e in range(replay.num_envs)]
 
 
-def lost_rows(case, replay, before, after):
-    was, now = held_names(case, replay, before), held_names(case, replay, after)
-    return {name for env in range(replay.num_envs) for name in set(was[env]) - set(now[env])}
+def lost_names(case, replay, before, after):
+    was, now = (set(itertools.chain.from_iterable(held_names(case, replay, state))) for state in (before, after))
+    return was - now
 
 
 def check_salvaged(case, replay, before, after, lost):
@@ -356,19 +355,17 @@ def check_salvaged(case, replay, before, after, lost):
     for state, read in ((before, read_before), (after, read_after)):
         stored = stored_names(case, state).tolist()
         for place, (item, probability) in all_items(replay, state).items():
-            read[stored[place]] = bits(item), names_in(case, item)[0], probability
-    left = {name for own in now for name in own}
-    edges = set()  # the rows beside a gap
-    for own, old in zip(now, was, strict=True):
-        is_left = [name in left for name in old]
-        edges |= {name for i, name in enumerate(old) if not all(is_left[max(i - 1, 0) : i + 2])}
+            read[stored[place]] = bits(item), names_in(case, item), probability
+    gone = lost_names(case, replay, before, after)
+    beside = {(one.env, number) for one in lost for number in range(one.first - 1, one.last + 2)}
+    edges = {name for env, old in enumerate(was) for number, name in enumerate(old, spans.first[env]) if (env, number) in beside}
     assert set(read_after) <= set(read_before)
     for name, (content, made_of, _) in read_after.items():
-        assert made_of <= left | {one for one in made_of if case.has_final_obs}, (name, made_of)
-        if not made_of & edges and not read_before[name][1] - left:
+        assert "across" in case.name or not made_of & gone, (name, made_of & gone)
+        if not (made_of | read_before[name][1]) & edges:
             assert content == read_before[name][0], name
     for name, (_, made_of, _) in read_before.items():
-        if made_of <= left and not made_of & edges and not replay.sampler.consumes and not case.name.startswith("sequences"):
+        if not made_of & edges and not replay.sampler.consumes and not case.name.startswith("sequences"):
             assert name in read_after, name
     # Priorities are to each other as they were.
     both = [name for name in read_after if read_before[name][2] > 0 and read_after[name][2] > 0]

@@ -20,6 +20,7 @@ import numpy as np
 import zstandard
 
 from jaxreplay.checkpoint.files import BrokenError, Files
+from jaxreplay.paths import printable
 
 _DESCRIPTION = "zarr.json"
 _PIECE = 2**20  # bytes that are read at a time, where nothing is kept
@@ -84,7 +85,7 @@ class Array:
         self._store, self._name, self._shape, self._dtype, self._seals = store, name, shape, np.dtype(dtype), seals
         found = described(store, name, seals)
         if (found.dtype, found.shape) != (self._dtype.name, list(shape)):
-            raise BrokenError(f"{name}: got {found.dtype}{found.shape}, expected {self._dtype}{list(shape)}")
+            raise BrokenError(f"{name}: got {printable(found.dtype)}{found.shape}, expected {self._dtype}{list(shape)}")
         self._is_compressed, self.chunk_rows = found.is_compressed, found.chunk_rows if shape else 1
         self.chunk_bytes = math.prod((self.chunk_rows, *shape[1:]) if shape else ()) * self._dtype.itemsize
         if len(seals) != 1 + len(self):
@@ -181,7 +182,10 @@ def described(store: Files, name: str, seals: Sequence[int]) -> Description:
         raise BrokenError(f"{where} describes no array: {type(error).__name__}") from None
     sizes = [*shape, *chunk_shape] if isinstance(shape, list) and isinstance(chunk_shape, list) else [None]
     is_possible = (
-        all(type(size) is int and 0 <= size < 2**62 for size in sizes) and made.chunk_rows >= 1 and list(chunk_shape[1:]) == shape[1:]
+        isinstance(made.dtype, str)
+        and all(type(size) is int and 0 <= size < 2**62 for size in sizes)
+        and made.chunk_rows >= 1
+        and list(chunk_shape[1:]) == shape[1:]
     )
     if not is_possible or codecs not in (["bytes", "crc32c"], ["bytes", "zstd", "crc32c"]):
         raise BrokenError(f"{where} describes no array that was written here")

@@ -74,7 +74,7 @@ class Reading:
         if damaged:
             streams, ranks = salvage.closed(replay.streams, streams, self.holes)
             sampler = before.sampler.after_loss(sampler, ranks.now)
-            pending = None if pending is None else jnp.where((self.holes.start == 0).any(axis=1) & (self.holes.num_lost > 0), 0, pending)
+            pending = None if pending is None else jnp.where(self.holes.is_newest_lost, 0, pending)
         old = old.replace(sampler=sampler, pending=pending)
         rest = resize.resized(before, replay, old, streams)
         sampler, (stored, _) = rest.sampler, rows.split(old.replace(streams=streams))

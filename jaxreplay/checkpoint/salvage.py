@@ -45,6 +45,11 @@ class Holes:
         return cls(frozenset(), *np.zeros((2, num_envs, 0), np.int64))
 
     @property
+    def is_newest_lost(self) -> np.ndarray:
+        """Of each stream: bool[E]."""
+        return ((self.start == 0) & (self.size > 0)).any(axis=1)
+
+    @property
     def num_lost(self) -> np.ndarray:
         """Rows of each stream: int64[E]."""
         return self.size.sum(axis=1)
@@ -201,10 +206,9 @@ def closed(streams: Streams, state: StreamState, holes: Holes) -> tuple[StreamSt
     if not has_flags:
         return state, ranks
     is_cut, follows = (np.array([getattr(part, name) for part in parts], bool) for name in ("is_cut", "follows"))
-    is_newest_lost = ((holes.start == 0) & (holes.size > 0)).any(axis=1)
     last = np.asarray(state.last)
     cleared = np.asarray(autoreset.after_clear(str(streams.autoreset), jnp.asarray(last)))
-    state = state.replace(last=jnp.asarray(np.where(is_newest_lost, cleared, last)))
+    state = state.replace(last=jnp.asarray(np.where(holes.is_newest_lost, cleared, last)))
     tails, firsts = (np.where(is_one, row, streams.capacity) for is_one, row in ((is_cut & ~closes, rows_at[0]), (follows, rows_at[1])))
     return _patched(streams, state, tails, firsts, *_shifts(parts, num_envs, holes.size.shape[1])), ranks
 

@@ -87,16 +87,16 @@ def dict_of(item: Any) -> Check:
 
 def folder(where: str, value: Any) -> None:
     """The name of a generation, which leads nowhere else."""
-    _match(where, value, _FOLDER)
+    _match(where, value, _FOLDER, "a name such as 0000000001-0123abcd")
 
 
 def group_folder(where: str, value: Any) -> None:
-    _match(where, value, _GROUP_FOLDER)
+    _match(where, value, _GROUP_FOLDER, "a name such as 0000000001-0123abcd-000000")
 
 
 def spec(where: str, value: Any) -> None:
     """A dtype and a shape, such as `uint8[84, 84]`."""
-    _match(where, value, _SPEC)
+    _match(where, value, _SPEC, "a dtype and a shape, such as float32[3, 2]")
     dtype_and_shape(where, value)
 
 
@@ -126,9 +126,9 @@ def _run(where: str, value: Any, wanted: Any) -> None:
         wanted(where, value)
 
 
-def _match(where: str, value: Any, pattern: re.Pattern[str]) -> None:
+def _match(where: str, value: Any, pattern: re.Pattern[str], expected: str) -> None:
     if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise BrokenError(f"{where}: got {_shown(value)}")
+        raise BrokenError(f"{where}: expected {expected}, got {_shown(value)}")
 
 
 def _shown(value: Any) -> str:
