@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 
 import jaxreplay
 
@@ -117,3 +118,14 @@ def test_importing_the_library_imports_no_extra():
     extras = ("torch", "gymnax", "optax", "tensorstore", "google_crc32c", "minari", "stable_baselines3")
     code = f"import sys, jaxreplay; print([m for m in {extras} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_each_promise_names_tests_that_there_are():
+    readme = (ROOT.parent / "README.md").read_text()
+    promises = readme[readme.index("### Of checkpoints") : readme.index("## Compose your own")]
+    named = set(re.findall(r"`(test_\w+)`", promises))
+    tests = set(
+        re.findall(r"^def (test_\w+)\(", "\n".join(path.read_text() for path in pathlib.Path(__file__).parent.glob("test_*.py")), re.M)
+    )
+    assert len(named) > 15
+    assert not named - tests
