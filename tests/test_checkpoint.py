@@ -371,6 +371,17 @@ def test_notes_and_names_of_any_kind(tmp_path):
         assert [len(one._store.entries(kind)) for kind in ("manifests", "rest", "rows")] == [1, 1, 1]
 
 
+def test_very_long_names_of_leaves(tmp_path):
+    """Longer than a file's may be; those that begin alike stay apart."""
+    replay = jr.items(capacity=4, batch_size=2)
+    example = {f"{'n' * 300}{end}": np.float32(value) for value, end in enumerate(("", "a", "b", "é" * 200, "/" * 200))}
+    state = replay.add(replay.init(example), jax.tree.map(lambda x: jnp.asarray(x)[None], example))
+    checkpoint.save(tmp_path, replay, state)
+    assert bits(checkpoint.restore(tmp_path, replay, example)) == bits(state)
+    assert checkpoint.verify(tmp_path)[0].problems == []
+    assert all(len(path.name) < 256 for path in tmp_path.rglob("*"))
+
+
 def test_narrow_numbers_are_told_apart(tmp_path):
     replay = jr.items(capacity=4, batch_size=2)
     state = replay.add(replay.init(jnp.zeros(3, jnp.float8_e5m2)), jnp.ones((1, 3), jnp.float8_e5m2))

@@ -6,12 +6,14 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from buffers import KINDS
+from conftest import SOAK
 
 pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
 
@@ -239,6 +241,31 @@ def test_a_run_may_save_meanwhile(prioritized, tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint.contents, "RowReader", late)
     assert checkpoint.inspect(tmp_path).source.endswith(", step 2")
+
+
+def test_a_run_that_keeps_one_generation_may_be_looked_at_at_any_moment(prioritized, tmp_path):
+    replay, state, _ = prioritized
+    checkpoint.save(tmp_path, replay, state, step=0)
+    is_over, num_saved, num_looked = threading.Event(), 0, 0
+
+    def save():
+        nonlocal num_saved
+        with checkpoint.Checkpointer(tmp_path, replay, keep=1, chunk_bytes=1024, progress=False) as checkpointer:
+            while not is_over.is_set():
+                num_saved += 1
+                checkpointer.save(state, num_saved)
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    try:
+        while num_saved < (400 if SOAK else 30):
+            assert checkpoint.inspect(tmp_path).source
+            assert not any(found.problems for found in checkpoint.verify(tmp_path, progress=False))
+            num_looked += 1
+    finally:
+        is_over.set()
+        thread.join()
+    assert num_looked > 3
 
 
 def test_a_checkpoint_is_looked_at_without_a_device(prioritized, tmp_path):

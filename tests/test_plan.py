@@ -93,6 +93,18 @@ def test_bad_input_is_answered_in_one_line(arguments, text, capsys):
     assert re.search(text, error), error
 
 
+@pytest.mark.parametrize("shape", ["1000000x1000000x1000000x1000000", "99999999999999999999"])
+def test_sizes_beyond_64_bits_are_counted_exactly(shape, capsys):
+    main(["plan", "--obs", f"{shape}:uint8", "--capacity", "100", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    size = 1
+    for one in shape.split("x"):
+        size *= int(one)
+    assert found["memory"]["leaves"]["streams.steps.obs"] == 100 * size
+    assert found["fits"] is False
+    assert found["largest_capacity"] == 0
+
+
 def test_a_rollout_is_refused():
     with pytest.raises(ValueError, match="plan: expected a ReplayBuffer, got Rollout"):
         jr.plan(jr.rollout(length=2, num_envs=1, autoreset="next_step"), 0.0)

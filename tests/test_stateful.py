@@ -445,7 +445,7 @@ def test_a_file_that_is_not_this_replay_s_is_refused(tmp_path):
         replay.load(tmp_path / "nothing")
     (tmp_path / "file").write_text("of 0.1")
     for call in (replay.load, replay.save):
-        with pytest.raises(NotADirectoryError, match="file is a file, where a folder should be"):
+        with pytest.raises(NotADirectoryError, match="file is a file, not the folder of a Checkpointer"):
             call(tmp_path / "file")
     assert len(replay) == 9
 

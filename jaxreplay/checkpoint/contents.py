@@ -1,7 +1,6 @@
 """What a generation holds, for an inspection: read from its files a group at a time, without the buffer that it is of."""
 
 import dataclasses
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,8 +26,6 @@ def generation_of(path: Any, step: int | None, timeout: float) -> tuple[Files, M
     Raises:
       FileNotFoundError: there is none. ValueError: it is of a rollout. BrokenError: there is none that can be read.
     """
-    if isinstance(path, str | bytes | os.PathLike) and os.path.isfile(path):
-        raise ValueError(f"{os.fsdecode(path)} is a file, not the folder of a Checkpointer")
     store = store_at(path, timeout)
     generations, problems = Generations(store, keep=1).read()
     manifest = next((one for one in generations if step in (None, one.step)), None)

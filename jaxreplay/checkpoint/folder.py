@@ -104,7 +104,7 @@ class Folder(Files):
 
     def _check_no_file(self) -> None:
         if self._path.is_file():
-            raise NotADirectoryError(errno.ENOTDIR, f"{self.name} is a file, where a folder should be")
+            raise NotADirectoryError(f"{self.name} is a file, not the folder of a Checkpointer")
 
     def entries(self, folder: str) -> list[str]:
         self._check_no_file()

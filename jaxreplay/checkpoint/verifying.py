@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jaxreplay.checkpoint.arrays import check_files
 from jaxreplay.checkpoint.files import BrokenError, Files
 from jaxreplay.checkpoint.generations import Generations
-from jaxreplay.checkpoint.manifest import Group
+from jaxreplay.checkpoint.manifest import Group, Manifest
 from jaxreplay.checkpoint.store import array_name
 
 
@@ -28,21 +28,30 @@ def verified(store: Files, generations: Generations, bar: Callable[..., Any]) ->
     Args:
       bar: makes a progress bar of a title, a total and a unit.
     """
-    manifests, problems = generations.read()
+    while True:
+        manifests, problems = generations.read()
+        found = dict(zip((manifest.folder for manifest in manifests), _read(store, manifests, bar), strict=True))
+        if any(one.problems for one in found.values()):  # of those that a run has deleted meanwhile nothing is known
+            left = {manifest.folder for manifest in generations.read()[0]}
+            found = {folder: one for folder, one in found.items() if not one.problems or folder in left}
+            if left and not found:
+                continue
+        return [*found.values(), *([Verified(None, problems)] if problems else [])]
+
+
+def _read(store: Files, manifests: list[Manifest], bar: Callable[..., Any]) -> list[Verified]:
     groups = {group.folder: group for manifest in manifests for group in manifest.groups}
     wrong: dict[str, str | None] = {}
+    found = []
     with bar("verify", len(groups) + len(manifests), unit="part") as told:
         for folder, group in groups.items():
             wrong[folder] = problem_of_group(store, group)
             told.update(1)
-        found = []
         for manifest in manifests:
             own = [_problem(store, "rest", manifest.folder, manifest.seals), *(wrong[group.folder] for group in manifest.groups)]
             found.append(Verified(manifest.step, [problem for problem in own if problem]))
             told.update(1)
-    left = generations.read()[0] if any(one.problems for one in found) else manifests
-    found = [one for one, manifest in zip(found, manifests, strict=True) if not one.problems or manifest in left]
-    return [*found, *([Verified(None, problems)] if problems else [])]
+    return found
 
 
 def _problem(store: Files, kind: str, folder: str, seals: dict[str, list[int]]) -> str | None:
