@@ -44,8 +44,8 @@ class uninterrupted:  # noqa: N801
     def __enter__(self) -> "uninterrupted":
         if threading.get_ident() == threading.main_thread().ident:
             try:
-                for number, handler in _signals().items():
-                    self._handlers[number] = handler  # to be put back from here on, whatever comes
+                for number in _signals():
+                    self._handlers[number] = signal.getsignal(number)  # to be put back from here on, whatever comes
                     self._handlers[number] = signal.signal(number, self._catch)
             except ValueError:  # no handler may be set: the interpreter is not the main one
                 pass
@@ -96,12 +96,12 @@ class uninterrupted:  # noqa: N801
 
 
 _num_blocks = itertools.count()
-_handled: dict[int, Any] = {}
+_handled: tuple[int, ...] = ()
 
 
-def _signals() -> dict[int, Any]:
-    """The signals that are to wait, and the handlers that they had when these were asked for."""
+def _signals() -> tuple[int, ...]:
+    """The signals that are to wait: those that had handlers when it was last asked."""
     global _handled
     if not next(_num_blocks) & (_EVERY - 1):
-        _handled = {number: handler for number in _SIGNALS if callable(handler := signal.getsignal(number))}
+        _handled = tuple(number for number in _SIGNALS if callable(signal.getsignal(number)))
     return _handled

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 
 import hypothesis
 import jax
@@ -20,6 +21,16 @@ hypothesis.settings.load_profile("jaxreplay")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's: one for each test process, or they wait for each other
 
 _MOST_MAPPINGS = 20_000
+
+
+@pytest.fixture(autouse=True)
+def _handlers_stay():
+    """No test leaves a handler of a signal behind."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    after = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+    assert after is before
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,12 @@ pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed
 import jaxreplay as jr
 from jaxreplay.checkpoint import Checkpointer
 
+# Between `open` and the block that closes it, Python itself leaves that to the collection.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
 REPLAY = items(capacity=64)
 LIBRARY = str(pathlib.Path(jr.__file__).parent)
 
@@ -70,6 +76,7 @@ def moments(call, r, most):
 
 def check_goes_on(checkpointer, state, end, among, num_threads):
     """What is there is one of some states, whole; and the same object saves the next one."""
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     for _ in range(100):
         if threading.active_count() <= num_threads:
             break

@@ -13,6 +13,7 @@ import weakref
 from typing import Any
 
 from jaxreplay.checkpoint.files import HeldError
+from jaxreplay.interrupts import uninterrupted
 
 try:
     import fcntl
@@ -51,6 +52,10 @@ class Lock:
 
     def acquire(self, where: str) -> None:
         """Nothing, if it is held already. Raises a HeldError, if somebody else has it."""
+        with uninterrupted():  # a lock that is not known of would be held for ever
+            self._acquire(where)
+
+    def _acquire(self, where: str) -> None:
         if self._descriptor is not None and self._is_current():
             return
         self.release()
@@ -80,9 +85,10 @@ class Lock:
             raise OSError(errno.ENOENT, f"{where} was deleted, or replaced, while it was written to")
 
     def release(self) -> None:
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
+        with uninterrupted():
+            descriptor, self._descriptor = self._descriptor, None
+            if descriptor is not None:
+                os.close(descriptor)
 
     def _is_current(self) -> bool:
         assert self._descriptor is not None

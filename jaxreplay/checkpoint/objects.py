@@ -80,7 +80,7 @@ class Objects(Files):
 
     def _is_free(self, holder: Any) -> bool:
         """Whether nobody writes here; `holder`: what the last one has left, None if there was none."""
-        if holder is None or holder.get("has_ended"):
+        if holder is None or holder.get("has_ended") or holder.get("token") == self._token:  # ours, of a claim that was interrupted
             return True
         if holder.get("process") == _PROCESS:
             return holder.get("token") not in _live
