@@ -12,6 +12,7 @@ from typing import Any
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGBREAK")
 _SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
+_TRIES = 1000  # to put handlers back: more than anybody presses Ctrl-C meanwhile
 _EVERY = 128  # blocks, a power of two, after which it is asked anew which signals have handlers: that takes a microsecond for each
 
 
@@ -45,8 +46,9 @@ class uninterrupted:  # noqa: N801
         if threading.get_ident() == threading.main_thread().ident:
             try:
                 for number in _signals():
-                    self._handlers[number] = signal.getsignal(number)  # to be put back from here on, whatever comes
-                    self._handlers[number] = signal.signal(number, self._catch)
+                    if (handler := signal.getsignal(number)) is not None:  # one that Python knows
+                        self._handlers[number] = handler  # to be put back from here on, whatever comes
+                        self._handlers[number] = signal.signal(number, self._catch)
             except ValueError:  # no handler may be set: the interpreter is not the main one
                 pass
             except BaseException:  # by the handler of another one
@@ -82,8 +84,9 @@ class uninterrupted:  # noqa: N801
 
     def _put_back(self) -> None:
         """The handlers, the last one first; each may be run, and raise, while others are put back."""
-        left, error = list(self._handlers), None
-        while left:
+        left, error, tries = list(self._handlers), None, 0
+        while left and tries < _TRIES:  # at the end of the program none may be put back
+            tries += 1
             try:
                 replaced = signal.signal(left[-1], self._handlers[left[-1]])
                 if replaced != self._catch:  # somebody has set another one meanwhile, or this is the second try

@@ -99,7 +99,8 @@ class Lock:
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # as at the end of the program
-            self.release()
+            if self._descriptor is not None:
+                os.close(self._descriptor)
 
 
 def _lock(descriptor: int) -> None:
