@@ -83,7 +83,17 @@ class uninterrupted:  # noqa: N801
         self._caught[number] = frame
 
     def _put_back(self) -> None:
-        """The handlers, the last one first; each may be run, and raise, while others are put back."""
+        """The handlers. One that is there again may be run, and raise, before the others are, so that signals are held back meanwhile."""
+        if len(self._handlers) > 1 and hasattr(signal, "pthread_sigmask"):
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._handlers)
+            try:
+                self._put_each_back()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        else:
+            self._put_each_back()
+
+    def _put_each_back(self) -> None:
         left, error, tries = list(self._handlers), None, 0
         while left and tries < _TRIES:  # at the end of the program none may be put back
             tries += 1

@@ -287,7 +287,7 @@ def test_a_handler_that_saves_sees_whole_rows(tmp_path):
         for number in range(200):  # the handlers that there are, are found after a while
             add(replay, number)
         call = lambda: add(replay, 200)  # noqa: E731
-        for nth in range(1, 10**6, 1 if SOAK else 3):
+        for nth in range(1, 10**6):
             count = 0
 
             def trace(frame, event, _, nth=nth):
@@ -303,6 +303,7 @@ def test_a_handler_that_saves_sees_whole_rows(tmp_path):
                 call()
             except SystemExit:
                 assert seen[-1] == held(replay)
+                assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
                 continue
             finally:
                 sys.settrace(None)
