@@ -67,6 +67,8 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 def _inspect(options: argparse.Namespace) -> tuple[str, int]:
     from jaxreplay import checkpoint  # an extra
 
+    if options.verify and options.html is not None:
+        raise ValueError("--verify has no page; leave out --html")
     if options.verify:
         return _verify(options)
     found = checkpoint.inspect(options.path, step=options.step, timeout=options.timeout)
@@ -81,6 +83,8 @@ def _verify(options: argparse.Namespace) -> tuple[str, int]:
     found = checkpoint.verify(options.path, timeout=options.timeout)
     if options.step is not None:
         found = [one for one in found if one.step in (options.step, None)]
+        if all(one.step is None for one in found):
+            raise FileNotFoundError(f"there is no generation of step {options.step} under {options.path}")
     if options.json:
         text = json.dumps([{"step": one.step, "problems": one.problems} for one in found], indent=2)
     else:

@@ -45,10 +45,10 @@ class uninterrupted:  # noqa: N801
     def __enter__(self) -> "uninterrupted":
         if threading.get_ident() == threading.main_thread().ident:
             try:
-                for number in _signals():
-                    if (handler := signal.getsignal(number)) is not None:  # one that Python knows
-                        self._handlers[number] = handler  # to be put back from here on, whatever comes
-                        self._handlers[number] = signal.signal(number, self._catch)
+                for number in (numbers := _signals()):
+                    if len(numbers) > 1:  # that of another signal may raise before the next line is done
+                        self._handlers[number] = signal.getsignal(number)
+                    self._handlers[number] = signal.signal(number, self._catch)
             except ValueError:  # no handler may be set: the interpreter is not the main one
                 pass
             except BaseException:  # by the handler of another one
@@ -85,11 +85,14 @@ class uninterrupted:  # noqa: N801
     def _put_back(self) -> None:
         """The handlers. One that is there again may be run, and raise, before the others are, so that signals are held back meanwhile."""
         if len(self._handlers) > 1 and hasattr(signal, "pthread_sigmask"):
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._handlers)
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # as it is
             try:
-                self._put_each_back()
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                signal.pthread_sigmask(signal.SIG_BLOCK, self._handlers)
+            finally:  # one that came before may be run here, and raise
+                try:
+                    self._put_each_back()
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         else:
             self._put_each_back()
 

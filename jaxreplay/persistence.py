@@ -1,5 +1,6 @@
 """What a replay of its own saves under a path, and takes from there, with `jaxreplay.checkpoint`."""
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +18,13 @@ class Persistence:
     def __init__(self, buffer: Any):
         self._buffer = buffer
         self._last: Checkpointer | None = None
+        self._where: Any = None  # its path
 
     def save(self, path: Any, state: Any, notes: dict[str, Any]) -> None:
         """`notes`: of JSON."""
         checkpointer = self._at(path)
         with checkpointer:
             checkpointer.save(state, notes={_NOTES: notes})
-        self._last = checkpointer
 
     def load(self, path: Any, example: Any, let_go: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
         """A state, and its notes; none, where something else than a replay has saved it.
@@ -43,16 +44,18 @@ class Persistence:
             _check_whole(checkpointer)
             let_go()
             state = checkpointer.restore(example)
-        self._last = checkpointer
         notes = checkpointer.notes.get(_NOTES)
         return state, notes if isinstance(notes, dict) else {}
 
     def _at(self, path: Any) -> "Checkpointer":
-        """The one of before, where the path is the same."""
+        """The one of before, where the path is the same. A specification has more in it than the path that it is named by."""
         from jaxreplay.checkpoint import Checkpointer  # an extra
 
         made = Checkpointer(path, self._buffer, keep=1, progress=False)
-        return self._last if self._last is not None and self._last.path == made.path else made
+        where = made.path if isinstance(path, str | bytes | os.PathLike) else path
+        if self._last is None or self._where != where:
+            self._last, self._where = made, where
+        return self._last
 
 
 def _check_whole(checkpointer: "Checkpointer") -> None:

@@ -24,13 +24,18 @@ _MOST_MAPPINGS = 20_000
 
 
 @pytest.fixture(autouse=True)
-def _handlers_stay():
-    """No test leaves a handler of a signal behind."""
-    before = signal.getsignal(signal.SIGINT)
+def _signals_stay():
+    """No test leaves a handler of Ctrl-C behind, or a signal that is held back."""
+
+    def now():
+        held_back = signal.pthread_sigmask(signal.SIG_BLOCK, ()) if hasattr(signal, "pthread_sigmask") else set()
+        return signal.getsignal(signal.SIGINT), held_back
+
+    before = now()
     yield
-    after = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, before)
-    assert after is before
+    after = now()
+    signal.signal(signal.SIGINT, before[0])
+    assert after == before
 
 
 @pytest.fixture(autouse=True)

@@ -361,6 +361,9 @@ def test_notes_and_names_of_any_kind(tmp_path):
     other = Checkpointer(f"file://{tmp_path}/x/", replay)
     assert bits(other.restore(example)) == bits(state)
     assert other.notes == {"episodes": 3}
+    other.notes["episodes"] = 4  # the caller's own
+    other.restore(example)
+    assert other.notes == {"episodes": 3}
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     for path in (tmp_path / "a%20b c#d", "memory://somewhere/else"):
         one = Checkpointer(path, replay, keep=1)

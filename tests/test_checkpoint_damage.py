@@ -144,6 +144,11 @@ def test_verify_names_what_is_broken_in_each_generation(shared, capsys):
     assert capsys.readouterr().out.count('"step": ') == 1
     with pytest.raises(FileNotFoundError, match="there is no generation"):
         checkpoint.verify(path / "nothing")
+    for arguments, said in ((["--step", "9"], "there is no generation of step 9"), (["--html", "x"], "leave out --html")):
+        with pytest.raises(SystemExit) as ended:
+            main(["inspect", "--verify", str(path), *arguments])
+        assert ended.value.code == 2  # what was not looked at is not whole
+        assert said in capsys.readouterr().err
 
 
 def test_saves_find_damage_and_mend_it(shared):

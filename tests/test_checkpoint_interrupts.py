@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from checkpointed_run import EXAMPLE, added, expected, items, numbers
 from conftest import SOAK
+from interrupting import interrupted_at
 
 pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
 
@@ -35,40 +36,14 @@ def is_ours(frame):
     return frame.f_code.co_filename.startswith(LIBRARY) and frame.f_code.co_name != "__del__"
 
 
-def interrupted_at(call, nth):
-    """Whether a call was interrupted: by a signal that comes at its `nth` line. None, where it has fewer."""
-    count = 0
-
-    def trace(frame, event, _):
-        nonlocal count
-        if not is_ours(frame):
-            return None
-        if event == "line":
-            count += 1
-            if count == nth:
-                sys.settrace(None)
-                signal.raise_signal(signal.SIGINT)
-        return trace
-
-    try:
-        sys.settrace(trace)
-        try:
-            call()
-        finally:
-            sys.settrace(None)
-    except KeyboardInterrupt:
-        return True
-    return False if count >= nth else None
-
-
 def moments(call, r, most):
     """Lines of a call, at each of which it is to be interrupted: its last one is the largest."""
     low, high = 0, 1
-    while interrupted_at(call, high):
+    while interrupted_at(call, high, counts=is_ours):
         low, high = high, 4 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if interrupted_at(call, middle) else (low, middle)
+        low, high = (middle, high) if interrupted_at(call, middle, counts=is_ours) else (low, middle)
     every = range(1, low + 1)
     assert low > 100
     return every if most is None else sorted(r.sample(every, min(most, low)))
@@ -131,7 +106,7 @@ def test_an_interrupt_at_any_line_of_a_save_leaves_what_there_was(kind, tmp_path
         begin()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            interrupted_at(save, nth)
+            interrupted_at(save, nth, counts=is_ours)
         assert checkpointer is not None
         check_goes_on(checkpointer, second, 37, {37} if kind == "first" else {30, 37}, num_threads)
 
@@ -166,7 +141,7 @@ def test_an_interrupt_at_any_line_of_a_restore_leaves_no_thread(salvage, tmp_pat
     restore = lambda: checkpointer.restore(EXAMPLE, salvage=salvage)  # noqa: E731
     restore()
     for nth in moments(restore, random.Random(0), None if SOAK else 25):
-        interrupted_at(restore, nth)
+        interrupted_at(restore, nth, counts=is_ours)
         check_goes_on(checkpointer, state, 30, {30}, num_threads)
 
 
@@ -188,7 +163,7 @@ def test_an_interrupt_at_any_line_of_a_replay_s_load_leaves_its_rows(tmp_path):
         other.clear()
         for t in range(4):
             other.add({"number": np.full(4, t, np.int32), "bytes": np.zeros((4, 100), np.uint8)})
-        interrupted_at(load, nth)
+        interrupted_at(load, nth, counts=is_ours)
         assert len(other) in (16, 36)
         assert len(other.sample().is_valid) == 8
 
@@ -213,7 +188,7 @@ def test_interrupted_saves_hold_no_memory(wait, tmp_path):
     lines = moments_of_starts(save)[:: 1 if SOAK else 4]
     before, num_threads = resident(), threading.active_count()
     for nth in lines:
-        interrupted_at(save, nth)
+        interrupted_at(save, nth, counts=is_ours)
     assert threading.active_count() <= num_threads
     assert resident() - before < 2**25  # the buffer has 64 MiB
     save()

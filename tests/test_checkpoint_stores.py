@@ -363,8 +363,7 @@ def test_two_writers_to_a_server_never_mix(between):
     assert refused
 
 
-def test_a_store_at_a_path_is_not_asked_for_more_than_it_needs(tmp_path):
-    """A local folder is not made by who only looks."""
+def test_who_only_looks_makes_no_folder(tmp_path):
     store_at(tmp_path / "x").entries("manifests")
     with pytest.raises(FileNotFoundError):
         checkpoint.restore(tmp_path / "x", items(), EXAMPLE)

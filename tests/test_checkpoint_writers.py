@@ -227,8 +227,8 @@ def test_two_threads_that_write_to_one_path_never_mix(kind, where):
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
         assert num_saved
-        assert checked(replay, checkpoint.restore(where, replay, EXAMPLE), (4, 504)) in (4, 504)
-    assert refused or kind == "Checkpointer" or not SOAK
+        checked(replay, checkpoint.restore(where, replay, EXAMPLE), (4, 504))
+    assert refused
 
 
 def test_no_two_runs_give_their_files_one_name(tmp_path):

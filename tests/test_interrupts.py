@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import SOAK
+from interrupting import interrupted_at
 from replays import make, step
 
 import jaxreplay as jr
@@ -56,32 +57,6 @@ def check_goes_on(replay, num_added):
     if replay.buffer.sampler.has_priorities:
         tree = replay._held.state.sampler.tree.sums
         assert float(tree[-1].sum()) == pytest.approx(float(tree[0].sum()))
-
-
-def interrupted_at(call, nth, by_opcode=False):
-    """Whether a call was interrupted: by a signal that comes at its `nth` line of Python, or operation. None, where it has fewer."""
-    count = 0
-
-    def trace(frame, event, _):
-        nonlocal count
-        frame.f_trace_opcodes = by_opcode
-        if event == ("opcode" if by_opcode else "line"):
-            count += 1
-            if count == nth:
-                sys.settrace(None)
-                signal.raise_signal(signal.SIGINT)
-        return trace
-
-    before = sys.gettrace()
-    try:
-        sys.settrace(trace)
-        try:
-            call()
-        finally:
-            sys.settrace(before)
-    except KeyboardInterrupt:
-        return True
-    return False if count >= nth else None
 
 
 def each_moment(make_call, most=10**6):

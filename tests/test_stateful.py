@@ -14,7 +14,7 @@ from hlo import check_in_place
 from replays import NUM_ENVS, check_same, make, rows_of, step
 
 import jaxreplay as jr
-from jaxreplay import checkpoint, checks, held, memory
+from jaxreplay import checkpoint, checks, held, memory, persistence
 from jaxreplay.small_programs import options_here
 
 # Ways in.
@@ -525,6 +525,20 @@ def test_a_save_on_top_of_one_writes_what_is_new(tmp_path):
     replay.save(path)  # which is not there any more
     other.load(path)
     check_same(replay, other)
+
+
+def test_places_that_are_named_alike_are_told_apart(monkeypatch):
+    """Two servers may have buckets of one name; a save goes on from one to the same place alone."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    spec = {"driver": "s3", "bucket": "runs", "path": "x", "aws_region": "us-east-1"}
+    one, other = ({**spec, "endpoint": f"http://127.0.0.1:{port}"} for port in (9000, 9001))
+    saves = persistence.Persistence(make().buffer)
+    first = saves._at(one)
+    assert saves._at(dict(one)) is first
+    assert (second := saves._at(other)) is not first
+    assert second.path == first.path
+    assert saves._at(one) is not second
 
 
 def test_a_checkpointer_s_generation_can_be_loaded_and_a_replay_s_restored(tmp_path):

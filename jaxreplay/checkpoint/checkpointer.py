@@ -1,6 +1,7 @@
 """Saves of one run, each on top of the one before, and the way back."""
 
 import contextlib
+import copy
 import json
 import operator
 import os
@@ -260,7 +261,7 @@ class Checkpointer:
         if self._saving is not None:
             raise RuntimeError("restore: a save is under way; call finish(state) first")
         found = reading.restored(self._store, self._generations, self.replay, example, step, resize, salvage, sharding, self._bar)
-        self._base, self.step, self.notes = None if found.lost else found.manifest, found.manifest.step, found.manifest.notes
+        self._base, self.step, self.notes = None if found.lost else found.manifest, found.manifest.step, copy.deepcopy(found.manifest.notes)
         self.lost = found.lost
         return found.state
 
