@@ -1,7 +1,10 @@
 """A call that is interrupted at a line of its choosing: by a signal, as of a Ctrl-C that comes just then."""
 
+import dis
 import signal
 import sys
+
+_RETURNS = {dis.opmap[name] for name in ("RETURN_VALUE", "RETURN_CONST") if name in dis.opmap}  # Python runs no handlers at these
 
 
 def interrupted_at(call, nth, by_opcode=False, counts=lambda frame: True):
@@ -19,7 +22,9 @@ def interrupted_at(call, nth, by_opcode=False, counts=lambda frame: True):
         frame.f_trace_opcodes = by_opcode
         if event == ("opcode" if by_opcode else "line"):
             count += 1
-            if count == nth:
+            if count == nth and by_opcode and frame.f_code.co_code[frame.f_lasti] in _RETURNS:
+                count -= 1  # the next one
+            elif count == nth:
                 sys.settrace(None)
                 signal.raise_signal(signal.SIGINT)
         return trace

@@ -105,7 +105,7 @@ def test_the_lock_dies_with_its_process(tmp_path):
     assert numbers(replay, Checkpointer(tmp_path, replay).restore(EXAMPLE)) == expected(replay, 5)
 
 
-FORKS = """
+FORKS = r"""
 import os, sys, time, warnings
 import checkpointed_run as run
 from jaxreplay.checkpoint import Checkpointer
@@ -119,9 +119,9 @@ if not os.fork():
         try:
             call()
         except RuntimeError as error:
-            print(error, flush=True)
+            os.write(1, f"{error}\n".encode())  # in one piece: both write here
     time.sleep(1000)
-print(os.getpid(), flush=True)
+os.write(1, f"{os.getpid()}\n".encode())
 time.sleep(1000)
 """
 
