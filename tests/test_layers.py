@@ -41,7 +41,7 @@ LAYERS = (
     ("checkpoint.folder", "checkpoint.objects", "checkpoint.manifest"),
     ("checkpoint.store", "checkpoint.arrays", "checkpoint.generations", "checkpoint.history", "checkpoint.identity"),
     ("checkpoint.planning", "checkpoint.salvage", "checkpoint.verifying"),
-    ("checkpoint.group_reader", "checkpoint.saving"),
+    ("checkpoint.group_reader", "checkpoint.saving", "checkpoint.rounds"),
     ("checkpoint.restoring", "checkpoint.row_reader"),
     ("checkpoint.reading", "checkpoint.contents"),
     ("checkpoint.checkpointer",),

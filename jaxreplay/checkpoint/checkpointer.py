@@ -18,6 +18,7 @@ from jaxreplay.checkpoint.generations import Generations
 from jaxreplay.checkpoint.identity import check_path
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.progress import bars
+from jaxreplay.checkpoint.rounds import Rounds
 from jaxreplay.checkpoint.salvage import Lost
 from jaxreplay.checkpoint.saving import Saving
 from jaxreplay.checkpoint.store import store_at
@@ -88,7 +89,7 @@ class Checkpointer:
         self._saving: Saving | None = None
         self._has_saved = False
         self._damaged: dict[str, str] = {}  # what is wrong with groups, by their folders, until they are written again
-        self._looked_at: list[str] = []  # folders of groups, the last one at the end
+        self._rounds = Rounds(self._store)
         self.step: int | None = None  # of the generation that was restored, and
         self.notes: dict[str, Any] = {}  # its notes
         self.lost: list[Lost] = []  # the rows that it had, and that were not salvaged
@@ -164,7 +165,7 @@ class Checkpointer:
                     chunk_bytes=self._chunk_bytes // 2,
                     level=self._level,
                     places=places,
-                    check=lambda: self._look_at_one(plan),
+                    check=lambda: self._damaged.update(self._rounds.look(plan)),
                     commit=lambda groups, seals: self._commit(plan.manifest(groups, seals), bar),
                     progress=bar.update,
                 )
@@ -180,16 +181,6 @@ class Checkpointer:
         bar.close()
         others = [other for other in self._generations.read()[0] if other.step != manifest.step]
         self._generations.collect([manifest, *others], None)
-
-    def _look_at_one(self, plan: planning.Plan) -> None:
-        """Whether a group that the new generation shares with older ones is still as it was written: all in turn."""
-        groups = {group.folder: group for group in plan.kept if group.folder not in plan.again}
-        if groups:
-            before = [folder for folder in self._looked_at if folder in groups]
-            group = groups[next((folder for folder in groups if folder not in before), None) or before[0]]
-            self._looked_at = [*(folder for folder in before if folder != group.folder), group.folder]
-            if problem := verifying.problem_of_group(self._store, group):
-                self._damaged[group.folder] = problem
 
     def pump(self, state: Any, num_steps: int = 1) -> None:
         """Copy some rows for a save that does not wait: those first that will be overwritten first. Nothing, where there is none.

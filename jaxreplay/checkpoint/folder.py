@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import io
 import os
 import pathlib
 import shutil
@@ -42,9 +43,7 @@ class Folder(Files):
         self._lock.release()
 
     def write(self, name: str, parts: Sequence[Any]) -> None:
-        path = self._path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "wb", buffering=0) as file:
+        with self._new(f"{self.name}/{name}") as file:
             begun = end = 0
             for part in parts:
                 left = memoryview(part)
@@ -54,6 +53,13 @@ class Folder(Files):
                     if end - begun >= _PIECE:
                         _begin_to_write_out(file.fileno(), begun, end - begun)
                         begun = end
+
+    def _new(self, path: str) -> io.FileIO:
+        try:
+            return open(path, "wb", buffering=0)
+        except FileNotFoundError:  # the first one in its folder
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            return open(path, "wb", buffering=0)
 
     def expect(self, name: str) -> None:
         """A small one comes meanwhile. A large one would then lie in small pages, slower to copy."""

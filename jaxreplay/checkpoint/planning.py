@@ -27,7 +27,7 @@ class Plan:
       kept: groups of an earlier generation; those that are written again, for they are damaged, among them.
       again: how many new groups take the place of each of these, by its folder.
       groups: of rows that are to be written, as of `rows.groups_of`: first those that take the place of others.
-      group_rows: rows of a group, at most. num_bytes: that are written.
+      group_rows: rows of a group, at most. row_bytes: of one. num_bytes: that are written.
     """
 
     draft: Manifest
@@ -36,6 +36,7 @@ class Plan:
     groups: Iterator[tuple[int, Picked]]
     end: np.ndarray  # int64[E]: one more than the number of each stream's newest row
     group_rows: int
+    row_bytes: int
     num_bytes: int
 
     def manifest(self, written: list[Group], seals: Seals) -> Manifest:
@@ -95,5 +96,6 @@ def planned(
         groups=itertools.chain(*again.values(), rows.groups_of(span, since, length, group_rows)),
         end=span.end,
         group_rows=group_rows,
+        row_bytes=row_bytes,
         num_bytes=num_rows * row_bytes + rest_bytes,
     )
