@@ -112,7 +112,7 @@ def test_what_is_damaged_is_never_taken_for_whole(tmp_path):
         end = int(restored.streams.head) + 16 * int(restored.streams.lap)
         assert numbers(replay, restored) == expected(replay, end)
         outcomes.append(end)
-        if end == 20:
+        if end == 20 and (file.parent.name != "manifests" or file.exists()):  # without its manifest a save was never done
             assert "step 20 was read, since this is broken" in str(caught[-1].message)
     # The newest is whole where only what the older one alone has was hit.
     assert outcomes.count("refused") > 5
