@@ -4,13 +4,14 @@ from jaxreplay.checkpoint import verifying
 from jaxreplay.checkpoint.files import Files
 from jaxreplay.checkpoint.planning import Plan
 
-_SAVES = 4  # after which a group is looked at, however little they wrote
+_LITTLE = 8 * 2**20  # bytes that any save may read: a millisecond
+_SAVES = 4  # after which a larger group is looked at, however little they wrote
 
 
 class Rounds:
     """Whether groups that a new generation shares with older ones are still as they were written: one at a save, all in turn.
 
-    One is read once as much was written as it has, and at each fourth save, so that a small save does not read a large group.
+    A large one waits until as much was written as it has, or for the fourth save, so that a small save does not read it each time.
     """
 
     def __init__(self, store: Files):
@@ -27,7 +28,7 @@ class Rounds:
         self._turns = [*before, *sorted(groups.keys() - set(before))]
         group = groups[self._turns[0]]
         self._num_saves, self._num_bytes = self._num_saves + 1, self._num_bytes + plan.num_bytes
-        if self._num_saves < _SAVES and self._num_bytes < group.num_rows * plan.row_bytes:
+        if self._num_saves < _SAVES and max(self._num_bytes, _LITTLE) < group.num_rows * plan.row_bytes:
             return {}
         self._num_saves = self._num_bytes = 0
         self._turns = [*self._turns[1:], group.folder]
