@@ -108,7 +108,26 @@ def test_an_interrupt_at_any_line_of_a_save_leaves_what_there_was(kind, tmp_path
             warnings.simplefilter("error")
             interrupted_at(save, nth, counts=is_ours)
         assert checkpointer is not None
+        if checkpointer.is_saving:  # it came before or after what a save does, as it might between two calls
+            assert kind in ("does not wait", "pump")
+            checkpointer.finish(second)
+            assert checkpointer.steps() == [30, 37]
         check_goes_on(checkpointer, second, 37, {37} if kind == "first" else {30, 37}, num_threads)
+
+
+def test_an_interrupt_before_what_a_call_does_leaves_a_save_under_way(tmp_path):
+    first = added(REPLAY, REPLAY.init(EXAMPLE), 0, 30)
+    checkpointer = Checkpointer(tmp_path, REPLAY, chunk_bytes=4000)
+    checkpointer.save(first, 30)
+    second = added(REPLAY, jax.tree.map(jnp.copy, first), 30, 7)
+    for end, call in enumerate((checkpointer.pump, checkpointer.finish), 37):
+        checkpointer.save(second, end, wait=False)
+        assert interrupted_at(lambda call=call: call(second), 1, counts=is_ours)
+        assert checkpointer.is_saving
+        checkpointer.finish(second)
+        assert not checkpointer.is_saving
+        assert checkpointer.steps()[-1] == end
+        assert numbers(REPLAY, checkpointer.restore(EXAMPLE)) == expected(REPLAY, 37)
 
 
 def test_an_interrupt_at_a_random_moment_of_a_save_leaves_what_there_was(tmp_path):
