@@ -20,6 +20,9 @@ hypothesis.settings.load_profile("jaxreplay")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's: one for each test process, or they wait for each other
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a script starts in the background: the tests of Ctrl-C need it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 _MOST_MAPPINGS = 20_000
 
 
