@@ -1,6 +1,7 @@
 """Ctrl-C at any moment: it is raised, and no row is lost, none is there twice, and nothing hangs afterwards."""
 
 import _thread
+import dataclasses
 import random
 import signal
 import sys
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import replays
 from conftest import SOAK
 from interrupting import interrupted_at
 from replays import make, step
@@ -144,6 +146,80 @@ def test_an_interrupt_at_any_line_of_a_drop_in_buffer_s_add_loses_nothing(kind):
     buffer.add(*arguments(0))
     number = 1
     assert each_moment(make_call, most=10**6 if SOAK else 250) > 100
+
+
+@pytest.mark.parametrize("kind", ["Replay", "ReplayBuffer", "PrioritizedReplayBuffer", "HerReplayBuffer", "Checkpointer"])
+def test_an_interrupt_while_buffers_are_compared_is_one(kind, tmp_path):
+    """JAX finds a compiled program by comparing the buffer with others, and takes what is raised in that for an error of theirs."""
+
+    def calls():
+        """Of another buffer each time, which is equal to the one before: the calls of it, after each other."""
+        if kind == "Replay":
+            replay = items()
+            for number in range(8):
+                add(replay, number)
+            batch = replay.sample()
+            weights = lambda: replay.importance_weights(batch, 0.5)  # noqa: E731
+            update = lambda: replay.update_priorities(batch.index, np.ones(4))  # noqa: E731
+            return [lambda: add(replay, 8), replay.sample, update, weights, lambda: len(replay), replay.can_sample, replay.clear]
+        if kind == "Checkpointer":
+            checkpoint = pytest.importorskip("jaxreplay.checkpoint", reason="the checkpoint extra is not installed")
+            buffer = jr.uniform(capacity=LENGTH, num_envs=1, batch_size=4, autoreset="next_step")
+            first = jr.Step(**replays.step(0, (1,)))
+            example = jax.tree.map(lambda leaf: leaf[0], first)
+            state = jr.jit(buffer).add(buffer.init(example), first)
+            path = tmp_path / str(len(list(tmp_path.iterdir())))
+            checkpointer = checkpoint.Checkpointer(path, buffer)
+            checkpointer.save(state)
+            pump = lambda: (checkpointer.save(state, wait=False), checkpointer.pump(state), checkpointer.finish(state))  # noqa: E731
+            larger = checkpoint.Checkpointer(path, dataclasses.replace(buffer, capacity=2 * LENGTH))
+            resized = lambda: larger.restore(example, resize=True)  # noqa: E731
+            return [lambda: checkpointer.save(state), pump, lambda: checkpointer.restore(example), resized]
+        sb3 = pytest.importorskip("jaxreplay.sb3", reason="the sb3 extra is not installed")
+        spaces = pytest.importorskip("gymnasium").spaces
+        box = spaces.Box(-1, 1000, (1,))
+        arguments = [LENGTH, box, spaces.Discrete(2)]
+        obs = np.zeros((1, 1), np.float32)
+        if kind == "HerReplayBuffer":
+            arguments[1] = spaces.Dict({"observation": box, "achieved_goal": box, "desired_goal": box})
+            arguments.append(GoalEnv(arguments[1]))
+            obs = dict.fromkeys(arguments[1], obs)
+        buffer = getattr(sb3, kind)(*arguments, n_envs=1)
+
+        def step(is_done):
+            buffer.add(obs, obs, np.zeros(1, int), np.zeros(1, np.float32), np.full(1, is_done), [{}])
+
+        step(False)
+        step(True)
+        found = [lambda: step(False), lambda: buffer.sample(4), buffer.reset]
+        if kind == "PrioritizedReplayBuffer":
+            indices = buffer.sample(4).indices
+            found.insert(2, lambda: buffer.update_priorities(indices, np.ones(4)))
+        return found
+
+    def is_of_a_buffer(frame):
+        """Not of JAX, which as a whole is not made for interrupts: nothing is lost there, but other errors come out."""
+        return frame.f_code.co_name == "__eq__" and frame.f_code.co_filename == "<string>"
+
+    for call in calls():  # compiled
+        call()
+    num_interrupted = 0
+    for which in range(len(calls())):
+        for nth in range(1, 200):
+            if not interrupted_at(calls()[which], nth, counts=is_of_a_buffer):
+                break
+            num_interrupted += 1
+    assert num_interrupted > 3
+
+
+class GoalEnv:
+    """What hindsight needs of an env: rewards of goals."""
+
+    def __init__(self, space):
+        self.observation_space = space
+
+    def env_method(self, name, achieved, desired, info, indices=None):
+        return [-np.abs(np.asarray(achieved) - np.asarray(desired)).sum(-1)]
 
 
 def run_until_interrupted(act, seconds):

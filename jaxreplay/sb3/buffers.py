@@ -10,6 +10,7 @@ import torch
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import VecNormalize
 
+from jaxreplay.interrupts import uninterrupted
 from jaxreplay.jitted import jit
 from jaxreplay.samplers import Prioritized
 from jaxreplay.sb3.learned import LearnedView
@@ -121,7 +122,8 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
           batch_size: transitions. env: normalizes observations and rewards.
         """
         self._check_not_empty()
-        batch, weight = _draw(self._replay, self._state, *self._next_draw(), self.beta, operator.index(batch_size))
+        with uninterrupted():
+            batch, weight = _draw(self._replay, self._state, *self._next_draw(), self.beta, operator.index(batch_size))
         if not np.asarray(batch.is_valid).all():
             raise ValueError("PrioritizedReplayBuffer: every priority is 0, so that nothing can be drawn; give a positive epsilon")
         samples = self._samples(batch.items, env)

@@ -16,6 +16,7 @@ from stable_baselines3.her.goal_selection_strategy import GoalSelectionStrategy
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer as TheirHerReplayBuffer
 
 from jaxreplay import checks
+from jaxreplay.interrupts import uninterrupted
 from jaxreplay.sb3.learned import LearnedView
 from jaxreplay.sb3.stored import StoredOnce
 from jaxreplay.views import Hindsight
@@ -92,7 +93,8 @@ class HerReplayBuffer(StoredOnce, TheirHerReplayBuffer):
         checks.check_size("sample", "batch_size", batch_size)
         batch_size = operator.index(batch_size)
         num_new = int(self.her_ratio * batch_size)
-        item, row, is_valid = _draw(self._replay, self._state, *self._next_draw(), batch_size - num_new, num_new)
+        with uninterrupted():
+            item, row, is_valid = _draw(self._replay, self._state, *self._next_draw(), batch_size - num_new, num_new)
         if not np.asarray(is_valid).all():
             raise ValueError("HerReplayBuffer: no episode is held from its first step on; its strategy needs a larger buffer_size")
         if num_new:

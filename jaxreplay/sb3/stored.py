@@ -178,7 +178,9 @@ class StoredOnce(buffers.ReplayBuffer):
         return self._read(batch_inds, env_indices, env)
 
     def _read(self, nth: np.ndarray, env_indices: np.ndarray, env: VecNormalize | None) -> Any:
-        return self._samples(_get(self._replay, self._state, self._places.rows(env_indices, nth)), env)
+        with uninterrupted():  # JAX compares buffers, and would take an interrupt in that for an error of theirs
+            item = _get(self._replay, self._state, self._places.rows(env_indices, nth))
+        return self._samples(item, env)
 
     def _samples(self, item: Any, env: VecNormalize | None) -> Any:
         """What Stable-Baselines3 learns from: of a `Learned`."""
