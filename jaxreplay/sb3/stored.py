@@ -179,8 +179,7 @@ class StoredOnce(buffers.ReplayBuffer):
 
     def _read(self, nth: np.ndarray, env_indices: np.ndarray, env: VecNormalize | None) -> Any:
         with uninterrupted():  # JAX compares buffers, and would take an interrupt in that for an error of theirs
-            item = _get(self._replay, self._state, self._places.rows(env_indices, nth))
-        return self._samples(item, env)
+            return self._samples(_get(self._replay, self._state, self._places.rows(env_indices, nth)), env)
 
     def _samples(self, item: Any, env: VecNormalize | None) -> Any:
         """What Stable-Baselines3 learns from: of a `Learned`."""
