@@ -5,11 +5,9 @@ signal between any two of its steps, so also between the end of the call and the
 alone they run, wait until that is done.
 """
 
-import contextlib
 import itertools
 import signal
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGBREAK")
@@ -111,18 +109,6 @@ class uninterrupted:  # noqa: N801
                 error = caught
         if error is not None:
             raise error
-
-
-@contextlib.contextmanager
-def interrupts_as_such() -> Iterator[None]:
-    """For a block that is too long for Ctrl-C to wait. While JAX compares static things, it takes it for an error of theirs."""
-    try:
-        yield
-    except (ValueError, SystemError) as error:
-        is_one = isinstance(error.__cause__, KeyboardInterrupt) or "\nKeyboardInterrupt" in str(error)  # a traceback, as text
-        if is_one or "checking equality of metadata" in str(error):  # jax 0.12 does not say of what; ours raise nothing else
-            raise KeyboardInterrupt from None
-        raise
 
 
 _num_blocks = itertools.count()

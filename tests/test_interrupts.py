@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import replays
 from conftest import SOAK
 from interrupting import interrupted_at
 from replays import make, step
@@ -165,7 +164,7 @@ def test_an_interrupt_while_buffers_are_compared_is_one(kind, tmp_path):
         if kind == "Checkpointer":
             checkpoint = pytest.importorskip("jaxreplay.checkpoint", reason="the checkpoint extra is not installed")
             buffer = jr.uniform(capacity=LENGTH, num_envs=1, batch_size=4, autoreset="next_step")
-            first = jr.Step(**replays.step(0, (1,)))
+            first = jr.Step(**step(0, (1,)))
             example = jax.tree.map(lambda leaf: leaf[0], first)
             state = jr.jit(buffer).add(buffer.init(example), first)
             path = tmp_path / str(len(list(tmp_path.iterdir())))
@@ -177,21 +176,19 @@ def test_an_interrupt_while_buffers_are_compared_is_one(kind, tmp_path):
             return [lambda: checkpointer.save(state), pump, lambda: checkpointer.restore(example), resized]
         sb3 = pytest.importorskip("jaxreplay.sb3", reason="the sb3 extra is not installed")
         spaces = pytest.importorskip("gymnasium").spaces
-        box = spaces.Box(-1, 1000, (1,))
-        arguments = [LENGTH, box, spaces.Discrete(2)]
-        obs = np.zeros((1, 1), np.float32)
         if kind == "HerReplayBuffer":
-            arguments[1] = spaces.Dict({"observation": box, "achieved_goal": box, "desired_goal": box})
-            arguments.append(GoalEnv(arguments[1]))
-            obs = dict.fromkeys(arguments[1], obs)
-        buffer = getattr(sb3, kind)(*arguments, n_envs=1)
+            goals = pytest.importorskip("test_sb3_hindsight")
+            buffer, obs, action = goals.make(LENGTH), dict.fromkeys(goals.SPACE, np.zeros((1, 1))), np.zeros((1, 2))
+        else:
+            buffer = getattr(sb3, kind)(LENGTH, spaces.Box(-1, 1000, (1,)), spaces.Discrete(2), n_envs=1)
+            obs, action = np.zeros((1, 1), np.float32), np.zeros(1, int)
 
-        def step(is_done):
-            buffer.add(obs, obs, np.zeros(1, int), np.zeros(1, np.float32), np.full(1, is_done), [{}])
+        def go(is_done):
+            buffer.add(obs, obs, action, np.zeros(1, np.float32), np.full(1, is_done), [{}])
 
-        step(False)
-        step(True)
-        found = [lambda: step(False), lambda: buffer.sample(4), buffer.reset]
+        go(False)
+        go(True)
+        found = [lambda: go(False), lambda: buffer.sample(4), buffer.reset]
         if kind == "PrioritizedReplayBuffer":
             indices = buffer.sample(4).indices
             found.insert(2, lambda: buffer.update_priorities(indices, np.ones(4)))
@@ -210,16 +207,6 @@ def test_an_interrupt_while_buffers_are_compared_is_one(kind, tmp_path):
                 break
             num_interrupted += 1
     assert num_interrupted > 3
-
-
-class GoalEnv:
-    """What hindsight needs of an env: rewards of goals."""
-
-    def __init__(self, space):
-        self.observation_space = space
-
-    def env_method(self, name, achieved, desired, info, indices=None):
-        return [-np.abs(np.asarray(achieved) - np.asarray(desired)).sum(-1)]
 
 
 def run_until_interrupted(act, seconds):

@@ -146,7 +146,7 @@ def test_a_replay_of_changing_lengths_compiles_little(request):
     assert int(replay._held.state.sampler.ignored_rows) == 0
     counts = collections.Counter(compiled)
     assert {"jit(_write)", "jit(_sample)", "jit(importance_weights)", "jit(_update_priorities)"} <= counts.keys()
-    assert max(counts.values()) <= 2 * (7 + 1)  # where one is part of another's, or is called twice, twice
+    assert max(counts.values()) <= 2 * (7 + 1)  # `stage` is compiled twice for a length
 
 
 MEMORY = """

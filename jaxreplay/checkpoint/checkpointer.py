@@ -23,7 +23,7 @@ from jaxreplay.checkpoint.salvage import Lost
 from jaxreplay.checkpoint.saving import Saving
 from jaxreplay.checkpoint.store import store_at
 from jaxreplay.checkpoint.verifying import Verified
-from jaxreplay.interrupts import interrupts_as_such, uninterrupted
+from jaxreplay.interrupts import uninterrupted
 from jaxreplay.monitor import check_not_forked
 from jaxreplay.rollouts import Rollout
 from jaxreplay.state_check import check_state
@@ -251,8 +251,7 @@ class Checkpointer:
         check_not_forked("this Checkpointer", self._pid)
         if self._saving is not None:
             raise RuntimeError("restore: a save is under way; call finish(state) first")
-        with interrupts_as_such():
-            found = reading.restored(self._store, self._generations, self.replay, example, step, resize, salvage, sharding, self._bar)
+        found = reading.restored(self._store, self._generations, self.replay, example, step, resize, salvage, sharding, self._bar)
         self._base, self.step, self.notes = None if found.lost else found.manifest, found.manifest.step, copy.deepcopy(found.manifest.notes)
         self.lost = found.lost
         return found.state
@@ -266,8 +265,7 @@ class Checkpointer:
         """An error ends the save that is under way."""
         check_not_forked("this Checkpointer", self._pid)
         try:
-            with interrupts_as_such():
-                yield
+            yield
         except BaseException:
             self._abandon()
             if not self._has_saved:  # somebody else may

@@ -13,6 +13,7 @@ from jaxreplay.checkpoint.identity import check_fits
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.restoring import Reading
 from jaxreplay.checkpoint.salvage import Lost
+from jaxreplay.interrupts import uninterrupted
 
 
 class Restored(NamedTuple):
@@ -37,11 +38,12 @@ def restored(
         found, problems = generations.read()
         for manifest in found:
             if step is None or manifest.step == step:
-                before = check_fits(manifest, replay, example, resize, problems)
+                with uninterrupted():  # while JAX compares buffers, it takes an interrupt for an error of theirs: here, and in `restoring`
+                    before, num_bytes = check_fits(manifest, replay, example, resize, problems), replay.memory(example).total
                 wrong = {group.folder: verifying.problem_of_group(store, group) for group in manifest.groups} if salvage else {}
                 damaged = {folder: problem for folder, problem in wrong.items() if problem}
                 try:
-                    with bar(f"restore {manifest.step}", replay.memory(example).total) as told:
+                    with bar(f"restore {manifest.step}", num_bytes) as told:
                         reading = Reading(store, manifest, told.update)
                         state = reading.state(replay, before, example, sharding, set(damaged))
                 except BrokenError as error:

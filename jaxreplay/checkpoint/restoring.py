@@ -17,6 +17,7 @@ from jaxreplay.checkpoint.group_reader import Ahead, GroupReader, flags_of, in_t
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.salvage import Holes
 from jaxreplay.checkpoint.store import array_name
+from jaxreplay.interrupts import uninterrupted
 from jaxreplay.paths import named
 
 _THREADS = 2  # that read large chunks; with more they wait for each other, as they do where they read small ones
@@ -43,14 +44,15 @@ class Reading:
         Raises:
           BrokenError: an array is missing, or not as it was written; it is named.
         """
-        shape = jax.eval_shape(replay.init, example)
-        specs, _ = rows.split(shape)
         old = None
-        if specs and (before.capacity != replay.capacity or damaged):
-            old = resize.parted(before, rows.split(jax.eval_shape(before.init, example))[1])
-            # A sampler that cannot move what it has says so before anything is read.
-            jax.eval_shape(functools.partial(resize.resized, before, replay), old[0], shape.streams)
-        stored, rest = self._begun(replay, example, sharding)
+        with uninterrupted():
+            shape = jax.eval_shape(replay.init, example)
+            specs, _ = rows.split(shape)
+            if specs and (before.capacity != replay.capacity or damaged):
+                old = resize.parted(before, rows.split(jax.eval_shape(before.init, example))[1])
+                # A sampler that cannot move what it has says so before anything is read.
+                jax.eval_shape(functools.partial(resize.resized, before, replay), old[0], shape.streams)
+            stored, rest = self._begun(replay, example, sharding)
         if old is None:
             rest = self._rest(rest)
             stored = self._rows(stored, specs, replay.streams.length) if specs else stored
@@ -76,7 +78,8 @@ class Reading:
             sampler = before.sampler.after_loss(sampler, ranks.now)
             pending = None if pending is None else jnp.where(self.holes.is_newest_lost, 0, pending)
         old = old.replace(sampler=sampler, pending=pending)
-        rest = resize.resized(before, replay, old, streams)
+        with uninterrupted():
+            rest = resize.resized(before, replay, old, streams)
         sampler, (stored, _) = rest.sampler, rows.split(old.replace(streams=streams))
         state, holes = (
             rows.join(stored, rest.replace(sampler=None)),
@@ -84,7 +87,8 @@ class Reading:
         )
         for name, spec in by_place.items():
             for start, values in self._pieces(f"sampler.{name}", spec):
-                sampler = jax.block_until_ready(resize.moved(before, replay, old.streams, sampler, state, name, start, values, holes))
+                with uninterrupted():
+                    sampler = jax.block_until_ready(resize.moved(before, replay, old.streams, sampler, state, name, start, values, holes))
         return stored, rest.replace(sampler=sampler)
 
     def _begun(self, replay: Any, example: Any, sharding: Any) -> tuple[Any, Any]:

@@ -4,7 +4,7 @@ from jaxreplay.checkpoint import verifying
 from jaxreplay.checkpoint.files import Files
 from jaxreplay.checkpoint.planning import Plan
 
-_LITTLE = 8 * 2**20  # bytes that any save may read: a millisecond
+_LITTLE = 8 * 2**20  # bytes that any save may read
 _SAVES = 4  # after which a larger group is looked at, however little they wrote
 
 
