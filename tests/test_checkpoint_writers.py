@@ -252,13 +252,27 @@ def test_no_two_runs_give_their_files_one_name(tmp_path):
         assert numbers(replay, restored.restore(EXAMPLE, step))[0] == list(range(start, end))
 
 
-def test_a_path_that_is_deleted_meanwhile_is_not_said_to_be_saved(tmp_path):
+@pytest.fixture
+def delay_of_commit(monkeypatch):
+    """Of a checkpointer; returns an event. Its saves do not count before this is set, however late the test comes."""
+
+    def of(checkpointer):
+        may, commit = threading.Event(), checkpointer._generations.commit
+        monkeypatch.setattr(checkpointer._generations, "commit", lambda manifest: (may.wait(60), commit(manifest)))
+        return may
+
+    return of
+
+
+def test_a_path_that_is_deleted_meanwhile_is_not_said_to_be_saved(tmp_path, delay_of_commit):
     replay, path = items(), tmp_path / "run"
     checkpointer = Checkpointer(path, replay)
     state = added(replay, replay.init(EXAMPLE), 0, 4)
     checkpointer.save(state, 4)
+    may_commit = delay_of_commit(checkpointer)
     checkpointer.save(added(replay, jax.tree.map(jax.numpy.copy, state), 4, 1), 5, wait=False)
     (path / "writer.lock").unlink()
+    may_commit.set()
     with pytest.raises(OSError, match="was deleted, or replaced, while it was written to"):
         checkpointer.finish(added(replay, state, 4, 1))
     assert checkpointer.steps() == [4]
@@ -295,13 +309,14 @@ def test_who_goes_on_with_what_a_dead_machine_left_takes_its_place(monkeypatch):
     assert numbers(replay, mine.restore(EXAMPLE)) == expected(replay, 5)
 
 
-def test_a_writer_that_was_replaced_in_a_save_does_not_count(monkeypatch):
+def test_a_writer_that_was_replaced_in_a_save_does_not_count(monkeypatch, delay_of_commit):
     """Between the start of its save and the end another one has taken its place."""
     where, replay = "memory://replaced", items()
     elsewhere = {"host": "elsewhere", "pid": 7, "program": "train.py", "since": "2030-01-01"}
     other, state = Checkpointer(where, replay), added(replay, replay.init(EXAMPLE), 0, 4)
     other.save(state, 4)
     later = added(replay, jax.tree.map(jax.numpy.copy, state), 4, 1)
+    may_commit = delay_of_commit(other)
     other.save(later, 5, wait=False)
     store = objects.Objects(where, 60.0)
     monkeypatch.setattr(store, "_token", "one")
@@ -309,6 +324,7 @@ def test_a_writer_that_was_replaced_in_a_save_does_not_count(monkeypatch):
     assert holder["token"] == other._store._token
     monkeypatch.setattr(objects, "whoami", lambda: elsewhere)
     store._write_claim({}, version)
+    may_commit.set()
     with pytest.raises(HeldError, match="elsewhere"):
         other.finish(later)
     assert other.steps() == [4]
