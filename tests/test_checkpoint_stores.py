@@ -152,14 +152,37 @@ def test_a_server_that_does_not_answer_is_said_to_be_in_time(credentials):
         check_says_so_in_time(spec_at(silent.getsockname()[1]), 1.0, said)
 
 
-def test_missing_credentials_are_said_in_time(monkeypatch):
+class EmptyBucket(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        lists = "list-type" in self.path
+        content = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>" if lists else b""
+        self.send_response(200 if lists else 404)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_missing_credentials_are_said_in_time_and_can_be_given(monkeypatch):
     for name in list(os.environ):
         if name.startswith("AWS_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
-    place = {**spec_at(free_port()), "aws_credentials": {"type": "environment"}}
-    check_says_so_in_time(place, 2.0, "s3://bucket/run")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), EmptyBucket) as there:
+        thread = threading.Thread(target=there.serve_forever)
+        thread.start()
+        try:
+            place = {**spec_at(there.server_address[1]), "aws_credentials": {"type": "environment"}}
+            check_says_so_in_time(place, 2.0, "s3://bucket/run")
+            monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
+            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+            assert Checkpointer(place, items(), timeout=10).steps() == []
+        finally:
+            there.shutdown()
+            thread.join()
 
 
 def test_the_command_line_says_it_in_a_line(capsys, credentials):
