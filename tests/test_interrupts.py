@@ -279,6 +279,7 @@ def test_an_interrupt_at_a_random_moment_loses_nothing(owner):
 def test_who_waits_is_interrupted_at_once():
     """For samples that lag behind, and for another thread that has the lock."""
     replay = make(samples_per_insert=1.0, timeout=60.0)
+    replay.add(step(0))  # compiled, and there, before an interrupt comes
     start = time.monotonic()
 
     def run_ahead():
