@@ -24,6 +24,7 @@ from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.catalog import episodes, items, prioritized, rollout, sequences, transitions, uniform
 from jaxreplay.compose import frame_stack, hindsight, transform
 from jaxreplay.donation import CopyWarning
+from jaxreplay.exporting import register
 from jaxreplay.inspection import Inspection, inspect
 from jaxreplay.interrupts import uninterrupted
 from jaxreplay.jitted import Jitted, jit
@@ -101,3 +102,6 @@ __all__ = [
     "uninterrupted",
     "vtrace",
 ]
+
+register()
+del register

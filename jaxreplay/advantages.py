@@ -185,8 +185,7 @@ def _sum_backwards(delta: jax.Array, carry: jax.Array) -> jax.Array:
     """
     if not delta.shape[0]:
         return delta
-    form = _sum_in_order if jax.default_backend() == "cpu" else _sum_in_parallel
-    return form(delta, carry.astype(delta.dtype))
+    return jax.lax.platform_dependent(delta, carry.astype(delta.dtype), cpu=_sum_in_order, default=_sum_in_parallel)
 
 
 def _sum_in_order(delta, carry):

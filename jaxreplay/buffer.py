@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jaxreplay import autoreset as autoreset_forms
-from jaxreplay import checks, episode_table, intake, memory, operations
+from jaxreplay import checks, episode_table, intake, memory, operations, platforms
 from jaxreplay.operations import ReplayState
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler, RankedSampler, Sampler
 from jaxreplay.state_check import check_state, take_over
@@ -38,6 +38,8 @@ class ReplayBuffer:
       keep_episodes: whether to keep what `episodes` needs, 8 bytes a row.
       keep_history: whether the state has a fingerprint of all that was written to it, which tells a `Checkpointer` what need not be
         written again. Where nobody saves it, an `add` that is a call of its own may do without these 4 bytes an env and 2 microseconds.
+      platform: what `init` lays states out for: "cpu", "gpu" or "tpu". None: that of the device that new arrays go to then. A state stays
+        what it was made for; to compile for a device that is not there, name its platform.
     """
 
     capacity: int
@@ -50,9 +52,12 @@ class ReplayBuffer:
     min_size: int = 1
     keep_episodes: bool = False
     keep_history: bool = True
+    platform: str | None = None
 
     def __post_init__(self):
         checks.check_static(self)
+        if self.platform is not None:
+            object.__setattr__(self, "platform", platforms.checked("ReplayBuffer", self.platform))
         checks.check_part("ReplayBuffer", "sampler", self.sampler, Sampler, "jaxreplay.Uniform()")
         checks.check_part("ReplayBuffer", "view", self.view, View, "jaxreplay.Item()")
         checks.check_capacity("ReplayBuffer", self.capacity, self.num_envs, self.window.length)
@@ -84,11 +89,6 @@ class ReplayBuffer:
             stride_restarts=not self.window.crosses,
             keep_history=self.keep_history,
         )
-
-    @property
-    def layout(self) -> operations.Layout:
-        """What two buffers have in common whose states are alike."""
-        return operations.Layout(self.streams, self.window)
 
     @property
     def has_table(self) -> bool:
@@ -243,7 +243,7 @@ class ReplayBuffer:
     def min_probability(self, state: ReplayState) -> jax.Array:
         """The smallest probability of a drawable row of positive priority, for `importance_weights`: float32[]."""
         check_state("min_probability", self, state)
-        return self._need_priorities("min_probability").min_probability(self.streams, state.sampler)
+        return self._need_priorities("min_probability").min_probability(state.layout.streams, state.sampler)
 
     def size(self, state: ReplayState) -> jax.Array:
         """Rows that can be drawn: int32[]; of a sampler that hands out each row once, those that are left."""

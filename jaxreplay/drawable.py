@@ -21,6 +21,8 @@ from jaxreplay.episode_table import Episodes, EpisodeState
 from jaxreplay.streams import Streams, StreamState, Written
 from jaxreplay.window import Window
 
+_WAYS_OF_A_GPU = 128  # two steps through 16 k rows, three through 2 M
+
 
 class Change(NamedTuple):
     """What one write did to the set of drawable rows: all that a sampler is ever told.
@@ -177,6 +179,8 @@ class Drawable:
         if self.state.flags is None:
             return self.streams.row(env, ring.wrap(oldest + nth, self.streams.length))
         base = self._rank(env, oldest)
+        if self.streams.platform != "cpu":
+            return self._select_in_line(env, nth, oldest, base)
 
         def halve(_, bounds):
             low, high = bounds  # the row sought is among the rows `low .. high - 1`, counted from the oldest
@@ -192,6 +196,28 @@ class Drawable:
         bounds = (jnp.zeros_like(nth), jnp.broadcast_to(held, nth.shape))
         low, _ = jax.lax.fori_loop(0, self.streams.length.bit_length(), halve, bounds)
         return self.streams.row(env, ring.wrap(oldest + low, self.streams.length))
+
+    def _select_in_line(self, env: jax.Array, nth: jax.Array, oldest: jax.Array, base: jax.Array) -> jax.Array:
+        """The last row with at most `nth` anchors before it, from the oldest on: without a loop, for accelerators.
+
+        A GPU reads many rows at once in each step, a kernel of its own; on a TPU each element that is read takes its time.
+        """
+        held = self._of(self.state.filled, env)
+        if self.window.before != 0:
+            held = held - self._of(self.cut, env)
+        length, end = self.streams.length, self.streams.row(env + 1, jnp.int32(0))
+        first, place, step = end - length + oldest, jnp.zeros_like(nth), 1
+        num_ways = _WAYS_OF_A_GPU if self.streams.platform == "gpu" else 2
+        while step < length:
+            step *= num_ways
+        while step > 1:
+            step //= num_ways
+            further = place[..., None] + step * (1 + ring.places(min(num_ways - 1, -(-length // step))))
+            row = first[..., None] + jnp.minimum(further, length - 1)
+            row = jnp.where(row >= end[..., None], row - length, row)
+            passed = ring.difference(self._of(self.state.rank, row), base[..., None]) <= nth[..., None]
+            place = place + step * (passed & (further < held[..., None])).sum(axis=-1, dtype=jnp.int32)
+        return self.streams.row(env, ring.wrap(oldest + place, length))
 
     def first_rank(self) -> jax.Array:
         """The rank of the oldest drawable row of each stream, or of the next one where there is none: uint32[E]."""

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxreplay.leaves import Parted
 from jaxreplay.paths import named
 
 
@@ -34,7 +35,8 @@ class Memory:
 
 def memory_of(state: Any, capacity: int) -> Memory:
     """The bytes of a state, or of the shapes of one (`jax.eval_shape`)."""
-    return Memory({name: _num_bytes(leaf) for name, leaf in named(state)}, capacity)
+    whole = named(state, is_leaf=lambda node: isinstance(node, Parted))
+    return Memory({name: sum(map(_num_bytes, jax.tree.leaves(leaf))) for name, leaf in whole}, capacity)
 
 
 def default_device() -> Any:

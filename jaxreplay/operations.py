@@ -7,7 +7,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxreplay import bits, episode_table
+from jaxreplay import bits, episode_table, platforms
 from jaxreplay.drawable import Drawable, change_of, cut_rows, still_pending
 from jaxreplay.streams import Streams, StreamState
 from jaxreplay.types import Index, Sample
@@ -36,25 +36,33 @@ class ReplayState(flax.struct.PyTreeNode):
     layout: Layout = flax.struct.field(pytree_node=False)  # static: of the buffer that it is of
 
 
-def empty(replay: Any, example: Any) -> ReplayState:
-    """A state without rows. `example`: one env's step, or item, checked: shapes and dtypes."""
+def layout_of(replay: Any, platform: str | None = None) -> Layout:
+    """Of a buffer's states on a platform; None: the buffer's, or where new arrays go."""
+    platform = platform or replay.platform or platforms.default()
+    return Layout(dataclasses.replace(replay.streams, platform=platform), replay.window)
+
+
+def empty(replay: Any, example: Any, platform: str | None = None) -> ReplayState:
+    """A state without rows. `example`: one env's step, or item, checked: shapes and dtypes. `platform`: as for `layout_of`."""
+    layout = layout_of(replay, platform)
+    streams = layout.streams
     return ReplayState(
-        streams=replay.streams.init(example),
+        streams=streams.init(example),
         pending=None if replay.window.after is None else jnp.zeros((replay.num_envs,), jnp.int32),
         cut=jnp.zeros((replay.num_envs,), jnp.int32) if replay.window.before else None,
-        sampler=replay.sampler.init(replay.streams, replay.window),
-        episodes=episode_table.init(replay.streams, example) if replay.has_table else None,
-        layout=replay.layout,
+        sampler=replay.sampler.init(streams, replay.window),
+        episodes=episode_table.init(streams, example) if replay.has_table else None,
+        layout=layout,
     )
 
 
 def drawable(replay: Any, state: ReplayState) -> Drawable:
-    return Drawable.of(replay.streams, replay.window, state.streams, state.episodes, state.pending, state.cut)
+    return Drawable.of(state.layout.streams, replay.window, state.streams, state.episodes, state.pending, state.cut)
 
 
 def write(replay: Any, state: ReplayState, steps: Any, mask: jax.Array | None, priority: jax.Array | None) -> ReplayState:
     """Leaves `[T, E, ...]`, few enough that neither the rows that wait nor those that a new one looks back to are overwritten."""
-    streams, window = replay.streams, replay.window
+    streams, window = state.layout.streams, replay.window
     before = drawable(replay, state)
     if state.cut is not None:
         # Always so, which XLA cannot know: the write then depends on the flags that the last one read, and copies none.
@@ -80,13 +88,13 @@ def draw(
     if replay.sampler.consumes:  # before `can_sample` nothing is handed out, so nothing is taken
         sampler = jax.tree.map(lambda new, old: jnp.where(can_sample, new, old), sampler, state.sampler)
     words = bits.draw(key, batch_size, _FOR_THE_VIEW) if replay.view.draws else None
-    batch = read(replay, state, replay.streams.index(state.streams, row), probability, can_sample & (probability > 0), words)
+    batch = read(replay, state, state.layout.streams.index(state.streams, row), probability, can_sample & (probability > 0), words)
     return state.replace(sampler=sampler), batch
 
 
 def get(replay: Any, state: ReplayState, row: jax.Array, is_valid: jax.Array, lap: jax.Array | None, key: jax.Array | None) -> Sample:
     """Rows int32[...] in `[0, capacity)`, of which those that are not valid are none; `lap` as of their draw, where it is known."""
-    current, members = replay.streams.index(state.streams, row), drawable(replay, state)
+    current, members = state.layout.streams.index(state.streams, row), drawable(replay, state)
     is_valid &= members.contains(row) & (lap is None or current.lap == lap)
     words = None
     if replay.view.draws:
@@ -100,7 +108,7 @@ def read(replay: Any, state: ReplayState, index: Index, probability: jax.Array, 
 
     def item(row, words):
         own = None if words is None else jnp.stack(words)
-        return replay.view.read(Anchor(replay.streams, state.streams, row, state.episodes, own))
+        return replay.view.read(Anchor(state.layout.streams, state.streams, row, state.episodes, own))
 
     for _ in index.row.shape:
         item = jax.vmap(item)

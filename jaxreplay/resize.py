@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxreplay import episode_table, ring
 from jaxreplay.drawable import cut_rows
-from jaxreplay.operations import ReplayState, drawable
+from jaxreplay.operations import ReplayState, drawable, layout_of
 from jaxreplay.streams import Streams, StreamState, Written
 
 _BLOCK = 2**13  # rows that the episode table, or a sampler, is told of at a time
@@ -50,13 +50,14 @@ def resized(before: Any, after: Any, old: ReplayState, streams: StreamState) -> 
       before: the buffer of the old state. after: the same with another capacity.
       old: its rows are not read. streams: `with_heads`, and the rows in their places.
     """
+    layout = layout_of(after)
     return old.replace(
-        layout=after.layout,
+        layout=layout,
         streams=streams.replace(steps=None, flags=None, rank=None),
         pending=None if old.pending is None else jnp.minimum(old.pending, streams.filled),
         cut=cut_rows(after.window, after.streams, streams),
         episodes=_episodes(after.streams, streams) if after.has_table else None,
-        sampler=after.sampler.resized(before.streams, after.streams, after.window, old.sampler),
+        sampler=after.sampler.resized(old.layout.streams, layout.streams, after.window, old.sampler),
     )
 
 

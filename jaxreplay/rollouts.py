@@ -150,7 +150,7 @@ class Rollout:
     def steps(self, state: RolloutState) -> Step:
         """What was added, leaves `[time, num_envs, ...]`. From `state.position` on it is old, or zeros, and `state.mask` False."""
         self._check_state("steps", state)
-        return leaves.tree_map(lambda leaf: leaves.take(leaf, _EVERY_ROW) if leaves.is_narrow(leaf) else leaf, state.steps)
+        return leaves.tree_map(lambda leaf: leaves.take(leaf, _EVERY_ROW) if leaves.is_compound(leaf) else leaf, state.steps)
 
     def bootstrap(self, state: RolloutState, value: Any, last_value: Any, final_value: Any = None) -> tuple[jax.Array, jax.Array]:
         """What each step led to, and which steps can be learned from: `next_value` and `mask` for `gae` and `vtrace`.
@@ -237,7 +237,7 @@ class Rollout:
         return checks.specs(where, example)
 
     def _init(self, example: Step) -> RolloutState:
-        rows = lambda leaf: leaves.zeros(self.length, jax.ShapeDtypeStruct((self.num_envs, *leaf.shape), leaf.dtype))  # noqa: E731
+        rows = lambda leaf: leaves.zeros(self.length, jax.ShapeDtypeStruct((self.num_envs, *leaf.shape), leaf.dtype), None)  # noqa: E731
         last = jnp.full((self.num_envs,), autoreset_forms.TAIL, jnp.uint8)  # as if a tail had been written: the first row opens an episode
         return RolloutState(
             steps=jax.tree.map(rows, example),

@@ -12,7 +12,7 @@ import jax
 from jaxreplay import leaves
 from jaxreplay.checks import check_leaves
 from jaxreplay.donation import check_not_gone, warn_of_copy
-from jaxreplay.operations import ReplayState, empty
+from jaxreplay.operations import ReplayState, empty, layout_of
 from jaxreplay.streams import has_final_obs
 
 
@@ -42,14 +42,15 @@ def check_state(where: str, replay: Any, state: Any) -> None:
 def _problem(replay: Any, structure: Any, specs: tuple[Any, ...]) -> str:
     """What is wrong, or nothing. The same for all states of these shapes."""
     state = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*spec) for spec in specs])
-    if state.layout != replay.layout:
-        return "\n  ".join(["it was made with another configuration", *_differences(state.layout, replay.layout)])
+    platform = state.layout.streams.platform
+    if state.layout != (expected := layout_of(replay, replay.platform or platform)):
+        return "\n  ".join(["it was made with another configuration", *_differences(state.layout, expected)])
     rows = {leaf.shape[:1] for leaf in leaves.stored_leaves(state.streams.steps)}
     if rows != {(replay.capacity,)}:
         got = " and ".join("none" if not shape else f"{shape[0]:,}" for shape in sorted(rows)) or "no"
         return f"its stored steps have {got} rows, of a buffer with capacity={replay.capacity}"
     try:
-        expected = jax.eval_shape(functools.partial(empty, replay), _example_of(replay, state.streams.steps))
+        expected = jax.eval_shape(functools.partial(empty, replay, platform=platform), _example_of(replay, state.streams.steps))
         check_leaves("", state, expected, "A state restored from a file must be of an equal configuration.")
     except (ValueError, TypeError, AttributeError) as error:
         return str(error).lstrip(":\n ")

@@ -52,7 +52,8 @@ class Streams:
     """`num_envs` rings of `length` rows. `autoreset` is one of `autoreset.FORMS`, or None where the rows are items without an order.
 
     Every `stride`-th transition is an anchor, counted from each episode's start where `stride_restarts`, else on and on. With
-    `keep_history` the state has a fingerprint of all rows that were ever written.
+    `keep_history` the state has a fingerprint of all rows that were ever written. `platform`: what the state is laid
+    out for; None where there is none yet.
     """
 
     num_envs: int
@@ -62,6 +63,7 @@ class Streams:
     stride: int = 1
     stride_restarts: bool = True
     keep_history: bool = True
+    platform: str | None = None
 
     @property
     def capacity(self) -> int:
@@ -75,7 +77,7 @@ class Streams:
         stored = example if self.autoreset is None else _stored(example)
         has_flags = self.autoreset is not None
         return StreamState(
-            steps=jax.tree.map(lambda leaf: leaves.zeros(self.capacity, leaf), stored),
+            steps=jax.tree.map(lambda leaf: leaves.zeros(self.capacity, leaf, self.platform), stored),
             flags=jnp.zeros((self.capacity,), jnp.uint8) if has_flags else None,
             rank=jnp.zeros((self.capacity,), jnp.uint32) if has_flags else None,
             head=heads,

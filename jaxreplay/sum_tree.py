@@ -16,12 +16,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxreplay import ring
+from jaxreplay import platforms, ring
 
 _LARGEST_FRACTION = 1 - 2.0**-24  # the largest float32 below 1
 _MULTIPLIER, _INCREMENT = 747796405, 2891336453  # a linear congruential step modulo 2^32: fresh top bits for each level
-_CPU_FAN_OUT = 8  # at 1 M leaves on one core, a find takes 17 us for 256 leaves with 8 children, 19 with 4, 35 with 16
-_ACCELERATOR_FAN_OUT = 128  # three dependent reads at 1 M leaves
 _UNROLLED_FAN_OUT = 16  # up to this, a prefix sum is unrolled: half the time of the parallel form on a CPU
 
 
@@ -39,7 +37,7 @@ class SumTree:
 
     Args:
       capacity: number of leaves.
-      fan_out: children a node; 0 chooses 8 on a CPU and 128 on an accelerator.
+      fan_out: children a node; with 0 `init` chooses 8 where its state will live on a CPU, and 128 on an accelerator.
       has_minimum: whether to keep what `minimum` needs.
     """
 
@@ -50,15 +48,12 @@ class SumTree:
     def __post_init__(self):
         if self.capacity < 1:
             raise ValueError(f"SumTree: capacity must be at least 1, got {self.capacity}")
-        if self.fan_out == 0:
-            fan_out = _CPU_FAN_OUT if jax.default_backend() == "cpu" else _ACCELERATOR_FAN_OUT
-            object.__setattr__(self, "fan_out", fan_out)
-        if self.fan_out < 2:
+        if self.fan_out < 2 and self.fan_out != 0:
             raise ValueError(f"SumTree: fan_out must be at least 2, got {self.fan_out}")
 
     def init(self) -> SumTreeState:
         """All masses 0."""
-        sizes = self._level_sizes()
+        sizes = self._level_sizes(self.fan_out or platforms.fan_out(platforms.default()))
         return SumTreeState(
             sums=tuple(jnp.zeros((n,), jnp.float32) for n in sizes),
             minima=tuple(jnp.full((n,), jnp.inf, jnp.float32) for n in sizes[1:]) if self.has_minimum else None,
@@ -75,7 +70,7 @@ class SumTree:
         """
         self._check("set", state)
         is_valid = (index >= 0) & (index < self.capacity) & jnp.isfinite(mass) & (mass >= 0) & self._is_ready(state)
-        index, mass = self._index(is_valid, index), mass.astype(jnp.float32)
+        index, mass = _index(state, is_valid, index), mass.astype(jnp.float32)
         # Zero, then the maximum. The zeros must depend on the masses, or XLA copies the leaves between the two scatters (measured).
         leaves = state.sums[0].at[index].set(jnp.where(mass < 0, mass, 0), mode="drop")
         leaves = leaves.at[index].max(mass, mode="drop")
@@ -85,7 +80,7 @@ class SumTree:
         """`set` for valid masses and distinct indices, but for those that are `capacity` or more, which are ignored."""
         self._check("set_unique", state)
         is_valid = (index < self.capacity) & self._is_ready(state)
-        leaves = state.sums[0].at[self._index(is_valid, index)].set(mass, unique_indices=True, mode="drop")
+        leaves = state.sums[0].at[_index(state, is_valid, index)].set(mass, unique_indices=True, mode="drop")
         return self._with_parents(state, leaves, jnp.where(is_valid, index, 0))
 
     def set_range(self, state: SumTreeState, start: jax.Array, mass: jax.Array, where: jax.Array) -> SumTreeState:
@@ -97,11 +92,12 @@ class SumTree:
         self._check("set_range", state)
         length = mass.shape[0]
         index = ring.wrap(start + ring.places(length), self.capacity)
-        leaves = state.sums[0].at[self._index(where & self._is_ready(state), index)].set(mass, unique_indices=True, mode="drop")
-        nodes = -(-self.capacity // self.fan_out)
-        first, _ = ring.split(jnp.where(self._is_ready(state), start, 0), self.fan_out)
+        leaves = state.sums[0].at[_index(state, where & self._is_ready(state), index)].set(mass, unique_indices=True, mode="drop")
+        fan_out = _fan_out(state)
+        nodes = -(-self.capacity // fan_out)
+        first, _ = ring.split(jnp.where(self._is_ready(state), start, 0), fan_out)
         # Of `length` neighbours, three parents may be cut: at either end, and the last one of a capacity that is no multiple.
-        width = min((length - 1) // self.fan_out + 3, nodes)
+        width = min((length - 1) // fan_out + 3, nodes)
         return self._with_parents(state, leaves, None, first, width)
 
     def get(self, state: SumTreeState, index: jax.Array) -> jax.Array:
@@ -139,22 +135,25 @@ class SumTree:
         node = jnp.zeros(target.shape, jnp.int32)
         mass = jnp.broadcast_to(self.total(state), target.shape)
         rest = target.astype(jnp.float32) * mass
+        fan_out = _fan_out(state)
         for level in reversed(state.sums):
             if word is not None:
                 word, rest = _fill_in(word, rest, mass)
-            child, rest, mass = self._choose(level.reshape(-1, self.fan_out).at[node].get(mode="promise_in_bounds"), rest)
-            node = node * self.fan_out + child
+            child, rest, mass = self._choose(level.reshape(-1, fan_out).at[node].get(mode="promise_in_bounds"), rest)
+            node = node * fan_out + child
         return jnp.where(mass >= 0, node, self.capacity), mass
 
     def _check(self, where: str, state: SumTreeState) -> None:
         """A ValueError for the state of a tree of another shape, in which a leaf would be sought in the wrong place."""
         sizes = [level.shape for level in state.sums]
-        if sizes != [(size,) for size in self._level_sizes()] or (state.minima is not None) != self.has_minimum:
+        fan_out = self.fan_out or _fan_out(state)
+        is_own = fan_out > 1 and sizes == [(size,) for size in self._level_sizes(fan_out)]
+        if not is_own or (state.minima is not None) != self.has_minimum:
             raise ValueError(f"SumTree.{where}: the state is not of this tree, {self}: its levels have {[size[0] for size in sizes]} nodes")
 
     def _choose(self, children: jax.Array, rest: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The last child with mass that begins at or before `rest`, what is left of `rest` in it, and its mass: [B] each."""
-        kth = ring.places(self.fan_out)
+        kth = ring.places(children.shape[1])
         begins = self._begins(children)
         child = jnp.max(jnp.where((children > 0) & (begins <= rest[:, None]), kth, 0), axis=1)
         # Reductions: XLA does not compute them again in each of their uses. Selects unrolled over the children took 5x as long.
@@ -164,10 +163,10 @@ class SumTree:
 
     def _begins(self, children: jax.Array) -> jax.Array:
         """Where each child begins when they are laid end to end: [B, fan_out]."""
-        if self.fan_out > _UNROLLED_FAN_OUT:
+        if children.shape[1] > _UNROLLED_FAN_OUT:
             return jnp.cumsum(children, axis=1) - children
         begins = [jnp.zeros_like(children[:, 0])]
-        for k in range(self.fan_out - 1):
+        for k in range(children.shape[1] - 1):
             begins.append(begins[-1] + children[:, k])
         return jnp.stack(begins, axis=1)
 
@@ -175,11 +174,11 @@ class SumTree:
         self, state: SumTreeState, leaves: jax.Array, index: jax.Array | None, first: jax.Array | None = None, width: int = 0
     ) -> SumTreeState:
         """Recompute the parents of leaves `index`, or of `width` neighbouring parents from `first` on, level by level."""
-        sums, minima = [leaves], []
+        sums, minima, fan_out = [leaves], [], _fan_out(state)
         for depth in range(1, len(state.sums)):
-            nodes = sums[-1].shape[0] // self.fan_out
+            nodes = sums[-1].shape[0] // fan_out
             if index is not None:
-                index, _ = ring.split(index, self.fan_out)
+                index, _ = ring.split(index, fan_out)
                 parents = index
             elif width >= nodes:
                 parents = ring.places(nodes)
@@ -187,7 +186,7 @@ class SumTree:
                 parents = ring.wrap(_not_none(first) + ring.places(width), nodes)
 
             def recomputed(values, children, reduce, parents=parents):
-                new = reduce(children.reshape(-1, self.fan_out).at[parents].get(mode="promise_in_bounds"))
+                new = reduce(children.reshape(-1, fan_out).at[parents].get(mode="promise_in_bounds"))
                 return values.at[parents].set(new, mode="promise_in_bounds")
 
             sums.append(recomputed(state.sums[depth], sums[-1], self._sum))
@@ -195,8 +194,8 @@ class SumTree:
                 below = leaves if depth == 1 else minima[-1]
                 minima.append(recomputed(state.minima[depth - 1], below, lambda children: jnp.min(_positive(children), axis=1)))
             if index is None:
-                first, _ = ring.split(_not_none(first), self.fan_out)
-                width = (width - 1) // self.fan_out + 3
+                first, _ = ring.split(_not_none(first), fan_out)
+                width = (width - 1) // fan_out + 3
         return SumTreeState(sums=tuple(sums), minima=None if state.minima is None else tuple(minima))
 
     def _is_ready(self, state: SumTreeState) -> jax.Array:
@@ -211,16 +210,22 @@ class SumTree:
     def _sum(self, children: jax.Array) -> jax.Array:
         return children.sum(axis=1)
 
-    def _index(self, is_valid: jax.Array, index: jax.Array) -> jax.Array:
-        """Invalid indices point past the padded leaves, where a write is dropped."""
-        return jnp.where(is_valid, index, self._level_sizes()[0])
-
-    def _level_sizes(self) -> list[int]:
+    def _level_sizes(self, fan_out: int) -> list[int]:
         sizes, nodes = [], self.capacity
         while not sizes or nodes > 1:
-            nodes = -(-nodes // self.fan_out)
-            sizes.append(nodes * self.fan_out)
+            nodes = -(-nodes // fan_out)
+            sizes.append(nodes * fan_out)
         return sizes
+
+
+def _fan_out(state: SumTreeState) -> int:
+    """The root's children: a state remembers how wide it is."""
+    return state.sums[-1].shape[0]
+
+
+def _index(state: SumTreeState, is_valid: jax.Array, index: jax.Array) -> jax.Array:
+    """Invalid indices point past the padded leaves, where a write is dropped."""
+    return jnp.where(is_valid, index, state.sums[0].shape[0])
 
 
 def _fill_in(word: jax.Array, rest: jax.Array, mass: jax.Array) -> tuple[jax.Array, jax.Array]:

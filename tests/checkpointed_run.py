@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxreplay as jr
+from jaxreplay import leaves
 from jaxreplay.checkpoint import Checkpointer
 
 REPLAY = jr.items(capacity=256, num_envs=4, batch_size=8)
@@ -21,7 +22,7 @@ def step(t, num_envs):
 
 def numbers(replay, state):
     """What each stream holds, the newest last, checked against its bytes."""
-    stored = jax.device_get(state.streams.steps)
+    stored = jax.device_get(leaves.take_plain(state.streams.steps, jnp.arange(replay.capacity)))
     assert (stored["bytes"] == (stored["number"] % 251)[:, None]).all()
     head, filled = int(state.streams.head), int(state.streams.filled)
     by_env = stored["number"].reshape(replay.num_envs, -1)

@@ -1,4 +1,5 @@
-"""Settings shared by all tests. JAXREPLAY_SOAK=1 runs every check at its full size (`make soak`)."""
+"""Settings shared by all tests. JAXREPLAY_SOAK=1 runs every check at its full size (`make soak`); JAXREPLAY_PLATFORM=tpu runs them over
+states that are laid out as for a TPU."""
 
 import gc
 import os
@@ -8,7 +9,11 @@ import hypothesis
 import jax
 import pytest
 
+from jaxreplay import platforms
+
 SOAK = os.environ.get("JAXREPLAY_SOAK") == "1"
+PLATFORM = os.environ.get("JAXREPLAY_PLATFORM")
+COPIES = 2 if PLATFORM == "tpu" else 1  # of rows that are saved: what lies in tiles is copied, and a file is half as large
 if not SOAK:
     # Compiling is most of the time, and this takes a quarter off: HLO is optimized as ever, machine code less. The soak has the default.
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=1"
@@ -22,6 +27,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's: one for each test proc
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a script starts in the background: the tests of Ctrl-C need it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+if PLATFORM:  # states are laid out for it, on whatever device these tests run
+    platforms.default = lambda: PLATFORM
 
 _MOST_MAPPINGS = 20_000
 

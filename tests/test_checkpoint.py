@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from buffers import KINDS, bits, draw
 from checkpointed_run import EXAMPLE, added, expected, items, numbers, step
-from conftest import SOAK
+from conftest import COPIES, SOAK
 
 pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
 
@@ -91,7 +91,7 @@ def size_of(path):
 
 def test_a_save_writes_what_is_new_and_forgets_what_is_old(tmp_path):
     replay = items(capacity=4096, num_envs=2)
-    checkpointer = Checkpointer(tmp_path, replay, keep=2, level=None, chunk_bytes=64 * 1024)
+    checkpointer = Checkpointer(tmp_path, replay, keep=2, level=None, chunk_bytes=COPIES * 64 * 1024)
     state = added(replay, replay.init(EXAMPLE), 0, 2000)
     checkpointer.save(state, 2000)
     full = size_of(tmp_path)

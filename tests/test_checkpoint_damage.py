@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from buffers import CATALOG, KINDS, bits, draw
 from checkpointed_run import EXAMPLE, added, expected, items, numbers
-from conftest import SOAK
+from conftest import COPIES, SOAK
 
 pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
 
-from jaxreplay import checkpoint
+from jaxreplay import checkpoint, leaves
 from jaxreplay.__main__ import main
 from jaxreplay.checkpoint import BrokenError, Checkpointer, rounds, rows, verifying
 
@@ -177,7 +177,7 @@ def test_saves_find_damage_and_mend_it(shared):
 
 def test_saves_read_a_large_group_once_as_much_was_written_and_at_each_fourth(tmp_path):
     replay, read = items(capacity=4096), []
-    checkpointer, state = Checkpointer(tmp_path, replay, chunk_bytes=16_000, progress=False), replay.init(EXAMPLE)
+    checkpointer, state = Checkpointer(tmp_path, replay, chunk_bytes=COPIES * 16_000, progress=False), replay.init(EXAMPLE)
     state, end = added(replay, state, 0, 600), 600
     checkpointer.save(state)
     looked, files = verifying.problem_of_group, checkpointer._base.groups
@@ -368,7 +368,7 @@ def test_what_is_salvaged_is_as_it_was_and_pairs_nothing_across_a_gap(case, seed
 
 def stored_names(case, state):
     """What each place holds."""
-    leaf = state.streams.steps
+    leaf = leaves.take_plain(state.streams.steps, jnp.arange(state.layout.streams.capacity))
     return (np.asarray(leaf["image"]).reshape(-1, 6)[:, :2] @ [256, 1] if case.is_items else np.asarray(leaf.action)).astype(int)
 
 

@@ -107,7 +107,7 @@ def test_clear_never_touches_the_stored_steps(case):
     state = replay.init(case.example())
     text = jax.jit(replay.clear, donate_argnums=0).lower(state).compile().as_text()
     largest = max(leaf.size for leaf in jax.tree.leaves(state.streams.steps))
-    assert largest > 2 * CAPACITY
+    assert largest >= 2 * CAPACITY
     assert not large_temporaries(text, largest)
 
 

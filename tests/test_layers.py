@@ -9,9 +9,10 @@ import jaxreplay
 ROOT = pathlib.Path(jaxreplay.__file__).parent
 # Each may import from those before it; the files of one line from each other only if listed here by name.
 LAYERS = (
+    ("tiles",),
     ("ring", "types", "autoreset", "leaves", "window", "paths", "sizes", "description", "_version"),
     ("memory", "checks", "bits", "advantages"),
-    ("fingerprint",),
+    ("fingerprint", "platforms"),
     ("streams",),
     ("episode_table", "sum_tree", "draws", "intake", "minibatches", "permutation"),
     ("drawable",),
@@ -47,7 +48,7 @@ LAYERS = (
     ("checkpoint.checkpointer",),
     ("checkpoint",),
     ("persistence",),
-    ("held",),
+    ("held", "exporting"),
     ("stateful",),
     ("",),
     ("datasets",),

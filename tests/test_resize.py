@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from buffers import KINDS, bits, draw
 from checkpointed_run import EXAMPLE, added, expected, items, numbers
+from conftest import PLATFORM
 
 pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
 
@@ -301,7 +302,7 @@ def test_no_program_takes_memory_for_each_row(case, is_ranked):
             programs.append(resize.moved.lower(before, after, *given))
         for program in programs:
             memory = program.compile().memory_analysis()
-            assert memory.temp_size_in_bytes < 8 * 2**20  # 2 to 4 bytes a row
+            assert memory.temp_size_in_bytes < (12 if PLATFORM else 8) * 2**20  # 2 to 4 bytes a row; wide nodes of a tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

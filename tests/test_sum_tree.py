@@ -23,7 +23,7 @@ def check_parents(tree, state, leaves):
     np.testing.assert_array_equal(np.asarray(state.sums[0])[: tree.capacity], leaves)
     np.testing.assert_allclose(tree.total(state), leaves.sum(dtype=np.float64), rtol=1e-6)
     for below, above in zip(state.sums, state.sums[1:], strict=False):
-        sums = np.asarray(below, np.float64).reshape(-1, tree.fan_out).sum(axis=1)
+        sums = np.asarray(below, np.float64).reshape(-1, len(state.sums[-1])).sum(axis=1)
         np.testing.assert_allclose(np.asarray(above)[: len(sums)], sums, rtol=1e-6)
         assert not np.asarray(above)[len(sums) :].any()
     if tree.has_minimum:

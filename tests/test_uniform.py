@@ -7,7 +7,16 @@ import pytest
 from scipy import stats
 
 import jaxreplay as jr
-from jaxreplay import bits
+from jaxreplay import bits, platforms
+
+
+@pytest.fixture(params=platforms.PLATFORMS)
+def _on_each_platform(request, monkeypatch):
+    """A draw has another form on each."""
+    monkeypatch.setattr(platforms, "default", lambda: request.param)
+
+
+on_each_platform = pytest.mark.usefixtures("_on_each_platform")
 
 
 def stream(autoreset, terminated, truncated, *, capacity, n_step=1):
@@ -34,6 +43,7 @@ def check_law(replay, state, draws):
     assert len(rows) == 1 or stats.chisquare(counts[rows]).pvalue > 1e-4
 
 
+@on_each_platform
 @pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
 @pytest.mark.parametrize("every", [1, 2, 7])
 def test_the_law_is_exact_between_many_tails(autoreset, every):
@@ -43,6 +53,7 @@ def test_the_law_is_exact_between_many_tails(autoreset, every):
     check_law(replay, state, 200_000)
 
 
+@on_each_platform
 @pytest.mark.parametrize("transitions", [1, 2, 5])
 def test_the_law_is_exact_where_almost_every_row_is_a_tail(transitions):
     """Truncated rows without a final observation are tails: redraws alone would take thousands of rounds for 5 rows of 4 000."""
@@ -53,6 +64,7 @@ def test_the_law_is_exact_where_almost_every_row_is_a_tail(transitions):
     check_law(replay, state, 20_000)
 
 
+@on_each_platform
 def test_the_law_is_exact_over_streams_of_different_fill():
     replay = jr.uniform(capacity=30, num_envs=3, batch_size=1, autoreset="same_step", masked=True)
     zeros = jnp.zeros(3)
@@ -64,6 +76,7 @@ def test_the_law_is_exact_over_streams_of_different_fill():
     check_law(replay, state, 100_000)
 
 
+@on_each_platform
 def test_nothing_but_tails_cannot_be_sampled():
     replay, state = stream("same_step", np.zeros(9), np.ones(9), capacity=8)
     batch = jax.jit(replay.sample)(state, jax.random.key(0))

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxreplay import leaves
+from jaxreplay import leaves, platforms
 from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.checkpoint import rows
 from jaxreplay.checkpoint.manifest import Manifest
@@ -15,15 +15,15 @@ from jaxreplay.paths import named, printable
 
 
 def identity(replay: Any) -> str:
-    """What decides the meaning of a state: not how many items are drawn, or when."""
+    """What decides the meaning of a state: not how many items are drawn, or when, nor what it is laid out for."""
     sizes = {field.name: 1 for field in dataclasses.fields(replay) if field.name in ("batch_size", "min_size")}
-    return re.sub(r", (batch_size|min_size)=1\b", "", description(dataclasses.replace(replay, **sizes)))
+    return re.sub(r", (batch_size=1\b|min_size=1\b|platform=(None|'\w+'))", "", description(dataclasses.replace(replay, **sizes)))
 
 
 def described(state: Any) -> tuple[dict[str, str], dict[str, str]]:
     """Dtype and shape: of a row of each leaf that has rows, and of each other leaf."""
     stored, rest = rows.split(state)
-    stored_leaves = named(stored, is_leaf=leaves.is_narrow)
+    stored_leaves = named(stored, is_leaf=leaves.is_compound)
     return (
         {name: leaves.spec_text(leaf.shape[1:], leaf.dtype) for name, leaf in stored_leaves},
         {name: leaves.spec_text(leaf.shape, leaf.dtype) for name, leaf in named(rest)},
@@ -52,13 +52,26 @@ def check_fits(manifest: Manifest, replay: Any, example: Any, resize: bool, prob
         if manifest.buffer == identity(before):
             lines.append("of another capacity, resize=True takes the newest rows that fit")
         raise ValueError("\n".join([*lines, *(["and this is broken:"] if problems else []), *(f"  {problem}" for problem in problems)]))
+    before = _on_its_platform(manifest, replay, example)
+    if before is not None:
+        return before
     lines = []
     for got, expected in zip((manifest.rows, manifest.rest), described(jax.eval_shape(replay.init, example)), strict=True):
         names = [name for name in dict.fromkeys([*got, *expected]) if got.get(name) != expected.get(name)]
         lines += [f"{printable(name)}: stored {got.get(name, 'nothing')}, expected {expected.get(name, 'nothing')}" for name in names]
-    if lines:
-        raise ValueError("\n  ".join([f"restore: step {manifest.step} holds other steps:", *lines]))
-    return replay
+    raise ValueError("\n  ".join([f"restore: step {manifest.step} holds other steps:", *lines]))
+
+
+def _on_its_platform(manifest: Manifest, replay: Any, example: Any) -> Any:
+    """The buffer, for the platform that a generation was laid out for, this one's first; None where its leaves are others on each. Rows
+    are written in their plain form, but a tree is as wide as its platform wants it."""
+    if described(jax.eval_shape(replay.init, example)) == (manifest.rows, manifest.rest):
+        return replay
+    for platform in platforms.PLATFORMS if isinstance(replay, ReplayBuffer) else ():
+        other = dataclasses.replace(replay, platform=platform)
+        if described(jax.eval_shape(other.init, example)) == (manifest.rows, manifest.rest):
+            return other
+    return None
 
 
 def check_path(where: str, generations: list[Manifest], draft: Manifest, replay: Any, goes_on: bool) -> None:

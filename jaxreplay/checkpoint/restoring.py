@@ -1,6 +1,7 @@
 """A state from what a generation holds, filled in place: beside the state there are never more than a few chunks."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay import memory, resize
+from jaxreplay import leaves, memory, resize
 from jaxreplay.checkpoint import arrays, rows, salvage, unwritten
 from jaxreplay.checkpoint.arrays import Array
 from jaxreplay.checkpoint.files import BrokenError, Files
@@ -47,8 +48,8 @@ class Reading:
         old = None
         with uninterrupted():
             shape = jax.eval_shape(replay.init, example)
-            specs, _ = rows.split(shape)
-            if specs and (before.capacity != replay.capacity or damaged):
+            specs = rows.specs_of(shape)
+            if specs and (before.capacity != replay.capacity or before.platform != replay.platform or damaged):
                 old = resize.parted(before, rows.split(jax.eval_shape(before.init, example))[1])
                 # A sampler that cannot move what it has says so before anything is read.
                 jax.eval_shape(functools.partial(resize.resized, before, replay), old[0], shape.streams)
@@ -96,7 +97,8 @@ class Reading:
         if sharding is None and memory.default_device().platform == "cpu":
             memory.check_fits("restore", replay.memory(example))
             stored, rest = rows.split(jax.eval_shape(replay.init, example))
-            return unwritten.like(stored), rest
+            if leaves.is_plain(stored):
+                return unwritten.like(stored), rest
         state = replay.init(example) if sharding is None else jax.jit(lambda: replay.init(example), out_shardings=sharding)()
         stored, rest = rows.split(state)
         return stored, jax.tree.map(_spec, rest)
@@ -135,18 +137,19 @@ class Reading:
 
     def _rows(self, stored: Any, specs: Any, length: int) -> Any:
         """New rows, which are taken over, with those that are read."""
-        leaves = named(stored)
-        places = [place for _, leaf in leaves if (place := rows.memory_of(leaf)) is not None]
-        is_here = len(places) == len(leaves)
+        described = named(specs)
+        found = named(stored) if leaves.is_plain(stored) else []
+        places = [place for _, leaf in found if (place := rows.memory_of(leaf)) is not None]
+        is_here = len(places) == len(described)
         at_once = _THREADS + (is_here and not self._store.is_far)  # of others, what is under way takes memory
         ahead = Ahead(self._store, self._manifest, specs, length, self.holes)
         try:
-            missing, row_bytes = ahead.num_rows, sum(leaf.nbytes // len(leaf) for _, leaf in leaves)
+            missing, row_bytes = ahead.num_rows, sum(math.prod(spec.shape[1:]) * spec.dtype.itemsize for _, spec in described)
             with ThreadPoolExecutor(_THREADS) as pool:
-                read = GroupReader(self._store, leaves, places if is_here else None, ahead, pool)
+                read = GroupReader(self._store, described, places if is_here else None, ahead, pool)
                 for index, values in in_turn(read, ahead, at_once):
                     if not is_here and len(index):
-                        stored = rows.put(stored, index, jax.tree.unflatten(jax.tree.structure(stored), values))
+                        stored = rows.put(stored, index, jax.tree.unflatten(jax.tree.structure(specs), values))
                     ahead.was_read()
                     missing -= len(index)
                     self._progress(len(index) * row_bytes)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay import ring, sizes
+from jaxreplay import leaves, ring, sizes
 from jaxreplay.operations import ReplayState
 from jaxreplay.paths import named
 
@@ -44,6 +44,12 @@ def split(state: Any) -> tuple[Any, Any]:
     streams = state.streams
     rows = {"steps": streams.steps, "flags": streams.flags, "rank": streams.rank}
     return rows, state.replace(streams=streams.replace(steps=None, flags=None, rank=None))
+
+
+def specs_of(shape: Any) -> Any:
+    """Of the rows of a state, or of the shapes of one: their plain form, which is the same on every platform (`leaves.py`)."""
+    stored, _ = split(shape)
+    return stored and {**stored, "steps": leaves.plain_specs(stored["steps"])}
 
 
 def join(rows: Any, rest: Any) -> Any:
@@ -134,13 +140,13 @@ def heads_of(state: ReplayState) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 @jax.jit
 def read(state: ReplayState, index: jax.Array) -> tuple[Any, Any]:
-    """The rows, which must be in bounds, and the heads as of now."""
+    """The rows, which must be in bounds, in their plain form, and the heads as of now."""
     rows, _ = split(state)
-    return jax.tree.map(lambda leaf: leaf.at[index].get(mode="promise_in_bounds"), rows), _heads(state)
+    return leaves.take_plain(rows, index), _heads(state)
 
 
 def put(rows: Any, index: np.ndarray, values: Any) -> Any:
-    """New rows that nobody else has, with values at int32[K]; those past the end are dropped. They are taken over."""
+    """New rows that nobody else has, with plain values at int32[K]; those past the end are dropped. They are taken over."""
     size = sizes.power_above(len(index))  # few programs are compiled
     if size > len(index):
         values = jax.tree.map(lambda leaf: np.resize(leaf, (size, *leaf.shape[1:])), values)
@@ -161,14 +167,14 @@ def memory_of(leaf: jax.Array) -> np.ndarray | None:
 
 
 def views_of(rows: Any) -> dict[str, np.ndarray] | None:
-    """The memory of a state's rows, by name, to be read; None, where it is not all in this process's, or there are none.
+    """The memory of a state's rows, by name, to be read; None, where it is not all in this process's, or not plain, or there are none.
 
     While there is a view, an add copies the leaf. It is of the leaf's only part, and not of the leaf itself, which would keep it.
     """
-    leaves = named(rows)
-    if not leaves or not all(_is_here(leaf) for _, leaf in leaves):
+    found = named(rows)
+    if not found or not leaves.is_plain(rows) or not all(_is_here(leaf) for _, leaf in found):
         return None
-    return {name: np.asarray(leaf.addressable_data(0)) for name, leaf in leaves}
+    return {name: np.asarray(leaf.addressable_data(0)) for name, leaf in found}
 
 
 def _is_here(leaf: jax.Array) -> bool:
@@ -189,7 +195,7 @@ def _jitted(function: Any, structure: Any, shardings: tuple[Any, ...]) -> Any:
 
 def _write(rows: Any, index: jax.Array, values: Any) -> Any:
     """Rows past the end are dropped."""
-    return jax.tree.map(lambda leaf, new: leaf.at[index].set(new, mode="drop", unique_indices=True), rows, values)
+    return leaves.put_plain(rows, index, values)
 
 
 def chunk_rows(leaf: Any, num_bytes: int) -> int:

@@ -51,7 +51,7 @@ def contents_of(replay: ReplayBuffer, state: ReplayState, max_bytes: int) -> Con
     end = np.broadcast_to(lap * streams.length + head, (streams.num_envs,))
     first = end - filled
     rows = rows_in_order(first, end, streams.length)
-    held = named({"steps": steps}, is_leaf=leaves.is_narrow)
+    held = named({"steps": steps}, is_leaf=leaves.is_compound)
 
     def read(tree: Any, chosen: np.ndarray, row_bytes: int) -> Iterator[Any]:
         size = max(1, min(_BLOCK_BYTES // max(row_bytes, 1), len(chosen)))

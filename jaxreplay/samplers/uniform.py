@@ -12,6 +12,7 @@ from jaxreplay.draws import split_by, uniform_probability, written_row
 from jaxreplay.samplers.sampler import Sampler
 
 _MAX_REDRAWS = 16
+_TRIES_AT_ONCE = 4  # on an accelerator
 _MOST_TRIES = 4  # where fewer than one row in so many is an anchor, rows are selected by rank at once
 
 
@@ -24,6 +25,9 @@ class Uniform(Sampler):
     of a stream's rows are transitions but for pathological streams, so a few rounds do; what is left after 16 of them is selected by
     rank, which is exact and costs a binary search. (A list of the drawable rows would be exact at once, and cost every sample another
     random read: 41-48 us for the fused loop against 30, measured.)
+
+    On an accelerator there is no loop whose end only the device knows, nor a branch, for which a GPU would wait for its host: four rows are
+    drawn at once, and the one that is selected by rank is for where all of them fail.
     """
 
     draws_part = True
@@ -39,15 +43,24 @@ class Uniform(Sampler):
         if drawable.window.stride > _MOST_TRIES:
             return state, drawable.select(*split_by(drawable_rows, bits.below(high, low, total))), probability
 
+        def selected(tries, row, is_drawn):
+            env, nth = split_by(drawable_rows, bits.below(*bits.remix(high, low, tries), total))
+            return jnp.where(is_drawn, row, drawable.select(env, nth))
+
+        if drawable.streams.platform != "cpu":
+            row, is_drawn = _first_drawn(drawable, high, low, _TRIES_AT_ONCE)
+            exact = lambda: selected(jnp.uint32(_TRIES_AT_ONCE - 1), row, is_drawn)  # noqa: E731
+            if drawable.streams.platform == "tpu":  # a branch costs it little, the search much
+                return state, jax.lax.cond((total > 0) & ~jnp.all(is_drawn), exact, lambda: row), probability
+            return state, exact(), probability
+
         def redraw(carry):
             tries, row, is_drawn = carry
             other = written_row(drawable.streams, drawable.state, *bits.remix(high, low, tries))
             return tries + 1, jnp.where(is_drawn, row, other), is_drawn | drawable.contains(other)
 
         def select(carry):
-            tries, row, is_drawn = carry
-            env, nth = split_by(drawable_rows, bits.below(*bits.remix(high, low, tries), total))
-            return tries + 1, jnp.where(is_drawn, row, drawable.select(env, nth)), jnp.ones_like(is_drawn)
+            return carry[0] + 1, selected(*carry), jnp.ones_like(carry[2])
 
         def is_short(carry):
             return (total > 0) & ~jnp.all(carry[2])
@@ -57,13 +70,21 @@ class Uniform(Sampler):
             return jax.lax.while_loop(is_short, select, carry)
 
         # Two draws at once, so that few batches go on to the loop; in one read: two took 1 to 2 us more.
-        words = jax.tree.map(lambda *words: jnp.stack(words), (high, low), bits.remix(high, low, jnp.uint32(0)))
-        rows = written_row(drawable.streams, drawable.state, *words)
-        is_drawn = drawable.contains(rows)
-        carry = jnp.uint32(1), jnp.where(is_drawn[0], rows[0], rows[1]), is_drawn[0] | is_drawn[1]
+        carry = jnp.uint32(1), *_first_drawn(drawable, high, low, 2)
         # Loops rather than a cond, which would run both branches under vmap. This one and that of `select` run at most once.
         _, row, _ = jax.lax.while_loop(is_short, complete, carry)
         return state, row, probability
 
     def probability(self, state: Any, drawable: Drawable, row: jax.Array) -> jax.Array:
         return jnp.broadcast_to(uniform_probability(drawable.count().sum(dtype=jnp.int32)), row.shape)
+
+
+def _first_drawn(drawable: Drawable, high: jax.Array, low: jax.Array, num_tries: int) -> tuple[jax.Array, jax.Array]:
+    """The first drawable row of several draws, or the last one where none is: int32[B], bool[B]. In one read."""
+    tries = [(high, low), *(bits.remix(high, low, jnp.uint32(nth)) for nth in range(num_tries - 1))]
+    rows = written_row(drawable.streams, drawable.state, *jax.tree.map(lambda *words: jnp.stack(words), *tries))
+    is_drawn = drawable.contains(rows)
+    row, found = rows[-1], is_drawn[-1]
+    for nth in reversed(range(num_tries - 1)):
+        row, found = jnp.where(is_drawn[nth], rows[nth], row), is_drawn[nth] | found
+    return row, found

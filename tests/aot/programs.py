@@ -1,0 +1,115 @@
+"""What is compiled: each buffer's calls, and the fused loop of acting, adding, sampling and updating."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from devices import Compiled, compiled
+
+import jaxreplay as jr
+
+NUM_ENVS, STEPS, NUM_ROWS, NUM_IMAGES = 64, 100, 1_000_000 // 64 * 64, 102_400
+Program = tuple[Callable[..., Any], tuple[Any, ...], int | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A buffer with its rows.
+
+    Args:
+      make: of `(capacity, num_envs, batch_size)` and so on. obs: of one env. capacity: rows.
+    """
+
+    name: str
+    make: Callable[..., Any]
+    obs: Any
+    capacity: int
+    has_final_obs: bool = False
+
+    def replay(self, platform: str, batch_size: int) -> Any:
+        replay = self.make(capacity=self.capacity, num_envs=NUM_ENVS, batch_size=batch_size, autoreset="same_step")
+        return dataclasses.replace(replay, platform=platform)
+
+    def example(self) -> jr.Step:
+        number, flag = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), bool)
+        return jr.Step(
+            obs=self.obs,
+            action=jax.ShapeDtypeStruct((), jnp.int32),
+            reward=number,
+            terminated=flag,
+            truncated=flag,
+            final_obs=self.obs if self.has_final_obs else None,
+        )
+
+
+def _hindsight(**shared: Any) -> Any:
+    return jr.hindsight(jr.uniform(**shared), lambda achieved, goal, step: -jnp.sum(jnp.abs(achieved - goal)))
+
+
+def _numbers(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _bytes(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.uint8)
+
+
+_GOALS = {"observation": _numbers(8), "achieved_goal": _numbers(3), "desired_goal": _numbers(3)}
+NUMBERS = (
+    Case("uniform", jr.uniform, _numbers(8), NUM_ROWS),
+    Case("prioritized", jr.prioritized, _numbers(8), NUM_ROWS),
+    Case("sequences", lambda **shared: jr.sequences(**shared, length=20, burn_in=10, stride=10), _numbers(8), NUM_ROWS),
+    Case("frame_stack", lambda **shared: jr.frame_stack(jr.uniform(**shared), 4), _numbers(8), NUM_ROWS),
+    Case("hindsight", _hindsight, _GOALS, NUM_ROWS, has_final_obs=True),
+    Case("episodes", jr.episodes, _numbers(8), NUM_ROWS),
+)
+IMAGES = (
+    Case("uniform, images", jr.uniform, _bytes(84, 84, 4), NUM_IMAGES),
+    Case("prioritized, images", jr.prioritized, _bytes(84, 84, 4), NUM_IMAGES),
+    Case("frame_stack, images", lambda **shared: jr.frame_stack(jr.uniform(**shared), 4), _bytes(84, 84), 2 * NUM_IMAGES),
+)
+CASES = {case.name: case for case in (*NUMBERS, *IMAGES)}
+
+
+def programs(case: Case, platform: str, batch_size: int) -> dict[str, Program]:
+    """By name: a function, its arguments' shapes and dtypes, and which of them it takes over."""
+    replay = case.replay(platform, batch_size)
+    state = jax.eval_shape(replay.init, case.example())
+    step = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((NUM_ENVS, *leaf.shape), leaf.dtype), case.example())
+    block = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((STEPS, *leaf.shape), leaf.dtype), step)
+    key, keys = (jax.eval_shape(lambda n=n: jax.random.split(jax.random.key(0), n)) for n in (1, STEPS))
+    key = jax.ShapeDtypeStruct((), key.dtype)
+    batch = jax.eval_shape(replay.sample, state, key)
+    found: dict[str, Program] = {
+        "add": (replay.add, (state, step), 0),
+        "extend": (replay.extend, (state, block), 0),
+        "sample": (replay.sample, (state, key), None),
+        "loop": (
+            lambda carry, xs: jax.lax.scan(lambda carry, x: (iteration(replay, carry, *x), None), carry, xs)[0],
+            ((state, batch), (block, keys)),
+            0,
+        ),
+    }
+    if replay.sampler.has_priorities:
+        found["update"] = (replay.update_priorities, (state, batch.index, batch.probability), 0)
+    return found
+
+
+def iteration(replay: Any, carry: Any, step: Any, key: Any) -> Any:
+    state = replay.add(carry[0], step)
+    batch = replay.sample(state, key)
+    if replay.sampler.has_priorities:
+        state = replay.update_priorities(state, batch.index, jnp.abs(batch.items.reward))
+    return state, batch
+
+
+def storage(case: Case, platform: str) -> Any:
+    """The stored leaves' shapes and dtypes."""
+    return jax.eval_shape(case.replay(platform, 1).init, case.example()).streams.steps
+
+
+def compile_case(case: Case, device: str, platform: str, name: str, batch_size: int) -> Compiled:
+    function, arguments, donated = programs(case, platform, batch_size)[name]
+    return compiled(device, function, arguments, donated)

@@ -1,0 +1,117 @@
+"""What the compilers make of every buffer, for accelerators that are not there. `make aot` runs these; elsewhere they are skipped.
+
+The rows are a million, or as many images as fit into a v5e: XLA brings smaller leaves whole into vector memory, which looks like a copy.
+"""
+
+import functools
+import json
+import math
+import os
+import pathlib
+import re
+
+import pytest
+
+if "libtpu" not in os.environ.get("JAXREPLAY_AOT", ""):
+    pytest.skip("needs the compilers that `make aot` installs", allow_module_level=True)
+
+import devices
+import jax
+from programs import CASES, IMAGES, NUMBERS, compile_case, programs
+
+FEW = os.environ["JAXREPLAY_AOT"] == "libtpu"  # the TPU alone, three programs
+KERNELS = json.loads(pathlib.Path(__file__).with_name("kernels.json").read_text())
+DEVICES = {"v5e": "tpu"} if FEW else {"v5e": "tpu", "H100": "gpu"}
+BATCH_SIZES = (256,) if FEW else (256, 4096)
+CALLS = ("add", "sample", "update", "loop", "extend")
+OWN_MEMORY = re.compile(r"S\(1\)")
+INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>\S+) = (?P<type>.+?) (?P<op>[a-z][a-z0-9-]*)\((?P<rest>.*)$")
+SIZES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
+
+
+def cases():
+    for device, platform in DEVICES.items():
+        for case in (CASES["uniform"],) if FEW else CASES.values():
+            for batch_size in BATCH_SIZES if case in NUMBERS else (256,):
+                for name in CALLS:
+                    if (name != "update" or case.name.startswith("prioritized")) and (name in ("sample", "loop", "update") or batch_size == 256):
+                        yield pytest.param(device, platform, case, name, batch_size, id=f"{device}-{case.name}-{name}-{batch_size}")
+
+
+@functools.cache
+def built(device, platform, case, name, batch_size):
+    if reason := devices.why_not(device):
+        pytest.fail(reason)
+    return compile_case(case, device, platform, name, batch_size)
+
+
+def copies(text, num_bytes):
+    """Instructions that make an array so large by anything but a write in place. What XLA keeps in a TPU's vector memory for a while does
+    not count: of larger leaves it brings nothing there."""
+    found = []
+    for line in text.splitlines():
+        match = INSTRUCTION.match(line)
+        if match is None or match["op"] not in ("copy", "transpose", "reshape", "convert", "concatenate", "pad", "broadcast", "copy-start"):
+            continue
+        if match["op"] == "copy-start" and OWN_MEMORY.search(match["type"]):
+            continue
+        largest = max((math.prod(map(int, filter(None, dims.split(",")))) * SIZES.get(kind, 4) for kind, dims in re.findall(r"(\w+)\[([\d,]*)\]", match["type"])), default=0)  # fmt: skip
+        if largest >= num_bytes and not OWN_MEMORY.search(match["type"]):
+            found.append(line.strip()[:200])
+    return found
+
+
+def leaf_bytes(case, platform, batch_size):
+    """Of the largest stored leaf."""
+    _, (state, *_), _ = programs(case, platform, batch_size)["add"]
+    return max(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.streams.steps))
+
+
+@pytest.mark.parametrize(("device", "platform", "case", "name", "batch_size"), cases())
+def test_no_program_copies_the_buffer(device, platform, case, name, batch_size):
+    program = built(device, platform, case, name, batch_size)
+    tenth = leaf_bytes(case, platform, batch_size) // 10
+    assert not copies(program.text, tenth)
+    _, arguments, donated = programs(case, platform, batch_size)[name]
+    inputs = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arguments[1:]) if hasattr(leaf.dtype, "itemsize"))
+    # Beside what a call is given or gives, and a scan's own inputs, which it may lay anew.
+    room = {"extend": 4 * inputs, "loop": 2.2 * inputs}.get(name, 0)
+    assert program.temporary < tenth + room, f"{program.temporary:,} bytes of temporary memory"
+    if donated is not None:
+        taken_over = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arguments[0]))
+        assert program.aliased >= taken_over
+
+
+@pytest.mark.parametrize(("device", "platform", "case", "name", "batch_size"), cases())
+def test_no_loop_waits_for_the_host(device, platform, case, name, batch_size):
+    """But a scan's own, whose length is known; and the whole of an iteration is one CUDA graph."""
+    program = built(device, platform, case, name, batch_size)
+    loops = [line for line in program.text.splitlines() if re.search(r" while\(", line)]
+    assert all("known_trip_count" in line or platform == "tpu" for line in loops)
+    assert len(loops) <= (name in ("loop", "extend"))
+    if platform == "gpu":
+        assert not [line for line in program.thunks if "kConditional" in line]
+        assert sum("kWhile" in line for line in program.thunks) == (name == "loop")
+        assert sum("kCommandBuffer" in line for line in program.thunks) == 1
+
+
+@pytest.mark.parametrize(("device", "platform", "case", "name", "batch_size"), cases())
+def test_programs_are_small_and_soon_compiled(device, platform, case, name, batch_size):
+    program = built(device, platform, case, name, batch_size)
+    if platform == "gpu":
+        recorded = KERNELS[case.name][name]
+        assert program.kernels <= recorded, f"{program.kernels} kernels"
+        assert name != "extend" or program.seconds < 15  # 5, and this machine may have more to do
+    assert program.seconds < 60
+
+
+@pytest.mark.skipif(FEW, reason="a program of `make aot` alone")
+@pytest.mark.parametrize("case", IMAGES, ids=lambda case: case.name)
+def test_images_fit_into_a_v5e(case):
+    held = built("v5e", "tpu", case, "sample", 256).held
+    _, (state, *_), _ = programs(case, "cpu", 256)["sample"]
+    logical = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    assert held <= 1.15 * logical
+    for name in ("add", "sample"):
+        assert built("v5e", "tpu", case, name, 256).temporary <= 16e6
+    assert built("v5e", "tpu", case, "loop", 256).temporary <= 0.4e9

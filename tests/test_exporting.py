@@ -1,0 +1,76 @@
+"""Programs that take and return states can be exported for several platforms at once, written down, and read again."""
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import pytest
+from buffers import CATALOG, bits
+from jax import export
+
+import jaxreplay as jr
+from jaxreplay import exporting, sb3
+
+ALL = ("cpu", "cuda", "tpu")
+
+
+def methods(case, replay):
+    """Name -> (method, its arguments after the state)."""
+    block = (case.step(3, time=5), *case.mask(replay, 3, 5))
+    found = {
+        "add": (replay.add, (case.step(), *case.mask(replay, 0))),
+        "extend": (replay.extend, block),
+        "get": (replay.get, (jnp.arange(8), jax.random.key(0))),
+        "size": (replay.size, ()),
+        "clear": (replay.clear, ()),
+    }
+    if replay.sampler.consumes:
+        return found | {"take": (replay.take, (jax.random.key(0),)), "can_add": (replay.can_add, ())}
+    found["sample"] = (replay.sample, (jax.random.key(0),))
+    if replay.sampler.has_priorities:
+        index = jax.jit(replay.sample)(case.filled(replay), jax.random.key(0)).index
+        found["update_priorities"] = (replay.update_priorities, (index, jnp.ones(8)))
+    if hasattr(replay.sampler, "rerank"):
+        found["rerank"] = (replay.rerank, ())
+    return found
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("case", CATALOG, ids=lambda case: case.name)
+def test_every_operation_is_exported_for_all_platforms_and_serialized(case, platform):
+    replay = dataclasses.replace(case.replay(), platform=platform)
+    state = case.filled(replay)
+    for name, (method, arguments) in methods(case, replay).items():
+        exported = export.export(jax.jit(method), platforms=ALL)(state, *arguments)
+        assert exported.platforms == ALL, name
+        again = export.deserialize(exported.serialize())
+        assert again.in_tree == jax.tree.structure(((state, *arguments), {})), name
+        if name in ("sample", "add"):
+            assert bits(again.call(state, *arguments)) == bits(jax.jit(method)(state, *arguments)), name
+
+
+def test_rollouts_and_mixtures_are_exported():
+    zeros = jnp.zeros(2)
+    step = jr.Step(obs=zeros, action=zeros, reward=zeros, terminated=zeros > 0, truncated=zeros > 0)
+    rollout = jr.rollout(length=4, num_envs=2, autoreset="next_step")
+    state = rollout.init(jax.tree.map(lambda x: x[0], step))
+    assert export.deserialize(export.export(jax.jit(rollout.add), platforms=ALL)(state, step).serialize()).platforms == ALL
+    replay = jr.uniform(capacity=16, num_envs=2, batch_size=2, autoreset="same_step")
+    mixture = jr.mix(a=(replay, 2), b=(replay, 3))
+    state = replay.init(jax.tree.map(lambda x: x[0], step))
+    exported = export.export(jax.jit(mixture.sample))({"a": state, "b": state}, jax.random.key(0))
+    assert export.deserialize(exported.serialize()).out_tree == exported.out_tree
+    delta = jnp.ones((5, 2))
+    exported = export.export(jax.jit(lambda x: jr.gae(x, x, x, x > 2, x > 2, discount=0.9, decay=0.9)), platforms=ALL)(delta)
+    assert export.deserialize(exported.serialize()).platforms == ALL
+
+
+def test_no_kind_of_state_is_forgotten():
+    """Whatever the library makes a pytree of, but what stays on the host."""
+
+    def below(kind):
+        return {one for child in kind.__subclasses__() for one in (child, *below(child))}
+
+    ours = {kind for kind in below(flax.struct.PyTreeNode) if kind.__module__.startswith("jaxreplay.")}
+    assert {kind for kind in ours if not kind.__module__.startswith(sb3.__name__)} == set(exporting.NODES)
