@@ -158,14 +158,14 @@ def test_a_checkpoint_goes_from_one_platform_to_another(case, before, after, tmp
         checkpoints.save(state, step=1)
     other = dataclasses.replace(replay, platform=after)
     restored = Checkpointer(tmp_path / "run", other).restore(case.example())
-    assert restored.state.layout.streams.platform == after
+    assert restored.layout.streams.platform == after
     get = lambda replay, state: jax.jit(replay.get)(state, jnp.arange(replay.capacity), jax.random.key(0))  # noqa: E731
-    expected, got = get(replay, state), get(other, restored.state)
+    expected, got = get(replay, state), get(other, restored)
     assert bits((got.items, got.index, got.is_valid)) == bits((expected.items, expected.index, expected.is_valid))
     np.testing.assert_allclose(got.probability, expected.probability, rtol=1e-5)
     # It goes on as the other does.
     step, mask = case.step(7), case.mask(replay, 7)
-    expected, got = (get(r, jax.jit(r.add)(s, step, *mask)) for r, s in ((replay, state), (other, restored.state)))
+    expected, got = (get(r, jax.jit(r.add)(s, step, *mask)) for r, s in ((replay, state), (other, restored)))
     assert bits((got.items, got.index, got.is_valid)) == bits((expected.items, expected.index, expected.is_valid))
 
 

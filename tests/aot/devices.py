@@ -71,7 +71,8 @@ class Compiled:
 
     Args:
       text: optimized HLO. seconds: to compile. temporary, held, aliased: bytes of its own memory, of its arguments, and of those that its
-        results take over. thunks: what a GPU is told to do, line by line; none for a TPU.
+        results take over. accessed: bytes, as XLA counts them; None where it does not. thunks: what a GPU is told to do, line by line; none
+      for a TPU.
     """
 
     text: str
@@ -79,6 +80,7 @@ class Compiled:
     temporary: int
     held: int
     aliased: int
+    accessed: float | None
     thunks: tuple[str, ...]
 
     @property
@@ -110,5 +112,6 @@ def compiled(name: str, function: Callable[..., Any], arguments: tuple[Any, ...]
         memory.temp_size_in_bytes,
         memory.argument_size_in_bytes,
         memory.alias_size_in_bytes,
+        (program.cost_analysis() or {}).get("bytes accessed"),
         lines,
     )
