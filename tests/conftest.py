@@ -14,7 +14,8 @@ from jaxreplay import platforms
 SOAK = os.environ.get("JAXREPLAY_SOAK") == "1"
 PLATFORM = os.environ.get("JAXREPLAY_PLATFORM")
 COPIES = 2 if PLATFORM == "tpu" else 1  # of rows that are saved: what lies in tiles is copied, and a file is half as large
-if not SOAK:
+collect_ignore = ["aot/devices.py", "aot/programs.py"]  # they set what the compilers want before JAX is imported
+if not SOAK and "JAXREPLAY_AOT" not in os.environ:
     # Compiling is most of the time, and this takes a quarter off: HLO is optimized as ever, machine code less. The soak has the default.
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=1"
 

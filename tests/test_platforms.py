@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from buffers import KINDS, bits, draw
+from conftest import SOAK
 
 import jaxreplay as jr
 from jaxreplay import leaves, operations, platforms, tiles
@@ -146,8 +147,12 @@ def test_what_is_read_is_the_same_on_every_platform(case):
         np.testing.assert_allclose(other[3], found[0][3], rtol=1e-5)
 
 
-@kinds
-@pytest.mark.parametrize(("before", "after"), [("cpu", "tpu"), ("tpu", "cpu"), ("cpu", "gpu")])
+@pytest.mark.parametrize(
+    ("case", "before", "after"),
+    [(case, "cpu", "tpu") for case in KINDS]
+    + [(case, *pair) for case in (KINDS if SOAK else KINDS[2:3]) for pair in (("tpu", "cpu"), ("cpu", "gpu"))],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_a_checkpoint_goes_from_one_platform_to_another(case, before, after, tmp_path):
     pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
     from jaxreplay.checkpoint import Checkpointer
