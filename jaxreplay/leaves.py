@@ -80,6 +80,13 @@ def take(leaf: jax.Array | Narrow | Parted, row: jax.Array) -> jax.Array:
     return leaf.at[row].get(mode="promise_in_bounds")
 
 
+def values(leaf: jax.Array | Narrow | Parted) -> jax.Array:
+    """Every row: `[N, ...]`, an array as it lies."""
+    if isinstance(leaf, Narrow):
+        return _decode(values(leaf.bits), leaf.dtype)
+    return tiles.decoded(list(leaf.parts), leaf.row, leaf.dtype, leaf.rule) if isinstance(leaf, Parted) else leaf
+
+
 def take_elements(leaf: jax.Array | Narrow | Parted, row: jax.Array, place: jax.Array) -> jax.Array:
     """Read some elements of rows, which must be in bounds: `[K, P]`. `row`: int32[K]. `place`: int32[K, P], in the flat row."""
     if isinstance(leaf, Narrow):

@@ -19,7 +19,6 @@ from jaxreplay.paths import named
 from jaxreplay.trajectories import CHUNK_BYTES, check_trajectories, write_trajectories
 from jaxreplay.types import Step
 
-_EVERY_ROW: Any = slice(None)
 _LARGEST = np.iinfo(np.int32).max
 _MOST_ROWS = 2**30  # they are numbered by int32, and a block may reach past the end
 
@@ -150,7 +149,7 @@ class Rollout:
     def steps(self, state: RolloutState) -> Step:
         """What was added, leaves `[time, num_envs, ...]`. From `state.position` on it is old, or zeros, and `state.mask` False."""
         self._check_state("steps", state)
-        return leaves.tree_map(lambda leaf: leaves.take(leaf, _EVERY_ROW) if leaves.is_compound(leaf) else leaf, state.steps)
+        return leaves.tree_map(leaves.values, state.steps)
 
     def bootstrap(self, state: RolloutState, value: Any, last_value: Any, final_value: Any = None) -> tuple[jax.Array, jax.Array]:
         """What each step led to, and which steps can be learned from: `next_value` and `mask` for `gae` and `vtrace`.

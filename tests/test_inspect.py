@@ -326,7 +326,7 @@ def test_the_page_is_whole_and_needs_nothing_else(prioritized, tmp_path, capsys)
     checkpoint.save(tmp_path / "run", replay, state, step=3)
     main(["inspect", str(tmp_path / "run"), "--html", str(tmp_path / "page.html")])
     text = capsys.readouterr().out
-    head = re.sub(r" batch_size=8,| min_size=1,", "", str(jr.inspect(replay, state)))  # these are no matter of a state
+    head = re.sub(r" batch_size=8,| min_size=1,|, platform=None", "", str(jr.inspect(replay, state)))  # these are no matter of a state
     assert text == head.replace("\n", f"\n{tmp_path}/run, step 3\n", 1) + "\n"
     content = (tmp_path / "page.html").read_text(encoding="utf-8")
     page = Page()

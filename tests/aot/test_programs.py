@@ -83,7 +83,7 @@ def leaf_bytes(case, platform, batch_size):
     return max(map(bytes_of, jax.tree.leaves(state.streams.steps)))
 
 
-@pytest.mark.parametrize(("device", "platform", "case", "name", "batch_size"), cases())
+@pytest.mark.parametrize(("device", "platform", "case", "name", "batch_size"), list(cases()))
 def test_no_program_copies_the_buffer(device, platform, case, name, batch_size):
     program = built(device, platform, case, name, batch_size)
     tenth = leaf_bytes(case, platform, batch_size) // 10
@@ -98,7 +98,7 @@ def test_no_program_copies_the_buffer(device, platform, case, name, batch_size):
         assert program.aliased >= bytes_of(arguments[0])
 
 
-@pytest.mark.parametrize(("device", "platform", "case", "name", "batch_size"), cases())
+@pytest.mark.parametrize(("device", "platform", "case", "name", "batch_size"), list(cases()))
 def test_no_loop_waits_for_the_host(device, platform, case, name, batch_size):
     """But a scan's own, whose length is known; and the whole of an iteration is one CUDA graph."""
     program = built(device, platform, case, name, batch_size)
@@ -111,7 +111,7 @@ def test_no_loop_waits_for_the_host(device, platform, case, name, batch_size):
         assert sum("kCommandBuffer" in line for line in program.thunks) == 1
 
 
-@pytest.mark.parametrize(("device", "platform", "case", "name", "batch_size"), cases())
+@pytest.mark.parametrize(("device", "platform", "case", "name", "batch_size"), list(cases()))
 def test_programs_are_small_and_soon_compiled(device, platform, case, name, batch_size):
     program = built(device, platform, case, name, batch_size)
     if platform == "gpu":
