@@ -7,9 +7,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Over states that are laid out for a TPU, on whatever device there is.
+# Over states that are laid out for a GPU or a TPU, on whatever device there is.
+AS_ON_A_GPU := $(addprefix tests/test_,oracle_streams.py laws.py)
 AS_ON_A_TPU := $(addprefix tests/test_,oracle_streams.py laws.py checkpoint_arrays.py)
-MORE_AS_ON_A_TPU := $(addprefix tests/test_,contract.py in_place.py resize.py views.py uniform.py prioritized.py $(CHECKPOINTS))
+MORE_AS_ON_ONE := $(addprefix tests/test_,contract.py in_place.py resize.py views.py uniform.py prioritized.py $(CHECKPOINTS))
 CHECKPOINTS := checkpoint.py checkpoint_damage.py checkpoint_faults.py checkpoint_hostile.py checkpoint_rewind.py checkpoint_unwritten.py
 PIP := $(BIN)/pip --disable-pip-version-check -q
 # gymnax 1.0.1 declares jax < 0.12 but runs on it, so that it is installed without its dependencies, and these are named here.
@@ -44,11 +45,13 @@ lint: $(VENV)/installed
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+	JAXREPLAY_PLATFORM=gpu $(BIN)/python -m pytest -n 2 --dist worksteal $(AS_ON_A_GPU)
 	JAXREPLAY_PLATFORM=tpu $(BIN)/python -m pytest -n 2 --dist worksteal $(AS_ON_A_TPU)
 
 soak: $(VENV)/soak
 	JAXREPLAY_SOAK=1 $(BIN)/python -m pytest -n 2 --dist worksteal
-	JAXREPLAY_PLATFORM=tpu $(BIN)/python -m pytest -n 2 --dist worksteal $(AS_ON_A_TPU) $(MORE_AS_ON_A_TPU)
+	JAXREPLAY_PLATFORM=gpu $(BIN)/python -m pytest -n 2 --dist worksteal $(AS_ON_A_GPU) $(MORE_AS_ON_ONE)
+	JAXREPLAY_PLATFORM=tpu $(BIN)/python -m pytest -n 2 --dist worksteal $(AS_ON_A_TPU) $(MORE_AS_ON_ONE)
 
 bench: $(VENV)/bench
 	$(BIN)/python benchmarks/run.py

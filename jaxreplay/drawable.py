@@ -18,10 +18,10 @@ import jax.numpy as jnp
 
 from jaxreplay import autoreset, ring
 from jaxreplay.episode_table import Episodes, EpisodeState
-from jaxreplay.streams import Streams, StreamState, Written
+from jaxreplay.search import last_place
+from jaxreplay.stream_state import StreamState, Written
+from jaxreplay.streams import Streams
 from jaxreplay.window import Window
-
-_WAYS_OF_A_GPU = 128  # two steps through 16 k rows, three through 2 M
 
 
 class Change(NamedTuple):
@@ -85,7 +85,8 @@ def change_of(before: "Drawable", after: "Drawable", written: Written) -> Change
         position = ring.wrap(start + ring.places(size)[:, None], length)
         return streams.row(env, jnp.broadcast_to(position, (size, streams.num_envs)))
 
-    start = ring.wrap(before.state.head - window.after, length)
+    num_rows = written.num_rows[0] if after.state.together else written.num_rows
+    start = ring.wrap(after.state.head - num_rows - window.after, length)
     waited = window.after - 1 - ring.places(window.after)[:, None]  # ages before the write
     waiting = range_of(start, window.after)
     is_waiting = waited < before.pending
@@ -198,25 +199,19 @@ class Drawable:
         return self.streams.row(env, ring.wrap(oldest + low, self.streams.length))
 
     def _select_in_line(self, env: jax.Array, nth: jax.Array, oldest: jax.Array, base: jax.Array) -> jax.Array:
-        """The last row with at most `nth` anchors before it, from the oldest on: without a loop, for accelerators.
-
-        A GPU reads many rows at once in each step, a kernel of its own; on a TPU each element that is read takes its time.
-        """
+        """The last row with at most `nth` anchors before it, from the oldest on: without a loop, for accelerators."""
         held = self._of(self.state.filled, env)
         if self.window.before != 0:
             held = held - self._of(self.cut, env)
         length, end = self.streams.length, self.streams.row(env + 1, jnp.int32(0))
-        first, place, step = end - length + oldest, jnp.zeros_like(nth), 1
-        num_ways = _WAYS_OF_A_GPU if self.streams.platform == "gpu" else 2
-        while step < length:
-            step *= num_ways
-        while step > 1:
-            step //= num_ways
-            further = place[..., None] + step * (1 + ring.places(min(num_ways - 1, -(-length // step))))
-            row = first[..., None] + jnp.minimum(further, length - 1)
-            row = jnp.where(row >= end[..., None], row - length, row)
-            passed = ring.difference(self._of(self.state.rank, row), base[..., None]) <= nth[..., None]
-            place = place + step * (passed & (further < held[..., None])).sum(axis=-1, dtype=jnp.int32)
+        first = end - length + oldest
+
+        def passes(place):
+            row = first + place
+            row = jnp.where(row >= end, row - length, row)
+            return (ring.difference(self._of(self.state.rank, row), base) <= nth) & (place < held)
+
+        place = last_place(passes, nth, length, self.streams.platform)
         return self.streams.row(env, ring.wrap(oldest + place, length))
 
     def first_rank(self) -> jax.Array:

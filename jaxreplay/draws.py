@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxreplay import bits, ring
-from jaxreplay.streams import Streams, StreamState
+from jaxreplay.search import last_place
+from jaxreplay.stream_state import StreamState
+from jaxreplay.streams import Streams
 
 
 def written_row(streams: Streams, state: StreamState, high: jax.Array, low: jax.Array) -> jax.Array:
@@ -15,15 +17,18 @@ def written_row(streams: Streams, state: StreamState, high: jax.Array, low: jax.
         nth = bits.below(high, low, state.filled * streams.num_envs)
         age, env = ring.split(nth, streams.num_envs)
     else:
-        env, age = split_by(state.filled, bits.below(high, low, state.filled.sum(dtype=jnp.int32)))
+        env, age = split_by(state.filled, bits.below(high, low, state.filled.sum(dtype=jnp.int32)), streams.platform)
     return streams.row(env, ring.wrap(streams.of_stream(state.head, env) - 1 - age, streams.length))
 
 
-def split_by(count: jax.Array, nth: jax.Array) -> tuple[jax.Array, jax.Array]:
+def split_by(count: jax.Array, nth: jax.Array, platform: str | None) -> tuple[jax.Array, jax.Array]:
     """The `nth` of all things, as a stream and a place in it, where stream e has `count[e]` of them: int32[...] each."""
     ends = jnp.cumsum(count, dtype=jnp.int32)
-    env = jnp.searchsorted(ends, nth, side="right", method="scan_unrolled").astype(jnp.int32)
-    env = jnp.minimum(env, count.shape[0] - 1)
+    if platform == "gpu":
+        env = last_place(lambda place: ends[place - 1] <= nth, nth, count.shape[0], platform)
+    else:
+        env = jnp.searchsorted(ends, nth, side="right", method="scan_unrolled").astype(jnp.int32)
+        env = jnp.minimum(env, count.shape[0] - 1)
     return env, nth - (ends[env] - count[env])
 
 

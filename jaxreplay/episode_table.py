@@ -12,14 +12,15 @@ Eight bytes a row, or twelve, kept only where a view, a sampler or the buffer's 
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from jaxreplay import autoreset, ring
-from jaxreplay.streams import Streams, StreamState, Written, has_final_obs
+from jaxreplay.stream_state import StreamState, Written
+from jaxreplay.streams import Streams, from_each_on, has_final_obs
 
 
 class EpisodeState(flax.struct.PyTreeNode):
@@ -48,29 +49,49 @@ def clear(state: EpisodeState) -> EpisodeState:
     return state.replace(current=jnp.zeros_like(state.current), is_open=jnp.zeros_like(state.is_open))
 
 
-def observe(streams: Streams, before: StreamState, state: EpisodeState, written: Written) -> EpisodeState:
-    """The table after a write. `before`: the streams before it."""
+class Noted(NamedTuple):
+    """What a write puts into the table, for each row that it writes: int32[K, E] each."""
+
+    row: jax.Array  # capacity where nothing is written
+    position: jax.Array
+    ordinal: jax.Array
+    last: jax.Array  # the entry of `EpisodeState.last` that is the position; capacity for none
+    first: jax.Array | None  # the same of `EpisodeState.first`
+
+
+def count(streams: Streams, before: StreamState, state: EpisodeState, written: Written) -> tuple[EpisodeState, Noted]:
+    """The table after a write: all but what is to be `put`. `before`: the streams before it."""
     assert streams.autoreset is not None
     assert written.flags is not None
     is_first, is_tail = ((written.flags & bit) != 0 for bit in (autoreset.FIRST, autoreset.TAIL))
     closes = written.is_written & autoreset.closes_episode(written.flags, streams.autoreset, has_final_obs(before.steps))
     closes &= ~(is_first & is_tail)
-    ended_before = jnp.cumsum(closes, axis=0, dtype=jnp.int32) - closes
-    ordinal = ring.wrap(state.current + ended_before, streams.length)
-    env = ring.places(streams.num_envs)
+    current = ring.wrap(state.current + closes.sum(axis=0, dtype=jnp.int32), streams.length)
+    ordinal = ring.wrap(current - from_each_on(closes).astype(jnp.int32), streams.length)
     _, position = ring.split(written.row, streams.length)
     is_newest = written.is_written & (written.age == 0)
 
-    def note(table, where):
-        entry = jnp.where(where, streams.row(env, ordinal), streams.capacity)
-        return table.at[entry].set(position, mode="drop", unique_indices=True)
+    def entry(where):
+        return jnp.where(where, streams.row(ring.places(streams.num_envs), ordinal), streams.capacity)
 
-    return EpisodeState(
-        ordinal=state.ordinal.at[written.row].set(ordinal, mode="drop", unique_indices=True),
-        last=note(state.last, closes),
-        first=None if state.first is None else note(state.first, written.is_written & is_first & ~is_tail),
-        current=ring.wrap(state.current + closes.sum(axis=0, dtype=jnp.int32), streams.length),
+    first = None if state.first is None else entry(written.is_written & is_first & ~is_tail)
+    counted = state.replace(
+        current=current,
         is_open=jnp.where(written.num_rows > 0, ~jnp.any(is_newest & closes, axis=0), state.is_open),
+    )
+    return counted, Noted(written.row, position, ordinal, entry(closes), first)
+
+
+def put(state: EpisodeState, noted: Noted) -> EpisodeState:
+    """What was noted, into a table that was counted."""
+
+    def at(table, entry, values):
+        return table.at[entry].set(values, mode="drop", unique_indices=True)
+
+    return state.replace(
+        ordinal=at(state.ordinal, noted.row, noted.ordinal),
+        last=at(state.last, noted.last, noted.position),
+        first=None if state.first is None else at(state.first, noted.first, noted.position),
     )
 
 

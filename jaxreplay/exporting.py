@@ -20,7 +20,8 @@ from jaxreplay.samplers.prioritized import PrioritizedState
 from jaxreplay.samplers.queue import QueueState
 from jaxreplay.samplers.rank_based import RankBasedState
 from jaxreplay.samplers.without_replacement import WithoutReplacementState
-from jaxreplay.streams import Streams, StreamState
+from jaxreplay.stream_state import StreamState
+from jaxreplay.streams import Streams
 from jaxreplay.sum_tree import SumTreeState
 from jaxreplay.types import Index, Sample, Step, Transition
 from jaxreplay.views.future import Pair

@@ -11,7 +11,9 @@ Source: the sum of hashes is MSet-Add-Hash of Clarke et al., "Incremental Multis
 Integrity Checking" (2003), without a secret: it is for accidents, not against attacks.
 """
 
+import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ from jaxreplay import leaves, ring
 from jaxreplay.bits import avalanche
 
 _MOST_ELEMENTS = 256  # of a row of one leaf, that are all hashed
+_FEW = 16
 _RUNS, _RUN = 8, 8  # of a larger one: so many runs of so many elements, since to read a lone one costs as much as to read its neighbors
 _GOLDEN, _FOR_NUMBERS, _FOR_FLAGS = 0x9E3779B9, 0x27D4EB2F, 0x165667B1  # odd: a multiple of each tells 2^32 things apart
 
@@ -73,9 +76,16 @@ def _of_leaves(rows: list[_Leaf], number: jax.Array) -> jax.Array:
         words = _words(leaf.whole() if size <= _MOST_ELEMENTS else leaf.some(_places(size, number)), number.ndim)
         # Each word's place in the row is part of what is hashed.
         salt = np.arange(num_words, num_words + words.shape[-1], dtype=np.uint32) * np.uint32(_GOLDEN)
-        content += avalanche(words ^ salt).sum(axis=-1, dtype=jnp.uint32)
+        content += _sum(avalanche(words ^ salt))
         num_words += words.shape[-1]
     return avalanche(content + number * jnp.uint32(_FOR_NUMBERS))
+
+
+def _sum(words: jax.Array) -> jax.Array:
+    """Over the last axis. A few are added one by one: a sum is a kernel of its own on a GPU, and these go into another."""
+    if words.shape[-1] > _FEW:
+        return words.sum(axis=-1, dtype=jnp.uint32)
+    return functools.reduce(operator.add, [words[..., nth] for nth in range(words.shape[-1])])
 
 
 def _places(size: int, number: jax.Array) -> jax.Array:

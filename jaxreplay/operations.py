@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from jaxreplay import bits, episode_table, platforms
 from jaxreplay.drawable import Drawable, change_of, cut_rows, still_pending
-from jaxreplay.streams import Streams, StreamState
+from jaxreplay.stream_state import StreamState
+from jaxreplay.streams import Streams
 from jaxreplay.types import Index, Sample
 from jaxreplay.views import Anchor
 from jaxreplay.window import Window
@@ -68,15 +69,40 @@ def write(replay: Any, state: ReplayState, steps: Any, mask: jax.Array | None, p
         # Always so, which XLA cannot know: the write then depends on the flags that the last one read, and copies none.
         is_ready = jnp.broadcast_to(state.cut >= 0, (jax.tree.leaves(steps)[0].shape[0], streams.num_envs))
         mask = is_ready if mask is None else mask & is_ready
-    written_streams, written = streams.write(state.streams, steps, mask)
+    counted, written = streams.count(state.streams, steps, mask)
     pending = state.pending if window.after is None else still_pending(window, streams.length, before.pending, written)
+    table, noted = episode_table.count(streams, state.streams, state.episodes, written) if state.episodes else (None, None)
+    after = state.replace(streams=counted, pending=pending, episodes=table)
+    if streams.platform == "gpu":
+        # The least of the two is the first one, in a way that XLA cannot know: else it would keep a copy of what is counted on.
+        waited = before.pending if window.after is None else jnp.minimum(before.pending, window.after)
+        after, written, noted, waited = _counted_first(after, written, noted, waited)
+        before = dataclasses.replace(before, pending=waited)
+    after = after.replace(
+        streams=streams.put(after.streams, steps, written), episodes=noted and episode_table.put(_not_none(after.episodes), noted)
+    )
+    if window.before:
+        after = after.replace(cut=cut_rows(window, streams, after.streams))
+    change = change_of(before, drawable(replay, after), written) if window.is_bounded else None
     if priority is not None and streams.rows_per_step(steps) == 2:  # a tail has none
         priority = jnp.stack([priority, jnp.zeros_like(priority)], axis=1).reshape(-1, streams.num_envs)
-    table = state.episodes and episode_table.observe(streams, state.streams, state.episodes, written)
-    cut = cut_rows(window, streams, written_streams)
-    after = state.replace(streams=written_streams, pending=pending, cut=cut, episodes=table)
-    change = change_of(before, drawable(replay, after), written) if window.is_bounded else None
     return after.replace(sampler=replay.sampler.observe(streams, state.sampler, change, priority))
+
+
+def _counted_first(state: ReplayState, *others: Any) -> tuple[Any, ...]:
+    """All that is counted comes before all that is put, in one kernel: into each write XLA would fuse the counting that it needs."""
+    rows = {name: getattr(state.streams, name) for name in ("steps", "flags", "rank")}
+    table = {name: getattr(state.episodes, name) for name in ("ordinal", "last", "first")} if state.episodes else {}
+    small = state.replace(
+        streams=state.streams.replace(**dict.fromkeys(rows)),
+        episodes=state.episodes and state.episodes.replace(**dict.fromkeys(table)),
+        sampler=None,
+    )
+    small, *rest = jax.lax.optimization_barrier((small, *others))
+    whole = small.replace(
+        streams=small.streams.replace(**rows), episodes=small.episodes and small.episodes.replace(**table), sampler=state.sampler
+    )
+    return whole, *rest
 
 
 def draw(
@@ -114,3 +140,8 @@ def read(replay: Any, state: ReplayState, index: Index, probability: jax.Array, 
         item = jax.vmap(item)
     lap = jnp.where(is_valid, index.lap, index.lap ^ jnp.uint32(2**31))
     return Sample(item(index.row, words), Index(index.row, lap), jnp.where(is_valid, probability, 0), is_valid)
+
+
+def _not_none(value: Any) -> Any:
+    assert value is not None
+    return value

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from jaxreplay import autoreset, fingerprint, leaves, ring
 from jaxreplay.operations import ReplayState
-from jaxreplay.streams import Streams, StreamState
+from jaxreplay.stream_state import StreamState
+from jaxreplay.streams import Streams
 
 
 def add(replay: Any, state: ReplayState, step: Any, goes_on: jax.Array, was_first: jax.Array) -> ReplayState:
@@ -39,11 +40,13 @@ def reopen(replay: Any, state: ReplayState, mask: jax.Array, was_first: jax.Arra
     assert before.last is not None
     newest = streams.row(ring.places(streams.num_envs), ring.wrap(before.head - 2, streams.length))
     flags = jnp.asarray(was_first).astype(jnp.uint8) * jnp.uint8(autoreset.FIRST)
-    after = before.replace(
-        flags=leaves.put(before.flags, jnp.where(mask, newest, streams.capacity), flags),
-        head=jnp.where(mask, ring.wrap(before.head - 1, streams.length), before.head),
+    heads = before.with_heads(
+        position=jnp.where(mask, ring.wrap(before.head - 1, streams.length), before.head),
         filled=before.filled - mask,
         lap=before.lap - (mask & (before.head == 0)).astype(jnp.uint32),
+    )
+    after = heads.replace(
+        flags=leaves.put(before.flags, jnp.where(mask, newest, streams.capacity), flags),
         last=jnp.where(mask, flags, before.last),
         history=_reopened_history(streams, before, mask, flags),
     )

@@ -16,7 +16,8 @@ import numpy as np
 from jaxreplay import episode_table, ring
 from jaxreplay.drawable import cut_rows
 from jaxreplay.operations import ReplayState, drawable, layout_of
-from jaxreplay.streams import Streams, StreamState, Written
+from jaxreplay.stream_state import StreamState, Written
+from jaxreplay.streams import Streams
 
 _BLOCK = 2**13  # rows that the episode table, or a sampler, is told of at a time
 
@@ -29,11 +30,8 @@ def with_heads(before: Streams, after: Streams, state: StreamState, num_lost: np
     """
     end = np.asarray(state.lap).astype(np.int64) * before.length + np.asarray(state.head)
     filled = np.asarray(state.filled) - (num_lost if state.filled.ndim else num_lost[:1].sum())
-    return state.replace(
-        head=jnp.asarray(ring.position_of(end, after.length), jnp.int32),
-        filled=jnp.asarray(np.minimum(filled, after.length), jnp.int32),
-        lap=jnp.asarray((end // after.length).astype(np.uint32)),
-    )
+    position, lap = ring.position_of(end, after.length), (end // after.length).astype(np.uint32)
+    return state.with_heads(position=position, filled=np.minimum(filled, after.length), lap=lap)
 
 
 def parted(before: Any, old: ReplayState) -> tuple[ReplayState, dict[str, Any]]:
@@ -121,6 +119,7 @@ def _episodes(streams: Streams, state: StreamState) -> episode_table.EpisodeStat
         assert state.flags is not None
         flags = state.flags.at[row].get(mode="promise_in_bounds")
         row = jnp.where(is_written, row, streams.capacity)
-        return episode_table.observe(streams, state, table, Written(row, is_written, flags, age, is_written.sum(axis=0, dtype=jnp.int32)))
+        written = Written(row, is_written, flags, age, is_written.sum(axis=0, dtype=jnp.int32))
+        return episode_table.put(*episode_table.count(streams, state, table, written))
 
     return jax.lax.fori_loop(0, num_blocks, tell, episode_table.init(streams, state.steps))

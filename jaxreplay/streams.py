@@ -11,40 +11,14 @@ core's cache.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from jaxreplay import autoreset, fingerprint, leaves, ring
+from jaxreplay.stream_state import Heads, StreamState, Written
 from jaxreplay.types import Index, Step
-
-
-class StreamState(flax.struct.PyTreeNode):
-    """N = num_envs * length rows, E streams. Heads are scalars where all streams always step together."""
-
-    steps: Any  # the stored leaves, [N, ...]: a Step whose done flags live in `flags`, or an item as it came
-    flags: jax.Array | None  # uint8[N], bits of `autoreset`; None, and so the next, for plain items
-    rank: jax.Array | None  # uint32[N], modulo 2^32: anchors of the stream before each row
-    head: jax.Array  # int32[] or int32[E], in [0, length): the position of the next write
-    filled: jax.Array  # int32[] or int32[E], in [0, length]: rows written
-    lap: jax.Array  # uint32[] or uint32[E]: how often the head went round
-    last: jax.Array | None  # uint8[E]: flags of the newest row
-    count: jax.Array | None  # uint32[E], modulo 2^32: anchors ever written; the rank of the next row
-    phase: jax.Array | None  # int32[E], in [0, stride): transitions from the newest anchor to the next row; None where every one is
-    history: jax.Array | None  # uint32[E]: the fingerprint of all rows that were ever written (`fingerprint.py`); None if it is not kept
-    newest: jax.Array | None  # uint32[E]: the newest row's own part of it, where that row may be taken back; else None
-
-
-class Written(NamedTuple):
-    """The rows that one call wrote, in the order of time. K rows a stream at the most."""
-
-    row: jax.Array  # int32[K, E]; capacity where nothing is written
-    is_written: jax.Array  # bool[K, E]
-    flags: jax.Array | None  # uint8[K, E]; None for plain items
-    age: jax.Array  # int32[K, E]: rows of its stream written after it
-    num_rows: jax.Array  # int32[E]: rows written in each stream
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,22 +47,21 @@ class Streams:
         """Zeros for every row. `example`: one env's step, or one item."""
         # Envs step together unless a mask leaves some out or an episode's end takes a second row.
         together = not self.masked and self.rows_per_step(example) == 1
-        heads = jnp.zeros(() if together else (self.num_envs,), jnp.int32)
+        zeros = jnp.zeros((self.num_envs,), jnp.int32)
         stored = example if self.autoreset is None else _stored(example)
         has_flags = self.autoreset is not None
         return StreamState(
             steps=jax.tree.map(lambda leaf: leaves.zeros(self.capacity, leaf, self.platform), stored),
             flags=jnp.zeros((self.capacity,), jnp.uint8) if has_flags else None,
             rank=jnp.zeros((self.capacity,), jnp.uint32) if has_flags else None,
-            head=heads,
-            filled=jnp.zeros_like(heads),
-            lap=heads.astype(jnp.uint32),
+            heads=Heads(zeros, jnp.zeros_like(zeros), zeros.astype(jnp.uint32)),
             # As if a tail had been written: the first row opens an episode.
             last=jnp.full((self.num_envs,), autoreset.TAIL, jnp.uint8) if has_flags else None,
             count=jnp.zeros((self.num_envs,), jnp.uint32) if has_flags else None,
             phase=jnp.zeros((self.num_envs,), jnp.int32) if self.stride > 1 else None,
             history=jnp.zeros((self.num_envs,), jnp.uint32) if self.keep_history else None,
             newest=jnp.zeros((self.num_envs,), jnp.uint32) if self.keep_history and self.may_take_back(example) else None,
+            together=together,
         )
 
     def clear(self, state: StreamState) -> StreamState:
@@ -96,11 +69,8 @@ class Streams:
 
         Where a done still owes its tail (`autoreset="next_step"`), the next row is that tail: it would pair with the next episode.
         """
-        return state.replace(
-            head=jnp.zeros_like(state.head),
-            filled=jnp.zeros_like(state.filled),
-            # By two: the rows from the head on count as of the lap before.
-            lap=state.lap + jnp.uint32(2),
+        # The laps by two: the rows from the head on count as of the lap before.
+        return state.with_heads(position=0, filled=0, lap=state.heads.lap + jnp.uint32(2)).replace(
             last=None if state.last is None else autoreset.after_clear(_not_none(self.autoreset), state.last),
             phase=None if state.phase is None else jnp.zeros_like(state.phase),
         )
@@ -113,10 +83,10 @@ class Streams:
         """Whether each stream's newest row, a tail, may be taken back (`provisional.py`). `steps`: a step, or the stored steps."""
         return self.rows_per_step(steps) == 2 and not self.masked
 
-    def write(self, state: StreamState, steps: Any, mask: jax.Array | None) -> tuple[StreamState, Written]:
-        """Append a block of steps, leaves `[T, num_envs, ...]`; T times `rows_per_step` must not exceed the length.
+    def count(self, state: StreamState, steps: Any, mask: jax.Array | None) -> tuple[StreamState, Written]:
+        """A block of steps, leaves `[T, num_envs, ...]`, is appended: all but the rows themselves, which are to be `put`.
 
-        `mask`: bool[T, num_envs], False where an env took no step.
+        `mask`: bool[T, num_envs], False where an env took no step. T times `rows_per_step` must not exceed the length.
         """
         num_steps = jax.tree.leaves(steps)[0].shape[0]
         mask = jnp.ones((num_steps, self.num_envs), bool) if mask is None else mask
@@ -128,19 +98,25 @@ class Streams:
             )
             if self.stride > 1:
                 state, flags = self._skip(state, flags, is_written)
-        if state.head.ndim == 0:  # all together: the positions are known without looking at the block
+        if state.together:  # the positions are known without looking at the block
             nth = jnp.broadcast_to(ring.places(num_steps)[:, None], is_written.shape)
             num_rows = jnp.full((self.num_envs,), num_steps, jnp.int32)
         else:
             nth = jnp.cumsum(is_written, axis=0, dtype=jnp.int32) - 1
             num_rows = nth[-1] + 1
-        row = self.row(ring.places(self.num_envs), ring.wrap(state.head + nth, self.length))
-        row = jnp.where(is_written, row, self.capacity)
-        written = Written(row, is_written, flags, num_rows - 1 - nth, num_rows)
-        new = self._advance(self._scatter(state, steps, written), written)
+        age = num_rows - 1 - nth
+        new = self._advance(state, num_rows)
+        # From the new head back, here and in what follows: of what is counted on XLA would keep a copy, where a later kernel reads it.
+        row = self.row(ring.places(self.num_envs), ring.wrap(new.heads.position - 1 - age, self.length))
+        written = Written(jnp.where(is_written, row, self.capacity), is_written, flags, age, num_rows)
+        new = new.replace(last=_of_newest(state.last, written, flags))
         if self.keep_history:
-            number = self.next_number(state) + nth.astype(jnp.uint32)
+            number = self._next_number(state.heads.position, state.heads.lap) + nth.astype(jnp.uint32)
             new = self._note(new, written, jnp.where(is_written, self._hashes(steps, flags, number), 0))
+        if flags is not None:
+            is_anchor = is_written & ((flags & autoreset.NO_ANCHOR) == 0)
+            count = _not_none(state.count) + is_anchor.sum(axis=0, dtype=jnp.uint32)
+            new, written = new.replace(count=count), written._replace(rank=count - from_each_on(is_anchor))
         return new, written
 
     def _skip(self, state: StreamState, flags: jax.Array, is_written: jax.Array) -> tuple[StreamState, jax.Array]:
@@ -156,15 +132,14 @@ class Streams:
         _, phase = ring.split((since + is_transition)[-1], self.stride)
         return state.replace(phase=phase), jnp.where(is_transition & (place != 0), flags | autoreset.SKIPPED, flags)
 
-    def _scatter(self, state: StreamState, steps: Any, written: Written) -> StreamState:
+    def put(self, state: StreamState, steps: Any, written: Written) -> StreamState:
+        """The rows of a block that was counted."""
+
         def put(stored, new, row):
             return leaves.tree_map(lambda leaf, values: leaves.put(leaf, row, values), stored, new)
 
         if self.autoreset is None:
             return state.replace(steps=put(state.steps, steps, written.row))
-        flags = _not_none(written.flags)
-        is_anchor = written.is_written & ((flags & autoreset.NO_ANCHOR) == 0)
-        rank = _not_none(state.count) + jnp.cumsum(is_anchor, axis=0, dtype=jnp.uint32) - is_anchor
         new = _stored(steps)
         if self.rows_per_step(steps) == 2:  # a tail is read for its observation alone
             pairs = written.row.reshape(-1, 2, self.num_envs)
@@ -174,20 +149,18 @@ class Streams:
             stored = put(state.steps, new, written.row)
         return state.replace(
             steps=stored,
-            flags=put(state.flags, flags, written.row),
-            rank=put(state.rank, rank, written.row),
-            count=state.count + is_anchor.sum(axis=0, dtype=jnp.uint32),
+            flags=put(state.flags, written.flags, written.row),
+            rank=put(state.rank, written.rank, written.row),
         )
 
-    def _advance(self, state: StreamState, written: Written) -> StreamState:
-        num_rows = written.num_rows if state.head.ndim else written.num_rows[0]
-        end = state.head + num_rows
-        return state.replace(
-            head=ring.wrap(end, self.length),
-            filled=jnp.minimum(state.filled + num_rows, self.length),
-            lap=state.lap + (end >= self.length).astype(jnp.uint32),
-            last=_of_newest(state.last, written, written.flags),
+    def _advance(self, state: StreamState, num_rows: jax.Array) -> StreamState:
+        end = state.heads.position + num_rows
+        heads = Heads(
+            ring.wrap(end, self.length),
+            jnp.minimum(state.heads.filled + num_rows, self.length),
+            state.heads.lap + (end >= self.length).astype(jnp.uint32),
         )
+        return state.replace(heads=heads)
 
     def _note(self, state: StreamState, written: Written, hashes: jax.Array) -> StreamState:
         """`hashes`: uint32[K, E], of the rows written; 0 where there is none."""
@@ -196,7 +169,10 @@ class Streams:
 
     def next_number(self, state: StreamState) -> jax.Array:
         """The number of each stream's next row, modulo 2^32: uint32[] or uint32[E]. A row's position is its number modulo the length."""
-        return state.lap * jnp.uint32(self.length) + state.head.astype(jnp.uint32)
+        return self._next_number(state.head, state.lap)
+
+    def _next_number(self, head: jax.Array, lap: jax.Array) -> jax.Array:
+        return lap * jnp.uint32(self.length) + head.astype(jnp.uint32)
 
     def _hashes(self, steps: Any, flags: jax.Array | None, number: jax.Array) -> jax.Array:
         """Of what a block writes to each row: uint32[K, E]. `flags`: uint8[K, E]. `number`: uint32[K, E]."""
@@ -274,6 +250,11 @@ def _of_newest(before: jax.Array | None, written: Written, values: Any) -> jax.A
         return None
     newest = jnp.where(written.is_written & (written.age == 0), values, 0).sum(axis=0, dtype=before.dtype)
     return jnp.where(written.num_rows > 0, newest, before)
+
+
+def from_each_on(is_one: jax.Array) -> jax.Array:
+    """How many there are among each and those after it: uint32[K, E]."""
+    return jnp.flip(jnp.cumsum(jnp.flip(is_one, axis=0), axis=0, dtype=jnp.uint32), axis=0)
 
 
 def _with_tails(steps: Step) -> Any:

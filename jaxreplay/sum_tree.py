@@ -11,6 +11,7 @@ Source: Schaul et al., "Prioritized Experience Replay" (2016), appendix B.2.1, w
 """
 
 import dataclasses
+import functools
 
 import flax.struct
 import jax
@@ -20,6 +21,7 @@ from jaxreplay import platforms, ring
 
 _LARGEST_FRACTION = 1 - 2.0**-24  # the largest float32 below 1
 _MULTIPLIER, _INCREMENT = 747796405, 2891336453  # a linear congruential step modulo 2^32: fresh top bits for each level
+_MOST_IN_LINE = 32  # children; 128 took a compiler 12 s
 _UNROLLED_FAN_OUT = 16  # up to this, a prefix sum is unrolled: half the time of the parallel form on a CPU
 
 
@@ -37,19 +39,29 @@ class SumTree:
 
     Args:
       capacity: number of leaves.
-      fan_out: children a node; with 0 `init` chooses 8 where its state will live on a CPU, and 128 on an accelerator.
+      fan_out: children a node; with 0 `init` chooses what suits where its state will live: 8 on a CPU, 32 on a GPU, 128 on a TPU.
       has_minimum: whether to keep what `minimum` needs.
+      in_line: whether a node's children are read and added one after another, without a reduction: of that a GPU makes one kernel a level,
+        where it has three, and a CPU takes five times as long.
     """
 
     capacity: int
     fan_out: int = 0
     has_minimum: bool = False
+    in_line: bool = False
 
     def __post_init__(self):
         if self.capacity < 1:
             raise ValueError(f"SumTree: capacity must be at least 1, got {self.capacity}")
         if self.fan_out < 2 and self.fan_out != 0:
             raise ValueError(f"SumTree: fan_out must be at least 2, got {self.fan_out}")
+
+    @classmethod
+    def on(cls, platform: str | None, capacity: int, fan_out: int = 0, *, has_minimum: bool = False) -> "SumTree":
+        """As it suits a platform. `fan_out`: 0 chooses."""
+        fan_out = fan_out or platforms.fan_out(platform)
+        in_line = platform == "gpu" and fan_out <= _MOST_IN_LINE
+        return cls(capacity=capacity, fan_out=fan_out, has_minimum=has_minimum, in_line=in_line)
 
     def init(self) -> SumTreeState:
         """All masses 0."""
@@ -139,7 +151,10 @@ class SumTree:
         for level in reversed(state.sums):
             if word is not None:
                 word, rest = _fill_in(word, rest, mass)
-            child, rest, mass = self._choose(level.reshape(-1, fan_out).at[node].get(mode="promise_in_bounds"), rest)
+            if self.in_line:
+                child, rest, mass = self._choose_in_line([_child(level, node, fan_out, kth) for kth in range(fan_out)], rest)
+            else:
+                child, rest, mass = self._choose(level.reshape(-1, fan_out).at[node].get(mode="promise_in_bounds"), rest)
             node = node * fan_out + child
         return jnp.where(mass >= 0, node, self.capacity), mass
 
@@ -159,6 +174,15 @@ class SumTree:
         # Reductions: XLA does not compute them again in each of their uses. Selects unrolled over the children took 5x as long.
         is_chosen = kth == child[:, None]
         begin, mass = (jnp.sum(jnp.where(is_chosen, values, 0), axis=1) for values in (begins, children))
+        return child, jnp.clip(rest - begin, 0, mass * _LARGEST_FRACTION), mass
+
+    def _choose_in_line(self, children: list[jax.Array], rest: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """`_choose`, child by child: [B] each."""
+        child, end, begin, mass = jnp.zeros(rest.shape, jnp.int32), *([jnp.zeros_like(rest)] * 3)
+        for kth, own in enumerate(children):
+            is_later = (own > 0) & (end <= rest)
+            child, begin, mass = jnp.where(is_later, kth, child), jnp.where(is_later, end, begin), jnp.where(is_later, own, mass)
+            end = end + own
         return child, jnp.clip(rest - begin, 0, mass * _LARGEST_FRACTION), mass
 
     def _begins(self, children: jax.Array) -> jax.Array:
@@ -185,14 +209,20 @@ class SumTree:
             else:
                 parents = ring.wrap(_not_none(first) + ring.places(width), nodes)
 
-            def recomputed(values, children, reduce, parents=parents):
+            def recomputed(values, children, reduce, join, parents=parents):
+                if self.in_line:
+                    new = [_child(children, parents, fan_out, kth) for kth in range(fan_out)]
+                    while len(new) > 1:  # by pairs, which rounds less than one after another
+                        new = [functools.reduce(join, new[kth : kth + 2]) for kth in range(0, len(new), 2)]
+                    return values.at[parents].set(new[0], mode="promise_in_bounds")
                 new = reduce(children.reshape(-1, fan_out).at[parents].get(mode="promise_in_bounds"))
                 return values.at[parents].set(new, mode="promise_in_bounds")
 
-            sums.append(recomputed(state.sums[depth], sums[-1], self._sum))
+            sums.append(recomputed(state.sums[depth], sums[-1], self._sum, jnp.add))
             if state.minima is not None:
                 below = leaves if depth == 1 else minima[-1]
-                minima.append(recomputed(state.minima[depth - 1], below, lambda children: jnp.min(_positive(children), axis=1)))
+                smallest = lambda children: jnp.min(_positive(children), axis=1)  # noqa: E731
+                minima.append(recomputed(state.minima[depth - 1], below, smallest, lambda a, b: jnp.minimum(_positive(a), _positive(b))))
             if index is None:
                 first, _ = ring.split(_not_none(first), fan_out)
                 width = (width - 1) // fan_out + 3
@@ -221,6 +251,11 @@ class SumTree:
 def _fan_out(state: SumTreeState) -> int:
     """The root's children: a state remembers how wide it is."""
     return state.sums[-1].shape[0]
+
+
+def _child(level: jax.Array, node: jax.Array, fan_out: int, kth: int) -> jax.Array:
+    """Of each node: [B]."""
+    return level.at[node * fan_out + kth].get(mode="promise_in_bounds")
 
 
 def _index(state: SumTreeState, is_valid: jax.Array, index: jax.Array) -> jax.Array:

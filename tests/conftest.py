@@ -1,5 +1,5 @@
-"""Settings shared by all tests. JAXREPLAY_SOAK=1 runs every check at its full size (`make soak`); JAXREPLAY_PLATFORM=tpu runs them over
-states that are laid out as for a TPU."""
+"""Settings shared by all tests. JAXREPLAY_SOAK=1 runs every check at its full size (`make soak`); JAXREPLAY_PLATFORM=gpu or tpu runs them
+over states that are laid out for it."""
 
 import gc
 import os

@@ -88,7 +88,13 @@ def test_an_older_copy_of_the_newest_files_is_told(tmp_path):
             for end in (count, 2 * count):
                 state = added(replay, state, start + end - count, count)
                 checkpointer.save(state, end)
-    for kind, what in (("rows", "steps.number/c.0"), ("rows", "number"), ("rows", ""), ("rest", "streams.head/c"), ("rest", "")):
+    for kind, what in (
+        ("rows", "steps.number/c.0"),
+        ("rows", "number"),
+        ("rows", ""),
+        ("rest", "streams.heads.position/c/0"),
+        ("rest", ""),
+    ):
         theirs, ours = (sorted((copy / kind).iterdir())[-1] / what for copy in (backup, path))
         kept = tmp_path / "kept"
         shutil.move(ours, kept)
@@ -263,7 +269,7 @@ def test_only_what_is_lost_is_left_out(shared):
 def test_when_the_rest_is_broken_an_older_generation_is_salvaged(shared):
     replay, path, _, _, file = shared
     flipped(file)
-    flipped(next((path / "rest").glob("*3-*/streams.head/c")))
+    flipped(next((path / "rest").glob("*3-*/streams.heads.position/c/0")))
     checkpointer = Checkpointer(path, replay)
     with pytest.warns(UserWarning, match=r"step 48: rest/(.|\n)*rows, which are lost"):
         checkpointer.restore(EXAMPLE, salvage=True)

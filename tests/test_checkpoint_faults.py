@@ -182,11 +182,13 @@ def test_it_is_said_what_was_restored(tmp_path):
     for number in (1, 2):
         checkpointer.save(state, number, notes={"number": number})
     newest = sorted((tmp_path / "rest").iterdir())[-1]
-    description = newest / "streams.head" / "zarr.json"
+    description = newest / "streams.heads.position" / "zarr.json"
     description.unlink()
     description.symlink_to(description)  # cannot be read, and not because it is gone
     other = Checkpointer(tmp_path, replay)
-    with pytest.warns(UserWarning, match="restore: step 1 was read, since this is broken:\n  step 2: rest/.*streams.head/zarr.json"):
+    with pytest.warns(
+        UserWarning, match="restore: step 1 was read, since this is broken:\n  step 2: rest/.*streams.heads.position/zarr.json"
+    ):
         other.restore(EXAMPLE)
     assert (other.step, other.notes) == (1, {"number": 1})
     with pytest.raises(BrokenError, match=r"restore: no step 2 under .* can be restored \(there are 1, 2\):\n  step 2: rest/"):

@@ -10,7 +10,7 @@ ROOT = pathlib.Path(jaxreplay.__file__).parent
 # Each may import from those before it; the files of one line from each other only if listed here by name.
 LAYERS = (
     ("tiles",),
-    ("ring", "types", "autoreset", "leaves", "window", "paths", "sizes", "description", "_version"),
+    ("ring", "types", "autoreset", "leaves", "window", "paths", "sizes", "description", "_version", "search", "stream_state"),
     ("memory", "checks", "bits", "advantages"),
     ("fingerprint", "platforms"),
     ("streams",),

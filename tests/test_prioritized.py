@@ -144,7 +144,7 @@ def test_a_late_update_of_an_overwritten_row_is_ignored():
 def test_laps_wrap_around():
     """A run of 2^32 laps: the counter starts again at 0, and rows of the lap before are still told apart."""
     replay, state = buffer([1.0, 2.0])
-    state = state.replace(streams=state.streams.replace(lap=jnp.uint32(2**32 - 1)))
+    state = state.replace(streams=state.streams.with_heads(lap=jnp.uint32(2**32 - 1)))
     early = index_of(replay, state, [0, 1])
     assert early.lap.tolist() == [2**32 - 1] * 2
     for _ in range(4):

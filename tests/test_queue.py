@@ -174,7 +174,7 @@ def test_items_are_queued_across_wraps_and_clears(lap):
     """Items have no counter of their own: laps and positions make up for one, also where they wrap around."""
     replay = ReplayBuffer(capacity=8, num_envs=2, batch_size=3, sampler=Queue(), view=Item(), autoreset=None, masked=True)
     state = replay.init(jnp.float32(0))
-    state = state.replace(streams=state.streams.replace(lap=jnp.full(2, lap, jnp.uint32)))
+    state = state.replace(streams=state.streams.with_heads(lap=jnp.full(2, lap, jnp.uint32)))
     queue, r, clock = [[], []], np.random.default_rng(lap), 0
     for _ in range(60):
         mask, clock = r.random(2) < 0.7, clock + 1

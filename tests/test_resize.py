@@ -186,7 +186,7 @@ def test_after_a_clear_and_when_the_laps_begin_anew(tmp_path):
         got = checkpoint.restore(tmp_path / "clear", other, EXAMPLE, resize=True)
         assert numbers(other, got) == [row[-min(5, capacity // 4) :] for row in expected(replay, 45)]
     state = added(replay, replay.init(EXAMPLE), 0, 40)
-    late = state.replace(streams=state.streams.replace(lap=jnp.uint32(2**32 - 1)))
+    late = state.replace(streams=state.streams.with_heads(lap=jnp.uint32(2**32 - 1)))
     checkpoint.save(tmp_path / "late", replay, late)
     for capacity in (32, 256):
         other = items(capacity=capacity)
@@ -248,7 +248,7 @@ def test_a_resized_run_goes_on_under_its_path(tmp_path):
     narrow.finish(state)
     assert numbers(smaller, checkpoint.restore(tmp_path, smaller, EXAMPLE)) == expected(smaller, 53)
     assert numbers(smaller, checkpoint.restore(tmp_path, smaller, EXAMPLE, resize=True)) == expected(smaller, 53)
-    for file in tmp_path.glob("rest/*3-*/*/c"):
+    for file in tmp_path.glob("rest/*3-*/*/c/0"):
         file.write_bytes(b"broken")
     with pytest.raises(ValueError, match=r"step 50 is of another buffer:(.|\n)*and this is broken:\n  step 53: rest/"):
         checkpoint.restore(tmp_path, smaller, EXAMPLE)

@@ -114,10 +114,13 @@ def test_what_does_not_change_a_state_s_meaning_may_differ():
 def test_a_leaf_of_another_shape_or_dtype_is_named():
     replay = uniform()
     state = replay.init(EXAMPLE)
-    steps = state.streams.steps
+    steps, heads = state.streams.steps, state.streams.heads.replace(position=jnp.zeros(5, jnp.int32))
     for streams, named in (
         (state.streams.replace(flags=jnp.zeros(64, jnp.int32)), r"streams.flags: got int32\[64\], expected uint8\[64\]"),
-        (state.streams.replace(head=jnp.zeros(2, jnp.int32)), r"streams.head: got int32\[2\], expected int32\[\]"),
+        (
+            state.streams.replace(heads=heads),
+            r"streams.heads.position: got int32\[5\], expected int32\[",
+        ),
         (state.streams.replace(steps=steps.replace(reward=jnp.zeros(32))), "its stored steps have 32 and 64 rows"),
         (state.streams.replace(steps=steps.replace(reward=jnp.zeros(()))), "its stored steps have none and 64 rows"),
     ):

@@ -11,6 +11,7 @@ import jaxreplay as jr
 
 CAPACITIES = (1, 2, 7, 8, 9, 64, 65, 1000)
 FAN_OUTS = (2, 8, 32)
+FORMS = [{"fan_out": width, "in_line": False} for width in FAN_OUTS] + [{"fan_out": width, "in_line": True} for width in (2, 32)]
 
 
 def tree_of(mass, **config):
@@ -31,9 +32,9 @@ def check_parents(tree, state, leaves):
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
-@pytest.mark.parametrize("fan_out", FAN_OUTS)
-def test_sets_and_ranges_leave_exact_parents(capacity, fan_out):
-    tree = jr.SumTree(capacity=capacity, fan_out=fan_out, has_minimum=True)
+@pytest.mark.parametrize("form", FORMS)
+def test_sets_and_ranges_leave_exact_parents(capacity, form):
+    tree = jr.SumTree(capacity=capacity, has_minimum=True, **form)
     state, leaves, r = tree.init(), np.zeros(capacity, np.float32), np.random.default_rng(capacity)
     set_, set_unique, set_range = jax.jit(tree.set), jax.jit(tree.set_unique), jax.jit(tree.set_range)
     length = max(1, capacity // 3)
@@ -69,21 +70,21 @@ def test_of_duplicates_the_largest_wins_in_any_order():
         np.testing.assert_array_equal(changed.sums[0][:3], [2.0, 0.25, 1.0])
 
 
-@pytest.mark.parametrize("fan_out", FAN_OUTS)
-def test_find_returns_the_leaf_in_which_the_target_lies(fan_out):
+@pytest.mark.parametrize("form", FORMS)
+def test_find_returns_the_leaf_in_which_the_target_lies(form):
     mass = np.array([0, 1, 0, 3, 0, 0, 4, 0, 0, 8, 0], np.float32)  # sixteen in all
-    tree, state = tree_of(mass, fan_out=fan_out)
+    tree, state = tree_of(mass, **form)
     leaf, found = tree.find(state, jnp.array([0, 0.5, 1, 3.99, 4, 7.5, 8, 15.99, 16]) / 16)
     assert leaf.tolist() == [1, 1, 3, 3, 6, 6, 9, 9, 9]
     assert found.tolist() == mass[leaf].tolist()
 
 
-@pytest.mark.parametrize("fan_out", FAN_OUTS)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("seed", range(4))
-def test_find_never_returns_a_leaf_without_mass(fan_out, seed):
+def test_find_never_returns_a_leaf_without_mass(form, seed):
     r = np.random.default_rng(seed)
     mass = np.float32(10.0) ** r.integers(-30, 30, size=777).astype(np.float32) * (r.random(777) < 0.05)
-    tree, state = tree_of(mass, fan_out=fan_out)
+    tree, state = tree_of(mass, **form)
     below_one = np.nextafter(np.float32(1), np.float32(0))
     target = jnp.concatenate([jnp.array([0.0, 1.0, below_one, 1e-45]), jnp.asarray(r.random(5000), jnp.float32)])
     for word in (None, jnp.zeros(len(target), jnp.uint32), jnp.full(len(target), 2**32 - 1, jnp.uint32)):
@@ -93,10 +94,11 @@ def test_find_never_returns_a_leaf_without_mass(fan_out, seed):
 
 
 def test_find_in_an_empty_tree_has_no_mass():
-    tree = jr.SumTree(capacity=100)
-    leaf, mass = tree.find(tree.init(), jnp.array([0.0, 0.5, 1.0]))
-    assert mass.tolist() == [0, 0, 0]
-    assert ((leaf >= 0) & (leaf < 100)).all()
+    for form in FORMS:
+        tree = jr.SumTree(capacity=100, **form)
+        leaf, mass = tree.find(tree.init(), jnp.array([0.0, 0.5, 1.0]))
+        assert mass.tolist() == [0, 0, 0]
+        assert ((leaf >= 0) & (leaf < 100)).all()
 
 
 def test_one_leaf_with_all_the_mass_is_always_found():
@@ -105,10 +107,11 @@ def test_one_leaf_with_all_the_mass_is_always_found():
     assert set(leaf.tolist()) == {2077}
 
 
-def test_a_leaf_is_found_in_proportion_to_its_mass():
+@pytest.mark.parametrize("form", FORMS)
+def test_a_leaf_is_found_in_proportion_to_its_mass(form):
     """Chi-square with independent draws: a p-value under 1e-4 would happen by chance in one of 10^4 keys; the key is fixed."""
     mass = np.random.default_rng(0).gamma(0.5, size=500).astype(np.float32)
-    tree, state = tree_of(mass)
+    tree, state = tree_of(mass, **form)
     target, word = jax.random.uniform(jax.random.key(1), (400_000,)), jax.random.bits(jax.random.key(2), (400_000,))
     counts = np.bincount(tree.find(state, target, word)[0], minlength=500)
     expected = mass / mass.sum(dtype=np.float64) * counts.sum()

@@ -15,7 +15,7 @@ from jaxreplay.checkpoint import rows, schema
 from jaxreplay.checkpoint.files import BrokenError
 from jaxreplay.paths import printable
 
-FORMAT = 2  # of the files, and of what the leaves of a state mean
+FORMAT = 3  # of the files, and of what the leaves of a state mean
 Seals = dict[str, list[int]]  # of arrays, by the leaf's name: see `arrays.py`
 
 

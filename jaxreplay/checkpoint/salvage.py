@@ -21,7 +21,8 @@ from jaxreplay import autoreset, ring
 from jaxreplay.checkpoint import rows
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.operations import ReplayState
-from jaxreplay.streams import Streams, StreamState, has_final_obs
+from jaxreplay.stream_state import StreamState
+from jaxreplay.streams import Streams, has_final_obs
 
 
 class Lost(NamedTuple):

@@ -12,7 +12,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxreplay import bits, platforms, ring
+from jaxreplay import bits, ring
 from jaxreplay.checks import check_static
 from jaxreplay.drawable import Change, Drawable
 from jaxreplay.samplers.priorities import SMALLEST, accept, check_window, give, is_positive, leaf_of
@@ -155,9 +155,7 @@ class Prioritized(PrioritySampler):
         return state.replace(tree=self._tree(streams).set(state.tree, leaf, self._mass(streams, priority)))
 
     def _tree(self, streams: Streams) -> SumTree:
-        return SumTree(
-            capacity=streams.capacity, fan_out=self.fan_out or platforms.fan_out(streams.platform), has_minimum=self.keep_minimum
-        )
+        return SumTree.on(streams.platform, streams.capacity, self.fan_out, has_minimum=self.keep_minimum)
 
     def _mass(self, streams: Streams, priority: jax.Array) -> jax.Array:
         """priority ** exponent, such that a positive one stays positive and the sum over all rows stays finite: float32[...]."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxreplay import platforms, ring
+from jaxreplay import ring
 from jaxreplay.checks import check_static
 from jaxreplay.drawable import Change, Drawable
 from jaxreplay.samplers.priorities import SMALLEST, accept, check_window, give, is_positive, leaf_of
@@ -132,9 +132,7 @@ class RankBased(RankedSampler):
         mass = jnp.maximum(rank.astype(jnp.float32) ** -self.exponent, SMALLEST)
         mass = jnp.where(rank <= is_ranked.sum(dtype=jnp.int32), mass, 0)
         by_leaf = jnp.zeros_like(mass).at[leaf_of(streams, row)].set(mass, unique_indices=True, mode="promise_in_bounds")
-        tree = SumTree(
-            capacity=streams.capacity, fan_out=self.fan_out or platforms.fan_out(streams.platform), has_minimum=self.keep_minimum
-        )
+        tree = SumTree.on(streams.platform, streams.capacity, self.fan_out, has_minimum=self.keep_minimum)
         return state.replace(tree=tree.set_range(state.tree, jnp.int32(0), by_leaf, jnp.ones_like(is_ranked)))
 
 

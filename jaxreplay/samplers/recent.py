@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay import bits, draws, platforms, ring
+from jaxreplay import bits, draws, ring
 from jaxreplay.checks import check_static
 from jaxreplay.drawable import Drawable
 from jaxreplay.samplers.order import first_rank, rank_of
@@ -44,7 +44,7 @@ class Recent(Sampler):
         high, low = bits.draw(key, batch_size)
         count = drawable.count()  # each item is drawn by itself
         # A tree never draws a stream without rows, whatever the rounding, and tells small streams apart where a sum's 24 bits do not.
-        tree = SumTree(capacity=drawable.streams.num_envs, fan_out=platforms.fan_out(drawable.streams.platform))
+        tree = SumTree.on(drawable.streams.platform, drawable.streams.num_envs)
         mass = self._mass(count)
         env, _ = tree.find(tree.set_range(tree.init(), jnp.int32(0), mass, mass >= 0), bits.fraction(high), low)
         nth_newest = draws.geometric(self.decay, count[env], *bits.remix(high, low, jnp.uint32(0)))

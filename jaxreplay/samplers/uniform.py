@@ -41,10 +41,10 @@ class Uniform(Sampler):
         total = drawable_rows.sum(dtype=jnp.int32)
         probability = jnp.broadcast_to(uniform_probability(total), (batch_size,))
         if drawable.window.stride > _MOST_TRIES:
-            return state, drawable.select(*split_by(drawable_rows, bits.below(high, low, total))), probability
+            return state, drawable.select(*split_by(drawable_rows, bits.below(high, low, total), drawable.streams.platform)), probability
 
         def selected(tries, row, is_drawn):
-            env, nth = split_by(drawable_rows, bits.below(*bits.remix(high, low, tries), total))
+            env, nth = split_by(drawable_rows, bits.below(*bits.remix(high, low, tries), total), drawable.streams.platform)
             return jnp.where(is_drawn, row, drawable.select(env, nth))
 
         if drawable.streams.platform != "cpu":
@@ -82,8 +82,12 @@ class Uniform(Sampler):
 def _first_drawn(drawable: Drawable, high: jax.Array, low: jax.Array, num_tries: int) -> tuple[jax.Array, jax.Array]:
     """The first drawable row of several draws, or the last one where none is: int32[B], bool[B]. In one read."""
     tries = [(high, low), *(bits.remix(high, low, jnp.uint32(nth)) for nth in range(num_tries - 1))]
-    rows = written_row(drawable.streams, drawable.state, *jax.tree.map(lambda *words: jnp.stack(words), *tries))
-    is_drawn = drawable.contains(rows)
+    if drawable.streams.platform == "gpu":  # one by one: the tries go into the kernel that chooses among them
+        rows = [written_row(drawable.streams, drawable.state, *words) for words in tries]
+        is_drawn = [drawable.contains(row) for row in rows]
+    else:
+        rows = written_row(drawable.streams, drawable.state, *jax.tree.map(lambda *words: jnp.stack(words), *tries))
+        is_drawn = drawable.contains(rows)
     row, found = rows[-1], is_drawn[-1]
     for nth in reversed(range(num_tries - 1)):
         row, found = jnp.where(is_drawn[nth], rows[nth], row), is_drawn[nth] | found

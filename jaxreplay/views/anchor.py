@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from jaxreplay import autoreset, bits, draws, leaves
 from jaxreplay.episode_table import Episodes, EpisodeState
-from jaxreplay.streams import Streams, StreamState, has_final_obs
+from jaxreplay.stream_state import StreamState
+from jaxreplay.streams import Streams, has_final_obs
 from jaxreplay.types import Step
 
 

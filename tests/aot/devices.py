@@ -20,6 +20,7 @@ import jax  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
+jax.config.update("jax_platforms", "cpu")  # where JAX was imported before
 TPUS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 # The public figures of each: what XLA's GpuTargetConfigProto asks for.
 _GPU = """

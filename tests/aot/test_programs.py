@@ -40,11 +40,15 @@ def cases():
                         yield pytest.param(device, platform, case, name, batch_size, id=f"{device}-{case.name}-{name}-{batch_size}")
 
 
-@functools.cache
 def built(device, platform, case, name, batch_size):
     if reason := devices.why_not(device):
         pytest.fail(reason)
-    return compile_case(case, device, platform, name, batch_size)
+    return _built(device, platform, case.name, name, batch_size)
+
+
+@functools.cache
+def _built(device, platform, case, name, batch_size):
+    return compile_case(CASES[case], device, platform, name, batch_size)
 
 
 def copies(text, num_bytes):
