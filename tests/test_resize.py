@@ -248,7 +248,7 @@ def test_a_resized_run_goes_on_under_its_path(tmp_path):
     narrow.finish(state)
     assert numbers(smaller, checkpoint.restore(tmp_path, smaller, EXAMPLE)) == expected(smaller, 53)
     assert numbers(smaller, checkpoint.restore(tmp_path, smaller, EXAMPLE, resize=True)) == expected(smaller, 53)
-    for file in tmp_path.glob("rest/*3-*/*/c/0"):
+    for file in tmp_path.glob("rest/*3-*/*/c.0"):
         file.write_bytes(b"broken")
     with pytest.raises(ValueError, match=r"step 50 is of another buffer:(.|\n)*and this is broken:\n  step 53: rest/"):
         checkpoint.restore(tmp_path, smaller, EXAMPLE)
