@@ -20,7 +20,7 @@ from jaxreplay.samplers.prioritized import PrioritizedState
 from jaxreplay.samplers.queue import QueueState
 from jaxreplay.samplers.rank_based import RankBasedState
 from jaxreplay.samplers.without_replacement import WithoutReplacementState
-from jaxreplay.stream_state import StreamState
+from jaxreplay.stream_state import Heads, StreamState
 from jaxreplay.streams import Streams
 from jaxreplay.sum_tree import SumTreeState
 from jaxreplay.types import Index, Sample, Step, Transition
@@ -28,7 +28,7 @@ from jaxreplay.views.future import Pair
 from jaxreplay.views.sequence import Sequence
 from jaxreplay.window import Window
 
-_STATES = (ReplayState, StreamState, EpisodeState, RolloutState, SumTreeState)
+_STATES = (ReplayState, StreamState, Heads, EpisodeState, RolloutState, SumTreeState)
 _OF_SAMPLERS = (PrioritizedState, QueueState, RankBasedState, WithoutReplacementState)
 NODES = (*_STATES, *_OF_SAMPLERS, Narrow, Parted, Step, Transition, Sequence, Pair, Index, Sample, MixedSample)
 TUPLES = (Advantages,)
