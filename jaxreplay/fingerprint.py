@@ -25,7 +25,7 @@ from jaxreplay import leaves, ring
 from jaxreplay.bits import avalanche
 
 _MOST_ELEMENTS = 256  # of a row of one leaf, that are all hashed
-_FEW = 16
+_MOST_IN_LINE = 16  # words of a leaf's row that are added one by one on a GPU
 _RUNS, _RUN = 8, 8  # of a larger one: so many runs of so many elements, since to read a lone one costs as much as to read its neighbors
 _GOLDEN, _FOR_NUMBERS, _FOR_FLAGS = 0x9E3779B9, 0x27D4EB2F, 0x165667B1  # odd: a multiple of each tells 2^32 things apart
 
@@ -38,8 +38,8 @@ class _Leaf(NamedTuple):
     some: Callable[[jax.Array], jax.Array]  # of places int32[..., K] in the flat row: [..., K]
 
 
-def of_values(tree: Any, number: jax.Array) -> jax.Array:
-    """Of rows, without their flags: uint32[...].
+def of_values(tree: Any, number: jax.Array, platform: str | None = None) -> jax.Array:
+    """Of rows, without their flags: uint32[...]. It is the same on every platform; how it is added up is not.
 
     Args:
       tree: leaves [..., *shape]. number: uint32[...], of each row in its stream.
@@ -50,16 +50,16 @@ def of_values(tree: Any, number: jax.Array) -> jax.Array:
         some = lambda place: jnp.take_along_axis(flat, place, axis=-1, mode="promise_in_bounds")  # noqa: E731
         return _Leaf(values.shape[number.ndim :], lambda: values, some)
 
-    return _of_leaves([leaf_of(values) for values in jax.tree.leaves(tree)], number)
+    return _of_leaves([leaf_of(values) for values in jax.tree.leaves(tree)], number, platform)
 
 
-def of_stored(tree: Any, row: jax.Array, number: jax.Array) -> jax.Array:
+def of_stored(tree: Any, row: jax.Array, number: jax.Array, platform: str | None = None) -> jax.Array:
     """`of_values` for stored rows int32[K], which must be in bounds: uint32[K]. `tree`: stored leaves. No more is read than is hashed."""
 
     def leaf_of(leaf: Any) -> _Leaf:
         return _Leaf(leaf.shape[1:], lambda: leaves.take(leaf, row), lambda place: leaves.take_elements(leaf, row, place))
 
-    return _of_leaves([leaf_of(leaf) for leaf in leaves.stored_leaves(tree)], number)
+    return _of_leaves([leaf_of(leaf) for leaf in leaves.stored_leaves(tree)], number, platform)
 
 
 def of_flags(flags: jax.Array, number: jax.Array) -> jax.Array:
@@ -67,7 +67,7 @@ def of_flags(flags: jax.Array, number: jax.Array) -> jax.Array:
     return avalanche(number * jnp.uint32(_FOR_NUMBERS) + (flags.astype(jnp.uint32) + 1) * jnp.uint32(_FOR_FLAGS))
 
 
-def _of_leaves(rows: list[_Leaf], number: jax.Array) -> jax.Array:
+def _of_leaves(rows: list[_Leaf], number: jax.Array, platform: str | None) -> jax.Array:
     content, num_words = jnp.zeros_like(number), 0
     for leaf in rows:
         size = math.prod(leaf.shape)
@@ -76,14 +76,15 @@ def _of_leaves(rows: list[_Leaf], number: jax.Array) -> jax.Array:
         words = _words(leaf.whole() if size <= _MOST_ELEMENTS else leaf.some(_places(size, number)), number.ndim)
         # Each word's place in the row is part of what is hashed.
         salt = np.arange(num_words, num_words + words.shape[-1], dtype=np.uint32) * np.uint32(_GOLDEN)
-        content += _sum(avalanche(words ^ salt))
+        content += _sum(avalanche(words ^ salt), platform)
         num_words += words.shape[-1]
     return avalanche(content + number * jnp.uint32(_FOR_NUMBERS))
 
 
-def _sum(words: jax.Array) -> jax.Array:
-    """Over the last axis. A few are added one by one: a sum is a kernel of its own on a GPU, and these go into another."""
-    if words.shape[-1] > _FEW:
+def _sum(words: jax.Array, platform: str | None) -> jax.Array:
+    """Over the last axis. On a GPU a sum is a kernel of its own, and a few words that are added one by one go into another; on a CPU
+    these make an add of small steps slower by a third."""
+    if platform != "gpu" or words.shape[-1] > _MOST_IN_LINE:
         return words.sum(axis=-1, dtype=jnp.uint32)
     return functools.reduce(operator.add, [words[..., nth] for nth in range(words.shape[-1])])
 

@@ -177,25 +177,25 @@ class Streams:
     def _hashes(self, steps: Any, flags: jax.Array | None, number: jax.Array) -> jax.Array:
         """Of what a block writes to each row: uint32[K, E]. `flags`: uint8[K, E]. `number`: uint32[K, E]."""
         if flags is None:
-            return fingerprint.of_values(steps, number)
+            return fingerprint.of_values(steps, number, self.platform)
         new, of_flags = _stored(steps), fingerprint.of_flags(flags, number)
         if self.rows_per_step(steps) == 1:
-            return fingerprint.of_values(new, number) + of_flags
-        rest = fingerprint.of_values(new.replace(obs=()), ~number[::2])
+            return fingerprint.of_values(new, number, self.platform) + of_flags
+        rest = fingerprint.of_values(new.replace(obs=()), ~number[::2], self.platform)
         of_rest = jnp.stack([rest, jnp.zeros_like(rest)], axis=1).reshape(number.shape)
-        return fingerprint.of_values(_with_tails(steps), number) + of_rest + of_flags
+        return fingerprint.of_values(_with_tails(steps), number, self.platform) + of_rest + of_flags
 
     def hashes(self, state: StreamState, row: jax.Array, number: jax.Array) -> jax.Array:
         """Of stored rows: uint32[K], their parts of `history`. `row`: int32[K], in bounds. `number`: uint32[K], in their streams."""
         if state.flags is None:
-            return fingerprint.of_stored(state.steps, row, number)
+            return fingerprint.of_stored(state.steps, row, number, self.platform)
         flags = state.flags.at[row].get(mode="promise_in_bounds")
         of_flags = fingerprint.of_flags(flags, number)
         if self.rows_per_step(state.steps) == 1:
-            return fingerprint.of_stored(state.steps, row, number) + of_flags
-        rest = fingerprint.of_stored(state.steps.replace(obs=()), row, ~number)
+            return fingerprint.of_stored(state.steps, row, number, self.platform) + of_flags
+        rest = fingerprint.of_stored(state.steps.replace(obs=()), row, ~number, self.platform)
         is_tail = (flags & autoreset.TAIL) != 0  # it has nothing but its observation
-        return fingerprint.of_stored(state.steps.obs, row, number) + jnp.where(is_tail, 0, rest) + of_flags
+        return fingerprint.of_stored(state.steps.obs, row, number, self.platform) + jnp.where(is_tail, 0, rest) + of_flags
 
     def row(self, env: jax.Array, position: jax.Array) -> jax.Array:
         return env * self.length + position
