@@ -5,19 +5,24 @@ import gc
 import os
 import signal
 
-import hypothesis
-import jax
-import pytest
+import compilations
 
-from jaxreplay import platforms
+compilations.use_cache()
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+from jaxreplay import platforms  # noqa: E402
 
 SOAK = os.environ.get("JAXREPLAY_SOAK") == "1"
 PLATFORM = os.environ.get("JAXREPLAY_PLATFORM")
 COPIES = 2 if PLATFORM == "tpu" else 1  # of rows that are saved: what lies in tiles is copied, and a file is half as large
 collect_ignore = ["aot/devices.py", "aot/programs.py"]  # they set what the compilers want before JAX is imported
 if not SOAK and "JAXREPLAY_AOT" not in os.environ:
-    # Compiling is most of the time, and this takes a quarter off: HLO is optimized as ever, machine code less. The soak has the default.
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=1"
+    # HLO is optimized as ever, machine code is not: a third less to compile. The soak has the default. Children take it over.
+    jax.config.update("jax_disable_most_optimizations", True)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 hypothesis.settings.register_profile(
     "jaxreplay", deadline=None, derandomize=not SOAK, print_blob=True, suppress_health_check=list(hypothesis.HealthCheck)
@@ -33,6 +38,14 @@ if PLATFORM:  # states are laid out for it, on whatever device these tests run
     platforms.default = lambda: PLATFORM
 
 _MOST_MAPPINGS = 20_000
+
+
+def pytest_configure(config):
+    counter = compilations.Counter()
+    counter.listen()
+    config.pluginmanager.register(counter, "compilations")
+    if not hasattr(config, "workerinput"):
+        compilations.trim()
 
 
 @pytest.fixture(autouse=True)

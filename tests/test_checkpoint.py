@@ -22,7 +22,7 @@ pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed
 
 import jaxreplay as jr
 from jaxreplay import checkpoint
-from jaxreplay.checkpoint import Checkpointer, rows
+from jaxreplay.checkpoint import Checkpointer, groups, rows
 
 kinds = pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
 
@@ -72,17 +72,18 @@ def test_every_new_row_is_in_one_group_and_those_first_that_go_first(data):
     integers = hypothesis.strategies.integers
     num_envs, length, most = (data.draw(integers(1, top)) for top in (6, 9, 12))
     end = np.array([data.draw(integers(0, 40)) for _ in range(num_envs)])
-    first = np.array([data.draw(integers(max(0, e - length), e)) for e in end])
-    since = np.array([data.draw(integers(0, 40)) for _ in range(num_envs)])
-    seen, nearest_before = [], -1
-    for nearest, picked in rows.groups_of(rows.Span(first, end), since, length, most):
+    since = np.array([data.draw(integers(max(0, e - length), e)) for e in end])
+    seen, nearest_before, numbers = [], -1, []
+    for group in groups.cut(groups.Save("0000000001-00000000", length, since, end), most):
+        picked = group.rows()
         distance = picked.number + length - end[picked.env]  # rows that may be written before it is lost
-        assert 1 <= len(picked.env) <= most
-        assert distance.min() >= nearest >= nearest_before
-        nearest_before = nearest
-        seen += list(zip(picked.env.tolist(), picked.number.tolist(), strict=True))
-    assert sorted(seen) == [(env, number) for env in range(num_envs) for number in range(max(first[env], since[env]), end[env])]
-    assert rows.from_runs(rows.in_runs(end)).tolist() == end.tolist()
+        assert 1 <= len(picked.env) == group.num_rows <= most
+        assert distance.min() >= nearest_before
+        nearest_before, numbers = distance.min(), [*numbers, group.number]
+        seen += (rows_of_group := list(zip(picked.env.tolist(), picked.number.tolist(), strict=True)))
+        assert rows_of_group == sorted(rows_of_group)
+    assert sorted(seen) == [(env, number) for env in range(num_envs) for number in range(since[env], end[env])]
+    assert numbers == [*range(len(numbers))]
 
 
 def size_of(path):

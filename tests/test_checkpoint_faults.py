@@ -21,7 +21,7 @@ from conftest import SOAK
 
 pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
 
-from jaxreplay.checkpoint import BrokenError, Checkpointer, folder, rows
+from jaxreplay.checkpoint import BrokenError, Checkpointer, rows
 
 
 def test_what_cannot_be_read_now_is_not_deleted(tmp_path, monkeypatch):
@@ -231,8 +231,7 @@ def test_the_end_of_a_program_waits_and_says_what_failed(how, said, tmp_path):
     assert Checkpointer(tmp_path, checkpointed_run.REPLAY).steps() == ([] if said else [9])
 
 
-@pytest.mark.parametrize("has_syncfs", [True, False])
-def test_the_disk_has_every_file_before_the_manifest_is_there(has_syncfs, tmp_path, monkeypatch):
+def test_the_disk_has_every_file_before_the_manifest_is_there(tmp_path, monkeypatch):
     replay, synced, real = items(), set(), os.fsync
 
     def fsync(descriptor):
@@ -240,8 +239,6 @@ def test_the_disk_has_every_file_before_the_manifest_is_there(has_syncfs, tmp_pa
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    if not has_syncfs:
-        monkeypatch.setattr(folder, "_sync_all", lambda folder: None)
     Checkpointer(tmp_path / "new" / "run", replay).save(added(replay, replay.init(EXAMPLE), 0, 4))
     paths = {str(path) for path in [tmp_path, *tmp_path.rglob("*")]}
     manifest = next(path for path in paths if path.endswith(".json") and "manifests" in path)

@@ -226,7 +226,7 @@ def test_a_newer_library_s_generation_is_neither_skipped_nor_deleted(tmp_path):
     state = saved(tmp_path, replay, example, 20)
     newest = sorted((tmp_path / "manifests").iterdir())[-1]
     newest.write_bytes(sealed('{"format": 99, "library": "9.0\x1b"}'.replace("\x1b", "\\u001b")))
-    said = r"written in format 99, by jaxreplay 9.0\\x1b; this version reads format 3"
+    said = r"written in format 99, by jaxreplay 9.0\\x1b; this version reads format 4"
     with pytest.raises(ValueError, match=said):
         checkpoint.restore(tmp_path, replay, example)
     with pytest.raises(ValueError, match=said):
@@ -244,9 +244,9 @@ def test_no_folder_outside_is_followed(tmp_path, asked):
     for manifest in (path / "manifests").iterdir():
         tree = json.loads(manifest.read_bytes().split(b"\n", 1)[1])
         for where in ("../../../b/rows/", "/etc/", f"{tmp_path}/b/rows/"):
-            tree["groups"][0]["folder"] = where + tree["groups"][0]["folder"]
+            tree["groups"]["saves"][0]["folder"] = where + tree["groups"]["saves"][0]["folder"]
             manifest.write_bytes(sealed(json.dumps(tree)))
-            with pytest.raises(BrokenError, match=r"groups\[0\]: folder: expected a name such as"):
+            with pytest.raises(BrokenError, match=r"groups: saves\[0\]: folder: expected a name such as"):
                 Checkpointer(path, replay).restore(example, int(tree["step"]))
     assert not [one for one in asked if not one.is_relative_to(path)]
 

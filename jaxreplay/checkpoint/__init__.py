@@ -71,7 +71,7 @@ def inspect(path: Any, *, step: int | None = None, max_bytes: int = 2**28, timeo
         try:
             return inspection_of(contents_of(store, manifest, max_bytes))
         except BrokenError:
-            if before == manifest:  # else the run has deleted it meanwhile, for a newer one
+            if before is not None and before.folder == manifest.folder:  # else the run has deleted it meanwhile, for a newer one
                 raise
 
 

@@ -13,10 +13,11 @@ import jax
 
 from jaxreplay import checks
 from jaxreplay.buffer import ReplayBuffer
-from jaxreplay.checkpoint import planning, reading, rows, verifying
+from jaxreplay.checkpoint import planning, reading, rows, schema, verifying
+from jaxreplay.checkpoint.files import BrokenError
 from jaxreplay.checkpoint.generations import Generations
 from jaxreplay.checkpoint.identity import check_path
-from jaxreplay.checkpoint.manifest import Manifest
+from jaxreplay.checkpoint.manifest import STEPS, Manifest
 from jaxreplay.checkpoint.progress import bars
 from jaxreplay.checkpoint.rounds import Rounds
 from jaxreplay.checkpoint.salvage import Lost
@@ -119,13 +120,13 @@ class Checkpointer:
           were there still are.
         """
         self._check_state("save", state)
-        own_notes: dict[str, Any] = json.loads(json.dumps(notes or {}))
+        own_notes, step = _checked_notes(notes or {}), None if step is None else _checked_step(step)
         self.finish(state)
         with self._ending():
             generations, _ = self._generations.read()
-            self._store.claim(is_successor=self._base is not None and generations[:1] == [self._base])
+            self._store.claim(is_successor=self._base is not None and _folders(generations[:1]) == [self._base.folder])
             generations, _ = self._generations.read()
-            step = (generations[0].step + 1 if generations else 0) if step is None else operator.index(step)
+            step = _checked_step(generations[0].step + 1 if generations else 0) if step is None else step
             self._begin(state, step, wait, own_notes, generations)
             if not wait:
                 self.pump(state, 0)
@@ -136,7 +137,7 @@ class Checkpointer:
                 self.finish(state)
 
     def _begin(self, state: Any, step: int, wait: bool, notes: dict[str, Any], generations: list[Manifest]) -> None:
-        if self._base is not None and self._base.to_bytes() not in {manifest.to_bytes() for manifest in generations}:
+        if self._base is not None and self._base.folder not in _folders(generations):
             self._base = None  # somebody else has deleted it
         places = rows.views_of(rows.split(state)[0]) if wait and not self._store.is_far else None
         group_bytes = self._chunk_bytes // (4 if places is None else 2)  # of rows that are copied, more groups are on their way
@@ -218,7 +219,7 @@ class Checkpointer:
                     raise RuntimeError("close: a save was not finished, and is given up; call finish(state) first")
                 saving.join()
         finally:
-            self._store.release()
+            self._release()
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -269,13 +270,18 @@ class Checkpointer:
         except BaseException:
             self._abandon()
             if not self._has_saved:  # somebody else may
-                self._store.release()
+                self._release()
             raise
 
     def _abandon(self) -> None:
         saving, self._saving = self._saving, None
+        self._generations.forget()  # it has left files
         if saving is not None:
             saving.abandon()
+
+    def _release(self) -> None:
+        self._generations.forget()
+        self._store.release()
 
     def _end(self) -> None:
         """Of a save that is there."""
@@ -289,3 +295,25 @@ class Checkpointer:
             check_state(where, self.replay, state)
         else:
             self.replay.steps(state)  # which says it, too
+
+
+def _folders(generations: list[Manifest]) -> list[str]:
+    """Of generations: no two have the same."""
+    return [manifest.folder for manifest in generations]
+
+
+def _checked_step(step: Any) -> int:
+    low, high = STEPS
+    if not low <= operator.index(step) <= high:
+        raise ValueError(f"save: step must be an integer of 64 bits, got {step}; give it as save(state, step)")
+    return operator.index(step)
+
+
+def _checked_notes(notes: Any) -> dict[str, Any]:
+    """A copy, as a restore will have them."""
+    try:
+        own: dict[str, Any] = json.loads(json.dumps(notes))
+        schema.notes("save: notes", own)
+    except (RecursionError, BrokenError):
+        raise ValueError(f"save: notes must be JSON, nested at most {schema.MOST_DEPTH} deep") from None
+    return own

@@ -6,11 +6,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 LARGE = 2**20  # bytes of a file that is worth a thread
-_MOST_BYTES = 2**28  # of a file that is read whole
+MOST_BYTES = 2**28  # of a file that is read whole
 
 
 class BrokenError(ValueError):
     """Something stored is missing, cut short, or other than it was written; it is named."""
+
+
+class MissingError(BrokenError):
+    """A file that is not there, or is not a file."""
 
 
 class HeldError(RuntimeError):
@@ -71,7 +75,7 @@ class Files:
 
         def parts_of(size: int) -> list[np.ndarray]:
             nonlocal content
-            if size > _MOST_BYTES:
+            if size > MOST_BYTES:
                 raise BrokenError(f"{name} has {size:,} bytes, more than such a file can have")
             content = np.empty(size, np.uint8)
             return [content]

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxreplay.checkpoint.files import LARGE, BrokenError, Files
+from jaxreplay.checkpoint.files import LARGE, BrokenError, Files, MissingError
 from jaxreplay.checkpoint.lock import Lock
 
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)  # other errors may be well the next time
@@ -86,12 +86,13 @@ class Folder(Files):
         except OSError as error:
             if error.errno not in _GONE:
                 raise
-            raise BrokenError(f"{name} is missing" if error.errno == errno.ENOENT else f"{name}: {error.strerror}") from error
+            if error.errno == errno.ENOENT:
+                raise MissingError(f"{name} is missing") from error
+            raise BrokenError(f"{name}: {error.strerror}") from error
 
     def sync(self, folder: str) -> None:
         if not (self._path / folder).is_dir():
             return
-        _sync_all(self._path / folder)
         for inner, _, files in os.walk(self._path / folder):
             for name in [*files, "."]:
                 _fsync(os.path.join(inner, name))
@@ -120,7 +121,7 @@ class Folder(Files):
         if (self._path / name).is_dir():
             shutil.rmtree(self._path / name)
         else:
-            (self._path / name).unlink()
+            (self._path / name).unlink(missing_ok=True)
 
 
 def _fsync(path: Any) -> None:
@@ -150,16 +151,3 @@ def _sync_file_range() -> Any:
         return ctypes.CDLL(None).sync_file_range
     except (OSError, AttributeError, TypeError):
         return None
-
-
-def _sync_all(folder: Any) -> None:
-    """All of a folder's file system at once, where the system can: many small files then wait for little each. Errors come from these."""
-    try:
-        call = ctypes.CDLL(None).syncfs
-    except (OSError, AttributeError, TypeError):
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        call(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,8 +5,8 @@ import secrets
 import warnings
 from collections.abc import Iterable
 
-from jaxreplay.checkpoint.files import BrokenError, Files
-from jaxreplay.checkpoint.manifest import Manifest
+from jaxreplay.checkpoint.files import MOST_BYTES, BrokenError, Files, MissingError
+from jaxreplay.checkpoint.manifest import Manifest, checksum_of
 
 # What is named otherwise is somebody else's. Format 1 had no second part.
 _OWN = re.compile(r"([0-9]{10})(-[0-9a-f]{8})?(-[0-9]{6}|\.json.*)?")
@@ -20,6 +20,9 @@ class Generations:
     def __init__(self, store: Files, keep: int):
         self._store, self._keep = store, keep
         self._run = secrets.token_hex(4)  # in the names of its files, so that no two runs' are alike
+        self._number = 0  # the last one that was in a name
+        self._known: dict[str, tuple[bytes, Manifest]] = {}  # by the names of those that were read last, with their checksums
+        self._listed: dict[str, set[str]] | None = None  # files and folders, by kind; None where another one may have written since
 
     def read(self) -> tuple[list[Manifest], list[str]]:
         """Those that are committed, the newest first, one for each step; and what is wrong with others.
@@ -32,29 +35,50 @@ class Generations:
             problems, is_gone = [], False
             for name in names:
                 try:
-                    manifest = Manifest.from_bytes(f"manifests/{name}", self._store.get(f"manifests/{name}"))
+                    manifest = self._manifest(f"manifests/{name}")
                     found.setdefault(manifest.step, manifest)
                 except BrokenError as error:
                     # Deleted since it was listed, for a newer one: then that is to be read. (A name may also stand for nothing.)
-                    is_gone |= str(error) == f"manifests/{name} is missing"
+                    is_gone |= isinstance(error, MissingError)
                     problems.append(str(error))
             before, tries = names, tries + 1
             if not is_gone or tries == _TRIES or (names := self._manifests()) == before:
+                self._known = {name: known for name, known in self._known.items() if name.removeprefix("manifests/") in before}
                 return list(found.values()), problems
+
+    def _manifest(self, name: str) -> Manifest:
+        """A file is read each time, since it may be damaged meanwhile, and understood once."""
+        content = self._store.get(name)
+        checksum, (known, manifest) = checksum_of(name, content), self._known.get(name, (b"", None))
+        if manifest is None or checksum != known:
+            manifest = Manifest.from_bytes(name, content)
+            self._known[name] = checksum, manifest
+        return manifest
 
     def _manifests(self) -> list[str]:
         """Names, the newest first."""
         return [name for name in reversed(self._store.entries("manifests")) if _MANIFEST.fullmatch(name)]
 
     def next_folder(self) -> str:
-        """Later in the order of names than any that is there."""
-        names = [name for kind in ("manifests", "rest", "rows") for name in self._store.entries(kind)]
-        number = 1 + max((int(own[1]) for name in names if (own := _OWN.fullmatch(name))), default=0)
-        return f"{number:010}-{self._run}"
+        """Later in the order of names than any manifest, and than any folder of this run."""
+        numbers = (int(own[1]) for name in self._store.entries("manifests") if (own := _OWN.fullmatch(name)))
+        self._number = 1 + max(self._number, *numbers, 0)
+        return f"{self._number:010}-{self._run}"
 
     def commit(self, manifest: Manifest) -> None:
+        """Make it a generation. It is read back, so that nothing older is deleted for one that cannot be."""
+        name, content = f"manifests/{manifest.folder}.json", manifest.to_bytes()
+        if len(content) > MOST_BYTES:
+            raise ValueError(f"save: the manifest would have {len(content):,} bytes, more than the {MOST_BYTES:,} that are read")
+        self._known[name] = checksum_of(name, content), Manifest.from_bytes(name, content)
         self._store.check_claim()
-        self._store.put(f"manifests/{manifest.folder}.json", manifest.to_bytes(), after=("rest", "rows"))
+        self._store.put(name, content, after=("rest", "rows"))
+        if self._store.get(name) != content:
+            raise BrokenError(f"{name} is not as it was written")
+
+    def forget(self) -> None:
+        """Others may write here from now on."""
+        self._listed = None
 
     def collect(self, generations: Iterable[Manifest], base: Manifest | None) -> None:
         """Delete what neither the newest ones have nor `base`: older ones, and what saves that ended on the way have left.
@@ -67,13 +91,17 @@ class Generations:
             "rest": {manifest.folder for manifest in kept},
             "rows": {group.folder for manifest in kept for group in manifest.groups},
         }
-        # Listed before it is known that nobody else writes here: what another one has written since is not in these.
-        listed = {kind: self._store.entries(kind) for kind in used}
+        # Listed before it is known that nobody else writes here: what another one has written since is not in these. Later on there is
+        # nothing more than what this one wrote: of what a far store has, a listing may be hundreds of requests.
+        if self._listed is None:
+            self._listed = {kind: set(self._store.entries(kind)) for kind in used}
         self._store.check_claim()
         for kind, names in used.items():  # manifests first: none may lack what it names
-            for name in listed[kind]:
-                if name not in names and _OWN.fullmatch(name):
+            for name in sorted(self._listed[kind] - names):
+                if _OWN.fullmatch(name):
                     try:
                         self._store.delete(f"{kind}/{name}")
+                        self._listed[kind].discard(name)
                     except (OSError, ValueError, RuntimeError) as error:
                         warnings.warn(f"{kind}/{name} is not needed any more, but cannot be deleted: {error}", stacklevel=2)
+            self._listed[kind] |= names

@@ -14,7 +14,8 @@ from jaxreplay import ring
 from jaxreplay.checkpoint import arrays, rows
 from jaxreplay.checkpoint.arrays import Array, Buffers
 from jaxreplay.checkpoint.files import LARGE, BrokenError, Files
-from jaxreplay.checkpoint.manifest import Group, Manifest
+from jaxreplay.checkpoint.groups import Group
+from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.rows import Picked
 from jaxreplay.checkpoint.salvage import Holes
 from jaxreplay.checkpoint.store import array_name
@@ -53,12 +54,10 @@ class Ahead:
         """
         first, end = self._first, self._end
         for group, is_left_out in reversed(self._groups):
-            low, high = rows.from_runs(group.first), rows.from_runs(group.last)
-            these = slice(len(low))
-            if not is_left_out and ((low <= high) & (low < end[these]) & (high >= first[these])).any():
+            low, high = group.range()
+            if not is_left_out and ((low < high) & (low < end) & (high > first)).any():
                 yield group, first, end
-            end = end.copy()
-            end[these] = np.where(low <= high, np.minimum(low, end[these]), end[these])
+            end = np.where(low < high, np.minimum(low, end), end)
 
     def places_of(self, picked: Picked) -> tuple[np.ndarray, np.ndarray]:
         """Which of some rows are read, bool[K]; and where these lie then, int32[...]."""
@@ -95,7 +94,7 @@ class Ahead:
 
 
 def _expect(store: Files, group: Group, leaves: list[tuple[str, Any]]) -> None:
-    for name, rank in (("env", 1), ("number", 1), *((name, leaf.ndim) for name, leaf in leaves if leaf.size)):
+    for name, rank in ((name, leaf.ndim) for name, leaf in leaves if leaf.size):
         arrays.expect(store, array_name("rows", group.folder, name), rank)
 
 
@@ -120,7 +119,7 @@ class GroupReader:
         """
         if self._store.is_far:
             _expect(self._store, group, self._leaves)
-        picked = numbers_of(self._store, group, len(end))
+        picked = group.rows()
         is_taken = (picked.number >= first[picked.env]) & (picked.number < end[picked.env])
         is_read, index = self._ahead.places_of(Picked(picked.env[is_taken], picked.number[is_taken]))
         is_taken[is_taken] = is_read
@@ -178,33 +177,16 @@ def array_of(store: Files, group: Group, name: str, shape: tuple[int, ...], dtyp
     return Array(store, array_name("rows", group.folder, name), (group.num_rows, *shape), dtype, group.seals[name])
 
 
-def numbers_of(store: Files, group: Group, num_envs: int) -> Picked:
-    """The streams and the numbers of a group's rows; they are in the range that the manifest names."""
-    env, number = (array_of(store, group, name, (), dtype).read().astype(np.int64) for name, dtype in _NUMBERS)
-    if ((env < 0) | (env >= num_envs)).any():
-        raise BrokenError(f"rows/{group.folder}/env names streams that there are not")
-    low, high = (rows.from_runs(runs) for runs in (group.first, group.last))
-    if (env >= len(low)).any() or ((number < low[env]) | (number > high[env])).any():
-        raise BrokenError(f"rows/{group.folder}/number names rows that are not of this group")
-    return Picked(env, number)
-
-
 def flags_of(store: Files, manifest: Manifest, env: np.ndarray, number: np.ndarray) -> np.ndarray:
     """The flags of some rows, which must be there: uint8[K]. `env`, `number`: int64[K]."""
     found, is_found = np.zeros(len(env), np.uint8), np.zeros(len(env), bool)
     for group in reversed(manifest.groups):  # a row that is in two is as in the later one
-        low, high = (np.append(rows.from_runs(runs), filler) for runs, filler in ((group.first, 0), (group.last, -1)))
-        own = np.minimum(env, len(low) - 1)
-        if (wanted := ~is_found & (number >= low[own]) & (number <= high[own])).any():
-            picked, flags = numbers_of(store, group, len(manifest.end)), array_of(store, group, "flags", (), np.uint8).read()
-            at = {(e, n): place for place, (e, n) in enumerate(zip(*map(np.ndarray.tolist, picked), strict=True))}
-            for place in np.flatnonzero(wanted).tolist():
-                found[place] = flags[at[int(env[place]), int(number[place])]]
+        low, high = group.range()
+        if (wanted := ~is_found & (number >= low[env]) & (number < high[env])).any():
+            flags, before = array_of(store, group, "flags", (), np.uint8).read(), np.cumsum(high - low) - (high - low)
+            found[wanted] = flags[(before[env] + number - low[env])[wanted]]
             is_found |= wanted
     return found
-
-
-_NUMBERS = (("env", np.int32), ("number", np.int64))
 
 
 def _done(function: Callable[..., Any], *args: Any) -> Future[Any]:

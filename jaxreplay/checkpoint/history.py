@@ -14,8 +14,9 @@ import numpy as np
 
 from jaxreplay import sizes
 from jaxreplay.checkpoint import rows
-from jaxreplay.checkpoint.manifest import Group, Manifest
-from jaxreplay.checkpoint.rows import Picked, Span
+from jaxreplay.checkpoint.groups import Group, Save, cut
+from jaxreplay.checkpoint.manifest import Manifest
+from jaxreplay.checkpoint.rows import Span
 from jaxreplay.operations import ReplayState
 
 _BLOCK_BYTES = 2**22  # of rows whose fingerprint is taken at a time
@@ -48,28 +49,24 @@ def kept_of(base: Manifest, span: Span, num_rewritten: int, group_rows: int) -> 
     """
     since = np.maximum(np.maximum(base.first, np.array(base.end) - num_rewritten), span.first)
     for group in reversed(base.groups):
-        is_live = (live := _live(group, span.first, since)) > 0
+        live = _live(group, span.first, since)
         if live.sum() > min(int((span.end - since).sum()), group_rows // 2):
             break
-        low = np.maximum(rows.from_runs(group.first), span.first[: len(live)])
-        since[: len(live)] = np.where(is_live, low, since[: len(live)])
+        since = np.where(live > 0, np.maximum(group.range()[0], span.first), since)
     return since, [group for group in base.groups if _live(group, span.first, since).any()]
 
 
-def again(group: Group, span: Span, since: np.ndarray, length: int, most: int) -> list[tuple[int, Picked]]:
-    """The rows of a group that are still held, to be written again in its place: as of `rows.groups_of`."""
-    low, high = (np.zeros(len(span.end), np.int64), np.full(len(span.end), -1, np.int64))
-    low[: (count := len(rows.from_runs(group.first)))], high[:count] = rows.from_runs(group.first), rows.from_runs(group.last)
-    first, end = np.maximum(low, span.first), np.minimum(high + 1, since)
-    held = Span(np.minimum(first, np.maximum(end, 0)), np.maximum(end, 0))
-    parts = [picked for _, picked in rows.groups_of(held, held.first, length, most)]
-    return [(int((picked.number + length - span.end[picked.env]).min()), picked) for picked in parts]
+def held_of(group: Group, span: Span, since: np.ndarray, folder: str, length: int) -> Save:
+    """The rows of a group that are still held, and not written anew from `since` on, int64[E]: to be written again in its place."""
+    low, high = group.range()
+    first = np.maximum(low, span.first)
+    return Save(folder, length, first, np.maximum(np.minimum(high, since), first))
 
 
 def _live(group: Group, first: np.ndarray, since: np.ndarray) -> np.ndarray:
-    """Rows of each stream that are still held, and not written anew: int64[the first streams]."""
-    low, high = rows.from_runs(group.first), rows.from_runs(group.last)
-    return np.maximum(np.minimum(high, since[: len(high)] - 1) - np.maximum(low, first[: len(high)]) + 1, 0)
+    """Rows of each stream that are still held, and not written anew: int64[E]."""
+    low, high = group.range()
+    return np.maximum(np.minimum(high, since) - np.maximum(low, first), 0)
 
 
 def _up_to(replay: Any, state: ReplayState, number: np.ndarray, span: Span) -> np.ndarray:
@@ -77,7 +74,8 @@ def _up_to(replay: Any, state: ReplayState, number: np.ndarray, span: Span) -> n
     length, total = int(replay.streams.length), np.array(rows.copied(state.streams.history))
     row_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.streams.steps)) // max(replay.capacity, 1)
     most = sizes.power_below(_BLOCK_BYTES // (row_bytes + 64))
-    for _, picked in rows.groups_of(Span(span.first, span.end), number, length, most):
+    for group in cut(Save("", length, np.maximum(number, span.first), span.end), most):
+        picked = group.rows()
         index, size = rows.rows_at(picked, length), sizes.power_above(len(picked.env))
         arrays = (index, picked.number.astype(np.uint32), picked.env.astype(np.int32))
         total -= np.asarray(_fingerprint(replay, state, *(sizes.padded(array, size, array[-1]) for array in arrays), len(index)))

@@ -4,37 +4,26 @@ What is read is checked before anything goes by it: a manifest may be damaged, o
 """
 
 import dataclasses
-import functools
 import json
 import zlib
 from typing import Any
 
 import numpy as np
 
-from jaxreplay.checkpoint import rows, schema
+from jaxreplay.checkpoint import schema
 from jaxreplay.checkpoint.files import BrokenError
+from jaxreplay.checkpoint.groups import Groups, Save, Seals
 from jaxreplay.paths import printable
 
-FORMAT = 3  # of the files, and of what the leaves of a state mean
-Seals = dict[str, list[int]]  # of arrays, by the leaf's name: see `arrays.py`
+FORMAT = 4  # of the files, and of what the leaves of a state mean
+STEPS = -(2**63), 2**63 - 1  # the smallest one that there is, and the largest
 
 
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """Some rows of all streams: for each leaf an array of `num_rows`, and the `env` and the `number` of each row."""
-
-    folder: str
-    num_rows: int
-    seals: Seals
-    first: list[list[int]]  # the smallest number of each stream, and
-    last: list[list[int]]  # the largest one: pairs, of so many streams one after another, and of the number; 0 and -1 where there is none
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Manifest:
     """A generation. A row's number counts the rows of its stream from the first one on, overwritten ones included."""
 
-    folder: str  # of its own arrays; later generations' come after it in the order of names. The manifest's name, too
+    folder: str  # of its own arrays; later generations' come after it in the order of names. The manifest's name, too: no two are alike
     step: int
     buffer: str
     library: str
@@ -44,48 +33,59 @@ class Manifest:
     rows: dict[str, str]  # dtype and shape of a row, by leaf
     rest: dict[str, str]  # dtype and shape of every other leaf
     seals: Seals  # of the rest
-    groups: list[Group]  # a row that is in two of them is as in the later one
+    groups: Groups  # a row that is in two of them is as in the later one
     history: list[int]  # the fingerprint of each stream, but for rows that may be taken back; none where the state has none
     notes: dict[str, Any]  # the user's own
 
     def to_bytes(self) -> bytes:
-        body = json.dumps({"format": FORMAT} | vars(self) | {"groups": [vars(group) for group in self.groups]}).encode()
+        groups = self.groups
+        saves = [vars(save) | {name: _short(getattr(save, name)) for name in ("since", "end")} for save in groups.saves]
+        written = {
+            "saves": saves,
+            "columns": groups.columns.ravel().tolist(),
+            "leaves": groups.leaves,
+            "sums": groups.sums.ravel().tolist(),
+        }
+        body = json.dumps({"format": FORMAT} | vars(self) | {"groups": written}, separators=(",", ":")).encode()
         return f"{zlib.crc32(body):08x}\n".encode() + body
 
     @classmethod
     def from_bytes(cls, name: str, content: bytes) -> "Manifest":
         """Raises a BrokenError that names the file, and what is wrong in it; a ValueError, where it is of another format."""
-        return _parsed(name, content)
+        body = _body(name, content)
+        try:
+            fields = json.loads(bytes(body))
+        except (ValueError, RecursionError) as error:
+            raise BrokenError(f"{name} is no manifest: {type(error).__name__}") from None
+        schema.check(name, fields, dict)
+        found = fields.pop("format", None)
+        schema.check(f"{name}: format", found, int)
+        if found != FORMAT:
+            library = printable(str(fields.get("library")))
+            raise ValueError(f"{name}: written in format {found}, by jaxreplay {library}; this version reads format {FORMAT}")
+        schema.check_fields(name, fields, _FIELDS)
+        if f"manifests/{fields['folder']}.json" != name:
+            raise BrokenError(f"{name} is that of another generation, {fields['folder']}")
+        _check_numbers(name, fields)
+        return cls(**{**fields, "groups": _groups(f"{name}: groups", fields["groups"], len(fields["end"]))})
 
 
-@functools.lru_cache(maxsize=64)  # each save reads all that there are, several times
-def _parsed(name: str, content: bytes) -> Manifest:
-    checksum, _, body = content.partition(b"\n")
-    if checksum != f"{zlib.crc32(body):08x}".encode():
+def checksum_of(name: str, content: bytes) -> bytes:
+    """What its first line says, which tells whether it was read before. Raises a BrokenError, if the file is not as it was written."""
+    _body(name, content)
+    return content[:8]
+
+
+def _body(name: str, content: bytes) -> memoryview:
+    body = memoryview(content)[9:]
+    if content[:9] != f"{zlib.crc32(body):08x}\n".encode():
         raise BrokenError(f"{name} is not as it was written")
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise BrokenError(f"{name} is no manifest: {type(error).__name__}") from None
-    schema.check(name, fields, dict)
-    found = fields.pop("format", None)
-    schema.check(f"{name}: format", found, int)
-    if found != FORMAT:
-        library = printable(str(fields.get("library")))
-        raise ValueError(f"{name}: written in format {found}, by jaxreplay {library}; this version reads format {FORMAT}")
-    schema.check_fields(name, fields, _FIELDS)
-    for place, group in enumerate(fields["groups"]):
-        schema.check_fields(f"{name}: groups[{place}]", group, _GROUP_FIELDS)
-    manifest = Manifest(**{**fields, "groups": [Group(**group) for group in fields["groups"]]})
-    if f"manifests/{manifest.folder}.json" != name:
-        raise BrokenError(f"{name} is that of another generation, {manifest.folder}")
-    _check_numbers(name, manifest)
-    return manifest
+    return body
 
 
 _FIELDS = {
     "folder": schema.folder,
-    "step": schema.integer(-(2**63), 2**63),
+    "step": schema.integer(*STEPS),
     "buffer": str,
     "library": str,
     "length": schema.integer(1, 2**30),
@@ -94,34 +94,65 @@ _FIELDS = {
     "rows": schema.dict_of(schema.spec),
     "rest": schema.dict_of(schema.spec),
     "seals": schema.dict_of(schema.integers(0, 2**32 - 1)),
-    "groups": schema.list_of(dict),
+    "groups": dict,
     "history": schema.integers(0, 2**32 - 1),
-    "notes": dict,
+    "notes": schema.notes,
 }
-_RUNS = schema.list_of(schema.pair(schema.integer(1, 2**30), schema.integer(-1, 2**62)))
-_GROUP_FIELDS = {
-    "folder": schema.group_folder,
-    "num_rows": schema.integer(1, 2**30),
-    "seals": schema.dict_of(schema.integers(0, 2**32 - 1)),
-    "first": _RUNS,
-    "last": _RUNS,
+_NUMBERS = schema.integers(0, 2**62)
+_GROUPS_FIELDS = {
+    "saves": schema.list_of(dict),
+    "columns": schema.integers(0, 2**30),
+    "leaves": schema.list_of(str),
+    "sums": schema.integers(0, 2**32 - 1),
+}
+_SAVE_FIELDS = {
+    "folder": schema.folder,
+    "length": schema.integer(1, 2**30),
+    "since": lambda where, value: _NUMBERS(where, value if isinstance(value, list) else [value]),
+    "end": lambda where, value: _NUMBERS(where, value if isinstance(value, list) else [value]),
 }
 
 
-def _check_numbers(name: str, manifest: Manifest) -> None:
+def _short(numbers: np.ndarray) -> int | list[int]:
+    """One number for all streams, where they have the same: those that step together do."""
+    return int(numbers[0]) if len(numbers) and (numbers == numbers[0]).all() else numbers.tolist()
+
+
+def _check_numbers(name: str, fields: dict[str, Any]) -> None:
     """Whether the numbers of rows are possible together."""
-    num_envs = len(manifest.end)
-    first, end = np.array(manifest.first, np.int64), np.array(manifest.end, np.int64)
-    if len(first) != num_envs or (first > end).any() or (end - first > manifest.length).any():
-        raise BrokenError(f"{name}: first, end: these are not the rows of streams of {manifest.length}")
-    if manifest.history and len(manifest.history) != num_envs:
-        raise BrokenError(f"{name}: history: has {len(manifest.history)} streams, not {num_envs}")
-    for place, group in enumerate(manifest.groups):
-        where = f"{name}: groups[{place}]"
-        counts = [sum(count for count, _ in runs) for runs in (group.first, group.last)]
-        if counts[0] != counts[1] or counts[0] > num_envs:
-            raise BrokenError(f"{where}: first, last: have {counts} streams, of {num_envs}")
-        low, high = rows.from_runs(group.first), rows.from_runs(group.last)
-        size = np.where(high < low, 0, high - low + 1)
-        if (size > manifest.length).any() or int(size.sum()) != group.num_rows:
-            raise BrokenError(f"{where}: first, last: name {int(size.sum()):,} rows, and num_rows is {group.num_rows:,}")
+    first, end = (np.array(fields[which], np.int64) for which in ("first", "end"))
+    if len(first) != len(end) or (first > end).any() or (end - first > fields["length"]).any():
+        raise BrokenError(f"{name}: first, end: these are not the rows of streams of {fields['length']}")
+    if fields["history"] and len(fields["history"]) != len(end):
+        raise BrokenError(f"{name}: history: has {len(fields['history'])} streams, not {len(end)}")
+
+
+def _groups(where: str, fields: dict[str, Any], num_envs: int) -> Groups:
+    """Groups whose numbers are possible."""
+    schema.check_fields(where, fields, _GROUPS_FIELDS)
+    saves = [_save(f"{where}: saves[{place}]", one, num_envs) for place, one in enumerate(fields["saves"])]
+    leaves, num_groups = tuple(fields["leaves"]), len(fields["columns"]) // 6
+    if len(fields["columns"]) != 6 * num_groups or len(fields["sums"]) != 2 * num_groups * len(leaves):
+        raise BrokenError(
+            f"{where}: columns, sums: have {len(fields['columns'])} and {len(fields['sums'])} numbers, of {len(leaves)} leaves"
+        )
+    columns = np.array(fields["columns"], np.int64).reshape(-1, 6)
+    save, number, start, stop, env, env_stop = columns.T
+    is_possible = (save < len(saves)) & (number < 10**6) & (start < stop) & (env < env_stop) & (env_stop <= num_envs)
+    is_possible[is_possible] &= stop[is_possible] <= np.array([one.length for one in saves], np.int64)[save[is_possible]]
+    if not is_possible.all():
+        raise BrokenError(f"{where}: columns: group {int(np.argmin(is_possible))} is of no rows that there are")
+    return Groups(saves, columns, leaves, np.array(fields["sums"], np.uint32).reshape(num_groups, len(leaves), 2))
+
+
+def _save(where: str, fields: dict[str, Any], num_envs: int) -> Save:
+    schema.check_fields(where, fields, _SAVE_FIELDS)
+    vectors = {}
+    for name in ("since", "end"):
+        numbers = np.array(fields[name], np.int64)
+        if numbers.ndim and len(numbers) != num_envs:
+            raise BrokenError(f"{where}: {name}: has {len(numbers)} streams, not {num_envs}")
+        vectors[name] = np.broadcast_to(numbers, (num_envs,))
+    if (vectors["since"] > vectors["end"]).any() or (vectors["end"] - vectors["since"] > fields["length"]).any():
+        raise BrokenError(f"{where}: since, end: these are not the rows of streams of {fields['length']}")
+    return Save(fields["folder"], fields["length"], **vectors)

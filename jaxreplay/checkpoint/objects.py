@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorstore as ts
 
-from jaxreplay.checkpoint.files import BrokenError, Files
+from jaxreplay.checkpoint.files import BrokenError, Files, MissingError
 from jaxreplay.checkpoint.lock import held_by, whoami
 
 _WRITER = "writer.json"
@@ -102,9 +102,9 @@ class Objects(Files):
             self._expected.pop(other).cancel()
 
     def read(self, name: str, parts_of: Callable[[int], Sequence[Any]], tell: Callable[[Any], Any] = lambda _: None) -> None:
-        found = self._wait(f"for {name}", self._expected.pop(name, None) or self._files.read(name))
+        found = self._fetch(name, self._expected.pop(name, None))
         if found.state != "value":
-            raise BrokenError(f"{name} is missing")
+            raise MissingError(f"{name} is missing")
         content, start = np.frombuffer(found.value, np.uint8), 0
         for part in parts_of(len(content)):
             if start + len(part) > len(content):
@@ -131,7 +131,7 @@ class Objects(Files):
 
     def entries(self, folder: str) -> list[str]:
         if self._must_ask:  # two listings that lack credentials block, in TensorStore, all that the process asks of S3 after them
-            self._wait(f"to list {folder}", self._files.read(_WRITER))
+            self._fetch(_WRITER)
             self._must_ask = False
         keys = self._wait(f"to list {folder}", self._files.list(ts.KvStore.KeyRange(f"{folder}/", f"{folder}0")))
         return sorted({key.decode(errors="replace").removeprefix(f"{folder}/").split("/")[0] for key in keys})
@@ -144,7 +144,7 @@ class Objects(Files):
 
     def _holder(self) -> tuple[Any, bytes]:
         """Who writes here, or was the last to; None where nobody was. And the version of the file that says so, or of none."""
-        found = self._wait(f"for {_WRITER}", self._files.read(_WRITER))
+        found = self._fetch(_WRITER)
         if found.state != "value":
             return None, found.stamp.generation
         try:
@@ -171,6 +171,13 @@ class Objects(Files):
             raise held_by(self.name, holder)
         return found
 
+    def _fetch(self, name: str, future: Any = None) -> Any:
+        """A file that is read. A BrokenError, where the store refuses it for good."""
+        try:
+            return self._wait(f"for {name}", future or self._files.read(name))
+        except _RefusedError as error:
+            raise BrokenError(f"{name}: {error.__cause__}") from error.__cause__
+
     def _wait(self, what: str, future: Any) -> Any:
         """The result of a request."""
         try:
@@ -181,10 +188,13 @@ class Objects(Files):
                 f"{self.name}: no answer {what} in {self._timeout:g} s, as timeout= has it: is the server there, are there credentials?"
             ) from error
         except (ValueError, OSError, RuntimeError, NotImplementedError) as error:
-            if any(word in str(error) for word in _TRANSIENT) or not what.startswith("for "):
-                hint = "; a checkpoint needs a store that can list its files" if "does not support listing" in str(error) else ""
-                raise OSError(f"{self.name}: {what}: {error}{hint}") from error
-            raise BrokenError(f"{what.removeprefix('for ')}: {error}") from error
+            kind = OSError if any(word in str(error) for word in _TRANSIENT) else _RefusedError
+            hint = "; a checkpoint needs a store that can list its files" if "does not support listing" in str(error) else ""
+            raise kind(f"{self.name}: {what}: {error}{hint}") from error
+
+
+class _RefusedError(OSError):
+    """A request that will not do better the next time."""
 
 
 _PROCESS = secrets.token_hex(8)  # a number of a process may be used again

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -11,11 +11,13 @@ import numpy as np
 from jaxreplay import sizes
 from jaxreplay._version import __version__
 from jaxreplay.checkpoint import history, rows
+from jaxreplay.checkpoint.groups import MOST_ROWS, Group, Groups, Save, Seals, cut
 from jaxreplay.checkpoint.identity import described, identity
-from jaxreplay.checkpoint.manifest import Group, Manifest, Seals
-from jaxreplay.checkpoint.rows import Picked, Span
+from jaxreplay.checkpoint.manifest import Manifest
+from jaxreplay.checkpoint.rows import Span
 
 _BOOKKEEPING = 64  # bytes of a row's numbers, while it is on its way
+_MOST_NUMBERS = 2**21  # of all streams and saves that a manifest names: it has two vectors of each save. Past these all is written anew
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,14 +28,15 @@ class Plan:
       draft: what is known of the generation before it is written.
       kept: groups of an earlier generation; those that are written again, for they are damaged, among them.
       again: how many new groups take the place of each of these, by its folder.
-      groups: of rows that are to be written, as of `rows.groups_of`: first those that take the place of others.
+      groups: that are to be written, each with how many rows its streams may get before one of it is lost: first those that take the
+        place of others.
       group_rows: rows of a group, at most. row_bytes: of one. num_bytes: that are written.
     """
 
     draft: Manifest
     kept: list[Group]
     again: dict[str, int]
-    groups: Iterator[tuple[int, Picked]]
+    groups: Iterator[tuple[int, Group]]
     end: np.ndarray  # int64[E]: one more than the number of each stream's newest row
     group_rows: int
     row_bytes: int
@@ -44,7 +47,7 @@ class Plan:
         new = iter(written)
         groups = [itertools.islice(new, self.again[group.folder]) if group.folder in self.again else [group] for group in self.kept]
         before = [group for some in groups for group in some]
-        return dataclasses.replace(self.draft, groups=[*before, *new], seals=seals)
+        return dataclasses.replace(self.draft, groups=Groups.of([*before, *new]), seals=seals)
 
 
 def planned(
@@ -62,16 +65,17 @@ def planned(
     length, noted = 1, []
     span, since, kept = Span(np.zeros(0, np.int64), np.zeros(0, np.int64)), np.zeros(0, np.int64), []
     row_bytes = sum(leaf.nbytes for leaf in stored_leaves) // replay.capacity if stored_leaves else 0
-    most = sizes.power_below(group_bytes // (row_bytes + _BOOKKEEPING))
+    most = sizes.power_below(min(group_bytes // (row_bytes + _BOOKKEEPING), MOST_ROWS))
     if stored_leaves:
         length = int(replay.streams.length)
         span = rows.span_of(rows.heads_of(state), length, replay.num_envs)
         noted, since = history.noted(replay, state, span), span.first
-        if base is not None and history.goes_on(replay, state, span, base):
+        if base is not None and len(base.groups.saves) * len(base.end) <= _MOST_NUMBERS and history.goes_on(replay, state, span, base):
             since, kept = history.kept_of(base, span, rows.num_rewritten(replay, state), most)
-    again = {group.folder: history.again(group, span, since, length, most) for group in kept if group.folder in damaged}
-    num_rows = int(np.maximum(span.end - np.maximum(since, span.first), 0).sum())
-    num_rows += sum(len(picked.env) for parts in again.values() for _, picked in parts)
+    again = {group.folder: history.held_of(group, span, since, folder, length) for group in kept if group.folder in damaged}
+    saves = [*again.values(), Save(folder, length, since, span.end)]
+    cuts = [list(cut(save, most)) for save in saves[:-1]]
+    num_rows = sum(int((save.end - save.since).sum()) for save in saves)
     group_rows = min(most, sizes.power_above(num_rows))
     draft = Manifest(
         folder=folder,
@@ -84,18 +88,26 @@ def planned(
         rows=stored_text,
         rest=rest_text,
         seals={},
-        groups=[],
+        groups=Groups.of([]),
         history=noted,
         notes=notes,
     )
     return Plan(
         draft=draft,
         kept=kept,
-        again={name: len(parts) for name, parts in again.items()},
+        again=dict(zip(again, map(len, cuts), strict=True)),
         # Oldest first: these are overwritten before any that is newer than all that is kept.
-        groups=itertools.chain(*again.values(), rows.groups_of(span, since, length, group_rows)),
+        groups=_numbered(itertools.chain(*cuts, cut(saves[-1], group_rows)), span, length),
         end=span.end,
         group_rows=group_rows,
         row_bytes=row_bytes,
         num_bytes=num_rows * row_bytes + rest_bytes,
     )
+
+
+def _numbered(groups: Iterable[Group], span: Span, length: int) -> Iterator[tuple[int, Group]]:
+    """Groups of several saves with numbers that no two have; and with the distance, as of now, of the row that is lost first."""
+    for number, group in enumerate(groups):
+        low, high = group.range()
+        has_rows = low < high
+        yield int((low + length - span.end)[has_rows].min()), group._replace(number=number)

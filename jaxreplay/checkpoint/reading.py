@@ -47,7 +47,7 @@ def restored(
                         reading = Reading(store, manifest, told.update)
                         state = reading.state(replay, before, example, sharding, set(damaged))
                 except BrokenError as error:
-                    if manifest not in generations.read()[0]:
+                    if manifest.folder not in {one.folder for one in generations.read()[0]}:
                         break  # another process has deleted it meanwhile, for newer ones
                     problems.append(f"step {manifest.step}: {error}")
                     continue
@@ -59,7 +59,7 @@ def restored(
                     lines = [f"restore: step {manifest.step} was read, since this is broken:", *problems]
                     warnings.warn("\n  ".join(lines), stacklevel=3)
                 return Restored(state, manifest, lost)
-        if generations.read()[0] == found:  # else there are others by now
+        if [one.folder for one in generations.read()[0]] == [one.folder for one in found]:  # else there are others by now
             break
     if problems:
         what = "nothing" if step is None else f"no step {step}"

@@ -4,9 +4,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxreplay.checkpoint.arrays import described
 from jaxreplay.checkpoint.files import BrokenError, Files
-from jaxreplay.checkpoint.group_reader import array_of, numbers_of
+from jaxreplay.checkpoint.group_reader import array_of
 from jaxreplay.checkpoint.manifest import Manifest
+from jaxreplay.checkpoint.store import array_name
 
 
 class RowReader:
@@ -21,11 +23,13 @@ class RowReader:
         self.first, self.end = (np.asarray(numbers, np.int64) for numbers in (manifest.first, manifest.end))
         self.num_rows = int((self.end - self.first).sum())
         self._offset = np.cumsum(self.end - self.first) - (self.end - self.first)  # int64[E]: of each stream's first row
+        for group in manifest.groups:  # so much memory is right, where all of them are there
+            described(store, array_name("rows", group.folder, group.leaves[0]), group.seals[group.leaves[0]])
         missing = self.num_rows - sum(group.num_rows for group in manifest.groups)
-        if missing <= 0:  # so much memory is right, as soon as a group has been read of each part of it
+        if missing <= 0:
             self._group, self._place = np.zeros((2, self.num_rows), np.int32)  # the number of the group, from 1 on
             for at, group in enumerate(manifest.groups, 1):  # a row that is in two is as in the later one
-                env, number = numbers_of(store, group, len(self.end))
+                env, number = group.rows()
                 place = np.flatnonzero((number >= self.first[env]) & (number < self.end[env]))
                 row = self._offset[env[place]] + number[place] - self.first[env[place]]
                 self._group[row], self._place[row] = at, place

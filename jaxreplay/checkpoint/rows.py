@@ -7,7 +7,6 @@ round, so that the ring position is the number modulo the length.
 
 import ctypes
 import functools
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -74,50 +73,6 @@ def num_rewritten(replay: Any, state: ReplayState) -> int:
 
 def _heads(state: ReplayState) -> tuple[jax.Array, jax.Array, jax.Array]:
     return state.streams.head, state.streams.lap, state.streams.filled
-
-
-def groups_of(span: Span, since: np.ndarray, length: int, most: int) -> Iterator[tuple[int, Picked]]:
-    """The rows from `since` on, in groups of at most `most`: those first that will be overwritten first.
-
-    With each comes how many rows may be written to a stream until one of the group is lost.
-    """
-    if not len(span.end):
-        return
-    start = np.maximum(since, span.first)
-    distance = start + length - span.end  # rows that may be written before the stream's first one of these is gone
-    at_once = max(most // len(start), 1)
-    ready, nearest, held = [], 0, 0
-    for at in range(int(distance.min(initial=length)), length, at_once):
-        # The streams in parts, where one row of each is too many.
-        for part in np.array_split(np.arange(len(start)), -(-len(start) // most)):
-            low = np.maximum(start[part], span.end[part] - length + at)
-            count = np.maximum(np.minimum(span.end[part], span.end[part] - length + at + at_once) - low, 0)
-            if held + count.sum() > most:
-                yield nearest, _joined(ready)
-                ready, held = [], 0
-            if count.sum():
-                nearest = nearest if ready else at
-                before = np.cumsum(count) - count
-                nth = np.arange(count.sum()) - np.repeat(before, count)
-                ready.append(Picked(np.repeat(part, count), np.repeat(low, count) + nth))
-                held += int(count.sum())
-    if ready:
-        yield nearest, _joined(ready)
-
-
-def _joined(parts: list[Picked]) -> Picked:
-    return Picked(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-
-
-def in_runs(values: np.ndarray) -> list[list[int]]:
-    """Pairs of a count and a value: streams that step together have one."""
-    starts = np.flatnonzero(np.diff(values, prepend=values[0] - 1))
-    return [[end - start, int(values[start])] for start, end in itertools.pairwise([*starts.tolist(), len(values)])]
-
-
-def from_runs(runs: list[list[int]]) -> np.ndarray:
-    """int64[E], from such pairs."""
-    return np.repeat(np.array([value for _, value in runs], np.int64), [count for count, _ in runs])
 
 
 def rows_at(picked: Picked, length: int) -> np.ndarray:

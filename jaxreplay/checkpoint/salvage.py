@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay import autoreset, ring
-from jaxreplay.checkpoint import rows
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.operations import ReplayState
 from jaxreplay.stream_state import StreamState
@@ -105,9 +104,9 @@ def _gaps(manifest: Manifest, folders: frozenset[str], first: np.ndarray, end: n
     gaps: list[list[tuple[int, int]]] = [[] for _ in end]
     reached = end.copy()  # rows from this number on are accounted for
     for group in reversed(manifest.groups):
-        low, high = rows.from_runs(group.first), rows.from_runs(group.last)
-        for env in np.flatnonzero((low <= high) & (low < reached[: len(low)]) & (high >= first[: len(low)])).tolist():
-            begin, stop = max(int(low[env]), int(first[env])), min(int(high[env]) + 1, int(reached[env]))
+        low, high = group.range()
+        for env in np.flatnonzero((low < high) & (low < reached) & (high > first)).tolist():
+            begin, stop = max(int(low[env]), int(first[env])), min(int(high[env]), int(reached[env]))
             if stop < reached[env]:
                 gaps[env].append((int(end[env] - reached[env]), int(end[env]) - stop))
             if group.folder in folders:

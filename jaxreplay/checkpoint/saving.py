@@ -12,7 +12,7 @@ import numpy as np
 from jaxreplay import sizes
 from jaxreplay.checkpoint import arrays, rows
 from jaxreplay.checkpoint.files import Files
-from jaxreplay.checkpoint.manifest import Group, Seals
+from jaxreplay.checkpoint.groups import Group, Seals
 from jaxreplay.checkpoint.planning import Plan
 from jaxreplay.checkpoint.rows import Picked
 from jaxreplay.checkpoint.store import array_name
@@ -55,8 +55,7 @@ class Saving:
         self._room = threading.Semaphore(1)  # for one group that waits to be written
         self._num_announced = 0  # rows that a stream may have got since
         self._is_own = is_own
-        self._num_copied = 0  # groups
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, Group] = {}  # that are written, by number
         self._trim = Trimmer()
         self._lock = threading.Lock()  # for what is told of progress
         self._is_rest_written = threading.Event()  # or given up
@@ -140,13 +139,12 @@ class Saving:
     def _copy(self, state: Any) -> None:
         self._raise_error()
         assert self._next is not None
-        _, picked = self._next
+        _, group = self._next
         values = heads = None
         if self._places is None:
-            index = rows.rows_at(picked, self._length)
+            index = rows.rows_at(group.rows(), self._length)
             values, heads = rows.read(state, sizes.padded(index, self._group_rows, index[-1]))
-        self._copied.put((self._num_copied, picked, values, heads))
-        self._num_copied += 1
+        self._copied.put((group, values, heads))
         self._next = next(self._plan, None)
         if self._next is None:
             self._copied.put(None)
@@ -204,31 +202,28 @@ class Saving:
             self._tell(piece.nbytes)
         seals[name] = writer.seals
 
-    def _write_group(self, group: int, picked: Picked, values: Any, heads: Any) -> None:
+    def _write_group(self, group: Group, values: Any, heads: Any) -> None:
         """Each leaf in one chunk."""
-        folder, count, num_bytes = f"{self._folder}-{group:06}", len(picked.env), 0
-        seals: Seals = {}
+        picked = group.rows()
+        count, num_bytes, seals = len(picked.env), 0, {}
         if self._places is None:
             self._check_in_time(picked, heads)
             blocks = {name: _Block.of(np.asarray(leaf)[:count]) for name, leaf in named(values) if leaf.size}
         else:
             index = rows.rows_at(picked, self._length)
             blocks = {name: _Block.of_rows(place, index) for name, place in self._places.items() if place.size}
-        blocks |= {"env": _Block.of(picked.env.astype(np.int32)), "number": _Block.of(picked.number)}
         for name, block in blocks.items():
-            writer = arrays.Writer(self._store, array_name("rows", folder, name), (count, *block.shape), block.dtype, count, self._level)
+            writer = arrays.Writer(
+                self._store, array_name("rows", group.folder, name), (count, *block.shape), block.dtype, count, self._level
+            )
             writer.write(block.parts)
             seals[name] = writer.seals
             num_bytes += sum(map(len, block.parts))
         del blocks
         self._tell(num_bytes)
         self._trim(num_bytes)
-        first, last = np.full((2, picked.env.max() + 1), [[np.iinfo(np.int64).max], [-1]])
-        np.minimum.at(first, picked.env, picked.number)
-        np.maximum.at(last, picked.env, picked.number)
-        runs = (rows.in_runs(numbers) for numbers in (np.where(last < first, 0, first), last))
-        self._groups[group] = Group(folder, count, seals, *runs)
-        self._sync(f"rows/{folder}")
+        self._groups[group.number] = group._replace(leaves=tuple(seals), sums=np.array([*seals.values()], np.uint32))
+        self._sync(f"rows/{group.folder}")
 
     def _tell(self, num_bytes: int) -> None:
         with self._lock:

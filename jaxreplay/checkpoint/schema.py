@@ -11,8 +11,8 @@ from jaxreplay.checkpoint.files import BrokenError
 from jaxreplay.paths import printable
 
 _FOLDER = re.compile(r"[0-9]{10}-[0-9a-f]{8}")
-_GROUP_FOLDER = re.compile(r"[0-9]{10}-[0-9a-f]{8}-[0-9]{6}")
 _SPEC = re.compile(r"([a-z][a-z0-9_]{0,30})\[([0-9]{1,12}(?:, [0-9]{1,12}){0,60})?\]")
+MOST_DEPTH = 100  # of the dicts and lists of notes, one in another
 _MOST_BYTES = 2**50  # of a row, or of an array
 Check = Callable[[str, Any], None]
 
@@ -65,17 +65,6 @@ def list_of(item: Any) -> Check:
     return run
 
 
-def pair(first: Check, second: Check) -> Check:
-    def run(where: str, value: Any) -> None:
-        check(where, value, list)
-        if len(value) != 2:
-            raise BrokenError(f"{where}: expected two numbers, got {_shown(value)}")
-        first(where, value[0])
-        second(where, value[1])
-
-    return run
-
-
 def dict_of(item: Any) -> Check:
     def run(where: str, value: Any) -> None:
         check(where, value, dict)
@@ -90,8 +79,17 @@ def folder(where: str, value: Any) -> None:
     _match(where, value, _FOLDER, "a name such as 0000000001-0123abcd")
 
 
-def group_folder(where: str, value: Any) -> None:
-    _match(where, value, _GROUP_FOLDER, "a name such as 0000000001-0123abcd-000000")
+def notes(where: str, value: Any) -> None:
+    """JSON that is not nested so deep that Python cannot copy it."""
+    check(where, value, dict)
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        level = [
+            inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer) if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise BrokenError(f"{where}: nested more than {MOST_DEPTH} deep")
 
 
 def spec(where: str, value: Any) -> None:

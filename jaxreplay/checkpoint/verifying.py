@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 from jaxreplay.checkpoint.arrays import check_files
 from jaxreplay.checkpoint.files import BrokenError, Files
 from jaxreplay.checkpoint.generations import Generations
-from jaxreplay.checkpoint.manifest import Group, Manifest
+from jaxreplay.checkpoint.groups import Group
+from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.store import array_name
 
 

@@ -1,0 +1,126 @@
+"""Groups of rows, a few arrays of files each. Arithmetic tells which rows a group has, so that no list of them is kept or written.
+
+At a save, the distance of a row is how many more rows its stream may get before this one is overwritten. A group has the rows that a save
+writes of some neighboring streams, between two distances. In its files they lie stream after stream, the oldest of each first.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxreplay.checkpoint.files import BrokenError
+from jaxreplay.checkpoint.rows import Picked
+
+MOST_ROWS = 2**22  # of a group: their numbers take sixteen bytes each, while it is read
+Seals = dict[str, list[int]]  # of arrays, by the leaf's name: see `arrays.py`
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Save:
+    """The rows that one save wrote: of each of E streams, those with the numbers from `since` to before `end`."""
+
+    folder: str  # of the generation
+    length: int  # rows of a stream at that time
+    since: np.ndarray  # int64[E]
+    end: np.ndarray  # int64[E]
+
+
+class Group(NamedTuple):
+    """Rows of a save: of the streams from `env` to before `env_stop`, with distances from `start` to before `stop`."""
+
+    save: Save
+    number: int  # in the name of its folder
+    start: int
+    stop: int
+    env: int
+    env_stop: int
+    leaves: tuple[str, ...] = ()  # that have an array here, once it is written
+    sums: Any = ()  # uint32[leaves, 2]: their seals
+
+    @property
+    def folder(self) -> str:
+        return f"{self.save.folder}-{self.number:06}"
+
+    @property
+    def seals(self) -> Seals:
+        return dict(zip(self.leaves, np.asarray(self.sums).tolist(), strict=True))
+
+    @property
+    def num_rows(self) -> int:
+        low, high = self.range()
+        return int((high - low).sum())
+
+    def range(self) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers from which on, and before which, it has rows of each stream: int64[E] both, equal where it has none."""
+        save, (low, high) = self.save, np.zeros((2, len(self.save.end)), np.int64)
+        own = slice(self.env, self.env_stop)
+        oldest = save.end[own] - save.length  # whose distance is 0
+        low[own] = np.maximum(save.since[own], oldest + self.start)
+        high[own] = np.maximum(np.minimum(save.end[own], oldest + self.stop), low[own])
+        return low, high
+
+    def rows(self) -> Picked:
+        """Its rows, in the order of its files. A BrokenError, if it cannot have so many."""
+        low, high = self.range()
+        count = high - low
+        if (num_rows := count.sum()) > MOST_ROWS:
+            raise BrokenError(f"rows/{self.folder} has {num_rows:,} rows, more than a group can have")
+        before = np.cumsum(count) - count
+        env = np.repeat(np.arange(len(count)), count)
+        return Picked(env, low[env] + np.arange(len(env)) - before[env])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Groups(Sequence[Group]):
+    """Many of them, in columns: a list would take some hundred bytes for each."""
+
+    saves: list[Save]
+    columns: np.ndarray  # int64[G, 6]: the index of its save, and the other numbers of each
+    leaves: tuple[str, ...]
+    sums: np.ndarray  # uint32[G, leaves, 2]
+
+    @classmethod
+    def of(cls, groups: Iterable[Group]) -> "Groups":
+        """Those that are written, with arrays of the same leaves."""
+        groups = list(groups)
+        saves: dict[Save, int] = {}
+        columns = [(saves.setdefault(group.save, len(saves)), *group[1:6]) for group in groups]
+        leaves = groups[0].leaves if groups else ()
+        assert all(group.leaves == leaves for group in groups)
+        sums = np.array([group.sums for group in groups], np.uint32).reshape(len(groups), len(leaves), 2)
+        return cls([*saves], np.array(columns, np.int64).reshape(-1, 6), leaves, sums)
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return [self[one] for one in range(*at.indices(len(self)))]
+        save, number, start, stop, env, env_stop = self.columns[at].tolist()
+        return Group(self.saves[save], number, start, stop, env, env_stop, self.leaves, self.sums[at])
+
+
+def cut(save: Save, most: int) -> Iterator[Group]:
+    """The rows of a save in groups of at most `most`, numbered from 0 on: those first that will be overwritten first."""
+    num_envs = len(save.end)
+    if not num_envs:
+        return
+    oldest = save.end - save.length
+    at_once, number, begun, held = max(most // num_envs, 1), 0, 0, 0
+    for at in range(int((save.since - oldest).min()), save.length, at_once):
+        count = np.maximum(np.minimum(save.end, oldest + at + at_once) - np.maximum(save.since, oldest + at), 0)
+        total = int(count.sum())
+        if held and held + total > most:
+            yield Group(save, number, begun, at, 0, num_envs)
+            number, held = number + 1, 0
+        if total > most:  # one row of each stream is too many
+            for env, env_stop in itertools.pairwise([0, *np.flatnonzero(count)[most::most].tolist(), num_envs]):
+                yield Group(save, number, at, at + 1, env, env_stop)
+                number += 1
+        elif total:
+            begun, held = begun if held else at, held + total
+    if held:
+        yield Group(save, number, begun, save.length, 0, num_envs)
