@@ -136,7 +136,7 @@ class ReplayBuffer:
             never mask the step after a done: it brings the final observation.
           priority: float[num_envs], for samplers that have priorities; by default the largest so far.
         """
-        take_over("add", self, state)
+        state = take_over("add", self, state)
         step, mask, priority = self._checked("add", state, step, mask, priority, "one step of every env, leaves [num_envs, ...]", ())
         return operations.write(self, state, *jax.tree.map(lambda leaf: leaf[None], (step, mask, priority)))
 
@@ -147,7 +147,7 @@ class ReplayBuffer:
           steps: leaves `[time, num_envs, ...]`; of more steps than a stream holds, the newest stay.
           mask: bool[time, num_envs]. priority: float[time, num_envs].
         """
-        take_over("extend", self, state)
+        state = take_over("extend", self, state)
         first = jax.tree.leaves(steps)[:1]
         time = (jnp.shape(first[0]) or (0,))[:1] if first else (0,)
         block = self._checked("extend", state, steps, mask, priority, "a block of steps, leaves [time, num_envs, ...]", time)
@@ -181,11 +181,11 @@ class ReplayBuffer:
         """
         if not self.sampler.consumes:
             raise ValueError(f"take: {type(self.sampler).__name__} draws with replacement: batch = replay.sample(state, key)")
-        take_over("take", self, state)
+        state = take_over("take", self, state)
         return self._draw("take", state, key, batch_size)
 
     def _draw(self, where: str, state: ReplayState, key: jax.Array, batch_size: int | None) -> tuple[ReplayState, Sample]:
-        check_state(where, self, state)
+        state = check_state(where, self, state)
         batch_size = self.batch_size if batch_size is None else batch_size
         checks.check_size(where, "batch_size", batch_size)
         return operations.draw(self, state, key, batch_size, self.can_sample(state))
@@ -200,7 +200,7 @@ class ReplayBuffer:
         """
         if self.view.draws and key is None:
             raise ValueError(f"get: {type(self.view).__name__} draws what it reads: give get(state, index, key) a key")
-        check_state("get", self, state)
+        state = check_state("get", self, state)
         rows, lap = (index.row, index.lap) if isinstance(index, Index) else (index, None)
         row, is_valid = intake.as_rows("get", rows, self.capacity)
         return operations.get(self, state, row, is_valid, lap, key)
@@ -214,7 +214,7 @@ class ReplayBuffer:
           index: `batch.index`.
           priority: float[B], at least 0; a row of priority 0 is never drawn.
         """
-        take_over("update_priorities", self, state)
+        state = take_over("update_priorities", self, state)
         sampler = self._need_priorities("update_priorities")
         if not isinstance(index, Index):
             raise ValueError(
@@ -229,40 +229,40 @@ class ReplayBuffer:
         """Whether `num_steps` more steps of every env overwrite nothing that is still to be taken: bool[]."""
         if not isinstance(self.sampler, ConsumingSampler):
             raise ValueError(f"can_add: {type(self.sampler).__name__} hands out nothing once: there is nothing to wait for")
-        check_state("can_add", self, state)
+        state = check_state("can_add", self, state)
         rows = num_steps * self.streams.rows_per_step(state.streams.steps)
         return self.sampler.can_add(state.sampler, operations.drawable(self, state), rows)
 
     def rerank(self, state: ReplayState) -> ReplayState:
         """Rank the drawable rows by their priorities, for a rank-based sampler: a sort of the whole buffer. `state` is taken over."""
-        take_over("rerank", self, state)
+        state = take_over("rerank", self, state)
         if not isinstance(self.sampler, RankedSampler):
             raise ValueError(f"rerank: the sampler {type(self.sampler).__name__} has no ranks; use RankBased")
         return state.replace(sampler=self.sampler.rerank(state.sampler, operations.drawable(self, state)))
 
     def min_probability(self, state: ReplayState) -> jax.Array:
         """The smallest probability of a drawable row of positive priority, for `importance_weights`: float32[]."""
-        check_state("min_probability", self, state)
+        state = check_state("min_probability", self, state)
         return self._need_priorities("min_probability").min_probability(state.layout.streams, state.sampler)
 
     def size(self, state: ReplayState) -> jax.Array:
         """Rows that can be drawn: int32[]; of a sampler that hands out each row once, those that are left."""
-        check_state("size", self, state)
+        state = check_state("size", self, state)
         return self.sampler.size(state.sampler, operations.drawable(self, state))
 
     def can_sample(self, state: ReplayState) -> jax.Array:
         """Whether there are `min_size` rows that can be drawn, and mass to draw from: bool[]."""
-        check_state("can_sample", self, state)
+        state = check_state("can_sample", self, state)
         return (self.size(state) >= self.min_size) & self.sampler.can_draw(state.sampler)
 
     def age(self, state: ReplayState, index: Index) -> jax.Array:
         """Rows of its stream that were written after each drawn row, tails included: int32[B], 0 for the newest."""
-        check_state("age", self, state)
+        state = check_state("age", self, state)
         return self.streams.age(state.streams, index.row)
 
     def clear(self, state: ReplayState) -> ReplayState:
         """Forget every row; takes `state` over. No index drawn before is valid after; the stored steps stay where they are, unread."""
-        check_state("clear", self, state)
+        state = check_state("clear", self, state)
         return state.replace(
             streams=self.streams.clear(state.streams),
             pending=None if state.pending is None else jnp.zeros_like(state.pending),
@@ -273,7 +273,7 @@ class ReplayBuffer:
 
     def episodes(self, state: ReplayState) -> episode_table.Episodes:
         """Look-ups of episode ends around stored rows; needs `keep_episodes=True`."""
-        check_state("episodes", self, state)
+        state = check_state("episodes", self, state)
         if state.episodes is None:
             raise ValueError("episodes: this buffer keeps no episode table; make it with keep_episodes=True")
         return episode_table.Episodes(self.streams, state.streams, state.episodes)

@@ -4,6 +4,8 @@ import warnings
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 _LARGE_BYTES = 2**24
@@ -40,6 +42,13 @@ def check_not_gone(where: str, tree: Any) -> None:
             f"{where}: this state was handed to a call that took it over, so that its memory is used anew; go on with the one that the "
             "call returned: state = buffer.add(state, step)"
         )
+
+
+def as_arrays(state: Any) -> Any:
+    """Return a state with JAX's arrays in place of NumPy's, which `jax.device_get` and `flax.serialization` give."""
+    if not any(isinstance(leaf, np.ndarray | np.generic) for leaf in jax.tree.leaves(state)):
+        return state
+    return jax.tree.map(jnp.asarray, state)
 
 
 def is_whole(state: Any) -> bool:

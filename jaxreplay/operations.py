@@ -24,6 +24,7 @@ class Layout:
 
     streams: Streams
     window: Window
+    exponent: float | None = None  # of the priorities in the sampler's tree: each is stored as priority ** exponent
 
 
 class ReplayState(flax.struct.PyTreeNode):
@@ -40,7 +41,8 @@ class ReplayState(flax.struct.PyTreeNode):
 def layout_of(replay: Any, platform: str | None = None) -> Layout:
     """Of a buffer's states on a platform; None: the buffer's, or where new arrays go."""
     platform = platform or replay.platform or platforms.default()
-    return Layout(dataclasses.replace(replay.streams, platform=platform), replay.window)
+    exponent = getattr(replay.sampler, "exponent", None)
+    return Layout(dataclasses.replace(replay.streams, platform=platform), replay.window, exponent)
 
 
 def empty(replay: Any, example: Any, platform: str | None = None) -> ReplayState:

@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from jaxreplay import advantages, checks, intake, leaves, memory, ring
 from jaxreplay import autoreset as autoreset_forms
-from jaxreplay.donation import check_not_gone, warn_of_copy
+from jaxreplay.donation import as_arrays, check_not_gone, warn_of_copy
 from jaxreplay.minibatches import shuffled
 from jaxreplay.paths import named
 from jaxreplay.trajectories import CHUNK_BYTES, check_trajectories, write_trajectories
@@ -88,13 +88,13 @@ class Rollout:
 
     def add(self, state: RolloutState, step: Any) -> RolloutState:
         """Append one step of every env, leaves `[num_envs, ...]`. Where there is no room it is dropped, and counted in `num_dropped`."""
-        self._take_over("add", state)
+        state = self._take_over("add", state)
         step = self._checked("add", state, step, (), "one step of every env, leaves [num_envs, ...]")
         return self._write(state, jax.tree.map(lambda leaf: leaf[None], step))
 
     def extend(self, state: RolloutState, steps: Any) -> RolloutState:
         """Append a block of steps, leaves `[time, num_envs, ...]`, as `lax.scan` stacks them: the same as `add` for each, oldest first."""
-        self._take_over("extend", state)
+        state = self._take_over("extend", state)
         first = jax.tree.leaves(steps)[:1]
         time = (jnp.shape(first[0]) or (0,))[:1] if first else (0,)
         steps = self._checked("extend", state, steps, time, "a block of steps, leaves [time, num_envs, ...]")
@@ -125,8 +125,8 @@ class Rollout:
                 'with num_envs=1, autoreset="next_step", and length = all steps together, and a final observation for each trajectory'
             )
         checks.check_size("from_trajectories", "chunk_bytes", chunk_bytes)
-        row = self._check_state("from_trajectories", state)
-        checked = check_trajectories(trajectories, row, self.length)
+        state = self._check_state("from_trajectories", state)
+        checked = check_trajectories(trajectories, _row_of(state), self.length)
         state = _clear(self, state)
         steps, mask = write_trajectories((state.steps, state.mask), checked, chunk_bytes)
         position = jnp.int32(sum(trajectory.num_rows for trajectory in checked))
@@ -138,17 +138,18 @@ class Rollout:
 
         Where a done still owes its final observation (`autoreset="next_step"`), the next row is still that.
         """
-        self._check_state("clear", state)
+        state = self._check_state("clear", state)
         last = None if state.last is None else autoreset_forms.after_clear("next_step", state.last)
         return state.replace(mask=jnp.zeros_like(state.mask), position=jnp.zeros_like(state.position), last=last)
 
     def can_add(self, state: RolloutState, num_steps: int = 1) -> jax.Array:
         """Whether there is room for so many more steps of every env: bool[]."""
+        state = self._check_state("can_add", state)
         return state.position + num_steps <= self.length
 
     def steps(self, state: RolloutState) -> Step:
         """What was added, leaves `[time, num_envs, ...]`. From `state.position` on it is old, or zeros, and `state.mask` False."""
-        self._check_state("steps", state)
+        state = self._check_state("steps", state)
         return leaves.tree_map(leaves.values, state.steps)
 
     def bootstrap(self, state: RolloutState, value: Any, last_value: Any, final_value: Any = None) -> tuple[jax.Array, jax.Array]:
@@ -162,7 +163,7 @@ class Rollout:
         Returns:
           next_value: float[T, E]. mask: bool[T, E]; False for final observations, rows not written, and truncated steps given up.
         """
-        self._check_state("bootstrap", state)
+        state = self._check_state("bootstrap", state)
         if self.autoreset == "next_step" and final_value is not None:
             raise ValueError('bootstrap: with autoreset="next_step" final observations are rows like any other; leave out final_value')
         if state.steps.final_obs is not None and final_value is None:
@@ -246,19 +247,19 @@ class Rollout:
             last=last if self.autoreset == "next_step" else None,
         )
 
-    def _take_over(self, where: str, state: RolloutState) -> None:
-        self._check_state(where, state)
+    def _take_over(self, where: str, state: RolloutState) -> RolloutState:
+        state = self._check_state(where, state)
         warn_of_copy(self, where, state, stacklevel=4)
+        return state
 
-    def _check_state(self, where: str, state: RolloutState) -> Step:
-        """One env's step, from the stored ones; a ValueError, where the state is of another rollout."""
+    def _check_state(self, where: str, state: RolloutState) -> RolloutState:
+        """The state, with JAX's arrays in place of NumPy's; a ValueError, where it is of another rollout."""
         if not isinstance(state, RolloutState):
             raise ValueError(f"{where}: the state must be what init gave or the last call returned, got a {type(state).__name__}")
         check_not_gone(where, state)
-        row = leaves.tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), state.steps)
         hint = f"The state is not of this rollout: {self}"
-        checks.check_leaves(where, state, jax.eval_shape(self._init, row), hint)
-        return row
+        checks.check_leaves(where, state, jax.eval_shape(self._init, _row_of(state)), hint)
+        return as_arrays(state)
 
     def _write(self, state: RolloutState, steps: Step) -> RolloutState:
         """Leaves `[K, E, ...]`, checked."""
@@ -294,3 +295,8 @@ class Rollout:
 @functools.partial(jax.jit, donate_argnums=1, keep_unused=True)  # a leaf that is not read is reused all the same
 def _clear(rollout: Rollout, state: RolloutState) -> RolloutState:
     return rollout.clear(state)
+
+
+def _row_of(state: RolloutState) -> Step:
+    """One env's step, from the stored ones: shapes and dtypes."""
+    return leaves.tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), state.steps)

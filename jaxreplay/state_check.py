@@ -11,22 +11,26 @@ import jax
 
 from jaxreplay import leaves
 from jaxreplay.checks import check_leaves
-from jaxreplay.donation import check_not_gone, warn_of_copy
+from jaxreplay.donation import as_arrays, check_not_gone, warn_of_copy
 from jaxreplay.operations import ReplayState, empty, layout_of
 from jaxreplay.streams import has_final_obs
 
 
-def take_over(where: str, replay: Any, state: Any) -> None:
+def take_over(where: str, replay: Any, state: Any) -> Any:
     """`check_state` for a method that changes the state, and a warning where that copies a large one."""
-    check_state(where, replay, state)
+    state = check_state(where, replay, state)
     warn_of_copy(replay, where, state, stacklevel=4)
+    return state
 
 
-def check_state(where: str, replay: Any, state: Any) -> None:
-    """A ValueError for what is no state of this buffer; it names each leaf, or part of the configuration, that differs.
+def check_state(where: str, replay: Any, state: Any) -> Any:
+    """Return the state, with JAX's arrays in place of NumPy's.
 
     Args:
       where: the method. replay: a `ReplayBuffer`. state: arrays, or tracers, or `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      ValueError: it is no state of this buffer; each leaf, or part of the configuration, that differs is named.
     """
     if not isinstance(state, ReplayState):
         raise ValueError(
@@ -36,6 +40,7 @@ def check_state(where: str, replay: Any, state: Any) -> None:
     check_not_gone(where, found)
     if problem := _problem(replay, structure, tuple((jax.numpy.shape(leaf), jax.numpy.result_type(leaf)) for leaf in found)):
         raise ValueError(f"{where}: this state is not of this buffer: {problem}")
+    return as_arrays(state)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -36,7 +36,7 @@ METHODS = {
     "can_sample": lambda replay, state: replay.can_sample(state),
     "age": lambda replay, state: replay.age(state, INDEX),
     "clear": lambda replay, state: replay.clear(state),
-    "episodes": lambda replay, state: replay.episodes(state),
+    "episodes": lambda replay, state: replay.episodes(state).steps_to_end(ROWS),
     "rerank": lambda replay, state: replay.rerank(state),
     "take": lambda replay, state: replay.take(state, KEY),
     "can_add": lambda replay, state: replay.can_add(state),
@@ -78,6 +78,42 @@ def test_what_differs_is_named_though_all_shapes_be_alike(change, named):
         uniform().sample(state, KEY)
 
 
+@pytest.mark.parametrize("sampler", [jr.Prioritized, jr.RankBased])
+def test_priorities_under_another_exponent_are_not_read(sampler):
+    """They are stored as priority ** exponent, and could not be told from others."""
+    one, other = (jr.transitions(**SHARED, autoreset="next_step", sampler=sampler(exponent=exponent)) for exponent in (4.0, 0.0))
+    state = one.init(EXAMPLE)
+    for run in (METHODS["sample"], METHODS["update_priorities"], jax.jit(METHODS["sample"], static_argnums=0)):
+        with pytest.raises(ValueError, match=r"this state is not of this buffer(.|\n)*exponent: the state's is 4.0, this buffer's 0.0"):
+            run(other, state)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_takes_a_state_of_numpy_arrays(method):
+    """As `jax.device_get` and `flax.serialization.from_bytes` give it."""
+    replay, call = buffer_for(method), METHODS[method]
+    state = jax.jit(METHODS["extend"], static_argnums=0)(replay, replay.init(EXAMPLE))
+    on_host = jax.device_get(state)
+    wanted = jax.tree.leaves(call(replay, state))
+    for got in (call(replay, on_host), call(replay, flax.serialization.from_bytes(state, flax.serialization.to_bytes(state)))):
+        for leaf, expected in zip(jax.tree.leaves(got), wanted, strict=True):
+            assert isinstance(leaf, jax.Array)
+            np.testing.assert_array_equal(leaf, expected)
+    if method in ("add", "update_priorities", "sample"):
+        jitted = call(jr.jit(replay), on_host)
+        np.testing.assert_array_equal(jax.tree.leaves(jitted)[0], wanted[0])
+
+
+def test_a_rollout_takes_a_state_of_numpy_arrays():
+    rollout = jr.rollout(length=4, num_envs=2, autoreset="next_step")
+    state = rollout.add(rollout.init(EXAMPLE), STEP)
+    values = jnp.zeros((4, 2)), jnp.zeros(2)
+    for call in (rollout.steps, rollout.clear, lambda s: rollout.add(s, STEP), lambda s: rollout.bootstrap(s, *values), rollout.can_add):
+        for leaf, expected in zip(*(jax.tree.leaves(call(one)) for one in (jax.device_get(state), state)), strict=True):
+            assert isinstance(leaf, jax.Array)
+            np.testing.assert_array_equal(leaf, expected)
+
+
 def test_an_extend_by_a_buffer_of_another_capacity_pairs_no_wrong_rows():
     """As after a restore by another library, with a changed configuration: the state's arrays are the old ones."""
     small, large = (uniform(capacity=capacity) for capacity in (64, 128))
@@ -91,11 +127,12 @@ def test_an_extend_by_a_buffer_of_another_capacity_pairs_no_wrong_rows():
 @pytest.mark.parametrize(
     ("sampler", "named"),
     [
-        (jr.Uniform(), "sampler.tree.sums.0: missing, expected float32"),
+        (jr.Uniform(), "exponent: the state's is None, this buffer's 0.6"),
         (jr.Prioritized(fan_out=4), r"sampler.tree.sums.1: got float32\[16\], expected float32\[8\]"),
         (jr.Prioritized(keep_minimum=True), "sampler.tree.minima.0: unexpected"),
-        (jr.RankBased(), "sampler.priority: unexpected"),
-        (jr.Queue(), "sampler.next: unexpected"),
+        (jr.RankBased(exponent=0.6), "sampler.priority: unexpected"),
+        (jr.RankBased(), "exponent: the state's is 0.7, this buffer's 0.6"),
+        (jr.Prioritized(exponent=1.0), "exponent: the state's is 1.0, this buffer's 0.6"),
     ],
 )
 def test_a_state_of_another_sampler_is_refused(sampler, named):
