@@ -19,10 +19,8 @@ SOAK = os.environ.get("JAXREPLAY_SOAK") == "1"
 PLATFORM = os.environ.get("JAXREPLAY_PLATFORM")
 COPIES = 2 if PLATFORM == "tpu" else 1  # of rows that are saved: what lies in tiles is copied, and a file is half as large
 collect_ignore = ["aot/devices.py", "aot/programs.py"]  # they set what the compilers want before JAX is imported
-if not SOAK and "JAXREPLAY_AOT" not in os.environ:
-    # HLO is optimized as ever, machine code is not: a third less to compile. The soak has the default. Children take it over.
-    jax.config.update("jax_disable_most_optimizations", True)
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+# HLO is optimized as ever, machine code is not: a third less to compile. The soak has the default, as have other processes.
+jax.config.update("jax_disable_most_optimizations", not SOAK and "JAXREPLAY_AOT" not in os.environ)
 
 hypothesis.settings.register_profile(
     "jaxreplay", deadline=None, derandomize=not SOAK, print_blob=True, suppress_health_check=list(hypothesis.HealthCheck)
@@ -46,6 +44,15 @@ def pytest_configure(config):
     config.pluginmanager.register(counter, "compilations")
     if not hasattr(config, "workerinput"):
         compilations.trim()
+
+
+@pytest.fixture
+def optimized():
+    """Programs that run for long are compiled as users have them."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(autouse=True)
