@@ -1,22 +1,21 @@
 # make demo      trains an agent and leaves a plot in out/
-# make examples  runs every example in full (6 minutes)
+# make quick     lint, and a few tests of three buffers: for each change (under a minute, once it ran before)
 # make test      every check, sized for two cores
-# make soak      the same checks at full size (long)
-# make aot       compiles for TPUs and GPUs that are not there, and checks what comes out; writes benchmarks/ACCELERATORS.md
+# make examples  runs every example in full (6 minutes)
+# make soak PART=NAME    the same checks at full size, a part of at most 20 minutes; PART=list names them
+# make aot DEVICE=NAME   compiles for a TPU or GPU that is not there, and checks what comes out; writes benchmarks/ACCELERATORS.md
 # make bench     side by side with flashbax, NumPy, orbax and Stable-Baselines3; writes benchmarks/*.md
+#
+# The tests keep compiled programs in ~/.cache/jaxreplay/xla; JAXREPLAY_CACHE=off compiles everything anew.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Over states that are laid out for a GPU or a TPU, on whatever device there is.
-AS_ON_A_GPU := $(addprefix tests/test_,oracle_streams.py laws.py)
-AS_ON_A_TPU := $(addprefix tests/test_,oracle_streams.py laws.py checkpoint_arrays.py)
-MORE_AS_ON_ONE := $(addprefix tests/test_,contract.py in_place.py resize.py views.py uniform.py prioritized.py $(CHECKPOINTS))
-CHECKPOINTS := checkpoint.py checkpoint_damage.py checkpoint_faults.py checkpoint_hostile.py checkpoint_rewind.py checkpoint_unwritten.py
 PIP := $(BIN)/pip --disable-pip-version-check -q
+PYTEST := -m pytest -q -n 2 --dist worksteal
 # gymnax 1.0.1 declares jax < 0.12 but runs on it, so that it is installed without its dependencies, and these are named here.
 EXAMPLES := optax matplotlib tqdm six gymnasium seaborn
 
-.PHONY: demo examples test soak bench aot lint clean
+.PHONY: demo examples lint quick test test-oldest soak bench aot clean
 $(VENV)/installed: Makefile pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt -e ".[test,dev,torch,sb3,tensordict,checkpoint,minari]" $(EXAMPLES)
@@ -43,15 +42,66 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-test: lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal
-	JAXREPLAY_PLATFORM=gpu $(BIN)/python -m pytest -n 2 --dist worksteal $(AS_ON_A_GPU)
-	JAXREPLAY_PLATFORM=tpu $(BIN)/python -m pytest -n 2 --dist worksteal $(AS_ON_A_TPU)
+# Contracts and checkpoints of three buffers, and the oracle of three configurations.
+QUICK := (test_contract or goes_on_to_the_last_bit) and (items] or steps]) or test_layers or 3-2-5-True or 3-2-6-False or 1-1-2-True
+quick: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python $(PYTEST) -k "$(QUICK)" tests/test_contract.py tests/test_oracle_streams.py tests/test_checkpoint.py tests/test_layers.py
 
+test: lint test-oldest
+	$(BIN)/python $(PYTEST) --durations=15
+	JAXREPLAY_PLATFORM=gpu $(BIN)/python $(PYTEST) $(AS_ON_A_GPU)
+	JAXREPLAY_PLATFORM=tpu $(BIN)/python $(PYTEST) $(AS_ON_A_TPU)
+
+# The main buffers with the oldest JAX that they run with.
+OLDEST := .venv-oldest
+OLDEST_TESTS := (next_step] or items] or steps]) and (reused_and_gone or extend_equals or are_the_steps or serialization) or 3-2-5-True or goes_on_to_the_last_bit and items
+$(OLDEST)/installed: Makefile pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip --disable-pip-version-check -q install -c constraints-oldest.txt -e ".[test,checkpoint]"
+	touch $@
+
+test-oldest: $(OLDEST)/installed
+	$(OLDEST)/bin/python $(PYTEST) -k "$(OLDEST_TESTS)" tests/test_contract.py tests/test_oracle_streams.py tests/test_checkpoint.py
+
+# Over states that are laid out for a GPU or a TPU, on whatever device there is.
+AS_ON_A_GPU := $(addprefix tests/test_,oracle_streams.py laws.py)
+AS_ON_A_TPU := $(addprefix tests/test_,oracle_streams.py laws.py checkpoint_arrays.py)
+AS_ON_ONE_CORE := contract in_place uniform prioritized views
+AS_ON_ONE_REST := resize checkpoint checkpoint_damage checkpoint_faults checkpoint_hostile checkpoint_rewind checkpoint_unwritten
+
+# Each file of tests is in one part.
+SOAK_core := contract in_place layers laws uniform prioritized sum_tree queue mixture permutation errors x64 ecosystem
+SOAK_samplers := rank_based recent without_replacement episodes advantages donation plan state_check transitions fingerprint
+SOAK_oracle := oracle_streams
+SOAK_views := views
+SOAK_rollouts := rollout rollout_episodes trajectories datasets inspect torch
+SOAK_platforms := platforms exporting provisional
+SOAK_replay := stateful threads interrupts lengths
+SOAK_sb3 := sb3 sb3_hindsight sb3_priorities
+SOAK_checkpoint := checkpoint checkpoint_arrays checkpoint_unwritten checkpoint_manifests checkpoint_stores
+SOAK_damage := checkpoint_damage checkpoint_faults checkpoint_rewind
+SOAK_hostile := checkpoint_hostile
+SOAK_disk := checkpoint_failing_disk checkpoint_writers
+SOAK_signals := checkpoint_interrupts
+SOAK_resize := resize
+SOAK_examples := examples
+SOAK_gpu := oracle_streams laws $(AS_ON_ONE_CORE)
+SOAK_gpu_more := $(AS_ON_ONE_REST)
+SOAK_tpu := oracle_streams laws checkpoint_arrays $(AS_ON_ONE_CORE)
+SOAK_tpu_more := $(AS_ON_ONE_REST)
+PARTS := $(sort $(patsubst SOAK_%,%,$(filter SOAK_%,$(.VARIABLES))))
+PLATFORM := $(patsubst %_more,%,$(filter gpu% tpu%,$(PART)))
+
+ifneq ($(filter $(PARTS),$(PART)),)
 soak: $(VENV)/soak
-	JAXREPLAY_SOAK=1 $(BIN)/python -m pytest -n 2 --dist worksteal
-	JAXREPLAY_PLATFORM=gpu $(BIN)/python -m pytest -n 2 --dist worksteal $(AS_ON_A_GPU) $(MORE_AS_ON_ONE)
-	JAXREPLAY_PLATFORM=tpu $(BIN)/python -m pytest -n 2 --dist worksteal $(AS_ON_A_TPU) $(MORE_AS_ON_ONE)
+	JAXREPLAY_$(if $(PLATFORM),PLATFORM=$(PLATFORM),SOAK=1) $(BIN)/python $(PYTEST) --durations=15 $(patsubst %,tests/test_%.py,$(SOAK_$(PART)))
+else
+soak:
+	@echo "make soak PART=NAME, of: $(PARTS)"
+	@[ "$(PART)" = list ]
+endif
 
 bench: $(VENV)/bench
 	$(BIN)/python benchmarks/run.py
@@ -65,9 +115,18 @@ $(AOT)/installed: Makefile pyproject.toml constraints.txt
 	$(AOT)/bin/pip --disable-pip-version-check -q install -c constraints.txt -e ".[test]" flashbax libtpu jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12
 	touch $@
 
+# One device at a time. All are in the table, some are tested; BUFFER=uniform tests one buffer, and leaves the table.
+TESTED := v5e H100
+DEVICES := $(TESTED) v5p v6e A100
+COMPILERS := libtpu,cuda
+ifneq ($(filter $(DEVICES),$(DEVICE)),)
 aot: $(AOT)/installed
-	JAXREPLAY_AOT=libtpu,cuda $(AOT)/bin/python -m pytest -q -p no:cacheprovider tests/aot
-	$(AOT)/bin/python benchmarks/accelerators.py
+	$(if $(filter $(TESTED),$(DEVICE)),JAXREPLAY_AOT=$(COMPILERS) $(AOT)/bin/python -m pytest -q -p no:cacheprovider tests/aot -k "$(DEVICE)$(if $(BUFFER), and $(BUFFER))")
+	$(if $(BUFFER),,$(AOT)/bin/python benchmarks/accelerators.py $(DEVICE))
+else
+aot:
+	@echo "make aot DEVICE=NAME, of: $(DEVICES)"; false
+endif
 
 clean:
-	rm -rf $(VENV) $(AOT) out
+	rm -rf $(VENV) $(AOT) $(OLDEST) out

@@ -104,7 +104,7 @@ def _words(values: jax.Array, num_axes: int) -> jax.Array:
         values = jnp.stack([values.real, values.imag], axis=-1)
     elif dtype == jnp.bool_:
         values = values.astype(jnp.uint8)
-    elif (carrier := leaves.carrier(np.dtype(dtype))) is not None and jax.dtypes.itemsize_bits(dtype) < 8:
+    elif (carrier := leaves.carrier(np.dtype(dtype))) is not None and leaves.num_bits(np.dtype(dtype)) < 8:
         values = values.astype(carrier)  # exact
     size = np.dtype(values.dtype).itemsize
     words = jax.lax.bitcast_convert_type(values, {1: jnp.uint8, 2: jnp.uint16}.get(size, jnp.uint32))  # 64 bits become two words

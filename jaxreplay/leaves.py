@@ -136,12 +136,16 @@ def spec_text(shape: tuple[int, ...], dtype: Any) -> str:
     return f"{np.dtype(dtype).name}{list(shape)}"
 
 
+def num_bits(dtype: np.dtype) -> int:
+    """Of a number, which may be less than a byte; not of a bool."""
+    return int((jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits)
+
+
 def carrier(dtype: np.dtype) -> Any:
     """The dtype that holds the bits, or None where XLA works on the dtype itself."""
     if jnp.issubdtype(dtype, jnp.floating) and dtype not in _PLAIN_FLOATS:
-        bits = jnp.finfo(dtype).bits
-        return {16: jnp.uint16, 8: jnp.uint8}.get(bits, jnp.float16)  # below a byte: widened, which is exact
-    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
+        return {16: jnp.uint16, 8: jnp.uint8}.get(num_bits(dtype), jnp.float16)  # below a byte: widened, which is exact
+    if jnp.issubdtype(dtype, jnp.integer) and num_bits(dtype) < 8:
         return jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8
     return None
 

@@ -7,7 +7,12 @@ import jax
 
 def name_of(path: Any) -> str:
     """Of a JAX key path; a tree that is one leaf has none."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+    return ".".join(map(_text, path))
+
+
+def _text(key: Any) -> str:
+    """Of a key of a dict, a place in a sequence, or a field. `jax.tree_util.keystr` writes it alone only since JAX 0.4.36."""
+    return str(next((getattr(key, field) for field in ("key", "idx", "name") if hasattr(key, field)), key))
 
 
 def printable(text: str) -> str:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jaxreplay.leaves import num_bits
 from jaxreplay.operations import ReplayState
 from jaxreplay.paths import name_of
 from jaxreplay.rollouts import RolloutState
@@ -235,7 +236,7 @@ def _is_key(dtype: Any) -> bool:
 
 @functools.cache
 def _has_tensors(dtype: Any) -> bool:
-    return hasattr(torch, dtype.name) and (jax.dtypes.itemsize_bits(dtype) >= _NARROW_BITS or dtype == np.bool_)
+    return hasattr(torch, dtype.name) and (dtype == np.bool_ or num_bits(dtype) >= _NARROW_BITS)
 
 
 def _reason_against_tensor(leaf: Any, *, share: bool, cast: bool) -> str | None:

@@ -62,6 +62,13 @@ LAYERS = (
 SIDEWAYS = {("checks", "types"), ("streams", "types")}
 
 
+def test_each_file_of_tests_is_in_one_part_of_the_soak():
+    makefile = (pathlib.Path(__file__).parent.parent / "Makefile").read_text()
+    parts = dict(re.findall(r"^SOAK_(\w+) := (.*)$", makefile, re.MULTILINE))
+    named = [name for part, names in parts.items() if not part.startswith(("gpu", "tpu")) for name in names.split()]
+    assert sorted(named) == sorted(path.stem.removeprefix("test_") for path in pathlib.Path(__file__).parent.glob("test_*.py"))
+
+
 def modules():
     for path in sorted(ROOT.rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__").strip(".")

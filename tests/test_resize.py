@@ -1,6 +1,7 @@
 """A checkpoint restored into a buffer of another capacity: the newest rows that fit, and everything that belongs to them."""
 
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from buffers import KINDS, bits, draw
+from buffers import KINDS, bits, jitted_draw
 from checkpointed_run import EXAMPLE, added, expected, items, numbers
 from conftest import PLATFORM
 
@@ -37,11 +38,15 @@ def run(case, replay, num_steps):
     return jax.jit(replay.extend)(replay.init(case.example()), steps, *given)
 
 
+@functools.cache
+def everything(replay):
+    """A program that reads all rows of a state."""
+    return jax.jit(lambda state, seed: replay.get(state, jnp.arange(replay.capacity), jax.random.key(seed)))
+
+
 def names(replay, state):
     """The stream and the number of each drawable row."""
-    index = jnp.arange(replay.capacity)
-    key = jax.random.key(0) if replay.view.draws else None
-    is_valid = np.asarray(replay.get(state, index, key).is_valid)
+    is_valid = np.asarray(everything(replay)(state, 1).is_valid)
     env, position = np.divmod(np.flatnonzero(is_valid), replay.streams.length)
     first = rows.span_of(rows.heads_of(state), replay.streams.length, replay.num_envs).first
     return sorted((int(e), int(first[e] + (p - first[e]) % replay.streams.length)) for e, p in zip(env, position, strict=True))
@@ -50,9 +55,8 @@ def names(replay, state):
 def items_of(replay, state, which):
     """What is read of rows by their names, and their probabilities."""
     env, number = np.array(which, int).reshape(-1, 2).T
-    index = jnp.asarray(env * replay.streams.length + number % replay.streams.length, jnp.int32)
-    batch = replay.get(state, index, jax.random.key(1) if replay.view.draws else None)
-    return batch.items, batch.probability
+    batch, index = everything(replay)(state, 1), env * replay.streams.length + number % replay.streams.length
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[index], (batch.items, batch.probability))
 
 
 @kinds
@@ -71,9 +75,9 @@ def test_a_smaller_buffer_is_as_if_it_had_been_fed_the_same(case, num_steps, tmp
     if not small.sampler.consumes:
         assert bits(items_of(small, got, which)) == bits(items_of(small, wanted, which))
         for seed in range(3):
-            assert bits(draw(small, got, jax.random.key(seed))) == bits(draw(small, wanted, jax.random.key(seed)))
-    more = case.step(7)
-    assert names(small, small.add(got, more)) == names(small, small.add(wanted, more))
+            assert bits(jitted_draw(small)(got, jax.random.key(seed))) == bits(jitted_draw(small)(wanted, jax.random.key(seed)))
+    add, more = jax.jit(small.add), case.step(7)
+    assert names(small, add(got, more)) == names(small, add(wanted, more))
 
 
 @kinds

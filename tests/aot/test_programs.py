@@ -119,13 +119,9 @@ def test_no_loop_waits_for_the_host(device, platform, case, name, batch_size):
 
 
 @pytest.mark.parametrize(("device", "platform", "case", "name", "batch_size"), list(cases()))
-def test_programs_are_small_and_soon_compiled(device, platform, case, name, batch_size):
+def test_a_gpu_has_no_more_kernels_than_are_recorded(device, platform, case, name, batch_size):
     program = built(device, platform, case, name, batch_size)
-    if platform == "gpu":
-        recorded = KERNELS[case.name][name]
-        assert program.kernels <= recorded, f"{program.kernels} kernels"
-        assert name != "extend" or program.seconds < 15  # 5, and this machine may have more to do
-    assert program.seconds < 60
+    assert platform != "gpu" or program.kernels <= KERNELS[case.name][name], f"{program.kernels} kernels"
 
 
 @pytest.mark.skipif(FEW, reason="a program of `make aot` alone")
