@@ -563,7 +563,7 @@ def test_a_forged_leaf_is_not_loaded(leaf, tmp_path):
     for t in range(4):
         replay.add(step(t))
     replay.save(path)
-    source, target = next(path.rglob("number")), next(path.rglob(leaf))
+    source, target = next(path.rglob("rank")), next(path.rglob(leaf))
     for file in source.iterdir():
         if file.name == "zarr.json" or target.joinpath(file.name).exists():
             target.joinpath(file.name).write_bytes(file.read_bytes())
