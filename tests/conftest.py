@@ -20,7 +20,8 @@ PLATFORM = os.environ.get("JAXREPLAY_PLATFORM")
 COPIES = 2 if PLATFORM == "tpu" else 1  # of rows that are saved: what lies in tiles is copied, and a file is half as large
 collect_ignore = ["aot/devices.py", "aot/programs.py"]  # they set what the compilers want before JAX is imported
 # HLO is optimized as ever, machine code is not: a third less to compile. The soak has the default, as have other processes.
-jax.config.update("jax_disable_most_optimizations", not SOAK and "JAXREPLAY_AOT" not in os.environ)
+IS_QUICK = not SOAK and "JAXREPLAY_AOT" not in os.environ
+jax.config.update("jax_disable_most_optimizations", IS_QUICK)
 
 hypothesis.settings.register_profile(
     "jaxreplay", deadline=None, derandomize=not SOAK, print_blob=True, suppress_health_check=list(hypothesis.HealthCheck)
@@ -35,7 +36,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a script sta
 if PLATFORM:  # states are laid out for it, on whatever device these tests run
     platforms.default = lambda: PLATFORM
 
-_MOST_MAPPINGS = 20_000
+_MOST_MAPPINGS = 40_000
 
 
 def pytest_configure(config):
@@ -49,10 +50,9 @@ def pytest_configure(config):
 @pytest.fixture
 def optimized():
     """Programs that run for long are compiled as users have them."""
-    before = jax.config.jax_disable_most_optimizations
     jax.config.update("jax_disable_most_optimizations", False)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update("jax_disable_most_optimizations", IS_QUICK)
 
 
 @pytest.fixture(autouse=True)

@@ -140,7 +140,7 @@ def whole(path, among, resume=False):
 def trials(count, r, hows=(errno.EIO, errno.ENOSPC, errno.EINTR)):
     """Which operations fail, and how: in the soak each in each way."""
     every = [(number, how) for number in range(count) for how in hows]
-    return every if SOAK else r.sample(every, min(14, len(every)))
+    return every if SOAK else r.sample(every, min(8, len(every)))
 
 
 @pytest.mark.parametrize("kind", ["first", "second", "replaces", "does not wait"])

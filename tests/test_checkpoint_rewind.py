@@ -43,7 +43,7 @@ def test_a_rewind_saves_the_second_way(kind, num_envs, tmp_path):
     zero = np.zeros((), np.float32)
     example = {"obs": zero, "action": zero, "reward": zero, "terminated": np.False_, "truncated": np.False_} if replay.autoreset else zero
     checkpointer = Checkpointer(tmp_path, replay, keep=2, progress=False)
-    for number in range(200 if SOAK else 25):
+    for number in range(200 if SOAK else 10):
         num_before, num_after, num_values = int(r.integers(0, 50)), int(r.integers(1, 12)), int(r.integers(2, 4))
         start = run(replay, add, replay.init(example), 3 * number, num_before, num_values)
         checkpointer.save(start, 3 * number)
