@@ -83,6 +83,18 @@ def jitted_draw(replay):
     return jax.jit(lambda state, key: draw(replay, state, key))
 
 
+@functools.cache
+def jitted(replay, method):
+    """A method of a buffer, compiled once for all tests, which leaves the state to the caller."""
+    return jax.jit(getattr(replay, method))
+
+
+@functools.cache
+def everything(replay):
+    """A program of a state and a seed that reads all rows."""
+    return jax.jit(lambda state, seed: replay.get(state, jnp.arange(replay.capacity), jax.random.key(seed)))
+
+
 def near(achieved, goal, step):
     return -jnp.sum(jnp.abs(achieved - goal)) + 0 * step.reward
 

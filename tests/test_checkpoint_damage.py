@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from buffers import CATALOG, KINDS, bits, draw
+from buffers import CATALOG, KINDS, bits, everything, jitted, jitted_draw
 from checkpointed_run import EXAMPLE, added, expected, items, numbers
 from conftest import COPIES, SOAK
 
@@ -323,7 +323,7 @@ def names_in(case, item):
 
 def all_items(replay, state):
     """Of each row that can be drawn, its place: the item that is read there, and its probability."""
-    batch = replay.get(state, jnp.arange(replay.capacity), jax.random.key(1) if replay.view.draws else None)
+    batch = everything(replay)(state, 1)
     items, probability = jax.device_get((batch.items, batch.probability))
     one = lambda place: jax.tree.map(lambda leaf: leaf[place], items)  # noqa: E731
     return {place: (one(place), probability[place]) for place in np.flatnonzero(batch.is_valid).tolist()}
@@ -345,8 +345,11 @@ def test_what_is_salvaged_is_as_it_was_and_pairs_nothing_across_a_gap(case, seed
         state = extend(state, marked(case, count, 4, start, part + 10 * seed), *case.mask(replay, part, count))
         start += count
         if replay.sampler.has_priorities:
-            batch = draw(replay, state, jax.random.key(part))
-            state = replay.update_priorities(state, batch.index, jnp.abs(jax.random.normal(jax.random.key(part), batch.probability.shape)))
+            batch, priority = (
+                jitted_draw(replay)(state, jax.random.key(part)),
+                np.abs(np.random.default_rng(part).normal(size=replay.batch_size)),
+            )
+            state = jitted(replay, "update_priorities")(state, batch.index, priority.astype(np.float32))
         checkpointer.save(state, part)
     checkpointer.close()
     groups = [group.folder for group in checkpointer._base.groups]
@@ -365,7 +368,7 @@ def test_what_is_salvaged_is_as_it_was_and_pairs_nothing_across_a_gap(case, seed
         if "across" not in case.name:
             assert not names_in(case, item) & lost, names_in(case, item) & lost
     for key in range(3):
-        batch = draw(replay, more, jax.random.key(key))
+        batch = jitted_draw(replay)(more, jax.random.key(key))
         assert bool(np.asarray(batch.is_valid).all()) or replay.sampler.consumes
     # And is saved, also in a buffer of another capacity.
     checkpoint.save(tmp_path / "again", replay, more)

@@ -28,8 +28,8 @@ def made_up(num_groups, num_envs, num_saves, length=2**20):
     saves = [groups.Save(f"{at:010}-0123abcd", length, end[at], end[at + 1]) for at in range(num_saves)]
     columns = np.zeros((num_groups, 6), np.int64)
     columns[:, 0] = np.arange(num_groups) * num_saves // num_groups
-    columns[:, 1], columns[:, 2] = np.arange(num_groups), np.arange(num_groups) % (length - 1)
-    columns[:, 3], columns[:, 5] = columns[:, 2] + 1, num_envs
+    columns[:, 1], columns[:, 2] = np.arange(num_groups), length - 2 - 2 * (np.arange(num_groups) % 5000)
+    columns[:, 3], columns[:, 5] = columns[:, 2] + 2, num_envs
     sums = r.integers(0, 2**32, (num_groups, len(LEAVES), 2)).astype(np.uint32)
     return Manifest(
         folder="0000000200-0123abcd",
@@ -62,6 +62,12 @@ def test_a_manifest_of_many_groups_and_streams_that_step_apart_is_small():
         group, wanted = got.groups[at], manifest.groups[at]
         assert (group.folder, group.seals, group.num_rows) == (wanted.folder, wanted.seals, wanted.num_rows)
         np.testing.assert_array_equal(group.range(), wanted.range())
+    first, end = 100 * np.arange(4096), np.full(4096, 2**19)
+    counts = got.groups.num_rows(first, end)
+    for at in range(0, 10_000, 500):
+        low, high = got.groups[at].range()
+        assert counts[at] == np.maximum(np.minimum(high, end) - np.maximum(low, first), 0).sum()
+    assert len(set(counts.tolist())) > 50
 
 
 def test_what_is_kept_of_a_manifest_of_many_groups_is_small():
@@ -88,7 +94,7 @@ def test_a_made_up_manifest_of_very_many_groups_costs_little(tmp_path):
     manifest = Manifest.from_bytes(f"manifests/{file.name}", file.read_bytes())
     found = manifest.groups
     many = groups.Groups(found.saves, np.repeat(found.columns, 100_000, 0), found.leaves, np.repeat(found.sums, 100_000, 0))
-    many.columns[:, 1] = 1 + np.arange(len(many)) % 900_000
+    many.columns[:, 1] = 1 + np.arange(len(many))
     file.write_bytes(dataclasses.replace(manifest, groups=many).to_bytes())
     tracemalloc.start()
     try:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from buffers import KINDS, bits, jitted_draw
+from buffers import KINDS, bits, everything, jitted, jitted_draw
 from checkpointed_run import EXAMPLE, added, expected, items, numbers
 from conftest import PLATFORM
 
@@ -36,12 +36,6 @@ def run(case, replay, num_steps):
     if replay.sampler.has_priorities:
         given = (*(given or (None,)), jnp.asarray(np.random.default_rng(3).random((num_steps, replay.num_envs)), jnp.float32))
     return jax.jit(replay.extend)(replay.init(case.example()), steps, *given)
-
-
-@functools.cache
-def everything(replay):
-    """A program that reads all rows of a state."""
-    return jax.jit(lambda state, seed: replay.get(state, jnp.arange(replay.capacity), jax.random.key(seed)))
 
 
 def names(replay, state):
@@ -109,9 +103,9 @@ def test_priorities_come_along(capacity, ranked, tmp_path):
     state = jax.jit(replay.extend)(replay.init(jax.tree.map(lambda leaf: leaf[0, 0], step)), step, None, given)
     which = names(replay, state)
     env, number = np.array(which).T
-    index = replay.get(state, jnp.asarray(env * 50 + number % 50, jnp.int32)).index
-    state = replay.update_priorities(state, index, jnp.linspace(0.0, 9.0, len(which)))
-    state = replay.rerank(state) if ranked else state
+    index = jitted(replay, "get")(state, jnp.asarray(env * 50 + number % 50, jnp.int32)).index
+    state = jitted(replay, "update_priorities")(state, index, jnp.linspace(0.0, 9.0, len(which)))
+    state = jitted(replay, "rerank")(state) if ranked else state
     checkpoint.save(tmp_path, replay, state)
     other = at(replay, capacity)
     example = jax.tree.map(lambda leaf: leaf[0, 0], step)
@@ -121,7 +115,7 @@ def test_priorities_come_along(capacity, ranked, tmp_path):
     assert len(kept) == (len(which) if capacity > 100 else 2 * 5)  # of 8 rows a stream, 3 wait
     for field in ("largest", "ignored_rows", "ignored_priorities"):
         assert bits(getattr(got.sampler, field)) == bits(getattr(state.sampler, field))
-    assert np.asarray(other.sample(got, jax.random.key(0)).is_valid).all()
+    assert np.asarray(jitted_draw(other)(got, jax.random.key(0)).is_valid).all()
 
     def shares(kept):
         was, now = (np.asarray(items_of(*pair, kept)[1], np.float64) for pair in ((replay, state), (other, got)))
@@ -135,7 +129,7 @@ def test_priorities_come_along(capacity, ranked, tmp_path):
     more = jax.tree.map(lambda leaf: leaf[:3], step)
     state, got = (jax.jit(one.extend)(its, more) for one, its in ((replay, state), (other, got)))
     if ranked:
-        state, got = replay.rerank(state), other.rerank(got)
+        state, got = jitted(replay, "rerank")(state), jitted(other, "rerank")(got)
     both = sorted(set(names(replay, state)) & set(names(other, got)))
     assert {(env, number) for env in range(2) for number in (77, 78, 79)} <= set(both)
     was, now = shares(both)
@@ -163,15 +157,21 @@ def test_episodes_are_looked_up_as_before(form, capacity, tmp_path, monkeypatch)
     wanted = jax.jit(other.extend)(other.init(example), step) if capacity < replay.capacity else state
     reference = other if capacity < replay.capacity else replay
 
+    @functools.cache
+    def looks_up(replay):
+        def run(state, row):
+            found = replay.episodes(state)
+            ends = (found.kth_end(row, k) for k in (1, 2, 3))
+            counts = (found.num_episodes(), found.unfinished(), found.beheaded())
+            return found.steps_to_end(row), found.steps_from_start(row), found.ends_ahead(row), found.is_complete(row), *ends, counts
+
+        return jax.jit(run)
+
     def looked_up(replay, state):
         length = replay.streams.length
         span = rows.span_of(rows.heads_of(state), length, 2)
         row = [env * length + number % length for env in range(2) for number in range(span.first[env], span.end[env])]
-        found = replay.episodes(state)
-        row = jnp.asarray(row, jnp.int32)
-        ends = (found.kth_end(row, k) for k in (1, 2, 3))
-        counts = (found.num_episodes(), found.unfinished(), found.beheaded())
-        return found.steps_to_end(row), found.steps_from_start(row), found.ends_ahead(row), found.is_complete(row), *ends, counts
+        return looks_up(replay)(state, jnp.asarray(row, jnp.int32))
 
     assert bits(looked_up(other, got)) == bits(looked_up(reference, wanted))
     more = jax.tree.map(lambda leaf: leaf[20:29], step)
@@ -206,15 +206,15 @@ def test_what_is_handed_out_once_is_not_handed_out_again(kind, tmp_path):
     replay = jr.ReplayBuffer(capacity=40, num_envs=2, batch_size=4, sampler=kind, view=jr.Item(), autoreset=None)
     state = replay.init(jnp.int32(0))
     for t in range(20):
-        state = replay.add(state, jnp.asarray([t, 100 + t], jnp.int32))
-    state, first = replay.take(state, jax.random.key(0))
+        state = jitted(replay, "add")(state, jnp.asarray([t, 100 + t], jnp.int32))
+    state, first = jitted(replay, "take")(state, jax.random.key(0))
     checkpoint.save(tmp_path, replay, state)
     for capacity, left in ((100, 40), (20, 20)):
         other, seen = at(replay, capacity), []
         got = checkpoint.restore(tmp_path, other, jnp.int32(0), resize=True)
         before = int(other.size(got))
         for seed in range(100):
-            got, batch = other.take(got, jax.random.key(seed))
+            got, batch = jitted(other, "take")(got, jax.random.key(seed))
             seen += np.asarray(batch.items)[np.asarray(batch.is_valid)].tolist()
             if (isinstance(kind, jr.WithoutReplacement) and len(seen) >= left - 4) or not np.asarray(batch.is_valid).any():
                 break
@@ -265,7 +265,7 @@ def test_nothing_and_one_row(num_steps, tmp_path):
         path = tmp_path / str(capacities[0])
         state = replay.init(jnp.int32(0))
         for t in range(num_steps):
-            state = replay.add(state, jnp.full(1, 7 + t, jnp.int32))
+            state = jitted(replay, "add")(state, jnp.full(1, 7 + t, jnp.int32))
         checkpoint.save(path, replay, state)
         got = checkpoint.restore(path, other, jnp.int32(0), resize=True)
         assert int(other.size(got)) == num_steps

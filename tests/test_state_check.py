@@ -57,7 +57,7 @@ def buffer_for(method, **sizes):
 def test_every_method_refuses_a_state_of_another_capacity(method):
     small, large = buffer_for(method), buffer_for(method, capacity=128)
     call, state = METHODS[method], small.init(EXAMPLE)
-    call(small, state)
+    jax.eval_shape(call, small, state)
     for run in (call, jax.jit(call, static_argnums=0)):
         with pytest.raises(ValueError, match=r"this state is not of this buffer: (.|\n)*length: the state's is 32, this buffer's 64"):
             run(large, state)
@@ -94,14 +94,14 @@ def test_every_method_takes_a_state_of_numpy_arrays(method):
     replay, call = buffer_for(method), METHODS[method]
     state = jax.jit(METHODS["extend"], static_argnums=0)(replay, replay.init(EXAMPLE))
     on_host = jax.device_get(state)
-    wanted = jax.tree.leaves(call(replay, state))
-    for got in (call(replay, on_host), call(replay, flax.serialization.from_bytes(state, flax.serialization.to_bytes(state)))):
-        for leaf, expected in zip(jax.tree.leaves(got), wanted, strict=True):
-            assert isinstance(leaf, jax.Array)
-            np.testing.assert_array_equal(leaf, expected)
+    if method == "sample":
+        on_host = flax.serialization.from_bytes(state, flax.serialization.to_bytes(state))
+    wanted = jax.tree.leaves(jax.jit(call, static_argnums=0)(replay, state))
+    for leaf, expected in zip(jax.tree.leaves(call(replay, on_host)), wanted, strict=True):
+        assert isinstance(leaf, jax.Array)
+        np.testing.assert_array_equal(leaf, expected)
     if method in ("add", "update_priorities", "sample"):
-        jitted = call(jr.jit(replay), on_host)
-        np.testing.assert_array_equal(jax.tree.leaves(jitted)[0], wanted[0])
+        np.testing.assert_array_equal(jax.tree.leaves(call(jr.jit(replay), on_host))[0], wanted[0])
 
 
 def test_a_rollout_takes_a_state_of_numpy_arrays():
@@ -143,9 +143,9 @@ def test_a_state_of_another_sampler_is_refused(sampler, named):
 
 
 def test_what_does_not_change_a_state_s_meaning_may_differ():
-    state = uniform().add(uniform().init(EXAMPLE), STEP)
+    state = uniform().init(EXAMPLE)
     for other in (uniform(batch_size=3, min_size=2, discount=0.5), dataclasses.replace(uniform(), sampler=jr.Recent(decay=0.5))):
-        assert other.sample(state, KEY).is_valid.shape == (other.batch_size,)
+        assert jax.eval_shape(other.sample, state, KEY).is_valid.shape == (other.batch_size,)
 
 
 def test_a_leaf_of_another_shape_or_dtype_is_named():

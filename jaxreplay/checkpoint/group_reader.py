@@ -41,7 +41,7 @@ class Ahead:
         self._held = np.minimum(filled - holes.num_lost, length)
         self.num_rows = int(self._held.sum())
         row_bytes = sum(math.prod(spec.shape[1:]) * spec.dtype.itemsize for spec in jax.tree.leaves(specs))
-        largest = max((group.num_rows for group in manifest.groups), default=1) * row_bytes
+        largest = int(manifest.groups.num_rows().max(initial=1)) * row_bytes
         self._room = threading.Semaphore(max(1, _AHEAD // max(1, largest)))
         self._is_over = store.is_far  # who reads these asks for them
         self._thread = threading.Thread(target=self._run, args=(named(specs),), name="jaxreplay-ahead", daemon=True)

@@ -55,12 +55,7 @@ class Group(NamedTuple):
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:
         """The numbers from which on, and before which, it has rows of each stream: int64[E] both, equal where it has none."""
-        save, (low, high) = self.save, np.zeros((2, len(self.save.end)), np.int64)
-        own = slice(self.env, self.env_stop)
-        oldest = save.end[own] - save.length  # whose distance is 0
-        low[own] = np.maximum(save.since[own], oldest + self.start)
-        high[own] = np.maximum(np.minimum(save.end[own], oldest + self.stop), low[own])
-        return low, high
+        return _ranges(self.save.since, self.save.end, self.save.length, *self[2:6])
 
     def rows(self) -> Picked:
         """Its rows, in the order of its files. A BrokenError, if it cannot have so many."""
@@ -101,6 +96,27 @@ class Groups(Sequence[Group]):
             return [self[one] for one in range(*at.indices(len(self)))]
         save, number, start, stop, env, env_stop = self.columns[at].tolist()
         return Group(self.saves[save], number, start, stop, env, env_stop, self.leaves, self.sums[at])
+
+    def num_rows(self, first: Any = 0, end: Any = 2**62) -> np.ndarray:
+        """Rows of each group, int64[G]: of all, or of those with the numbers from `first` to before `end`, int64[E] both."""
+        counts = [np.zeros(0, np.int64)]
+        if len(self):
+            since, ends = (np.stack([getattr(save, name) for save in self.saves]) for name in ("since", "end"))
+            length, at_once = np.array([save.length for save in self.saves]), max(2**18 // max(ends.shape[1], 1), 1)
+            for begin in range(0, len(self), at_once):
+                save, _, *numbers = (column[:, None] for column in self.columns[begin : begin + at_once].T)
+                low, high = _ranges(since[save[:, 0]], ends[save[:, 0]], length[save], *numbers)
+                counts.append(np.maximum(np.minimum(high, end) - np.maximum(low, first), 0).sum(axis=1))
+        return np.concatenate(counts)
+
+
+def _ranges(since: Any, end: Any, length: Any, start: Any, stop: Any, env: Any, env_stop: Any) -> tuple[np.ndarray, np.ndarray]:
+    """As of `Group.range`, of one group or, with another axis before that of the streams, of many."""
+    oldest, stream = end - length, np.arange(end.shape[-1])  # the distance of the oldest is 0
+    low = np.maximum(since, oldest + start)
+    high = np.maximum(np.minimum(end, oldest + stop), low)
+    is_own = (stream >= env) & (stream < env_stop)
+    return np.where(is_own, low, 0), np.where(is_own, high, 0)
 
 
 def cut(save: Save, most: int) -> Iterator[Group]:

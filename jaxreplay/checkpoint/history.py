@@ -49,11 +49,12 @@ def kept_of(base: Manifest, span: Span, num_rewritten: int, group_rows: int) -> 
     """
     since = np.maximum(np.maximum(base.first, np.array(base.end) - num_rewritten), span.first)
     for group in reversed(base.groups):
-        live = _live(group, span.first, since)
-        if live.sum() > min(int((span.end - since).sum()), group_rows // 2):
+        low, high = group.range()
+        live = np.minimum(high, since) - np.maximum(low, span.first)  # rows that are still held, and not written anew
+        if np.maximum(live, 0).sum() > min(int((span.end - since).sum()), group_rows // 2):
             break
-        since = np.where(live > 0, np.maximum(group.range()[0], span.first), since)
-    return since, [group for group in base.groups if _live(group, span.first, since).any()]
+        since = np.where(live > 0, np.maximum(low, span.first), since)
+    return since, [base.groups[at] for at in np.flatnonzero(base.groups.num_rows(span.first, since))]
 
 
 def held_of(group: Group, span: Span, since: np.ndarray, folder: str, length: int) -> Save:
@@ -61,12 +62,6 @@ def held_of(group: Group, span: Span, since: np.ndarray, folder: str, length: in
     low, high = group.range()
     first = np.maximum(low, span.first)
     return Save(folder, length, first, np.maximum(np.minimum(high, since), first))
-
-
-def _live(group: Group, first: np.ndarray, since: np.ndarray) -> np.ndarray:
-    """Rows of each stream that are still held, and not written anew: int64[E]."""
-    low, high = group.range()
-    return np.maximum(np.minimum(high, since) - np.maximum(low, first), 0)
 
 
 def _up_to(replay: Any, state: ReplayState, number: np.ndarray, span: Span) -> np.ndarray:

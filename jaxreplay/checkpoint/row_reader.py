@@ -25,7 +25,7 @@ class RowReader:
         self._offset = np.cumsum(self.end - self.first) - (self.end - self.first)  # int64[E]: of each stream's first row
         for group in manifest.groups:  # so much memory is right, where all of them are there
             described(store, array_name("rows", group.folder, group.leaves[0]), group.seals[group.leaves[0]])
-        missing = self.num_rows - sum(group.num_rows for group in manifest.groups)
+        missing = self.num_rows - int(manifest.groups.num_rows().sum())
         if missing <= 0:
             self._group, self._place = np.zeros((2, self.num_rows), np.int32)  # the number of the group, from 1 on
             for at, group in enumerate(manifest.groups, 1):  # a row that is in two is as in the later one
