@@ -224,7 +224,7 @@ def histories(draw, config):
 @pytest.mark.parametrize("config", TRIED, ids=lambda config: "-".join(map(str, dataclasses.astuple(config))))
 def test_streams_agree_with_the_oracle(config):
     @hypothesis.seed(1000 * SOAK)
-    @hypothesis.settings(max_examples=40 if SOAK else 20)
+    @hypothesis.settings(max_examples=40 if SOAK else 16)
     @hypothesis.given(histories(config))
     def run(history):
         pair = Pair(config)

@@ -121,7 +121,7 @@ POOL = (
 )
 
 
-@hypothesis.settings(max_examples=500 if SOAK else 60)
+@hypothesis.settings(max_examples=500 if SOAK else 25)
 @hypothesis.given(histories(POOL))
 def test_the_queue_agrees_with_the_oracle(case):
     config, history = case

@@ -118,7 +118,7 @@ def histories(draw):
     return config, history
 
 
-@hypothesis.settings(max_examples=400 if SOAK else 40)
+@hypothesis.settings(max_examples=400 if SOAK else 16)
 @hypothesis.given(histories())
 def test_ranks_agree_with_the_oracle(case):
     config, history = case

@@ -53,7 +53,7 @@ POOL = (
 )
 
 
-@hypothesis.settings(max_examples=500 if SOAK else 50)
+@hypothesis.settings(max_examples=500 if SOAK else 25)
 @hypothesis.given(histories(POOL))
 def test_probabilities_agree_with_the_oracle(case):
     config, history = case

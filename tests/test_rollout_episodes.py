@@ -84,7 +84,7 @@ jitted_collect = jax.jit(collect, static_argnums=0)
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=500 if SOAK else 40)
+@settings(max_examples=500 if SOAK else 20)
 @given(kinds=st.lists(st.sampled_from("...TCB"), min_size=6 * T, max_size=6 * T), num_steps=st.integers(1, T), seed=st.integers(0, 99))
 def test_advantages_are_those_of_the_episodes(form, kinds, num_steps, seed):
     """Three rollouts one after the other, the last one not full: whatever ends where, no target reaches over an episode's end."""

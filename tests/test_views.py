@@ -270,7 +270,7 @@ def histories(draw, config):
 @pytest.mark.parametrize("config", TRIED, ids=lambda config: f"{type(config.view).__name__}-{config.autoreset}-{config.has_final_obs}")
 def test_views_agree_with_the_oracle(config):
     @hypothesis.seed(1000 * SOAK)
-    @hypothesis.settings(max_examples=30 if SOAK else 12)
+    @hypothesis.settings(max_examples=30 if SOAK else 8)
     @hypothesis.given(histories(config))
     def run(history):
         pair = ViewPair(config)

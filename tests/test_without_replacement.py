@@ -69,7 +69,7 @@ POOL = (
 )
 
 
-@hypothesis.settings(max_examples=500 if SOAK else 60)
+@hypothesis.settings(max_examples=500 if SOAK else 25)
 @hypothesis.given(histories(POOL))
 def test_passes_agree_with_the_oracle(case):
     config, history = case
