@@ -264,3 +264,30 @@ def test_a_size_is_compared_with_the_file_before_memory_is_taken(tmp_path, limit
         Checkpointer(tmp_path, replay).restore(example)
     with pytest.raises(ValueError, match="length"):
         checkpoint.inspect(tmp_path)
+
+
+@pytest.mark.parametrize("where", ["leaves", "seals"])
+def test_a_name_that_no_file_can_have_is_refused(where, tmp_path):
+    replay, example = next(buffers())
+    saved(tmp_path, replay, example, 20)
+    for manifest in (tmp_path / "manifests").iterdir():
+        tree = json.loads(manifest.read_bytes().split(b"\n", 1)[1])
+        if where == "leaves":
+            tree["groups"]["leaves"][0] = "\ud800"
+        else:
+            tree["seals"]["\ud800"] = tree["seals"].pop(next(iter(tree["seals"])))
+        manifest.write_bytes(sealed(json.dumps(tree)))
+    for call in (lambda: Checkpointer(tmp_path, replay).restore(example), lambda: checkpoint.inspect(tmp_path)):
+        with pytest.raises(BrokenError, match=rf"{where}.*: expected a name, got"):
+            call()
+    assert all("expected a name" in problem for found in checkpoint.verify(tmp_path) for problem in found.problems)
+
+
+def test_rows_of_leaves_without_elements_are_saved(tmp_path):
+    """No file has anything of them."""
+    replay, example = jr.items(capacity=8, num_envs=2, batch_size=2), {"x": np.zeros((0, 3), np.float32)}
+    state = replay.add(replay.init(example), {"x": np.zeros((2, 0, 3), np.float32)})
+    checkpoint.save(tmp_path, replay, state)
+    assert int(replay.size(checkpoint.restore(tmp_path, replay, example))) == 2
+    assert checkpoint.inspect(tmp_path).to_json()
+    assert [found.problems for found in checkpoint.verify(tmp_path)] == [[]]

@@ -102,7 +102,7 @@ _NUMBERS = schema.integers(0, 2**62)
 _GROUPS_FIELDS = {
     "saves": schema.list_of(dict),
     "columns": schema.integers(0, 2**30),
-    "leaves": schema.list_of(str),
+    "leaves": schema.list_of(schema.name),
     "sums": schema.integers(0, 2**32 - 1),
 }
 _SAVE_FIELDS = {

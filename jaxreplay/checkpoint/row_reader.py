@@ -24,7 +24,8 @@ class RowReader:
         self.num_rows = int((self.end - self.first).sum())
         self._offset = np.cumsum(self.end - self.first) - (self.end - self.first)  # int64[E]: of each stream's first row
         for group in manifest.groups:  # so much memory is right, where all of them are there
-            described(store, array_name("rows", group.folder, group.leaves[0]), group.seals[group.leaves[0]])
+            for leaf in group.leaves[:1]:
+                described(store, array_name("rows", group.folder, leaf), group.seals[leaf])
         missing = self.num_rows - int(manifest.groups.num_rows().sum())
         if missing <= 0:
             self._group, self._place = np.zeros((2, self.num_rows), np.int32)  # the number of the group, from 1 on

@@ -68,10 +68,20 @@ def list_of(item: Any) -> Check:
 def dict_of(item: Any) -> Check:
     def run(where: str, value: Any) -> None:
         check(where, value, dict)
-        for name, one in value.items():
-            _run(f"{where}[{printable(name)}]", one, item)
+        for key, one in value.items():
+            name(where, key)
+            _run(f"{where}[{printable(key)}]", one, item)
 
     return run
+
+
+def name(where: str, value: Any) -> None:
+    """The name of a leaf, which is in that of a file."""
+    check(where, value, str)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise BrokenError(f"{where}: expected a name, got {_shown(value)}") from None
 
 
 def folder(where: str, value: Any) -> None:
