@@ -137,7 +137,7 @@ def spec_text(shape: tuple[int, ...], dtype: Any) -> str:
 
 
 def num_bits(dtype: np.dtype) -> int:
-    """Of a number, which may be less than a byte; not of a bool."""
+    """Return the bits of a number, which may be less than 8. The dtype must not be bool."""
     return int((jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits)
 
 

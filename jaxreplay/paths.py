@@ -11,7 +11,7 @@ def name_of(path: Any) -> str:
 
 
 def _text(key: Any) -> str:
-    """Of a key of a dict, a place in a sequence, or a field. `jax.tree_util.keystr` writes it alone only since JAX 0.4.36."""
+    """Return a dict's key, a place in a sequence, or a field, as text. JAX before 0.4.36 has no `keystr(simple=True)`."""
     return str(next((getattr(key, field) for field in ("key", "idx", "name") if hasattr(key, field)), key))
 
 

@@ -37,7 +37,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a script sta
 if PLATFORM:  # states are laid out for it, on whatever device these tests run
     platforms.default = lambda: PLATFORM
 
-_MOST_MAPPINGS = 40_000
+_MOST_MAPPINGS = 30_000
 _EVERY, _num_tests = 8, itertools.count()
 gc.set_threshold(200_000, 20, 50)  # tracing makes many objects, and few that die: a tenth of the time went into looking for these
 

@@ -109,11 +109,11 @@ class Checkpointer:
 
         Args:
           state: the more it has of the one that was last saved or restored here, the less is written.
-          step: what it is called; by default one more than the newest one. It takes the place of a generation of the same step.
+          step: an integer of 64 bits; by default one more than the newest one. It takes the place of a generation of the same step.
           wait: False: return soon, and copy the rows by and by: call `pump` before each `add`, and `finish` before a `clear` and at the
             end. A save that is under way is finished first. Of priorities and episode tables, up to 20 bytes a row, a copy is written;
             where they are more than `chunk_bytes`, they are written before this returns.
-          notes: of JSON; `restore` leaves them in `notes`.
+          notes: JSON, nested at most 100 deep; `restore` leaves them in `notes`.
 
         Raises:
           HeldError: somebody else writes to the path. RuntimeError, OSError, ValueError: it could not be written. The generations that
@@ -298,7 +298,7 @@ class Checkpointer:
 
 
 def _folders(generations: list[Manifest]) -> list[str]:
-    """Of generations: no two have the same."""
+    """Names of generations: no two have the same."""
     return [manifest.folder for manifest in generations]
 
 
@@ -310,7 +310,7 @@ def _checked_step(step: Any) -> int:
 
 
 def _checked_notes(notes: Any) -> dict[str, Any]:
-    """A copy, as a restore will have them."""
+    """Return a copy, as a restore will have it."""
     try:
         own: dict[str, Any] = json.loads(json.dumps(notes))
         schema.notes("save: notes", own)

@@ -14,7 +14,7 @@ class BrokenError(ValueError):
 
 
 class MissingError(BrokenError):
-    """A file that is not there, or is not a file."""
+    """A file that does not exist."""
 
 
 class HeldError(RuntimeError):

@@ -47,7 +47,7 @@ class Generations:
                 return list(found.values()), problems
 
     def _manifest(self, name: str) -> Manifest:
-        """A file is read each time, since it may be damaged meanwhile, and understood once."""
+        """Read the file each time, since it may be damaged meanwhile, and parse it once."""
         content = self._store.get(name)
         checksum, (known, manifest) = checksum_of(name, content), self._known.get(name, (b"", None))
         if manifest is None or checksum != known:

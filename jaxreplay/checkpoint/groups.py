@@ -54,7 +54,7 @@ class Group(NamedTuple):
         return int((high - low).sum())
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers from which on, and before which, it has rows of each stream: int64[E] both, equal where it has none."""
+        """Return the first number of each stream that it has, and one more than the last: int64[E] both, equal where it has none."""
         return _ranges(self.save.since, self.save.end, self.save.length, *self[2:6])
 
     def rows(self) -> Picked:
@@ -79,7 +79,7 @@ class Groups(Sequence[Group]):
 
     @classmethod
     def of(cls, groups: Iterable[Group]) -> "Groups":
-        """Those that are written, with arrays of the same leaves."""
+        """Put groups that are written, all with arrays of the same leaves, in columns."""
         groups = list(groups)
         saves: dict[Save, int] = {}
         columns = [(saves.setdefault(group.save, len(saves)), *group[1:6]) for group in groups]
@@ -98,7 +98,7 @@ class Groups(Sequence[Group]):
         return Group(self.saves[save], number, start, stop, env, env_stop, self.leaves, self.sums[at])
 
     def num_rows(self, first: Any = 0, end: Any = 2**62) -> np.ndarray:
-        """Rows of each group, int64[G]: of all, or of those with the numbers from `first` to before `end`, int64[E] both."""
+        """Count the rows of each group, int64[G]: all, or those with the numbers from `first` to before `end`, int64[E] both."""
         counts = [np.zeros(0, np.int64)]
         if len(self):
             since, ends = (np.stack([getattr(save, name) for save in self.saves]) for name in ("since", "end"))
@@ -111,7 +111,7 @@ class Groups(Sequence[Group]):
 
 
 def _ranges(since: Any, end: Any, length: Any, start: Any, stop: Any, env: Any, env_stop: Any) -> tuple[np.ndarray, np.ndarray]:
-    """As of `Group.range`, of one group or, with another axis before that of the streams, of many."""
+    """`Group.range` of one group or, with an axis before that of the streams, of many."""
     oldest, stream = end - length, np.arange(end.shape[-1])  # the distance of the oldest is 0
     low = np.maximum(since, oldest + start)
     high = np.maximum(np.minimum(end, oldest + stop), low)

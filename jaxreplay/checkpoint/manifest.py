@@ -71,7 +71,7 @@ class Manifest:
 
 
 def checksum_of(name: str, content: bytes) -> bytes:
-    """What its first line says, which tells whether it was read before. Raises a BrokenError, if the file is not as it was written."""
+    """Return the checksum in its first line. Raises a BrokenError, if the file is not as it was written."""
     _body(name, content)
     return content[:8]
 
@@ -114,12 +114,12 @@ _SAVE_FIELDS = {
 
 
 def _short(numbers: np.ndarray) -> int | list[int]:
-    """One number for all streams, where they have the same: those that step together do."""
+    """Write one number for all streams, if they have the same: those that step together do."""
     return int(numbers[0]) if len(numbers) and (numbers == numbers[0]).all() else numbers.tolist()
 
 
 def _check_numbers(name: str, fields: dict[str, Any]) -> None:
-    """Whether the numbers of rows are possible together."""
+    """Check that the numbers of rows are possible together."""
     first, end = (np.array(fields[which], np.int64) for which in ("first", "end"))
     if len(first) != len(end) or (first > end).any() or (end - first > fields["length"]).any():
         raise BrokenError(f"{name}: first, end: these are not the rows of streams of {fields['length']}")
@@ -128,7 +128,7 @@ def _check_numbers(name: str, fields: dict[str, Any]) -> None:
 
 
 def _groups(where: str, fields: dict[str, Any], num_envs: int) -> Groups:
-    """Groups whose numbers are possible."""
+    """Return the groups, once their numbers are known to be possible."""
     schema.check_fields(where, fields, _GROUPS_FIELDS)
     saves = [_save(f"{where}: saves[{place}]", one, num_envs) for place, one in enumerate(fields["saves"])]
     leaves, num_groups = tuple(fields["leaves"]), len(fields["columns"]) // 6
