@@ -13,7 +13,7 @@ import pathlib
 import platform
 import sys
 
-_MOST_BYTES = 2**30  # of the folder; a whole run writes about a fifth of it
+_MOST_BYTES = 2**30  # of the folder, when a run begins
 _PROGRAMS, _READ = "/jax/core/compile/backend_compile_duration", "/jax/compilation_cache/cache_retrieval_time_sec"
 
 
@@ -36,15 +36,6 @@ def use_cache() -> None:
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder()))
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-
-
-@contextlib.contextmanager
-def no_cache():
-    """Compile everything anew in this block, for a test that looks at what the compiler says of a program."""
-    import jax
-
-    with jax.enable_compilation_cache(False) if hasattr(jax, "enable_compilation_cache") else contextlib.nullcontext():
-        yield
 
 
 def trim(most_bytes: int = _MOST_BYTES) -> None:

@@ -124,7 +124,7 @@ def test_what_is_damaged_is_never_taken_for_whole(tmp_path):
 def test_a_run_that_is_killed_leaves_a_generation_that_is_whole(how, tmp_path):
     """Wherever it is killed, in a save or in the deletion of what is old; each run goes on from what the one before has left."""
     r, replay, ends = random.Random(how), checkpointed_run.REPLAY, [0]
-    for _ in range(100 if SOAK else 5):
+    for _ in range(100 if SOAK else 10):
         script = [sys.executable, checkpointed_run.__file__, tmp_path, how]
         with subprocess.Popen(script, stdout=subprocess.PIPE, text=True) as run:
             assert run.stdout is not None

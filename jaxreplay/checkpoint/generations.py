@@ -66,7 +66,11 @@ class Generations:
         return f"{self._number:010}-{self._run}"
 
     def commit(self, manifest: Manifest) -> None:
-        """Make it a generation. It is read back, so that nothing older is deleted for one that cannot be."""
+        """Write the manifest, which makes it a generation, and read it back: nothing older is deleted before that.
+
+        Raises:
+          ValueError: this library could not read the manifest. BrokenError: the store gives other bytes back.
+        """
         name, content = f"manifests/{manifest.folder}.json", manifest.to_bytes()
         if len(content) > MOST_BYTES:
             raise ValueError(f"save: the manifest would have {len(content):,} bytes, more than the {MOST_BYTES:,} that are read")
@@ -77,7 +81,7 @@ class Generations:
             raise BrokenError(f"{name} is not as it was written")
 
     def forget(self) -> None:
-        """Others may write here from now on."""
+        """Have the next `collect` list what is there: others may write meanwhile, or a save has left files."""
         self._listed = None
 
     def collect(self, generations: Iterable[Manifest], base: Manifest | None) -> None:

@@ -58,7 +58,7 @@ class Group(NamedTuple):
         return _ranges(self.save.since, self.save.end, self.save.length, *self[2:6])
 
     def rows(self) -> Picked:
-        """Its rows, in the order of its files. A BrokenError, if it cannot have so many."""
+        """Return its rows, in the order of its files. Raises a BrokenError, if it cannot have so many."""
         low, high = self.range()
         count = high - low
         if (num_rows := count.sum()) > MOST_ROWS:
@@ -70,7 +70,7 @@ class Group(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Groups(Sequence[Group]):
-    """Many of them, in columns: a list would take some hundred bytes for each."""
+    """Groups in columns: as a list they would take some hundred bytes each."""
 
     saves: list[Save]
     columns: np.ndarray  # int64[G, 6]: the index of its save, and the other numbers of each
@@ -120,7 +120,7 @@ def _ranges(since: Any, end: Any, length: Any, start: Any, stop: Any, env: Any, 
 
 
 def cut(save: Save, most: int) -> Iterator[Group]:
-    """The rows of a save in groups of at most `most`, numbered from 0 on: those first that will be overwritten first."""
+    """Divide the rows of a save into groups of at most `most`, numbered from 0 on: those first that will be overwritten first."""
     num_envs = len(save.end)
     if not num_envs:
         return

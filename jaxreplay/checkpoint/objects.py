@@ -172,7 +172,7 @@ class Objects(Files):
         return found
 
     def _fetch(self, name: str, future: Any = None) -> Any:
-        """A file that is read. A BrokenError, where the store refuses it for good."""
+        """Read a file. Raises a BrokenError, if the store refuses it for good."""
         try:
             return self._wait(f"for {name}", future or self._files.read(name))
         except _RefusedError as error:
