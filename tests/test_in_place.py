@@ -13,7 +13,6 @@ SMALL = CAPACITY  # elements: a leaf of one number a row
 STEPS = 5
 POPULATION = 16
 
-cases = pytest.mark.parametrize("case", CATALOG, ids=lambda case: case.name)
 kinds = pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
 
 
@@ -78,7 +77,7 @@ def test_operations_are_in_place_alone(case):
         _check(name, run, (state, jax.random.key(0)), donated)
 
 
-@cases
+@kinds
 def test_operations_are_in_place_in_a_scan(case):
     replay = case.replay(CAPACITY)
     state = replay.init(case.example())

@@ -175,6 +175,7 @@ print(resident() - before)
 """
 
 
+@pytest.mark.skipif(not SOAK, reason="runs in make soak: it compiles for 45 seconds")
 @pytest.mark.skipif(not pathlib.Path("/proc/self/statm").exists(), reason="this system does not tell of a process's memory")
 def test_new_lengths_take_no_memory():
     """31 others after the first ones, which fill the heaps: batches, blocks and updates took 9, 6 and 5 MiB each, so 155 at the least."""
