@@ -11,18 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxreplay import checks, lengths, operations
+from jaxreplay import checks, sizes
 from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.donation import is_whole
 from jaxreplay.frameworks import OUTSIDE
 from jaxreplay.interrupts import uninterrupted
-from jaxreplay.jitted import jit
+from jaxreplay.jitted import method, program
 from jaxreplay.memory import default_device
 from jaxreplay.persistence import Persistence
-from jaxreplay.small_programs import small_program
 from jaxreplay.step_format import StepFormat, as_stored, example_of
 from jaxreplay.types import Sample
 from jaxreplay.weights import importance_weights
+
+_OWN_LENGTHS = 4  # of blocks, beside the powers of two, that have a program of their own
 
 
 class Held:
@@ -30,13 +31,13 @@ class Held:
 
     def __init__(self, buffer: ReplayBuffer, seed: int, device: Any):
         self.buffer = buffer
-        self.jitted = jit(buffer)
         self._device = jax.devices(device)[0] if isinstance(device, str) else device
         self._key = jax.random.key(seed)
         self._num_draws = 0
         self._state: Any = None
         self._example: Any = None  # of a step: shapes and dtypes
         self._format: Any = None  # of steps
+        self._block_lengths: set[int] = set()
         self._persistence = Persistence(buffer)
         self._can_sample: bool | None = None  # asked of the device once after each change
         self._lost: str | None = None
@@ -74,42 +75,57 @@ class Held:
                 raise ValueError(f"add: with env= a step is one env's, without an env axis or a mask; got the leading axes {list(axes)}")
             if not self.buffer.masked:
                 raise ValueError("add: env= adds to one env alone; make the buffer with masked=True")
-            return 1, [(functools.partial(_add_to_one, self.buffer), np.int32(env), step, priority)]
+            return 1, [(_add_to_one, np.int32(env), step, priority)]
         if not axes and num_envs == 1:
             step, mask, priority = jax.tree.map(lambda leaf: leaf[None], (step, mask, priority))
         elif not axes:
             raise ValueError(f"add: the step has no env axis, but there are {num_envs} envs: say which one took it by env=")
         num_steps = int(np.prod(axes)) if mask is None else int(np.sum(mask))
-        method = functools.partial(_write, "extend" if len(axes) == 2 else "add", self.buffer)
-        block = (step, mask, priority)
-        return num_steps, [(method, *part) for part in (lengths.parts((self.buffer, "add"), block) if len(axes) == 2 else [block])]
+        if len(axes) == 2:
+            return num_steps, [(method("extend"), *part) for part in self._parts_of((step, mask, priority))]
+        return num_steps, [(method("add"), step, mask, priority)]
+
+    def _parts_of(self, block: Any) -> Iterator[Any]:
+        """Of leaves `[T, ...]`: the first few lengths have programs of their own, others come in parts of powers of two, the largest first.
+
+        A program takes a second or more to compile, and some MiB for good; blocks may be of any length, as trajectories are.
+        """
+        found = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(block)}
+        (length,) = (*found.pop(), 0)[:1] if len(found) == 1 else (0,)  # of different lengths: an error, for who takes it
+        if len(self._block_lengths) < _OWN_LENGTHS:
+            self._block_lengths.add(length)
+        if length in {0, sizes.power_below(length), *self._block_lengths}:
+            yield block
+            return
+        block, start = jax.tree.map(_on_host, block), 0
+        while start < length:
+            part = slice(start, start + sizes.power_below(length - start))
+            yield jax.tree.map(lambda leaf, part=part: leaf[part], block)
+            start = part.stop
 
     def put(self, tree: Any) -> Any:
         """On the device that holds the rows, where one was named."""
         return tree if self._device is None else jax.device_put(tree, self._device)
 
     def change(self, method: Any, *arguments: Any) -> None:
-        """Replace the state by what a method makes of it, which takes its memory over."""
+        """Replace the state by what a program makes of it, which takes its memory over."""
         with self._taking_over():
-            state = method(self.state, *arguments)
+            state = method(self.buffer, self.state, *arguments)
             _check_not_traced(state.streams.head)
             self._state, self._can_sample = state, None
 
     def draw(self, batch_size: int) -> Sample:
         checks.check_size("sample", "batch_size", batch_size)
         self._num_draws = (self._num_draws + 1) & 0xFFFFFFFF
-        part = lengths.shared((self.buffer, "draw"), self.buffer.sampler, batch_size)
-        most, wanted = part or (batch_size, None)
-        given = (self._key, np.uint32(self._num_draws), most, wanted)
+        given = (self.buffer, self.state, self._key, np.uint32(self._num_draws))
         if self.buffer.sampler.consumes:
             with self._taking_over():
-                state, batch = _take(self.buffer, self.state, *given)
+                state, batch = _take(*given, batch_size=batch_size)
                 _check_not_traced(batch.is_valid)
                 self._state, self._can_sample = state, None
         else:
-            batch = _sample(self.buffer, self.state, *given)
+            batch = _sample(*given, batch_size=batch_size)
             _check_not_traced(batch.is_valid)
-        batch = batch if wanted is None else lengths.first(batch, wanted)
         return batch if self._device is None else jax.device_put(batch, default_device())
 
     @contextlib.contextmanager
@@ -120,8 +136,6 @@ class Held:
         except BaseException as error:
             if self._state is not None and not is_whole(self._state):
                 self._lost = f"in {error!r}"
-            elif isinstance(error, ValueError):
-                _check_not_traced(jnp.zeros(()))
             raise
 
     def has_batch(self) -> bool:
@@ -129,34 +143,30 @@ class Held:
         if self._state is None or self._lost is not None:
             return False
         if self._can_sample is None:
-            can_sample = self.jitted.can_sample(self._state)
+            can_sample = method("can_sample")(self.buffer, self._state)
             _check_not_traced(can_sample)
             self._can_sample = bool(can_sample)
         return self._can_sample
 
     def weights(self, probability: Any, is_valid: Any, size: int, exponent: float, normalize: str) -> jax.Array:
-        """`importance_weights` of batches of any size by few programs. `probability`, `is_valid`: `[B]`. `size`: rows that can be drawn."""
-        given, count = (probability, is_valid), len(probability)
-        if not (is_own := lengths.has_program((self.buffer, "weights"), count)):
-            given = lengths.padded(given)
+        """`importance_weights`. `probability`, `is_valid`: `[B]`. `size`: rows that can be drawn."""
         nothing: Any = ()
-        batch = Sample(items=nothing, index=nothing, probability=jnp.asarray(given[0]), is_valid=jnp.asarray(given[1]))
-        weights = _weights(batch, np.int32(size), exponent, normalize=normalize)
-        return weights if is_own else lengths.first(weights, count)
+        batch = Sample(items=nothing, index=nothing, probability=jnp.asarray(probability), is_valid=jnp.asarray(is_valid))
+        return _weights(batch, np.int32(size), exponent, normalize=normalize)
 
     def update_priorities(self, index: Any, priority: Any) -> None:
-        self.change(self.jitted.update_priorities, *self.put((index, priority)))
+        self.change(method("update_priorities"), *self.put((index, priority)))
 
     def size(self) -> int:
         if self.state is None:
             return 0
-        size = self.jitted.size(self._state)
+        size = method("size")(self.buffer, self._state)
         _check_not_traced(size)
         return int(size)
 
     def clear(self) -> None:
         if self.state is not None:
-            self.change(self.jitted.clear)
+            self.change(method("clear"))
 
     def save(self, path: Any, notes: dict[str, Any]) -> None:
         if self.state is None:
@@ -186,29 +196,28 @@ def _check_not_traced(result: Any) -> None:
         raise ValueError(OUTSIDE)
 
 
-@functools.partial(small_program, static_argnums=0, donate_argnums=2)
-def _write(method: str, buffer: ReplayBuffer, state: Any, step: Any, mask: Any, priority: Any) -> Any:
-    return getattr(buffer, method)(state, step, mask, priority)
+def _on_host(leaf: Any) -> Any:
+    """As a NumPy array where that takes no copy: a part of a JAX array is a program for each length."""
+    if isinstance(leaf, jax.Array) and {device.platform for device in leaf.devices()} != {"cpu"}:
+        return leaf
+    return np.asarray(leaf)
 
 
-@functools.partial(small_program, donate_argnums=1)
+@functools.partial(program, changes=True)
 def _add_to_one(buffer: ReplayBuffer, state: Any, env: jax.Array, step: Any, priority: Any) -> Any:
     num_envs = buffer.num_envs
     step, priority = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_envs, *jnp.shape(leaf))), (step, priority))
     return buffer.add(state, step, jnp.arange(num_envs) == env, priority)
 
 
-def _drawn(
-    buffer: ReplayBuffer, state: Any, key: jax.Array, draw: jax.Array, batch_size: int, wanted: jax.Array | None
-) -> tuple[Any, Sample]:
-    """`wanted`: how many items of the batch are, the first ones; None: all."""
-    return operations.draw(buffer, state, jax.random.fold_in(key, draw), batch_size, buffer.can_sample(state), wanted)
+@functools.partial(program, static=("batch_size",))
+def _sample(buffer: ReplayBuffer, state: Any, key: jax.Array, draw: jax.Array, batch_size: int) -> Sample:
+    return buffer.sample(state, jax.random.fold_in(key, draw), batch_size)
+
+
+@functools.partial(program, changes=True, static=("batch_size",))
+def _take(buffer: ReplayBuffer, state: Any, key: jax.Array, draw: jax.Array, batch_size: int) -> tuple[Any, Sample]:
+    return buffer.take(state, jax.random.fold_in(key, draw), batch_size)
 
 
 _weights = jax.jit(importance_weights, static_argnames="normalize")
-_take = jax.jit(_drawn, donate_argnums=1, static_argnums=4)
-
-
-@functools.partial(jax.jit, static_argnums=4)
-def _sample(*arguments: Any) -> Sample:
-    return _drawn(*arguments)[1]

@@ -107,12 +107,8 @@ def _counted_first(state: ReplayState, *others: Any) -> tuple[Any, ...]:
     return whole, *rest
 
 
-def draw(
-    replay: Any, state: ReplayState, key: jax.Array, batch_size: int, can_sample: jax.Array, count: jax.Array | None = None
-) -> tuple[ReplayState, Sample]:
-    """`count`: int32[], how many of the items are wanted, the first ones; None: all."""
-    part = {} if count is None else {"count": count}
-    sampler, row, probability = replay.sampler.draw(state.sampler, drawable(replay, state), key, batch_size, **part)
+def draw(replay: Any, state: ReplayState, key: jax.Array, batch_size: int, can_sample: jax.Array) -> tuple[ReplayState, Sample]:
+    sampler, row, probability = replay.sampler.draw(state.sampler, drawable(replay, state), key, batch_size)
     if replay.sampler.consumes:  # before `can_sample` nothing is handed out, so nothing is taken
         sampler = jax.tree.map(lambda new, old: jnp.where(can_sample, new, old), sampler, state.sampler)
     words = bits.draw(key, batch_size, _FOR_THE_VIEW) if replay.view.draws else None

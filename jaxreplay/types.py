@@ -56,9 +56,6 @@ class Transition(flax.struct.PyTreeNode):
     extras: Any
 
 
-NO_ROW, NO_LAP = -(2**31), 0x6A72706C  # together in an index: no entry at all, which an update leaves out and does not count
-
-
 class Index(flax.struct.PyTreeNode):
     """Names one stored row for good: an index drawn before its row was overwritten is known to be stale.
 

@@ -54,6 +54,24 @@ def trim(most_bytes: int = _MOST_BYTES) -> None:
             total -= size
 
 
+@contextlib.contextmanager
+def count_programs(function):
+    """Give a function that says how many programs of a function of that name were compiled, or read from the cache, in the block."""
+    import jax.monitoring
+
+    counts = collections.Counter()
+
+    def listen(event, _, **options):
+        if event == _PROGRAMS:
+            counts[options["fun_name"]] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield lambda: counts[f"jit({function})"]
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
 class Counter:
     """Count the programs of all test processes, and say so at the end."""
 

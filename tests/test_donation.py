@@ -2,13 +2,15 @@
 
 import warnings
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import count_programs
 
 import jaxreplay as jr
-from jaxreplay import donation, jitted
+from jaxreplay import donation
 
 
 @pytest.fixture(autouse=True)
@@ -84,12 +86,33 @@ def test_rollouts_and_mixtures_are_taken_too():
 
 
 def test_equal_buffers_share_one_compilation():
-    sizes = []
-    for _ in range(2):
-        buffer = jr.jit(jr.items(capacity=48, batch_size=2))
-        buffer.add(buffer.init(jnp.zeros(7)), jnp.ones((1, 7)))
-        sizes.append(jitted._add._cache_size())
-    assert sizes[0] == sizes[1]
+    with count_programs("add") as added:
+        for _ in range(2):
+            buffer = jr.jit(jr.items(capacity=48, batch_size=2))
+            buffer.add(buffer.init(jnp.zeros(7)), jnp.ones((1, 7)))
+    assert added() == 1
+
+
+def test_inside_of_jit_and_vmap_a_jitted_method_is_the_method():
+    replay = jr.prioritized(capacity=64, num_envs=2, batch_size=4, autoreset="next_step")
+    buffer, flags = jr.jit(replay), jnp.zeros(2, bool)
+    step = jr.Step(jnp.ones((2, 3)), jnp.zeros(2), jnp.ones(2), terminated=flags, truncated=flags)
+
+    def run(buffer, state):
+        state = buffer.add(buffer.add(state, step), step)
+        batch = buffer.sample(state, jax.random.key(0), 3)
+        size = buffer.size(state)
+        return buffer.update_priorities(state, batch.index, jnp.ones(3)), batch, size
+
+    state = replay.init(jax.tree.map(lambda leaf: leaf[0], step))
+    expected = jax.jit(run, static_argnums=0)(replay, state)
+    copy = jax.tree.map(jnp.copy, state)
+    states = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state)
+    for got in (run(buffer, copy), jax.jit(lambda state: run(buffer, state))(state), jax.jit(lambda: run(buffer, state))()):
+        chex.assert_trees_all_equal(got, expected)
+    chex.assert_trees_all_equal(jax.tree.map(lambda leaf: leaf[1], jax.vmap(lambda state: run(buffer, state))(states)), expected)
+    with pytest.raises(ValueError, match=r"add:\n  obs: got float32\[2, 1\]"):
+        jax.jit(lambda state: buffer.add(state, step.replace(obs=jnp.ones((2, 1)))))(state)
 
 
 def test_importing_costs_no_warning():

@@ -12,7 +12,7 @@ from oracle import Oracle
 
 import jaxreplay as jr
 from jaxreplay import provisional
-from jaxreplay.small_programs import small_program
+from jaxreplay.jitted import program
 
 NUM_ENVS, LENGTH, DISCOUNT = 3, 8, 0.9
 SAMPLERS = {"uniform": jr.Uniform(), "prioritized": jr.Prioritized(exponent=0.5)}
@@ -146,4 +146,4 @@ def test_flags_are_as_if_written_once():
         np.testing.assert_array_equal(x, y)
 
 
-add = small_program(provisional.add, donate_argnums=1)
+add = program(provisional.add, changes=True)

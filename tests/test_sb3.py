@@ -20,8 +20,8 @@ from stable_baselines3 import DQN, SAC, TD3
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 from jaxreplay import sb3
+from jaxreplay.jitted import options_here
 from jaxreplay.sb3 import stored
-from jaxreplay.small_programs import options_here
 
 
 @pytest.mark.parametrize(("action", "n_envs"), [("box", 1), ("double", 1), ("discrete", 1), ("box", 3)])
@@ -386,7 +386,7 @@ def test_an_add_and_a_sample_are_in_place():
         functools.partial(stored._add.__wrapped__, ours._replay),
         (ours._state, step, flags, flags),
         donated=0,
-        compiler_options=options_here(),
+        **options_here(),
         **size,
     )
-    check_in_place(functools.partial(stored._get.__wrapped__, ours._replay), (ours._state, rows), **size)
+    check_in_place(functools.partial(stored._get.__wrapped__, ours._replay), (ours._state, rows), **options_here(), **size)

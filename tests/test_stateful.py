@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import count_programs
+from conftest import SOAK
 from hlo import check_in_place
 from replays import NUM_ENVS, check_same, make, rows_of, step
 
 import jaxreplay as jr
 from jaxreplay import checkpoint, checks, held, memory, persistence
-from jaxreplay.small_programs import options_here
+from jaxreplay.jitted import method, options_here
 
 # Ways in.
 
@@ -56,6 +58,30 @@ def test_blocks_single_envs_and_masks():
                 by_mask.add(step(t + i), mask=np.arange(NUM_ENVS) == env)
     for other in (by_block, by_env, by_mask):
         check_same(whole, other)
+
+
+def test_blocks_of_changing_lengths_share_programs():
+    """The first four lengths have their own, all others those of the powers of two; what is stored is the same."""
+    by_block, by_step = (make(num_envs=1, capacity=100, sampler=jr.Prioritized()) for _ in range(2))
+    with count_programs("extend") as extended:
+        for length in (5, 6, 7, 9, *range(1, 60, 1 if SOAK else 7)):
+            block = step(length, (length, 1))
+            by_block.add(jax.tree.map(jnp.asarray, block) if length % 2 else block)
+            for t in range(length):
+                by_step.add(jax.tree.map(lambda leaf, t=t: leaf[t], block))
+            check_same(by_block, by_step)
+    assert extended() <= 4 + 6
+
+
+def test_a_block_whose_leaves_have_different_lengths_is_refused_whole():
+    replay = make(masked=True)
+    for length in (4, 5, 6, 7, 9, 11):
+        replay.add(step(length, (length, NUM_ENVS)))
+    before = rows_of(replay)
+    with pytest.raises(ValueError, match=r"mask: got bool\[12, 3\], expected bool\[13, 3\]"):
+        replay.add(step(0, (13, NUM_ENVS)), mask=np.ones((12, NUM_ENVS), bool))
+    for x, y in zip(before, rows_of(replay), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["numbers", "arrays"])
@@ -328,22 +354,22 @@ def test_a_failed_add_leaves_the_rows_or_says_that_they_are_lost(tmp_path, monke
     replay.save(tmp_path / "replay")
     expected = rows_of(replay)
 
-    def fails(method, buffer, state, *arguments):
+    def fails(buffer, state, *arguments):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(held, "_write", fails)
+        patch.setattr(held, "method", lambda name: fails)
         with pytest.raises(KeyboardInterrupt):
             replay.add(step(4))
     for x, y in zip(expected, rows_of(replay), strict=True):
         np.testing.assert_array_equal(x, y)
 
-    def loses(method, buffer, state, *arguments):
+    def loses(buffer, state, *arguments):
         jax.tree.map(lambda leaf: leaf.delete(), state)
         raise MemoryError("the device is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(held, "_write", loses)
+        patch.setattr(held, "method", lambda name: loses)
         with pytest.raises(MemoryError):
             replay.add(step(4))
     for call in (lambda: replay.add(step(5)), replay.sample, replay.clear, lambda: len(replay), lambda: replay.save(tmp_path / "x")):
@@ -614,8 +640,8 @@ def test_an_add_is_in_place():
     num_envs, capacity = 4, 1 << 16
     replay = make(num_envs=num_envs, capacity=capacity, masked=True, example=jax.tree.map(lambda x: x[0], step(0)))
     one, all_ = (jax.tree.map(jnp.asarray, held.as_stored("add", replay.buffer, s)) for s in (step(1, ()), step(1, (num_envs,))))
-    options = {"num_elements": capacity, "donated": 0, "compiler_options": options_here()}
+    options = {"num_elements": capacity, "donated": 0, **options_here()}
     to_one = functools.partial(held._add_to_one.__wrapped__, replay.buffer)
     check_in_place(lambda state, env: to_one(state, env, one, None), (replay._held.state, jnp.int32(2)), **options)
-    to_all = functools.partial(held._write.__wrapped__, "add", replay.buffer)
+    to_all = functools.partial(method("add").__wrapped__, replay.buffer)
     check_in_place(lambda state, mask: to_all(state, all_, mask, None), (replay._held.state, jnp.ones(num_envs, bool)), **options)

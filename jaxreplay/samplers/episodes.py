@@ -1,7 +1,7 @@
 """Uniform over episodes, then over the steps of the one drawn: a step of a short episode is drawn as often as all of a long one's share."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,6 @@ class UniformEpisodes(Sampler):
     """
 
     unfinished: bool = False
-    draws_part: ClassVar[bool] = True
 
     def window(self, window: Window) -> Window:
         is_run = window.before == 0 and window.after in (0, 1) if self.unfinished else not window.crosses
@@ -34,10 +33,8 @@ class UniformEpisodes(Sampler):
             )
         return dataclasses.replace(window if self.unfinished else window.widened(before=None, after=None), looks_up=True)
 
-    def draw(
-        self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int, count: jax.Array | None = None
-    ) -> tuple[Any, jax.Array, jax.Array]:
-        high, low = bits.draw(key, batch_size)  # each item is drawn by itself
+    def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> tuple[Any, jax.Array, jax.Array]:
+        high, low = bits.draw(key, batch_size)
         skipped, count = self._stored(drawable)
         total = count.sum(dtype=jnp.int32)
         env, nth = split_by(count, bits.below(high, low, total), drawable.streams.platform)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxreplay import ring
 from jaxreplay.drawable import Drawable
 from jaxreplay.streams import Streams
-from jaxreplay.types import NO_LAP, NO_ROW, Index
+from jaxreplay.types import Index
 from jaxreplay.window import Window
 
 SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest number that no processor flushes to 0
@@ -60,10 +60,9 @@ def accept(state: Any, drawable: Drawable, index: Index, priority: jax.Array) ->
     """The state after an update, the leaves to write, int32[B], and their priorities, float32[B]; of what is ignored, the capacity and 0.
 
     A row that is out of range, overwritten since, or not drawable is ignored and counted; so is a priority that is NaN, infinite
-    or negative. An entry of `NO_ROW` and `NO_LAP` is none.
+    or negative.
     """
     streams = drawable.streams
-    is_entry = (index.row != NO_ROW) | (index.lap != jnp.uint32(NO_LAP))
     is_in_range = (index.row >= 0) & (index.row < streams.capacity)
     row = jnp.where(is_in_range, index.row, 0)
     is_live = is_in_range & (streams.index(drawable.state, row).lap == index.lap) & drawable.contains(row)
@@ -72,7 +71,7 @@ def accept(state: Any, drawable: Drawable, index: Index, priority: jax.Array) ->
     priority = jnp.where(accepted, priority, 0)
     state = state.replace(
         largest=jnp.maximum(state.largest, jnp.max(priority, initial=0)),
-        ignored_rows=_count(state.ignored_rows, is_entry & ~is_live),
+        ignored_rows=_count(state.ignored_rows, ~is_live),
         ignored_priorities=_count(state.ignored_priorities, is_live & ~is_good),
     )
     return state, jnp.where(accepted, leaf_of(streams, row), streams.capacity), priority

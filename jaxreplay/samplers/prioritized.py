@@ -6,7 +6,7 @@ added until they become drawable.
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import flax.struct
 import jax
@@ -50,7 +50,6 @@ class Prioritized(PrioritySampler):
     stratified: bool = True
     keep_minimum: bool = False
     fan_out: int = 0
-    draws_part: ClassVar[bool] = True
 
     def __post_init__(self):
         check_static(self)
@@ -120,14 +119,14 @@ class Prioritized(PrioritySampler):
         return state.tree.sums[-1].sum() > 0
 
     def draw(
-        self, state: PrioritizedState, drawable: Drawable, key: jax.Array, batch_size: int, count: jax.Array | None = None
+        self, state: PrioritizedState, drawable: Drawable, key: jax.Array, batch_size: int
     ) -> tuple[PrioritizedState, jax.Array, jax.Array]:
         streams = drawable.streams
         tree = self._tree(streams)
         high, low = bits.draw(key, batch_size)
         target = bits.fraction(high)
         if self.stratified:
-            target = (ring.places(batch_size).astype(jnp.float32) + target) / (batch_size if count is None else count.astype(jnp.float32))
+            target = (ring.places(batch_size).astype(jnp.float32) + target) / batch_size
         leaf, mass = tree.find(state.tree, target, low)
         time, env = ring.split(leaf, streams.num_envs)
         return state, streams.row(env, time), _normalized(mass, tree.total(state.tree))

@@ -54,14 +54,10 @@ class Queue(ConsumingSampler):
         """Rows left to take."""
         return _left(state, drawable)[0].sum(dtype=jnp.int32)
 
-    draws_part = True
-
-    def draw(
-        self, state: QueueState, drawable: Drawable, key: jax.Array, batch_size: int, count: jax.Array | None = None
-    ) -> tuple[QueueState, jax.Array, jax.Array]:
+    def draw(self, state: QueueState, drawable: Drawable, key: jax.Array, batch_size: int) -> tuple[QueueState, jax.Array, jax.Array]:
         del key
         left, lost = _left(state, drawable)
-        wanted = jnp.minimum(left.sum(dtype=jnp.int32), batch_size if count is None else count)
+        wanted = jnp.minimum(left.sum(dtype=jnp.int32), batch_size)
         taken = _turns(left, wanted, min(batch_size, drawable.streams.length))
         item = ring.places(batch_size)
         is_taken = item < taken.sum(dtype=jnp.int32)

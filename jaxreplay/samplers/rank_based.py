@@ -6,7 +6,7 @@ proportion to rank ** -exponent, where the paper cuts that law into segments of 
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,6 @@ class RankBased(RankedSampler):
     stratified: bool = True
     keep_minimum: bool = False
     fan_out: int = 0
-    draws_part: ClassVar[bool] = True
 
     def __post_init__(self):
         check_static(self)
@@ -98,9 +97,9 @@ class RankBased(RankedSampler):
         return self._by_mass.can_draw(state)
 
     def draw(
-        self, state: RankBasedState, drawable: Drawable, key: jax.Array, batch_size: int, count: jax.Array | None = None
+        self, state: RankBasedState, drawable: Drawable, key: jax.Array, batch_size: int
     ) -> tuple[PrioritizedState, jax.Array, jax.Array]:
-        return self._by_mass.draw(state, drawable, key, batch_size, count)
+        return self._by_mass.draw(state, drawable, key, batch_size)
 
     def probability(self, state: RankBasedState, drawable: Drawable, row: jax.Array) -> jax.Array:
         """As of the ranks that are drawn from: float32[B]."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,18 +31,15 @@ class Recent(Sampler):
     """
 
     decay: float
-    draws_part: ClassVar[bool] = True
 
     def __post_init__(self):
         check_static(self)
         if not 0 < self.decay <= 1:
             raise ValueError(f"Recent: decay must be in (0, 1], got {self.decay}")
 
-    def draw(
-        self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int, count: jax.Array | None = None
-    ) -> tuple[Any, jax.Array, jax.Array]:
+    def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> tuple[Any, jax.Array, jax.Array]:
         high, low = bits.draw(key, batch_size)
-        count = drawable.count()  # each item is drawn by itself
+        count = drawable.count()
         # A tree never draws a stream without rows, whatever the rounding, and tells small streams apart where a sum's 24 bits do not.
         tree = SumTree.on(drawable.streams.platform, drawable.streams.num_envs)
         mass = self._mass(count)

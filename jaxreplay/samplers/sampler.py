@@ -21,7 +21,6 @@ class Sampler:
 
     has_priorities: ClassVar[bool] = False  # whether `add` takes a priority and `update_priorities` exists
     consumes: ClassVar[bool] = False  # whether drawing changes its state, so that a buffer has `take` and not `sample`
-    draws_part: ClassVar[bool] = False  # whether `draw` takes a `count`, so that batches of many sizes can share one program
 
     def window(self, window: Window) -> Window:
         """What must be known around a row: the view's window, or more. A ValueError for a window that it cannot serve."""
@@ -90,14 +89,8 @@ class Sampler:
         del state
         return jnp.asarray(True)
 
-    def draw(
-        self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int, count: jax.Array | None = None
-    ) -> tuple[Any, jax.Array, jax.Array]:
+    def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> tuple[Any, jax.Array, jax.Array]:
         """Draw a batch.
-
-        Args:
-          count: int32[], in [1, batch_size]; only given where `draws_part`. The first so many items are to be those of a batch of that
-            size, and nothing else may be handed out; the others may be anything. None: all of them.
 
         Returns:
           The state, unchanged unless the sampler consumes. Rows in `[0, capacity)`, int32[B]. The probability that one draw has for

@@ -30,12 +30,7 @@ class Uniform(Sampler):
     drawn at once, and the one that is selected by rank is for where all of them fail.
     """
 
-    draws_part = True
-
-    def draw(
-        self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int, count: jax.Array | None = None
-    ) -> tuple[Any, jax.Array, jax.Array]:
-        del count  # each item is drawn by itself
+    def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> tuple[Any, jax.Array, jax.Array]:
         high, low = bits.draw(key, batch_size)
         drawable_rows = drawable.count()
         total = drawable_rows.sum(dtype=jnp.int32)

@@ -64,12 +64,9 @@ class WithoutReplacement(ConsumingSampler):
         del state
         return drawable.count().sum(dtype=jnp.int32)
 
-    draws_part = True
-
     def draw(
-        self, state: WithoutReplacementState, drawable: Drawable, key: jax.Array, batch_size: int, count: jax.Array | None = None
+        self, state: WithoutReplacementState, drawable: Drawable, key: jax.Array, batch_size: int
     ) -> tuple[WithoutReplacementState, jax.Array, jax.Array]:
-        wanted = jnp.int32(batch_size) if count is None else count
         held = drawable.count()
         total = held.sum(dtype=jnp.int32)
         fresh = WithoutReplacementState(jnp.concatenate(bits.draw(key, 1)), jnp.int32(0), first_rank(drawable), held)
@@ -77,7 +74,7 @@ class WithoutReplacement(ConsumingSampler):
         def goes_on(carry):
             rounds, state, taken, _ = carry
             may = (taken == 0) | (rounds < _MAX_ROUNDS) & (state.position < state.num_rows.sum(dtype=jnp.int32))
-            return (total > 0) & (taken < wanted) & may
+            return (total > 0) & (taken < batch_size) & may
 
         def examine(carry):
             rounds, state, taken, rows = carry
@@ -85,7 +82,7 @@ class WithoutReplacement(ConsumingSampler):
             state = jax.tree.map(lambda new, old: jnp.where(is_over, new, old), fresh, state)
             env, nth, is_left = _candidates(state, fresh, batch_size, drawable.streams.platform)
             place = taken + jnp.cumsum(is_left, dtype=jnp.int32) - is_left
-            fits = place < wanted  # what comes after the last one that fits is for the next batch
+            fits = place < batch_size  # what comes after the last one that fits is for the next batch
             put = jnp.where(is_left & fits, place, batch_size)
             rows = jax.tree.map(lambda kept, new: kept.at[put].set(new, mode="drop", unique_indices=True), rows, (env, nth))
             position = jnp.minimum(state.position + fits.sum(dtype=jnp.int32), state.num_rows.sum(dtype=jnp.int32))

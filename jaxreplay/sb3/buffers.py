@@ -11,7 +11,7 @@ from gymnasium import spaces
 from stable_baselines3.common.vec_env import VecNormalize
 
 from jaxreplay.interrupts import uninterrupted
-from jaxreplay.jitted import jit
+from jaxreplay.jitted import method, program
 from jaxreplay.samplers import Prioritized
 from jaxreplay.sb3.learned import LearnedView
 from jaxreplay.sb3.stored import StoredOnce
@@ -140,10 +140,10 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         priorities = np.array(priorities, np.float32).reshape(-1) + np.float32(self.epsilon)
         self._check_whole()
         with self._changing():
-            self._state = jit(self._replay).update_priorities(self._state, indices, priorities)
+            self._state = method("update_priorities")(self._replay, self._state, indices, priorities)
 
 
-@functools.partial(jax.jit, static_argnums=5)
+@functools.partial(program, static=("batch_size",))
 def _draw(replay: Any, state: Any, seed: Any, draw: Any, beta: Any, batch_size: int) -> tuple[Sample, jax.Array]:
     batch = replay.sample(state, jax.random.fold_in(jax.random.key(seed), draw), batch_size)
     return batch, importance_weights(batch, replay.size(state), exponent=beta)[:, None]

@@ -17,6 +17,7 @@ from stable_baselines3.her.her_replay_buffer import HerReplayBuffer as TheirHerR
 
 from jaxreplay import checks
 from jaxreplay.interrupts import uninterrupted
+from jaxreplay.jitted import program
 from jaxreplay.sb3.learned import LearnedView
 from jaxreplay.sb3.stored import StoredOnce
 from jaxreplay.views import Hindsight
@@ -131,7 +132,7 @@ def _stored_reward(achieved: Any, goal: Any, step: Any) -> jax.Array:
     return step.reward
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5))
+@functools.partial(program, static=("num_own", "num_new"))
 def _draw(replay: Any, state: Any, seed: Any, draw: Any, num_own: int, num_new: int) -> Any:
     """Items, rows, and whether they are any: with their own goals, then with new ones."""
 

@@ -23,13 +23,12 @@ from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.donation import is_whole
 from jaxreplay.frameworks import narrowed
 from jaxreplay.interrupts import uninterrupted
-from jaxreplay.jitted import jit
+from jaxreplay.jitted import method, program
 from jaxreplay.monitor import check_not_forked
 from jaxreplay.samplers import Sampler, Uniform
 from jaxreplay.sb3.arrays import TORCH_DTYPES, is_same, shaped
 from jaxreplay.sb3.learned import LearnedView
 from jaxreplay.sb3.places import Places
-from jaxreplay.small_programs import small_program
 from jaxreplay.torch import to_torch
 from jaxreplay.types import Step
 from jaxreplay.views import View
@@ -117,7 +116,7 @@ class StoredOnce(buffers.ReplayBuffer):
     def reset(self) -> None:
         check_not_forked(f"this {type(self).__name__}", self._pid)
         with uninterrupted():
-            self._state = jit(self._replay).clear(self._state) if is_whole(self._state) else self._empty()
+            self._state = method("clear")(self._replay, self._state) if is_whole(self._state) else self._empty()
             self._forget()
 
     def add(self, obs: Any, next_obs: Any, action: np.ndarray, reward: np.ndarray, done: np.ndarray, infos: list[dict[str, Any]]) -> None:
@@ -292,9 +291,9 @@ class StoredOnce(buffers.ReplayBuffer):
         self._pid = os.getpid()
 
 
-_add = small_program(provisional.add, donate_argnums=1)
+_add = program(provisional.add, changes=True)
 
 
-@jax.jit
+@program
 def _get(replay: ReplayBuffer, state: Any, row: jax.Array) -> Any:
     return replay.get(state, row).items
