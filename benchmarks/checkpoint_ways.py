@@ -57,7 +57,7 @@ class _More:
     """A hundredth of the rows, and a save of them on top."""
 
     def __init__(self, replay: Any, level: int | None):
-        self._extend, self._count = jr.jit(replay).extend, int(replay.streams.length) // 100
+        self._extend, self._count = jr.jit(replay).extend, replay.length // 100
         self.level, self.checkpointer = level, None
 
     def add(self, state: Any) -> Any:

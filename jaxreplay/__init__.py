@@ -24,13 +24,13 @@ from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.catalog import episodes, items, prioritized, rollout, sequences, transitions, uniform
 from jaxreplay.compose import frame_stack, hindsight, transform
 from jaxreplay.donation import CopyWarning
+from jaxreplay.drawable import ReplayState
 from jaxreplay.exporting import register
 from jaxreplay.inspection import Inspection, inspect
 from jaxreplay.interrupts import uninterrupted
 from jaxreplay.jitted import Jitted, jit
 from jaxreplay.memory import Memory
 from jaxreplay.mixture import MixedSample, Mixture, mix
-from jaxreplay.operations import ReplayState
 from jaxreplay.plan import Plan, plan
 from jaxreplay.rollouts import Rollout, RolloutState
 from jaxreplay.samplers import Prioritized, Queue, RankBased, Recent, Uniform, UniformEpisodes, WithoutReplacement

@@ -1,6 +1,7 @@
 """The buffer: check, write, tell the sampler; draw, read the view."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -8,14 +9,18 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jaxreplay import autoreset as autoreset_forms
-from jaxreplay import checks, episode_table, intake, memory, operations, platforms
-from jaxreplay.operations import ReplayState
+from jaxreplay import bits, checks, episode_table, intake, memory, platforms
+from jaxreplay.drawable import Drawable, ReplayState, change_of, cut_rows, still_pending
+from jaxreplay.episode_table import Episodes
+from jaxreplay.layout import Layout
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler, RankedSampler, Sampler
 from jaxreplay.state_check import check_state, take_over
 from jaxreplay.streams import Streams
 from jaxreplay.types import Index, Sample
-from jaxreplay.views import View
+from jaxreplay.views import Anchor, View
 from jaxreplay.window import Window
+
+_FOR_THE_VIEW = 1  # the sampler draws its bits for purpose 0
 
 
 @jax.tree_util.register_static
@@ -73,20 +78,27 @@ class ReplayBuffer:
         if self.min_size > self.capacity:
             raise ValueError(f"ReplayBuffer: min_size={self.min_size} exceeds capacity={self.capacity}: can_sample would never be True")
 
-    @property
+    @functools.cached_property
     def window(self) -> Window:
         """What must be known around a row before it is drawn."""
         return self.sampler.window(self.view.window)
 
     @property
-    def streams(self) -> Streams:
-        return Streams(
+    def length(self) -> int:
+        """Rows of a stream."""
+        return self.capacity // self.num_envs
+
+    def layout(self, has_final_obs: bool, platform: str | None = None) -> Layout:
+        """Of this buffer's states, on a platform; None: the buffer's, or where new arrays go. `has_final_obs`: whether steps bring it."""
+        return Layout(
             num_envs=self.num_envs,
-            length=self.capacity // self.num_envs,
+            length=self.length,
             autoreset=self.autoreset,
+            has_final_obs=has_final_obs,
             masked=self.masked,
-            stride=self.window.stride,
-            stride_restarts=not self.window.crosses,
+            window=self.window,
+            platform=platform or self.platform or platforms.default(),
+            exponent=getattr(self.sampler, "exponent", None),
             keep_history=self.keep_history,
         )
 
@@ -106,25 +118,39 @@ class ReplayBuffer:
           ValueError: the example is no step, or a flag is not bool.
           MemoryError: the device cannot hold the buffer.
         """
-        where = "init"
-        if self.autoreset is not None:
-            example = intake.step_of(where, example, self.autoreset)
-            checks.check_flags(where, example)
-            smallest = self.window.length - 1 + self.streams.rows_per_step(example)
-            checks.check_capacity(where, self.capacity, self.num_envs, smallest)
-        example = checks.specs(where, example)
-        if not jax.tree.leaves(example):
-            raise ValueError(f"{where}: the example has no leaves: there is nothing to store")
-        self.view.check(where, self.streams, example)
+        example = self._example("init", example)
         if not isinstance(jnp.zeros(()), Tracer):  # while tracing, nothing is allocated yet
-            memory.check_fits(where, self.memory(example))
-        return operations.empty(self, example)
+            memory.check_fits("init", self.memory(example))
+        return self._empty(example)
 
     def memory(self, example: Any) -> memory.Memory:
         """The bytes that `init(example)` will take, leaf by leaf, with nothing allocated."""
+        example = self._example("memory", example)
+        return memory.memory_of(jax.eval_shape(lambda: self._empty(example)), self.capacity)
+
+    def _example(self, where: str, example: Any) -> Any:
+        """Shapes and dtypes of one env's step, or of an item, that the buffer can hold."""
         if self.autoreset is not None:
-            example = intake.step_of("memory", example, self.autoreset)
-        return memory.memory_of(jax.eval_shape(lambda: operations.empty(self, checks.specs("memory", example))), self.capacity)
+            example = intake.step_of(where, example, self.autoreset)
+            checks.check_flags(where, example)
+        example = checks.specs(where, example)
+        if not jax.tree.leaves(example):
+            raise ValueError(f"{where}: the example has no leaves: there is nothing to store")
+        layout = self.layout(has_final_obs(example))
+        checks.check_capacity(where, self.capacity, self.num_envs, self.window.length - 1 + layout.rows_per_step)
+        self.view.check(where, layout, example)
+        return example
+
+    def _empty(self, example: Any, platform: str | None = None) -> ReplayState:
+        """A state without rows. `example`: as `_example` gives it. `platform`: as for `layout`."""
+        layout = self.layout(has_final_obs(example), platform)
+        return ReplayState(
+            streams=Streams.empty(layout, example),
+            pending=None if self.window.after is None else jnp.zeros((self.num_envs,), jnp.int32),
+            cut=jnp.zeros((self.num_envs,), jnp.int32) if self.window.before else None,
+            sampler=self.sampler.init(layout),
+            episodes=episode_table.init(layout) if self.has_table else None,
+        )
 
     def add(self, state: ReplayState, step: Any, mask: Any = None, priority: Any = None) -> ReplayState:
         """Append one step of every env.
@@ -138,7 +164,7 @@ class ReplayBuffer:
         """
         state = take_over("add", self, state)
         step, mask, priority = self._checked("add", state, step, mask, priority, "one step of every env, leaves [num_envs, ...]", ())
-        return operations.write(self, state, *jax.tree.map(lambda leaf: leaf[None], (step, mask, priority)))
+        return self._write(state, *jax.tree.map(lambda leaf: leaf[None], (step, mask, priority)))
 
     def extend(self, state: ReplayState, steps: Any, mask: Any = None, priority: Any = None) -> ReplayState:
         """Append a block of steps, as `lax.scan` stacks them: the same as `add` for each, oldest first. `state` is taken over.
@@ -152,14 +178,14 @@ class ReplayBuffer:
         time = (jnp.shape(first[0]) or (0,))[:1] if first else (0,)
         block = self._checked("extend", state, steps, mask, priority, "a block of steps, leaves [time, num_envs, ...]", time)
         # A write must reach neither the rows that wait for their window, nor those that the newest ones look back to.
-        most = (self.streams.length - self.window.length + 1) // self.streams.rows_per_step(block[0])
+        most = (self.length - self.window.length + 1) // state.layout.rows_per_step
         whole, rest = divmod(time[0], most)
         if whole + bool(rest) > 1:
             chunks = jax.tree.map(lambda leaf: leaf[: whole * most].reshape((whole, most, *leaf.shape[1:])), block)
-            state, _ = jax.lax.scan(lambda state, chunk: (operations.write(self, state, *chunk), None), state, chunks)
+            state, _ = jax.lax.scan(lambda state, chunk: (self._write(state, *chunk), None), state, chunks)
             block = jax.tree.map(lambda leaf: leaf[whole * most :], block)
             time = (rest,)
-        return operations.write(self, state, *block) if time[0] else state
+        return self._write(state, *block) if time[0] else state
 
     def sample(self, state: ReplayState, key: jax.Array, batch_size: int | None = None) -> Sample:
         """Draw a batch with replacement. Before `can_sample` its items are finite and `is_valid` is False.
@@ -188,7 +214,29 @@ class ReplayBuffer:
         state = check_state(where, self, state)
         batch_size = self.batch_size if batch_size is None else batch_size
         checks.check_size(where, "batch_size", batch_size)
-        return operations.draw(self, state, key, batch_size, self.can_sample(state))
+        rows = Drawable.of(state)
+        can_sample = self._can_sample(state, rows)
+        sampler, row, probability = self.sampler.draw(state.sampler, rows, key, batch_size)
+        if self.sampler.consumes:  # before `can_sample` nothing is handed out, so nothing is taken
+            sampler = jax.tree.map(lambda new, old: jnp.where(can_sample, new, old), sampler, state.sampler)
+        batch = self._read(state, state.streams.index(row), probability, can_sample & (probability > 0), key)
+        return state.replace(sampler=sampler), batch
+
+    def _read(self, state: ReplayState, index: Index, probability: jax.Array, is_valid: jax.Array, key: jax.Array | None) -> Sample:
+        """The index of an item that is not valid has a lap that no row has: an update by it is ignored, also once the row is drawable."""
+
+        def item(row: jax.Array, words: Any) -> Any:
+            own = None if words is None else jnp.stack(words)
+            return self.view.read(Anchor(state.streams, row, state.episodes, own))
+
+        words = None
+        if self.view.draws:
+            assert key is not None
+            words = jax.tree.map(lambda word: word.reshape(index.row.shape), bits.draw(key, index.row.size, _FOR_THE_VIEW))
+        for _ in index.row.shape:
+            item = jax.vmap(item)
+        lap = jnp.where(is_valid, index.lap, index.lap ^ jnp.uint32(2**31))
+        return Sample(item(index.row, words), Index(index.row, lap), jnp.where(is_valid, probability, 0), is_valid)
 
     def get(self, state: ReplayState, index: Index | jax.Array, key: jax.Array | None = None) -> Sample:
         """The items of rows that were drawn before, or of row numbers; `is_valid` is False where a row is not drawable, out of range,
@@ -203,7 +251,9 @@ class ReplayBuffer:
         state = check_state("get", self, state)
         rows, lap = (index.row, index.lap) if isinstance(index, Index) else (index, None)
         row, is_valid = intake.as_rows("get", rows, self.capacity)
-        return operations.get(self, state, row, is_valid, lap, key)
+        current, members = state.streams.index(row), Drawable.of(state)
+        is_valid &= members.contains(row) & (lap is None or current.lap == lap)
+        return self._read(state, current, self.sampler.probability(state.sampler, members, row), is_valid, key)
 
     def update_priorities(self, state: ReplayState, index: Index, priority: Any) -> ReplayState:
         """Give drawn rows new priorities, such as absolute TD errors. `state` is taken over.
@@ -223,60 +273,89 @@ class ReplayBuffer:
             )
         priority = intake.as_priority("update_priorities", priority, jnp.shape(index.row))
         flat = jax.tree.map(lambda leaf: jnp.asarray(leaf).reshape(-1), (index, priority))
-        return state.replace(sampler=sampler.update(state.sampler, operations.drawable(self, state), *flat))
+        return state.replace(sampler=sampler.update(state.sampler, Drawable.of(state), *flat))
 
     def can_add(self, state: ReplayState, num_steps: int = 1) -> jax.Array:
         """Whether `num_steps` more steps of every env overwrite nothing that is still to be taken: bool[]."""
         if not isinstance(self.sampler, ConsumingSampler):
             raise ValueError(f"can_add: {type(self.sampler).__name__} hands out nothing once: there is nothing to wait for")
         state = check_state("can_add", self, state)
-        rows = num_steps * self.streams.rows_per_step(state.streams.steps)
-        return self.sampler.can_add(state.sampler, operations.drawable(self, state), rows)
+        rows = num_steps * state.layout.rows_per_step
+        return self.sampler.can_add(state.sampler, Drawable.of(state), rows)
 
     def rerank(self, state: ReplayState) -> ReplayState:
         """Rank the drawable rows by their priorities, for a rank-based sampler: a sort of the whole buffer. `state` is taken over."""
         state = take_over("rerank", self, state)
         if not isinstance(self.sampler, RankedSampler):
             raise ValueError(f"rerank: the sampler {type(self.sampler).__name__} has no ranks; use RankBased")
-        return state.replace(sampler=self.sampler.rerank(state.sampler, operations.drawable(self, state)))
+        return state.replace(sampler=self.sampler.rerank(state.sampler, Drawable.of(state)))
 
     def min_probability(self, state: ReplayState) -> jax.Array:
         """The smallest probability of a drawable row of positive priority, for `importance_weights`: float32[]."""
         state = check_state("min_probability", self, state)
-        return self._need_priorities("min_probability").min_probability(state.layout.streams, state.sampler)
+        return self._need_priorities("min_probability").min_probability(state.layout, state.sampler)
 
     def size(self, state: ReplayState) -> jax.Array:
         """Rows that can be drawn: int32[]; of a sampler that hands out each row once, those that are left."""
         state = check_state("size", self, state)
-        return self.sampler.size(state.sampler, operations.drawable(self, state))
+        return self.sampler.size(state.sampler, Drawable.of(state))
 
     def can_sample(self, state: ReplayState) -> jax.Array:
         """Whether there are `min_size` rows that can be drawn, and mass to draw from: bool[]."""
         state = check_state("can_sample", self, state)
-        return (self.size(state) >= self.min_size) & self.sampler.can_draw(state.sampler)
+        return self._can_sample(state, Drawable.of(state))
+
+    def _can_sample(self, state: ReplayState, rows: Drawable) -> jax.Array:
+        return (self.sampler.size(state.sampler, rows) >= self.min_size) & self.sampler.can_draw(state.sampler)
 
     def age(self, state: ReplayState, index: Index) -> jax.Array:
         """Rows of its stream that were written after each drawn row, tails included: int32[B], 0 for the newest."""
         state = check_state("age", self, state)
-        return self.streams.age(state.streams, index.row)
+        return state.streams.age(index.row)
 
     def clear(self, state: ReplayState) -> ReplayState:
         """Forget every row; takes `state` over. No index drawn before is valid after; the stored steps stay where they are, unread."""
         state = check_state("clear", self, state)
         return state.replace(
-            streams=self.streams.clear(state.streams),
+            streams=state.streams.clear(),
             pending=None if state.pending is None else jnp.zeros_like(state.pending),
             cut=None if state.cut is None else jnp.zeros_like(state.cut),
             sampler=self.sampler.clear(state.sampler),
             episodes=state.episodes and episode_table.clear(state.episodes),
         )
 
-    def episodes(self, state: ReplayState) -> episode_table.Episodes:
+    def episodes(self, state: ReplayState) -> Episodes:
         """Look-ups of episode ends around stored rows; needs `keep_episodes=True`."""
         state = check_state("episodes", self, state)
         if state.episodes is None:
             raise ValueError("episodes: this buffer keeps no episode table; make it with keep_episodes=True")
-        return episode_table.Episodes(self.streams, state.streams, state.episodes)
+        return Episodes(state.streams, state.episodes)
+
+    def _write(self, state: ReplayState, steps: Any, mask: jax.Array | None, priority: jax.Array | None) -> ReplayState:
+        """Leaves `[T, E, ...]`, few enough that neither the rows that wait nor those that a new one looks back to are overwritten."""
+        layout, window = state.layout, self.window
+        before = Drawable.of(state)
+        if state.cut is not None:
+            # Always so, which XLA cannot know: the write then depends on the flags that the last one read, and copies none.
+            is_ready = jnp.broadcast_to(state.cut >= 0, (jax.tree.leaves(steps)[0].shape[0], layout.num_envs))
+            mask = is_ready if mask is None else mask & is_ready
+        counted, written = state.streams.counted(steps, mask)
+        pending = None if state.pending is None else still_pending(layout, state.pending, written)
+        table, noted = episode_table.count(layout, state.episodes, written) if state.episodes else (None, None)
+        after = state.replace(streams=counted, pending=pending, episodes=table)
+        if layout.platform == "gpu":
+            # The least of the two is the first one, in a way that XLA cannot know: else it would keep a copy of what is counted on.
+            waited = before.pending if window.after is None else jnp.minimum(before.pending, window.after)
+            after, written, noted, waited = _counted_first(after, written, noted, waited)
+            before = dataclasses.replace(before, pending=waited)
+        after = after.replace(
+            streams=after.streams.put(steps, written), episodes=after.episodes and noted and episode_table.put(after.episodes, noted)
+        )
+        after = after.replace(cut=cut_rows(after.streams))
+        change = change_of(before, Drawable.of(after), written) if window.is_bounded else None
+        if priority is not None and layout.rows_per_step == 2:  # a tail has none
+            priority = jnp.stack([priority, jnp.zeros_like(priority)], axis=1).reshape(-1, layout.num_envs)
+        return after.replace(sampler=self.sampler.observe(state.sampler, change, priority))
 
     def _need_priorities(self, where: str) -> PrioritySampler:
         if not isinstance(self.sampler, PrioritySampler):
@@ -288,7 +367,7 @@ class ReplayBuffer:
         axes = (*time, self.num_envs)
         if self.autoreset is not None:
             steps = intake.step_of(where, steps, self.autoreset)
-        intake.check_block(where, steps, state.streams.steps, axes, what)
+        intake.check_block(where, steps, state.streams.steps, state.layout.has_final_obs, axes, what)
         if mask is not None:
             intake.check_mask(where, mask, self.masked, axes)
             mask = jnp.asarray(mask)
@@ -296,3 +375,24 @@ class ReplayBuffer:
             self._need_priorities(where)
             priority = intake.as_priority(where, priority, axes)
         return jax.tree.map(jnp.asarray, steps), mask, priority
+
+
+def has_final_obs(example: Any) -> bool:
+    """Whether a step, or shapes of one, brings its final observation."""
+    return getattr(example, "final_obs", None) is not None
+
+
+def _counted_first(state: ReplayState, *others: Any) -> tuple[Any, ...]:
+    """All that is counted comes before all that is put, in one kernel: into each write XLA would fuse the counting that it needs."""
+    rows = {name: getattr(state.streams, name) for name in ("steps", "flags", "rank")}
+    table = {name: getattr(state.episodes, name) for name in ("ordinal", "last", "first")} if state.episodes else {}
+    small = state.replace(
+        streams=state.streams.replace(**dict.fromkeys(rows)),
+        episodes=state.episodes and state.episodes.replace(**dict.fromkeys(table)),
+        sampler=None,
+    )
+    small, *rest = jax.lax.optimization_barrier((small, *others))
+    whole = small.replace(
+        streams=small.streams.replace(**rows), episodes=small.episodes and small.episodes.replace(**table), sampler=state.sampler
+    )
+    return whole, *rest

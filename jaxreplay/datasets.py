@@ -25,11 +25,10 @@ except ImportError as error:
 
 from jaxreplay import autoreset, checks, leaves, ring
 from jaxreplay.buffer import ReplayBuffer
+from jaxreplay.drawable import ReplayState
 from jaxreplay.jitted import jit
-from jaxreplay.operations import ReplayState
 from jaxreplay.paths import named
 from jaxreplay.sizes import power_above, power_below
-from jaxreplay.streams import has_final_obs
 from jaxreplay.types import Step
 
 _MOST_STEPS = 1024  # that are added at once
@@ -196,14 +195,14 @@ def _batches(episodes: Iterator[EpisodeBuffer]) -> Iterator[list[EpisodeBuffer]]
 
 
 def _episodes(replay: ReplayBuffer, state: ReplayState, parts: bool) -> Iterator[Any]:
-    streams, steps = replay.streams, state.streams.steps
-    head, filled = (np.broadcast_to(np.array(x), (replay.num_envs,)) for x in (state.streams.head, state.streams.filled))
+    layout, heads = state.layout, state.streams.heads
+    head, filled = np.array(heads.position), np.array(heads.filled)
     for env in range(replay.num_envs):
-        row = env * streams.length + ring.position_of(head[env] - filled[env] + np.arange(filled[env]), streams.length)
+        row = env * layout.length + ring.position_of(head[env] - filled[env] + np.arange(filled[env]), layout.length)
         own = _read(state.streams.flags, row)
-        closes = np.asarray(autoreset.closes_episode(own, str(replay.autoreset), has_final_obs(steps)))
+        closes = np.asarray(layout.closes_episode(own))
         for start, end in itertools.pairwise([0, *(np.flatnonzero(closes) + 1).tolist(), len(own)]):
-            if episode := _episode(steps, own[start:end], row[start:end], end > start and bool(closes[end - 1]), parts):
+            if episode := _episode(state.streams.steps, own[start:end], row[start:end], end > start and bool(closes[end - 1]), parts):
                 yield episode
 
 

@@ -7,18 +7,17 @@ import jax.numpy as jnp
 
 from jaxreplay import bits, ring
 from jaxreplay.search import last_place
-from jaxreplay.stream_state import StreamState
-from jaxreplay.streams import Streams
+from jaxreplay.streams import Streams, of_stream
 
 
-def written_row(streams: Streams, state: StreamState, high: jax.Array, low: jax.Array) -> jax.Array:
+def written_row(streams: Streams, high: jax.Array, low: jax.Array) -> jax.Array:
     """A row among all that are written, uniformly: int32[...], the bits' shape; any row where there are none."""
-    if state.filled.ndim == 0:  # all streams hold the same number: no search for the stream
-        nth = bits.below(high, low, state.filled * streams.num_envs)
-        age, env = ring.split(nth, streams.num_envs)
+    layout, filled = streams.layout, streams.filled
+    if layout.lockstep:  # all streams hold the same number: no search for the stream
+        age, env = ring.split(bits.below(high, low, filled * layout.num_envs), layout.num_envs)
     else:
-        env, age = split_by(state.filled, bits.below(high, low, state.filled.sum(dtype=jnp.int32)), streams.platform)
-    return streams.row(env, ring.wrap(streams.of_stream(state.head, env) - 1 - age, streams.length))
+        env, age = split_by(filled, bits.below(high, low, filled.sum(dtype=jnp.int32)), layout.platform)
+    return layout.row(env, layout.wrap(of_stream(streams.head, env) - 1 - age))
 
 
 def split_by(count: jax.Array, nth: jax.Array, platform: str | None) -> tuple[jax.Array, jax.Array]:

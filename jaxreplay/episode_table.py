@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxreplay import autoreset, ring
-from jaxreplay.stream_state import StreamState, Written
-from jaxreplay.streams import Streams, from_each_on, has_final_obs
+from jaxreplay.layout import Layout
+from jaxreplay.streams import Streams, Written, from_each_on, of_stream
 
 
 class EpisodeState(flax.struct.PyTreeNode):
@@ -31,16 +31,15 @@ class EpisodeState(flax.struct.PyTreeNode):
     first: jax.Array | None  # int32[N], as `last`, of its first row; None where episodes follow each other without a gap
 
 
-def init(streams: Streams, steps: Any) -> EpisodeState:
-    """No episodes. `steps`: an example, or the stored steps."""
-    positions = jnp.zeros((streams.capacity,), jnp.int32)
-    assert streams.autoreset is not None
+def init(layout: Layout) -> EpisodeState:
+    """No episodes."""
+    positions = jnp.zeros((layout.capacity,), jnp.int32)
     return EpisodeState(
         ordinal=positions,
         last=jnp.zeros_like(positions),
-        first=None if autoreset.termination_has_tail(streams.autoreset, has_final_obs(steps)) else jnp.zeros_like(positions),
-        current=jnp.zeros((streams.num_envs,), jnp.int32),
-        is_open=jnp.zeros((streams.num_envs,), bool),
+        first=None if layout.termination_has_tail else jnp.zeros_like(positions),
+        current=jnp.zeros((layout.num_envs,), jnp.int32),
+        is_open=jnp.zeros((layout.num_envs,), bool),
     )
 
 
@@ -59,20 +58,18 @@ class Noted(NamedTuple):
     first: jax.Array | None  # the same of `EpisodeState.first`
 
 
-def count(streams: Streams, before: StreamState, state: EpisodeState, written: Written) -> tuple[EpisodeState, Noted]:
-    """The table after a write: all but what is to be `put`. `before`: the streams before it."""
-    assert streams.autoreset is not None
+def count(layout: Layout, state: EpisodeState, written: Written) -> tuple[EpisodeState, Noted]:
+    """The table after a write: all but what is to be `put`."""
     assert written.flags is not None
     is_first, is_tail = ((written.flags & bit) != 0 for bit in (autoreset.FIRST, autoreset.TAIL))
-    closes = written.is_written & autoreset.closes_episode(written.flags, streams.autoreset, has_final_obs(before.steps))
-    closes &= ~(is_first & is_tail)
-    current = ring.wrap(state.current + closes.sum(axis=0, dtype=jnp.int32), streams.length)
-    ordinal = ring.wrap(current - from_each_on(closes).astype(jnp.int32), streams.length)
-    _, position = ring.split(written.row, streams.length)
+    closes = written.is_written & layout.closes_episode(written.flags) & ~(is_first & is_tail)
+    current = layout.wrap(state.current + closes.sum(axis=0, dtype=jnp.int32))
+    ordinal = layout.wrap(current - from_each_on(closes).astype(jnp.int32))
+    _, position = layout.split(written.row)
     is_newest = written.is_written & (written.age == 0)
 
     def entry(where):
-        return jnp.where(where, streams.row(ring.places(streams.num_envs), ordinal), streams.capacity)
+        return jnp.where(where, layout.row(layout.envs(), ordinal), layout.capacity)
 
     first = None if state.first is None else entry(written.is_written & is_first & ~is_tail)
     counted = state.replace(
@@ -104,19 +101,22 @@ class Episodes:
     """
 
     streams: Streams
-    state: StreamState
     table: EpisodeState
+
+    @property
+    def layout(self) -> Layout:
+        return self.streams.layout
 
     def steps_to_end(self, row: jax.Array) -> jax.Array:
         """Rows from each row to the last one of its episode, or to the newest where it has not ended: int32[...], 0 at that row."""
         env, position, ordinal = self._locate(row)
         end = jnp.where(self._has_ended(env, ordinal), self._last(env, ordinal), self._newest(env))
-        return jnp.where(self._is_in_none(env, position), 0, ring.forward(position, end, self.streams.length))
+        return jnp.where(self._is_in_none(env, position), 0, ring.forward(position, end, self.layout.length))
 
     def steps_from_start(self, row: jax.Array) -> jax.Array:
         """Rows from the first one of its episode to each row, or from the oldest one stored where the first is overwritten: int32[...]."""
         env, position, ordinal = self._locate(row)
-        from_start = ring.forward(self._start(env, ordinal), position, self.streams.length)
+        from_start = ring.forward(self._start(env, ordinal), position, self.layout.length)
         return jnp.where(self._is_in_none(env, position), 0, from_start)
 
     def kth_end(self, row: jax.Array, k: jax.Array | int) -> tuple[jax.Array, jax.Array]:
@@ -127,51 +127,51 @@ class Episodes:
         """
         env, position, ordinal = self._locate(row)
         exists = (k >= 1) & (k <= self.ends_ahead(row))
-        target = ring.wrap(ordinal + jnp.where(exists, k - 1, 0), self.streams.length)
+        target = self.layout.wrap(ordinal + jnp.where(exists, k - 1, 0))
         end = jnp.where(exists, self._last(env, target), self._newest(env))
-        return ring.forward(position, end, self.streams.length), exists
+        return ring.forward(position, end, self.layout.length), exists
 
     def ends_ahead(self, row: jax.Array) -> jax.Array:
         """Episodes that have ended, from each row's own on: int32[...]."""
         env, _, ordinal = self._locate(row)
         is_open = self._of(self.table.is_open, env)
-        return ring.forward(ordinal, self._ordinal(env, self._newest(env)), self.streams.length) + ~is_open
+        return ring.forward(ordinal, self._ordinal(env, self._newest(env)), self.layout.length) + ~is_open
 
     def is_complete(self, row: jax.Array) -> jax.Array:
         """Whether each row's episode has ended and is stored from its first row on: bool[...]."""
         env, position, ordinal = self._locate(row)
         oldest = self._oldest(env)
         is_whole = (ordinal != self._ordinal(env, oldest)) | self._has(env, oldest, autoreset.FIRST)
-        return self.streams.is_written(self.state, row) & self._has_ended(env, ordinal) & is_whole & ~self._is_in_none(env, position)
+        return self.streams.is_written(row) & self._has_ended(env, ordinal) & is_whole & ~self._is_in_none(env, position)
 
     def unfinished(self) -> jax.Array:
         """Stored rows of each stream's unfinished episode: int32[E], 0 where there is none."""
-        env = ring.places(self.streams.num_envs)
+        env = self.layout.envs()
         newest = self._newest(env)
         # A tail that opens an episode is no row of it.
-        is_open = self.table.is_open & ~self._has(env, newest, autoreset.TAIL) & (self.state.filled > 0)
-        return jnp.where(is_open, self.steps_from_start(self.streams.row(env, newest)) + 1, 0)
+        is_open = self.table.is_open & ~self._has(env, newest, autoreset.TAIL) & (self.streams.filled > 0)
+        return jnp.where(is_open, self.steps_from_start(self.layout.row(env, newest)) + 1, 0)
 
     def beheaded(self) -> jax.Array:
         """Stored rows of each stream's oldest episode, where its first row is stored no more: int32[E], else 0."""
-        env = ring.places(self.streams.num_envs)
+        env = self.layout.envs()
         oldest = self._oldest(env)
-        is_whole = self._has(env, oldest, autoreset.FIRST) | (self.state.filled == 0)
-        return jnp.where(is_whole, 0, self.steps_to_end(self.streams.row(env, oldest)) + 1)
+        is_whole = self._has(env, oldest, autoreset.FIRST) | (self.streams.filled == 0)
+        return jnp.where(is_whole, 0, self.steps_to_end(self.layout.row(env, oldest)) + 1)
 
     def range_of(self, env: jax.Array, nth: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The first and the last row of each stream's `nth` stored episode, from its oldest on, which is 0: int32[...] each."""
-        ordinal = ring.wrap(self._ordinal(env, self._oldest(env)) + nth, self.streams.length)
+        ordinal = self.layout.wrap(self._ordinal(env, self._oldest(env)) + nth)
         end = jnp.where(self._has_ended(env, ordinal), self._last(env, ordinal), self._newest(env))
-        return self.streams.row(env, self._start(env, ordinal)), self.streams.row(env, end)
+        return self.layout.row(env, self._start(env, ordinal)), self.layout.row(env, end)
 
     def num_episodes(self) -> jax.Array:
         """Episodes of which each stream holds a row, the unfinished and the beheaded ones too: int32[E]."""
-        env = ring.places(self.streams.num_envs)
+        env = self.layout.envs()
         oldest, newest = (self._ordinal(env, position) for position in (self._oldest(env), self._newest(env)))
         # A tail that opens an episode is no row of it.
         is_one = ~self.table.is_open | ~self._has(env, self._newest(env), autoreset.TAIL)
-        return jnp.where(self.state.filled > 0, ring.forward(oldest, newest, self.streams.length) + is_one, 0)
+        return jnp.where(self.streams.filled > 0, ring.forward(oldest, newest, self.layout.length) + is_one, 0)
 
     def _start(self, env: jax.Array, ordinal: jax.Array) -> jax.Array:
         """The position of the first stored row of an episode."""
@@ -179,9 +179,9 @@ class Episodes:
         # Of the oldest episode alone the start may be gone; what is stored of it begins with the oldest row.
         is_oldest = ordinal == self._ordinal(env, oldest)
         if self.table.first is None:
-            start = ring.wrap(self._last(env, ring.wrap(ordinal - 1, self.streams.length)) + 1, self.streams.length)
+            start = self.layout.wrap(self._last(env, self.layout.wrap(ordinal - 1)) + 1)
         else:
-            start = self._of(self.table.first, self.streams.row(env, ordinal))
+            start = self._of(self.table.first, self.layout.row(env, ordinal))
             is_oldest &= ~self._has(env, oldest, autoreset.FIRST)
         return jnp.where(is_oldest, oldest, start)
 
@@ -192,11 +192,10 @@ class Episodes:
         return self._has(env, position, autoreset.FIRST) & self._has(env, position, autoreset.TAIL)
 
     def _has(self, env: jax.Array, position: jax.Array, flag: int) -> jax.Array:
-        assert self.state.flags is not None
-        return (self._of(self.state.flags, self.streams.row(env, position)) & flag) != 0
+        return self.streams.has(self.layout.row(env, position), flag)
 
     def _locate(self, row: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        env, position = ring.split(row, self.streams.length)
+        env, position = self.layout.split(row)
         return env, position, self._of(self.table.ordinal, row)
 
     def _has_ended(self, env: jax.Array, ordinal: jax.Array) -> jax.Array:
@@ -204,17 +203,17 @@ class Episodes:
         return ~(is_newest & self._of(self.table.is_open, env))
 
     def _newest(self, env: jax.Array) -> jax.Array:
-        return ring.wrap(self.streams.of_stream(self.state.head, env) - 1, self.streams.length)
+        return self.layout.wrap(of_stream(self.streams.head, env) - 1)
 
     def _oldest(self, env: jax.Array) -> jax.Array:
-        head, filled = (self.streams.of_stream(x, env) for x in (self.state.head, self.state.filled))
-        return ring.wrap(head - filled, self.streams.length)
+        head, filled = (of_stream(x, env) for x in (self.streams.head, self.streams.filled))
+        return self.layout.wrap(head - filled)
 
     def _ordinal(self, env: jax.Array, position: jax.Array) -> jax.Array:
-        return self._of(self.table.ordinal, self.streams.row(env, position))
+        return self._of(self.table.ordinal, self.layout.row(env, position))
 
     def _last(self, env: jax.Array, ordinal: jax.Array) -> jax.Array:
-        return self._of(self.table.last, self.streams.row(env, ordinal))
+        return self._of(self.table.last, self.layout.row(env, ordinal))
 
     def _of(self, values: jax.Array, index: jax.Array) -> jax.Array:
         return values.at[index].get(mode="promise_in_bounds")

@@ -11,28 +11,28 @@ import numpy as np
 from jax import export
 
 from jaxreplay.advantages import Advantages
+from jaxreplay.drawable import ReplayState
 from jaxreplay.episode_table import EpisodeState
+from jaxreplay.layout import Layout
 from jaxreplay.leaves import Narrow, Parted
 from jaxreplay.mixture import MixedSample
-from jaxreplay.operations import Layout, ReplayState
 from jaxreplay.rollouts import RolloutState
 from jaxreplay.samplers.prioritized import PrioritizedState
 from jaxreplay.samplers.queue import QueueState
 from jaxreplay.samplers.rank_based import RankBasedState
 from jaxreplay.samplers.without_replacement import WithoutReplacementState
-from jaxreplay.stream_state import Heads, StreamState
-from jaxreplay.streams import Streams
+from jaxreplay.streams import Heads, Streams
 from jaxreplay.sum_tree import SumTreeState
 from jaxreplay.types import Index, Sample, Step, Transition
 from jaxreplay.views.future import Pair
 from jaxreplay.views.sequence import Sequence
 from jaxreplay.window import Window
 
-_STATES = (ReplayState, StreamState, Heads, EpisodeState, RolloutState, SumTreeState)
+_STATES = (ReplayState, Streams, Heads, EpisodeState, RolloutState, SumTreeState)
 _OF_SAMPLERS = (PrioritizedState, QueueState, RankBasedState, WithoutReplacementState)
 NODES = (*_STATES, *_OF_SAMPLERS, Narrow, Parted, Step, Transition, Sequence, Pair, Index, Sample, MixedSample)
 TUPLES = (Advantages,)
-_STATIC = {kind.__name__: kind for kind in (Layout, Streams, Window)}
+_STATIC = {kind.__name__: kind for kind in (Layout, Window)}
 
 
 def register() -> None:

@@ -21,12 +21,12 @@ def step_of(where: str, step: Any, autoreset: str | None) -> Step:
     return step
 
 
-def check_block(where: str, steps: Any, stored: Any, axes: tuple[int, ...], what: str) -> None:
+def check_block(where: str, steps: Any, stored: Any, has_final_obs: bool, axes: tuple[int, ...], what: str) -> None:
     """A ValueError that names every leaf which is not as the stored ones, with `axes` in the place of their rows."""
     expected = leaves.tree_map(lambda leaf: jax.ShapeDtypeStruct(axes + leaf.shape[1:], leaf.dtype), stored)
     if isinstance(steps, Step):
         flag = jax.ShapeDtypeStruct(axes, bool)
-        final_obs = None if stored.final_obs is None else expected.obs
+        final_obs = expected.obs if has_final_obs else None
         expected = expected.replace(terminated=flag, truncated=flag, final_obs=final_obs)
     checks.check_leaves(where, steps, expected, f"{where} takes {what}, here {list(axes)}, as the example given to init has them.")
 

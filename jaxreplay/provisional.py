@@ -10,9 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxreplay import autoreset, fingerprint, leaves, ring
-from jaxreplay.operations import ReplayState
-from jaxreplay.stream_state import StreamState
+from jaxreplay import autoreset, fingerprint, leaves
+from jaxreplay.drawable import ReplayState
 from jaxreplay.streams import Streams
 
 
@@ -25,46 +24,45 @@ def add(replay: Any, state: ReplayState, step: Any, goes_on: jax.Array, was_firs
       goes_on: bool[num_envs]; whether the step belongs to the same episode as the stream's newest one, which was not ended in earnest.
       was_first: bool[num_envs]; whether that newest one was its episode's first.
     """
-    return replay.add(reopen(replay, state, goes_on, was_first), step)
+    return replay.add(reopen(state, goes_on, was_first), step)
 
 
-def reopen(replay: Any, state: ReplayState, mask: jax.Array, was_first: jax.Array) -> ReplayState:
+def reopen(state: ReplayState, mask: jax.Array, was_first: jax.Array) -> ReplayState:
     """Take the newest row back, a tail, where `mask`, bool[num_envs], says that the episode goes on: with the next step.
 
     Until that is written the state is not to be read: rows that are drawable by now stay so, though their tail is gone. `state` is taken
     over. (The step's flags are made anew from `was_first`: to read them here would make XLA copy all flags before the next write.)
     """
-    streams = replay.streams
-    before = state.streams
+    before, layout = state.streams, state.layout
     assert before.flags is not None
     assert before.last is not None
-    newest = streams.row(ring.places(streams.num_envs), ring.wrap(before.head - 2, streams.length))
+    newest = layout.row(layout.envs(), layout.wrap(before.head - 2))
     flags = jnp.asarray(was_first).astype(jnp.uint8) * jnp.uint8(autoreset.FIRST)
     heads = before.with_heads(
-        position=jnp.where(mask, ring.wrap(before.head - 1, streams.length), before.head),
+        position=jnp.where(mask, layout.wrap(before.head - 1), before.head),
         filled=before.filled - mask,
         lap=before.lap - (mask & (before.head == 0)).astype(jnp.uint32),
     )
     after = heads.replace(
-        flags=leaves.put(before.flags, jnp.where(mask, newest, streams.capacity), flags),
+        flags=leaves.put(before.flags, jnp.where(mask, newest, layout.capacity), flags),
         last=jnp.where(mask, flags, before.last),
-        history=_reopened_history(streams, before, mask, flags),
+        history=_reopened_history(before, mask, flags),
     )
-    return state.replace(streams=after, episodes=state.episodes and _reopened(streams, state.episodes, mask))
+    return state.replace(streams=after, episodes=state.episodes and _reopened(layout, state.episodes, mask))
 
 
-def _reopened_history(streams: Streams, before: StreamState, mask: jax.Array, flags: jax.Array) -> jax.Array | None:
+def _reopened_history(before: Streams, mask: jax.Array, flags: jax.Array) -> jax.Array | None:
     """Without the tail, and with the step before it as one that is not truncated. `flags`: uint8[num_envs], the step's."""
     if before.history is None or before.newest is None:
         return None
-    number = streams.next_number(before) - jnp.uint32(2)
+    number = before.next_number - jnp.uint32(2)
     as_ended, as_open = (fingerprint.of_flags(own, number) for own in (flags | jnp.uint8(autoreset.TRUNCATED), flags))
     return before.history + jnp.where(mask, as_open - as_ended - before.newest, 0)
 
 
-def _reopened(streams: Any, table: Any, mask: jax.Array) -> Any:
+def _reopened(layout: Any, table: Any, mask: jax.Array) -> Any:
     """The last episode of each stream is the current one again."""
     return table.replace(
-        current=jnp.where(mask, ring.wrap(table.current - 1, streams.length), table.current),
+        current=jnp.where(mask, layout.wrap(table.current - 1), table.current),
         is_open=table.is_open | mask,
     )

@@ -14,24 +14,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay import episode_table, ring
-from jaxreplay.drawable import cut_rows
-from jaxreplay.operations import ReplayState, drawable, layout_of
-from jaxreplay.stream_state import StreamState, Written
-from jaxreplay.streams import Streams
+from jaxreplay.drawable import Drawable, ReplayState, cut_rows
+from jaxreplay.layout import Layout
+from jaxreplay.streams import Streams, Written, of_stream
 
 _BLOCK = 2**13  # rows that the episode table, or a sampler, is told of at a time
 
 
-def with_heads(before: Streams, after: Streams, state: StreamState, num_lost: np.ndarray) -> StreamState:
-    """A state of `before` with its heads as they are in `after`; the rows are to follow. On the host, where there are 64 bits.
+def with_heads(after: Layout, streams: Streams, num_lost: np.ndarray) -> Streams:
+    """Streams with their heads as they are in another layout; the rows are to follow. On the host, where there are 64 bits.
 
     Args:
-      num_lost: int64[E], rows of each stream that are not there any more; one number where one head serves all.
+      num_lost: int64[E], rows of each stream that are not there any more.
     """
-    end = np.asarray(state.lap).astype(np.int64) * before.length + np.asarray(state.head)
-    filled = np.asarray(state.filled) - (num_lost if state.filled.ndim else num_lost[:1].sum())
+    heads = streams.heads
+    end = np.asarray(heads.lap).astype(np.int64) * streams.layout.length + np.asarray(heads.position)
     position, lap = ring.position_of(end, after.length), (end // after.length).astype(np.uint32)
-    return state.with_heads(position=position, filled=np.minimum(filled, after.length), lap=lap)
+    filled = np.minimum(np.asarray(heads.filled) - num_lost, after.length)
+    return streams.with_heads(position=position, filled=filled, lap=lap).replace(layout=after)
 
 
 def parted(before: Any, old: ReplayState) -> tuple[ReplayState, dict[str, Any]]:
@@ -40,30 +40,27 @@ def parted(before: Any, old: ReplayState) -> tuple[ReplayState, dict[str, Any]]:
     return old.replace(sampler=sampler, episodes=None), by_place
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def resized(before: Any, after: Any, old: ReplayState, streams: StreamState) -> ReplayState:
+@functools.partial(jax.jit, static_argnums=0)
+def resized(after: Any, old: ReplayState, streams: Streams) -> ReplayState:
     """All but the rows, which are there: `None` in their place. What the sampler keeps by place is to be `moved`.
 
     Args:
-      before: the buffer of the old state. after: the same with another capacity.
+      after: the buffer with another capacity.
       old: its rows are not read. streams: `with_heads`, and the rows in their places.
     """
-    layout = layout_of(after)
     return old.replace(
-        layout=layout,
         streams=streams.replace(steps=None, flags=None, rank=None),
         pending=None if old.pending is None else jnp.minimum(old.pending, streams.filled),
-        cut=cut_rows(after.window, after.streams, streams),
-        episodes=_episodes(after.streams, streams) if after.has_table else None,
-        sampler=after.sampler.resized(old.layout.streams, layout.streams, after.window, old.sampler),
+        cut=cut_rows(streams),
+        episodes=_episodes(streams) if after.has_table else None,
+        sampler=after.sampler.resized(old.layout, streams.layout, old.sampler),
     )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 5), donate_argnums=3)
+@functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
 def moved(
-    before: Any,
     after: Any,
-    old: StreamState,
+    old: Streams,
     sampler: Any,
     state: ReplayState,
     name: str,
@@ -71,55 +68,54 @@ def moved(
     values: jax.Array,
     holes: tuple[jax.Array, jax.Array],
 ) -> Any:
-    """The sampler's state, which is taken over, with what it had in `before`, in its leaf of that name, at the places from `start` on.
+    """The sampler's state, which is taken over, with what it had before, in its leaf of that name, at the places from `start` on.
 
     Args:
       old: the heads of then. state: as it is now, with its rows, and without a sampler. values: `[K]`.
       holes: the age of the newest row, and the number of rows, of runs of rows that are lost: int32[E, H] each.
     """
-    members = drawable(after, state)
+    members = Drawable.of(state)
     size = min(_BLOCK, len(values))
 
     def tell(nth: jax.Array, sampler: Any) -> Any:
         first = jnp.minimum(nth * size, len(values) - size)  # the last block begins earlier, and says some of it again
-        place = jnp.minimum(start + first + ring.places(size), before.capacity)
-        row = _row_now(before.streams, old, after.streams, state.streams, place, holes)
+        place = jnp.minimum(start + first + ring.places(size), old.layout.capacity)
+        row = _row_now(old, state.streams, place, holes)
         return after.sampler.moved(sampler, members, name, row, jax.lax.dynamic_slice_in_dim(values, first, size))
 
     return jax.lax.fori_loop(0, -(-len(values) // size), tell, sampler)
 
 
-def _row_now(
-    before: Streams, old: StreamState, after: Streams, state: StreamState, place: jax.Array, holes: tuple[jax.Array, jax.Array]
-) -> jax.Array:
+def _row_now(old: Streams, streams: Streams, place: jax.Array, holes: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Which rows those at places, by time, then env, are now: int32[K]; the new capacity for those that are gone, or were none."""
+    before, after = old.layout, streams.layout
     is_place = place < before.capacity
     time, env = ring.split(jnp.where(is_place, place, 0), before.num_envs)
     row = before.row(env, time)
-    was, (starts, sizes) = before.age(old, row), (hole[env] for hole in holes)
+    was, (starts, sizes) = old.age(row), (hole[env] for hole in holes)
     is_lost = ((was[:, None] >= starts) & (was[:, None] < starts + sizes)).any(axis=1)
     age = was - jnp.where(was[:, None] >= starts + sizes, sizes, 0).sum(axis=1, dtype=jnp.int32)
-    is_held = is_place & before.is_written(old, row) & ~is_lost & (age < after.of_stream(state.filled, env))
-    position = ring.wrap(after.of_stream(state.head, env) - 1 - jnp.minimum(age, after.length - 1), after.length)
+    is_held = is_place & old.is_written(row) & ~is_lost & (age < of_stream(streams.filled, env))
+    position = after.wrap(of_stream(streams.head, env) - 1 - jnp.minimum(age, after.length - 1))
     return jnp.where(is_held, after.row(env, position), after.capacity)
 
 
-def _episodes(streams: Streams, state: StreamState) -> episode_table.EpisodeState:
+def _episodes(streams: Streams) -> episode_table.EpisodeState:
     """The table that a buffer has which was told of the stored rows alone."""
-    size = max(1, min(_BLOCK // streams.num_envs, streams.length))
-    num_blocks = -(-streams.length // size)
-    env = ring.places(streams.num_envs)
+    layout = streams.layout
+    size = max(1, min(_BLOCK // layout.num_envs, layout.length))
+    num_blocks = -(-layout.length // size)
 
     def tell(nth: jax.Array, table: episode_table.EpisodeState) -> episode_table.EpisodeState:
         newer = (num_blocks - 1 - nth) * size  # rows of later blocks
-        age = jnp.broadcast_to(size - 1 - ring.places(size)[:, None], (size, streams.num_envs))
-        is_written = newer + age < state.filled
-        position = ring.wrap(state.head - 1 - jnp.minimum(newer + age, streams.length - 1), streams.length)
-        row = streams.row(env, position)
-        assert state.flags is not None
-        flags = state.flags.at[row].get(mode="promise_in_bounds")
-        row = jnp.where(is_written, row, streams.capacity)
+        age = jnp.broadcast_to(size - 1 - ring.places(size)[:, None], (size, layout.num_envs))
+        is_written = newer + age < streams.filled
+        position = layout.wrap(streams.head - 1 - jnp.minimum(newer + age, layout.length - 1))
+        row = layout.row(layout.envs(), position)
+        assert streams.flags is not None
+        flags = streams.flags.at[row].get(mode="promise_in_bounds")
+        row = jnp.where(is_written, row, layout.capacity)
         written = Written(row, is_written, flags, age, is_written.sum(axis=0, dtype=jnp.int32))
-        return episode_table.put(*episode_table.count(streams, state, table, written))
+        return episode_table.put(*episode_table.count(layout, table, written))
 
-    return jax.lax.fori_loop(0, num_blocks, tell, episode_table.init(streams, state.steps))
+    return jax.lax.fori_loop(0, num_blocks, tell, episode_table.init(layout))

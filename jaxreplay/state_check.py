@@ -12,8 +12,8 @@ import jax
 from jaxreplay import leaves
 from jaxreplay.checks import check_leaves
 from jaxreplay.donation import as_arrays, check_not_gone, warn_of_copy
-from jaxreplay.operations import ReplayState, empty, layout_of
-from jaxreplay.streams import has_final_obs
+from jaxreplay.drawable import ReplayState
+from jaxreplay.layout import Layout
 
 
 def take_over(where: str, replay: Any, state: Any) -> Any:
@@ -47,28 +47,28 @@ def check_state(where: str, replay: Any, state: Any) -> Any:
 def _problem(replay: Any, structure: Any, specs: tuple[Any, ...]) -> str:
     """What is wrong, or nothing. The same for all states of these shapes."""
     state = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*spec) for spec in specs])
-    platform = state.layout.streams.platform
-    if state.layout != (expected := layout_of(replay, replay.platform or platform)):
-        return "\n  ".join(["it was made with another configuration", *_differences(state.layout, expected)])
+    layout = state.layout
+    if layout != (expected := replay.layout(layout.has_final_obs, replay.platform or layout.platform)):
+        return "\n  ".join(["it was made with another configuration", *_differences(layout, expected)])
     rows = {leaf.shape[:1] for leaf in leaves.stored_leaves(state.streams.steps)}
     if rows != {(replay.capacity,)}:
         got = " and ".join("none" if not shape else f"{shape[0]:,}" for shape in sorted(rows)) or "no"
         return f"its stored steps have {got} rows, of a buffer with capacity={replay.capacity}"
     try:
-        expected = jax.eval_shape(functools.partial(empty, replay, platform=platform), _example_of(replay, state.streams.steps))
+        expected = jax.eval_shape(functools.partial(replay._empty, platform=layout.platform), _example_of(layout, state.streams.steps))
         check_leaves("", state, expected, "A state restored from a file must be of an equal configuration.")
     except (ValueError, TypeError, AttributeError) as error:
         return str(error).lstrip(":\n ")
     return ""
 
 
-def _example_of(replay: Any, steps: Any) -> Any:
+def _example_of(layout: Layout, steps: Any) -> Any:
     """One env's step, or an item, from the stored ones."""
     row = leaves.tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), steps)
-    if replay.autoreset is None:
+    if layout.autoreset is None:
         return row
     flag = jax.ShapeDtypeStruct((), bool)
-    return row.replace(terminated=flag, truncated=flag, final_obs=row.obs if has_final_obs(steps) else None)
+    return row.replace(terminated=flag, truncated=flag, final_obs=row.obs if layout.has_final_obs else None)
 
 
 def _differences(got: Any, expected: Any) -> list[str]:

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jaxreplay.drawable import ReplayState
 from jaxreplay.leaves import num_bits
-from jaxreplay.operations import ReplayState
 from jaxreplay.paths import name_of
 from jaxreplay.rollouts import RolloutState
 from jaxreplay.sum_tree import SumTreeState

@@ -9,8 +9,8 @@ import numpy as np
 from hlo import check_in_place
 
 import jaxreplay as jr
-from jaxreplay import operations
 from jaxreplay.buffer import ReplayBuffer
+from jaxreplay.drawable import Drawable
 from jaxreplay.views import TransitionView
 
 # A buffer is a leafless pytree: its methods are jitted once for all that are equal.
@@ -23,7 +23,7 @@ can_add = jax.jit(ReplayBuffer.can_add, static_argnums=2)
 def probability_of_all(replay, state):
     """Of every row, meant for those that are drawable."""
     rows = jnp.arange(replay.capacity, dtype=jnp.int32)
-    return replay.sampler.probability(state.sampler, operations.drawable(replay, state), rows)
+    return replay.sampler.probability(state.sampler, Drawable.of(state), rows)
 
 
 def step_of(values):
@@ -65,7 +65,7 @@ def check_jit_and_vmap(replay, states, batch_size=4):
     """What the sampler draws is the same with jit and without; with vmap it is that of each state on its own."""
 
     def draw(state):
-        return replay.sampler.draw(state.sampler, operations.drawable(replay, state), jax.random.key(1), batch_size)
+        return replay.sampler.draw(state.sampler, Drawable.of(state), jax.random.key(1), batch_size)
 
     one = jax.jit(draw)
     assert_same(one(states[0]), draw(states[0]))

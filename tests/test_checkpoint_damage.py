@@ -377,15 +377,15 @@ def test_what_is_salvaged_is_as_it_was_and_pairs_nothing_across_a_gap(case, seed
 
 def stored_names(case, state):
     """What each place holds."""
-    leaf = leaves.take_plain(state.streams.steps, jnp.arange(state.layout.streams.capacity))
+    leaf = leaves.take_plain(state.streams.steps, jnp.arange(state.layout.capacity))
     return (np.asarray(leaf["image"]).reshape(-1, 6)[:, :2] @ [256, 1] if case.is_items else np.asarray(leaf.action)).astype(int)
 
 
 def held_names(case, replay, state):
     """Of each stream, what its rows hold, the oldest first."""
-    span = rows.span_of(rows.heads_of(state), replay.streams.length, replay.num_envs)
+    span = rows.span_of(rows.heads_of(state), replay.length)
     by_env = stored_names(case, state).reshape(replay.num_envs, -1)
-    return [[int(by_env[e][n % replay.streams.length]) for n in range(span.first[e], span.end[e])] for e in range(replay.num_envs)]
+    return [[int(by_env[e][n % replay.length]) for n in range(span.first[e], span.end[e])] for e in range(replay.num_envs)]
 
 
 def lost_names(case, replay, before, after):
@@ -395,7 +395,7 @@ def lost_names(case, replay, before, after):
 
 def check_salvaged(case, replay, before, after, lost):
     was, now = held_names(case, replay, before), held_names(case, replay, after)
-    spans = rows.span_of(rows.heads_of(before), replay.streams.length, replay.num_envs)
+    spans = rows.span_of(rows.heads_of(before), replay.length)
     for env in range(replay.num_envs):
         gone = {number for one in lost if one.env == env for number in range(one.first, one.last + 1)}
         kept = [name for number, name in zip(range(spans.first[env], spans.end[env]), was[env], strict=True) if number not in gone]

@@ -11,16 +11,16 @@ from buffers import CATALOG, NUM_ENVS
 from conftest import SOAK
 
 import jaxreplay as jr
-from jaxreplay import fingerprint, provisional, streams
+from jaxreplay import fingerprint, provisional
 
 cases = pytest.mark.parametrize("case", CATALOG, ids=lambda case: case.name)
 
 
 def of_all_rows(replay, state):
     """What the fingerprint is by its definition, while no row was overwritten: uint32[E]."""
-    length, rows = replay.streams.length, np.arange(replay.capacity, dtype=np.int32)
+    length, rows = replay.length, np.arange(replay.capacity, dtype=np.int32)
     env, position = np.divmod(rows, length)
-    hashes = np.asarray(jax.jit(replay.streams.hashes)(state.streams, rows, position.astype(np.uint32)))
+    hashes = np.asarray(jax.jit(state.streams.hashes)(rows, position.astype(np.uint32)))
     is_held = position < np.broadcast_to(state.streams.filled, (NUM_ENVS,))[env]
     return np.array([hashes[is_held & (env == e)].sum(dtype=np.uint32) for e in range(NUM_ENVS)])
 
@@ -113,7 +113,7 @@ def test_stored_rows_have_the_hashes_of_what_was_written(leaf):
     values = jnp.asarray(np.random.default_rng(1).integers(-3, 4, leaf.shape)).astype(leaf.dtype)
     state = replay.extend(replay.init(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)), values[:, None])
     rows = np.arange(6, dtype=np.int32)
-    got = replay.streams.hashes(state.streams, rows, rows.astype(np.uint32))
+    got = state.streams.hashes(rows, rows.astype(np.uint32))
     np.testing.assert_array_equal(got, fingerprint.of_values(values, jnp.arange(6, dtype=jnp.uint32)))
 
 
@@ -157,4 +157,3 @@ def test_it_is_kept_only_where_it_is_wanted():
     step = jr.Step(zero, zero, zero, flag, flag)
     state = replay.add(replay.init(jax.tree.map(lambda leaf: leaf[0], step)), step)
     assert state.streams.history is None
-    assert streams.Streams(num_envs=1, length=2, autoreset=None, masked=False).keep_history

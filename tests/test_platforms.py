@@ -10,7 +10,8 @@ from buffers import KINDS, bits, draw
 from conftest import SOAK
 
 import jaxreplay as jr
-from jaxreplay import leaves, operations, platforms, tiles
+from jaxreplay import leaves, platforms, tiles
+from jaxreplay.drawable import Drawable
 
 SHAPES = [
     (1,),
@@ -112,7 +113,7 @@ def test_a_tree_is_as_wide_as_its_platform_wants_it_whatever_traces(platform, wi
     replay = dataclasses.replace(case.replay(), platform=platform)
     shape = jax.eval_shape(replay.init, case.example())
     assert shape.sampler.tree.sums[-1].shape == (width,)
-    assert shape.layout.streams.platform == platform
+    assert shape.layout.platform == platform
 
 
 def test_a_state_stays_what_it_was_made_for():
@@ -121,7 +122,7 @@ def test_a_state_stays_what_it_was_made_for():
     replay = case.replay()
     state = on_tpu(replay).init(case.example())
     state = jax.jit(replay.add)(state, case.step())
-    assert state.layout.streams.platform == "tpu"
+    assert state.layout.platform == "tpu"
     with pytest.raises(ValueError, match="platform: the state's is 'tpu', this buffer's 'gpu'"):
         dataclasses.replace(replay, platform="gpu").sample(state, jax.random.key(0))
 
@@ -138,7 +139,7 @@ def test_the_default_is_that_of_the_device_that_new_arrays_go_to():
     assert platforms.platform_of(jax.devices()[0]) == jax.devices()[0].platform
     with jax.default_device(jax.devices("cpu")[0]):
         replay = jr.items(capacity=4, batch_size=1)
-        assert replay.init({"x": jnp.zeros(())}).layout.streams.platform == platforms.default()
+        assert replay.init({"x": jnp.zeros(())}).layout.platform == platforms.default()
 
 
 @pytest.mark.parametrize("case", KINDS if SOAK else KINDS[1:4], ids=lambda case: case.name)
@@ -151,7 +152,7 @@ def test_what_is_read_is_the_same_on_every_platform(case):
         batch = jax.jit(replay.get)(state, jnp.arange(replay.capacity), jax.random.key(0))
         drawn = jax.jit(lambda state, key, replay=replay: draw(replay, state, key))(state, jax.random.key(1))
         assert drawn.is_valid.any()
-        assert bool(operations.drawable(replay, state).contains(drawn.index.row)[drawn.is_valid].all())
+        assert bool(Drawable.of(state).contains(drawn.index.row)[drawn.is_valid].all())
         found.append((batch.items, batch.index, batch.is_valid, np.asarray(batch.probability)))
     for other in found[1:]:
         assert bits(other[:3]) == bits(found[0][:3])
@@ -174,7 +175,7 @@ def test_a_checkpoint_goes_from_one_platform_to_another(case, before, after, tmp
         checkpoints.save(state, step=1)
     other = dataclasses.replace(replay, platform=after)
     restored = Checkpointer(tmp_path / "run", other).restore(case.example())
-    assert restored.layout.streams.platform == after
+    assert restored.layout.platform == after
     get = lambda replay, state: jax.jit(replay.get)(state, jnp.arange(replay.capacity), jax.random.key(0))  # noqa: E731
     expected, got = get(replay, state), get(other, restored)
     assert bits((got.items, got.index, got.is_valid)) == bits((expected.items, expected.index, expected.is_valid))

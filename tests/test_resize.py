@@ -41,15 +41,15 @@ def run(case, replay, num_steps):
 def names(replay, state):
     """The stream and the number of each drawable row."""
     is_valid = np.asarray(everything(replay)(state, 1).is_valid)
-    env, position = np.divmod(np.flatnonzero(is_valid), replay.streams.length)
-    first = rows.span_of(rows.heads_of(state), replay.streams.length, replay.num_envs).first
-    return sorted((int(e), int(first[e] + (p - first[e]) % replay.streams.length)) for e, p in zip(env, position, strict=True))
+    env, position = np.divmod(np.flatnonzero(is_valid), replay.length)
+    first = rows.span_of(rows.heads_of(state), replay.length).first
+    return sorted((int(e), int(first[e] + (p - first[e]) % replay.length)) for e, p in zip(env, position, strict=True))
 
 
 def items_of(replay, state, which):
     """What is read of rows by their names, and their probabilities."""
     env, number = np.array(which, int).reshape(-1, 2).T
-    batch, index = everything(replay)(state, 1), env * replay.streams.length + number % replay.streams.length
+    batch, index = everything(replay)(state, 1), env * replay.length + number % replay.length
     return jax.tree.map(lambda leaf: np.asarray(leaf)[index], (batch.items, batch.probability))
 
 
@@ -168,8 +168,8 @@ def test_episodes_are_looked_up_as_before(form, capacity, tmp_path, monkeypatch)
         return jax.jit(run)
 
     def looked_up(replay, state):
-        length = replay.streams.length
-        span = rows.span_of(rows.heads_of(state), length, 2)
+        length = replay.length
+        span = rows.span_of(rows.heads_of(state), length)
         row = [env * length + number % length for env in range(2) for number in range(span.first[env], span.end[env])]
         return looks_up(replay)(state, jnp.asarray(row, jnp.int32))
 
@@ -299,11 +299,11 @@ def test_no_program_takes_memory_for_each_row(case, is_ranked):
         old, state = (jax.eval_shape(replay.init, case.example()) for replay in (before, after))
         old, by_place = resize.parted(before, rows.split(old)[1])
         holes = (jax.ShapeDtypeStruct((before.num_envs, 1), jnp.int32),) * 2
-        programs = [resize.resized.lower(before, after, old, state.streams)]
+        programs = [resize.resized.lower(after, old, state.streams)]
         for name, leaf in by_place.items():
             start, values = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((2**21,), leaf.dtype)
             given = (old.streams, state.sampler, state.replace(sampler=None), name, start, values, holes)
-            programs.append(resize.moved.lower(before, after, *given))
+            programs.append(resize.moved.lower(after, *given))
         for program in programs:
             memory = program.compile().memory_analysis()
             assert memory.temp_size_in_bytes < (12 if PLATFORM else 8) * 2**20  # 2 to 4 bytes a row; wide nodes of a tree
@@ -313,8 +313,8 @@ def test_no_program_takes_memory_for_each_row(case, is_ranked):
 class Counting(Uniform):
     """Keeps a number for each row, and cannot move it."""
 
-    def init(self, streams, window):
-        return jnp.zeros(streams.capacity)
+    def init(self, layout):
+        return jnp.zeros(layout.capacity)
 
 
 def test_a_sampler_must_say_how_its_rows_move(tmp_path):

@@ -199,7 +199,7 @@ class Checkpointer:
                 self._saving.join()
                 self._end()
             elif not self._saving.is_copied:
-                self._saving.pump(state, num_steps * self.replay.streams.rows_per_step(state.streams.steps))
+                self._saving.pump(state, num_steps * state.layout.rows_per_step)
 
     def finish(self, state: Any) -> None:
         """Copy what a save that does not wait still needs, and wait until it is there. Raises what it failed with."""

@@ -17,7 +17,7 @@ from jaxreplay.checkpoint import rows
 from jaxreplay.checkpoint.groups import Group, Save, cut
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.rows import Span
-from jaxreplay.operations import ReplayState
+from jaxreplay.drawable import ReplayState
 
 _BLOCK_BYTES = 2**22  # of rows whose fingerprint is taken at a time
 
@@ -26,7 +26,7 @@ def noted(replay: Any, state: ReplayState, span: Span) -> list[int]:
     """The fingerprint of each stream's rows, but for the newest ones if they may be taken back; none where the state keeps none."""
     if state.streams.history is None:
         return []
-    settled = np.maximum(span.end - rows.num_rewritten(replay, state), span.first)
+    settled = np.maximum(span.end - rows.num_rewritten(state), span.first)
     return _up_to(replay, state, settled, span).tolist()
 
 
@@ -34,7 +34,7 @@ def goes_on(replay: Any, state: ReplayState, span: Span, base: Manifest) -> bool
     """Whether all rows that the state and a generation have in common are the same ones."""
     if state.streams.history is None or not base.history or len(base.end) != len(span.end):
         return False
-    settled = np.maximum(np.array(base.end, np.int64) - rows.num_rewritten(replay, state), np.array(base.first, np.int64))
+    settled = np.maximum(np.array(base.end, np.int64) - rows.num_rewritten(state), np.array(base.first, np.int64))
     if (settled > span.end).any():  # it is behind
         return False
     is_shared = settled > span.first
@@ -66,7 +66,7 @@ def held_of(group: Group, span: Span, since: np.ndarray, folder: str, length: in
 
 def _up_to(replay: Any, state: ReplayState, number: np.ndarray, span: Span) -> np.ndarray:
     """The fingerprint of each stream's rows before a number, uint32[E]: of those before `span.end`, without the ones from there on."""
-    length, total = int(replay.streams.length), np.array(rows.copied(state.streams.history))
+    length, total = replay.length, np.array(rows.copied(state.streams.history))
     row_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.streams.steps)) // max(replay.capacity, 1)
     most = sizes.power_below(_BLOCK_BYTES // (row_bytes + 64))
     for group in cut(Save("", length, np.maximum(number, span.first), span.end), most):
@@ -80,5 +80,5 @@ def _up_to(replay: Any, state: ReplayState, number: np.ndarray, span: Span) -> n
 @functools.partial(jax.jit, static_argnums=0)
 def _fingerprint(replay: Any, state: ReplayState, row: jax.Array, number: jax.Array, env: jax.Array, count: jax.Array) -> jax.Array:
     """The sum over the first `count` of some rows, for each stream: uint32[E]."""
-    hashes = jnp.where(jnp.arange(len(row)) < count, replay.streams.hashes(state.streams, row, number), 0)
+    hashes = jnp.where(jnp.arange(len(row)) < count, state.streams.hashes(row, number), 0)
     return jnp.zeros((replay.num_envs,), jnp.uint32).at[env].add(hashes)

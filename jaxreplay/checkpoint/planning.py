@@ -67,11 +67,11 @@ def planned(
     row_bytes = sum(leaf.nbytes for leaf in stored_leaves) // replay.capacity if stored_leaves else 0
     most = sizes.power_below(min(group_bytes // (row_bytes + _BOOKKEEPING), MOST_ROWS))
     if stored_leaves:
-        length = int(replay.streams.length)
-        span = rows.span_of(rows.heads_of(state), length, replay.num_envs)
+        length = replay.length
+        span = rows.span_of(rows.heads_of(state), length)
         noted, since = history.noted(replay, state, span), span.first
         if base is not None and len(base.groups.saves) * len(base.end) <= _MOST_NUMBERS and history.goes_on(replay, state, span, base):
-            since, kept = history.kept_of(base, span, rows.num_rewritten(replay, state), most)
+            since, kept = history.kept_of(base, span, rows.num_rewritten(state), most)
     again = {group.folder: history.held_of(group, span, since, folder, length) for group in kept if group.folder in damaged}
     saves = [*again.values(), Save(folder, length, since, span.end)]
     cuts = [list(cut(save, most)) for save in saves[:-1]]

@@ -52,11 +52,11 @@ class Reading:
             if specs and (before.capacity != replay.capacity or before.platform != replay.platform or damaged):
                 old = resize.parted(before, rows.split(jax.eval_shape(before.init, example))[1])
                 # A sampler that cannot move what it has says so before anything is read.
-                jax.eval_shape(functools.partial(resize.resized, before, replay), old[0], shape.streams)
+                jax.eval_shape(functools.partial(resize.resized, replay), old[0], shape.streams)
             stored, rest = self._begun(replay, example, sharding)
         if old is None:
             rest = self._rest(rest)
-            stored = self._rows(stored, specs, replay.streams.length) if specs else stored
+            stored = self._rows(stored, specs, replay.length) if specs else stored
         else:
             stored, rest = self._moved(replay, before, self._rest(old[0]), old[1], stored, specs, damaged)
         state = rows.join(stored, rest)
@@ -71,16 +71,16 @@ class Reading:
         if damaged:
             read_flags = functools.partial(flags_of, self._store, self._manifest)
             self.holes = salvage.holes_of(self._manifest, damaged, before, old, read_flags)
-        streams = resize.with_heads(before.streams, replay.streams, old.streams, self.holes.num_lost)
-        streams = streams.replace(**self._rows(stored, specs, replay.streams.length))
+        streams = resize.with_heads(replay.layout(old.layout.has_final_obs), old.streams, self.holes.num_lost)
+        streams = streams.replace(**self._rows(stored, specs, replay.length))
         sampler, pending = old.sampler, old.pending
         if damaged:
-            streams, ranks = salvage.closed(replay.streams, streams, self.holes)
+            streams, ranks = salvage.closed(streams, self.holes)
             sampler = before.sampler.after_loss(sampler, ranks.now)
             pending = None if pending is None else jnp.where(self.holes.is_newest_lost, 0, pending)
         old = old.replace(sampler=sampler, pending=pending)
         with uninterrupted():
-            rest = resize.resized(before, replay, old, streams)
+            rest = resize.resized(replay, old, streams)
         sampler, (stored, _) = rest.sampler, rows.split(old.replace(streams=streams))
         state, holes = (
             rows.join(stored, rest.replace(sampler=None)),
@@ -89,7 +89,7 @@ class Reading:
         for name, spec in by_place.items():
             for start, values in self._pieces(f"sampler.{name}", spec):
                 with uninterrupted():
-                    sampler = jax.block_until_ready(resize.moved(before, replay, old.streams, sampler, state, name, start, values, holes))
+                    sampler = jax.block_until_ready(resize.moved(replay, old.streams, sampler, state, name, start, values, holes))
         return stored, rest.replace(sampler=sampler)
 
     def _begun(self, replay: Any, example: Any, sharding: Any) -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay import leaves, ring, sizes
-from jaxreplay.operations import ReplayState
+from jaxreplay.drawable import ReplayState
 from jaxreplay.paths import named
 
 _RUN = 2**15  # bytes in a row from which on a call to the system of their own is faster than a copy
@@ -56,23 +56,24 @@ def join(rows: Any, rest: Any) -> Any:
 
 
 def ends_of(heads: Any, length: int) -> np.ndarray:
-    """The number of the next row of each stream, int64[E], or int64[] where all step together. `heads`: `heads_of` a state."""
+    """The number of the next row of each stream, int64[E]. `heads`: `heads_of` a state."""
     return np.asarray(heads[1]).astype(np.int64) * length + np.asarray(heads[0])
 
 
-def span_of(heads: Any, length: int, num_envs: int) -> Span:
+def span_of(heads: Any, length: int) -> Span:
     """`heads`: `heads_of` a state."""
     end = ends_of(heads, length)
-    return Span(*(np.broadcast_to(numbers, (num_envs,)) for numbers in (end - np.asarray(heads[2]), end)))
+    return Span(end - np.asarray(heads[2]), end)
 
 
-def num_rewritten(replay: Any, state: ReplayState) -> int:
+def num_rewritten(state: ReplayState) -> int:
     """The newest rows of a stream that may be other ones yet: a step and its tail, which an episode that goes on takes back."""
-    return 2 if replay.streams.rows_per_step(state.streams.steps) == 2 and not replay.masked else 0
+    return 2 if state.layout.may_take_back else 0
 
 
 def _heads(state: ReplayState) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return state.streams.head, state.streams.lap, state.streams.filled
+    heads = state.streams.heads
+    return heads.position, heads.lap, heads.filled
 
 
 def rows_at(picked: Picked, length: int) -> np.ndarray:

@@ -19,9 +19,9 @@ import numpy as np
 
 from jaxreplay import autoreset, ring
 from jaxreplay.checkpoint.manifest import Manifest
-from jaxreplay.operations import ReplayState
-from jaxreplay.stream_state import StreamState
-from jaxreplay.streams import Streams, has_final_obs
+from jaxreplay.drawable import ReplayState
+from jaxreplay.layout import Layout
+from jaxreplay.streams import Streams
 
 
 class Lost(NamedTuple):
@@ -80,7 +80,7 @@ def holes_of(manifest: Manifest, damaged: Iterable[str], replay: Any, old: Repla
     folders = frozenset(damaged)
     end, first = np.array(manifest.end, np.int64), np.array(manifest.first, np.int64)
     gaps = _gaps(manifest, folders, first, end)
-    if np.ndim(old.streams.head) == 0:  # one head for all
+    if old.layout.lockstep:  # one head for all
         together = _joined([gap for some in gaps for gap in some])
         gaps = [together] * len(end)
     pending = None if old.pending is None or not replay.window.is_bounded else np.asarray(old.pending)
@@ -90,7 +90,7 @@ def holes_of(manifest: Manifest, damaged: Iterable[str], replay: Any, old: Repla
         if own and manifest.rows.keys().isdisjoint({"flags"}) and replay.window.length > 1:
             gaps[env] = _all_but_the_newest(own, int(end[env] - first[env]))
     if "flags" in manifest.rows:
-        gaps = _without_lone_tails(gaps, end, flags_of, np.ndim(old.streams.head) == 0)
+        gaps = _without_lone_tails(gaps, end, flags_of, old.layout.lockstep)
     most = max(map(len, gaps), default=0)
     start, size = np.zeros((2, len(end), most), np.int64)
     for env, own in enumerate(gaps):
@@ -181,19 +181,19 @@ class Ranks(NamedTuple):
         return self.end - left.astype(np.uint32)
 
 
-def closed(streams: Streams, state: StreamState, holes: Holes) -> tuple[StreamState, Ranks]:
+def closed(state: Streams, holes: Holes) -> tuple[Streams, Ranks]:
     """Streams whose rows have closed up, with episodes and ranks that are as they must be.
 
     Args:
       state: its rows lie where `Holes.age_of` says; `filled` counts those that are left. It is taken over.
     """
-    num_envs, has_flags = streams.num_envs, state.flags is not None
-    head, filled, end = (np.broadcast_to(np.asarray(x), (num_envs,)) for x in (state.head, state.filled, streams.next_number(state)))
-    end = np.asarray(state.count) if has_flags else end
+    layout, has_flags = state.layout, state.flags is not None
+    num_envs = layout.num_envs
+    head, filled, end = (np.asarray(x) for x in (state.heads.position, state.heads.filled, state.next_rank))
     runs = [(env, *run) for env in range(num_envs) for run in _runs(holes, env, int(filled[env]))]
-    rows_at = [_rows_of_ages(streams, head, runs, which) for which in (1, 2)]
+    rows_at = [_rows_of_ages(layout, head, runs, which) for which in (1, 2)]
     flags, newest_rank, oldest_rank = _at(state, *rows_at) if has_flags else _of_items(holes, end, runs)
-    closes = _closes(streams, state, flags) if has_flags else np.ones(len(runs), bool)
+    closes = np.asarray(layout.closes_episode(jnp.asarray(flags))) if has_flags else np.ones(len(runs), bool)
     parts: list[Part] = []
     following: dict[int, int] = {}  # the rank that comes after the parts so far, by env
     for number, (env, newest, oldest, is_cut, follows) in enumerate(runs):
@@ -207,10 +207,10 @@ def closed(streams: Streams, state: StreamState, holes: Holes) -> tuple[StreamSt
         return state, ranks
     is_cut, follows = (np.array([getattr(part, name) for part in parts], bool) for name in ("is_cut", "follows"))
     last = np.asarray(state.last)
-    cleared = np.asarray(autoreset.after_clear(str(streams.autoreset), jnp.asarray(last)))
+    cleared = np.asarray(autoreset.after_clear(str(layout.autoreset), jnp.asarray(last)))
     state = state.replace(last=jnp.asarray(np.where(holes.is_newest_lost, cleared, last)))
-    tails, firsts = (np.where(is_one, row, streams.capacity) for is_one, row in ((is_cut & ~closes, rows_at[0]), (follows, rows_at[1])))
-    return _patched(streams, state, tails, firsts, *_shifts(parts, num_envs, holes.size.shape[1])), ranks
+    tails, firsts = (np.where(is_one, row, layout.capacity) for is_one, row in ((is_cut & ~closes, rows_at[0]), (follows, rows_at[1])))
+    return _patched(state, tails, firsts, *_shifts(parts, num_envs, holes.size.shape[1])), ranks
 
 
 def _runs(holes: Holes, env: int, filled: int) -> list[tuple[int, int, bool, bool]]:
@@ -227,17 +227,13 @@ def _runs(holes: Holes, env: int, filled: int) -> list[tuple[int, int, bool, boo
     return runs
 
 
-def _closes(streams: Streams, state: StreamState, flags: np.ndarray) -> np.ndarray:
-    return np.asarray(autoreset.closes_episode(jnp.asarray(flags), str(streams.autoreset), has_final_obs(state.steps)))
-
-
-def _rows_of_ages(streams: Streams, head: np.ndarray, runs: list[Any], which: int) -> np.ndarray:
+def _rows_of_ages(layout: Layout, head: np.ndarray, runs: list[Any], which: int) -> np.ndarray:
     """int32[P]: a row of each run, by the age in its field of that number."""
     env, age = (np.array([run[field] for run in runs], np.int64) for field in (0, which))
-    return (env * streams.length + ring.position_of(head[env] - 1 - age, streams.length)).astype(np.int32)
+    return (env * layout.length + ring.position_of(head[env] - 1 - age, layout.length)).astype(np.int32)
 
 
-def _at(state: StreamState, newest: np.ndarray, oldest: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _at(state: Streams, newest: np.ndarray, oldest: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The flags and the rank of the newest row of each run, and the rank of the oldest one."""
     return tuple(np.asarray(leaf) for leaf in _gathered(state.flags, state.rank, newest, oldest))  # type: ignore[return-value]
 
@@ -276,16 +272,16 @@ def _gathered(flags: jax.Array, rank: jax.Array, newest: jax.Array, oldest: jax.
     return at(flags, newest), at(rank, newest), at(rank, oldest)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _patched(streams: Streams, state: StreamState, tails: jax.Array, firsts: jax.Array, edges: jax.Array, shift: jax.Array) -> StreamState:
+@functools.partial(jax.jit, donate_argnums=0)
+def _patched(state: Streams, tails: jax.Array, firsts: jax.Array, edges: jax.Array, shift: jax.Array) -> Streams:
     """Rows int32[P] that become tails, and that open episodes; the capacity for none. `edges`, `shift`: of `_shifts`."""
     assert state.flags is not None
     assert state.rank is not None
     flags = state.flags
     for row, bit in ((tails, autoreset.TAIL), (firsts, autoreset.FIRST)):
-        old = flags.at[jnp.minimum(row, streams.capacity - 1)].get(mode="promise_in_bounds")
+        old = flags.at[jnp.minimum(row, state.layout.capacity - 1)].get(mode="promise_in_bounds")
         flags = flags.at[row].set(old | jnp.uint8(bit), mode="drop")
-    row = ring.places(streams.capacity)
-    env, _ = ring.split(row, streams.length)
-    part = (streams.age(state, row)[:, None] >= edges[env]).sum(axis=1, dtype=jnp.int32)
+    row = ring.places(state.layout.capacity)
+    env, _ = state.layout.split(row)
+    part = (state.age(row)[:, None] >= edges[env]).sum(axis=1, dtype=jnp.int32)
     return state.replace(flags=flags, rank=state.rank + shift[env, part])

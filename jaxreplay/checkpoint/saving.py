@@ -232,7 +232,7 @@ class Saving:
     def _check_in_time(self, picked: Picked, heads: Any) -> None:
         """Whether the state that the rows were read from still had them."""
         ends = rows.ends_of(heads, self._length)
-        ends = ends[picked.env] if ends.ndim else ends
+        ends = ends[picked.env]
         if (ends < self._end[picked.env]).any():
             raise RuntimeError("pump, finish: this state is not of the run that is being saved: it has fewer rows")
         if (ends > picked.number + self._length).any():

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay import leaves, operations, ring
+from jaxreplay import leaves, ring
 from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.description import description
-from jaxreplay.operations import ReplayState
+from jaxreplay.drawable import Drawable, ReplayState
 from jaxreplay.paths import named
 from jaxreplay.state_check import check_state
 
@@ -46,11 +46,11 @@ def contents_of(replay: ReplayBuffer, state: ReplayState, max_bytes: int) -> Con
     if not isinstance(replay, ReplayBuffer):
         raise ValueError(f"inspect: expected a ReplayBuffer and its state, got {type(replay).__name__} and {type(state).__name__}")
     check_state("inspect", replay, state)
-    streams, steps = replay.streams, state.streams.steps
-    head, lap, filled = (np.array(leaf).astype(np.int64) for leaf in (state.streams.head, state.streams.lap, state.streams.filled))
-    end = np.broadcast_to(lap * streams.length + head, (streams.num_envs,))
+    steps, heads = state.streams.steps, state.streams.heads
+    head, lap, filled = (np.array(leaf).astype(np.int64) for leaf in (heads.position, heads.lap, heads.filled))
+    end = lap * replay.length + head
     first = end - filled
-    rows = rows_in_order(first, end, streams.length)
+    rows = rows_in_order(first, end, replay.length)
     held = named({"steps": steps}, is_leaf=leaves.is_compound)
 
     def read(tree: Any, chosen: np.ndarray, row_bytes: int) -> Iterator[Any]:
@@ -77,7 +77,7 @@ def contents_of(replay: ReplayBuffer, state: ReplayState, max_bytes: int) -> Con
     return Contents(
         buffer=description(replay),
         source="",
-        length=streams.length,
+        length=replay.length,
         first=first,
         end=end,
         leaves={name: leaves.spec_text(leaf.shape[1:], leaf.dtype) for name, leaf in held},
@@ -123,5 +123,5 @@ def _take(tree: Any, rows: jax.Array) -> Any:
 @functools.partial(jax.jit, static_argnums=0)
 def _probability(replay: ReplayBuffer, state: ReplayState, rows: jax.Array) -> jax.Array:
     """0 where a row is not drawable."""
-    members = operations.drawable(replay, state)
+    members = Drawable.of(state)
     return jnp.where(members.contains(rows), replay.sampler.probability(state.sampler, members, rows), 0)

@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxreplay import bits, ring
+from jaxreplay import bits
 from jaxreplay.drawable import Drawable
 from jaxreplay.draws import split_by
 from jaxreplay.samplers.sampler import Sampler
+from jaxreplay.streams import of_stream
 from jaxreplay.window import Window
 
 
@@ -37,11 +38,11 @@ class UniformEpisodes(Sampler):
         high, low = bits.draw(key, batch_size)
         skipped, count = self._stored(drawable)
         total = count.sum(dtype=jnp.int32)
-        env, nth = split_by(count, bits.below(high, low, total), drawable.streams.platform)
+        env, nth = split_by(count, bits.below(high, low, total), drawable.layout.platform)
         first, _ = drawable.episodes.range_of(env, nth + skipped[env])
         size = self._size_of(drawable, first)
         nth_row = bits.below(*bits.remix(high, low, jnp.uint32(0)), size)
-        return state, drawable.streams.ahead(first, nth_row), _probability(total, size)
+        return state, drawable.layout.ahead(first, nth_row), _probability(total, size)
 
     def probability(self, state: Any, drawable: Drawable, row: jax.Array) -> jax.Array:
         del state
@@ -53,7 +54,7 @@ class UniformEpisodes(Sampler):
 
         Only the oldest and the newest one may have no drawable row.
         """
-        env = ring.places(drawable.streams.num_envs)
+        env = drawable.layout.envs()
         count = drawable.episodes.num_episodes()
 
         def is_empty(nth):
@@ -65,14 +66,14 @@ class UniformEpisodes(Sampler):
 
     def _size_of(self, drawable: Drawable, row: jax.Array) -> jax.Array:
         """Drawable rows of each row's episode, a run from its first row on: int32[...]."""
-        streams, state, episodes = drawable.streams, drawable.state, drawable.episodes
-        env, _ = ring.split(row, streams.length)
+        layout, streams, episodes = drawable.layout, drawable.streams, drawable.episodes
+        env, _ = layout.split(row)
         before, after = episodes.steps_from_start(row), episodes.steps_to_end(row)
         # A tail may be the last row, and the newest rows may be pending; what is cut are whole episodes.
-        size = before + after + drawable.is_anchor(streams.ahead(row, after))
-        age = streams.age(state, streams.ahead(row, -before))
-        size = jnp.minimum(size, age + 1 - streams.of_stream(drawable.pending, env))
-        is_cut = age >= streams.of_stream(state.filled, env) - streams.of_stream(drawable.cut, env)
+        size = before + after + drawable.is_anchor(layout.ahead(row, after))
+        age = streams.age(layout.ahead(row, -before))
+        size = jnp.minimum(size, age + 1 - of_stream(drawable.pending, env))
+        is_cut = age >= of_stream(streams.filled, env) - of_stream(drawable.cut, env)
         return jnp.where(is_cut, 0, jnp.maximum(size, 0))
 
 

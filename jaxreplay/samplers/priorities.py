@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay import ring
 from jaxreplay.drawable import Drawable
-from jaxreplay.streams import Streams
+from jaxreplay.layout import Layout
 from jaxreplay.types import Index
 from jaxreplay.window import Window
 
@@ -29,10 +28,10 @@ def check_window(where: str, window: Window) -> Window:
     return window
 
 
-def leaf_of(streams: Streams, row: jax.Array) -> jax.Array:
+def leaf_of(layout: Layout, row: jax.Array) -> jax.Array:
     """Leaves lie by time, then env: what all envs write together is one range of the tree. A row past the end stays there."""
-    env, position = ring.split(row, streams.length)
-    return jnp.where(row < streams.capacity, position * streams.num_envs + env, streams.capacity)
+    env, position = layout.split(row)
+    return jnp.where(row < layout.capacity, position * layout.num_envs + env, layout.capacity)
 
 
 def is_positive(priority: jax.Array) -> jax.Array:
@@ -62,10 +61,10 @@ def accept(state: Any, drawable: Drawable, index: Index, priority: jax.Array) ->
     A row that is out of range, overwritten since, or not drawable is ignored and counted; so is a priority that is NaN, infinite
     or negative.
     """
-    streams = drawable.streams
-    is_in_range = (index.row >= 0) & (index.row < streams.capacity)
+    layout = drawable.layout
+    is_in_range = (index.row >= 0) & (index.row < layout.capacity)
     row = jnp.where(is_in_range, index.row, 0)
-    is_live = is_in_range & (streams.index(drawable.state, row).lap == index.lap) & drawable.contains(row)
+    is_live = is_in_range & (drawable.streams.index(row).lap == index.lap) & drawable.contains(row)
     is_good = _is_good(priority)
     accepted = is_live & is_good
     priority = jnp.where(accepted, priority, 0)
@@ -74,7 +73,7 @@ def accept(state: Any, drawable: Drawable, index: Index, priority: jax.Array) ->
         ignored_rows=_count(state.ignored_rows, ~is_live),
         ignored_priorities=_count(state.ignored_priorities, is_live & ~is_good),
     )
-    return state, jnp.where(accepted, leaf_of(streams, row), streams.capacity), priority
+    return state, jnp.where(accepted, leaf_of(layout, row), layout.capacity), priority
 
 
 def _is_good(priority: jax.Array) -> jax.Array:

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jaxreplay import bits, ring
 from jaxreplay.checks import check_static
 from jaxreplay.drawable import Change, Drawable
+from jaxreplay.layout import Layout
 from jaxreplay.samplers.priorities import SMALLEST, accept, check_window, give, is_positive, leaf_of
 from jaxreplay.samplers.sampler import PrioritySampler
-from jaxreplay.streams import Streams
 from jaxreplay.sum_tree import SumTree, SumTreeState
 from jaxreplay.types import Index
 from jaxreplay.window import Window
@@ -59,10 +59,10 @@ class Prioritized(PrioritySampler):
     def window(self, window: Window) -> Window:
         return check_window("Prioritized", window)
 
-    def init(self, streams: Streams, window: Window) -> PrioritizedState:
+    def init(self, layout: Layout) -> PrioritizedState:
         return PrioritizedState(
-            tree=self._tree(streams).init(),
-            waiting=jnp.zeros((window.after, streams.num_envs), jnp.float32) if window.after else None,
+            tree=self._tree(layout).init(),
+            waiting=jnp.zeros((layout.window.after, layout.num_envs), jnp.float32) if layout.window.after else None,
             largest=jnp.float32(1),
             ignored_priorities=jnp.uint32(0),
             ignored_rows=jnp.uint32(0),
@@ -75,10 +75,10 @@ class Prioritized(PrioritySampler):
         waiting = None if state.waiting is None else jnp.zeros_like(state.waiting)
         return state.replace(tree=tree, waiting=waiting, largest=jnp.ones_like(state.largest))
 
-    def observe(self, streams: Streams, state: PrioritizedState, change: Change | None, priority: jax.Array | None) -> PrioritizedState:
+    def observe(self, state: PrioritizedState, change: Change | None, priority: jax.Array | None) -> PrioritizedState:
         assert change is not None
         state, given = give(state, change.is_written, priority)
-        mass = jnp.where(change.is_anchor, self._mass(streams, given), 0)
+        mass = jnp.where(change.is_anchor, self._mass(change.layout, given), 0)
         if state.waiting is not None:
             lookahead = len(state.waiting)
             mass = jnp.concatenate([state.waiting, mass])
@@ -86,34 +86,35 @@ class Prioritized(PrioritySampler):
             is_row = jnp.concatenate([jnp.ones_like(state.waiting, bool), change.is_written])
             age = change.age[: len(is_row)]
             place = jnp.where(is_row & (age < lookahead), lookahead - 1 - age, lookahead)
-            env = jnp.broadcast_to(ring.places(streams.num_envs), place.shape)
+            env = jnp.broadcast_to(change.layout.envs(), place.shape)
             state = state.replace(waiting=state.waiting.at[place, env].set(mass, mode="drop", unique_indices=True))
-        return state.replace(tree=self._write(streams, state.tree, change, mass))
+        return state.replace(tree=self._write(state.tree, change, mass))
 
     def parted(self, state: PrioritizedState) -> tuple[Any, dict[str, Any]]:
         return state.replace(tree=None), {"tree.sums.0": state.tree.sums[0]}
 
-    def resized(self, before: Streams, after: Streams, window: Window, state: PrioritizedState) -> PrioritizedState:
+    def resized(self, before: Layout, after: Layout, state: PrioritizedState) -> PrioritizedState:
         """No row has mass yet."""
         return state.replace(tree=self._tree(after).init())
 
     def moved(self, state: PrioritizedState, drawable: Drawable, name: str, row: jax.Array, values: jax.Array) -> PrioritizedState:
         """Each row keeps its mass; where the capacity does not let it, the largest mass."""
-        streams = drawable.streams
-        is_drawable = (row < streams.capacity) & drawable.contains(jnp.minimum(row, streams.capacity - 1))
-        leaf = jnp.where(is_drawable, leaf_of(streams, row), streams.capacity)
-        return state.replace(tree=self._tree(streams).set_unique(state.tree, leaf, jnp.minimum(values, _LARGEST_TOTAL / streams.capacity)))
+        layout = drawable.layout
+        is_drawable = (row < layout.capacity) & drawable.contains(jnp.minimum(row, layout.capacity - 1))
+        leaf = jnp.where(is_drawable, leaf_of(layout, row), layout.capacity)
+        return state.replace(tree=self._tree(layout).set_unique(state.tree, leaf, jnp.minimum(values, _LARGEST_TOTAL / layout.capacity)))
 
-    def _write(self, streams: Streams, tree: SumTreeState, change: Change, mass: jax.Array) -> SumTreeState:
+    def _write(self, tree: SumTreeState, change: Change, mass: jax.Array) -> SumTreeState:
         """Rows that became drawable gain their mass; others that are written have none, nor have those whose look-back is overwritten.
         Rows that go on waiting, or stay drawable, keep theirs."""
         mass = jnp.pad(mass, ((0, change.row.shape[0] - mass.shape[0]), (0, 0)))
         mass = jnp.where(change.became_drawable, mass, 0)
         changed = change.became_drawable | change.is_gone
+        layout = change.layout
         if change.start.ndim == 0:
-            return self._tree(streams).set_range(tree, change.start * streams.num_envs, mass.reshape(-1), changed.reshape(-1))
-        leaf = jnp.where(changed, leaf_of(streams, change.row), streams.capacity)
-        return self._tree(streams).set_unique(tree, leaf.reshape(-1), mass.reshape(-1))
+            return self._tree(layout).set_range(tree, change.start * layout.num_envs, mass.reshape(-1), changed.reshape(-1))
+        leaf = jnp.where(changed, leaf_of(layout, change.row), layout.capacity)
+        return self._tree(layout).set_unique(tree, leaf.reshape(-1), mass.reshape(-1))
 
     def can_draw(self, state: PrioritizedState) -> jax.Array:
         return state.tree.sums[-1].sum() > 0
@@ -121,25 +122,24 @@ class Prioritized(PrioritySampler):
     def draw(
         self, state: PrioritizedState, drawable: Drawable, key: jax.Array, batch_size: int
     ) -> tuple[PrioritizedState, jax.Array, jax.Array]:
-        streams = drawable.streams
-        tree = self._tree(streams)
+        layout, tree = drawable.layout, self._tree(drawable.layout)
         high, low = bits.draw(key, batch_size)
         target = bits.fraction(high)
         if self.stratified:
             target = (ring.places(batch_size).astype(jnp.float32) + target) / batch_size
         leaf, mass = tree.find(state.tree, target, low)
-        time, env = ring.split(leaf, streams.num_envs)
-        return state, streams.row(env, time), _normalized(mass, tree.total(state.tree))
+        time, env = ring.split(leaf, layout.num_envs)
+        return state, layout.row(env, time), _normalized(mass, tree.total(state.tree))
 
     def probability(self, state: PrioritizedState, drawable: Drawable, row: jax.Array) -> jax.Array:
-        tree = self._tree(drawable.streams)
-        return _normalized(tree.get(state.tree, leaf_of(drawable.streams, row)), tree.total(state.tree))
+        tree = self._tree(drawable.layout)
+        return _normalized(tree.get(state.tree, leaf_of(drawable.layout, row)), tree.total(state.tree))
 
-    def min_probability(self, streams: Streams, state: PrioritizedState) -> jax.Array:
+    def min_probability(self, layout: Layout, state: PrioritizedState) -> jax.Array:
         """The smallest probability of a drawable row of positive priority: float32[]; 1 where there is none."""
         if not self.keep_minimum:
             raise ValueError("min_probability: this buffer keeps no minimum; make it with prioritized(..., keep_minimum=True)")
-        tree = self._tree(streams)
+        tree = self._tree(layout)
         total = tree.total(state.tree)
         return jnp.where(total > 0, _normalized(tree.minimum(state.tree), total), 1)
 
@@ -149,16 +149,15 @@ class Prioritized(PrioritySampler):
         A row that is out of range, overwritten since, or not drawable is ignored and counted; so is a priority that is NaN, infinite
         or negative: the row keeps its own. Of several priorities for one row the largest wins.
         """
-        streams = drawable.streams
         state, leaf, priority = accept(state, drawable, index, priority)
-        return state.replace(tree=self._tree(streams).set(state.tree, leaf, self._mass(streams, priority)))
+        return state.replace(tree=self._tree(drawable.layout).set(state.tree, leaf, self._mass(drawable.layout, priority)))
 
-    def _tree(self, streams: Streams) -> SumTree:
-        return SumTree.on(streams.platform, streams.capacity, self.fan_out, has_minimum=self.keep_minimum)
+    def _tree(self, layout: Layout) -> SumTree:
+        return SumTree.on(layout.platform, layout.capacity, self.fan_out, has_minimum=self.keep_minimum)
 
-    def _mass(self, streams: Streams, priority: jax.Array) -> jax.Array:
+    def _mass(self, layout: Layout, priority: jax.Array) -> jax.Array:
         """priority ** exponent, such that a positive one stays positive and the sum over all rows stays finite: float32[...]."""
-        mass = jnp.clip(jnp.maximum(priority, SMALLEST) ** self.exponent, SMALLEST, _LARGEST_TOTAL / streams.capacity)
+        mass = jnp.clip(jnp.maximum(priority, SMALLEST) ** self.exponent, SMALLEST, _LARGEST_TOTAL / layout.capacity)
         return jnp.where(is_positive(priority), mass, 0)
 
 

@@ -11,10 +11,8 @@ import numpy as np
 from jaxreplay import ring
 from jaxreplay.drawable import Drawable
 from jaxreplay.draws import split_by
-from jaxreplay.samplers.order import first_rank, look_back, next_rank, rank_of
+from jaxreplay.layout import Layout
 from jaxreplay.samplers.sampler import ConsumingSampler
-from jaxreplay.streams import Streams
-from jaxreplay.window import Window
 
 _MAX_COUNT = np.uint32(2**32 - 1)
 
@@ -38,9 +36,8 @@ class Queue(ConsumingSampler):
     2^32 rows of a stream may go by between two takes.
     """
 
-    def init(self, streams: Streams, window: Window) -> QueueState:
-        del window
-        return QueueState(next=jnp.zeros((streams.num_envs,), jnp.uint32), lost=jnp.uint32(0), is_cleared=jnp.asarray(False))
+    def init(self, layout: Layout) -> QueueState:
+        return QueueState(next=jnp.zeros((layout.num_envs,), jnp.uint32), lost=jnp.uint32(0), is_cleared=jnp.asarray(False))
 
     def clear(self, state: QueueState) -> QueueState:
         """The ranks go on: the rows that are forgotten lie before the first drawable one from now on."""
@@ -58,15 +55,15 @@ class Queue(ConsumingSampler):
         del key
         left, lost = _left(state, drawable)
         wanted = jnp.minimum(left.sum(dtype=jnp.int32), batch_size)
-        taken = _turns(left, wanted, min(batch_size, drawable.streams.length))
+        taken = _turns(left, wanted, min(batch_size, drawable.layout.length))
         item = ring.places(batch_size)
         is_taken = item < taken.sum(dtype=jnp.int32)
-        env, nth = split_by(taken, item, drawable.streams.platform)
+        env, nth = split_by(taken, item, drawable.layout.platform)
         held = drawable.count()
         row = drawable.select(env, jnp.where(is_taken, (held - left)[env] + nth, 0))
         num_lost = jnp.where(state.is_cleared, 0, lost.sum(dtype=jnp.uint32))
         state = QueueState(
-            next=first_rank(drawable) + (held - left + taken).astype(jnp.uint32),
+            next=drawable.first_rank() + (held - left + taken).astype(jnp.uint32),
             lost=state.lost + jnp.minimum(num_lost, _MAX_COUNT - state.lost),
             is_cleared=jnp.zeros_like(state.is_cleared),
         )
@@ -74,9 +71,9 @@ class Queue(ConsumingSampler):
 
     def probability(self, state: QueueState, drawable: Drawable, row: jax.Array) -> jax.Array:
         """1 for a row that is left to take, else 0."""
-        env, _ = ring.split(row, drawable.streams.length)
-        end = first_rank(drawable) + drawable.count().astype(jnp.uint32)
-        is_left = end[env] - rank_of(drawable, row) <= _left(state, drawable)[0].astype(jnp.uint32)[env]
+        env, _ = drawable.layout.split(row)
+        end = drawable.first_rank() + drawable.count().astype(jnp.uint32)
+        is_left = end[env] - drawable.streams.rank_of(row) <= _left(state, drawable)[0].astype(jnp.uint32)[env]
         return is_left.astype(jnp.float32)
 
     def can_add(self, state: QueueState, drawable: Drawable, num_rows: int) -> jax.Array:
@@ -85,19 +82,20 @@ class Queue(ConsumingSampler):
 
         An episode that fills its stream blocks for ever, where the view waits for the episode's end.
         """
-        streams, held = drawable.streams, drawable.state.filled
-        whole = next_rank(drawable) - first_rank(drawable)  # anchors of each stream whose look-back is stored
-        waiting = jnp.minimum(next_rank(drawable) - state.next, whole)
-        row = drawable.select(ring.places(streams.num_envs), jnp.where(waiting > 0, whole - waiting, 0).astype(jnp.int32))
-        place = held - 1 - streams.age(drawable.state, row)  # from the stream's oldest row on
-        needed = jnp.where(waiting > 0, place - look_back(drawable, row), held - (drawable.window.before or 0))
-        return jnp.all(held + num_rows - streams.length <= needed)
+        layout, streams = drawable.layout, drawable.streams
+        held, next_rank = streams.filled, streams.next_rank
+        whole = next_rank - drawable.first_rank()  # anchors of each stream whose look-back is stored
+        waiting = jnp.minimum(next_rank - state.next, whole)
+        row = drawable.select(layout.envs(), jnp.where(waiting > 0, whole - waiting, 0).astype(jnp.int32))
+        place = held - 1 - streams.age(row)  # from the stream's oldest row on
+        needed = jnp.where(waiting > 0, place - drawable.look_back(row), held - (layout.window.before or 0))
+        return jnp.all(held + num_rows - layout.length <= needed)
 
 
 def _left(state: QueueState, drawable: Drawable) -> tuple[jax.Array, jax.Array]:
     """Rows of each stream that are left to take, int32[E], and anchors that never can be since they are gone, uint32[E]."""
     count = drawable.count().astype(jnp.uint32)
-    untaken = first_rank(drawable) + count - state.next  # the newest of these are stored
+    untaken = drawable.first_rank() + count - state.next  # the newest of these are stored
     left = jnp.minimum(untaken, count)
     return left.astype(jnp.int32), untaken - left
 

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jaxreplay import ring
 from jaxreplay.checks import check_static
 from jaxreplay.drawable import Change, Drawable
+from jaxreplay.layout import Layout
 from jaxreplay.samplers.priorities import SMALLEST, accept, check_window, give, is_positive, leaf_of
 from jaxreplay.samplers.prioritized import Prioritized, PrioritizedState
 from jaxreplay.samplers.sampler import RankedSampler
-from jaxreplay.streams import Streams
 from jaxreplay.sum_tree import SumTree
 from jaxreplay.types import Index
 from jaxreplay.window import Window
@@ -63,34 +63,34 @@ class RankBased(RankedSampler):
     def window(self, window: Window) -> Window:
         return check_window("RankBased", window)
 
-    def init(self, streams: Streams, window: Window) -> RankBasedState:
-        return RankBasedState(**vars(self._by_mass.init(streams, window)), priority=jnp.zeros((streams.capacity,), jnp.float32))
+    def init(self, layout: Layout) -> RankBasedState:
+        return RankBasedState(**vars(self._by_mass.init(layout)), priority=jnp.zeros((layout.capacity,), jnp.float32))
 
     def clear(self, state: RankBasedState) -> PrioritizedState:
         """No mass, and 1 for the largest priority. The recorded ones stay, unread: each is written anew before its row is drawable."""
         return self._by_mass.clear(state)
 
-    def observe(self, streams: Streams, state: RankBasedState, change: Change | None, priority: jax.Array | None) -> PrioritizedState:
+    def observe(self, state: RankBasedState, change: Change | None, priority: jax.Array | None) -> PrioritizedState:
         assert change is not None
         lookahead = 0 if state.waiting is None else len(state.waiting)
         state, given = give(state, change.is_written, priority)
-        leaf = leaf_of(streams, change.row[lookahead:][: len(given)])
+        leaf = leaf_of(change.layout, change.row[lookahead:][: len(given)])
         recorded = state.priority.at[leaf].set(_recordable(given), mode="drop", unique_indices=True)
-        return self._by_mass.observe(streams, state.replace(priority=recorded), change, given)
+        return self._by_mass.observe(state.replace(priority=recorded), change, given)
 
     def parted(self, state: RankBasedState) -> tuple[Any, dict[str, Any]]:
         rest, by_place = self._by_mass.parted(state)
         return rest.replace(priority=None), {**by_place, "priority": state.priority}
 
-    def resized(self, before: Streams, after: Streams, window: Window, state: RankBasedState) -> PrioritizedState:
+    def resized(self, before: Layout, after: Layout, state: RankBasedState) -> PrioritizedState:
         priority = jnp.zeros((after.capacity,), jnp.float32)
-        return self._by_mass.resized(before, after, window, state).replace(priority=priority)
+        return self._by_mass.resized(before, after, state).replace(priority=priority)
 
     def moved(self, state: RankBasedState, drawable: Drawable, name: str, row: jax.Array, values: jax.Array) -> PrioritizedState:
         """Each row keeps its priority, and the rank that it has until the next `rerank`."""
         if name != "priority":
             return self._by_mass.moved(state, drawable, name, row, values)
-        leaf = leaf_of(drawable.streams, row)
+        leaf = leaf_of(drawable.layout, row)
         return state.replace(priority=state.priority.at[leaf].set(values, mode="drop", unique_indices=True))
 
     def can_draw(self, state: RankBasedState) -> jax.Array:
@@ -105,11 +105,11 @@ class RankBased(RankedSampler):
         """As of the ranks that are drawn from: float32[B]."""
         return self._by_mass.probability(state, drawable, row)
 
-    def min_probability(self, streams: Streams, state: RankBasedState) -> jax.Array:
+    def min_probability(self, layout: Layout, state: RankBasedState) -> jax.Array:
         """The smallest probability of a row that can be drawn: float32[]; 1 where there is none."""
         if not self.keep_minimum:
             raise ValueError("min_probability: this buffer keeps no minimum; make its sampler with RankBased(keep_minimum=True)")
-        return self._by_mass.min_probability(streams, state)
+        return self._by_mass.min_probability(layout, state)
 
     def update(self, state: RankBasedState, drawable: Drawable, index: Index, priority: jax.Array) -> RankBasedState:
         """Record new priorities, float32[B], for the rows drawn as `index`; what is bad or stale is ignored as by `Prioritized`, and of
@@ -123,15 +123,15 @@ class RankBased(RankedSampler):
 
         In a compiled loop, `jax.lax.cond(is_time, replay.rerank, lambda state: state, state)` leaves the stored steps in place.
         """
-        streams = drawable.streams
-        row = streams.row(ring.places(streams.num_envs), ring.places(streams.length)[:, None]).reshape(-1)  # of each leaf
+        layout = drawable.layout
+        row = layout.row(layout.envs(), ring.places(layout.length)[:, None]).reshape(-1)  # of each leaf
         is_ranked = drawable.contains(row) & (state.priority > 0)
         _, row = jax.lax.sort((jnp.where(is_ranked, -state.priority, jnp.inf), row), num_keys=2)
-        rank = ring.places(streams.capacity) + 1
+        rank = ring.places(layout.capacity) + 1
         mass = jnp.maximum(rank.astype(jnp.float32) ** -self.exponent, SMALLEST)
         mass = jnp.where(rank <= is_ranked.sum(dtype=jnp.int32), mass, 0)
-        by_leaf = jnp.zeros_like(mass).at[leaf_of(streams, row)].set(mass, unique_indices=True, mode="promise_in_bounds")
-        tree = SumTree.on(streams.platform, streams.capacity, self.fan_out, has_minimum=self.keep_minimum)
+        by_leaf = jnp.zeros_like(mass).at[leaf_of(layout, row)].set(mass, unique_indices=True, mode="promise_in_bounds")
+        tree = SumTree.on(layout.platform, layout.capacity, self.fan_out, has_minimum=self.keep_minimum)
         return state.replace(tree=tree.set_range(state.tree, jnp.int32(0), by_leaf, jnp.ones_like(is_ranked)))
 
 

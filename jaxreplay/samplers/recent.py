@@ -11,7 +11,6 @@ import numpy as np
 from jaxreplay import bits, draws, ring
 from jaxreplay.checks import check_static
 from jaxreplay.drawable import Drawable
-from jaxreplay.samplers.order import first_rank, rank_of
 from jaxreplay.samplers.sampler import Sampler
 from jaxreplay.sum_tree import SumTree
 
@@ -41,7 +40,7 @@ class Recent(Sampler):
         high, low = bits.draw(key, batch_size)
         count = drawable.count()
         # A tree never draws a stream without rows, whatever the rounding, and tells small streams apart where a sum's 24 bits do not.
-        tree = SumTree.on(drawable.streams.platform, drawable.streams.num_envs)
+        tree = SumTree.on(drawable.layout.platform, drawable.layout.num_envs)
         mass = self._mass(count)
         env, _ = tree.find(tree.set_range(tree.init(), jnp.int32(0), mass, mass >= 0), bits.fraction(high), low)
         nth_newest = draws.geometric(self.decay, count[env], *bits.remix(high, low, jnp.uint32(0)))
@@ -50,10 +49,10 @@ class Recent(Sampler):
 
     def probability(self, state: Any, drawable: Drawable, row: jax.Array) -> jax.Array:
         del state
-        env, _ = ring.split(row, drawable.streams.length)
+        env, _ = drawable.layout.split(row)
         count = drawable.count()
-        end = first_rank(drawable) + count.astype(jnp.uint32)
-        return self._probability(count, ring.difference(end[env], rank_of(drawable, row)) - 1)
+        end = drawable.first_rank() + count.astype(jnp.uint32)
+        return self._probability(count, ring.difference(end[env], drawable.streams.rank_of(row)) - 1)
 
     def _mass(self, count: jax.Array) -> jax.Array:
         """The sum of decay ** a over the rows of each stream: float32[E]."""

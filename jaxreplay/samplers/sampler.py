@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay.drawable import Change, Drawable
-from jaxreplay.streams import Streams
+from jaxreplay.layout import Layout
 from jaxreplay.types import Index
 from jaxreplay.window import Window
 
@@ -26,23 +26,23 @@ class Sampler:
         """What must be known around a row: the view's window, or more. A ValueError for a window that it cannot serve."""
         return window
 
-    def init(self, streams: Streams, window: Window) -> Any:
+    def init(self, layout: Layout) -> Any:
         """The state for an empty buffer."""
-        del streams, window
+        del layout
         return ()
 
     def clear(self, state: Any) -> Any:
         """The state for a buffer whose rows are all forgotten."""
         return state
 
-    def observe(self, streams: Streams, state: Any, change: Change | None, priority: jax.Array | None) -> Any:
+    def observe(self, state: Any, change: Change | None, priority: jax.Array | None) -> Any:
         """The state after a write.
 
         Args:
           change: None where the window is not bounded.
           priority: float32[K, E] for the rows written, or None; only given to samplers that have priorities.
         """
-        del streams, change, priority
+        del change, priority
         return state
 
     def parted(self, state: Any) -> tuple[Any, dict[str, Any]]:
@@ -51,12 +51,12 @@ class Sampler:
         """
         return state, {}
 
-    def resized(self, before: Streams, after: Streams, window: Window, state: Any) -> Any:
+    def resized(self, before: Layout, after: Layout, state: Any) -> Any:
         """The state for a buffer of another capacity, which has taken over the newest rows that fit; `moved` is to follow.
 
         Ranks and ages are as they were, so that a state without a number for each row stays as it is.
         """
-        shape, other = (jax.eval_shape(lambda of=of: self.init(of, window)) for of in (before, after))
+        shape, other = (jax.eval_shape(lambda of=of: self.init(of)) for of in (before, after))
         if shape != other:
             raise NotImplementedError(f"{type(self).__name__} keeps something for each row, and must have parted, resized and moved")
         return state
@@ -112,7 +112,7 @@ class PrioritySampler(Sampler):
         """The state with new priorities, float32[B], for drawn rows; it ignores what is bad or stale."""
         raise NotImplementedError(f"{type(self).__name__} has priorities, and must have update")
 
-    def min_probability(self, streams: Streams, state: Any) -> jax.Array:
+    def min_probability(self, layout: Layout, state: Any) -> jax.Array:
         """The smallest probability of a drawable row of positive priority: float32[]."""
         raise NotImplementedError(f"{type(self).__name__} has priorities, and must have min_probability")
 

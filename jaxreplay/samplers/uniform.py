@@ -35,23 +35,23 @@ class Uniform(Sampler):
         drawable_rows = drawable.count()
         total = drawable_rows.sum(dtype=jnp.int32)
         probability = jnp.broadcast_to(uniform_probability(total), (batch_size,))
-        if drawable.window.stride > _MOST_TRIES:
-            return state, drawable.select(*split_by(drawable_rows, bits.below(high, low, total), drawable.streams.platform)), probability
+        if drawable.layout.window.stride > _MOST_TRIES:
+            return state, drawable.select(*split_by(drawable_rows, bits.below(high, low, total), drawable.layout.platform)), probability
 
         def selected(tries, row, is_drawn):
-            env, nth = split_by(drawable_rows, bits.below(*bits.remix(high, low, tries), total), drawable.streams.platform)
+            env, nth = split_by(drawable_rows, bits.below(*bits.remix(high, low, tries), total), drawable.layout.platform)
             return jnp.where(is_drawn, row, drawable.select(env, nth))
 
-        if drawable.streams.platform != "cpu":
+        if drawable.layout.platform != "cpu":
             row, is_drawn = _first_drawn(drawable, high, low, _TRIES_AT_ONCE)
             exact = lambda: selected(jnp.uint32(_TRIES_AT_ONCE - 1), row, is_drawn)  # noqa: E731
-            if drawable.streams.platform == "tpu":  # a branch costs it little, the search much
+            if drawable.layout.platform == "tpu":  # a branch costs it little, the search much
                 return state, jax.lax.cond((total > 0) & ~jnp.all(is_drawn), exact, lambda: row), probability
             return state, exact(), probability
 
         def redraw(carry):
             tries, row, is_drawn = carry
-            other = written_row(drawable.streams, drawable.state, *bits.remix(high, low, tries))
+            other = written_row(drawable.streams, *bits.remix(high, low, tries))
             return tries + 1, jnp.where(is_drawn, row, other), is_drawn | drawable.contains(other)
 
         def select(carry):
@@ -77,11 +77,11 @@ class Uniform(Sampler):
 def _first_drawn(drawable: Drawable, high: jax.Array, low: jax.Array, num_tries: int) -> tuple[jax.Array, jax.Array]:
     """The first drawable row of several draws, or the last one where none is: int32[B], bool[B]. In one read."""
     tries = [(high, low), *(bits.remix(high, low, jnp.uint32(nth)) for nth in range(num_tries - 1))]
-    if drawable.streams.platform == "gpu":  # one by one: the tries go into the kernel that chooses among them
-        rows = [written_row(drawable.streams, drawable.state, *words) for words in tries]
+    if drawable.layout.platform == "gpu":  # one by one: the tries go into the kernel that chooses among them
+        rows = [written_row(drawable.streams, *words) for words in tries]
         is_drawn = [drawable.contains(row) for row in rows]
     else:
-        rows = written_row(drawable.streams, drawable.state, *jax.tree.map(lambda *words: jnp.stack(words), *tries))
+        rows = written_row(drawable.streams, *jax.tree.map(lambda *words: jnp.stack(words), *tries))
         is_drawn = drawable.contains(rows)
     row, found = rows[-1], is_drawn[-1]
     for nth in reversed(range(num_tries - 1)):

@@ -11,11 +11,9 @@ import numpy as np
 from jaxreplay import bits, ring
 from jaxreplay.drawable import Drawable
 from jaxreplay.draws import split_by, uniform_probability
+from jaxreplay.layout import Layout
 from jaxreplay.permutation import permute
-from jaxreplay.samplers.order import first_rank
 from jaxreplay.samplers.sampler import ConsumingSampler
-from jaxreplay.streams import Streams
-from jaxreplay.window import Window
 
 _MAX_ROUNDS = 8  # a batch of rows is examined in each
 
@@ -45,10 +43,9 @@ class WithoutReplacement(ConsumingSampler):
     The probability is that of uniform draws, which the batches are when seen one at a time.
     """
 
-    def init(self, streams: Streams, window: Window) -> WithoutReplacementState:
+    def init(self, layout: Layout) -> WithoutReplacementState:
         """A pass that is used up."""
-        del window
-        rows = jnp.zeros((streams.num_envs,), jnp.int32)
+        rows = jnp.zeros((layout.num_envs,), jnp.int32)
         return WithoutReplacementState(jnp.zeros((2,), jnp.uint32), jnp.int32(0), rows.astype(jnp.uint32), rows)
 
     def clear(self, state: WithoutReplacementState) -> WithoutReplacementState:
@@ -69,7 +66,7 @@ class WithoutReplacement(ConsumingSampler):
     ) -> tuple[WithoutReplacementState, jax.Array, jax.Array]:
         held = drawable.count()
         total = held.sum(dtype=jnp.int32)
-        fresh = WithoutReplacementState(jnp.concatenate(bits.draw(key, 1)), jnp.int32(0), first_rank(drawable), held)
+        fresh = WithoutReplacementState(jnp.concatenate(bits.draw(key, 1)), jnp.int32(0), drawable.first_rank(), held)
 
         def goes_on(carry):
             rounds, state, taken, _ = carry
@@ -80,7 +77,7 @@ class WithoutReplacement(ConsumingSampler):
             rounds, state, taken, rows = carry
             is_over = _is_over(state, fresh)
             state = jax.tree.map(lambda new, old: jnp.where(is_over, new, old), fresh, state)
-            env, nth, is_left = _candidates(state, fresh, batch_size, drawable.streams.platform)
+            env, nth, is_left = _candidates(state, fresh, batch_size, drawable.layout.platform)
             place = taken + jnp.cumsum(is_left, dtype=jnp.int32) - is_left
             fits = place < batch_size  # what comes after the last one that fits is for the next batch
             put = jnp.where(is_left & fits, place, batch_size)

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 
 from jaxreplay import autoreset, bits, draws, leaves
 from jaxreplay.episode_table import Episodes, EpisodeState
-from jaxreplay.stream_state import StreamState
-from jaxreplay.streams import Streams, has_final_obs
+from jaxreplay.streams import Streams
 from jaxreplay.types import Step
 
 
@@ -22,26 +21,25 @@ class Anchor:
     """
 
     streams: Streams
-    state: StreamState
     row: jax.Array  # int32[]
     table: EpisodeState | None = None  # where the window is not bounded, or the buffer keeps one
     bits: jax.Array | None = None  # uint32[2]: random bits of this item's own, for a view that draws
 
     def item(self) -> Any:
         """The stored item, or step, at the anchor."""
-        return self._read(self.state.steps, 0)
+        return self._read(self.streams.steps, 0)
 
     def obs(self, offset: Any) -> Any:
-        return self._read(self.state.steps.obs, offset)
+        return self._read(self.streams.steps.obs, offset)
 
     def action(self, offset: Any) -> Any:
-        return self._read(self.state.steps.action, offset)
+        return self._read(self.streams.steps.action, offset)
 
     def reward(self, offset: Any) -> Any:
-        return self._read(self.state.steps.reward, offset)
+        return self._read(self.streams.steps.reward, offset)
 
     def extras(self, offset: Any) -> Any:
-        return self._read(self.state.steps.extras, offset)
+        return self._read(self.streams.steps.extras, offset)
 
     def is_terminated(self, offset: Any) -> jax.Array:
         return self.has(autoreset.TERMINATED, offset)
@@ -57,7 +55,7 @@ class Anchor:
         return self.has(autoreset.FIRST, offset)
 
     def has(self, flag: int, offset: Any) -> jax.Array:
-        return (self._read(self.state.flags, offset) & flag) != 0
+        return (self._read(self.streams.flags, offset) & flag) != 0
 
     def step(self, offset: Any) -> Step:
         """A stored step, whole."""
@@ -72,23 +70,22 @@ class Anchor:
 
     def rows_before(self, offset: Any, most: int) -> jax.Array:
         """Rows before a row that belong to its episode, `most` at the most: int32[...]."""
-        return self.streams.back(self.state, self.streams.ahead(self.row, offset), most)
+        return self.streams.rows_before(self.streams.layout.ahead(self.row, offset), most)
 
     def rows_after(self) -> jax.Array:
         """Rows of the stream that were written after the anchor: int32[]."""
-        return self.streams.age(self.state, self.row)
+        return self.streams.age(self.row)
 
     @property
     def episodes(self) -> Episodes:
         """Look-ups of episode ends around rows."""
         assert self.table is not None
-        return Episodes(self.streams, self.state, self.table)
+        return Episodes(self.streams, self.table)
 
     @property
     def termination_has_tail(self) -> bool:
         """Whether a terminated row's successor, once written, holds the final observation."""
-        assert self.streams.autoreset is not None
-        return autoreset.termination_has_tail(self.streams.autoreset, has_final_obs(self.state.steps))
+        return self.streams.layout.termination_has_tail
 
     def words(self, purpose: int) -> tuple[jax.Array, jax.Array]:
         """64 random bits of this item's own, as two uint32[]: others for each purpose."""
@@ -97,14 +94,14 @@ class Anchor:
 
     def random_row(self, purpose: int) -> "Anchor":
         """A row among all that are stored, uniformly."""
-        return self.moved(row=draws.written_row(self.streams, self.state, *self.words(purpose)))
+        return self.moved(row=draws.written_row(self.streams, *self.words(purpose)))
 
     def moved(self, **changes: Any) -> "Anchor":
         """With another row, or other bits."""
         return dataclasses.replace(self, **changes)
 
     def _read(self, stored: Any, offset: Any) -> Any:
-        row = self.streams.ahead(self.row, offset)
+        row = self.streams.layout.ahead(self.row, offset)
         return leaves.tree_map(lambda leaf: leaves.take(leaf, row), stored)
 
 

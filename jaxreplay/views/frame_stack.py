@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from jaxreplay import ring
 from jaxreplay.checks import check_size, check_static
+from jaxreplay.layout import Layout
 from jaxreplay.paths import named
-from jaxreplay.streams import Streams
 from jaxreplay.views.anchor import Anchor, Changed
 from jaxreplay.views.view import View
 from jaxreplay.window import Window
@@ -62,7 +62,7 @@ class FrameStack(View):
     def draws(self) -> bool:
         return self.of.draws
 
-    def check(self, where: str, streams: Streams, example: Any) -> None:
+    def check(self, where: str, layout: Layout, example: Any) -> None:
         names = dict(named(example.obs))
         if self.leaf is not None and self.leaf not in names:
             has = "is one array: leave out leaf" if "" in names else f"has {', '.join(names)}"
@@ -74,7 +74,7 @@ class FrameStack(View):
                     f"{where}: FrameStack: axis={self.axis} is not in the stacks of {obs}, whose frames are {leaf.shape}: "
                     f"it must be in {-rank - 1} .. {rank}"
                 )
-        self.of.check(where, streams, example)
+        self.of.check(where, layout, example)
 
     def read(self, anchor: Anchor) -> Any:
         return self.of.read(_Stacks.around(anchor, view=self))

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxreplay import autoreset, bits
+from jaxreplay import bits
 from jaxreplay.checks import check_callable, check_leaves, check_static
-from jaxreplay.streams import Streams, has_final_obs
+from jaxreplay.layout import Layout
 from jaxreplay.types import Step
 from jaxreplay.views.anchor import Anchor, Changed
 from jaxreplay.views.view import View
@@ -75,7 +75,7 @@ class Hindsight(View):
     def roams(self) -> bool:
         return self.strategy == "random" or self.of.roams
 
-    def check(self, where: str, streams: Streams, example: Any) -> None:
+    def check(self, where: str, layout: Layout, example: Any) -> None:
         if not isinstance(example.obs, Mapping) or not {self.achieved, self.desired} <= set(example.obs):
             raise ValueError(
                 f"{where}: Hindsight needs observations that are mappings with the keys {self.achieved!r} and {self.desired!r}, got "
@@ -83,13 +83,12 @@ class Hindsight(View):
             )
         hint = "Hindsight puts what was achieved in the goal's place: the same leaves."
         check_leaves(where, {self.desired: example.obs[self.desired]}, {self.desired: example.obs[self.achieved]}, hint)
-        assert streams.autoreset is not None
-        if not autoreset.termination_has_tail(streams.autoreset, has_final_obs(example)):
+        if not layout.termination_has_tail:
             raise ValueError(
                 f'{where}: Hindsight needs what the last step of an episode achieved, which autoreset="same_step" loses without final_obs; '
                 "give every step its final_obs"
             )
-        self.of.check(where, streams, example)
+        self.of.check(where, layout, example)
 
     def read(self, anchor: Anchor) -> Any:
         high, _ = anchor.words(0)

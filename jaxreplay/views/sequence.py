@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxreplay import ring
 from jaxreplay.checks import check_size, check_static
-from jaxreplay.streams import Streams
+from jaxreplay.layout import Layout
 from jaxreplay.views.anchor import Anchor
 from jaxreplay.views.view import View
 from jaxreplay.window import Window
@@ -80,8 +80,8 @@ class SequenceView(View):
     def window(self) -> Window:
         return Window(before=self.burn_in, after=self.length, crosses=not self.within_episode, stride=self.stride)
 
-    def check(self, where: str, streams: Streams, example: Any) -> None:
-        del streams
+    def check(self, where: str, layout: Layout, example: Any) -> None:
+        del layout
         if self.recurrent_state is not None and not (isinstance(example.extras, dict) and self.recurrent_state in example.extras):
             has = f"they have {', '.join(example.extras)}" if isinstance(example.extras, dict) else "there is no mapping of them"
             raise ValueError(

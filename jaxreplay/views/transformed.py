@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxreplay.checks import check_callable, check_static
-from jaxreplay.streams import Streams
+from jaxreplay.layout import Layout
 from jaxreplay.views.anchor import Anchor
 from jaxreplay.views.view import View
 from jaxreplay.window import Window
@@ -49,8 +49,8 @@ class Transformed(View):
     def roams(self) -> bool:
         return self.of.roams
 
-    def check(self, where: str, streams: Streams, example: Any) -> None:
-        self.of.check(where, streams, example)
+    def check(self, where: str, layout: Layout, example: Any) -> None:
+        self.of.check(where, layout, example)
 
     def read(self, anchor: Anchor) -> Any:
         # The item's own bits are a key; what the view below draws from is another.

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxreplay.streams import Streams
+from jaxreplay.layout import Layout
 from jaxreplay.views.anchor import Anchor
 from jaxreplay.window import Window
 
@@ -33,9 +33,9 @@ class View:
         """Whether it reads rows outside of its window: any that are stored."""
         return False
 
-    def check(self, where: str, streams: Streams, example: Any) -> None:
+    def check(self, where: str, layout: Layout, example: Any) -> None:
         """A ValueError where it cannot read such steps. `example`: shapes and dtypes of one env's step."""
-        del where, streams, example
+        del where, layout, example
 
     def read(self, anchor: Anchor) -> Any:
         """The item of one row."""

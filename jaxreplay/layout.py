@@ -1,0 +1,88 @@
+"""How the rows of a state lie, and what they mean: known before the first of them is written."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxreplay import autoreset, ring
+from jaxreplay.window import Window
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """`num_envs` streams, each a ring of `length` rows: row = env * length + position. A state carries the one that it was made for.
+
+    Args:
+      autoreset: one of `autoreset.FORMS`, or None where rows are items without an order.
+      has_final_obs: whether each step brings its final observation.
+      masked: whether some envs may take no step.
+      window: what must be known around a row before it can be drawn.
+      platform: "cpu", "gpu" or "tpu": what the arrays are laid out for.
+      exponent: of the priorities in the sampler's tree, each of which is stored as priority ** exponent; None: it has none.
+      keep_history: whether the state has a fingerprint of all rows that were ever written.
+    """
+
+    num_envs: int
+    length: int
+    autoreset: str | None
+    has_final_obs: bool = False
+    masked: bool = False
+    window: Window
+    platform: str = "cpu"
+    exponent: float | None = None
+    keep_history: bool = True
+
+    @functools.cached_property
+    def capacity(self) -> int:
+        return self.num_envs * self.length
+
+    @functools.cached_property
+    def rows_per_step(self) -> int:
+        """2 where a step may write its tail beside it."""
+        return 2 if self.autoreset == "same_step" and self.has_final_obs else 1
+
+    @functools.cached_property
+    def lockstep(self) -> bool:
+        """Whether all streams always step together: unless a mask leaves some out, or an episode's end takes a second row."""
+        return not self.masked and self.rows_per_step == 1
+
+    @functools.cached_property
+    def may_take_back(self) -> bool:
+        """Whether each stream's newest row, a tail, may be taken back (`provisional.py`)."""
+        return self.rows_per_step == 2 and not self.masked
+
+    @functools.cached_property
+    def termination_has_tail(self) -> bool:
+        """Whether a terminated row is followed by a tail, as every truncated one is (or is itself)."""
+        return self.autoreset is not None and autoreset.termination_has_tail(self.autoreset, self.has_final_obs)
+
+    def closes_episode(self, flags: jax.Array) -> jax.Array:
+        """Whether rows are the last ones of their episodes: bool[...]. `flags`: uint8[...]."""
+        assert self.autoreset is not None
+        return autoreset.closes_episode(flags, self.autoreset, self.has_final_obs)
+
+    def envs(self) -> jax.Array:
+        """All streams: int32[E]."""
+        return ring.places(self.num_envs)
+
+    def row(self, env: jax.Array, position: jax.Array) -> jax.Array:
+        return env * self.length + position
+
+    def split(self, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The stream and the position of each row: int32[...] each."""
+        return ring.split(row, self.length)
+
+    def wrap(self, position: jax.Array) -> jax.Array:
+        """A position from `[-length, 2 * length)` on the ring."""
+        return ring.wrap(position, self.length)
+
+    def number(self, lap: jax.Array, position: jax.Array) -> jax.Array:
+        """The number of a row in its stream, overwritten ones counted, modulo 2^32: uint32[...]."""
+        return lap * jnp.uint32(self.length) + position.astype(jnp.uint32)
+
+    def ahead(self, row: jax.Array, offset: jax.Array | int) -> jax.Array:
+        """The rows `offset` rows forward in their stream, from `-length` to `length - 1`: int32[...]."""
+        env, position = self.split(row)
+        return self.row(env, self.wrap(position + offset))
