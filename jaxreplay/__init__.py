@@ -18,90 +18,45 @@
 14
 """
 
-from jaxreplay._version import __version__
-from jaxreplay.advantages import Advantages, gae, next_values, normalize, vtrace
-from jaxreplay.buffer import ReplayBuffer
-from jaxreplay.catalog import episodes, items, prioritized, rollout, sequences, transitions, uniform
-from jaxreplay.compose import frame_stack, hindsight, transform
-from jaxreplay.donation import CopyWarning
-from jaxreplay.drawable import ReplayState
-from jaxreplay.exporting import register
-from jaxreplay.inspection import Inspection, inspect
-from jaxreplay.interrupts import uninterrupted
-from jaxreplay.jitted import Jitted, jit
-from jaxreplay.memory import Memory
-from jaxreplay.mixture import MixedSample, Mixture, mix
-from jaxreplay.plan import Plan, plan
-from jaxreplay.rollouts import Rollout, RolloutState
-from jaxreplay.samplers import Prioritized, Queue, RankBased, Recent, Uniform, UniformEpisodes, WithoutReplacement
-from jaxreplay.stateful import Replay
-from jaxreplay.sum_tree import SumTree, SumTreeState
-from jaxreplay.types import Index, Sample, Step, Transition
-from jaxreplay.views import FrameStack, FutureView, Hindsight, Item, Pair, Sequence, SequenceView, Transformed, TransitionView, View
-from jaxreplay.weights import importance_weights, sequence_priority
-from jaxreplay.window import Window
-
-__all__ = [
-    "Advantages",
-    "CopyWarning",
-    "FrameStack",
-    "FutureView",
-    "Hindsight",
-    "Index",
-    "Inspection",
-    "Item",
-    "Jitted",
-    "Memory",
-    "MixedSample",
-    "Mixture",
-    "Pair",
-    "Plan",
-    "Prioritized",
-    "Queue",
-    "RankBased",
-    "Recent",
-    "Replay",
-    "ReplayBuffer",
-    "ReplayState",
-    "Rollout",
-    "RolloutState",
-    "Sample",
-    "Sequence",
-    "SequenceView",
-    "Step",
-    "SumTree",
-    "SumTreeState",
-    "Transformed",
-    "Transition",
-    "TransitionView",
-    "Uniform",
-    "UniformEpisodes",
-    "View",
-    "Window",
-    "WithoutReplacement",
-    "__version__",
-    "episodes",
-    "frame_stack",
-    "gae",
-    "hindsight",
-    "importance_weights",
-    "inspect",
-    "items",
-    "jit",
-    "mix",
-    "next_values",
-    "normalize",
-    "plan",
-    "prioritized",
-    "rollout",
-    "sequence_priority",
-    "sequences",
-    "transform",
-    "transitions",
-    "uniform",
-    "uninterrupted",
-    "vtrace",
-]
-
-register()
-del register
+from jaxreplay._version import __version__ as __version__
+from jaxreplay.advantages import Advantages as Advantages, gae as gae, next_values as next_values, normalize as normalize, vtrace as vtrace
+from jaxreplay.buffer import ReplayBuffer as ReplayBuffer
+from jaxreplay.catalog import (
+    episodes as episodes,
+    items as items,
+    prioritized as prioritized,
+    rollout as rollout,
+    sequences as sequences,
+    transitions as transitions,
+    uniform as uniform,
+)
+from jaxreplay.compose import frame_stack as frame_stack, hindsight as hindsight, transform as transform
+from jaxreplay.donation import CopyWarning as CopyWarning
+from jaxreplay.drawable import ReplayState as ReplayState
+from jaxreplay.inspection import Inspection as Inspection, inspect as inspect
+from jaxreplay.interrupts import uninterrupted as uninterrupted
+from jaxreplay.jitted import Jitted as Jitted, jit as jit
+from jaxreplay.memory import Memory as Memory
+from jaxreplay.mixture import MixedSample as MixedSample, Mixture as Mixture, mix as mix
+from jaxreplay.plan import Plan as Plan, plan as plan
+from jaxreplay.rollouts import Rollout as Rollout, RolloutState as RolloutState
+from jaxreplay.samplers.episodes import UniformEpisodes as UniformEpisodes
+from jaxreplay.samplers.prioritized import Prioritized as Prioritized
+from jaxreplay.samplers.queue import Queue as Queue
+from jaxreplay.samplers.rank_based import RankBased as RankBased
+from jaxreplay.samplers.recent import Recent as Recent
+from jaxreplay.samplers.uniform import Uniform as Uniform
+from jaxreplay.samplers.without_replacement import WithoutReplacement as WithoutReplacement
+from jaxreplay.stateful import Replay as Replay
+from jaxreplay.sum_tree import SumTree as SumTree, SumTreeState as SumTreeState
+from jaxreplay.types import Index as Index, Sample as Sample, Step as Step, Transition as Transition
+from jaxreplay.views import View as View
+from jaxreplay.views.frame_stack import FrameStack as FrameStack
+from jaxreplay.views.future import FutureView as FutureView, Pair as Pair
+from jaxreplay.views.hindsight import Hindsight as Hindsight
+from jaxreplay.views.item import Item as Item
+from jaxreplay.views.sequence import Sequence as Sequence, SequenceView as SequenceView
+from jaxreplay.views.transformed import Transformed as Transformed
+from jaxreplay.views.transition import TransitionView as TransitionView
+from jaxreplay.weights import importance_weights as importance_weights, sequence_priority as sequence_priority
+from jaxreplay.window import Window as Window

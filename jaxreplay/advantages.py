@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import export
 
 # Keeps a division by the spread of equal numbers finite; far below the spread of any advantages worth learning from.
 _SMALLEST_DEVIATION = 1e-8
@@ -21,6 +22,9 @@ class Advantages(NamedTuple):
 
     advantage: jax.Array  # [T, E]: how much better the action was than the critic expected; for a policy gradient
     target: jax.Array  # [T, E]: what the critic should have said
+
+
+export.register_namedtuple_serialization(Advantages, serialized_name="jaxreplay.Advantages")
 
 
 def gae(

@@ -2,20 +2,20 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Required, TypedDict
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from jaxreplay import autoreset as autoreset_forms
-from jaxreplay import bits, checks, episode_table, intake, memory, platforms
+from jaxreplay import autoreset as autoreset_forms, bits, checks, episode_table, intake, memory, platforms
 from jaxreplay.drawable import Drawable, ReplayState, change_of, cut_rows, still_pending
 from jaxreplay.episode_table import Episodes
 from jaxreplay.layout import Layout
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler, RankedSampler, Sampler
 from jaxreplay.state_check import check_state, take_over
 from jaxreplay.streams import Streams
+from jaxreplay.struct import Static
 from jaxreplay.types import Index, Sample
 from jaxreplay.views import Anchor, View
 from jaxreplay.window import Window
@@ -23,9 +23,21 @@ from jaxreplay.window import Window
 _FOR_THE_VIEW = 1  # the sampler draws its bits for purpose 0
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReplayBuffer:
+class BufferOptions(TypedDict, total=False):
+    """What every named buffer takes: see `ReplayBuffer`."""
+
+    capacity: Required[int]
+    num_envs: int
+    batch_size: Required[int]
+    autoreset: str | None
+    masked: bool
+    min_size: int
+    keep_episodes: bool
+    keep_history: bool
+    platform: str | None
+
+
+class ReplayBuffer(Static):
     """A replay buffer: storage in streams, a sampler, and a view. It is static configuration; its methods are pure.
 
     State comes first, a key next, and the key is consumed. Jit the methods that return a state with `donate_argnums=0`
@@ -48,19 +60,18 @@ class ReplayBuffer:
     """
 
     capacity: int
-    num_envs: int
+    num_envs: int = 1
     batch_size: int
     sampler: Sampler
     view: View
-    autoreset: str | None
+    autoreset: str | None = None
     masked: bool = False
     min_size: int = 1
     keep_episodes: bool = False
     keep_history: bool = True
     platform: str | None = None
 
-    def __post_init__(self):
-        checks.check_static(self)
+    def _check(self) -> None:
         if self.platform is not None:
             object.__setattr__(self, "platform", platforms.checked("ReplayBuffer", self.platform))
         checks.check_part("ReplayBuffer", "sampler", self.sampler, Sampler, "jaxreplay.Uniform()")
@@ -119,6 +130,9 @@ class ReplayBuffer:
           MemoryError: the device cannot hold the buffer.
         """
         example = self._example("init", example)
+        layout = self.layout(has_final_obs(example))
+        checks.check_capacity("init", self.capacity, self.num_envs, self.window.length - 1 + layout.rows_per_step)
+        self.view.check("init", layout, example)
         if not isinstance(jnp.zeros(()), Tracer):  # while tracing, nothing is allocated yet
             memory.check_fits("init", self.memory(example))
         return self._empty(example)
@@ -129,16 +143,13 @@ class ReplayBuffer:
         return memory.memory_of(jax.eval_shape(lambda: self._empty(example)), self.capacity)
 
     def _example(self, where: str, example: Any) -> Any:
-        """Shapes and dtypes of one env's step, or of an item, that the buffer can hold."""
+        """Shapes and dtypes of one env's step, or of an item."""
         if self.autoreset is not None:
             example = intake.step_of(where, example, self.autoreset)
             checks.check_flags(where, example)
         example = checks.specs(where, example)
         if not jax.tree.leaves(example):
             raise ValueError(f"{where}: the example has no leaves: there is nothing to store")
-        layout = self.layout(has_final_obs(example))
-        checks.check_capacity(where, self.capacity, self.num_envs, self.window.length - 1 + layout.rows_per_step)
-        self.view.check(where, layout, example)
         return example
 
     def _empty(self, example: Any, platform: str | None = None) -> ReplayState:

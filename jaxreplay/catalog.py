@@ -1,21 +1,27 @@
 """Named buffers: each composes storage, a sampler and a view in a few lines; compose a new one in the same way."""
 
-from jaxreplay.buffer import ReplayBuffer
+from typing import Unpack
+
+from jaxreplay.buffer import BufferOptions, ReplayBuffer
 from jaxreplay.rollouts import Rollout
-from jaxreplay.samplers import Prioritized, Sampler, Uniform, UniformEpisodes
-from jaxreplay.views import FutureView, Item, SequenceView, TransitionView
+from jaxreplay.samplers import Sampler
+from jaxreplay.samplers.episodes import UniformEpisodes
+from jaxreplay.samplers.prioritized import Prioritized
+from jaxreplay.samplers.uniform import Uniform
+from jaxreplay.views.future import FutureView
+from jaxreplay.views.item import Item
+from jaxreplay.views.sequence import SequenceView
+from jaxreplay.views.transition import TransitionView
 
 _UNIFORM = Uniform()
 
 
-def items(
-    *, capacity: int, batch_size: int, num_envs: int = 1, masked: bool = False, min_size: int = 1, sampler: Sampler = _UNIFORM
-) -> ReplayBuffer:
+def items(*, sampler: Sampler = _UNIFORM, **shared: Unpack[BufferOptions]) -> ReplayBuffer:
     """Independent items, any pytree, each drawable at once.
 
     Args:
-      capacity: items held. num_envs: items that one `add` brings, each in a stream of its own.
-      batch_size, masked, min_size, sampler: see `ReplayBuffer`.
+      sampler: which are drawn.
+      shared: `capacity`, items held; `num_envs`, items that one `add` brings, each in a stream of its own; others: see `ReplayBuffer`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -25,36 +31,15 @@ def items(
       >>> replay.sample(state, jax.random.key(0)).items["image"].shape
       (4, 8, 8)
     """
-    return ReplayBuffer(
-        capacity=capacity,
-        num_envs=num_envs,
-        batch_size=batch_size,
-        sampler=sampler,
-        view=Item(),
-        autoreset=None,
-        masked=masked,
-        min_size=min_size,
-    )
+    return ReplayBuffer(sampler=sampler, view=Item(), **shared)
 
 
-def transitions(
-    *,
-    capacity: int,
-    num_envs: int,
-    batch_size: int,
-    autoreset: str | None = None,
-    n_step: int = 1,
-    discount: float = 0.99,
-    sampler: Sampler = _UNIFORM,
-    masked: bool = False,
-    min_size: int = 1,
-    keep_episodes: bool = False,
-) -> ReplayBuffer:
+def transitions(*, n_step: int = 1, discount: float = 0.99, sampler: Sampler = _UNIFORM, **shared: Unpack[BufferOptions]) -> ReplayBuffer:
     """n-step transitions from streams of steps, drawn by any sampler.
 
     Args:
-      n_step, discount: see `TransitionView`.
-      capacity, num_envs, batch_size, autoreset, sampler, masked, min_size, keep_episodes: see `ReplayBuffer`. `autoreset` must be given.
+      n_step, discount: see `TransitionView`. sampler: which transitions are drawn.
+      shared: see `ReplayBuffer`. `autoreset` must be given.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -67,36 +52,15 @@ def transitions(
       >>> replay.sample(state, jax.random.key(0)).is_valid.tolist()
       [True, True, True]
     """
-    return ReplayBuffer(
-        capacity=capacity,
-        num_envs=num_envs,
-        batch_size=batch_size,
-        sampler=sampler,
-        view=TransitionView(n_step=n_step, discount=discount),
-        autoreset=autoreset,
-        masked=masked,
-        min_size=min_size,
-        keep_episodes=keep_episodes,
-    )
+    return ReplayBuffer(sampler=sampler, view=TransitionView(n_step=n_step, discount=discount), **shared)
 
 
-def uniform(
-    *,
-    capacity: int,
-    num_envs: int,
-    batch_size: int,
-    autoreset: str | None = None,
-    n_step: int = 1,
-    discount: float = 0.99,
-    masked: bool = False,
-    min_size: int = 1,
-    keep_episodes: bool = False,
-) -> ReplayBuffer:
+def uniform(*, n_step: int = 1, discount: float = 0.99, **shared: Unpack[BufferOptions]) -> ReplayBuffer:
     """n-step transitions from streams of steps, drawn uniformly over all that are complete.
 
     Args:
       n_step, discount: see `TransitionView`.
-      capacity, num_envs, batch_size, autoreset, masked, min_size, keep_episodes: see `ReplayBuffer`. `autoreset` must be given.
+      shared: see `ReplayBuffer`. `autoreset` must be given.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -109,40 +73,24 @@ def uniform(
       >>> replay.sample(state, jax.random.key(0)).items.reward.tolist()
       [1.5, 1.5, 1.5]
     """
-    return transitions(
-        capacity=capacity,
-        num_envs=num_envs,
-        batch_size=batch_size,
-        n_step=n_step,
-        discount=discount,
-        autoreset=autoreset,
-        masked=masked,
-        min_size=min_size,
-        keep_episodes=keep_episodes,
-    )
+    return transitions(n_step=n_step, discount=discount, **shared)
 
 
 def prioritized(
     *,
-    capacity: int,
-    num_envs: int,
-    batch_size: int,
-    autoreset: str | None = None,
     n_step: int = 1,
     discount: float = 0.99,
     exponent: float = 0.6,
     stratified: bool = True,
     keep_minimum: bool = False,
-    masked: bool = False,
-    min_size: int = 1,
-    keep_episodes: bool = False,
+    **shared: Unpack[BufferOptions],
 ) -> ReplayBuffer:
     """n-step transitions from streams of steps, drawn in proportion to priority ** exponent.
 
     Args:
       exponent, stratified, keep_minimum: see `Prioritized`.
       n_step, discount: see `TransitionView`.
-      capacity, num_envs, batch_size, autoreset, masked, min_size, keep_episodes: see `ReplayBuffer`. `autoreset` must be given.
+      shared: see `ReplayBuffer`. `autoreset` must be given.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -157,41 +105,26 @@ def prioritized(
       >>> weight.tolist()
       [1.0, 1.0, 1.0, 1.0]
     """
-    return transitions(
-        capacity=capacity,
-        num_envs=num_envs,
-        batch_size=batch_size,
-        sampler=Prioritized(exponent=exponent, stratified=stratified, keep_minimum=keep_minimum),
-        n_step=n_step,
-        discount=discount,
-        autoreset=autoreset,
-        masked=masked,
-        min_size=min_size,
-        keep_episodes=keep_episodes,
-    )
+    sampler = Prioritized(exponent=exponent, stratified=stratified, keep_minimum=keep_minimum)
+    return transitions(n_step=n_step, discount=discount, sampler=sampler, **shared)
 
 
 def sequences(
     *,
-    capacity: int,
-    num_envs: int,
-    batch_size: int,
     length: int,
     burn_in: int = 0,
     stride: int = 1,
     within_episode: bool = True,
     recurrent_state: str | None = None,
-    autoreset: str | None = None,
     sampler: Sampler = _UNIFORM,
-    masked: bool = False,
-    min_size: int = 1,
+    **shared: Unpack[BufferOptions],
 ) -> ReplayBuffer:
     """Sequences of steps, for recurrent agents (R2D2) and world models (Dreamer).
 
     Args:
       length, burn_in, stride, within_episode, recurrent_state: see `SequenceView`.
       sampler: over starts: `Uniform()`, or `Prioritized()`, with `sequence_priority` for the priorities.
-      capacity, num_envs, batch_size, autoreset, masked, min_size: see `ReplayBuffer`. `autoreset` must be given.
+      shared: see `ReplayBuffer`. `autoreset` must be given.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -205,36 +138,18 @@ def sequences(
       ((2, 6), [False, False, True, False, False])
     """
     view = SequenceView(length=length, burn_in=burn_in, stride=stride, within_episode=within_episode, recurrent_state=recurrent_state)
-    return ReplayBuffer(
-        capacity=capacity,
-        num_envs=num_envs,
-        batch_size=batch_size,
-        sampler=sampler,
-        view=view,
-        autoreset=autoreset,
-        masked=masked,
-        min_size=min_size,
-    )
+    return ReplayBuffer(sampler=sampler, view=view, **shared)
 
 
 def episodes(
-    *,
-    capacity: int,
-    num_envs: int,
-    batch_size: int,
-    discount: float = 0.99,
-    tail: str = "truncate",
-    max_terminals: int | None = None,
-    autoreset: str | None = None,
-    masked: bool = False,
-    min_size: int = 1,
+    *, discount: float = 0.99, tail: str = "truncate", max_terminals: int | None = None, **shared: Unpack[BufferOptions]
 ) -> ReplayBuffer:
     """Pairs at a geometric horizon: uniform over complete episodes, then over the steps of the one drawn, then a later row of it.
 
     Args:
       discount, tail, max_terminals: see `FutureView`. With `max_terminals`, episodes are drawn too that have not ended, or whose first rows
         are overwritten.
-      capacity, num_envs, batch_size, autoreset, masked, min_size: see `ReplayBuffer`. `autoreset` must be given.
+      shared: see `ReplayBuffer`. `autoreset` must be given.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -246,16 +161,8 @@ def episodes(
       >>> (pairs.future_obs - pairs.obs).tolist()
       [1.0, 1.0]
     """
-    return ReplayBuffer(
-        capacity=capacity,
-        num_envs=num_envs,
-        batch_size=batch_size,
-        sampler=UniformEpisodes(unfinished=max_terminals is not None),
-        view=FutureView(discount=discount, tail=tail, max_terminals=max_terminals),
-        autoreset=autoreset,
-        masked=masked,
-        min_size=min_size,
-    )
+    sampler = UniformEpisodes(unfinished=max_terminals is not None)
+    return ReplayBuffer(sampler=sampler, view=FutureView(discount=discount, tail=tail, max_terminals=max_terminals), **shared)
 
 
 def rollout(*, length: int, num_envs: int, autoreset: str | None = None) -> Rollout:

@@ -31,19 +31,6 @@ _OTHER_NAMES = (
 )
 
 
-def check_static(config: Any) -> None:
-    """Refuse arrays in a configuration: it is hashed, and compared, wherever it rides through `jit`."""
-    for field in dataclasses.fields(config):
-        try:
-            hash(getattr(config, field.name))
-        except TypeError:
-            got = type(getattr(config, field.name)).__name__
-            raise ValueError(
-                f"{type(config).__name__}: {field.name} is a {got}, but a configuration holds plain Python values alone, so that it is "
-                f"hashable and two equal ones share one compilation; write e.g. {field.name}=float(x) or int(x)"
-            ) from None
-
-
 def check_size(where: str, name: str, value: Any) -> None:
     """A size must be an int of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:

@@ -8,7 +8,10 @@ import jax
 
 from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.types import Step
-from jaxreplay.views import FrameStack, Hindsight, Transformed, View
+from jaxreplay.views import View
+from jaxreplay.views.frame_stack import FrameStack
+from jaxreplay.views.hindsight import Hindsight
+from jaxreplay.views.transformed import Transformed
 
 
 def frame_stack(replay: ReplayBuffer, num_frames: int, *, pad: str = "zero", leaf: str | None = None, axis: int = 0) -> ReplayBuffer:

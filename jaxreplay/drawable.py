@@ -12,7 +12,6 @@ anchors lie before it. Ranks go on through wraps and clears, and those of a stre
 import dataclasses
 from typing import Any, NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -21,9 +20,10 @@ from jaxreplay.episode_table import Episodes, EpisodeState
 from jaxreplay.layout import Layout
 from jaxreplay.search import last_place
 from jaxreplay.streams import Streams, Written, of_stream
+from jaxreplay.struct import Node
 
 
-class ReplayState(flax.struct.PyTreeNode):
+class ReplayState(Node):
     """Everything that a buffer holds; E streams. What returns a new one takes the old one over: donate it."""
 
     streams: Streams

@@ -14,16 +14,16 @@ Eight bytes a row, or twelve, kept only where a view, a sampler or the buffer's 
 import dataclasses
 from typing import Any, NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from jaxreplay import autoreset, ring
 from jaxreplay.layout import Layout
 from jaxreplay.streams import Streams, Written, from_each_on, of_stream
+from jaxreplay.struct import Node
 
 
-class EpisodeState(flax.struct.PyTreeNode):
+class EpisodeState(Node):
     ordinal: jax.Array  # int32[N], in [0, length): each row's episode
     last: jax.Array  # int32[N], env * length + ordinal -> the position of that episode's last row
     current: jax.Array  # int32[E], in [0, length): the ordinal of the next row

@@ -1,17 +1,16 @@
 """How the rows of a state lie, and what they mean: known before the first of them is written."""
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 
 from jaxreplay import autoreset, ring
+from jaxreplay.struct import Static
 from jaxreplay.window import Window
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
+class Layout(Static):
     """`num_envs` streams, each a ring of `length` rows: row = env * length + position. A state carries the one that it was made for.
 
     Args:

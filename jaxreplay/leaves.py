@@ -10,33 +10,33 @@ On a TPU a row lies in the parts that are written in place there (`tiles.py`). W
 
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay import tiles
+from jaxreplay.struct import Node, static_field
 
 _PLAIN_FLOATS = (np.dtype("float16"), np.dtype("float32"), np.dtype("float64"))
 
 
-class Narrow(flax.struct.PyTreeNode):
+class Narrow(Node):
     """An array of a dtype that XLA does not scatter into in place."""
 
     bits: Any  # [N, ...], an array or Parted
-    dtype: Any = flax.struct.field(pytree_node=False)  # of the values
+    dtype: Any = static_field()  # of the values
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.bits.shape
 
 
-class Parted(flax.struct.PyTreeNode):
+class Parted(Node):
     """An array whose rows lie in parts, as they are in place on a TPU."""
 
     parts: tuple[jax.Array, ...]  # [N, ...] each
-    row: tuple[int, ...] = flax.struct.field(pytree_node=False)  # the shape of a row
-    dtype: Any = flax.struct.field(pytree_node=False)  # of the values
+    row: tuple[int, ...] = static_field()  # the shape of a row
+    dtype: Any = static_field()  # of the values
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -1,19 +1,18 @@
 """Batches from several buffers, in fixed parts: offline and online data, or a buffer for each task."""
 
-import dataclasses
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from jaxreplay import checks
 from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.intake import as_priority
+from jaxreplay.struct import Node, Static
 from jaxreplay.types import Index
 
 
-class MixedSample(flax.struct.PyTreeNode):
+class MixedSample(Node):
     """A batch, member after member; the fields of a `Sample`, and whose item each is.
 
     Fields:
@@ -28,9 +27,7 @@ class MixedSample(flax.struct.PyTreeNode):
     source: jax.Array
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Mixture:
+class Mixture(Static):
     """Several buffers, of which each gives a fixed number of a batch's items.
 
     It has no state of its own: `states` is a dict of the members', by name. Initialize each member, add to it and look into it as ever. The
@@ -44,7 +41,7 @@ class Mixture:
 
     members: tuple[tuple[str, ReplayBuffer, int], ...]
 
-    def __post_init__(self):
+    def _check(self) -> None:
         if not self.members:
             raise ValueError("Mixture: no member was given; write jaxreplay.mix(offline=(offline, 128), online=(online, 128))")
         for name, replay, size in self.members:
@@ -64,7 +61,7 @@ class Mixture:
         Raises:
           ValueError: the members' items differ in a leaf.
         """
-        self._check(states)
+        self._check_names(states)
         keys = jax.random.split(key, len(self.members))
         batches = [replay.sample(states[name], key, size) for (name, replay, size), key in zip(self.members, keys, strict=True)]
         for (name, _, _), batch in zip(self.members, batches, strict=True):
@@ -82,7 +79,7 @@ class Mixture:
         Raises:
           ValueError: `priority` is not one number for each item.
         """
-        self._check(states)
+        self._check_names(states)
         if not isinstance(batch, MixedSample):
             raise ValueError(f"update_priorities: takes the batch that sample gave, whole, got a {type(batch).__name__}")
         priority = as_priority("update_priorities", priority, batch.source.shape)
@@ -96,12 +93,12 @@ class Mixture:
 
     def sizes(self, states: dict[str, Any]) -> jax.Array:
         """Drawable rows of each item's member, what `importance_weights` takes for the size: int32[B]."""
-        self._check(states)
+        self._check_names(states)
         return jnp.stack([replay.size(states[name]) for name, replay, _ in self.members])[self._source()]
 
     def can_sample(self, states: dict[str, Any]) -> jax.Array:
         """Whether every member can be sampled: bool[]."""
-        self._check(states)
+        self._check_names(states)
         return jnp.all(jnp.stack([replay.can_sample(states[name]) for name, replay, _ in self.members]))
 
     @property
@@ -111,7 +108,7 @@ class Mixture:
     def _source(self) -> jax.Array:
         return jnp.concatenate([jnp.full((size,), number, jnp.int32) for number, (_, _, size) in enumerate(self.members)])
 
-    def _check(self, states: dict[str, Any]) -> None:
+    def _check_names(self, states: dict[str, Any]) -> None:
         if not isinstance(states, dict) or set(states) != set(self._names):
             got = ", ".join(states) if isinstance(states, dict) else type(states).__name__
             raise ValueError(f"Mixture: states must be a dict with the members' names, {', '.join(self._names)}; got {got}")

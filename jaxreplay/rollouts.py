@@ -1,21 +1,19 @@
 """The on-policy buffer: the steps that one policy took, learned from a few times and then dropped."""
 
-import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxreplay import advantages, checks, intake, leaves, memory, ring
-from jaxreplay import autoreset as autoreset_forms
+from jaxreplay import advantages, autoreset as autoreset_forms, checks, intake, leaves, memory, ring
 from jaxreplay.donation import as_arrays, check_not_gone, warn_of_copy
 from jaxreplay.minibatches import shuffled
 from jaxreplay.paths import named
+from jaxreplay.struct import Node, Static
 from jaxreplay.trajectories import CHUNK_BYTES, check_trajectories, write_trajectories
 from jaxreplay.types import Step
 
@@ -23,7 +21,7 @@ _LARGEST = np.iinfo(np.int32).max
 _MOST_ROWS = 2**30  # they are numbered by int32, and a block may reach past the end
 
 
-class RolloutState(flax.struct.PyTreeNode):
+class RolloutState(Node):
     """What a rollout holds; T time, E env. `add`, `extend`, `from_trajectories` and `clear` take it over: donate it to them."""
 
     steps: Any  # as stored, leaves [T, E, ...]; `rollout.steps(state)` reads them
@@ -33,9 +31,7 @@ class RolloutState(flax.struct.PyTreeNode):
     last: jax.Array | None  # uint8[E], flags of the newest row (`autoreset.py`); None for "same_step", where no row depends on it
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rollout:
+class Rollout(Static):
     """`length` steps of `num_envs` envs, in preallocated arrays `[time, num_envs, ...]`. Static configuration with pure methods.
 
     Act and `add` until it is full, learn from `steps`, `bootstrap` and minibatches, then `clear` and go on. Jit `add`, `extend` and
@@ -58,8 +54,7 @@ class Rollout:
     num_envs: int
     autoreset: str | None = None
 
-    def __post_init__(self):
-        checks.check_static(self)
+    def _check(self) -> None:
         checks.check_size("Rollout", "length", self.length)
         checks.check_size("Rollout", "num_envs", self.num_envs)
         if self.length * self.num_envs > _MOST_ROWS:

@@ -12,12 +12,12 @@ core's cache.
 
 from typing import Any, NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from jaxreplay import autoreset, fingerprint, leaves, ring
 from jaxreplay.layout import Layout
+from jaxreplay.struct import Node, static_field
 from jaxreplay.types import Index, Step
 
 
@@ -37,7 +37,7 @@ class Written(NamedTuple):
         return jnp.where(self.num_rows > 0, newest, before)
 
 
-class Heads(flax.struct.PyTreeNode):
+class Heads(Node):
     """Of each stream. Streams that always step together have equal ones: a GPU counts a whole step in one kernel where all of it is [E]."""
 
     position: jax.Array  # int32[E], in [0, length): of the next write
@@ -45,7 +45,7 @@ class Heads(flax.struct.PyTreeNode):
     lap: jax.Array  # uint32[E]: how often the head went round
 
 
-class Streams(flax.struct.PyTreeNode):
+class Streams(Node):
     """N = num_envs * length rows, E streams."""
 
     steps: Any  # the stored leaves, [N, ...]: a Step whose done flags live in `flags`, or an item as it came
@@ -57,7 +57,7 @@ class Streams(flax.struct.PyTreeNode):
     phase: jax.Array | None  # int32[E], in [0, stride): transitions from the newest anchor to the next row; None where every one is
     history: jax.Array | None  # uint32[E]: the fingerprint of all rows that were ever written (`fingerprint.py`); None if it is not kept
     newest: jax.Array | None  # uint32[E]: the newest row's own part of it, where that row may be taken back; else None
-    layout: Layout = flax.struct.field(pytree_node=False)
+    layout: Layout = static_field()
 
     @classmethod
     def empty(cls, layout: Layout, example: Any) -> "Streams":

@@ -10,14 +10,13 @@ history. The tree is wide: a node has `fan_out` children, which lie side by side
 Source: Schaul et al., "Prioritized Experience Replay" (2016), appendix B.2.1, which has the binary tree.
 """
 
-import dataclasses
 import functools
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from jaxreplay import platforms, ring
+from jaxreplay.struct import Node, Static
 
 _LARGEST_FRACTION = 1 - 2.0**-24  # the largest float32 below 1
 _MULTIPLIER, _INCREMENT = 747796405, 2891336453  # a linear congruential step modulo 2^32: fresh top bits for each level
@@ -25,16 +24,14 @@ _MOST_IN_LINE = 32  # children; 128 took a compiler 12 s
 _UNROLLED_FAN_OUT = 16  # up to this, a prefix sum is unrolled: half the time of the parallel form on a CPU
 
 
-class SumTreeState(flax.struct.PyTreeNode):
+class SumTreeState(Node):
     """Levels from the leaves to the root's children, each padded to a multiple of the fan-out."""
 
     sums: tuple[jax.Array, ...]  # float32[n]: each level's masses; a node of one level is the sum of its fan_out nodes of the level before
     minima: tuple[jax.Array, ...] | None  # float32[n]: smallest positive mass below each node, from the leaves' parents on; inf: none
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SumTree:
+class SumTree(Static):
     """A tree over leaves `0 .. capacity - 1`; a mass is finite and at least 0.
 
     Args:
@@ -50,7 +47,7 @@ class SumTree:
     has_minimum: bool = False
     in_line: bool = False
 
-    def __post_init__(self):
+    def _check(self) -> None:
         if self.capacity < 1:
             raise ValueError(f"SumTree: capacity must be at least 1, got {self.capacity}")
         if self.fan_out < 2 and self.fan_out != 0:
@@ -80,7 +77,7 @@ class SumTree:
         Args:
           index: int32[B]. mass: float32[B].
         """
-        self._check("set", state)
+        self._check_state("set", state)
         is_valid = (index >= 0) & (index < self.capacity) & jnp.isfinite(mass) & (mass >= 0) & self._is_ready(state)
         index, mass = _index(state, is_valid, index), mass.astype(jnp.float32)
         # Zero, then the maximum. The zeros must depend on the masses, or XLA copies the leaves between the two scatters (measured).
@@ -90,7 +87,7 @@ class SumTree:
 
     def set_unique(self, state: SumTreeState, index: jax.Array, mass: jax.Array) -> SumTreeState:
         """`set` for valid masses and distinct indices, but for those that are `capacity` or more, which are ignored."""
-        self._check("set_unique", state)
+        self._check_state("set_unique", state)
         is_valid = (index < self.capacity) & self._is_ready(state)
         leaves = state.sums[0].at[_index(state, is_valid, index)].set(mass, unique_indices=True, mode="drop")
         return self._with_parents(state, leaves, jnp.where(is_valid, index, 0))
@@ -101,7 +98,7 @@ class SumTree:
         Args:
           start: int32[], in `[0, capacity)`. mass: float32[L], L at most the capacity. where: bool[L], False keeps a leaf's mass.
         """
-        self._check("set_range", state)
+        self._check_state("set_range", state)
         length = mass.shape[0]
         index = ring.wrap(start + ring.places(length), self.capacity)
         leaves = state.sums[0].at[_index(state, where & self._is_ready(state), index)].set(mass, unique_indices=True, mode="drop")
@@ -114,17 +111,17 @@ class SumTree:
 
     def get(self, state: SumTreeState, index: jax.Array) -> jax.Array:
         """Masses of leaves in `[0, capacity)`: float32[...]."""
-        self._check("get", state)
+        self._check_state("get", state)
         return state.sums[0].at[index].get(mode="promise_in_bounds")
 
     def total(self, state: SumTreeState) -> jax.Array:
         """The sum of all masses: float32[]."""
-        self._check("total", state)
+        self._check_state("total", state)
         return self._sum(state.sums[-1].reshape(1, -1))[0]
 
     def minimum(self, state: SumTreeState) -> jax.Array:
         """The smallest positive mass: float32[]; inf where there is none."""
-        self._check("minimum", state)
+        self._check_state("minimum", state)
         if state.minima is None:
             raise ValueError("SumTree.minimum: this tree keeps no minima; make it with has_minimum=True")
         if len(state.sums) == 1:
@@ -158,7 +155,7 @@ class SumTree:
             node = node * fan_out + child
         return jnp.where(mass >= 0, node, self.capacity), mass
 
-    def _check(self, where: str, state: SumTreeState) -> None:
+    def _check_state(self, where: str, state: SumTreeState) -> None:
         """A ValueError for the state of a tree of another shape, in which a leaf would be sought in the wrong place."""
         sizes = [level.shape for level in state.sums]
         fan_out = self.fan_out or _fan_out(state)

@@ -5,11 +5,12 @@ Axes: T time, E env, B batch. A pytree of observations may hold any number of le
 
 from typing import Any
 
-import flax.struct
 import jax
 
+from jaxreplay.struct import Node
 
-class Step(flax.struct.PyTreeNode):
+
+class Step(Node):
     """One step of every env: `add` takes leaves `[E, ...]`, `extend` takes `[T, E, ...]`, and `init` takes one env's step `[...]`.
 
     A mapping with these keys is taken wherever a `Step` is.
@@ -33,7 +34,7 @@ class Step(flax.struct.PyTreeNode):
     extras: Any = None
 
 
-class Transition(flax.struct.PyTreeNode):
+class Transition(Node):
     """An n-step transition, leaves `[B, ...]`: a target is `reward + discount * value(next_obs)`.
 
     Source: Sutton and Barto, "Reinforcement Learning" (2018), section 7.1; `num_steps` is below n where the episode ended sooner.
@@ -56,7 +57,7 @@ class Transition(flax.struct.PyTreeNode):
     extras: Any
 
 
-class Index(flax.struct.PyTreeNode):
+class Index(Node):
     """Names one stored row for good: an index drawn before its row was overwritten is known to be stale.
 
     Fields:
@@ -68,7 +69,7 @@ class Index(flax.struct.PyTreeNode):
     lap: jax.Array
 
 
-class Sample(flax.struct.PyTreeNode):
+class Sample(Node):
     """A batch: `items` as the view makes them, and where they came from.
 
     Fields:

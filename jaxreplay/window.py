@@ -2,12 +2,10 @@
 
 import dataclasses
 
-import jax
+from jaxreplay.struct import Static
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Window:
+class Window(Static):
     """The rows around an anchor, in time. A look-back never crosses the start of the anchor's episode; where it stops there, it is whole.
 
     Args:

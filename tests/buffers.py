@@ -10,8 +10,8 @@ from conftest import SOAK
 
 import jaxreplay as jr
 from jaxreplay.buffer import ReplayBuffer
-from jaxreplay.samplers import Prioritized
-from jaxreplay.views import Item
+from jaxreplay.samplers.prioritized import Prioritized
+from jaxreplay.views.item import Item
 
 NUM_ENVS = 4
 

@@ -11,7 +11,7 @@ from hlo import check_in_place
 import jaxreplay as jr
 from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.drawable import Drawable
-from jaxreplay.views import TransitionView
+from jaxreplay.views.transition import TransitionView
 
 # A buffer is a leafless pytree: its methods are jitted once for all that are equal.
 add, clear, size = (jax.jit(getattr(ReplayBuffer, name)) for name in ("add", "clear", "size"))

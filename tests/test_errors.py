@@ -9,8 +9,10 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay.buffer import ReplayBuffer
-from jaxreplay.samplers import Prioritized, Uniform
-from jaxreplay.views import Item, TransitionView
+from jaxreplay.samplers.prioritized import Prioritized
+from jaxreplay.samplers.uniform import Uniform
+from jaxreplay.views.item import Item
+from jaxreplay.views.transition import TransitionView
 
 SHARED = {"capacity": 8, "num_envs": 2, "batch_size": 4}
 FLAGS = jnp.zeros(2, bool)

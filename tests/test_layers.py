@@ -9,6 +9,7 @@ import jaxreplay
 ROOT = pathlib.Path(jaxreplay.__file__).parent
 # Each may import from those before it; the files of one line from each other only if listed here by name.
 LAYERS = (
+    ("struct",),
     ("tiles",),
     ("ring", "types", "autoreset", "leaves", "window", "paths", "sizes", "description", "_version", "search"),
     ("memory", "checks", "bits", "advantages"),
@@ -48,7 +49,7 @@ LAYERS = (
     ("checkpoint.checkpointer",),
     ("checkpoint",),
     ("persistence",),
-    ("held", "exporting"),
+    ("held",),
     ("stateful",),
     ("",),
     ("datasets",),

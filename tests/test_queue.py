@@ -30,7 +30,8 @@ from test_views import Config, ViewPair, reward_of
 import jaxreplay as jr
 from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.samplers.queue import Queue
-from jaxreplay.views import Item, TransitionView
+from jaxreplay.views.item import Item
+from jaxreplay.views.transition import TransitionView
 
 
 @jax.jit

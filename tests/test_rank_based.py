@@ -18,7 +18,8 @@ from test_views import Config
 import jaxreplay as jr
 from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.samplers.rank_based import RankBased
-from jaxreplay.views import Item, TransitionView
+from jaxreplay.views.item import Item
+from jaxreplay.views.transition import TransitionView
 
 NAN, INF = float("nan"), float("inf")
 update, rerank, get, min_probability = (

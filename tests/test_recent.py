@@ -13,7 +13,8 @@ from test_views import Config, ViewPair
 import jaxreplay as jr
 from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.samplers.recent import Recent
-from jaxreplay.views import Item, TransitionView
+from jaxreplay.views.item import Item
+from jaxreplay.views.transition import TransitionView
 
 
 def law(counts, decay):

@@ -20,7 +20,7 @@ pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed
 import jaxreplay as jr
 from jaxreplay import checkpoint, resize
 from jaxreplay.checkpoint import BrokenError, Checkpointer, rows
-from jaxreplay.samplers import Uniform
+from jaxreplay.samplers.uniform import Uniform
 
 kinds = pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
 

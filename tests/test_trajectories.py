@@ -10,8 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import SOAK
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import jaxreplay as jr
 from jaxreplay import Rollout, gae, trajectories

@@ -14,7 +14,8 @@ import jaxreplay as jr
 from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.permutation import permute
 from jaxreplay.samplers.without_replacement import WithoutReplacement
-from jaxreplay.views import Item, TransitionView
+from jaxreplay.views.item import Item
+from jaxreplay.views.transition import TransitionView
 
 order_of = jax.jit(permute)
 LARGEST = 64  # rows of a pass in these tests: one compilation serves all

@@ -14,8 +14,6 @@ from jaxreplay.streams import of_stream
 from jaxreplay.window import Window
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class UniformEpisodes(Sampler):
     """An episode, every one alike, then one of its drawable rows, every one alike; with replacement. O(1), however long the episodes.
 

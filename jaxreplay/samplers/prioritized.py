@@ -5,19 +5,17 @@ drawn (the paper adds a constant to every priority; do so before the call), and 
 added until they become drawable.
 """
 
-import dataclasses
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from jaxreplay import bits, ring
-from jaxreplay.checks import check_static
 from jaxreplay.drawable import Change, Drawable
 from jaxreplay.layout import Layout
 from jaxreplay.samplers.priorities import SMALLEST, accept, check_window, give, is_positive, leaf_of
 from jaxreplay.samplers.sampler import PrioritySampler
+from jaxreplay.struct import Node
 from jaxreplay.sum_tree import SumTree, SumTreeState
 from jaxreplay.types import Index
 from jaxreplay.window import Window
@@ -25,7 +23,7 @@ from jaxreplay.window import Window
 _LARGEST_TOTAL = 2.0**120  # of all masses: the reciprocal of a larger one may be flushed to 0
 
 
-class PrioritizedState(flax.struct.PyTreeNode):
+class PrioritizedState(Node):
     tree: SumTreeState  # mass of each row; leaves are ordered by time, then env; 0 for a row that is not drawable
     waiting: jax.Array | None  # float32[lookahead, E]: masses of each stream's newest rows, the newest last; None without a look-ahead
     largest: jax.Array  # float32[]: the largest priority so far, at first 1
@@ -33,8 +31,6 @@ class PrioritizedState(flax.struct.PyTreeNode):
     ignored_rows: jax.Array  # uint32[]: updates to rows overwritten, out of range, or not drawable; stays at its maximum
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Prioritized(PrioritySampler):
     """Rows in proportion to priority ** exponent.
 
@@ -51,8 +47,7 @@ class Prioritized(PrioritySampler):
     keep_minimum: bool = False
     fan_out: int = 0
 
-    def __post_init__(self):
-        check_static(self)
+    def _check(self) -> None:
         if not 0 <= self.exponent < float("inf"):
             raise ValueError(f"Prioritized: exponent must be a finite number of at least 0, got {self.exponent}")
 

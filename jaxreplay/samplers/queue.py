@@ -1,9 +1,7 @@
 """First in, first out: each row is handed out once, in the order of time, as on-policy learners want their data."""
 
-import dataclasses
 from collections.abc import Callable
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,18 +11,17 @@ from jaxreplay.drawable import Drawable
 from jaxreplay.draws import split_by
 from jaxreplay.layout import Layout
 from jaxreplay.samplers.sampler import ConsumingSampler
+from jaxreplay.struct import Node
 
 _MAX_COUNT = np.uint32(2**32 - 1)
 
 
-class QueueState(flax.struct.PyTreeNode):
+class QueueState(Node):
     next: jax.Array  # uint32[E], modulo 2^32: the rank of the next row to hand out, or of one before it that is lost
     lost: jax.Array  # uint32[]: rows overwritten, or their look-back, before they were taken, up to the last take; stays at its maximum
     is_cleared: jax.Array  # bool[]: since the last take, so that what is gone since then was not lost
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Queue(ConsumingSampler):
     """Every drawable row once, the oldest first. Streams take turns.
 

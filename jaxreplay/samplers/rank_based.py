@@ -5,14 +5,12 @@ proportion to rank ** -exponent, where the paper cuts that law into segments of 
 `rerank`, where the paper keeps them roughly up to date in a heap that it sorts from time to time.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxreplay import ring
-from jaxreplay.checks import check_static
 from jaxreplay.drawable import Change, Drawable
 from jaxreplay.layout import Layout
 from jaxreplay.samplers.priorities import SMALLEST, accept, check_window, give, is_positive, leaf_of
@@ -29,8 +27,6 @@ class RankBasedState(PrioritizedState):
     priority: jax.Array  # float32[N], in the order of the leaves: each row's own, which gives it its rank in the next `rerank`
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RankBased(RankedSampler):
     """Rows in proportion to rank ** -exponent, where rank 1 has the largest priority.
 
@@ -50,8 +46,7 @@ class RankBased(RankedSampler):
     keep_minimum: bool = False
     fan_out: int = 0
 
-    def __post_init__(self):
-        check_static(self)
+    def _check(self) -> None:
         if not 0 <= self.exponent < float("inf"):
             raise ValueError(f"RankBased: exponent must be a finite number of at least 0, got {self.exponent}")
 

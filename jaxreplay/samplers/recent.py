@@ -1,6 +1,5 @@
 """Recent rows more often: geometric in a row's age, over all streams at once."""
 
-import dataclasses
 import math
 from typing import Any
 
@@ -9,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay import bits, draws, ring
-from jaxreplay.checks import check_static
 from jaxreplay.drawable import Drawable
 from jaxreplay.samplers.sampler import Sampler
 from jaxreplay.sum_tree import SumTree
@@ -17,8 +15,6 @@ from jaxreplay.sum_tree import SumTree
 _SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest number that no processor flushes to 0
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Recent(Sampler):
     """A row with `a` newer drawable rows in its stream is drawn in proportion to decay ** a, with replacement.
 
@@ -31,8 +27,7 @@ class Recent(Sampler):
 
     decay: float
 
-    def __post_init__(self):
-        check_static(self)
+    def _check(self) -> None:
         if not 0 < self.decay <= 1:
             raise ValueError(f"Recent: decay must be in (0, 1], got {self.decay}")
 

@@ -9,11 +9,12 @@ import numpy as np
 
 from jaxreplay.drawable import Change, Drawable
 from jaxreplay.layout import Layout
+from jaxreplay.struct import Static
 from jaxreplay.types import Index
 from jaxreplay.window import Window
 
 
-class Sampler:
+class Sampler(Static):
     """A frozen, hashable configuration with pure methods over a state of its own: any pytree.
 
     It must have `draw` and `probability`. What it leaves out is as here: without a state, for any window, over all drawable rows.

@@ -1,6 +1,5 @@
 """Uniform sampling, exact over the drawable rows, with no state of its own."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -16,8 +15,6 @@ _TRIES_AT_ONCE = 4  # on an accelerator
 _MOST_TRIES = 4  # where fewer than one row in so many is an anchor, rows are selected by rank at once
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Uniform(Sampler):
     """Every drawable row alike, with replacement.
 

@@ -1,9 +1,7 @@
 """Without replacement: passes over the drawable rows, each in a random order of its own, as in epochs of supervised learning."""
 
-import dataclasses
 from collections.abc import Callable
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,11 +12,12 @@ from jaxreplay.draws import split_by, uniform_probability
 from jaxreplay.layout import Layout
 from jaxreplay.permutation import permute
 from jaxreplay.samplers.sampler import ConsumingSampler
+from jaxreplay.struct import Node
 
 _MAX_ROUNDS = 8  # a batch of rows is examined in each
 
 
-class WithoutReplacementState(flax.struct.PyTreeNode):
+class WithoutReplacementState(Node):
     """A pass over the rows that were drawable when it began, in the order of a permutation."""
 
     key: jax.Array  # uint32[2]: of the permutation
@@ -27,8 +26,6 @@ class WithoutReplacementState(flax.struct.PyTreeNode):
     num_rows: jax.Array  # int32[E]: rows of each stream in the pass; ranks follow each other
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class WithoutReplacement(ConsumingSampler):
     """Every drawable row at most once a pass, in an order that each pass draws anew. The order is computed, not stored.
 

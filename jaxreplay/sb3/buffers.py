@@ -12,7 +12,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from jaxreplay.interrupts import uninterrupted
 from jaxreplay.jitted import method, program
-from jaxreplay.samplers import Prioritized
+from jaxreplay.samplers.prioritized import Prioritized
 from jaxreplay.sb3.learned import LearnedView
 from jaxreplay.sb3.stored import StoredOnce
 from jaxreplay.torch import to_torch

@@ -20,7 +20,7 @@ from jaxreplay.interrupts import uninterrupted
 from jaxreplay.jitted import program
 from jaxreplay.sb3.learned import LearnedView
 from jaxreplay.sb3.stored import StoredOnce
-from jaxreplay.views import Hindsight
+from jaxreplay.views.hindsight import Hindsight
 
 
 class HerReplayBuffer(StoredOnce, TheirHerReplayBuffer):

@@ -1,17 +1,17 @@
 """The view of the drop-in buffers: n-step transitions in the columns that Stable-Baselines3 learns from."""
 
-import dataclasses
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from jaxreplay import ring
-from jaxreplay.views import Anchor, TransitionView
+from jaxreplay.struct import Node
+from jaxreplay.views import Anchor
+from jaxreplay.views.transition import TransitionView
 
 
-class Learned(flax.struct.PyTreeNode):
+class Learned(Node):
     """Leaves `[B, ...]`.
 
     Fields:
@@ -30,8 +30,6 @@ class Learned(flax.struct.PyTreeNode):
     num_steps: jax.Array
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnedView(TransitionView):
     """As `TransitionView`, whose `discount` is the gamma here; a target takes gamma^num_steps and `done` in its place."""
 

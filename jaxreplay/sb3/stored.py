@@ -25,7 +25,8 @@ from jaxreplay.frameworks import narrowed
 from jaxreplay.interrupts import uninterrupted
 from jaxreplay.jitted import method, program
 from jaxreplay.monitor import check_not_forked
-from jaxreplay.samplers import Sampler, Uniform
+from jaxreplay.samplers import Sampler
+from jaxreplay.samplers.uniform import Uniform
 from jaxreplay.sb3.arrays import TORCH_DTYPES, is_same, shaped
 from jaxreplay.sb3.learned import LearnedView
 from jaxreplay.sb3.places import Places

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxreplay import ring
-from jaxreplay.checks import check_size, check_static
+from jaxreplay.checks import check_size
 from jaxreplay.layout import Layout
 from jaxreplay.paths import named
 from jaxreplay.views.anchor import Anchor, Changed
@@ -17,8 +17,6 @@ from jaxreplay.window import Window
 PADS = ("zero", "repeat")
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class FrameStack(View):
     """Another view, where every observation is the stack of the newest frames up to it, the oldest first.
 
@@ -39,8 +37,7 @@ class FrameStack(View):
     leaf: str | None = None
     axis: int = 0
 
-    def __post_init__(self):
-        check_static(self)
+    def _check(self) -> None:
         check_size("FrameStack", "num_frames", self.num_frames)
         if self.pad not in PADS:
             raise ValueError(f"FrameStack: pad must be one of {PADS}, got {self.pad!r}")

@@ -1,14 +1,13 @@
 """Pairs of an observation and a later one of its episode, at a geometric horizon."""
 
-import dataclasses
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from jaxreplay import draws
-from jaxreplay.checks import check_size, check_static
+from jaxreplay.checks import check_size
+from jaxreplay.struct import Node
 from jaxreplay.views.anchor import Anchor
 from jaxreplay.views.view import View
 from jaxreplay.window import Window
@@ -16,7 +15,7 @@ from jaxreplay.window import Window
 TAILS = ("truncate", "clip")
 
 
-class Pair(flax.struct.PyTreeNode):
+class Pair(Node):
     """An observation and a later one, leaves `[B, ...]`.
 
     Fields:
@@ -34,8 +33,6 @@ class Pair(flax.struct.PyTreeNode):
     extras: Any
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class FutureView(View):
     """A step and the observation k rows later, P(k) in proportion to `discount ** (k - 1)` for k = 1 .. n.
 
@@ -57,8 +54,7 @@ class FutureView(View):
     tail: str = "truncate"
     max_terminals: int | None = None
 
-    def __post_init__(self):
-        check_static(self)
+    def _check(self) -> None:
         if not 0 <= self.discount <= 1:
             raise ValueError(f"FutureView: discount must be in [0, 1], got {self.discount}")
         if self.tail not in TAILS:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxreplay import bits
-from jaxreplay.checks import check_callable, check_leaves, check_static
+from jaxreplay.checks import check_callable, check_leaves
 from jaxreplay.layout import Layout
 from jaxreplay.types import Step
 from jaxreplay.views.anchor import Anchor, Changed
@@ -18,8 +18,6 @@ from jaxreplay.window import Window
 STRATEGIES = ("future", "final", "episode", "random")
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Hindsight(View):
     """Another view, where a part of the items has another goal, with the rewards that it would have brought.
 
@@ -48,8 +46,7 @@ class Hindsight(View):
     achieved: str = "achieved_goal"
     desired: str = "desired_goal"
 
-    def __post_init__(self):
-        check_static(self)
+    def _check(self) -> None:
         if self.strategy not in STRATEGIES:
             raise ValueError(f"Hindsight: strategy must be one of {STRATEGIES}, got {self.strategy!r}")
         if not 0 <= self.ratio <= 1:

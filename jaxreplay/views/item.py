@@ -1,17 +1,12 @@
 """The row itself."""
 
-import dataclasses
 from typing import Any
-
-import jax
 
 from jaxreplay.views.anchor import Anchor
 from jaxreplay.views.view import View
 from jaxreplay.window import Window
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Item(View):
     """What was stored, as it was stored: drawable at once."""
 

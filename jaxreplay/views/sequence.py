@@ -1,22 +1,21 @@
 """Sequences for recurrent agents and world models, with a burn-in, a mask, and flags that say where to reset."""
 
-import dataclasses
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay import ring
-from jaxreplay.checks import check_size, check_static
+from jaxreplay.checks import check_size
 from jaxreplay.layout import Layout
+from jaxreplay.struct import Node
 from jaxreplay.views.anchor import Anchor
 from jaxreplay.views.view import View
 from jaxreplay.window import Window
 
 
-class Sequence(flax.struct.PyTreeNode):
+class Sequence(Node):
     """Steps in a row, leaves `[B, T, ...]`, T = burn_in + length; of `obs` and `is_first` T + 1, the last being what the last step led to.
 
     Unroll a recurrent network from `recurrent_state`, or its initial one, and reset it before each step where `is_first`: so the steps
@@ -43,8 +42,6 @@ class Sequence(flax.struct.PyTreeNode):
     extras: Any
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class SequenceView(View):
     """The `length` steps from a row on, to learn from, and up to `burn_in` steps before it, to warm a recurrent state up.
 
@@ -69,8 +66,7 @@ class SequenceView(View):
     within_episode: bool = True
     recurrent_state: str | None = None
 
-    def __post_init__(self):
-        check_static(self)
+    def _check(self) -> None:
         check_size("SequenceView", "length", self.length)
         check_size("SequenceView", "stride", self.stride)
         if isinstance(self.burn_in, bool) or not isinstance(self.burn_in, int) or self.burn_in < 0:

@@ -1,21 +1,18 @@
 """Items changed at sample time, such as by augmentation."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxreplay.checks import check_callable, check_static
+from jaxreplay.checks import check_callable
 from jaxreplay.layout import Layout
 from jaxreplay.views.anchor import Anchor
 from jaxreplay.views.view import View
 from jaxreplay.window import Window
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Transformed(View):
     """Another view's items, each through a function with a key of its own.
 
@@ -29,8 +26,7 @@ class Transformed(View):
     of: View
     transform: Callable[[Any, jax.Array], Any]
 
-    def __post_init__(self):
-        check_static(self)
+    def _check(self) -> None:
         check_callable("Transformed", "transform", self.transform, ("item", "key"))
 
     @property

@@ -1,21 +1,17 @@
 """n-step transitions that never cross an episode's end nor the write head."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay import ring
-from jaxreplay.checks import check_size, check_static
+from jaxreplay.checks import check_size
 from jaxreplay.types import Transition
 from jaxreplay.views.anchor import Anchor
 from jaxreplay.views.view import View
 from jaxreplay.window import Window
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TransitionView(View):
     """The n steps from a row on, or fewer where its episode ends sooner.
 
@@ -31,8 +27,7 @@ class TransitionView(View):
     n_step: int = 1
     discount: float = 0.99
 
-    def __post_init__(self):
-        check_static(self)
+    def _check(self) -> None:
         check_size("TransitionView", "n_step", self.n_step)
         if not 0 <= self.discount <= 1:
             raise ValueError(f"TransitionView: discount must be in [0, 1], got {self.discount}")

@@ -3,11 +3,12 @@
 from typing import Any
 
 from jaxreplay.layout import Layout
+from jaxreplay.struct import Static
 from jaxreplay.views.anchor import Anchor
 from jaxreplay.window import Window
 
 
-class View:
+class View(Static):
     """A frozen, hashable configuration with `read`, written for one row; the buffer maps it over a batch.
 
     What a view leaves out is as here.

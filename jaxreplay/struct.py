@@ -1,0 +1,81 @@
+"""The two kinds of classes: configurations, which are static under `jit`, and nodes of pytrees."""
+
+import dataclasses
+import json
+from typing import Any, dataclass_transform
+
+import flax.struct
+import jax
+import numpy as np
+from jax import export
+
+_STATICS: dict[str, type] = {}  # by name, to be read again
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class Static:
+    """A frozen, hashable configuration; each class below it is a dataclass with keyword arguments, and a pytree without leaves.
+
+    Its value is part of what `jit` compiles for, so that equal ones share one compilation.
+    """
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+        jax.tree_util.register_static(cls)
+        _STATICS[cls.__name__] = cls
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            try:
+                hash(getattr(self, field.name))
+            except TypeError:
+                name, got = type(self).__name__, type(getattr(self, field.name)).__name__
+                raise ValueError(
+                    f"{name}: {field.name} is a {got}, but a configuration holds plain Python values alone, so that it is "
+                    f"hashable and two equal ones share one compilation; write e.g. {field.name}=float(x) or int(x)"
+                ) from None
+        self._check()
+
+    def _check(self) -> None:
+        """A ValueError for values that cannot be."""
+
+
+class Node(flax.struct.PyTreeNode):
+    """A node of a pytree with named fields. `jax.export` can write programs that take or return it, and read them again; its static
+    fields, of plain values and configurations, go into the file as JSON."""
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        package, *_ = cls.__module__.split(".")
+        export.register_pytree_node_serialization(
+            cls, serialized_name=f"{package}.{cls.__qualname__}", serialize_auxdata=_written, deserialize_auxdata=_read_again
+        )
+
+
+def static_field() -> Any:
+    """Of a node: a field that is no part of the pytree's leaves."""
+    return flax.struct.field(pytree_node=False)
+
+
+def _written(static: Any) -> bytes:
+    return json.dumps(_plain(static)).encode()
+
+
+def _read_again(content: bytes) -> Any:
+    return _made(json.loads(bytes(content)))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Static):
+        return {type(value).__name__: {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}}  # type: ignore[arg-type]
+    if isinstance(value, np.dtype):
+        return {"dtype": value.name}
+    return [_plain(one) for one in value] if isinstance(value, tuple) else value
+
+
+def _made(value: Any) -> Any:
+    if isinstance(value, dict):
+        ((kind, content),) = value.items()
+        return np.dtype(content) if kind == "dtype" else _STATICS[kind](**{name: _made(one) for name, one in content.items()})
+    return tuple(map(_made, value)) if isinstance(value, list) else value
