@@ -12,7 +12,7 @@ from jaxreplay import autoreset as autoreset_forms, bits, checks, episode_table,
 from jaxreplay.drawable import Drawable, ReplayState, change_of, cut_rows, still_pending
 from jaxreplay.episode_table import Episodes
 from jaxreplay.layout import Layout
-from jaxreplay.samplers import ConsumingSampler, PrioritySampler, RankedSampler, Sampler
+from jaxreplay.samplers import ConsumingSampler, PrioritySampler, Sampler
 from jaxreplay.state_check import check_state, take_over
 from jaxreplay.streams import Streams
 from jaxreplay.struct import Static
@@ -205,7 +205,7 @@ class ReplayBuffer(Static):
           key: consumed.
           batch_size: static; by default the buffer's.
         """
-        if self.sampler.consumes:
+        if isinstance(self.sampler, ConsumingSampler):
             raise ValueError(f"sample: {type(self.sampler).__name__} hands out each row once: state, batch = replay.take(state, key)")
         return self._draw("sample", state, key, batch_size)[1]
 
@@ -216,7 +216,7 @@ class ReplayBuffer(Static):
           key: consumed.
           batch_size: static; by default the buffer's.
         """
-        if not self.sampler.consumes:
+        if not isinstance(self.sampler, ConsumingSampler):
             raise ValueError(f"take: {type(self.sampler).__name__} draws with replacement: batch = replay.sample(state, key)")
         state = take_over("take", self, state)
         return self._draw("take", state, key, batch_size)
@@ -228,7 +228,7 @@ class ReplayBuffer(Static):
         rows = Drawable.of(state)
         can_sample = self._can_sample(state, rows)
         sampler, row, probability = self.sampler.draw(state.sampler, rows, key, batch_size)
-        if self.sampler.consumes:  # before `can_sample` nothing is handed out, so nothing is taken
+        if isinstance(self.sampler, ConsumingSampler):  # before `can_sample` nothing is handed out, so nothing is taken
             sampler = jax.tree.map(lambda new, old: jnp.where(can_sample, new, old), sampler, state.sampler)
         batch = self._read(state, state.streams.index(row), probability, can_sample & (probability > 0), key)
         return state.replace(sampler=sampler), batch
@@ -297,9 +297,10 @@ class ReplayBuffer(Static):
     def rerank(self, state: ReplayState) -> ReplayState:
         """Rank the drawable rows by their priorities, for a rank-based sampler: a sort of the whole buffer. `state` is taken over."""
         state = take_over("rerank", self, state)
-        if not isinstance(self.sampler, RankedSampler):
+        rerank = getattr(self.sampler, "rerank", None)
+        if rerank is None:
             raise ValueError(f"rerank: the sampler {type(self.sampler).__name__} has no ranks; use RankBased")
-        return state.replace(sampler=self.sampler.rerank(state.sampler, Drawable.of(state)))
+        return state.replace(sampler=rerank(state.sampler, Drawable.of(state)))
 
     def min_probability(self, state: ReplayState) -> jax.Array:
         """The smallest probability of a drawable row of positive priority, for `importance_weights`: float32[]."""

@@ -19,6 +19,7 @@ from jaxreplay.interrupts import uninterrupted
 from jaxreplay.jitted import method, program
 from jaxreplay.memory import default_device
 from jaxreplay.persistence import Persistence
+from jaxreplay.samplers import ConsumingSampler
 from jaxreplay.step_format import StepFormat, as_stored, example_of
 from jaxreplay.types import Sample
 from jaxreplay.weights import importance_weights
@@ -118,7 +119,7 @@ class Held:
         checks.check_size("sample", "batch_size", batch_size)
         self._num_draws = (self._num_draws + 1) & 0xFFFFFFFF
         given = (self.buffer, self.state, self._key, np.uint32(self._num_draws))
-        if self.buffer.sampler.consumes:
+        if isinstance(self.buffer.sampler, ConsumingSampler):
             with self._taking_over():
                 state, batch = _take(*given, batch_size=batch_size)
                 _check_not_traced(batch.is_valid)

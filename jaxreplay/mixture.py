@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxreplay import checks
 from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.intake import as_priority
+from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from jaxreplay.struct import Node, Static
 from jaxreplay.types import Index
 
@@ -48,7 +49,7 @@ class Mixture(Static):
             if not isinstance(replay, ReplayBuffer):
                 raise ValueError(f"Mixture: {name} must be (buffer, items of a batch), got a {type(replay).__name__} for the buffer")
             checks.check_size("Mixture", name, size)
-            if replay.sampler.consumes:
+            if isinstance(replay.sampler, ConsumingSampler):
                 raise ValueError(f"Mixture: {name}: {type(replay.sampler).__name__} hands out each row once; take from that buffer itself")
 
     def sample(self, states: dict[str, Any], key: jax.Array) -> MixedSample:
@@ -85,7 +86,7 @@ class Mixture(Static):
         priority = as_priority("update_priorities", priority, batch.source.shape)
         states, start = dict(states), 0
         for name, replay, size in self.members:
-            if replay.sampler.has_priorities:
+            if isinstance(replay.sampler, PrioritySampler):
                 index, own = jax.tree.map(lambda leaf, start=start, size=size: leaf[start : start + size], (batch.index, priority))
                 states[name] = replay.update_priorities(states[name], index, own)
             start += size

@@ -2,7 +2,7 @@
 
 A row keeps its number in its stream, and lies at the remainder of the number by the length. So what counts anchors or ages stays as it
 is: ranks, a queue's next row, what waits for its window. What is kept by places is made anew: the episode table is told of the rows
-once more, the oldest first, and a sampler is told what it had for each of them (`Sampler.moved`). All of it goes in blocks, so that
+once more, the oldest first, and a sampler is told what it had for each of them (`Sampler.put_per_row`). All of it goes in blocks, so that
 nothing is as large as the buffer but its new state.
 """
 
@@ -35,25 +35,33 @@ def with_heads(after: Layout, streams: Streams, num_lost: np.ndarray) -> Streams
 
 
 def parted(before: Any, old: ReplayState) -> tuple[ReplayState, dict[str, Any]]:
-    """What `resized` takes of a state of `before`; and what its sampler keeps for each row by place. Both may be of shapes alone."""
-    sampler, by_place = before.sampler.parted(old.sampler)
-    return old.replace(sampler=sampler, episodes=None), by_place
+    """What `resized` takes of a state of `before`; and what its sampler keeps for each row. Both may be of shapes alone."""
+    per_row = before.sampler.per_row(old.sampler)
+    return old.replace(sampler=_with(old.sampler, dict.fromkeys(before.sampler.PER_ROW)), episodes=None), per_row
+
+
+def _with(state: Any, fields: dict[str, Any]) -> Any:
+    return state.replace(**fields) if fields else state
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def resized(after: Any, old: ReplayState, streams: Streams) -> ReplayState:
-    """All but the rows, which are there: `None` in their place. What the sampler keeps by place is to be `moved`.
+    """All but the rows, which are there: `None` in their place. What the sampler keeps for each row is to be `moved`.
 
     Args:
       after: the buffer with another capacity.
       old: its rows are not read. streams: `with_heads`, and the rows in their places.
     """
+    fresh = after.sampler.init(streams.layout)
+    sampler = _with(old.sampler, {name: getattr(fresh, name) for name in after.sampler.PER_ROW})
+    if jax.tree.map(jnp.shape, sampler) != jax.tree.map(jnp.shape, fresh):
+        raise NotImplementedError(f"{type(after.sampler).__name__} keeps something for each row, which must be named in PER_ROW")
     return old.replace(
         streams=streams.replace(steps=None, flags=None, rank=None),
         pending=None if old.pending is None else jnp.minimum(old.pending, streams.filled),
         cut=cut_rows(streams),
         episodes=_episodes(streams) if after.has_table else None,
-        sampler=after.sampler.resized(old.layout, streams.layout, old.sampler),
+        sampler=sampler,
     )
 
 
@@ -81,7 +89,7 @@ def moved(
         first = jnp.minimum(nth * size, len(values) - size)  # the last block begins earlier, and says some of it again
         place = jnp.minimum(start + first + ring.places(size), old.layout.capacity)
         row = _row_now(old, state.streams, place, holes)
-        return after.sampler.moved(sampler, members, name, row, jax.lax.dynamic_slice_in_dim(values, first, size))
+        return after.sampler.put_per_row(sampler, members, name, row, jax.lax.dynamic_slice_in_dim(values, first, size))
 
     return jax.lax.fori_loop(0, -(-len(values) // size), tell, sampler)
 

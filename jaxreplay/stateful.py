@@ -14,6 +14,7 @@ from jaxreplay.held import Held
 from jaxreplay.limiter import RatioLimiter
 from jaxreplay.monitor import Monitor
 from jaxreplay.prefetch import Prefetcher
+from jaxreplay.samplers import ConsumingSampler
 from jaxreplay.types import Index, Sample
 
 _WAIT = 60.0  # seconds, where threads wait for each other
@@ -132,7 +133,7 @@ class Replay:
                 self._monitor.notify_all()
             return frameworks.given_out(self.framework, batch)
         except BaseException:
-            if batch is not None and self.buffer.sampler.consumes:
+            if batch is not None and isinstance(self.buffer.sampler, ConsumingSampler):
                 self._undelivered.append(batch)  # its rows are handed out by the next call
             raise
 

@@ -10,6 +10,7 @@ from conftest import SOAK
 
 import jaxreplay as jr
 from jaxreplay.buffer import ReplayBuffer
+from jaxreplay.samplers import ConsumingSampler
 from jaxreplay.samplers.prioritized import Prioritized
 from jaxreplay.views.item import Item
 
@@ -74,7 +75,7 @@ def _filled(case, replay, steps):
 
 def draw(replay, state, key):
     """A batch, from a sampler of either kind."""
-    return replay.take(state, key)[1] if replay.sampler.consumes else replay.sample(state, key)
+    return replay.take(state, key)[1] if isinstance(replay.sampler, ConsumingSampler) else replay.sample(state, key)
 
 
 @functools.cache

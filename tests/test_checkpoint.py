@@ -24,6 +24,7 @@ pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed
 import jaxreplay as jr
 from jaxreplay import checkpoint
 from jaxreplay.checkpoint import Checkpointer, groups, rows
+from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 
 kinds = pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
 
@@ -38,11 +39,11 @@ def go_on(case, replay, num_steps):
         step, mask, seed = given
         state = replay.add(state, step, *mask)
         key = jax.random.key(seed)
-        if replay.sampler.consumes:
+        if isinstance(replay.sampler, ConsumingSampler):
             state, batch = replay.take(state, key)
         else:
             batch = draw(replay, state, key)
-        if replay.sampler.has_priorities:
+        if isinstance(replay.sampler, PrioritySampler):
             state = replay.update_priorities(state, batch.index, jax.random.uniform(key, batch.probability.shape))
         return state, (batch, replay.size(state))
 

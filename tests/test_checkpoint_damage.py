@@ -19,6 +19,7 @@ pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed
 from jaxreplay import checkpoint, leaves
 from jaxreplay.__main__ import main
 from jaxreplay.checkpoint import BrokenError, Checkpointer, rounds, rows, verifying
+from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 
 
 def files_of(path):
@@ -344,7 +345,7 @@ def test_what_is_salvaged_is_as_it_was_and_pairs_nothing_across_a_gap(case, seed
         count = 10 if part == 0 else r.choice([10, 20])
         state = extend(state, marked(case, count, 4, start, part + 10 * seed), *case.mask(replay, part, count))
         start += count
-        if replay.sampler.has_priorities:
+        if isinstance(replay.sampler, PrioritySampler):
             batch, priority = (
                 jitted_draw(replay)(state, jax.random.key(part)),
                 np.abs(np.random.default_rng(part).normal(size=replay.batch_size)),
@@ -369,7 +370,7 @@ def test_what_is_salvaged_is_as_it_was_and_pairs_nothing_across_a_gap(case, seed
             assert not names_in(case, item) & lost, names_in(case, item) & lost
     for key in range(3):
         batch = jitted_draw(replay)(more, jax.random.key(key))
-        assert bool(np.asarray(batch.is_valid).all()) or replay.sampler.consumes
+        assert bool(np.asarray(batch.is_valid).all()) or isinstance(replay.sampler, ConsumingSampler)
     # And is saved, also in a buffer of another capacity.
     checkpoint.save(tmp_path / "again", replay, more)
     assert bits(checkpoint.restore(tmp_path / "again", replay, case.example())) == bits(more)
@@ -416,10 +417,10 @@ def check_salvaged(case, replay, before, after, lost):
         if not (made_of | read_before[name][1]) & edges:
             assert content == read_before[name][0], name
     for name, (_, made_of, _) in read_before.items():
-        if not made_of & edges and not replay.sampler.consumes and not case.name.startswith("sequences"):
+        if not made_of & edges and not isinstance(replay.sampler, ConsumingSampler) and not case.name.startswith("sequences"):
             assert name in read_after, name
     # Priorities are to each other as they were.
     both = [name for name in read_after if read_before[name][2] > 0 and read_after[name][2] > 0]
-    if replay.sampler.has_priorities and both and "rank" not in case.name:
+    if isinstance(replay.sampler, PrioritySampler) and both and "rank" not in case.name:
         ratio = np.array([read_after[name][2] / read_before[name][2] for name in both])
         np.testing.assert_allclose(ratio, ratio[0], rtol=1e-4)

@@ -12,6 +12,7 @@ from jax import export
 
 import jaxreplay as jr
 from jaxreplay import struct
+from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 
 ALL = ("cpu", "cuda", "tpu")
 
@@ -26,10 +27,10 @@ def methods(case, replay):
         "size": (replay.size, ()),
         "clear": (replay.clear, ()),
     }
-    if replay.sampler.consumes:
+    if isinstance(replay.sampler, ConsumingSampler):
         return found | {"take": (replay.take, (jax.random.key(0),)), "can_add": (replay.can_add, ())}
     found["sample"] = (replay.sample, (jax.random.key(0),))
-    if replay.sampler.has_priorities:
+    if isinstance(replay.sampler, PrioritySampler):
         index = jax.jit(replay.sample)(case.filled(replay), jax.random.key(0)).index
         found["update_priorities"] = (replay.update_priorities, (index, jnp.ones(8)))
     if hasattr(replay.sampler, "rerank"):

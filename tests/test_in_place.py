@@ -8,6 +8,8 @@ import pytest
 from buffers import CATALOG, KINDS
 from hlo import check_in_place, large_temporaries
 
+from jaxreplay.samplers import ConsumingSampler, PrioritySampler
+
 CAPACITY = 1 << 17
 SMALL = CAPACITY  # elements: a leaf of one number a row
 STEPS = 5
@@ -26,9 +28,9 @@ def operations(case, replay, state):
         "reads": (lambda state, key: (state, reads(replay, state, key)), False),
         "fused": (functools.partial(fused, replay, step, mask), True),
     }
-    if replay.sampler.consumes:
+    if isinstance(replay.sampler, ConsumingSampler):
         found["take"] = (replay.take, True)
-    if replay.sampler.has_priorities:
+    if isinstance(replay.sampler, PrioritySampler):
         index = jax.jit(replay.sample)(state, jax.random.key(0)).index
         new = lambda key: jax.random.uniform(key, (8,))  # noqa: E731
         twice = lambda state, key: replay.update_priorities(replay.update_priorities(state, index, new(key)), index, 2 * new(key))  # noqa: E731
@@ -44,7 +46,7 @@ def reads(replay, state, key):
     """Everything that leaves the state as it is."""
     rows = jnp.arange(8) + jax.random.randint(key, (8,), 0, 9)
     got = [replay.get(state, rows, key), replay.size(state), replay.can_sample(state)]
-    got.append(replay.can_add(state) if replay.sampler.consumes else replay.sample(state, key))
+    got.append(replay.can_add(state) if isinstance(replay.sampler, ConsumingSampler) else replay.sample(state, key))
     if replay.keep_episodes:
         got.append(look_up(replay.episodes(state)))
     return got
@@ -53,11 +55,11 @@ def reads(replay, state, key):
 def fused(replay, step, mask, state, key):
     """Act, add, sample, learn, update: with everything that a batch has in use."""
     state = replay.add(state, step, *mask)
-    if replay.sampler.consumes:
+    if isinstance(replay.sampler, ConsumingSampler):
         state, batch = replay.take(state, key)
         return state, (batch, replay.size(state))
     batch = replay.sample(state, key)
-    if replay.sampler.has_priorities:
+    if isinstance(replay.sampler, PrioritySampler):
         state = replay.update_priorities(state, batch.index, jax.random.uniform(key, (8,)))
     return state, (batch, replay.size(state))
 

@@ -19,7 +19,7 @@ LAYERS = (
     ("episode_table", "sum_tree", "draws", "intake", "minibatches", "permutation"),
     ("drawable",),
     ("samplers.sampler", "views.anchor"),
-    ("views.view", "samplers.priorities"),
+    ("views.view",),
     ("views.item", "views.sequence", "views.transition", "views.future"),
     ("samplers.uniform", "samplers.recent", "samplers.episodes", "samplers.queue", "samplers.without_replacement"),
     ("samplers.prioritized", "views.frame_stack", "views.hindsight", "views.transformed"),

@@ -20,6 +20,7 @@ pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed
 import jaxreplay as jr
 from jaxreplay import checkpoint, resize
 from jaxreplay.checkpoint import BrokenError, Checkpointer, rows
+from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from jaxreplay.samplers.uniform import Uniform
 
 kinds = pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
@@ -33,7 +34,7 @@ def run(case, replay, num_steps):
     """A state after so many steps, with priorities of its own where it has any, and the same at another capacity."""
     steps = case.step(1, time=num_steps)
     given = case.mask(replay, 2, num_steps)
-    if replay.sampler.has_priorities:
+    if isinstance(replay.sampler, PrioritySampler):
         given = (*(given or (None,)), jnp.asarray(np.random.default_rng(3).random((num_steps, replay.num_envs)), jnp.float32))
     return jax.jit(replay.extend)(replay.init(case.example()), steps, *given)
 
@@ -66,7 +67,7 @@ def test_a_smaller_buffer_is_as_if_it_had_been_fed_the_same(case, num_steps, tmp
     assert bits((got.pending, got.cut)) == bits((wanted.pending, wanted.cut))
     which = names(small, wanted)
     assert names(small, got) == which
-    if not small.sampler.consumes:
+    if not isinstance(small.sampler, ConsumingSampler):
         assert bits(items_of(small, got, which)) == bits(items_of(small, wanted, which))
         for seed in range(3):
             assert bits(jitted_draw(small)(got, jax.random.key(seed))) == bits(jitted_draw(small)(wanted, jax.random.key(seed)))
@@ -286,7 +287,7 @@ def test_other_differences_are_refused(tmp_path):
         checkpoint.restore(tmp_path, items(capacity=32), EXAMPLE, resize=True)
 
 
-RANKED = [(case, True) for case in KINDS if case.replay(capacity=480).sampler.has_priorities]
+RANKED = [(case, True) for case in KINDS if isinstance(case.replay(capacity=480).sampler, PrioritySampler)]
 
 
 @pytest.mark.parametrize(("case", "is_ranked"), [(case, False) for case in KINDS] + RANKED, ids=lambda value: getattr(value, "name", value))
@@ -309,7 +310,6 @@ def test_no_program_takes_memory_for_each_row(case, is_ranked):
             assert memory.temp_size_in_bytes < (12 if PLATFORM else 8) * 2**20  # 2 to 4 bytes a row; wide nodes of a tree
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Counting(Uniform):
     """Keeps a number for each row, and cannot move it."""
 
@@ -320,7 +320,7 @@ class Counting(Uniform):
 def test_a_sampler_must_say_how_its_rows_move(tmp_path):
     replay = jr.ReplayBuffer(capacity=8, num_envs=1, batch_size=2, sampler=Counting(), view=jr.Item(), autoreset=None)
     checkpoint.save(tmp_path, replay, replay.init(jnp.int32(0)))
-    with pytest.raises(NotImplementedError, match="Counting keeps something for each row, and must have parted, resized and moved"):
+    with pytest.raises(NotImplementedError, match="Counting keeps something for each row, which must be named in PER_ROW"):
         checkpoint.restore(tmp_path, at(replay, 16), jnp.int32(0), resize=True)
 
 

@@ -16,11 +16,11 @@ for case in CATALOG:
 
     def iteration(state, key):
         state = replay.extend(replay.add(state, step, *mask), case.step(1, 3), *case.mask(replay, 1, 3))
-        if replay.sampler.consumes:
+        if isinstance(replay.sampler, ConsumingSampler):
             state, batch = replay.take(state, key)
         else:
             batch = replay.sample(state, key)
-        if replay.sampler.has_priorities:
+        if isinstance(replay.sampler, PrioritySampler):
             state = replay.update_priorities(state, batch.index, jnp.linspace(0.1, 1.0, 8))
         return state, (batch, replay.size(state), replay.get(state, jnp.arange(3), key), replay.age(state, batch.index))
 
@@ -33,6 +33,7 @@ for case in CATALOG:
     assert jax.tree.map(lambda x: x.dtype, jax.eval_shape(replay.clear, state)) == jax.tree.map(lambda x: x.dtype, state)
 
 import jaxreplay as jr
+from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 replay = jr.items(capacity=4, batch_size=1)
 state = replay.add(replay.init(np.zeros((), np.int64)), np.array([2**40 + 1]))
 assert replay.sample(state, jax.random.key(0)).items.tolist() == [2**40 + 1]

@@ -2,7 +2,7 @@
 
 from jaxreplay.samplers.sampler import (
     ConsumingSampler as ConsumingSampler,
+    Draw as Draw,
     PrioritySampler as PrioritySampler,
-    RankedSampler as RankedSampler,
     Sampler as Sampler,
 )

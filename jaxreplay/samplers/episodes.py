@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxreplay import bits
 from jaxreplay.drawable import Drawable
 from jaxreplay.draws import split_by
-from jaxreplay.samplers.sampler import Sampler
+from jaxreplay.samplers.sampler import Draw, Sampler
 from jaxreplay.streams import of_stream
 from jaxreplay.window import Window
 
@@ -32,7 +32,7 @@ class UniformEpisodes(Sampler):
             )
         return dataclasses.replace(window if self.unfinished else window.widened(before=None, after=None), looks_up=True)
 
-    def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> tuple[Any, jax.Array, jax.Array]:
+    def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> Draw:
         high, low = bits.draw(key, batch_size)
         skipped, count = self._stored(drawable)
         total = count.sum(dtype=jnp.int32)
@@ -40,7 +40,7 @@ class UniformEpisodes(Sampler):
         first, _ = drawable.episodes.range_of(env, nth + skipped[env])
         size = self._size_of(drawable, first)
         nth_row = bits.below(*bits.remix(high, low, jnp.uint32(0)), size)
-        return state, drawable.layout.ahead(first, nth_row), _probability(total, size)
+        return Draw(state, drawable.layout.ahead(first, nth_row), _probability(total, size))
 
     def probability(self, state: Any, drawable: Drawable, row: jax.Array) -> jax.Array:
         del state

@@ -9,17 +9,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxreplay import bits, ring
 from jaxreplay.drawable import Change, Drawable
 from jaxreplay.layout import Layout
-from jaxreplay.samplers.priorities import SMALLEST, accept, check_window, give, is_positive, leaf_of
-from jaxreplay.samplers.sampler import PrioritySampler
+from jaxreplay.samplers.sampler import Draw, PrioritySampler
 from jaxreplay.struct import Node
 from jaxreplay.sum_tree import SumTree, SumTreeState
 from jaxreplay.types import Index
 from jaxreplay.window import Window
 
+SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest number that no processor flushes to 0
+_MAX_COUNT = np.uint32(2**32 - 1)
 _LARGEST_TOTAL = 2.0**120  # of all masses: the reciprocal of a larger one may be flushed to 0
 
 
@@ -46,13 +48,19 @@ class Prioritized(PrioritySampler):
     stratified: bool = True
     keep_minimum: bool = False
     fan_out: int = 0
+    PER_ROW = ("tree",)
 
     def _check(self) -> None:
         if not 0 <= self.exponent < float("inf"):
-            raise ValueError(f"Prioritized: exponent must be a finite number of at least 0, got {self.exponent}")
+            raise ValueError(f"{type(self).__name__}: exponent must be a finite number of at least 0, got {self.exponent}")
 
     def window(self, window: Window) -> Window:
-        return check_window("Prioritized", window)
+        if not window.is_bounded:
+            raise ValueError(
+                f"{type(self).__name__}: this view's window reaches to the end of the episode, so that rows become drawable by whole "
+                "episodes, which a tree of priorities would pay for with a write of any length; draw uniformly, or take goals from any row"
+            )
+        return window
 
     def init(self, layout: Layout) -> PrioritizedState:
         return PrioritizedState(
@@ -85,14 +93,10 @@ class Prioritized(PrioritySampler):
             state = state.replace(waiting=state.waiting.at[place, env].set(mass, mode="drop", unique_indices=True))
         return state.replace(tree=self._write(state.tree, change, mass))
 
-    def parted(self, state: PrioritizedState) -> tuple[Any, dict[str, Any]]:
-        return state.replace(tree=None), {"tree.sums.0": state.tree.sums[0]}
+    def per_row(self, state: PrioritizedState) -> dict[str, jax.Array]:
+        return {"tree.sums.0": state.tree.sums[0]}
 
-    def resized(self, before: Layout, after: Layout, state: PrioritizedState) -> PrioritizedState:
-        """No row has mass yet."""
-        return state.replace(tree=self._tree(after).init())
-
-    def moved(self, state: PrioritizedState, drawable: Drawable, name: str, row: jax.Array, values: jax.Array) -> PrioritizedState:
+    def put_per_row(self, state: PrioritizedState, drawable: Drawable, name: str, row: jax.Array, values: jax.Array) -> PrioritizedState:
         """Each row keeps its mass; where the capacity does not let it, the largest mass."""
         layout = drawable.layout
         is_drawable = (row < layout.capacity) & drawable.contains(jnp.minimum(row, layout.capacity - 1))
@@ -114,9 +118,7 @@ class Prioritized(PrioritySampler):
     def can_draw(self, state: PrioritizedState) -> jax.Array:
         return state.tree.sums[-1].sum() > 0
 
-    def draw(
-        self, state: PrioritizedState, drawable: Drawable, key: jax.Array, batch_size: int
-    ) -> tuple[PrioritizedState, jax.Array, jax.Array]:
+    def draw(self, state: PrioritizedState, drawable: Drawable, key: jax.Array, batch_size: int) -> Draw:
         layout, tree = drawable.layout, self._tree(drawable.layout)
         high, low = bits.draw(key, batch_size)
         target = bits.fraction(high)
@@ -124,7 +126,7 @@ class Prioritized(PrioritySampler):
             target = (ring.places(batch_size).astype(jnp.float32) + target) / batch_size
         leaf, mass = tree.find(state.tree, target, low)
         time, env = ring.split(leaf, layout.num_envs)
-        return state, layout.row(env, time), _normalized(mass, tree.total(state.tree))
+        return Draw(state, layout.row(env, time), _normalized(mass, tree.total(state.tree)))
 
     def probability(self, state: PrioritizedState, drawable: Drawable, row: jax.Array) -> jax.Array:
         tree = self._tree(drawable.layout)
@@ -133,7 +135,9 @@ class Prioritized(PrioritySampler):
     def min_probability(self, layout: Layout, state: PrioritizedState) -> jax.Array:
         """The smallest probability of a drawable row of positive priority: float32[]; 1 where there is none."""
         if not self.keep_minimum:
-            raise ValueError("min_probability: this buffer keeps no minimum; make it with prioritized(..., keep_minimum=True)")
+            raise ValueError(
+                f"min_probability: this buffer keeps no minimum; make its sampler with {type(self).__name__}(keep_minimum=True)"
+            )
         tree = self._tree(layout)
         total = tree.total(state.tree)
         return jnp.where(total > 0, _normalized(tree.minimum(state.tree), total), 1)
@@ -160,3 +164,59 @@ def _normalized(mass: jax.Array, total: jax.Array) -> jax.Array:
     """The probability of a mass; that of a positive one is positive: float32[...]."""
     probability = jnp.maximum(mass / jnp.where(total > 0, total, 1), SMALLEST)
     return jnp.where((total > 0) & (mass > 0), probability, 0)
+
+
+def leaf_of(layout: Layout, row: jax.Array) -> jax.Array:
+    """Leaves lie by time, then env: what all envs write together is one range of the tree. A row past the end stays there."""
+    env, position = layout.split(row)
+    return jnp.where(row < layout.capacity, position * layout.num_envs + env, layout.capacity)
+
+
+def is_positive(priority: jax.Array) -> jax.Array:
+    """By its bits, as an integer: a comparison of floats takes a subnormal number for 0 where the processor flushes these."""
+    return jax.lax.bitcast_convert_type(priority, jnp.int32) > 0
+
+
+def give(state: PrioritizedState, is_new: jax.Array, priority: jax.Array | None) -> tuple[Any, jax.Array]:
+    """The state after rows were written, and their priorities, float32[K, E]: where none is given, or a bad one, the largest so far.
+
+    Args:
+      is_new: bool[K, E], whether a row was written. priority: float32[K, E].
+    """
+    if priority is None:
+        return state, jnp.broadcast_to(state.largest, is_new.shape)
+    is_good = _is_good(priority)
+    largest = jax.lax.cummax(jnp.max(jnp.where(is_new & is_good, priority, state.largest), axis=1))
+    largest = jnp.maximum(largest, state.largest)
+    before = jnp.concatenate([state.largest[None], largest[:-1]])  # as of the row's own step
+    state = state.replace(largest=largest[-1], ignored_priorities=_count(state.ignored_priorities, is_new & ~is_good))
+    return state, jnp.where(is_good, priority, before[:, None])
+
+
+def accept(state: PrioritizedState, drawable: Drawable, index: Index, priority: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
+    """The state after an update, the leaves to write, int32[B], and their priorities, float32[B]; of what is ignored, the capacity and 0.
+
+    A row that is out of range, overwritten since, or not drawable is ignored and counted; so is a priority that is NaN, infinite
+    or negative.
+    """
+    layout = drawable.layout
+    is_in_range = (index.row >= 0) & (index.row < layout.capacity)
+    row = jnp.where(is_in_range, index.row, 0)
+    is_live = is_in_range & (drawable.streams.index(row).lap == index.lap) & drawable.contains(row)
+    is_good = _is_good(priority)
+    accepted = is_live & is_good
+    priority = jnp.where(accepted, priority, 0)
+    state = state.replace(
+        largest=jnp.maximum(state.largest, jnp.max(priority, initial=0)),
+        ignored_rows=_count(state.ignored_rows, ~is_live),
+        ignored_priorities=_count(state.ignored_priorities, is_live & ~is_good),
+    )
+    return state, jnp.where(accepted, leaf_of(layout, row), layout.capacity), priority
+
+
+def _is_good(priority: jax.Array) -> jax.Array:
+    return jnp.isfinite(priority) & (priority >= 0)
+
+
+def _count(counter: jax.Array, what: jax.Array) -> jax.Array:
+    return counter + jnp.minimum(what.sum(dtype=jnp.uint32), _MAX_COUNT - counter)

@@ -10,7 +10,7 @@ from jaxreplay import ring
 from jaxreplay.drawable import Drawable
 from jaxreplay.draws import split_by
 from jaxreplay.layout import Layout
-from jaxreplay.samplers.sampler import ConsumingSampler
+from jaxreplay.samplers.sampler import ConsumingSampler, Draw
 from jaxreplay.struct import Node
 
 _MAX_COUNT = np.uint32(2**32 - 1)
@@ -48,7 +48,7 @@ class Queue(ConsumingSampler):
         """Rows left to take."""
         return _left(state, drawable)[0].sum(dtype=jnp.int32)
 
-    def draw(self, state: QueueState, drawable: Drawable, key: jax.Array, batch_size: int) -> tuple[QueueState, jax.Array, jax.Array]:
+    def draw(self, state: QueueState, drawable: Drawable, key: jax.Array, batch_size: int) -> Draw:
         del key
         left, lost = _left(state, drawable)
         wanted = jnp.minimum(left.sum(dtype=jnp.int32), batch_size)
@@ -64,7 +64,7 @@ class Queue(ConsumingSampler):
             lost=state.lost + jnp.minimum(num_lost, _MAX_COUNT - state.lost),
             is_cleared=jnp.zeros_like(state.is_cleared),
         )
-        return state, row, is_taken.astype(jnp.float32)
+        return Draw(state, row, is_taken.astype(jnp.float32))
 
     def probability(self, state: QueueState, drawable: Drawable, row: jax.Array) -> jax.Array:
         """1 for a row that is left to take, else 0."""

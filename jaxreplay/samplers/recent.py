@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxreplay import bits, draws, ring
 from jaxreplay.drawable import Drawable
-from jaxreplay.samplers.sampler import Sampler
+from jaxreplay.samplers.sampler import Draw, Sampler
 from jaxreplay.sum_tree import SumTree
 
 _SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest number that no processor flushes to 0
@@ -31,7 +31,7 @@ class Recent(Sampler):
         if not 0 < self.decay <= 1:
             raise ValueError(f"Recent: decay must be in (0, 1], got {self.decay}")
 
-    def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> tuple[Any, jax.Array, jax.Array]:
+    def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> Draw:
         high, low = bits.draw(key, batch_size)
         count = drawable.count()
         # A tree never draws a stream without rows, whatever the rounding, and tells small streams apart where a sum's 24 bits do not.
@@ -40,7 +40,7 @@ class Recent(Sampler):
         env, _ = tree.find(tree.set_range(tree.init(), jnp.int32(0), mass, mass >= 0), bits.fraction(high), low)
         nth_newest = draws.geometric(self.decay, count[env], *bits.remix(high, low, jnp.uint32(0)))
         row = drawable.select(env, count[env] - nth_newest)
-        return state, row, self._probability(count, nth_newest - 1)
+        return Draw(state, row, self._probability(count, nth_newest - 1))
 
     def probability(self, state: Any, drawable: Drawable, row: jax.Array) -> jax.Array:
         del state

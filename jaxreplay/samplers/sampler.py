@@ -1,7 +1,7 @@
 """What a sampler is: it is told which rows became drawable and which were overwritten, and never sees the data."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,21 @@ from jaxreplay.types import Index
 from jaxreplay.window import Window
 
 
+class Draw(NamedTuple):
+    """B rows."""
+
+    state: Any  # unchanged, unless the sampler consumes
+    row: jax.Array  # int32[B], in [0, capacity)
+    probability: jax.Array  # float32[B]: what one draw has for each; 0 where there was nothing to draw
+
+
 class Sampler(Static):
     """A frozen, hashable configuration with pure methods over a state of its own: any pytree.
 
     It must have `draw` and `probability`. What it leaves out is as here: without a state, for any window, over all drawable rows.
     """
 
-    has_priorities: ClassVar[bool] = False  # whether `add` takes a priority and `update_priorities` exists
-    consumes: ClassVar[bool] = False  # whether drawing changes its state, so that a buffer has `take` and not `sample`
+    PER_ROW: ClassVar[tuple[str, ...]] = ()  # fields of its state with a number for each row, which `init` makes anew for another capacity
 
     def window(self, window: Window) -> Window:
         """What must be known around a row: the view's window, or more. A ValueError for a window that it cannot serve."""
@@ -46,33 +53,25 @@ class Sampler(Static):
         del change, priority
         return state
 
-    def parted(self, state: Any) -> tuple[Any, dict[str, Any]]:
-        """What `resized` takes of a state; and the leaves that have a value for each row, `[N or more]`, ordered by time, then env, by
-        their names in the state: what `moved` is given of them, a part at a time. Both may be of shapes alone.
-        """
-        return state, {}
+    def per_row(self, state: Any) -> dict[str, jax.Array]:
+        """What it keeps for each row, `[N or more]`, ordered by time, then env, by its name in the state: what `put_per_row` is given of
+        it, a part at a time. The state may be of shapes alone."""
+        del state
+        return {}
 
-    def resized(self, before: Layout, after: Layout, state: Any) -> Any:
-        """The state for a buffer of another capacity, which has taken over the newest rows that fit; `moved` is to follow.
-
-        Ranks and ages are as they were, so that a state without a number for each row stays as it is.
-        """
-        shape, other = (jax.eval_shape(lambda of=of: self.init(of)) for of in (before, after))
-        if shape != other:
-            raise NotImplementedError(f"{type(self).__name__} keeps something for each row, and must have parted, resized and moved")
-        return state
-
-    def moved(self, state: Any, drawable: Drawable, name: str, row: jax.Array, values: jax.Array) -> Any:
-        """The state with what rows had before.
+    def put_per_row(self, state: Any, drawable: Drawable, name: str, row: jax.Array, values: jax.Array) -> Any:
+        """The state of a buffer of another capacity with what rows had before: all else, such as ranks and ages, is as it was.
 
         Args:
-          drawable: the rows as they are now. name: of a leaf that is kept by place.
+          drawable: the rows as they are now. name: of what `per_row` gave.
           row: int32[K], which rows these are now, all different; the capacity for those that are gone. values: `[K]`.
         """
-        raise NotImplementedError(f"{type(self).__name__} must have moved")
+        raise NotImplementedError(
+            f"{type(self).__name__} has {', '.join(self.PER_ROW)} for each row, and must have per_row and put_per_row"
+        )
 
     def after_loss(self, state: Any, rank_now: Callable[[np.ndarray], np.ndarray]) -> Any:
-        """The state, such as `resized` takes, for a buffer that has lost rows out of its midst.
+        """The state, without what is kept for each row, for a buffer that has lost rows out of its midst.
 
         Args:
           rank_now: gives what a rank of before is now, or that of the next row that is left: uint32[E] to uint32[E].
@@ -90,13 +89,8 @@ class Sampler(Static):
         del state
         return jnp.asarray(True)
 
-    def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> tuple[Any, jax.Array, jax.Array]:
-        """Draw a batch.
-
-        Returns:
-          The state, unchanged unless the sampler consumes. Rows in `[0, capacity)`, int32[B]. The probability that one draw has for
-          each, float32[B], which is 0 where there was nothing to draw.
-        """
+    def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> Draw:
+        """A batch. `key`: consumed."""
         raise NotImplementedError(f"{type(self).__name__} is a sampler, and must have draw")
 
     def probability(self, state: Any, drawable: Drawable, row: jax.Array) -> jax.Array:
@@ -105,9 +99,7 @@ class Sampler(Static):
 
 
 class PrioritySampler(Sampler):
-    """A sampler with priorities; it must also have these."""
-
-    has_priorities = True
+    """A sampler with priorities, so that `add` takes them; it must also have these."""
 
     def update(self, state: Any, drawable: Drawable, index: Index, priority: jax.Array) -> Any:
         """The state with new priorities, float32[B], for drawn rows; it ignores what is bad or stale."""
@@ -118,18 +110,8 @@ class PrioritySampler(Sampler):
         raise NotImplementedError(f"{type(self).__name__} has priorities, and must have min_probability")
 
 
-class RankedSampler(PrioritySampler):
-    """A sampler by ranks, as of the last time that they were taken."""
-
-    def rerank(self, state: Any, drawable: Drawable) -> Any:
-        """The state with new ranks: O(n log n)."""
-        raise NotImplementedError(f"{type(self).__name__} has ranks, and must have rerank")
-
-
 class ConsumingSampler(Sampler):
-    """A sampler that hands out each row once."""
-
-    consumes = True
+    """A sampler that hands out each row once: drawing changes its state, so that a buffer has `take` and not `sample`."""
 
     def can_add(self, state: Any, drawable: Drawable, num_rows: int) -> jax.Array:
         """Whether as many more rows of each stream overwrite nothing that is still to be taken: bool[]."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxreplay import bits
 from jaxreplay.drawable import Drawable
 from jaxreplay.draws import split_by, uniform_probability, written_row
-from jaxreplay.samplers.sampler import Sampler
+from jaxreplay.samplers.sampler import Draw, Sampler
 
 _MAX_REDRAWS = 16
 _TRIES_AT_ONCE = 4  # on an accelerator
@@ -27,13 +27,14 @@ class Uniform(Sampler):
     drawn at once, and the one that is selected by rank is for where all of them fail.
     """
 
-    def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> tuple[Any, jax.Array, jax.Array]:
+    def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> Draw:
         high, low = bits.draw(key, batch_size)
         drawable_rows = drawable.count()
         total = drawable_rows.sum(dtype=jnp.int32)
         probability = jnp.broadcast_to(uniform_probability(total), (batch_size,))
         if drawable.layout.window.stride > _MOST_TRIES:
-            return state, drawable.select(*split_by(drawable_rows, bits.below(high, low, total), drawable.layout.platform)), probability
+            row = drawable.select(*split_by(drawable_rows, bits.below(high, low, total), drawable.layout.platform))
+            return Draw(state, row, probability)
 
         def selected(tries, row, is_drawn):
             env, nth = split_by(drawable_rows, bits.below(*bits.remix(high, low, tries), total), drawable.layout.platform)
@@ -43,8 +44,8 @@ class Uniform(Sampler):
             row, is_drawn = _first_drawn(drawable, high, low, _TRIES_AT_ONCE)
             exact = lambda: selected(jnp.uint32(_TRIES_AT_ONCE - 1), row, is_drawn)  # noqa: E731
             if drawable.layout.platform == "tpu":  # a branch costs it little, the search much
-                return state, jax.lax.cond((total > 0) & ~jnp.all(is_drawn), exact, lambda: row), probability
-            return state, exact(), probability
+                return Draw(state, jax.lax.cond((total > 0) & ~jnp.all(is_drawn), exact, lambda: row), probability)
+            return Draw(state, exact(), probability)
 
         def redraw(carry):
             tries, row, is_drawn = carry
@@ -65,7 +66,7 @@ class Uniform(Sampler):
         carry = jnp.uint32(1), *_first_drawn(drawable, high, low, 2)
         # Loops rather than a cond, which would run both branches under vmap. This one and that of `select` run at most once.
         _, row, _ = jax.lax.while_loop(is_short, complete, carry)
-        return state, row, probability
+        return Draw(state, row, probability)
 
     def probability(self, state: Any, drawable: Drawable, row: jax.Array) -> jax.Array:
         return jnp.broadcast_to(uniform_probability(drawable.count().sum(dtype=jnp.int32)), row.shape)

@@ -11,7 +11,7 @@ from jaxreplay.drawable import Drawable
 from jaxreplay.draws import split_by, uniform_probability
 from jaxreplay.layout import Layout
 from jaxreplay.permutation import permute
-from jaxreplay.samplers.sampler import ConsumingSampler
+from jaxreplay.samplers.sampler import ConsumingSampler, Draw
 from jaxreplay.struct import Node
 
 _MAX_ROUNDS = 8  # a batch of rows is examined in each
@@ -58,9 +58,7 @@ class WithoutReplacement(ConsumingSampler):
         del state
         return drawable.count().sum(dtype=jnp.int32)
 
-    def draw(
-        self, state: WithoutReplacementState, drawable: Drawable, key: jax.Array, batch_size: int
-    ) -> tuple[WithoutReplacementState, jax.Array, jax.Array]:
+    def draw(self, state: WithoutReplacementState, drawable: Drawable, key: jax.Array, batch_size: int) -> Draw:
         held = drawable.count()
         total = held.sum(dtype=jnp.int32)
         fresh = WithoutReplacementState(jnp.concatenate(bits.draw(key, 1)), jnp.int32(0), drawable.first_rank(), held)
@@ -85,7 +83,7 @@ class WithoutReplacement(ConsumingSampler):
         none = jnp.zeros((batch_size,), jnp.int32)
         _, state, taken, rows = jax.lax.while_loop(goes_on, examine, (jnp.int32(0), state, jnp.int32(0), (none, none)))
         is_taken = ring.places(batch_size) < taken
-        return state, drawable.select(*rows), jnp.where(is_taken, uniform_probability(total), 0)
+        return Draw(state, drawable.select(*rows), jnp.where(is_taken, uniform_probability(total), 0))
 
     def probability(self, state: WithoutReplacementState, drawable: Drawable, row: jax.Array) -> jax.Array:
         del state

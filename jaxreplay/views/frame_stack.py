@@ -11,13 +11,13 @@ from jaxreplay.checks import check_size
 from jaxreplay.layout import Layout
 from jaxreplay.paths import named
 from jaxreplay.views.anchor import Anchor, Changed
-from jaxreplay.views.view import View
+from jaxreplay.views.view import WrappedView
 from jaxreplay.window import Window
 
 PADS = ("zero", "repeat")
 
 
-class FrameStack(View):
+class FrameStack(WrappedView):
     """Another view, where every observation is the stack of the newest frames up to it, the oldest first.
 
     A stack never reaches over its episode's start, nor over frames that are overwritten: such a row is not drawn.
@@ -32,7 +32,6 @@ class FrameStack(View):
     """
 
     num_frames: int
-    of: View
     pad: str = "zero"
     leaf: str | None = None
     axis: int = 0
@@ -55,10 +54,6 @@ class FrameStack(View):
         before = None if window.before is None else window.before + self.num_frames - 1
         return dataclasses.replace(window, before=before)
 
-    @property
-    def draws(self) -> bool:
-        return self.of.draws
-
     def check(self, where: str, layout: Layout, example: Any) -> None:
         names = dict(named(example.obs))
         if self.leaf is not None and self.leaf not in names:
@@ -71,7 +66,7 @@ class FrameStack(View):
                     f"{where}: FrameStack: axis={self.axis} is not in the stacks of {obs}, whose frames are {leaf.shape}: "
                     f"it must be in {-rank - 1} .. {rank}"
                 )
-        self.of.check(where, layout, example)
+        super().check(where, layout, example)
 
     def read(self, anchor: Anchor) -> Any:
         return self.of.read(_Stacks.around(anchor, view=self))

@@ -12,13 +12,13 @@ from jaxreplay.checks import check_callable, check_leaves
 from jaxreplay.layout import Layout
 from jaxreplay.types import Step
 from jaxreplay.views.anchor import Anchor, Changed
-from jaxreplay.views.view import View
+from jaxreplay.views.view import WrappedView
 from jaxreplay.window import Window
 
 STRATEGIES = ("future", "final", "episode", "random")
 
 
-class Hindsight(View):
+class Hindsight(WrappedView):
     """Another view, where a part of the items has another goal, with the rewards that it would have brought.
 
     Observations are mappings as those of Gymnasium's goal envs. An item has one goal, drawn anew in each sample; it is put into all the
@@ -38,7 +38,6 @@ class Hindsight(View):
       achieved, desired: the keys in the observation of what was achieved and of the goal.
     """
 
-    of: View
     reward_fn: Callable[[Any, Any, Step], Any]
     terminated_fn: Callable[[Any, Any, Step], Any] | None = None
     strategy: str = "future"
@@ -85,7 +84,7 @@ class Hindsight(View):
                 f'{where}: Hindsight needs what the last step of an episode achieved, which autoreset="same_step" loses without final_obs; '
                 "give every step its final_obs"
             )
-        self.of.check(where, layout, example)
+        super().check(where, layout, example)
 
     def read(self, anchor: Anchor) -> Any:
         high, _ = anchor.words(0)

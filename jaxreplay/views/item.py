@@ -4,15 +4,10 @@ from typing import Any
 
 from jaxreplay.views.anchor import Anchor
 from jaxreplay.views.view import View
-from jaxreplay.window import Window
 
 
 class Item(View):
     """What was stored, as it was stored: drawable at once."""
-
-    @property
-    def window(self) -> Window:
-        return Window()
 
     @property
     def needs_steps(self) -> bool:

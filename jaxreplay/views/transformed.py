@@ -7,13 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxreplay.checks import check_callable
-from jaxreplay.layout import Layout
 from jaxreplay.views.anchor import Anchor
-from jaxreplay.views.view import View
-from jaxreplay.window import Window
+from jaxreplay.views.view import WrappedView
 
 
-class Transformed(View):
+class Transformed(WrappedView):
     """Another view's items, each through a function with a key of its own.
 
     It comes last, in whatever order views are wrapped: the item has its stacks and new goals.
@@ -23,30 +21,14 @@ class Transformed(View):
       transform: pure; `transform(item, key)` for one item, without a batch axis.
     """
 
-    of: View
     transform: Callable[[Any, jax.Array], Any]
-
-    def _check(self) -> None:
-        check_callable("Transformed", "transform", self.transform, ("item", "key"))
-
-    @property
-    def window(self) -> Window:
-        return self.of.window
-
-    @property
-    def needs_steps(self) -> bool:
-        return self.of.needs_steps
 
     @property
     def draws(self) -> bool:
         return True
 
-    @property
-    def roams(self) -> bool:
-        return self.of.roams
-
-    def check(self, where: str, layout: Layout, example: Any) -> None:
-        self.of.check(where, layout, example)
+    def _check(self) -> None:
+        check_callable("Transformed", "transform", self.transform, ("item", "key"))
 
     def read(self, anchor: Anchor) -> Any:
         # The item's own bits are a key; what the view below draws from is another.

@@ -41,3 +41,28 @@ class View(Static):
     def read(self, anchor: Anchor) -> Any:
         """The item of one row."""
         raise NotImplementedError(f"{type(self).__name__} is a view, and must have read(anchor)")
+
+
+class WrappedView(View):
+    """A view that changes what another one reads, `of`: as that one, but for what it says otherwise."""
+
+    of: View
+
+    @property
+    def window(self) -> Window:
+        return self.of.window
+
+    @property
+    def needs_steps(self) -> bool:
+        return self.of.needs_steps
+
+    @property
+    def draws(self) -> bool:
+        return self.of.draws
+
+    @property
+    def roams(self) -> bool:
+        return self.of.roams
+
+    def check(self, where: str, layout: Layout, example: Any) -> None:
+        self.of.check(where, layout, example)

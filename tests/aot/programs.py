@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from devices import Compiled, compiled
 
 import jaxreplay as jr
+from jaxreplay.samplers import PrioritySampler
 
 NUM_ENVS, STEPS, NUM_ROWS, NUM_IMAGES = 64, 100, 1_000_000 // 64 * 64, 102_400
 Program = tuple[Callable[..., Any], tuple[Any, ...], int | None]
@@ -92,7 +93,7 @@ def programs(case: Case, platform: str, batch_size: int) -> dict[str, Program]:
             0,
         ),
     }
-    if replay.sampler.has_priorities:
+    if isinstance(replay.sampler, PrioritySampler):
         found["update"] = (replay.update_priorities, (state, batch.index, batch.probability), 0)
     return found
 
@@ -100,7 +101,7 @@ def programs(case: Case, platform: str, batch_size: int) -> dict[str, Program]:
 def iteration(replay: Any, carry: Any, step: Any, key: Any) -> Any:
     state = replay.add(carry[0], step)
     batch = replay.sample(state, key)
-    if replay.sampler.has_priorities:
+    if isinstance(replay.sampler, PrioritySampler):
         state = replay.update_priorities(state, batch.index, jnp.abs(batch.items.reward))
     return state, batch
 
