@@ -1,10 +1,10 @@
 """One state, held where nobody else sees it: each change takes it over, and one that fails on the way says so."""
 
-import contextlib
 import functools
 import operator
+import os
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +18,18 @@ from jaxreplay.frameworks import OUTSIDE
 from jaxreplay.interrupts import uninterrupted
 from jaxreplay.jitted import method, program
 from jaxreplay.memory import default_device
-from jaxreplay.persistence import Persistence
 from jaxreplay.samplers import ConsumingSampler
 from jaxreplay.step_format import StepFormat, as_stored, example_of
 from jaxreplay.types import Sample
-from jaxreplay.weights import importance_weights
 
+if TYPE_CHECKING:
+    from jaxreplay.checkpoint import Checkpointer
+
+_NOTES = "replay"  # what all that belongs to the state is noted under
 _OWN_LENGTHS = 4  # of blocks, beside the powers of two, that have a program of their own
 
 
-class Held:
+class StateOwner:
     """The state and the key of a buffer. Not for two threads at once: `Replay` has the lock."""
 
     def __init__(self, buffer: ReplayBuffer, seed: int, device: Any):
@@ -35,13 +37,10 @@ class Held:
         self._device = jax.devices(device)[0] if isinstance(device, str) else device
         self._key = jax.random.key(seed)
         self._num_draws = 0
-        self._state: Any = None
-        self._example: Any = None  # of a step: shapes and dtypes
-        self._format: Any = None  # of steps
         self._block_lengths: set[int] = set()
-        self._persistence = Persistence(buffer)
-        self._can_sample: bool | None = None  # asked of the device once after each change
-        self._lost: str | None = None
+        self._checkpointer: Any = None  # of the last save or load
+        self._path: Any = None  # its own
+        self.forget()
 
     @property
     def state(self) -> Any:
@@ -59,7 +58,11 @@ class Held:
 
     def forget(self) -> None:
         """As before there was an example: the first step was none."""
-        self._state = self._example = self._format = self._lost = None
+        self._state: Any = None
+        self._example: Any = None  # of a step: shapes and dtypes
+        self._format: Any = None  # of steps
+        self._can_sample: bool | None = None  # asked of the device once after each change
+        self._lost: str | None = None
 
     def calls_of(self, step: Any, env: int | None, mask: Any, priority: Any) -> tuple[int, list[Any]]:
         """How many steps of an env there are at most, and what `change` is to be called with, one after another, to add them."""
@@ -108,92 +111,108 @@ class Held:
         """On the device that holds the rows, where one was named."""
         return tree if self._device is None else jax.device_put(tree, self._device)
 
-    def change(self, method: Any, *arguments: Any) -> None:
-        """Replace the state by what a program makes of it, which takes its memory over."""
-        with self._taking_over():
-            state = method(self.buffer, self.state, *arguments)
-            _check_not_traced(state.streams.head)
-            self._state, self._can_sample = state, None
+    def change(self, program: Any, *arguments: Any, **options: Any) -> Any:
+        """Replace the state by what a program makes of it, which takes its memory over; return what else the program returns, if any.
 
-    def draw(self, batch_size: int) -> Sample:
-        checks.check_size("sample", "batch_size", batch_size)
-        self._num_draws = (self._num_draws + 1) & 0xFFFFFFFF
-        given = (self.buffer, self.state, self._key, np.uint32(self._num_draws))
-        if isinstance(self.buffer.sampler, ConsumingSampler):
-            with self._taking_over():
-                state, batch = _take(*given, batch_size=batch_size)
-                _check_not_traced(batch.is_valid)
-                self._state, self._can_sample = state, None
-        else:
-            batch = _sample(*given, batch_size=batch_size)
-            _check_not_traced(batch.is_valid)
-        return batch if self._device is None else jax.device_put(batch, default_device())
-
-    @contextlib.contextmanager
-    def _taking_over(self) -> Iterator[None]:
-        """Around a call that the state is donated to: one that fails before it began leaves the rows, and later they are lost."""
+        One that fails before it began leaves the rows, and later they are lost.
+        """
         try:
-            yield
+            made = program(self.buffer, self.state, *arguments, **options)
+            state, other = made if isinstance(made, tuple) else (made, None)
+            _check_not_traced(state)
+            self._state, self._can_sample = state, None
         except BaseException as error:
             if self._state is not None and not is_whole(self._state):
                 self._lost = f"in {error!r}"
             raise
+        return other
+
+    def ask(self, program: Any, *arguments: Any, **options: Any) -> Any:
+        """What a program says of the state, which stays as it is."""
+        answer = program(self.buffer, self.state, *arguments, **options)
+        _check_not_traced(answer)
+        return answer
+
+    def draw(self, batch_size: int) -> Sample:
+        checks.check_size("sample", "batch_size", batch_size)
+        self._num_draws = (self._num_draws + 1) & 0xFFFFFFFF
+        given = (self._key, np.uint32(self._num_draws))
+        if isinstance(self.buffer.sampler, ConsumingSampler):
+            batch = self.change(_take, *given, batch_size=batch_size)
+        else:
+            batch = self.ask(_sample, *given, batch_size=batch_size)
+        return batch if self._device is None else jax.device_put(batch, default_device())
 
     def has_batch(self) -> bool:
         """Whether the buffer can sample."""
         if self._state is None or self._lost is not None:
             return False
         if self._can_sample is None:
-            can_sample = method("can_sample")(self.buffer, self._state)
-            _check_not_traced(can_sample)
-            self._can_sample = bool(can_sample)
+            self._can_sample = bool(self.ask(method("can_sample")))
         return self._can_sample
 
-    def weights(self, probability: Any, is_valid: Any, size: int, exponent: float, normalize: str) -> jax.Array:
-        """`importance_weights`. `probability`, `is_valid`: `[B]`. `size`: rows that can be drawn."""
-        nothing: Any = ()
-        batch = Sample(items=nothing, index=nothing, probability=jnp.asarray(probability), is_valid=jnp.asarray(is_valid))
-        return _weights(batch, np.int32(size), exponent, normalize=normalize)
-
-    def update_priorities(self, index: Any, priority: Any) -> None:
-        self.change(method("update_priorities"), *self.put((index, priority)))
-
     def size(self) -> int:
-        if self.state is None:
-            return 0
-        size = method("size")(self.buffer, self._state)
-        _check_not_traced(size)
-        return int(size)
-
-    def clear(self) -> None:
-        if self.state is not None:
-            self.change(method("clear"))
+        return 0 if self.state is None else int(self.ask(method("size")))
 
     def save(self, path: Any, notes: dict[str, Any]) -> None:
+        """`notes`: of JSON."""
         if self.state is None:
             raise ValueError("save: nothing was added yet, so there is nothing to save")
-        self._persistence.save(path, self._state, {"num_draws": self._num_draws, **notes})
+        with self._checkpointer_at(path) as checkpointer:
+            checkpointer.save(self._state, notes={_NOTES: {"num_draws": self._num_draws, **notes}})
 
     def load(self, path: Any) -> dict[str, Any]:
-        """Returns the notes."""
+        """Returns the notes; none, where something else than a replay has saved the state.
+
+        Where there is no room for two, the memory of the old state is given up, once all of what is stored was read, and found whole.
+        """
         if self._example is None:
             raise ValueError("load: what a step looks like is not known yet; make the Replay with example=")
+        checkpointer = self._checkpointer_at(path)
         with jax.default_device(self._device):
-            state, notes = self._persistence.load(path, self._example, self._let_go)
+            try:
+                state = checkpointer.restore(self._example)
+            except (MemoryError, jax.errors.JaxRuntimeError) as error:
+                if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                state = None
+            if state is None:  # outside of the handler, whose traceback may hold on to memory
+                _check_whole(checkpointer)
+                self._state, self._can_sample, self._lost = None, None, "while others were loaded"
+                state = checkpointer.restore(self._example)
+        found = checkpointer.notes.get(_NOTES)
+        notes = found if isinstance(found, dict) else {}
         with uninterrupted():
             self._state, self._can_sample, self._lost = jax.device_put(state, self._device), None, None
             if isinstance(num_draws := notes.get("num_draws"), int):
                 self._num_draws = num_draws & 0xFFFFFFFF
         return notes
 
-    def _let_go(self) -> None:
-        self._state, self._can_sample = None, None
-        self._lost = "while others were loaded"
+    def _checkpointer_at(self, path: Any) -> "Checkpointer":
+        """The one of before, where the path is the same, so that a save writes only what is new; between two saves the path is free.
+
+        A specification has more in it than the path that it is named by.
+        """
+        from jaxreplay.checkpoint import Checkpointer  # an extra
+
+        made = Checkpointer(path, self.buffer, keep=1, progress=False)
+        where = made.path if isinstance(path, str | bytes | os.PathLike) else path
+        if self._checkpointer is None or self._path != where:
+            self._checkpointer, self._path = made, where
+        return self._checkpointer
+
+
+def _check_whole(checkpointer: "Checkpointer") -> None:
+    found = checkpointer.verify()
+    if all(one.problems for one in found):
+        from jaxreplay.checkpoint import BrokenError
+
+        raise BrokenError("\n  ".join([f"load: nothing under {checkpointer.path} is whole:", *(p for one in found for p in one.problems)]))
 
 
 def _check_not_traced(result: Any) -> None:
-    """`result`: an array of a call's; a tracer, where the call was made inside of `jit`."""
-    if isinstance(result, Tracer):
+    """`result`: of a program; some of it are tracers, where the call was made inside of `jit`."""
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(result)):
         raise ValueError(OUTSIDE)
 
 
@@ -219,6 +238,3 @@ def _sample(buffer: ReplayBuffer, state: Any, key: jax.Array, draw: jax.Array, b
 @functools.partial(program, changes=True, static=("batch_size",))
 def _take(buffer: ReplayBuffer, state: Any, key: jax.Array, draw: jax.Array, batch_size: int) -> tuple[Any, Sample]:
     return buffer.take(state, jax.random.fold_in(key, draw), batch_size)
-
-
-_weights = jax.jit(importance_weights, static_argnames="normalize")

@@ -31,11 +31,6 @@ class Monitor:
         self._changed = threading.Condition(self._lock)
         self._blocks: list[uninterrupted] = []  # of who has the lock
 
-    @property
-    def is_forked(self) -> bool:
-        """Whether this process was forked off the one that made it."""
-        return os.getpid() != self._pid
-
     def __enter__(self) -> "Monitor":
         check_not_forked(self._what, self._pid)
         block = uninterrupted()

@@ -6,16 +6,19 @@ import operator
 import time
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay import checks, frameworks
 from jaxreplay.buffer import ReplayBuffer
-from jaxreplay.held import Held
+from jaxreplay.held import StateOwner
+from jaxreplay.jitted import method
 from jaxreplay.limiter import RatioLimiter
 from jaxreplay.monitor import Monitor
-from jaxreplay.prefetch import Prefetcher
 from jaxreplay.samplers import ConsumingSampler
 from jaxreplay.types import Index, Sample
+from jaxreplay.weights import importance_weights
 
 _WAIT = 60.0  # seconds, where threads wait for each other
 
@@ -30,10 +33,11 @@ class Replay:
       framework: what batches are made of: "jax", "numpy" (read-only views) or "torch" (not to be written to).
       device: what holds the rows: a `jax.Device`, or a platform such as "cpu" for the host's memory; sampled batches go to JAX's default
         device. None: that one.
-      prefetch: batches that a thread draws ahead. Their priorities are older by as many batches; they count as drawn, so that what was
-        not yet handed out is not in a saved file, and is gone when the replay is closed: rows too, of a sampler that hands out each once.
+      prefetch: batches that are drawn ahead, as each `sample` ends: the device works on them while the caller learns. Their priorities are
+        older by as many batches; they count as drawn, so that what was not yet handed out is not in a saved file: rows too, of a sampler
+        that hands out each once.
       samples_per_insert: items drawn for each step inserted; who is ahead waits. None: nobody does.
-      timeout: seconds that a call waits for other threads; by default 60 where `prefetch` or `samples_per_insert` is given, else 0.
+      timeout: seconds that a call waits for other threads; by default 60 where `samples_per_insert` is given, else 0.
 
     Example:
       >>> import numpy as np, jaxreplay as jr
@@ -64,18 +68,16 @@ class Replay:
         if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
             raise ValueError(f"Replay: prefetch must be an int of at least 0, got {prefetch!r}")
         self.framework = framework
-        self._held = Held(buffer, seed, device)
+        self._held = StateOwner(buffer, seed, device)
         self._limiter = None if samples_per_insert is None else RatioLimiter(samples_per_insert, buffer.batch_size)
-        self._timeout = _WAIT if prefetch or self._limiter else 0.0
+        self._timeout = _WAIT if self._limiter else 0.0
         self._timeout = self._seconds("Replay", timeout)
         self._monitor = Monitor("this Replay")
         self._is_closed = False
-        self._undelivered: collections.deque[Sample] = collections.deque()  # of calls that were interrupted; of samplers that consume
+        self._prefetch = prefetch
+        self._drawn: collections.deque[Sample] = collections.deque()  # ahead; or by calls that were interrupted, of samplers that consume
         if example is not None:
             self._held.init(example)
-        self._ahead = Prefetcher(self._monitor, prefetch) if prefetch else None
-        if self._ahead is not None:
-            self._ahead.start(self)
 
     @property
     def buffer(self) -> ReplayBuffer:
@@ -126,15 +128,17 @@ class Replay:
         batch = None
         try:
             with self._monitor:
-                if self._ahead is not None and batch_size not in (None, self.buffer.batch_size):
+                if self._prefetch and batch_size not in (None, self.buffer.batch_size):
                     raise ValueError(f"sample: with prefetch every batch has the buffer's {self.buffer.batch_size} items, not {batch_size}")
                 self._wait("sample", self._has_sample, timeout, self._why_no_sample)
                 batch = self._next(batch_size)
+                while len(self._drawn) < self._prefetch and self._may_sample():
+                    self._drawn.append(self._draw(None))
                 self._monitor.notify_all()
             return frameworks.given_out(self.framework, batch)
         except BaseException:
             if batch is not None and isinstance(self.buffer.sampler, ConsumingSampler):
-                self._undelivered.append(batch)  # its rows are handed out by the next call
+                self._drawn.appendleft(batch)  # its rows are handed out by the next call
             raise
 
     def update_priorities(self, index: Any, priority: Any) -> None:
@@ -149,15 +153,18 @@ class Replay:
         own = frameworks.owned("update_priorities", {name: np.array(x) if isinstance(x, list | tuple) else x for name, x in given.items()})
         with self._monitor:
             self._check_open()
-            self._changing(self._held.update_priorities, Index(row=own["row"], lap=own["lap"]), own["priority"])
+            given = self._held.put((Index(row=own["row"], lap=own["lap"]), own["priority"]))
+            self._changing(self._held.change, method("update_priorities"), *given)
             self._monitor.notify_all()
 
     def importance_weights(self, batch: Sample, exponent: float, normalize: str = "batch_max") -> Any:
         """The batch's importance weights, float32[B]; see `jaxreplay.importance_weights`."""
-        own = frameworks.owned("importance_weights", (batch.probability, batch.is_valid))
+        probability, is_valid = map(jnp.asarray, frameworks.owned("importance_weights", (batch.probability, batch.is_valid)))
         with self._monitor:
-            size = self._held.size()
-        return frameworks.given_out(self.framework, self._held.weights(own[0], own[1], size, exponent, normalize))
+            size = np.int32(self._held.size())
+        nothing: Any = ()
+        given = Sample(items=nothing, index=nothing, probability=probability, is_valid=is_valid)
+        return frameworks.given_out(self.framework, _weights(given, size, exponent, normalize=normalize))
 
     def __len__(self) -> int:
         """Rows that can be drawn."""
@@ -173,7 +180,8 @@ class Replay:
         """Forget every row, and what was drawn ahead."""
         with self._monitor:
             self._check_open()
-            self._changing(self._held.clear)
+            if self._held.state is not None:
+                self._changing(self._held.change, method("clear"))
             self._start_anew()
 
     def save(self, path: Any) -> None:
@@ -206,12 +214,10 @@ class Replay:
             self._start_anew()
 
     def close(self) -> None:
-        """End the thread, and every call that waits, with a RuntimeError. The rows can still be saved."""
+        """End every call that waits, with a RuntimeError. The rows can still be saved."""
         with self._monitor:
             self._is_closed = True
             self._monitor.notify_all()
-        if self._ahead is not None:
-            self._ahead.close()
 
     def __enter__(self) -> "Replay":
         return self
@@ -224,9 +230,7 @@ class Replay:
 
     def _start_anew(self) -> None:
         """Without what was drawn before."""
-        self._undelivered.clear()
-        if self._ahead is not None:
-            self._ahead.start_anew(self)
+        self._drawn.clear()
         self._monitor.notify_all()
 
     def _changing(self, method: Any, *arguments: Any) -> Any:
@@ -237,14 +241,13 @@ class Replay:
             raise
 
     def _has_sample(self) -> bool:
-        return bool(self._undelivered) or bool(self._ahead) or self._may_sample()
+        return bool(self._drawn) or self._may_sample()
 
     def _next(self, batch_size: int | None) -> Sample:
         """A batch that was drawn before, or a new one."""
-        if self._undelivered and len(self._undelivered[0].is_valid) == (batch_size or self.buffer.batch_size):
-            return self._undelivered.popleft()
-        ready = None if self._ahead is None else self._ahead.pop()
-        return self._draw(batch_size) if ready is None else ready
+        if self._drawn and len(self._drawn[0].is_valid) == (batch_size or self.buffer.batch_size):
+            return self._drawn.popleft()
+        return self._draw(batch_size)
 
     def _draw(self, batch_size: int | None) -> Sample:
         size = self.buffer.batch_size if batch_size is None else operator.index(batch_size)
@@ -253,17 +256,11 @@ class Replay:
             self._limiter.num_samples += size
         return batch
 
-    def draw_ahead(self) -> Sample | None:
-        """For the thread that draws ahead; None where nothing can be drawn."""
-        return self._draw(None) if self._may_sample() else None
-
     def _wait(self, where: str, is_ready: Any, timeout: float | None, why: Any) -> None:
         """Until something is so, or a TimeoutError that says why not; the lock is free meanwhile."""
         seconds, end = self._seconds(where, timeout), None
         while True:
             self._check_open()
-            if self._ahead is not None and self._ahead.error is not None:
-                raise RuntimeError("the thread that draws ahead ended with an error") from self._ahead.error
             _ = self._held.state  # RuntimeError if it was lost meanwhile
             if is_ready():
                 return
@@ -293,3 +290,6 @@ class Replay:
     def _check_open(self) -> None:
         if self._is_closed:
             raise RuntimeError("this Replay is closed")
+
+
+_weights = jax.jit(importance_weights, static_argnames="normalize")

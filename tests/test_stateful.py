@@ -16,7 +16,7 @@ from hlo import check_in_place
 from replays import NUM_ENVS, check_same, make, rows_of, step
 
 import jaxreplay as jr
-from jaxreplay import checkpoint, checks, held, memory, persistence
+from jaxreplay import checkpoint, checks, held, memory
 from jaxreplay.jitted import method, options_here
 
 # Ways in.
@@ -559,12 +559,12 @@ def test_places_that_are_named_alike_are_told_apart(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     spec = {"driver": "s3", "bucket": "runs", "path": "x", "aws_region": "us-east-1"}
     one, other = ({**spec, "endpoint": f"http://127.0.0.1:{port}"} for port in (9000, 9001))
-    saves = persistence.Persistence(make().buffer)
-    first = saves._at(one)
-    assert saves._at(dict(one)) is first
-    assert (second := saves._at(other)) is not first
+    saves = make()._held
+    first = saves._checkpointer_at(one)
+    assert saves._checkpointer_at(dict(one)) is first
+    assert (second := saves._checkpointer_at(other)) is not first
     assert second.path == first.path
-    assert saves._at(one) is not second
+    assert saves._checkpointer_at(one) is not second
 
 
 def test_a_checkpointer_s_generation_can_be_loaded_and_a_replay_s_restored(tmp_path):

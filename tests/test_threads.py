@@ -1,6 +1,5 @@
 """Many threads on one replay: no torn row, no side that starves, no call that hangs."""
 
-import contextlib
 import gc
 import os
 import subprocess
@@ -142,25 +141,6 @@ def test_batches_that_were_drawn_ahead_are_the_same(prefetch):
             ahead.sample(timeout=0.05)
     with pytest.raises(RuntimeError, match="this Replay is closed"):
         ahead.sample()
-    assert not ahead._ahead._thread.is_alive()
-
-
-def test_an_error_in_the_thread_is_told():
-    with make(prefetch=2) as replay:
-        draw = replay._held.draw
-        replay._held.draw = lambda size: 1 / 0 if threading.current_thread() is replay._ahead._thread else draw(size)
-        with contextlib.suppress(RuntimeError):  # perhaps as soon as the first rows are there
-            for t in range(3):
-                replay.add(step(t))
-        replay._ahead._thread.join(LONG)
-        with pytest.raises(RuntimeError, match="the thread that draws ahead ended with an error") as caught:
-            replay.sample(timeout=LONG)
-        assert isinstance(caught.value.__cause__, ZeroDivisionError)
-        del replay._held.draw
-        replay.clear()  # begins anew
-        for t in range(4):
-            replay.add(step(t))
-        assert replay.sample(timeout=LONG).is_valid.all()
 
 
 def test_a_failed_load_wakes_what_waits(tmp_path, monkeypatch):
@@ -193,7 +173,7 @@ def test_a_failed_load_wakes_what_waits(tmp_path, monkeypatch):
     assert time.monotonic() - start < LONG / 2
 
 
-def test_who_polls_draws_what_the_thread_has_not():
+def test_who_polls_draws_ahead_too():
     with make(prefetch=1, timeout=0.0) as replay:
         for t in range(4):
             replay.add(step(t))
@@ -248,32 +228,21 @@ print(replay.sample().items["x"].shape)
     assert (done.returncode, done.stdout.strip()) == (0, "(4, 3)"), done.stderr
 
 
-def test_a_replay_that_is_dropped_frees_its_rows_and_ends_its_thread():
-    """Without `close`: the thread that draws ahead holds nothing of it while it waits."""
-    num_threads = threading.active_count()
-    rows, threads = [], []
-    for _ in range(3):
-        replay = make(prefetch=2)
-        for t in range(4):
-            replay.add(step(t))
-        assert replay.sample(timeout=LONG).is_valid.all()
-        rows.append(weakref.ref(replay._held.state.streams.steps.reward))
-        threads.append(replay._ahead._thread)
-        del replay
+def test_a_replay_that_is_dropped_frees_its_rows():
+    replay = make(prefetch=2)
+    for t in range(4):
+        replay.add(step(t))
+    assert replay.sample().is_valid.all()
+    rows = weakref.ref(replay._held.state.streams.steps.reward)
+    del replay
     gc.collect()
-    end = time.monotonic() + LONG
-    while threading.active_count() > num_threads and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not any(thread.is_alive() for thread in threads)
-    gc.collect()
-    assert [row() for row in rows] == [None] * 3
+    assert rows() is None
 
 
 FORKED = """
 import os, sys, warnings
 warnings.simplefilter("ignore")
 import numpy as np, jaxreplay as jr
-from jaxreplay import prefetch
 
 kind = sys.argv[1]
 if kind == "sb3":
@@ -299,7 +268,6 @@ if (pid := os.fork()) == 0:
             print("returned", call)
         except RuntimeError as error:
             assert "was forked off it" in str(error) and "spawn" in str(error), error
-    prefetch._end_all()  # which is registered for the end of the program
     sys.stdout.flush()
     os._exit(0)  # JAX's own end crashes here
 assert os.waitpid(pid, 0)[1] == 0
