@@ -19,6 +19,7 @@ _NEXT = (
     "the next observation is not stored beside each step: it is the next row; that after an episode's last step is final_obs, with "
     'autoreset="same_step", or with "next_step" the row after it'
 )
+BOOL_FLAGS = "write done flags as bool: x.astype(bool)"
 # What users of other libraries call a field, and what it is here.
 _OTHER_NAMES = (
     dict.fromkeys(("done", "dones", "is_done"), _DONE)
@@ -81,12 +82,23 @@ def check_capacity(where: str, capacity: int, num_envs: int, smallest_length: in
         raise ValueError(f"{where}: capacity={capacity} is too large: rows are numbered by int32, so it must be at most {2**30}")
 
 
+def by_field(step: Any) -> Any:
+    """The fields of a dataclass, which may be no pytree, or of a NamedTuple, by their names; anything else as it is."""
+    if dataclasses.is_dataclass(step) and not isinstance(step, Step | type):
+        return {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
+    as_dict = getattr(step, "_asdict", None)
+    return step if as_dict is None else as_dict()
+
+
 def as_step(where: str, step: Any) -> Step:
-    """A `Step`, from one or from a mapping with its fields as keys."""
+    """A `Step`, from one, or from a mapping, dataclass or NamedTuple with its fields."""
     if isinstance(step, Step):
         return step
+    step = by_field(step)
     if not isinstance(step, Mapping):
-        raise ValueError(f"{where}: a step must be a jaxreplay.Step or a mapping with its fields, got {type(step).__name__}")
+        raise ValueError(
+            f"{where}: a step must be a jaxreplay.Step, or a mapping, dataclass or NamedTuple with its fields, got {type(step).__name__}"
+        )
     missing = [name for name in _REQUIRED_FIELDS if name not in step]
     unknown = [str(name) for name in step if name not in _STEP_FIELDS]
     if missing or unknown:
@@ -134,7 +146,7 @@ def check_flags(where: str, step: Step) -> None:
     if any(flag.shape for flag in found):
         hints.append("an example is one env's step, without the env axis: jax.tree.map(lambda x: x[0], step), if step is one of every env")
     if any(flag.dtype != bool for flag in found):
-        hints.append("write done flags as bool: x.astype(bool)")
+        hints.append(BOOL_FLAGS)
     check_leaves(where, flags, expected, "\n".join(hints))
     if not jax.tree_util.all_leaves([step.reward]):
         raise ValueError(f"{where}: reward must be one array, got {type(step.reward).__name__}; further rewards go into extras={{...}}")

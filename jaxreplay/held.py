@@ -19,7 +19,7 @@ from jaxreplay.interrupts import uninterrupted
 from jaxreplay.jitted import method, program
 from jaxreplay.memory import default_device
 from jaxreplay.samplers import ConsumingSampler
-from jaxreplay.step_format import StepFormat, as_stored, example_of
+from jaxreplay.step_format import StepFormat, example_of
 from jaxreplay.types import Sample
 
 if TYPE_CHECKING:
@@ -66,7 +66,6 @@ class StateOwner:
 
     def calls_of(self, step: Any, env: int | None, mask: Any, priority: Any) -> tuple[int, list[Any]]:
         """How many steps of an env there are at most, and what `change` is to be called with, one after another, to add them."""
-        step = as_stored("add", self.buffer, step)
         if self.state is None:
             self.init(example_of(self.buffer, step, env))
         step, axes = self._format.fit(step)

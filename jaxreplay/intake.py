@@ -24,11 +24,14 @@ def step_of(where: str, step: Any, autoreset: str | None) -> Step:
 def check_block(where: str, steps: Any, stored: Any, has_final_obs: bool, axes: tuple[int, ...], what: str) -> None:
     """A ValueError that names every leaf which is not as the stored ones, with `axes` in the place of their rows."""
     expected = leaves.tree_map(lambda leaf: jax.ShapeDtypeStruct(axes + leaf.shape[1:], leaf.dtype), stored)
+    hint = f"{where} takes {what}, here {list(axes)}, as the example given to init has them."
     if isinstance(steps, Step):
+        if any(jnp.result_type(flag) != jnp.bool_ for flag in jax.tree.leaves((steps.terminated, steps.truncated))):
+            hint += f"\n{checks.BOOL_FLAGS}"
         flag = jax.ShapeDtypeStruct(axes, bool)
         final_obs = expected.obs if has_final_obs else None
         expected = expected.replace(terminated=flag, truncated=flag, final_obs=final_obs)
-    checks.check_leaves(where, steps, expected, f"{where} takes {what}, here {list(axes)}, as the example given to init has them.")
+    checks.check_leaves(where, steps, expected, hint)
 
 
 def check_mask(where: str, mask: Any, is_masked: bool, axes: tuple[int, ...]) -> None:

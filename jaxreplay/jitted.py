@@ -86,6 +86,10 @@ class Jitted:
                 check_not_gone(name, state)
             raise
 
+    def _step(self, step: Any) -> Any:
+        """A step as a pytree; an item as it is."""
+        return step if getattr(self.replay, "autoreset", None) is None else checks.by_field(step)
+
     def init(self, example: Any) -> Any:
         """Not compiled: there is nothing to fuse, and a state that does not fit is refused here."""
         return self.replay.init(example)
@@ -97,11 +101,11 @@ class Jitted:
 
     def add(self, state: Any, step: Any, mask: Any = None, priority: Any = None) -> Any:
         """Donates `state`."""
-        return self._call("add", state, step, mask=mask, priority=priority)
+        return self._call("add", state, self._step(step), mask=mask, priority=priority)
 
     def extend(self, state: Any, steps: Any, mask: Any = None, priority: Any = None) -> Any:
         """Donates `state`. Compiles for each number of steps."""
-        return self._call("extend", state, steps, mask=mask, priority=priority)
+        return self._call("extend", state, self._step(steps), mask=mask, priority=priority)
 
     def update_priorities(self, state: Any, index: Any, priority: Any) -> Any:
         """Donates `state`. Compiles for each number of rows."""

@@ -13,10 +13,12 @@ import numpy as np
 from jaxreplay import checks, frameworks
 from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.held import StateOwner
+from jaxreplay.inspection import Inspection, inspect
 from jaxreplay.jitted import method
 from jaxreplay.limiter import RatioLimiter
 from jaxreplay.monitor import Monitor
 from jaxreplay.samplers import ConsumingSampler
+from jaxreplay.step_format import as_stored
 from jaxreplay.types import Index, Sample
 from jaxreplay.weights import importance_weights
 
@@ -98,7 +100,7 @@ class Replay:
         """
         if (step is None) == (not fields):
             raise ValueError("add: give a step, or its fields as keywords: add(obs=..., action=..., ...)")
-        step = frameworks.owned("add", fields if step is None else step)
+        step = frameworks.owned("add", as_stored("add", self.buffer, fields if step is None else step))
         own = frameworks.owned("add", {"mask": mask, "priority": priority})
         with self._monitor:
             self._check_open()
@@ -183,6 +185,13 @@ class Replay:
             if self._held.state is not None:
                 self._changing(self._held.change, method("clear"))
             self._start_anew()
+
+    def inspect(self, *, max_bytes: int = 2**28) -> Inspection:
+        """What the rows are like; see `jaxreplay.inspect`. Calls wait meanwhile."""
+        with self._monitor:
+            if self._held.state is None:
+                raise ValueError("inspect: nothing was added yet, so there is nothing to see")
+            return inspect(self.buffer, self._held.state, max_bytes=max_bytes)
 
     def save(self, path: Any) -> None:
         """Write everything under a path, as `checkpoint.Checkpointer` does; what was there is replaced once that is whole.

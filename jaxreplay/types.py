@@ -13,7 +13,7 @@ from jaxreplay.struct import Node
 class Step(Node):
     """One step of every env: `add` takes leaves `[E, ...]`, `extend` takes `[T, E, ...]`, and `init` takes one env's step `[...]`.
 
-    A mapping with these keys is taken wherever a `Step` is.
+    A mapping, dataclass or NamedTuple with these fields is taken wherever a `Step` is.
 
     Fields:
       obs: pytree; the observation that the action was chosen from, so not the one that the env's step returned.

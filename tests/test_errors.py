@@ -1,7 +1,10 @@
 """Bad input gets an error that names what is wrong and how to mend it; nothing is broadcast, and nothing is lost."""
 
+import collections
+import dataclasses
 import functools
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -135,7 +138,7 @@ def test_a_step_must_have_its_fields():
     incomplete = {key: value for key, value in step().items() if key != "truncated"}
     with pytest.raises(ValueError, match=r"init: the step's keys are wrong: missing truncated; unknown done"):
         replay.init({**incomplete, "done": False})
-    with pytest.raises(ValueError, match=r"must be a jaxreplay\.Step or a mapping with its fields, got list"):
+    with pytest.raises(ValueError, match=r"must be a jaxreplay\.Step, or a mapping, dataclass or NamedTuple with its fields, got list"):
         replay.init([1, 2])
 
 
@@ -426,3 +429,58 @@ def test_stacks_go_inside_of_goals_from_anywhere():
         jr.frame_stack(jr.transform(anywhere, lambda item, key: item), 2)
     jr.frame_stack(jr.hindsight(replay, minus_one), 2)
     jr.hindsight(jr.frame_stack(replay, 2), minus_one, strategy="random")
+
+
+@pytest.mark.parametrize("name", ["terminated", "truncated"])
+def test_float_flags_name_the_cure(name):
+    replay = jr.uniform(capacity=8, num_envs=2, batch_size=2, autoreset="same_step")
+    zero, flag = jnp.zeros(2), jnp.zeros(2, bool)
+    step = jr.Step(zero, zero, zero, terminated=flag, truncated=flag)
+    state = replay.init(jax.tree.map(lambda leaf: leaf[0], step))
+    match = rf"add:\n  {name}: got float32\[2\], expected bool\[2\]\n.*\nwrite done flags as bool: x.astype\(bool\)"
+    with pytest.raises(ValueError, match=match):
+        replay.add(state, step.replace(**{name: zero}))
+    with pytest.raises(ValueError, match=r"as the example given to init has them.$"):
+        replay.add(state, step.replace(reward=jnp.zeros((2, 1))))
+
+
+@dataclasses.dataclass
+class TheirStep:
+    obs: object
+    action: object
+    reward: object
+    terminated: object
+    truncated: object
+
+
+@flax.struct.dataclass
+class FlaxStep:
+    obs: object
+    action: object
+    reward: object
+    terminated: object
+    truncated: object
+
+
+def test_a_step_may_be_of_any_class_with_the_fields():
+    replay = jr.uniform(capacity=8, num_envs=2, batch_size=2, autoreset="same_step")
+    flag = np.zeros(2, bool)
+    fields = {"obs": np.ones(2, np.float32), "action": np.zeros(2, np.int32), "reward": np.ones(2, np.float32)}
+    fields |= {"terminated": flag, "truncated": ~flag}
+    kinds = (jr.Step, dict, TheirStep, collections.namedtuple("Named", fields), FlaxStep)
+    made = []
+    for kind in kinds:
+        example = kind(**{name: leaf[0] for name, leaf in fields.items()})
+        made.append(jax.tree.leaves(replay.add(replay.init(example), kind(**fields))))
+        owner = jr.Replay(replay)
+        owner.add(kind(**fields))
+        made.append(jax.tree.leaves(owner._held.state))
+        buffer = jr.jit(replay)
+        made.append(jax.tree.leaves(buffer.add(buffer.init(example), kind(**fields))))
+    for leaves in made:
+        for got, expected in zip(leaves, made[0], strict=True):
+            np.testing.assert_array_equal(got, expected)
+    with pytest.raises(ValueError, match=r"a step must be a jaxreplay.Step, or a mapping, dataclass or NamedTuple .* got int"):
+        replay.add(replay.init(example), 3)
+    with pytest.raises(ValueError, match=r"the step's keys are wrong: missing reward; unknown rewards"):
+        replay.add(replay.init(example), collections.namedtuple("Named", "obs action rewards terminated truncated")(*fields.values()))

@@ -405,3 +405,16 @@ def test_it_runs_as_a_module(prioritized, tmp_path):
     done = subprocess.run([sys.executable, "-m", "jaxreplay", "inspect", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "suspicious:" in done.stdout
+
+
+def test_a_replay_is_inspected_as_its_state():
+    replay = jr.Replay(jr.items(capacity=8, batch_size=2))
+    with pytest.raises(ValueError, match="inspect: nothing was added yet"):
+        jr.inspect(replay)
+    replay.add({"x": np.array([1.0])})
+    replay.add({"x": np.array([np.nan])})
+    found = jr.inspect(replay)
+    assert str(found) == str(jr.inspect(replay.buffer, replay._held.state)) == str(replay.inspect())
+    assert found.suspicious == ["steps.x has 1 values that are NaN or infinite, in 2 rows"]
+    with pytest.raises(ValueError, match="inspect: expected a ReplayBuffer and its state, got ReplayBuffer and NoneType"):
+        jr.inspect(replay.buffer)

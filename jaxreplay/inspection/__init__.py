@@ -3,16 +3,14 @@
 from typing import Any
 
 from jaxreplay.inspection.contents import contents_of
-from jaxreplay.inspection.inspection import Inspection, inspection_of
-
-__all__ = ["Inspection", "inspect"]
+from jaxreplay.inspection.inspection import Inspection as Inspection, inspection_of
 
 
-def inspect(replay: Any, state: Any, *, max_bytes: int = 2**28) -> Inspection:
+def inspect(replay: Any, state: Any = None, *, max_bytes: int = 2**28) -> Inspection:
     """What a buffer holds: streams, episodes, leaves, how rows are drawn, and what is suspicious about it. Not for use under `jit`.
 
     Args:
-      replay: a `ReplayBuffer`. state: of it; it stays as it is.
+      replay: a `ReplayBuffer`. state: of it; it stays as it is. Or a `Replay` alone, which has its own.
       max_bytes: of the steps' values, at most so many are read, from rows spread over the whole buffer. Flags, scalar rewards and
         probabilities are read of every row: that takes some 100 bytes of the host's memory a row.
 
@@ -24,4 +22,6 @@ def inspect(replay: Any, state: Any, *, max_bytes: int = 2**28) -> Inspection:
       >>> found.streams["rows"], found.suspicious
       (2, ['steps.x has 1 values that are NaN or infinite, in 2 rows'])
     """
+    if state is None and hasattr(replay, "inspect"):
+        return replay.inspect(max_bytes=max_bytes)
     return inspection_of(contents_of(replay, state, max_bytes))

@@ -41,9 +41,9 @@ class Contents:
         return int((self.end - self.first).sum())
 
 
-def contents_of(replay: ReplayBuffer, state: ReplayState, max_bytes: int) -> Contents:
+def contents_of(replay: Any, state: Any, max_bytes: int) -> Contents:
     """Of a state, which stays as it is: rows are copied, and at most `max_bytes` of their values."""
-    if not isinstance(replay, ReplayBuffer):
+    if not isinstance(replay, ReplayBuffer) or state is None:
         raise ValueError(f"inspect: expected a ReplayBuffer and its state, got {type(replay).__name__} and {type(state).__name__}")
     check_state("inspect", replay, state)
     steps, heads = state.streams.steps, state.streams.heads
