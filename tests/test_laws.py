@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from buffers import CATALOG, KINDS, everything, jitted
 from conftest import SOAK
 from scipy import stats
 
 import jaxreplay as jr
 from jaxreplay import draws
+from jaxreplay.drawable import Drawable
+from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 
 DRAWS = 2_000_000 if SOAK else 200_000
 LEAST = 1e-4
@@ -35,6 +38,42 @@ def check(counts, law):
     keep = wanted > 0
     if keep.sum() > 1:
         assert stats.chisquare(observed[keep], wanted[keep] * observed.sum() / wanted[keep].sum()).pvalue > LEAST
+
+
+@pytest.mark.parametrize("case", CATALOG if SOAK else KINDS, ids=lambda case: case.name)
+def test_draws_are_as_probable_as_they_say(case):
+    """Of rows with priorities of their own, where there are any; a sampler that hands out each row once gives each one once."""
+    replay = case.replay()
+    state = case.filled(replay)
+    if isinstance(replay.sampler, ConsumingSampler):
+        size = int(replay.size(state))
+        rows = taken_of(replay, state, size)
+        assert sorted(rows) == sorted(set(rows))
+        assert len(rows) == size
+        return
+    if isinstance(replay.sampler, PrioritySampler):
+        index = jitted(replay, "get")(state, jnp.arange(0, replay.capacity, 2), jax.random.key(1)).index
+        priority = jnp.asarray(np.random.default_rng(0).random(replay.capacity // 2), jnp.float32)
+        state = jitted(replay, "update_priorities")(state, index, priority)
+        state = jitted(replay, "rerank")(state) if hasattr(replay.sampler, "rerank") else state
+    law = np.asarray(everything(replay)(state, 0).probability, np.float64)
+    assert law.sum() == pytest.approx(1, rel=1e-5)
+    draw = jax.jit(lambda state, keys: jax.vmap(lambda key: replay.sampler.draw(state.sampler, Drawable.of(state), key, 1))(keys))
+    drawn = draw(state, jax.random.split(jax.random.key(2), DRAWS // 4))
+    row = np.asarray(drawn.row).reshape(-1)
+    np.testing.assert_allclose(np.asarray(drawn.probability).reshape(-1), law[row], rtol=1e-5)
+    check(np.bincount(row, minlength=replay.capacity), law)
+
+
+def taken_of(replay, state, size):
+    """The rows of all batches of a pass."""
+    rows, take = [], jitted(replay, "take")
+    for number in range(4 * size):
+        state, batch = take(state, jax.random.key(number))
+        rows += np.asarray(batch.index.row)[np.asarray(batch.is_valid)].tolist()
+        if len(rows) >= size:
+            break
+    return rows
 
 
 @pytest.mark.parametrize("clip", [False, True])

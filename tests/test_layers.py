@@ -3,6 +3,11 @@
 import ast
 import pathlib
 import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
 
 import jaxreplay
 
@@ -114,9 +119,46 @@ def test_the_remainder_operator_is_used_in_one_file():
         assert not uses or name in ("ring", "checks"), f"{name}: lines {uses}"
 
 
+# Functions of the package that one eager call enters, and modules that they are in: who reads a call reads so much.
+MOST_STOPS = {
+    ("uniform", "add"): (62, 16),
+    ("uniform", "sample"): (75, 17),
+    ("prioritized", "add"): (82, 19),
+    ("prioritized", "sample"): (71, 19),
+    ("prioritized", "update_priorities"): (47, 12),
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), MOST_STOPS)
+def test_a_call_enters_few_functions(kind, name):
+    replay = getattr(jaxreplay, kind)(capacity=64, num_envs=4, batch_size=8, autoreset="same_step")
+    zeros, flags = jnp.zeros(4), jnp.zeros(4, bool)
+    step = jaxreplay.Step(obs=jnp.zeros((4, 3)), action=zeros, reward=zeros, terminated=flags, truncated=flags)
+    state = replay.init(jax.tree.map(lambda leaf: leaf[0], step))
+    state = replay.add(replay.add(state, step), step)
+    index = replay.sample(state, jax.random.key(0)).index
+    arguments = {"add": (step,), "sample": (jax.random.key(0),), "update_priorities": (index, jnp.ones(8))}[name]
+    entered = set()
+
+    def enters(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(str(ROOT)) and not code.co_name.startswith("<"):
+            entered.add((code.co_filename, code.co_qualname))
+
+    getattr(replay, name)(state, *arguments)  # what is known once is found out
+    before = sys.getprofile()
+    sys.setprofile(enters)
+    try:
+        getattr(replay, name)(state, *arguments)
+    finally:
+        sys.setprofile(before)
+    most_functions, most_modules = MOST_STOPS[kind, name]
+    assert len(entered) <= most_functions
+    assert len({file for file, _ in entered}) <= most_modules
+
+
 def test_importing_the_library_imports_no_extra():
     import subprocess
-    import sys
 
     extras = ("torch", "gymnax", "optax", "tensorstore", "google_crc32c", "minari", "stable_baselines3")
     code = f"import sys, jaxreplay; print([m for m in {extras} if m in sys.modules])"
