@@ -37,7 +37,7 @@ from jaxreplay.inspection import Inspection as Inspection, inspect as inspect
 from jaxreplay.interrupts import uninterrupted as uninterrupted
 from jaxreplay.jitted import Jitted as Jitted, jit as jit
 from jaxreplay.memory import Memory as Memory
-from jaxreplay.mixture import MixedSample as MixedSample, Mixture as Mixture, mix as mix
+from jaxreplay.mixture import Mixture as Mixture, mix as mix
 from jaxreplay.plan import Plan as Plan, plan as plan
 from jaxreplay.rollouts import Rollout as Rollout, RolloutState as RolloutState
 from jaxreplay.samplers.episodes import UniformEpisodes as UniformEpisodes

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay.paths import name_of, named
+from jaxreplay.paths import name_of, named, spec_text
 from jaxreplay.types import Step
 
 _STEP_FIELDS = tuple(field.name for field in dataclasses.fields(Step))
@@ -164,10 +164,10 @@ def check_leaves(where: str, got: Any, expected: Any, hint: str) -> None:
     bad = []
     for path, spec in expected_leaves.items():
         if path not in got_leaves:
-            bad.append(f"{path}: missing, expected {_show(spec)}")
+            bad.append(f"{path}: missing, expected {spec_text(spec)}")
         elif (got_leaves[path].shape, got_leaves[path].dtype) != (spec.shape, spec.dtype):
-            bad.append(f"{path}: got {_show(got_leaves[path])}, expected {_show(spec)}")
-    bad += [f"{path}: unexpected, got {_show(spec)}" for path, spec in got_leaves.items() if path not in expected_leaves]
+            bad.append(f"{path}: got {spec_text(got_leaves[path])}, expected {spec_text(spec)}")
+    bad += [f"{path}: unexpected, got {spec_text(spec)}" for path, spec in got_leaves.items() if path not in expected_leaves]
     if not bad and jax.tree.structure(got) != jax.tree.structure(expected):
         bad.append(f"the tree's structure: got {jax.tree.structure(got)}, expected {jax.tree.structure(expected)}")
     if bad:
@@ -205,7 +205,3 @@ def _spec(where: str, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         raise ValueError(f"{where}: {name_of(path) or 'the leaf'}: {reason}")
     leaf = leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else jnp.asarray(leaf)
     return jax.ShapeDtypeStruct(tuple(leaf.shape), jax.dtypes.canonicalize_dtype(leaf.dtype))
-
-
-def _show(spec: jax.ShapeDtypeStruct) -> str:
-    return f"{np.dtype(spec.dtype).name}[{', '.join(map(str, spec.shape))}]"

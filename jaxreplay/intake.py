@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxreplay import checks, leaves
+from jaxreplay.paths import spec_text
 from jaxreplay.types import Step
 
 
@@ -44,9 +45,7 @@ def as_priority(where: str, priority: Any, shape: tuple[int, ...]) -> jax.Array:
     """float32[shape], from any real numbers."""
     priority = jnp.asarray(priority)
     if priority.shape != shape or not jnp.issubdtype(priority.dtype, jnp.number) or jnp.iscomplexobj(priority):
-        raise ValueError(
-            f"{where}: priority: got {priority.dtype.name}{list(priority.shape)}, expected float32{list(shape)}, one for each row"
-        )
+        raise ValueError(f"{where}: priority: got {spec_text(priority)}, expected float32{list(shape)}, one for each row")
     return priority.astype(jnp.float32)
 
 

@@ -131,11 +131,6 @@ def _map_arrays(function: Any, stored: Any, *rest: Any) -> Any:
     return jax.tree.map(function, stored, *rest, is_leaf=lambda node: isinstance(node, Parted))
 
 
-def spec_text(shape: tuple[int, ...], dtype: Any) -> str:
-    """As errors, files and tables write it: `float32[3, 4]`."""
-    return f"{np.dtype(dtype).name}{list(shape)}"
-
-
 def num_bits(dtype: np.dtype) -> int:
     """Return the bits of a number, which may be less than 8. The dtype must not be bool."""
     return int((jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits)

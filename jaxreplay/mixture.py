@@ -9,23 +9,8 @@ from jaxreplay import checks
 from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.intake import as_priority
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
-from jaxreplay.struct import Node, Static
-from jaxreplay.types import Index
-
-
-class MixedSample(Node):
-    """A batch, member after member; the fields of a `Sample`, and whose item each is.
-
-    Fields:
-      items: pytree [B, ...]. index: of the item's own member. probability: float32[B]; in its own member's law. is_valid: bool[B].
-      source: int32[B]; the number of the member, in the order in which they were given: 0 for the first.
-    """
-
-    items: Any
-    index: Index
-    probability: jax.Array
-    is_valid: jax.Array
-    source: jax.Array
+from jaxreplay.struct import Static
+from jaxreplay.types import Sample
 
 
 class Mixture(Static):
@@ -52,8 +37,8 @@ class Mixture(Static):
             if isinstance(replay.sampler, ConsumingSampler):
                 raise ValueError(f"Mixture: {name}: {type(replay.sampler).__name__} hands out each row once; take from that buffer itself")
 
-    def sample(self, states: dict[str, Any], key: jax.Array) -> MixedSample:
-        """Draw from every member. Where one cannot be sampled yet, its items alone are not valid.
+    def sample(self, states: dict[str, Any], key: jax.Array) -> Sample:
+        """Draw from every member, one after another. Where one cannot be sampled yet, its items alone are not valid.
 
         Args:
           states: name -> the member's state.
@@ -69,9 +54,9 @@ class Mixture(Static):
             one, first = (jax.tree.map(lambda leaf: leaf[0], b.items) for b in (batch, batches[0]))
             checks.check_leaves(f"sample: {name}", one, first, f"All members' items must be alike; compare {self._names[0]}'s.")
         joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *batches)
-        return MixedSample(joined.items, joined.index, joined.probability, joined.is_valid, self._source())
+        return joined.replace(source=self._source())
 
-    def update_priorities(self, states: dict[str, Any], batch: MixedSample, priority: jax.Array) -> dict[str, Any]:
+    def update_priorities(self, states: dict[str, Any], batch: Sample, priority: jax.Array) -> dict[str, Any]:
         """New priorities for a batch's rows, each in its own member; members without priorities stay as they are. Takes `states` over.
 
         Args:
@@ -81,7 +66,7 @@ class Mixture(Static):
           ValueError: `priority` is not one number for each item.
         """
         self._check_names(states)
-        if not isinstance(batch, MixedSample):
+        if not isinstance(batch, Sample) or batch.source is None:
             raise ValueError(f"update_priorities: takes the batch that sample gave, whole, got a {type(batch).__name__}")
         priority = as_priority("update_priorities", priority, batch.source.shape)
         states, start = dict(states), 0

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import numpy as np
 
 
 def name_of(path: Any) -> str:
@@ -31,3 +32,8 @@ def named(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"two leaves are named {twice}: rename a key, so that they differ by more than where the dots come from")
     return leaves
+
+
+def spec_text(spec: Any, num_axes: int = 0) -> str:
+    """Dtype and shape, as errors, files and tables write them: `float32[3, 4]`; without the first `num_axes` axes."""
+    return f"{np.dtype(spec.dtype).name}{list(spec.shape[num_axes:])}"

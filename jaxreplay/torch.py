@@ -8,8 +8,6 @@ will write to it any more.
 import dataclasses
 import functools
 import itertools
-import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -58,7 +56,6 @@ def to_torch(tree: Any) -> Any:
       tensor([0., 1., 2.])
     """
     _check("to_torch", tree, _reason_against_array)
-    _warn_of_shared_card(tree)
     return jax.tree.map(torch.from_dlpack, tree)
 
 
@@ -84,9 +81,7 @@ def from_torch(tree: Any, share: bool = False, cast: bool = False) -> Any:
       Array([1, 2], dtype=int32)
     """
     _check("from_torch", tree, functools.partial(_reason_against_tensor, share=share, cast=cast))
-    arrays = jax.tree.map(lambda tensor: jax.dlpack.from_dlpack(tensor.detach() if share else _owned(tensor)), tree)
-    _warn_of_shared_card(arrays)
-    return arrays
+    return jax.tree.map(lambda tensor: jax.dlpack.from_dlpack(tensor.detach() if share else _owned(tensor)), tree)
 
 
 class ReplayDataset(torch.utils.data.IterableDataset):
@@ -275,26 +270,3 @@ def _owned(tensor: torch.Tensor) -> torch.Tensor:
 
 def _has_64_bits() -> bool:
     return jax.dtypes.canonicalize_dtype(np.int64) == np.int64
-
-
-def _warn_of_shared_card(tree: Any) -> None:
-    """Warn once where JAX has taken most of a card that torch is to use too."""
-    if jax.default_backend() == "cpu":
-        return
-    preallocates = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() not in ("false", "0")
-    has_share = "XLA_PYTHON_CLIENT_MEM_FRACTION" in os.environ or os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform"
-    if preallocates and not has_share and any(_is_on_card(leaf) for leaf in jax.tree.leaves(tree)):
-        _warn_once()
-
-
-def _is_on_card(leaf: jax.Array) -> bool:
-    return any(device.platform == "gpu" for device in leaf.devices())
-
-
-@functools.cache
-def _warn_once() -> None:
-    warnings.warn(
-        "JAX takes three quarters of a card's memory when it starts, and torch gets what is left. Set XLA_PYTHON_CLIENT_PREALLOCATE=false, "
-        "or XLA_PYTHON_CLIENT_MEM_FRACTION to the share that JAX should have, before jax is imported.",
-        stacklevel=4,
-    )

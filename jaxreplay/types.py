@@ -77,9 +77,12 @@ class Sample(Node):
       index: for `update_priorities` and `get`; of an item that is not valid, it names no row.
       probability: float32[B]; what one draw has for this item, normalized over the buffer; 0 where not valid.
       is_valid: bool[B]; False where there was nothing to draw: the item is finite and must weigh nothing.
+      source: int32[B], of a mixture's batch; the number of each item's member, in the order in which they were given. Index and
+        probability are those in the member. None of one buffer.
     """
 
     items: Any
     index: Index
     probability: jax.Array
     is_valid: jax.Array
+    source: jax.Array | None = None

@@ -18,7 +18,7 @@ def importance_weights(
     Computed by logarithms, so that no intermediate value overflows. Invalid items weigh 0.
 
     Args:
-      batch: the `Sample` that `sample` gave, or the `MixedSample` of a mixture.
+      batch: the `Sample` that `sample` gave, that of a mixture too.
       size: int32[], `replay.size(state)`; of a mixture int32[B], `replay.sizes(states)`.
       exponent: beta, in [0, 1]: 0 corrects nothing, 1 fully; usually raised to 1 over the run. It may be traced.
       normalize: "batch_max" divides by the largest weight of the batch, in a mixture by that of the member's own part; "buffer_max" by
@@ -47,7 +47,7 @@ def importance_weights(
 
     log_weights = log_weight(jnp.where(is_valid, batch.probability, 1))
     if normalize == "batch_max":
-        largest = _largest(jnp.where(is_valid, log_weights, -jnp.inf), getattr(batch, "source", None))
+        largest = _largest(jnp.where(is_valid, log_weights, -jnp.inf), batch.source)
         log_weights = log_weights - jnp.where(jnp.isfinite(largest), largest, 0)
     elif min_probability is not None:
         log_weights = log_weights - log_weight(min_probability)

@@ -86,6 +86,6 @@ def test_a_members_unlikely_item_does_not_silence_the_others():
     """The largest weight is that of the member's own part."""
     probability, source = jnp.array([0.25, 0.25, 0.5, 1e-6, 0.0]), jnp.array([0, 0, 1, 1, 2])
     index = jr.Index(row=source, lap=source.astype(jnp.uint32))
-    batch = jr.MixedSample(items=None, index=index, probability=probability, is_valid=probability > 0, source=source)
+    batch = jr.Sample(items=None, index=index, probability=probability, is_valid=probability > 0, source=source)
     weight = jr.importance_weights(batch, jnp.array([4, 4, 2, 2, 9]), exponent=1.0)
     np.testing.assert_allclose(weight, [1, 1, 2e-6, 1, 0], rtol=1e-5)

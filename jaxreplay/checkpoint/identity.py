@@ -11,7 +11,7 @@ from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.checkpoint import rows
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.description import description
-from jaxreplay.paths import named, printable
+from jaxreplay.paths import named, printable, spec_text
 
 
 def identity(replay: Any) -> str:
@@ -25,8 +25,8 @@ def described(state: Any) -> tuple[dict[str, str], dict[str, str]]:
     stored, rest = rows.split(state)
     stored_leaves = named(stored, is_leaf=leaves.is_compound)
     return (
-        {name: leaves.spec_text(leaf.shape[1:], leaf.dtype) for name, leaf in stored_leaves},
-        {name: leaves.spec_text(leaf.shape, leaf.dtype) for name, leaf in named(rest)},
+        {name: spec_text(leaf, 1) for name, leaf in stored_leaves},
+        {name: spec_text(leaf) for name, leaf in named(rest)},
     )
 
 

@@ -14,7 +14,7 @@ from jaxreplay import leaves, ring
 from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.description import description
 from jaxreplay.drawable import Drawable, ReplayState
-from jaxreplay.paths import named
+from jaxreplay.paths import named, spec_text
 from jaxreplay.state_check import check_state
 
 _BLOCK_BYTES = 4 * 2**20
@@ -80,7 +80,7 @@ def contents_of(replay: Any, state: Any, max_bytes: int) -> Contents:
         length=replay.length,
         first=first,
         end=end,
-        leaves={name: leaves.spec_text(leaf.shape[1:], leaf.dtype) for name, leaf in held},
+        leaves={name: spec_text(leaf, 1) for name, leaf in held},
         flags=None if state.streams.flags is None else column(state.streams.flags, np.uint8),
         reward=None if reward is None else column(reward, np.float64),
         probability=np.concatenate(drawn or [np.zeros(0)]).astype(np.float64)[: len(rows)],

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxreplay import bits
 from jaxreplay.checks import check_callable, check_leaves
 from jaxreplay.layout import Layout
+from jaxreplay.paths import spec_text
 from jaxreplay.types import Step
 from jaxreplay.views.anchor import Anchor, Changed
 from jaxreplay.views.view import WrappedView
@@ -138,7 +139,7 @@ class _Relabelled(Changed):
         new = for_all(offset)
         if new.shape != stored.shape or _kind(new.dtype) > _kind(stored.dtype):
             name = getattr(function, "__name__", repr(function))
-            got, expected = (f"{x.dtype.name}{list(x.shape[offset.ndim :])}" for x in (new, stored))
+            got, expected = (spec_text(x, offset.ndim) for x in (new, stored))
             raise ValueError(f"Hindsight: {name} gave {got} for one step, but stored is {expected}, which cannot hold it")
         return jnp.where(self.is_relabelled, new.astype(stored.dtype), stored)
 
