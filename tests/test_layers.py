@@ -57,7 +57,7 @@ LAYERS = (
     ("",),
     ("datasets",),
     ("__main__",),
-    ("sb3.arrays", "sb3.learned", "sb3.places"),
+    ("sb3.arrays", "sb3.learned"),
     ("sb3.stored",),
     ("sb3.buffers", "sb3.hindsight"),
     ("sb3.prioritized_dqn",),

@@ -79,9 +79,9 @@ class HerReplayBuffer(StoredOnce, TheirHerReplayBuffer):
         strategy = self.goal_selection_strategy.name.lower()
         return Hindsight(of=LearnedView(discount=1.0), reward_fn=_stored_reward, strategy=strategy, ratio=1.0)
 
-    def _after_add(self, rows: list[int], infos: list[dict[str, Any]]) -> None:
+    def _after_add(self, rows: jax.Array, infos: list[dict[str, Any]]) -> None:
         if self.copy_info_dict:
-            for place, info in zip(rows, infos, strict=True):
+            for place, info in zip(np.asarray(rows).tolist(), infos, strict=True):
                 self.infos[place] = info
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:

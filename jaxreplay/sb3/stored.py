@@ -6,11 +6,13 @@ announced: after a reset in the middle of an episode nothing is paired that does
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from gymnasium import spaces
@@ -21,6 +23,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 from jaxreplay import provisional
 from jaxreplay.buffer import ReplayBuffer
 from jaxreplay.donation import is_whole
+from jaxreplay.drawable import Drawable
 from jaxreplay.frameworks import narrowed
 from jaxreplay.interrupts import uninterrupted
 from jaxreplay.jitted import method, program
@@ -29,7 +32,6 @@ from jaxreplay.samplers import Sampler
 from jaxreplay.samplers.uniform import Uniform
 from jaxreplay.sb3.arrays import TORCH_DTYPES, is_same, shaped
 from jaxreplay.sb3.learned import LearnedView
-from jaxreplay.sb3.places import Places
 from jaxreplay.torch import to_torch
 from jaxreplay.types import Step
 from jaxreplay.views import View
@@ -98,7 +100,7 @@ class StoredOnce(buffers.ReplayBuffer):
         """There is no step that the next one could go on from."""
         self._announced: Any = None
         self._may_go_on, self._was_first = np.zeros((2, self.n_envs), bool)
-        self._places = Places(self.n_envs, self._replay.capacity // self.n_envs)
+        self._counts: Any = np.zeros(self.n_envs, np.int32)  # transitions of each stream, on the device
         self.pos, self.full = 0, False
         self._is_torn = False
 
@@ -110,9 +112,14 @@ class StoredOnce(buffers.ReplayBuffer):
     def nbytes(self) -> int:
         return self._replay.memory(self._example()).total
 
+    @property
+    def _held(self) -> np.ndarray:
+        """Transitions that each stream holds: int32[n_envs]."""
+        return np.asarray(self._counts)
+
     def size(self) -> int:
         """Transitions held for each environment; their mean where episodes of different lengths leave room for more or fewer."""
-        return int(self._places.held.sum() // self.n_envs)
+        return int(self._held.sum() // self.n_envs)
 
     def reset(self) -> None:
         check_not_forked(f"this {type(self).__name__}", self._pid)
@@ -144,15 +151,15 @@ class StoredOnce(buffers.ReplayBuffer):
             final_obs=next_obs,
         )
         with self._changing():
-            self._state = _add(self._replay, self._state, step, goes_on, self._was_first)
+            self._state, self._counts, rows = _add(self._replay, self._state, step, goes_on, self._was_first)
             self._announced, self._may_go_on, self._was_first = next_obs, ~(done | timeout), ~goes_on
-            self._after_add(self._places.add(goes_on), infos)
+            self._after_add(rows, infos)
             self.pos += 1
             if self.pos == self.buffer_size:
                 self.full, self.pos = True, 0
 
-    def _after_add(self, rows: list[int], infos: list[dict[str, Any]]) -> None:
-        """For what a buffer keeps beside the rows."""
+    def _after_add(self, rows: jax.Array, infos: list[dict[str, Any]]) -> None:
+        """For what a buffer keeps beside the rows. `rows`: int32[n_envs], where the transitions lie."""
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Transitions, each one held as likely as any other. Draws from NumPy's generator as Stable-Baselines3's own buffer does, so that
@@ -162,7 +169,7 @@ class StoredOnce(buffers.ReplayBuffer):
           batch_size: transitions. env: normalizes observations and rewards.
         """
         self._check_not_empty()
-        counts = self._places.held
+        counts = self._held
         if (counts == counts[0]).all():
             return self._get_samples(np.random.randint(0, counts[0], size=batch_size), env)
         ends = np.cumsum(counts)
@@ -173,13 +180,13 @@ class StoredOnce(buffers.ReplayBuffer):
     def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> Any:
         """The transitions with these numbers in their stream, 0 the oldest that is held, each of an environment drawn anew."""
         env_indices = np.random.randint(0, self.n_envs, size=len(batch_inds))
-        if len(bad := batch_inds[(batch_inds < 0) | (batch_inds >= self._places.held[env_indices])]):
-            raise IndexError(f"{type(self).__name__}: there is no transition {bad[0]}: the streams hold {self._places.held.tolist()}")
+        if len(bad := batch_inds[(batch_inds < 0) | (batch_inds >= self._held[env_indices])]):
+            raise IndexError(f"{type(self).__name__}: there is no transition {bad[0]}: the streams hold {self._held.tolist()}")
         return self._read(batch_inds, env_indices, env)
 
     def _read(self, nth: np.ndarray, env_indices: np.ndarray, env: VecNormalize | None) -> Any:
         with uninterrupted():  # JAX compares buffers, and would take an interrupt in that for an error of theirs
-            return self._samples(_get(self._replay, self._state, self._places.rows(env_indices, nth)), env)
+            return self._samples(_get(self._replay, self._state, env_indices.astype(np.int32), nth.astype(np.int32)), env)
 
     def _samples(self, item: Any, env: VecNormalize | None) -> Any:
         """What Stable-Baselines3 learns from: of a `Learned`."""
@@ -238,7 +245,7 @@ class StoredOnce(buffers.ReplayBuffer):
 
     def _check_not_empty(self) -> None:
         self._check_whole()
-        if not self._places.held.any():
+        if not self._held.any():
             raise ValueError(f"{type(self).__name__}: there is nothing to sample yet; add transitions first, or raise learning_starts")
 
     def _flat(self, action: np.ndarray) -> np.ndarray:
@@ -282,7 +289,11 @@ class StoredOnce(buffers.ReplayBuffer):
 
     def __getstate__(self) -> dict[str, Any]:
         state: Any = super().__getstate__()
-        return {**{name: value for name, value in state.items() if name != "_pid"}, "_state": jax.tree.map(np.asarray, self._state)}
+        return {
+            **{name: value for name, value in state.items() if name != "_pid"},
+            "_state": jax.tree.map(np.asarray, self._state),
+            "_counts": self._held,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -292,9 +303,21 @@ class StoredOnce(buffers.ReplayBuffer):
         self._pid = os.getpid()
 
 
-_add = program(provisional.add, changes=True)
+@functools.partial(program, changes=True)
+def _add(replay: ReplayBuffer, state: Any, step: Step, goes_on: Any, was_first: Any) -> tuple[Any, jax.Array, jax.Array]:
+    """The state, how many transitions each stream holds then, and where the newest of each lies: int32[E] both."""
+    state = provisional.add(replay, state, step, goes_on, was_first)
+    layout, position = state.layout, state.streams.heads.position
+    return state, _transitions(state).count(), layout.row(layout.envs(), layout.wrap(position - 2))  # the tail comes after it
 
 
 @program
-def _get(replay: ReplayBuffer, state: Any, row: jax.Array) -> Any:
-    return replay.get(state, row).items
+def _get(replay: ReplayBuffer, state: Any, env: jax.Array, nth: jax.Array) -> Any:
+    """The items of the `nth` transition of each stream `env`, 0 the oldest that is held."""
+    return replay.get(state, _transitions(state).select(env, nth)).items
+
+
+def _transitions(state: Any) -> Drawable:
+    """All of them, whether or not a view may read around them."""
+    none = jnp.zeros((state.layout.num_envs,), jnp.int32)
+    return Drawable(state.streams, state.episodes, none, none)
