@@ -1,7 +1,6 @@
 """What a generation holds, for an inspection: read from its files a group at a time, without the buffer that it is of."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -68,12 +67,8 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
     steps = {name: leaf for name, leaf in held.items() if name.startswith("steps")}
     every = np.arange(reader.num_rows)
 
-    def blocks() -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-        """A group's chosen rows at a time."""
-        row_bytes = sum(leaf_bytes(leaf.shape, leaf.stored) for leaf in steps.values())
-        rows = spread(every, max_bytes // max(row_bytes, 1))
-        for _, chosen in reader.by_group(rows):
-            yield rows[chosen], {name: leaf.read(reader, rows[chosen]) for name, leaf in steps.items()}
+    row_bytes = sum(leaf_bytes(leaf.shape, leaf.stored) for leaf in steps.values())
+    rows = spread(every, max_bytes // max(row_bytes, 1))
 
     def rest(name: str) -> np.ndarray:
         dtype, shape = schema.dtype_and_shape(name, manifest.rest[name])
@@ -104,5 +99,6 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
         reward=None if reward is None or reward.shape else reward.read(reader, every).astype(np.float64),
         probability=probability,
         counters={name: float(rest(f"sampler.{name}")) for name in COUNTERS if manifest.rest.get(f"sampler.{name}", "").endswith("[]")},
-        blocks=blocks,
+        rows=rows,
+        values={name: leaf.read(reader, rows) for name, leaf in steps.items()},
     )

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -34,7 +33,8 @@ class Contents:
     reward: np.ndarray | None  # float64[R]; None where there is none, or it is no scalar
     probability: np.ndarray | None  # float64[R], of one draw; None where it is not known
     counters: dict[str, float]  # of the sampler
-    blocks: Callable[[], Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]]  # some rows int64[K], and the values of each leaf, [K, ...]
+    rows: np.ndarray  # int64[K]: which of them have their values here
+    values: dict[str, np.ndarray]  # of each leaf, [K, ...]
 
     @property
     def num_rows(self) -> int:
@@ -53,24 +53,15 @@ def contents_of(replay: Any, state: Any, max_bytes: int) -> Contents:
     rows = rows_in_order(first, end, replay.length)
     held = named({"steps": steps}, is_leaf=leaves.is_compound)
 
-    def read(tree: Any, chosen: np.ndarray, row_bytes: int) -> Iterator[Any]:
-        size = max(1, min(_BLOCK_BYTES // max(row_bytes, 1), len(chosen)))
-        for start in range(0, len(chosen), size):
-            block = chosen[start : start + size]
-            values = _take(tree, np.resize(block, size))
-            yield jax.tree.map(lambda leaf, block=block: np.asarray(leaf)[: len(block)], values)
+    def read(leaf: Any, chosen: np.ndarray, dtype: Any = None) -> np.ndarray:
+        """A block at a time."""
+        size = max(1, min(_BLOCK_BYTES // max(leaf_bytes(leaf.shape[1:], leaf.dtype), 1), len(chosen)))
+        blocks = (chosen[start : start + size] for start in range(0, len(chosen), size))
+        found = [np.asarray(_take(leaf, np.resize(block, size)))[: len(block)].astype(dtype or leaf.dtype) for block in blocks]
+        return np.concatenate(found or [np.zeros((0, *leaf.shape[1:]), dtype or leaf.dtype)])
 
-    def column(leaf: Any, dtype: Any) -> np.ndarray:
-        return np.concatenate([block.astype(dtype) for block in read(leaf, rows, 8)] or [np.zeros(0, dtype)])
-
-    def blocks() -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-        row_bytes = sum(leaf_bytes(leaf.shape[1:], leaf.dtype) for _, leaf in held)
-        chosen, start = spread(np.arange(len(rows)), max_bytes // max(row_bytes, 1)), 0
-        for block in read(dict(held), rows[chosen], row_bytes):
-            count = len(next(iter(block.values())))
-            yield chosen[start : start + count], block
-            start += count
-
+    row_bytes = sum(leaf_bytes(leaf.shape[1:], leaf.dtype) for _, leaf in held)
+    chosen = spread(np.arange(len(rows)), max_bytes // max(row_bytes, 1))
     reward = next((leaf for name, leaf in held if name == "steps.reward" and len(leaf.shape) == 1), None)
     size = max(1, min(_BLOCK_BYTES // 8, len(rows)))
     drawn = [np.asarray(_probability(replay, state, np.resize(rows[start : start + size], size))) for start in range(0, len(rows), size)]
@@ -81,11 +72,12 @@ def contents_of(replay: Any, state: Any, max_bytes: int) -> Contents:
         first=first,
         end=end,
         leaves={name: spec_text(leaf, 1) for name, leaf in held},
-        flags=None if state.streams.flags is None else column(state.streams.flags, np.uint8),
-        reward=None if reward is None else column(reward, np.float64),
+        flags=None if state.streams.flags is None else read(state.streams.flags, rows),
+        reward=None if reward is None else read(reward, rows, np.float64),
         probability=np.concatenate(drawn or [np.zeros(0)]).astype(np.float64)[: len(rows)],
         counters={name: float(leaf) for name, leaf in named(state.sampler) if name in COUNTERS and not leaf.shape},
-        blocks=blocks,
+        rows=chosen,
+        values={name: read(leaf, rows[chosen]) for name, leaf in held},
     )
 
 
@@ -116,8 +108,8 @@ def leaf_bytes(shape: tuple[int, ...], dtype: Any) -> int:
 
 
 @jax.jit
-def _take(tree: Any, rows: jax.Array) -> Any:
-    return leaves.tree_map(lambda leaf: leaves.take(leaf, rows), tree)
+def _take(leaf: Any, rows: jax.Array) -> jax.Array:
+    return leaves.take(leaf, rows)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -1,6 +1,6 @@
 """The figures of an inspection: of streams, leaves, episodes, draws, and what is suspicious about them."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -10,53 +10,16 @@ from jaxreplay.inspection.contents import Contents, numbers_in_order
 _BINS = 30
 
 
-class Running(NamedTuple):
-    """Of a leaf, after some blocks: for each element of a row the least, the largest and the sum of its finite values.
-
-    Integers are compared as they are. Of a complex number its absolute value.
-    """
-
-    least: np.ndarray
-    largest: np.ndarray
-    total: np.ndarray
-    num_rows: int
-    num_not_finite: int
-
-    @classmethod
-    def of(cls, block: np.ndarray) -> "Running":
-        values = np.abs(block) if block.dtype.kind == "c" else block
-        if values.dtype.kind in "uib":
-            return cls(values.min(axis=0), values.max(axis=0), values.sum(axis=0, dtype=np.float64), len(values), 0)
-        values = values.astype(np.float64)
-        is_finite = np.isfinite(values)
-        if is_finite.all():
-            return cls(values.min(axis=0), values.max(axis=0), values.sum(axis=0), len(values), 0)
-        low, high, some = (np.where(is_finite, values, fill) for fill in (np.inf, -np.inf, 0))
-        return cls(low.min(axis=0), high.max(axis=0), some.sum(axis=0), len(values), int((~is_finite).sum()))
-
-    def and_then(self, other: "Running") -> "Running":
-        return Running(
-            np.minimum(self.least, other.least),
-            np.maximum(self.largest, other.largest),
-            self.total + other.total,
-            self.num_rows + other.num_rows,
-            self.num_not_finite + other.num_not_finite,
-        )
-
-
 def leaf_figures(contents: Contents) -> dict[str, dict[str, Any]]:
     """Of each leaf, over the rows that were read. A row that only brings a final observation has nothing else."""
-    running: dict[str, Running] = {}
-    flags = contents.flags
-    is_step = np.ones(contents.num_rows, bool) if flags is None else _is_step(flags)
+    flags, figures = contents.flags, {}
+    is_step = np.ones(len(contents.rows), bool) if flags is None else _is_step(flags[contents.rows])
     with np.errstate(over="ignore", invalid="ignore"):
-        for rows, block in contents.blocks():
-            for name, values in block.items():
-                is_obs = flags is None or name.split(".")[:2] == ["steps", "obs"]
-                if len(some := values if is_obs else values[is_step[rows]]):
-                    found = Running.of(some)
-                    running[name] = running[name].and_then(found) if name in running else found
-        return {name: _of_leaf(running[name], text) if name in running else {"spec": text} for name, text in contents.leaves.items()}
+        for name, text in contents.leaves.items():
+            is_obs = flags is None or name.split(".")[:2] == ["steps", "obs"]
+            values = contents.values[name] if is_obs else contents.values[name][is_step]
+            figures[name] = {"spec": text, **(_of_values(values) if len(values) else {})}
+    return figures
 
 
 def _is_step(flags: np.ndarray) -> np.ndarray:
@@ -64,20 +27,25 @@ def _is_step(flags: np.ndarray) -> np.ndarray:
     return ((flags & autoreset.TAIL) == 0) | ((flags & (autoreset.TERMINATED | autoreset.TRUNCATED)) != 0)
 
 
-def _of_leaf(running: Running, text: str) -> dict[str, Any]:
-    is_seen = running.least <= running.largest
-    size = running.least.size
-    figures = {"spec": text, "rows read": running.num_rows, "not finite": running.num_not_finite}
-    if not is_seen.any():
+def _of_values(values: np.ndarray) -> dict[str, Any]:
+    """Of some rows of a leaf. Integers are compared as they are; of a complex number its absolute value."""
+    values = np.abs(values) if values.dtype.kind == "c" else values
+    is_whole = values.dtype.kind in "uib"
+    values = values if is_whole else values.astype(np.float64)
+    is_finite = np.isfinite(values)
+    num_finite = int(is_finite.sum())
+    figures: dict[str, Any] = {"rows read": len(values), "not finite": values.size - num_finite}
+    if not num_finite:
         return figures
-    number = float if running.least.dtype.kind == "f" else int
-    seen = max(running.num_rows * size - running.num_not_finite, 1)
+    some = values if num_finite == values.size else np.ma.masked_array(values, ~is_finite)
+    least, largest = some.min(axis=0), some.max(axis=0)
+    number = int if is_whole else float
     return figures | {
-        "least": number(running.least.min()),
-        "mean": float((running.total / seen).sum()),
-        "largest": number(running.largest.max()),
-        "elements": size,
-        "constant elements": int((is_seen & (running.least == running.largest)).sum()),
+        "least": number(least.min()),
+        "mean": float((some.sum(axis=0, dtype=np.float64) / num_finite).sum()),
+        "largest": number(largest.max()),
+        "elements": least.size,
+        "constant elements": int(np.ma.filled(least == largest, False).sum()),
     }
 
 
