@@ -112,25 +112,26 @@ def as_step(where: str, step: Any) -> Step:
     return Step(**step)
 
 
-def holds(narrow: Any, array: Any) -> bool:
-    """Whether a cast has left integers as they were, also those that became floats, and no other number infinite that was not."""
-    return bool(np.all(_held(narrow, array)))
+def cast(name: str, array: np.ndarray, dtype: Any, why: str) -> np.ndarray:
+    """Numbers in a dtype: integers stay as they are, also those that become floats, and no number becomes infinite that was not.
 
-
-def first_not_held(narrow: Any, array: Any) -> Any:
-    """The first number that a cast has changed in that way."""
-    return array[~_held(narrow, array)][0].item()
-
-
-def _held(narrow: Any, array: Any) -> Any:
-    """Of each number: bool[...]."""
-    if not jnp.issubdtype(array.dtype, np.integer):
-        return np.isfinite(narrow) | ~np.isfinite(array)
-    with np.errstate(invalid="ignore"):
-        is_same = np.equal(narrow.astype(array.dtype), array)
-    if jnp.issubdtype(narrow.dtype, jnp.floating):  # one that is too large comes back as anything
-        is_same &= narrow.astype(np.float64) < float(int(jnp.iinfo(array.dtype).max) + 1)
-    return is_same
+    Raises:
+      ValueError: names the first number for which that is not so, and says `why` it must be this dtype.
+    """
+    dtype = np.dtype(dtype)
+    if array.dtype == dtype:
+        return array
+    with np.errstate(over="ignore", invalid="ignore"):
+        new = array.astype(dtype)
+        if jnp.issubdtype(array.dtype, np.integer):
+            is_same = np.equal(new.astype(array.dtype), array)
+            if jnp.issubdtype(dtype, jnp.floating):  # one that is too large comes back as anything
+                is_same &= new.astype(np.float64) < float(int(jnp.iinfo(array.dtype).max) + 1)
+        else:
+            is_same = np.isfinite(new) | ~np.isfinite(array)
+    if not np.all(is_same):
+        raise ValueError(f"{name}: {array[~is_same][0].item()!r} cannot be stored as {dtype.name}, {why}")
+    return new
 
 
 def specs(where: str, tree: Any) -> Any:

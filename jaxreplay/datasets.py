@@ -163,11 +163,7 @@ def _fitted(steps: Step, example: Any, where: str) -> Step:
         are_integers = leaf.dtype.kind in "iu" and dtype.kind in "iu"
         if not are_integers and not np.can_cast(leaf.dtype, dtype, "same_kind"):
             return leaf
-        with np.errstate(over="ignore"):
-            new = leaf.astype(dtype)
-        if not checks.holds(new, leaf):
-            raise ValueError(f"from_minari: {where}: {name} has numbers that {dtype} does not hold; give an example with another dtype")
-        return new
+        return checks.cast(f"from_minari: {where}: {name}", leaf, dtype, "as the example has it; give one with another dtype")
 
     return jax.tree.unflatten(jax.tree.structure(steps), [fitted(name, leaf) for name, leaf in named(steps)])
 

@@ -39,13 +39,9 @@ def owned(where: str, tree: Any) -> Any:
 
 def narrowed(name: str, array: np.ndarray) -> np.ndarray:
     """64-bit numbers in the 32 bits that JAX has by default. A ValueError names numbers that do not fit."""
-    if array.dtype.kind not in "biufc" or (dtype := jax.dtypes.canonicalize_dtype(array.dtype)) == array.dtype:
+    if array.dtype.kind not in "biufc":
         return array
-    with np.errstate(over="ignore"):
-        narrow = array.astype(dtype)
-    if not checks.holds(narrow, array):
-        raise ValueError(f"{name}: {array.dtype} beyond the range of {narrow.dtype}, which is what JAX has unless jax_enable_x64 is on")
-    return narrow
+    return checks.cast(name, array, jax.dtypes.canonicalize_dtype(array.dtype), "which is what JAX has unless jax_enable_x64 is on")
 
 
 def given_out(framework: str, tree: Any) -> Any:

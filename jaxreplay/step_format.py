@@ -43,12 +43,7 @@ def _cast(path: Any, leaf: Any, dtype: Any) -> Any:
     """A leaf in the dtype, where that is of the same kind or wider; a ValueError for a number that it cannot hold."""
     if leaf.dtype == dtype or not np.can_cast(leaf.dtype, dtype, "same_kind"):
         return leaf
-    with np.errstate(over="ignore"):
-        new = np.asarray(leaf.astype(dtype))
-    if not checks.holds(new, np.asarray(leaf)):
-        number = checks.first_not_held(new, np.asarray(leaf))
-        raise ValueError(f"add: {name_of(path)}: {number!r} cannot be stored as {dtype.name}, as the first step or example= has it")
-    return new
+    return checks.cast(f"add: {name_of(path)}", np.asarray(leaf), dtype, "as the first step or example= has it")
 
 
 def as_stored(where: str, buffer: ReplayBuffer, step: Any) -> Any:

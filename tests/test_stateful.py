@@ -1,5 +1,6 @@
 """The replay that owns its state: every way in, every framework out, many threads, and what happens when something fails."""
 
+import contextlib
 import functools
 import os
 import subprocess
@@ -165,9 +166,9 @@ def test_what_does_not_fit_is_refused_and_nothing_is_lost():
     before = rows_of(replay)
     big = step(1)
     big["obs"]["n"] = np.full(NUM_ENVS, 2**40)
-    with pytest.raises(ValueError, match=r"add: .*obs.*n: int64 beyond the range of int32"):
+    with pytest.raises(ValueError, match=rf"add: obs.n: {2**40} cannot be stored as int32, which is what JAX has unless"):
         replay.add(big)
-    with pytest.raises(ValueError, match=r"add: obs.n: float64 beyond the range of float32"):
+    with pytest.raises(ValueError, match=r"add: obs.n: 1e\+300 cannot be stored as float32"):
         replay.add({**step(1), "obs": {"x": step(1)["obs"]["x"], "n": np.full(NUM_ENVS, 1e300)}})
     with pytest.raises(ValueError, match=r"add: action: an array of (longdouble|float128) cannot be stored"):
         replay.add({**step(1), "action": np.zeros(NUM_ENVS, np.longdouble)})
@@ -237,7 +238,8 @@ def test_an_integer_keeps_its_last_bit_or_is_refused():
         fresh.add({**step(0, ()), "reward": 16777217})  # the first one, too, of which floating rewards are made
     for dtype in (np.int8, np.uint16, np.int64, np.uint64):
         top = np.iinfo(dtype).max
-        assert checks.holds(np.array([top], np.float32), np.array([top], dtype)) == (top < 2**24)
+        with contextlib.nullcontext() if top < 2**24 else pytest.raises(ValueError, match=f"x: {top} cannot be stored as float32, so"):
+            assert checks.cast("x", np.array([top], dtype), np.float32, "so").tolist() == [top]
 
 
 @pytest.mark.parametrize("num_bytes", [1024, 96 * 1024, 100 * 1024, 10 * 2**20])
