@@ -9,6 +9,9 @@ import jax, jax.numpy as jnp, numpy as np
 from buffers import CATALOG, KINDS
 from conftest import SOAK
 
+import jaxreplay as jr
+from jaxreplay.samplers import ConsumingSampler, PrioritySampler
+
 for case in CATALOG:
     replay = case.replay()
     state = replay.init(case.example())
@@ -32,8 +35,6 @@ for case in CATALOG:
     assert (size.dtype, age.dtype, got.index.row.dtype) == (np.int32, np.int32, np.int32), case.name
     assert jax.tree.map(lambda x: x.dtype, jax.eval_shape(replay.clear, state)) == jax.tree.map(lambda x: x.dtype, state)
 
-import jaxreplay as jr
-from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 replay = jr.items(capacity=4, batch_size=1)
 state = replay.add(replay.init(np.zeros((), np.int64)), np.array([2**40 + 1]))
 assert replay.sample(state, jax.random.key(0)).items.tolist() == [2**40 + 1]
