@@ -22,6 +22,7 @@ from jaxreplay import checkpoint, resize
 from jaxreplay.checkpoint import BrokenError, Checkpointer, rows
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from jaxreplay.samplers.uniform import Uniform
+from jaxreplay.struct import Node
 
 kinds = pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
 
@@ -310,17 +311,38 @@ def test_no_program_takes_memory_for_each_row(case, is_ranked):
             assert memory.temp_size_in_bytes < (12 if PLATFORM else 8) * 2**20  # 2 to 4 bytes a row; wide nodes of a tree
 
 
+class Counts(Node):
+    count: jax.Array
+
+
 class Counting(Uniform):
-    """Keeps a number for each row, and cannot move it."""
+    """Keeps a number for each row, and does not say so."""
 
     def init(self, layout):
-        return jnp.zeros(layout.capacity)
+        return Counts(jnp.zeros(layout.capacity))
 
 
-def test_a_sampler_must_say_how_its_rows_move(tmp_path):
-    replay = jr.ReplayBuffer(capacity=8, num_envs=1, batch_size=2, sampler=Counting(), view=jr.Item(), autoreset=None)
+class SaidToCount(Counting):
+    PER_ROW = ("count",)
+
+
+class Told(SaidToCount):
+    def per_row(self, state):
+        return {"count": state.count}
+
+
+@pytest.mark.parametrize(
+    ("sampler", "text"),
+    [
+        (Counting(), "Counting keeps something for each row, which must be named in PER_ROW"),
+        (SaidToCount(), "SaidToCount has count for each row, and must have per_row"),
+        (Told(), "Told has count for each row, and must have put_per_row"),
+    ],
+)
+def test_a_sampler_must_say_how_its_rows_move(sampler, text, tmp_path):
+    replay = jr.ReplayBuffer(capacity=8, num_envs=1, batch_size=2, sampler=sampler, view=jr.Item())
     checkpoint.save(tmp_path, replay, replay.init(jnp.int32(0)))
-    with pytest.raises(NotImplementedError, match="Counting keeps something for each row, which must be named in PER_ROW"):
+    with pytest.raises(NotImplementedError, match=text):
         checkpoint.restore(tmp_path, at(replay, 16), jnp.int32(0), resize=True)
 
 

@@ -57,6 +57,8 @@ class Sampler(Static):
         """What it keeps for each row, `[N or more]`, ordered by time, then env, by its name in the state: what `put_per_row` is given of
         it, a part at a time. The state may be of shapes alone."""
         del state
+        if self.PER_ROW:
+            raise NotImplementedError(f"{type(self).__name__} has {', '.join(self.PER_ROW)} for each row, and must have per_row")
         return {}
 
     def put_per_row(self, state: Any, drawable: Drawable, name: str, row: jax.Array, values: jax.Array) -> Any:
@@ -66,9 +68,7 @@ class Sampler(Static):
           drawable: the rows as they are now. name: of what `per_row` gave.
           row: int32[K], which rows these are now, all different; the capacity for those that are gone. values: `[K]`.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} has {', '.join(self.PER_ROW)} for each row, and must have per_row and put_per_row"
-        )
+        raise NotImplementedError(f"{type(self).__name__} has {name} for each row, and must have put_per_row")
 
     def after_loss(self, state: Any, rank_now: Callable[[np.ndarray], np.ndarray]) -> Any:
         """The state, without what is kept for each row, for a buffer that has lost rows out of its midst.
