@@ -355,7 +355,7 @@ class ReplayBuffer(Static):
         pending = None if state.pending is None else still_pending(layout, state.pending, written)
         table, noted = episode_table.count(layout, state.episodes, written) if state.episodes else (None, None)
         after = state.replace(streams=counted, pending=pending, episodes=table)
-        if layout.platform == "gpu":
+        if layout.traits.in_line:
             # The least of the two is the first one, in a way that XLA cannot know: else it would keep a copy of what is counted on.
             waited = before.pending if window.after is None else jnp.minimum(before.pending, window.after)
             after, written, noted, waited = _counted_first(after, written, noted, waited)

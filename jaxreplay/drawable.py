@@ -182,7 +182,7 @@ class Drawable:
         if self.streams.flags is None:
             return layout.row(env, layout.wrap(oldest + nth))
         base = self._rank(env, oldest)
-        if layout.platform != "cpu":
+        if not layout.traits.has_loops:
             return self._select_in_line(env, nth, oldest, base, held)
 
         def halve(_, bounds):
@@ -206,7 +206,7 @@ class Drawable:
             row = jnp.where(row >= end, row - length, row)
             return (ring.difference(self.streams.rank_of(row), base) <= nth) & (place < held)
 
-        place = last_place(passes, nth, length, self.layout.platform)
+        place = last_place(passes, nth, length, self.layout.traits.num_ways)
         return self.layout.row(env, self.layout.wrap(oldest + place))
 
     def first_rank(self) -> jax.Array:

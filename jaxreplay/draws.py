@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxreplay import bits, ring
+from jaxreplay.platforms import Traits
 from jaxreplay.search import last_place
 from jaxreplay.streams import Streams, of_stream
 
@@ -16,15 +17,15 @@ def written_row(streams: Streams, high: jax.Array, low: jax.Array) -> jax.Array:
     if layout.lockstep:  # all streams hold the same number: no search for the stream
         age, env = ring.split(bits.below(high, low, filled * layout.num_envs), layout.num_envs)
     else:
-        env, age = split_by(filled, bits.below(high, low, filled.sum(dtype=jnp.int32)), layout.platform)
+        env, age = split_by(filled, bits.below(high, low, filled.sum(dtype=jnp.int32)), layout.traits)
     return layout.row(env, layout.wrap(of_stream(streams.head, env) - 1 - age))
 
 
-def split_by(count: jax.Array, nth: jax.Array, platform: str | None) -> tuple[jax.Array, jax.Array]:
+def split_by(count: jax.Array, nth: jax.Array, traits: Traits) -> tuple[jax.Array, jax.Array]:
     """The `nth` of all things, as a stream and a place in it, where stream e has `count[e]` of them: int32[...] each."""
     ends = jnp.cumsum(count, dtype=jnp.int32)
-    if platform == "gpu":
-        env = last_place(lambda place: ends[place - 1] <= nth, nth, count.shape[0], platform)
+    if traits.in_line:
+        env = last_place(lambda place: ends[place - 1] <= nth, nth, count.shape[0], traits.num_ways)
     else:
         env = jnp.searchsorted(ends, nth, side="right", method="scan_unrolled").astype(jnp.int32)
         env = jnp.minimum(env, count.shape[0] - 1)

@@ -38,7 +38,7 @@ class _Leaf(NamedTuple):
     some: Callable[[jax.Array], jax.Array]  # of places int32[..., K] in the flat row: [..., K]
 
 
-def of_values(tree: Any, number: jax.Array, platform: str | None = None) -> jax.Array:
+def of_values(tree: Any, number: jax.Array, in_line: bool = False) -> jax.Array:
     """Of rows, without their flags: uint32[...]. It is the same on every platform; how it is added up is not.
 
     Args:
@@ -50,16 +50,16 @@ def of_values(tree: Any, number: jax.Array, platform: str | None = None) -> jax.
         some = lambda place: jnp.take_along_axis(flat, place, axis=-1, mode="promise_in_bounds")  # noqa: E731
         return _Leaf(values.shape[number.ndim :], lambda: values, some)
 
-    return _of_leaves([leaf_of(values) for values in jax.tree.leaves(tree)], number, platform)
+    return _of_leaves([leaf_of(values) for values in jax.tree.leaves(tree)], number, in_line)
 
 
-def of_stored(tree: Any, row: jax.Array, number: jax.Array, platform: str | None = None) -> jax.Array:
+def of_stored(tree: Any, row: jax.Array, number: jax.Array, in_line: bool = False) -> jax.Array:
     """`of_values` for stored rows int32[K], which must be in bounds: uint32[K]. `tree`: stored leaves. No more is read than is hashed."""
 
     def leaf_of(leaf: Any) -> _Leaf:
         return _Leaf(leaf.shape[1:], lambda: leaves.take(leaf, row), lambda place: leaves.take_elements(leaf, row, place))
 
-    return _of_leaves([leaf_of(leaf) for leaf in leaves.stored_leaves(tree)], number, platform)
+    return _of_leaves([leaf_of(leaf) for leaf in leaves.stored_leaves(tree)], number, in_line)
 
 
 def of_flags(flags: jax.Array, number: jax.Array) -> jax.Array:
@@ -67,7 +67,7 @@ def of_flags(flags: jax.Array, number: jax.Array) -> jax.Array:
     return avalanche(number * jnp.uint32(_FOR_NUMBERS) + (flags.astype(jnp.uint32) + 1) * jnp.uint32(_FOR_FLAGS))
 
 
-def _of_leaves(rows: list[_Leaf], number: jax.Array, platform: str | None) -> jax.Array:
+def _of_leaves(rows: list[_Leaf], number: jax.Array, in_line: bool) -> jax.Array:
     content, num_words = jnp.zeros_like(number), 0
     for leaf in rows:
         size = math.prod(leaf.shape)
@@ -76,15 +76,15 @@ def _of_leaves(rows: list[_Leaf], number: jax.Array, platform: str | None) -> ja
         words = _words(leaf.whole() if size <= _MOST_ELEMENTS else leaf.some(_places(size, number)), number.ndim)
         # Each word's place in the row is part of what is hashed.
         salt = np.arange(num_words, num_words + words.shape[-1], dtype=np.uint32) * np.uint32(_GOLDEN)
-        content += _sum(avalanche(words ^ salt), platform)
+        content += _sum(avalanche(words ^ salt), in_line)
         num_words += words.shape[-1]
     return avalanche(content + number * jnp.uint32(_FOR_NUMBERS))
 
 
-def _sum(words: jax.Array, platform: str | None) -> jax.Array:
+def _sum(words: jax.Array, in_line: bool) -> jax.Array:
     """Over the last axis. On a GPU a sum is a kernel of its own, and a few words that are added one by one go into another; on a CPU
     these make an add of small steps slower by a third."""
-    if platform != "gpu" or words.shape[-1] > _MOST_IN_LINE:
+    if not in_line or words.shape[-1] > _MOST_IN_LINE:
         return words.sum(axis=-1, dtype=jnp.uint32)
     return functools.reduce(operator.add, [words[..., nth] for nth in range(words.shape[-1])])
 

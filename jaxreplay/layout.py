@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxreplay import autoreset, ring
+from jaxreplay.platforms import Traits, traits_of
 from jaxreplay.struct import Static
 from jaxreplay.window import Window
 
@@ -32,6 +33,11 @@ class Layout(Static):
     platform: str = "cpu"
     exponent: float | None = None
     keep_history: bool = True
+
+    @functools.cached_property
+    def traits(self) -> Traits:
+        """What suits the platform."""
+        return traits_of(self.platform)
 
     @functools.cached_property
     def capacity(self) -> int:

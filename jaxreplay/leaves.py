@@ -47,12 +47,12 @@ class Parted(Node):
         return tiles.parts_of(self.row, self.dtype) or ()
 
 
-def zeros(num_rows: int, row: Any, platform: str | None) -> jax.Array | Narrow | Parted:
-    """`num_rows` rows of zeros, like `row`, which has a shape and a dtype, as they lie on a platform."""
+def zeros(num_rows: int, row: Any, has_tiles: bool = False) -> jax.Array | Narrow | Parted:
+    """`num_rows` rows of zeros, like `row`, which has a shape and a dtype, in tiles where the platform has these."""
     dtype = np.dtype(row.dtype)
     if (bits := carrier(dtype)) is not None:
-        return Narrow(zeros(num_rows, jax.ShapeDtypeStruct(row.shape, bits), platform), dtype)  # type: ignore[arg-type]
-    if platform != "tpu" or (parts := tiles.parts_of(tuple(row.shape), dtype)) is None:
+        return Narrow(zeros(num_rows, jax.ShapeDtypeStruct(row.shape, bits), has_tiles), dtype)  # type: ignore[arg-type]
+    if not has_tiles or (parts := tiles.parts_of(tuple(row.shape), dtype)) is None:
         return jnp.zeros((num_rows, *row.shape), dtype)
     return Parted(tuple(jnp.zeros((num_rows, *part.shape), tiles.stored_dtype(part, dtype)) for part in parts), tuple(row.shape), dtype)
 

@@ -232,7 +232,7 @@ class Rollout(Static):
         return checks.specs(where, example)
 
     def _init(self, example: Step) -> RolloutState:
-        rows = lambda leaf: leaves.zeros(self.length, jax.ShapeDtypeStruct((self.num_envs, *leaf.shape), leaf.dtype), None)  # noqa: E731
+        rows = lambda leaf: leaves.zeros(self.length, jax.ShapeDtypeStruct((self.num_envs, *leaf.shape), leaf.dtype))  # noqa: E731
         last = jnp.full((self.num_envs,), autoreset_forms.TAIL, jnp.uint8)  # as if a tail had been written: the first row opens an episode
         return RolloutState(
             steps=jax.tree.map(rows, example),

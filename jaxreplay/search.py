@@ -5,18 +5,15 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-_WAYS = {"gpu": 16, "tpu": 2}
 
-
-def last_place(passes: Callable[[jax.Array], jax.Array], like: jax.Array, size: int, platform: str | None) -> jax.Array:
+def last_place(passes: Callable[[jax.Array], jax.Array], like: jax.Array, size: int, num_ways: int) -> jax.Array:
     """The largest place that passes, of those in `[0, size)`, where all before one that passes do, and 0 always does: int32, as `like`.
 
-    A GPU reads many values at once in each step, which is a kernel of its own; on a TPU each element that is read takes its time.
 
     Args:
-      passes: of places in `[1, size)`, shaped as `like`; bool of that shape.
+      passes: of places in `[1, size)`, shaped as `like`; bool of that shape. num_ways: parts that each step divides into, at least 2.
     """
-    place, step, num_ways = jnp.zeros(like.shape, jnp.int32), 1, _WAYS.get(platform or "", 2)
+    place, step = jnp.zeros(like.shape, jnp.int32), 1
     while step < size:
         step *= num_ways
     while step > 1:

@@ -70,7 +70,7 @@ class Streams(Node):
 
         capacity, num_envs = layout.capacity, layout.num_envs
         return cls(
-            steps=jax.tree.map(lambda leaf: leaves.zeros(capacity, leaf, layout.platform), stored),
+            steps=jax.tree.map(lambda leaf: leaves.zeros(capacity, leaf, layout.traits.has_tiles), stored),
             flags=zeros(capacity, jnp.uint8, has_flags),
             rank=zeros(capacity, jnp.uint32, has_flags),
             heads=Heads(zeros(num_envs, jnp.int32), zeros(num_envs, jnp.int32), zeros(num_envs, jnp.uint32)),
@@ -215,28 +215,28 @@ class Streams(Node):
 
     def _hashes(self, steps: Any, flags: jax.Array | None, number: jax.Array) -> jax.Array:
         """Of what a block writes to each row: uint32[K, E]. `flags`: uint8[K, E]. `number`: uint32[K, E]."""
-        platform = self.layout.platform
+        in_line = self.layout.traits.in_line
         if flags is None:
-            return fingerprint.of_values(steps, number, platform)
+            return fingerprint.of_values(steps, number, in_line)
         new, of_flags = _stored(steps), fingerprint.of_flags(flags, number)
         if self.layout.rows_per_step == 1:
-            return fingerprint.of_values(new, number, platform) + of_flags
-        rest = fingerprint.of_values(new.replace(obs=()), ~number[::2], platform)
+            return fingerprint.of_values(new, number, in_line) + of_flags
+        rest = fingerprint.of_values(new.replace(obs=()), ~number[::2], in_line)
         of_rest = jnp.stack([rest, jnp.zeros_like(rest)], axis=1).reshape(number.shape)
-        return fingerprint.of_values(_with_tails(steps), number, platform) + of_rest + of_flags
+        return fingerprint.of_values(_with_tails(steps), number, in_line) + of_rest + of_flags
 
     def hashes(self, row: jax.Array, number: jax.Array) -> jax.Array:
         """Of stored rows: uint32[K], their parts of `history`. `row`: int32[K], in bounds. `number`: uint32[K], in their streams."""
-        platform = self.layout.platform
+        in_line = self.layout.traits.in_line
         if self.flags is None:
-            return fingerprint.of_stored(self.steps, row, number, platform)
+            return fingerprint.of_stored(self.steps, row, number, in_line)
         flags = _at(self.flags, row)
         of_flags = fingerprint.of_flags(flags, number)
         if self.layout.rows_per_step == 1:
-            return fingerprint.of_stored(self.steps, row, number, platform) + of_flags
-        rest = fingerprint.of_stored(self.steps.replace(obs=()), row, ~number, platform)
+            return fingerprint.of_stored(self.steps, row, number, in_line) + of_flags
+        rest = fingerprint.of_stored(self.steps.replace(obs=()), row, ~number, in_line)
         is_tail = (flags & autoreset.TAIL) != 0  # it has nothing but its observation
-        return fingerprint.of_stored(self.steps.obs, row, number, platform) + jnp.where(is_tail, 0, rest) + of_flags
+        return fingerprint.of_stored(self.steps.obs, row, number, in_line) + jnp.where(is_tail, 0, rest) + of_flags
 
     def has(self, row: jax.Array, flag: int) -> jax.Array:
         """Whether each row has a flag, or one of several: bool[...]; an item has none."""

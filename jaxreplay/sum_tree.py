@@ -54,15 +54,15 @@ class SumTree(Static):
             raise ValueError(f"SumTree: fan_out must be at least 2, got {self.fan_out}")
 
     @classmethod
-    def on(cls, platform: str | None, capacity: int, fan_out: int = 0, *, has_minimum: bool = False) -> "SumTree":
+    def on(cls, traits: platforms.Traits, capacity: int, fan_out: int = 0, *, has_minimum: bool = False) -> "SumTree":
         """As it suits a platform. `fan_out`: 0 chooses."""
-        fan_out = fan_out or platforms.fan_out(platform)
-        in_line = platform == "gpu" and fan_out <= _MOST_IN_LINE
+        fan_out = fan_out or traits.fan_out
+        in_line = traits.in_line and fan_out <= _MOST_IN_LINE
         return cls(capacity=capacity, fan_out=fan_out, has_minimum=has_minimum, in_line=in_line)
 
     def init(self) -> SumTreeState:
         """All masses 0."""
-        sizes = self._level_sizes(self.fan_out or platforms.fan_out(platforms.default()))
+        sizes = self._level_sizes(self.fan_out or platforms.traits_of(platforms.default()).fan_out)
         return SumTreeState(
             sums=tuple(jnp.zeros((n,), jnp.float32) for n in sizes),
             minima=tuple(jnp.full((n,), jnp.inf, jnp.float32) for n in sizes[1:]) if self.has_minimum else None,

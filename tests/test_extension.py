@@ -82,7 +82,7 @@ class LeastLearned(PrioritySampler):
         return state.tree.sums[-1][0] >= 0
 
     def _tree(self, layout):
-        return SumTree.on(layout.platform, layout.capacity)
+        return SumTree.on(layout.traits, layout.capacity)
 
     def _place(self, layout, row):
         """By time, then env."""

@@ -48,7 +48,7 @@ ROWS = [(shape, dtype) for shape in SHAPES for dtype in DTYPES if SOAK or dtype 
 @jax.jit
 def there_and_back(values, rows, kept, place):
     """Rows that are put into tiles, and all ways to read them."""
-    empty = leaves.zeros(9, jax.ShapeDtypeStruct(values.shape[1:], values.dtype), "tpu")
+    empty = leaves.zeros(9, jax.ShapeDtypeStruct(values.shape[1:], values.dtype), has_tiles=True)
     leaf = leaves.put(empty, rows, values)
     plain = leaves.take_plain({"x": leaf}, kept)
     one_by_one = jax.vmap(lambda row: leaves.take(leaf, row))(kept)
@@ -102,9 +102,9 @@ def test_parts_are_in_place_and_small(dtype):
 
 def test_a_scalar_and_what_no_part_serves_lie_as_they_are():
     for shape, dtype in [((), "uint8"), ((), "float32"), ((0, 3), "float32"), ((4,), "complex64"), ((8,), "float32"), ((128,), "int16")]:
-        assert isinstance(leaves.zeros(4, jax.ShapeDtypeStruct(shape, dtype), "tpu"), jax.Array)
-    for platform in ("cpu", "gpu"):
-        assert isinstance(leaves.zeros(4, jax.ShapeDtypeStruct((84, 84), "uint8"), platform), jax.Array)
+        assert isinstance(leaves.zeros(4, jax.ShapeDtypeStruct(shape, dtype), has_tiles=True), jax.Array)
+    assert isinstance(leaves.zeros(4, jax.ShapeDtypeStruct((84, 84), "uint8")), jax.Array)
+    assert [name for name, traits in platforms.TRAITS.items() if traits.has_tiles] == ["tpu"]
 
 
 @pytest.mark.parametrize(("platform", "width"), [("cpu", 8), ("gpu", 32), ("tpu", 128)])

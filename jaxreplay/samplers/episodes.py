@@ -36,7 +36,7 @@ class UniformEpisodes(Sampler):
         high, low = bits.draw(key, batch_size)
         skipped, count = self._stored(drawable)
         total = count.sum(dtype=jnp.int32)
-        env, nth = split_by(count, bits.below(high, low, total), drawable.layout.platform)
+        env, nth = split_by(count, bits.below(high, low, total), drawable.layout.traits)
         first, _ = drawable.episodes.range_of(env, nth + skipped[env])
         size = self._size_of(drawable, first)
         nth_row = bits.below(*bits.remix(high, low, jnp.uint32(0)), size)

@@ -152,7 +152,7 @@ class Prioritized(PrioritySampler):
         return state.replace(tree=self._tree(drawable.layout).set(state.tree, leaf, self._mass(drawable.layout, priority)))
 
     def _tree(self, layout: Layout) -> SumTree:
-        return SumTree.on(layout.platform, layout.capacity, self.fan_out, has_minimum=self.keep_minimum)
+        return SumTree.on(layout.traits, layout.capacity, self.fan_out, has_minimum=self.keep_minimum)
 
     def _mass(self, layout: Layout, priority: jax.Array) -> jax.Array:
         """priority ** exponent, such that a positive one stays positive and the sum over all rows stays finite: float32[...]."""

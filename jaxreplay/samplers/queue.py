@@ -55,7 +55,7 @@ class Queue(ConsumingSampler):
         taken = _turns(left, wanted, min(batch_size, drawable.layout.length))
         item = ring.places(batch_size)
         is_taken = item < taken.sum(dtype=jnp.int32)
-        env, nth = split_by(taken, item, drawable.layout.platform)
+        env, nth = split_by(taken, item, drawable.layout.traits)
         held = drawable.count()
         row = drawable.select(env, jnp.where(is_taken, (held - left)[env] + nth, 0))
         num_lost = jnp.where(state.is_cleared, 0, lost.sum(dtype=jnp.uint32))

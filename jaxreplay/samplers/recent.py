@@ -35,7 +35,7 @@ class Recent(Sampler):
         high, low = bits.draw(key, batch_size)
         count = drawable.count()
         # A tree never draws a stream without rows, whatever the rounding, and tells small streams apart where a sum's 24 bits do not.
-        tree = SumTree.on(drawable.layout.platform, drawable.layout.num_envs)
+        tree = SumTree.on(drawable.layout.traits, drawable.layout.num_envs)
         mass = self._mass(count)
         env, _ = tree.find(tree.set_range(tree.init(), jnp.int32(0), mass, mass >= 0), bits.fraction(high), low)
         nth_newest = draws.geometric(self.decay, count[env], *bits.remix(high, low, jnp.uint32(0)))

@@ -29,21 +29,21 @@ class Uniform(Sampler):
 
     def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> Draw:
         high, low = bits.draw(key, batch_size)
-        drawable_rows = drawable.count()
+        drawable_rows, traits = drawable.count(), drawable.layout.traits
         total = drawable_rows.sum(dtype=jnp.int32)
         probability = jnp.broadcast_to(uniform_probability(total), (batch_size,))
         if drawable.layout.window.stride > _MOST_TRIES:
-            row = drawable.select(*split_by(drawable_rows, bits.below(high, low, total), drawable.layout.platform))
+            row = drawable.select(*split_by(drawable_rows, bits.below(high, low, total), traits))
             return Draw(state, row, probability)
 
         def selected(tries, row, is_drawn):
-            env, nth = split_by(drawable_rows, bits.below(*bits.remix(high, low, tries), total), drawable.layout.platform)
+            env, nth = split_by(drawable_rows, bits.below(*bits.remix(high, low, tries), total), traits)
             return jnp.where(is_drawn, row, drawable.select(env, nth))
 
-        if drawable.layout.platform != "cpu":
+        if not traits.has_loops:
             row, is_drawn = _first_drawn(drawable, high, low, _TRIES_AT_ONCE)
             exact = lambda: selected(jnp.uint32(_TRIES_AT_ONCE - 1), row, is_drawn)  # noqa: E731
-            if drawable.layout.platform == "tpu":  # a branch costs it little, the search much
+            if traits.has_branches:  # the search costs much more
                 return Draw(state, jax.lax.cond((total > 0) & ~jnp.all(is_drawn), exact, lambda: row), probability)
             return Draw(state, exact(), probability)
 
@@ -75,7 +75,7 @@ class Uniform(Sampler):
 def _first_drawn(drawable: Drawable, high: jax.Array, low: jax.Array, num_tries: int) -> tuple[jax.Array, jax.Array]:
     """The first drawable row of several draws, or the last one where none is: int32[B], bool[B]. In one read."""
     tries = [(high, low), *(bits.remix(high, low, jnp.uint32(nth)) for nth in range(num_tries - 1))]
-    if drawable.layout.platform == "gpu":  # one by one: the tries go into the kernel that chooses among them
+    if drawable.layout.traits.in_line:  # one by one: the tries go into the kernel that chooses among them
         rows = [written_row(drawable.streams, *words) for words in tries]
         is_drawn = [drawable.contains(row) for row in rows]
     else:

@@ -11,6 +11,7 @@ from jaxreplay.drawable import Drawable
 from jaxreplay.draws import split_by, uniform_probability
 from jaxreplay.layout import Layout
 from jaxreplay.permutation import permute
+from jaxreplay.platforms import Traits
 from jaxreplay.samplers.sampler import ConsumingSampler, Draw
 from jaxreplay.struct import Node
 
@@ -72,7 +73,7 @@ class WithoutReplacement(ConsumingSampler):
             rounds, state, taken, rows = carry
             is_over = _is_over(state, fresh)
             state = jax.tree.map(lambda new, old: jnp.where(is_over, new, old), fresh, state)
-            env, nth, is_left = _candidates(state, fresh, batch_size, drawable.layout.platform)
+            env, nth, is_left = _candidates(state, fresh, batch_size, drawable.layout.traits)
             place = taken + jnp.cumsum(is_left, dtype=jnp.int32) - is_left
             fits = place < batch_size  # what comes after the last one that fits is for the next batch
             put = jnp.where(is_left & fits, place, batch_size)
@@ -103,13 +104,13 @@ def _is_over(state: WithoutReplacementState, fresh: WithoutReplacementState) -> 
 
 
 def _candidates(
-    state: WithoutReplacementState, fresh: WithoutReplacementState, batch_size: int, platform: str | None
+    state: WithoutReplacementState, fresh: WithoutReplacementState, batch_size: int, traits: Traits
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The next rows of a pass: int32[B] stream and place among its drawable rows now; bool[B], whether there is one, still drawable."""
     position = state.position + ring.places(batch_size)
     num_rows = state.num_rows.sum(dtype=jnp.int32)
     is_one = position < num_rows
-    env, nth = split_by(state.num_rows, permute(state.key, jnp.where(is_one, position, 0), num_rows), platform)
+    env, nth = split_by(state.num_rows, permute(state.key, jnp.where(is_one, position, 0), num_rows), traits)
     now = nth - ring.difference(fresh.first, state.first)[env]
     is_left = is_one & (now >= 0) & (now < fresh.num_rows[env])
     return env, jnp.where(is_left, now, 0), is_left
