@@ -17,7 +17,7 @@ from hlo import check_in_place
 from replays import NUM_ENVS, check_same, make, rows_of, step
 
 import jaxreplay as jr
-from jaxreplay import checkpoint, checks, held, memory
+from jaxreplay import checkpoint, checks, held, memory, step_format
 from jaxreplay.jitted import method, options_here
 
 # Ways in.
@@ -641,7 +641,7 @@ jr.Replay(replay.buffer, framework="torch")
 def test_an_add_is_in_place():
     num_envs, capacity = 4, 1 << 16
     replay = make(num_envs=num_envs, capacity=capacity, masked=True, example=jax.tree.map(lambda x: x[0], step(0)))
-    one, all_ = (jax.tree.map(jnp.asarray, held.as_stored("add", replay.buffer, s)) for s in (step(1, ()), step(1, (num_envs,))))
+    one, all_ = (jax.tree.map(jnp.asarray, step_format.as_stored("add", replay.buffer, s)) for s in (step(1, ()), step(1, (num_envs,))))
     options = {"num_elements": capacity, "donated": 0, **options_here()}
     to_one = functools.partial(held._add_to_one.__wrapped__, replay.buffer)
     check_in_place(lambda state, env: to_one(state, env, one, None), (replay._held.state, jnp.int32(2)), **options)
