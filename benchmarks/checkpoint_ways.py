@@ -33,7 +33,7 @@ def state_bytes(state: Any) -> int:
 
 
 def steps_of(count: int, seed: int) -> dict[str, Any]:
-    """Of all envs, `[count, num_envs, ...]`: half of each image noise, half black."""
+    """Return steps of all envs, `[count, num_envs, ...]`: half of each image noise, half black."""
     rng = np.random.default_rng(seed)
     obs = np.zeros((count, NUM_ENVS, SIDE, SIDE), np.uint8)
     obs[:, :, : SIDE // 2] = rng.integers(256, size=(count, NUM_ENVS, SIDE // 2, SIDE), dtype=np.uint8)

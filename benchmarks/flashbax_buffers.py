@@ -38,6 +38,6 @@ class Library:
         return self._buffer.set_priorities(state, index, priority)
 
     def weight(self, state, drawn: Drawn) -> jax.Array:
-        """As its users write them: it has no function for these."""
+        """Compute importance weights as its users do: it has no function for them."""
         weight = (1 / drawn.probability) ** 0.4
         return weight / jnp.max(weight)

@@ -26,7 +26,7 @@ def random_steps(case: Case, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def episode_steps(case: Case) -> dict[str, Any]:
-    """As many rows as the buffer has, in episodes of one length, each followed by its final observation. Every other one is truncated."""
+    """Return as many rows as the buffer holds, in episodes of one length, each with its final observation; half are truncated."""
     rng = np.random.default_rng(0)
     axes = (case.capacity // case.num_envs, case.num_envs)
     time = np.broadcast_to(np.arange(axes[0])[:, None], axes)

@@ -26,7 +26,7 @@ class Drawn(NamedTuple):
 
 
 class Library(Protocol):
-    """What a library must bring."""
+    """Methods that a library must have."""
 
     def init(self, example: Any) -> Any: ...
     def add(self, state: Any, step: Any) -> Any: ...

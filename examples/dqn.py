@@ -149,12 +149,12 @@ def evaluate(params, key):
 
 @jax.jit
 def relative_probability(replay):
-    """What one draw has for each row, as a multiple of what a uniform draw has; 0 for a row that is not drawable: float32[capacity]."""
+    """Return the probability of each row over that of a uniform draw; 0 if the row cannot be drawn: float32[capacity]."""
     return REPLAY.get(replay, jnp.arange(REPLAY.capacity)).probability * REPLAY.size(replay)
 
 
 def plot(path, steps, episodes, evaluations, ages, probability):
-    """What was learned, what the buffer prefers, and how old the samples were.
+    """Plot what was learned, what the buffer prefers, and how old the samples were.
 
     Args:
       steps, evaluations: [C], env steps and the mean return at the end of each chunk. ages: C arrays, of the valid samples.

@@ -70,7 +70,7 @@ class Carry(flax.struct.PyTreeNode):
 
 
 def neighbors():
-    """Where each of four moves leads from each cell; a wall holds one back: int32[NUM_CELLS, 4]."""
+    """Return the cell that each of four moves leads to; a wall holds one back: int32[NUM_CELLS, 4]."""
     number = np.full(IS_FREE.shape, -1)
     number[IS_FREE] = np.arange(NUM_CELLS)
     cells = np.argwhere(IS_FREE)
@@ -152,7 +152,7 @@ def loss(params, multipliers, pairs):
 
 
 def compare(carry):
-    """What was learned, beside what is exact.
+    """Compare what was learned with what is exact.
 
     Returns:
       Eigenvalues, learned and exact, [D]; vectors of unit length and one sign, learned and exact, [NUM_CELLS, D].

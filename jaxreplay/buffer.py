@@ -24,17 +24,17 @@ _FOR_THE_VIEW = 1  # the sampler draws its bits for purpose 0
 
 
 class BufferOptions(TypedDict, total=False):
-    """What every named buffer takes: see `ReplayBuffer`."""
+    """Options of every named buffer; `ReplayBuffer` has more on each."""
 
-    capacity: Required[int]
-    num_envs: int
-    batch_size: Required[int]
-    autoreset: str | None
-    masked: bool
-    min_size: int
-    keep_episodes: bool
-    keep_history: bool
-    platform: str | None
+    capacity: Required[int]  # rows in all, a multiple of `num_envs`
+    num_envs: int  # streams; by default 1
+    batch_size: Required[int]  # items of a sample
+    autoreset: str | None  # "next_step" or "same_step"; must be given, but for items, which have None
+    masked: bool  # whether `add` takes a mask of the envs that took a step; by default False
+    min_size: int  # rows that `can_sample` waits for; by default 1
+    keep_episodes: bool  # whether to keep what `episodes` needs, 8 bytes a row; by default False
+    keep_history: bool  # whether to keep what lets a `Checkpointer` write new rows alone; by default True
+    platform: str | None  # "cpu", "gpu" or "tpu", that states are laid out for; by default that of new arrays
 
 
 class ReplayBuffer(Static):
@@ -100,7 +100,12 @@ class ReplayBuffer(Static):
         return self.capacity // self.num_envs
 
     def layout(self, has_final_obs: bool, platform: str | None = None) -> Layout:
-        """Of this buffer's states, on a platform; None: the buffer's, or where new arrays go. `has_final_obs`: whether steps bring it."""
+        """Return the layout of this buffer's states.
+
+        Args:
+          has_final_obs: whether steps bring their final observation.
+          platform: by default the buffer's, or that of the device that new arrays go to.
+        """
         return Layout(
             num_envs=self.num_envs,
             length=self.length,
@@ -143,7 +148,7 @@ class ReplayBuffer(Static):
         return memory.memory_of(jax.eval_shape(lambda: self._empty(example)), self.capacity)
 
     def _example(self, where: str, example: Any) -> Any:
-        """Shapes and dtypes of one env's step, or of an item."""
+        """Return the shapes and dtypes of one env's step, or of an item."""
         if self.autoreset is not None:
             example = intake.step_of(where, example, self.autoreset)
             checks.check_flags(where, example)
@@ -153,7 +158,7 @@ class ReplayBuffer(Static):
         return example
 
     def _empty(self, example: Any, platform: str | None = None) -> ReplayState:
-        """A state without rows. `example`: as `_example` gives it. `platform`: as for `layout`."""
+        """Return a state without rows. `example`: of `_example`. `platform`: as for `layout`."""
         layout = self.layout(has_final_obs(example), platform)
         return ReplayState(
             streams=Streams.empty(layout, example),
@@ -234,7 +239,7 @@ class ReplayBuffer(Static):
         return state.replace(sampler=sampler), batch
 
     def _read(self, state: ReplayState, index: Index, probability: jax.Array, is_valid: jax.Array, key: jax.Array | None) -> Sample:
-        """The index of an item that is not valid has a lap that no row has: an update by it is ignored, also once the row is drawable."""
+        """Read the items of rows, int32[...]. One that is not valid gets a lap that no row has: a later update by it is ignored."""
 
         def item(row: jax.Array, words: Any) -> Any:
             own = None if words is None else jnp.stack(words)
@@ -344,7 +349,7 @@ class ReplayBuffer(Static):
         return Episodes(state.streams, state.episodes)
 
     def _write(self, state: ReplayState, steps: Any, mask: jax.Array | None, priority: jax.Array | None) -> ReplayState:
-        """Leaves `[T, E, ...]`, few enough that neither the rows that wait nor those that a new one looks back to are overwritten."""
+        """Write a block of steps, leaves `[T, E, ...]`: few enough to overwrite no row that waits, nor one that a new row looks back to."""
         layout, window = state.layout, self.window
         before = Drawable.of(state)
         if state.cut is not None:
@@ -390,12 +395,12 @@ class ReplayBuffer(Static):
 
 
 def has_final_obs(example: Any) -> bool:
-    """Whether a step, or shapes of one, brings its final observation."""
+    """Tell whether a step, or the shapes of one, brings its final observation."""
     return getattr(example, "final_obs", None) is not None
 
 
 def _counted_first(state: ReplayState, *others: Any) -> tuple[Any, ...]:
-    """All that is counted comes before all that is put, in one kernel: into each write XLA would fuse the counting that it needs."""
+    """Keep all counting before all writing, in one kernel: XLA would fuse into each write the counting that it needs."""
     rows = {name: getattr(state.streams, name) for name in ("steps", "flags", "rank")}
     table = {name: getattr(state.episodes, name) for name in ("ordinal", "last", "first")} if state.episodes else {}
     small = state.replace(

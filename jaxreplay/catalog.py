@@ -21,7 +21,8 @@ def items(*, sampler: Sampler = _UNIFORM, **shared: Unpack[BufferOptions]) -> Re
 
     Args:
       sampler: which are drawn.
-      shared: `capacity`, items held; `num_envs`, items that one `add` brings, each in a stream of its own; others: see `ReplayBuffer`.
+      shared: `capacity`, items held; `num_envs`, items that one `add` brings, each in a stream of its own; `batch_size`, and the others of
+        `BufferOptions` but `autoreset` and `keep_episodes`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -39,7 +40,7 @@ def transitions(*, n_step: int = 1, discount: float = 0.99, sampler: Sampler = _
 
     Args:
       n_step, discount: see `TransitionView`. sampler: which transitions are drawn.
-      shared: see `ReplayBuffer`. `autoreset` must be given.
+      shared: `capacity`, `batch_size`, `autoreset`, and the others of `BufferOptions`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -60,7 +61,7 @@ def uniform(*, n_step: int = 1, discount: float = 0.99, **shared: Unpack[BufferO
 
     Args:
       n_step, discount: see `TransitionView`.
-      shared: see `ReplayBuffer`. `autoreset` must be given.
+      shared: `capacity`, `batch_size`, `autoreset`, and the others of `BufferOptions`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -90,7 +91,7 @@ def prioritized(
     Args:
       exponent, stratified, keep_minimum: see `Prioritized`.
       n_step, discount: see `TransitionView`.
-      shared: see `ReplayBuffer`. `autoreset` must be given.
+      shared: `capacity`, `batch_size`, `autoreset`, and the others of `BufferOptions`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -124,7 +125,7 @@ def sequences(
     Args:
       length, burn_in, stride, within_episode, recurrent_state: see `SequenceView`.
       sampler: over starts: `Uniform()`, or `Prioritized()`, with `sequence_priority` for the priorities.
-      shared: see `ReplayBuffer`. `autoreset` must be given.
+      shared: `capacity`, `batch_size`, `autoreset`, and the others of `BufferOptions`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -149,7 +150,7 @@ def episodes(
     Args:
       discount, tail, max_terminals: see `FutureView`. With `max_terminals`, episodes are drawn too that have not ended, or whose first rows
         are overwritten.
-      shared: see `ReplayBuffer`. `autoreset` must be given.
+      shared: `capacity`, `batch_size`, `autoreset`, and the others of `BufferOptions`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr

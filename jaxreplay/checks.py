@@ -83,7 +83,7 @@ def check_capacity(where: str, capacity: int, num_envs: int, smallest_length: in
 
 
 def by_field(step: Any) -> Any:
-    """The fields of a dataclass, which may be no pytree, or of a NamedTuple, by their names; anything else as it is."""
+    """Return the fields of a dataclass or NamedTuple by name, and anything else as it is. A dataclass may be no pytree."""
     if dataclasses.is_dataclass(step) and not isinstance(step, Step | type):
         return {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
     as_dict = getattr(step, "_asdict", None)
@@ -91,7 +91,7 @@ def by_field(step: Any) -> Any:
 
 
 def as_step(where: str, step: Any) -> Step:
-    """A `Step`, from one, or from a mapping, dataclass or NamedTuple with its fields."""
+    """Return a `Step`, from one, or from a mapping, dataclass or NamedTuple with its fields."""
     if isinstance(step, Step):
         return step
     step = by_field(step)
@@ -113,10 +113,10 @@ def as_step(where: str, step: Any) -> Step:
 
 
 def cast(name: str, array: np.ndarray, dtype: Any, why: str) -> np.ndarray:
-    """Numbers in a dtype: integers stay as they are, also those that become floats, and no number becomes infinite that was not.
+    """Cast numbers to a dtype that holds them: integers keep their value, also as floats, and finite numbers stay finite.
 
     Raises:
-      ValueError: names the first number for which that is not so, and says `why` it must be this dtype.
+      ValueError: names the first number that the dtype does not hold, and says `why` it must be this one.
     """
     dtype = np.dtype(dtype)
     if array.dtype == dtype:

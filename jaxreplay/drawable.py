@@ -59,7 +59,7 @@ class Change(NamedTuple):
 
 
 def still_pending(layout: Layout, pending: jax.Array, written: Written) -> jax.Array:
-    """The newest rows of each stream whose window is not known after a write, by a bounded look-ahead: int32[E].
+    """Count the newest rows of each stream whose window is not known after a write, by a bounded look-ahead: int32[E].
 
     Args:
       pending: int32[E], the same before the write.
@@ -137,6 +137,7 @@ class Drawable:
 
     @classmethod
     def of(cls, state: ReplayState) -> "Drawable":
+        """Return the set of a state."""
         pending, cut, streams = state.pending, state.cut, state.streams
         if pending is None:  # to the episode's end
             pending = _episodes(streams, state.episodes).unfinished()
@@ -210,11 +211,11 @@ class Drawable:
         return self.layout.row(env, self.layout.wrap(oldest + place))
 
     def first_rank(self) -> jax.Array:
-        """The rank of each stream's oldest drawable row, or of the next anchor whose look-back will be whole: uint32[E]."""
+        """Return the rank of each stream's oldest drawable row, or of the next anchor whose look-back will be whole: uint32[E]."""
         return self._rank_of_newest(self.streams.heads.filled - self.cut)
 
     def look_back(self, row: jax.Array) -> jax.Array:
-        """Rows before each stored row that its window reads: int32[...]."""
+        """Count the rows before each stored row that its window reads: int32[...]."""
         before = self.layout.window.before
         if before is None:
             return self.episodes.steps_from_start(row)
@@ -232,7 +233,7 @@ class Drawable:
         return jnp.where(num_rows > 0, self._rank(self.layout.envs(), position), self.streams.next_rank)
 
     def _held(self, env: jax.Array) -> jax.Array:
-        """Rows of each stream that are written, and not cut: int32[...]."""
+        """Count the rows of each stream that are written, and not cut: int32[...]."""
         filled = of_stream(self.streams.filled, env)
         return filled if self.layout.window.before == 0 else filled - of_stream(self.cut, env)
 

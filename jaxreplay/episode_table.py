@@ -32,7 +32,7 @@ class EpisodeState(Node):
 
 
 def init(layout: Layout) -> EpisodeState:
-    """No episodes."""
+    """Return a table without episodes."""
     positions = jnp.zeros((layout.capacity,), jnp.int32)
     return EpisodeState(
         ordinal=positions,
@@ -59,7 +59,7 @@ class Noted(NamedTuple):
 
 
 def count(layout: Layout, state: EpisodeState, written: Written) -> tuple[EpisodeState, Noted]:
-    """The table after a write: all but what is to be `put`."""
+    """Return the table after a write, but for what is to be `put`, which is noted."""
     assert written.flags is not None
     is_first, is_tail = ((written.flags & bit) != 0 for bit in (autoreset.FIRST, autoreset.TAIL))
     closes = written.is_written & layout.closes_episode(written.flags) & ~(is_first & is_tail)

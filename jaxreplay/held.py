@@ -89,15 +89,18 @@ class StateOwner:
         return num_steps, [(method("add"), step, mask, priority)]
 
     def _parts_of(self, block: Any) -> Iterator[Any]:
-        """Of leaves `[T, ...]`: the first few lengths have programs of their own, others come in parts of powers of two, the largest first.
+        """Divide a block, leaves `[T, ...]`, into parts whose lengths have programs: itself, or powers of two, the largest first.
 
-        A program takes a second or more to compile, and some MiB for good; blocks may be of any length, as trajectories are.
+        The first few lengths that are no power of two have programs of their own. A program takes a second or more to compile, and some
+        MiB for good; blocks may be of any length, as trajectories are.
         """
         found = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(block)}
-        (length,) = (*found.pop(), 0)[:1] if len(found) == 1 else (0,)  # of different lengths: an error, for who takes it
-        if len(self._block_lengths) < _OWN_LENGTHS:
+        (length,) = (*found.pop(), 0)[:1] if len(found) == 1 else (0,)  # of different lengths: an error, which the program raises
+        has_program = length in {0, sizes.power_below(length), *self._block_lengths}
+        if not has_program and len(self._block_lengths) < _OWN_LENGTHS:
             self._block_lengths.add(length)
-        if length in {0, sizes.power_below(length), *self._block_lengths}:
+            has_program = True
+        if has_program:
             yield block
             return
         block, start = jax.tree.map(_on_host, block), 0
@@ -110,13 +113,19 @@ class StateOwner:
         """On the device that holds the rows, where one was named."""
         return tree if self._device is None else jax.device_put(tree, self._device)
 
-    def change(self, program: Any, *arguments: Any, **options: Any) -> Any:
-        """Replace the state by what a program makes of it, which takes its memory over; return what else the program returns, if any.
+    def change(self, function: Any, *arguments: Any, **options: Any) -> Any:
+        """Replace the state by the one that a program returns. The old one is donated.
 
-        One that fails before it began leaves the rows, and later they are lost.
+        If the program fails before it has begun, the rows stay; if it fails later, they are lost.
+
+        Args:
+          function: of the buffer, the state, and the arguments; returns a state, or a state and something else.
+
+        Returns:
+          What the program returns beside the state, or None.
         """
         try:
-            made = program(self.buffer, self.state, *arguments, **options)
+            made = function(self.buffer, self.state, *arguments, **options)
             state, other = made if isinstance(made, tuple) else (made, None)
             _check_not_traced(state)
             self._state, self._can_sample = state, None
@@ -126,13 +135,14 @@ class StateOwner:
             raise
         return other
 
-    def ask(self, program: Any, *arguments: Any, **options: Any) -> Any:
-        """What a program says of the state, which stays as it is."""
-        answer = program(self.buffer, self.state, *arguments, **options)
+    def ask(self, function: Any, *arguments: Any, **options: Any) -> Any:
+        """Return what a program returns of the state, which stays as it is."""
+        answer = function(self.buffer, self.state, *arguments, **options)
         _check_not_traced(answer)
         return answer
 
     def draw(self, batch_size: int) -> Sample:
+        """Draw a batch, which a sampler that consumes takes out of the state."""
         checks.check_size("sample", "batch_size", batch_size)
         self._num_draws = (self._num_draws + 1) & 0xFFFFFFFF
         given = (self._key, np.uint32(self._num_draws))
@@ -154,16 +164,19 @@ class StateOwner:
         return 0 if self.state is None else int(self.ask(method("size")))
 
     def save(self, path: Any, notes: dict[str, Any]) -> None:
-        """`notes`: of JSON."""
+        """Write the state under a path. `notes`: JSON, kept beside it."""
         if self.state is None:
             raise ValueError("save: nothing was added yet, so there is nothing to save")
         with self._checkpointer_at(path) as checkpointer:
             checkpointer.save(self._state, notes={_NOTES: {"num_draws": self._num_draws, **notes}})
 
     def load(self, path: Any) -> dict[str, Any]:
-        """Returns the notes; none, where something else than a replay has saved the state.
+        """Take the state that was saved under a path.
 
-        Where there is no room for two, the memory of the old state is given up, once all of what is stored was read, and found whole.
+        If memory has no room for two states, all that is stored is read first. If that is intact, the old state is given up.
+
+        Returns:
+          The notes; none, if the state was saved by a `Checkpointer` alone.
         """
         if self._example is None:
             raise ValueError("load: what a step looks like is not known yet; make the Replay with example=")
@@ -188,9 +201,9 @@ class StateOwner:
         return notes
 
     def _checkpointer_at(self, path: Any) -> "Checkpointer":
-        """The one of before, where the path is the same, so that a save writes only what is new; between two saves the path is free.
+        """Return the checkpointer of before, if the path is the same: it writes only what is new. Between two saves the path is free.
 
-        A specification has more in it than the path that it is named by.
+        A TensorStore specification has more in it than the path that it is named by, and is compared whole.
         """
         from jaxreplay.checkpoint import Checkpointer  # an extra
 
@@ -210,13 +223,13 @@ def _check_whole(checkpointer: "Checkpointer") -> None:
 
 
 def _check_not_traced(result: Any) -> None:
-    """`result`: of a program; some of it are tracers, where the call was made inside of `jit`."""
+    """Raise a ValueError for a call inside of `jit`, whose `result` has tracers."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(result)):
         raise ValueError(OUTSIDE)
 
 
 def _on_host(leaf: Any) -> Any:
-    """As a NumPy array where that takes no copy: a part of a JAX array is a program for each length."""
+    """Return an array as NumPy's, if that takes no copy: a slice of a JAX array is a program for each length."""
     if isinstance(leaf, jax.Array) and {device.platform for device in leaf.devices()} != {"cpu"}:
         return leaf
     return np.asarray(leaf)

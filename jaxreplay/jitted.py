@@ -17,13 +17,18 @@ _CPU_OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 
 def program(function: Callable[..., Any], *, changes: bool = False, static: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """`function(buffer, state, ...)` compiled; inside of another `jit` it is called as it is, and compiled there.
+    """Compile `function(buffer, state, ...)`. Inside of another `jit` it is called as it is, and compiled there.
 
-    Of small steps, which by default XLA hands from core to core on a CPU: an add to one env took 97 us so, and 36 in order (two cores,
-    jax 0.10.2).
+    On a CPU its small steps run in order. By default XLA hands them from core to core: an add to one env took 97 us that way, and 36 in
+    order (two cores, jax 0.10.2).
 
     Args:
-      changes: whether it takes the state over, which is donated. static: names of its static arguments.
+      function: pure; a buffer, a state, and further arguments.
+      changes: whether it returns a new state, so that `state` is donated.
+      static: names of its static arguments.
+
+    Returns:
+      A function of the same arguments.
     """
 
     @functools.cache
@@ -45,7 +50,7 @@ def program(function: Callable[..., Any], *, changes: bool = False, static: tupl
 
 @functools.cache
 def options_here() -> dict[str, Any]:
-    """For `jax.jit`; none on other platforms, and where JAX or XLA does not know them."""
+    """Return the options of `jax.jit` for a CPU; none on other platforms, or if this JAX or XLA does not know them."""
     options: dict[str, Any] = {"compiler_options": _CPU_OPTIONS}
     if jax.default_backend() != "cpu":
         return {}
@@ -58,7 +63,7 @@ def options_here() -> dict[str, Any]:
 
 @functools.cache
 def method(name: str) -> Callable[..., Any]:
-    """`method(name)(buffer, state, ...)` is `buffer.name(state, ...)`, compiled."""
+    """Compile a method of any buffer: `method(name)(buffer, state, ...)` returns `buffer.name(state, ...)`."""
 
     def call(buffer: Any, state: Any, *arguments: Any, **options: Any) -> Any:
         return getattr(buffer, name)(state, *arguments, **options)
@@ -87,7 +92,7 @@ class Jitted:
             raise
 
     def _step(self, step: Any) -> Any:
-        """A step as a pytree; an item as it is."""
+        """Return a step as a pytree, and an item as it is."""
         return step if getattr(self.replay, "autoreset", None) is None else checks.by_field(step)
 
     def init(self, example: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How the rows of a state lie, and what they mean: known before the first of them is written."""
+"""The layout of a state: static facts that decide where each row lies, and what it means."""
 
 import functools
 
@@ -12,9 +12,10 @@ from jaxreplay.window import Window
 
 
 class Layout(Static):
-    """`num_envs` streams, each a ring of `length` rows: row = env * length + position. A state carries the one that it was made for.
+    """The layout that a state was made for, and carries: `num_envs` streams, each a ring of `length` rows; row = env * length + position.
 
     Args:
+      num_envs: streams. length: rows of each.
       autoreset: one of `autoreset.FORMS`, or None where rows are items without an order.
       has_final_obs: whether each step brings its final observation.
       masked: whether some envs may take no step.
@@ -27,67 +28,69 @@ class Layout(Static):
     num_envs: int
     length: int
     autoreset: str | None
-    has_final_obs: bool = False
-    masked: bool = False
+    has_final_obs: bool
+    masked: bool
     window: Window
-    platform: str = "cpu"
-    exponent: float | None = None
-    keep_history: bool = True
+    platform: str
+    exponent: float | None
+    keep_history: bool
 
     @functools.cached_property
     def traits(self) -> Traits:
-        """What suits the platform."""
+        """Traits of the platform."""
         return traits_of(self.platform)
 
     @functools.cached_property
     def capacity(self) -> int:
+        """Rows of all streams."""
         return self.num_envs * self.length
 
     @functools.cached_property
     def rows_per_step(self) -> int:
-        """2 where a step may write its tail beside it."""
+        """Rows that a step may write: 2 if its tail comes beside it, else 1."""
         return 2 if self.autoreset == "same_step" and self.has_final_obs else 1
 
     @functools.cached_property
     def lockstep(self) -> bool:
-        """Whether all streams always step together: unless a mask leaves some out, or an episode's end takes a second row."""
+        """True if all streams always step together: no mask leaves one out, and no episode's end takes a second row."""
         return not self.masked and self.rows_per_step == 1
 
     @functools.cached_property
     def may_take_back(self) -> bool:
-        """Whether each stream's newest row, a tail, may be taken back (`provisional.py`)."""
+        """True if each stream's newest row, a tail, may be taken back (`provisional.py`)."""
         return self.rows_per_step == 2 and not self.masked
 
     @functools.cached_property
     def termination_has_tail(self) -> bool:
-        """Whether a terminated row is followed by a tail, as every truncated one is (or is itself)."""
+        """True if a terminated row is followed by a tail, as every truncated one is (or is itself)."""
         return self.autoreset is not None and autoreset.termination_has_tail(self.autoreset, self.has_final_obs)
 
     def closes_episode(self, flags: jax.Array) -> jax.Array:
-        """Whether rows are the last ones of their episodes: bool[...]. `flags`: uint8[...]."""
+        """Tell which rows are the last ones of their episodes: bool[...]. `flags`: uint8[...]."""
         assert self.autoreset is not None
         return autoreset.closes_episode(flags, self.autoreset, self.has_final_obs)
 
     def envs(self) -> jax.Array:
-        """All streams: int32[E]."""
+        """Return the number of each stream: int32[E]."""
         return ring.places(self.num_envs)
 
     def row(self, env: jax.Array, position: jax.Array) -> jax.Array:
+        """Return the row at a position of a stream: int32[...]."""
         return env * self.length + position
 
     def split(self, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The stream and the position of each row: int32[...] each."""
+        """Return the stream and the position of each row: int32[...] both."""
         return ring.split(row, self.length)
 
     def wrap(self, position: jax.Array) -> jax.Array:
-        """A position from `[-length, 2 * length)` on the ring."""
+        """Put a position from `[-length, 2 * length)` back on the ring."""
         return ring.wrap(position, self.length)
 
     def number(self, lap: jax.Array, position: jax.Array) -> jax.Array:
-        """The number of a row in its stream, overwritten ones counted, modulo 2^32: uint32[...]."""
+        """Number a row in its stream, overwritten rows counted, modulo 2^32: uint32[...]."""
         return lap * jnp.uint32(self.length) + position.astype(jnp.uint32)
 
     def ahead(self, row: jax.Array, offset: jax.Array | int) -> jax.Array:
-        """The rows `offset` rows forward in their stream, from `-length` to `length - 1`: int32[...]."""
+        """Return the rows `offset` rows forward in their stream: int32[...]. `offset`: from `-length` to `length - 1`."""
         env, position = self.split(row)
         return self.row(env, self.wrap(position + offset))

@@ -48,7 +48,7 @@ class Parted(Node):
 
 
 def zeros(num_rows: int, row: Any, has_tiles: bool = False) -> jax.Array | Narrow | Parted:
-    """`num_rows` rows of zeros, like `row`, which has a shape and a dtype, in tiles where the platform has these."""
+    """Return `num_rows` rows of zeros. `row`: has the shape and dtype of one. `has_tiles`: whether rows lie in tiles, as on a TPU."""
     dtype = np.dtype(row.dtype)
     if (bits := carrier(dtype)) is not None:
         return Narrow(zeros(num_rows, jax.ShapeDtypeStruct(row.shape, bits), has_tiles), dtype)  # type: ignore[arg-type]

@@ -67,7 +67,8 @@ class Mixture(Static):
         """
         self._check_names(states)
         if not isinstance(batch, Sample) or batch.source is None:
-            raise ValueError(f"update_priorities: takes the batch that sample gave, whole, got a {type(batch).__name__}")
+            got = "a batch of one buffer" if isinstance(batch, Sample) else f"a {type(batch).__name__}"
+            raise ValueError(f"update_priorities: batch must be what the mixture's sample returned, whole, got {got}")
         priority = as_priority("update_priorities", priority, batch.source.shape)
         states, start = dict(states), 0
         for name, replay, size in self.members:

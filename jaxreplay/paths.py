@@ -35,5 +35,5 @@ def named(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
 
 
 def spec_text(spec: Any, num_axes: int = 0) -> str:
-    """Dtype and shape, as errors, files and tables write them: `float32[3, 4]`; without the first `num_axes` axes."""
+    """Return dtype and shape as errors, files and tables write them, such as `float32[3, 4]`; without the first `num_axes` axes."""
     return f"{np.dtype(spec.dtype).name}{list(spec.shape[num_axes:])}"

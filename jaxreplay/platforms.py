@@ -12,13 +12,14 @@ from jaxreplay.memory import default_device
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traits:
-    """How a platform likes its programs.
+    """Traits of a platform that decide between forms of a program, all with equal results.
 
     Args:
       fan_out: children of a node of a tree. On one core, a find in 1 M leaves takes 17 us for 256 of them with 8 children, 19 with 4, 35
         with 16. A GPU reads 32 children one after another in one kernel; 128 are whole registers of a TPU.
       num_ways: values that a step of a search reads. Each step is a kernel of its own on a GPU; on a TPU each value takes its time.
-      in_line: whether small steps are written out element by element: on a GPU they go into one kernel, where a reduction is one by itself.
+      in_line: whether small steps are written out element by element, and counted before any row is written: on a GPU they go into one
+        kernel, where a reduction is one by itself.
       has_loops: whether a loop may end when the data say so: a GPU would wait for its host.
       has_branches: the same of a branch.
       has_tiles: whether rows lie in tiles.
@@ -61,5 +62,5 @@ def checked(where: str, platform: str) -> str:
 
 
 def traits_of(platform: str) -> Traits:
-    """Of one that is not known: what is right anywhere."""
+    """Return the traits of a platform; of an unknown one, those that are right anywhere."""
     return TRAITS.get(platform, Traits(fan_out=128))

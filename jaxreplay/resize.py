@@ -22,7 +22,7 @@ _BLOCK = 2**13  # rows that the episode table, or a sampler, is told of at a tim
 
 
 def with_heads(after: Layout, streams: Streams, num_lost: np.ndarray) -> Streams:
-    """Streams with their heads as they are in another layout; the rows are to follow. On the host, where there are 64 bits.
+    """Move the heads of streams to another layout; the rows are to follow. On the host, where there are 64 bits.
 
     Args:
       num_lost: int64[E], rows of each stream that are not there any more.
@@ -35,7 +35,7 @@ def with_heads(after: Layout, streams: Streams, num_lost: np.ndarray) -> Streams
 
 
 def parted(before: Any, old: ReplayState) -> tuple[ReplayState, dict[str, Any]]:
-    """What `resized` takes of a state of `before`; and what its sampler keeps for each row. Both may be of shapes alone."""
+    """Divide a state of `before` into what `resized` takes, and what its sampler keeps for each row. Both may be of shapes alone."""
     per_row = before.sampler.per_row(old.sampler)
     return old.replace(sampler=_with(old.sampler, dict.fromkeys(before.sampler.PER_ROW)), episodes=None), per_row
 
@@ -46,7 +46,7 @@ def _with(state: Any, fields: dict[str, Any]) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0)
 def resized(after: Any, old: ReplayState, streams: Streams) -> ReplayState:
-    """All but the rows, which are there: `None` in their place. What the sampler keeps for each row is to be `moved`.
+    """Return a resized state without its rows, which have `None` in their place. What the sampler keeps for each row is to be `moved`.
 
     Args:
       after: the buffer with another capacity.
@@ -76,9 +76,10 @@ def moved(
     values: jax.Array,
     holes: tuple[jax.Array, jax.Array],
 ) -> Any:
-    """The sampler's state, which is taken over, with what it had before, in its leaf of that name, at the places from `start` on.
+    """Put what a sampler had for some rows before into its state, which is donated: of its leaf `name`, the places from `start` on.
 
     Args:
+      after: the buffer with another capacity.
       old: the heads of then. state: as it is now, with its rows, and without a sampler. values: `[K]`.
       holes: the age of the newest row, and the number of rows, of runs of rows that are lost: int32[E, H] each.
     """

@@ -89,8 +89,8 @@ class Replay:
         """Append one step of every env, of one env, or a block of steps. Arrays are copied: their owner may use them again.
 
         Args:
-          step: a `Step`, a mapping, or an item; or its fields as keywords. Leaves `[num_envs, ...]`, or `[time, num_envs, ...]`: a block.
-            Of one env: leaves `[...]`; say which by `env`, where there are several.
+          step: a `Step`, or a mapping, dataclass or NamedTuple with its fields; an item; or the fields as keywords. Leaves
+            `[num_envs, ...]`, or `[time, num_envs, ...]`: a block. Of one env: leaves `[...]`; say which by `env`, where there are several.
           mask: bool[num_envs], or bool[time, num_envs]: the envs that took a step.
           priority: float[num_envs], float[time, num_envs], or one of one env.
           timeout: seconds to wait while samples lag behind inserts.
@@ -187,7 +187,11 @@ class Replay:
             self._start_anew()
 
     def inspect(self, *, max_bytes: int = 2**28) -> Inspection:
-        """What the rows are like; see `jaxreplay.inspect`. Calls wait meanwhile."""
+        """Inspect the rows, as `jaxreplay.inspect` does. Other calls wait meanwhile.
+
+        Args:
+          max_bytes: of the steps' values that are read, from rows spread over the whole buffer.
+        """
         with self._monitor:
             if self._held.state is None:
                 raise ValueError("inspect: nothing was added yet, so there is nothing to see")
@@ -242,9 +246,9 @@ class Replay:
         self._drawn.clear()
         self._monitor.notify_all()
 
-    def _changing(self, method: Any, *arguments: Any) -> Any:
+    def _changing(self, call: Any, *arguments: Any) -> Any:
         try:
-            return method(*arguments)
+            return call(*arguments)
         except BaseException:
             self._monitor.notify_all()  # what waits learns that the rows are lost, if they are
             raise

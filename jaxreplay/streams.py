@@ -32,13 +32,13 @@ class Written(NamedTuple):
     rank: jax.Array | None = None  # uint32[K, E]; None for plain items
 
     def of_newest(self, values: jax.Array, before: jax.Array) -> jax.Array:
-        """The newest row's value of each stream: of those written, `[K, E]`, or the one before the write."""
+        """Return the newest row's value of each stream, `[E]`: out of those written, `[K, E]`, or the one before the write."""
         newest = jnp.where(self.is_written & (self.age == 0), values, 0).sum(axis=0, dtype=before.dtype)
         return jnp.where(self.num_rows > 0, newest, before)
 
 
 class Heads(Node):
-    """Of each stream. Streams that always step together have equal ones: a GPU counts a whole step in one kernel where all of it is [E]."""
+    """The heads of all streams; equal, if these always step together. (A GPU counts a step in one kernel, if all of it is [E].)"""
 
     position: jax.Array  # int32[E], in [0, length): of the next write
     filled: jax.Array  # int32[E], in [0, length]: rows written
@@ -46,7 +46,7 @@ class Heads(Node):
 
 
 class Streams(Node):
-    """N = num_envs * length rows, E streams."""
+    """E streams of N = num_envs * length rows in all: the rows, and what is known of each stream. A write donates it."""
 
     steps: Any  # the stored leaves, [N, ...]: a Step whose done flags live in `flags`, or an item as it came
     flags: jax.Array | None  # uint8[N], bits of `autoreset`; None, and so the next, for plain items
@@ -61,7 +61,7 @@ class Streams(Node):
 
     @classmethod
     def empty(cls, layout: Layout, example: Any) -> "Streams":
-        """Zeros for every row. `example`: one env's step, or one item."""
+        """Return streams without rows. `example`: one env's step, or one item: shapes and dtypes."""
         stored = example if layout.autoreset is None else _stored(example)
         has_flags = layout.autoreset is not None
 
@@ -90,12 +90,12 @@ class Streams(Node):
 
     @property
     def filled(self) -> jax.Array:
-        """Rows written: as `head`."""
+        """Number of rows that are stored: int32[E] or int32[], as `head`."""
         return self._of_all(self.heads.filled)
 
     @property
     def lap(self) -> jax.Array:
-        """How often the head went round: uint32[], or as `head`."""
+        """Number of times that the head went round: uint32[E] or uint32[], as `head`."""
         return self._of_all(self.heads.lap)
 
     @property
@@ -109,7 +109,7 @@ class Streams(Node):
         return self.next_number if self.count is None else self.count
 
     def with_heads(self, **heads: Any) -> "Streams":
-        """With other ones, of each stream or for all: `position`, `filled` and `lap`."""
+        """Replace `position`, `filled` or `lap`, by one for each stream, or one for all."""
         new = {
             name: jnp.broadcast_to(jnp.asarray(value, old.dtype), old.shape)
             for name, value in heads.items()
@@ -129,7 +129,7 @@ class Streams(Node):
         )
 
     def counted(self, steps: Any, mask: jax.Array | None) -> tuple["Streams", Written]:
-        """A block of steps, leaves `[T, num_envs, ...]`, is appended: all but the rows themselves, which are to be `put`.
+        """Append a block of steps, leaves `[T, num_envs, ...]`, but for the rows themselves, which are to be `put`.
 
         `mask`: bool[T, num_envs], False where an env took no step. T times `rows_per_step` must not exceed the length.
         """
@@ -184,7 +184,7 @@ class Streams(Node):
         return self.replace(phase=phase), jnp.where(is_transition & (place != 0), flags | autoreset.SKIPPED, flags)
 
     def put(self, steps: Any, written: Written) -> "Streams":
-        """The rows of a block that was counted."""
+        """Write the rows of a block that was counted."""
 
         def put(stored, new, row):
             return leaves.tree_map(lambda leaf, values: leaves.put(leaf, row, values), stored, new)
@@ -239,11 +239,11 @@ class Streams(Node):
         return fingerprint.of_stored(self.steps.obs, row, number, in_line) + jnp.where(is_tail, 0, rest) + of_flags
 
     def has(self, row: jax.Array, flag: int) -> jax.Array:
-        """Whether each row has a flag, or one of several: bool[...]; an item has none."""
+        """Tell which rows have a flag, or one of several: bool[...]. An item has none."""
         return jnp.zeros(row.shape, bool) if self.flags is None else (_at(self.flags, row) & flag) != 0
 
     def rank_of(self, row: jax.Array) -> jax.Array:
-        """The rank of each stored row, in `[0, capacity)`: uint32[...]."""
+        """Return the rank of each stored row: uint32[...]. `row`: in `[0, capacity)`."""
         if self.rank is not None:
             return _at(self.rank, row)
         _, position = self.layout.split(row)
@@ -276,12 +276,12 @@ class Streams(Node):
 
 
 def of_stream(per_stream: jax.Array, env: jax.Array) -> jax.Array:
-    """A per-stream value at each env; a scalar serves all."""
+    """Return the value of each stream `env`; a scalar serves all."""
     return per_stream if per_stream.ndim == 0 else _at(per_stream, env)
 
 
 def from_each_on(is_one: jax.Array) -> jax.Array:
-    """How many there are among each and those after it: uint32[K, E]."""
+    """Count those that are True from each row on, itself included: uint32[K, E]."""
     return jnp.flip(jnp.cumsum(jnp.flip(is_one, axis=0), axis=0, dtype=jnp.uint32), axis=0)
 
 

@@ -1,5 +1,6 @@
-"""The two kinds of classes: configurations, which are static under `jit`, and nodes of pytrees."""
+"""Base classes: `Static` for configurations, which are static under `jit`, and `Node` for nodes of pytrees."""
 
+import collections
 import dataclasses
 import json
 from typing import Any, dataclass_transform
@@ -10,6 +11,7 @@ import numpy as np
 from jax import export
 
 _STATICS: dict[str, type] = {}  # by name, to be read again
+_NODES: collections.Counter[str] = collections.Counter()  # how often a class of that name was defined
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -23,7 +25,7 @@ class Static:
         super().__init_subclass__(**options)
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
         jax.tree_util.register_static(cls)
-        _STATICS[cls.__name__] = cls
+        _STATICS[_name(cls)] = cls
 
     def __post_init__(self):
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -38,24 +40,32 @@ class Static:
         self._check()
 
     def _check(self) -> None:
-        """A ValueError for values that cannot be."""
+        """Raise a ValueError for values that a subclass cannot take; by default none."""
 
 
 class Node(flax.struct.PyTreeNode):
-    """A node of a pytree with named fields. `jax.export` can write programs that take or return it, and read them again; its static
-    fields, of plain values and configurations, go into the file as JSON."""
+    """A node of a pytree with named fields.
+
+    `jax.export` can write programs that take or return it, and read them again. Its static fields, plain values and configurations, go
+    into the file as JSON. A class that is defined again, as in a notebook, gets a number behind its name there.
+    """
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
-        package, *_ = cls.__module__.split(".")
-        export.register_pytree_node_serialization(
-            cls, serialized_name=f"{package}.{cls.__qualname__}", serialize_auxdata=_written, deserialize_auxdata=_read_again
-        )
+        name = _name(cls)
+        _NODES[name] += 1
+        name += f"#{_NODES[name]}" * (_NODES[name] > 1)
+        export.register_pytree_node_serialization(cls, serialized_name=name, serialize_auxdata=_written, deserialize_auxdata=_read_again)
 
 
 def static_field() -> Any:
-    """Of a node: a field that is no part of the pytree's leaves."""
+    """Declare a field of a node that is static: no leaf of the pytree."""
     return flax.struct.field(pytree_node=False)
+
+
+def _name(kind: type) -> str:
+    """Return the name of a class in files: with its package, so that a user's own class of that name is another one."""
+    return f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
 
 
 def _written(static: Any) -> bytes:
@@ -68,7 +78,7 @@ def _read_again(content: bytes) -> Any:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Static):
-        return {type(value).__name__: {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}}  # type: ignore[arg-type]
+        return {_name(type(value)): {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}}  # type: ignore[arg-type]
     if isinstance(value, np.dtype):
         return {"dtype": value.name}
     return [_plain(one) for one in value] if isinstance(value, tuple) else value

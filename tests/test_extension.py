@@ -1,4 +1,4 @@
-"""A sampler and a view as a user would write them, outside of the library: what every buffer promises holds for them too."""
+"""A sampler and a view written as a user would, outside of the library, pass the tests that every buffer passes."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ class Counts(Node):
 
 
 class LeastLearned(PrioritySampler):
-    """Rows in proportion to 1 / (1 + n), where n is how often `update_priorities` named them; priorities themselves are not looked at."""
+    """Sample rows in proportion to 1 / (1 + n), where n counts the updates that named the row. The given priorities are ignored."""
 
     PER_ROW = ("tree", "count")
 
@@ -78,14 +78,14 @@ class LeastLearned(PrioritySampler):
         return state.replace(tree=self._tree(drawable.layout).set_unique(state.tree, place, values))
 
     def _is_ready(self, state):
-        """True, which XLA cannot know: the tree was made of counts that were read. So they are written after that, and not copied."""
+        """Return True, which XLA cannot know: the tree depends on counts that were read, so that they are written later, and not copied."""
         return state.tree.sums[-1][0] >= 0
 
     def _tree(self, layout):
         return SumTree.on(layout.traits, layout.capacity)
 
     def _place(self, layout, row):
-        """By time, then env."""
+        """Return the place of each row, ordered by time, then env: int32[...]; the capacity for no row."""
         env, position = layout.split(row)
         return jnp.where(row < layout.capacity, position * layout.num_envs + env, layout.capacity)
 

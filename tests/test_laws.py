@@ -42,7 +42,7 @@ def check(counts, law):
 
 @pytest.mark.parametrize("case", CATALOG if SOAK else KINDS, ids=lambda case: case.name)
 def test_draws_are_as_probable_as_they_say(case):
-    """Of rows with priorities of their own, where there are any; a sampler that hands out each row once gives each one once."""
+    """Draws match `probability`, with updated priorities if the sampler has any. A sampler that consumes gives each row once."""
     replay = case.replay()
     state = case.filled(replay)
     if isinstance(replay.sampler, ConsumingSampler):
@@ -66,7 +66,7 @@ def test_draws_are_as_probable_as_they_say(case):
 
 
 def taken_of(replay, state, size):
-    """The rows of all batches of a pass."""
+    """Take batches until a pass has given all its rows, and return these."""
     rows, take = [], jitted(replay, "take")
     for number in range(4 * size):
         state, batch = take(state, jax.random.key(number))

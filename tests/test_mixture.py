@@ -78,8 +78,11 @@ def test_wrong_members_are_named():
         REPLAY.update_priorities(states(), jax.jit(REPLAY.sample)(states(), jax.random.key(0)), jnp.ones(50))
     with pytest.raises(ValueError, match="transform: takes a ReplayBuffer, got a Mixture; change how each member is read before"):
         jr.transform(REPLAY, lambda item, key: item)  # pyright: ignore
-    with pytest.raises(ValueError, match="update_priorities: takes the batch that sample gave, whole, got a Index"):
+    with pytest.raises(ValueError, match="update_priorities: batch must be what the mixture's sample returned, whole, got a Index"):
         REPLAY.update_priorities(states(), jax.jit(REPLAY.sample)(states(), jax.random.key(0)).index, jnp.ones(500))  # pyright: ignore
+    batch = jax.jit(REPLAY.sample)(states(), jax.random.key(0)).replace(source=None)
+    with pytest.raises(ValueError, match="the mixture's sample returned, whole, got a batch of one buffer"):
+        REPLAY.update_priorities(states(), batch, jnp.ones(500))
 
 
 def test_a_members_unlikely_item_does_not_silence_the_others():

@@ -62,15 +62,17 @@ def test_blocks_single_envs_and_masks():
 
 
 def test_blocks_of_changing_lengths_share_programs():
-    """The first four lengths have their own, all others those of the powers of two; what is stored is the same."""
+    """The first four that are no power of two have their own, all others those of the powers of two; what is stored is the same."""
     by_block, by_step = (make(num_envs=1, capacity=100, sampler=jr.Prioritized()) for _ in range(2))
     with count_programs("extend") as extended:
-        for length in (5, 6, 7, 9, *range(1, 60, 1 if SOAK else 7)):
+        for length in (1, 2, 4, 8, 5, 6, 7, 9, *range(1, 60, 1 if SOAK else 7)):
             block = step(length, (length, 1))
             by_block.add(jax.tree.map(jnp.asarray, block) if length % 2 else block)
             for t in range(length):
                 by_step.add(jax.tree.map(lambda leaf, t=t: leaf[t], block))
             check_same(by_block, by_step)
+            if length == 9:
+                assert extended() == 4 + 4  # 1, 2, 4, 8; and 5, 6, 7, 9
     assert extended() <= 4 + 6
 
 

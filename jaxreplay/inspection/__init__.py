@@ -11,8 +11,8 @@ def inspect(replay: Any, state: Any = None, *, max_bytes: int = 2**28) -> Inspec
 
     Args:
       replay: a `ReplayBuffer`. state: of it; it stays as it is. Or a `Replay` alone, which has its own.
-      max_bytes: of the steps' values, at most so many are read, from rows spread over the whole buffer. Flags, scalar rewards and
-        probabilities are read of every row: that takes some 100 bytes of the host's memory a row.
+      max_bytes: of the steps' values; at most so many are read and held in memory, from rows spread over the whole buffer. Flags, scalar
+        rewards and probabilities are read of every row: that takes some 100 bytes of the host's memory a row.
 
     Example:
       >>> import jax.numpy as jnp, jaxreplay as jr

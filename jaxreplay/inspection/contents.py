@@ -54,7 +54,7 @@ def contents_of(replay: Any, state: Any, max_bytes: int) -> Contents:
     held = named({"steps": steps}, is_leaf=leaves.is_compound)
 
     def read(leaf: Any, chosen: np.ndarray, dtype: Any = None) -> np.ndarray:
-        """A block at a time."""
+        """Read rows of a leaf, a block at a time."""
         size = max(1, min(_BLOCK_BYTES // max(leaf_bytes(leaf.shape[1:], leaf.dtype), 1), len(chosen)))
         blocks = (chosen[start : start + size] for start in range(0, len(chosen), size))
         found = [np.asarray(_take(leaf, np.resize(block, size)))[: len(block)].astype(dtype or leaf.dtype) for block in blocks]

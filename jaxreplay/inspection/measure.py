@@ -11,7 +11,7 @@ _BINS = 30
 
 
 def leaf_figures(contents: Contents) -> dict[str, dict[str, Any]]:
-    """Of each leaf, over the rows that were read. A row that only brings a final observation has nothing else."""
+    """Return the figures of each leaf, over the rows that were read. A row that only brings a final observation has nothing else."""
     flags, figures = contents.flags, {}
     is_step = np.ones(len(contents.rows), bool) if flags is None else _is_step(flags[contents.rows])
     with np.errstate(over="ignore", invalid="ignore"):
@@ -28,7 +28,7 @@ def _is_step(flags: np.ndarray) -> np.ndarray:
 
 
 def _of_values(values: np.ndarray) -> dict[str, Any]:
-    """Of some rows of a leaf. Integers are compared as they are; of a complex number its absolute value."""
+    """Return the figures of some rows of a leaf. Integers are compared as they are, complex numbers by their absolute value."""
     values = np.abs(values) if values.dtype.kind == "c" else values
     is_whole = values.dtype.kind in "uib"
     values = values if is_whole else values.astype(np.float64)

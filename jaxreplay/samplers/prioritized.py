@@ -167,21 +167,25 @@ def _normalized(mass: jax.Array, total: jax.Array) -> jax.Array:
 
 
 def leaf_of(layout: Layout, row: jax.Array) -> jax.Array:
-    """Leaves lie by time, then env: what all envs write together is one range of the tree. A row past the end stays there."""
+    """Return the leaf of each row: int32[...]. Leaves lie by time, then env, so that what all envs write together is one range of the tree;
+    a row past the end stays there."""
     env, position = layout.split(row)
     return jnp.where(row < layout.capacity, position * layout.num_envs + env, layout.capacity)
 
 
 def is_positive(priority: jax.Array) -> jax.Array:
-    """By its bits, as an integer: a comparison of floats takes a subnormal number for 0 where the processor flushes these."""
+    """Tell which priorities are positive, by their bits: a processor that flushes subnormal numbers compares them as 0. bool[...]."""
     return jax.lax.bitcast_convert_type(priority, jnp.int32) > 0
 
 
 def give(state: PrioritizedState, is_new: jax.Array, priority: jax.Array | None) -> tuple[Any, jax.Array]:
-    """The state after rows were written, and their priorities, float32[K, E]: where none is given, or a bad one, the largest so far.
+    """Give rows that were written a priority, float32[K, E]: the one given or, if there is none or it is bad, the largest so far.
 
     Args:
       is_new: bool[K, E], whether a row was written. priority: float32[K, E].
+
+    Returns:
+      The state, and the priorities.
     """
     if priority is None:
         return state, jnp.broadcast_to(state.largest, is_new.shape)
@@ -194,10 +198,10 @@ def give(state: PrioritizedState, is_new: jax.Array, priority: jax.Array | None)
 
 
 def accept(state: PrioritizedState, drawable: Drawable, index: Index, priority: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
-    """The state after an update, the leaves to write, int32[B], and their priorities, float32[B]; of what is ignored, the capacity and 0.
+    """Accept an update. Returns the state, the leaves to write, int32[B], and their priorities, float32[B].
 
     A row that is out of range, overwritten since, or not drawable is ignored and counted; so is a priority that is NaN, infinite
-    or negative.
+    or negative. Its leaf is the capacity, and its priority 0.
     """
     layout = drawable.layout
     is_in_range = (index.row >= 0) & (index.row < layout.capacity)

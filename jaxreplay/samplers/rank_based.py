@@ -83,7 +83,7 @@ class RankBased(Prioritized):
         return state.replace(tree=tree)
 
     def _mass(self, layout: Layout, priority: jax.Array) -> jax.Array:
-        """1 for a new row of positive priority: float32[...]."""
+        """Return 1 for a row of positive priority, else 0: float32[...]."""
         return is_positive(priority).astype(jnp.float32)
 
 

@@ -15,7 +15,7 @@ from jaxreplay.window import Window
 
 
 class Draw(NamedTuple):
-    """B rows."""
+    """A batch of B rows, and the sampler's state after the draw."""
 
     state: Any  # unchanged, unless the sampler consumes
     row: jax.Array  # int32[B], in [0, capacity)
@@ -54,15 +54,17 @@ class Sampler(Static):
         return state
 
     def per_row(self, state: Any) -> dict[str, jax.Array]:
-        """What it keeps for each row, `[N or more]`, ordered by time, then env, by its name in the state: what `put_per_row` is given of
-        it, a part at a time. The state may be of shapes alone."""
+        """Return what it keeps for each row, `[N or more]`, ordered by time, then env, by its name in the state.
+
+        `put_per_row` is given it a part at a time. The state may be of shapes alone.
+        """
         del state
         if self.PER_ROW:
             raise NotImplementedError(f"{type(self).__name__} has {', '.join(self.PER_ROW)} for each row, and must have per_row")
         return {}
 
     def put_per_row(self, state: Any, drawable: Drawable, name: str, row: jax.Array, values: jax.Array) -> Any:
-        """The state of a buffer of another capacity with what rows had before: all else, such as ranks and ages, is as it was.
+        """Put what rows had before into the state of a buffer of another capacity. All else, such as ranks and ages, is as it was.
 
         Args:
           drawable: the rows as they are now. name: of what `per_row` gave.
@@ -71,7 +73,7 @@ class Sampler(Static):
         raise NotImplementedError(f"{type(self).__name__} has {name} for each row, and must have put_per_row")
 
     def after_loss(self, state: Any, rank_now: Callable[[np.ndarray], np.ndarray]) -> Any:
-        """The state, without what is kept for each row, for a buffer that has lost rows out of its midst.
+        """Return the state, without what is kept for each row, for a buffer that has lost rows out of its midst.
 
         Args:
           rank_now: gives what a rank of before is now, or that of the next row that is left: uint32[E] to uint32[E].
@@ -90,7 +92,7 @@ class Sampler(Static):
         return jnp.asarray(True)
 
     def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> Draw:
-        """A batch. `key`: consumed."""
+        """Draw a batch of `batch_size` rows. `key`: consumed."""
         raise NotImplementedError(f"{type(self).__name__} is a sampler, and must have draw")
 
     def probability(self, state: Any, drawable: Drawable, row: jax.Array) -> jax.Array:

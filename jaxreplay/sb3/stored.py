@@ -114,7 +114,7 @@ class StoredOnce(buffers.ReplayBuffer):
 
     @property
     def _held(self) -> np.ndarray:
-        """Transitions that each stream holds: int32[n_envs]."""
+        """Number of transitions that each stream holds: int32[n_envs]."""
         return np.asarray(self._counts)
 
     def size(self) -> int:
@@ -159,7 +159,7 @@ class StoredOnce(buffers.ReplayBuffer):
                 self.full, self.pos = True, 0
 
     def _after_add(self, rows: jax.Array, infos: list[dict[str, Any]]) -> None:
-        """For what a buffer keeps beside the rows. `rows`: int32[n_envs], where the transitions lie."""
+        """Keep what a buffer has beside the rows. `rows`: int32[n_envs], where the transitions lie."""
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Transitions, each one held as likely as any other. Draws from NumPy's generator as Stable-Baselines3's own buffer does, so that
@@ -305,7 +305,7 @@ class StoredOnce(buffers.ReplayBuffer):
 
 @functools.partial(program, changes=True)
 def _add(replay: ReplayBuffer, state: Any, step: Step, goes_on: Any, was_first: Any) -> tuple[Any, jax.Array, jax.Array]:
-    """The state, how many transitions each stream holds then, and where the newest of each lies: int32[E] both."""
+    """Add a step. Returns the state, the transitions that each stream holds, and the row of its newest one: int32[E] both."""
     state = provisional.add(replay, state, step, goes_on, was_first)
     layout, position = state.layout, state.streams.heads.position
     return state, _transitions(state).count(), layout.row(layout.envs(), layout.wrap(position - 2))  # the tail comes after it
@@ -313,11 +313,11 @@ def _add(replay: ReplayBuffer, state: Any, step: Step, goes_on: Any, was_first: 
 
 @program
 def _get(replay: ReplayBuffer, state: Any, env: jax.Array, nth: jax.Array) -> Any:
-    """The items of the `nth` transition of each stream `env`, 0 the oldest that is held."""
+    """Read the `nth` transition of each stream `env`, int32[B] both; 0 is the oldest that is held."""
     return replay.get(state, _transitions(state).select(env, nth)).items
 
 
 def _transitions(state: Any) -> Drawable:
-    """All of them, whether or not a view may read around them."""
+    """Return the set of all transitions, also those around which a view may not read."""
     none = jnp.zeros((state.layout.num_envs,), jnp.int32)
     return Drawable(state.streams, state.episodes, none, none)

@@ -44,7 +44,7 @@ class View(Static):
 
 
 class WrappedView(View):
-    """A view that changes what another one reads, `of`: as that one, but for what it says otherwise."""
+    """A view that changes what another one, `of`, reads. It forwards what a subclass does not override."""
 
     of: View
 
