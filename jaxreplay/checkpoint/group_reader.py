@@ -47,26 +47,21 @@ class Ahead:
         self._thread = threading.Thread(target=self._run, args=(named(specs),), name="jaxreplay-ahead", daemon=True)
         self._thread.start()
 
-    def __iter__(self) -> Iterator[tuple[Group, np.ndarray, np.ndarray]]:
-        """Groups, the newest first, each with the numbers from which on and up to which its rows are taken: int64[E] both.
-
-        A row is taken from the last group that has it, and a group has a stream's rows from one number to another.
-        """
-        first, end = self._first, self._end
+    def __iter__(self) -> Iterator[Group]:
+        """Groups of which rows are read, the newest first."""
         for group, is_left_out in reversed(self._groups):
             low, high = group.range()
-            if not is_left_out and ((low < high) & (low < end) & (high > first)).any():
-                yield group, first, end
-            end = np.where(low < high, np.minimum(low, end), end)
+            if not is_left_out and ((low < high) & (high > self._first)).any():
+                yield group
 
-    def places_of(self, picked: Picked) -> tuple[np.ndarray, np.ndarray]:
-        """Which of some rows are read, bool[K]; and where these lie then, int32[...]."""
-        if not self._holes.folders:
-            return np.ones(len(picked.env), bool), rows.rows_at(picked, self.length)
-        age, is_lost = self._holes.age_of(picked.env, self._end[picked.env] - 1 - picked.number)
-        is_read = ~is_lost & (age < self.length)
-        env, age = picked.env[is_read], age[is_read]
-        return is_read, rows.rows_at(Picked(env, self._end[env] - 1 - age), self.length)
+    def places_of(self, env: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which of some rows are read, bool[K]; and where these lie then, int32[...]. `env`, `number`: int64[K]."""
+        is_read = number >= self._first[env]
+        if self._holes.folders:
+            age, is_lost = self._holes.age_of(env, self._end[env] - 1 - number)
+            is_read &= ~is_lost & (age < self.length)
+            number = self._end[env] - 1 - age
+        return is_read, rows.rows_at(Picked(env[is_read], number[is_read]), self.length)
 
     def was_read(self) -> None:
         self._room.release()
@@ -86,7 +81,7 @@ class Ahead:
         self._thread.join()
 
     def _run(self, leaves: list[tuple[str, Any]]) -> None:
-        for group, _, _ in self:
+        for group in self:
             self._room.acquire()
             if self._is_over:
                 return
@@ -111,7 +106,7 @@ class GroupReader:
         self._described = [(name, leaf.shape[1:], leaf.dtype, place) for (name, leaf), place in zip(leaves, into, strict=True)]
         self._thread = threading.local()
 
-    def begin(self, group: Group, first: np.ndarray, end: np.ndarray) -> Callable[[], tuple[np.ndarray, list[Any]]]:
+    def begin(self, group: Group) -> Callable[[], tuple[np.ndarray, list[Any]]]:
         """Begin to read a group.
 
         Returns:
@@ -119,10 +114,7 @@ class GroupReader:
         """
         if self._store.is_far:
             _expect(self._store, group, self._leaves)
-        picked = group.rows()
-        is_taken = (picked.number >= first[picked.env]) & (picked.number < end[picked.env])
-        is_read, index = self._ahead.places_of(Picked(picked.env[is_taken], picked.number[is_taken]))
-        is_taken[is_taken] = is_read
+        is_taken, index = self._ahead.places_of(*group.rows())
         found = []
         for name, shape, dtype, place in self._described:
             if math.prod(shape):
@@ -179,13 +171,12 @@ def array_of(store: Files, group: Group, name: str, shape: tuple[int, ...], dtyp
 
 def flags_of(store: Files, manifest: Manifest, env: np.ndarray, number: np.ndarray) -> np.ndarray:
     """The flags of some rows, which must be there: uint8[K]. `env`, `number`: int64[K]."""
-    found, is_found = np.zeros(len(env), np.uint8), np.zeros(len(env), bool)
-    for group in reversed(manifest.groups):  # a row that is in two is as in the later one
+    found = np.zeros(len(env), np.uint8)
+    for group in manifest.groups:
         low, high = group.range()
-        if (wanted := ~is_found & (number >= low[env]) & (number < high[env])).any():
+        if (wanted := (number >= low[env]) & (number < high[env])).any():
             flags, before = array_of(store, group, "flags", (), np.uint8).read(), np.cumsum(high - low) - (high - low)
             found[wanted] = flags[(before[env] + number - low[env])[wanted]]
-            is_found |= wanted
     return found
 
 
@@ -196,18 +187,16 @@ def _done(function: Callable[..., Any], *args: Any) -> Future[Any]:
     return future
 
 
-def in_turn(
-    read: GroupReader, groups: Iterable[tuple[Group, np.ndarray, np.ndarray]], at_once: int
-) -> Iterator[tuple[np.ndarray, list[Any]]]:
+def in_turn(read: GroupReader, groups: Iterable[Group], at_once: int) -> Iterator[tuple[np.ndarray, list[Any]]]:
     """What is read of each group, in turn; so many of them are under way."""
     waiting: collections.deque[tuple[Group, Callable[[], tuple[np.ndarray, list[Any]]]]] = collections.deque()
     begun = None
     try:
-        for group, first, end in groups:
+        for group in groups:
             if len(waiting) == at_once:
                 yield read.wait(*waiting.popleft())
             begun = group
-            waiting.append((group, read.begin(group, first, end)))
+            waiting.append((group, read.begin(group)))
         while waiting:
             yield read.wait(*waiting.popleft())
     finally:  # after an error nothing is kept that was asked for

@@ -119,17 +119,22 @@ def _ranges(since: Any, end: Any, length: Any, start: Any, stop: Any, env: Any, 
     return np.where(is_own, low, 0), np.where(is_own, high, 0)
 
 
-def cut(save: Save, most: int) -> Iterator[Group]:
-    """Divide the rows of a save into groups of at most `most`, numbered from 0 on: those first that will be overwritten first."""
+def cut(save: Save, most: int, num_open: int = 0) -> Iterator[Group]:
+    """Divide the rows of a save into groups of at most `most`, numbered from 0 on: those first that will be overwritten first.
+
+    The newest `num_open` rows of each stream, which may be other ones yet, are in groups of their own.
+    """
     num_envs = len(save.end)
     if not num_envs:
         return
-    oldest = save.end - save.length
+    oldest, border = save.end - save.length, save.length - num_open
     at_once, number, begun, held = max(most // num_envs, 1), 0, 0, 0
-    for at in range(int((save.since - oldest).min()), save.length, at_once):
-        count = np.maximum(np.minimum(save.end, oldest + at + at_once) - np.maximum(save.since, oldest + at), 0)
+    first = int((save.since - oldest).min())
+    for at in itertools.chain(range(first, border, at_once), range(max(first, border), save.length, at_once)):
+        stop = min(at + at_once, border if at < border else save.length)
+        count = np.maximum(np.minimum(save.end, oldest + stop) - np.maximum(save.since, oldest + at), 0)
         total = int(count.sum())
-        if held and held + total > most:
+        if held and (held + total > most or at == border):
             yield Group(save, number, begun, at, 0, num_envs)
             number, held = number + 1, 0
         if total > most:  # one row of each stream is too many

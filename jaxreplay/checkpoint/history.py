@@ -45,7 +45,8 @@ def goes_on(replay: Any, state: ReplayState, span: Span, base: Manifest) -> bool
 def kept_of(base: Manifest, span: Span, num_rewritten: int, group_rows: int) -> tuple[np.ndarray, list[Group]]:
     """From which number on a stream's rows are to be written, int64[E], and the groups that have the others.
 
-    The newest groups are written again with what is new while they are no larger: so there are never many small ones.
+    The newest groups are written again with what is new while they are no larger: so there are never many small ones. So are the newest
+    rows of each stream, which may be other ones by now.
     """
     since = np.maximum(np.maximum(base.first, np.array(base.end) - num_rewritten), span.first)
     for group in reversed(base.groups):

@@ -33,7 +33,7 @@ class Manifest:
     rows: dict[str, str]  # dtype and shape of a row, by leaf
     rest: dict[str, str]  # dtype and shape of every other leaf
     seals: Seals  # of the rest
-    groups: Groups  # a row that is in two of them is as in the later one
+    groups: Groups  # each row is in one of them; a stream's older rows in an earlier one
     history: list[int]  # the fingerprint of each stream, but for rows that may be taken back; none where the state has none
     notes: dict[str, Any]  # the user's own
 

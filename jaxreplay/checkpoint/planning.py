@@ -97,7 +97,9 @@ def planned(
         kept=kept,
         again=dict(zip(again, map(len, cuts), strict=True)),
         # Oldest first: these are overwritten before any that is newer than all that is kept.
-        groups=_numbered(itertools.chain(*cuts, cut(saves[-1], group_rows)), span, length),
+        groups=_numbered(
+            itertools.chain(*cuts, cut(saves[-1], group_rows, rows.num_rewritten(state) if stored_leaves else 0)), span, length
+        ),
         end=span.end,
         group_rows=group_rows,
         row_bytes=row_bytes,

@@ -29,7 +29,7 @@ class RowReader:
         missing = self.num_rows - int(manifest.groups.num_rows().sum())
         if missing <= 0:
             self._group, self._place = np.zeros((2, self.num_rows), np.int32)  # the number of the group, from 1 on
-            for at, group in enumerate(manifest.groups, 1):  # a row that is in two is as in the later one
+            for at, group in enumerate(manifest.groups, 1):
                 env, number = group.rows()
                 place = np.flatnonzero((number >= self.first[env]) & (number < self.end[env]))
                 row = self._offset[env[place]] + number[place] - self.first[env[place]]
