@@ -33,7 +33,6 @@ class BufferOptions(TypedDict, total=False):
     masked: bool  # whether `add` takes a mask of the envs that took a step; by default False
     min_size: int  # rows that `can_sample` waits for; by default 1
     keep_episodes: bool  # whether to keep what `episodes` needs, 8 bytes a row; by default False
-    keep_history: bool  # whether to keep what lets a `Checkpointer` write new rows alone; by default True
     platform: str | None  # "cpu", "gpu" or "tpu", that states are laid out for; by default that of new arrays
 
 
@@ -53,8 +52,6 @@ class ReplayBuffer(Static):
       masked: whether `add` and `extend` take a mask of the envs that took a step.
       min_size: drawable rows that `can_sample` waits for, at least 1.
       keep_episodes: whether to keep what `episodes` needs, 8 bytes a row.
-      keep_history: whether the state has a fingerprint of all that was written to it, which tells a `Checkpointer` what need not be
-        written again. Where nobody saves it, an `add` that is a call of its own may do without these 4 bytes an env and 2 microseconds.
       platform: what `init` lays states out for: "cpu", "gpu" or "tpu". None: that of the device that new arrays go to then. A state stays
         what it was made for; to compile for a device that is not there, name its platform.
     """
@@ -68,7 +65,6 @@ class ReplayBuffer(Static):
     masked: bool = False
     min_size: int = 1
     keep_episodes: bool = False
-    keep_history: bool = True
     platform: str | None = None
 
     def _check(self) -> None:
@@ -115,7 +111,6 @@ class ReplayBuffer(Static):
             window=self.window,
             platform=platform or self.platform or platforms.default(),
             exponent=getattr(self.sampler, "exponent", None),
-            keep_history=self.keep_history,
         )
 
     @property

@@ -22,7 +22,6 @@ class Layout(Static):
       window: what must be known around a row before it can be drawn.
       platform: "cpu", "gpu" or "tpu": what the arrays are laid out for.
       exponent: of the priorities in the sampler's tree, each of which is stored as priority ** exponent; None: it has none.
-      keep_history: whether the state has a fingerprint of all rows that were ever written.
     """
 
     num_envs: int
@@ -33,7 +32,6 @@ class Layout(Static):
     window: Window
     platform: str
     exponent: float | None
-    keep_history: bool
 
     @functools.cached_property
     def traits(self) -> Traits:

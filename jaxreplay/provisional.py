@@ -10,9 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxreplay import autoreset, fingerprint, leaves
+from jaxreplay import autoreset, leaves
 from jaxreplay.drawable import ReplayState
-from jaxreplay.streams import Streams
 
 
 def add(replay: Any, state: ReplayState, step: Any, goes_on: jax.Array, was_first: jax.Array) -> ReplayState:
@@ -46,18 +45,8 @@ def reopen(state: ReplayState, mask: jax.Array, was_first: jax.Array) -> ReplayS
     after = heads.replace(
         flags=leaves.put(before.flags, jnp.where(mask, newest, layout.capacity), flags),
         last=jnp.where(mask, flags, before.last),
-        history=_reopened_history(before, mask, flags),
     )
     return state.replace(streams=after, episodes=state.episodes and _reopened(layout, state.episodes, mask))
-
-
-def _reopened_history(before: Streams, mask: jax.Array, flags: jax.Array) -> jax.Array | None:
-    """Without the tail, and with the step before it as one that is not truncated. `flags`: uint8[num_envs], the step's."""
-    if before.history is None or before.newest is None:
-        return None
-    number = before.next_number - jnp.uint32(2)
-    as_ended, as_open = (fingerprint.of_flags(own, number) for own in (flags | jnp.uint8(autoreset.TRUNCATED), flags))
-    return before.history + jnp.where(mask, as_open - as_ended - before.newest, 0)
 
 
 def _reopened(layout: Any, table: Any, mask: jax.Array) -> Any:

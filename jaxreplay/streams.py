@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxreplay import autoreset, fingerprint, leaves, ring
+from jaxreplay import autoreset, leaves, ring
 from jaxreplay.layout import Layout
 from jaxreplay.struct import Node, static_field
 from jaxreplay.types import Index, Step
@@ -55,8 +55,6 @@ class Streams(Node):
     last: jax.Array | None  # uint8[E]: flags of the newest row
     count: jax.Array | None  # uint32[E], modulo 2^32: anchors ever written; the rank of the next row
     phase: jax.Array | None  # int32[E], in [0, stride): transitions from the newest anchor to the next row; None where every one is
-    history: jax.Array | None  # uint32[E]: the fingerprint of all rows that were ever written (`fingerprint.py`); None if it is not kept
-    newest: jax.Array | None  # uint32[E]: the newest row's own part of it, where that row may be taken back; else None
     layout: Layout = static_field()
 
     @classmethod
@@ -78,8 +76,6 @@ class Streams(Node):
             last=jnp.full((num_envs,), autoreset.TAIL, jnp.uint8) if has_flags else None,
             count=zeros(num_envs, jnp.uint32, has_flags),
             phase=zeros(num_envs, jnp.int32, layout.window.stride > 1),
-            history=zeros(num_envs, jnp.uint32, layout.keep_history),
-            newest=zeros(num_envs, jnp.uint32, layout.keep_history and layout.may_take_back),
             layout=layout,
         )
 
@@ -155,12 +151,6 @@ class Streams(Node):
         # From the new head back, here and in what follows: of what is counted on XLA would keep a copy, where a later kernel reads it.
         row = layout.row(layout.envs(), layout.wrap(new.heads.position - 1 - age))
         written = Written(jnp.where(is_written, row, layout.capacity), is_written, flags, age, num_rows)
-        if self.history is not None:
-            hashes = jnp.where(is_written, self._hashes(steps, flags, self.next_number + nth.astype(jnp.uint32)), 0)
-            new = new.replace(
-                history=self.history + hashes.sum(axis=0, dtype=jnp.uint32),
-                newest=None if self.newest is None else written.of_newest(hashes, self.newest),
-            )
         if flags is not None:
             is_anchor = is_written & ((flags & autoreset.NO_ANCHOR) == 0)
             count = self.next_rank + is_anchor.sum(axis=0, dtype=jnp.uint32)
@@ -212,31 +202,6 @@ class Streams(Node):
             self.heads.lap + (end >= length).astype(jnp.uint32),
         )
         return self.replace(heads=heads)
-
-    def _hashes(self, steps: Any, flags: jax.Array | None, number: jax.Array) -> jax.Array:
-        """Of what a block writes to each row: uint32[K, E]. `flags`: uint8[K, E]. `number`: uint32[K, E]."""
-        in_line = self.layout.traits.in_line
-        if flags is None:
-            return fingerprint.of_values(steps, number, in_line)
-        new, of_flags = _stored(steps), fingerprint.of_flags(flags, number)
-        if self.layout.rows_per_step == 1:
-            return fingerprint.of_values(new, number, in_line) + of_flags
-        rest = fingerprint.of_values(new.replace(obs=()), ~number[::2], in_line)
-        of_rest = jnp.stack([rest, jnp.zeros_like(rest)], axis=1).reshape(number.shape)
-        return fingerprint.of_values(_with_tails(steps), number, in_line) + of_rest + of_flags
-
-    def hashes(self, row: jax.Array, number: jax.Array) -> jax.Array:
-        """Of stored rows: uint32[K], their parts of `history`. `row`: int32[K], in bounds. `number`: uint32[K], in their streams."""
-        in_line = self.layout.traits.in_line
-        if self.flags is None:
-            return fingerprint.of_stored(self.steps, row, number, in_line)
-        flags = _at(self.flags, row)
-        of_flags = fingerprint.of_flags(flags, number)
-        if self.layout.rows_per_step == 1:
-            return fingerprint.of_stored(self.steps, row, number, in_line) + of_flags
-        rest = fingerprint.of_stored(self.steps.replace(obs=()), row, ~number, in_line)
-        is_tail = (flags & autoreset.TAIL) != 0  # it has nothing but its observation
-        return fingerprint.of_stored(self.steps.obs, row, number, in_line) + jnp.where(is_tail, 0, rest) + of_flags
 
     def has(self, row: jax.Array, flag: int) -> jax.Array:
         """Tell which rows have a flag, or one of several: bool[...]. An item has none."""

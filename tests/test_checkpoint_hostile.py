@@ -201,7 +201,7 @@ def test_made_up_metadata_gives_own_errors(replay, example, tmp_path, limited, a
         for file, content in before.items():
             file.write_bytes(content)
     assert outcomes["whole"] > 5
-    assert outcomes["refused"] > 5
+    assert outcomes["refused"] > 3
     outside = [str(one) for one in asked if not one.is_relative_to(path.resolve())]
     assert not outside
     assert np.array_equal(jax.tree.leaves(Checkpointer(path, replay).restore(example))[0], jax.tree.leaves(state)[0])
@@ -226,7 +226,7 @@ def test_a_newer_library_s_generation_is_neither_skipped_nor_deleted(tmp_path):
     state = saved(tmp_path, replay, example, 20)
     newest = sorted((tmp_path / "manifests").iterdir())[-1]
     newest.write_bytes(sealed('{"format": 99, "library": "9.0\x1b"}'.replace("\x1b", "\\u001b")))
-    said = r"written in format 99, by jaxreplay 9.0\\x1b; this version reads format 4"
+    said = r"written in format 99, by jaxreplay 9.0\\x1b; this version reads format 5"
     with pytest.raises(ValueError, match=said):
         checkpoint.restore(tmp_path, replay, example)
     with pytest.raises(ValueError, match=said):

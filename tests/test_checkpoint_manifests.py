@@ -26,10 +26,11 @@ def made_up(num_groups, num_envs, num_saves, length=2**20):
     r = np.random.default_rng(0)
     end = np.sort(r.integers(0, length, (num_saves + 1, num_envs)), axis=0)
     saves = [groups.Save(f"{at:010}-0123abcd", length, end[at], end[at + 1]) for at in range(num_saves)]
-    columns = np.zeros((num_groups, 6), np.int64)
+    columns = np.zeros((num_groups, 7), np.int64)
     columns[:, 0] = np.arange(num_groups) * num_saves // num_groups
     columns[:, 1], columns[:, 2] = np.arange(num_groups), length - 2 - 2 * (np.arange(num_groups) % 5000)
     columns[:, 3], columns[:, 5] = columns[:, 2] + 2, num_envs
+    columns[:, 6] = r.integers(0, 2**32, num_groups)
     sums = r.integers(0, 2**32, (num_groups, len(LEAVES), 2)).astype(np.uint32)
     return Manifest(
         folder="0000000200-0123abcd",
@@ -43,7 +44,6 @@ def made_up(num_groups, num_envs, num_saves, length=2**20):
         rest={},
         seals={},
         groups=groups.Groups(saves, columns, LEAVES, sums),
-        history=[0] * num_envs,
         notes={},
     )
 

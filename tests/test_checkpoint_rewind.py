@@ -1,7 +1,5 @@
 """A state that went back and took another way: what was saved of the first way is never taken for the second one's."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +19,7 @@ def run(replay, add, state, seed, num_steps, num_values):
         values = r.integers(0, num_values, replay.num_envs).astype(np.float32)
         flags = np.zeros(replay.num_envs, bool)
         step = {"obs": values, "action": values, "reward": values, "terminated": flags, "truncated": values == num_values - 1}
+        step |= {"final_obs": values} if replay.autoreset and state.layout.has_final_obs else {}
         state = add(state, step if replay.autoreset else values)
     return state
 
@@ -29,7 +28,7 @@ def rows_of(state):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 
 
-@pytest.mark.parametrize("kind", ["items", "uniform", "prioritized", "masked"])
+@pytest.mark.parametrize("kind", ["items", "uniform", "prioritized", "masked", "final_obs"])
 @pytest.mark.parametrize("num_envs", [1, 3])
 def test_a_rewind_saves_the_second_way(kind, num_envs, tmp_path):
     """A copy, ten steps, a save; back to the copy, ten other steps, a save: the second is restored, in each of many rounds."""
@@ -42,6 +41,7 @@ def test_a_rewind_saves_the_second_way(kind, num_envs, tmp_path):
     add, r = jr.jit(replay).add, np.random.default_rng(0)
     zero = np.zeros((), np.float32)
     example = {"obs": zero, "action": zero, "reward": zero, "terminated": np.False_, "truncated": np.False_} if replay.autoreset else zero
+    example = example | {"final_obs": zero} if kind == "final_obs" else example
     checkpointer = Checkpointer(tmp_path, replay, keep=2, progress=False)
     for number in range(200 if SOAK else 10):
         num_before, num_after, num_values = int(r.integers(0, 50)), int(r.integers(1, 12)), int(r.integers(2, 4))
@@ -68,13 +68,30 @@ def test_a_run_that_goes_on_shares_what_it_has_saved(tmp_path):
     np.testing.assert_array_equal(rows_of(checkpointer.restore(np.zeros((), np.float32)))[0], rows_of(state)[0])
 
 
-def test_without_a_history_all_is_written(tmp_path):
-    replay = dataclasses.replace(jr.items(capacity=64, batch_size=4), keep_history=False)
-    add, state = jr.jit(replay).add, replay.init(np.zeros((), np.float32))
-    checkpointer = Checkpointer(tmp_path, replay, progress=False)
-    for number in range(3):
-        state = run(replay, add, state, number, 7, 2)
-        checkpointer.save(state, number)
-        assert len({group.folder[:19] for group in checkpointer._base.groups}) == 1
-    for got, wanted in zip(rows_of(checkpointer.restore(np.zeros((), np.float32))), rows_of(state), strict=True):
-        np.testing.assert_array_equal(got, wanted)
+def test_a_newer_group_that_happens_to_be_the_same_is_not_kept_alone(tmp_path):
+    """The last rows of two ways are equal, those before them are not."""
+    replay, example = jr.items(capacity=64, num_envs=2, batch_size=4), np.zeros((), np.float32)
+    checkpointer = Checkpointer(tmp_path, replay, chunk_bytes=2000, progress=False)
+    for way in range(3):
+        values = jnp.asarray([way] * 20 + [7] * 6, jnp.float32)
+        state = replay.extend(replay.init(example), jnp.stack([values, values], axis=1))
+        checkpointer.save(state, way)
+        assert len(checkpointer._base.groups) > 3
+        np.testing.assert_array_equal(rows_of(checkpointer.restore(example))[0], rows_of(state)[0])
+
+
+def test_what_both_ways_have_is_written_once(tmp_path):
+    """A run goes back before its last save, by its checkpoint or by a copy, and saves: what is older than the fork stays."""
+    replay, example = jr.items(capacity=512, batch_size=4), np.zeros((), np.float32)
+    add, state = jr.jit(replay).add, replay.init(example)
+    checkpointer = Checkpointer(tmp_path, replay, chunk_bytes=2000, progress=False)
+    state = run(replay, add, state, 0, 600, 3)
+    checkpointer.save(state, 0)
+    copy = jax.tree.map(jnp.copy, state)
+    checkpointer.save(run(replay, add, state, 1, 100, 3), 1)
+    for number, start in ((2, copy), (3, checkpointer.restore(example, 0))):
+        other = run(replay, add, start, number, 20, 3)
+        checkpointer.save(other, number)
+        shared = [group for group in checkpointer._base.groups if group.save.folder.startswith("0000000001")]
+        assert sum(group.num_rows for group in shared) > 400
+        np.testing.assert_array_equal(rows_of(checkpointer.restore(example, number))[0], rows_of(other)[0])

@@ -20,6 +20,8 @@ import numpy as np
 import zstandard
 
 from jaxreplay.checkpoint.files import BrokenError, Files
+from jaxreplay.checkpoint.groups import Group
+from jaxreplay.checkpoint.store import array_name
 from jaxreplay.paths import printable
 
 _DESCRIPTION = "zarr.json"
@@ -247,3 +249,10 @@ def _check_seal(name: str, checksum: int, end: np.ndarray, seal: int) -> None:
         raise BrokenError(f"{name} is not as it was written")
     if int.from_bytes(end.tobytes(), "little") != seal:
         raise BrokenError(f"{name} is another file than the one that was written here")
+
+
+def array_of(store: Files, group: Group, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Of a leaf of a group's rows. `shape`: of a row."""
+    if name not in group.seals:
+        raise BrokenError(f"rows/{group.folder} has no {name}")
+    return Array(store, array_name("rows", group.folder, name), (group.num_rows, *shape), dtype, group.seals[name])

@@ -6,7 +6,7 @@ import json
 import operator
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -141,7 +141,9 @@ class Checkpointer:
             self._base = None  # somebody else has deleted it
         places = rows.views_of(rows.split(state)[0]) if wait and not self._store.is_far else None
         group_bytes = self._chunk_bytes // (4 if places is None else 2)  # of rows that are copied, more groups are on their way
+        known = set(self._damaged)
         plan = planning.planned(
+            self._store,
             self.replay,
             state,
             self._base,
@@ -149,8 +151,9 @@ class Checkpointer:
             step=step,
             notes=notes,
             group_bytes=group_bytes if wait else min(group_bytes, _SMALL),
-            damaged=set(self._damaged),
+            damaged=self._damaged,
         )
+        self._warn(self._damaged.keys() - known)
         check_path(self._store.name, generations, plan.draft, self.replay, self._base is not None)
         self._generations.collect(generations, self._base)
         rest = rows.split(state)[1]
@@ -286,8 +289,13 @@ class Checkpointer:
     def _end(self) -> None:
         """Of a save that is there."""
         self._saving = None
-        for problem in self._damaged.values():
-            warnings.warn(f"save: {problem}: damaged since it was written; its rows, which are here, are written again", stacklevel=4)
+        self._warn(self._damaged.keys())
+
+    def _warn(self, folders: Iterable[str]) -> None:
+        """Of groups that are damaged."""
+        for folder in sorted(folders):
+            problem = self._damaged[folder]
+            warnings.warn(f"save: {problem}: damaged since it was written; its rows, which are here, are written again", stacklevel=5)
 
     def _check_state(self, where: str, state: Any) -> None:
         check_not_forked("this Checkpointer", self._pid)

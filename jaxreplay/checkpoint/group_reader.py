@@ -13,7 +13,7 @@ import numpy as np
 from jaxreplay import ring
 from jaxreplay.checkpoint import arrays, rows
 from jaxreplay.checkpoint.arrays import Array, Buffers
-from jaxreplay.checkpoint.files import LARGE, BrokenError, Files
+from jaxreplay.checkpoint.files import LARGE, Files
 from jaxreplay.checkpoint.groups import Group
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.rows import Picked
@@ -118,7 +118,7 @@ class GroupReader:
         found = []
         for name, shape, dtype, place in self._described:
             if math.prod(shape):
-                array = self._array(group, name, shape, dtype)
+                array = arrays.array_of(self._store, group, name, shape, dtype)
                 begin = self._pool.submit if array.chunk_bytes >= LARGE else _done
                 found.append(begin(self._read, array, place, index, is_taken))
             else:
@@ -153,20 +153,10 @@ class GroupReader:
             place[index] = values if is_whole else values[is_taken]
         return None
 
-    def _array(self, group: Group, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-        return array_of(self._store, group, name, shape, dtype)
-
     def _buffers(self) -> Buffers:
         if not hasattr(self._thread, "buffers"):
             self._thread.buffers = Buffers()
         return self._thread.buffers
-
-
-def array_of(store: Files, group: Group, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Of a leaf of a group's rows. `shape`: of a row."""
-    if name not in group.seals:
-        raise BrokenError(f"rows/{group.folder} has no {name}")
-    return Array(store, array_name("rows", group.folder, name), (group.num_rows, *shape), dtype, group.seals[name])
 
 
 def flags_of(store: Files, manifest: Manifest, env: np.ndarray, number: np.ndarray) -> np.ndarray:
@@ -175,7 +165,7 @@ def flags_of(store: Files, manifest: Manifest, env: np.ndarray, number: np.ndarr
     for group in manifest.groups:
         low, high = group.range()
         if (wanted := (number >= low[env]) & (number < high[env])).any():
-            flags, before = array_of(store, group, "flags", (), np.uint8).read(), np.cumsum(high - low) - (high - low)
+            flags, before = arrays.array_of(store, group, "flags", (), np.uint8).read(), np.cumsum(high - low) - (high - low)
             found[wanted] = flags[(before[env] + number - low[env])[wanted]]
     return found
 

@@ -37,7 +37,8 @@ class Group(NamedTuple):
     stop: int
     env: int
     env_stop: int
-    leaves: tuple[str, ...] = ()  # that have an array here, once it is written
+    fingerprint: int = 0  # of its rows (`fingerprint.py`), and
+    leaves: tuple[str, ...] = ()  # that have an array here: once it is written
     sums: Any = ()  # uint32[leaves, 2]: their seals
 
     @property
@@ -73,7 +74,7 @@ class Groups(Sequence[Group]):
     """Groups in columns: as a list they would take some hundred bytes each."""
 
     saves: list[Save]
-    columns: np.ndarray  # int64[G, 6]: the index of its save, and the other numbers of each
+    columns: np.ndarray  # int64[G, 7]: the index of its save, and the other numbers of each
     leaves: tuple[str, ...]
     sums: np.ndarray  # uint32[G, leaves, 2]
 
@@ -82,11 +83,11 @@ class Groups(Sequence[Group]):
         """Put groups that are written, all with arrays of the same leaves, in columns."""
         groups = list(groups)
         saves: dict[Save, int] = {}
-        columns = [(saves.setdefault(group.save, len(saves)), *group[1:6]) for group in groups]
+        columns = [(saves.setdefault(group.save, len(saves)), *group[1:7]) for group in groups]
         leaves = groups[0].leaves if groups else ()
         assert all(group.leaves == leaves for group in groups)
         sums = np.array([group.sums for group in groups], np.uint32).reshape(len(groups), len(leaves), 2)
-        return cls([*saves], np.array(columns, np.int64).reshape(-1, 6), leaves, sums)
+        return cls([*saves], np.array(columns, np.int64).reshape(-1, 7), leaves, sums)
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -94,8 +95,8 @@ class Groups(Sequence[Group]):
     def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
             return [self[one] for one in range(*at.indices(len(self)))]
-        save, number, start, stop, env, env_stop = self.columns[at].tolist()
-        return Group(self.saves[save], number, start, stop, env, env_stop, self.leaves, self.sums[at])
+        save, *numbers = self.columns[at].tolist()
+        return Group._make((self.saves[save], *numbers, self.leaves, self.sums[at]))
 
     def num_rows(self, first: Any = 0, end: Any = 2**62) -> np.ndarray:
         """Count the rows of each group, int64[G]: all, or those with the numbers from `first` to before `end`, int64[E] both."""
@@ -104,7 +105,7 @@ class Groups(Sequence[Group]):
             since, ends = (np.stack([getattr(save, name) for save in self.saves]) for name in ("since", "end"))
             length, at_once = np.array([save.length for save in self.saves]), max(2**18 // max(ends.shape[1], 1), 1)
             for begin in range(0, len(self), at_once):
-                save, _, *numbers = (column[:, None] for column in self.columns[begin : begin + at_once].T)
+                save, _, *numbers = (column[:, None] for column in self.columns[begin : begin + at_once, :6].T)
                 low, high = _ranges(since[save[:, 0]], ends[save[:, 0]], length[save], *numbers)
                 counts.append(np.maximum(np.minimum(high, end) - np.maximum(low, first), 0).sum(axis=1))
         return np.concatenate(counts)

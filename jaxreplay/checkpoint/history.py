@@ -1,85 +1,78 @@
 """What an earlier generation already has of a state's rows: those need not be written again.
 
-That is so where the state goes on from the one that was saved, which its fingerprint tells (`fingerprint.py`): that of the rows up to the
-generation's newest ones is what the generation has noted. A state that went back, and on another way, has another one, though its rows have
-the same numbers and perhaps, here and there, the same values.
+That is so wherever the state has the same rows, whatever way it came: a state that went back, and on another way, has other ones.
 """
 
-import functools
-from typing import Any
+import itertools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay import sizes
-from jaxreplay.checkpoint import rows
-from jaxreplay.checkpoint.groups import Group, Save, cut
+from jaxreplay.checkpoint import arrays, fingerprint, rows
+from jaxreplay.checkpoint.files import BrokenError, Files
+from jaxreplay.checkpoint.groups import Group, Save
 from jaxreplay.checkpoint.manifest import Manifest
-from jaxreplay.checkpoint.rows import Span
+from jaxreplay.checkpoint.rows import Picked, Span
 from jaxreplay.drawable import ReplayState
-
-_BLOCK_BYTES = 2**22  # of rows whose fingerprint is taken at a time
-
-
-def noted(replay: Any, state: ReplayState, span: Span) -> list[int]:
-    """The fingerprint of each stream's rows, but for the newest ones if they may be taken back; none where the state keeps none."""
-    if state.streams.history is None:
-        return []
-    settled = np.maximum(span.end - rows.num_rewritten(state), span.first)
-    return _up_to(replay, state, settled, span).tolist()
+from jaxreplay.paths import named
 
 
-def goes_on(replay: Any, state: ReplayState, span: Span, base: Manifest) -> bool:
-    """Whether all rows that the state and a generation have in common are the same ones."""
-    if state.streams.history is None or not base.history or len(base.end) != len(span.end):
-        return False
-    settled = np.maximum(np.array(base.end, np.int64) - rows.num_rewritten(state), np.array(base.first, np.int64))
-    if (settled > span.end).any():  # it is behind
-        return False
-    is_shared = settled > span.first
-    found = _up_to(replay, state, np.where(is_shared, settled, span.end), span)
-    return bool((found == np.array(base.history, np.uint32))[is_shared].all())
-
-
-def kept_of(base: Manifest, span: Span, num_rewritten: int, group_rows: int) -> tuple[np.ndarray, list[Group]]:
+def kept_of(
+    store: Files, base: Manifest, state: ReplayState, span: Span, group_rows: int, damaged: dict[str, str]
+) -> tuple[np.ndarray, list[Group]]:
     """From which number on a stream's rows are to be written, int64[E], and the groups that have the others.
 
     The newest groups are written again with what is new while they are no larger: so there are never many small ones. So are the newest
     rows of each stream, which may be other ones by now.
+
+    Args:
+      span: of the rows that the state holds. group_rows: of a group, at most.
+      damaged: what is wrong with groups, by their folders; those that are found are added.
     """
-    since = np.maximum(np.maximum(base.first, np.array(base.end) - num_rewritten), span.first)
-    for group in reversed(base.groups):
+    if (span.first < base.first).any():  # it has rows that the generation never had
+        return span.first, []
+    since, kept = np.clip(np.array(base.end) - rows.num_rewritten(state), span.first, span.end), []
+    same = list(itertools.takewhile(lambda group: _has(store, state, group, Span(span.first, since), damaged), base.groups))
+    for at, group in reversed([*enumerate(base.groups)]):
         low, high = group.range()
-        live = np.minimum(high, since) - np.maximum(low, span.first)  # rows that are still held, and not written anew
-        if np.maximum(live, 0).sum() > min(int((span.end - since).sum()), group_rows // 2):
-            break
-        since = np.where(live > 0, np.maximum(low, span.first), since)
-    return since, [base.groups[at] for at in np.flatnonzero(base.groups.num_rows(span.first, since))]
+        first = np.maximum(low, span.first)
+        num_held = np.maximum(np.minimum(high, since) - first, 0)
+        is_small = not kept and num_held.sum() <= min(int((span.end - since).sum()), group_rows // 2)
+        if at >= len(same) or is_small:
+            since = np.where(num_held > 0, first, since)
+        elif num_held.any():
+            kept.append(group)
+    return since, kept[::-1]
 
 
-def held_of(group: Group, span: Span, since: np.ndarray, folder: str, length: int) -> Save:
-    """The rows of a group that are still held, and not written anew from `since` on, int64[E]: to be written again in its place."""
+def held_of(group: Group, span: Span, folder: str, length: int) -> Save:
+    """The rows of a group that are still held: to be written again in its place."""
     low, high = group.range()
     first = np.maximum(low, span.first)
-    return Save(folder, length, first, np.maximum(np.minimum(high, since), first))
+    return Save(folder, length, first, np.maximum(high, first))
 
 
-def _up_to(replay: Any, state: ReplayState, number: np.ndarray, span: Span) -> np.ndarray:
-    """The fingerprint of each stream's rows before a number, uint32[E]: of those before `span.end`, without the ones from there on."""
-    length, total = replay.length, np.array(rows.copied(state.streams.history))
-    row_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.streams.steps)) // max(replay.capacity, 1)
-    most = sizes.power_below(_BLOCK_BYTES // (row_bytes + 64))
-    for group in cut(Save("", length, np.maximum(number, span.first), span.end), most):
-        picked = group.rows()
-        index, size = rows.rows_at(picked, length), sizes.power_above(len(picked.env))
-        arrays = (index, picked.number.astype(np.uint32), picked.env.astype(np.int32))
-        total -= np.asarray(_fingerprint(replay, state, *(sizes.padded(array, size, array[-1]) for array in arrays), len(index)))
-    return total
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _fingerprint(replay: Any, state: ReplayState, row: jax.Array, number: jax.Array, env: jax.Array, count: jax.Array) -> jax.Array:
-    """The sum over the first `count` of some rows, for each stream: uint32[E]."""
-    hashes = jnp.where(jnp.arange(len(row)) < count, state.streams.hashes(row, number), 0)
-    return jnp.zeros((replay.num_envs,), jnp.uint32).at[env].add(hashes)
+def _has(store: Files, state: ReplayState, group: Group, span: Span, damaged: dict[str, str]) -> bool:
+    """Whether a state has the rows of a group, but for those before `span`. Those of a damaged one are what the state has."""
+    low, high = group.range()
+    if ((low < high) & (high > span.end)).any():
+        return False
+    if not ((low < high) & (high > span.first)).any() or group.folder in damaged:
+        return True
+    picked = group.rows()
+    is_held = picked.number >= span.first[picked.env]
+    if is_held.all():
+        return int(fingerprint.of_rows(state, picked)) == group.fingerprint
+    index = rows.rows_at(Picked(picked.env[is_held], picked.number[is_held]), state.layout.length)
+    own, _ = rows.read(state, sizes.padded(index, sizes.power_above(len(is_held)), index[-1]))  # few programs are compiled
+    try:
+        for name, leaf in named(own):
+            if leaf.size:
+                values = arrays.array_of(store, group, name, leaf.shape[1:], leaf.dtype).read()[is_held]
+                if not np.array_equal(arrays.bytes_of(np.asarray(leaf)[: len(index)]), arrays.bytes_of(values)):
+                    return False
+    except BrokenError as error:
+        damaged[group.folder] = str(error)
+    finally:
+        store.forget(f"rows/{group.folder}")
+    return True

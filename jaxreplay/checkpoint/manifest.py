@@ -15,7 +15,7 @@ from jaxreplay.checkpoint.files import BrokenError
 from jaxreplay.checkpoint.groups import Groups, Save, Seals
 from jaxreplay.paths import printable
 
-FORMAT = 4  # of the files, and of what the leaves of a state mean
+FORMAT = 5  # of the files, and of what the leaves of a state mean
 STEPS = -(2**63), 2**63 - 1  # the smallest one that there is, and the largest
 
 
@@ -34,7 +34,6 @@ class Manifest:
     rest: dict[str, str]  # dtype and shape of every other leaf
     seals: Seals  # of the rest
     groups: Groups  # each row is in one of them; a stream's older rows in an earlier one
-    history: list[int]  # the fingerprint of each stream, but for rows that may be taken back; none where the state has none
     notes: dict[str, Any]  # the user's own
 
     def to_bytes(self) -> bytes:
@@ -95,13 +94,12 @@ _FIELDS = {
     "rest": schema.dict_of(schema.spec),
     "seals": schema.dict_of(schema.integers(0, 2**32 - 1)),
     "groups": dict,
-    "history": schema.integers(0, 2**32 - 1),
     "notes": schema.notes,
 }
 _NUMBERS = schema.integers(0, 2**62)
 _GROUPS_FIELDS = {
     "saves": schema.list_of(dict),
-    "columns": schema.integers(0, 2**30),
+    "columns": schema.integers(0, 2**32 - 1),
     "leaves": schema.list_of(schema.name),
     "sums": schema.integers(0, 2**32 - 1),
 }
@@ -123,21 +121,19 @@ def _check_numbers(name: str, fields: dict[str, Any]) -> None:
     first, end = (np.array(fields[which], np.int64) for which in ("first", "end"))
     if len(first) != len(end) or (first > end).any() or (end - first > fields["length"]).any():
         raise BrokenError(f"{name}: first, end: these are not the rows of streams of {fields['length']}")
-    if fields["history"] and len(fields["history"]) != len(end):
-        raise BrokenError(f"{name}: history: has {len(fields['history'])} streams, not {len(end)}")
 
 
 def _groups(where: str, fields: dict[str, Any], num_envs: int) -> Groups:
     """Return the groups, once their numbers are known to be possible."""
     schema.check_fields(where, fields, _GROUPS_FIELDS)
     saves = [_save(f"{where}: saves[{place}]", one, num_envs) for place, one in enumerate(fields["saves"])]
-    leaves, num_groups = tuple(fields["leaves"]), len(fields["columns"]) // 6
-    if len(fields["columns"]) != 6 * num_groups or len(fields["sums"]) != 2 * num_groups * len(leaves):
+    leaves, num_groups = tuple(fields["leaves"]), len(fields["columns"]) // 7
+    if len(fields["columns"]) != 7 * num_groups or len(fields["sums"]) != 2 * num_groups * len(leaves):
         raise BrokenError(
             f"{where}: columns, sums: have {len(fields['columns'])} and {len(fields['sums'])} numbers, of {len(leaves)} leaves"
         )
-    columns = np.array(fields["columns"], np.int64).reshape(-1, 6)
-    save, number, start, stop, env, env_stop = columns.T
+    columns = np.array(fields["columns"], np.int64).reshape(-1, 7)
+    save, number, start, stop, env, env_stop, _ = columns.T
     is_possible = (save < len(saves)) & (number < 10**6) & (start < stop) & (env < env_stop) & (env_stop <= num_envs)
     is_possible[is_possible] &= stop[is_possible] <= np.array([one.length for one in saves], np.int64)[save[is_possible]]
     if not is_possible.all():

@@ -11,6 +11,7 @@ import numpy as np
 from jaxreplay import sizes
 from jaxreplay._version import __version__
 from jaxreplay.checkpoint import history, rows
+from jaxreplay.checkpoint.files import Files
 from jaxreplay.checkpoint.groups import MOST_ROWS, Group, Groups, Save, Seals, cut
 from jaxreplay.checkpoint.identity import described, identity
 from jaxreplay.checkpoint.manifest import Manifest
@@ -51,28 +52,38 @@ class Plan:
 
 
 def planned(
-    replay: Any, state: Any, base: Manifest | None, *, folder: str, step: int, notes: dict[str, Any], group_bytes: int, damaged: set[str]
+    store: Files,
+    replay: Any,
+    state: Any,
+    base: Manifest | None,
+    *,
+    folder: str,
+    step: int,
+    notes: dict[str, Any],
+    group_bytes: int,
+    damaged: dict[str, str],
 ) -> Plan:
     """The plan of a save.
 
     Args:
-      base: the generation that the state may go on from. damaged: the folders of groups that are written again.
+      store: where `base` lies, the generation that the state may go on from.
+      damaged: what is wrong with groups, by their folders: they are written again. Those that are found are added.
       folder: of the new generation. group_bytes: of a group, at most.
     """
     stored, rest = rows.split(state)
     stored_leaves, rest_bytes = jax.tree.leaves(stored), sum(leaf.nbytes for leaf in jax.tree.leaves(rest))
     stored_text, rest_text = described(state)
-    length, noted = 1, []
+    length = 1
     span, since, kept = Span(np.zeros(0, np.int64), np.zeros(0, np.int64)), np.zeros(0, np.int64), []
     row_bytes = sum(leaf.nbytes for leaf in stored_leaves) // replay.capacity if stored_leaves else 0
     most = sizes.power_below(min(group_bytes // (row_bytes + _BOOKKEEPING), MOST_ROWS))
     if stored_leaves:
         length = replay.length
         span = rows.span_of(rows.heads_of(state), length)
-        noted, since = history.noted(replay, state, span), span.first
-        if base is not None and len(base.groups.saves) * len(base.end) <= _MOST_NUMBERS and history.goes_on(replay, state, span, base):
-            since, kept = history.kept_of(base, span, rows.num_rewritten(state), most)
-    again = {group.folder: history.held_of(group, span, since, folder, length) for group in kept if group.folder in damaged}
+        since = span.first
+        if base is not None and len(base.groups.saves) * len(base.end) <= _MOST_NUMBERS:
+            since, kept = history.kept_of(store, base, state, span, most, damaged)
+    again = {group.folder: history.held_of(group, span, folder, length) for group in kept if group.folder in damaged}
     saves = [*again.values(), Save(folder, length, since, span.end)]
     cuts = [list(cut(save, most)) for save in saves[:-1]]
     num_rows = sum(int((save.end - save.since).sum()) for save in saves)
@@ -89,7 +100,6 @@ def planned(
         rest=rest_text,
         seals={},
         groups=Groups.of([]),
-        history=noted,
         notes=notes,
     )
     return Plan(

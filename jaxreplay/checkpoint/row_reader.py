@@ -4,9 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxreplay.checkpoint.arrays import described
+from jaxreplay.checkpoint.arrays import array_of, described
 from jaxreplay.checkpoint.files import BrokenError, Files
-from jaxreplay.checkpoint.group_reader import array_of
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.store import array_name
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxreplay import sizes
-from jaxreplay.checkpoint import arrays, rows
+from jaxreplay.checkpoint import arrays, fingerprint, rows
 from jaxreplay.checkpoint.files import Files
 from jaxreplay.checkpoint.groups import Group, Seals
 from jaxreplay.checkpoint.planning import Plan
@@ -140,11 +140,13 @@ class Saving:
         self._raise_error()
         assert self._next is not None
         _, group = self._next
+        picked = group.rows()
+        total = fingerprint.of_rows(state, picked)
         values = heads = None
         if self._places is None:
-            index = rows.rows_at(group.rows(), self._length)
+            index = rows.rows_at(picked, self._length)
             values, heads = rows.read(state, sizes.padded(index, self._group_rows, index[-1]))
-        self._copied.put((group, values, heads))
+        self._copied.put((group, total, values, heads))
         self._next = next(self._plan, None)
         if self._next is None:
             self._copied.put(None)
@@ -202,7 +204,7 @@ class Saving:
             self._tell(piece.nbytes)
         seals[name] = writer.seals
 
-    def _write_group(self, group: Group, values: Any, heads: Any) -> None:
+    def _write_group(self, group: Group, total: Any, values: Any, heads: Any) -> None:
         """Each leaf in one chunk."""
         picked = group.rows()
         count, num_bytes, seals = len(picked.env), 0, {}
@@ -222,7 +224,9 @@ class Saving:
         del blocks
         self._tell(num_bytes)
         self._trim(num_bytes)
-        self._groups[group.number] = group._replace(leaves=tuple(seals), sums=np.array([*seals.values()], np.uint32))
+        self._groups[group.number] = group._replace(
+            fingerprint=int(total), leaves=tuple(seals), sums=np.array([*seals.values()], np.uint32)
+        )
         self._sync(f"rows/{group.folder}")
 
     def _tell(self, num_bytes: int) -> None:

@@ -76,7 +76,7 @@ class StoredOnce(buffers.ReplayBuffer):
         # A row more for the end of the newest episode; at the least, what one window takes.
         view = self._view()
         sizes: Any = {"capacity": max(self.buffer_size, view.window.length) * n_envs + n_envs, "num_envs": n_envs, "batch_size": 1}
-        self._replay = ReplayBuffer(**sizes, autoreset="same_step", sampler=self._sampler(), view=view, keep_history=False)
+        self._replay = ReplayBuffer(**sizes, autoreset="same_step", sampler=self._sampler(), view=view)
         self._state = self._empty()
         self._forget()
         self._seed: int | None = None
