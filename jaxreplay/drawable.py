@@ -176,7 +176,7 @@ class Drawable:
     def select(self, env: jax.Array, nth: jax.Array) -> jax.Array:
         """The `nth` drawable row of each stream `env`, oldest first: int32[...]. `nth` must be below the stream's count.
 
-        A binary search over the stream's ranks: log2(length) reads.
+        A binary search over the stream's ranks: as many reads as the number of its rows that are no anchors has bits.
         """
         layout, held = self.layout, self._held(env)
         oldest = layout.wrap(of_stream(self.streams.head, env) - held)
@@ -193,8 +193,11 @@ class Drawable:
             is_before = ring.difference(self._rank(env, layout.wrap(oldest + middle)), base) > nth
             return jnp.where(is_before, low, middle), jnp.where(is_before, middle, high)
 
-        bounds = (jnp.zeros_like(nth), jnp.broadcast_to(held, nth.shape))
-        low, _ = jax.lax.fori_loop(0, layout.length.bit_length(), halve, bounds)
+        # So many rows are no anchors, but tails, or what a stride leaves out. (Of an empty stream all this is of no use, and in bounds.)
+        others = jnp.clip(held - ring.difference(of_stream(self.streams.next_rank, env), base), 0, held)
+        least = jnp.clip(nth, 0, held)
+        num_halvings = 32 - jax.lax.clz(jnp.max(others, initial=0))
+        low, _ = jax.lax.fori_loop(0, num_halvings, halve, (least, jnp.minimum(least + others + 1, held)))
         return layout.row(env, layout.wrap(oldest + low))
 
     def _select_in_line(self, env: jax.Array, nth: jax.Array, oldest: jax.Array, base: jax.Array, held: jax.Array) -> jax.Array:
