@@ -179,7 +179,7 @@ def check_leaves(where: str, got: Any, expected: Any, hint: str) -> None:
 
 
 def _is_alike(leaf: Any, spec: Any) -> bool:
-    """True for an array of JAX's own with the shape and dtype of another: most are, and need no names."""
+    """Return True for an array of JAX's own that has the shape and dtype of `spec`: it needs no look at its name."""
     return isinstance(leaf, jax.Array) and (leaf.shape, leaf.dtype) == (getattr(spec, "shape", None), getattr(spec, "dtype", None))
 
 

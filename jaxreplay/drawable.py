@@ -176,7 +176,7 @@ class Drawable:
     def select(self, env: jax.Array, nth: jax.Array) -> jax.Array:
         """The `nth` drawable row of each stream `env`, oldest first: int32[...]. `nth` must be below the stream's count.
 
-        A binary search over the stream's ranks: as many reads as the number of its rows that are no anchors has bits.
+        A binary search over the stream's ranks, among as many rows as the stream has that are no anchors: log2 of that number of reads.
         """
         layout, held = self.layout, self._held(env)
         oldest = layout.wrap(of_stream(self.streams.head, env) - held)
@@ -193,7 +193,7 @@ class Drawable:
             is_before = ring.difference(self._rank(env, layout.wrap(oldest + middle)), base) > nth
             return jnp.where(is_before, low, middle), jnp.where(is_before, middle, high)
 
-        # So many rows are no anchors, but tails, or what a stride leaves out. (Of an empty stream all this is of no use, and in bounds.)
+        # Rows that are no anchors: tails, and what a stride leaves out. (Clipped, since the ranks of an empty stream mean nothing.)
         others = jnp.clip(held - ring.difference(of_stream(self.streams.next_rank, env), base), 0, held)
         least = jnp.clip(nth, 0, held)
         num_halvings = 32 - jax.lax.clz(jnp.max(others, initial=0))

@@ -76,11 +76,11 @@ def test_every_new_row_is_in_one_group_and_those_first_that_go_first(data):
     integers = hypothesis.strategies.integers
     num_envs, length, most = (data.draw(integers(1, top)) for top in (6, 9, 12))
     end = np.array([data.draw(integers(0, 40)) for _ in range(num_envs)])
-    since, num_open = np.array([data.draw(integers(max(0, e - length), e)) for e in end]), data.draw(integers(0, min(2, length)))
+    since, num_rewritten = np.array([data.draw(integers(max(0, e - length), e)) for e in end]), data.draw(integers(0, min(2, length)))
     seen, nearest_before, numbers = [], -1, []
-    for group in groups.cut(groups.Save("0000000001-00000000", length, since, end), most, num_open):
+    for group in groups.cut(groups.Save("0000000001-00000000", length, since, end), most, num_rewritten):
         picked = group.rows()
-        assert len({*(picked.number >= end[picked.env] - num_open).tolist()}) == 1
+        assert len({*(picked.number >= end[picked.env] - num_rewritten).tolist()}) == 1
         distance = picked.number + length - end[picked.env]  # rows that may be written before it is lost
         assert 1 <= len(picked.env) == group.num_rows <= most
         assert distance.min() >= nearest_before

@@ -65,7 +65,7 @@ def test_a_file_in_another_s_place_is_never_read_as_its_own(level, tmp_path):
         if pair[0].read_bytes() != pair[1].read_bytes()
     ]
     assert len(alike) > 1000
-    for trial in range(2500 if SOAK else 40):
+    for trial in range(2500 if SOAK else 60):
         one, other = r.choice(alike) if trial % 10 else r.sample(files, 2)
         contents = one.read_bytes(), other.read_bytes()
         if trial % 3:
@@ -77,7 +77,7 @@ def test_a_file_in_another_s_place_is_never_read_as_its_own(level, tmp_path):
     assert restored(replay, path) == 36
     assert set(outcomes) <= {None, 28, 32, 36}
     assert outcomes[None] > 10  # of all generations
-    assert outcomes[32] > 2
+    assert outcomes[32] > 3
 
 
 def test_a_damaged_group_that_is_partly_overwritten_is_written_again(tmp_path):

@@ -170,7 +170,7 @@ def test_made_up_metadata_gives_own_errors(replay, example, tmp_path, limited, a
     before = {file: file.read_bytes() for file in (*manifests, *described)}
     tree = json.loads(before[manifests[-1]].split(b"\n", 1)[1])
     r, outcomes = random.Random(str(replay)), {"whole": 0, "refused": 0}
-    for trial in range(1700 if SOAK else 40):
+    for trial in range(1700 if SOAK else 60):
         if trial % 4 == 3:  # the description of an array, whose seal in the manifests is right
             file = r.choice(described)
             text = as_text(changed(r, json.loads(before[file]))).encode(errors="replace")
@@ -201,7 +201,7 @@ def test_made_up_metadata_gives_own_errors(replay, example, tmp_path, limited, a
         for file, content in before.items():
             file.write_bytes(content)
     assert outcomes["whole"] > 5
-    assert outcomes["refused"] > 3
+    assert outcomes["refused"] > 5
     outside = [str(one) for one in asked if not one.is_relative_to(path.resolve())]
     assert not outside
     assert np.array_equal(jax.tree.leaves(Checkpointer(path, replay).restore(example))[0], jax.tree.leaves(state)[0])

@@ -86,7 +86,7 @@ def test_what_is_kept_of_a_manifest_of_many_groups_is_small():
 
 
 def test_a_made_up_manifest_of_very_many_groups_costs_little(tmp_path):
-    """Its groups are not there: that is said after the first of them, and no object is made for each."""
+    """Its groups have the same rows, and are not there: a restore and an inspection say so at once."""
     replay = items(capacity=64)
     with Checkpointer(tmp_path, replay) as checkpointer:
         checkpointer.save(added(replay, replay.init(EXAMPLE), 0, 10), 1)
@@ -98,7 +98,7 @@ def test_a_made_up_manifest_of_very_many_groups_costs_little(tmp_path):
     file.write_bytes(dataclasses.replace(manifest, groups=many).to_bytes())
     tracemalloc.start()
     try:
-        with pytest.raises(BrokenError, match=r"rows/\S+ is missing"):
+        with pytest.raises(BrokenError, match=r"rows/\S+ has rows of a later group"):
             checkpoint.restore(tmp_path, replay, EXAMPLE)
         with pytest.raises(BrokenError, match=r"rows/\S+ is missing"):
             checkpoint.inspect(tmp_path)
@@ -106,6 +106,25 @@ def test_a_made_up_manifest_of_very_many_groups_costs_little(tmp_path):
     finally:
         tracemalloc.stop()
     assert most < 128 * MIB
+
+
+@pytest.mark.parametrize("how", ["twice", "beyond the end"])
+def test_a_row_is_in_one_group_or_the_manifest_is_refused(how, tmp_path):
+    replay = items(capacity=64)
+    with Checkpointer(tmp_path, replay, chunk_bytes=2000) as checkpointer:
+        checkpointer.save(added(replay, replay.init(EXAMPLE), 0, 14), 1)
+    file = next((tmp_path / "manifests").iterdir())
+    manifest = Manifest.from_bytes(f"manifests/{file.name}", file.read_bytes())
+    found, end = manifest.groups, list(manifest.end)
+    assert len(found) > 2
+    if how == "twice":  # as many rows as there should be: one group in place of another
+        places = [*range(len(found) - 2), len(found) - 1, len(found) - 1]
+        found = groups.Groups(found.saves, found.columns[places], found.leaves, found.sums[places])
+    else:
+        end = [number - 1 for number in end]
+    file.write_bytes(dataclasses.replace(manifest, groups=found, end=end).to_bytes())
+    with pytest.raises(BrokenError, match="has rows of a later group, or rows that the generation does not have"):
+        checkpoint.restore(tmp_path, replay, EXAMPLE)
 
 
 def test_only_the_manifests_that_there_are_stay_in_memory(tmp_path):

@@ -9,6 +9,7 @@ from conftest import SOAK
 pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
 
 import jaxreplay as jr
+from jaxreplay import provisional
 from jaxreplay.checkpoint import Checkpointer
 
 
@@ -78,6 +79,25 @@ def test_a_newer_group_that_happens_to_be_the_same_is_not_kept_alone(tmp_path):
         checkpointer.save(state, way)
         assert len(checkpointer._base.groups) > 3
         np.testing.assert_array_equal(rows_of(checkpointer.restore(example))[0], rows_of(state)[0])
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_rows_that_are_taken_back_are_saved_as_they_became(num_envs, tmp_path):
+    """Episodes that end for now and go on, with a save after each step: the newest tail of one save is another row in the next."""
+    replay = jr.uniform(capacity=16 * num_envs, num_envs=num_envs, batch_size=4, autoreset="same_step")
+    r, add, flag = np.random.default_rng(0), jax.jit(provisional.add, static_argnums=0), np.zeros(num_envs, bool)
+    zero = np.zeros((), np.float32)
+    example = jr.Step(zero, zero, zero, np.False_, np.False_, final_obs=zero)
+    checkpointer, state = Checkpointer(tmp_path, replay, chunk_bytes=2000, keep=2, progress=False), replay.init(example)
+    may_go_on = was_first = flag
+    for number in range(30):
+        goes_on, done = may_go_on & (r.random(num_envs) < 0.8), r.random(num_envs) < 0.2
+        obs, final = (r.integers(0, 3, num_envs).astype(np.float32) for _ in range(2))
+        state = add(replay, state, jr.Step(obs, obs, obs, done, ~done, final_obs=final), goes_on, was_first)
+        may_go_on, was_first = ~done, ~goes_on
+        checkpointer.save(state, number)
+        for got, wanted in zip(rows_of(checkpointer.restore(example)), rows_of(state), strict=True):
+            np.testing.assert_array_equal(got, wanted)
 
 
 def test_what_both_ways_have_is_written_once(tmp_path):

@@ -47,7 +47,7 @@ LAYERS = (
     ("checkpoint.folder", "checkpoint.objects", "checkpoint.manifest"),
     ("checkpoint.store", "checkpoint.generations", "checkpoint.identity", "checkpoint.fingerprint"),
     ("checkpoint.arrays",),
-    ("checkpoint.history",),
+    ("checkpoint.reuse",),
     ("checkpoint.planning", "checkpoint.salvage", "checkpoint.verifying"),
     ("checkpoint.group_reader", "checkpoint.saving", "checkpoint.rounds"),
     ("checkpoint.restoring", "checkpoint.row_reader"),

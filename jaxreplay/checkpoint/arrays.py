@@ -252,7 +252,7 @@ def _check_seal(name: str, checksum: int, end: np.ndarray, seal: int) -> None:
 
 
 def array_of(store: Files, group: Group, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Of a leaf of a group's rows. `shape`: of a row."""
+    """Find the array of one leaf of a group's rows, `[K, *shape]`. Raises a BrokenError, if the group has none of this name."""
     if name not in group.seals:
         raise BrokenError(f"rows/{group.folder} has no {name}")
     return Array(store, array_name("rows", group.folder, name), (group.num_rows, *shape), dtype, group.seals[name])

@@ -153,7 +153,7 @@ class Checkpointer:
             group_bytes=group_bytes if wait else min(group_bytes, _SMALL),
             damaged=self._damaged,
         )
-        self._warn(self._damaged.keys() - known)
+        self._warn(self._damaged.keys() - known, stacklevel=4)
         check_path(self._store.name, generations, plan.draft, self.replay, self._base is not None)
         self._generations.collect(generations, self._base)
         rest = rows.split(state)[1]
@@ -289,13 +289,15 @@ class Checkpointer:
     def _end(self) -> None:
         """Of a save that is there."""
         self._saving = None
-        self._warn(self._damaged.keys())
+        self._warn(self._damaged.keys(), stacklevel=5)
 
-    def _warn(self, folders: Iterable[str]) -> None:
-        """Of groups that are damaged."""
+    def _warn(self, folders: Iterable[str], stacklevel: int) -> None:
+        """Warn of damaged groups."""
         for folder in sorted(folders):
             problem = self._damaged[folder]
-            warnings.warn(f"save: {problem}: damaged since it was written; its rows, which are here, are written again", stacklevel=5)
+            warnings.warn(
+                f"save: {problem}: damaged since it was written; its rows, which are here, are written again", stacklevel=stacklevel
+            )
 
     def _check_state(self, where: str, state: Any) -> None:
         check_not_forked("this Checkpointer", self._pid)

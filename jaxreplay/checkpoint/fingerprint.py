@@ -1,4 +1,4 @@
-"""Fingerprints of rows: whether a state still has the rows that an earlier save has written.
+"""Fingerprints of rows: they tell if a state still has the rows that an earlier save has written.
 
 Each row has a hash of its stream, its number there and its values, and the fingerprint of some rows is the sum of theirs, modulo 2^32.
 
@@ -29,13 +29,13 @@ _GOLDEN, _FOR_NUMBERS, _FOR_STREAMS = 0x9E3779B9, 0x27D4EB2F, 0x165667B1  # odd:
 
 
 def of_rows(state: ReplayState, picked: Picked) -> jax.Array:
-    """The fingerprint of rows that a state has, at least one: uint32[]. It is the same on every platform."""
-    stored, total = rows.split(state)[0], np.uint32(0)
+    """Compute the fingerprint of rows that a state has, at least one: uint32[]. It is the same on every platform."""
+    stored, total = rows.split(state)[0], jnp.uint32(0)
     arrays = rows.rows_at(picked, state.layout.length), picked.number.astype(np.uint32), picked.env.astype(np.uint32)
     for start in range(0, len(picked.env), _BLOCK):
         block = [array[start : start + _BLOCK] for array in arrays]
         total = _add(total, stored, *(sizes.padded(array, _BLOCK, array[0]) for array in block), len(block[0]))
-    return jnp.asarray(total)
+    return total
 
 
 @jax.jit
@@ -44,10 +44,11 @@ def _add(total: jax.Array, stored: Any, row: jax.Array, number: jax.Array, env: 
 
 
 def hashes(stored: Any, row: jax.Array, number: jax.Array, env: jax.Array) -> jax.Array:
-    """The hashes of stored rows int32[K], which must be in bounds: uint32[K]. No more of them is read than is hashed.
+    """Hash stored rows: uint32[K]. No more of them is read than is hashed.
 
     Args:
-      stored: stored leaves. number: uint32[K], of each row in its stream. env: uint32[K], that stream.
+      stored: stored leaves, `[N, ...]`. row: int32[K], in bounds.
+      env: uint32[K], the stream of each row. number: uint32[K], its number there.
     """
     content, num_words = jnp.zeros_like(number), 0
     for leaf in leaves.stored_leaves(stored):
@@ -63,7 +64,7 @@ def hashes(stored: Any, row: jax.Array, number: jax.Array, env: jax.Array) -> ja
 
 
 def _places(size: int, number: jax.Array) -> jax.Array:
-    """Which elements of a row are hashed: int32[K, P]. Runs of them, evenly spread, that move on with each row, until all had a turn."""
+    """Choose the elements of each row to hash: int32[K, P]. Runs of them, evenly spread, move on with each row, until all had a turn."""
     num_turns = -(-size // (_RUNS * _RUN))
     _, turn = ring.split(number, num_turns)
     nth_run, within = (places.reshape(-1) for places in np.mgrid[:_RUNS, :_RUN].astype(np.int32))
@@ -71,7 +72,7 @@ def _places(size: int, number: jax.Array) -> jax.Array:
 
 
 def _words(values: jax.Array) -> jax.Array:
-    """The bits of rows [K, ...]: uint32[K, W]."""
+    """Return the bits of rows [K, ...] as uint32[K, W]."""
     dtype = values.dtype
     if jnp.issubdtype(dtype, jnp.complexfloating):
         values = jnp.stack([values.real, values.imag], axis=-1)

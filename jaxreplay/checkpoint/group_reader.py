@@ -36,6 +36,7 @@ class Ahead:
         self._store, self._holes, self.length = store, holes, length
         self._groups = [(group, group.folder in holes.folders) for group in manifest.groups]
         self._end = np.asarray(manifest.end, np.int64)
+        manifest.groups.check_apart(self._end)
         filled = self._end - np.asarray(manifest.first, np.int64)
         self._first = self._end - (filled if holes.folders else np.minimum(filled, length))
         self._held = np.minimum(filled - holes.num_lost, length)
@@ -48,14 +49,14 @@ class Ahead:
         self._thread.start()
 
     def __iter__(self) -> Iterator[Group]:
-        """Groups of which rows are read, the newest first."""
+        """Iterate over the groups of which rows are read, the newest first."""
         for group, is_left_out in reversed(self._groups):
             low, high = group.range()
             if not is_left_out and ((low < high) & (high > self._first)).any():
                 yield group
 
     def places_of(self, env: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of some rows are read, bool[K]; and where these lie then, int32[...]. `env`, `number`: int64[K]."""
+        """Select rows that are read, by stream and number, int64[K] both: a mask, bool[K], and where these lie in the state, int32[...]."""
         is_read = number >= self._first[env]
         if self._holes.folders:
             age, is_lost = self._holes.age_of(env, self._end[env] - 1 - number)

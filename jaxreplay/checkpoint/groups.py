@@ -37,8 +37,8 @@ class Group(NamedTuple):
     stop: int
     env: int
     env_stop: int
-    fingerprint: int = 0  # of its rows (`fingerprint.py`), and
-    leaves: tuple[str, ...] = ()  # that have an array here: once it is written
+    fingerprint: int = 0  # of its rows (`fingerprint.py`); this and the next are known once it is written
+    leaves: tuple[str, ...] = ()  # that have an array here
     sums: Any = ()  # uint32[leaves, 2]: their seals
 
     @property
@@ -98,6 +98,14 @@ class Groups(Sequence[Group]):
         save, *numbers = self.columns[at].tolist()
         return Group._make((self.saves[save], *numbers, self.leaves, self.sums[at]))
 
+    def check_apart(self, end: np.ndarray) -> None:
+        """Raise a BrokenError, if a row is in two groups, or is not before `end`, int64[E]: the groups' order is that of their rows."""
+        for group in reversed(self):
+            low, high = group.range()
+            if ((low < high) & (high > end)).any():
+                raise BrokenError(f"rows/{group.folder} has rows of a later group, or rows that the generation does not have")
+            end = np.where(low < high, low, end)
+
     def num_rows(self, first: Any = 0, end: Any = 2**62) -> np.ndarray:
         """Count the rows of each group, int64[G]: all, or those with the numbers from `first` to before `end`, int64[E] both."""
         counts = [np.zeros(0, np.int64)]
@@ -120,15 +128,15 @@ def _ranges(since: Any, end: Any, length: Any, start: Any, stop: Any, env: Any, 
     return np.where(is_own, low, 0), np.where(is_own, high, 0)
 
 
-def cut(save: Save, most: int, num_open: int = 0) -> Iterator[Group]:
+def cut(save: Save, most: int, num_rewritten: int = 0) -> Iterator[Group]:
     """Divide the rows of a save into groups of at most `most`, numbered from 0 on: those first that will be overwritten first.
 
-    The newest `num_open` rows of each stream, which may be other ones yet, are in groups of their own.
+    The newest `num_rewritten` rows of each stream, which may be other ones at the next save, are in groups of their own.
     """
     num_envs = len(save.end)
     if not num_envs:
         return
-    oldest, border = save.end - save.length, save.length - num_open
+    oldest, border = save.end - save.length, save.length - num_rewritten
     at_once, number, begun, held = max(most // num_envs, 1), 0, 0, 0
     first = int((save.since - oldest).min())
     for at in itertools.chain(range(first, border, at_once), range(max(first, border), save.length, at_once)):

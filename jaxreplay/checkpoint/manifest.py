@@ -33,7 +33,7 @@ class Manifest:
     rows: dict[str, str]  # dtype and shape of a row, by leaf
     rest: dict[str, str]  # dtype and shape of every other leaf
     seals: Seals  # of the rest
-    groups: Groups  # each row is in one of them; a stream's older rows in an earlier one
+    groups: Groups  # each row is in one of them, and the older rows of a stream are in earlier ones
     notes: dict[str, Any]  # the user's own
 
     def to_bytes(self) -> bytes:

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxreplay import sizes
 from jaxreplay._version import __version__
-from jaxreplay.checkpoint import history, rows
+from jaxreplay.checkpoint import reuse, rows
 from jaxreplay.checkpoint.files import Files
 from jaxreplay.checkpoint.groups import MOST_ROWS, Group, Groups, Save, Seals, cut
 from jaxreplay.checkpoint.identity import described, identity
@@ -67,23 +67,23 @@ def planned(
 
     Args:
       store: where `base` lies, the generation that the state may go on from.
-      damaged: what is wrong with groups, by their folders: they are written again. Those that are found are added.
+      damaged: a problem of each damaged group, by its folder: they are written again. Those that are found here are added.
       folder: of the new generation. group_bytes: of a group, at most.
     """
     stored, rest = rows.split(state)
     stored_leaves, rest_bytes = jax.tree.leaves(stored), sum(leaf.nbytes for leaf in jax.tree.leaves(rest))
     stored_text, rest_text = described(state)
-    length = 1
+    length, num_rewritten = 1, 0
     span, since, kept = Span(np.zeros(0, np.int64), np.zeros(0, np.int64)), np.zeros(0, np.int64), []
     row_bytes = sum(leaf.nbytes for leaf in stored_leaves) // replay.capacity if stored_leaves else 0
     most = sizes.power_below(min(group_bytes // (row_bytes + _BOOKKEEPING), MOST_ROWS))
     if stored_leaves:
-        length = replay.length
+        length, num_rewritten = replay.length, rows.num_rewritten(state)
         span = rows.span_of(rows.heads_of(state), length)
         since = span.first
         if base is not None and len(base.groups.saves) * len(base.end) <= _MOST_NUMBERS:
-            since, kept = history.kept_of(store, base, state, span, most, damaged)
-    again = {group.folder: history.held_of(group, span, folder, length) for group in kept if group.folder in damaged}
+            since, kept = reuse.kept_of(store, base, state, span, most, damaged)
+    again = {group.folder: reuse.held_of(group, span, folder, length) for group in kept if group.folder in damaged}
     saves = [*again.values(), Save(folder, length, since, span.end)]
     cuts = [list(cut(save, most)) for save in saves[:-1]]
     num_rows = sum(int((save.end - save.since).sum()) for save in saves)
@@ -107,9 +107,7 @@ def planned(
         kept=kept,
         again=dict(zip(again, map(len, cuts), strict=True)),
         # Oldest first: these are overwritten before any that is newer than all that is kept.
-        groups=_numbered(
-            itertools.chain(*cuts, cut(saves[-1], group_rows, rows.num_rewritten(state) if stored_leaves else 0)), span, length
-        ),
+        groups=_numbered(itertools.chain(*cuts, cut(saves[-1], group_rows, num_rewritten)), span, length),
         end=span.end,
         group_rows=group_rows,
         row_bytes=row_bytes,

@@ -1,6 +1,7 @@
-"""What an earlier generation already has of a state's rows: those need not be written again.
+"""Reuse of an earlier generation's groups: rows that a state has in common with it are not written again.
 
-That is so wherever the state has the same rows, whatever way it came: a state that went back, and on another way, has other ones.
+Rows are compared, so that it does not matter how the state came by them. A state that went back, and on another way, has other rows from
+the fork on.
 """
 
 import itertools
@@ -20,14 +21,19 @@ from jaxreplay.paths import named
 def kept_of(
     store: Files, base: Manifest, state: ReplayState, span: Span, group_rows: int, damaged: dict[str, str]
 ) -> tuple[np.ndarray, list[Group]]:
-    """From which number on a stream's rows are to be written, int64[E], and the groups that have the others.
+    """Divide a state's rows into those to be written and those that an earlier generation has.
 
-    The newest groups are written again with what is new while they are no larger: so there are never many small ones. So are the newest
-    rows of each stream, which may be other ones by now.
+    Groups are compared with the state from the oldest on; rows from the first one that differs are written. The newest groups are written
+    again with what is new while they are no larger: so there are never many small ones. So are the newest rows of each stream, which may
+    be other ones by now.
 
     Args:
-      span: of the rows that the state holds. group_rows: of a group, at most.
-      damaged: what is wrong with groups, by their folders; those that are found are added.
+      store: the files of the generation. base: that generation.
+      span: the rows that the state holds. group_rows: the largest number of rows of a group.
+      damaged: a problem of each damaged group, by its folder; those that are found here are added.
+
+    Returns:
+      the number from which on each stream's rows are to be written, int64[E]; the groups that have the rows before.
     """
     if (span.first < base.first).any():  # it has rows that the generation never had
         return span.first, []
@@ -46,14 +52,18 @@ def kept_of(
 
 
 def held_of(group: Group, span: Span, folder: str, length: int) -> Save:
-    """The rows of a group that are still held: to be written again in its place."""
+    """Select the rows of a group that are still held, to be written again in its place."""
     low, high = group.range()
     first = np.maximum(low, span.first)
     return Save(folder, length, first, np.maximum(high, first))
 
 
 def _has(store: Files, state: ReplayState, group: Group, span: Span, damaged: dict[str, str]) -> bool:
-    """Whether a state has the rows of a group, but for those before `span`. Those of a damaged one are what the state has."""
+    """Return True if a state has the rows of a group that lie in `span`, and none of its rows lies after that.
+
+    A whole group is compared by its fingerprint; one with rows before `span` by its files. A damaged group counts as the same: it is
+    written again from the state.
+    """
     low, high = group.range()
     if ((low < high) & (high > span.end)).any():
         return False
