@@ -55,7 +55,7 @@ def plan(replay: ReplayBuffer, example: Any) -> Plan:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
       >>> made = jr.plan(jr.items(capacity=1000, batch_size=8), jax.ShapeDtypeStruct((100,), jnp.uint8))
       >>> made.memory.total, made.fits
-      (100020, True)
+      (100016, True)
     """
     if not isinstance(replay, ReplayBuffer):
         raise ValueError(f"plan: expected a ReplayBuffer, got {type(replay).__name__}; print(rollout.memory(example)) tells of a rollout")
