@@ -42,17 +42,18 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+FEW := tests/buffers/test_contract.py tests/storage/test_oracle_streams.py tests/checkpoint/test_checkpoint.py
 # Contracts and checkpoints of three buffers, and the oracle of three configurations.
 QUICK := (test_contract or goes_on_to_the_last_bit) and (items] or steps]) or test_layers or 3-2-5-True or 3-2-6-False or 1-1-2-True
 quick: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python $(PYTEST) -k "$(QUICK)" tests/test_contract.py tests/test_oracle_streams.py tests/test_checkpoint.py tests/test_layers.py
+	$(BIN)/python $(PYTEST) -k "$(QUICK)" $(FEW) tests/test_layers.py
 
 test: lint test-oldest
 	$(BIN)/python $(PYTEST) --durations=15
-	JAXREPLAY_PLATFORM=gpu $(BIN)/python $(PYTEST) $(AS_ON_A_GPU)
-	JAXREPLAY_PLATFORM=tpu $(BIN)/python $(PYTEST) $(AS_ON_A_TPU)
+	JAXREPLAY_PLATFORM=gpu $(BIN)/python $(PYTEST) $(call TESTS,$(AS_ON_A_GPU))
+	JAXREPLAY_PLATFORM=tpu $(BIN)/python $(PYTEST) $(call TESTS,$(AS_ON_A_TPU))
 
 # The main buffers with the oldest JAX that they run with.
 OLDEST := .venv-oldest
@@ -63,17 +64,18 @@ $(OLDEST)/installed: Makefile pyproject.toml constraints-oldest.txt
 	touch $@
 
 test-oldest: $(OLDEST)/installed
-	$(OLDEST)/bin/python $(PYTEST) -k "$(OLDEST_TESTS)" tests/test_contract.py tests/test_oracle_streams.py tests/test_checkpoint.py
+	$(OLDEST)/bin/python $(PYTEST) -k "$(OLDEST_TESTS)" $(FEW)
 
 # Over states that are laid out for a GPU or a TPU, on whatever device there is.
-AS_ON_A_GPU := $(addprefix tests/test_,oracle_streams.py laws.py)
-AS_ON_A_TPU := $(addprefix tests/test_,oracle_streams.py laws.py checkpoint_arrays.py)
+TESTS = $(foreach name,$(1),$(wildcard tests/test_$(name).py tests/*/test_$(name).py))
+AS_ON_A_GPU := oracle_streams laws
+AS_ON_A_TPU := oracle_streams laws checkpoint_arrays
 AS_ON_ONE_CORE := contract in_place uniform prioritized views
 AS_ON_ONE_REST := resize checkpoint checkpoint_damage checkpoint_faults checkpoint_hostile checkpoint_rewind checkpoint_unwritten
 
 # Each file of tests is in one part.
 SOAK_core := contract in_place layers laws uniform prioritized sum_tree queue mixture permutation errors x64 ecosystem
-SOAK_samplers := extension rank_based recent without_replacement episodes advantages donation plan state_check transitions fingerprint
+SOAK_samplers := extension rank_based recent without_replacement episodes targets donation plan state_check transitions fingerprint
 SOAK_oracle := oracle_streams
 SOAK_views := views
 SOAK_rollouts := rollout rollout_episodes trajectories datasets inspect torch
@@ -96,7 +98,7 @@ PLATFORM := $(patsubst %_more,%,$(filter gpu% tpu%,$(PART)))
 
 ifneq ($(filter $(PARTS),$(PART)),)
 soak: $(VENV)/soak
-	JAXREPLAY_$(if $(PLATFORM),PLATFORM=$(PLATFORM),SOAK=1) $(BIN)/python $(PYTEST) --durations=15 $(patsubst %,tests/test_%.py,$(SOAK_$(PART)))
+	JAXREPLAY_$(if $(PLATFORM),PLATFORM=$(PLATFORM),SOAK=1) $(BIN)/python $(PYTEST) --durations=15 $(call TESTS,$(SOAK_$(PART)))
 else
 soak:
 	@echo "make soak PART=NAME, of: $(PARTS)"

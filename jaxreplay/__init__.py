@@ -18,10 +18,9 @@
 14
 """
 
+from jaxreplay._util.signals import uninterrupted as uninterrupted
 from jaxreplay._version import __version__ as __version__
-from jaxreplay.advantages import Advantages as Advantages, gae as gae, next_values as next_values, normalize as normalize, vtrace as vtrace
-from jaxreplay.buffer import ReplayBuffer as ReplayBuffer
-from jaxreplay.catalog import (
+from jaxreplay.buffers.factories import (
     episodes as episodes,
     items as items,
     prioritized as prioritized,
@@ -30,33 +29,41 @@ from jaxreplay.catalog import (
     transitions as transitions,
     uniform as uniform,
 )
-from jaxreplay.compose import frame_stack as frame_stack, hindsight as hindsight, transform as transform
-from jaxreplay.donation import CopyWarning as CopyWarning
-from jaxreplay.drawable import ReplayState as ReplayState
+from jaxreplay.buffers.jitted import Jitted as Jitted, jit as jit
+from jaxreplay.buffers.memory import Memory as Memory
+from jaxreplay.buffers.mixture import Mixture as Mixture, mix as mix
+from jaxreplay.buffers.replay_buffer import ReplayBuffer as ReplayBuffer
+from jaxreplay.buffers.rollout import Rollout as Rollout, RolloutState as RolloutState
+from jaxreplay.buffers.state_checks import CopyWarning as CopyWarning
+from jaxreplay.buffers.wrappers import frame_stack as frame_stack, hindsight as hindsight, transform as transform
 from jaxreplay.inspection import Inspection as Inspection, inspect as inspect
-from jaxreplay.interrupts import uninterrupted as uninterrupted
-from jaxreplay.jitted import Jitted as Jitted, jit as jit
-from jaxreplay.memory import Memory as Memory
-from jaxreplay.mixture import Mixture as Mixture, mix as mix
-from jaxreplay.plan import Plan as Plan, plan as plan
-from jaxreplay.rollouts import Rollout as Rollout, RolloutState as RolloutState
+from jaxreplay.inspection.plan import Plan as Plan, plan as plan
 from jaxreplay.samplers.episodes import UniformEpisodes as UniformEpisodes
 from jaxreplay.samplers.prioritized import Prioritized as Prioritized
 from jaxreplay.samplers.queue import Queue as Queue
 from jaxreplay.samplers.rank_based import RankBased as RankBased
 from jaxreplay.samplers.recent import Recent as Recent
+from jaxreplay.samplers.sum_tree import SumTree as SumTree, SumTreeState as SumTreeState
 from jaxreplay.samplers.uniform import Uniform as Uniform
 from jaxreplay.samplers.without_replacement import WithoutReplacement as WithoutReplacement
-from jaxreplay.stateful import Replay as Replay
-from jaxreplay.sum_tree import SumTree as SumTree, SumTreeState as SumTreeState
-from jaxreplay.types import Index as Index, Sample as Sample, Step as Step, Transition as Transition
+from jaxreplay.stateful.replay import Replay as Replay
+from jaxreplay.storage.layout import Window as Window
+from jaxreplay.storage.sampleable import ReplayState as ReplayState
+from jaxreplay.targets import (
+    Advantages as Advantages,
+    gae as gae,
+    importance_weights as importance_weights,
+    next_values as next_values,
+    normalize as normalize,
+    sequence_priority as sequence_priority,
+    vtrace as vtrace,
+)
+from jaxreplay.types import Index as Index, Pair as Pair, Sample as Sample, Sequence as Sequence, Step as Step, Transition as Transition
 from jaxreplay.views import View as View
 from jaxreplay.views.frame_stack import FrameStack as FrameStack
-from jaxreplay.views.future import FutureView as FutureView, Pair as Pair
+from jaxreplay.views.future import FutureView as FutureView
 from jaxreplay.views.hindsight import Hindsight as Hindsight
 from jaxreplay.views.item import Item as Item
-from jaxreplay.views.sequence import Sequence as Sequence, SequenceView as SequenceView
+from jaxreplay.views.sequence import SequenceView as SequenceView
 from jaxreplay.views.transformed import Transformed as Transformed
 from jaxreplay.views.transition import TransitionView as TransitionView
-from jaxreplay.weights import importance_weights as importance_weights, sequence_priority as sequence_priority
-from jaxreplay.window import Window as Window

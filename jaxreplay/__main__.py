@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from jaxreplay import catalog
-from jaxreplay.paths import printable
-from jaxreplay.plan import plan, step_of
+from jaxreplay._util.names import printable
+from jaxreplay.buffers import factories
+from jaxreplay.inspection.plan import plan, step_of
 
 
 class _Parser(argparse.ArgumentParser):
@@ -98,7 +98,7 @@ def _verify(options: argparse.Namespace) -> tuple[str, int]:
 
 def _plan(options: argparse.Namespace) -> tuple[str, int]:
     sizes = {"capacity": options.capacity, "num_envs": options.num_envs, "batch_size": 1}
-    make = catalog.prioritized if options.prioritized else catalog.uniform
+    make = factories.prioritized if options.prioritized else factories.uniform
     replay = make(**sizes, n_step=options.n_step, autoreset=options.autoreset)
     name, action = _leaf_of("--action", options.action or "float32")
     if name is not None:

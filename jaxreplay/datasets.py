@@ -23,12 +23,13 @@ try:
 except ImportError as error:
     raise ImportError(f"jaxreplay.datasets needs {error.name}: pip install 'jaxreplay[minari]'") from error
 
-from jaxreplay import autoreset, checks, leaves, ring
-from jaxreplay.buffer import ReplayBuffer
-from jaxreplay.drawable import ReplayState
-from jaxreplay.jitted import jit
-from jaxreplay.paths import named
-from jaxreplay.sizes import power_above, power_below
+from jaxreplay._util import checks
+from jaxreplay._util.names import named
+from jaxreplay._util.pow2 import power_above, power_below
+from jaxreplay.buffers.jitted import jit
+from jaxreplay.buffers.replay_buffer import ReplayBuffer
+from jaxreplay.storage import arrays, autoreset, ring
+from jaxreplay.storage.sampleable import ReplayState
 from jaxreplay.types import Step
 
 _MOST_STEPS = 1024  # that are added at once
@@ -233,7 +234,7 @@ def _read(stored: Any, row: np.ndarray) -> Any:
 
 def _plain(values: np.ndarray) -> np.ndarray:
     """In a dtype that NumPy itself has."""
-    if leaves.carrier(values.dtype) is None:
+    if arrays.carrier(values.dtype) is None:
         return values
     if jnp.issubdtype(values.dtype, jnp.floating):
         return values.astype(np.float32)
@@ -242,4 +243,4 @@ def _plain(values: np.ndarray) -> np.ndarray:
 
 @jax.jit
 def _take(stored: Any, row: jax.Array) -> Any:
-    return leaves.tree_map(lambda leaf: leaves.take(leaf, row), stored)
+    return arrays.tree_map(lambda leaf: arrays.take(leaf, row), stored)

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxreplay.drawable import ReplayState
-from jaxreplay.leaves import num_bits
-from jaxreplay.paths import name_of
-from jaxreplay.rollouts import RolloutState
-from jaxreplay.sum_tree import SumTreeState
+from jaxreplay._util.names import name_of
+from jaxreplay.buffers.rollout import RolloutState
+from jaxreplay.samplers.sum_tree import SumTreeState
+from jaxreplay.storage.arrays import num_bits
+from jaxreplay.storage.sampleable import ReplayState
 from jaxreplay.types import Sample, Transition
 
 try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxreplay.struct import Node
+from jaxreplay._util.struct import Node
 
 
 class Step(Node):
@@ -86,3 +86,48 @@ class Sample(Node):
     probability: jax.Array
     is_valid: jax.Array
     source: jax.Array | None = None
+
+
+class Sequence(Node):
+    """Steps in a row, leaves `[B, T, ...]`, T = burn_in + length; of `obs` and `is_first` T + 1, the last being what the last step led to.
+
+    Unroll a recurrent network from `recurrent_state`, or its initial one, and reset it before each step where `is_first`: so the steps
+    before an episode's start, which are 0, leave no trace. Learn where `mask`: the burn-in has real steps that only warm the memory up.
+    A truncated step is bootstrapped from `obs[:, t + 1]`, as any other.
+
+    Fields:
+      obs: pytree [B, T + 1, ...]; the true final one after an episode's last step, then 0.
+      action: pytree [B, T, ...]. reward: [B, T, ...]. terminated, truncated: bool[B, T]. All are 0 where no step is.
+      is_first: bool[B, T + 1]; the step opens an episode.
+      mask: bool[B, T]; a step to learn from: no burn-in, no padding, no final observation.
+      recurrent_state: pytree [B, ...]; the one stored with the first step; None unless asked for.
+      extras: pytree [B, T, ...], without the recurrent state.
+    """
+
+    obs: Any
+    action: Any
+    reward: jax.Array
+    terminated: jax.Array
+    truncated: jax.Array
+    is_first: jax.Array
+    mask: jax.Array
+    recurrent_state: Any
+    extras: Any
+
+
+class Pair(Node):
+    """An observation and a later one, leaves `[B, ...]`.
+
+    Fields:
+      obs: pytree. action: pytree; taken there.
+      future_obs: pytree as obs; the observation `num_steps` rows later, an episode's final one included.
+      num_steps: int32[B], at least 1; 0, with the same observation, where none is known (see `FutureView`). It counts rows: across
+        episodes, final observations too.
+      extras: pytree; the anchor step's own.
+    """
+
+    obs: Any
+    action: Any
+    future_obs: Any
+    num_steps: jax.Array
+    extras: Any

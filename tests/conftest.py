@@ -6,7 +6,7 @@ import itertools
 import os
 import signal
 
-import compilations
+from tests.support import compilations
 
 compilations.use_cache()
 
@@ -14,7 +14,7 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from jaxreplay import platforms  # noqa: E402
+from jaxreplay.storage import platforms  # noqa: E402
 
 SOAK = os.environ.get("JAXREPLAY_SOAK") == "1"
 PLATFORM = os.environ.get("JAXREPLAY_PLATFORM")

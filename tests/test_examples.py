@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import SOAK
+
+from tests.conftest import SOAK
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 pytestmark = pytest.mark.usefixtures("optimized")

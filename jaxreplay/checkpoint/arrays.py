@@ -19,10 +19,10 @@ import google_crc32c
 import numpy as np
 import zstandard
 
+from jaxreplay._util.names import printable
 from jaxreplay.checkpoint.files import BrokenError, Files
 from jaxreplay.checkpoint.groups import Group
 from jaxreplay.checkpoint.store import array_name
-from jaxreplay.paths import printable
 
 _DESCRIPTION = "zarr.json"
 _PIECE = 2**20  # bytes that are read at a time, where nothing is kept

@@ -11,8 +11,12 @@ from typing import Any
 
 import jax
 
-from jaxreplay import checks
-from jaxreplay.buffer import ReplayBuffer
+from jaxreplay._util import checks
+from jaxreplay._util.checks import check_not_forked
+from jaxreplay._util.signals import uninterrupted
+from jaxreplay.buffers.replay_buffer import ReplayBuffer
+from jaxreplay.buffers.rollout import Rollout
+from jaxreplay.buffers.state_checks import check_state
 from jaxreplay.checkpoint import planning, reading, rows, schema, verifying
 from jaxreplay.checkpoint.files import BrokenError
 from jaxreplay.checkpoint.generations import Generations
@@ -24,10 +28,6 @@ from jaxreplay.checkpoint.salvage import Lost
 from jaxreplay.checkpoint.saving import Saving
 from jaxreplay.checkpoint.store import store_at
 from jaxreplay.checkpoint.verifying import Verified
-from jaxreplay.interrupts import uninterrupted
-from jaxreplay.monitor import check_not_forked
-from jaxreplay.rollouts import Rollout
-from jaxreplay.state_check import check_state
 
 _MIB = 2**20
 _SMALL = 8 * _MIB  # bytes that `pump` copies at a time

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxreplay import leaves, ring
+from jaxreplay._util.names import printable
 from jaxreplay.checkpoint import schema
 from jaxreplay.checkpoint.arrays import Array
 from jaxreplay.checkpoint.files import BrokenError, Files
@@ -14,7 +14,7 @@ from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.row_reader import RowReader
 from jaxreplay.checkpoint.store import array_name, store_at
 from jaxreplay.inspection.contents import COUNTERS, Contents, leaf_bytes, numbers_in_order, spread
-from jaxreplay.paths import printable
+from jaxreplay.storage import arrays, ring
 
 _TREE = "sampler.tree.sums.0"
 
@@ -48,12 +48,12 @@ class _Leaf:
     @classmethod
     def of(cls, name: str, text: str) -> "_Leaf":
         dtype, shape = schema.dtype_and_shape(name, text)
-        bits = leaves.carrier(dtype) if name.startswith("steps") else None
+        bits = arrays.carrier(dtype) if name.startswith("steps") else None
         return cls(name, dtype, dtype, shape) if bits is None else cls(f"{name}.bits", np.dtype(bits), dtype, shape)
 
     def read(self, reader: RowReader, rows: np.ndarray) -> np.ndarray:
         values = reader.read(self.array, self.shape, self.stored, rows)
-        return values if self.stored == self.dtype else leaves.decode_on_host(values, self.dtype)
+        return values if self.stored == self.dtype else arrays.decode_on_host(values, self.dtype)
 
 
 def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:

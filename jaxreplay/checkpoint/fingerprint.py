@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay import leaves, ring, sizes
-from jaxreplay.bits import avalanche
+from jaxreplay._util import pow2
+from jaxreplay._util.random import avalanche
 from jaxreplay.checkpoint import rows
 from jaxreplay.checkpoint.rows import Picked
-from jaxreplay.drawable import ReplayState
+from jaxreplay.storage import arrays, ring
+from jaxreplay.storage.sampleable import ReplayState
 
 _BLOCK = 4096  # rows at a time: one program is compiled
 _MOST_ELEMENTS = 256  # of a row of one leaf, that are all hashed
@@ -31,10 +32,10 @@ _GOLDEN, _FOR_NUMBERS, _FOR_STREAMS = 0x9E3779B9, 0x27D4EB2F, 0x165667B1  # odd:
 def of_rows(state: ReplayState, picked: Picked) -> jax.Array:
     """Compute the fingerprint of rows that a state has, at least one: uint32[]. It is the same on every platform."""
     stored, total = rows.split(state)[0], jnp.uint32(0)
-    arrays = rows.rows_at(picked, state.layout.length), picked.number.astype(np.uint32), picked.env.astype(np.uint32)
+    columns = rows.rows_at(picked, state.layout.length), picked.number.astype(np.uint32), picked.env.astype(np.uint32)
     for start in range(0, len(picked.env), _BLOCK):
-        block = [array[start : start + _BLOCK] for array in arrays]
-        total = _add(total, stored, *(sizes.padded(array, _BLOCK, array[0]) for array in block), len(block[0]))
+        block = [array[start : start + _BLOCK] for array in columns]
+        total = _add(total, stored, *(pow2.padded(array, _BLOCK, array[0]) for array in block), len(block[0]))
     return total
 
 
@@ -51,11 +52,11 @@ def hashes(stored: Any, row: jax.Array, number: jax.Array, env: jax.Array) -> ja
       env: uint32[K], the stream of each row. number: uint32[K], its number there.
     """
     content, num_words = jnp.zeros_like(number), 0
-    for leaf in leaves.stored_leaves(stored):
+    for leaf in arrays.stored_leaves(stored):
         size = math.prod(leaf.shape[1:])
         if not size:
             continue
-        words = _words(leaves.take(leaf, row) if size <= _MOST_ELEMENTS else leaves.take_elements(leaf, row, _places(size, number)))
+        words = _words(arrays.take(leaf, row) if size <= _MOST_ELEMENTS else arrays.take_elements(leaf, row, _places(size, number)))
         # Each word's place in the row is part of what is hashed.
         salt = np.arange(num_words, num_words + words.shape[-1], dtype=np.uint32) * np.uint32(_GOLDEN)
         content += avalanche(words ^ salt).sum(axis=-1, dtype=jnp.uint32)
@@ -78,7 +79,7 @@ def _words(values: jax.Array) -> jax.Array:
         values = jnp.stack([values.real, values.imag], axis=-1)
     elif dtype == jnp.bool_:
         values = values.astype(jnp.uint8)
-    elif (carrier := leaves.carrier(np.dtype(dtype))) is not None and leaves.num_bits(np.dtype(dtype)) < 8:
+    elif (carrier := arrays.carrier(np.dtype(dtype))) is not None and arrays.num_bits(np.dtype(dtype)) < 8:
         values = values.astype(carrier)  # exact
     size = np.dtype(values.dtype).itemsize
     words = jax.lax.bitcast_convert_type(values, {1: jnp.uint8, 2: jnp.uint16}.get(size, jnp.uint32))  # 64 bits become two words

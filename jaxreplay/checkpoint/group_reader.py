@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxreplay import ring
+from jaxreplay._util.names import named
 from jaxreplay.checkpoint import arrays, rows
 from jaxreplay.checkpoint.arrays import Array, Buffers
 from jaxreplay.checkpoint.files import LARGE, Files
@@ -19,7 +19,7 @@ from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.rows import Picked
 from jaxreplay.checkpoint.salvage import Holes
 from jaxreplay.checkpoint.store import array_name
-from jaxreplay.paths import named
+from jaxreplay.storage import ring
 
 _AHEAD = 2**29  # bytes that a system may read before they are asked for
 

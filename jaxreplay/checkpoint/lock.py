@@ -12,8 +12,8 @@ import warnings
 import weakref
 from typing import Any
 
+from jaxreplay._util.signals import uninterrupted
 from jaxreplay.checkpoint.files import HeldError
-from jaxreplay.interrupts import uninterrupted
 
 try:
     import fcntl

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxreplay._util.names import printable
 from jaxreplay.checkpoint import schema
 from jaxreplay.checkpoint.files import BrokenError
 from jaxreplay.checkpoint.groups import Groups, Save, Seals
-from jaxreplay.paths import printable
 
 FORMAT = 5  # of the files, and of what the leaves of a state mean
 STEPS = -(2**63), 2**63 - 1  # the smallest one that there is, and the largest

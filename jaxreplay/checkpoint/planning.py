@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxreplay import sizes
+from jaxreplay._util import pow2
 from jaxreplay._version import __version__
 from jaxreplay.checkpoint import reuse, rows
 from jaxreplay.checkpoint.files import Files
@@ -76,7 +76,7 @@ def planned(
     length, num_rewritten = 1, 0
     span, since, kept = Span(np.zeros(0, np.int64), np.zeros(0, np.int64)), np.zeros(0, np.int64), []
     row_bytes = sum(leaf.nbytes for leaf in stored_leaves) // replay.capacity if stored_leaves else 0
-    most = sizes.power_below(min(group_bytes // (row_bytes + _BOOKKEEPING), MOST_ROWS))
+    most = pow2.power_below(min(group_bytes // (row_bytes + _BOOKKEEPING), MOST_ROWS))
     if stored_leaves:
         length, num_rewritten = replay.length, rows.num_rewritten(state)
         span = rows.span_of(rows.heads_of(state), length)
@@ -87,7 +87,7 @@ def planned(
     saves = [*again.values(), Save(folder, length, since, span.end)]
     cuts = [list(cut(save, most)) for save in saves[:-1]]
     num_rows = sum(int((save.end - save.since).sum()) for save in saves)
-    group_rows = min(most, sizes.power_above(num_rows))
+    group_rows = min(most, pow2.power_above(num_rows))
     draft = Manifest(
         folder=folder,
         step=step,

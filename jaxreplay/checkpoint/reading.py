@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxreplay._util.signals import uninterrupted
 from jaxreplay.checkpoint import verifying
 from jaxreplay.checkpoint.files import BrokenError, Files
 from jaxreplay.checkpoint.generations import Generations
@@ -13,7 +14,6 @@ from jaxreplay.checkpoint.identity import check_fits
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.restoring import Reading
 from jaxreplay.checkpoint.salvage import Lost
-from jaxreplay.interrupts import uninterrupted
 
 
 class Restored(NamedTuple):

@@ -10,16 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay import leaves, memory, resize
-from jaxreplay.checkpoint import arrays, rows, salvage, unwritten
+from jaxreplay._util.names import named
+from jaxreplay._util.signals import uninterrupted
+from jaxreplay.buffers import memory
+from jaxreplay.checkpoint import arrays, resize, rows, salvage, unwritten
 from jaxreplay.checkpoint.arrays import Array
 from jaxreplay.checkpoint.files import BrokenError, Files
 from jaxreplay.checkpoint.group_reader import Ahead, GroupReader, flags_of, in_turn
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.salvage import Holes
 from jaxreplay.checkpoint.store import array_name
-from jaxreplay.interrupts import uninterrupted
-from jaxreplay.paths import named
+from jaxreplay.storage import platforms
+from jaxreplay.storage.arrays import is_plain
 
 _THREADS = 2  # that read large chunks; with more they wait for each other, as they do where they read small ones
 
@@ -94,10 +96,10 @@ class Reading:
 
     def _begun(self, replay: Any, example: Any, sharding: Any) -> tuple[Any, Any]:
         """Rows that are to be filled, and what the rest is like."""
-        if sharding is None and memory.default_device().platform == "cpu":
+        if sharding is None and platforms.default_device().platform == "cpu":
             memory.check_fits("restore", replay.memory(example))
             stored, rest = rows.split(jax.eval_shape(replay.init, example))
-            if leaves.is_plain(stored):
+            if is_plain(stored):
                 return unwritten.like(stored), rest
         state = replay.init(example) if sharding is None else jax.jit(lambda: replay.init(example), out_shardings=sharding)()
         stored, rest = rows.split(state)
@@ -138,7 +140,7 @@ class Reading:
     def _rows(self, stored: Any, specs: Any, length: int) -> Any:
         """New rows, which are taken over, with those that are read."""
         described = named(specs)
-        found = named(stored) if leaves.is_plain(stored) else []
+        found = named(stored) if is_plain(stored) else []
         places = [place for _, leaf in found if (place := rows.memory_of(leaf)) is not None]
         is_here = len(places) == len(described)
         at_once = _THREADS + (is_here and not self._store.is_far)  # of others, what is under way takes memory

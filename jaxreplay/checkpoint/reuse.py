@@ -8,14 +8,14 @@ import itertools
 
 import numpy as np
 
-from jaxreplay import sizes
+from jaxreplay._util import pow2
+from jaxreplay._util.names import named
 from jaxreplay.checkpoint import arrays, fingerprint, rows
 from jaxreplay.checkpoint.files import BrokenError, Files
 from jaxreplay.checkpoint.groups import Group, Save
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.rows import Picked, Span
-from jaxreplay.drawable import ReplayState
-from jaxreplay.paths import named
+from jaxreplay.storage.sampleable import ReplayState
 
 
 def kept_of(
@@ -74,7 +74,7 @@ def _has(store: Files, state: ReplayState, group: Group, span: Span, damaged: di
     if is_held.all():
         return int(fingerprint.of_rows(state, picked)) == group.fingerprint
     index = rows.rows_at(Picked(picked.env[is_held], picked.number[is_held]), state.layout.length)
-    own, _ = rows.read(state, sizes.padded(index, sizes.power_above(len(is_held)), index[-1]))  # few programs are compiled
+    own, _ = rows.read(state, pow2.padded(index, pow2.power_above(len(is_held)), index[-1]))  # few programs are compiled
     try:
         for name, leaf in named(own):
             if leaf.size:

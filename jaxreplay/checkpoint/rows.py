@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay import leaves, ring, sizes
-from jaxreplay.drawable import ReplayState
-from jaxreplay.paths import named
+from jaxreplay._util import pow2
+from jaxreplay._util.names import named
+from jaxreplay.storage import arrays, ring
+from jaxreplay.storage.sampleable import ReplayState
 
 _RUN = 2**15  # bytes in a row from which on a call to the system of their own is faster than a copy
 
@@ -46,9 +47,9 @@ def split(state: Any) -> tuple[Any, Any]:
 
 
 def specs_of(shape: Any) -> Any:
-    """Of the rows of a state, or of the shapes of one: their plain form, which is the same on every platform (`leaves.py`)."""
+    """Of the rows of a state, or of the shapes of one: their plain form, which is the same on every platform (`storage/arrays.py`)."""
     stored, _ = split(shape)
-    return stored and {**stored, "steps": leaves.plain_specs(stored["steps"])}
+    return stored and {**stored, "steps": arrays.plain_specs(stored["steps"])}
 
 
 def join(rows: Any, rest: Any) -> Any:
@@ -98,15 +99,15 @@ def heads_of(state: ReplayState) -> tuple[jax.Array, jax.Array, jax.Array]:
 def read(state: ReplayState, index: jax.Array) -> tuple[Any, Any]:
     """The rows, which must be in bounds, in their plain form, and the heads as of now."""
     rows, _ = split(state)
-    return leaves.take_plain(rows, index), _heads(state)
+    return arrays.take_plain(rows, index), _heads(state)
 
 
 def put(rows: Any, index: np.ndarray, values: Any) -> Any:
     """New rows that nobody else has, with plain values at int32[K]; those past the end are dropped. They are taken over."""
-    size = sizes.power_above(len(index))  # few programs are compiled
+    size = pow2.power_above(len(index))  # few programs are compiled
     if size > len(index):
         values = jax.tree.map(lambda leaf: np.resize(leaf, (size, *leaf.shape[1:])), values)
-    return jax.block_until_ready(_in_place(_write, rows, sizes.padded(index, size, len(jax.tree.leaves(rows)[0])), values))
+    return jax.block_until_ready(_in_place(_write, rows, pow2.padded(index, size, len(jax.tree.leaves(rows)[0])), values))
 
 
 def memory_of(leaf: jax.Array) -> np.ndarray | None:
@@ -128,7 +129,7 @@ def views_of(rows: Any) -> dict[str, np.ndarray] | None:
     While there is a view, an add copies the leaf. It is of the leaf's only part, and not of the leaf itself, which would keep it.
     """
     found = named(rows)
-    if not found or not leaves.is_plain(rows) or not all(_is_here(leaf) for _, leaf in found):
+    if not found or not arrays.is_plain(rows) or not all(_is_here(leaf) for _, leaf in found):
         return None
     return {name: np.asarray(leaf.addressable_data(0)) for name, leaf in found}
 
@@ -151,7 +152,7 @@ def _jitted(function: Any, structure: Any, shardings: tuple[Any, ...]) -> Any:
 
 def _write(rows: Any, index: jax.Array, values: Any) -> Any:
     """Rows past the end are dropped."""
-    return leaves.put_plain(rows, index, values)
+    return arrays.put_plain(rows, index, values)
 
 
 def chunk_rows(leaf: Any, num_bytes: int) -> int:

@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay import autoreset, ring
 from jaxreplay.checkpoint.manifest import Manifest
-from jaxreplay.drawable import ReplayState
-from jaxreplay.layout import Layout
-from jaxreplay.streams import Streams
+from jaxreplay.storage import autoreset, ring
+from jaxreplay.storage.layout import Layout
+from jaxreplay.storage.sampleable import ReplayState
+from jaxreplay.storage.streams import Streams
 
 
 class Lost(NamedTuple):

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxreplay import sizes
+from jaxreplay._util import pow2
+from jaxreplay._util.names import named
+from jaxreplay._util.signals import uninterrupted
 from jaxreplay.checkpoint import arrays, fingerprint, rows
 from jaxreplay.checkpoint.files import Files
 from jaxreplay.checkpoint.groups import Group, Seals
@@ -17,8 +19,6 @@ from jaxreplay.checkpoint.planning import Plan
 from jaxreplay.checkpoint.rows import Picked
 from jaxreplay.checkpoint.store import array_name
 from jaxreplay.checkpoint.trim import Trimmer
-from jaxreplay.interrupts import uninterrupted
-from jaxreplay.paths import named
 
 
 class Saving:
@@ -145,7 +145,7 @@ class Saving:
         values = heads = None
         if self._places is None:
             index = rows.rows_at(picked, self._length)
-            values, heads = rows.read(state, sizes.padded(index, self._group_rows, index[-1]))
+            values, heads = rows.read(state, pow2.padded(index, self._group_rows, index[-1]))
         self._copied.put((group, total, values, heads))
         self._next = next(self._plan, None)
         if self._next is None:

@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxreplay._util.names import printable
 from jaxreplay.checkpoint.files import BrokenError
-from jaxreplay.paths import printable
 
 _FOLDER = re.compile(r"[0-9]{10}-[0-9a-f]{8}")
 _SPEC = re.compile(r"([a-z][a-z0-9_]{0,30})\[([0-9]{1,12}(?:, [0-9]{1,12}){0,60})?\]")

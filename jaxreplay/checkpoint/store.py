@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorstore as ts
 
-from jaxreplay import checks
+from jaxreplay._util import checks
 from jaxreplay.checkpoint.files import Files
 from jaxreplay.checkpoint.folder import Folder
 from jaxreplay.checkpoint.objects import Objects

@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay import leaves, ring
-from jaxreplay.buffer import ReplayBuffer
-from jaxreplay.description import description
-from jaxreplay.drawable import Drawable, ReplayState
-from jaxreplay.paths import named, spec_text
-from jaxreplay.state_check import check_state
+from jaxreplay._util.names import description, named, spec_text
+from jaxreplay.buffers.replay_buffer import ReplayBuffer
+from jaxreplay.buffers.state_checks import check_state
+from jaxreplay.storage import arrays, ring
+from jaxreplay.storage.sampleable import Drawable, ReplayState
 
 _BLOCK_BYTES = 4 * 2**20
 
@@ -51,7 +50,7 @@ def contents_of(replay: Any, state: Any, max_bytes: int) -> Contents:
     end = lap * replay.length + head
     first = end - filled
     rows = rows_in_order(first, end, replay.length)
-    held = named({"steps": steps}, is_leaf=leaves.is_compound)
+    held = named({"steps": steps}, is_leaf=arrays.is_compound)
 
     def read(leaf: Any, chosen: np.ndarray, dtype: Any = None) -> np.ndarray:
         """Read rows of a leaf, a block at a time."""
@@ -109,7 +108,7 @@ def leaf_bytes(shape: tuple[int, ...], dtype: Any) -> int:
 
 @jax.jit
 def _take(leaf: Any, rows: jax.Array) -> jax.Array:
-    return leaves.take(leaf, rows)
+    return arrays.take(leaf, rows)
 
 
 @functools.partial(jax.jit, static_argnums=0)

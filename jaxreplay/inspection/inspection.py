@@ -5,11 +5,11 @@ import json
 import math
 from typing import Any
 
+from jaxreplay._util.names import printable
 from jaxreplay.inspection import measure
 from jaxreplay.inspection.contents import Contents
 from jaxreplay.inspection.page import page
 from jaxreplay.inspection.text import text
-from jaxreplay.paths import printable
 
 
 @dataclasses.dataclass(frozen=True)

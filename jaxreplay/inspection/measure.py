@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxreplay import autoreset
 from jaxreplay.inspection.contents import Contents, numbers_in_order
+from jaxreplay.storage import autoreset
 
 _BINS = 30
 

@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxreplay import bits
-from jaxreplay.drawable import Drawable
-from jaxreplay.draws import split_by
+from jaxreplay._util import random
 from jaxreplay.samplers.sampler import Draw, Sampler
-from jaxreplay.streams import of_stream
-from jaxreplay.window import Window
+from jaxreplay.storage.layout import Window
+from jaxreplay.storage.sampleable import Drawable
+from jaxreplay.storage.search import split_by
+from jaxreplay.storage.streams import of_stream
 
 
 class UniformEpisodes(Sampler):
@@ -33,13 +33,13 @@ class UniformEpisodes(Sampler):
         return dataclasses.replace(window if self.unfinished else window.widened(before=None, after=None), looks_up=True)
 
     def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> Draw:
-        high, low = bits.draw(key, batch_size)
+        high, low = random.draw(key, batch_size)
         skipped, count = self._stored(drawable)
         total = count.sum(dtype=jnp.int32)
-        env, nth = split_by(count, bits.below(high, low, total), drawable.layout.traits)
+        env, nth = split_by(count, random.below(high, low, total), drawable.layout.traits)
         first, _ = drawable.episodes.range_of(env, nth + skipped[env])
         size = self._size_of(drawable, first)
-        nth_row = bits.below(*bits.remix(high, low, jnp.uint32(0)), size)
+        nth_row = random.below(*random.remix(high, low, jnp.uint32(0)), size)
         return Draw(state, drawable.layout.ahead(first, nth_row), _probability(total, size))
 
     def probability(self, state: Any, drawable: Drawable, row: jax.Array) -> jax.Array:

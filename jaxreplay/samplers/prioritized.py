@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay import bits, ring
-from jaxreplay.drawable import Change, Drawable
-from jaxreplay.layout import Layout
+from jaxreplay._util import random
+from jaxreplay._util.struct import Node
 from jaxreplay.samplers.sampler import Draw, PrioritySampler
-from jaxreplay.struct import Node
-from jaxreplay.sum_tree import SumTree, SumTreeState
+from jaxreplay.samplers.sum_tree import SumTree, SumTreeState
+from jaxreplay.storage import ring
+from jaxreplay.storage.layout import Layout, Window
+from jaxreplay.storage.sampleable import Change, Drawable
 from jaxreplay.types import Index
-from jaxreplay.window import Window
 
 SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest number that no processor flushes to 0
 _MAX_COUNT = np.uint32(2**32 - 1)
@@ -120,8 +120,8 @@ class Prioritized(PrioritySampler):
 
     def draw(self, state: PrioritizedState, drawable: Drawable, key: jax.Array, batch_size: int) -> Draw:
         layout, tree = drawable.layout, self._tree(drawable.layout)
-        high, low = bits.draw(key, batch_size)
-        target = bits.fraction(high)
+        high, low = random.draw(key, batch_size)
+        target = random.fraction(high)
         if self.stratified:
             target = (ring.places(batch_size).astype(jnp.float32) + target) / batch_size
         leaf, mass = tree.find(state.tree, target, low)

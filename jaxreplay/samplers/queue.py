@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay import ring
-from jaxreplay.drawable import Drawable
-from jaxreplay.draws import split_by
-from jaxreplay.layout import Layout
+from jaxreplay._util.struct import Node
 from jaxreplay.samplers.sampler import ConsumingSampler, Draw
-from jaxreplay.struct import Node
+from jaxreplay.storage import ring
+from jaxreplay.storage.layout import Layout
+from jaxreplay.storage.sampleable import Drawable
+from jaxreplay.storage.search import split_by
 
 _MAX_COUNT = np.uint32(2**32 - 1)
 

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxreplay import ring
-from jaxreplay.drawable import Change, Drawable
-from jaxreplay.layout import Layout
 from jaxreplay.samplers.prioritized import SMALLEST, Prioritized, PrioritizedState, accept, give, is_positive, leaf_of
+from jaxreplay.storage import ring
+from jaxreplay.storage.layout import Layout
+from jaxreplay.storage.sampleable import Change, Drawable
 from jaxreplay.types import Index
 
 

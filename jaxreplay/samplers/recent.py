@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay import bits, draws, ring
-from jaxreplay.drawable import Drawable
+from jaxreplay._util import random
 from jaxreplay.samplers.sampler import Draw, Sampler
-from jaxreplay.sum_tree import SumTree
+from jaxreplay.samplers.sum_tree import SumTree
+from jaxreplay.storage import ring
+from jaxreplay.storage.sampleable import Drawable
 
 _SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest number that no processor flushes to 0
 
@@ -32,13 +33,13 @@ class Recent(Sampler):
             raise ValueError(f"Recent: decay must be in (0, 1], got {self.decay}")
 
     def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> Draw:
-        high, low = bits.draw(key, batch_size)
+        high, low = random.draw(key, batch_size)
         count = drawable.count()
         # A tree never draws a stream without rows, whatever the rounding, and tells small streams apart where a sum's 24 bits do not.
         tree = SumTree.on(drawable.layout.traits, drawable.layout.num_envs)
         mass = self._mass(count)
-        env, _ = tree.find(tree.set_range(tree.init(), jnp.int32(0), mass, mass >= 0), bits.fraction(high), low)
-        nth_newest = draws.geometric(self.decay, count[env], *bits.remix(high, low, jnp.uint32(0)))
+        env, _ = tree.find(tree.set_range(tree.init(), jnp.int32(0), mass, mass >= 0), random.fraction(high), low)
+        nth_newest = random.geometric(self.decay, count[env], *random.remix(high, low, jnp.uint32(0)))
         row = drawable.select(env, count[env] - nth_newest)
         return Draw(state, row, self._probability(count, nth_newest - 1))
 

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay.drawable import Change, Drawable
-from jaxreplay.layout import Layout
-from jaxreplay.struct import Static
+from jaxreplay._util.struct import Static
+from jaxreplay.storage.layout import Layout, Window
+from jaxreplay.storage.sampleable import Change, Drawable
 from jaxreplay.types import Index
-from jaxreplay.window import Window
 
 
 class Draw(NamedTuple):
@@ -118,3 +117,8 @@ class ConsumingSampler(Sampler):
     def can_add(self, state: Any, drawable: Drawable, num_rows: int) -> jax.Array:
         """Whether as many more rows of each stream overwrite nothing that is still to be taken: bool[]."""
         raise NotImplementedError(f"{type(self).__name__} hands out each row once, and must have can_add")
+
+
+def uniform_probability(total: jax.Array) -> jax.Array:
+    """Of one thing among `total` that are alike: float32[...], 0 where there are none."""
+    return jnp.where(total > 0, 1 / jnp.maximum(total, 1).astype(jnp.float32), 0)

@@ -5,10 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxreplay import bits
-from jaxreplay.drawable import Drawable
-from jaxreplay.draws import split_by, uniform_probability, written_row
-from jaxreplay.samplers.sampler import Draw, Sampler
+from jaxreplay._util import random
+from jaxreplay.samplers.sampler import Draw, Sampler, uniform_probability
+from jaxreplay.storage.sampleable import Drawable
+from jaxreplay.storage.search import split_by
+from jaxreplay.storage.streams import written_row
 
 _MAX_REDRAWS = 16
 _TRIES_AT_ONCE = 4  # on an accelerator
@@ -28,16 +29,16 @@ class Uniform(Sampler):
     """
 
     def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> Draw:
-        high, low = bits.draw(key, batch_size)
+        high, low = random.draw(key, batch_size)
         drawable_rows, traits = drawable.count(), drawable.layout.traits
         total = drawable_rows.sum(dtype=jnp.int32)
         probability = jnp.broadcast_to(uniform_probability(total), (batch_size,))
         if drawable.layout.window.stride > _MOST_TRIES:
-            row = drawable.select(*split_by(drawable_rows, bits.below(high, low, total), traits))
+            row = drawable.select(*split_by(drawable_rows, random.below(high, low, total), traits))
             return Draw(state, row, probability)
 
         def selected(tries, row, is_drawn):
-            env, nth = split_by(drawable_rows, bits.below(*bits.remix(high, low, tries), total), traits)
+            env, nth = split_by(drawable_rows, random.below(*random.remix(high, low, tries), total), traits)
             return jnp.where(is_drawn, row, drawable.select(env, nth))
 
         if not traits.has_loops:
@@ -49,7 +50,7 @@ class Uniform(Sampler):
 
         def redraw(carry):
             tries, row, is_drawn = carry
-            other = written_row(drawable.streams, *bits.remix(high, low, tries))
+            other = written_row(drawable.streams, *random.remix(high, low, tries))
             return tries + 1, jnp.where(is_drawn, row, other), is_drawn | drawable.contains(other)
 
         def select(carry):
@@ -74,7 +75,7 @@ class Uniform(Sampler):
 
 def _first_drawn(drawable: Drawable, high: jax.Array, low: jax.Array, num_tries: int) -> tuple[jax.Array, jax.Array]:
     """The first drawable row of several draws, or the last one where none is: int32[B], bool[B]. In one read."""
-    tries = [(high, low), *(bits.remix(high, low, jnp.uint32(nth)) for nth in range(num_tries - 1))]
+    tries = [(high, low), *(random.remix(high, low, jnp.uint32(nth)) for nth in range(num_tries - 1))]
     if drawable.layout.traits.in_line:  # one by one: the tries go into the kernel that chooses among them
         rows = [written_row(drawable.streams, *words) for words in tries]
         is_drawn = [drawable.contains(row) for row in rows]

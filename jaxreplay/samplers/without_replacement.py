@@ -6,14 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay import bits, ring
-from jaxreplay.drawable import Drawable
-from jaxreplay.draws import split_by, uniform_probability
-from jaxreplay.layout import Layout
-from jaxreplay.permutation import permute
-from jaxreplay.platforms import Traits
-from jaxreplay.samplers.sampler import ConsumingSampler, Draw
-from jaxreplay.struct import Node
+from jaxreplay._util import random
+from jaxreplay._util.struct import Node
+from jaxreplay.samplers.permutation import permute
+from jaxreplay.samplers.sampler import ConsumingSampler, Draw, uniform_probability
+from jaxreplay.storage import ring
+from jaxreplay.storage.layout import Layout
+from jaxreplay.storage.platforms import Traits
+from jaxreplay.storage.sampleable import Drawable
+from jaxreplay.storage.search import split_by
 
 _MAX_ROUNDS = 8  # a batch of rows is examined in each
 
@@ -62,7 +63,7 @@ class WithoutReplacement(ConsumingSampler):
     def draw(self, state: WithoutReplacementState, drawable: Drawable, key: jax.Array, batch_size: int) -> Draw:
         held = drawable.count()
         total = held.sum(dtype=jnp.int32)
-        fresh = WithoutReplacementState(jnp.concatenate(bits.draw(key, 1)), jnp.int32(0), drawable.first_rank(), held)
+        fresh = WithoutReplacementState(jnp.concatenate(random.draw(key, 1)), jnp.int32(0), drawable.first_rank(), held)
 
         def goes_on(carry):
             rounds, state, taken, _ = carry

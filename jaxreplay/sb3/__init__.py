@@ -11,8 +11,8 @@ except ImportError as error:
     raise ImportError("jaxreplay.sb3 needs Stable-Baselines3: pip install 'jaxreplay[sb3]'") from error
 
 from jaxreplay.sb3.buffers import DictReplayBuffer, NStepReplayBuffer, PrioritizedReplayBuffer, PrioritizedSamples, ReplayBuffer
+from jaxreplay.sb3.dqn import PrioritizedDQN
 from jaxreplay.sb3.hindsight import HerReplayBuffer
-from jaxreplay.sb3.prioritized_dqn import PrioritizedDQN
 
 __all__ = [
     "DictReplayBuffer",

@@ -10,14 +10,14 @@ import torch
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import VecNormalize
 
-from jaxreplay.interrupts import uninterrupted
-from jaxreplay.jitted import method, program
+from jaxreplay._util.signals import uninterrupted
+from jaxreplay.buffers.jitted import method, program
 from jaxreplay.samplers.prioritized import Prioritized
-from jaxreplay.sb3.learned import LearnedView
-from jaxreplay.sb3.stored import StoredOnce
+from jaxreplay.sb3.base import StoredOnce
+from jaxreplay.sb3.batch import LearnedView
+from jaxreplay.targets import importance_weights
 from jaxreplay.torch import to_torch
 from jaxreplay.types import Index, Sample
-from jaxreplay.weights import importance_weights
 
 
 class ReplayBuffer(StoredOnce):

@@ -15,11 +15,11 @@ from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 from stable_baselines3.her.goal_selection_strategy import GoalSelectionStrategy
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer as TheirHerReplayBuffer
 
-from jaxreplay import checks
-from jaxreplay.interrupts import uninterrupted
-from jaxreplay.jitted import program
-from jaxreplay.sb3.learned import LearnedView
-from jaxreplay.sb3.stored import StoredOnce
+from jaxreplay._util import checks
+from jaxreplay._util.signals import uninterrupted
+from jaxreplay.buffers.jitted import program
+from jaxreplay.sb3.base import StoredOnce
+from jaxreplay.sb3.batch import LearnedView
 from jaxreplay.views.hindsight import Hindsight
 
 

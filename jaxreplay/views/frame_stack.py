@@ -6,13 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxreplay import ring
-from jaxreplay.checks import check_size
-from jaxreplay.layout import Layout
-from jaxreplay.paths import named
-from jaxreplay.views.anchor import Anchor, Changed
+from jaxreplay._util.checks import check_size
+from jaxreplay._util.names import named
+from jaxreplay.storage import ring
+from jaxreplay.storage.layout import Layout, Window
+from jaxreplay.views.row_reader import Anchor, Changed
 from jaxreplay.views.view import WrappedView
-from jaxreplay.window import Window
 
 PADS = ("zero", "repeat")
 

@@ -1,36 +1,16 @@
 """Pairs of an observation and a later one of its episode, at a geometric horizon."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from jaxreplay import draws
-from jaxreplay.checks import check_size
-from jaxreplay.struct import Node
-from jaxreplay.views.anchor import Anchor
+from jaxreplay._util import random
+from jaxreplay._util.checks import check_size
+from jaxreplay.storage.layout import Window
+from jaxreplay.types import Pair
+from jaxreplay.views.row_reader import Anchor
 from jaxreplay.views.view import View
-from jaxreplay.window import Window
 
 TAILS = ("truncate", "clip")
-
-
-class Pair(Node):
-    """An observation and a later one, leaves `[B, ...]`.
-
-    Fields:
-      obs: pytree. action: pytree; taken there.
-      future_obs: pytree as obs; the observation `num_steps` rows later, an episode's final one included.
-      num_steps: int32[B], at least 1; 0, with the same observation, where none is known (see `FutureView`). It counts rows: across
-        episodes, final observations too.
-      extras: pytree; the anchor step's own.
-    """
-
-    obs: Any
-    action: Any
-    future_obs: Any
-    num_steps: jax.Array
-    extras: Any
 
 
 class FutureView(View):
@@ -71,7 +51,7 @@ class FutureView(View):
         return True
 
     def read(self, anchor: Anchor) -> Pair:
-        num_steps = draws.geometric(self.discount, self._bound(anchor), *anchor.words(0), clip=self.tail == "clip")
+        num_steps = random.geometric(self.discount, self._bound(anchor), *anchor.words(0), clip=self.tail == "clip")
         return Pair(
             obs=anchor.obs(0),
             action=anchor.action(0),

@@ -7,14 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxreplay import bits
-from jaxreplay.checks import check_callable, check_leaves
-from jaxreplay.layout import Layout
-from jaxreplay.paths import spec_text
+from jaxreplay._util import random
+from jaxreplay._util.checks import check_callable, check_leaves
+from jaxreplay._util.names import spec_text
+from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.types import Step
-from jaxreplay.views.anchor import Anchor, Changed
+from jaxreplay.views.row_reader import Anchor, Changed
 from jaxreplay.views.view import WrappedView
-from jaxreplay.window import Window
 
 STRATEGIES = ("future", "final", "episode", "random")
 
@@ -89,7 +88,7 @@ class Hindsight(WrappedView):
 
     def read(self, anchor: Anchor) -> Any:
         high, _ = anchor.words(0)
-        is_relabelled = bits.fraction(high) < self.ratio
+        is_relabelled = random.fraction(high) < self.ratio
         # What the view below draws, such as a horizon or a goal of its own, must not depend on whether this goal is new.
         inner = anchor.moved(bits=jnp.stack(anchor.words(2)))
         return self.of.read(_Relabelled.around(inner, view=self, is_relabelled=is_relabelled, goal=self._goal(anchor)))
@@ -99,12 +98,12 @@ class Hindsight(WrappedView):
             return anchor.random_row(1).obs(0)[self.achieved]
         to_end = anchor.episodes.steps_to_end(anchor.row)
         if self.strategy == "future":
-            offset = bits.below(*anchor.words(1), to_end) + 1
+            offset = random.below(*anchor.words(1), to_end) + 1
         elif self.strategy == "final":
             offset = to_end
         else:
             from_start = anchor.episodes.steps_from_start(anchor.row)
-            offset = bits.below(*anchor.words(1), from_start + to_end + 1) - from_start
+            offset = random.below(*anchor.words(1), from_start + to_end + 1) - from_start
         return anchor.obs(offset)[self.achieved]
 
 

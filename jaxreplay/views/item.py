@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxreplay.views.anchor import Anchor
+from jaxreplay.views.row_reader import Anchor
 from jaxreplay.views.view import View
 
 

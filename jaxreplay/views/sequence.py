@@ -6,40 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay import ring
-from jaxreplay.checks import check_size
-from jaxreplay.layout import Layout
-from jaxreplay.struct import Node
-from jaxreplay.views.anchor import Anchor
+from jaxreplay._util.checks import check_size
+from jaxreplay.storage import ring
+from jaxreplay.storage.layout import Layout, Window
+from jaxreplay.types import Sequence
+from jaxreplay.views.row_reader import Anchor
 from jaxreplay.views.view import View
-from jaxreplay.window import Window
-
-
-class Sequence(Node):
-    """Steps in a row, leaves `[B, T, ...]`, T = burn_in + length; of `obs` and `is_first` T + 1, the last being what the last step led to.
-
-    Unroll a recurrent network from `recurrent_state`, or its initial one, and reset it before each step where `is_first`: so the steps
-    before an episode's start, which are 0, leave no trace. Learn where `mask`: the burn-in has real steps that only warm the memory up.
-    A truncated step is bootstrapped from `obs[:, t + 1]`, as any other.
-
-    Fields:
-      obs: pytree [B, T + 1, ...]; the true final one after an episode's last step, then 0.
-      action: pytree [B, T, ...]. reward: [B, T, ...]. terminated, truncated: bool[B, T]. All are 0 where no step is.
-      is_first: bool[B, T + 1]; the step opens an episode.
-      mask: bool[B, T]; a step to learn from: no burn-in, no padding, no final observation.
-      recurrent_state: pytree [B, ...]; the one stored with the first step; None unless asked for.
-      extras: pytree [B, T, ...], without the recurrent state.
-    """
-
-    obs: Any
-    action: Any
-    reward: jax.Array
-    terminated: jax.Array
-    truncated: jax.Array
-    is_first: jax.Array
-    mask: jax.Array
-    recurrent_state: Any
-    extras: Any
 
 
 class SequenceView(View):

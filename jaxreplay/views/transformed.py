@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxreplay.checks import check_callable
-from jaxreplay.views.anchor import Anchor
+from jaxreplay._util.checks import check_callable
+from jaxreplay.views.row_reader import Anchor
 from jaxreplay.views.view import WrappedView
 
 

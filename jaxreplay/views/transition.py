@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay import ring
-from jaxreplay.checks import check_size
+from jaxreplay._util.checks import check_size
+from jaxreplay.storage import ring
+from jaxreplay.storage.layout import Window
 from jaxreplay.types import Transition
-from jaxreplay.views.anchor import Anchor
+from jaxreplay.views.row_reader import Anchor
 from jaxreplay.views.view import View
-from jaxreplay.window import Window
 
 
 class TransitionView(View):

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from jaxreplay.layout import Layout
-from jaxreplay.struct import Static
-from jaxreplay.views.anchor import Anchor
-from jaxreplay.window import Window
+from jaxreplay._util.struct import Static
+from jaxreplay.storage.layout import Layout, Window
+from jaxreplay.views.row_reader import Anchor
 
 
 class View(Static):

@@ -1,0 +1,1 @@
+"""Helpers that know nothing of replay: base classes, checks, random bits, names, signals."""

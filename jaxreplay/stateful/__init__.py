@@ -1,0 +1,1 @@
+"""A buffer with a state of its own, for loops that are not jitted."""

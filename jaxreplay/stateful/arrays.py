@@ -1,0 +1,156 @@
+"""Arrays of NumPy, PyTorch and JAX, in and out: what comes in is copied, what goes out is shared."""
+
+import dataclasses
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from jaxreplay._util import checks
+from jaxreplay._util.names import name_of, named
+from jaxreplay.buffers import step_checks
+from jaxreplay.buffers.replay_buffer import ReplayBuffer
+
+NAMES = ("jax", "numpy", "torch")
+OUTSIDE = (
+    "A Replay has a state of its own, so that it cannot be called inside of jit, scan or vmap: it would be changed once, when the function "
+    "is traced, and not when it runs. Use the buffer's methods there, which are pure: state = replay.buffer.add(state, step)"
+)
+# Dtypes that JAX takes as they are, and those that may fit into the 32 bits that it has by default.
+_PLAIN = frozenset(map(np.dtype, ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "float32", "complex64")))
+_NARROWER = {np.dtype(wide): np.dtype(narrow) for wide, narrow in (("int64", "int32"), ("uint64", "uint32"), ("float64", "float32"))}
+_FAR_FROM_INFINITE = 1e38  # in float32
+
+
+def owned(where: str, tree: Any) -> Any:
+    """The same tree of arrays that nobody else will write to, 64-bit numbers in the 32 bits that JAX has by default.
+
+    A JAX array never changes, and is taken as it is. NumPy arrays, numbers and tensors of the host are copied: JAX may read an input after
+    the call returned, when an env has already written its next observation to it. A tensor on an accelerator is copied there.
+
+    Raises:
+      ValueError: a number does not fit, or a leaf is no array; it is named.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    own = [_owned_plainly(leaf) for leaf in leaves]
+    if any(leaf is None for leaf in own):  # the names take longer than all else
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: _owned(where, path, leaf), tree)
+    return jax.tree.unflatten(structure, own)
+
+
+def narrowed(name: str, array: np.ndarray) -> np.ndarray:
+    """64-bit numbers in the 32 bits that JAX has by default. A ValueError names numbers that do not fit."""
+    if array.dtype.kind not in "biufc":
+        return array
+    return checks.cast(name, array, jax.dtypes.canonicalize_dtype(array.dtype), "which is what JAX has unless jax_enable_x64 is on")
+
+
+def given_out(framework: str, tree: Any) -> Any:
+    """The same tree in the arrays of a framework, over the same memory: not to be written to."""
+    if framework == "jax":
+        return tree
+    if framework == "numpy":
+        return jax.tree.map(np.asarray, tree)
+    from jaxreplay.torch import to_torch
+
+    return to_torch(tree)
+
+
+def _owned_plainly(leaf: Any) -> Any:
+    """A leaf that asks for no care, or None."""
+    if type(leaf) is not np.ndarray:
+        return leaf if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) else None
+    if leaf.dtype in _PLAIN:
+        return leaf.copy()
+    target = _NARROWER.get(leaf.dtype)
+    if target is None or jax.dtypes.canonicalize_dtype(leaf.dtype) != target:
+        return None
+    if target == np.float32:
+        return leaf.astype(target) if np.abs(leaf).max(initial=0) < _FAR_FROM_INFINITE else None
+    narrow = leaf.astype(target)
+    return narrow if (narrow == leaf).all() else None
+
+
+def _owned(where: str, path: Any, leaf: Any) -> Any:
+    name = f"{where}: {name_of(path) or 'the leaf'}"
+    if isinstance(leaf, Tracer):
+        raise ValueError(f"{name} is being traced. {OUTSIDE}")
+    if isinstance(leaf, jax.Array):
+        return leaf
+    if _is_tensor(leaf):
+        if leaf.device.type != "cpu" or leaf.dtype == sys.modules["torch"].bfloat16:
+            from jaxreplay.torch import from_torch
+
+            return from_torch(leaf, cast=True)
+        leaf = _on_host(name, leaf)
+    if isinstance(leaf, np.ndarray) and not leaf.dtype.isnative:
+        leaf = leaf.astype(leaf.dtype.newbyteorder("="))
+    if reason := checks.reason_against(leaf):
+        raise ValueError(f"{name}: {reason}")
+    return narrowed(name, np.array(leaf))
+
+
+def _on_host(name: str, tensor: Any) -> np.ndarray:
+    try:
+        return tensor.detach().resolve_conj().resolve_neg().numpy()
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"{name}: this tensor cannot be stored: {error}") from None
+
+
+def _is_tensor(leaf: Any) -> bool:
+    """Without an import: where torch is not loaded there are no tensors."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(leaf, torch.Tensor)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFormat:
+    """Of a step, or an item, of one env."""
+
+    has_flags: bool
+    structure: Any  # of the tree
+    dtypes: tuple[Any, ...]  # of its leaves
+    first_rank: int  # axes of the first leaf
+
+    @classmethod
+    def of(cls, buffer: ReplayBuffer, example: Any) -> "StepFormat":
+        specs = checks.specs("init", as_stored("init", buffer, example))
+        leaves, structure = jax.tree.flatten(specs)
+        named(specs)  # says where two have one name
+        return cls(buffer.autoreset is not None, structure, tuple(leaf.dtype for leaf in leaves), len(leaves[0].shape))
+
+    def fit(self, step: Any) -> tuple[Any, tuple[int, ...]]:
+        """The step in the format's dtypes, and its leading axes: `()`, `(num_envs,)` or `(time, num_envs)`."""
+        leaves, structure = jax.tree.flatten(step)
+        if structure == self.structure and any(leaf.dtype != dtype for leaf, dtype in zip(leaves, self.dtypes, strict=True)):
+            paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(step)]
+            step = jax.tree.unflatten(structure, map(_cast, paths, leaves, self.dtypes))
+        if self.has_flags:
+            return step, np.shape(step.terminated)
+        first = np.shape(leaves[0]) if leaves else ()
+        return step, first[: max(len(first) - self.first_rank, 0)]
+
+
+def _cast(path: Any, leaf: Any, dtype: Any) -> Any:
+    """A leaf in the dtype, where that is of the same kind or wider; a ValueError for a number that it cannot hold."""
+    if leaf.dtype == dtype or not np.can_cast(leaf.dtype, dtype, "same_kind"):
+        return leaf
+    return checks.cast(f"add: {name_of(path)}", np.asarray(leaf), dtype, "as the first step or example= has it")
+
+
+def as_stored(where: str, buffer: ReplayBuffer, step: Any) -> Any:
+    """A `Step`, from one or from a mapping, where the buffer holds steps; an item as it is."""
+    return step if buffer.autoreset is None else step_checks.step_of(where, step, buffer.autoreset)
+
+
+def example_of(buffer: ReplayBuffer, step: Any, env: int | None) -> Any:
+    """One env's step, from the first that is added. Integer rewards become floating ones: the next may be no integer."""
+    if buffer.autoreset is None:
+        num_axes = int(env is None)
+    else:
+        num_axes = np.ndim(step.terminated)
+        if np.issubdtype(np.asarray(step.reward).dtype, np.integer):
+            step = step.replace(reward=np.asarray(step.reward, np.float32))
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[num_axes:], leaf.dtype), step)

@@ -1,0 +1,58 @@
+"""One call at a time, from any thread; no signal in the middle of one; and none in a forked process, where it would hang."""
+
+import os
+import threading
+from typing import Any
+
+from jaxreplay._util.checks import check_not_forked
+from jaxreplay._util.signals import uninterrupted
+
+_TICK = 0.05  # seconds after which a wait of the main thread looks for signals
+
+
+class Monitor:
+    """A lock, to be held by `with`, and a condition to wait for.
+
+    Args:
+      what: whose, for errors.
+    """
+
+    def __init__(self, what: str):
+        self._what, self._pid = what, os.getpid()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._blocks: list[uninterrupted] = []  # of who has the lock
+
+    def __enter__(self) -> "Monitor":
+        check_not_forked(self._what, self._pid)
+        block = uninterrupted()
+        block.__enter__()
+        try:
+            while not self._lock.acquire(timeout=_TICK):
+                block.deliver()
+            self._blocks.append(block)
+        except BaseException:
+            block.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        block = self._blocks.pop()
+        self._lock.release()
+        block.__exit__()
+
+    def wait(self, seconds: float) -> None:
+        """Let others have the lock until one of them has changed something, or so long. A signal's handler runs meanwhile, and may raise.
+
+        It may return sooner.
+        """
+        blocks, self._blocks = self._blocks, []
+        try:
+            self._changed.wait(min(seconds, _TICK) if threading.current_thread() is threading.main_thread() else seconds)
+        finally:
+            self._blocks = blocks
+        for block in blocks:
+            block.deliver()
+
+    def notify_all(self) -> None:
+        self._changed.notify_all()

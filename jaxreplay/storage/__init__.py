@@ -1,0 +1,1 @@
+"""How rows lie: streams, their layout and arrays, episodes, and the rows that can be sampled."""

@@ -1,0 +1,167 @@
+"""One stored leaf: zeros, a masked write of rows in place, and a read of rows, for every dtype.
+
+XLA on a CPU computes on few of the narrow dtypes: it widens the whole array before a scatter into bfloat16, an 8-bit float or int4, and
+narrows it after, so that every write would cost O(capacity). These are stored as their bits, and only the rows that go in or come
+out are converted.
+
+On a TPU a row lies in the parts that are written in place there (`tiles.py`). What leaves this file is always the plain form: `shape` and
+`dtype` of a stored leaf are those of its values, and the plain form of rows, which checkpoints keep, has neither tiles nor parts.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxreplay._util.struct import Node, static_field
+from jaxreplay.storage import tiles
+
+_PLAIN_FLOATS = (np.dtype("float16"), np.dtype("float32"), np.dtype("float64"))
+
+
+class Narrow(Node):
+    """An array of a dtype that XLA does not scatter into in place."""
+
+    bits: Any  # [N, ...], an array or Parted
+    dtype: Any = static_field()  # of the values
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.bits.shape
+
+
+class Parted(Node):
+    """An array whose rows lie in parts, as they are in place on a TPU."""
+
+    parts: tuple[jax.Array, ...]  # [N, ...] each
+    row: tuple[int, ...] = static_field()  # the shape of a row
+    dtype: Any = static_field()  # of the values
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.parts[0].shape[0], *self.row)
+
+    @property
+    def rule(self) -> tuple[tiles.Part, ...]:
+        return tiles.parts_of(self.row, self.dtype) or ()
+
+
+def zeros(num_rows: int, row: Any, has_tiles: bool = False) -> jax.Array | Narrow | Parted:
+    """Return `num_rows` rows of zeros. `row`: has the shape and dtype of one. `has_tiles`: whether rows lie in tiles, as on a TPU."""
+    dtype = np.dtype(row.dtype)
+    if (bits := carrier(dtype)) is not None:
+        return Narrow(zeros(num_rows, jax.ShapeDtypeStruct(row.shape, bits), has_tiles), dtype)  # type: ignore[arg-type]
+    if not has_tiles or (parts := tiles.parts_of(tuple(row.shape), dtype)) is None:
+        return jnp.zeros((num_rows, *row.shape), dtype)
+    return Parted(tuple(jnp.zeros((num_rows, *part.shape), tiles.stored_dtype(part, dtype)) for part in parts), tuple(row.shape), dtype)
+
+
+def put(leaf: jax.Array | Narrow | Parted, row: jax.Array, values: jax.Array) -> Any:
+    """Write `values`, `[*row.shape, ...]`, to distinct rows; those past the end are dropped."""
+    if isinstance(leaf, Narrow):
+        return leaf.replace(bits=put(leaf.bits, row, _encode(values, leaf.bits.dtype)))
+    if isinstance(leaf, Parted):
+        values = values.reshape((row.size, *leaf.row))
+        parts = tiles.encoded(values, leaf.row, leaf.rule)
+        return leaf.replace(parts=tuple(put(part, row, new) for part, new in zip(leaf.parts, parts, strict=True)))
+    values = values.reshape((row.size, *leaf.shape[1:]))
+    return leaf.at[row.reshape(-1)].set(values, unique_indices=True, mode="drop")
+
+
+def take(leaf: jax.Array | Narrow | Parted, row: jax.Array) -> jax.Array:
+    """Read rows, which must be in bounds: `[*row.shape, ...]`."""
+    if isinstance(leaf, Narrow):
+        return _decode(take(leaf.bits, row), leaf.dtype)
+    if isinstance(leaf, Parted):
+        return tiles.decoded([take(part, row) for part in leaf.parts], leaf.row, leaf.dtype, leaf.rule)
+    if not jnp.ndim(row):  # a lone row would be a slice, which under vmap has two coordinates: a TPU then lays the whole leaf anew
+        return leaf.at[row[None]].get(mode="promise_in_bounds")[0]
+    return leaf.at[row].get(mode="promise_in_bounds")
+
+
+def values(leaf: jax.Array | Narrow | Parted) -> jax.Array:
+    """Every row: `[N, ...]`, an array as it lies."""
+    if isinstance(leaf, Narrow):
+        return _decode(values(leaf.bits), leaf.dtype)
+    return tiles.decoded(list(leaf.parts), leaf.row, leaf.dtype, leaf.rule) if isinstance(leaf, Parted) else leaf
+
+
+def take_elements(leaf: jax.Array | Narrow | Parted, row: jax.Array, place: jax.Array) -> jax.Array:
+    """Read some elements of rows, which must be in bounds: `[K, P]`. `row`: int32[K]. `place`: int32[K, P], in the flat row."""
+    if isinstance(leaf, Narrow):
+        return _decode(take_elements(leaf.bits, row, place), leaf.dtype)
+    if isinstance(leaf, Parted):
+        return jnp.take_along_axis(take(leaf, row).reshape((row.size, -1)), place, axis=1, mode="promise_in_bounds")
+    return leaf.reshape((leaf.shape[0], -1)).at[row[:, None], place].get(mode="promise_in_bounds")
+
+
+def stored_leaves(tree: Any) -> list[Any]:
+    """`jax.tree.leaves` of stored leaves."""
+    return jax.tree.leaves(tree, is_leaf=is_compound)
+
+
+def tree_map(function: Any, stored: Any, *rest: Any) -> Any:
+    """`jax.tree.map` over stored leaves, and over the values that belong to each."""
+    return jax.tree.map(function, stored, *rest, is_leaf=is_compound)
+
+
+def plain_specs(stored: Any) -> Any:
+    """Shapes and dtypes of stored leaves in their plain form."""
+    return _map_arrays(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), stored)
+
+
+def take_plain(stored: Any, row: jax.Array) -> Any:
+    """Rows int32[K] of stored leaves, which must be in bounds, in their plain form."""
+    return _map_arrays(lambda leaf: take(leaf, row), stored)
+
+
+def put_plain(stored: Any, row: jax.Array, values: Any) -> Any:
+    """Write rows in their plain form to stored leaves, at distinct rows int32[K]; those past the end are dropped."""
+    return _map_arrays(lambda leaf, new: put(leaf, row, new), stored, values)
+
+
+def is_plain(stored: Any) -> bool:
+    """Whether stored leaves are in their plain form."""
+    return not any(isinstance(leaf, Parted) for leaf in jax.tree.leaves(stored, is_leaf=lambda node: isinstance(node, Parted)))
+
+
+def _map_arrays(function: Any, stored: Any, *rest: Any) -> Any:
+    """Over the arrays of the plain form."""
+    return jax.tree.map(function, stored, *rest, is_leaf=lambda node: isinstance(node, Parted))
+
+
+def num_bits(dtype: np.dtype) -> int:
+    """Return the bits of a number, which may be less than 8. The dtype must not be bool."""
+    return int((jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits)
+
+
+def carrier(dtype: np.dtype) -> Any:
+    """The dtype that holds the bits, or None where XLA works on the dtype itself."""
+    if jnp.issubdtype(dtype, jnp.floating) and dtype not in _PLAIN_FLOATS:
+        return {16: jnp.uint16, 8: jnp.uint8}.get(num_bits(dtype), jnp.float16)  # below a byte: widened, which is exact
+    if jnp.issubdtype(dtype, jnp.integer) and num_bits(dtype) < 8:
+        return jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8
+    return None
+
+
+def is_compound(leaf: Any) -> bool:
+    """Whether a node of a tree is a stored leaf that has leaves of its own."""
+    return isinstance(leaf, Narrow | Parted)
+
+
+def _encode(values: jax.Array, carrier: Any) -> jax.Array:
+    return jax.lax.bitcast_convert_type(values, carrier) if _is_bitcast(values.dtype) else values.astype(carrier)
+
+
+def decode_on_host(bits: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The values that are held as such bits, without a device."""
+    return bits.view(dtype) if _is_bitcast(dtype) else bits.astype(dtype)
+
+
+def _decode(bits: jax.Array, dtype: Any) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits, dtype) if _is_bitcast(dtype) else bits.astype(dtype)
+
+
+def _is_bitcast(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits >= 8

@@ -1,0 +1,57 @@
+"""Steps that bring their next observation, drawable at once: each episode ends for now, and goes on with the next step.
+
+Some libraries hand over whole transitions, with the next observation of every step, and draw them right away. Stored once, a next
+observation is the row after its step. So each `add` ends every episode with a tail, as a truncation does, and the next one takes the
+tails of those that go on back. In between, the buffer is like any other: its newest rows are complete, their windows end at the tail.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxreplay.storage import arrays, autoreset
+from jaxreplay.storage.sampleable import ReplayState
+
+
+def add(replay: Any, state: ReplayState, step: Any, goes_on: jax.Array, was_first: jax.Array) -> ReplayState:
+    """Append one step of every env, the newest of its episode for now. `state` is taken over.
+
+    Args:
+      replay: a `ReplayBuffer` with `autoreset="same_step"` and no mask.
+      step: leaves `[num_envs, ...]`, with `final_obs`; `truncated` wherever it is not terminated.
+      goes_on: bool[num_envs]; whether the step belongs to the same episode as the stream's newest one, which was not ended in earnest.
+      was_first: bool[num_envs]; whether that newest one was its episode's first.
+    """
+    return replay.add(reopen(state, goes_on, was_first), step)
+
+
+def reopen(state: ReplayState, mask: jax.Array, was_first: jax.Array) -> ReplayState:
+    """Take the newest row back, a tail, where `mask`, bool[num_envs], says that the episode goes on: with the next step.
+
+    Until that is written the state is not to be read: rows that are drawable by now stay so, though their tail is gone. `state` is taken
+    over. (The step's flags are made anew from `was_first`: to read them here would make XLA copy all flags before the next write.)
+    """
+    before, layout = state.streams, state.layout
+    assert before.flags is not None
+    assert before.last is not None
+    newest = layout.row(layout.envs(), layout.wrap(before.head - 2))
+    flags = jnp.asarray(was_first).astype(jnp.uint8) * jnp.uint8(autoreset.FIRST)
+    heads = before.with_heads(
+        position=jnp.where(mask, layout.wrap(before.head - 1), before.head),
+        filled=before.filled - mask,
+        lap=before.lap - (mask & (before.head == 0)).astype(jnp.uint32),
+    )
+    after = heads.replace(
+        flags=arrays.put(before.flags, jnp.where(mask, newest, layout.capacity), flags),
+        last=jnp.where(mask, flags, before.last),
+    )
+    return state.replace(streams=after, episodes=state.episodes and _reopened(layout, state.episodes, mask))
+
+
+def _reopened(layout: Any, table: Any, mask: jax.Array) -> Any:
+    """The last episode of each stream is the current one again."""
+    return table.replace(
+        current=jnp.where(mask, layout.wrap(table.current - 1), table.current),
+        is_open=table.is_open | mask,
+    )

@@ -1,0 +1,280 @@
+"""Storage: every env is a stream, a ring of rows of its own, and all streams lie in one array a leaf.
+
+Leaves are `[num_envs * length, ...]`, env-major: row = env * length + position, so a stream's neighbours in time are neighbours in
+memory. Each write is one masked scatter a leaf; a row that is not written points past the end. (A `lax.cond` around the write would
+become a select over the whole buffer under `vmap`, and a strided `dynamic_update_slice` took 13 us where the scatter takes 2.)
+
+The streams know nothing of sampling. Beside a step's own leaves they keep, for each row, flags that say what it is (`autoreset.py`), and
+its rank, the number of anchors (rows that can be drawn) before it in its stream, from which `sampleable.py` counts and finds rows without
+keeping a list of them. The two are apart since samples read the flags alone: at one byte a row those of a million rows stay in a
+core's cache.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxreplay._util import random
+from jaxreplay._util.struct import Node, static_field
+from jaxreplay.storage import arrays, autoreset, ring
+from jaxreplay.storage.layout import Layout
+from jaxreplay.storage.search import split_by
+from jaxreplay.types import Index, Step
+
+
+class Written(NamedTuple):
+    """The rows that one call wrote, in the order of time. K rows a stream at the most."""
+
+    row: jax.Array  # int32[K, E]; capacity where nothing is written
+    is_written: jax.Array  # bool[K, E]
+    flags: jax.Array | None  # uint8[K, E]; None for plain items
+    age: jax.Array  # int32[K, E]: rows of its stream written after it
+    num_rows: jax.Array  # int32[E]: rows written in each stream
+    rank: jax.Array | None = None  # uint32[K, E]; None for plain items
+
+    def of_newest(self, values: jax.Array, before: jax.Array) -> jax.Array:
+        """Return the newest row's value of each stream, `[E]`: out of those written, `[K, E]`, or the one before the write."""
+        newest = jnp.where(self.is_written & (self.age == 0), values, 0).sum(axis=0, dtype=before.dtype)
+        return jnp.where(self.num_rows > 0, newest, before)
+
+
+class Heads(Node):
+    """The heads of all streams; equal, if these always step together. (A GPU counts a step in one kernel, if all of it is [E].)"""
+
+    position: jax.Array  # int32[E], in [0, length): of the next write
+    filled: jax.Array  # int32[E], in [0, length]: rows written
+    lap: jax.Array  # uint32[E]: how often the head went round
+
+
+class Streams(Node):
+    """E streams of N = num_envs * length rows in all: the rows, and what is known of each stream. A write donates it."""
+
+    steps: Any  # the stored leaves, [N, ...]: a Step whose done flags live in `flags`, or an item as it came
+    flags: jax.Array | None  # uint8[N], bits of `autoreset`; None, and so the next, for plain items
+    rank: jax.Array | None  # uint32[N], modulo 2^32: anchors of the stream before each row
+    heads: Heads
+    last: jax.Array | None  # uint8[E]: flags of the newest row
+    count: jax.Array | None  # uint32[E], modulo 2^32: anchors ever written; the rank of the next row
+    phase: jax.Array | None  # int32[E], in [0, stride): transitions from the newest anchor to the next row; None where every one is
+    layout: Layout = static_field()
+
+    @classmethod
+    def empty(cls, layout: Layout, example: Any) -> "Streams":
+        """Return streams without rows. `example`: one env's step, or one item: shapes and dtypes."""
+        stored = example if layout.autoreset is None else _stored(example)
+        has_flags = layout.autoreset is not None
+
+        def zeros(size: int, dtype: Any, where: bool = True) -> Any:
+            return jnp.zeros((size,), dtype) if where else None
+
+        capacity, num_envs = layout.capacity, layout.num_envs
+        return cls(
+            steps=jax.tree.map(lambda leaf: arrays.zeros(capacity, leaf, layout.traits.has_tiles), stored),
+            flags=zeros(capacity, jnp.uint8, has_flags),
+            rank=zeros(capacity, jnp.uint32, has_flags),
+            heads=Heads(zeros(num_envs, jnp.int32), zeros(num_envs, jnp.int32), zeros(num_envs, jnp.uint32)),
+            # As if a tail had been written: the first row opens an episode.
+            last=jnp.full((num_envs,), autoreset.TAIL, jnp.uint8) if has_flags else None,
+            count=zeros(num_envs, jnp.uint32, has_flags),
+            phase=zeros(num_envs, jnp.int32, layout.window.stride > 1),
+            layout=layout,
+        )
+
+    @property
+    def head(self) -> jax.Array:
+        """The position of the next write: int32[E], or int32[] where all step together."""
+        return self._of_all(self.heads.position)
+
+    @property
+    def filled(self) -> jax.Array:
+        """Number of rows that are stored: int32[E] or int32[], as `head`."""
+        return self._of_all(self.heads.filled)
+
+    @property
+    def lap(self) -> jax.Array:
+        """Number of times that the head went round: uint32[E] or uint32[], as `head`."""
+        return self._of_all(self.heads.lap)
+
+    @property
+    def next_number(self) -> jax.Array:
+        """The number of each stream's next row, modulo 2^32: uint32[E]. A row's position is its number modulo the length."""
+        return self.layout.number(self.heads.lap, self.heads.position)
+
+    @property
+    def next_rank(self) -> jax.Array:
+        """The rank of the next anchor that will be written to each stream: uint32[E]. Of items, every one is an anchor."""
+        return self.next_number if self.count is None else self.count
+
+    def with_heads(self, **heads: Any) -> "Streams":
+        """Replace `position`, `filled` or `lap`, by one for each stream, or one for all."""
+        new = {
+            name: jnp.broadcast_to(jnp.asarray(value, old.dtype), old.shape)
+            for name, value in heads.items()
+            for old in (getattr(self.heads, name),)
+        }
+        return self.replace(heads=self.heads.replace(**new))
+
+    def clear(self) -> "Streams":
+        """Forget every row; the stored steps stay as they are, and no index drawn before is valid after.
+
+        Where a done still owes its tail (`autoreset="next_step"`), the next row is that tail: it would pair with the next episode.
+        """
+        # The laps by two: the rows from the head on count as of the lap before.
+        return self.with_heads(position=0, filled=0, lap=self.heads.lap + jnp.uint32(2)).replace(
+            last=None if self.last is None else autoreset.after_clear(str(self.layout.autoreset), self.last),
+            phase=None if self.phase is None else jnp.zeros_like(self.phase),
+        )
+
+    def counted(self, steps: Any, mask: jax.Array | None) -> tuple["Streams", Written]:
+        """Append a block of steps, leaves `[T, num_envs, ...]`, but for the rows themselves, which are to be `put`.
+
+        `mask`: bool[T, num_envs], False where an env took no step. T times `rows_per_step` must not exceed the length.
+        """
+        layout, state = self.layout, self
+        num_steps = jax.tree.leaves(steps)[0].shape[0]
+        mask = jnp.ones((num_steps, layout.num_envs), bool) if mask is None else mask
+        flags, is_written = None, mask
+        if layout.autoreset is not None:
+            assert self.last is not None
+            flags, is_written = autoreset.rows_of(
+                layout.autoreset, layout.has_final_obs, steps.terminated, steps.truncated, mask, self.last
+            )
+            if self.phase is not None:
+                state, flags = self._skipped(self.phase, flags, is_written)
+        if layout.lockstep:  # the positions are known without looking at the block
+            nth = jnp.broadcast_to(ring.places(num_steps)[:, None], is_written.shape)
+            num_rows = jnp.full((layout.num_envs,), num_steps, jnp.int32)
+        else:
+            nth = jnp.cumsum(is_written, axis=0, dtype=jnp.int32) - 1
+            num_rows = nth[-1] + 1
+        age = num_rows - 1 - nth
+        new = state._advanced(num_rows)
+        # From the new head back, here and in what follows: of what is counted on XLA would keep a copy, where a later kernel reads it.
+        row = layout.row(layout.envs(), layout.wrap(new.heads.position - 1 - age))
+        written = Written(jnp.where(is_written, row, layout.capacity), is_written, flags, age, num_rows)
+        if flags is not None:
+            is_anchor = is_written & ((flags & autoreset.NO_ANCHOR) == 0)
+            count = self.next_rank + is_anchor.sum(axis=0, dtype=jnp.uint32)
+            assert self.last is not None
+            new = new.replace(last=written.of_newest(flags, self.last), count=count)
+            written = written._replace(rank=count - from_each_on(is_anchor))
+        return new, written
+
+    def _skipped(self, phase: jax.Array, flags: jax.Array, is_written: jax.Array) -> tuple["Streams", jax.Array]:
+        """Mark the transitions between anchors: flags uint8[K, E]."""
+        window = self.layout.window
+        is_transition = is_written & ((flags & autoreset.TAIL) == 0)
+        through = jnp.cumsum(is_transition, axis=0, dtype=jnp.int32)  # of this block, each row's own included
+        before = through - is_transition
+        starts = is_written & ((flags & autoreset.FIRST) != 0) & (not window.crosses)
+        # Counted from the row's episode's start, where that is in the block; else on from the rows before it.
+        latest_start = jax.lax.cummax(jnp.where(starts, before, -1), axis=0)
+        since = jnp.where(latest_start >= 0, before - latest_start, before + phase)
+        _, place = ring.split(since, window.stride)
+        _, phase = ring.split((since + is_transition)[-1], window.stride)
+        return self.replace(phase=phase), jnp.where(is_transition & (place != 0), flags | autoreset.SKIPPED, flags)
+
+    def put(self, steps: Any, written: Written) -> "Streams":
+        """Write the rows of a block that was counted."""
+
+        def put(stored, new, row):
+            return arrays.tree_map(lambda leaf, values: arrays.put(leaf, row, values), stored, new)
+
+        if self.flags is None:
+            return self.replace(steps=put(self.steps, steps, written.row))
+        new = _stored(steps)
+        if self.layout.rows_per_step == 2:  # a tail is read for its observation alone
+            pairs = written.row.reshape(-1, 2, self.layout.num_envs)
+            rest = put(self.steps.replace(obs=()), new.replace(obs=()), pairs[:, 0])
+            stored = rest.replace(obs=put(self.steps.obs, _with_tails(steps), written.row))
+        else:
+            stored = put(self.steps, new, written.row)
+        return self.replace(
+            steps=stored,
+            flags=put(self.flags, written.flags, written.row),
+            rank=put(self.rank, written.rank, written.row),
+        )
+
+    def _advanced(self, num_rows: jax.Array) -> "Streams":
+        length, end = self.layout.length, self.heads.position + num_rows
+        heads = Heads(
+            ring.wrap(end, length),
+            jnp.minimum(self.heads.filled + num_rows, length),
+            self.heads.lap + (end >= length).astype(jnp.uint32),
+        )
+        return self.replace(heads=heads)
+
+    def has(self, row: jax.Array, flag: int) -> jax.Array:
+        """Tell which rows have a flag, or one of several: bool[...]. An item has none."""
+        return jnp.zeros(row.shape, bool) if self.flags is None else (_at(self.flags, row) & flag) != 0
+
+    def rank_of(self, row: jax.Array) -> jax.Array:
+        """Return the rank of each stored row: uint32[...]. `row`: in `[0, capacity)`."""
+        if self.rank is not None:
+            return _at(self.rank, row)
+        _, position = self.layout.split(row)
+        return self.layout.number(self.index(row).lap, position)
+
+    def rows_before(self, row: jax.Array, most: int) -> jax.Array:
+        """Rows before each row that belong to its episode, `most` at the most: int32[...]. The first row has none before it."""
+        places = ring.places(most).reshape((most,) + (1,) * row.ndim)
+        goes_on = ~self.has(self.layout.ahead(row, -places), autoreset.FIRST)
+        return jnp.cumprod(goes_on, axis=0, dtype=jnp.int32).sum(axis=0, dtype=jnp.int32)
+
+    def age(self, row: jax.Array) -> jax.Array:
+        """Rows of its stream written after each row: 0 for the newest. For a row never written, at least `filled`. int32[...]."""
+        env, position = self.layout.split(row)
+        return self.layout.wrap(of_stream(self.head, env) - 1 - position)
+
+    def is_written(self, row: jax.Array) -> jax.Array:
+        """Whether each row, in `[0, capacity)`, holds a step. bool[...]."""
+        env, _ = self.layout.split(row)
+        return self.age(row) < of_stream(self.filled, env)
+
+    def index(self, row: jax.Array) -> Index:
+        """The rows' names: row and lap."""
+        env, position = self.layout.split(row)
+        ahead = position >= of_stream(self.head, env)  # written before the head last went round
+        return Index(row=row, lap=of_stream(self.lap, env) - ahead.astype(jnp.uint32))
+
+    def _of_all(self, per_stream: jax.Array) -> jax.Array:
+        return per_stream[0] if self.layout.lockstep else per_stream
+
+
+def of_stream(per_stream: jax.Array, env: jax.Array) -> jax.Array:
+    """Return the value of each stream `env`; a scalar serves all."""
+    return per_stream if per_stream.ndim == 0 else _at(per_stream, env)
+
+
+def from_each_on(is_one: jax.Array) -> jax.Array:
+    """Count those that are True from each row on, itself included: uint32[K, E]."""
+    return jnp.flip(jnp.cumsum(jnp.flip(is_one, axis=0), axis=0, dtype=jnp.uint32), axis=0)
+
+
+def _at(values: jax.Array, index: jax.Array) -> jax.Array:
+    return values.at[index].get(mode="promise_in_bounds")
+
+
+def _stored(step: Step) -> Step:
+    """A step as it is stored: its done flags go into `flags`, and a final observation into the `obs` of a row of its own."""
+    return step.replace(terminated=None, truncated=None, final_obs=None)
+
+
+def _with_tails(steps: Step) -> Any:
+    """The observations of a block and, after each, its final one: leaves [2 T, E, ...]."""
+
+    def joined(obs: jax.Array, final_obs: jax.Array) -> jax.Array:
+        return jnp.stack([obs, final_obs], axis=1).reshape((-1, *obs.shape[1:]))
+
+    return jax.tree.map(joined, steps.obs, steps.final_obs)
+
+
+def written_row(streams: Streams, high: jax.Array, low: jax.Array) -> jax.Array:
+    """A row among all that are written, uniformly: int32[...], the bits' shape; any row where there are none."""
+    layout, filled = streams.layout, streams.filled
+    if layout.lockstep:  # all streams hold the same number: no search for the stream
+        age, env = ring.split(random.below(high, low, filled * layout.num_envs), layout.num_envs)
+    else:
+        env, age = split_by(filled, random.below(high, low, filled.sum(dtype=jnp.int32)), layout.traits)
+    return layout.row(env, layout.wrap(of_stream(streams.head, env) - 1 - age))

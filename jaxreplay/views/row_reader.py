@@ -1,0 +1,135 @@
+"""One row and its neighbours in time, read lazily: what a view does not ask for is never gathered."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxreplay._util import random
+from jaxreplay.storage import arrays, autoreset
+from jaxreplay.storage.episodes import Episodes, EpisodeState
+from jaxreplay.storage.streams import Streams, written_row
+from jaxreplay.types import Step
+
+
+@dataclasses.dataclass(frozen=True)
+class Anchor:
+    """A row of a buffer's streams. `offset`: rows forward in time, int32[...], from `-length` to `length - 1`.
+
+    Whether a neighbour belongs to the anchor's episode, or is written at all, is for the view to know: see `rows_after`.
+    A view that changes what another one reads hands it an anchor with some of these methods changed.
+    """
+
+    streams: Streams
+    row: jax.Array  # int32[]
+    table: EpisodeState | None = None  # where the window is not bounded, or the buffer keeps one
+    bits: jax.Array | None = None  # uint32[2]: random bits of this item's own, for a view that draws
+
+    def item(self) -> Any:
+        """The stored item, or step, at the anchor."""
+        return self._read(self.streams.steps, 0)
+
+    def obs(self, offset: Any) -> Any:
+        return self._read(self.streams.steps.obs, offset)
+
+    def action(self, offset: Any) -> Any:
+        return self._read(self.streams.steps.action, offset)
+
+    def reward(self, offset: Any) -> Any:
+        return self._read(self.streams.steps.reward, offset)
+
+    def extras(self, offset: Any) -> Any:
+        return self._read(self.streams.steps.extras, offset)
+
+    def is_terminated(self, offset: Any) -> jax.Array:
+        return self.has(autoreset.TERMINATED, offset)
+
+    def is_truncated(self, offset: Any) -> jax.Array:
+        return self.has(autoreset.TRUNCATED, offset)
+
+    def is_tail(self, offset: Any) -> jax.Array:
+        return self.has(autoreset.TAIL, offset)
+
+    def is_first(self, offset: Any) -> jax.Array:
+        """Whether a row opens an episode."""
+        return self.has(autoreset.FIRST, offset)
+
+    def has(self, flag: int, offset: Any) -> jax.Array:
+        return (self._read(self.streams.flags, offset) & flag) != 0
+
+    def step(self, offset: Any) -> Step:
+        """A stored step, whole."""
+        return Step(
+            obs=self.obs(offset),
+            action=self.action(offset),
+            reward=self.reward(offset),
+            terminated=self.is_terminated(offset),
+            truncated=self.is_truncated(offset),
+            extras=self.extras(offset),
+        )
+
+    def rows_before(self, offset: Any, most: int) -> jax.Array:
+        """Rows before a row that belong to its episode, `most` at the most: int32[...]."""
+        return self.streams.rows_before(self.streams.layout.ahead(self.row, offset), most)
+
+    def rows_after(self) -> jax.Array:
+        """Rows of the stream that were written after the anchor: int32[]."""
+        return self.streams.age(self.row)
+
+    @property
+    def episodes(self) -> Episodes:
+        """Look-ups of episode ends around rows."""
+        assert self.table is not None
+        return Episodes(self.streams, self.table)
+
+    @property
+    def termination_has_tail(self) -> bool:
+        """Whether a terminated row's successor, once written, holds the final observation."""
+        return self.streams.layout.termination_has_tail
+
+    def words(self, purpose: int) -> tuple[jax.Array, jax.Array]:
+        """64 random bits of this item's own, as two uint32[]: others for each purpose."""
+        assert self.bits is not None
+        return random.remix(self.bits[0], self.bits[1], jnp.uint32(purpose))
+
+    def random_row(self, purpose: int) -> "Anchor":
+        """A row among all that are stored, uniformly."""
+        return self.moved(row=written_row(self.streams, *self.words(purpose)))
+
+    def moved(self, **changes: Any) -> "Anchor":
+        """With another row, or other bits."""
+        return dataclasses.replace(self, **changes)
+
+    def _read(self, stored: Any, offset: Any) -> Any:
+        row = self.streams.layout.ahead(self.row, offset)
+        return arrays.tree_map(lambda leaf: arrays.take(leaf, row), stored)
+
+
+@dataclasses.dataclass(frozen=True)
+class Changed(Anchor):
+    """An anchor that reads another one; a view overrides what it changes."""
+
+    inner: Anchor | None = None
+
+    @classmethod
+    def around(cls, inner: Anchor, **fields: Any) -> Any:
+        shared = {field.name: getattr(inner, field.name) for field in dataclasses.fields(Anchor)}
+        return cls(**shared, inner=inner, **fields)
+
+    def obs(self, offset: Any) -> Any:
+        return self._inner.obs(offset)
+
+    def reward(self, offset: Any) -> Any:
+        return self._inner.reward(offset)
+
+    def is_terminated(self, offset: Any) -> jax.Array:
+        return self._inner.is_terminated(offset)
+
+    def moved(self, **changes: Any) -> Anchor:
+        return dataclasses.replace(self, inner=self._inner.moved(**changes), **changes)
+
+    @property
+    def _inner(self) -> Anchor:
+        assert self.inner is not None
+        return self.inner

@@ -1,0 +1,114 @@
+"""Programs that take and return states can be exported for several platforms at once, written down, and read again."""
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import export
+
+import jaxreplay as jr
+from jaxreplay._util import struct
+from jaxreplay.samplers import ConsumingSampler, PrioritySampler
+from tests.conftest import SOAK
+from tests.support.buffers import CATALOG, KINDS, bits
+
+ALL = ("cpu", "cuda", "tpu")
+
+
+def methods(case, replay):
+    """Name -> (method, its arguments after the state)."""
+    block = (case.step(3, time=5), *case.mask(replay, 3, 5))
+    found = {
+        "add": (replay.add, (case.step(), *case.mask(replay, 0))),
+        "extend": (replay.extend, block),
+        "get": (replay.get, (jnp.arange(8), jax.random.key(0))),
+        "size": (replay.size, ()),
+        "clear": (replay.clear, ()),
+    }
+    if isinstance(replay.sampler, ConsumingSampler):
+        return found | {"take": (replay.take, (jax.random.key(0),)), "can_add": (replay.can_add, ())}
+    found["sample"] = (replay.sample, (jax.random.key(0),))
+    if isinstance(replay.sampler, PrioritySampler):
+        index = jax.jit(replay.sample)(case.filled(replay), jax.random.key(0)).index
+        found["update_priorities"] = (replay.update_priorities, (index, jnp.ones(8)))
+    if hasattr(replay.sampler, "rerank"):
+        found["rerank"] = (replay.rerank, ())
+    return found
+
+
+# One for each platform that has all operations; of the other kinds those that take the whole state, and return it or a batch.
+_WHOLE = {"uniform masked, episodes": "gpu", "prioritized same_step, 3 steps": "tpu", "transitions queue": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("case", "platform"),
+    [(case, platform) for case in CATALOG for platform in ("cpu", "gpu", "tpu") if SOAK]
+    or [(case, _WHOLE.get(case.name, "cpu")) for case in KINDS],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_every_operation_is_exported_for_all_platforms_and_serialized(case, platform):
+    replay = dataclasses.replace(case.replay(), platform=platform)
+    state = case.filled(replay)
+    for name, (method, arguments) in methods(case, replay).items():
+        if not SOAK and case.name not in _WHOLE and name not in ("add", "sample", "take"):
+            continue
+        exported = export.export(jax.jit(method), platforms=ALL)(state, *arguments)
+        assert exported.platforms == ALL, name
+        again = export.deserialize(exported.serialize())
+        assert again.in_tree == jax.tree.structure(((state, *arguments), {})), name
+        if SOAK or name in ("sample", "add"):
+            assert bits(again.call(state, *arguments)) == bits(jax.jit(method)(state, *arguments)), name
+
+
+def test_rollouts_and_mixtures_are_exported():
+    zeros = jnp.zeros(2)
+    step = jr.Step(obs=zeros, action=zeros, reward=zeros, terminated=zeros > 0, truncated=zeros > 0)
+    rollout = jr.rollout(length=4, num_envs=2, autoreset="next_step")
+    state = rollout.init(jax.tree.map(lambda x: x[0], step))
+    assert export.deserialize(export.export(jax.jit(rollout.add), platforms=ALL)(state, step).serialize()).platforms == ALL
+    replay = jr.uniform(capacity=16, num_envs=2, batch_size=2, autoreset="same_step")
+    mixture = jr.mix(a=(replay, 2), b=(replay, 3))
+    state = replay.init(jax.tree.map(lambda x: x[0], step))
+    exported = export.export(jax.jit(mixture.sample))({"a": state, "b": state}, jax.random.key(0))
+    assert export.deserialize(exported.serialize()).out_tree == exported.out_tree
+    delta = jnp.ones((5, 2))
+    exported = export.export(jax.jit(lambda x: jr.gae(x, x, x, x > 2, x > 2, discount=0.9, decay=0.9)), platforms=ALL)(delta)
+    assert export.deserialize(exported.serialize()).platforms == ALL
+
+
+def test_no_kind_of_state_is_forgotten():
+    """Every pytree class of the library is a `Node`, which registers itself."""
+
+    def below(kind):
+        return {one for child in kind.__subclasses__() for one in (child, *below(child))}
+
+    ours = {kind for kind in below(flax.struct.PyTreeNode) if kind.__module__.startswith("jaxreplay.")}
+    assert len(ours) > 15
+    assert not ours - {struct.Node} - below(struct.Node)
+
+
+class Layout(jr.View):
+    """A user's class with the name of one of the library's."""
+
+
+def test_a_user_s_class_of_the_same_name_is_another_one():
+    replay = jr.items(capacity=4, batch_size=1)
+    exported = export.export(jax.jit(replay.size))(replay.init(jnp.float32(0)))
+    ((state,), _) = jax.tree.unflatten(export.deserialize(exported.serialize()).in_tree, [0] * exported.in_tree.num_leaves)
+    assert state.layout == replay.init(jnp.float32(0)).layout
+
+
+def test_a_node_may_be_defined_again():
+    """A cell of a notebook runs twice: programs of either class can be written, and read again."""
+
+    def define():
+        class Again(struct.Node):
+            x: jax.Array
+
+        return Again
+
+    for kind in (define(), define()):
+        exported = export.export(jax.jit(lambda node: node.x + 1))(kind(jnp.float32(1)))
+        assert export.deserialize(exported.serialize()).call(kind(jnp.float32(1))) == 2

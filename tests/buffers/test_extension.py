@@ -1,0 +1,156 @@
+"""A sampler and a view written as a user would, outside of the library, pass the tests that every buffer passes."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxreplay as jr
+from jaxreplay._util.struct import Node
+from jaxreplay.samplers import Draw, PrioritySampler
+from jaxreplay.samplers.sum_tree import SumTree, SumTreeState
+from tests.buffers import test_contract, test_exporting, test_in_place
+from tests.checkpoint import test_checkpoint, test_resize
+from tests.samplers import test_laws
+from tests.support.buffers import Case
+
+
+class Counts(Node):
+    tree: SumTreeState  # the mass of each row that can be drawn, 1 / (1 + count)
+    count: jax.Array  # float32[N]: how often each row was learned from
+
+
+class LeastLearned(PrioritySampler):
+    """Sample rows in proportion to 1 / (1 + n), where n counts the updates that named the row. The given priorities are ignored."""
+
+    PER_ROW = ("tree", "count")
+
+    def init(self, layout):
+        return Counts(self._tree(layout).init(), jnp.zeros(layout.capacity))
+
+    def clear(self, state):
+        return jax.tree.map(jnp.zeros_like, state)
+
+    def observe(self, state, change, priority):
+        place = self._place(change.layout, change.row)
+        is_changed = (change.became_drawable | change.is_gone) & self._is_ready(state)
+        changed = jnp.where(is_changed, place, change.layout.capacity).reshape(-1)
+        count = state.count.at[changed].set(0, mode="drop", unique_indices=True)
+        mass = change.became_drawable.astype(jnp.float32).reshape(-1)
+        return Counts(self._tree(change.layout).set_unique(state.tree, changed, mass), count)
+
+    def can_draw(self, state):
+        return state.tree.sums[-1].sum() > 0
+
+    def draw(self, state, drawable, key, batch_size):
+        layout, tree = drawable.layout, self._tree(drawable.layout)
+        target, word = jax.random.uniform(key, (batch_size,)), jax.random.bits(key, (batch_size,), jnp.uint32)
+        place, mass = tree.find(state.tree, target, word)
+        row = layout.row(place % layout.num_envs, place // layout.num_envs)
+        return Draw(state, row, mass / jnp.maximum(tree.total(state.tree), 1e-9))
+
+    def probability(self, state, drawable, row):
+        tree = self._tree(drawable.layout)
+        return tree.get(state.tree, self._place(drawable.layout, row)) / jnp.maximum(tree.total(state.tree), 1e-9)
+
+    def update(self, state, drawable, index, priority):
+        layout = drawable.layout
+        row = jnp.clip(index.row, 0, layout.capacity - 1)
+        is_live = (row == index.row) & drawable.contains(row) & (drawable.streams.index(row).lap == index.lap)
+        place = jnp.where(is_live & self._is_ready(state), self._place(layout, row), layout.capacity)
+        count = state.count.at[place].add(1, mode="drop")
+        mass = 1 / (1 + count.at[place].get(mode="clip"))
+        return Counts(self._tree(layout).set(state.tree, place, mass), count)
+
+    def per_row(self, state):
+        return {"tree.sums.0": state.tree.sums[0], "count": state.count}
+
+    def put_per_row(self, state, drawable, name, row, values):
+        place = self._place(drawable.layout, row)
+        if name == "count":
+            return state.replace(count=state.count.at[place].set(values, mode="drop", unique_indices=True))
+        return state.replace(tree=self._tree(drawable.layout).set_unique(state.tree, place, values))
+
+    def _is_ready(self, state):
+        """Return True, which XLA cannot know: the tree depends on counts that were read, so that they are written later, and not copied."""
+        return state.tree.sums[-1][0] >= 0
+
+    def _tree(self, layout):
+        return SumTree.on(layout.traits, layout.capacity)
+
+    def _place(self, layout, row):
+        """Return the place of each row, ordered by time, then env: int32[...]; the capacity for no row."""
+        env, position = layout.split(row)
+        return jnp.where(row < layout.capacity, position * layout.num_envs + env, layout.capacity)
+
+
+class Delta(Node):
+    obs: Any
+    change: Any  # to the next observation, or 0 where the episode ended
+
+
+class DeltaView(jr.View):
+    window = jr.Window(after=1)
+
+    def read(self, anchor):
+        obs, has_next = anchor.obs(0), ~anchor.is_terminated(0)
+        difference = jax.tree.map(lambda after, before: jnp.where(has_next, after - before, 0), anchor.obs(1), obs)
+        return Delta(obs, difference)
+
+
+CASE = Case(
+    "least learned deltas",
+    lambda shared: jr.ReplayBuffer(**shared, sampler=LeastLearned(), view=DeltaView(), autoreset="same_step"),
+    is_plain=False,
+)
+CHECKS = (
+    test_contract.test_an_abstract_example_is_enough,
+    test_contract.test_jit_equals_eager,
+    test_contract.test_vmap_equals_a_loop,
+    test_contract.test_a_state_keeps_its_structure_and_dtypes,
+    test_contract.test_equal_configurations_share_one_trace,
+    test_contract.test_a_donated_state_is_reused_and_gone,
+    test_contract.test_an_empty_block_changes_nothing,
+    test_contract.test_an_empty_buffer_is_flagged,
+    test_contract.test_what_memory_says_is_what_init_takes,
+    test_contract.test_a_state_goes_through_serialization,
+    test_contract.test_the_wrong_leaf_is_named,
+    test_contract.test_items_are_the_steps_that_were_added,
+    test_in_place.test_operations_are_in_place_alone,
+    test_in_place.test_operations_are_in_place_in_a_scan,
+    test_in_place.test_operations_are_in_place_for_a_population,
+    test_laws.test_draws_are_as_probable_as_they_say,
+)
+name_of = lambda check: check.__name__.removeprefix("test_")  # noqa: E731
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=name_of)
+def test_it_holds_outside_of_the_library(check):
+    check(CASE)
+
+
+def test_it_is_exported():
+    test_exporting.test_every_operation_is_exported_for_all_platforms_and_serialized(CASE, "cpu")
+
+
+SAVES = (test_checkpoint.test_a_restored_state_goes_on_to_the_last_bit, test_resize.test_a_larger_buffer_has_every_row_and_keeps_more)
+
+
+@pytest.mark.parametrize("check", SAVES, ids=name_of)
+def test_it_is_saved(check, tmp_path):
+    check(CASE, tmp_path)
+
+
+def test_what_was_learned_from_comes_less_often():
+    replay = CASE.replay()
+    state = CASE.filled(replay)
+    rows = np.flatnonzero(replay.get(state, jnp.arange(replay.capacity)).is_valid)
+    index = replay.get(state, jnp.asarray([rows[0], rows[0], rows[1]])).index
+    state = replay.update_priorities(state, index, jnp.ones(3))
+    found = replay.get(state, jnp.asarray(rows)).probability
+    expected = np.ones(len(rows))
+    expected[:2] = 1 / 3, 1 / 2
+    chex.assert_trees_all_close(found, expected / expected.sum(), rtol=1e-5)

@@ -1,0 +1,133 @@
+"""Nothing costs O(capacity): every operation, alone, in a scan, and under vmap, and the fused training loop."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxreplay.samplers import ConsumingSampler, PrioritySampler
+from tests.support.buffers import CATALOG, KINDS
+from tests.support.hlo import check_in_place, large_temporaries
+
+CAPACITY = 1 << 17
+SMALL = CAPACITY  # elements: a leaf of one number a row
+STEPS = 5
+POPULATION = 16
+
+kinds = pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
+
+
+def operations(case, replay, state):
+    """Name -> (function of the state and a key that returns (state, anything), whether it changes the state)."""
+    step, mask = case.step(), case.mask(replay, 0)
+    block = (case.step(3, time=STEPS), *case.mask(replay, 3, STEPS))
+    found = {
+        "add": (lambda state, key: (replay.add(state, step, *mask), None), True),
+        "extend": (lambda state, key: (replay.extend(state, *block), None), True),
+        "reads": (lambda state, key: (state, reads(replay, state, key)), False),
+        "fused": (functools.partial(fused, replay, step, mask), True),
+    }
+    if isinstance(replay.sampler, ConsumingSampler):
+        found["take"] = (replay.take, True)
+    if isinstance(replay.sampler, PrioritySampler):
+        index = jax.jit(replay.sample)(state, jax.random.key(0)).index
+        new = lambda key: jax.random.uniform(key, (8,))  # noqa: E731
+        twice = lambda state, key: replay.update_priorities(replay.update_priorities(state, index, new(key)), index, 2 * new(key))  # noqa: E731
+        found["update"] = (lambda state, key: (replay.update_priorities(state, index, new(key)), None), True)
+        found["add twice, update twice"] = (
+            lambda state, key: (twice(replay.add(replay.add(state, step, *mask), step, *mask), key), None),
+            True,
+        )
+    return found
+
+
+def reads(replay, state, key):
+    """Everything that leaves the state as it is."""
+    rows = jnp.arange(8) + jax.random.randint(key, (8,), 0, 9)
+    got = [replay.get(state, rows, key), replay.size(state), replay.can_sample(state)]
+    got.append(replay.can_add(state) if isinstance(replay.sampler, ConsumingSampler) else replay.sample(state, key))
+    if replay.keep_episodes:
+        got.append(look_up(replay.episodes(state)))
+    return got
+
+
+def fused(replay, step, mask, state, key):
+    """Act, add, sample, learn, update: with everything that a batch has in use."""
+    state = replay.add(state, step, *mask)
+    if isinstance(replay.sampler, ConsumingSampler):
+        state, batch = replay.take(state, key)
+        return state, (batch, replay.size(state))
+    batch = replay.sample(state, key)
+    if isinstance(replay.sampler, PrioritySampler):
+        state = replay.update_priorities(state, batch.index, jax.random.uniform(key, (8,)))
+    return state, (batch, replay.size(state))
+
+
+def look_up(episodes):
+    row = jnp.arange(8)
+    return episodes.steps_to_end(row), episodes.steps_from_start(row), episodes.kth_end(row, 2), episodes.is_complete(row)
+
+
+@kinds
+def test_operations_are_in_place_alone(case):
+    replay = case.replay(CAPACITY)
+    state = replay.init(case.example())
+    for name, (function, changes) in operations(case, replay, state).items():
+        run = function if changes else lambda state, key, function=function: function(state, key)[1]
+        donated = 0 if changes else None
+        _check(name, run, (state, jax.random.key(0)), donated)
+
+
+@kinds
+def test_operations_are_in_place_in_a_scan(case):
+    replay = case.replay(CAPACITY)
+    state = replay.init(case.example())
+    keys = jax.random.split(jax.random.key(0), 3)
+    for name, (function, _) in operations(case, replay, state).items():
+        _check(name, lambda state, keys, function=function: jax.lax.scan(function, state, keys), (state, keys), 0)
+
+
+@kinds
+def test_operations_are_in_place_for_a_population(case):
+    replay = case.replay(CAPACITY // POPULATION)
+    states = jax.vmap(lambda _: replay.init(case.example()))(jnp.arange(POPULATION))
+    one = jax.tree.map(lambda leaf: leaf[0], states)
+    keys = jax.random.split(jax.random.key(0), POPULATION)
+    for name, (function, changes) in operations(case, replay, one).items():
+        if changes:  # in a scan too: a cond under vmap would be a select over the buffers
+            run = lambda states, keys, function=function: jax.lax.scan(lambda s, _: (jax.vmap(function)(s, keys)[0], None), states, None, 3)  # noqa: E731
+            _check(name, run, (states, keys), 0)
+        else:
+            _check(name, jax.vmap(lambda state, key, function=function: function(state, key)[1]), (states, keys), None)
+
+
+@kinds
+def test_clear_never_touches_the_stored_steps(case):
+    replay = case.replay(CAPACITY)
+    state = replay.init(case.example())
+    text = jax.jit(replay.clear, donate_argnums=0).lower(state).compile().as_text()
+    largest = max(leaf.size for leaf in jax.tree.leaves(state.streams.steps))
+    assert largest >= 2 * CAPACITY
+    assert not large_temporaries(text, largest)
+
+
+def test_the_judge_sees_a_copy():
+    """A sample before an add, and a cond around one, are the traps that the judge is for."""
+    case = CATALOG[2]
+    replay = case.replay(CAPACITY)
+    state = replay.init(case.example())
+
+    def wrong_order(state, key):
+        batch = replay.sample(state, key)
+        return replay.add(state, case.step()), batch
+
+    with pytest.raises(AssertionError, match="as large as the storage"):
+        check_in_place(wrong_order, (state, jax.random.key(0)), num_elements=SMALL, donated=0)
+
+
+def _check(name, function, arguments, donated):
+    try:
+        check_in_place(function, arguments, num_elements=SMALL, donated=donated)
+    except AssertionError as error:
+        raise AssertionError(f"{name}: {error}") from None

@@ -1,0 +1,117 @@
+"""The plan: its total is what `init` allocates, and its command line answers bad input in one line."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import jaxreplay as jr
+from jaxreplay.__main__ import main
+from tests.support.buffers import CATALOG
+
+ROBOT = "--obs image:84x84x3:uint8 --obs vector:31:float32 --action 8:float32 --capacity 400000 --num-envs 16 --n-step 3 --prioritized"
+
+
+@pytest.mark.parametrize("case", CATALOG, ids=lambda case: case.name)
+def test_the_total_is_what_init_allocates(case):
+    replay = case.replay()
+    made = jr.plan(replay, case.example())
+    state = replay.init(case.example())
+    assert made.memory.total == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    obs = 0 if case.is_items else sum(leaf.nbytes for leaf in jax.tree.leaves(state.streams.steps.obs))
+    assert made.naive == made.memory.total + obs
+    assert made.fits
+
+
+def test_the_largest_capacity_is_the_largest(monkeypatch):
+    replay = jr.prioritized(capacity=64, num_envs=4, batch_size=8, autoreset="next_step")
+    example = {"obs": np.zeros(100), "action": 0, "reward": 0.0, "terminated": False, "truncated": False}
+    for free in (0, 1000, 10_000, 1_000_003):
+        monkeypatch.setattr("jaxreplay.buffers.memory.free_bytes", lambda free=free: free)
+        made = jr.plan(replay, example)
+        takes = lambda capacity: dataclasses.replace(replay, capacity=capacity).memory(example).total  # noqa: E731
+        assert takes(max(made.largest_capacity + 4, 8)) > free
+        assert not made.largest_capacity or takes(made.largest_capacity) <= free
+        assert made.fits == (made.memory.total <= free)
+    monkeypatch.setattr("jaxreplay.buffers.memory.free_bytes", lambda: None)
+    made = jr.plan(replay, example)
+    assert (made.fits, made.largest_capacity) == (None, None)
+    assert "Whether it fits is not known." in str(made)
+
+
+def test_the_command_says_what_python_says(capsys):
+    main(["plan", *ROBOT.split()])
+    text = capsys.readouterr().out
+    main(["plan", *ROBOT.split(), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    replay = jr.prioritized(capacity=400_000, num_envs=16, batch_size=1, n_step=3, autoreset="next_step")
+    obs = {"image": np.zeros((84, 84, 3), np.uint8), "vector": np.zeros(31, np.float32)}
+    example = {"obs": obs, "action": np.zeros(8, np.float32), "reward": 0.0, "terminated": False, "truncated": False}
+    assert found["total"] == replay.memory(example).total
+    assert found["memory"]["leaves"] == replay.memory(example).leaves
+    assert found["naive"] == found["total"] + 400_000 * (84 * 84 * 3 + 31 * 4)
+    assert f"{found['total']:,}" in text
+    assert "streams.steps.obs.image" in text
+    main(["plan", "--env", "CartPole-v1", "--capacity", "1000", "--json"])
+    assert json.loads(capsys.readouterr().out)["memory"]["leaves"]["streams.steps.obs"] == 16_000
+    main(["plan", "--obs", "uint8", "--action", "int32", "--capacity", "1000", "--json"])
+    assert json.loads(capsys.readouterr().out)["memory"]["leaves"]["streams.steps.action"] == 4_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("", "the following arguments are required: command"),
+        ("plan --obs uint8", "the following arguments are required: --capacity"),
+        ("plan --capacity 100", "give the observation, by --obs for each leaf, or by --env"),
+        ("plan --capacity many --obs uint8", "argument --capacity: invalid int value: 'many'"),
+        ("plan --capacity 100 --obs image:84y84:uint8", r"--obs: 'image:84y84:uint8' is not \[NAME:\]\[SHAPE:\]DTYPE"),
+        ("plan --capacity 100 --obs 3:number", r"--obs: '3:number' is not \[NAME:\]\[SHAPE:\]DTYPE"),
+        ("plan --capacity 100 --obs 4:str", "--obs: '4:str' is not "),
+        ("plan --capacity 100 --obs=-4:float32", "--obs: '-4:float32' is not "),
+        ("plan --capacity 100 --obs a:b:float32", "--obs: 'a:b:float32' is not "),
+        ("plan --capacity 100 --obs uint8 --action a:2:float32", "--action: one leaf has no name, got 'a:2:float32'"),
+        ("plan --capacity 100 --obs uint8 --env CartPole-v1", "--env: it brings its spaces; leave out --obs and --action"),
+        ("plan --capacity 100 --obs uint8 --obs float32", "each of several leaves needs a name of its own"),
+        ("plan --capacity 100 --obs uint8 --num-envs 3", "capacity=100 rows do not divide into num_envs=3 .* 99 and 102"),
+        ("plan --capacity 100 --obs uint8 --n-step 0", "n_step must be an int of at least 1, got 0"),
+        ("plan --capacity 100 --env Nowhere-v0", "--env: .*Nowhere"),
+    ],
+)
+def test_bad_input_is_answered_in_one_line(arguments, text, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments.split())
+    assert caught.value.code == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.count("\n") == 1
+    assert re.search(text, error), error
+
+
+@pytest.mark.parametrize("shape", ["1000000x1000000x1000000x1000000", "99999999999999999999"])
+def test_sizes_beyond_64_bits_are_counted_exactly(shape, capsys):
+    main(["plan", "--obs", f"{shape}:uint8", "--capacity", "100", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    size = 1
+    for one in shape.split("x"):
+        size *= int(one)
+    assert found["memory"]["leaves"]["streams.steps.obs"] == 100 * size
+    assert found["fits"] is False
+    assert found["largest_capacity"] == 0
+
+
+def test_a_rollout_is_refused():
+    with pytest.raises(ValueError, match="plan: expected a ReplayBuffer, got Rollout"):
+        jr.plan(jr.rollout(length=2, num_envs=1, autoreset="next_step"), 0.0)
+
+
+def test_it_runs_as_a_module():
+    command = [sys.executable, "-m", "jaxreplay", "plan", "--obs", "4:float32", "--action", "int32", "--capacity", "1000"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "It fits." in done.stdout

@@ -1,0 +1,99 @@
+"""The keyed permutation: a bijection for every size, and no permutation more likely than another."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from jaxreplay.samplers.permutation import permute
+
+# One compilation a shape of the index serves all sizes: they are traced.
+one_key = jax.jit(permute)
+many_keys = jax.jit(jax.vmap(permute, in_axes=(0, None, None)))
+KEYS = jax.random.bits(jax.random.key(0), (100_000, 2), jnp.uint32)
+
+
+def images(index, size):
+    return np.asarray(many_keys(KEYS, jnp.array(index, jnp.int32), jnp.int32(size)))
+
+
+def check_even(counts):
+    """Chi-square over independent keys, which are fixed: by chance this fails once in 10^4."""
+    assert stats.chisquare(counts).pvalue > 1e-4
+
+
+def test_it_is_a_bijection_for_every_size():
+    index = jnp.arange(300, dtype=jnp.int32)
+    for size in [*range(1, 20), 63, 64, 65, 255, 300]:
+        image = np.asarray(one_key(KEYS[size], index, jnp.int32(size)))[:size]
+        assert sorted(image) == list(range(size))
+
+
+@pytest.mark.parametrize("size", [2**16 + 1, 10**6])
+def test_it_is_a_bijection_for_large_sizes(size):
+    image = np.asarray(one_key(KEYS[0], jnp.arange(size, dtype=jnp.int32), jnp.int32(size)))
+    assert (np.bincount(image, minlength=size) == 1).all()
+
+
+def test_images_stay_in_range_up_to_the_largest_size():
+    size = 2**30
+    index = jnp.array([0, 1, size // 2, size - 1] * 75, jnp.int32)
+    image = np.asarray(one_key(KEYS[0], index, jnp.int32(size)))
+    assert ((image >= 0) & (image < size)).all()
+    assert len(set(image)) == 4
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_all_permutations_are_alike(size):
+    image = images(range(5), size)[:, :size]
+    code = image @ size ** np.arange(size)
+    counts = np.unique(code, return_counts=True)[1]
+    assert len(counts) == math.factorial(size)
+    check_even(counts)
+
+
+@pytest.mark.parametrize("size", [7, 1000, 2**20])
+def test_an_index_goes_everywhere(size):
+    """From one index, and from another; of a large size, by the image's top ten bits."""
+    image = images([0, 1, 2, size // 2, size - 1], size)
+    width = size // 1024 if size > 1024 else 1
+    check_even(np.bincount(image[:, 0] // width, minlength=size // width))
+    check_even(np.bincount(image[:, 3] // width, minlength=size // width))
+
+
+def test_neighbors_do_not_stay_together():
+    """The images of two neighbors: all pairs alike. The steps between those of three: all alike that are the steps of three images."""
+    size = 40
+    image = images([5, 6, 7, 8, 9], size)
+    check_even(table(image[:, 0], image[:, 1], size)[~np.eye(size, dtype=bool)])
+    first, second = np.indices((size, size))
+    are_steps = (first > 0) & (second > 0) & ((first + second) % size > 0)
+    steps = (image[:, 1:] - image[:, :-1]) % size
+    check_even(table(steps[:, 0], steps[:, 1], size)[are_steps])
+
+
+def table(first, second, size):
+    return np.bincount(first * size + second, minlength=size**2).reshape(size, size)
+
+
+def test_keys_give_orders_of_their_own():
+    """Even keys that differ in one bit: as many indices stay as of a random permutation, one on average."""
+    index = jnp.arange(300, dtype=jnp.int32)
+    base = np.asarray(one_key(KEYS[0], index, jnp.int32(300)))
+    for bit in range(0, 64, 9):
+        other = KEYS[0] ^ jnp.array([(1 << bit) & 0xFFFFFFFF, 1 << bit >> 32], jnp.uint32)
+        same = (np.asarray(one_key(other, index, jnp.int32(300))) == base).sum()
+        assert same <= 8  # more in one of 10^6
+
+
+def test_it_holds_with_64_bit_numbers_and_without_jit():
+    index = jnp.arange(300, dtype=jnp.int32)
+    expected = np.asarray(one_key(KEYS[3], index, jnp.int32(300)))
+    np.testing.assert_array_equal(permute(KEYS[3], index, 300), expected)
+    with jax.enable_x64(True):
+        got = permute(KEYS[3], index, jnp.int32(300))
+    assert got.dtype == jnp.int32
+    np.testing.assert_array_equal(got, expected)

@@ -1,0 +1,264 @@
+"""The queue: each row once, in turns, and nothing lost unseen."""
+
+import itertools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxreplay as jr
+from jaxreplay.buffers.replay_buffer import ReplayBuffer
+from jaxreplay.samplers.queue import Queue
+from jaxreplay.views.item import Item
+from jaxreplay.views.transition import TransitionView
+from tests.conftest import SOAK
+from tests.support import oracle_views
+from tests.support.sampling import (
+    add,
+    add_and_take,
+    buffer,
+    can_add,
+    check_all_in_place,
+    check_jit_and_vmap,
+    clear,
+    fed,
+    histories,
+    probability_of_all,
+    rewards,
+    size,
+    step_of,
+    take,
+)
+from tests.views.test_views import Config, ViewPair, reward_of
+
+
+@jax.jit
+def everything_of(replay, state):
+    rooms = [replay.can_add(state, num_steps) for num_steps in STEPS]
+    return replay.size(state), replay.can_sample(state), probability_of_all(replay, state), rooms
+
+
+STEPS = (1, 4)
+
+
+class QueuePair(ViewPair):
+    """A buffer and the oracle, and which of the oracle's rows were taken or lost."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.done, self.lost, self.is_cleared, self.kept = set(), 0, False, []
+
+    def clear(self):
+        self._keep()
+        super().clear()
+        self.is_cleared = True
+
+    def _keep(self):
+        """Rows are told apart by their ids, which must not be used again."""
+        self.kept += [row for rows in self.oracle.streams for row in rows]
+
+    def left(self, **window):
+        """Places of rows of each stream that are left, in the order of time: drawable ones, or with another window."""
+        window = {field: getattr(self.config.window, field) for field in ("before", "after", "crosses", "stride", "needs_tail")} | window
+        left = [[] for _ in self.oracle.streams]
+        for env, _, index in oracle_views.anchors(self.oracle, **window):
+            if id(self.oracle.streams[env][index]) not in self.done:
+                left[env].append(index)
+        return [sorted(indices) for indices in left]
+
+    def take(self, batch_size):
+        turns = sorted((place, env, index) for env, indices in enumerate(self.left()) for place, index in enumerate(indices))
+        expected = sorted((env, index) for _, env, index in turns[:batch_size])
+        if expected:
+            self._count_lost()
+        self.done |= {id(self.oracle.streams[env][index]) for env, index in expected}
+        self.state, batch = take(self.config.replay, self.state, jax.random.key(0), batch_size)
+        rows = [env * self.config.length + index % self.config.length for env, index in expected]
+        assert np.asarray(batch.is_valid).tolist() == [True] * len(rows) + [False] * (batch_size - len(rows))
+        assert np.asarray(batch.index.row)[: len(rows)].tolist() == rows
+        assert np.asarray(batch.probability).tolist() == np.asarray(batch.is_valid).tolist()
+        assert int(self.state.sampler.lost) == self.lost
+
+    def _count_lost(self):
+        stored, self.oracle.length = self.oracle.length, 10**9
+        ever = self.left(before=0, after=0)
+        self.oracle.length = stored
+        whole = self.left(after=0)
+        gone = {id(self.oracle.streams[env][at]) for env, found in enumerate(ever) for at in found if at not in whole[env]}
+        self.lost += 0 if self.is_cleared else len(gone)
+        self.done |= gone
+        self.is_cleared = False
+
+    def check(self):
+        replay, oracle, left = self.config.replay, self.oracle, self.left()
+        rows = {env * oracle.length + index % oracle.length for env, indices in enumerate(left) for index in indices}
+        drawable = {env * oracle.length + position for env, position, _ in self.config.anchors(oracle)}
+        number, is_enough, probability, rooms = jax.tree.map(np.asarray, everything_of(replay, self.state))
+        assert (number, is_enough) == (len(rows), bool(rows))
+        assert {row for row in drawable if probability[row] == 1} == rows
+        assert all(probability[row] == 0 for row in drawable - rows)
+        rows_per_step = 2 if self.config.has_final_obs else 1
+        assert [bool(room) for room in rooms] == [self._has_room(num_steps * rows_per_step) for num_steps in STEPS]
+
+    def _has_room(self, num_rows):
+        before = self.config.window.before
+        for rows, waiting in zip(self.oracle.streams, self.left(after=0), strict=True):
+            needed = len(rows) - (before or 0)
+            if waiting:
+                first, _ = oracle_views.spans(self.oracle, rows)[waiting[0]]
+                needed = first if before is None else max(first, waiting[0] - before)
+            if len(rows) + num_rows - self.oracle.length > needed:
+                return False
+        return True
+
+
+POOL = (
+    Config("next_step", False, True, 3, TransitionView(n_step=3, discount=0.5), Queue(), num_envs=3),
+    Config("same_step", True, False, 4, jr.FrameStack(num_frames=3, of=TransitionView(discount=0.5)), Queue()),
+    Config("same_step", False, True, 6, jr.SequenceView(length=2, burn_in=1, stride=2, within_episode=False), Queue(), num_envs=1),
+    Config("same_step", True, True, 5, jr.Hindsight(of=TransitionView(discount=0.5), reward_fn=reward_of, strategy="episode"), Queue()),
+)
+
+
+@hypothesis.settings(max_examples=500 if SOAK else 25)
+@hypothesis.given(histories(POOL))
+def test_the_queue_agrees_with_the_oracle(case):
+    config, history = case
+    pair = QueuePair(config)
+    for kind, *arguments in history:
+        getattr(pair, kind)(*arguments)
+    pair.check()
+    pair.take(3)
+
+
+def test_streams_take_turns():
+    """Three rows of stream 0, one of stream 1, five of stream 2: four rows are the first of each stream, and the second of stream 0."""
+    replay, state = buffer(Queue(), num_envs=3, masked=True)
+    for time in range(6):
+        mask = jnp.array([time < 4, time < 2, True])
+        state = add(replay, state, step_of([time, 10 + time, 20 + time]), mask)
+    taken = []
+    for _ in range(4):
+        state, batch = take(replay, state, jax.random.key(0), 4)
+        taken.append(rewards(batch))
+    assert taken == [[0, 1, 10, 20], [2, 21, 22, 23], [24], []]
+    assert batch.probability.tolist() == [0] * 4
+    assert np.isfinite(np.asarray(batch.items.obs)).all()
+
+
+def test_min_size_holds_rows_back_for_a_full_batch():
+    replay, state = buffer(Queue(), min_size=4)
+    state = fed(replay, state, range(4))
+    state, batch = take(replay, state, jax.random.key(0), 4)
+    assert (rewards(batch), int(size(replay, state))) == ([], 3)
+    state = fed(replay, state, [4])
+    state, batch = take(replay, state, jax.random.key(0), 4)
+    assert (rewards(batch), int(size(replay, state))) == ([0, 10, 20, 30], 0)
+
+
+def test_a_stream_that_holds_one_item_hands_it_out_once():
+    replay = ReplayBuffer(capacity=1, num_envs=1, batch_size=2, sampler=Queue(), view=Item(), autoreset=None)
+    state = replay.init(jnp.float32(0))
+    for value in (3.0, 4.0):
+        state = add(replay, state, jnp.array([value]))
+        assert not can_add(replay, state, 1)
+        state, batch = take(replay, state, jax.random.key(0), 2)
+        assert (batch.items[0], batch.is_valid.tolist()) == (value, [True, False])
+        assert can_add(replay, state, 1)
+        assert not can_add(replay, state, 2)
+
+
+@pytest.mark.parametrize("lap", [0, 2**30 - 2, 2**32 - 2])
+def test_items_are_queued_across_wraps_and_clears(lap):
+    """Items have no counter of their own: laps and positions make up for one, also where they wrap around."""
+    replay = ReplayBuffer(capacity=8, num_envs=2, batch_size=3, sampler=Queue(), view=Item(), autoreset=None, masked=True)
+    state = replay.init(jnp.float32(0))
+    state = state.replace(streams=state.streams.with_heads(lap=jnp.full(2, lap, jnp.uint32)))
+    queue, r, clock = [[], []], np.random.default_rng(lap), 0
+    for _ in range(60):
+        mask, clock = r.random(2) < 0.7, clock + 1
+        state = add(replay, state, jnp.array([clock, clock + 0.5]), jnp.asarray(mask))
+        queue = [(rows + [clock + env / 2] * bool(mask[env]))[-4:] for env, rows in enumerate(queue)]
+        if r.random() < 0.1:
+            state, queue = clear(replay, state), [[], []]
+        if r.random() < 0.4:
+            turns = sorted((place, env, value) for env, rows in enumerate(queue) for place, value in enumerate(rows))[:3]
+            state, batch = take(replay, state, jax.random.key(0), 3)
+            taken = [value for _, _, value in sorted(turns, key=lambda turn: turn[1:])]
+            assert np.asarray(batch.items)[np.asarray(batch.is_valid)].tolist() == taken
+            queue = [[value for value in rows if value not in taken] for rows in queue]
+        assert int(size(replay, state)) == sum(map(len, queue))
+        assert bool(can_add(replay, state, 2)) == all(len(rows) <= 2 for rows in queue)
+
+
+def test_ranks_wrap_around():
+    """2^32 transitions a stream: the counter starts again at 0, and the queue goes on."""
+    replay, state = buffer(Queue(), num_envs=2, length=6)
+    start = jnp.full(2, 2**32 - 9, jnp.uint32)
+    state = state.replace(streams=state.streams.replace(count=start), sampler=state.sampler.replace(next=start))
+    for time in range(30):
+        state = fed(replay, state, [time])
+        assert int(size(replay, state)) == (0 if time == 0 else 2)
+        state, batch = take(replay, state, jax.random.key(0), 3)
+        assert rewards(batch) == ([] if time == 0 else [10 * time - 10, 10 * time - 9])
+    state = fed(replay, state, range(30, 40))  # of 11 untaken transitions of each stream, 5 are stored
+    state, _ = take(replay, state, jax.random.key(0), 1)
+    assert (int(size(replay, state)), int(state.sampler.lost)) == (9, 10)
+
+
+def test_the_count_of_lost_rows_stays_at_its_maximum():
+    replay, state = buffer(Queue())
+    state = fed(replay, state.replace(sampler=state.sampler.replace(lost=jnp.uint32(2**32 - 2))), range(20))
+    state, _ = take(replay, state, jax.random.key(0), 4)
+    assert int(state.sampler.lost) == 2**32 - 1
+
+
+def test_nothing_is_lost_by_a_producer_that_asks():
+    replay, state = buffer(Queue(), num_envs=2, length=5, n_step=2)
+    added, taken, blocked = 0, [], 0
+    for turn in range(60):
+        if can_add(replay, state, 1):
+            state, added = fed(replay, state, [added]), added + 1
+        else:
+            blocked += 1
+        if turn > 15 and turn % 2:
+            state, batch = take(replay, state, jax.random.key(0), 3)
+            taken += np.asarray(batch.items.obs)[np.asarray(batch.is_valid)].tolist()
+    assert blocked > 10
+    for env in range(2):
+        mine = [value for value in taken if value % 10 == env]
+        assert mine == [10 * time + env for time in range(len(mine))]
+    assert int(state.sampler.lost) == 0
+
+
+def test_jit_equals_eager_and_vmap_equals_a_loop():
+    replay, state = buffer(Queue(), num_envs=2)
+    states = [fed(replay, state, range(k)) for k in (5, 2, 11)]
+    states[2], _ = take(replay, states[2], jax.random.key(0), 4)
+    check_jit_and_vmap(replay, states)
+
+
+def test_it_is_in_place():
+    check_all_in_place(Queue(), [add_and_take])
+
+
+def test_dtypes_hold_with_64_bit_numbers():
+    with jax.enable_x64(True):
+        replay, state = buffer(Queue(), num_envs=2)
+        new = jax.eval_shape(lambda state: replay.take(replay.add(state, step_of([0.0, 1.0])), jax.random.key(0))[0], state)
+    assert jax.tree.map(lambda leaf: leaf.dtype, new.sampler) == jax.tree.map(lambda leaf: leaf.dtype, state.sampler)
+
+
+def test_turns_are_those_of_a_plain_deal():
+    from jaxreplay.samplers.queue import _turns
+
+    turns = jax.jit(_turns, static_argnums=(1, 2))
+    for left in itertools.product((0, 1, 3, 8), repeat=3):
+        for batch_size in (1, 2, 6, 17):
+            dealt, rest = [0, 0, 0], batch_size
+            for env in [env for _ in range(8) for env in range(3)]:
+                if dealt[env] < left[env] and rest and all(dealt[env] <= dealt[e] or dealt[e] == left[e] for e in range(3)):
+                    dealt[env], rest = dealt[env] + 1, rest - 1
+            assert turns(jnp.array(left, jnp.int32), batch_size, 8).tolist() == dealt

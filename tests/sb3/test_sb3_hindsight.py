@@ -1,0 +1,208 @@
+"""Hindsight replay for Stable-Baselines3: goals that were reached later in the episode, rewards that the env gives for them."""
+
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+
+from tests.conftest import SOAK
+from tests.support.hlo import check_in_place
+
+pytest.importorskip("stable_baselines3", reason="the sb3 extra is not installed")
+import torch
+from gymnasium import spaces
+from scipy import stats
+from stable_baselines3 import DQN
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.envs import BitFlippingEnv
+
+from jaxreplay import sb3
+from jaxreplay.sb3 import hindsight
+
+ONE = spaces.Box(-np.inf, np.inf, (1,), np.float64)
+SPACE = spaces.Dict(observation=ONE, achieved_goal=ONE, desired_goal=ONE)
+ACTION = spaces.Box(-1, 1, (2,))
+
+
+class Env:
+    """Gives the distance as a reward, and notes what it was asked."""
+
+    def __init__(self):
+        self.infos = []
+
+    def env_method(self, name, achieved, goal, infos, indices):
+        assert (name, indices) == ("compute_reward", [0])
+        assert achieved.dtype == goal.dtype == np.float64
+        self.infos += list(infos)
+        return [-np.abs(achieved - goal)[:, 0]]
+
+
+def make(size=1000, **options):
+    return sb3.HerReplayBuffer(size, SPACE, ACTION, env=Env(), **options)
+
+
+def fill(buffer, steps, length=10, timeout=False, start=0):
+    """Episodes of as many steps; what is achieved counts up, 1000 for each env; every desired goal is -1."""
+    n = buffer.n_envs
+    for t in range(start, start + steps):
+        achieved = (1000.0 * np.arange(n) + t)[:, None]
+        obs = {"observation": achieved, "achieved_goal": achieved, "desired_goal": np.full((n, 1), -1.0)}
+        # An episode's last achievement is 0.5 beyond its last step: the next one starts elsewhere.
+        done = np.full(n, (t + 1) % length == 0)
+        next_achieved = achieved + np.where(done, 0.5, 1.0)[:, None]
+        next_obs = {**obs, "observation": next_achieved, "achieved_goal": next_achieved}
+        infos = [{"number": t, "TimeLimit.truncated": bool(timeout and done[0])} for _ in range(n)]
+        buffer.add(obs, next_obs, np.zeros((n, 2)), np.full(n, t), done, infos)
+
+
+@pytest.mark.parametrize("strategy", ["future", "final", "episode"])
+@pytest.mark.parametrize("n_envs", [1, 3])
+def test_goals_are_of_the_episode(strategy, n_envs):
+    buffer = make(n_envs=n_envs, goal_selection_strategy=strategy)
+    fill(buffer, 30)
+    batch = buffer.sample(1000)
+    obs, goal = (batch.observations[key][:, 0] for key in ("achieved_goal", "desired_goal"))
+    assert torch.equal(batch.next_observations["desired_goal"][:, 0], goal)
+    is_new = goal != -1
+    assert is_new.tolist() == [False] * 200 + [True] * 800  # four of five, in whole numbers
+    assert torch.equal(batch.rewards[~is_new][:, 0].double(), obs[~is_new] % 1000)
+    achieved = batch.next_observations["achieved_goal"][:, 0]
+    assert torch.equal(batch.rewards[is_new][:, 0].double(), -(achieved - goal)[is_new].abs())
+    assert torch.equal(batch.dones[:, 0].bool(), obs % 10 == 9)
+    obs, goal = obs[is_new], goal[is_new]
+    assert torch.equal((goal / 10).floor(), (obs / 10).floor())  # of the same env and episode
+    if strategy == "future":
+        assert (goal > obs).all()
+        ahead = torch.where(goal % 1 == 0, goal, goal + 0.5)[obs % 10 == 4] - 4
+        assert stats.chisquare(np.unique(ahead % 10, return_counts=True)[1]).pvalue > 1e-4
+        assert len(torch.unique(ahead % 10)) == 6
+    elif strategy == "final":
+        assert (goal % 10 == 9.5).all()
+
+
+def test_of_an_episode_that_goes_on_what_was_achieved_so_far_is_drawn():
+    buffer = make()
+    fill(buffer, 3)
+    batch = buffer.sample(100)
+    assert set(batch.observations["desired_goal"][20:, 0].tolist()) == {1, 2, 3}
+    fill(buffer, 7, start=3)
+    assert buffer.size() == 10
+    assert 9.5 in buffer.sample(200).observations["desired_goal"]
+
+
+def test_the_buffer_goes_round():
+    buffer = make(45)
+    fill(buffer, 400)
+    batch = buffer.sample(2000)
+    obs, goal = (batch.observations[key][:, 0] for key in ("achieved_goal", "desired_goal"))
+    assert obs.min() >= 400 - 45
+    assert obs.max() == 399
+    assert torch.equal((goal / 10).floor()[400:], (obs / 10).floor()[400:])
+    assert (goal[400:] > obs[400:]).all()
+
+
+def test_where_no_episode_is_whole_a_strategy_that_needs_one_says_so():
+    buffer = make(20, goal_selection_strategy="episode")
+    fill(buffer, 60, length=100)
+    with pytest.raises(ValueError, match="no episode is held from its first step on; its strategy needs a larger buffer_size"):
+        buffer.sample(5)
+
+
+@pytest.mark.parametrize("copy_info_dict", [True, False])
+def test_infos_are_those_of_the_steps(copy_info_dict):
+    buffer = make(35, copy_info_dict=copy_info_dict)
+    fill(buffer, 100, timeout=True)
+    batch = buffer.sample(50)
+    assert len(buffer.env.infos) == 40
+    if copy_info_dict:
+        assert [info["number"] for info in buffer.env.infos] == batch.observations["observation"][10:, 0].tolist()
+    else:
+        assert buffer.env.infos == [{}] * 40
+    assert not batch.dones.any()  # timeouts are bootstrapped from
+
+
+@pytest.mark.parametrize("options", [{}, {"copy_info_dict": True, "handle_timeout_termination": False}], ids=str)
+def test_infos_of_another_number_of_envs_are_refused(options):
+    buffer = make(n_envs=2, **options)
+    fill(buffer, 3)
+    add = buffer.add
+    buffer.add = lambda *step: add(*step[:-1], step[-1][:1])
+    with pytest.raises(ValueError, match=r"infos: got the shape \[1\], expected \[2\]"):
+        fill(buffer, 1, start=3)
+    buffer.add = add
+    fill(buffer, 7, start=3)
+    assert buffer.size() == 10
+    assert 9.5 in buffer.sample(200).observations["desired_goal"]
+
+
+def test_bad_options_are_refused():
+    with pytest.raises(ValueError, match="goal_selection_strategy must be one of future, final, episode, got 'past'"):
+        make(goal_selection_strategy="past")
+    buffer = make()
+    fill(buffer, 12)
+    with pytest.raises(ValueError, match="batch_size must be an int of at least 1, got 0"):
+        buffer.sample(0)
+    assert buffer.sample(np.int64(3)).rewards.shape == (3, 1)
+
+
+@pytest.mark.parametrize("n_sampled_goal", [0, 1, 4])
+def test_a_batch_of_any_size(n_sampled_goal):
+    buffer = make(n_sampled_goal=n_sampled_goal)
+    fill(buffer, 20)
+    for size in (1, 2, 7):
+        batch = buffer.sample(size)
+        assert int((batch.observations["desired_goal"] != -1).sum()) == int((1 - 1 / (n_sampled_goal + 1)) * size)
+        assert batch.observations["observation"].dtype == torch.float64
+        assert batch.rewards.shape == batch.dones.shape == (size, 1)
+
+
+def test_an_episode_may_end_where_the_buffer_was_saved():
+    buffer = make()
+    fill(buffer, 15)
+    buffer = pickle.loads(pickle.dumps(buffer))
+    with pytest.raises(ValueError, match="no env to compute rewards; call set_env"):
+        buffer.sample(5)
+    buffer.set_env(Env())
+    with pytest.raises(ValueError, match="already"):
+        buffer.set_env(Env())
+    goes_on = pickle.loads(pickle.dumps(buffer))
+    goes_on.set_env(Env())
+    with pytest.warns(UserWarning, match="end with the buffer's last step"):
+        buffer.truncate_last_trajectory()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        buffer.truncate_last_trajectory()  # nothing is left to end
+    for each, longest in ((buffer, 5), (goes_on, 9.5)):
+        fill(each, 5, start=15)
+        batch = each.sample(4000)
+        obs, goal = (batch.observations[key][800:, 0] for key in ("achieved_goal", "desired_goal"))
+        assert float((goal - obs)[obs >= 10].max()) == longest
+
+
+def test_dqn_learns_to_flip_bits():
+    """The paper's example, with Stable-Baselines3's DQN and env as they are."""
+    bits, steps = (8, 12_000) if SOAK else (4, 1500)
+    env = make_vec_env(lambda: BitFlippingEnv(n_bits=bits, continuous=False), n_envs=1, seed=0)
+    model = DQN(
+        "MultiInputPolicy",
+        env,
+        replay_buffer_class=sb3.HerReplayBuffer,
+        replay_buffer_kwargs={"n_sampled_goal": 4},
+        learning_starts=100,
+        train_freq=1,
+        buffer_size=5000,
+        seed=3,
+        exploration_fraction=0.3,
+        target_update_interval=200,
+        learning_rate=1e-3,
+        policy_kwargs={"net_arch": [64]},
+        device="cpu",
+    )
+    model.learn(steps)
+    assert np.mean(model.ep_success_buffer) >= 0.9
+
+
+def test_a_draw_is_in_place():
+    buffer, seed = make(1 << 16), np.uint32(0)
+    check_in_place(lambda state: hindsight._draw(buffer._replay, state, seed, seed, 2, 6), (buffer._state,), num_elements=1 << 16)

@@ -1,0 +1,193 @@
+"""Where a state lives decides how it is laid out, and nothing else: not which backend traces, not what is read out of it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxreplay as jr
+from jaxreplay.storage import arrays, platforms, tiles
+from jaxreplay.storage.sampleable import Drawable
+from tests.conftest import SOAK
+from tests.support.buffers import KINDS, bits, draw
+
+SHAPES = [
+    (1,),
+    (3,),
+    (48,),
+    (49,),
+    (3, 5),
+    (64,),
+    (100,),
+    (127,),
+    (128,),
+    (129,),
+    (376,),
+    (31,),
+    (5, 7, 9),
+    (84, 84, 4),
+    (2, 1024),
+    (33, 32),
+]
+DTYPES = ["float32", "int32", "uint32", "float16", "bfloat16", "int16", "uint8", "int8", "bool", "float8_e4m3fn", "int4", "uint4"]
+on_tpu = lambda replay: dataclasses.replace(replay, platform="tpu")  # noqa: E731
+
+
+def values_of(shape, dtype, num_rows):
+    content = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 7, (num_rows, *shape))
+    return jnp.asarray(content).astype(dtype)
+
+
+# Parts are by the size of an element: the other dtypes of a size, in some shapes.
+_MANY = ("float32", "float16", "uint8")
+ROWS = [(shape, dtype) for shape in SHAPES for dtype in DTYPES if SOAK or dtype in _MANY or shape in ((49,), (5, 7, 9))]
+
+
+@jax.jit
+def there_and_back(values, rows, kept, place):
+    """Rows that are put into tiles, and all ways to read them."""
+    empty = arrays.zeros(9, jax.ShapeDtypeStruct(values.shape[1:], values.dtype), has_tiles=True)
+    leaf = arrays.put(empty, rows, values)
+    plain = arrays.take_plain({"x": leaf}, kept)
+    one_by_one = jax.vmap(lambda row: arrays.take(leaf, row))(kept)
+    untouched = arrays.take(leaf, jnp.array([1, 8]))
+    again = arrays.put_plain({"x": empty}, kept, plain)
+    return leaf, arrays.take(leaf, kept), one_by_one, untouched, arrays.take_elements(leaf, kept, place), plain, again
+
+
+@pytest.mark.parametrize(("shape", "dtype"), ROWS, ids=str)
+def test_a_row_comes_out_of_its_parts_as_it_went_in(shape, dtype):
+    values, rows = values_of(shape, dtype, 5), jnp.array([6, 0, 9, 3, 4])
+    chosen = np.array([0, 1, 3, 4])  # the third is dropped
+    place = np.random.default_rng(1).integers(0, np.prod(shape), (4, 3)).astype(np.int32)
+    leaf, got, one_by_one, untouched, elements, plain, again = there_and_back(values, rows, rows[chosen], place)
+    assert (leaf.shape, leaf.dtype) == ((9, *shape), jnp.dtype(dtype))
+    wanted = np.asarray(values)[chosen]
+    for found in (got, one_by_one):
+        assert found.dtype == values.dtype
+        assert bits(found) == bits(wanted)
+    assert bits(untouched) == bits(np.zeros_like(wanted[:2]))
+    assert bits(elements) == bits(np.take_along_axis(wanted.reshape(4, -1), place, axis=1))
+    assert bits(again) == bits({"x": leaf})
+    assert jax.tree.map(lambda spec: (spec.shape[1:], spec.dtype), arrays.plain_specs({"x": leaf})) == jax.tree.map(
+        lambda rows: (rows.shape[1:], rows.dtype), plain
+    )
+
+
+def columns_of(part):
+    """What a TPU holds for each row: columns by eights, or one, two or four."""
+    width = int(np.prod(part.shape))
+    return next((few for few in (1, 2, 4) if width <= few), -(-width // 8) * 8)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "uint8"])
+def test_parts_are_in_place_and_small(dtype):
+    dtype = np.dtype(dtype)
+    for size in [*range(1, 700), 784, 7056, 9216, 12288, 28224]:
+        parts = tiles.parts_of((size,), dtype) or (tiles.Part(size, (size,)),)
+        assert sum(part.size for part in parts) == size
+        for part in parts:
+            if len(part.shape) == 2:
+                assert dtype.itemsize == 1
+                assert part.shape[1] == 128
+                assert part.shape[0] % 8 == 0
+            else:
+                assert part.is_words == (dtype.itemsize == 1)
+                assert part.shape[0] <= 48 or part.shape[0] % 128 == 0
+        held = sum(columns_of(part) * tiles.stored_dtype(part, dtype).itemsize for part in parts)
+        assert size < 31 or held <= 1.35 * size * dtype.itemsize, (size, held)
+
+
+def test_a_scalar_and_what_no_part_serves_lie_as_they_are():
+    for shape, dtype in [((), "uint8"), ((), "float32"), ((0, 3), "float32"), ((4,), "complex64"), ((8,), "float32"), ((128,), "int16")]:
+        assert isinstance(arrays.zeros(4, jax.ShapeDtypeStruct(shape, dtype), has_tiles=True), jax.Array)
+    assert isinstance(arrays.zeros(4, jax.ShapeDtypeStruct((84, 84), "uint8")), jax.Array)
+    assert [name for name, traits in platforms.TRAITS.items() if traits.has_tiles] == ["tpu"]
+
+
+@pytest.mark.parametrize(("platform", "width"), [("cpu", 8), ("gpu", 32), ("tpu", 128)])
+def test_a_tree_is_as_wide_as_its_platform_wants_it_whatever_traces(platform, width):
+    case = next(case for case in KINDS if case.name == "prioritized same_step, 3 steps")
+    replay = dataclasses.replace(case.replay(), platform=platform)
+    shape = jax.eval_shape(replay.init, case.example())
+    assert shape.sampler.tree.sums[-1].shape == (width,)
+    assert shape.layout.platform == platform
+
+
+def test_a_state_stays_what_it_was_made_for():
+    """A buffer without a platform takes states of every one; one with a platform says what differs."""
+    case = next(case for case in KINDS if case.name == "prioritized same_step, 3 steps")
+    replay = case.replay()
+    state = on_tpu(replay).init(case.example())
+    state = jax.jit(replay.add)(state, case.step())
+    assert state.layout.platform == "tpu"
+    with pytest.raises(ValueError, match="platform: the state's is 'tpu', this buffer's 'gpu'"):
+        dataclasses.replace(replay, platform="gpu").sample(state, jax.random.key(0))
+
+
+def test_toolkits_are_known_by_name_and_others_refused():
+    replay = jr.items(capacity=4, batch_size=1)
+    assert dataclasses.replace(replay, platform="cuda").platform == "gpu"
+    for bad in ("TPU", "metal", 3):
+        with pytest.raises(ValueError, match="platform must be one of"):
+            dataclasses.replace(replay, platform=bad)
+
+
+def test_the_default_is_that_of_the_device_that_new_arrays_go_to():
+    assert platforms.platform_of(jax.devices()[0]) == jax.devices()[0].platform
+    with jax.default_device(jax.devices("cpu")[0]):
+        replay = jr.items(capacity=4, batch_size=1)
+        assert replay.init({"x": jnp.zeros(())}).layout.platform == platforms.default()
+
+
+@pytest.mark.parametrize("case", KINDS if SOAK else KINDS[1:4], ids=lambda case: case.name)
+def test_what_is_read_is_the_same_on_every_platform(case):
+    """Rows by their numbers, and which may be drawn; draws themselves take other ways."""
+    found = []
+    for platform in platforms.PLATFORMS:
+        replay = dataclasses.replace(case.replay(), platform=platform)
+        state = case.filled(replay)
+        batch = jax.jit(replay.get)(state, jnp.arange(replay.capacity), jax.random.key(0))
+        drawn = jax.jit(lambda state, key, replay=replay: draw(replay, state, key))(state, jax.random.key(1))
+        assert drawn.is_valid.any()
+        assert bool(Drawable.of(state).contains(drawn.index.row)[drawn.is_valid].all())
+        found.append((batch.items, batch.index, batch.is_valid, np.asarray(batch.probability)))
+    for other in found[1:]:
+        assert bits(other[:3]) == bits(found[0][:3])
+        np.testing.assert_allclose(other[3], found[0][3], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("case", "before", "after"),
+    [(case, "cpu", "tpu") for case in (KINDS if SOAK else KINDS[1:5])]
+    + [(case, *pair) for case in (KINDS if SOAK else KINDS[2:3]) for pair in (("tpu", "cpu"), ("cpu", "gpu"))],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_checkpoint_goes_from_one_platform_to_another(case, before, after, tmp_path):
+    pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
+    from jaxreplay.checkpoint import Checkpointer
+
+    replay = dataclasses.replace(case.replay(), platform=before)
+    state = case.filled(replay)
+    with Checkpointer(tmp_path / "run", replay) as checkpoints:
+        checkpoints.save(state, step=1)
+    other = dataclasses.replace(replay, platform=after)
+    restored = Checkpointer(tmp_path / "run", other).restore(case.example())
+    assert restored.layout.platform == after
+    get = lambda replay, state: jax.jit(replay.get)(state, jnp.arange(replay.capacity), jax.random.key(0))  # noqa: E731
+    expected, got = get(replay, state), get(other, restored)
+    assert bits((got.items, got.index, got.is_valid)) == bits((expected.items, expected.index, expected.is_valid))
+    np.testing.assert_allclose(got.probability, expected.probability, rtol=1e-5)
+    # It goes on as the other does.
+    step, mask = case.step(7), case.mask(replay, 7)
+    expected, got = (get(r, jax.jit(r.add)(s, step, *mask)) for r, s in ((replay, state), (other, restored)))
+    assert bits((got.items, got.index, got.is_valid)) == bits((expected.items, expected.index, expected.is_valid))
+
+
+def test_memory_is_told_by_the_leaves_that_were_given():
+    example = {"image": jax.ShapeDtypeStruct((84, 84, 4), jnp.uint8), "wide": jax.ShapeDtypeStruct((100,), jnp.float32)}
+    plain, tiled = (dataclasses.replace(jr.items(capacity=64, batch_size=1), platform=name).memory(example) for name in ("cpu", "tpu"))
+    assert list(plain.leaves) == list(tiled.leaves)
+    assert plain.total < tiled.total < 1.05 * plain.total

@@ -1,0 +1,177 @@
+"""The catalog as tests see it: each buffer with a step to feed it. A new sampler or view adds a line here, and every contract holds it."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxreplay as jr
+from jaxreplay.buffers.replay_buffer import ReplayBuffer
+from jaxreplay.samplers import ConsumingSampler
+from jaxreplay.samplers.prioritized import Prioritized
+from jaxreplay.views.item import Item
+from tests.conftest import SOAK
+
+NUM_ENVS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    name: str
+    make: object  # (capacity, batch_size) -> replay
+    has_final_obs: bool = False
+    is_items: bool = False
+    image_of: object = lambda obs: obs["image"]  # of the anchor, from the observations that the view reads
+    is_plain: bool = True  # items keep the stored leaves' shapes
+
+    def replay(self, capacity=64, batch_size=8):
+        return self.make({"capacity": capacity, "num_envs": NUM_ENVS, "batch_size": batch_size})
+
+    def step(self, seed=0, time=None):
+        """A random step of every env, or a block of them."""
+        axes = (NUM_ENVS,) if time is None else (time, NUM_ENVS)
+        r = np.random.default_rng(seed)
+        if self.is_items:
+            return {
+                "image": jnp.asarray(r.integers(0, 256, (*axes, 3, 2)), jnp.uint8),
+                "brain": jnp.asarray(r.normal(size=axes), jnp.bfloat16),
+            }
+        done = r.random(axes)
+        obs = {
+            "vector": jnp.asarray(r.normal(size=(*axes, 5)), jnp.float32),
+            "image": jnp.asarray(r.integers(0, 9, (*axes, 2, 2)), jnp.uint8),
+            "goal": jnp.asarray(r.normal(size=(*axes, 5)), jnp.float32),
+        }
+        return jr.Step(
+            obs=obs,
+            action=jnp.asarray(r.integers(0, 4, axes), jnp.int32),
+            reward=jnp.asarray(r.normal(size=axes), jnp.float32),
+            terminated=jnp.asarray(done < 0.1),
+            truncated=jnp.asarray(done > 0.9),
+            final_obs=jax.tree.map(lambda x: x + 1, obs) if self.has_final_obs else None,
+            extras={"flag": jnp.asarray(r.random(axes) < 0.5), "half": jnp.asarray(r.normal(size=(*axes, 1)), jnp.float16)},
+        )
+
+    def example(self):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.step())
+
+    def filled(self, replay, steps=40):
+        """A state after some steps, on its own memory."""
+        return jax.tree.map(jnp.array, _filled(self, replay, steps))  # copies: a test may donate them
+
+    def mask(self, replay, seed, time=None):
+        """() or (mask,): which envs took a step."""
+        shape = (NUM_ENVS,) if time is None else (time, NUM_ENVS)
+        return (jnp.asarray(np.random.default_rng(seed).random(shape) < 0.8),) if replay.masked else ()
+
+
+@functools.cache  # compiled and run once for all tests
+def _filled(case, replay, steps):
+    extend = jax.jit(replay.extend)
+    return jax.device_get(extend(replay.init(case.example()), case.step(1, time=steps), *case.mask(replay, 2, steps)))
+
+
+def draw(replay, state, key):
+    """A batch, from a sampler of either kind."""
+    return replay.take(state, key)[1] if isinstance(replay.sampler, ConsumingSampler) else replay.sample(state, key)
+
+
+@functools.cache
+def jitted_draw(replay):
+    """The same, which leaves the state to the caller."""
+    return jax.jit(lambda state, key: draw(replay, state, key))
+
+
+@functools.cache
+def jitted(replay, method):
+    """A method of a buffer, compiled once for all tests, which leaves the state to the caller."""
+    return jax.jit(getattr(replay, method))
+
+
+@functools.cache
+def everything(replay):
+    """A program of a state and a seed that reads all rows."""
+    return jax.jit(lambda state, seed: replay.get(state, jnp.arange(replay.capacity), jax.random.key(seed)))
+
+
+def near(achieved, goal, step):
+    return -jnp.sum(jnp.abs(achieved - goal)) + 0 * step.reward
+
+
+def noisy(item, key):
+    return item.replace(reward=item.reward + jax.random.uniform(key))
+
+
+def _views():
+    """The buffers that read more than a transition, or transitions in another way."""
+    one = {"autoreset": "same_step"}
+    yield Case(
+        "sequences prioritized, every second start",
+        lambda shared: jr.sequences(**shared, **one, length=3, burn_in=2, stride=2, recurrent_state="half", sampler=jr.Prioritized()),
+        has_final_obs=True,
+        image_of=lambda obs: obs["image"][:, 2],
+        is_plain=False,
+    )
+    yield Case(
+        "sequences across episodes",
+        lambda shared: jr.sequences(**shared, autoreset="next_step", length=4, within_episode=False, masked=True),
+        image_of=lambda obs: obs["image"][:, 0],
+        is_plain=False,
+    )
+    yield Case(
+        "frame_stack of one leaf",
+        lambda shared: jr.frame_stack(jr.uniform(**shared, autoreset="next_step", n_step=2), 3, leaf="image"),
+        image_of=lambda obs: obs["image"][:, -1],
+        is_plain=False,
+    )
+    yield Case("episodes", lambda shared: jr.episodes(**shared, **one), is_plain=False)
+    yield Case(
+        "hindsight of final_obs, masked",
+        lambda shared: jr.hindsight(jr.uniform(**shared, **one, masked=True), near, achieved="vector", desired="goal"),
+        has_final_obs=True,
+    )
+    yield Case("transitions queue", lambda shared: jr.transitions(**shared, **one, sampler=jr.Queue()), has_final_obs=True)
+    yield Case("transitions without replacement", lambda shared: jr.transitions(**shared, **one, sampler=jr.WithoutReplacement()))
+    yield Case("transitions recent", lambda shared: jr.transitions(**shared, autoreset="next_step", sampler=jr.Recent(decay=0.9)))
+    yield Case("transitions by rank", lambda shared: jr.transitions(**shared, **one, n_step=2, sampler=jr.RankBased()))
+    yield Case("transform of prioritized", lambda shared: jr.transform(jr.prioritized(**shared, autoreset="next_step"), noisy))
+
+
+CATALOG = (
+    Case("items", lambda shared: jr.items(**shared), is_items=True),
+    Case("items masked", lambda shared: jr.items(**shared, masked=True), is_items=True),
+    Case("uniform next_step", lambda shared: jr.uniform(**shared, autoreset="next_step")),
+    Case("uniform final_obs, 3 steps", lambda shared: jr.uniform(**shared, autoreset="same_step", n_step=3), has_final_obs=True),
+    Case("uniform masked, episodes", lambda shared: jr.uniform(**shared, autoreset="same_step", masked=True, keep_episodes=True)),
+    Case("prioritized same_step, 3 steps", lambda shared: jr.prioritized(**shared, autoreset="same_step", n_step=3)),
+    Case("prioritized next_step, minimum", lambda shared: jr.prioritized(**shared, autoreset="next_step", keep_minimum=True)),
+    Case(
+        "prioritized final_obs, masked",
+        lambda shared: jr.prioritized(**shared, autoreset="same_step", masked=True, stratified=False, keep_episodes=True),
+        has_final_obs=True,
+    ),
+    Case(
+        "prioritized items, composed by hand, as wide as on an accelerator",
+        lambda shared: ReplayBuffer(**shared, sampler=Prioritized(exponent=1.0, fan_out=128), view=Item(), autoreset=None),
+        is_items=True,
+    ),
+    *_views(),
+)
+
+# One of each kind: slow checks of what does not differ within a kind run over these, and in the soak over all.
+_KINDS = (
+    "items",
+    "uniform masked, episodes",
+    "prioritized same_step, 3 steps",
+    "sequences prioritized, every second start",
+    "hindsight of final_obs, masked",
+    "transitions queue",
+    "transitions without replacement",
+)
+KINDS = CATALOG if SOAK else tuple(case for case in CATALOG if case.name in _KINDS)
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
