@@ -172,7 +172,7 @@ def plot(path, steps, episodes, evaluations, ages, probability):
         counts, *_ = middle.hist(probability, bins, color="tab:blue", log=True, label="rows (at the far right: not drawn yet)")
         middle.set_ylim(top=30 * counts.max())  # room for the legend
     middle.axvline(1, ymax=0.82, color="black", linestyle="--", linewidth=1, label="uniform")
-    middle.set(title=f"Priorities of the {probability.size:,} drawable rows", xscale="log", ylabel="rows")
+    middle.set(title=f"Priorities of the {probability.size:,} sampleable rows", xscale="log", ylabel="rows")
     middle.set_xlabel("probability of a draw, as a multiple of uniform")
 
     levels = (0.1, 0.25, 0.5, 0.75, 0.9)

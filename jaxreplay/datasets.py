@@ -89,7 +89,7 @@ def to_minari(replay: ReplayBuffer, state: ReplayState, dataset_id: str, *, part
     """A new local dataset of a buffer's episodes, stream after stream, the oldest first. Few of them are in memory at once.
 
     The final observation of a terminated episode is its last one once more where the buffer does not have it: always with
-    `autoreset="same_step"` and no final observations, and for an end whose tail is still to come. No target reads it. Narrow floats
+    `autoreset="same_step"` and no final observations, and for an end whose final row is still to come. No target reads it. Narrow floats
     (bfloat16, 8 bits) become float32.
 
     Args:
@@ -208,7 +208,7 @@ def _episode(steps: Any, flags: np.ndarray, row: np.ndarray, is_closed: bool, pa
     if not len(row) or not (parts or (is_closed and flags[0] & autoreset.FIRST)):
         return None
     # The newest row of one that goes on is an observation alone.
-    ends_in_tail = bool(flags[-1] & autoreset.TAIL) or not (is_closed or flags[-1] & autoreset.TERMINATED)
+    ends_in_tail = bool(flags[-1] & autoreset.FINAL) or not (is_closed or flags[-1] & autoreset.TERMINATED)
     length = len(row) - ends_in_tail
     if not length:
         return None
@@ -243,4 +243,4 @@ def _plain(values: np.ndarray) -> np.ndarray:
 
 @jax.jit
 def _take(stored: Any, row: jax.Array) -> Any:
-    return arrays.tree_map(lambda leaf: arrays.take(leaf, row), stored)
+    return arrays.tree_map(lambda leaf: arrays.read(leaf, row), stored)

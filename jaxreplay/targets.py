@@ -49,7 +49,7 @@ def gae(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jaxreplay.advantages import gae, next_values
+      >>> from jaxreplay.targets import gae, next_values
       >>> flag = jnp.zeros(3, bool)
       >>> value = jnp.array([1.0, 2.0, 3.0])
       >>> next_value = next_values(value, last_value=jnp.array(4.0))
@@ -91,7 +91,7 @@ def vtrace(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jaxreplay.advantages import vtrace
+      >>> from jaxreplay.targets import vtrace
       >>> flag, value, next_value = jnp.zeros(2, bool), jnp.zeros(2), jnp.array([0.0, 1.0])
       >>> vtrace(jnp.log(jnp.array([0.5, 3.0])), jnp.ones(2), value, next_value, flag, flag, discount=1.0).target.tolist()
       [1.5, 2.0]
@@ -104,10 +104,10 @@ def vtrace(
     # Clipped as logarithms, where a ratio cannot overflow.
     rho, c = (jnp.exp(jnp.minimum(log_ratio, jnp.log(jnp.asarray(clip, value.dtype)))) for clip in (rho_clip, c_clip))
     next_value = jnp.where(terminated, 0, next_value)
-    is_cut = terminated | truncated | ~mask
+    is_expired = terminated | truncated | ~mask
     delta = jnp.where(mask, rho * (reward + discount * next_value - value), 0)
-    correction = _sum_backwards(delta, jnp.where(is_cut, 0, discount * decay * c))
-    following = jnp.where(is_cut, 0, jnp.concatenate([correction[1:], jnp.zeros_like(correction[:1])]))
+    correction = _sum_backwards(delta, jnp.where(is_expired, 0, discount * decay * c))
+    following = jnp.where(is_expired, 0, jnp.concatenate([correction[1:], jnp.zeros_like(correction[:1])]))
     return _constants(mask, rho * (reward + discount * (next_value + following) - value), correction + value)
 
 

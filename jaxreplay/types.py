@@ -22,7 +22,7 @@ class Step(Node):
       terminated: bool[E]; the episode ended here by the task's own rules: there is no value beyond.
       truncated: bool[E]; the episode was cut here, as by a time limit: its value goes on.
       final_obs: pytree as obs; the observation after this action, read only where the episode ended; for `autoreset="same_step"`.
-      extras: pytree of further fields, handed back from the anchor row.
+      extras: pytree of further fields, handed back from the candidate row.
     """
 
     obs: Any
@@ -45,7 +45,7 @@ class Transition(Node):
       discount: float32[B], in [0, 1]; gamma^num_steps, and 0 where the window reached a termination.
       next_obs: pytree as obs; the observation after `num_steps` steps, the true final one at an episode's end.
       num_steps: int32[B], in 1 .. n.
-      extras: pytree; the anchor step's own.
+      extras: pytree; the candidate step's own.
     """
 
     obs: Any
@@ -123,7 +123,7 @@ class Pair(Node):
       future_obs: pytree as obs; the observation `num_steps` rows later, an episode's final one included.
       num_steps: int32[B], at least 1; 0, with the same observation, where none is known (see `FutureView`). It counts rows: across
         episodes, final observations too.
-      extras: pytree; the anchor step's own.
+      extras: pytree; the candidate step's own.
     """
 
     obs: Any

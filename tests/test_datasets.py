@@ -127,7 +127,7 @@ def test_what_is_stored_of_an_episode():
 
 
 def test_a_final_observation_that_nobody_has():
-    """Same-step autoreset without it: a truncated row is the tail itself; behind a termination the last observation stands again."""
+    """Same-step autoreset without it: a truncated row is the final row itself; behind a termination the last observation stands again."""
     replay = buffer("same_step", 32)
     space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
     terminated, truncated = np.zeros((2, 12), bool)

@@ -303,7 +303,7 @@ def test_a_tensordict_has_the_keys_of_torchrl(framework):
     assert torch.equal(got["extras", "count"], items.extras["count"])
     assert got[:2]["next", "image"].shape == (2, 3)
     replay.update_priorities(got["index"], got["probability"] + 1)
-    assert int(replay._held.state.sampler.ignored_rows) == 0
+    assert int(replay._owner.state.sampler.ignored_rows) == 0
 
 
 def test_a_tensordict_of_other_items():

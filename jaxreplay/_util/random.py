@@ -13,7 +13,7 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: the increments of a Weyl sequence
 
 
-def draw(key: jax.Array, batch_size: int, purpose: int = 0) -> tuple[jax.Array, jax.Array]:
+def words(key: jax.Array, batch_size: int, purpose: int = 0) -> tuple[jax.Array, jax.Array]:
     """64 random bits an item, as two uint32[B]: others for each small int `purpose`. Consumes the key.
 
     For JAX's default keys this is JAX's own cipher, written out: one block an item gives both words, and XLA compiles it without a loop,

@@ -17,7 +17,7 @@ _UNIFORM = Uniform()
 
 
 def items(*, sampler: Sampler = _UNIFORM, **shared: Unpack[BufferOptions]) -> ReplayBuffer:
-    """Independent items, any pytree, each drawable at once.
+    """Independent items, any pytree, each sampleable at once.
 
     Args:
       sampler: which are drawn.
@@ -114,7 +114,7 @@ def sequences(
     *,
     length: int,
     burn_in: int = 0,
-    stride: int = 1,
+    period: int = 1,
     within_episode: bool = True,
     recurrent_state: str | None = None,
     sampler: Sampler = _UNIFORM,
@@ -138,7 +138,7 @@ def sequences(
       >>> batch.items.obs.shape, batch.items.mask[0].tolist()  # episodes of one step: no burn-in, and nothing after it
       ((2, 6), [False, False, True, False, False])
     """
-    view = SequenceView(length=length, burn_in=burn_in, stride=stride, within_episode=within_episode, recurrent_state=recurrent_state)
+    view = SequenceView(length=length, burn_in=burn_in, period=period, within_episode=within_episode, recurrent_state=recurrent_state)
     return ReplayBuffer(sampler=sampler, view=view, **shared)
 
 

@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from jaxreplay._util import checks
 from jaxreplay.buffers import step_checks
-from jaxreplay.buffers.state_checks import check_not_gone
+from jaxreplay.buffers.state_checks import check_not_deleted
 
 _CHANGES = frozenset({"add", "extend", "update_priorities", "clear", "take", "rerank"})  # what takes the state over
 _CPU_OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
@@ -89,7 +89,7 @@ class Jitted:
             raise
         except (RuntimeError, ValueError) as error:
             if "deleted" in str(error):
-                check_not_gone(name, state)
+                check_not_deleted(name, state)
             raise
 
     def _step(self, step: Any) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxreplay._util.names import named
 from jaxreplay.storage import platforms
-from jaxreplay.storage.arrays import Parted
+from jaxreplay.storage.arrays import TiledArray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Memory:
 
 def memory_of(state: Any, capacity: int) -> Memory:
     """The bytes of a state, or of the shapes of one (`jax.eval_shape`)."""
-    whole = named(state, is_leaf=lambda node: isinstance(node, Parted))
+    whole = named(state, is_leaf=lambda node: isinstance(node, TiledArray))
     return Memory({name: sum(map(_num_bytes, jax.tree.leaves(leaf))) for name, leaf in whole}, capacity)
 
 

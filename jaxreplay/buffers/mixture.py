@@ -79,7 +79,7 @@ class Mixture(Static):
         return states
 
     def sizes(self, states: dict[str, Any]) -> jax.Array:
-        """Drawable rows of each item's member, what `importance_weights` takes for the size: int32[B]."""
+        """Sampleable rows of each item's member, what `importance_weights` takes for the size: int32[B]."""
         self._check_names(states)
         return jnp.stack([replay.size(states[name]) for name, replay, _ in self.members])[self._source()]
 

@@ -11,15 +11,15 @@ from jax.core import Tracer
 from jaxreplay._util import checks, random
 from jaxreplay._util.struct import Static
 from jaxreplay.buffers import memory, step_checks
-from jaxreplay.buffers.state_checks import check_state, take_over
+from jaxreplay.buffers.state_checks import check_donated, check_state
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler, Sampler
 from jaxreplay.storage import autoreset as autoreset_forms, episodes, platforms
 from jaxreplay.storage.episodes import Episodes
 from jaxreplay.storage.layout import Layout, Window
-from jaxreplay.storage.sampleable import Drawable, ReplayState, change_of, cut_rows, still_pending
+from jaxreplay.storage.sampleable import ReplayState, Sampleable, count_expired, count_pending, effect_of
 from jaxreplay.storage.streams import Streams
 from jaxreplay.types import Index, Sample
-from jaxreplay.views import Anchor, View
+from jaxreplay.views import RowReader, View
 
 _FOR_THE_VIEW = 1  # the sampler draws its bits for purpose 0
 
@@ -47,11 +47,11 @@ class ReplayBuffer(Static):
       capacity: rows in all, the final observations of episodes included; a multiple of `num_envs`.
       num_envs: streams, each a ring of `capacity / num_envs` rows.
       batch_size: items of a sample, unless the call says otherwise.
-      sampler: which drawable rows are drawn.
+      sampler: which sampleable rows are drawn.
       view: what is read around them.
       autoreset: "next_step" or "same_step": what the env does when an episode ends (`autoreset.py`). None for a view that takes items.
       masked: whether `add` and `extend` take a mask of the envs that took a step.
-      min_size: drawable rows that `can_sample` waits for, at least 1.
+      min_size: sampleable rows that `can_sample` waits for, at least 1.
       keep_episodes: whether to keep what `episodes` needs, 8 bytes a row.
       platform: what `init` lays states out for: "cpu", "gpu" or "tpu". None: that of the device that new arrays go to then. A state stays
         what it was made for; to compile for a device that is not there, name its platform.
@@ -117,7 +117,7 @@ class ReplayBuffer(Static):
     @property
     def has_table(self) -> bool:
         """Whether the state has an episode table: where it is asked for, or the view or the sampler looks episodes up."""
-        return self.keep_episodes or self.window.looks_up or not self.window.is_bounded
+        return self.keep_episodes or self.window.needs_episodes or not self.window.is_bounded
 
     def init(self, example: Any) -> ReplayState:
         """An empty buffer.
@@ -158,8 +158,8 @@ class ReplayBuffer(Static):
         layout = self.layout(has_final_obs(example), platform)
         return ReplayState(
             streams=Streams.empty(layout, example),
-            pending=None if self.window.after is None else jnp.zeros((self.num_envs,), jnp.int32),
-            cut=jnp.zeros((self.num_envs,), jnp.int32) if self.window.before else None,
+            num_pending=None if self.window.after is None else jnp.zeros((self.num_envs,), jnp.int32),
+            num_expired=jnp.zeros((self.num_envs,), jnp.int32) if self.window.before else None,
             sampler=self.sampler.init(layout),
             episodes=episodes.init(layout) if self.has_table else None,
         )
@@ -174,7 +174,7 @@ class ReplayBuffer(Static):
             never mask the step after a done: it brings the final observation.
           priority: float[num_envs], for samplers that have priorities; by default the largest so far.
         """
-        state = take_over("add", self, state)
+        state = check_donated("add", self, state)
         step, mask, priority = self._checked("add", state, step, mask, priority, "one step of every env, leaves [num_envs, ...]", ())
         return self._write(state, *jax.tree.map(lambda leaf: leaf[None], (step, mask, priority)))
 
@@ -185,17 +185,17 @@ class ReplayBuffer(Static):
           steps: leaves `[time, num_envs, ...]`; of more steps than a stream holds, the newest stay.
           mask: bool[time, num_envs]. priority: float[time, num_envs].
         """
-        state = take_over("extend", self, state)
+        state = check_donated("extend", self, state)
         first = jax.tree.leaves(steps)[:1]
         time = (jnp.shape(first[0]) or (0,))[:1] if first else (0,)
         block = self._checked("extend", state, steps, mask, priority, "a block of steps, leaves [time, num_envs, ...]", time)
         # A write must reach neither the rows that wait for their window, nor those that the newest ones look back to.
         most = (self.length - self.window.length + 1) // state.layout.rows_per_step
-        whole, rest = divmod(time[0], most)
-        if whole + bool(rest) > 1:
-            chunks = jax.tree.map(lambda leaf: leaf[: whole * most].reshape((whole, most, *leaf.shape[1:])), block)
+        num_full, rest = divmod(time[0], most)
+        if num_full + bool(rest) > 1:
+            chunks = jax.tree.map(lambda leaf: leaf[: num_full * most].reshape((num_full, most, *leaf.shape[1:])), block)
             state, _ = jax.lax.scan(lambda state, chunk: (self._write(state, *chunk), None), state, chunks)
-            block = jax.tree.map(lambda leaf: leaf[whole * most :], block)
+            block = jax.tree.map(lambda leaf: leaf[num_full * most :], block)
             time = (rest,)
         return self._write(state, *block) if time[0] else state
 
@@ -219,14 +219,14 @@ class ReplayBuffer(Static):
         """
         if not isinstance(self.sampler, ConsumingSampler):
             raise ValueError(f"take: {type(self.sampler).__name__} draws with replacement: batch = replay.sample(state, key)")
-        state = take_over("take", self, state)
+        state = check_donated("take", self, state)
         return self._draw("take", state, key, batch_size)
 
     def _draw(self, where: str, state: ReplayState, key: jax.Array, batch_size: int | None) -> tuple[ReplayState, Sample]:
         state = check_state(where, self, state)
         batch_size = self.batch_size if batch_size is None else batch_size
         checks.check_size(where, "batch_size", batch_size)
-        rows = Drawable.of(state)
+        rows = Sampleable.of(state)
         can_sample = self._can_sample(state, rows)
         sampler, row, probability = self.sampler.draw(state.sampler, rows, key, batch_size)
         if isinstance(self.sampler, ConsumingSampler):  # before `can_sample` nothing is handed out, so nothing is taken
@@ -239,31 +239,31 @@ class ReplayBuffer(Static):
 
         def item(row: jax.Array, words: Any) -> Any:
             own = None if words is None else jnp.stack(words)
-            return self.view.read(Anchor(state.streams, row, state.episodes, own))
+            return self.view.read(RowReader(state.streams, row, state.episodes, own))
 
         words = None
-        if self.view.draws:
+        if self.view.is_random:
             assert key is not None
-            words = jax.tree.map(lambda word: word.reshape(index.row.shape), random.draw(key, index.row.size, _FOR_THE_VIEW))
+            words = jax.tree.map(lambda word: word.reshape(index.row.shape), random.words(key, index.row.size, _FOR_THE_VIEW))
         for _ in index.row.shape:
             item = jax.vmap(item)
         lap = jnp.where(is_valid, index.lap, index.lap ^ jnp.uint32(2**31))
         return Sample(item(index.row, words), Index(index.row, lap), jnp.where(is_valid, probability, 0), is_valid)
 
     def get(self, state: ReplayState, index: Index | jax.Array, key: jax.Array | None = None) -> Sample:
-        """The items of rows that were drawn before, or of row numbers; `is_valid` is False where a row is not drawable, out of range,
-        or was overwritten since. A drawable row of priority 0 is valid, with probability 0.
+        """The items of rows that were drawn before, or of row numbers; `is_valid` is False where a row is not sampleable, out of range,
+        or was overwritten since. A sampleable row of priority 0 is valid, with probability 0.
 
         Args:
           index: `batch.index`, or int32[B] rows.
           key: consumed; for a view that draws (goals, horizons, augmentations), which draws anew.
         """
-        if self.view.draws and key is None:
+        if self.view.is_random and key is None:
             raise ValueError(f"get: {type(self.view).__name__} draws what it reads: give get(state, index, key) a key")
         state = check_state("get", self, state)
         rows, lap = (index.row, index.lap) if isinstance(index, Index) else (index, None)
         row, is_valid = step_checks.as_rows("get", rows, self.capacity)
-        current, members = state.streams.index(row), Drawable.of(state)
+        current, members = state.streams.index(row), Sampleable.of(state)
         is_valid &= members.contains(row) & (lap is None or current.lap == lap)
         return self._read(state, current, self.sampler.probability(state.sampler, members, row), is_valid, key)
 
@@ -276,7 +276,7 @@ class ReplayBuffer(Static):
           index: `batch.index`.
           priority: float[B], at least 0; a row of priority 0 is never drawn.
         """
-        state = take_over("update_priorities", self, state)
+        state = check_donated("update_priorities", self, state)
         sampler = self._need_priorities("update_priorities")
         if not isinstance(index, Index):
             raise ValueError(
@@ -285,7 +285,7 @@ class ReplayBuffer(Static):
             )
         priority = step_checks.as_priority("update_priorities", priority, jnp.shape(index.row))
         flat = jax.tree.map(lambda leaf: jnp.asarray(leaf).reshape(-1), (index, priority))
-        return state.replace(sampler=sampler.update(state.sampler, Drawable.of(state), *flat))
+        return state.replace(sampler=sampler.update(state.sampler, Sampleable.of(state), *flat))
 
     def can_add(self, state: ReplayState, num_steps: int = 1) -> jax.Array:
         """Whether `num_steps` more steps of every env overwrite nothing that is still to be taken: bool[]."""
@@ -293,36 +293,36 @@ class ReplayBuffer(Static):
             raise ValueError(f"can_add: {type(self.sampler).__name__} hands out nothing once: there is nothing to wait for")
         state = check_state("can_add", self, state)
         rows = num_steps * state.layout.rows_per_step
-        return self.sampler.can_add(state.sampler, Drawable.of(state), rows)
+        return self.sampler.can_add(state.sampler, Sampleable.of(state), rows)
 
     def rerank(self, state: ReplayState) -> ReplayState:
-        """Rank the drawable rows by their priorities, for a rank-based sampler: a sort of the whole buffer. `state` is taken over."""
-        state = take_over("rerank", self, state)
+        """Rank the sampleable rows by their priorities, for a rank-based sampler: a sort of the whole buffer. `state` is taken over."""
+        state = check_donated("rerank", self, state)
         rerank = getattr(self.sampler, "rerank", None)
         if rerank is None:
             raise ValueError(f"rerank: the sampler {type(self.sampler).__name__} has no ranks; use RankBased")
-        return state.replace(sampler=rerank(state.sampler, Drawable.of(state)))
+        return state.replace(sampler=rerank(state.sampler, Sampleable.of(state)))
 
     def min_probability(self, state: ReplayState) -> jax.Array:
-        """The smallest probability of a drawable row of positive priority, for `importance_weights`: float32[]."""
+        """The smallest probability of a sampleable row of positive priority, for `importance_weights`: float32[]."""
         state = check_state("min_probability", self, state)
         return self._need_priorities("min_probability").min_probability(state.layout, state.sampler)
 
     def size(self, state: ReplayState) -> jax.Array:
         """Rows that can be drawn: int32[]; of a sampler that hands out each row once, those that are left."""
         state = check_state("size", self, state)
-        return self.sampler.size(state.sampler, Drawable.of(state))
+        return self.sampler.size(state.sampler, Sampleable.of(state))
 
     def can_sample(self, state: ReplayState) -> jax.Array:
         """Whether there are `min_size` rows that can be drawn, and mass to draw from: bool[]."""
         state = check_state("can_sample", self, state)
-        return self._can_sample(state, Drawable.of(state))
+        return self._can_sample(state, Sampleable.of(state))
 
-    def _can_sample(self, state: ReplayState, rows: Drawable) -> jax.Array:
-        return (self.sampler.size(state.sampler, rows) >= self.min_size) & self.sampler.can_draw(state.sampler)
+    def _can_sample(self, state: ReplayState, rows: Sampleable) -> jax.Array:
+        return (self.sampler.size(state.sampler, rows) >= self.min_size) & self.sampler.can_sample(state.sampler)
 
     def age(self, state: ReplayState, index: Index) -> jax.Array:
-        """Rows of its stream that were written after each drawn row, tails included: int32[B], 0 for the newest."""
+        """Rows of its stream that were written after each drawn row, final rows included: int32[B], 0 for the newest."""
         state = check_state("age", self, state)
         return state.streams.age(index.row)
 
@@ -331,8 +331,8 @@ class ReplayBuffer(Static):
         state = check_state("clear", self, state)
         return state.replace(
             streams=state.streams.clear(),
-            pending=None if state.pending is None else jnp.zeros_like(state.pending),
-            cut=None if state.cut is None else jnp.zeros_like(state.cut),
+            num_pending=None if state.num_pending is None else jnp.zeros_like(state.num_pending),
+            num_expired=None if state.num_expired is None else jnp.zeros_like(state.num_expired),
             sampler=self.sampler.clear(state.sampler),
             episodes=state.episodes and episodes.clear(state.episodes),
         )
@@ -347,28 +347,28 @@ class ReplayBuffer(Static):
     def _write(self, state: ReplayState, steps: Any, mask: jax.Array | None, priority: jax.Array | None) -> ReplayState:
         """Write a block of steps, leaves `[T, E, ...]`: few enough to overwrite no row that waits, nor one that a new row looks back to."""
         layout, window = state.layout, self.window
-        before = Drawable.of(state)
-        if state.cut is not None:
+        before = Sampleable.of(state)
+        if state.num_expired is not None:
             # Always so, which XLA cannot know: the write then depends on the flags that the last one read, and copies none.
-            is_ready = jnp.broadcast_to(state.cut >= 0, (jax.tree.leaves(steps)[0].shape[0], layout.num_envs))
+            is_ready = jnp.broadcast_to(state.num_expired >= 0, (jax.tree.leaves(steps)[0].shape[0], layout.num_envs))
             mask = is_ready if mask is None else mask & is_ready
-        counted, written = state.streams.counted(steps, mask)
-        pending = None if state.pending is None else still_pending(layout, state.pending, written)
-        table, noted = episodes.count(layout, state.episodes, written) if state.episodes else (None, None)
-        after = state.replace(streams=counted, pending=pending, episodes=table)
+        counted, written = state.streams.advance(steps, mask)
+        num_pending = None if state.num_pending is None else count_pending(layout, state.num_pending, written)
+        table, noted = episodes.advance(layout, state.episodes, written) if state.episodes else (None, None)
+        after = state.replace(streams=counted, num_pending=num_pending, episodes=table)
         if layout.traits.in_line:
             # The least of the two is the first one, in a way that XLA cannot know: else it would keep a copy of what is counted on.
-            waited = before.pending if window.after is None else jnp.minimum(before.pending, window.after)
+            waited = before.num_pending if window.after is None else jnp.minimum(before.num_pending, window.after)
             after, written, noted, waited = _counted_first(after, written, noted, waited)
-            before = dataclasses.replace(before, pending=waited)
+            before = dataclasses.replace(before, num_pending=waited)
         after = after.replace(
-            streams=after.streams.put(steps, written), episodes=after.episodes and noted and episodes.put(after.episodes, noted)
+            streams=after.streams.write(steps, written), episodes=after.episodes and noted and episodes.write(after.episodes, noted)
         )
-        after = after.replace(cut=cut_rows(after.streams))
-        change = change_of(before, Drawable.of(after), written) if window.is_bounded else None
-        if priority is not None and layout.rows_per_step == 2:  # a tail has none
+        after = after.replace(num_expired=count_expired(after.streams))
+        effect = effect_of(before, Sampleable.of(after), written) if window.is_bounded else None
+        if priority is not None and layout.rows_per_step == 2:  # a final row has none
             priority = jnp.stack([priority, jnp.zeros_like(priority)], axis=1).reshape(-1, layout.num_envs)
-        return after.replace(sampler=self.sampler.observe(state.sampler, change, priority))
+        return after.replace(sampler=self.sampler.observe(state.sampler, effect, priority))
 
     def _need_priorities(self, where: str) -> PrioritySampler:
         if not isinstance(self.sampler, PrioritySampler):
@@ -397,15 +397,15 @@ def has_final_obs(example: Any) -> bool:
 
 def _counted_first(state: ReplayState, *others: Any) -> tuple[Any, ...]:
     """Keep all counting before all writing, in one kernel: XLA would fuse into each write the counting that it needs."""
-    rows = {name: getattr(state.streams, name) for name in ("steps", "flags", "rank")}
-    table = {name: getattr(state.episodes, name) for name in ("ordinal", "last", "first")} if state.episodes else {}
+    rows = {name: getattr(state.streams, name) for name in ("steps", "flags", "candidate_number")}
+    table = {name: getattr(state.episodes, name) for name in ("ordinal", "end_position", "start_position")} if state.episodes else {}
     small = state.replace(
         streams=state.streams.replace(**dict.fromkeys(rows)),
         episodes=state.episodes and state.episodes.replace(**dict.fromkeys(table)),
         sampler=None,
     )
     small, *rest = jax.lax.optimization_barrier((small, *others))
-    whole = small.replace(
+    num_full = small.replace(
         streams=small.streams.replace(**rows), episodes=small.episodes and small.episodes.replace(**table), sampler=state.sampler
     )
-    return whole, *rest
+    return num_full, *rest

@@ -15,7 +15,7 @@ from jaxreplay._util import checks
 from jaxreplay._util.names import named
 from jaxreplay._util.struct import Node, Static
 from jaxreplay.buffers import memory, step_checks
-from jaxreplay.buffers.state_checks import as_arrays, check_not_gone, warn_of_copy
+from jaxreplay.buffers.state_checks import as_arrays, check_not_deleted, warn_of_copy
 from jaxreplay.buffers.trajectories import CHUNK_BYTES, check_trajectories, write_trajectories
 from jaxreplay.storage import arrays, autoreset as autoreset_forms, ring
 from jaxreplay.types import Step
@@ -128,8 +128,8 @@ class Rollout(Static):
         state = _clear(self, state)
         steps, mask = write_trajectories((state.steps, state.mask), checked, chunk_bytes)
         position = jnp.int32(sum(trajectory.num_rows for trajectory in checked))
-        # As if a tail had been written: what `add` brings next opens an episode.
-        return state.replace(steps=steps, mask=mask, position=position, last=jnp.full((1,), autoreset_forms.TAIL, jnp.uint8))
+        # As if a final row had been written: what `add` brings next opens an episode.
+        return state.replace(steps=steps, mask=mask, position=position, last=jnp.full((1,), autoreset_forms.FINAL, jnp.uint8))
 
     def clear(self, state: RolloutState) -> RolloutState:
         """Begin the next rollout; takes `state` over. Stored steps stay where they are, unread.
@@ -223,7 +223,7 @@ class Rollout(Static):
         """The rows of one minibatch, `[B, ...]`, of leaves `[time, num_envs, ...]`. `index`: int32[B], one row of `minibatches`."""
         self._check_axes("take", tree)
         rows = self.length * self.num_envs
-        return jax.tree.map(lambda leaf: arrays.take(leaf.reshape((rows, *leaf.shape[2:])), index), tree)
+        return jax.tree.map(lambda leaf: arrays.read(leaf.reshape((rows, *leaf.shape[2:])), index), tree)
 
     def take_envs(self, tree: Any, index: jax.Array) -> Any:
         """The streams of one minibatch, `[time, B, ...]`, of leaves `[time, num_envs, ...]`. `index`: one row of `env_minibatches`."""
@@ -236,7 +236,9 @@ class Rollout(Static):
 
     def _init(self, example: Step) -> RolloutState:
         rows = lambda leaf: arrays.zeros(self.length, jax.ShapeDtypeStruct((self.num_envs, *leaf.shape), leaf.dtype))  # noqa: E731
-        last = jnp.full((self.num_envs,), autoreset_forms.TAIL, jnp.uint8)  # as if a tail had been written: the first row opens an episode
+        last = jnp.full(
+            (self.num_envs,), autoreset_forms.FINAL, jnp.uint8
+        )  # as if a final row had been written: the first row opens an episode
         return RolloutState(
             steps=jax.tree.map(rows, example),
             mask=jnp.zeros((self.length, self.num_envs), bool),
@@ -254,7 +256,7 @@ class Rollout(Static):
         """The state, with JAX's arrays in place of NumPy's; a ValueError, where it is of another rollout."""
         if not isinstance(state, RolloutState):
             raise ValueError(f"{where}: the state must be what init gave or the last call returned, got a {type(state).__name__}")
-        check_not_gone(where, state)
+        check_not_deleted(where, state)
         hint = f"The state is not of this rollout: {self}"
         checks.check_leaves(where, state, jax.eval_shape(self._init, _row_of(state)), hint)
         return as_arrays(state)
@@ -264,9 +266,9 @@ class Rollout(Static):
         num_steps, mask, last = len(steps.terminated), jnp.ones(steps.terminated.shape, bool), None
         if state.last is not None:
             flags, _ = autoreset_forms.rows_of("next_step", False, steps.terminated, steps.truncated, mask, state.last)
-            mask, last = (flags & autoreset_forms.TAIL) == 0, flags[-1]
-        row = state.position + ring.places(num_steps)  # those past the end are dropped
-        put = lambda leaf, values: arrays.put(leaf, row, values)  # noqa: E731
+            mask, last = (flags & autoreset_forms.FINAL) == 0, flags[-1]
+        row = state.position + ring.arange(num_steps)  # those past the end are dropped
+        put = lambda leaf, values: arrays.write(leaf, row, values)  # noqa: E731
         num_dropped = jnp.maximum(state.position + num_steps - self.length, 0)
         return state.replace(
             steps=arrays.tree_map(put, state.steps, steps),
@@ -321,5 +323,5 @@ def shuffled(where: str, key: jax.Array, num_items: int, name: str, num_epochs: 
             f"{where}: {name} = {num_items} does not divide into num_minibatches={num_minibatches} equal ones; the nearest that do: "
             f"{' and '.join(map(str, nearest))}"
         )
-    order = jax.vmap(lambda key: jax.random.permutation(key, ring.places(num_items)))(jax.random.split(key, num_epochs))
+    order = jax.vmap(lambda key: jax.random.permutation(key, ring.arange(num_items)))(jax.random.split(key, num_epochs))
     return order.reshape(num_epochs * num_minibatches, size)

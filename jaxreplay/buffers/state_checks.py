@@ -19,7 +19,7 @@ from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.sampleable import ReplayState
 
 
-def take_over(where: str, replay: Any, state: Any) -> Any:
+def check_donated(where: str, replay: Any, state: Any) -> Any:
     """`check_state` for a method that changes the state, and a warning where that copies a large one."""
     state = check_state(where, replay, state)
     warn_of_copy(replay, where, state, stacklevel=4)
@@ -40,7 +40,7 @@ def check_state(where: str, replay: Any, state: Any) -> Any:
             f"{where}: the state must be a ReplayState, what init gave or the last call returned, got {_kind(state)}; the state comes first"
         )
     found, structure = jax.tree.flatten(state)
-    check_not_gone(where, found)
+    check_not_deleted(where, found)
     if problem := _problem(replay, structure, tuple((jax.numpy.shape(leaf), jax.numpy.result_type(leaf)) for leaf in found)):
         raise ValueError(f"{where}: this state is not of this buffer: {problem}")
     return as_arrays(state)
@@ -120,7 +120,7 @@ def warn_of_copy(replay: Any, method: str, state: Any, stacklevel: int = 3) -> N
         )
 
 
-def check_not_gone(where: str, tree: Any) -> None:
+def check_not_deleted(where: str, tree: Any) -> None:
     """A ValueError for arrays that were donated; XLA's own error says nothing of why."""
     if any(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted() for leaf in jax.tree.leaves(tree)):
         raise ValueError(
@@ -136,7 +136,7 @@ def as_arrays(state: Any) -> Any:
     return jax.tree.map(jnp.asarray, state)
 
 
-def is_whole(state: Any) -> bool:
+def is_alive(state: Any) -> bool:
     """Whether a state can still be used after a call that was to take it over failed."""
     try:
         return not any(leaf.is_deleted() for leaf in jax.tree.leaves(jax.block_until_ready(state)))

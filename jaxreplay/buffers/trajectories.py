@@ -1,6 +1,6 @@
 """Ragged trajectories from workers, streamed into preallocated arrays through one small chunk.
 
-They lie back to back in one stream, in the layout of `autoreset="next_step"`: the steps of a trajectory, then a tail with its final
+They lie back to back in one stream, in the layout of `autoreset="next_step"`: the steps of a trajectory, then a final row with its final
 observation. Nothing is concatenated, on the host or on the device: rows are gathered in a chunk of fixed size, which one compiled and
 donated function writes to a traced place, so that the lengths matter to no compiler.
 """
@@ -26,7 +26,7 @@ _WHERE = "from_trajectories"
 
 
 class Trajectory(NamedTuple):
-    """A trajectory as rows of the stream: `num_steps` steps and, where `num_rows` is one more, its tail."""
+    """A trajectory as rows of the stream: `num_steps` steps and, where `num_rows` is one more, its final row."""
 
     rows: Any  # (Step, mask): NumPy leaves, views of what was handed over; one that ends sooner goes on with zeros, a longer one is cut
     num_steps: int

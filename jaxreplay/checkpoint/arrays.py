@@ -57,7 +57,7 @@ class Writer:
     """
 
     def __init__(self, store: Files, name: str, shape: tuple[int, ...], dtype: Any, chunk_rows: int, level: int | None):
-        self._store, self._name, self._rank, self._level = store, name, len(shape), level
+        self._store, self._name, self._ndim, self._level = store, name, len(shape), level
         description = _described(shape, np.dtype(dtype), chunk_rows, level).encode()
         self.seals = [zlib.crc32(description)]  # and of each chunk that is written
         self._chunk_bytes = math.prod((chunk_rows, *shape[1:]) if shape else ()) * np.dtype(dtype).itemsize
@@ -71,7 +71,7 @@ class Writer:
             compressor = zstandard.ZstdCompressor(level=self._level, write_checksum=False).compressobj(size=self._chunk_bytes)
             parts = [piece for piece in [*map(compressor.compress, parts), compressor.flush()] if piece]
         checksum = functools.reduce(google_crc32c.extend, parts, 0)
-        name = f"{self._name}/{_key(len(self.seals) - 1, self._rank)}"
+        name = f"{self._name}/{_key(len(self.seals) - 1, self._ndim)}"
         self._store.write(name, [*parts, np.frombuffer(checksum.to_bytes(4, "little"), np.uint8)])
         self.seals.append(checksum)
 
@@ -215,10 +215,10 @@ def check_files(store: Files, name: str, seals: Sequence[int]) -> None:
         _check_seal(where, checksum, expected, seal)
 
 
-def expect(store: Files, name: str, rank: int) -> None:
+def expect(store: Files, name: str, ndim: int) -> None:
     """Say that an array of one chunk will be read soon."""
     store.expect(f"{name}/{_DESCRIPTION}")
-    store.expect(f"{name}/{_key(0, rank)}")
+    store.expect(f"{name}/{_key(0, ndim)}")
 
 
 def _described(shape: tuple[int, ...], dtype: np.dtype, chunk_rows: int, level: int | None) -> str:
@@ -239,8 +239,8 @@ def _described(shape: tuple[int, ...], dtype: np.dtype, chunk_rows: int, level: 
     )
 
 
-def _key(number: int, rank: int) -> str:
-    return ".".join(["c", *([str(number)] if rank else []), *["0"] * (rank - 1)])
+def _key(number: int, ndim: int) -> str:
+    return ".".join(["c", *([str(number)] if ndim else []), *["0"] * (ndim - 1)])
 
 
 def _check_seal(name: str, checksum: int, end: np.ndarray, seal: int) -> None:

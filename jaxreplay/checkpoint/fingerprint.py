@@ -56,7 +56,7 @@ def hashes(stored: Any, row: jax.Array, number: jax.Array, env: jax.Array) -> ja
         size = math.prod(leaf.shape[1:])
         if not size:
             continue
-        words = _words(arrays.take(leaf, row) if size <= _MOST_ELEMENTS else arrays.take_elements(leaf, row, _places(size, number)))
+        words = _words(arrays.read(leaf, row) if size <= _MOST_ELEMENTS else arrays.read_elements(leaf, row, _places(size, number)))
         # Each word's place in the row is part of what is hashed.
         salt = np.arange(num_words, num_words + words.shape[-1], dtype=np.uint32) * np.uint32(_GOLDEN)
         content += avalanche(words ^ salt).sum(axis=-1, dtype=jnp.uint32)

@@ -90,8 +90,8 @@ class Ahead:
 
 
 def _expect(store: Files, group: Group, leaves: list[tuple[str, Any]]) -> None:
-    for name, rank in ((name, leaf.ndim) for name, leaf in leaves if leaf.size):
-        arrays.expect(store, array_name("rows", group.folder, name), rank)
+    for name, ndim in ((name, leaf.ndim) for name, leaf in leaves if leaf.size):
+        arrays.expect(store, array_name("rows", group.folder, name), ndim)
 
 
 class GroupReader:

@@ -15,7 +15,7 @@ from jaxreplay.checkpoint import schema
 from jaxreplay.checkpoint.files import BrokenError
 from jaxreplay.checkpoint.groups import Groups, Save, Seals
 
-FORMAT = 5  # of the files, and of what the leaves of a state mean
+FORMAT = 6  # of the files, and of what the leaves of a state mean
 STEPS = -(2**63), 2**63 - 1  # the smallest one that there is, and the largest
 
 

@@ -1,9 +1,9 @@
 """The state of a buffer for one of another capacity: the newest rows of each stream that fit, and all that belongs to them.
 
-A row keeps its number in its stream, and lies at the remainder of the number by the length. So what counts anchors or ages stays as it
-is: ranks, a queue's next row, what waits for its window. What is kept by places is made anew: the episode table is told of the rows
-once more, the oldest first, and a sampler is told what it had for each of them (`Sampler.put_per_row`). All of it goes in blocks, so that
-nothing is as large as the buffer but its new state.
+A row keeps its number in its stream, and lies at the remainder of the number by the length. So what counts candidates or ages stays as it
+is: candidate numbers, a queue's next row, what waits for its window. What is kept by places is made anew: the episode table is told of the
+rows once more, the oldest first, and a sampler is told what it had for each of them (`Sampler.put_per_row`). All of it goes in blocks, so
+that nothing is as large as the buffer but its new state.
 """
 
 import functools
@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxreplay.storage import episodes, ring
 from jaxreplay.storage.layout import Layout
-from jaxreplay.storage.sampleable import Drawable, ReplayState, cut_rows
+from jaxreplay.storage.sampleable import ReplayState, Sampleable, count_expired
 from jaxreplay.storage.streams import Streams, Written, of_stream
 
 _BLOCK = 2**13  # rows that the episode table, or a sampler, is told of at a time
@@ -57,9 +57,9 @@ def resized(after: Any, old: ReplayState, streams: Streams) -> ReplayState:
     if jax.tree.map(jnp.shape, sampler) != jax.tree.map(jnp.shape, fresh):
         raise NotImplementedError(f"{type(after.sampler).__name__} keeps something for each row, which must be named in PER_ROW")
     return old.replace(
-        streams=streams.replace(steps=None, flags=None, rank=None),
-        pending=None if old.pending is None else jnp.minimum(old.pending, streams.filled),
-        cut=cut_rows(streams),
+        streams=streams.replace(steps=None, flags=None, candidate_number=None),
+        num_pending=None if old.num_pending is None else jnp.minimum(old.num_pending, streams.filled),
+        num_expired=count_expired(streams),
         episodes=_episodes(streams) if after.has_table else None,
         sampler=sampler,
     )
@@ -83,12 +83,12 @@ def moved(
       old: the heads of then. state: as it is now, with its rows, and without a sampler. values: `[K]`.
       holes: the age of the newest row, and the number of rows, of runs of rows that are lost: int32[E, H] each.
     """
-    members = Drawable.of(state)
+    members = Sampleable.of(state)
     size = min(_BLOCK, len(values))
 
     def tell(nth: jax.Array, sampler: Any) -> Any:
         first = jnp.minimum(nth * size, len(values) - size)  # the last block begins earlier, and says some of it again
-        place = jnp.minimum(start + first + ring.places(size), old.layout.capacity)
+        place = jnp.minimum(start + first + ring.arange(size), old.layout.capacity)
         row = _row_now(old, state.streams, place, holes)
         return after.sampler.put_per_row(sampler, members, name, row, jax.lax.dynamic_slice_in_dim(values, first, size))
 
@@ -117,7 +117,7 @@ def _episodes(streams: Streams) -> episodes.EpisodeState:
 
     def tell(nth: jax.Array, table: episodes.EpisodeState) -> episodes.EpisodeState:
         newer = (num_blocks - 1 - nth) * size  # rows of later blocks
-        age = jnp.broadcast_to(size - 1 - ring.places(size)[:, None], (size, layout.num_envs))
+        age = jnp.broadcast_to(size - 1 - ring.arange(size)[:, None], (size, layout.num_envs))
         is_written = newer + age < streams.filled
         position = layout.wrap(streams.head - 1 - jnp.minimum(newer + age, layout.length - 1))
         row = layout.row(layout.envs(), position)
@@ -125,6 +125,6 @@ def _episodes(streams: Streams) -> episodes.EpisodeState:
         flags = streams.flags.at[row].get(mode="promise_in_bounds")
         row = jnp.where(is_written, row, layout.capacity)
         written = Written(row, is_written, flags, age, is_written.sum(axis=0, dtype=jnp.int32))
-        return episodes.put(*episodes.count(layout, table, written))
+        return episodes.write(*episodes.advance(layout, table, written))
 
     return jax.lax.fori_loop(0, num_blocks, tell, episodes.init(layout))

@@ -75,12 +75,12 @@ class Reading:
             self.holes = salvage.holes_of(self._manifest, damaged, before, old, read_flags)
         streams = resize.with_heads(replay.layout(old.layout.has_final_obs), old.streams, self.holes.num_lost)
         streams = streams.replace(**self._rows(stored, specs, replay.length))
-        sampler, pending = old.sampler, old.pending
+        sampler, pending = old.sampler, old.num_pending
         if damaged:
-            streams, ranks = salvage.closed(streams, self.holes)
-            sampler = before.sampler.after_loss(sampler, ranks.now)
+            streams, candidate_numbers = salvage.closed(streams, self.holes)
+            sampler = before.sampler.after_loss(sampler, candidate_numbers.now)
             pending = None if pending is None else jnp.where(self.holes.is_newest_lost, 0, pending)
-        old = old.replace(sampler=sampler, pending=pending)
+        old = old.replace(sampler=sampler, num_pending=pending)
         with uninterrupted():
             rest = resize.resized(replay, old, streams)
         sampler, (stored, _) = rest.sampler, rows.split(old.replace(streams=streams))

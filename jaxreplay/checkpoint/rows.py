@@ -42,8 +42,8 @@ def split(state: Any) -> tuple[Any, Any]:
     if not isinstance(state, ReplayState):
         return {}, state
     streams = state.streams
-    rows = {"steps": streams.steps, "flags": streams.flags, "rank": streams.rank}
-    return rows, state.replace(streams=streams.replace(steps=None, flags=None, rank=None))
+    rows = {"steps": streams.steps, "flags": streams.flags, "candidate_number": streams.candidate_number}
+    return rows, state.replace(streams=streams.replace(steps=None, flags=None, candidate_number=None))
 
 
 def specs_of(shape: Any) -> Any:
@@ -68,7 +68,7 @@ def span_of(heads: Any, length: int) -> Span:
 
 
 def num_rewritten(state: ReplayState) -> int:
-    """The newest rows of a stream that may be other ones yet: a step and its tail, which an episode that goes on takes back."""
+    """The newest rows of a stream that may be other ones yet: a step and its final row, which an episode that goes on takes back."""
     return 2 if state.layout.may_take_back else 0
 
 
@@ -99,7 +99,7 @@ def heads_of(state: ReplayState) -> tuple[jax.Array, jax.Array, jax.Array]:
 def read(state: ReplayState, index: jax.Array) -> tuple[Any, Any]:
     """The rows, which must be in bounds, in their plain form, and the heads as of now."""
     rows, _ = split(state)
-    return arrays.take_plain(rows, index), _heads(state)
+    return arrays.read_plain(rows, index), _heads(state)
 
 
 def put(rows: Any, index: np.ndarray, values: Any) -> Any:
@@ -152,7 +152,7 @@ def _jitted(function: Any, structure: Any, shardings: tuple[Any, ...]) -> Any:
 
 def _write(rows: Any, index: jax.Array, values: Any) -> Any:
     """Rows past the end are dropped."""
-    return arrays.put_plain(rows, index, values)
+    return arrays.write_plain(rows, index, values)
 
 
 def chunk_rows(leaf: Any, num_bytes: int) -> int:

@@ -1,10 +1,11 @@
 """A generation without the rows that are damaged: what is left of each stream closes up, and is as a stream may be.
 
-The last row before a gap ends its episode, as a row does whose truncation is known and whose final observation is not: it becomes a tail,
-and gives up its transition. The first row after the gap opens an episode; a tail there, whose step is lost, is left out, too. So no window,
-stack or pair reaches across. Ranks of the older rows go up by what was lost, so that they still count the anchors. Where newest rows are
-lost, those that were waiting for them are left out with them. Envs that always step together lose the same rows, since one head is all that
-they have. Items that are read in windows, which have no episodes to end, keep one run of rows: the newest.
+The last row before a gap ends its episode, as a row does whose truncation is known and whose final observation is not: it becomes a final
+row, and gives up its transition. The first row after the gap opens an episode; a final row there, whose step is lost, is left out, too. So
+no window, stack or pair reaches across. Candidate numbers of the older rows go up by what was lost, so that they still count the
+candidates. Where newest rows are lost, those that were waiting for them are left out with them. Envs that always step together lose the
+same rows, since one head is all that they have. Items that are read in windows, which have no episodes to end, keep one run of rows: the
+newest.
 """
 
 import dataclasses
@@ -83,7 +84,7 @@ def holes_of(manifest: Manifest, damaged: Iterable[str], replay: Any, old: Repla
     if old.layout.lockstep:  # one head for all
         together = _joined([gap for some in gaps for gap in some])
         gaps = [together] * len(end)
-    pending = None if old.pending is None or not replay.window.is_bounded else np.asarray(old.pending)
+    pending = None if old.num_pending is None or not replay.window.is_bounded else np.asarray(old.num_pending)
     for env, own in enumerate(gaps):
         if own and pending is not None and own[0][0] < pending[env]:
             gaps[env] = own = _joined([*own, (0, int(pending[env]))])
@@ -135,15 +136,15 @@ def _all_but_the_newest(gaps: list[tuple[int, int]], filled: int) -> list[tuple[
 
 
 def _without_lone_tails(gaps: list[list[tuple[int, int]]], end: np.ndarray, flags_of: Any, together: bool) -> list[list[tuple[int, int]]]:
-    """Each gap one row longer, where the row after it is a tail."""
+    """Each gap one row longer, where the row after it is a final row."""
     found = [(env, number) for env, own in enumerate(gaps) for number, (begin, _) in enumerate(own) if begin]
     if not found:
         return gaps
     env, number = np.array(found, np.int64).T
     begin = np.array([gaps[e][n][0] for e, n in found], np.int64)
-    is_tail = (flags_of(env, end[env] - begin) & autoreset.TAIL) != 0
+    is_final = (flags_of(env, end[env] - begin) & autoreset.FINAL) != 0
     longer = [list(own) for own in gaps]
-    for e, n in np.stack([env, number], 1)[is_tail].tolist():
+    for e, n in np.stack([env, number], 1)[is_final].tolist():
         longer[e][n] = (gaps[e][n][0] - 1, gaps[e][n][1])
     if together:
         return [_joined([gap for own in longer for gap in own])] * len(gaps)
@@ -151,66 +152,66 @@ def _without_lone_tails(gaps: list[list[tuple[int, int]]], end: np.ndarray, flag
 
 
 class Part(NamedTuple):
-    """A run of rows of one stream that is left, by ages once the holes are closed, and by what ranks were before."""
+    """A run of rows of one stream that is left, by ages once the holes are closed, and by what candidate numbers were before."""
 
     env: int
     newest: int
     oldest: int
     is_cut: bool  # whether rows after it are lost
     follows: bool  # whether rows before it are lost, and older ones are left
-    first: int  # the rank of the oldest row
+    first: int  # the candidate number of the oldest row
     end: int  # that of what would come after the newest one
-    shift: int  # how much its ranks go up, modulo 2^32
+    shift: int  # how much its candidate numbers go up, modulo 2^32
 
 
-class Ranks(NamedTuple):
+class CandidateNumbers(NamedTuple):
     """Of streams whose rows have closed up."""
 
     parts: list[Part]
     end: np.ndarray  # uint32[E]: of the next row of each stream, as before
 
-    def now(self, rank: np.ndarray) -> np.ndarray:
-        """What a rank of before is now, or that of the next row that is left: uint32[E].
+    def now(self, candidate_number: np.ndarray) -> np.ndarray:
+        """What a candidate number of before is now, or that of the next row that is left: uint32[E].
 
         Args:
-          rank: uint32[E], such as that of the next row to hand out.
+          candidate number: uint32[E], such as that of the next row to hand out.
         """
         left = np.zeros(len(self.end), np.int64)  # rows from this one on
         for part in self.parts:
-            left[part.env] += min(max(_signed(part.end - int(rank[part.env])), 0), _signed(part.end - part.first))
+            left[part.env] += min(max(_signed(part.end - int(candidate_number[part.env])), 0), _signed(part.end - part.first))
         return self.end - left.astype(np.uint32)
 
 
-def closed(state: Streams, holes: Holes) -> tuple[Streams, Ranks]:
-    """Streams whose rows have closed up, with episodes and ranks that are as they must be.
+def closed(state: Streams, holes: Holes) -> tuple[Streams, CandidateNumbers]:
+    """Streams whose rows have closed up, with episodes and candidate numbers that are as they must be.
 
     Args:
       state: its rows lie where `Holes.age_of` says; `filled` counts those that are left. It is taken over.
     """
     layout, has_flags = state.layout, state.flags is not None
     num_envs = layout.num_envs
-    head, filled, end = (np.asarray(x) for x in (state.heads.position, state.heads.filled, state.next_rank))
+    head, filled, end = (np.asarray(x) for x in (state.heads.position, state.heads.filled, state.next_candidate_number))
     runs = [(env, *run) for env in range(num_envs) for run in _runs(holes, env, int(filled[env]))]
     rows_at = [_rows_of_ages(layout, head, runs, which) for which in (1, 2)]
-    flags, newest_rank, oldest_rank = _at(state, *rows_at) if has_flags else _of_items(holes, end, runs)
+    flags, newest_candidate_number, oldest_candidate_number = _at(state, *rows_at) if has_flags else _of_items(holes, end, runs)
     closes = np.asarray(layout.closes_episode(jnp.asarray(flags))) if has_flags else np.ones(len(runs), bool)
     parts: list[Part] = []
-    following: dict[int, int] = {}  # the rank that comes after the parts so far, by env
+    following: dict[int, int] = {}  # the candidate number that comes after the parts so far, by env
     for number, (env, newest, oldest, is_cut, follows) in enumerate(runs):
-        is_anchor = not flags[number] & autoreset.NO_ANCHOR and (closes[number] or not is_cut)
-        first, stop = int(oldest_rank[number]), int(newest_rank[number]) + is_anchor
+        is_candidate = not flags[number] & autoreset.NO_CANDIDATE and (closes[number] or not is_cut)
+        first, stop = int(oldest_candidate_number[number]), int(newest_candidate_number[number]) + is_candidate
         shift = (following.get(env, int(end[env])) - stop) & 0xFFFFFFFF
         following[env] = first + shift
         parts.append(Part(env, newest, oldest, is_cut, follows, first, stop, shift))
-    ranks = Ranks(parts, end.astype(np.uint32))
+    candidate_numbers = CandidateNumbers(parts, end.astype(np.uint32))
     if not has_flags:
-        return state, ranks
+        return state, candidate_numbers
     is_cut, follows = (np.array([getattr(part, name) for part in parts], bool) for name in ("is_cut", "follows"))
-    last = np.asarray(state.last)
-    cleared = np.asarray(autoreset.after_clear(str(layout.autoreset), jnp.asarray(last)))
-    state = state.replace(last=jnp.asarray(np.where(holes.is_newest_lost, cleared, last)))
+    last_flags = np.asarray(state.last_flags)
+    cleared = np.asarray(autoreset.after_clear(str(layout.autoreset), jnp.asarray(last_flags)))
+    state = state.replace(last_flags=jnp.asarray(np.where(holes.is_newest_lost, cleared, last_flags)))
     tails, firsts = (np.where(is_one, row, layout.capacity) for is_one, row in ((is_cut & ~closes, rows_at[0]), (follows, rows_at[1])))
-    return _patched(state, tails, firsts, *_shifts(parts, num_envs, holes.size.shape[1])), ranks
+    return _patched(state, tails, firsts, *_shifts(parts, num_envs, holes.size.shape[1])), candidate_numbers
 
 
 def _runs(holes: Holes, env: int, filled: int) -> list[tuple[int, int, bool, bool]]:
@@ -234,23 +235,23 @@ def _rows_of_ages(layout: Layout, head: np.ndarray, runs: list[Any], which: int)
 
 
 def _at(state: Streams, newest: np.ndarray, oldest: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The flags and the rank of the newest row of each run, and the rank of the oldest one."""
-    return tuple(np.asarray(leaf) for leaf in _gathered(state.flags, state.rank, newest, oldest))  # type: ignore[return-value]
+    """The flags and the candidate number of the newest row of each run, and the candidate number of the oldest one."""
+    return tuple(np.asarray(leaf) for leaf in _gathered(state.flags, state.candidate_number, newest, oldest))  # type: ignore[return-value]
 
 
 def _of_items(holes: Holes, end: np.ndarray, runs: list[Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same of items, each of which is an anchor, and has its number for its rank."""
+    """The same of items, each of which is a candidate, and has its number for its candidate number."""
     env, newest, oldest = (np.array([run[field] for run in runs], np.int64) for field in range(3))
     gone = np.zeros(len(runs), np.int64)  # newer rows that are lost
     lost_before = np.cumsum(holes.size, axis=1) - holes.size
     for start, size, before in zip(holes.start.T, holes.size.T, lost_before.T, strict=True):
         gone += np.where((size[env] > 0) & (newest >= (start - before)[env]), size[env], 0)
-    ranks = [(end[env] - 1 - age - gone) & 0xFFFFFFFF for age in (newest, oldest)]
-    return np.zeros(len(runs), np.uint8), ranks[0], ranks[1]
+    candidate_numbers = [(end[env] - 1 - age - gone) & 0xFFFFFFFF for age in (newest, oldest)]
+    return np.zeros(len(runs), np.uint8), candidate_numbers[0], candidate_numbers[1]
 
 
 def _shifts(parts: list[Part], num_envs: int, num_holes: int) -> tuple[np.ndarray, np.ndarray]:
-    """The ages from which on ranks go up, int32[E, H], and by how much: uint32[E, H + 1], from the newest rows on."""
+    """The ages from which on candidate numbers go up, int32[E, H], and by how much: uint32[E, H + 1], from the newest rows on."""
     edges, shift = np.full((num_envs, num_holes), np.iinfo(np.int32).max, np.int32), np.zeros((num_envs, num_holes + 1), np.uint32)
     count = np.zeros(num_envs, int)
     for part in parts:
@@ -262,26 +263,28 @@ def _shifts(parts: list[Part], num_envs: int, num_holes: int) -> tuple[np.ndarra
 
 
 def _signed(difference: int) -> int:
-    """Of two ranks, which are modulo 2^32."""
+    """Of two candidate numbers, which are modulo 2^32."""
     return (difference + 2**31 & 0xFFFFFFFF) - 2**31
 
 
 @jax.jit
-def _gathered(flags: jax.Array, rank: jax.Array, newest: jax.Array, oldest: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _gathered(
+    flags: jax.Array, candidate_number: jax.Array, newest: jax.Array, oldest: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     at = lambda leaf, row: leaf.at[row].get(mode="promise_in_bounds")  # noqa: E731
-    return at(flags, newest), at(rank, newest), at(rank, oldest)
+    return at(flags, newest), at(candidate_number, newest), at(candidate_number, oldest)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _patched(state: Streams, tails: jax.Array, firsts: jax.Array, edges: jax.Array, shift: jax.Array) -> Streams:
-    """Rows int32[P] that become tails, and that open episodes; the capacity for none. `edges`, `shift`: of `_shifts`."""
+    """Rows int32[P] that become final rows, and that open episodes; the capacity for none. `edges`, `shift`: of `_shifts`."""
     assert state.flags is not None
-    assert state.rank is not None
+    assert state.candidate_number is not None
     flags = state.flags
-    for row, bit in ((tails, autoreset.TAIL), (firsts, autoreset.FIRST)):
+    for row, bit in ((tails, autoreset.FINAL), (firsts, autoreset.FIRST)):
         old = flags.at[jnp.minimum(row, state.layout.capacity - 1)].get(mode="promise_in_bounds")
         flags = flags.at[row].set(old | jnp.uint8(bit), mode="drop")
-    row = ring.places(state.layout.capacity)
+    row = ring.arange(state.layout.capacity)
     env, _ = state.layout.split(row)
     part = (state.age(row)[:, None] >= edges[env]).sum(axis=1, dtype=jnp.int32)
-    return state.replace(flags=flags, rank=state.rank + shift[env, part])
+    return state.replace(flags=flags, candidate_number=state.candidate_number + shift[env, part])

@@ -13,7 +13,7 @@ from jaxreplay._util.names import description, named, spec_text
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_state
 from jaxreplay.storage import arrays, ring
-from jaxreplay.storage.sampleable import Drawable, ReplayState
+from jaxreplay.storage.sampleable import ReplayState, Sampleable
 
 _BLOCK_BYTES = 4 * 2**20
 
@@ -108,11 +108,11 @@ def leaf_bytes(shape: tuple[int, ...], dtype: Any) -> int:
 
 @jax.jit
 def _take(leaf: Any, rows: jax.Array) -> jax.Array:
-    return arrays.take(leaf, rows)
+    return arrays.read(leaf, rows)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _probability(replay: ReplayBuffer, state: ReplayState, rows: jax.Array) -> jax.Array:
-    """0 where a row is not drawable."""
-    members = Drawable.of(state)
+    """0 where a row is not sampleable."""
+    members = Sampleable.of(state)
     return jnp.where(members.contains(rows), replay.sampler.probability(state.sampler, members, rows), 0)

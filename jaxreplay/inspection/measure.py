@@ -24,7 +24,7 @@ def leaf_figures(contents: Contents) -> dict[str, dict[str, Any]]:
 
 def _is_step(flags: np.ndarray) -> np.ndarray:
     """Whether a row is more than a final observation: bool[...]."""
-    return ((flags & autoreset.TAIL) == 0) | ((flags & (autoreset.TERMINATED | autoreset.TRUNCATED)) != 0)
+    return ((flags & autoreset.FINAL) == 0) | ((flags & (autoreset.TERMINATED | autoreset.TRUNCATED)) != 0)
 
 
 def _of_values(values: np.ndarray) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def episode_figures(contents: Contents) -> dict[str, Any]:
 
     lengths = per_episode(is_step).astype(np.int64)
     has_start = per_episode(is_first) > 0
-    has_end = per_episode((done != 0) | ((flags & autoreset.TAIL) != 0)) > 0
+    has_end = per_episode((done != 0) | ((flags & autoreset.FINAL) != 0)) > 0
     is_whole = has_start & has_end & (lengths > 0)
     figures: dict[str, Any] = {
         "whole": int(is_whole.sum()),

@@ -1,4 +1,4 @@
-"""Samplers: which drawable rows a batch is made of."""
+"""Samplers: which sampleable rows a batch is made of."""
 
 from jaxreplay.samplers.sampler import (
     ConsumingSampler as ConsumingSampler,

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jaxreplay._util import random
 from jaxreplay.samplers.sampler import Draw, Sampler
 from jaxreplay.storage.layout import Window
-from jaxreplay.storage.sampleable import Drawable
+from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.search import split_by
 from jaxreplay.storage.streams import of_stream
 
 
 class UniformEpisodes(Sampler):
-    """An episode, every one alike, then one of its drawable rows, every one alike; with replacement. O(1), however long the episodes.
+    """An episode, every one alike, then one of its sampleable rows, every one alike; with replacement. O(1), however long the episodes.
 
     Args:
       unfinished: whether episodes are drawn too that have not ended, or whose first rows are overwritten. Otherwise only complete ones.
@@ -24,55 +24,55 @@ class UniformEpisodes(Sampler):
     unfinished: bool = False
 
     def window(self, window: Window) -> Window:
-        is_run = window.before == 0 and window.after in (0, 1) if self.unfinished else not window.crosses
-        if window.stride != 1 or not is_run:
+        is_run = window.before == 0 and window.after in (0, 1) if self.unfinished else not window.crosses_episodes
+        if window.period != 1 or not is_run:
             raise ValueError(
-                "UniformEpisodes: the drawable rows of an episode must be one run, which they are not for a view with a stride or across "
+                "UniformEpisodes: the sampleable rows of an episode must be one run, which they are not for a view with a period or across "
                 "episodes or, with unfinished=True, with a look-back or a look-ahead of more than a row; use the sampler Uniform"
             )
-        return dataclasses.replace(window if self.unfinished else window.widened(before=None, after=None), looks_up=True)
+        return dataclasses.replace(window if self.unfinished else window.widened(before=None, after=None), needs_episodes=True)
 
-    def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> Draw:
-        high, low = random.draw(key, batch_size)
-        skipped, count = self._stored(drawable)
+    def draw(self, state: Any, sampleable: Sampleable, key: jax.Array, batch_size: int) -> Draw:
+        high, low = random.words(key, batch_size)
+        skipped, count = self._stored(sampleable)
         total = count.sum(dtype=jnp.int32)
-        env, nth = split_by(count, random.below(high, low, total), drawable.layout.traits)
-        first, _ = drawable.episodes.range_of(env, nth + skipped[env])
-        size = self._size_of(drawable, first)
+        env, nth = split_by(count, random.below(high, low, total), sampleable.layout.traits)
+        first, _ = sampleable.episodes.range_of(env, nth + skipped[env])
+        size = self._size_of(sampleable, first)
         nth_row = random.below(*random.remix(high, low, jnp.uint32(0)), size)
-        return Draw(state, drawable.layout.ahead(first, nth_row), _probability(total, size))
+        return Draw(state, sampleable.layout.ahead(first, nth_row), _probability(total, size))
 
-    def probability(self, state: Any, drawable: Drawable, row: jax.Array) -> jax.Array:
+    def probability(self, state: Any, sampleable: Sampleable, row: jax.Array) -> jax.Array:
         del state
-        _, count = self._stored(drawable)
-        return _probability(count.sum(dtype=jnp.int32), self._size_of(drawable, row))
+        _, count = self._stored(sampleable)
+        return _probability(count.sum(dtype=jnp.int32), self._size_of(sampleable, row))
 
-    def _stored(self, drawable: Drawable) -> tuple[jax.Array, jax.Array]:
+    def _stored(self, sampleable: Sampleable) -> tuple[jax.Array, jax.Array]:
         """Episodes of each stream, from its oldest on, that come before the first one to draw from, and those to draw from: int32[E] each.
 
-        Only the oldest and the newest one may have no drawable row.
+        Only the oldest and the newest one may have no sampleable row.
         """
-        env = drawable.layout.envs()
-        count = drawable.episodes.num_episodes()
+        env = sampleable.layout.envs()
+        count = sampleable.episodes.num_episodes()
 
         def is_empty(nth):
-            first, _ = drawable.episodes.range_of(env, jnp.maximum(nth, 0))
-            return (self._size_of(drawable, first) == 0).astype(jnp.int32)
+            first, _ = sampleable.episodes.range_of(env, jnp.maximum(nth, 0))
+            return (self._size_of(sampleable, first) == 0).astype(jnp.int32)
 
         skipped = is_empty(jnp.zeros_like(count))
         return skipped, jnp.maximum(count - skipped - is_empty(count - 1), 0)
 
-    def _size_of(self, drawable: Drawable, row: jax.Array) -> jax.Array:
-        """Drawable rows of each row's episode, a run from its first row on: int32[...]."""
-        layout, streams, episodes = drawable.layout, drawable.streams, drawable.episodes
+    def _size_of(self, sampleable: Sampleable, row: jax.Array) -> jax.Array:
+        """Sampleable rows of each row's episode, a run from its first row on: int32[...]."""
+        layout, streams, episodes = sampleable.layout, sampleable.streams, sampleable.episodes
         env, _ = layout.split(row)
         before, after = episodes.steps_from_start(row), episodes.steps_to_end(row)
-        # A tail may be the last row, and the newest rows may be pending; what is cut are whole episodes.
-        size = before + after + drawable.is_anchor(layout.ahead(row, after))
+        # A final row may be the last row, and the newest rows may be pending; what is cut are whole episodes.
+        size = before + after + sampleable.is_candidate(layout.ahead(row, after))
         age = streams.age(layout.ahead(row, -before))
-        size = jnp.minimum(size, age + 1 - of_stream(drawable.pending, env))
-        is_cut = age >= of_stream(streams.filled, env) - of_stream(drawable.cut, env)
-        return jnp.where(is_cut, 0, jnp.maximum(size, 0))
+        size = jnp.minimum(size, age + 1 - of_stream(sampleable.num_pending, env))
+        is_expired = age >= of_stream(streams.filled, env) - of_stream(sampleable.num_expired, env)
+        return jnp.where(is_expired, 0, jnp.maximum(size, 0))
 
 
 def _probability(total: jax.Array, size: jax.Array) -> jax.Array:

@@ -29,8 +29,8 @@ def permute(key: jax.Array, index: jax.Array, size: Any) -> jax.Array:
       size: int32[], may be traced.
     """
     cipher_key = jax.random.wrap_key_data(key, impl="threefry2x32")
-    pivots = random.below(*random.draw(cipher_key, _ROUNDS, _FOR_PIVOTS), jnp.asarray(size, jnp.int32))
-    salts = random.draw(cipher_key, _ROUNDS, _FOR_PAIRS)
+    pivots = random.below(*random.words(cipher_key, _ROUNDS, _FOR_PIVOTS), jnp.asarray(size, jnp.int32))
+    salts = random.words(cipher_key, _ROUNDS, _FOR_PAIRS)
 
     def swap_or_not(index, per_round):
         pivot, (high, low) = per_round

@@ -2,7 +2,7 @@
 
 Source: Schaul et al., "Prioritized Experience Replay" (2016), section 3.3, algorithm 1. Where we differ: a priority of 0 means never
 drawn (the paper adds a constant to every priority; do so before the call), and new rows keep the priority that they had when they were
-added until they become drawable.
+added until they become sampleable.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from jaxreplay.samplers.sampler import Draw, PrioritySampler
 from jaxreplay.samplers.sum_tree import SumTree, SumTreeState
 from jaxreplay.storage import ring
 from jaxreplay.storage.layout import Layout, Window
-from jaxreplay.storage.sampleable import Change, Drawable
+from jaxreplay.storage.sampleable import Sampleable, WriteEffect
 from jaxreplay.types import Index
 
 SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest number that no processor flushes to 0
@@ -26,11 +26,11 @@ _LARGEST_TOTAL = 2.0**120  # of all masses: the reciprocal of a larger one may b
 
 
 class PrioritizedState(Node):
-    tree: SumTreeState  # mass of each row; leaves are ordered by time, then env; 0 for a row that is not drawable
-    waiting: jax.Array | None  # float32[lookahead, E]: masses of each stream's newest rows, the newest last; None without a look-ahead
+    tree: SumTreeState  # mass of each row; leaves are ordered by time, then env; 0 for a row that is not sampleable
+    pending_mass: jax.Array | None  # float32[lookahead, E]: masses of each stream's newest rows, the newest last; None without a look-ahead
     largest: jax.Array  # float32[]: the largest priority so far, at first 1
     ignored_priorities: jax.Array  # uint32[]: NaN, infinite or negative ones; stays at its maximum
-    ignored_rows: jax.Array  # uint32[]: updates to rows overwritten, out of range, or not drawable; stays at its maximum
+    ignored_rows: jax.Array  # uint32[]: updates to rows overwritten, out of range, or not sampleable; stays at its maximum
 
 
 class Prioritized(PrioritySampler):
@@ -57,7 +57,7 @@ class Prioritized(PrioritySampler):
     def window(self, window: Window) -> Window:
         if not window.is_bounded:
             raise ValueError(
-                f"{type(self).__name__}: this view's window reaches to the end of the episode, so that rows become drawable by whole "
+                f"{type(self).__name__}: this view's window reaches to the end of the episode, so that rows become sampleable by whole "
                 "episodes, which a tree of priorities would pay for with a write of any length; draw uniformly, or take goals from any row"
             )
         return window
@@ -65,7 +65,7 @@ class Prioritized(PrioritySampler):
     def init(self, layout: Layout) -> PrioritizedState:
         return PrioritizedState(
             tree=self._tree(layout).init(),
-            waiting=jnp.zeros((layout.window.after, layout.num_envs), jnp.float32) if layout.window.after else None,
+            pending_mass=jnp.zeros((layout.window.after, layout.num_envs), jnp.float32) if layout.window.after else None,
             largest=jnp.float32(1),
             ignored_priorities=jnp.uint32(0),
             ignored_rows=jnp.uint32(0),
@@ -75,65 +75,67 @@ class Prioritized(PrioritySampler):
         """No mass, and 1 for the largest priority; the counts of what was ignored stay."""
         minima = None if state.tree.minima is None else jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), state.tree.minima)
         tree = SumTreeState(sums=jax.tree.map(jnp.zeros_like, state.tree.sums), minima=minima)
-        waiting = None if state.waiting is None else jnp.zeros_like(state.waiting)
-        return state.replace(tree=tree, waiting=waiting, largest=jnp.ones_like(state.largest))
+        pending_mass = None if state.pending_mass is None else jnp.zeros_like(state.pending_mass)
+        return state.replace(tree=tree, pending_mass=pending_mass, largest=jnp.ones_like(state.largest))
 
-    def observe(self, state: PrioritizedState, change: Change | None, priority: jax.Array | None) -> PrioritizedState:
-        assert change is not None
-        state, given = give(state, change.is_written, priority)
-        mass = jnp.where(change.is_anchor, self._mass(change.layout, given), 0)
-        if state.waiting is not None:
-            lookahead = len(state.waiting)
-            mass = jnp.concatenate([state.waiting, mass])
+    def observe(self, state: PrioritizedState, effect: WriteEffect | None, priority: jax.Array | None) -> PrioritizedState:
+        assert effect is not None
+        state, given = give(state, effect.is_written, priority)
+        mass = jnp.where(effect.is_candidate, self._mass(effect.layout, given), 0)
+        if state.pending_mass is not None:
+            lookahead = len(state.pending_mass)
+            mass = jnp.concatenate([state.pending_mass, mass])
             # Each stream's newest rows wait on, in the order of their age; a row that was written before moves up by what came after.
-            is_row = jnp.concatenate([jnp.ones_like(state.waiting, bool), change.is_written])
-            age = change.age[: len(is_row)]
+            is_row = jnp.concatenate([jnp.ones_like(state.pending_mass, bool), effect.is_written])
+            age = effect.age[: len(is_row)]
             place = jnp.where(is_row & (age < lookahead), lookahead - 1 - age, lookahead)
-            env = jnp.broadcast_to(change.layout.envs(), place.shape)
-            state = state.replace(waiting=state.waiting.at[place, env].set(mass, mode="drop", unique_indices=True))
-        return state.replace(tree=self._write(state.tree, change, mass))
+            env = jnp.broadcast_to(effect.layout.envs(), place.shape)
+            state = state.replace(pending_mass=state.pending_mass.at[place, env].set(mass, mode="drop", unique_indices=True))
+        return state.replace(tree=self._write(state.tree, effect, mass))
 
     def per_row(self, state: PrioritizedState) -> dict[str, jax.Array]:
         return {"tree.sums.0": state.tree.sums[0]}
 
-    def put_per_row(self, state: PrioritizedState, drawable: Drawable, name: str, row: jax.Array, values: jax.Array) -> PrioritizedState:
+    def put_per_row(
+        self, state: PrioritizedState, sampleable: Sampleable, name: str, row: jax.Array, values: jax.Array
+    ) -> PrioritizedState:
         """Each row keeps its mass; where the capacity does not let it, the largest mass."""
-        layout = drawable.layout
-        is_drawable = (row < layout.capacity) & drawable.contains(jnp.minimum(row, layout.capacity - 1))
-        leaf = jnp.where(is_drawable, leaf_of(layout, row), layout.capacity)
+        layout = sampleable.layout
+        is_sampleable = (row < layout.capacity) & sampleable.contains(jnp.minimum(row, layout.capacity - 1))
+        leaf = jnp.where(is_sampleable, leaf_of(layout, row), layout.capacity)
         return state.replace(tree=self._tree(layout).set_unique(state.tree, leaf, jnp.minimum(values, _LARGEST_TOTAL / layout.capacity)))
 
-    def _write(self, tree: SumTreeState, change: Change, mass: jax.Array) -> SumTreeState:
-        """Rows that became drawable gain their mass; others that are written have none, nor have those whose look-back is overwritten.
-        Rows that go on waiting, or stay drawable, keep theirs."""
-        mass = jnp.pad(mass, ((0, change.row.shape[0] - mass.shape[0]), (0, 0)))
-        mass = jnp.where(change.became_drawable, mass, 0)
-        changed = change.became_drawable | change.is_gone
-        layout = change.layout
-        if change.start.ndim == 0:
-            return self._tree(layout).set_range(tree, change.start * layout.num_envs, mass.reshape(-1), changed.reshape(-1))
-        leaf = jnp.where(changed, leaf_of(layout, change.row), layout.capacity)
+    def _write(self, tree: SumTreeState, effect: WriteEffect, mass: jax.Array) -> SumTreeState:
+        """Rows that became sampleable gain their mass; others that are written have none, nor have those whose look-back is overwritten.
+        Rows that go on waiting, or stay sampleable, keep theirs."""
+        mass = jnp.pad(mass, ((0, effect.row.shape[0] - mass.shape[0]), (0, 0)))
+        mass = jnp.where(effect.became_sampleable, mass, 0)
+        changed = effect.became_sampleable | effect.is_gone
+        layout = effect.layout
+        if effect.start.ndim == 0:
+            return self._tree(layout).set_range(tree, effect.start * layout.num_envs, mass.reshape(-1), changed.reshape(-1))
+        leaf = jnp.where(changed, leaf_of(layout, effect.row), layout.capacity)
         return self._tree(layout).set_unique(tree, leaf.reshape(-1), mass.reshape(-1))
 
-    def can_draw(self, state: PrioritizedState) -> jax.Array:
+    def can_sample(self, state: PrioritizedState) -> jax.Array:
         return state.tree.sums[-1].sum() > 0
 
-    def draw(self, state: PrioritizedState, drawable: Drawable, key: jax.Array, batch_size: int) -> Draw:
-        layout, tree = drawable.layout, self._tree(drawable.layout)
-        high, low = random.draw(key, batch_size)
+    def draw(self, state: PrioritizedState, sampleable: Sampleable, key: jax.Array, batch_size: int) -> Draw:
+        layout, tree = sampleable.layout, self._tree(sampleable.layout)
+        high, low = random.words(key, batch_size)
         target = random.fraction(high)
         if self.stratified:
-            target = (ring.places(batch_size).astype(jnp.float32) + target) / batch_size
+            target = (ring.arange(batch_size).astype(jnp.float32) + target) / batch_size
         leaf, mass = tree.find(state.tree, target, low)
         time, env = ring.split(leaf, layout.num_envs)
         return Draw(state, layout.row(env, time), _normalized(mass, tree.total(state.tree)))
 
-    def probability(self, state: PrioritizedState, drawable: Drawable, row: jax.Array) -> jax.Array:
-        tree = self._tree(drawable.layout)
-        return _normalized(tree.get(state.tree, leaf_of(drawable.layout, row)), tree.total(state.tree))
+    def probability(self, state: PrioritizedState, sampleable: Sampleable, row: jax.Array) -> jax.Array:
+        tree = self._tree(sampleable.layout)
+        return _normalized(tree.get(state.tree, leaf_of(sampleable.layout, row)), tree.total(state.tree))
 
     def min_probability(self, layout: Layout, state: PrioritizedState) -> jax.Array:
-        """The smallest probability of a drawable row of positive priority: float32[]; 1 where there is none."""
+        """The smallest probability of a sampleable row of positive priority: float32[]; 1 where there is none."""
         if not self.keep_minimum:
             raise ValueError(
                 f"min_probability: this buffer keeps no minimum; make its sampler with {type(self).__name__}(keep_minimum=True)"
@@ -142,14 +144,14 @@ class Prioritized(PrioritySampler):
         total = tree.total(state.tree)
         return jnp.where(total > 0, _normalized(tree.minimum(state.tree), total), 1)
 
-    def update(self, state: PrioritizedState, drawable: Drawable, index: Index, priority: jax.Array) -> PrioritizedState:
+    def update(self, state: PrioritizedState, sampleable: Sampleable, index: Index, priority: jax.Array) -> PrioritizedState:
         """New priorities, float32[B], for the rows drawn as `index`.
 
-        A row that is out of range, overwritten since, or not drawable is ignored and counted; so is a priority that is NaN, infinite
+        A row that is out of range, overwritten since, or not sampleable is ignored and counted; so is a priority that is NaN, infinite
         or negative: the row keeps its own. Of several priorities for one row the largest wins.
         """
-        state, leaf, priority = accept(state, drawable, index, priority)
-        return state.replace(tree=self._tree(drawable.layout).set(state.tree, leaf, self._mass(drawable.layout, priority)))
+        state, leaf, priority = accept(state, sampleable, index, priority)
+        return state.replace(tree=self._tree(sampleable.layout).set(state.tree, leaf, self._mass(sampleable.layout, priority)))
 
     def _tree(self, layout: Layout) -> SumTree:
         return SumTree.on(layout.traits, layout.capacity, self.fan_out, has_minimum=self.keep_minimum)
@@ -197,16 +199,16 @@ def give(state: PrioritizedState, is_new: jax.Array, priority: jax.Array | None)
     return state, jnp.where(is_good, priority, before[:, None])
 
 
-def accept(state: PrioritizedState, drawable: Drawable, index: Index, priority: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
+def accept(state: PrioritizedState, sampleable: Sampleable, index: Index, priority: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
     """Accept an update. Returns the state, the leaves to write, int32[B], and their priorities, float32[B].
 
-    A row that is out of range, overwritten since, or not drawable is ignored and counted; so is a priority that is NaN, infinite
+    A row that is out of range, overwritten since, or not sampleable is ignored and counted; so is a priority that is NaN, infinite
     or negative. Its leaf is the capacity, and its priority 0.
     """
-    layout = drawable.layout
+    layout = sampleable.layout
     is_in_range = (index.row >= 0) & (index.row < layout.capacity)
     row = jnp.where(is_in_range, index.row, 0)
-    is_live = is_in_range & (drawable.streams.index(row).lap == index.lap) & drawable.contains(row)
+    is_live = is_in_range & (sampleable.streams.index(row).lap == index.lap) & sampleable.contains(row)
     is_good = _is_good(priority)
     accepted = is_live & is_good
     priority = jnp.where(accepted, priority, 0)

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jaxreplay.samplers.prioritized import SMALLEST, Prioritized, PrioritizedState, accept, give, is_positive, leaf_of
 from jaxreplay.storage import ring
 from jaxreplay.storage.layout import Layout
-from jaxreplay.storage.sampleable import Change, Drawable
+from jaxreplay.storage.sampleable import Sampleable, WriteEffect
 from jaxreplay.types import Index
 
 
 class RankBasedState(PrioritizedState):
-    """The masses in the tree are those of the ranks, or 1 for a row that became drawable since these were taken."""
+    """The masses in the tree are those of the ranks, or 1 for a row that became sampleable since these were taken."""
 
     priority: jax.Array  # float32[N], in the order of the leaves: each row's own, which gives it its rank in the next `rerank`
 
@@ -27,7 +27,7 @@ class RankBased(Prioritized):
     """Rows in proportion to rank ** -exponent, where rank 1 has the largest priority.
 
     Ranks are as of the last `rerank`. A priority that is updated is only recorded, 0 as well, and acts with the next one. A row that
-    becomes drawable meanwhile is drawn as rank 1 is, unless it was added with priority 0. In a `rerank`, rows of equal priority rank by
+    becomes sampleable meanwhile is drawn as rank 1 is, unless it was added with priority 0. In a `rerank`, rows of equal priority rank by
     their row numbers, and rows of priority 0 have no rank: they are not drawn until a later one.
 
     Args:
@@ -41,41 +41,41 @@ class RankBased(Prioritized):
     def init(self, layout: Layout) -> RankBasedState:
         return RankBasedState(**vars(super().init(layout)), priority=jnp.zeros((layout.capacity,), jnp.float32))
 
-    def observe(self, state: Any, change: Change | None, priority: jax.Array | None) -> PrioritizedState:
-        assert change is not None
-        lookahead = 0 if state.waiting is None else len(state.waiting)
-        state, given = give(state, change.is_written, priority)
-        leaf = leaf_of(change.layout, change.row[lookahead:][: len(given)])
+    def observe(self, state: Any, effect: WriteEffect | None, priority: jax.Array | None) -> PrioritizedState:
+        assert effect is not None
+        lookahead = 0 if state.pending_mass is None else len(state.pending_mass)
+        state, given = give(state, effect.is_written, priority)
+        leaf = leaf_of(effect.layout, effect.row[lookahead:][: len(given)])
         recorded = state.priority.at[leaf].set(_recordable(given), mode="drop", unique_indices=True)
-        return super().observe(state.replace(priority=recorded), change, given)
+        return super().observe(state.replace(priority=recorded), effect, given)
 
     def per_row(self, state: Any) -> dict[str, jax.Array]:
         return {**super().per_row(state), "priority": state.priority}
 
-    def put_per_row(self, state: Any, drawable: Drawable, name: str, row: jax.Array, values: jax.Array) -> PrioritizedState:
+    def put_per_row(self, state: Any, sampleable: Sampleable, name: str, row: jax.Array, values: jax.Array) -> PrioritizedState:
         """Each row keeps its priority, and the rank that it has until the next `rerank`."""
         if name != "priority":
-            return super().put_per_row(state, drawable, name, row, values)
-        leaf = leaf_of(drawable.layout, row)
+            return super().put_per_row(state, sampleable, name, row, values)
+        leaf = leaf_of(sampleable.layout, row)
         return state.replace(priority=state.priority.at[leaf].set(values, mode="drop", unique_indices=True))
 
-    def update(self, state: Any, drawable: Drawable, index: Index, priority: jax.Array) -> RankBasedState:
+    def update(self, state: Any, sampleable: Sampleable, index: Index, priority: jax.Array) -> RankBasedState:
         """Record new priorities, float32[B], for the rows drawn as `index`; what is bad or stale is ignored as by `Prioritized`, and of
         several priorities for one row the largest wins."""
-        state, leaf, priority = accept(state, drawable, index, priority)
+        state, leaf, priority = accept(state, sampleable, index, priority)
         recorded = state.priority.at[leaf].set(0, mode="drop").at[leaf].max(_recordable(priority), mode="drop")
         return state.replace(priority=recorded)
 
-    def rerank(self, state: Any, drawable: Drawable) -> RankBasedState:
-        """Rank all drawable rows by their priorities: O(n log n), and the one operation that makes arrays of one number a row.
+    def rerank(self, state: Any, sampleable: Sampleable) -> RankBasedState:
+        """Rank all sampleable rows by their priorities: O(n log n), and the one operation that makes arrays of one number a row.
 
         In a compiled loop, `jax.lax.cond(is_time, replay.rerank, lambda state: state, state)` leaves the stored steps in place.
         """
-        layout = drawable.layout
-        row = layout.row(layout.envs(), ring.places(layout.length)[:, None]).reshape(-1)  # of each leaf
-        is_ranked = drawable.contains(row) & (state.priority > 0)
+        layout = sampleable.layout
+        row = layout.row(layout.envs(), ring.arange(layout.length)[:, None]).reshape(-1)  # of each leaf
+        is_ranked = sampleable.contains(row) & (state.priority > 0)
         _, row = jax.lax.sort((jnp.where(is_ranked, -state.priority, jnp.inf), row), num_keys=2)
-        rank = ring.places(layout.capacity) + 1
+        rank = ring.arange(layout.capacity) + 1
         mass = jnp.maximum(rank.astype(jnp.float32) ** -self.exponent, SMALLEST)
         mass = jnp.where(rank <= is_ranked.sum(dtype=jnp.int32), mass, 0)
         by_leaf = jnp.zeros_like(mass).at[leaf_of(layout, row)].set(mass, unique_indices=True, mode="promise_in_bounds")

@@ -11,13 +11,13 @@ from jaxreplay._util import random
 from jaxreplay.samplers.sampler import Draw, Sampler
 from jaxreplay.samplers.sum_tree import SumTree
 from jaxreplay.storage import ring
-from jaxreplay.storage.sampleable import Drawable
+from jaxreplay.storage.sampleable import Sampleable
 
 _SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest number that no processor flushes to 0
 
 
 class Recent(Sampler):
-    """A row with `a` newer drawable rows in its stream is drawn in proportion to decay ** a, with replacement.
+    """A row with `a` newer sampleable rows in its stream is drawn in proportion to decay ** a, with replacement.
 
     A stream is drawn in proportion to the sum over its rows, then the row by the inverse of its distribution function: a binary search
     is all that depends on the capacity.
@@ -32,23 +32,23 @@ class Recent(Sampler):
         if not 0 < self.decay <= 1:
             raise ValueError(f"Recent: decay must be in (0, 1], got {self.decay}")
 
-    def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> Draw:
-        high, low = random.draw(key, batch_size)
-        count = drawable.count()
+    def draw(self, state: Any, sampleable: Sampleable, key: jax.Array, batch_size: int) -> Draw:
+        high, low = random.words(key, batch_size)
+        count = sampleable.count()
         # A tree never draws a stream without rows, whatever the rounding, and tells small streams apart where a sum's 24 bits do not.
-        tree = SumTree.on(drawable.layout.traits, drawable.layout.num_envs)
+        tree = SumTree.on(sampleable.layout.traits, sampleable.layout.num_envs)
         mass = self._mass(count)
         env, _ = tree.find(tree.set_range(tree.init(), jnp.int32(0), mass, mass >= 0), random.fraction(high), low)
         nth_newest = random.geometric(self.decay, count[env], *random.remix(high, low, jnp.uint32(0)))
-        row = drawable.select(env, count[env] - nth_newest)
+        row = sampleable.select(env, count[env] - nth_newest)
         return Draw(state, row, self._probability(count, nth_newest - 1))
 
-    def probability(self, state: Any, drawable: Drawable, row: jax.Array) -> jax.Array:
+    def probability(self, state: Any, sampleable: Sampleable, row: jax.Array) -> jax.Array:
         del state
-        env, _ = drawable.layout.split(row)
-        count = drawable.count()
-        end = drawable.first_rank() + count.astype(jnp.uint32)
-        return self._probability(count, ring.difference(end[env], drawable.streams.rank_of(row)) - 1)
+        env, _ = sampleable.layout.split(row)
+        count = sampleable.count()
+        end = sampleable.first_candidate_number() + count.astype(jnp.uint32)
+        return self._probability(count, ring.difference(end[env], sampleable.streams.candidate_number_of(row)) - 1)
 
     def _mass(self, count: jax.Array) -> jax.Array:
         """The sum of decay ** a over the rows of each stream: float32[E]."""

@@ -1,4 +1,4 @@
-"""What a sampler is: it is told which rows became drawable and which were overwritten, and never sees the data."""
+"""What a sampler is: it is told which rows became sampleable and which were overwritten, and never sees the data."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxreplay._util.struct import Static
 from jaxreplay.storage.layout import Layout, Window
-from jaxreplay.storage.sampleable import Change, Drawable
+from jaxreplay.storage.sampleable import Sampleable, WriteEffect
 from jaxreplay.types import Index
 
 
@@ -24,7 +24,7 @@ class Draw(NamedTuple):
 class Sampler(Static):
     """A frozen, hashable configuration with pure methods over a state of its own: any pytree.
 
-    It must have `draw` and `probability`. What it leaves out is as here: without a state, for any window, over all drawable rows.
+    It must have `draw` and `probability`. What it leaves out is as here: without a state, for any window, over all sampleable rows.
     """
 
     PER_ROW: ClassVar[tuple[str, ...]] = ()  # fields of its state with a number for each row, which `init` makes anew for another capacity
@@ -42,14 +42,14 @@ class Sampler(Static):
         """The state for a buffer whose rows are all forgotten."""
         return state
 
-    def observe(self, state: Any, change: Change | None, priority: jax.Array | None) -> Any:
+    def observe(self, state: Any, effect: WriteEffect | None, priority: jax.Array | None) -> Any:
         """The state after a write.
 
         Args:
           change: None where the window is not bounded.
           priority: float32[K, E] for the rows written, or None; only given to samplers that have priorities.
         """
-        del change, priority
+        del effect, priority
         return state
 
     def per_row(self, state: Any) -> dict[str, jax.Array]:
@@ -62,59 +62,60 @@ class Sampler(Static):
             raise NotImplementedError(f"{type(self).__name__} has {', '.join(self.PER_ROW)} for each row, and must have per_row")
         return {}
 
-    def put_per_row(self, state: Any, drawable: Drawable, name: str, row: jax.Array, values: jax.Array) -> Any:
-        """Put what rows had before into the state of a buffer of another capacity. All else, such as ranks and ages, is as it was.
+    def put_per_row(self, state: Any, sampleable: Sampleable, name: str, row: jax.Array, values: jax.Array) -> Any:
+        """Put what rows had before into the state of a buffer of another capacity. All else, such as candidate numbers and ages, is as it
+        was.
 
         Args:
-          drawable: the rows as they are now. name: of what `per_row` gave.
+          sampleable: the rows as they are now. name: of what `per_row` gave.
           row: int32[K], which rows these are now, all different; the capacity for those that are gone. values: `[K]`.
         """
         raise NotImplementedError(f"{type(self).__name__} has {name} for each row, and must have put_per_row")
 
-    def after_loss(self, state: Any, rank_now: Callable[[np.ndarray], np.ndarray]) -> Any:
+    def after_loss(self, state: Any, candidate_number_now: Callable[[np.ndarray], np.ndarray]) -> Any:
         """Return the state, without what is kept for each row, for a buffer that has lost rows out of its midst.
 
         Args:
-          rank_now: gives what a rank of before is now, or that of the next row that is left: uint32[E] to uint32[E].
+          rank_now: gives what a candidate number of before is now, or that of the next row that is left: uint32[E] to uint32[E].
         """
-        del rank_now
+        del candidate_number_now
         return state
 
-    def size(self, state: Any, drawable: Drawable) -> jax.Array:
+    def size(self, state: Any, sampleable: Sampleable) -> jax.Array:
         """Rows that can be drawn now: int32[]."""
         del state
-        return drawable.count().sum(dtype=jnp.int32)
+        return sampleable.count().sum(dtype=jnp.int32)
 
-    def can_draw(self, state: Any) -> jax.Array:
+    def can_sample(self, state: Any) -> jax.Array:
         """Whether there is mass to draw from, where there are rows that can be drawn: bool[]."""
         del state
         return jnp.asarray(True)
 
-    def draw(self, state: Any, drawable: Drawable, key: jax.Array, batch_size: int) -> Draw:
+    def draw(self, state: Any, sampleable: Sampleable, key: jax.Array, batch_size: int) -> Draw:
         """Draw a batch of `batch_size` rows. `key`: consumed."""
         raise NotImplementedError(f"{type(self).__name__} is a sampler, and must have draw")
 
-    def probability(self, state: Any, drawable: Drawable, row: jax.Array) -> jax.Array:
-        """What one draw would have for each drawable row: float32[B]."""
+    def probability(self, state: Any, sampleable: Sampleable, row: jax.Array) -> jax.Array:
+        """What one draw would have for each sampleable row: float32[B]."""
         raise NotImplementedError(f"{type(self).__name__} is a sampler, and must have probability")
 
 
 class PrioritySampler(Sampler):
     """A sampler with priorities, so that `add` takes them; it must also have these."""
 
-    def update(self, state: Any, drawable: Drawable, index: Index, priority: jax.Array) -> Any:
+    def update(self, state: Any, sampleable: Sampleable, index: Index, priority: jax.Array) -> Any:
         """The state with new priorities, float32[B], for drawn rows; it ignores what is bad or stale."""
         raise NotImplementedError(f"{type(self).__name__} has priorities, and must have update")
 
     def min_probability(self, layout: Layout, state: Any) -> jax.Array:
-        """The smallest probability of a drawable row of positive priority: float32[]."""
+        """The smallest probability of a sampleable row of positive priority: float32[]."""
         raise NotImplementedError(f"{type(self).__name__} has priorities, and must have min_probability")
 
 
 class ConsumingSampler(Sampler):
     """A sampler that hands out each row once: drawing changes its state, so that a buffer has `take` and not `sample`."""
 
-    def can_add(self, state: Any, drawable: Drawable, num_rows: int) -> jax.Array:
+    def can_add(self, state: Any, sampleable: Sampleable, num_rows: int) -> jax.Array:
         """Whether as many more rows of each stream overwrite nothing that is still to be taken: bool[]."""
         raise NotImplementedError(f"{type(self).__name__} hands out each row once, and must have can_add")
 

@@ -100,7 +100,7 @@ class SumTree(Static):
         """
         self._check_state("set_range", state)
         length = mass.shape[0]
-        index = ring.wrap(start + ring.places(length), self.capacity)
+        index = ring.wrap(start + ring.arange(length), self.capacity)
         leaves = state.sums[0].at[_index(state, where & self._is_ready(state), index)].set(mass, unique_indices=True, mode="drop")
         fan_out = _fan_out(state)
         nodes = -(-self.capacity // fan_out)
@@ -165,7 +165,7 @@ class SumTree(Static):
 
     def _choose(self, children: jax.Array, rest: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The last child with mass that begins at or before `rest`, what is left of `rest` in it, and its mass: [B] each."""
-        kth = ring.places(children.shape[1])
+        kth = ring.arange(children.shape[1])
         begins = self._begins(children)
         child = jnp.max(jnp.where((children > 0) & (begins <= rest[:, None]), kth, 0), axis=1)
         # Reductions: XLA does not compute them again in each of their uses. Selects unrolled over the children took 5x as long.
@@ -202,9 +202,9 @@ class SumTree(Static):
                 index, _ = ring.split(index, fan_out)
                 parents = index
             elif width >= nodes:
-                parents = ring.places(nodes)
+                parents = ring.arange(nodes)
             else:
-                parents = ring.wrap(_not_none(first) + ring.places(width), nodes)
+                parents = ring.wrap(_not_none(first) + ring.arange(width), nodes)
 
             def recomputed(values, children, reduce, join, parents=parents):
                 if self.in_line:

@@ -24,14 +24,14 @@ from jaxreplay._util.checks import check_not_forked
 from jaxreplay._util.signals import uninterrupted
 from jaxreplay.buffers.jitted import method, program
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
-from jaxreplay.buffers.state_checks import is_whole
+from jaxreplay.buffers.state_checks import is_alive
 from jaxreplay.samplers import Sampler
 from jaxreplay.samplers.uniform import Uniform
 from jaxreplay.sb3.arrays import TORCH_DTYPES, is_same, shaped
-from jaxreplay.sb3.batch import LearnedView
-from jaxreplay.stateful.arrays import narrowed
+from jaxreplay.sb3.batch import SB3View
+from jaxreplay.stateful.arrays import fit
 from jaxreplay.storage import provisional
-from jaxreplay.storage.sampleable import Drawable
+from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.torch import to_torch
 from jaxreplay.types import Step
 from jaxreplay.views import View
@@ -39,7 +39,7 @@ from jaxreplay.views import View
 _THEIR_ARRAYS = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
 
 
-class StoredOnce(buffers.ReplayBuffer):
+class DropInBuffer(buffers.ReplayBuffer):
     """The base of the drop-in buffers.
 
     Args:
@@ -87,7 +87,7 @@ class StoredOnce(buffers.ReplayBuffer):
         return Uniform()
 
     def _view(self) -> View:
-        return LearnedView()
+        return SB3View()
 
     def _empty(self) -> Any:
         with jax.default_device(self._rows_on()):
@@ -113,18 +113,18 @@ class StoredOnce(buffers.ReplayBuffer):
         return self._replay.memory(self._example()).total
 
     @property
-    def _held(self) -> np.ndarray:
+    def _owner(self) -> np.ndarray:
         """Number of transitions that each stream holds: int32[n_envs]."""
         return np.asarray(self._counts)
 
     def size(self) -> int:
         """Transitions held for each environment; their mean where episodes of different lengths leave room for more or fewer."""
-        return int(self._held.sum() // self.n_envs)
+        return int(self._owner.sum() // self.n_envs)
 
     def reset(self) -> None:
         check_not_forked(f"this {type(self).__name__}", self._pid)
         with uninterrupted():
-            self._state = method("clear")(self._replay, self._state) if is_whole(self._state) else self._empty()
+            self._state = method("clear")(self._replay, self._state) if is_alive(self._state) else self._empty()
             self._forget()
 
     def add(self, obs: Any, next_obs: Any, action: np.ndarray, reward: np.ndarray, done: np.ndarray, infos: list[dict[str, Any]]) -> None:
@@ -144,7 +144,7 @@ class StoredOnce(buffers.ReplayBuffer):
         goes_on = self._may_go_on & is_same(self._announced, obs, self.n_envs)
         step = Step(
             obs=obs,
-            action=narrowed("action", shaped("action", self._flat(np.array(action, self._action_dtype)), (self.n_envs, self.action_dim))),
+            action=fit("action", shaped("action", self._flat(np.array(action, self._action_dtype)), (self.n_envs, self.action_dim))),
             reward=shaped("reward", np.array(reward, np.float32), (self.n_envs,)),
             terminated=done & ~timeout,
             truncated=timeout | ~done,
@@ -169,7 +169,7 @@ class StoredOnce(buffers.ReplayBuffer):
           batch_size: transitions. env: normalizes observations and rewards.
         """
         self._check_not_empty()
-        counts = self._held
+        counts = self._owner
         if (counts == counts[0]).all():
             return self._get_samples(np.random.randint(0, counts[0], size=batch_size), env)
         ends = np.cumsum(counts)
@@ -180,8 +180,8 @@ class StoredOnce(buffers.ReplayBuffer):
     def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> Any:
         """The transitions with these numbers in their stream, 0 the oldest that is held, each of an environment drawn anew."""
         env_indices = np.random.randint(0, self.n_envs, size=len(batch_inds))
-        if len(bad := batch_inds[(batch_inds < 0) | (batch_inds >= self._held[env_indices])]):
-            raise IndexError(f"{type(self).__name__}: there is no transition {bad[0]}: the streams hold {self._held.tolist()}")
+        if len(bad := batch_inds[(batch_inds < 0) | (batch_inds >= self._owner[env_indices])]):
+            raise IndexError(f"{type(self).__name__}: there is no transition {bad[0]}: the streams hold {self._owner.tolist()}")
         return self._read(batch_inds, env_indices, env)
 
     def _read(self, nth: np.ndarray, env_indices: np.ndarray, env: VecNormalize | None) -> Any:
@@ -234,7 +234,7 @@ class StoredOnce(buffers.ReplayBuffer):
             try:
                 yield
             except BaseException:
-                self._is_torn = self._state is not before or not is_whole(before)
+                self._is_torn = self._state is not before or not is_alive(before)
                 raise
             self._is_torn = False
 
@@ -245,13 +245,13 @@ class StoredOnce(buffers.ReplayBuffer):
 
     def _check_not_empty(self) -> None:
         self._check_whole()
-        if not self._held.any():
+        if not self._owner.any():
             raise ValueError(f"{type(self).__name__}: there is nothing to sample yet; add transitions first, or raise learning_starts")
 
     def _flat(self, action: np.ndarray) -> np.ndarray:
         """Each env's in one axis, where they are as many as they should be."""
-        is_whole = action.size == self.n_envs * self.action_dim and (self.n_envs == 1 or len(action) == self.n_envs)
-        return action.reshape(self.n_envs, self.action_dim) if is_whole else action
+        is_alive = action.size == self.n_envs * self.action_dim and (self.n_envs == 1 or len(action) == self.n_envs)
+        return action.reshape(self.n_envs, self.action_dim) if is_alive else action
 
     def __getattr__(self, name: str) -> Any:
         if name in _THEIR_ARRAYS:
@@ -278,13 +278,13 @@ class StoredOnce(buffers.ReplayBuffer):
         """A copy, of the space's shapes and dtypes: the caller may reuse its arrays."""
         if not isinstance(self.observation_space, spaces.Dict):
             array = np.array(obs, self.observation_space.dtype)
-            return narrowed(where, shaped(where, array, (self.n_envs, *self.obs_shape)))
+            return fit(where, shaped(where, array, (self.n_envs, *self.obs_shape)))
         if missing := [key for key in self.observation_space.spaces if key not in obs]:
             raise ValueError(f"{where}: missing {', '.join(missing)}")
         stored = {}
         for key, space in self.observation_space.spaces.items():
             name, array = f"{where}.{key}", np.array(obs[key], space.dtype)
-            stored[key] = narrowed(name, shaped(name, array, (self.n_envs, *self.obs_shape[key])))  # type: ignore[index]
+            stored[key] = fit(name, shaped(name, array, (self.n_envs, *self.obs_shape[key])))  # type: ignore[index]
         return stored
 
     def __getstate__(self) -> dict[str, Any]:
@@ -292,7 +292,7 @@ class StoredOnce(buffers.ReplayBuffer):
         return {
             **{name: value for name, value in state.items() if name != "_pid"},
             "_state": jax.tree.map(np.asarray, self._state),
-            "_counts": self._held,
+            "_counts": self._owner,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -308,7 +308,7 @@ def _add(replay: ReplayBuffer, state: Any, step: Step, goes_on: Any, was_first: 
     """Add a step. Returns the state, the transitions that each stream holds, and the row of its newest one: int32[E] both."""
     state = provisional.add(replay, state, step, goes_on, was_first)
     layout, position = state.layout, state.streams.heads.position
-    return state, _transitions(state).count(), layout.row(layout.envs(), layout.wrap(position - 2))  # the tail comes after it
+    return state, _transitions(state).count(), layout.row(layout.envs(), layout.wrap(position - 2))  # the final row comes after it
 
 
 @program
@@ -317,7 +317,7 @@ def _get(replay: ReplayBuffer, state: Any, env: jax.Array, nth: jax.Array) -> An
     return replay.get(state, _transitions(state).select(env, nth)).items
 
 
-def _transitions(state: Any) -> Drawable:
+def _transitions(state: Any) -> Sampleable:
     """Return the set of all transitions, also those around which a view may not read."""
     none = jnp.zeros((state.layout.num_envs,), jnp.int32)
-    return Drawable(state.streams, state.episodes, none, none)
+    return Sampleable(state.streams, state.episodes, none, none)

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 
 from jaxreplay._util.struct import Node
 from jaxreplay.storage import ring
-from jaxreplay.views import Anchor
+from jaxreplay.views import RowReader
 from jaxreplay.views.transition import TransitionView
 
 
-class Learned(Node):
+class SB3Batch(Node):
     """Leaves `[B, ...]`.
 
     Fields:
@@ -30,21 +30,21 @@ class Learned(Node):
     num_steps: jax.Array
 
 
-class LearnedView(TransitionView):
+class SB3View(TransitionView):
     """As `TransitionView`, whose `discount` is the gamma here; a target takes gamma^num_steps and `done` in its place."""
 
     n_step: int = 1
 
-    def read(self, anchor: Anchor) -> Any:
-        item = super().read(anchor)
-        steps = ring.places(self.n_step)
+    def read(self, reader: RowReader) -> Any:
+        item = super().read(reader)
+        steps = ring.arange(self.n_step)
         is_inside = steps < item.num_steps
-        return Learned(
+        return SB3Batch(
             obs=item.obs,
             action=item.action,
             reward=item.reward[None],
-            rewards=jnp.where(is_inside, anchor.reward(steps), 0),
-            done=jnp.any(is_inside & anchor.is_terminated(steps)).astype(jnp.float32)[None],
+            rewards=jnp.where(is_inside, reader.reward(steps), 0),
+            done=jnp.any(is_inside & reader.is_terminated(steps)).astype(jnp.float32)[None],
             next_obs=item.next_obs,
             num_steps=item.num_steps[None],
         )

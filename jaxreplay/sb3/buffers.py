@@ -13,15 +13,15 @@ from stable_baselines3.common.vec_env import VecNormalize
 from jaxreplay._util.signals import uninterrupted
 from jaxreplay.buffers.jitted import method, program
 from jaxreplay.samplers.prioritized import Prioritized
-from jaxreplay.sb3.base import StoredOnce
-from jaxreplay.sb3.batch import LearnedView
+from jaxreplay.sb3.base import DropInBuffer
+from jaxreplay.sb3.batch import SB3View
 from jaxreplay.targets import importance_weights
 from jaxreplay.torch import to_torch
 from jaxreplay.types import Index, Sample
 
 
-class ReplayBuffer(StoredOnce):
-    """Uniform replay of one-step transitions. See `StoredOnce` for the arguments.
+class ReplayBuffer(DropInBuffer):
+    """Uniform replay of one-step transitions. See `DropInBuffer` for the arguments.
 
     Example:
       >>> import numpy as np
@@ -36,7 +36,7 @@ class ReplayBuffer(StoredOnce):
     """
 
 
-class DictReplayBuffer(StoredOnce):
+class DictReplayBuffer(DropInBuffer):
     """`ReplayBuffer` for Dict observations: half the bytes of one that stores each next observation beside its observation."""
 
     def __init__(self, buffer_size: int, observation_space: spaces.Space, *args: Any, **kwargs: Any):
@@ -45,20 +45,20 @@ class DictReplayBuffer(StoredOnce):
         super().__init__(buffer_size, observation_space, *args, **kwargs)
 
 
-class NStepReplayBuffer(StoredOnce):
+class NStepReplayBuffer(DropInBuffer):
     """Uniform replay of n-step transitions; their windows end where the episode does, and at the newest step.
 
     Args:
       n_steps: the most steps of a window. gamma: the discount factor, in [0, 1], the model's own.
-      further ones: see `StoredOnce`. Dict observations too.
+      further ones: see `DropInBuffer`. Dict observations too.
     """
 
     def __init__(self, *args: Any, n_steps: int = 3, gamma: float = 0.99, **kwargs: Any):
         self.n_steps, self.gamma = n_steps, float(gamma)
         super().__init__(*args, **kwargs)
 
-    def _view(self) -> LearnedView:
-        return LearnedView(n_step=self.n_steps, discount=self.gamma)
+    def _view(self) -> SB3View:
+        return SB3View(n_step=self.n_steps, discount=self.gamma)
 
     def _samples(self, item: Any, env: VecNormalize | None) -> Any:
         discounts = self.gamma ** np.asarray(item.num_steps).astype(np.float32)
@@ -96,7 +96,7 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
       alpha: the exponent of priorities, at least 0; 0 is uniform.
       beta: the exponent of the weights, in [0, 1]; an attribute, to be raised towards 1 as learning goes on.
       epsilon: added to every priority that is handed back, so that none is 0.
-      n_steps, gamma: see `NStepReplayBuffer`. Further ones: see `StoredOnce`.
+      n_steps, gamma: see `NStepReplayBuffer`. Further ones: see `DropInBuffer`.
     """
 
     def __init__(

@@ -18,12 +18,12 @@ from stable_baselines3.her.her_replay_buffer import HerReplayBuffer as TheirHerR
 from jaxreplay._util import checks
 from jaxreplay._util.signals import uninterrupted
 from jaxreplay.buffers.jitted import program
-from jaxreplay.sb3.base import StoredOnce
-from jaxreplay.sb3.batch import LearnedView
+from jaxreplay.sb3.base import DropInBuffer
+from jaxreplay.sb3.batch import SB3View
 from jaxreplay.views.hindsight import Hindsight
 
 
-class HerReplayBuffer(StoredOnce, TheirHerReplayBuffer):
+class HerReplayBuffer(DropInBuffer, TheirHerReplayBuffer):
     """Transitions, a part of them with goals that were achieved later in their episode. Rewards come from the env's `compute_reward`.
 
     As of Stable-Baselines3's own: k of k + 1 transitions of a batch have new goals, in whole numbers, and the goals of "future" begin
@@ -33,7 +33,7 @@ class HerReplayBuffer(StoredOnce, TheirHerReplayBuffer):
     Source: Andrychowicz et al., "Hindsight Experience Replay" (2017).
 
     Args:
-      buffer_size, observation_space, action_space, device, n_envs, handle_timeout_termination, storage_device: see `StoredOnce`.
+      buffer_size, observation_space, action_space, device, n_envs, handle_timeout_termination, storage_device: see `DropInBuffer`.
       env: computes rewards. n_sampled_goal: k. goal_selection_strategy: "future", "final" or "episode".
       copy_info_dict: whether `compute_reward` gets the steps' infos, which are then kept on the host; else empty ones.
     """
@@ -62,7 +62,7 @@ class HerReplayBuffer(StoredOnce, TheirHerReplayBuffer):
         self.her_ratio = 1 - 1 / (n_sampled_goal + 1)
         self.copy_info_dict = copy_info_dict
         self.env = env
-        StoredOnce.__init__(
+        DropInBuffer.__init__(
             self,
             buffer_size,
             observation_space,
@@ -77,7 +77,7 @@ class HerReplayBuffer(StoredOnce, TheirHerReplayBuffer):
 
     def _view(self) -> Hindsight:
         strategy = self.goal_selection_strategy.name.lower()
-        return Hindsight(of=LearnedView(discount=1.0), reward_fn=_stored_reward, strategy=strategy, ratio=1.0)
+        return Hindsight(of=SB3View(discount=1.0), reward_fn=_stored_reward, strategy=strategy, ratio=1.0)
 
     def _after_add(self, rows: jax.Array, infos: list[dict[str, Any]]) -> None:
         if self.copy_info_dict:

@@ -24,7 +24,7 @@ _NARROWER = {np.dtype(wide): np.dtype(narrow) for wide, narrow in (("int64", "in
 _FAR_FROM_INFINITE = 1e38  # in float32
 
 
-def owned(where: str, tree: Any) -> Any:
+def own(where: str, tree: Any) -> Any:
     """The same tree of arrays that nobody else will write to, 64-bit numbers in the 32 bits that JAX has by default.
 
     A JAX array never changes, and is taken as it is. NumPy arrays, numbers and tensors of the host are copied: JAX may read an input after
@@ -34,20 +34,20 @@ def owned(where: str, tree: Any) -> Any:
       ValueError: a number does not fit, or a leaf is no array; it is named.
     """
     leaves, structure = jax.tree.flatten(tree)
-    own = [_owned_plainly(leaf) for leaf in leaves]
+    own = [_own_plainly(leaf) for leaf in leaves]
     if any(leaf is None for leaf in own):  # the names take longer than all else
-        return jax.tree_util.tree_map_with_path(lambda path, leaf: _owned(where, path, leaf), tree)
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: _own(where, path, leaf), tree)
     return jax.tree.unflatten(structure, own)
 
 
-def narrowed(name: str, array: np.ndarray) -> np.ndarray:
+def fit(name: str, array: np.ndarray) -> np.ndarray:
     """64-bit numbers in the 32 bits that JAX has by default. A ValueError names numbers that do not fit."""
     if array.dtype.kind not in "biufc":
         return array
     return checks.cast(name, array, jax.dtypes.canonicalize_dtype(array.dtype), "which is what JAX has unless jax_enable_x64 is on")
 
 
-def given_out(framework: str, tree: Any) -> Any:
+def to_framework(framework: str, tree: Any) -> Any:
     """The same tree in the arrays of a framework, over the same memory: not to be written to."""
     if framework == "jax":
         return tree
@@ -58,7 +58,7 @@ def given_out(framework: str, tree: Any) -> Any:
     return to_torch(tree)
 
 
-def _owned_plainly(leaf: Any) -> Any:
+def _own_plainly(leaf: Any) -> Any:
     """A leaf that asks for no care, or None."""
     if type(leaf) is not np.ndarray:
         return leaf if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) else None
@@ -73,7 +73,7 @@ def _owned_plainly(leaf: Any) -> Any:
     return narrow if (narrow == leaf).all() else None
 
 
-def _owned(where: str, path: Any, leaf: Any) -> Any:
+def _own(where: str, path: Any, leaf: Any) -> Any:
     name = f"{where}: {name_of(path) or 'the leaf'}"
     if isinstance(leaf, Tracer):
         raise ValueError(f"{name} is being traced. {OUTSIDE}")
@@ -89,7 +89,7 @@ def _owned(where: str, path: Any, leaf: Any) -> Any:
         leaf = leaf.astype(leaf.dtype.newbyteorder("="))
     if reason := checks.reason_against(leaf):
         raise ValueError(f"{name}: {reason}")
-    return narrowed(name, np.array(leaf))
+    return fit(name, np.array(leaf))
 
 
 def _on_host(name: str, tensor: Any) -> np.ndarray:
@@ -112,7 +112,7 @@ class StepFormat:
     has_flags: bool
     structure: Any  # of the tree
     dtypes: tuple[Any, ...]  # of its leaves
-    first_rank: int  # axes of the first leaf
+    first_ndim: int  # axes of the first leaf
 
     @classmethod
     def of(cls, buffer: ReplayBuffer, example: Any) -> "StepFormat":
@@ -130,7 +130,7 @@ class StepFormat:
         if self.has_flags:
             return step, np.shape(step.terminated)
         first = np.shape(leaves[0]) if leaves else ()
-        return step, first[: max(len(first) - self.first_rank, 0)]
+        return step, first[: max(len(first) - self.first_ndim, 0)]
 
 
 def _cast(path: Any, leaf: Any, dtype: Any) -> Any:

@@ -15,7 +15,7 @@ from jaxreplay._util import checks, pow2
 from jaxreplay._util.signals import uninterrupted
 from jaxreplay.buffers.jitted import method, program
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
-from jaxreplay.buffers.state_checks import is_whole
+from jaxreplay.buffers.state_checks import is_alive
 from jaxreplay.samplers import ConsumingSampler
 from jaxreplay.stateful.arrays import OUTSIDE, StepFormat, example_of
 from jaxreplay.storage.platforms import default_device
@@ -129,7 +129,7 @@ class StateOwner:
             _check_not_traced(state)
             self._state, self._can_sample = state, None
         except BaseException as error:
-            if self._state is not None and not is_whole(self._state):
+            if self._state is not None and not is_alive(self._state):
                 self._lost = f"in {error!r}"
             raise
         return other

@@ -67,11 +67,11 @@ class Replay:
         checks.check_part("Replay", "buffer", buffer, ReplayBuffer, "jaxreplay.uniform(...)")
         if framework not in arrays.NAMES:
             raise ValueError(f"Replay: framework must be one of {arrays.NAMES}, got {framework!r}")
-        arrays.given_out(framework, ())  # says at once which extra is missing
+        arrays.to_framework(framework, ())  # says at once which extra is missing
         if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
             raise ValueError(f"Replay: prefetch must be an int of at least 0, got {prefetch!r}")
         self.framework = framework
-        self._held = StateOwner(buffer, seed, device)
+        self._owner = StateOwner(buffer, seed, device)
         self._limiter = None if samples_per_insert is None else RatioLimiter(samples_per_insert, buffer.batch_size)
         self._timeout = _WAIT if self._limiter else 0.0
         self._timeout = self._seconds("Replay", timeout)
@@ -80,11 +80,11 @@ class Replay:
         self._prefetch = prefetch
         self._drawn: collections.deque[Sample] = collections.deque()  # ahead; or by calls that were interrupted, of samplers that consume
         if example is not None:
-            self._held.init(example)
+            self._owner.init(example)
 
     @property
     def buffer(self) -> ReplayBuffer:
-        return self._held.buffer
+        return self._owner.buffer
 
     def add(self, step: Any = None, *, env: int | None = None, mask: Any = None, priority: Any = None, timeout: Any = None, **fields: Any):
         """Append one step of every env, of one env, or a block of steps. Arrays are copied: their owner may use them again.
@@ -101,21 +101,21 @@ class Replay:
         """
         if (step is None) == (not fields):
             raise ValueError("add: give a step, or its fields as keywords: add(obs=..., action=..., ...)")
-        step = arrays.owned("add", as_stored("add", self.buffer, fields if step is None else step))
-        own = arrays.owned("add", {"mask": mask, "priority": priority})
+        step = arrays.own("add", as_stored("add", self.buffer, fields if step is None else step))
+        own = arrays.own("add", {"mask": mask, "priority": priority})
         with self._monitor:
             self._check_open()
-            is_first = self._held.state is None
+            is_first = self._owner.state is None
             try:
-                num_steps, calls = self._held.calls_of(step, env, **own)
+                num_steps, calls = self._owner.calls_of(step, env, **own)
                 self._wait("add", self._may_insert, timeout, lambda: "samples lag behind: sample, or lower samples_per_insert")
                 for call in calls:
-                    self._changing(self._held.change, *call)
+                    self._changing(self._owner.change, *call)
             except BaseException:
                 if is_first:  # what was refused is no example for others
-                    self._held.forget()
+                    self._owner.forget()
                 raise
-            if self._limiter is not None and self._held.has_batch():
+            if self._limiter is not None and self._owner.has_batch():
                 self._limiter.num_inserts += num_steps
             self._monitor.notify_all()
 
@@ -138,7 +138,7 @@ class Replay:
                 while len(self._drawn) < self._prefetch and self._may_sample():
                     self._drawn.append(self._draw(None))
                 self._monitor.notify_all()
-            return arrays.given_out(self.framework, batch)
+            return arrays.to_framework(self.framework, batch)
         except BaseException:
             if batch is not None and isinstance(self.buffer.sampler, ConsumingSampler):
                 self._drawn.appendleft(batch)  # its rows are handed out by the next call
@@ -153,26 +153,26 @@ class Replay:
         if not isinstance(index, Index):
             index = Index(row=index["row"], lap=index["lap"])
         given = {"row": index.row, "lap": index.lap, "priority": priority}
-        own = arrays.owned("update_priorities", {name: np.array(x) if isinstance(x, list | tuple) else x for name, x in given.items()})
+        own = arrays.own("update_priorities", {name: np.array(x) if isinstance(x, list | tuple) else x for name, x in given.items()})
         with self._monitor:
             self._check_open()
-            given = self._held.put((Index(row=own["row"], lap=own["lap"]), own["priority"]))
-            self._changing(self._held.change, method("update_priorities"), *given)
+            given = self._owner.put((Index(row=own["row"], lap=own["lap"]), own["priority"]))
+            self._changing(self._owner.change, method("update_priorities"), *given)
             self._monitor.notify_all()
 
     def importance_weights(self, batch: Sample, exponent: float, normalize: str = "batch_max") -> Any:
         """The batch's importance weights, float32[B]; see `jaxreplay.importance_weights`."""
-        probability, is_valid = map(jnp.asarray, arrays.owned("importance_weights", (batch.probability, batch.is_valid)))
+        probability, is_valid = map(jnp.asarray, arrays.own("importance_weights", (batch.probability, batch.is_valid)))
         with self._monitor:
-            size = np.int32(self._held.size())
+            size = np.int32(self._owner.size())
         nothing: Any = ()
         given = Sample(items=nothing, index=nothing, probability=probability, is_valid=is_valid)
-        return arrays.given_out(self.framework, _weights(given, size, exponent, normalize=normalize))
+        return arrays.to_framework(self.framework, _weights(given, size, exponent, normalize=normalize))
 
     def __len__(self) -> int:
         """Rows that can be drawn."""
         with self._monitor:
-            return self._held.size()
+            return self._owner.size()
 
     def can_sample(self) -> bool:
         """Whether a batch could be drawn now."""
@@ -183,8 +183,8 @@ class Replay:
         """Forget every row, and what was drawn ahead."""
         with self._monitor:
             self._check_open()
-            if self._held.state is not None:
-                self._changing(self._held.change, method("clear"))
+            if self._owner.state is not None:
+                self._changing(self._owner.change, method("clear"))
             self._start_anew()
 
     def inspect(self, *, max_bytes: int = 2**28) -> Inspection:
@@ -194,9 +194,9 @@ class Replay:
           max_bytes: of the steps' values that are read, from rows spread over the whole buffer.
         """
         with self._monitor:
-            if self._held.state is None:
+            if self._owner.state is None:
                 raise ValueError("inspect: nothing was added yet, so there is nothing to see")
-            return inspect(self.buffer, self._held.state, max_bytes=max_bytes)
+            return inspect(self.buffer, self._owner.state, max_bytes=max_bytes)
 
     def save(self, path: Any) -> None:
         """Write everything under a path, as `checkpoint.Checkpointer` does; what was there is replaced once that is whole.
@@ -211,7 +211,7 @@ class Replay:
           HeldError: another replay, or a Checkpointer, is writing there.
         """
         with self._monitor:
-            self._held.save(path, {"limiter": dataclasses.asdict(self._limiter) if self._limiter else None})
+            self._owner.save(path, {"limiter": dataclasses.asdict(self._limiter) if self._limiter else None})
 
     def load(self, path: Any) -> None:
         """Take everything that `save`, or a Checkpointer, wrote for an equal buffer. What the replay held is gone then, also what was lost.
@@ -222,7 +222,7 @@ class Replay:
         """
         with self._monitor:
             self._check_open()
-            notes = self._changing(self._held.load, path)
+            notes = self._changing(self._owner.load, path)
             if self._limiter:
                 self._limiter.resume(notes.get("limiter"))
             self._start_anew()
@@ -265,7 +265,7 @@ class Replay:
 
     def _draw(self, batch_size: int | None) -> Sample:
         size = self.buffer.batch_size if batch_size is None else operator.index(batch_size)
-        batch = self._held.draw(size)
+        batch = self._owner.draw(size)
         if self._limiter is not None:
             self._limiter.num_samples += size
         return batch
@@ -275,7 +275,7 @@ class Replay:
         seconds, end = self._seconds(where, timeout), None
         while True:
             self._check_open()
-            _ = self._held.state  # RuntimeError if it was lost meanwhile
+            _ = self._owner.state  # RuntimeError if it was lost meanwhile
             if is_ready():
                 return
             end = time.monotonic() + seconds if end is None else end
@@ -291,13 +291,13 @@ class Replay:
         return checks.checked_seconds(where, timeout)
 
     def _may_insert(self) -> bool:
-        return self._limiter is None or not self._held.has_batch() or self._limiter.may_insert()
+        return self._limiter is None or not self._owner.has_batch() or self._limiter.may_insert()
 
     def _may_sample(self) -> bool:
-        return self._held.has_batch() and (self._limiter is None or self._limiter.may_sample())
+        return self._owner.has_batch() and (self._limiter is None or self._limiter.may_sample())
 
     def _why_no_sample(self) -> str:
-        if self._held.has_batch():
+        if self._owner.has_batch():
             return "inserts lag behind: add, or raise samples_per_insert"
         return f"nothing can be drawn yet, {len(self)} rows of at least {self.buffer.min_size}: add steps first, or wait with timeout="
 

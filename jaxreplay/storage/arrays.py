@@ -16,11 +16,12 @@ import numpy as np
 
 from jaxreplay._util.struct import Node, static_field
 from jaxreplay.storage import tiles
+from jaxreplay.storage.tiles import Tile
 
 _PLAIN_FLOATS = (np.dtype("float16"), np.dtype("float32"), np.dtype("float64"))
 
 
-class Narrow(Node):
+class BitsArray(Node):
     """An array of a dtype that XLA does not scatter into in place."""
 
     bits: Any  # [N, ...], an array or Parted
@@ -31,68 +32,68 @@ class Narrow(Node):
         return self.bits.shape
 
 
-class Parted(Node):
+class TiledArray(Node):
     """An array whose rows lie in parts, as they are in place on a TPU."""
 
-    parts: tuple[jax.Array, ...]  # [N, ...] each
+    tiles: tuple[jax.Array, ...]  # [N, ...] each
     row: tuple[int, ...] = static_field()  # the shape of a row
     dtype: Any = static_field()  # of the values
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.parts[0].shape[0], *self.row)
+        return (self.tiles[0].shape[0], *self.row)
 
     @property
-    def rule(self) -> tuple[tiles.Part, ...]:
-        return tiles.parts_of(self.row, self.dtype) or ()
+    def rule(self) -> tuple[Tile, ...]:
+        return tiles.tiles_of(self.row, self.dtype) or ()
 
 
-def zeros(num_rows: int, row: Any, has_tiles: bool = False) -> jax.Array | Narrow | Parted:
+def zeros(num_rows: int, row: Any, has_tiles: bool = False) -> jax.Array | BitsArray | TiledArray:
     """Return `num_rows` rows of zeros. `row`: has the shape and dtype of one. `has_tiles`: whether rows lie in tiles, as on a TPU."""
     dtype = np.dtype(row.dtype)
     if (bits := carrier(dtype)) is not None:
-        return Narrow(zeros(num_rows, jax.ShapeDtypeStruct(row.shape, bits), has_tiles), dtype)  # type: ignore[arg-type]
-    if not has_tiles or (parts := tiles.parts_of(tuple(row.shape), dtype)) is None:
+        return BitsArray(zeros(num_rows, jax.ShapeDtypeStruct(row.shape, bits), has_tiles), dtype)  # type: ignore[arg-type]
+    if not has_tiles or (rule := tiles.tiles_of(tuple(row.shape), dtype)) is None:
         return jnp.zeros((num_rows, *row.shape), dtype)
-    return Parted(tuple(jnp.zeros((num_rows, *part.shape), tiles.stored_dtype(part, dtype)) for part in parts), tuple(row.shape), dtype)
+    return TiledArray(tuple(jnp.zeros((num_rows, *tile.shape), tiles.stored_dtype(tile, dtype)) for tile in rule), tuple(row.shape), dtype)
 
 
-def put(leaf: jax.Array | Narrow | Parted, row: jax.Array, values: jax.Array) -> Any:
+def write(leaf: jax.Array | BitsArray | TiledArray, row: jax.Array, values: jax.Array) -> Any:
     """Write `values`, `[*row.shape, ...]`, to distinct rows; those past the end are dropped."""
-    if isinstance(leaf, Narrow):
-        return leaf.replace(bits=put(leaf.bits, row, _encode(values, leaf.bits.dtype)))
-    if isinstance(leaf, Parted):
+    if isinstance(leaf, BitsArray):
+        return leaf.replace(bits=write(leaf.bits, row, _encode(values, leaf.bits.dtype)))
+    if isinstance(leaf, TiledArray):
         values = values.reshape((row.size, *leaf.row))
-        parts = tiles.encoded(values, leaf.row, leaf.rule)
-        return leaf.replace(parts=tuple(put(part, row, new) for part, new in zip(leaf.parts, parts, strict=True)))
+        encoded = tiles.encoded(values, leaf.row, leaf.rule)
+        return leaf.replace(tiles=tuple(write(tile, row, new) for tile, new in zip(leaf.tiles, encoded, strict=True)))
     values = values.reshape((row.size, *leaf.shape[1:]))
     return leaf.at[row.reshape(-1)].set(values, unique_indices=True, mode="drop")
 
 
-def take(leaf: jax.Array | Narrow | Parted, row: jax.Array) -> jax.Array:
+def read(leaf: jax.Array | BitsArray | TiledArray, row: jax.Array) -> jax.Array:
     """Read rows, which must be in bounds: `[*row.shape, ...]`."""
-    if isinstance(leaf, Narrow):
-        return _decode(take(leaf.bits, row), leaf.dtype)
-    if isinstance(leaf, Parted):
-        return tiles.decoded([take(part, row) for part in leaf.parts], leaf.row, leaf.dtype, leaf.rule)
+    if isinstance(leaf, BitsArray):
+        return _decode(read(leaf.bits, row), leaf.dtype)
+    if isinstance(leaf, TiledArray):
+        return tiles.decoded([read(part, row) for part in leaf.tiles], leaf.row, leaf.dtype, leaf.rule)
     if not jnp.ndim(row):  # a lone row would be a slice, which under vmap has two coordinates: a TPU then lays the whole leaf anew
         return leaf.at[row[None]].get(mode="promise_in_bounds")[0]
     return leaf.at[row].get(mode="promise_in_bounds")
 
 
-def values(leaf: jax.Array | Narrow | Parted) -> jax.Array:
+def values(leaf: jax.Array | BitsArray | TiledArray) -> jax.Array:
     """Every row: `[N, ...]`, an array as it lies."""
-    if isinstance(leaf, Narrow):
+    if isinstance(leaf, BitsArray):
         return _decode(values(leaf.bits), leaf.dtype)
-    return tiles.decoded(list(leaf.parts), leaf.row, leaf.dtype, leaf.rule) if isinstance(leaf, Parted) else leaf
+    return tiles.decoded(list(leaf.tiles), leaf.row, leaf.dtype, leaf.rule) if isinstance(leaf, TiledArray) else leaf
 
 
-def take_elements(leaf: jax.Array | Narrow | Parted, row: jax.Array, place: jax.Array) -> jax.Array:
+def read_elements(leaf: jax.Array | BitsArray | TiledArray, row: jax.Array, place: jax.Array) -> jax.Array:
     """Read some elements of rows, which must be in bounds: `[K, P]`. `row`: int32[K]. `place`: int32[K, P], in the flat row."""
-    if isinstance(leaf, Narrow):
-        return _decode(take_elements(leaf.bits, row, place), leaf.dtype)
-    if isinstance(leaf, Parted):
-        return jnp.take_along_axis(take(leaf, row).reshape((row.size, -1)), place, axis=1, mode="promise_in_bounds")
+    if isinstance(leaf, BitsArray):
+        return _decode(read_elements(leaf.bits, row, place), leaf.dtype)
+    if isinstance(leaf, TiledArray):
+        return jnp.take_along_axis(read(leaf, row).reshape((row.size, -1)), place, axis=1, mode="promise_in_bounds")
     return leaf.reshape((leaf.shape[0], -1)).at[row[:, None], place].get(mode="promise_in_bounds")
 
 
@@ -111,24 +112,24 @@ def plain_specs(stored: Any) -> Any:
     return _map_arrays(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), stored)
 
 
-def take_plain(stored: Any, row: jax.Array) -> Any:
+def read_plain(stored: Any, row: jax.Array) -> Any:
     """Rows int32[K] of stored leaves, which must be in bounds, in their plain form."""
-    return _map_arrays(lambda leaf: take(leaf, row), stored)
+    return _map_arrays(lambda leaf: read(leaf, row), stored)
 
 
-def put_plain(stored: Any, row: jax.Array, values: Any) -> Any:
+def write_plain(stored: Any, row: jax.Array, values: Any) -> Any:
     """Write rows in their plain form to stored leaves, at distinct rows int32[K]; those past the end are dropped."""
-    return _map_arrays(lambda leaf, new: put(leaf, row, new), stored, values)
+    return _map_arrays(lambda leaf, new: write(leaf, row, new), stored, values)
 
 
 def is_plain(stored: Any) -> bool:
     """Whether stored leaves are in their plain form."""
-    return not any(isinstance(leaf, Parted) for leaf in jax.tree.leaves(stored, is_leaf=lambda node: isinstance(node, Parted)))
+    return not any(isinstance(leaf, TiledArray) for leaf in jax.tree.leaves(stored, is_leaf=lambda node: isinstance(node, TiledArray)))
 
 
 def _map_arrays(function: Any, stored: Any, *rest: Any) -> Any:
     """Over the arrays of the plain form."""
-    return jax.tree.map(function, stored, *rest, is_leaf=lambda node: isinstance(node, Parted))
+    return jax.tree.map(function, stored, *rest, is_leaf=lambda node: isinstance(node, TiledArray))
 
 
 def num_bits(dtype: np.dtype) -> int:
@@ -147,7 +148,7 @@ def carrier(dtype: np.dtype) -> Any:
 
 def is_compound(leaf: Any) -> bool:
     """Whether a node of a tree is a stored leaf that has leaves of its own."""
-    return isinstance(leaf, Narrow | Parted)
+    return isinstance(leaf, BitsArray | TiledArray)
 
 
 def _encode(values: jax.Array, carrier: Any) -> jax.Array:

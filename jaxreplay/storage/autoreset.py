@@ -1,14 +1,16 @@
 """Where an episode's final observation comes from: the three forms in which env libraries end an episode.
 
-Observations are stored once: the next observation of a row is the next row of its stream. So every episode ends in a *tail* row,
+Observations are stored once: the next observation of a row is the next row of its stream. So every episode ends in a *final row*,
 which holds the final observation and is no transition: its action and reward are never read.
 
-    autoreset="next_step"                  the row after a done is the final observation, and becomes the tail. Its own done flags
+    autoreset="next_step"                  the row after a done is the final observation, and becomes the final row. Its own done flags
                                            mean nothing. (Gymnasium 1.x vector envs by default.)
-    autoreset="same_step", final_obs given a done writes two rows: the step, and its tail. (Gymnasium's SAME_STEP, gymnax 1.x.)
-    autoreset="same_step", no final_obs    a terminated row needs no tail, for nothing lies beyond it; a truncated row becomes the tail
-                                           itself, since its own observation is the last one known: one transition is given up
-                                           rather than a wrong target made. (Brax, and many pure-JAX wrappers.)
+    autoreset="same_step", final_obs given a done writes two rows: the step, and its final row. (Gymnasium's SAME_STEP, gymnax 1.x.)
+    autoreset="same_step", no final_obs    a terminated row needs no final row, for nothing lies beyond
+                                           it; a truncated row becomes the final row itself, since its own
+                                           observation is the last one known: one transition is given up
+                                           rather than a wrong target made. (Brax, and many pure-JAX
+                                           wrappers.)
 """
 
 from typing import NamedTuple
@@ -19,8 +21,8 @@ import jax.numpy as jnp
 FORMS = ("next_step", "same_step")
 
 # What a row is, as bits of its flags: a uint8.
-TERMINATED, TRUNCATED, TAIL, FIRST, SKIPPED = 1, 2, 4, 8, 16
-NO_ANCHOR = TAIL | SKIPPED  # never drawn: a tail, or a transition between two that are `stride` apart
+TERMINATED, TRUNCATED, FINAL, FIRST, SKIPPED = 1, 2, 4, 8, 16
+NO_CANDIDATE = FINAL | SKIPPED  # never drawn: a final row, or a transition between two that are `period` apart
 
 
 def form_error(where: str, got: object) -> str:
@@ -37,13 +39,13 @@ def form_error(where: str, got: object) -> str:
 
 
 class Rows(NamedTuple):
-    """The rows that a block of steps writes, in the order of time. K is T, or 2 T where a step may write its tail beside it."""
+    """The rows that a block of steps writes, in the order of time. K is T, or 2 T where a step may write its final row beside it."""
 
     flags: jax.Array  # uint8[K, E]
     is_written: jax.Array  # bool[K, E]
 
 
-def rows_of(form: str, has_final_obs: bool, terminated: jax.Array, truncated: jax.Array, mask: jax.Array, last: jax.Array) -> Rows:
+def rows_of(form: str, has_final_obs: bool, terminated: jax.Array, truncated: jax.Array, mask: jax.Array, last_flags: jax.Array) -> Rows:
     """What each step of a block writes.
 
     Args:
@@ -55,51 +57,52 @@ def rows_of(form: str, has_final_obs: bool, terminated: jax.Array, truncated: ja
     bits = TERMINATED * terminated.astype(jnp.uint8) + TRUNCATED * truncated.astype(jnp.uint8)
     done = terminated | truncated
     if form == "next_step":
-        is_tail = _alternate(done, mask, last)
-        bits = jnp.where(is_tail, jnp.uint8(TAIL), bits)
+        is_final = _alternate(done, mask, last_flags)
+        bits = jnp.where(is_final, jnp.uint8(FINAL), bits)
     elif has_final_obs:
-        bits = jnp.stack([bits, jnp.full_like(bits, TAIL)], axis=1).reshape((-1, *bits.shape[1:]))
+        bits = jnp.stack([bits, jnp.full_like(bits, FINAL)], axis=1).reshape((-1, *bits.shape[1:]))
         mask = jnp.stack([mask, mask & done], axis=1).reshape((-1, *mask.shape[1:]))
     else:
-        bits = jnp.where(truncated & ~terminated, bits | TAIL, bits)
+        bits = jnp.where(truncated & ~terminated, bits | FINAL, bits)
     closes = closes_episode(bits, form, has_final_obs)
-    first = _before(closes, mask, closes_episode(last, form, has_final_obs))
+    first = _before(closes, mask, closes_episode(last_flags, form, has_final_obs))
     return Rows(bits + FIRST * first.astype(jnp.uint8), mask)
 
 
-def termination_has_tail(form: str, has_final_obs: bool) -> bool:
-    """Whether a terminated row is followed by a tail, as every truncated one is (or is itself)."""
+def termination_has_final_row(form: str, has_final_obs: bool) -> bool:
+    """Whether a terminated row is followed by a final row, as every truncated one is (or is itself)."""
     return form == "next_step" or has_final_obs
 
 
 def closes_episode(flags: jax.Array, form: str, has_final_obs: bool) -> jax.Array:
-    """Whether a row is the last one of its episode: its tail or, where terminated rows have none, a terminated row."""
-    bits = TAIL if termination_has_tail(form, has_final_obs) else TAIL | TERMINATED
+    """Whether a row is the last one of its episode: its final row or, where terminated rows have none, a terminated row."""
+    bits = FINAL if termination_has_final_row(form, has_final_obs) else FINAL | TERMINATED
     return (flags & bits) != 0
 
 
-def owes_tail(last: jax.Array) -> jax.Array:
-    """With next-step autoreset: whether the next row is the newest one's tail. `last`: uint8[E]; bool[E]."""
-    return ((last & (TERMINATED | TRUNCATED)) != 0) & ((last & TAIL) == 0)
+def owes_final_row(last_flags: jax.Array) -> jax.Array:
+    """With next-step autoreset: whether the next row is the newest one's final row. `last`: uint8[E]; bool[E]."""
+    return ((last_flags & (TERMINATED | TRUNCATED)) != 0) & ((last_flags & FINAL) == 0)
 
 
-def after_clear(form: str, last: jax.Array) -> jax.Array:
-    """The newest row's flags once all rows are forgotten: as if a tail had been written, but for a tail that is still to come: uint8[E]."""
-    return jnp.where(owes_tail(last), last, TAIL) if form == "next_step" else jnp.full_like(last, TAIL)
+def after_clear(form: str, last_flags: jax.Array) -> jax.Array:
+    """The newest row's flags once all rows are forgotten: as if a final row had been written, but for a final row that is still to come:
+    uint8[E]."""
+    return jnp.where(owes_final_row(last_flags), last_flags, FINAL) if form == "next_step" else jnp.full_like(last_flags, FINAL)
 
 
-def _alternate(done: jax.Array, mask: jax.Array, last: jax.Array) -> jax.Array:
-    """Whether each row is a tail: the row before it is done and no tail itself, so in a run of dones every other row is one.
+def _alternate(done: jax.Array, mask: jax.Array, last_flags: jax.Array) -> jax.Array:
+    """Whether each row is a final row: the row before it is done and no final row itself, so in a run of dones every other row is one.
 
-    A row maps "am I a tail" to "is the next one a tail", which is one of three maps of a bit; maps compose, so a scan over time is
-    a parallel one.
+    A row maps "am I a final row" to "is the next one a final row", which is one of three maps of a bit; maps compose, so a scan over time
+    is a parallel one.
     """
     # The map as (image of False, image of True): not done -> (0, 0), done -> (1, 0), masked -> (0, 1).
     maps = (mask & done, ~mask)
     image_of_false, image_of_true = jax.lax.associative_scan(
         lambda f, g: (jnp.where(f[0], g[1], g[0]), jnp.where(f[1], g[1], g[0])), maps, axis=0
     )
-    start = owes_tail(last)
+    start = owes_final_row(last_flags)
     after = jnp.where(start, image_of_true, image_of_false)
     return jnp.concatenate([start[None], after[:-1]])
 

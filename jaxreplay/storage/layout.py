@@ -12,23 +12,25 @@ from jaxreplay.storage.platforms import Traits, traits_of
 
 
 class Window(Static):
-    """The rows around an anchor, in time. A look-back never crosses the start of the anchor's episode; where it stops there, it is whole.
+    """The rows around a candidate, in time. A look-back never crosses the start of the candidate's episode; where it stops there, it is
+    whole.
 
     Args:
-      before: rows before the anchor, or None: from its episode's start.
-      after: rows after the anchor, or None: to its episode's end. Fewer are enough where the episode ends sooner, unless `crosses`.
+      before: rows before the candidate, or None: from its episode's start.
+      after: rows after the candidate, or None: to its episode's end. Fewer are enough where the episode ends sooner, unless
+        `crosses_episodes`.
       crosses: whether the rows after it go on into later episodes.
-      stride: anchors are every `stride`-th transition: of each episode or, with `crosses`, of the stream.
-      needs_tail: whether the observation after a terminated step is read, so that its tail must be written first.
+      stride: candidates are every `period`-th transition: of each episode or, with `crosses_episodes`, of the stream.
+      needs_tail: whether the observation after a terminated step is read, so that its final row must be written first.
       looks_up: whether ends of episodes are looked up, though the window is bounded.
     """
 
     before: int | None = 0
     after: int | None = 0
-    crosses: bool = False
-    stride: int = 1
-    needs_tail: bool = False
-    looks_up: bool = False
+    crosses_episodes: bool = False
+    period: int = 1
+    needs_final_obs: bool = False
+    needs_episodes: bool = False
 
     @property
     def is_bounded(self) -> bool:
@@ -83,7 +85,7 @@ class Layout(Static):
 
     @functools.cached_property
     def rows_per_step(self) -> int:
-        """Rows that a step may write: 2 if its tail comes beside it, else 1."""
+        """Rows that a step may write: 2 if its final row comes beside it, else 1."""
         return 2 if self.autoreset == "same_step" and self.has_final_obs else 1
 
     @functools.cached_property
@@ -93,13 +95,13 @@ class Layout(Static):
 
     @functools.cached_property
     def may_take_back(self) -> bool:
-        """True if each stream's newest row, a tail, may be taken back (`storage/provisional.py`)."""
+        """True if each stream's newest row, a final row, may be taken back (`storage/provisional.py`)."""
         return self.rows_per_step == 2 and not self.masked
 
     @functools.cached_property
-    def termination_has_tail(self) -> bool:
-        """True if a terminated row is followed by a tail, as every truncated one is (or is itself)."""
-        return self.autoreset is not None and autoreset.termination_has_tail(self.autoreset, self.has_final_obs)
+    def termination_has_final_row(self) -> bool:
+        """True if a terminated row is followed by a final row, as every truncated one is (or is itself)."""
+        return self.autoreset is not None and autoreset.termination_has_final_row(self.autoreset, self.has_final_obs)
 
     def closes_episode(self, flags: jax.Array) -> jax.Array:
         """Tell which rows are the last ones of their episodes: bool[...]. `flags`: uint8[...]."""
@@ -108,7 +110,7 @@ class Layout(Static):
 
     def envs(self) -> jax.Array:
         """Return the number of each stream: int32[E]."""
-        return ring.places(self.num_envs)
+        return ring.arange(self.num_envs)
 
     def row(self, env: jax.Array, position: jax.Array) -> jax.Array:
         """Return the row at a position of a stream: int32[...]."""

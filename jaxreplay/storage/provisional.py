@@ -1,8 +1,9 @@
-"""Steps that bring their next observation, drawable at once: each episode ends for now, and goes on with the next step.
+"""Steps that bring their next observation, sampleable at once: each episode ends for now, and goes on with the next step.
 
 Some libraries hand over whole transitions, with the next observation of every step, and draw them right away. Stored once, a next
-observation is the row after its step. So each `add` ends every episode with a tail, as a truncation does, and the next one takes the
-tails of those that go on back. In between, the buffer is like any other: its newest rows are complete, their windows end at the tail.
+observation is the row after its step. So each `add` ends every episode with a final row, as a truncation does, and the next one takes the
+final rows of those that go on back. In between, the buffer is like any other: its newest rows are complete, their windows end at the final
+row.
 """
 
 from typing import Any
@@ -27,14 +28,14 @@ def add(replay: Any, state: ReplayState, step: Any, goes_on: jax.Array, was_firs
 
 
 def reopen(state: ReplayState, mask: jax.Array, was_first: jax.Array) -> ReplayState:
-    """Take the newest row back, a tail, where `mask`, bool[num_envs], says that the episode goes on: with the next step.
+    """Take the newest row back, a final row, where `mask`, bool[num_envs], says that the episode goes on: with the next step.
 
-    Until that is written the state is not to be read: rows that are drawable by now stay so, though their tail is gone. `state` is taken
-    over. (The step's flags are made anew from `was_first`: to read them here would make XLA copy all flags before the next write.)
+    Until that is written the state is not to be read: rows that are sampleable by now stay so, though their final row is gone. `state` is
+    taken over. (The step's flags are made anew from `was_first`: to read them here would make XLA copy all flags before the next write.)
     """
     before, layout = state.streams, state.layout
     assert before.flags is not None
-    assert before.last is not None
+    assert before.last_flags is not None
     newest = layout.row(layout.envs(), layout.wrap(before.head - 2))
     flags = jnp.asarray(was_first).astype(jnp.uint8) * jnp.uint8(autoreset.FIRST)
     heads = before.with_heads(
@@ -43,8 +44,8 @@ def reopen(state: ReplayState, mask: jax.Array, was_first: jax.Array) -> ReplayS
         lap=before.lap - (mask & (before.head == 0)).astype(jnp.uint32),
     )
     after = heads.replace(
-        flags=arrays.put(before.flags, jnp.where(mask, newest, layout.capacity), flags),
-        last=jnp.where(mask, flags, before.last),
+        flags=arrays.write(before.flags, jnp.where(mask, newest, layout.capacity), flags),
+        last_flags=jnp.where(mask, flags, before.last_flags),
     )
     return state.replace(streams=after, episodes=state.episodes and _reopened(layout, state.episodes, mask))
 

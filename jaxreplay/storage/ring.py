@@ -20,7 +20,7 @@ def forward(start: jax.Array, stop: jax.Array, length: int) -> jax.Array:
     return jnp.where(stop < start, stop - start + length, stop - start)
 
 
-def places(length: int) -> jax.Array:
+def arange(length: int) -> jax.Array:
     """`0 .. length - 1` as int32, whether or not 64-bit numbers are on."""
     return jnp.arange(length, dtype=jnp.int32)
 

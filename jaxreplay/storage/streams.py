@@ -5,9 +5,9 @@ memory. Each write is one masked scatter a leaf; a row that is not written point
 become a select over the whole buffer under `vmap`, and a strided `dynamic_update_slice` took 13 us where the scatter takes 2.)
 
 The streams know nothing of sampling. Beside a step's own leaves they keep, for each row, flags that say what it is (`autoreset.py`), and
-its rank, the number of anchors (rows that can be drawn) before it in its stream, from which `sampleable.py` counts and finds rows without
-keeping a list of them. The two are apart since samples read the flags alone: at one byte a row those of a million rows stay in a
-core's cache.
+its candidate number, the number of candidates (rows that can be drawn) before it in its stream, from which `sampleable.py` counts and finds
+rows without keeping a list of them. The two are apart since samples read the flags alone: at one byte a row those of a million rows stay in
+a core's cache.
 """
 
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ class Written(NamedTuple):
     flags: jax.Array | None  # uint8[K, E]; None for plain items
     age: jax.Array  # int32[K, E]: rows of its stream written after it
     num_rows: jax.Array  # int32[E]: rows written in each stream
-    rank: jax.Array | None = None  # uint32[K, E]; None for plain items
+    candidate_number: jax.Array | None = None  # uint32[K, E]; None for plain items
 
     def of_newest(self, values: jax.Array, before: jax.Array) -> jax.Array:
         """Return the newest row's value of each stream, `[E]`: out of those written, `[K, E]`, or the one before the write."""
@@ -52,11 +52,11 @@ class Streams(Node):
 
     steps: Any  # the stored leaves, [N, ...]: a Step whose done flags live in `flags`, or an item as it came
     flags: jax.Array | None  # uint8[N], bits of `autoreset`; None, and so the next, for plain items
-    rank: jax.Array | None  # uint32[N], modulo 2^32: anchors of the stream before each row
+    candidate_number: jax.Array | None  # uint32[N], modulo 2^32: candidates of the stream before each row
     heads: Heads
-    last: jax.Array | None  # uint8[E]: flags of the newest row
-    count: jax.Array | None  # uint32[E], modulo 2^32: anchors ever written; the rank of the next row
-    phase: jax.Array | None  # int32[E], in [0, stride): transitions from the newest anchor to the next row; None where every one is
+    last_flags: jax.Array | None  # uint8[E]: flags of the newest row
+    num_candidates: jax.Array | None  # uint32[E], modulo 2^32: candidates ever written; the candidate number of the next row
+    phase: jax.Array | None  # int32[E], in [0, stride): transitions from the newest candidate to the next row; None where every one is
     layout: Layout = static_field()
 
     @classmethod
@@ -72,12 +72,12 @@ class Streams(Node):
         return cls(
             steps=jax.tree.map(lambda leaf: arrays.zeros(capacity, leaf, layout.traits.has_tiles), stored),
             flags=zeros(capacity, jnp.uint8, has_flags),
-            rank=zeros(capacity, jnp.uint32, has_flags),
+            candidate_number=zeros(capacity, jnp.uint32, has_flags),
             heads=Heads(zeros(num_envs, jnp.int32), zeros(num_envs, jnp.int32), zeros(num_envs, jnp.uint32)),
-            # As if a tail had been written: the first row opens an episode.
-            last=jnp.full((num_envs,), autoreset.TAIL, jnp.uint8) if has_flags else None,
-            count=zeros(num_envs, jnp.uint32, has_flags),
-            phase=zeros(num_envs, jnp.int32, layout.window.stride > 1),
+            # As if a final row had been written: the first row opens an episode.
+            last_flags=jnp.full((num_envs,), autoreset.FINAL, jnp.uint8) if has_flags else None,
+            num_candidates=zeros(num_envs, jnp.uint32, has_flags),
+            phase=zeros(num_envs, jnp.int32, layout.window.period > 1),
             layout=layout,
         )
 
@@ -102,9 +102,9 @@ class Streams(Node):
         return self.layout.number(self.heads.lap, self.heads.position)
 
     @property
-    def next_rank(self) -> jax.Array:
-        """The rank of the next anchor that will be written to each stream: uint32[E]. Of items, every one is an anchor."""
-        return self.next_number if self.count is None else self.count
+    def next_candidate_number(self) -> jax.Array:
+        """The candidate number of the next candidate that will be written to each stream: uint32[E]. Of items, every one is a candidate."""
+        return self.next_number if self.num_candidates is None else self.num_candidates
 
     def with_heads(self, **heads: Any) -> "Streams":
         """Replace `position`, `filled` or `lap`, by one for each stream, or one for all."""
@@ -118,15 +118,16 @@ class Streams(Node):
     def clear(self) -> "Streams":
         """Forget every row; the stored steps stay as they are, and no index drawn before is valid after.
 
-        Where a done still owes its tail (`autoreset="next_step"`), the next row is that tail: it would pair with the next episode.
+        Where a done still owes its final row (`autoreset="next_step"`), the next row is that final row: it would pair with the next
+        episode.
         """
         # The laps by two: the rows from the head on count as of the lap before.
         return self.with_heads(position=0, filled=0, lap=self.heads.lap + jnp.uint32(2)).replace(
-            last=None if self.last is None else autoreset.after_clear(str(self.layout.autoreset), self.last),
+            last_flags=None if self.last_flags is None else autoreset.after_clear(str(self.layout.autoreset), self.last_flags),
             phase=None if self.phase is None else jnp.zeros_like(self.phase),
         )
 
-    def counted(self, steps: Any, mask: jax.Array | None) -> tuple["Streams", Written]:
+    def advance(self, steps: Any, mask: jax.Array | None) -> tuple["Streams", Written]:
         """Append a block of steps, leaves `[T, num_envs, ...]`, but for the rows themselves, which are to be `put`.
 
         `mask`: bool[T, num_envs], False where an env took no step. T times `rows_per_step` must not exceed the length.
@@ -136,14 +137,14 @@ class Streams(Node):
         mask = jnp.ones((num_steps, layout.num_envs), bool) if mask is None else mask
         flags, is_written = None, mask
         if layout.autoreset is not None:
-            assert self.last is not None
+            assert self.last_flags is not None
             flags, is_written = autoreset.rows_of(
-                layout.autoreset, layout.has_final_obs, steps.terminated, steps.truncated, mask, self.last
+                layout.autoreset, layout.has_final_obs, steps.terminated, steps.truncated, mask, self.last_flags
             )
             if self.phase is not None:
                 state, flags = self._skipped(self.phase, flags, is_written)
         if layout.lockstep:  # the positions are known without looking at the block
-            nth = jnp.broadcast_to(ring.places(num_steps)[:, None], is_written.shape)
+            nth = jnp.broadcast_to(ring.arange(num_steps)[:, None], is_written.shape)
             num_rows = jnp.full((layout.num_envs,), num_steps, jnp.int32)
         else:
             nth = jnp.cumsum(is_written, axis=0, dtype=jnp.int32) - 1
@@ -154,46 +155,46 @@ class Streams(Node):
         row = layout.row(layout.envs(), layout.wrap(new.heads.position - 1 - age))
         written = Written(jnp.where(is_written, row, layout.capacity), is_written, flags, age, num_rows)
         if flags is not None:
-            is_anchor = is_written & ((flags & autoreset.NO_ANCHOR) == 0)
-            count = self.next_rank + is_anchor.sum(axis=0, dtype=jnp.uint32)
-            assert self.last is not None
-            new = new.replace(last=written.of_newest(flags, self.last), count=count)
-            written = written._replace(rank=count - from_each_on(is_anchor))
+            is_candidate = is_written & ((flags & autoreset.NO_CANDIDATE) == 0)
+            count = self.next_candidate_number + is_candidate.sum(axis=0, dtype=jnp.uint32)
+            assert self.last_flags is not None
+            new = new.replace(last_flags=written.of_newest(flags, self.last_flags), num_candidates=count)
+            written = written._replace(candidate_number=count - from_each_on(is_candidate))
         return new, written
 
     def _skipped(self, phase: jax.Array, flags: jax.Array, is_written: jax.Array) -> tuple["Streams", jax.Array]:
-        """Mark the transitions between anchors: flags uint8[K, E]."""
+        """Mark the transitions between candidates: flags uint8[K, E]."""
         window = self.layout.window
-        is_transition = is_written & ((flags & autoreset.TAIL) == 0)
+        is_transition = is_written & ((flags & autoreset.FINAL) == 0)
         through = jnp.cumsum(is_transition, axis=0, dtype=jnp.int32)  # of this block, each row's own included
         before = through - is_transition
-        starts = is_written & ((flags & autoreset.FIRST) != 0) & (not window.crosses)
+        starts = is_written & ((flags & autoreset.FIRST) != 0) & (not window.crosses_episodes)
         # Counted from the row's episode's start, where that is in the block; else on from the rows before it.
         latest_start = jax.lax.cummax(jnp.where(starts, before, -1), axis=0)
         since = jnp.where(latest_start >= 0, before - latest_start, before + phase)
-        _, place = ring.split(since, window.stride)
-        _, phase = ring.split((since + is_transition)[-1], window.stride)
+        _, place = ring.split(since, window.period)
+        _, phase = ring.split((since + is_transition)[-1], window.period)
         return self.replace(phase=phase), jnp.where(is_transition & (place != 0), flags | autoreset.SKIPPED, flags)
 
-    def put(self, steps: Any, written: Written) -> "Streams":
+    def write(self, steps: Any, written: Written) -> "Streams":
         """Write the rows of a block that was counted."""
 
-        def put(stored, new, row):
-            return arrays.tree_map(lambda leaf, values: arrays.put(leaf, row, values), stored, new)
+        def write(stored, new, row):
+            return arrays.tree_map(lambda leaf, values: arrays.write(leaf, row, values), stored, new)
 
         if self.flags is None:
-            return self.replace(steps=put(self.steps, steps, written.row))
+            return self.replace(steps=write(self.steps, steps, written.row))
         new = _stored(steps)
-        if self.layout.rows_per_step == 2:  # a tail is read for its observation alone
+        if self.layout.rows_per_step == 2:  # a final row is read for its observation alone
             pairs = written.row.reshape(-1, 2, self.layout.num_envs)
-            rest = put(self.steps.replace(obs=()), new.replace(obs=()), pairs[:, 0])
-            stored = rest.replace(obs=put(self.steps.obs, _with_tails(steps), written.row))
+            rest = write(self.steps.replace(obs=()), new.replace(obs=()), pairs[:, 0])
+            stored = rest.replace(obs=write(self.steps.obs, _with_final_obs(steps), written.row))
         else:
-            stored = put(self.steps, new, written.row)
+            stored = write(self.steps, new, written.row)
         return self.replace(
             steps=stored,
-            flags=put(self.flags, written.flags, written.row),
-            rank=put(self.rank, written.rank, written.row),
+            flags=write(self.flags, written.flags, written.row),
+            candidate_number=write(self.candidate_number, written.candidate_number, written.row),
         )
 
     def _advanced(self, num_rows: jax.Array) -> "Streams":
@@ -209,16 +210,16 @@ class Streams(Node):
         """Tell which rows have a flag, or one of several: bool[...]. An item has none."""
         return jnp.zeros(row.shape, bool) if self.flags is None else (_at(self.flags, row) & flag) != 0
 
-    def rank_of(self, row: jax.Array) -> jax.Array:
-        """Return the rank of each stored row: uint32[...]. `row`: in `[0, capacity)`."""
-        if self.rank is not None:
-            return _at(self.rank, row)
+    def candidate_number_of(self, row: jax.Array) -> jax.Array:
+        """Return the candidate number of each stored row: uint32[...]. `row`: in `[0, capacity)`."""
+        if self.candidate_number is not None:
+            return _at(self.candidate_number, row)
         _, position = self.layout.split(row)
         return self.layout.number(self.index(row).lap, position)
 
     def rows_before(self, row: jax.Array, most: int) -> jax.Array:
         """Rows before each row that belong to its episode, `most` at the most: int32[...]. The first row has none before it."""
-        places = ring.places(most).reshape((most,) + (1,) * row.ndim)
+        places = ring.arange(most).reshape((most,) + (1,) * row.ndim)
         goes_on = ~self.has(self.layout.ahead(row, -places), autoreset.FIRST)
         return jnp.cumprod(goes_on, axis=0, dtype=jnp.int32).sum(axis=0, dtype=jnp.int32)
 
@@ -261,7 +262,7 @@ def _stored(step: Step) -> Step:
     return step.replace(terminated=None, truncated=None, final_obs=None)
 
 
-def _with_tails(steps: Step) -> Any:
+def _with_final_obs(steps: Step) -> Any:
     """The observations of a block and, after each, its final one: leaves [2 T, E, ...]."""
 
     def joined(obs: jax.Array, final_obs: jax.Array) -> jax.Array:

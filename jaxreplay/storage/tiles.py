@@ -23,7 +23,7 @@ _MOST_FILLER = 1.15
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Tile:
     """Some elements of the flat row, one after another.
 
     Args:
@@ -36,81 +36,81 @@ class Part:
     is_words: bool = False
 
 
-def parts_of(shape: tuple[int, ...], dtype: np.dtype) -> tuple[Part, ...] | None:
+def tiles_of(shape: tuple[int, ...], dtype: np.dtype) -> tuple[Tile, ...] | None:
     """The parts of a row; None where it is in place as it is, or no part would be: a scalar, an empty row, numbers of 64 bits."""
     size = math.prod(shape)
     if not shape or not size or dtype.itemsize > 4 or jnp.issubdtype(dtype, jnp.complexfloating):
         return None
-    parts = tuple(_tiles(size) if dtype.itemsize == 1 else _columns(size))
-    return None if parts == (Part(size, shape),) else parts
+    tiles = tuple(_tiles(size) if dtype.itemsize == 1 else _columns(size))
+    return None if tiles == (Tile(size, shape),) else tiles
 
 
-def encoded(values: jax.Array, shape: tuple[int, ...], parts: tuple[Part, ...]) -> list[jax.Array]:
+def encoded(values: jax.Array, shape: tuple[int, ...], tiles: tuple[Tile, ...]) -> list[jax.Array]:
     """Rows as they are stored: of `[..., *shape]`, for each part `[..., *part.shape]`."""
     axes = values.shape[: values.ndim - len(shape)]
     flat = values.reshape((*axes, -1))
     flat = flat.astype(jnp.uint8) if flat.dtype == jnp.bool_ else flat
     found, start = [], 0
-    for part in parts:
-        piece = flat[..., start : start + part.size]
-        start += part.size
-        room = math.prod(part.shape) * (4 if part.is_words else 1)
-        piece = jnp.pad(piece, [(0, 0)] * len(axes) + [(0, room - part.size)])
-        if part.is_words:
+    for tile in tiles:
+        piece = flat[..., start : start + tile.size]
+        start += tile.size
+        room = math.prod(tile.shape) * (4 if tile.is_words else 1)
+        piece = jnp.pad(piece, [(0, 0)] * len(axes) + [(0, room - tile.size)])
+        if tile.is_words:
             piece = jax.lax.bitcast_convert_type(piece.reshape((*axes, -1, 4)), jnp.uint32)
-        found.append(piece.reshape((*axes, *part.shape)))
+        found.append(piece.reshape((*axes, *tile.shape)))
     return found
 
 
-def decoded(stored: list[jax.Array], shape: tuple[int, ...], dtype: np.dtype, parts: tuple[Part, ...]) -> jax.Array:
+def decoded(stored: list[jax.Array], shape: tuple[int, ...], dtype: np.dtype, tiles: tuple[Tile, ...]) -> jax.Array:
     """What was `encoded`: `[..., *shape]`."""
     pieces = []
-    for piece, part in zip(stored, parts, strict=True):
-        axes = piece.shape[: piece.ndim - len(part.shape)]
-        if part.is_words:
+    for piece, tile in zip(stored, tiles, strict=True):
+        axes = piece.shape[: piece.ndim - len(tile.shape)]
+        if tile.is_words:
             piece = jax.lax.bitcast_convert_type(piece, dtype if dtype != jnp.bool_ else jnp.uint8)
-        pieces.append(piece.reshape((*axes, -1))[..., : part.size])
+        pieces.append(piece.reshape((*axes, -1))[..., : tile.size])
     flat = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=-1)
     return flat.reshape((*flat.shape[:-1], *shape)).astype(dtype)
 
 
-def stored_dtype(part: Part, dtype: np.dtype) -> np.dtype:
-    if part.is_words:
+def stored_dtype(tile: Tile, dtype: np.dtype) -> np.dtype:
+    if tile.is_words:
         return np.dtype(np.uint32)
     return np.dtype(np.uint8) if dtype == np.bool_ else dtype
 
 
-def _columns(size: int) -> list[Part]:
+def _columns(size: int) -> list[Tile]:
     """Of elements of 16 or 32 bits."""
     if size <= _MOST_COLUMNS:
-        return [Part(size, (size,))]
+        return [Tile(size, (size,))]
     filled = -(-size // _LANES) * _LANES
     if filled <= _MOST_FILLER * size:
-        return [Part(size, (filled,))]
+        return [Tile(size, (filled,))]
     whole = size // _LANES * _LANES
-    rest, start = size - whole, [Part(whole, (whole,))] if whole else []
+    rest, start = size - whole, [Tile(whole, (whole,))] if whole else []
     num_parts = -(-rest // _MOST_COLUMNS)
     width = -(-rest // (num_parts * _COLUMNS)) * _COLUMNS
     sizes = [min(width, rest - place) for place in range(0, rest, width)]
-    return [*start, *(Part(size, (size,)) for size in sizes)]
+    return [*start, *(Tile(size, (size,)) for size in sizes)]
 
 
-def _tiles(size: int) -> list[Part]:
+def _tiles(size: int) -> list[Tile]:
     """Of elements of 8 bits."""
     filled = -(-size // _TILE) * _TILE
     if filled <= _MOST_FILLER * size:
-        return [Part(size, (filled // _LANES, _LANES))]
+        return [Tile(size, (filled // _LANES, _LANES))]
     whole = size // _TILE * _TILE
-    start, rest = [Part(whole, (whole // _LANES, _LANES))] if whole else [], size - whole
+    start, rest = [Tile(whole, (whole // _LANES, _LANES))] if whole else [], size - whole
     words = _words(-(-rest // 4))
-    sizes = [4 * part.size for part in words]
+    sizes = [4 * tile.size for tile in words]
     sizes[-1] -= sum(sizes) - rest
-    return [*start, *(Part(size, part.shape, is_words=True) for size, part in zip(sizes, words, strict=True))]
+    return [*start, *(Tile(size, tile.shape, is_words=True) for size, tile in zip(sizes, words, strict=True))]
 
 
-def _words(size: int) -> list[Part]:
+def _words(size: int) -> list[Tile]:
     """Columns of words; a few that would take eight go apart, where fewer than eight take what four, two or one do."""
     few = size & (_COLUMNS - 1)
     if few == size or few not in (1, 2, 3, 4) or size > 2 * _COLUMNS + 4:
         return _columns(size)
-    return [*_columns(size - few), Part(few, (few,))]
+    return [*_columns(size - few), Tile(few, (few,))]

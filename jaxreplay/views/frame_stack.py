@@ -10,7 +10,7 @@ from jaxreplay._util.checks import check_size
 from jaxreplay._util.names import named
 from jaxreplay.storage import ring
 from jaxreplay.storage.layout import Layout, Window
-from jaxreplay.views.row_reader import Anchor, Changed
+from jaxreplay.views.row_reader import RowReader, WrappedReader
 from jaxreplay.views.view import WrappedView
 
 PADS = ("zero", "repeat")
@@ -41,7 +41,7 @@ class FrameStack(WrappedView):
             raise ValueError(f"FrameStack: pad must be one of {PADS}, got {self.pad!r}")
         if not self.of.needs_steps:
             raise ValueError(f"FrameStack: {type(self.of).__name__} reads no observations; give a view of steps")
-        if self.of.roams:
+        if self.of.reads_any_row:
             raise ValueError(
                 "FrameStack: its view reads rows drawn anywhere, whose earlier frames may be overwritten; write "
                 "jaxreplay.hindsight(jaxreplay.frame_stack(replay, k), ...), the stack inside"
@@ -60,19 +60,19 @@ class FrameStack(WrappedView):
             raise ValueError(f"{where}: FrameStack: obs has no leaf {self.leaf!r}; it {has}")
         for name, leaf in names.items():
             if self.leaf in (None, name) and not -len(leaf.shape) - 1 <= self.axis <= len(leaf.shape):
-                obs, rank = f"obs.{name}".removesuffix("."), len(leaf.shape)
+                obs, ndim = f"obs.{name}".removesuffix("."), len(leaf.shape)
                 raise ValueError(
                     f"{where}: FrameStack: axis={self.axis} is not in the stacks of {obs}, whose frames are {leaf.shape}: "
-                    f"it must be in {-rank - 1} .. {rank}"
+                    f"it must be in {-ndim - 1} .. {ndim}"
                 )
         super().check(where, layout, example)
 
-    def read(self, anchor: Anchor) -> Any:
-        return self.of.read(_Stacks.around(anchor, view=self))
+    def read(self, reader: RowReader) -> Any:
+        return self.of.read(_Stacks.around(reader, view=self))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stacks(Changed):
+class _Stacks(WrappedReader):
     view: FrameStack | None = None
 
     def obs(self, offset: Any) -> Any:
@@ -80,7 +80,7 @@ class _Stacks(Changed):
         assert view is not None
         offset = jnp.asarray(offset, jnp.int32)
         depth = inner.rows_before(offset, view.num_frames - 1)[..., None]
-        wanted = ring.places(view.num_frames)[::-1]  # frames back from the newest
+        wanted = ring.arange(view.num_frames)[::-1]  # frames back from the newest
         stacked, plain = inner.obs(offset[..., None] - jnp.minimum(wanted, depth)), inner.obs(offset)
         if view.pad == "zero":
             stacked = jax.tree.map(lambda x: jnp.where(_against(wanted <= depth, x), x, jnp.zeros_like(x)), stacked)

@@ -7,7 +7,7 @@ from jaxreplay._util import random
 from jaxreplay._util.checks import check_size
 from jaxreplay.storage.layout import Window
 from jaxreplay.types import Pair
-from jaxreplay.views.row_reader import Anchor
+from jaxreplay.views.row_reader import RowReader
 from jaxreplay.views.view import View
 
 TAILS = ("truncate", "clip")
@@ -44,28 +44,28 @@ class FutureView(View):
 
     @property
     def window(self) -> Window:
-        return Window(after=None) if self.max_terminals is None else Window(after=1, crosses=True, looks_up=True)
+        return Window(after=None) if self.max_terminals is None else Window(after=1, crosses_episodes=True, needs_episodes=True)
 
     @property
-    def draws(self) -> bool:
+    def is_random(self) -> bool:
         return True
 
-    def read(self, anchor: Anchor) -> Pair:
-        num_steps = random.geometric(self.discount, self._bound(anchor), *anchor.words(0), clip=self.tail == "clip")
+    def read(self, reader: RowReader) -> Pair:
+        num_steps = random.geometric(self.discount, self._bound(reader), *reader.random_words(0), clip=self.tail == "clip")
         return Pair(
-            obs=anchor.obs(0),
-            action=anchor.action(0),
-            future_obs=anchor.obs(num_steps),
+            obs=reader.obs(0),
+            action=reader.action(0),
+            future_obs=reader.obs(num_steps),
             num_steps=num_steps,
-            extras=anchor.extras(0),
+            extras=reader.extras(0),
         )
 
-    def _bound(self, anchor: Anchor) -> jax.Array:
+    def _bound(self, reader: RowReader) -> jax.Array:
         """n: int32[]."""
-        to_end = anchor.episodes.steps_to_end(anchor.row)
+        to_end = reader.episodes.steps_to_end(reader.row)
         if self.max_terminals is None:
             return to_end
         at_end = (to_end == 0).astype(jnp.int32)  # a row that is an end itself has it behind, not ahead
-        last = jnp.minimum(self.max_terminals + at_end, anchor.episodes.ends_ahead(anchor.row))
-        bound, _ = anchor.episodes.kth_end(anchor.row, jnp.where(last > at_end, last, 0))
+        last = jnp.minimum(self.max_terminals + at_end, reader.episodes.ends_ahead(reader.row))
+        bound, _ = reader.episodes.kth_end(reader.row, jnp.where(last > at_end, last, 0))
         return bound

@@ -12,7 +12,7 @@ from jaxreplay._util.checks import check_callable, check_leaves
 from jaxreplay._util.names import spec_text
 from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.types import Step
-from jaxreplay.views.row_reader import Anchor, Changed
+from jaxreplay.views.row_reader import RowReader, WrappedReader
 from jaxreplay.views.view import WrappedView
 
 STRATEGIES = ("future", "final", "episode", "random")
@@ -54,22 +54,22 @@ class Hindsight(WrappedView):
             check_callable("Hindsight", name, getattr(self, name), ("achieved", "goal", "step"))
         if self.achieved == self.desired:
             raise ValueError(f"Hindsight: achieved and desired are both {self.achieved!r}, but a goal and what was achieved are two leaves")
-        if not self.of.needs_steps or self.of.window.crosses:
+        if not self.of.needs_steps or self.of.window.crosses_episodes:
             raise ValueError(f"Hindsight: one goal belongs to one episode; give a view of steps within one, not {self.of}")
 
     @property
     def window(self) -> Window:
         if self.strategy == "random":
-            return dataclasses.replace(self.of.window, needs_tail=True)
+            return dataclasses.replace(self.of.window, needs_final_obs=True)
         return self.of.window.widened(before=None if self.strategy == "episode" else 0, after=None)
 
     @property
-    def draws(self) -> bool:
+    def is_random(self) -> bool:
         return True
 
     @property
-    def roams(self) -> bool:
-        return self.strategy == "random" or self.of.roams
+    def reads_any_row(self) -> bool:
+        return self.strategy == "random" or self.of.reads_any_row
 
     def check(self, where: str, layout: Layout, example: Any) -> None:
         if not isinstance(example.obs, Mapping) or not {self.achieved, self.desired} <= set(example.obs):
@@ -79,36 +79,36 @@ class Hindsight(WrappedView):
             )
         hint = "Hindsight puts what was achieved in the goal's place: the same leaves."
         check_leaves(where, {self.desired: example.obs[self.desired]}, {self.desired: example.obs[self.achieved]}, hint)
-        if not layout.termination_has_tail:
+        if not layout.termination_has_final_row:
             raise ValueError(
                 f'{where}: Hindsight needs what the last step of an episode achieved, which autoreset="same_step" loses without final_obs; '
                 "give every step its final_obs"
             )
         super().check(where, layout, example)
 
-    def read(self, anchor: Anchor) -> Any:
-        high, _ = anchor.words(0)
+    def read(self, reader: RowReader) -> Any:
+        high, _ = reader.random_words(0)
         is_relabelled = random.fraction(high) < self.ratio
         # What the view below draws, such as a horizon or a goal of its own, must not depend on whether this goal is new.
-        inner = anchor.moved(bits=jnp.stack(anchor.words(2)))
-        return self.of.read(_Relabelled.around(inner, view=self, is_relabelled=is_relabelled, goal=self._goal(anchor)))
+        inner = reader.at(bits=jnp.stack(reader.random_words(2)))
+        return self.of.read(_Relabelled.around(inner, view=self, is_relabelled=is_relabelled, goal=self._goal(reader)))
 
-    def _goal(self, anchor: Anchor) -> Any:
+    def _goal(self, reader: RowReader) -> Any:
         if self.strategy == "random":
-            return anchor.random_row(1).obs(0)[self.achieved]
-        to_end = anchor.episodes.steps_to_end(anchor.row)
+            return reader.random_row(1).obs(0)[self.achieved]
+        to_end = reader.episodes.steps_to_end(reader.row)
         if self.strategy == "future":
-            offset = random.below(*anchor.words(1), to_end) + 1
+            offset = random.below(*reader.random_words(1), to_end) + 1
         elif self.strategy == "final":
             offset = to_end
         else:
-            from_start = anchor.episodes.steps_from_start(anchor.row)
-            offset = random.below(*anchor.words(1), from_start + to_end + 1) - from_start
-        return anchor.obs(offset)[self.achieved]
+            from_start = reader.episodes.steps_from_start(reader.row)
+            offset = random.below(*reader.random_words(1), from_start + to_end + 1) - from_start
+        return reader.obs(offset)[self.achieved]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Relabelled(Changed):
+class _Relabelled(WrappedReader):
     view: Any = None  # Hindsight
     is_relabelled: Any = None  # bool[]
     goal: Any = None  # pytree

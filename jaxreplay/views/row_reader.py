@@ -14,11 +14,11 @@ from jaxreplay.types import Step
 
 
 @dataclasses.dataclass(frozen=True)
-class Anchor:
+class RowReader:
     """A row of a buffer's streams. `offset`: rows forward in time, int32[...], from `-length` to `length - 1`.
 
-    Whether a neighbour belongs to the anchor's episode, or is written at all, is for the view to know: see `rows_after`.
-    A view that changes what another one reads hands it an anchor with some of these methods changed.
+    Whether a neighbour belongs to the row's episode, or is written at all, is for the view to know: see `rows_after`.
+    A view that changes what another one reads hands it a reader with some of these methods changed.
     """
 
     streams: Streams
@@ -27,7 +27,7 @@ class Anchor:
     bits: jax.Array | None = None  # uint32[2]: random bits of this item's own, for a view that draws
 
     def item(self) -> Any:
-        """The stored item, or step, at the anchor."""
+        """The stored item, or step, of the row."""
         return self._read(self.streams.steps, 0)
 
     def obs(self, offset: Any) -> Any:
@@ -48,8 +48,8 @@ class Anchor:
     def is_truncated(self, offset: Any) -> jax.Array:
         return self.has(autoreset.TRUNCATED, offset)
 
-    def is_tail(self, offset: Any) -> jax.Array:
-        return self.has(autoreset.TAIL, offset)
+    def is_final(self, offset: Any) -> jax.Array:
+        return self.has(autoreset.FINAL, offset)
 
     def is_first(self, offset: Any) -> jax.Array:
         """Whether a row opens an episode."""
@@ -74,7 +74,7 @@ class Anchor:
         return self.streams.rows_before(self.streams.layout.ahead(self.row, offset), most)
 
     def rows_after(self) -> jax.Array:
-        """Rows of the stream that were written after the anchor: int32[]."""
+        """Rows of the stream that were written after the row: int32[]."""
         return self.streams.age(self.row)
 
     @property
@@ -84,37 +84,37 @@ class Anchor:
         return Episodes(self.streams, self.table)
 
     @property
-    def termination_has_tail(self) -> bool:
+    def termination_has_final_row(self) -> bool:
         """Whether a terminated row's successor, once written, holds the final observation."""
-        return self.streams.layout.termination_has_tail
+        return self.streams.layout.termination_has_final_row
 
-    def words(self, purpose: int) -> tuple[jax.Array, jax.Array]:
+    def random_words(self, purpose: int) -> tuple[jax.Array, jax.Array]:
         """64 random bits of this item's own, as two uint32[]: others for each purpose."""
         assert self.bits is not None
         return random.remix(self.bits[0], self.bits[1], jnp.uint32(purpose))
 
-    def random_row(self, purpose: int) -> "Anchor":
+    def random_row(self, purpose: int) -> "RowReader":
         """A row among all that are stored, uniformly."""
-        return self.moved(row=written_row(self.streams, *self.words(purpose)))
+        return self.at(row=written_row(self.streams, *self.random_words(purpose)))
 
-    def moved(self, **changes: Any) -> "Anchor":
+    def at(self, **changes: Any) -> "RowReader":
         """With another row, or other bits."""
         return dataclasses.replace(self, **changes)
 
     def _read(self, stored: Any, offset: Any) -> Any:
         row = self.streams.layout.ahead(self.row, offset)
-        return arrays.tree_map(lambda leaf: arrays.take(leaf, row), stored)
+        return arrays.tree_map(lambda leaf: arrays.read(leaf, row), stored)
 
 
 @dataclasses.dataclass(frozen=True)
-class Changed(Anchor):
-    """An anchor that reads another one; a view overrides what it changes."""
+class WrappedReader(RowReader):
+    """A reader that reads through another one; a view overrides what it changes."""
 
-    inner: Anchor | None = None
+    inner: RowReader | None = None
 
     @classmethod
-    def around(cls, inner: Anchor, **fields: Any) -> Any:
-        shared = {field.name: getattr(inner, field.name) for field in dataclasses.fields(Anchor)}
+    def around(cls, inner: RowReader, **fields: Any) -> Any:
+        shared = {field.name: getattr(inner, field.name) for field in dataclasses.fields(RowReader)}
         return cls(**shared, inner=inner, **fields)
 
     def obs(self, offset: Any) -> Any:
@@ -126,10 +126,10 @@ class Changed(Anchor):
     def is_terminated(self, offset: Any) -> jax.Array:
         return self._inner.is_terminated(offset)
 
-    def moved(self, **changes: Any) -> Anchor:
-        return dataclasses.replace(self, inner=self._inner.moved(**changes), **changes)
+    def at(self, **changes: Any) -> RowReader:
+        return dataclasses.replace(self, inner=self._inner.at(**changes), **changes)
 
     @property
-    def _inner(self) -> Anchor:
+    def _inner(self) -> RowReader:
         assert self.inner is not None
         return self.inner

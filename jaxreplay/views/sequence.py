@@ -10,7 +10,7 @@ from jaxreplay._util.checks import check_size
 from jaxreplay.storage import ring
 from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.types import Sequence
-from jaxreplay.views.row_reader import Anchor
+from jaxreplay.views.row_reader import RowReader
 from jaxreplay.views.view import View
 
 
@@ -34,19 +34,19 @@ class SequenceView(View):
 
     length: int
     burn_in: int = 0
-    stride: int = 1
+    period: int = 1
     within_episode: bool = True
     recurrent_state: str | None = None
 
     def _check(self) -> None:
         check_size("SequenceView", "length", self.length)
-        check_size("SequenceView", "stride", self.stride)
+        check_size("SequenceView", "period", self.period)
         if isinstance(self.burn_in, bool) or not isinstance(self.burn_in, int) or self.burn_in < 0:
             raise ValueError(f"SequenceView: burn_in must be an int of at least 0, got {self.burn_in!r}")
 
     @property
     def window(self) -> Window:
-        return Window(before=self.burn_in, after=self.length, crosses=not self.within_episode, stride=self.stride)
+        return Window(before=self.burn_in, after=self.length, crosses_episodes=not self.within_episode, period=self.period)
 
     def check(self, where: str, layout: Layout, example: Any) -> None:
         del layout
@@ -57,44 +57,44 @@ class SequenceView(View):
                 f"store it with each step, as extras={{{self.recurrent_state!r}: ...}}"
             )
 
-    def read(self, anchor: Anchor) -> Sequence:
+    def read(self, reader: RowReader) -> Sequence:
         steps = jnp.arange(-self.burn_in, self.length + 1, dtype=jnp.int32)
-        is_before = ring.places(self.burn_in)[::-1] < anchor.rows_before(0, self.burn_in)
-        is_here = jnp.concatenate([is_before, self._after(anchor)])  # [T + 1]
-        is_first = anchor.is_first(steps) & is_here
-        is_step = is_here & ~anchor.is_tail(steps) & ~self._follows_end(anchor)
-        steps, is_real, extras = steps[:-1], is_step[:-1], anchor.extras(steps[:-1])
+        is_before = ring.arange(self.burn_in)[::-1] < reader.rows_before(0, self.burn_in)
+        is_here = jnp.concatenate([is_before, self._after(reader)])  # [T + 1]
+        is_first = reader.is_first(steps) & is_here
+        is_step = is_here & ~reader.is_final(steps) & ~self._follows_end(reader)
+        steps, is_real, extras = steps[:-1], is_step[:-1], reader.extras(steps[:-1])
         recurrent_state = None
         if self.recurrent_state is not None:
             # Read on its own: XLA would gather those of all steps to take the first.
-            recurrent_state = _zero(anchor.extras(steps[0])[self.recurrent_state], is_real[0])
+            recurrent_state = _zero(reader.extras(steps[0])[self.recurrent_state], is_real[0])
             extras = {key: value for key, value in extras.items() if key != self.recurrent_state}
         return Sequence(
-            obs=_zero(anchor.obs(jnp.append(steps, self.length)), is_here),
-            action=_zero(anchor.action(steps), is_real),
-            reward=_zero(anchor.reward(steps), is_real),
-            terminated=anchor.is_terminated(steps) & is_real,
-            truncated=anchor.is_truncated(steps) & is_real,
+            obs=_zero(reader.obs(jnp.append(steps, self.length)), is_here),
+            action=_zero(reader.action(steps), is_real),
+            reward=_zero(reader.reward(steps), is_real),
+            terminated=reader.is_terminated(steps) & is_real,
+            truncated=reader.is_truncated(steps) & is_real,
             is_first=is_first,
             mask=is_real & (np.arange(-self.burn_in, self.length) >= 0),
             recurrent_state=recurrent_state,
             extras=_zero(extras, is_real),
         )
 
-    def _after(self, anchor: Anchor) -> jax.Array:
-        """Which of the rows from the anchor on are read: bool[length + 1]."""
+    def _after(self, reader: RowReader) -> jax.Array:
+        """Which of the rows from the row on are read: bool[length + 1]."""
         if not self.within_episode:
             return jnp.ones(self.length + 1, bool)
         later = jnp.arange(1, self.length + 1, dtype=jnp.int32)
         # Past an episode's end lies the first row of the next, or nothing yet.
-        goes_on = ~anchor.is_first(later) & (anchor.rows_after() >= later)
-        # Past its final observation too, though a changed anchor, with another goal, may end an episode in its midst.
-        goes_on &= ~self._follows_end(anchor)[self.burn_in : -1]
+        goes_on = ~reader.is_first(later) & (reader.rows_after() >= later)
+        # Past its final observation too, though a wrapped reader, with another goal, may end an episode in its midst.
+        goes_on &= ~self._follows_end(reader)[self.burn_in : -1]
         return jnp.concatenate([jnp.ones(1, bool), jnp.cumprod(goes_on, dtype=jnp.int32).astype(bool)])
 
-    def _follows_end(self, anchor: Anchor) -> jax.Array:
-        """Which rows come next after a termination, from the anchor on: bool[T + 1]."""
-        ends = anchor.is_terminated(jnp.arange(self.length, dtype=jnp.int32)) & self.within_episode
+    def _follows_end(self, reader: RowReader) -> jax.Array:
+        """Which rows come next after a termination, from the candidate on: bool[T + 1]."""
+        ends = reader.is_terminated(jnp.arange(self.length, dtype=jnp.int32)) & self.within_episode
         return jnp.concatenate([jnp.zeros(self.burn_in + 1, bool), ends])
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxreplay._util.checks import check_callable
-from jaxreplay.views.row_reader import Anchor
+from jaxreplay.views.row_reader import RowReader
 from jaxreplay.views.view import WrappedView
 
 
@@ -24,13 +24,13 @@ class Transformed(WrappedView):
     transform: Callable[[Any, jax.Array], Any]
 
     @property
-    def draws(self) -> bool:
+    def is_random(self) -> bool:
         return True
 
     def _check(self) -> None:
         check_callable("Transformed", "transform", self.transform, ("item", "key"))
 
-    def read(self, anchor: Anchor) -> Any:
+    def read(self, reader: RowReader) -> Any:
         # The item's own bits are a key; what the view below draws from is another.
-        key = jax.random.wrap_key_data(jnp.stack(anchor.words(0)), impl="threefry2x32")
-        return self.transform(self.of.read(anchor.moved(bits=jnp.stack(anchor.words(1)))), key)
+        key = jax.random.wrap_key_data(jnp.stack(reader.random_words(0)), impl="threefry2x32")
+        return self.transform(self.of.read(reader.at(bits=jnp.stack(reader.random_words(1)))), key)

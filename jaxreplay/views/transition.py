@@ -8,7 +8,7 @@ from jaxreplay._util.checks import check_size
 from jaxreplay.storage import ring
 from jaxreplay.storage.layout import Window
 from jaxreplay.types import Transition
-from jaxreplay.views.row_reader import Anchor
+from jaxreplay.views.row_reader import RowReader
 from jaxreplay.views.view import View
 
 
@@ -36,25 +36,25 @@ class TransitionView(View):
     def window(self) -> Window:
         return Window(after=self.n_step)
 
-    def read(self, anchor: Anchor) -> Transition:
-        steps = ring.places(self.n_step)
-        is_terminated = anchor.is_terminated(steps)
-        # The window goes on past a step unless that terminated, or is followed by a tail: [n - 1].
-        goes_on = ~is_terminated[:-1] & ~anchor.is_tail(steps[1:])
+    def read(self, reader: RowReader) -> Transition:
+        steps = ring.arange(self.n_step)
+        is_terminated = reader.is_terminated(steps)
+        # The window goes on past a step unless that terminated, or is followed by a final row: [n - 1].
+        goes_on = ~is_terminated[:-1] & ~reader.is_final(steps[1:])
         is_inside = jnp.concatenate([jnp.ones(1, bool), jnp.cumsum(~goes_on) == 0])
         num_steps = is_inside.sum(dtype=jnp.int32)
         ends = jnp.any(is_inside & is_terminated)
-        # A terminated row's tail may come a step later, or never: its own observation stands in for one that no target reads.
-        has_next = (anchor.rows_after() >= num_steps) & anchor.termination_has_tail | ~ends
+        # A terminated row's final row may come a step later, or never: its own observation stands in for one that no target reads.
+        has_next = (reader.rows_after() >= num_steps) & reader.termination_has_final_row | ~ends
         powers = self.discount ** np.arange(self.n_step + 1)
         return Transition(
-            obs=anchor.obs(0),
-            action=anchor.action(0),
-            reward=_weighted_sum(anchor.reward(steps), powers[:-1], is_inside),
+            obs=reader.obs(0),
+            action=reader.action(0),
+            reward=_weighted_sum(reader.reward(steps), powers[:-1], is_inside),
             discount=jnp.where(ends, 0, jnp.asarray(powers, jnp.float32)[num_steps]),
-            next_obs=anchor.obs(jnp.where(has_next, num_steps, num_steps - 1)),
+            next_obs=reader.obs(jnp.where(has_next, num_steps, num_steps - 1)),
             num_steps=num_steps,
-            extras=anchor.extras(0),
+            extras=reader.extras(0),
         )
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxreplay._util.struct import Static
 from jaxreplay.storage.layout import Layout, Window
-from jaxreplay.views.row_reader import Anchor
+from jaxreplay.views.row_reader import RowReader
 
 
 class View(Static):
@@ -15,7 +15,7 @@ class View(Static):
 
     @property
     def window(self) -> Window:
-        """The rows that it reads around its anchor: a row is drawable when these are known. By default none."""
+        """The rows that it reads around its row: a row is sampleable when these are known. By default none."""
         return Window()
 
     @property
@@ -24,12 +24,12 @@ class View(Static):
         return True
 
     @property
-    def draws(self) -> bool:
-        """Whether it reads the anchor's random bits, so that `get` needs a key."""
+    def is_random(self) -> bool:
+        """Whether it reads the reader's random bits, so that `get` needs a key."""
         return False
 
     @property
-    def roams(self) -> bool:
+    def reads_any_row(self) -> bool:
         """Whether it reads rows outside of its window: any that are stored."""
         return False
 
@@ -37,9 +37,9 @@ class View(Static):
         """A ValueError where it cannot read such steps. `example`: shapes and dtypes of one env's step."""
         del where, layout, example
 
-    def read(self, anchor: Anchor) -> Any:
+    def read(self, reader: RowReader) -> Any:
         """The item of one row."""
-        raise NotImplementedError(f"{type(self).__name__} is a view, and must have read(anchor)")
+        raise NotImplementedError(f"{type(self).__name__} is a view, and must have read(reader)")
 
 
 class WrappedView(View):
@@ -56,12 +56,12 @@ class WrappedView(View):
         return self.of.needs_steps
 
     @property
-    def draws(self) -> bool:
-        return self.of.draws
+    def is_random(self) -> bool:
+        return self.of.is_random
 
     @property
-    def roams(self) -> bool:
-        return self.of.roams
+    def reads_any_row(self) -> bool:
+        return self.of.reads_any_row
 
     def check(self, where: str, layout: Layout, example: Any) -> None:
         self.of.check(where, layout, example)

@@ -61,7 +61,7 @@ _GOALS = {"observation": _numbers(8), "achieved_goal": _numbers(3), "desired_goa
 NUMBERS = (
     Case("uniform", jr.uniform, _numbers(8), NUM_ROWS),
     Case("prioritized", jr.prioritized, _numbers(8), NUM_ROWS),
-    Case("sequences", lambda **shared: jr.sequences(**shared, length=20, burn_in=10, stride=10), _numbers(8), NUM_ROWS),
+    Case("sequences", lambda **shared: jr.sequences(**shared, length=20, burn_in=10, period=10), _numbers(8), NUM_ROWS),
     Case("frame_stack", lambda **shared: jr.frame_stack(jr.uniform(**shared), 4), _numbers(8), NUM_ROWS),
     Case("hindsight", _hindsight, _GOALS, NUM_ROWS, has_final_obs=True),
     Case("episodes", jr.episodes, _numbers(8), NUM_ROWS),

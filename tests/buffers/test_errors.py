@@ -67,7 +67,7 @@ def test_a_stream_must_hold_one_window():
     replay = jr.uniform(**SHARED, autoreset="same_step", n_step=3)
     replay.init(example())
     with pytest.raises(ValueError, match="one window needs 5; the smallest capacity is 10"):
-        replay.init(example(final_obs=step()["obs"]))  # a step may bring its tail beside it
+        replay.init(example(final_obs=step()["obs"]))  # a step may bring its final row beside it
 
 
 def test_a_number_of_steps_is_an_int():
@@ -474,7 +474,7 @@ def test_a_step_may_be_of_any_class_with_the_fields():
         made.append(jax.tree.leaves(replay.add(replay.init(example), kind(**fields))))
         owner = jr.Replay(replay)
         owner.add(kind(**fields))
-        made.append(jax.tree.leaves(owner._held.state))
+        made.append(jax.tree.leaves(owner._owner.state))
         buffer = jr.jit(replay)
         made.append(jax.tree.leaves(buffer.add(buffer.init(example), kind(**fields))))
     for leaves in made:

@@ -34,32 +34,32 @@ class LeastLearned(PrioritySampler):
     def clear(self, state):
         return jax.tree.map(jnp.zeros_like, state)
 
-    def observe(self, state, change, priority):
-        place = self._place(change.layout, change.row)
-        is_changed = (change.became_drawable | change.is_gone) & self._is_ready(state)
-        changed = jnp.where(is_changed, place, change.layout.capacity).reshape(-1)
+    def observe(self, state, effect, priority):
+        place = self._place(effect.layout, effect.row)
+        is_changed = (effect.became_sampleable | effect.is_gone) & self._is_ready(state)
+        changed = jnp.where(is_changed, place, effect.layout.capacity).reshape(-1)
         count = state.count.at[changed].set(0, mode="drop", unique_indices=True)
-        mass = change.became_drawable.astype(jnp.float32).reshape(-1)
-        return Counts(self._tree(change.layout).set_unique(state.tree, changed, mass), count)
+        mass = effect.became_sampleable.astype(jnp.float32).reshape(-1)
+        return Counts(self._tree(effect.layout).set_unique(state.tree, changed, mass), count)
 
-    def can_draw(self, state):
+    def can_sample(self, state):
         return state.tree.sums[-1].sum() > 0
 
-    def draw(self, state, drawable, key, batch_size):
-        layout, tree = drawable.layout, self._tree(drawable.layout)
+    def draw(self, state, sampleable, key, batch_size):
+        layout, tree = sampleable.layout, self._tree(sampleable.layout)
         target, word = jax.random.uniform(key, (batch_size,)), jax.random.bits(key, (batch_size,), jnp.uint32)
         place, mass = tree.find(state.tree, target, word)
         row = layout.row(place % layout.num_envs, place // layout.num_envs)
         return Draw(state, row, mass / jnp.maximum(tree.total(state.tree), 1e-9))
 
-    def probability(self, state, drawable, row):
-        tree = self._tree(drawable.layout)
-        return tree.get(state.tree, self._place(drawable.layout, row)) / jnp.maximum(tree.total(state.tree), 1e-9)
+    def probability(self, state, sampleable, row):
+        tree = self._tree(sampleable.layout)
+        return tree.get(state.tree, self._place(sampleable.layout, row)) / jnp.maximum(tree.total(state.tree), 1e-9)
 
-    def update(self, state, drawable, index, priority):
-        layout = drawable.layout
+    def update(self, state, sampleable, index, priority):
+        layout = sampleable.layout
         row = jnp.clip(index.row, 0, layout.capacity - 1)
-        is_live = (row == index.row) & drawable.contains(row) & (drawable.streams.index(row).lap == index.lap)
+        is_live = (row == index.row) & sampleable.contains(row) & (sampleable.streams.index(row).lap == index.lap)
         place = jnp.where(is_live & self._is_ready(state), self._place(layout, row), layout.capacity)
         count = state.count.at[place].add(1, mode="drop")
         mass = 1 / (1 + count.at[place].get(mode="clip"))
@@ -68,11 +68,11 @@ class LeastLearned(PrioritySampler):
     def per_row(self, state):
         return {"tree.sums.0": state.tree.sums[0], "count": state.count}
 
-    def put_per_row(self, state, drawable, name, row, values):
-        place = self._place(drawable.layout, row)
+    def put_per_row(self, state, sampleable, name, row, values):
+        place = self._place(sampleable.layout, row)
         if name == "count":
             return state.replace(count=state.count.at[place].set(values, mode="drop", unique_indices=True))
-        return state.replace(tree=self._tree(drawable.layout).set_unique(state.tree, place, values))
+        return state.replace(tree=self._tree(sampleable.layout).set_unique(state.tree, place, values))
 
     def _is_ready(self, state):
         """Return True, which XLA cannot know: the tree depends on counts that were read, so that they are written later, and not copied."""
@@ -89,15 +89,15 @@ class LeastLearned(PrioritySampler):
 
 class Delta(Node):
     obs: Any
-    change: Any  # to the next observation, or 0 where the episode ended
+    effect: Any  # to the next observation, or 0 where the episode ended
 
 
 class DeltaView(jr.View):
     window = jr.Window(after=1)
 
-    def read(self, anchor):
-        obs, has_next = anchor.obs(0), ~anchor.is_terminated(0)
-        difference = jax.tree.map(lambda after, before: jnp.where(has_next, after - before, 0), anchor.obs(1), obs)
+    def read(self, reader):
+        obs, has_next = reader.obs(0), ~reader.is_terminated(0)
+        difference = jax.tree.map(lambda after, before: jnp.where(has_next, after - before, 0), reader.obs(1), obs)
         return Delta(obs, difference)
 
 

@@ -72,8 +72,8 @@ def test_every_method_refuses_a_state_of_another_capacity(method):
         ({"masked": True}, "masked: the state's is True, this buffer's False"),
     ],
 )
-def test_what_differs_is_named_though_all_shapes_be_alike(change, named):
-    state = uniform(**change).init(EXAMPLE)
+def test_what_differs_is_named_though_all_shapes_be_alike(effect, named):
+    state = uniform(**effect).init(EXAMPLE)
     with pytest.raises(ValueError, match=f"sample: this state is not of this buffer: it was made with another configuration(.|\n)*{named}"):
         uniform().sample(state, KEY)
 

@@ -401,7 +401,7 @@ def test_what_is_salvaged_is_as_it_was_and_pairs_nothing_across_a_gap(case, seed
 
 def stored_names(case, state):
     """What each place holds."""
-    leaf = arrays.take_plain(state.streams.steps, jnp.arange(state.layout.capacity))
+    leaf = arrays.read_plain(state.streams.steps, jnp.arange(state.layout.capacity))
     return (np.asarray(leaf["image"]).reshape(-1, 6)[:, :2] @ [256, 1] if case.is_items else np.asarray(leaf.action)).astype(int)
 
 
@@ -424,7 +424,7 @@ def check_salvaged(case, replay, before, after, lost):
         gone = {number for one in lost if one.env == env for number in range(one.first, one.last + 1)}
         kept = [name for number, name in zip(range(spans.first[env], spans.end[env]), was[env], strict=True) if number not in gone]
         assert now[env] == kept
-    if replay.view.draws:
+    if replay.view.is_random:
         return
     read_before, read_after = ({}, {})
     for state, read in ((before, read_before), (after, read_after)):

@@ -227,7 +227,7 @@ def test_a_replay_that_cannot_be_saved_or_loaded_keeps_its_rows(disk, tmp_path):
         return replay
 
     def rows_of(replay):
-        return [np.array(leaf) for leaf in jax.tree.leaves(replay._held.state)]
+        return [np.array(leaf) for leaf in jax.tree.leaves(replay._owner.state)]
 
     replay, other = made(9), made(4)
     disk.count = 0

@@ -227,7 +227,7 @@ def test_a_newer_library_s_generation_is_neither_skipped_nor_deleted(tmp_path):
     state = saved(tmp_path, replay, example, 20)
     newest = sorted((tmp_path / "manifests").iterdir())[-1]
     newest.write_bytes(sealed('{"format": 99, "library": "9.0\x1b"}'.replace("\x1b", "\\u001b")))
-    said = r"written in format 99, by jaxreplay 9.0\\x1b; this version reads format 5"
+    said = r"written in format 99, by jaxreplay 9.0\\x1b; this version reads format 6"
     with pytest.raises(ValueError, match=said):
         checkpoint.restore(tmp_path, replay, example)
     with pytest.raises(ValueError, match=said):

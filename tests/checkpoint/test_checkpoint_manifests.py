@@ -18,7 +18,7 @@ from jaxreplay.checkpoint import BrokenError, Checkpointer, folder, generations,
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.objects import Objects
 
-LEAVES = ("flags", "rank", "steps.action", "steps.obs", "steps.reward")
+LEAVES = ("candidate_number", "flags", "steps.action", "steps.obs", "steps.reward")
 MIB = 2**20
 
 

@@ -84,7 +84,7 @@ def test_a_newer_group_that_happens_to_be_the_same_is_not_kept_alone(tmp_path):
 
 @pytest.mark.parametrize("num_envs", [1, 3])
 def test_rows_that_are_taken_back_are_saved_as_they_became(num_envs, tmp_path):
-    """Episodes that end for now and go on, with a save after each step: the newest tail of one save is another row in the next."""
+    """Episodes that end for now and go on, with a save after each step: the newest final row of one save is another row in the next."""
     replay = jr.uniform(capacity=16 * num_envs, num_envs=num_envs, batch_size=4, autoreset="same_step")
     r, add, flag = np.random.default_rng(0), jax.jit(provisional.add, static_argnums=0), np.zeros(num_envs, bool)
     zero = np.zeros((), np.float32)

@@ -52,7 +52,7 @@ DTYPES = ("bool", "int4", "int8", "uint16", "int32", "float16", "bfloat16", "flo
 
 def hashes_of(tree, number, env=0):
     """Of the rows of leaves [K, ...], as they are stored. `number`: uint32[K]."""
-    stored = jax.tree.map(lambda leaf: arrays.put(arrays.zeros(len(leaf), leaf[0], False), jnp.arange(len(leaf)), leaf), tree)
+    stored = jax.tree.map(lambda leaf: arrays.write(arrays.zeros(len(leaf), leaf[0], False), jnp.arange(len(leaf)), leaf), tree)
     return np.asarray(jax.jit(fingerprint.hashes)(stored, jnp.arange(len(number)), number, jnp.full(len(number), env, jnp.uint32)))
 
 

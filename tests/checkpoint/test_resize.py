@@ -42,7 +42,7 @@ def run(case, replay, num_steps):
 
 
 def names(replay, state):
-    """The stream and the number of each drawable row."""
+    """The stream and the number of each sampleable row."""
     is_valid = np.asarray(everything(replay)(state, 1).is_valid)
     env, position = np.divmod(np.flatnonzero(is_valid), replay.length)
     first = rows.span_of(rows.heads_of(state), replay.length).first
@@ -64,9 +64,9 @@ def test_a_smaller_buffer_is_as_if_it_had_been_fed_the_same(case, num_steps, tmp
     checkpoint.save(tmp_path, large, run(case, large, num_steps))
     got, wanted = checkpoint.restore(tmp_path, small, case.example(), resize=True), run(case, small, num_steps)
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
-    for field in ("head", "filled", "lap", "last", "count", "phase"):
+    for field in ("head", "filled", "lap", "last_flags", "num_candidates", "phase"):
         assert bits(getattr(got.streams, field)) == bits(getattr(wanted.streams, field)), field
-    assert bits((got.pending, got.cut)) == bits((wanted.pending, wanted.cut))
+    assert bits((got.num_pending, got.num_expired)) == bits((wanted.num_pending, wanted.num_expired))
     which = names(small, wanted)
     assert names(small, got) == which
     if not isinstance(small.sampler, ConsumingSampler):
@@ -87,7 +87,7 @@ def test_a_larger_buffer_has_every_row_and_keeps_more(case, tmp_path):
     assert which
     assert names(large, got) == which
     np.testing.assert_array_equal(large.size(got), small.size(state))
-    if not small.view.draws:
+    if not small.view.is_random:
         assert bits(items_of(large, got, which)[0]) == bits(items_of(small, state, which)[0])
     np.testing.assert_allclose(items_of(large, got, which)[1], items_of(small, state, which)[1], rtol=1e-6)
     more = jax.jit(large.extend)(got, case.step(9, time=20), *case.mask(large, 4, 20))
@@ -145,7 +145,7 @@ def test_priorities_come_along(capacity, ranked, tmp_path):
 @pytest.mark.parametrize("capacity", [2 * 17, 2 * 60])
 @pytest.mark.parametrize("form", ["next_step", "same_step", "final_obs"])
 def test_episodes_are_looked_up_as_before(form, capacity, tmp_path, monkeypatch):
-    """Of every stored row; with tails that open an episode, and told of in blocks of which the oldest is cut."""
+    """Of every stored row; with final rows that open an episode, and told of in blocks of which the oldest is cut."""
     monkeypatch.setattr(resize, "_BLOCK", 8)  # four rows of each of two streams
     autoreset = "next_step" if form == "next_step" else "same_step"
     replay = jr.uniform(capacity=2 * 30, num_envs=2, batch_size=4, autoreset=autoreset, keep_episodes=True)
@@ -165,7 +165,7 @@ def test_episodes_are_looked_up_as_before(form, capacity, tmp_path, monkeypatch)
         def run(state, row):
             found = replay.episodes(state)
             ends = (found.kth_end(row, k) for k in (1, 2, 3))
-            counts = (found.num_episodes(), found.unfinished(), found.beheaded())
+            counts = (found.num_episodes(), found.unfinished(), found.num_headless())
             return found.steps_to_end(row), found.steps_from_start(row), found.ends_ahead(row), found.is_complete(row), *ends, counts
 
         return jax.jit(run)

@@ -43,19 +43,19 @@ def stream(num_steps, seed=0):
 
 def episodes_of(steps, env):
     """Next-step autoreset: (length, return, whether terminated) of each finished episode, and the row where each begins, one env's."""
-    found, start, is_tail, length, total = [], 0, False, 0, 0.0
+    found, start, is_final, length, total = [], 0, False, 0, 0.0
     for t in range(len(steps["reward"])):
-        if is_tail:
-            start, is_tail, length, total = t + 1, False, 0, 0.0
+        if is_final:
+            start, is_final, length, total = t + 1, False, 0, 0.0
             continue
         length, total = length + 1, total + float(steps["reward"][t, env])
         if steps["terminated"][t, env] or steps["truncated"][t, env]:
             found.append((start, length, total, bool(steps["terminated"][t, env])))
-            is_tail = True
+            is_final = True
     return found
 
 
-def is_tail(steps, t, env):
+def is_final(steps, t, env):
     ends = [start + length for start, length, *_ in episodes_of(steps, env)]
     return t in ends
 
@@ -85,7 +85,7 @@ def test_the_figures_are_those_that_a_loop_counts(prioritized):
         assert found.episodes[name]["median"] == np.median(values)
         assert found.episodes[name]["largest"] == max(values)
         assert sum(found.episodes[f"{name}, histogram"]["counts"]) == len(whole)
-    actions = [steps["action"][t, env] for env in range(NUM_ENVS) for t in range(70 - LENGTH, 70) if not is_tail(steps, t, env)]
+    actions = [steps["action"][t, env] for env in range(NUM_ENVS) for t in range(70 - LENGTH, 70) if not is_final(steps, t, env)]
     assert found.leaves["steps.action"]["rows read"] == len(actions)  # a final observation has none
     assert found.leaves["steps.action"]["mean"] == pytest.approx(np.mean(actions))
     held = steps["obs"]["a"][-LENGTH:]
@@ -172,7 +172,7 @@ def test_what_is_odd_is_named(tmp_path):
 
 
 def test_what_was_overwritten_is_not_looked_at():
-    """With final_obs, a tail has no reward of its own: what it holds is another step's."""
+    """With final_obs, a final row has no reward of its own: what it holds is another step's."""
     replay = jr.uniform(capacity=20, num_envs=1, batch_size=4, autoreset="same_step")
     example = {**EXAMPLE, "obs": np.float32(0), "final_obs": np.float32(0)}
 
@@ -415,7 +415,7 @@ def test_a_replay_is_inspected_as_its_state():
     replay.add({"x": np.array([1.0])})
     replay.add({"x": np.array([np.nan])})
     found = jr.inspect(replay)
-    assert str(found) == str(jr.inspect(replay.buffer, replay._held.state)) == str(replay.inspect())
+    assert str(found) == str(jr.inspect(replay.buffer, replay._owner.state)) == str(replay.inspect())
     assert found.suspicious == ["steps.x has 1 values that are NaN or infinite, in 2 rows"]
     with pytest.raises(ValueError, match="inspect: expected a ReplayBuffer and its state, got ReplayBuffer and NoneType"):
         jr.inspect(replay.buffer)

@@ -58,7 +58,7 @@ def test_look_ups_agree_with_their_definitions(autoreset, has_final_obs, ends, m
         done, kind = r.random(num_envs) < ends, r.random(num_envs) < 0.5
         mask = r.random(num_envs) < 0.7 if masked else None
         if masked and autoreset == "next_step":
-            mask |= [oracle.owes_tail(env) for env in range(num_envs)]
+            mask |= [oracle.owes_final_row(env) for env in range(num_envs)]
         step = blank.replace(terminated=done & kind, truncated=done & ~kind)
         oracle.add(zeros, zeros, zeros, step.terminated, step.truncated, zeros, mask)
         state = add(state, step, mask)

@@ -11,7 +11,7 @@ from scipy import stats
 import jaxreplay as jr
 from jaxreplay._util import random
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
-from jaxreplay.storage.sampleable import Drawable
+from jaxreplay.storage.sampleable import Sampleable
 from tests.conftest import SOAK
 from tests.support.buffers import CATALOG, KINDS, everything, jitted
 
@@ -58,7 +58,7 @@ def test_draws_are_as_probable_as_they_say(case):
         state = jitted(replay, "rerank")(state) if hasattr(replay.sampler, "rerank") else state
     law = np.asarray(everything(replay)(state, 0).probability, np.float64)
     assert law.sum() == pytest.approx(1, rel=1e-5)
-    draw = jax.jit(lambda state, keys: jax.vmap(lambda key: replay.sampler.draw(state.sampler, Drawable.of(state), key, 1))(keys))
+    draw = jax.jit(lambda state, keys: jax.vmap(lambda key: replay.sampler.draw(state.sampler, Sampleable.of(state), key, 1))(keys))
     drawn = draw(state, jax.random.split(jax.random.key(2), DRAWS // 4))
     row = np.asarray(drawn.row).reshape(-1)
     np.testing.assert_allclose(np.asarray(drawn.probability).reshape(-1), law[row], rtol=1e-5)

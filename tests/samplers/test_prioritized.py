@@ -24,7 +24,7 @@ def flat(values):
 
 
 def buffer(priorities, *, length=4, **config):
-    """One drawable row a stream with these priorities, and one more row that waits."""
+    """One sampleable row a stream with these priorities, and one more row that waits."""
     config = {"exponent": 1.0, "stratified": False, "batch_size": 8, **config}
     replay = jr.prioritized(capacity=length * len(priorities), num_envs=len(priorities), autoreset="same_step", **config)
     state = replay.init(jax.tree.map(lambda x: x[0], flat(priorities)))
@@ -159,7 +159,7 @@ def test_ranks_wrap_around():
     """2^32 transitions a stream: the count starts again at 0, and sizes and draws stay right."""
     replay = jr.uniform(capacity=10, num_envs=1, batch_size=500, autoreset="same_step")
     state = replay.init(jax.tree.map(lambda x: x[0], flat([0.0])))
-    state = state.replace(streams=state.streams.replace(count=jnp.array([2**32 - 7], jnp.uint32)))
+    state = state.replace(streams=state.streams.replace(num_candidates=jnp.array([2**32 - 7], jnp.uint32)))
     for time in range(25):
         state = add(replay, state, flat([float(time)]))
         assert int(replay.size(state)) == min(time, 9)
@@ -272,7 +272,8 @@ def test_a_positive_priority_has_a_positive_probability_beside_a_huge_one():
 
 
 def test_the_index_of_an_invalid_item_names_no_row():
-    """A sample before there is anything to draw hands out some row's number; an update by it is ignored, also once that row is drawable."""
+    """A sample before there is anything to draw hands out some row's number; an update by it is ignored, also once that row is
+    sampleable."""
     replay = jr.prioritized(capacity=4, num_envs=1, batch_size=2, autoreset="same_step", exponent=1.0)
     state = replay.init(jax.tree.map(lambda x: x[0], flat([0.0])))
     state = add(replay, state, flat([0.0]))

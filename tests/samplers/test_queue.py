@@ -60,8 +60,10 @@ class QueuePair(ViewPair):
         self.kept += [row for rows in self.oracle.streams for row in rows]
 
     def left(self, **window):
-        """Places of rows of each stream that are left, in the order of time: drawable ones, or with another window."""
-        window = {field: getattr(self.config.window, field) for field in ("before", "after", "crosses", "stride", "needs_tail")} | window
+        """Places of rows of each stream that are left, in the order of time: sampleable ones, or with another window."""
+        window = {
+            field: getattr(self.config.window, field) for field in ("before", "after", "crosses_episodes", "period", "needs_final_obs")
+        } | window
         left = [[] for _ in self.oracle.streams]
         for env, _, index in oracle_views.anchors(self.oracle, **window):
             if id(self.oracle.streams[env][index]) not in self.done:
@@ -94,11 +96,11 @@ class QueuePair(ViewPair):
     def check(self):
         replay, oracle, left = self.config.replay, self.oracle, self.left()
         rows = {env * oracle.length + index % oracle.length for env, indices in enumerate(left) for index in indices}
-        drawable = {env * oracle.length + position for env, position, _ in self.config.anchors(oracle)}
+        sampleable = {env * oracle.length + position for env, position, _ in self.config.anchors(oracle)}
         number, is_enough, probability, rooms = jax.tree.map(np.asarray, everything_of(replay, self.state))
         assert (number, is_enough) == (len(rows), bool(rows))
-        assert {row for row in drawable if probability[row] == 1} == rows
-        assert all(probability[row] == 0 for row in drawable - rows)
+        assert {row for row in sampleable if probability[row] == 1} == rows
+        assert all(probability[row] == 0 for row in sampleable - rows)
         rows_per_step = 2 if self.config.has_final_obs else 1
         assert [bool(room) for room in rooms] == [self._has_room(num_steps * rows_per_step) for num_steps in STEPS]
 
@@ -117,7 +119,7 @@ class QueuePair(ViewPair):
 POOL = (
     Config("next_step", False, True, 3, TransitionView(n_step=3, discount=0.5), Queue(), num_envs=3),
     Config("same_step", True, False, 4, jr.FrameStack(num_frames=3, of=TransitionView(discount=0.5)), Queue()),
-    Config("same_step", False, True, 6, jr.SequenceView(length=2, burn_in=1, stride=2, within_episode=False), Queue(), num_envs=1),
+    Config("same_step", False, True, 6, jr.SequenceView(length=2, burn_in=1, period=2, within_episode=False), Queue(), num_envs=1),
     Config("same_step", True, True, 5, jr.Hindsight(of=TransitionView(discount=0.5), reward_fn=reward_of, strategy="episode"), Queue()),
 )
 
@@ -197,7 +199,7 @@ def test_ranks_wrap_around():
     """2^32 transitions a stream: the counter starts again at 0, and the queue goes on."""
     replay, state = buffer(Queue(), num_envs=2, length=6)
     start = jnp.full(2, 2**32 - 9, jnp.uint32)
-    state = state.replace(streams=state.streams.replace(count=start), sampler=state.sampler.replace(next=start))
+    state = state.replace(streams=state.streams.replace(num_candidates=start), sampler=state.sampler.replace(next=start))
     for time in range(30):
         state = fed(replay, state, [time])
         assert int(size(replay, state)) == (0 if time == 0 else 2)

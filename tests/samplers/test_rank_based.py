@@ -50,23 +50,24 @@ class RankPair(Pair):
                 self.kept.append(row)
 
     def rerank(self):
-        drawable = self.oracle.drawable()
-        ranked = sorted((-row.priority, number) for number, (row, _) in drawable.items() if row.priority > 0)
-        self.ranked |= {id(row): 0.0 for row, _ in drawable.values()}
+        sampleable = self.oracle.sampleable()
+        ranked = sorted((-row.priority, number) for number, (row, _) in sampleable.items() if row.priority > 0)
+        self.ranked |= {id(row): 0.0 for row, _ in sampleable.values()}
         for rank, (_, number) in enumerate(ranked, start=1):
-            self.ranked[id(drawable[number][0])] = rank**-self.config.sampler.exponent
+            self.ranked[id(sampleable[number][0])] = rank**-self.config.sampler.exponent
         self.state = rerank(self.config.replay, self.state)
 
     def mass(self):
-        """Row number -> mass: a row that became drawable since the last rerank has that of rank 1."""
+        """Row number -> mass: a row that became sampleable since the last rerank has that of rank 1."""
         return {
-            number: self.ranked.get(id(row), 1.0 if self.first[id(row)] > 0 else 0.0) for number, (row, _) in self.oracle.drawable().items()
+            number: self.ranked.get(id(row), 1.0 if self.first[id(row)] > 0 else 0.0)
+            for number, (row, _) in self.oracle.sampleable().items()
         }
 
     def draw(self, seed):
-        drawable = self.oracle.drawable()
+        sampleable = self.oracle.sampleable()
         batch = sample(self.config.replay, self.state, jax.random.key(seed), 64)
-        rows = [drawable[int(row)][0] if ok else None for row, ok in zip(batch.index.row, batch.is_valid, strict=True)]
+        rows = [sampleable[int(row)][0] if ok else None for row, ok in zip(batch.index.row, batch.is_valid, strict=True)]
         self.drawn.append((batch.index, rows))
         return batch
 
@@ -174,7 +175,7 @@ def test_the_law_of_ranks_holds_after_each_kind_of_write_between_two_reranks(con
 
 
 def ranked(priorities, **config):
-    """One drawable row a stream with these priorities, ranked; the next row of each waits."""
+    """One sampleable row a stream with these priorities, ranked; the next row of each waits."""
     replay, state = buffer(RankBased(**{"exponent": 1.0, "stratified": False, **config}), num_envs=len(priorities), length=4)
     state = add(replay, state, step_of(priorities), None, jnp.asarray(priorities, jnp.float32))
     return replay, rerank(replay, add(replay, state, step_of(priorities)))

@@ -47,7 +47,7 @@ class RecentPair(ViewPair):
     def expected(self):
         """Row number -> probability."""
         streams = [[] for _ in self.oracle.streams]
-        for env, position, _ in sorted(self.config.anchors(self.oracle), key=lambda anchor: anchor[2]):
+        for env, position, _ in sorted(self.config.anchors(self.oracle), key=lambda reader: reader[2]):
             streams[env].append(env * self.config.length + position)
         shares = law(map(len, streams), self.config.sampler.decay)
         return {row: p for rows, stream in zip(streams, shares, strict=True) for row, p in zip(rows, stream, strict=True)}
@@ -60,7 +60,7 @@ class RecentPair(ViewPair):
 
 POOL = (
     Config("next_step", False, True, 6, TransitionView(n_step=3, discount=0.5), Recent(decay=0.9), num_envs=3),
-    Config("same_step", False, True, 8, jr.SequenceView(length=2, stride=2), Recent(decay=0.3), num_envs=1),
+    Config("same_step", False, True, 8, jr.SequenceView(length=2, period=2), Recent(decay=0.3), num_envs=1),
     Config("same_step", False, False, 6, jr.FutureView(), Recent(decay=1.0)),
 )
 
@@ -109,7 +109,7 @@ def test_extreme_decays_are_the_newest_row_and_uniform(decay):
 
 def test_ranks_wrap_around():
     replay, state = buffer(Recent(decay=0.5))
-    state = state.replace(streams=state.streams.replace(count=jnp.array([2**32 - 3], jnp.uint32)))
+    state = state.replace(streams=state.streams.replace(num_candidates=jnp.array([2**32 - 3], jnp.uint32)))
     for time in range(12):
         state = fed(replay, state, [time])
         rows = [k % 8 for k in range(max(0, time - 7), time)]

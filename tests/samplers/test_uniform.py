@@ -1,4 +1,4 @@
-"""Uniform sampling: exact over the drawable rows, however few they are."""
+"""Uniform sampling: exact over the sampleable rows, however few they are."""
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +29,13 @@ def stream(autoreset, terminated, truncated, *, capacity, n_step=1):
     return replay, jax.jit(replay.extend)(replay.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
 
 
-def drawable_rows(replay, state):
+def sampleable_rows(replay, state):
     return np.flatnonzero(replay.get(state, jnp.arange(replay.capacity)).is_valid)
 
 
 def check_law(replay, state, draws):
     """Independent draws, chi-square; a fixed key that by chance fails once in 10^4."""
-    rows = drawable_rows(replay, state)
+    rows = sampleable_rows(replay, state)
     batch = jax.jit(replay.sample, static_argnames="batch_size")(state, jax.random.key(3), batch_size=draws)
     assert batch.is_valid.all()
     np.testing.assert_allclose(batch.probability, 1 / len(rows), rtol=1e-6)
@@ -48,7 +48,7 @@ def check_law(replay, state, draws):
 @pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
 @pytest.mark.parametrize("every", [1, 2, 7])
 def test_the_law_is_exact_between_many_tails(autoreset, every):
-    """An episode of one step with next-step autoreset makes every other row a tail."""
+    """An episode of one step with next-step autoreset makes every other row a final row."""
     done = np.arange(300) % every == 0
     replay, state = stream(autoreset, done & (np.arange(300) % 3 > 0), done, capacity=120)
     check_law(replay, state, 200_000)
@@ -57,7 +57,7 @@ def test_the_law_is_exact_between_many_tails(autoreset, every):
 @on_each_platform
 @pytest.mark.parametrize("transitions", [1, 2, 5])
 def test_the_law_is_exact_where_almost_every_row_is_a_tail(transitions):
-    """Truncated rows without a final observation are tails: redraws alone would take thousands of rounds for 5 rows of 4 000."""
+    """Truncated rows without a final observation are final rows: redraws alone would take thousands of rounds for 5 rows of 4 000."""
     truncated = np.ones(4000, bool)
     truncated[np.linspace(100, 3900, transitions).astype(int)] = False
     replay, state = stream("same_step", np.zeros(4000), truncated, capacity=3950)
@@ -73,7 +73,7 @@ def test_the_law_is_exact_over_streams_of_different_fill():
     state, add = replay.init(jax.tree.map(lambda x: x[0], step)), jax.jit(replay.add)
     for time in range(17):
         state = add(state, step, jnp.array([True, time % 4 == 0, False]))
-    assert drawable_rows(replay, state).tolist() == [0, 1, 2, 3, 4, 5, *range(7, 10), *range(10, 14)]
+    assert sampleable_rows(replay, state).tolist() == [0, 1, 2, 3, 4, 5, *range(7, 10), *range(10, 14)]
     check_law(replay, state, 100_000)
 
 
@@ -105,7 +105,7 @@ def test_below_agrees_with_the_96_bit_product():
 
 
 def test_remixed_bits_are_even_where_the_first_ones_are_not():
-    """A redraw happens just for those first bits that hit a tail, a narrow range: what follows must not be narrow too."""
+    """A redraw happens just for those first bits that hit a final row, a narrow range: what follows must not be narrow too."""
     high = (jnp.uint32(5) << 27) + jnp.arange(4096, dtype=jnp.uint32)
     low = jnp.arange(4096, dtype=jnp.uint32) * jnp.uint32(12345)
     for round_number in range(4):
@@ -126,7 +126,7 @@ def test_the_cipher_is_the_one_jax_has():
 
 @pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0), jax.random.key(0, impl="rbg")], ids=["typed", "raw", "rbg"])
 def test_every_kind_of_key_is_taken(key):
-    high, low = random.draw(key, 5000)
+    high, low = random.words(key, 5000)
     assert (high.dtype, low.shape) == (jnp.uint32, (5000,))
     for word in (high, low, high ^ low):
         assert stats.chisquare(np.bincount(np.asarray(word) >> 27, minlength=32)).pvalue > 1e-4

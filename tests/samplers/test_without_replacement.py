@@ -1,4 +1,4 @@
-"""Passes over the drawable rows: each row once, in an order of the pass's own, while rows come and go."""
+"""Passes over the sampleable rows: each row once, in an order of the pass's own, while rows come and go."""
 
 import hypothesis
 import jax
@@ -77,7 +77,7 @@ class PassPair(ViewPair):
 POOL = (
     Config("next_step", False, True, 6, TransitionView(n_step=3, discount=0.5), WithoutReplacement(), num_envs=3),
     Config("same_step", True, False, 9, jr.FrameStack(num_frames=3, of=TransitionView(discount=0.5)), WithoutReplacement()),
-    Config("same_step", False, True, 12, jr.SequenceView(length=2, stride=2), WithoutReplacement(), num_envs=1),
+    Config("same_step", False, True, 12, jr.SequenceView(length=2, period=2), WithoutReplacement(), num_envs=1),
     Config("same_step", False, False, 9, jr.FutureView(), WithoutReplacement()),
 )
 
@@ -169,7 +169,7 @@ def test_a_batch_has_a_row_while_there_is_one(batch_size):
 
 def test_ranks_wrap_around():
     replay, state = buffer(WithoutReplacement(), num_envs=2, length=12)
-    state = state.replace(streams=state.streams.replace(count=jnp.full(2, 2**32 - 5, jnp.uint32)))
+    state = state.replace(streams=state.streams.replace(num_candidates=jnp.full(2, 2**32 - 5, jnp.uint32)))
     state, seen = fed(replay, state, range(8)), []
     for seed in range(4):  # of 14 rows, 4 at a time; meanwhile 3 of each stream are overwritten
         state, batch = take(replay, fed(replay, state, range(8 + 2 * seed, 10 + 2 * seed)), jax.random.key(seed), 4)

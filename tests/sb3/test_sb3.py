@@ -172,7 +172,7 @@ def test_after_the_ring_went_round_each_transition_is_drawn_alike(buffer_size):
             assert batch.dones[:, 0].bool().tolist() == [dones[float(x)] for x in obs]
             assert ours.full == (t + 1 >= ours.buffer_size)
             values, counts = np.unique(obs.numpy(), return_counts=True)
-            assert len(values) == int(ours._held.sum())  # all that are held
+            assert len(values) == int(ours._owner.sum())  # all that are held
             for env in range(3):  # and they are the newest of each env
                 of_env = values[(values >= 1000 * env) & (values < 1000 * (env + 1))]
                 assert of_env.tolist() == list(range(1000 * env + t + 1 - len(of_env), 1000 * env + t + 1))

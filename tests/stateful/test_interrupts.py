@@ -33,7 +33,7 @@ def items(**options):
 
 def held(replay):
     """The numbers that are there, the oldest first."""
-    streams = replay._held.state.streams
+    streams = replay._owner.state.streams
     return np.roll(streams.steps, -int(streams.head))[LENGTH - int(streams.filled) :].tolist()
 
 
@@ -57,7 +57,7 @@ def check_goes_on(replay, num_added):
     assert batch.is_valid.all()
     replay.update_priorities(batch.index, np.ones(4))
     if isinstance(replay.buffer.sampler, PrioritySampler):
-        tree = replay._held.state.sampler.tree.sums
+        tree = replay._owner.state.sampler.tree.sums
         assert float(tree[-1].sum()) == pytest.approx(float(tree[0].sum()))
 
 
@@ -82,10 +82,10 @@ def test_an_interrupt_at_any_line_of_a_call_loses_nothing(what):
     taken = set()
     for number in range(count):
         add(replay, number)
-    state = jax.tree.map(np.array, replay._held.state)
+    state = jax.tree.map(np.array, replay._owner.state)
 
     def make_call():
-        replay._held._state, replay._held._can_sample = jax.tree.map(jnp.array, state), None
+        replay._owner._state, replay._owner._can_sample = jax.tree.map(jnp.array, state), None
         if what in ("add", "add of a block"):
             shape = (1,) if what == "add" else (1, 1)
             return lambda: replay.add(np.full(shape, count, np.float32)), lambda: check_goes_on(replay, count)

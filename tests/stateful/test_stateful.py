@@ -118,7 +118,7 @@ def test_items_of_any_kind():
 
 
 def test_what_cannot_be_drawn_any_more_is_not_drawn():
-    """A buffer that was drawable may cease to be: by short episodes, by priorities of 0, by an episode without end."""
+    """A buffer that was sampleable may cease to be: by short episodes, by priorities of 0, by an episode without end."""
     few = make(num_envs=1, capacity=12, batch_size=4, min_size=10, autoreset="same_step")
     for t in range(24):
         one = step(t, (1,))
@@ -287,7 +287,7 @@ def test_draws_are_those_of_the_key():
     replay = make(seed=5)
     for t in range(9):
         replay.add(step(t))
-    expected = replay.buffer.sample(replay._held.state, jax.random.fold_in(jax.random.key(5), 1))
+    expected = replay.buffer.sample(replay._owner.state, jax.random.fold_in(jax.random.key(5), 1))
     for x, y in zip(jax.tree.leaves(replay.sample()), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -331,7 +331,7 @@ def test_a_call_inside_of_jit_says_so_and_changes_nothing(what):
     for t in range(4):
         replay.add(step(t))
     before = rows_of(replay)
-    replay._held._can_sample = None  # as after an add: asked anew
+    replay._owner._can_sample = None  # as after an add: asked anew
     index = {"row": np.zeros(2, np.int32), "lap": np.zeros(2, np.uint32)}
     calls = {
         "add": lambda x: replay.add(step(4)),
@@ -502,7 +502,7 @@ def test_a_load_that_fails_leaves_the_rows(has_room, tmp_path, monkeypatch):
     expected = rows_of(replay)
     mend = damaged(path)
     if not has_room:
-        monkeypatch.setattr(memory, "free_bytes", lambda: 1 if replay._held._state is not None else 2**40)
+        monkeypatch.setattr(memory, "free_bytes", lambda: 1 if replay._owner._state is not None else 2**40)
     with pytest.raises(ValueError, match=r"steps.reward/c.0 is not as it was written"):
         replay.load(path)
     for x, y in zip(expected, rows_of(replay), strict=True):
@@ -525,7 +525,7 @@ def test_rows_that_are_lost_while_others_are_loaded_are_said_to_be(tmp_path, mon
     mends = []
 
     def free_bytes():
-        if replay._held._state is not None:
+        if replay._owner._state is not None:
             return 1
         mends.append(damaged(path))
         return 2**40
@@ -566,7 +566,7 @@ def test_places_that_are_named_alike_are_told_apart(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     spec = {"driver": "s3", "bucket": "runs", "path": "x", "aws_region": "us-east-1"}
     one, other = ({**spec, "endpoint": f"http://127.0.0.1:{port}"} for port in (9000, 9001))
-    saves = make()._held
+    saves = make()._owner
     first = saves._checkpointer_at(one)
     assert saves._checkpointer_at(dict(one)) is first
     assert (second := saves._checkpointer_at(other)) is not first
@@ -596,7 +596,7 @@ def test_a_forged_leaf_is_not_loaded(leaf, tmp_path):
     for t in range(4):
         replay.add(step(t))
     replay.save(path)
-    source, target = next(path.rglob("rank")), next(path.rglob(leaf))
+    source, target = next(path.rglob("candidate_number")), next(path.rglob(leaf))
     for file in source.iterdir():
         if file.name == "zarr.json" or target.joinpath(file.name).exists():
             target.joinpath(file.name).write_bytes(file.read_bytes())
@@ -649,6 +649,6 @@ def test_an_add_is_in_place():
     one, all_ = (jax.tree.map(jnp.asarray, arrays.as_stored("add", replay.buffer, s)) for s in (step(1, ()), step(1, (num_envs,))))
     options = {"num_elements": capacity, "donated": 0, **options_here()}
     to_one = functools.partial(owner._add_to_one.__wrapped__, replay.buffer)
-    check_in_place(lambda state, env: to_one(state, env, one, None), (replay._held.state, jnp.int32(2)), **options)
+    check_in_place(lambda state, env: to_one(state, env, one, None), (replay._owner.state, jnp.int32(2)), **options)
     to_all = functools.partial(method("add").__wrapped__, replay.buffer)
-    check_in_place(lambda state, mask: to_all(state, all_, mask, None), (replay._held.state, jnp.ones(num_envs, bool)), **options)
+    check_in_place(lambda state, mask: to_all(state, all_, mask, None), (replay._owner.state, jnp.ones(num_envs, bool)), **options)

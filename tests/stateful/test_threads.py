@@ -150,7 +150,7 @@ def test_a_failed_load_wakes_what_waits(tmp_path, monkeypatch):
 
     def free_bytes():
         """No room for both; and the file breaks between the two times that it is read."""
-        if replay._held._state is not None:
+        if replay._owner._state is not None:
             return 1
         next((tmp_path / "replay").rglob("steps.reward/c.0")).write_bytes(b"broken")
         return 2**40
@@ -233,7 +233,7 @@ def test_a_replay_that_is_dropped_frees_its_rows():
     for t in range(4):
         replay.add(step(t))
     assert replay.sample().is_valid.all()
-    rows = weakref.ref(replay._held.state.streams.steps.reward)
+    rows = weakref.ref(replay._owner.state.streams.steps.reward)
     del replay
     gc.collect()
     assert rows() is None

@@ -125,7 +125,7 @@ class Pair:
         step = step_of(self.oracle, self.clock, codes)
         mask = [code & 1 == 0 for code in codes] if self.config.masked else None
         if self.config.autoreset == "next_step" and mask is not None:  # the row after a done is never masked
-            mask = [took or self.oracle.owes_tail(env) for env, took in enumerate(mask)]
+            mask = [took or self.oracle.owes_final_row(env) for env, took in enumerate(mask)]
         return step, mask
 
     def clear(self):
@@ -134,8 +134,8 @@ class Pair:
 
     def draw(self, seed):
         batch = self.jitted.sample(self.state, jax.random.key(seed))
-        drawable = self.oracle.drawable()
-        rows = [drawable[int(row)][0] if row_valid else None for row, row_valid in zip(batch.index.row, batch.is_valid, strict=True)]
+        sampleable = self.oracle.sampleable()
+        rows = [sampleable[int(row)][0] if row_valid else None for row, row_valid in zip(batch.index.row, batch.is_valid, strict=True)]
         self.drawn.append((batch.index, rows))
         return batch
 
@@ -147,15 +147,15 @@ class Pair:
         self.state = self.jitted.update_priorities(self.state, index, np.asarray(priorities, np.float32))
 
     def check(self, seed):
-        drawable = self.oracle.drawable()
-        assert int(self.jitted.size(self.state)) == len(drawable)
+        sampleable = self.oracle.sampleable()
+        assert int(self.jitted.size(self.state)) == len(sampleable)
         everything = self.jitted.get(self.state, jnp.arange(self.config.replay.capacity))
-        positive = set(drawable)
+        positive = set(sampleable)
         if self.config.prioritized:
             positive = self._check_priorities(everything)
-        assert set(np.flatnonzero(everything.is_valid)) == set(drawable)
-        for row in drawable:
-            check_item(jax.tree.map(lambda leaf, row=row: np.asarray(leaf)[row], everything.items), drawable[row][1])
+        assert set(np.flatnonzero(everything.is_valid)) == set(sampleable)
+        for row in sampleable:
+            check_item(jax.tree.map(lambda leaf, row=row: np.asarray(leaf)[row], everything.items), sampleable[row][1])
         batch = self.draw(seed)
         assert bool(self.jitted.can_sample(self.state)) == bool(positive)
         assert np.asarray(batch.is_valid).all() == np.asarray(batch.is_valid).any() == bool(positive)

@@ -9,7 +9,7 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay.storage import arrays, platforms, tiles
-from jaxreplay.storage.sampleable import Drawable
+from jaxreplay.storage.sampleable import Sampleable
 from tests.conftest import SOAK
 from tests.support.buffers import KINDS, bits, draw
 
@@ -49,12 +49,12 @@ ROWS = [(shape, dtype) for shape in SHAPES for dtype in DTYPES if SOAK or dtype 
 def there_and_back(values, rows, kept, place):
     """Rows that are put into tiles, and all ways to read them."""
     empty = arrays.zeros(9, jax.ShapeDtypeStruct(values.shape[1:], values.dtype), has_tiles=True)
-    leaf = arrays.put(empty, rows, values)
-    plain = arrays.take_plain({"x": leaf}, kept)
-    one_by_one = jax.vmap(lambda row: arrays.take(leaf, row))(kept)
-    untouched = arrays.take(leaf, jnp.array([1, 8]))
-    again = arrays.put_plain({"x": empty}, kept, plain)
-    return leaf, arrays.take(leaf, kept), one_by_one, untouched, arrays.take_elements(leaf, kept, place), plain, again
+    leaf = arrays.write(empty, rows, values)
+    plain = arrays.read_plain({"x": leaf}, kept)
+    one_by_one = jax.vmap(lambda row: arrays.read(leaf, row))(kept)
+    untouched = arrays.read(leaf, jnp.array([1, 8]))
+    again = arrays.write_plain({"x": empty}, kept, plain)
+    return leaf, arrays.read(leaf, kept), one_by_one, untouched, arrays.read_elements(leaf, kept, place), plain, again
 
 
 @pytest.mark.parametrize(("shape", "dtype"), ROWS, ids=str)
@@ -86,9 +86,9 @@ def columns_of(part):
 def test_parts_are_in_place_and_small(dtype):
     dtype = np.dtype(dtype)
     for size in [*range(1, 700), 784, 7056, 9216, 12288, 28224]:
-        parts = tiles.parts_of((size,), dtype) or (tiles.Part(size, (size,)),)
-        assert sum(part.size for part in parts) == size
-        for part in parts:
+        rule = tiles.tiles_of((size,), dtype) or (tiles.Tile(size, (size,)),)
+        assert sum(part.size for part in rule) == size
+        for part in rule:
             if len(part.shape) == 2:
                 assert dtype.itemsize == 1
                 assert part.shape[1] == 128
@@ -96,7 +96,7 @@ def test_parts_are_in_place_and_small(dtype):
             else:
                 assert part.is_words == (dtype.itemsize == 1)
                 assert part.shape[0] <= 48 or part.shape[0] % 128 == 0
-        held = sum(columns_of(part) * tiles.stored_dtype(part, dtype).itemsize for part in parts)
+        held = sum(columns_of(part) * tiles.stored_dtype(part, dtype).itemsize for part in rule)
         assert size < 31 or held <= 1.35 * size * dtype.itemsize, (size, held)
 
 
@@ -152,7 +152,7 @@ def test_what_is_read_is_the_same_on_every_platform(case):
         batch = jax.jit(replay.get)(state, jnp.arange(replay.capacity), jax.random.key(0))
         drawn = jax.jit(lambda state, key, replay=replay: draw(replay, state, key))(state, jax.random.key(1))
         assert drawn.is_valid.any()
-        assert bool(Drawable.of(state).contains(drawn.index.row)[drawn.is_valid].all())
+        assert bool(Sampleable.of(state).contains(drawn.index.row)[drawn.is_valid].all())
         found.append((batch.items, batch.index, batch.is_valid, np.asarray(batch.probability)))
     for other in found[1:]:
         assert bits(other[:3]) == bits(found[0][:3])

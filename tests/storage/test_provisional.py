@@ -64,7 +64,7 @@ def test_each_moment_is_as_if_the_episodes_ended_there(sampler, n_step, seed):
     for t in range(60):
         goes_on = may_go_on & (r.random(NUM_ENVS) < 0.9)
         for env in np.flatnonzero(goes_on):
-            assert oracle.streams[env].pop().is_tail
+            assert oracle.streams[env].pop().is_final
             oracle.streams[env][-1].truncated = False
         terminated, truncated = r.random((2, NUM_ENVS)) < 0.1
         obs, reward, final_obs = 10 * t + np.arange(NUM_ENVS), r.integers(0, 9, NUM_ENVS), 10 * t + 5 + np.arange(NUM_ENVS)
@@ -73,7 +73,7 @@ def test_each_moment_is_as_if_the_episodes_ended_there(sampler, n_step, seed):
         oracle.add(*(x.tolist() for x in (obs, step.action, reward, step.terminated, step.truncated, final_obs)))
         may_go_on = ~terminated & ~truncated
 
-        expected = oracle.drawable()
+        expected = oracle.sampleable()
         got, size, looked_up = jax.device_get(asked(state))
         assert set(np.flatnonzero(got.is_valid).tolist()) == set(expected)
         assert size == len(expected)
@@ -96,9 +96,9 @@ def check_episodes(looked_up, oracle):
     to_end, from_start, complete = looked_up
     for env, rows in enumerate(oracle.streams):
         stored = oracle.stored(env)
-        starts = [0] + [index + 1 for index, row in enumerate(rows) if row.is_tail]
+        starts = [0] + [index + 1 for index, row in enumerate(rows) if row.is_final]
         for position, index in stored:
-            start, end = max(s for s in starts if s <= index), next(i for i in range(index, len(rows)) if rows[i].is_tail)
+            start, end = max(s for s in starts if s <= index), next(i for i in range(index, len(rows)) if rows[i].is_final)
             number = env * LENGTH + position
             assert to_end[number] == end - index
             assert from_start[number] == index - max(start, stored[0][1])
@@ -125,7 +125,7 @@ def test_laps_go_back_with_the_head():
     replay = make("prioritized", 1, length=4, num_envs=1)
     flag, zero = np.ones(1, bool), np.zeros(1)
     state = replay.init(jax.tree.map(lambda x: x[0], step_of(zero, zero, flag, flag, zero)))
-    for t in range(3):  # the third step's tail opens the second lap
+    for t in range(3):  # the third step's final row opens the second lap
         state = add(replay, state, step_of(zero + t, zero, ~flag, flag, zero), np.array([t > 0]), np.array([t == 1]))
     index = replay.get(state, jnp.arange(4)).index
     state = add(replay, state, step_of(zero + 3, zero, ~flag, flag, zero), flag, ~flag)

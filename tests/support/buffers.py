@@ -23,7 +23,7 @@ class Case:
     make: object  # (capacity, batch_size) -> replay
     has_final_obs: bool = False
     is_items: bool = False
-    image_of: object = lambda obs: obs["image"]  # of the anchor, from the observations that the view reads
+    image_of: object = lambda obs: obs["image"]  # of the candidate, from the observations that the view reads
     is_plain: bool = True  # items keep the stored leaves' shapes
 
     def replay(self, capacity=64, batch_size=8):
@@ -109,7 +109,7 @@ def _views():
     one = {"autoreset": "same_step"}
     yield Case(
         "sequences prioritized, every second start",
-        lambda shared: jr.sequences(**shared, **one, length=3, burn_in=2, stride=2, recurrent_state="half", sampler=jr.Prioritized()),
+        lambda shared: jr.sequences(**shared, **one, length=3, burn_in=2, period=2, recurrent_state="half", sampler=jr.Prioritized()),
         has_final_obs=True,
         image_of=lambda obs: obs["image"][:, 2],
         is_plain=False,

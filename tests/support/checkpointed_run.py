@@ -22,7 +22,7 @@ def step(t, num_envs):
 
 def numbers(replay, state):
     """What each stream holds, the newest last, checked against its bytes."""
-    stored = jax.device_get(arrays.take_plain(state.streams.steps, jnp.arange(replay.capacity)))
+    stored = jax.device_get(arrays.read_plain(state.streams.steps, jnp.arange(replay.capacity)))
     assert (stored["bytes"] == (stored["number"] % 251)[:, None]).all()
     head, filled = int(state.streams.head), int(state.streams.filled)
     by_env = stored["number"].reshape(replay.num_envs, -1)

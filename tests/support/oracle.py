@@ -14,7 +14,7 @@ class Row:
     reward: float = 0.0
     terminated: bool = False
     truncated: bool = False
-    is_tail: bool = False
+    is_final: bool = False
     priority: float = 0.0
 
 
@@ -33,23 +33,23 @@ class Oracle:
         self.length, self.n_step, self.discount = length, n_step, discount
         self.autoreset, self.has_final_obs = autoreset, has_final_obs
         self.streams = [[] for _ in range(num_envs)]
-        self.owed = [False] * num_envs  # a done before the last clear whose tail is still to come
+        self.owed = [False] * num_envs  # a done before the last clear whose final row is still to come
         self.began_with_a_tail = [False] * num_envs  # and that was
         self.largest = 1.0
         self.ignored_priorities = self.ignored_rows = 0
 
     def clear(self):
-        self.owed = [self.owes_tail(env) for env in range(len(self.streams))]
+        self.owed = [self.owes_final_row(env) for env in range(len(self.streams))]
         self.began_with_a_tail = self.owed
         self.streams = [[] for _ in self.streams]
         self.largest = 1.0
 
-    def owes_tail(self, env):
-        """Whether the next row of an env is the tail of its last one, with next-step autoreset."""
+    def owes_final_row(self, env):
+        """Whether the next row of an env is the final row of its last one, with next-step autoreset."""
         rows = self.streams[env]
         if not rows:
             return self.owed[env]
-        return self.autoreset == "next_step" and not rows[-1].is_tail and (rows[-1].terminated or rows[-1].truncated)
+        return self.autoreset == "next_step" and not rows[-1].is_final and (rows[-1].terminated or rows[-1].truncated)
 
     def add(self, obs, action, reward, terminated, truncated, final_obs, mask=None, priority=None):
         """One step of every env; each argument is a list over envs."""
@@ -66,13 +66,13 @@ class Oracle:
     def _append(self, env, row, final_obs):
         rows = self.streams[env]
         if self.autoreset == "next_step":
-            rows.append(Row(row.obs, is_tail=True) if self.owes_tail(env) else row)
+            rows.append(Row(row.obs, is_final=True) if self.owes_final_row(env) else row)
         elif self.has_final_obs:
             rows.append(row)
             if row.terminated or row.truncated:
-                rows.append(Row(final_obs, is_tail=True))
+                rows.append(Row(final_obs, is_final=True))
         else:
-            row.is_tail = row.truncated and not row.terminated
+            row.is_final = row.truncated and not row.terminated
             rows.append(row)
 
     def stored(self, env):
@@ -81,10 +81,10 @@ class Oracle:
         return [(index % self.length, index) for index in range(max(0, count - self.length), count)]
 
     def transition(self, env, index):
-        """The n-step transition from a row on, or None where it is not drawable."""
+        """The n-step transition from a row on, or None where it is not sampleable."""
         rows = self.streams[env]
         first = rows[index]
-        if first.is_tail or index < len(rows) - self.length:
+        if first.is_final or index < len(rows) - self.length:
             return None
         reward = 0.0
         for k in range(self.n_step):
@@ -96,10 +96,10 @@ class Oracle:
                 return Transition(first.obs, first.action, reward, 0.0, following.obs if has_tail else row.obs, k + 1)
             if following is None:
                 return None
-            if following.is_tail or k + 1 == self.n_step:
+            if following.is_final or k + 1 == self.n_step:
                 return Transition(first.obs, first.action, reward, self.discount ** (k + 1), following.obs, k + 1)
 
-    def drawable(self):
+    def sampleable(self):
         """Row number in the buffer -> (row, its transition)."""
         found = {}
         for env, rows in enumerate(self.streams):
@@ -110,14 +110,14 @@ class Oracle:
         return found
 
     def probabilities(self, exponent):
-        """Row number -> probability of one draw, for drawable rows."""
-        mass = {number: row.priority**exponent if row.priority > 0 else 0.0 for number, (row, _) in self.drawable().items()}
+        """Row number -> probability of one draw, for sampleable rows."""
+        mass = {number: row.priority**exponent if row.priority > 0 else 0.0 for number, (row, _) in self.sampleable().items()}
         total = math.fsum(mass.values())
         return {number: m / total if total else 0.0 for number, m in mass.items()}
 
     def update(self, rows, priorities):
         """New priorities for rows as they were drawn (Row objects, or None for nonsense): the largest of several wins."""
-        live = {id(row) for row, _ in self.drawable().values()}
+        live = {id(row) for row, _ in self.sampleable().values()}
         accepted = {}
         for row, priority in zip(rows, priorities, strict=True):
             if row is None or id(row) not in live:

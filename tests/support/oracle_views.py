@@ -2,47 +2,47 @@
 
 
 def spans(oracle, rows):
-    """(first, last or None) of each row's episode, as places in the list; None for a tail that opens one."""
+    """(first, last or None) of each row's episode, as places in the list; None for a final row that opens one."""
     has_tails = oracle.autoreset == "next_step" or oracle.has_final_obs
     found, first = [], 0
     for index, row in enumerate(rows):
-        if row.is_tail and index == first:
+        if row.is_final and index == first:
             found.append(None)
             first = index + 1
-        elif row.is_tail or (row.terminated and not has_tails):
+        elif row.is_final or (row.terminated and not has_tails):
             found += [(first, index)] * (index + 1 - first)
             first = index + 1
     return found + [(first, None)] * (len(rows) - first)
 
 
-def anchors(oracle, *, before=0, after=0, crosses=False, stride=1, needs_tail=False):
-    """(env, position, index) of every drawable row; `before` and `after` None: the whole episode."""
+def anchors(oracle, *, before=0, after=0, crosses_episodes=False, period=1, needs_final_obs=False):
+    """(env, position, index) of every sampleable row; `before` and `after` None: the whole episode."""
     for env, rows in enumerate(oracle.streams):
         episode = spans(oracle, rows)
         oldest = max(0, len(rows) - oracle.length)
         for position, index in oracle.stored(env):
-            if rows[index].is_tail:
+            if rows[index].is_final:
                 continue
             first, last = episode[index]
-            begin = 0 if crosses else first
-            place = sum(not row.is_tail for row in rows[begin:index])
+            begin = 0 if crosses_episodes else first
+            place = sum(not row.is_final for row in rows[begin:index])
             is_whole_before = (first if before is None else max(first, index - before)) >= oldest
             if after is None:
                 is_whole_after = last is not None
             else:
-                is_whole_after = index + after < len(rows) or (not crosses and reaches_end(rows, index, after, needs_tail))
-            if place % stride == 0 and is_whole_before and is_whole_after:
+                is_whole_after = index + after < len(rows) or (not crosses_episodes and reaches_end(rows, index, after, needs_final_obs))
+            if place % period == 0 and is_whole_before and is_whole_after:
                 yield env, position, index
 
 
-def reaches_end(rows, index, after, needs_tail):
+def reaches_end(rows, index, after, needs_final_obs):
     """Whether the episode's end is known, and within `after` rows."""
     ahead = enumerate(rows[index : index + after + 1])
-    return any(row.is_tail or (row.terminated and k < after and not needs_tail) for k, row in ahead)
+    return any(row.is_final or (row.terminated and k < after and not needs_final_obs) for k, row in ahead)
 
 
 def sequence(oracle, env, index, *, length, burn_in, within_episode):
-    """One dict a step, from `burn_in` steps before the anchor on to the observation after the last step; None where nothing is."""
+    """One dict a step, from `burn_in` steps before the candidate on to the observation after the last step; None where nothing is."""
     rows = oracle.streams[env]
     episode = spans(oracle, rows)
     first, last = episode[index]
@@ -55,7 +55,7 @@ def sequence(oracle, env, index, *, length, burn_in, within_episode):
             continue
         row = rows[at]
         opens = (episode[at] or (at,))[0] == at and not (at == 0 and oracle.began_with_a_tail[env])
-        steps.append({"row": row, "is_first": opens, "is_step": not row.is_tail, "learns": offset >= 0 and not row.is_tail})
+        steps.append({"row": row, "is_first": opens, "is_step": not row.is_final, "learns": offset >= 0 and not row.is_final})
     return steps
 
 

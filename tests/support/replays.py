@@ -29,7 +29,7 @@ def step(t, axes=(NUM_ENVS,)):
 
 def rows_of(replay):
     """Everything that is stored, leaf by leaf."""
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(replay._held.state)]
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(replay._owner.state)]
 
 
 def check_same(a, b):

@@ -9,7 +9,7 @@ import numpy as np
 
 import jaxreplay as jr
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
-from jaxreplay.storage.sampleable import Drawable
+from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.views.transition import TransitionView
 from tests.support.hlo import check_in_place
 
@@ -21,9 +21,9 @@ can_add = jax.jit(ReplayBuffer.can_add, static_argnums=2)
 
 @jax.jit
 def probability_of_all(replay, state):
-    """Of every row, meant for those that are drawable."""
+    """Of every row, meant for those that are sampleable."""
     rows = jnp.arange(replay.capacity, dtype=jnp.int32)
-    return replay.sampler.probability(state.sampler, Drawable.of(state), rows)
+    return replay.sampler.probability(state.sampler, Sampleable.of(state), rows)
 
 
 def step_of(values):
@@ -65,7 +65,7 @@ def check_jit_and_vmap(replay, states, batch_size=4):
     """What the sampler draws is the same with jit and without; with vmap it is that of each state on its own."""
 
     def draw(state):
-        return replay.sampler.draw(state.sampler, Drawable.of(state), jax.random.key(1), batch_size)
+        return replay.sampler.draw(state.sampler, Sampleable.of(state), jax.random.key(1), batch_size)
 
     one = jax.jit(draw)
     assert_same(one(states[0]), draw(states[0]))

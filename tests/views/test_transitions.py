@@ -43,7 +43,7 @@ def test_next_step_autoreset_turns_the_row_after_a_done_into_its_tail():
     )
     assert summary(read(0)) == (1, 1, 0.5, 2, 1)
     assert summary(read(1)) == (2, 2, 0, 3, 1)  # the true final observation
-    assert read(2) is None  # the tail; its own done flag means nothing, or 10 would be a tail too
+    assert read(2) is None  # the final row; its own done flag means nothing, or 10 would be a final row too
     assert summary(read(3)) == (10, 4, 0.5, 11, 1)
     assert summary(read(4)) == (11, 5, 0.5, 12, 1)  # truncated: the value goes on from the final observation
 
@@ -74,7 +74,7 @@ def test_same_step_autoreset_without_final_obs_gives_up_the_truncated_transition
         (1, 1, 0.5, 2, 1),
         (2, 2, 0, 2, 1),  # nothing lies beyond: its own observation, finite and of the right shape
         (10, 4, 0.5, 11, 1),
-        None,  # 11 is the last observation known: the tail
+        None,  # 11 is the last observation known: the final row
         (20, 6, 0.5, 21, 1),
     ]
 

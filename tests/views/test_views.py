@@ -73,7 +73,7 @@ class Config:
 
     def anchors(self, oracle):
         window = self.window
-        fields = {name: getattr(window, name) for name in ("before", "after", "crosses", "stride", "needs_tail")}
+        fields = {name: getattr(window, name) for name in ("before", "after", "crosses_episodes", "period", "needs_final_obs")}
         return list(oracle_views.anchors(oracle, **fields))
 
 
@@ -94,8 +94,8 @@ class ViewPair(Pair):
         replay, oracle = self.config.replay, self.oracle
         expected = {env * self.config.length + position: (env, index) for env, position, index in self.config.anchors(oracle)}
         assert int(self.jitted.size(self.state)) == len(expected)
-        for number in range(KEYS if replay.view.draws else 1):
-            key = jax.random.key(seed * KEYS + number) if replay.view.draws else None
+        for number in range(KEYS if replay.view.is_random else 1):
+            key = jax.random.key(seed * KEYS + number) if replay.view.is_random else None
             got = jax.tree.map(np.asarray, self.jitted.get(self.state, jnp.arange(replay.capacity), key))
             assert set(np.flatnonzero(got.is_valid)) == set(expected)
             for row, (env, index) in expected.items():
@@ -137,7 +137,7 @@ def check_stack(config, oracle, env, index, item):
         frames = [[None] * view.num_frames if s is None else stacked(index - view.of.burn_in + t) for t, s in enumerate(steps)]
         assert item.obs["image"].tolist() == [image(f) for f in frames]
         return
-    _, expected = oracle.drawable()[env * config.length + index % config.length]
+    _, expected = oracle.sampleable()[env * config.length + index % config.length]
     assert (item.action, item.reward, item.discount, item.num_steps) == (
         expected.action,
         expected.reward,
@@ -162,7 +162,7 @@ def check_pair(config, oracle, env, index, item):
 
 def check_hindsight(config, oracle, env, index, item):
     view, rows = config.view, oracle.streams[env]
-    _, plain = oracle.drawable()[env * config.length + index % config.length]
+    _, plain = oracle.sampleable()[env * config.length + index % config.length]
     first, last = oracle_views.spans(oracle, rows)[index]
     allowed = {
         "future": lambda: rows[index + 1 : last + 1],
@@ -184,7 +184,7 @@ def check_hindsight(config, oracle, env, index, item):
         terminates = following.obs % 3 == goal if view.terminated_fn else row.terminated
         if terminates:
             discount = 0.0
-        if terminates or following.is_tail:
+        if terminates or following.is_final:
             break
     assert (item.reward, item.discount, item.num_steps) == (np.float32(reward), discount, num_steps)
     assert item.next_obs["x"] == rows[index + num_steps].obs
@@ -204,7 +204,7 @@ def sequences():
         view = jr.SequenceView(
             length=next(lengths),
             burn_in=next(burn_ins),
-            stride=next(strides),
+            period=next(strides),
             within_episode=within,
             recurrent_state="id" if prioritized else None,
         )
@@ -292,10 +292,10 @@ def test_a_sequence_stops_where_its_new_goal_ends_the_episode():
     state = jax.jit(replay.extend)(replay.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
     items = jax.tree.map(np.asarray, jax.jit(replay.sample)(state, jax.random.key(0)).items)
     goal = items.obs["desired_goal"].max(axis=1)
-    anchor = items.action[:, 2]
-    lengths = np.minimum(goal, 30) - anchor  # steps to the goal, which is at least one ahead
+    reader = items.action[:, 2]
+    lengths = np.minimum(goal, 30) - reader  # steps to the goal, which is at least one ahead
     assert set(np.minimum(lengths, 6)) == {1, 2, 3, 4, 5, 6}
-    for mask, ends, obs, start, length in zip(items.mask, items.terminated, items.obs["achieved_goal"], anchor, lengths, strict=True):
+    for mask, ends, obs, start, length in zip(items.mask, items.terminated, items.obs["achieved_goal"], reader, lengths, strict=True):
         steps = min(length, 5, 30 - start)
         assert mask.tolist() == [False] * 2 + [True] * steps + [False] * (5 - steps)
         assert np.flatnonzero(ends[2:]).tolist() == ([length - 1] if length <= 5 else [])
