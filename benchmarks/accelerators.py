@@ -1,6 +1,8 @@
-"""What the compilers make of a training step for accelerators that are not there: writes ACCELERATORS.md. `make aot` installs them first.
+"""What the compilers make of a training step for accelerators that are not there: writes
+ACCELERATORS.md. `make aot` installs them first.
 
-python benchmarks/accelerators.py v5e H100        # the tables of some devices; those of others stay as they are
+python benchmarks/accelerators.py v5e H100 # the tables of some devices; those of others stay as
+they are
 
 flashbax is compiled in the same way, in the same run: its flat buffers, with rows as it wants them.
 """
@@ -25,14 +27,17 @@ OPERATIONS = ("add", "sample", "update", "loop")
 BATCH_SIZE = 256
 HEADER = """# Compiled for accelerators
 
-Nothing in this file ran on a device: programs were compiled for devices that are not there, and looked at.
+Nothing in this file ran on a device: programs were compiled for devices that are not there, and
+looked at.
 
-{rows} rows of 8 numbers of {envs} envs, {images} of images uint8[84, 84, 4], or twice as many frames uint8[84, 84]; batches of
-{batch}. A loop is a `lax.scan` of {steps} iterations of an add, a sample and, with priorities, an update; its temporary memory holds its
-own inputs, where the compiler lays them anew. **Held**: the arguments as the device holds them. **Bytes accessed**: as XLA's cost analysis
-counts them, which takes all of what is read from for touched; of a GPU it has none. **Kernels**: launches of a call, or of an iteration and
-what is around the loop. `tests/aot` asserts what is promised of v5e and H100: no copy of the buffer, no loop or branch that waits for the
-host, one CUDA graph.
+{rows} rows of 8 numbers of {envs} envs, {images} of images uint8[84, 84, 4], or twice as many
+frames uint8[84, 84]; batches of {batch}. A loop is a `lax.scan` of {steps} iterations of an add, a
+sample and, with priorities, an update; its temporary memory holds its own inputs, where the
+compiler lays them anew. **Held**: the arguments as the device holds them. **Bytes accessed**: as
+XLA's cost analysis counts them, which takes all of what is read from for touched; of a GPU it has
+none. **Kernels**: launches of a call, or of an iteration and what is around the loop. `tests/aot`
+asserts what is promised of v5e and H100: no copy of the buffer, no loop or branch that waits for
+the host, one CUDA graph.
 
 {versions}; `make aot`.
 """
@@ -40,7 +45,12 @@ host, one CUDA graph.
 
 def of_flashbax(case: Case, platform: str) -> dict[str, Any]:
     """Its programs for the same rows, by operation; none for the buffers that it lacks."""
-    sizes = {"max_length": case.capacity, "min_length": NUM_ENVS, "sample_batch_size": BATCH_SIZE, "add_batch_size": NUM_ENVS}
+    sizes = {
+        "max_length": case.capacity,
+        "min_length": NUM_ENVS,
+        "sample_batch_size": BATCH_SIZE,
+        "add_batch_size": NUM_ENVS,
+    }
     kind = case.name.partition(",")[0]
     if kind == "uniform":
         buffer = flashbax.make_flat_buffer(**sizes)
@@ -49,9 +59,18 @@ def of_flashbax(case: Case, platform: str) -> dict[str, Any]:
     else:
         return {}
     example = case.example()
-    fields = {"obs": example.obs, "action": example.action, "reward": example.reward, "done": example.terminated}
-    state = jax.eval_shape(lambda: buffer.init(jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), fields)))
-    step = jax.tree.map(lambda spec: jax.ShapeDtypeStruct((NUM_ENVS, *spec.shape), spec.dtype), fields)
+    fields = {
+        "obs": example.obs,
+        "action": example.action,
+        "reward": example.reward,
+        "done": example.terminated,
+    }
+    state = jax.eval_shape(
+        lambda: buffer.init(jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), fields))
+    )
+    step = jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct((NUM_ENVS, *spec.shape), spec.dtype), fields
+    )
     block = jax.tree.map(lambda spec: jax.ShapeDtypeStruct((STEPS, *spec.shape), spec.dtype), step)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), STEPS))
     key = jax.ShapeDtypeStruct((), keys.dtype)
@@ -61,13 +80,19 @@ def of_flashbax(case: Case, platform: str) -> dict[str, Any]:
         state = buffer.add(carry[0], x[0])
         batch = buffer.sample(state, x[1])
         if kind == "prioritized":
-            state = buffer.set_priorities(state, batch.indices, jnp.abs(batch.experience.first["reward"]))
+            state = buffer.set_priorities(
+                state, batch.indices, jnp.abs(batch.experience.first["reward"])
+            )
         return (state, batch.experience), None
 
     found = {
         "add": (buffer.add, (state, step), 0),
         "sample": (buffer.sample, (state, key), None),
-        "loop": (lambda carry, xs: jax.lax.scan(body, carry, xs)[0], ((state, batch.experience), (block, keys)), 0),
+        "loop": (
+            lambda carry, xs: jax.lax.scan(body, carry, xs)[0],
+            ((state, batch.experience), (block, keys)),
+            0,
+        ),
     }
     if kind == "prioritized":
         found["update"] = (buffer.set_priorities, (state, batch.indices, batch.probabilities), 0)
@@ -81,21 +106,30 @@ def figures(device: str, program: Any) -> str:
     except Exception as error:  # as where the device's memory does not hold it
         words = str(error).replace("\n", " ").replace("|", "/")
         return f"not compiled: {words[:90]} | | | |"
-    mega = lambda size: f"{size / 1e6:,.1f}"  # noqa: E731
+    mega = lambda size: f"{size / 1e6:,.1f}"
     kernels = f"{found.kernels:,}" if found.thunks else ""
     accessed = mega(found.accessed) if found.accessed is not None else ""
-    return f"{mega(found.temporary)} | {mega(found.held)} | {accessed} | {kernels} | {found.seconds:.1f}"
+    return (
+        f"{mega(found.temporary)} | {mega(found.held)} | {accessed} | {kernels} | "
+        f"{found.seconds:.1f}"
+    )
 
 
 def table(device: str, platform: str) -> list[str]:
-    lines = [f"## {device}", "", "| buffer | | library | temporary MB | held MB | MB accessed | kernels | compile s |"]
+    lines = [
+        f"## {device}",
+        "",
+        "| buffer | | library | temporary MB | held MB | MB accessed | kernels | compile s |",
+    ]
     lines.append("| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |")
     for case in CASES.values():
         own, other = programs(case, platform, BATCH_SIZE), of_flashbax(case, platform)
         for name in OPERATIONS:
             for library, found in (("jaxreplay", own), ("flashbax", other)):
                 if name in found:
-                    lines.append(f"| {case.name} | {name} | {library} | {figures(device, found[name])} |")
+                    lines.append(
+                        f"| {case.name} | {name} | {library} | {figures(device, found[name])} |"
+                    )
                     sys.stdout.write(f"{device} {lines[-1]}\n")
                     sys.stdout.flush()
     return [*lines, ""]
@@ -105,9 +139,18 @@ def main() -> None:
     named = ("jax", "libtpu", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12", "flashbax")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in named)
     numbers, images = CASES["uniform"].capacity, CASES["uniform, images"].capacity
-    head = HEADER.format(rows=f"{numbers:,}", envs=NUM_ENVS, images=f"{images:,}", batch=BATCH_SIZE, steps=STEPS, versions=versions)
+    head = HEADER.format(
+        rows=f"{numbers:,}",
+        envs=NUM_ENVS,
+        images=f"{images:,}",
+        batch=BATCH_SIZE,
+        steps=STEPS,
+        versions=versions,
+    )
     file = pathlib.Path(__file__).parent / "ACCELERATORS.md"
-    before = re.split(r"^(?=## )", file.read_text(), flags=re.MULTILINE)[1:] if file.exists() else []
+    before = (
+        re.split(r"^(?=## )", file.read_text(), flags=re.MULTILINE)[1:] if file.exists() else []
+    )
     tables = {text.split()[1]: text for text in before}
     for device in sys.argv[1:] or DEVICES:
         tables[device] = "\n".join([*table(device, DEVICES[device]), ""])

@@ -1,4 +1,5 @@
-"""What is measured: every row of the results, and in each row the columns that are measured side by side."""
+"""What is measured: every row of the results, and in each row the columns that are measured side by
+side."""
 
 import dataclasses
 
@@ -9,11 +10,14 @@ ONE_THREAD = ", one thread"  # after a library's name: its process gives XLA one
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One thing to time in one library. It crosses to the worker as JSON, so that its fields are plain."""
+    """One thing to time in one library. It crosses to the worker as JSON, so that its fields are
+    plain."""
 
-    buffer: str  # "uniform", "prioritized" or "items"; of look-ups "episodes", "two terminals", "hindsight" or "sequences"
-    # "add", "sample", "update" or "fused": all that a training step does with its buffer; "look up"; "ragged"; "crossing"; "sb3 add" or
-    # "sb3 sample"
+    # "uniform", "prioritized" or "items"; of look-ups "episodes", "two terminals", "hindsight" or
+    # "sequences"
+    buffer: str
+    # "add", "sample", "update" or "fused": all that a training step does with its buffer; "look
+    # up"; "ragged"; "crossing"; "sb3 add" or "sb3 sample"
     operation: str
     mode: str  # "call": one jitted call after another; "scan": iterations of one compiled loop
     capacity: int
@@ -26,9 +30,11 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A line of a table: `columns` are timed in turn, round after round. Each is (library, case)."""
+    """A line of a table: `columns` are timed in turn, round after round. Each is (library,
+    case)."""
 
-    table: str  # "main", "threads", "forms", "flat", "image", "lengths", "numpy", "ragged", "crossing" or "sb3"
+    # "main", "threads", "forms", "flat", "image", "lengths", "numpy", "ragged", "crossing" or "sb3"
+    table: str
     name: str
     columns: dict[str, tuple[str, Case]]
 
@@ -42,7 +48,8 @@ class Sizes:
     """Capacities in rows."""
 
     main: tuple[int, ...] = (100_000, 1_000_000)
-    flat: tuple[tuple[int, int], ...] = ((16_000, 4_000_000), (2**14, 2**22))  # in the second, all envs' rows fall into the same cache sets
+    # in the second, all envs' rows fall into the same cache sets
+    flat: tuple[tuple[int, int], ...] = ((16_000, 4_000_000), (2**14, 2**22))
     image: int = 20_000
     lengths: tuple[int, int, int] = (10, 1_000, 100_000)  # steps of an episode
     lookups: int = 2**20
@@ -68,20 +75,46 @@ _OPERATIONS = {"uniform": ("add", "sample"), "prioritized": ("add", "sample", "u
 
 
 def all_rows(sizes: Sizes) -> list[Row]:
-    rows = [row for capacity in sizes.main for row in _main(capacity)] + [row for capacity in sizes.main for row in _threads(capacity)]
-    rows += _forms(sizes.main[-1]) + [row for pair in sizes.flat for row in _flat(*pair)] + _image(sizes.image)
-    rows += _lengths(sizes.lookups, sizes.lengths) + _numpy() + [_ragged(sizes.ragged)] + _crossings() + _sb3(sizes.sb3)
+    rows = [row for capacity in sizes.main for row in _main(capacity)] + [
+        row for capacity in sizes.main for row in _threads(capacity)
+    ]
+    rows += (
+        _forms(sizes.main[-1])
+        + [row for pair in sizes.flat for row in _flat(*pair)]
+        + _image(sizes.image)
+    )
+    rows += (
+        _lengths(sizes.lookups, sizes.lengths)
+        + _numpy()
+        + [_ragged(sizes.ragged)]
+        + _crossings()
+        + _sb3(sizes.sb3)
+    )
     return [_with_iterations(row, sizes.iterations) for row in rows]
 
 
 def _main(capacity: int) -> list[Row]:
     rows = []
     for buffer, operations in _OPERATIONS.items():
-        cases = [_case(buffer, operation, mode, capacity) for mode in ("call", "scan") for operation in operations]
+        cases = [
+            _case(buffer, operation, mode, capacity)
+            for mode in ("call", "scan")
+            for operation in operations
+        ]
         cases.append(_case(buffer, "fused", "scan", capacity))
         if buffer == "prioritized":
-            cases += [_case(buffer, "fused", "scan", capacity, form=form) for form in ("weights", "carried")]
-        rows += [Row("main", _name(case), {library: (library, case) for library in ("jaxreplay", "flashbax", "limit")}) for case in cases]
+            cases += [
+                _case(buffer, "fused", "scan", capacity, form=form)
+                for form in ("weights", "carried")
+            ]
+        rows += [
+            Row(
+                "main",
+                _name(case),
+                {library: (library, case) for library in ("jaxreplay", "flashbax", "limit")},
+            )
+            for case in cases
+        ]
     return rows
 
 
@@ -89,8 +122,18 @@ def _threads(capacity: int) -> list[Row]:
     rows = []
     for buffer in _OPERATIONS:
         case = _case(buffer, "fused", "scan", capacity)
-        libraries = [library + threads for library in ("jaxreplay", "flashbax") for threads in ("", ONE_THREAD)]
-        rows.append(Row("threads", f"{buffer}, {capacity:,} rows", {library: (library, case) for library in libraries}))
+        libraries = [
+            library + threads
+            for library in ("jaxreplay", "flashbax")
+            for threads in ("", ONE_THREAD)
+        ]
+        rows.append(
+            Row(
+                "threads",
+                f"{buffer}, {capacity:,} rows",
+                {library: (library, case) for library in libraries},
+            )
+        )
     return rows
 
 
@@ -99,19 +142,35 @@ def _forms(capacity: int) -> list[Row]:
     rows = []
     for buffer in _OPERATIONS:
         plain = _case(buffer, "fused", "scan", capacity)
-        forms = ["next_step", "final_obs", "n_step=3"] + (["weights", "buffer_max"] if buffer == "prioritized" else [])
+        forms = ["next_step", "final_obs", "n_step=3"] + (
+            ["weights", "buffer_max"] if buffer == "prioritized" else []
+        )
         for form in forms:
             case = dataclasses.replace(plain, form=form)
-            rows.append(Row("forms", f"{buffer}: {form}", {"plain": ("jaxreplay", plain), "form": ("jaxreplay", case)}))
+            rows.append(
+                Row(
+                    "forms",
+                    f"{buffer}: {form}",
+                    {"plain": ("jaxreplay", plain), "form": ("jaxreplay", case)},
+                )
+            )
     return rows
 
 
 def _flat(small: int, large: int) -> list[Row]:
-    """The cost of a write must not grow with the capacity: a hidden copy would show here as a factor of hundreds."""
+    """The cost of a write must not grow with the capacity: a hidden copy would show here as a
+    factor of hundreds."""
     rows = []
-    for buffer, operation in (("uniform", "add"), ("prioritized", "add"), ("prioritized", "update")):
+    for buffer, operation in (
+        ("uniform", "add"),
+        ("prioritized", "add"),
+        ("prioritized", "update"),
+    ):
         for mode in ("call", "scan"):
-            cases = {name: _case(buffer, operation, mode, capacity) for name, capacity in (("small", small), ("large", large))}
+            cases = {
+                name: _case(buffer, operation, mode, capacity)
+                for name, capacity in (("small", small), ("large", large))
+            }
             columns = {name: ("jaxreplay", case) for name, case in cases.items()}
             columns |= {f"limit_{name}": ("limit", case) for name, case in cases.items()}
             rows.append(Row("flat", _name(cases["small"]), columns))
@@ -120,22 +179,33 @@ def _flat(small: int, large: int) -> list[Row]:
 
 def _image(capacity: int) -> list[Row]:
     rows = []
-    for buffer, name in (("items", "items: one take"), ("uniform", "uniform, obs and next_obs: two takes")):
+    for buffer, name in (
+        ("items", "items: one take"),
+        ("uniform", "uniform, obs and next_obs: two takes"),
+    ):
         for mode in ("call", "scan"):
             case = _case(buffer, "sample", mode, capacity, obs="image")
             columns = {"jaxreplay": ("jaxreplay", case)}
-            columns |= {form: ("limit", dataclasses.replace(case, form=form)) for form in ("fresh", "into")}
+            columns |= {
+                form: ("limit", dataclasses.replace(case, form=form)) for form in ("fresh", "into")
+            }
             rows.append(Row("image", f"{name}, {mode}", columns))
     return rows
 
 
 def _lengths(capacity: int, lengths: tuple[int, ...]) -> list[Row]:
-    """The cost of a look-up must not grow with an episode's length: the same rows, in episodes of different lengths."""
+    """The cost of a look-up must not grow with an episode's length: the same rows, in episodes of
+    different lengths."""
     rows = []
     for buffer in ("episodes", "hindsight", "sequences"):
         for mode in ("call", "scan"):
-            case = Case(buffer=buffer, operation="look up", mode=mode, capacity=capacity, num_envs=4)
-            columns = {str(length): ("jaxreplay", dataclasses.replace(case, episode_length=length)) for length in lengths}
+            case = Case(
+                buffer=buffer, operation="look up", mode=mode, capacity=capacity, num_envs=4
+            )
+            columns = {
+                str(length): ("jaxreplay", dataclasses.replace(case, episode_length=length))
+                for length in lengths
+            }
             rows.append(Row("lengths", f"{buffer}, {mode}", columns))
     return rows
 
@@ -143,26 +213,52 @@ def _lengths(capacity: int, lengths: tuple[int, ...]) -> list[Row]:
 def _numpy() -> list[Row]:
     """100 episodes of 100 steps, each with its final observation, in one stream that they fill."""
     rows = []
-    for buffer, name in (("episodes", "to the episode's end"), ("two terminals", "to the second terminal ahead")):
-        case = Case(buffer=buffer, operation="look up", mode="call", capacity=100 * 101, num_envs=1, episode_length=100)
-        columns = {mode: ("jaxreplay", dataclasses.replace(case, mode=mode)) for mode in ("call", "scan")}
-        columns |= {form: ("limit", dataclasses.replace(case, form=form)) for form in ("sort", "search")}
+    for buffer, name in (
+        ("episodes", "to the episode's end"),
+        ("two terminals", "to the second terminal ahead"),
+    ):
+        case = Case(
+            buffer=buffer,
+            operation="look up",
+            mode="call",
+            capacity=100 * 101,
+            num_envs=1,
+            episode_length=100,
+        )
+        columns = {
+            mode: ("jaxreplay", dataclasses.replace(case, mode=mode)) for mode in ("call", "scan")
+        }
+        columns |= {
+            form: ("limit", dataclasses.replace(case, form=form)) for form in ("sort", "search")
+        }
         rows.append(Row("numpy", name, columns))
     return rows
 
 
 def _ragged(num_steps: int) -> Row:
     case = Case(buffer="rollout", operation="ragged", mode="call", capacity=num_steps, num_envs=1)
-    columns = {form: (library, dataclasses.replace(case, form=form)) for library, form in (("jaxreplay", "streamed"), ("limit", "joined"))}
+    columns = {
+        form: (library, dataclasses.replace(case, form=form))
+        for library, form in (("jaxreplay", "streamed"), ("limit", "joined"))
+    }
     return Row("ragged", f"64 trajectories, {num_steps:,} steps", columns)
 
 
 def _crossings() -> list[Row]:
     """jaxreplay's way first, then what a user writes without it."""
     rows = []
-    for name, forms in (("JAX to PyTorch", ("to_torch", "numpy", "dlpack")), ("PyTorch to JAX", ("from_torch", "shared", "copied"))):
+    for name, forms in (
+        ("JAX to PyTorch", ("to_torch", "numpy", "dlpack")),
+        ("PyTorch to JAX", ("from_torch", "shared", "copied")),
+    ):
         case = Case(buffer="", operation="crossing", mode="call", capacity=0)
-        rows.append(Row("crossing", name, {form: ("jaxreplay", dataclasses.replace(case, form=form)) for form in forms}))
+        rows.append(
+            Row(
+                "crossing",
+                name,
+                {form: ("jaxreplay", dataclasses.replace(case, form=form)) for form in forms},
+            )
+        )
     return rows
 
 
@@ -170,16 +266,25 @@ def _sb3(capacity: int) -> list[Row]:
     rows = []
     for buffer in ("ReplayBuffer", "DictReplayBuffer", "NStepReplayBuffer", "HerReplayBuffer"):
         for operation in ("sb3 add", "sb3 sample"):
-            case = Case(buffer=buffer, operation=operation, mode="call", capacity=capacity, num_envs=1)
+            case = Case(
+                buffer=buffer, operation=operation, mode="call", capacity=capacity, num_envs=1
+            )
             columns = {
-                form: (library, dataclasses.replace(case, form=form)) for form, library in (("ours", "jaxreplay"), ("theirs", "limit"))
+                form: (library, dataclasses.replace(case, form=form))
+                for form, library in (("ours", "jaxreplay"), ("theirs", "limit"))
             }
             rows.append(Row("sb3", f"{buffer}: {operation.removeprefix('sb3 ')}", columns))
     return rows
 
 
 def _case(buffer: str, operation: str, mode: str, capacity: int, **others) -> Case:
-    return Case(buffer=buffer, operation=operation, mode=mode, capacity=capacity // NUM_ENVS * NUM_ENVS, **others)
+    return Case(
+        buffer=buffer,
+        operation=operation,
+        mode=mode,
+        capacity=capacity // NUM_ENVS * NUM_ENVS,
+        **others,
+    )
 
 
 def _name(case: Case) -> str:
@@ -188,5 +293,8 @@ def _name(case: Case) -> str:
 
 
 def _with_iterations(row: Row, iterations: int) -> Row:
-    columns = {name: (library, dataclasses.replace(case, iterations=iterations)) for name, (library, case) in row.columns.items()}
+    columns = {
+        name: (library, dataclasses.replace(case, iterations=iterations))
+        for name, (library, case) in row.columns.items()
+    }
     return dataclasses.replace(row, columns=columns)

@@ -20,8 +20,11 @@ _CHUNK = 64 * 2**20
 
 
 def prepare(way: str, num_rows: int) -> tuple[list[Any], Callable, Callable, Any]:
-    """A state, in a list; functions that save one under a path and restore it; and, of ours, `_More`."""
-    return {"plain": _plain, "pickle": _pickle, "orbax": _orbax, "vault": _vault}.get(way, _jaxreplay)(way, num_rows)
+    """A state, in a list; functions that save one under a path and restore it; and, of ours,
+    `_More`."""
+    return {"plain": _plain, "pickle": _pickle, "orbax": _orbax, "vault": _vault}.get(
+        way, _jaxreplay
+    )(way, num_rows)
 
 
 def num_rows_of(gigabytes: float) -> int:
@@ -36,28 +39,38 @@ def steps_of(count: int, seed: int) -> dict[str, Any]:
     """Return steps of all envs, `[count, num_envs, ...]`: half of each image noise, half black."""
     rng = np.random.default_rng(seed)
     obs = np.zeros((count, NUM_ENVS, SIDE, SIDE), np.uint8)
-    obs[:, :, : SIDE // 2] = rng.integers(256, size=(count, NUM_ENVS, SIDE // 2, SIDE), dtype=np.uint8)
+    obs[:, :, : SIDE // 2] = rng.integers(
+        256, size=(count, NUM_ENVS, SIDE // 2, SIDE), dtype=np.uint8
+    )
     flags = np.zeros((count, NUM_ENVS), bool)
     zeros = np.zeros((count, NUM_ENVS), np.float32)
-    return {"obs": obs, "action": zeros.astype(np.int32), "reward": zeros, "terminated": flags, "truncated": flags}
+    return {
+        "obs": obs,
+        "action": zeros.astype(np.int32),
+        "reward": zeros,
+        "terminated": flags,
+        "truncated": flags,
+    }
 
 
 def filled(num_rows: int) -> tuple[Any, Any, Any]:
     """A buffer, an example of its steps, and a full state."""
-    replay = jr.uniform(capacity=num_rows, num_envs=NUM_ENVS, batch_size=32, autoreset="next_step")
-    example = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), steps_of(1, 0))
-    extend, length = jr.jit(replay).extend, num_rows // NUM_ENVS
-    state, block = replay.init(example), max(length // 50, 1)
+    buffer = jr.uniform(capacity=num_rows, num_envs=NUM_ENVS, batch_size=32, autoreset="next_step")
+    example = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), steps_of(1, 0)
+    )
+    extend, length = jr.jit(buffer).extend, num_rows // NUM_ENVS
+    state, block = buffer.init(example), max(length // 50, 1)
     for seed in range(-(-length // block) + 1):
         state = extend(state, steps_of(block, seed))
-    return replay, example, jax.block_until_ready(state)
+    return buffer, example, jax.block_until_ready(state)
 
 
 class _More:
     """A hundredth of the rows, and a save of them on top."""
 
-    def __init__(self, replay: Any, level: int | None):
-        self._extend, self._count = jr.jit(replay).extend, replay.length // 100
+    def __init__(self, buffer: Any, level: int | None):
+        self._extend, self._count = jr.jit(buffer).extend, buffer.length // 100
         self.level, self.checkpointer = level, None
 
     def add(self, state: Any) -> Any:
@@ -69,19 +82,25 @@ class _More:
 
 
 def _jaxreplay(way: str, num_rows: int) -> tuple[list[Any], Callable, Callable, Any]:
-    replay, example, state = filled(num_rows)
-    more = _More(replay, 1 if way == "zstd" else None)
+    buffer, example, state = filled(num_rows)
+    more = _More(buffer, 1 if way == "zstd" else None)
 
     def save(path: pathlib.Path, state: Any) -> None:
-        more.checkpointer = Checkpointer(path, replay, level=more.level)
+        more.checkpointer = Checkpointer(path, buffer, compression_level=more.level)
         more.checkpointer.save(state)
 
-    return [state], save, lambda path: jax.block_until_ready(Checkpointer(path, replay).restore(example)), more
+    return (
+        [state],
+        save,
+        lambda path: jax.block_until_ready(Checkpointer(path, buffer).restore(example)),
+        more,
+    )
 
 
 def _plain(_: str, num_rows: int) -> tuple[list[Any], Callable, Callable, None]:
     _, _, state = filled(num_rows)
-    leaves = [np.array(leaf) for leaf in jax.tree.leaves(state)]  # of its own: no copy is made of it in the timed part
+    # of its own: no copy is made of it in the timed part
+    leaves = [np.array(leaf) for leaf in jax.tree.leaves(state)]
     shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
 
     def save(path: pathlib.Path, leaves: list[Any]) -> None:
@@ -152,9 +171,12 @@ def _vault(_: str, num_rows: int) -> tuple[list[Any], Callable, Callable, None]:
         sample_sequence_length=2,
         period=1,
     )
-    state = buffer.init(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[2:], leaf.dtype), steps_of(1, 0)))
+    state = buffer.init(
+        jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[2:], leaf.dtype), steps_of(1, 0))
+    )
     add, block = jax.jit(buffer.add, donate_argnums=0), max(length // 50, 1)
-    for seed in range(length // block):  # one step short of full: its own index does not go round, so that all of it is written
+    # one step short of full: its own index does not go round, so that all of it is written
+    for seed in range(length // block):
         count = min(block, length - 1 - seed * block)
         state = add(state, jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), steps_of(count, seed)))
 

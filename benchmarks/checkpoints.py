@@ -1,9 +1,11 @@
-"""Checkpoints of a buffer of 1 GB by jaxreplay, pickle, orbax and flashbax's Vault, beside a plain write of the same bytes in chunks.
+"""Checkpoints of a buffer of 1 GB by jaxreplay, pickle, orbax and flashbax's Vault, beside a plain
+write of the same bytes in chunks.
 
 python benchmarks/checkpoints.py [--quick]        # writes CHECKPOINTS.md next to this file
 
-Each way runs in processes of its own, in turn, round after round; in each it saves and restores twice, and the second time counts: of
-three restores from the disk and three from the system's memory the medians.
+Each way runs in processes of its own, in turn, round after round; in each it saves and restores
+twice, and the second time counts: of three restores from the disk and three from the system's
+memory the medians.
 """
 
 import argparse
@@ -27,7 +29,7 @@ _RESTORES = 3  # of each kind: to get new memory takes a while at times
 _HERE = pathlib.Path(__file__).resolve().parent
 _WAYS = {
     "plain": "a plain write in chunks",
-    "jaxreplay": "jaxreplay, `level=None`",
+    "jaxreplay": "jaxreplay, `compression_level=None`",
     "zstd": "jaxreplay, zstd (the default)",
     "pickle": "pickle",
     "orbax": "orbax",
@@ -37,11 +39,13 @@ _LIBRARIES = ("jax", "google-crc32c", "zstandard", "orbax-checkpoint", "tensorst
 _INTRO = """\
 # Checkpoints
 
-{rows:,} rows of 16 envs with an observation uint8[84, 84], half of it noise and half black, an action, a reward and two flags:
-{gigabytes:.2f} GB in all. Medians over {rounds} processes for each way, in turn, and over {restores} restores in each; seconds, until the
-disk has everything (`sync`). Files are read from the disk (cold), and again from the system's memory (warm). Memory is the most that the
-process took beside the state; in a restore, beside the one that was restored. **A plain write** is of the same bytes: 64 MiB at a time,
-`fsync`, and read back into one array. It checks nothing.
+{rows:,} rows of 16 envs with an observation uint8[84, 84], half of it noise and half black, an
+action, a reward and two flags: {gigabytes:.2f} GB in all. Medians over {rounds} processes for each
+way, in turn, and over {restores} restores in each; seconds, until the disk has everything (`sync`).
+Files are read from the disk (cold), and again from the system's memory (warm). Memory is the most
+that the process took beside the state; in a restore, beside the one that was restored. **A plain
+write** is of the same bytes: 64 MiB at a time, `fsync`, and read back into one array. It checks
+nothing.
 
 {versions}; {machine}; {date}; `python benchmarks/checkpoints.py`.
 """
@@ -49,14 +53,22 @@ process took beside the state; in a restore, beside the one that was restored. *
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a small buffer, once: to see that it runs")
-    parser.add_argument("--way", choices=[*_WAYS, "loop"], help="one process, whose figures go to the standard output as JSON")
+    parser.add_argument(
+        "--quick", action="store_true", help="a small buffer, once: to see that it runs"
+    )
+    parser.add_argument(
+        "--way",
+        choices=[*_WAYS, "loop"],
+        help="one process, whose figures go to the standard output as JSON",
+    )
     parser.add_argument("--folder", help="where files are written; a temporary one by default")
     parser.add_argument("--gigabytes", type=float, default=1.0)
     arguments = parser.parse_args()
     gigabytes = 0.02 if arguments.quick else arguments.gigabytes
     if arguments.way:
-        found = (_loop if arguments.way == "loop" else _measured)(arguments.way, gigabytes, pathlib.Path(arguments.folder))
+        found = (_loop if arguments.way == "loop" else _measured)(
+            arguments.way, gigabytes, pathlib.Path(arguments.folder)
+        )
         print(json.dumps(found))
         return
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
@@ -71,8 +83,23 @@ def main() -> None:
 
 
 def _in_a_process(way: str, gigabytes: float, folder: str) -> dict[str, float]:
-    command = [sys.executable, __file__, "--way", way, "--folder", folder, "--gigabytes", str(gigabytes)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env={"JAX_PLATFORMS": "cpu"} | dict(os.environ))
+    command = [
+        sys.executable,
+        __file__,
+        "--way",
+        way,
+        "--folder",
+        folder,
+        "--gigabytes",
+        str(gigabytes),
+    ]
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env={"JAX_PLATFORMS": "cpu"} | dict(os.environ),
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -107,7 +134,8 @@ def _measured(way: str, gigabytes: float, folder: pathlib.Path) -> dict[str, flo
 
 
 def _taken(function: Callable[[], Any]) -> tuple[float, int, Any]:
-    """Seconds until the disk has everything, the most memory beside what there was, and what the function returns."""
+    """Seconds until the disk has everything, the most memory beside what there was, and what the
+    function returns."""
     before = _memory("VmRSS")
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     start = time.perf_counter()
@@ -138,7 +166,8 @@ def _size(path: pathlib.Path) -> int:
 
 
 def _loop(_: str, gigabytes: float, folder: pathlib.Path) -> dict[str, float]:
-    """A loop of adds and samples: its iterations alone, and those under a save that does not wait, in microseconds."""
+    """A loop of adds and samples: its iterations alone, and those under a save that does not wait,
+    in microseconds."""
     import itertools
 
     import jax
@@ -146,22 +175,22 @@ def _loop(_: str, gigabytes: float, folder: pathlib.Path) -> dict[str, float]:
     import jaxreplay as jr
     from jaxreplay.checkpoint import Checkpointer
 
-    replay, _, state = filled(num_rows_of(gigabytes))
-    buffer, steps = jr.jit(replay), steps_of(8, 7)
+    buffer, _, state = filled(num_rows_of(gigabytes))
+    buffer, steps = jr.jit(buffer), steps_of(8, 7)
     each = itertools.cycle([jax.tree.map(lambda leaf, t=t: leaf[t], steps) for t in range(8)])
     keys = itertools.cycle(list(jax.random.split(jax.random.key(0), 64)))
     found: dict[str, float] = {}
     for name in ("first", "second"):
-        checkpointer = Checkpointer(folder / name, replay, level=None)
+        checkpointer = Checkpointer(folder / name, buffer, compression_level=None)
         for what in ("alone", "saving", "alone after"):
             os.sync()
             start, count = time.perf_counter(), 0
             if what == "saving":
-                checkpointer.save(state, wait=False)
+                checkpointer.save(state, blocking=False)
                 found["pause"] = time.perf_counter() - start
             loop_start = time.perf_counter()
             while checkpointer.is_saving if what == "saving" else count < 2_000:
-                checkpointer.pump(state)
+                checkpointer.advance(state)
                 state = buffer.add(state, next(each))
                 jax.block_until_ready(buffer.sample(state, next(keys)))
                 count += 1
@@ -173,7 +202,10 @@ def _loop(_: str, gigabytes: float, folder: pathlib.Path) -> dict[str, float]:
 
 
 def _report(runs: dict[str, list[dict[str, float]]], gigabytes: float) -> str:
-    median = {way: {name: statistics.median(run[name] for run in found) for name in found[0]} for way, found in runs.items()}
+    median = {
+        way: {name: statistics.median(run[name] for run in found) for name in found[0]}
+        for way, found in runs.items()
+    }
     num_rows = num_rows_of(gigabytes)
     versions = [f"{name} {importlib.metadata.version(name)}" for name in _LIBRARIES]
     intro = _INTRO.format(
@@ -186,37 +218,51 @@ def _report(runs: dict[str, list[dict[str, float]]], gigabytes: float) -> str:
         date=datetime.date.today().isoformat(),
     )
     lines = [
-        "| | save | restore, cold | restore, warm | memory of the save | of the restore | bytes written | save of 1 % more | its bytes |",
+        "| | save | restore, cold | restore, warm | memory of the save | of the restore | bytes "
+        "written | save of 1 % more | its bytes |",
         "| --- | " + " | ".join(["---:"] * 8) + " |",
     ]
     for way, title in _WAYS.items():
         found = median[way]
-        more = [f"{found['save 1 %']:.3f}", f"{found['bytes of 1 %'] / 1e6:,.1f} MB"] if "save 1 %" in found else ["", ""]
+        more = (
+            [f"{found['save 1 %']:.3f}", f"{found['bytes of 1 %'] / 1e6:,.1f} MB"]
+            if "save 1 %" in found
+            else ["", ""]
+        )
         cells = [
             *(f"{found[name]:.2f}" for name in ("save", "restore cold", "restore warm")),
-            *(f"{max(found[name], 0) / 2**20:,.0f} MiB" for name in ("save memory", "restore memory")),
+            *(
+                f"{max(found[name], 0) / 2**20:,.0f} MiB"
+                for name in ("save memory", "restore memory")
+            ),
             f"{found['bytes'] / 1e9:.2f} GB",
             *more,
         ]
         lines.append(f"| {title} | {' | '.join(cells)} |")
     ours, plain, loop = median["jaxreplay"], median["plain"], median["loop"]
-    speeds = [f"{name} {plain[name] / ours[name]:.2f}" for name in ("save", "restore cold", "restore warm")]
+    speeds = [
+        f"{name} {plain[name] / ours[name]:.2f}"
+        for name in ("save", "restore cold", "restore warm")
+    ]
     last = f"""
-Not compressed, jaxreplay's speed over that of the plain write: {", ".join(speeds)} (target: at least 0.7).
-A save of 1 % more took {ours["save 1 %"] / ours["save"]:.1%} of the full one's time and {ours["bytes of 1 %"] / ours["bytes"]:.1%} of its
-bytes (target: at most 5 %).
+Not compressed, jaxreplay's speed over that of the plain write: {", ".join(speeds)} (target: at
+least 0.7). A save of 1 % more took {ours["save 1 %"] / ours["save"]:.1%} of the full one's time and
+{ours["bytes of 1 %"] / ours["bytes"]:.1%} of its bytes (target: at most 5 %).
 
-A loop of an add of 16 steps and a sample of 32, one jitted call after another, took {loop["alone"]:,.0f} microseconds an iteration alone
-({loop["alone after"]:,.0f} afterwards), and {loop["saving"]:,.0f} under `save(state, wait=False)` with `level=None` and a `pump`
-before each add. After {loop["iterations"]:,.0f} iterations, {loop["seconds"]:.2f} seconds, the save was there. The call of `save` itself
-took {loop["pause"] * 1e3:,.0f} ms.
+A loop of an add of 16 steps and a sample of 32, one jitted call after another, took
+{loop["alone"]:,.0f} microseconds an iteration alone ({loop["alone after"]:,.0f} afterwards), and
+{loop["saving"]:,.0f} under `save(state, blocking=False)` with `compression_level=None` and an
+`advance` before each add. After {loop["iterations"]:,.0f} iterations, {loop["seconds"]:.2f}
+seconds, the save was there. The call of `save` itself took {loop["pause"] * 1e3:,.0f} ms.
 """
     return intro + "\n" + "\n".join(lines) + "\n" + last
 
 
 def _cpu_model() -> str:
     lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "a CPU")
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "a CPU"
+    )
 
 
 if __name__ == "__main__":

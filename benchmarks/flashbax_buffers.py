@@ -1,4 +1,5 @@
-"""flashbax as `workload.py` takes it: flat buffers, with the tree update that it has for the backend."""
+"""flashbax as `workload.py` takes it: flat buffers, with the tree update that it has for the
+backend."""
 
 import flashbax
 import jax
@@ -8,15 +9,23 @@ from workload import Drawn
 
 
 class Library:
-    """Forms: "" carries the experience alone through a loop; "carried" the whole sample, its probabilities too; "weights" has a loss."""
+    """Forms: "" carries the experience alone through a loop; "carried" the whole sample, its
+    probabilities too; "weights" has a loss."""
 
     def __init__(self, case: Case):
         self._carries_all = case.form == "carried"
-        sizes = {"max_length": case.capacity, "min_length": NUM_ENVS, "sample_batch_size": BATCH_SIZE, "add_batch_size": NUM_ENVS}
+        sizes = {
+            "max_length": case.capacity,
+            "min_length": NUM_ENVS,
+            "sample_batch_size": BATCH_SIZE,
+            "add_batch_size": NUM_ENVS,
+        }
         if case.buffer == "uniform":
             self._buffer = flashbax.make_flat_buffer(**sizes)
         else:
-            self._buffer = flashbax.make_prioritised_flat_buffer(**sizes, device=jax.default_backend())
+            self._buffer = flashbax.make_prioritised_flat_buffer(
+                **sizes, device=jax.default_backend()
+            )
 
     def init(self, example):
         return self._buffer.init(example)
@@ -26,7 +35,8 @@ class Library:
 
     def sample(self, state, key) -> Drawn:
         batch = self._buffer.sample(state, key)
-        # Where the probabilities are carried on but do not feed the update, XLA copies the whole tree in each iteration.
+        # Where the probabilities are carried on but do not feed the update, XLA copies the whole
+        # tree in each iteration.
         return Drawn(
             kept=batch if self._carries_all else batch.experience,
             reward=batch.experience.first["reward"],

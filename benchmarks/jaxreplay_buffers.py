@@ -8,42 +8,60 @@ import jaxreplay as jr
 
 
 class Library:
-    """Forms: "" has envs that step together, as flashbax does, and no final observations; the others change one thing each.
+    """Forms: "" has envs that step together, as flashbax does, and no final observations; the
+    others change one thing each.
 
-    "next_step", "final_obs" and "n_step=3" are of the buffer; "weights" and "buffer_max" use importance weights in a loss;
-    "carried" carries the whole sample through a loop, not the items alone.
+    "next_step", "final_obs" and "n_step=3" are of the buffer; "weights" and "buffer_max" use
+    importance weights in a loss; "carried" carries the whole sample through a loop, not the items
+    alone.
     """
 
     def __init__(self, case: Case):
         self._form = case.form
         sizes = {"capacity": case.capacity, "num_envs": NUM_ENVS, "batch_size": BATCH_SIZE}
         if case.buffer == "items":
-            self._replay = jr.items(**sizes)
+            self._buffer = jr.items(**sizes)
             return
-        sizes |= {"autoreset": "next_step" if case.form == "next_step" else "same_step", "n_step": 3 if case.form == "n_step=3" else 1}
+        sizes |= {
+            "autoreset": "next_step" if case.form == "next_step" else "same_step",
+            "n_step": 3 if case.form == "n_step=3" else 1,
+        }
         if case.buffer == "uniform":
-            self._replay = jr.uniform(**sizes)
+            self._buffer = jr.uniform(**sizes)
         else:
-            self._replay = jr.prioritized(**sizes, keep_minimum=case.form == "buffer_max")
+            self._buffer = jr.prioritized(**sizes, keep_minimum=case.form == "buffer_max")
 
     def init(self, example):
-        return self._replay.init(example)
+        return self._buffer.init(example)
 
     def add(self, state, step):
-        return self._replay.add(state, step)
+        return self._buffer.add(state, step)
 
     def sample(self, state, key) -> Drawn:
-        batch = self._replay.sample(state, key)
-        kept = batch if self._form == "carried" else batch.items
-        reward = getattr(batch.items, "reward", None)
-        return Drawn(kept=kept, reward=reward, index=batch.index, probability=batch.probability, is_valid=batch.is_valid)
+        batch = self._buffer.sample(state, key)
+        kept = batch if self._form == "carried" else batch.experience
+        reward = getattr(batch.experience, "reward", None)
+        return Drawn(
+            kept=kept,
+            reward=reward,
+            index=batch.index,
+            probability=batch.probability,
+            is_valid=batch.is_valid,
+        )
 
     def update(self, state, index, priority):
-        return self._replay.update_priorities(state, index, priority)
+        return self._buffer.update_priorities(state, index, priority)
 
     def weight(self, state, drawn: Drawn) -> jax.Array:
-        size = self._replay.size(state)
-        batch = jr.Sample(items=None, index=drawn.index, probability=drawn.probability, is_valid=drawn.is_valid)
+        size = self._buffer.size(state)
+        batch = jr.Sample(
+            experience=None,
+            index=drawn.index,
+            probability=drawn.probability,
+            is_valid=drawn.is_valid,
+        )
         if self._form == "buffer_max":
-            return jr.importance_weights(batch, size, 0.4, "buffer_max", self._replay.min_probability(state))
-        return jr.importance_weights(batch, size, exponent=0.4)
+            return jr.importance_weights(
+                batch, size, 0.4, "buffer_max", self._buffer.min_probability(state)
+            )
+        return jr.importance_weights(batch, size, beta=0.4)

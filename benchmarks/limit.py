@@ -1,8 +1,9 @@
 """What the memory allows: NumPy moving the same bytes, with no draw, no checks and no tree.
 
-An add is `np.copyto` of a step's leaves to neighbouring rows; a sample is `np.take` of the sampled leaves at random rows that were drawn
-before; an update of priorities writes them to their rows. Forms of a sample: "into" arrays that are used again (also the default), or
-"fresh" ones in each call, as JAX returns them.
+An add is `np.copyto` of a step's leaves to neighbouring rows; a sample is `np.take` of the sampled
+leaves at random rows that were drawn before; an update of priorities writes them to their rows.
+Forms of a sample: "into" arrays that are used again (also the default), or "fresh" ones in each
+call, as JAX returns them.
 """
 
 import itertools
@@ -13,7 +14,8 @@ from cases import BATCH_SIZE, NUM_ENVS, Case
 from steps import random_obs, random_steps
 from timing import stopwatch
 
-_BATCHES = 4096  # different ones: a million rows, so that a cache does not remember the last time round
+# different ones: a million rows, so that a cache does not remember the last time round
+_BATCHES = 4096
 
 
 class Storage:
@@ -24,7 +26,10 @@ class Storage:
         self.capacity = case.capacity
         self.leaves = {"obs": random_obs(rng, case, (case.capacity,))}
         if case.obs == "vector":
-            self.leaves |= {name: rng.integers(2, size=case.capacity).astype(dtype) for name, dtype in _SCALARS.items()}
+            self.leaves |= {
+                name: rng.integers(2, size=case.capacity).astype(dtype)
+                for name, dtype in _SCALARS.items()
+            }
         self.priority = rng.random(case.capacity, dtype=np.float32)
         self.head = 0
 
@@ -41,11 +46,19 @@ def prepare(case: Case) -> Callable[[], float]:
     storage = Storage(case)
     take = _take(case, storage)
     steps = random_steps(case)
-    steps = itertools.cycle([{name: leaf[i] for name, leaf in steps.items()} for i in range(len(steps["obs"]))])
-    rows = itertools.cycle(list(np.random.default_rng(2).integers(case.capacity - NUM_ENVS, size=(_BATCHES, BATCH_SIZE))))
+    steps = itertools.cycle(
+        [{name: leaf[i] for name, leaf in steps.items()} for i in range(len(steps["obs"]))]
+    )
+    rows = itertools.cycle(
+        list(
+            np.random.default_rng(2).integers(case.capacity - NUM_ENVS, size=(_BATCHES, BATCH_SIZE))
+        )
+    )
     priority = storage.priority[:BATCH_SIZE].copy()
     adds, samples = case.operation in ("add", "fused"), case.operation in ("sample", "fused")
-    updates = case.operation == "update" or (case.operation == "fused" and case.buffer == "prioritized")
+    updates = case.operation == "update" or (
+        case.operation == "fused" and case.buffer == "prioritized"
+    )
 
     def run() -> None:
         for _ in range(case.iterations):
@@ -61,11 +74,15 @@ def prepare(case: Case) -> Callable[[], float]:
 
 
 def _take(case: Case, storage: Storage) -> Callable[[np.ndarray], object]:
-    """The leaves of a sample; a transition also takes its next observation, and one flag stands for its discount."""
+    """The leaves of a sample; a transition also takes its next observation, and one flag stands for
+    its discount."""
     leaves = [leaf for name, leaf in storage.leaves.items() if name != "truncated"]
     next_obs = [] if case.buffer == "items" else [storage.leaves["obs"]]
     if case.form == "fresh":
-        return lambda rows: [np.take(leaf, rows, axis=0) for leaf in leaves] + [np.take(leaf, rows + NUM_ENVS, axis=0) for leaf in next_obs]
+        return lambda rows: (
+            [np.take(leaf, rows, axis=0) for leaf in leaves]
+            + [np.take(leaf, rows + NUM_ENVS, axis=0) for leaf in next_obs]
+        )
     into = [np.zeros((BATCH_SIZE, *leaf.shape[1:]), leaf.dtype) for leaf in leaves + next_obs]
 
     def take_into(rows: np.ndarray) -> None:

@@ -1,4 +1,5 @@
-"""Look-ups in episodes, in jaxreplay: what is timed is `sample` of a full buffer whose episodes all have one length."""
+"""Look-ups in episodes, in jaxreplay: what is timed is `sample` of a full buffer whose episodes all
+have one length."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,16 +17,20 @@ DISCOUNT = 0.99
 
 
 def prepare(case: Case) -> Callable[[], float]:
-    replay = _replay(case)
+    buffer = _buffer_of(case)
     steps = jax.tree.map(jnp.asarray, episode_steps(case))
-    state = replay.init(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), steps))
-    state = jax.block_until_ready(jax.jit(replay.extend, donate_argnums=0)(state, steps))
+    state = buffer.init(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), steps))
+    state = jax.block_until_ready(jax.jit(buffer.extend, donate_argnums=0)(state, steps))
     keys = jax.random.split(jax.random.key(1), case.iterations)
-    return stopwatch(reading(case, lambda state, key: replay.sample(state, key).items, state, keys), case.iterations)
+    return stopwatch(
+        reading(case, lambda state, key: buffer.sample(state, key).experience, state, keys),
+        case.iterations,
+    )
 
 
-def _replay(case: Case) -> jr.ReplayBuffer:
-    """The rows are those of the steps and, as the envs reset in the next step, of a final observation after each episode."""
+def _buffer_of(case: Case) -> jr.ReplayBuffer:
+    """The rows are those of the steps and, as the envs reset in the next step, of a final
+    observation after each episode."""
     sizes: dict[str, Any] = {
         "capacity": case.capacity,
         "num_envs": case.num_envs,
@@ -33,9 +38,12 @@ def _replay(case: Case) -> jr.ReplayBuffer:
         "autoreset": "next_step",
     }
     if case.buffer == "episodes":
-        return jr.episodes(**sizes, discount=DISCOUNT)
+        return jr.future_pairs(**sizes, gamma=DISCOUNT)
     if case.buffer == "two terminals":
-        return jr.episodes(**sizes, discount=DISCOUNT, max_terminals=2)
+        return jr.future_pairs(**sizes, gamma=DISCOUNT, max_terminals=2)
     if case.buffer == "sequences":
         return jr.sequences(**sizes, length=16, burn_in=4)
-    return jr.hindsight(jr.uniform(**sizes), lambda achieved, goal, step: -jnp.any(achieved != goal).astype(jnp.float32))
+    return jr.hindsight(
+        jr.uniform(**sizes),
+        lambda achieved, goal, step: -jnp.any(achieved != goal).astype(jnp.float32),
+    )

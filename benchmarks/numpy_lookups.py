@@ -1,7 +1,9 @@
-"""The same pairs from the same arrays, in NumPy: the positions of all ends were found before, and a batch is done at once.
+"""The same pairs from the same arrays, in NumPy: the positions of all ends were found before, and a
+batch is done at once.
 
-Forms: "sort" finds the next ends of each sampled row by sorting its distances to all ends, as is often seen; "search" by a binary search,
-which is the best that we know of, where rows lie in one stream that never wraps.
+Forms: "sort" finds the next ends of each sampled row by sorting its distances to all ends, as is
+often seen; "search" by a binary search, which is the best that we know of, where rows lie in one
+stream that never wraps.
 """
 
 from collections.abc import Callable
@@ -18,7 +20,8 @@ class Lookup:
     def __init__(self, case: Case):
         steps = episode_steps(case)
         self.obs, self.action = steps["obs"][:, 0], steps["action"][:, 0]
-        self.ends = np.flatnonzero((steps["terminated"] | steps["truncated"])[:, 0]) + 1  # the rows of the final observations
+        # the rows of the final observations
+        self.ends = np.flatnonzero((steps["terminated"] | steps["truncated"])[:, 0]) + 1
         self.starts = np.concatenate([[0], self.ends[:-1] + 1])
         self.rng = np.random.default_rng(0)
         self.num_ahead = 2 if case.buffer == "two terminals" else 1
@@ -29,14 +32,19 @@ class Lookup:
         row = self.rng.integers(self.starts[episode], self.ends[episode])
         num_ahead = self.find(row) - row
         # The truncated geometric law, inverted.
-        drawn = np.log1p(self.rng.random(BATCH_SIZE) * np.expm1(num_ahead * np.log(DISCOUNT))) / np.log(DISCOUNT)
+        drawn = np.log1p(
+            self.rng.random(BATCH_SIZE) * np.expm1(num_ahead * np.log(DISCOUNT))
+        ) / np.log(DISCOUNT)
         horizon = np.clip(np.floor(drawn).astype(int) + 1, 1, num_ahead)
         return self.obs[row], self.action[row], self.obs[row + horizon], horizon
 
     def _by_sort(self, row: np.ndarray) -> np.ndarray:
-        """The row of the end that bounds each horizon: the last of the `num_ahead` next ones that are there."""
+        """The row of the end that bounds each horizon: the last of the `num_ahead` next ones that
+        are there."""
         distance = self.ends - row[:, None]
-        ahead = np.sort(np.where(distance > 0, distance, len(self.obs)), axis=1)[:, : self.num_ahead]
+        ahead = np.sort(np.where(distance > 0, distance, len(self.obs)), axis=1)[
+            :, : self.num_ahead
+        ]
         return row + np.where(ahead < len(self.obs), ahead, 0).max(axis=1)
 
     def _by_search(self, row: np.ndarray) -> np.ndarray:

@@ -15,9 +15,12 @@ _WIDTH = 64
 
 
 def prepare(case: Case) -> Callable[[], float]:
-    """Forms: "streamed" by jaxreplay; "joined": each leaf goes through `np.concatenate`, and is then copied to the device."""
+    """Forms: "streamed" by jaxreplay; "joined": each leaf goes through `np.concatenate`, and is
+    then copied to the device."""
     many = _trajectories(case.capacity)
-    return stopwatch(_streaming(many) if case.form == "streamed" else lambda: _join(many), iterations=1)
+    return stopwatch(
+        _streaming(many) if case.form == "streamed" else lambda: _join(many), iterations=1
+    )
 
 
 def num_bytes(capacity: int) -> int:
@@ -40,8 +43,12 @@ def _trajectory(num_steps: int) -> dict[str, np.ndarray]:
 
 
 def _streaming(many: list[dict[str, np.ndarray]]) -> Callable[[], None]:
-    rollout = jr.rollout(length=sum(len(one["obs"]) for one in many), num_envs=1, autoreset="next_step")
-    state = rollout.init(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), many[0]))
+    rollout = jr.rollout(
+        length=sum(len(one["obs"]) for one in many), num_envs=1, autoreset="next_step"
+    )
+    state = rollout.init(
+        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), many[0])
+    )
 
     def run() -> None:
         nonlocal state
@@ -51,4 +58,6 @@ def _streaming(many: list[dict[str, np.ndarray]]) -> Callable[[], None]:
 
 
 def _join(many: list[dict[str, np.ndarray]]) -> None:
-    jax.block_until_ready({name: jnp.array(np.concatenate([one[name] for one in many])) for name in many[0]})
+    jax.block_until_ready(
+        {name: jnp.array(np.concatenate([one[name] for one in many])) for name in many[0]}
+    )

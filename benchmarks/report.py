@@ -14,19 +14,23 @@ from cases import ONE_THREAD, Row, Sizes
 import jaxreplay
 
 _INTRO = """\
-Microseconds per iteration: the median over {rounds} rounds, with the quartiles in brackets. Ratios are of medians. Each library ran in
-a process of its own; in a round all columns of a row are timed one after another, and the next round goes through them in reverse. All
-buffers are full, of steps with obs float32[8], action int32, reward float32, terminated and truncated; about 1 % of the steps end an
-episode. An add brings one step of each of 64 envs; a sample draws 256 items; states are donated.
+Microseconds per iteration: the median over {rounds} rounds, with the quartiles in brackets. Ratios
+are of medians. Each library ran in a process of its own; in a round all columns of a row are timed
+one after another, and the next round goes through them in reverse. All buffers are full, of steps
+with obs float32[8], action int32, reward float32, terminated and truncated; about 1 % of the steps
+end an episode. An add brings one step of each of 64 envs; a sample draws 256 items; states are
+donated.
 
-- **call**: one jitted call after another, dispatch included, waited for once at the end of the loop. **scan**: an iteration of a
-  `lax.scan` in one jitted program. **fused**: such a scan around add, sample and, where the buffer has priorities, new ones from the
-  sampled rewards.
-- Every sampled leaf is used: a loop carries the sampled items on, while the probabilities feed the new priorities, with a factor of 0,
-  which is flashbax's fast form. **carried**: the whole sample is carried on, and the probabilities feed nothing. **weights**: importance
-  weights from the probabilities go into a loss, and the new priorities do not depend on them, as in a training loop.
-- **limit**: NumPy moving the same bytes from a Python loop: `np.copyto` for an add; for a sample `np.take`, at rows drawn before, into
-  arrays that are used again; for an update a plain write of the new priorities. It draws nothing, checks nothing and keeps no tree.
+- **call**: one jitted call after another, dispatch included, waited for once at the end of the
+  loop. **scan**: an iteration of a `lax.scan` in one jitted program. **fused**: such a scan around
+  add, sample and, where the buffer has priorities, new ones from the sampled rewards.
+- Every sampled leaf is used: a loop carries the sampled items on, while the probabilities feed the
+  new priorities, with a factor of 0, which is flashbax's fast form. **carried**: the whole sample
+  is carried on, and the probabilities feed nothing. **weights**: importance weights from the
+  probabilities go into a loss, and the new priorities do not depend on them, as in a training loop.
+- **limit**: NumPy moving the same bytes from a Python loop: `np.copyto` for an add; for a sample
+  `np.take`, at rows drawn before, into arrays that are used again; for an update a plain write of
+  the new priorities. It draws nothing, checks nothing and keeps no tree.
 """
 
 
@@ -50,7 +54,10 @@ class Result:
 
 
 def about(quick: bool) -> dict[str, str]:
-    versions = {name: importlib.metadata.version(name) for name in ("flashbax", "jax", "jaxlib", "numpy", "torch", "stable_baselines3")}
+    versions = {
+        name: importlib.metadata.version(name)
+        for name in ("flashbax", "jax", "jaxlib", "numpy", "torch", "stable_baselines3")
+    }
     return {
         "machine": f"{_cpu_model()}, {os.cpu_count()} cores",
         "platform": os.environ.get("JAX_PLATFORMS", "cpu"),
@@ -63,12 +70,19 @@ def about(quick: bool) -> dict[str, str]:
 
 
 def markdown(results: list[Result], sizes: Sizes, quick: bool) -> str:
-    sections = ["# Benchmarks", "\n".join(f"- {key}: {value}" for key, value in about(quick).items()), _INTRO.format(rounds=sizes.rounds)]
+    sections = [
+        "# Benchmarks",
+        "\n".join(f"- {key}: {value}" for key, value in about(quick).items()),
+        _INTRO.format(rounds=sizes.rounds),
+    ]
     tables = {}
     for result in results:
         key = (result.row.table, result.row.capacity if result.row.table in ("main", "flat") else 0)
         tables.setdefault(key, []).append(result)
-    return "\n\n".join(sections + [_TABLES[table](chosen) for (table, _), chosen in tables.items()]) + "\n"
+    return (
+        "\n\n".join(sections + [_TABLES[table](chosen) for (table, _), chosen in tables.items()])
+        + "\n"
+    )
 
 
 def _main(results: list[Result]) -> str:
@@ -84,7 +98,11 @@ def _main(results: list[Result]) -> str:
         for r in results
     ]
     title = f"## {results[0].row.capacity:,} rows"
-    return _table(title, ["", "jaxreplay", "flashbax", "limit", "flashbax / jaxreplay", "jaxreplay / limit"], lines)
+    return _table(
+        title,
+        ["", "jaxreplay", "flashbax", "limit", "flashbax / jaxreplay", "jaxreplay / limit"],
+        lines,
+    )
 
 
 def _threads(results: list[Result]) -> str:
@@ -101,45 +119,82 @@ def _threads(results: list[Result]) -> str:
     ]
     title = """## One thread
 
-The fused loop again, and in processes with `NPROC=1`, where XLA has one thread. With more it hands even work of a microsecond from
-thread to thread, and splits each read from a leaf of 512 KiB or more. Time with all threads / with one; and, of one thread, flashbax /
+The fused loop again, and in processes with `NPROC=1`, where XLA has one thread. With more it hands
+even work of a microsecond from thread to thread, and splits each read from a leaf of 512 KiB or
+more. Time with all threads / with one; and, of one thread, flashbax /
 jaxreplay."""
-    head = ["", ours, "one thread", theirs, "one thread", f"{ours}: all / one", f"{theirs}: all / one", "one thread: flashbax / jaxreplay"]
+    head = [
+        "",
+        ours,
+        "one thread",
+        theirs,
+        "one thread",
+        f"{ours}: all / one",
+        f"{theirs}: all / one",
+        "one thread: flashbax / jaxreplay",
+    ]
     return _table(title, head, lines)
 
 
 def _forms(results: list[Result]) -> str:
-    lines = [[r.row.name, r.cell("form"), r.cell("plain"), r.ratio("form", "plain")] for r in results]
+    lines = [
+        [r.row.name, r.cell("form"), r.cell("plain"), r.ratio("form", "plain")] for r in results
+    ]
     title = f"""## What a form costs
 
-The fused loop of jaxreplay at {results[0].row.capacity:,} rows, with one thing changed: `autoreset="next_step"`; `same_step` with a final
-observation in every step; 3-step transitions; importance weights in a loss, over the batch's largest (weights) or the buffer's."""
+The fused loop of jaxreplay at {results[0].row.capacity:,} rows, with one thing changed:
+`autoreset="next_step"`; `same_step` with a final
+observation in every step; 3-step transitions; importance weights in a loss,
+over the batch's largest (weights) or the buffer's."""
     return _table(title, ["", "form", "plain", "form / plain"], lines)
 
 
 def _flat(results: list[Result]) -> str:
     small, large = (results[0].row.columns[name][1].capacity for name in ("small", "large"))
     lines = [
-        [r.row.name, r.cell("small"), r.cell("large"), r.ratio("large", "small"), r.ratio("limit_large", "limit_small")] for r in results
+        [
+            r.row.name,
+            r.cell("small"),
+            r.cell("large"),
+            r.ratio("large", "small"),
+            r.ratio("limit_large", "limit_small"),
+        ]
+        for r in results
     ]
     title = f"""## Writes at {small:,} and {large:,} rows
 
-A write of jaxreplay that copied a leaf of the buffer would be slower by up to the ratio of the capacities, {large // small}. Target: at
-most 1.6. What is left comes from the caches, from the tree's depth, and from XLA's threads, which split a read from a leaf of 512 KiB or
-more; it shows most in a scan, where nothing else is paid. The limit, NumPy's plain write of the same rows, has the first."""
-    return _table(title, ["", f"{small:,} rows", f"{large:,} rows", "ratio", "the limit's ratio"], lines)
+A write of jaxreplay that copied a leaf of the buffer would be slower by up to the ratio of the
+capacities, {large // small}. Target: at most 1.6. What is left comes from the caches, from the
+tree's depth, and from XLA's threads, which split a read from a leaf of 512 KiB or
+more; it shows most in a scan, where nothing else is paid. The limit,
+NumPy's plain write of the same rows, has the first."""
+    return _table(
+        title, ["", f"{small:,} rows", f"{large:,} rows", "ratio", "the limit's ratio"], lines
+    )
 
 
 def _image(results: list[Result]) -> str:
     lines = [
-        [r.row.name, r.cell("jaxreplay"), r.cell("fresh"), r.cell("into"), r.ratio("jaxreplay", "fresh"), r.ratio("jaxreplay", "into")]
+        [
+            r.row.name,
+            r.cell("jaxreplay"),
+            r.cell("fresh"),
+            r.cell("into"),
+            r.ratio("jaxreplay", "fresh"),
+            r.ratio("jaxreplay", "into"),
+        ]
         for r in results
     ]
     title = f"""## Samples of images
 
-256 of {results[0].row.capacity:,} items uint8[84, 84, 4]. `np.take` returns new arrays, as a call of jaxreplay does, or fills arrays that
+256 of {results[0].row.capacity:,} items uint8[84, 84, 4]. `np.take` returns new arrays, as a call
+of jaxreplay does, or fills arrays that
 are used again, as the scan does. Target for one take: at most 1.3."""
-    return _table(title, ["", "jaxreplay", "take", "take, out=", "jaxreplay / take", "jaxreplay / take, out="], lines)
+    return _table(
+        title,
+        ["", "jaxreplay", "take", "take, out=", "jaxreplay / take", "jaxreplay / take, out="],
+        lines,
+    )
 
 
 def _lengths(results: list[Result]) -> str:
@@ -147,13 +202,18 @@ def _lengths(results: list[Result]) -> str:
     lines = []
     for r in results:
         medians = [r.median(name) for name in names]
-        lines.append([r.row.name, *(r.cell(name) for name in names), f"{max(medians) / min(medians):.2f}"])
+        lines.append(
+            [r.row.name, *(r.cell(name) for name in names), f"{max(medians) / min(medians):.2f}"]
+        )
     title = f"""## Look-ups in short and long episodes
 
-Samples of jaxreplay at {results[0].row.capacity:,} rows of 4 envs whose episodes are all as long as the column says: `jr.episodes`,
-`jr.hindsight` (goals of a later step) and `jr.sequences` (16 steps and a burn-in of 4). Target for the slowest over the fastest: at
+Samples of jaxreplay at {results[0].row.capacity:,} rows of 4 envs whose episodes are all as long as
+the column says: `jr.future_pairs`, `jr.hindsight` (goals of a later step) and `jr.sequences` (16
+steps and a burn-in of 4). Target for the slowest over the fastest: at
 most 1.3."""
-    return _table(title, ["", *(f"{int(name):,} steps" for name in names), "slowest / fastest"], lines)
+    return _table(
+        title, ["", *(f"{int(name):,} steps" for name in names), "slowest / fastest"], lines
+    )
 
 
 def _numpy(results: list[Result]) -> str:
@@ -169,17 +229,31 @@ def _numpy(results: list[Result]) -> str:
     ]
     title = """## Pairs at a geometric horizon, beside NumPy
 
-100 episodes of 100 steps: an episode, a step of it, how many steps there are to the end, a horizon, and both observations. NumPy knows
+100 episodes of 100 steps: an episode, a step of it, how many steps there are to the end, a horizon,
+and both observations. NumPy knows
 all ends beforehand, and sorts the distances to them (sort) or searches them (search)."""
-    head = ["", "call", "scan", "NumPy: sort", "NumPy: search", "sort / call", "search / call", "search / scan"]
+    head = [
+        "",
+        "call",
+        "scan",
+        "NumPy: sort",
+        "NumPy: search",
+        "sort / call",
+        "search / call",
+        "search / scan",
+    ]
     return _table(title, head, lines)
 
 
 def _ragged(results: list[Result]) -> str:
-    lines = [[r.row.name, r.cell("streamed"), r.cell("joined"), r.ratio("joined", "streamed")] for r in results]
+    lines = [
+        [r.row.name, r.cell("streamed"), r.cell("joined"), r.ratio("joined", "streamed")]
+        for r in results
+    ]
     title = f"""## Ragged trajectories
 
-{ragged.num_bytes(results[0].row.capacity) / 1e9:.2f} GB on the host go to the device: by `Rollout.from_trajectories`, in chunks; or
+{ragged.num_bytes(results[0].row.capacity) / 1e9:.2f} GB on the host go to the device: by
+`Rollout.from_trajectories`, in chunks; or
 by `np.concatenate` and a copy of each leaf."""
     return _table(title, ["", "streamed", "concatenated", "concatenated / streamed"], lines)
 
@@ -188,10 +262,17 @@ def _crossing(results: list[Result]) -> str:
     lines = []
     for r in results:
         ours, *others = r.row.columns
-        lines.append([f"{r.row.name}: {ours}", r.cell(ours), *(f"{_CROSSINGS[name]}: {r.cell(name)}" for name in others)])
+        lines.append(
+            [
+                f"{r.row.name}: {ours}",
+                r.cell(ours),
+                *(f"{_CROSSINGS[name]}: {r.cell(name)}" for name in others),
+            ]
+        )
     title = """## Eight leaves of a batch to PyTorch, and back
 
-Leaves float32[256, 8]. jaxreplay's functions check each leaf; `from_torch` makes copies that nobody else can write to."""
+Leaves float32[256, 8]. jaxreplay's functions check each leaf; `from_torch` makes copies that nobody
+else can write to."""
     return _table(title, ["", "jaxreplay", "beside it", "beside it"], lines)
 
 
@@ -204,12 +285,20 @@ _CROSSINGS = {
 
 
 def _sb3(results: list[Result]) -> str:
-    lines = [[r.row.name, r.cell("ours"), r.cell("theirs"), r.ratio("theirs", "ours")] for r in results]
+    lines = [
+        [r.row.name, r.cell("ours"), r.cell("theirs"), r.ratio("theirs", "ours")] for r in results
+    ]
     title = """## Buffers for Stable-Baselines3
 
-One call after another, as its algorithms make them: an `add` of one env's transition; a `sample` of 256, to tensors. Observations: 31
-numbers; for `DictReplayBuffer` beside an image 84x84x3 uint8; for `HerReplayBuffer` beside two goals of 3 numbers."""
-    return _table(title, ["", "jaxreplay.sb3", "Stable-Baselines3", "Stable-Baselines3 / jaxreplay.sb3"], lines)
+One call after another, as its algorithms make them: an `add` of one env's transition; a `sample` of
+256, to tensors. Observations: 31
+numbers; for `DictReplayBuffer` beside an image 84x84x3 uint8; for `HerReplayBuffer` beside two
+goals of 3 numbers."""
+    return _table(
+        title,
+        ["", "jaxreplay.sb3", "Stable-Baselines3", "Stable-Baselines3 / jaxreplay.sb3"],
+        lines,
+    )
 
 
 _TABLES = {
@@ -240,4 +329,7 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )

@@ -1,9 +1,11 @@
-"""jaxreplay beside flashbax, NumPy, PyTorch and Stable-Baselines3: `python benchmarks/run.py [--quick]`.
+"""jaxreplay beside flashbax, NumPy, PyTorch and Stable-Baselines3:
+`python benchmarks/run.py [--quick]`.
 
 Writes RESULTS.md and results.json next to this file.
 
-Each library runs in a process of its own. All columns of a row are prepared first, then timed in turn, round after round, so that
-whatever else the machine does hits them alike. With --quick the sizes are small: to see that it runs, not for its figures.
+Each library runs in a process of its own. All columns of a row are prepared first, then timed in
+turn, round after round, so that whatever else the machine does hits them alike. With --quick the
+sizes are small: to see that it runs, not for its figures.
 """
 
 import argparse
@@ -27,9 +29,15 @@ class Worker:
 
     def __init__(self, library: str):
         self._library = library
-        environment = {"JAX_PLATFORMS": "cpu"} | dict(os.environ) | ({"NPROC": "1"} if library.endswith(ONE_THREAD) else {})
+        environment = (
+            {"JAX_PLATFORMS": "cpu"}
+            | dict(os.environ)
+            | ({"NPROC": "1"} if library.endswith(ONE_THREAD) else {})
+        )
         command = [sys.executable, str(_HERE / "worker.py"), library.removesuffix(ONE_THREAD)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
 
     def tell(self, **request) -> None:
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -51,9 +59,13 @@ class Worker:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure jaxreplay side by side with flashbax and NumPy.")
+    parser = argparse.ArgumentParser(
+        description="Measure jaxreplay side by side with flashbax and NumPy."
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes, one or two minutes")
-    parser.add_argument("--only", default="", help="rows whose table or name contains this; nothing is written")
+    parser.add_argument(
+        "--only", default="", help="rows whose table or name contains this; nothing is written"
+    )
     arguments = parser.parse_args()
     sizes = QUICK if arguments.quick else Sizes()
     rows = [row for row in all_rows(sizes) if arguments.only in f"{row.table} {row.name}"]

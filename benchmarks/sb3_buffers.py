@@ -1,4 +1,5 @@
-"""The drop-in buffers and Stable-Baselines3's own: one call after another, of an `add` or a `sample`."""
+"""The drop-in buffers and Stable-Baselines3's own: one call after another, of an `add` or a
+`sample`."""
 
 from collections.abc import Callable
 
@@ -18,7 +19,9 @@ _GOAL = spaces.Box(-1, 1, (3,), np.float32)
 _SPACES = {
     "ReplayBuffer": _VECTOR,
     "NStepReplayBuffer": _VECTOR,
-    "DictReplayBuffer": spaces.Dict(image=spaces.Box(0, 255, (84, 84, 3), np.uint8), vector=_VECTOR),
+    "DictReplayBuffer": spaces.Dict(
+        image=spaces.Box(0, 255, (84, 84, 3), np.uint8), vector=_VECTOR
+    ),
     "HerReplayBuffer": spaces.Dict(observation=_VECTOR, achieved_goal=_GOAL, desired_goal=_GOAL),
 }
 _ACTION = spaces.Box(-1, 1, (8,))
@@ -33,8 +36,12 @@ def prepare(case: Case) -> Callable[[], float]:
     """Forms: "ours", "theirs"."""
     torch.set_num_threads(1)
     options = {"env": _Env()} if case.buffer == "HerReplayBuffer" else {}
-    theirs = HerReplayBuffer if case.buffer == "HerReplayBuffer" else getattr(buffers, case.buffer, None)
-    buffer = (getattr(sb3, case.buffer) if case.form == "ours" else theirs)(case.capacity, _SPACES[case.buffer], _ACTION, **options)
+    theirs = (
+        HerReplayBuffer if case.buffer == "HerReplayBuffer" else getattr(buffers, case.buffer, None)
+    )
+    buffer = (getattr(sb3, case.buffer) if case.form == "ours" else theirs)(
+        case.capacity, _SPACES[case.buffer], _ACTION, **options
+    )
     add = _adder(buffer)
     for _ in range(case.capacity // 2):
         add()
@@ -51,7 +58,12 @@ def _adder(buffer) -> Callable[[], None]:
     """One env whose episodes have 100 steps, and whose observations follow each other."""
     space = buffer.observation_space
     space.seed(0)
-    two = [{k: v[None] for k, v in space.sample().items()} if isinstance(space, spaces.Dict) else space.sample()[None] for _ in range(2)]
+    two = [
+        {k: v[None] for k, v in space.sample().items()}
+        if isinstance(space, spaces.Dict)
+        else space.sample()[None]
+        for _ in range(2)
+    ]
     action, reward, time = np.zeros((1, 8), np.float32), np.zeros(1, np.float32), 0
 
     def add() -> None:

@@ -1,4 +1,5 @@
-"""DQN of Stable-Baselines3 on CartPole over 5 seeds: its own buffer, the drop-in, and `PrioritizedDQN`, side by side.
+"""DQN of Stable-Baselines3 on CartPole over 5 seeds: its own buffer, the drop-in, and
+`PrioritizedDQN`, side by side.
 
 python benchmarks/sb3_returns.py        # writes SB3_RETURNS.md next to this file
 """
@@ -33,8 +34,12 @@ _OPTIONS = {
 }
 _COLUMNS = {
     "DQN, SB3's ReplayBuffer": lambda seed: DQN("MlpPolicy", "CartPole-v1", seed=seed, **_OPTIONS),
-    "DQN, jaxreplay's": lambda seed: DQN("MlpPolicy", "CartPole-v1", seed=seed, replay_buffer_class=sb3.ReplayBuffer, **_OPTIONS),
-    "PrioritizedDQN, 3 steps": lambda seed: sb3.PrioritizedDQN("MlpPolicy", "CartPole-v1", seed=seed, n_steps=3, **_OPTIONS),
+    "DQN, jaxreplay's": lambda seed: DQN(
+        "MlpPolicy", "CartPole-v1", seed=seed, replay_buffer_class=sb3.ReplayBuffer, **_OPTIONS
+    ),
+    "PrioritizedDQN, 3 steps": lambda seed: sb3.PrioritizedDQN(
+        "MlpPolicy", "CartPole-v1", seed=seed, n_steps=3, **_OPTIONS
+    ),
 }
 
 
@@ -42,17 +47,25 @@ def main() -> None:
     torch.set_num_threads(1)
     runs = [(name, seed) for seed in _SEEDS for name in _COLUMNS]
     found = {run: _run(*run) for run in tqdm(runs, unit="run")}
-    versions = {name: importlib.metadata.version(name) for name in ("stable_baselines3", "torch", "jax", "gymnasium")}
+    versions = {
+        name: importlib.metadata.version(name)
+        for name in ("stable_baselines3", "torch", "jax", "gymnasium")
+    }
     lines = [
         "# Returns of Stable-Baselines3's DQN on CartPole-v1",
         "",
-        f"{_STEPS:,} steps; the mean return of 20 greedy episodes after them, and the seconds of training. With equal seeds the first two",
-        "columns are the same run to the last bit: `parameters` is the sum of the network's, in both.",
+        f"{_STEPS:,} steps; the mean return of 20 greedy episodes after them, and the seconds of "
+        f"training. With equal seeds the first two",
+        "columns are the same run to the last bit: `parameters` is the sum of the network's, in "
+        "both.",
         "",
-        f"{', '.join(f'{name} {version}' for name, version in versions.items())}, {datetime.date.today().isoformat()},",
+        f"{', '.join(f'{name} {version}' for name, version in versions.items())}, "
+        f"{datetime.date.today().isoformat()},",
         "`python benchmarks/sb3_returns.py`.",
         "",
-        "| seed | " + " | ".join(f"{name}: return, seconds, parameters" for name in _COLUMNS) + " |",
+        "| seed | "
+        + " | ".join(f"{name}: return, seconds, parameters" for name in _COLUMNS)
+        + " |",
         "| --- | " + " | ".join("---:" for _ in _COLUMNS) + " |",
     ]
     for seed in _SEEDS:
@@ -60,7 +73,9 @@ def main() -> None:
         lines.append(f"| {seed} | " + " | ".join(cells) + " |")
     medians = [f"{np.median([found[name, seed][0] for seed in _SEEDS]):.0f}, " for name in _COLUMNS]
     seconds = [f"{np.median([found[name, seed][1] for seed in _SEEDS]):.1f}" for name in _COLUMNS]
-    lines.append("| median | " + " | ".join(m + s for m, s in zip(medians, seconds, strict=True)) + " |")
+    lines.append(
+        "| median | " + " | ".join(m + s for m, s in zip(medians, seconds, strict=True)) + " |"
+    )
     text = "\n".join(lines) + "\n"
     (Path(__file__).parent / "SB3_RETURNS.md").write_text(text)
     print(text)
@@ -70,7 +85,9 @@ def _run(name: str, seed: int) -> tuple[float, float, float]:
     start = time.perf_counter()
     model = _COLUMNS[name](seed).learn(_STEPS)
     seconds = time.perf_counter() - start
-    parameters = float(sum(parameter.detach().double().sum() for parameter in model.policy.parameters()))
+    parameters = float(
+        sum(parameter.detach().double().sum() for parameter in model.policy.parameters())
+    )
     env = model.get_env()
     env.seed(seed + 1_000)
     return float(evaluate_policy(model, env, n_eval_episodes=20)[0]), seconds, parameters

@@ -26,7 +26,8 @@ def random_steps(case: Case, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def episode_steps(case: Case) -> dict[str, Any]:
-    """Return as many rows as the buffer holds, in episodes of one length, each with its final observation; half are truncated."""
+    """Return as many rows as the buffer holds, in episodes of one length, each with its final
+    observation; half are truncated."""
     rng = np.random.default_rng(0)
     axes = (case.capacity // case.num_envs, case.num_envs)
     time = np.broadcast_to(np.arange(axes[0])[:, None], axes)
@@ -34,7 +35,9 @@ def episode_steps(case: Case) -> dict[str, Any]:
     is_end = position == case.episode_length - 1
     obs = random_obs(rng, case, axes)
     return {
-        "obs": {"observation": obs, "achieved_goal": obs[..., :2], "desired_goal": obs[..., 2:4]} if case.buffer == "hindsight" else obs,
+        "obs": {"observation": obs, "achieved_goal": obs[..., :2], "desired_goal": obs[..., 2:4]}
+        if case.buffer == "hindsight"
+        else obs,
         "action": rng.integers(4, size=axes, dtype=np.int32),
         "reward": rng.normal(size=axes).astype(np.float32),
         "terminated": is_end & (number % 2 == 0),

@@ -4,11 +4,13 @@ import math
 import time
 from collections.abc import Callable
 
-_MIN_SECONDS = 0.05  # a measurement lasts at least this long, against the clock's grain and single interruptions
+# a measurement lasts at least this long, against the clock's grain and single interruptions
+_MIN_SECONDS = 0.05
 
 
 def stopwatch(run: Callable[[], None], iterations: int) -> Callable[[], float]:
-    """A function that measures microseconds per iteration of `run`, which does `iterations` of them and waits for the last."""
+    """A function that measures microseconds per iteration of `run`, which does `iterations` of them
+    and waits for the last."""
     run()  # compiles
     start = time.perf_counter()
     run()

@@ -15,10 +15,14 @@ _ITERATIONS = 200
 
 
 def prepare(case: Case) -> Callable[[], float]:
-    """Forms: `to_torch` and `from_torch` of jaxreplay; "numpy" and "dlpack", what a user writes without it, with no check; "copied": to
-    JAX by `jnp.array`."""
-    arrays = [jax.block_until_ready(jnp.full((BATCH_SIZE, 8), number, jnp.float32)) for number in range(8)]
-    tensors = [torch.empty(BATCH_SIZE, 8).copy_(torch.from_numpy(np.array(array))) for array in arrays]
+    """Forms: `to_torch` and `from_torch` of jaxreplay; "numpy" and "dlpack", what a user writes
+    without it, with no check; "copied": to JAX by `jnp.array`."""
+    arrays = [
+        jax.block_until_ready(jnp.full((BATCH_SIZE, 8), number, jnp.float32)) for number in range(8)
+    ]
+    tensors = [
+        torch.empty(BATCH_SIZE, 8).copy_(torch.from_numpy(np.array(array))) for array in arrays
+    ]
     cross = {
         "to_torch": lambda: to_torch(arrays),
         "numpy": lambda: [torch.from_numpy(np.asarray(array)) for array in arrays],

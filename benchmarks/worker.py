@@ -1,7 +1,8 @@
-"""One library in a process of its own: `python worker.py LIBRARY`, told by `run.py` over its pipes what to do, one JSON object a line.
+"""One library in a process of its own: `python worker.py LIBRARY`, told by `run.py` over its pipes
+what to do, one JSON object a line.
 
-{"prepare": NAME, "case": {...}} fills a buffer and compiles; {"measure": NAME} answers with microseconds per iteration; {"drop": true}
-forgets everything prepared.
+{"prepare": NAME, "case": {...}} fills a buffer and compiles; {"measure": NAME} answers with
+microseconds per iteration; {"drop": true} forgets everything prepared.
 """
 
 import gc

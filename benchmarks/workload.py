@@ -1,8 +1,9 @@
 """The timed programs, the same for each JAX library.
 
-Each keeps one filled buffer alive and changes it in place: states are donated. `Case.mode` says what an iteration is:
-"call": one jitted call, dispatch included; many calls are made one after another and waited for once, at the end.
-"scan": one iteration of a `lax.scan` in one jitted program.
+Each keeps one filled buffer alive and changes it in place: states are donated. `Case.mode` says
+what an iteration is: "call": one jitted call, dispatch included; many calls are made one after
+another and waited for once, at the end. "scan": one iteration of a `lax.scan` in one jitted
+program.
 """
 
 from collections.abc import Callable
@@ -45,18 +46,29 @@ def prepare(library: Library, case: Case) -> Callable[[], float]:
     elif case.operation == "add":
         run = _changing(case, library.add, state, steps)
     elif case.operation == "update":
-        run = _changing(case, lambda state, x: library.update(state, *x), state, _updates(library, state, keys))
+        run = _changing(
+            case, lambda state, x: library.update(state, *x), state, _updates(library, state, keys)
+        )
     else:
-        drawn = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), jax.eval_shape(library.sample, state, keys[0]))
-        run = _changing(case, _fused(library, case), (state, drawn.kept, jnp.float32(0)), (steps, keys))
+        drawn = jax.tree.map(
+            lambda spec: jnp.zeros(spec.shape, spec.dtype),
+            jax.eval_shape(library.sample, state, keys[0]),
+        )
+        run = _changing(
+            case, _fused(library, case), (state, drawn.kept, jnp.float32(0)), (steps, keys)
+        )
     return stopwatch(run, case.iterations)
 
 
 def reading(case: Case, apply: Callable, state: Any, xs: Any) -> Callable[[], None]:
     """Runs `apply(state, x)` for each x; each result replaces the one before."""
     if case.mode == "scan":
-        first = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), jax.eval_shape(apply, state, xs[0]))
-        program = jax.jit(lambda state, xs: jax.lax.scan(lambda _, x: (apply(state, x), None), first, xs)[0])
+        first = jax.tree.map(
+            lambda spec: jnp.zeros(spec.shape, spec.dtype), jax.eval_shape(apply, state, xs[0])
+        )
+        program = jax.jit(
+            lambda state, xs: jax.lax.scan(lambda _, x: (apply(state, x), None), first, xs)[0]
+        )
         inputs = [xs]
     else:
         program, inputs = jax.jit(apply), _unstacked(case, xs)
@@ -71,9 +83,13 @@ def reading(case: Case, apply: Callable, state: Any, xs: Any) -> Callable[[], No
 
 
 def _filled(library: Library, case: Case, steps: Any) -> Any:
-    """A buffer that went round once: memory that was never written may be one shared page of zeros, and reads too fast."""
+    """A buffer that went round once: memory that was never written may be one shared page of zeros,
+    and reads too fast."""
     add_all = jax.jit(
-        lambda state, steps: jax.lax.scan(lambda state, step: (library.add(state, step), None), state, steps)[0], donate_argnums=0
+        lambda state, steps: jax.lax.scan(
+            lambda state, step: (library.add(state, step), None), state, steps
+        )[0],
+        donate_argnums=0,
     )
     state = library.init(jax.tree.map(lambda leaf: leaf[0, 0], steps))
     num_steps, num_envs = jax.tree.leaves(steps)[0].shape[:2]
@@ -84,7 +100,9 @@ def _filled(library: Library, case: Case, steps: Any) -> Any:
 
 def _updates(library: Library, state: Any, keys: jax.Array) -> tuple[Any, jax.Array]:
     """Drawn indices and new priorities, leaves `[iterations, B]`."""
-    draw_all = jax.jit(lambda state, keys: jax.lax.map(lambda key: library.sample(state, key).index, keys))
+    draw_all = jax.jit(
+        lambda state, keys: jax.lax.map(lambda key: library.sample(state, key).index, keys)
+    )
     priority = jax.random.uniform(jax.random.key(2), (keys.shape[0], BATCH_SIZE), minval=0.1)
     return draw_all(state, keys), priority
 
@@ -112,7 +130,10 @@ def _fused(library: Library, case: Case) -> Callable:
 def _changing(case: Case, apply: Callable, carry: Any, xs: Any) -> Callable[[], None]:
     """Runs `carry = apply(carry, x)` for each x."""
     if case.mode == "scan":
-        program = jax.jit(lambda carry, xs: jax.lax.scan(lambda carry, x: (apply(carry, x), None), carry, xs)[0], donate_argnums=0)
+        program = jax.jit(
+            lambda carry, xs: jax.lax.scan(lambda carry, x: (apply(carry, x), None), carry, xs)[0],
+            donate_argnums=0,
+        )
         inputs = [xs]
     else:
         program, inputs = jax.jit(apply, donate_argnums=0), _unstacked(case, xs)

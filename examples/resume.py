@@ -1,12 +1,15 @@
-"""A run that is killed goes on as if it had not been: the agent in orbax's CheckpointManager, its buffer in jaxreplay's Checkpointer.
+"""A run that is killed goes on as if it had not been: the agent in orbax's CheckpointManager, its
+buffer in jaxreplay's Checkpointer.
 
     python examples/resume.py        # a minute on two CPU cores
 
-The training of `dqn.py` runs twice: once from end to end, and once in a process that is killed two times, wherever it
-happens to be, and started again. The returns of all chunks must be equal to the last bit.
+The training of `dqn.py` runs twice: once from end to end, and once in a process that is killed two
+times, wherever it happens to be, and started again. The returns of all chunks must be equal to the
+last bit.
 
-What to look at: `save` writes the buffer first and the agent after it, under the same step, so that a step which orbax has is there in
-both; what a kill between the two has left is replaced later. The buffer's save writes only the rows that came since the one before.
+What to look at: `save` writes the buffer first and the agent after it, under the same step, so that
+a step which orbax has is there in both; what a kill between the two has left is replaced later. The
+buffer's save writes only the rows that came since the one before.
 """
 
 import argparse
@@ -25,7 +28,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from tqdm import tqdm
 
-from jaxreplay.checkpoint import BrokenError, Checkpointer
+from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError
 
 
 class Saves:
@@ -34,36 +37,41 @@ class Saves:
     def __init__(self, folder):
         options = ocp.CheckpointManagerOptions(max_to_keep=2)
         self._agent = ocp.CheckpointManager(folder.absolute() / "agent", options=options)
-        self._replay = Checkpointer(folder / "replay", dqn.REPLAY, keep=3, progress=False)
+        self._checkpointer = Checkpointer(
+            folder / "replay", dqn.BUFFER, max_to_keep=3, progress=False
+        )
 
     def save(self, step, carry):
-        self._replay.save(carry.replay, step)
-        self._agent.save(step, args=ocp.args.StandardSave(_without_replay(carry)))
+        self._checkpointer.save(carry.buffer_state, step)
+        self._agent.save(step, args=ocp.args.StandardSave(_without_buffer(carry)))
         self._agent.wait_until_finished()
 
     def restore(self, carry):
-        """The newest step that is there in both, and the carry; 0 and the one given, where there is none."""
-        steps = set(self._agent.all_steps()) & set(self._replay.steps())
+        """The newest step that is there in both, and the carry; 0 and the one given, where there is
+        none."""
+        steps = set(self._agent.all_steps()) & set(self._checkpointer.all_steps())
         if not steps:
             return 0, carry
-        wanted = _without_replay(carry)
+        wanted = _without_buffer(carry)
         del carry  # before the buffer comes back: there is one at a time
         for step in sorted(steps, reverse=True):
             try:
-                replay = self._replay.restore(dqn.example_step(), step)
-            except BrokenError as error:
+                buffer_state = self._checkpointer.restore(dqn.example_step(), step)
+            except CorruptCheckpointError as error:
                 print(error, file=sys.stderr)
                 continue
             for newer in steps:
                 if newer > step:
                     self._agent.delete(newer)
             agent = self._agent.restore(step, args=ocp.args.StandardRestore(wanted))
-            return step, agent.replace(replay=replay, key=jax.random.wrap_key_data(agent.key))
+            return step, agent.replace(
+                buffer_state=buffer_state, key=jax.random.wrap_key_data(agent.key)
+            )
         raise SystemExit("no step can be restored")
 
 
-def _without_replay(carry):
-    return carry.replace(replay=None, key=jax.random.key_data(carry.key))
+def _without_buffer(carry):
+    return carry.replace(buffer_state=None, key=jax.random.key_data(carry.key))
 
 
 def work(folder, chunks, iterations, seed):
@@ -80,7 +88,17 @@ def work(folder, chunks, iterations, seed):
 
 def run(folder, args, kills, bar):
     """The return of each chunk, of a run whose process is killed so often."""
-    script = [sys.executable, __file__, "--work", "--folder", folder, "--chunks", args.chunks, "--iterations", args.iterations]
+    script = [
+        sys.executable,
+        __file__,
+        "--work",
+        "--folder",
+        folder,
+        "--chunks",
+        args.chunks,
+        "--iterations",
+        args.iterations,
+    ]
     chance, returns = random.Random(args.seed), {}
     for number in range(kills + 1):
         command = [str(part) for part in [*script, "--seed", args.seed]]
@@ -102,10 +120,19 @@ def main(argv=None):
     """Returns the figures that it prints, and whether all returns are equal."""
     parser = argparse.ArgumentParser(description="A run that is killed, and goes on.")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--chunks", type=int, default=12, help="of the run: after each an evaluation and a save")
-    parser.add_argument("--iterations", type=int, default=1_000, help="of a chunk, a step of 16 envs each")
+    parser.add_argument(
+        "--chunks", type=int, default=12, help="of the run: after each an evaluation and a save"
+    )
+    parser.add_argument(
+        "--iterations", type=int, default=1_000, help="of a chunk, a step of 16 envs each"
+    )
     parser.add_argument("--kills", type=int, default=2)
-    parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("out/resume"), help="where the checkpoints go")
+    parser.add_argument(
+        "--folder",
+        type=pathlib.Path,
+        default=pathlib.Path("out/resume"),
+        help="where the checkpoints go",
+    )
     parser.add_argument("--work", action="store_true", help="one process of a run")
     args = parser.parse_args(argv)
     if args.work:
@@ -117,12 +144,17 @@ def main(argv=None):
         whole = run(args.folder / "whole", args, 0, bar)
         killed = run(args.folder / "killed", args, args.kills, bar)
     # A chunk that was lost in a kill came twice, and was the same.
-    is_equal = sorted(whole) == sorted(killed) and all(set(killed[chunk]) == set(whole[chunk]) for chunk in whole)
+    is_equal = sorted(whole) == sorted(killed) and all(
+        set(killed[chunk]) == set(whole[chunk]) for chunk in whole
+    )
     figures = {
         "chunks": len(whole),
         "chunks of the killed run": sum(map(len, killed.values())),
         "last return": round(whole[args.chunks - 1][0], 1),
-        "largest difference": max((float(np.ptp([*whole[chunk], *killed.get(chunk, [])])) for chunk in whole), default=float("nan")),
+        "largest difference": max(
+            (float(np.ptp([*whole[chunk], *killed.get(chunk, [])])) for chunk in whole),
+            default=float("nan"),
+        ),
         "folder": str(args.folder),
     }
     for name, value in figures.items():

@@ -1,11 +1,13 @@
-"""Stable-Baselines3's SAC on observations of an image and a vector, in half the memory of its own buffer.
+"""Stable-Baselines3's SAC on observations of an image and a vector, in half the memory of its own
+buffer.
 
-    python examples/sb3_dict_sac.py --seed 0        # two minutes on two CPU cores; writes out/sb3_dict_sac.png
+    python examples/sb3_dict_sac.py --seed 0  # 2 minutes on two cores; writes out/sb3_dict_sac.png
 
-A point moves in a square, and is to come to a spot that only the image shows; the vector says where the point is. What to look at: SAC is
-Stable-Baselines3's own, and `replay_buffer_class=` is all that differs. Its `DictReplayBuffer` stores each observation twice, as what was
-seen and as what was seen next, and refuses `optimize_memory_usage`. Here it is stored once, and yet the last observation of each
-episode, which ends by a time limit, is the true one, and is bootstrapped from.
+A point moves in a square, and is to come to a spot that only the image shows; the vector says where
+the point is. What to look at: SAC is Stable-Baselines3's own, and `replay_buffer_class=` is all
+that differs. Its `DictReplayBuffer` stores each observation twice, as what was seen and as what was
+seen next, and refuses `optimize_memory_usage`. Here it is stored once, and yet the last observation
+of each episode, which ends by a time limit, is the true one, and is bootstrapped from.
 
 Source: Haarnoja et al., "Soft Actor-Critic Algorithms and Applications" (2018).
 """
@@ -39,7 +41,10 @@ EPISODES = 100  # of an evaluation
 class Spot(gymnasium.Env):
     """The reward of a step is minus the distance to the spot."""
 
-    observation_space = spaces.Dict(image=spaces.Box(0, 255, (SIZE, SIZE, 3), np.uint8), position=spaces.Box(-1, 1, (2,), np.float32))
+    observation_space = spaces.Dict(
+        image=spaces.Box(0, 255, (SIZE, SIZE, 3), np.uint8),
+        position=spaces.Box(-1, 1, (2,), np.float32),
+    )
     action_space = spaces.Box(-1, 1, (2,), np.float32)
 
     def reset(self, *, seed=None, options=None):
@@ -69,7 +74,9 @@ class Progress(BaseCallback):
     def _on_step(self):
         self.bar.update(self.training_env.num_envs)
         if self.model.ep_info_buffer and self.n_calls % STEPS == 0:
-            self.returns.append((self.num_timesteps, np.mean([info["r"] for info in self.model.ep_info_buffer])))
+            self.returns.append(
+                (self.num_timesteps, np.mean([info["r"] for info in self.model.ep_info_buffer]))
+            )
             self.bar.set_postfix({"return": f"{self.returns[-1][1]:.1f}"})
         return True
 
@@ -78,7 +85,9 @@ class Progress(BaseCallback):
 
 
 def make_envs(num_envs, seed):
-    return make_vec_env(lambda: gymnasium.wrappers.TimeLimit(Spot(), STEPS), n_envs=num_envs, seed=seed)
+    return make_vec_env(
+        lambda: gymnasium.wrappers.TimeLimit(Spot(), STEPS), n_envs=num_envs, seed=seed
+    )
 
 
 def evaluate(model, seed):
@@ -95,7 +104,10 @@ def evaluate(model, seed):
 def bytes_of_theirs(buffer):
     """What Stable-Baselines3's own buffer of the same size takes for a transition."""
     theirs = buffers.DictReplayBuffer(
-        buffer.buffer_size * buffer.n_envs, buffer.observation_space, buffer.action_space, n_envs=buffer.n_envs
+        buffer.buffer_size * buffer.n_envs,
+        buffer.observation_space,
+        buffer.action_space,
+        n_envs=buffer.n_envs,
     )
     leaves = [
         *theirs.observations.values(),
@@ -112,7 +124,11 @@ def plot(returns, model, path):
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     curve, picture = figure.subplots(1, 2)
     curve.plot(*zip(*returns, strict=True))
-    curve.set(xlabel="env steps", ylabel="return, mean of 100 episodes", title="SAC, with the image stored once")
+    curve.set(
+        xlabel="env steps",
+        ylabel="return, mean of 100 episodes",
+        title="SAC, with the image stored once",
+    )
     envs = make_envs(1, 7)
     obs = envs.reset()
     path_taken = [obs["position"][0]]
@@ -130,7 +146,9 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=12_000, help="env steps")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--target", type=float, default=-8.0, help="mean return that counts as solved")
+    parser.add_argument(
+        "--target", type=float, default=-8.0, help="mean return that counts as solved"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/sb3_dict_sac.png"))
     options = parser.parse_args(arguments)
 

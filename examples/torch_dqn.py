@@ -1,14 +1,16 @@
 """A PyTorch DQN on Gymnasium's CartPole-v1, with prioritized replay: one file, no JAX to be seen.
 
-    python examples/torch_dqn.py --seed 0        # a minute on two CPU cores; writes out/torch_dqn.png
+    python examples/torch_dqn.py --seed 0  # a minute on two CPU cores; writes out/torch_dqn.png
 
-What to look at: `jr.Replay` takes what the vector env returned, as NumPy arrays, and hands out tensors. Gymnasium's vector envs reset an
-env in the step after its episode ended; told so by `autoreset="next_step"`, the buffer gives the true last observation of each
-episode, and tells `terminated`, past which there is no value, from `truncated`, past which there is. A target is
+What to look at: `jr.Replay` takes what the vector env returned, as NumPy arrays, and hands out
+tensors. Gymnasium's vector envs reset an env in the step after its episode ended; told so by
+`autoreset="next_step"`, the buffer gives the true last observation of each episode, and tells
+`terminated`, past which there is no value, from `truncated`, past which there is. A target is
 `reward + discount * value(next_obs)`, of 3 steps, or of fewer where the episode ended.
 
-Sources: Mnih et al., "Human-level control through deep reinforcement learning" (2015); van Hasselt et al., "Deep Reinforcement Learning
-with Double Q-learning" (2016); Schaul et al., "Prioritized Experience Replay" (2016).
+Sources: Mnih et al., "Human-level control through deep reinforcement learning" (2015); van Hasselt
+et al., "Deep Reinforcement Learning with Double Q-learning" (2016); Schaul et al., "Prioritized
+Experience Replay" (2016).
 """
 
 import argparse
@@ -32,14 +34,20 @@ BATCH_SIZE = 128
 DISCOUNT = 0.99
 LEARNING_RATE = 1e-3
 LEARNING_STARTS = 1_000  # env steps
-EXPLORATION = (1.0, 0.05, 0.3)  # of actions are random: at first, at last, and the part of the run in which it falls
+# of actions are random: at first, at last, and the part of the run in which it falls
+EXPLORATION = (1.0, 0.05, 0.3)
 TARGET_PERIOD = 50  # gradient steps between copies of the network
 EVALUATIONS = 20  # of a run: the network that did best is kept
 EPISODES = 100  # of the last evaluation
 
 
 def network(num_inputs, num_actions):
-    layers = torch.nn.Linear(num_inputs, 128), torch.nn.ReLU(), torch.nn.Linear(128, 128), torch.nn.ReLU()
+    layers = (
+        torch.nn.Linear(num_inputs, 128),
+        torch.nn.ReLU(),
+        torch.nn.Linear(128, 128),
+        torch.nn.ReLU(),
+    )
     return torch.nn.Sequential(*layers, torch.nn.Linear(128, num_actions))
 
 
@@ -49,7 +57,8 @@ def greedy(q, obs):
 
 
 def train(steps, seed):
-    """Returns the best network, its returns at each evaluation, [(env steps, mean return)], and the replay."""
+    """Returns the best network, its returns at each evaluation, [(env steps, mean return)], and the
+    replay."""
     np.random.seed(seed)
     torch.manual_seed(seed)
     torch.set_num_threads(1)  # for layers as small as these a second one costs more than it brings
@@ -59,7 +68,13 @@ def train(steps, seed):
     target_q, best, best_return, history = copy.deepcopy(q), q, -np.inf, []
     optimizer = torch.optim.Adam(q.parameters(), LEARNING_RATE)
     buffer = jr.prioritized(
-        capacity=50_000, num_envs=NUM_ENVS, batch_size=BATCH_SIZE, autoreset="next_step", n_step=3, discount=DISCOUNT, min_size=BATCH_SIZE
+        capacity=50_000,
+        num_envs=NUM_ENVS,
+        batch_size=BATCH_SIZE,
+        autoreset="next_step",
+        n_step=3,
+        gamma=DISCOUNT,
+        min_size=BATCH_SIZE,
     )
     replay = jr.Replay(buffer, seed=seed, framework="torch")
 
@@ -67,9 +82,13 @@ def train(steps, seed):
     with tqdm(total=steps, unit="step", unit_scale=True) as bar:
         for done_steps in range(0, steps, NUM_ENVS):
             is_random = np.random.rand(NUM_ENVS) < exploration(done_steps / steps)
-            action = np.where(is_random, np.random.randint(num_actions, size=NUM_ENVS), greedy(q, obs))
+            action = np.where(
+                is_random, np.random.randint(num_actions, size=NUM_ENVS), greedy(q, obs)
+            )
             next_obs, reward, terminated, truncated, _ = envs.step(action)
-            replay.add(obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated)
+            replay.add(
+                obs=obs, action=action, reward=reward, terminated=terminated, truncated=truncated
+            )
             obs = next_obs
             if done_steps >= LEARNING_STARTS and replay.can_sample():
                 learn(q, target_q, optimizer, replay, beta=0.4 + 0.6 * done_steps / steps)
@@ -93,7 +112,7 @@ def exploration(progress):
 def learn(q, target_q, optimizer, replay, beta):
     """One gradient step, and new priorities for what it learned from."""
     batch = replay.sample()
-    item, weight = batch.items, replay.importance_weights(batch, exponent=beta)
+    item, weight = batch.experience, replay.importance_weights(batch, beta=beta)
     with torch.no_grad():
         action = q(item.next_obs).argmax(dim=1, keepdim=True)
         target = item.reward + item.discount * target_q(item.next_obs).gather(1, action)[:, 0]
@@ -126,7 +145,9 @@ def plot(history, replay, path):
     returns.set(xlabel="env steps", ylabel="return of an evaluation", title="DQN on CartPole-v1")
     error = (replay.sample(2_000).probability.numpy()).clip(1e-12)
     priorities.hist(np.log10(error), bins=40)
-    priorities.set(xlabel="log10 of a drawn row's probability", ylabel="rows", title="what is replayed")
+    priorities.set(
+        xlabel="log10 of a drawn row's probability", ylabel="rows", title="what is replayed"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
@@ -135,7 +156,9 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100_000, help="env steps")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--target", type=float, default=475.0, help="mean return that counts as solved")
+    parser.add_argument(
+        "--target", type=float, default=475.0, help="mean return that counts as solved"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/torch_dqn.png"))
     options = parser.parse_args(arguments)
 

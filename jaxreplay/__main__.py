@@ -1,4 +1,5 @@
-"""The command line: `python -m jaxreplay plan`, the memory of a buffer before a run, and `inspect`, a look into a checkpoint."""
+"""The command line: `python -m jaxreplay plan`, the memory of a buffer before a run, and `inspect`,
+a look into a checkpoint."""
 
 import argparse
 import dataclasses
@@ -28,7 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _Parser(prog="python -m jaxreplay", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_plan(commands.add_parser("plan", help="the bytes of every leaf, and what fits"))
-    _add_inspect(commands.add_parser("inspect", help="what a checkpoint holds, and what is suspicious about it"))
+    _add_inspect(
+        commands.add_parser(
+            "inspect", help="what a checkpoint holds, and what is suspicious about it"
+        )
+    )
     options = parser.parse_args(arguments)
     try:
         text, status = options.run(options)
@@ -40,14 +45,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--obs", action="append", default=[], metavar="[NAME:][SHAPE:]DTYPE", help="a leaf, such as image:84x84x3:uint8")
-    parser.add_argument("--action", metavar="[SHAPE:]DTYPE", help="such as 8:float32, or int32; float32 by default")
-    parser.add_argument("--env", metavar="ID", help="a Gymnasium env, whose spaces are taken in the place of --obs and --action")
+    parser.add_argument(
+        "--obs",
+        action="append",
+        default=[],
+        metavar="[NAME:][SHAPE:]DTYPE",
+        help="a leaf, such as image:84x84x3:uint8",
+    )
+    parser.add_argument(
+        "--action", metavar="[SHAPE:]DTYPE", help="such as 8:float32, or int32; float32 by default"
+    )
+    parser.add_argument(
+        "--env",
+        metavar="ID",
+        help="a Gymnasium env, whose spaces are taken in the place of --obs and --action",
+    )
     parser.add_argument("--capacity", type=int, required=True, help="rows")
-    parser.add_argument("--num-envs", type=int, default=1, help="streams, each a ring of capacity / num_envs rows")
+    parser.add_argument(
+        "--num-envs", type=int, default=1, help="streams, each a ring of capacity / num_envs rows"
+    )
     parser.add_argument("--n-step", type=int, default=1, help="of the transitions")
     parser.add_argument("--prioritized", action="store_true", help="with a tree of priorities")
-    parser.add_argument("--autoreset", choices=("next_step", "same_step"), default="next_step", help="same_step: without final_obs")
+    parser.add_argument(
+        "--autoreset",
+        choices=("next_step", "same_step"),
+        default="next_step",
+        help="same_step: without final_obs",
+    )
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     parser.set_defaults(run=_plan)
 
@@ -58,9 +82,13 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--html", metavar="FILE", help="write a page with plots")
     parser.add_argument(
-        "--verify", action="store_true", help="read every file of every generation; status 1, if one is not as it was written"
+        "--verify",
+        action="store_true",
+        help="read every file of every generation; status 1, if one is not as it was written",
     )
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="of a request to a far store")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="of a request to a far store"
+    )
     parser.set_defaults(run=_inspect)
 
 
@@ -84,14 +112,19 @@ def _verify(options: argparse.Namespace) -> tuple[str, int]:
     if options.step is not None:
         found = [one for one in found if one.step in (options.step, None)]
         if all(one.step is None for one in found):
-            raise FileNotFoundError(f"there is no generation of step {options.step} under {options.path}")
+            raise FileNotFoundError(
+                f"there is no generation of step {options.step} under {options.path}"
+            )
     if options.json:
         text = json.dumps([{"step": one.step, "problems": one.problems} for one in found], indent=2)
     else:
         lines = []
         for one in found:
             name = "unreadable" if one.step is None else f"step {one.step}"
-            lines += [f"{name}: {'is broken' if one.problems else 'is whole'}", *(f"  {printable(problem)}" for problem in one.problems)]
+            lines += [
+                f"{name}: {'is broken' if one.problems else 'is whole'}",
+                *(f"  {printable(problem)}" for problem in one.problems),
+            ]
         text = "\n".join(lines)
     return text, int(any(one.problems for one in found))
 
@@ -99,17 +132,21 @@ def _verify(options: argparse.Namespace) -> tuple[str, int]:
 def _plan(options: argparse.Namespace) -> tuple[str, int]:
     sizes = {"capacity": options.capacity, "num_envs": options.num_envs, "batch_size": 1}
     make = factories.prioritized if options.prioritized else factories.uniform
-    replay = make(**sizes, n_step=options.n_step, autoreset=options.autoreset)
+    buffer = make(**sizes, n_step=options.n_step, autoreset=options.autoreset)
     name, action = _leaf_of("--action", options.action or "float32")
     if name is not None:
         raise ValueError(f"--action: one leaf has no name, got {options.action!r}")
     if options.env is not None and (options.obs or options.action):
         raise ValueError("--env: it brings its spaces; leave out --obs and --action")
-    example = step_of(_obs_of(options.obs), action) if options.env is None else _step_of_env(options.env)
-    made = plan(replay, example)
+    example = (
+        step_of(_obs_of(options.obs), action) if options.env is None else _step_of_env(options.env)
+    )
+    made = plan(buffer, example)
     if not options.json:
         return str(made), 0
-    return json.dumps({**dataclasses.asdict(made), "total": made.memory.total, "fits": made.fits}, indent=2), 0
+    return json.dumps(
+        {**dataclasses.asdict(made), "total": made.memory.total, "fits": made.fits}, indent=2
+    ), 0
 
 
 def _obs_of(texts: list[str]) -> Any:
@@ -121,13 +158,19 @@ def _obs_of(texts: list[str]) -> Any:
     if names == [None]:
         return leaves[0][1]
     if None in names or len(set(names)) < len(names):
-        raise ValueError(f"--obs: each of several leaves needs a name of its own, as in image:84x84x3:uint8; got {', '.join(texts)}")
+        raise ValueError(
+            f"--obs: each of several leaves needs a name of its own, as in image:84x84x3:uint8; "
+            f"got {', '.join(texts)}"
+        )
     return dict(leaves)
 
 
 def _leaf_of(option: str, text: str) -> tuple[str | None, jax.ShapeDtypeStruct]:
     """`uint8`, `84x84x3:uint8` or `image:84x84x3:uint8`."""
-    found = re.fullmatch(r"(?:(?P<name>[^:]*[^:x0-9-][^:]*):)?(?:(?P<shape>[0-9]+(?:x[0-9]+)*):)?(?P<dtype>[a-z][a-z0-9_]*)", text)
+    found = re.fullmatch(
+        r"(?:(?P<name>[^:]*[^:x0-9-][^:]*):)?(?:(?P<shape>[0-9]+(?:x[0-9]+)*):)?(?P<dtype>[a-z][a-z0-9_]*)",
+        text,
+    )
     try:
         if found is None:
             raise ValueError
@@ -135,8 +178,13 @@ def _leaf_of(option: str, text: str) -> tuple[str | None, jax.ShapeDtypeStruct]:
         if not (jax.numpy.issubdtype(dtype, jax.numpy.number) or dtype.kind == "b"):
             raise ValueError
     except (TypeError, ValueError):
-        raise ValueError(f"{option}: {text!r} is not [NAME:][SHAPE:]DTYPE, such as image:84x84x3:uint8, 31:float32 or int32") from None
-    return found["name"], jax.ShapeDtypeStruct(tuple(int(size) for size in (found["shape"] or "").split("x") if size), dtype)
+        raise ValueError(
+            f"{option}: {text!r} is not [NAME:][SHAPE:]DTYPE, such as image:84x84x3:uint8, "
+            f"31:float32 or int32"
+        ) from None
+    return found["name"], jax.ShapeDtypeStruct(
+        tuple(int(size) for size in (found["shape"] or "").split("x") if size), dtype
+    )
 
 
 def _step_of_env(name: str) -> dict[str, Any]:
@@ -148,7 +196,10 @@ def _step_of_env(name: str) -> dict[str, Any]:
         env = gymnasium.make(name)
     except gymnasium.error.Error as error:
         raise ValueError(f"--env: {error}") from None
-    obs, action = (jax.tree.map(np.asarray, space.sample()) for space in (env.observation_space, env.action_space))
+    obs, action = (
+        jax.tree.map(np.asarray, space.sample())
+        for space in (env.observation_space, env.action_space)
+    )
     env.close()
     return step_of(obs, action)
 

@@ -1,10 +1,12 @@
 """Advantages and value targets for on-policy learning: pure functions of arrays with time first.
 
-One convention for all of them. Arrays are `[T, E]`, or any other shapes that are equal, with time as axis 0. `value[t]` is what the critic
-says of the observation that action t was chosen from, `next_value[t]` of the one that it led to, at an episode's end the true final one:
-`next_values` and `Rollout.bootstrap` build it. `terminated` says that nothing lies beyond, `truncated` that the value goes on though the
-stream does not. Where `mask` is False there is no step: such a row gets 0, passes nothing on, and whatever it holds, NaN too, stays there.
-The results are constants to the learner: no gradient flows through them.
+One convention for all of them. Arrays are `[T, E]`, or any other shapes that are equal, with time
+as axis 0. `value[t]` is what the critic says of the observation that action t was chosen from,
+`next_value[t]` of the one that it led to, at an episode's end the true final one: `next_values` and
+`Rollout.bootstrap` build it. `terminated` says that nothing lies beyond, `truncated` that the value
+goes on though the stream does not. Where `mask` is False there is no step: such a row gets 0,
+passes nothing on, and whatever it holds, NaN too, stays there. The results are constants to the
+learner: no gradient flows through them.
 """
 
 from typing import Any, NamedTuple
@@ -13,18 +15,21 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
-# Keeps a division by the spread of equal numbers finite; far below the spread of any advantages worth learning from.
+# Keeps a division by the spread of equal numbers finite; far below the spread of any advantages
+# worth learning from.
 _SMALLEST_DEVIATION = 1e-8
 
 
 class Advantages(NamedTuple):
-    """What a policy and a critic learn from: floating, at least float32, of the shape of the values."""
+    """What a policy and a critic learn from: floating, at least float32, of the shape of the
+    values."""
 
-    advantage: jax.Array  # [T, E]: how much better the action was than the critic expected; for a policy gradient
+    # [T, E]: how much better the action was than the critic expected; for a policy gradient
+    advantage: jax.Array
     target: jax.Array  # [T, E]: what the critic should have said
 
 
-export.register_namedtuple_serialization(Advantages, serialized_name="jaxreplay.Advantages")
+export.register_namedtuple_serialization(Advantages, serialized_name="jaxreplay.targets.Advantages")
 
 
 def gae(
@@ -34,8 +39,8 @@ def gae(
     terminated: Any,
     truncated: Any,
     *,
-    discount: Any,
-    decay: Any,
+    gamma: Any,
+    lambda_: Any,
     mask: Any = None,
 ) -> Advantages:
     """Generalized advantage estimates, and the lambda-returns that belong to them.
@@ -44,7 +49,7 @@ def gae(
       reward: number[T, E], undiscounted.
       value, next_value: float[T, E], see above; `next_value` is not read where `terminated`.
       terminated, truncated: bool[T, E].
-      discount: gamma, in [0, 1]. decay: lambda, in [0, 1]: 0 looks one step ahead, 1 to the episode's end.
+      gamma: in [0, 1]. lambda_: in [0, 1]: 0 looks one step ahead, 1 to the episode's end.
       mask: bool[T, E]; by default all rows are steps.
 
     Example:
@@ -54,15 +59,19 @@ def gae(
       >>> value = jnp.array([1.0, 2.0, 3.0])
       >>> next_value = next_values(value, last_value=jnp.array(4.0))
       >>> terminated = flag.at[1].set(True)
-      >>> gae(jnp.ones(3), value, next_value, terminated, flag, discount=0.5, decay=0.5).advantage.tolist()
+      >>> gae(
+      ...     jnp.ones(3), value, next_value, terminated, flag, gamma=0.5, lambda_=0.5
+      ... ).advantage.tolist()
       [0.75, -1.0, 0.0]
 
-    Source: Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation" (2016), equation 16; the target is
-    the lambda-return, advantage plus value.
+    Source: Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage
+    Estimation" (2016), equation 16; the target is the lambda-return, advantage plus value.
     """
-    reward, value, next_value, mask = _checked("gae", reward, value, next_value, terminated, truncated, mask)
-    delta = reward + discount * jnp.where(terminated, 0, next_value) - value
-    carry = jnp.where(terminated | truncated | ~mask, 0, discount * decay)
+    reward, value, next_value, mask = _checked(
+        "gae", reward, value, next_value, terminated, truncated, mask
+    )
+    delta = reward + gamma * jnp.where(terminated, 0, next_value) - value
+    carry = jnp.where(terminated | truncated | ~mask, 0, gamma * lambda_)
     advantage = _sum_backwards(jnp.where(mask, delta, 0), carry)
     return _constants(mask, advantage, advantage + value)
 
@@ -75,8 +84,8 @@ def vtrace(
     terminated: Any,
     truncated: Any,
     *,
-    discount: Any,
-    decay: Any = 1.0,
+    gamma: Any,
+    lambda_: Any = 1.0,
     rho_clip: Any = 1.0,
     c_clip: Any = 1.0,
     mask: Any = None,
@@ -84,47 +93,68 @@ def vtrace(
     """V-trace: value targets and policy-gradient advantages from steps that an older policy took.
 
     Args:
-      log_ratio: float[T, E], log probability of each action under the policy that learns less that under the one that acted.
-      reward, value, next_value, terminated, truncated, discount, decay, mask: as in `gae`.
-      rho_clip: the largest weight of a step's own error, which decides the policy whose value is learned; inf for no bound.
-      c_clip: the largest weight of what comes after it, at most `rho_clip`; it decides how fast targets settle, and their spread.
+      log_ratio: float[T, E], log probability of each action under the policy that learns less that
+        under the one that acted.
+      reward, value, next_value, terminated, truncated, gamma, lambda_, mask: as in `gae`.
+      rho_clip: the largest weight of a step's own error, which decides the policy whose value is
+        learned; inf for no bound.
+      c_clip: the largest weight of what comes after it, at most `rho_clip`; it decides how fast
+        targets settle, and their spread.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from jaxreplay.targets import vtrace
       >>> flag, value, next_value = jnp.zeros(2, bool), jnp.zeros(2), jnp.array([0.0, 1.0])
-      >>> vtrace(jnp.log(jnp.array([0.5, 3.0])), jnp.ones(2), value, next_value, flag, flag, discount=1.0).target.tolist()
+      >>> vtrace(
+      ...     jnp.log(jnp.array([0.5, 3.0])), jnp.ones(2), value, next_value, flag, flag, gamma=1.0
+      ... ).target.tolist()
       [1.5, 2.0]
 
-    Source: Espeholt et al., "IMPALA" (2018), equation 1 and section 4.2, with lambda (`decay`) as in its remark 2; the advantage is
-    rho (r + gamma v' - V), where v' is the next step's target, or the value of the observation where the stream was cut.
+    Source: Espeholt et al., "IMPALA" (2018), equation 1 and section 4.2, with `lambda_` as in its
+    remark 2; the advantage is rho (r + gamma v' - V), where v' is the next step's target, or the
+    value of the observation where the stream was cut.
     """
-    reward, value, next_value, mask = _checked("vtrace", reward, value, next_value, terminated, truncated, mask, log_ratio=log_ratio)
+    reward, value, next_value, mask = _checked(
+        "vtrace", reward, value, next_value, terminated, truncated, mask, log_ratio=log_ratio
+    )
     log_ratio = jnp.where(mask, _at_least_float32(log_ratio), 0)
     # Clipped as logarithms, where a ratio cannot overflow.
-    rho, c = (jnp.exp(jnp.minimum(log_ratio, jnp.log(jnp.asarray(clip, value.dtype)))) for clip in (rho_clip, c_clip))
+    rho, c = (
+        jnp.exp(jnp.minimum(log_ratio, jnp.log(jnp.asarray(clip, value.dtype))))
+        for clip in (rho_clip, c_clip)
+    )
     next_value = jnp.where(terminated, 0, next_value)
     is_expired = terminated | truncated | ~mask
-    delta = jnp.where(mask, rho * (reward + discount * next_value - value), 0)
-    correction = _sum_backwards(delta, jnp.where(is_expired, 0, discount * decay * c))
-    following = jnp.where(is_expired, 0, jnp.concatenate([correction[1:], jnp.zeros_like(correction[:1])]))
-    return _constants(mask, rho * (reward + discount * (next_value + following) - value), correction + value)
+    delta = jnp.where(mask, rho * (reward + gamma * next_value - value), 0)
+    correction = _sum_backwards(delta, jnp.where(is_expired, 0, gamma * lambda_ * c))
+    following = jnp.where(
+        is_expired, 0, jnp.concatenate([correction[1:], jnp.zeros_like(correction[:1])])
+    )
+    return _constants(
+        mask, rho * (reward + gamma * (next_value + following) - value), correction + value
+    )
 
 
-def next_values(value: Any, last_value: Any, truncated: Any = None, final_value: Any = None) -> jax.Array:
-    """The value of what each step led to: the next row's, and of the true final observation where an episode was cut: `[T, E]`.
+def next_values(
+    value: Any, last_value: Any, truncated: Any = None, final_value: Any = None
+) -> jax.Array:
+    """The value of what each step led to: the next row's, and of the true final observation where
+    an episode was cut: `[T, E]`.
 
     Args:
       value: float[T, E], of the observation of each row.
       last_value: float[E], of the observation after the last row.
-      truncated: bool[T, E]. final_value: float[T, E], of each final observation, read only where truncated. Leave both out where the row
-        after a cut holds the final observation (`autoreset="next_step"`).
+      truncated: bool[T, E]. final_value: float[T, E], of each final observation, read only where
+        truncated. Leave both out where the row after a cut holds the final observation
+        (`autoreset="next_step"`).
     """
     value, last_value = jnp.asarray(value), jnp.asarray(last_value)
     _check_shapes("next_values", value.shape[1:], last_value=last_value)
     following = jnp.concatenate([value[1:], last_value[None].astype(value.dtype)])
     if (truncated is None) != (final_value is None):
-        raise ValueError("next_values: truncated and final_value belong together; pass both or neither")
+        raise ValueError(
+            "next_values: truncated and final_value belong together; pass both or neither"
+        )
     if final_value is None:
         return following
     _check_shapes("next_values", value.shape, truncated=truncated, final_value=final_value)
@@ -132,7 +162,8 @@ def next_values(value: Any, last_value: Any, truncated: Any = None, final_value:
 
 
 def normalize(advantage: Any, mask: Any = None) -> jax.Array:
-    """Shift and scale to mean 0 and standard deviation 1 over the rows of `mask`; 0 elsewhere, and where all are equal.
+    """Shift and scale to mean 0 and standard deviation 1 over the rows of `mask`; 0 elsewhere, and
+    where all are equal.
 
     Args:
       advantage: float[...]. mask: bool[...] of the same shape; by default all count.
@@ -146,28 +177,47 @@ def normalize(advantage: Any, mask: Any = None) -> jax.Array:
         return jnp.where(mask, x, 0).sum() / count
 
     centered = advantage - mean(advantage)
-    centered = centered - mean(centered)  # again: the mean of large equal numbers is off by their rounding, which is all that would be left
+    # again: the mean of large equal numbers is off by their rounding, which is all that would be
+    # left
+    centered = centered - mean(centered)
     deviation = jnp.sqrt(mean(jnp.square(centered)))
     return jnp.where(mask, centered / (deviation + _SMALLEST_DEVIATION), 0)
 
 
 def _checked(where, reward, value, next_value, terminated, truncated, mask, **more):
-    """Reward, value and next value, at least float32, and the mask; or a ValueError for shapes that would broadcast into nonsense."""
+    """Reward, value and next value, at least float32, and the mask; or a ValueError for shapes that
+    would broadcast into nonsense."""
     value = _at_least_float32(value)
-    _check_shapes(where, value.shape, reward=reward, next_value=next_value, terminated=terminated, truncated=truncated, **more)
+    _check_shapes(
+        where,
+        value.shape,
+        reward=reward,
+        next_value=next_value,
+        terminated=terminated,
+        truncated=truncated,
+        **more,
+    )
     mask = jnp.ones(value.shape, bool) if mask is None else jnp.asarray(mask)
     _check_shapes(where, value.shape, mask=mask)
     for name, flag in {"terminated": terminated, "truncated": truncated, "mask": mask}.items():
         if jnp.asarray(flag).dtype != bool:
-            raise ValueError(f"{where}: {name} must be bool, got {jnp.asarray(flag).dtype.name}; write x.astype(bool)")
+            raise ValueError(
+                f"{where}: {name} must be bool, got {jnp.asarray(flag).dtype.name}; write "
+                f"x.astype(bool)"
+            )
     return _at_least_float32(reward), value, _at_least_float32(next_value), mask
 
 
 def _check_shapes(where: str, expected: tuple[int, ...], **arrays: Any) -> None:
-    bad = [f"{name}: got {list(jnp.shape(array))}" for name, array in arrays.items() if jnp.shape(array) != expected]
+    bad = [
+        f"{name}: got {list(jnp.shape(array))}"
+        for name, array in arrays.items()
+        if jnp.shape(array) != expected
+    ]
     if bad:
         raise ValueError(
-            f"{where}: {'; '.join(bad)}, expected {list(expected)}, to go with the values; a critic's last axis of 1 is taken off by "
+            f"{where}: {'; '.join(bad)}, expected {list(expected)}, to go with the values; a "
+            f"critic's last axis of 1 is taken off by "
             "x.squeeze(-1), and further axes by vmap"
         )
 
@@ -182,14 +232,17 @@ def _constants(mask, advantage, target):
 
 
 def _sum_backwards(delta: jax.Array, carry: jax.Array) -> jax.Array:
-    """`sum[t] = delta[t] + carry[t] * sum[t + 1]` along axis 0; where carry is 0 nothing comes through, not even NaN.
+    """`sum[t] = delta[t] + carry[t] * sum[t + 1]` along axis 0; where carry is 0 nothing comes
+    through, not even NaN.
 
-    A CPU takes a million steps one by one in 10 ms, in parallel in 23 after 4 s of compilation (measured); an accelerator needs
-    microseconds for each step of a loop.
+    A CPU takes a million steps one by one in 10 ms, in parallel in 23 after 4 s of compilation
+    (measured); an accelerator needs microseconds for each step of a loop.
     """
     if not delta.shape[0]:
         return delta
-    return jax.lax.platform_dependent(delta, carry.astype(delta.dtype), cpu=_sum_in_order, default=_sum_in_parallel)
+    return jax.lax.platform_dependent(
+        delta, carry.astype(delta.dtype), cpu=_sum_in_order, default=_sum_in_parallel
+    )
 
 
 def _sum_in_order(delta, carry):
@@ -202,7 +255,9 @@ def _sum_in_order(delta, carry):
 
 def _sum_in_parallel(delta, carry):
     def join(later, earlier):
-        return _link(later[0], earlier[1], earlier[0]), jnp.where(earlier[1] == 0, 0, earlier[1] * later[1])
+        return _link(later[0], earlier[1], earlier[0]), jnp.where(
+            earlier[1] == 0, 0, earlier[1] * later[1]
+        )
 
     return jax.lax.associative_scan(join, (delta, carry), reverse=True)[0]
 
@@ -214,21 +269,23 @@ def _link(later, carry, delta):
 def importance_weights(
     batch: Any,
     size: jax.Array,
-    exponent: jax.Array | float,
+    beta: jax.Array | float,
     normalize: str | None = "batch_max",
     min_probability: jax.Array | None = None,
 ) -> jax.Array:
-    """Weights `(size * probability) ** -exponent` that undo the bias of prioritized draws.
+    """Weights `(size * probability) ** -beta` that undo the bias of prioritized draws.
 
     Computed by logarithms, so that no intermediate value overflows. Invalid items weigh 0.
 
     Args:
       batch: the `Sample` that `sample` gave, that of a mixture too.
-      size: int32[], `replay.size(state)`; of a mixture int32[B], `replay.sizes(states)`.
-      exponent: beta, in [0, 1]: 0 corrects nothing, 1 fully; usually raised to 1 over the run. It may be traced.
-      normalize: "batch_max" divides by the largest weight of the batch, in a mixture by that of the member's own part; "buffer_max" by
-        the largest that any row of the buffer could have, which needs `min_probability`, and is the paper's; None leaves them as they are.
-      min_probability: float32[], `replay.min_probability(state)`.
+      size: int32[], `buffer.size(state)`; of a mixture int32[B], `buffer.sizes(states)`.
+      beta: in [0, 1]: 0 corrects nothing, 1 fully; usually raised to 1 over the run. It may be
+        traced.
+      normalize: "batch_max" divides by the largest weight of the batch, in a mixture by that of the
+        member's own part; "buffer_max" by the largest that any row of the buffer could have, which
+        needs `min_probability`, and is the paper's; None leaves them as they are.
+      min_probability: float32[], `buffer.min_probability(state)`.
 
     Returns:
       float32[B], at most 1 where normalized.
@@ -236,19 +293,27 @@ def importance_weights(
     Source: Schaul et al., "Prioritized Experience Replay" (2016), section 3.4.
     """
     if normalize not in ("batch_max", "buffer_max", None):
-        raise ValueError(f'importance_weights: normalize must be "batch_max", "buffer_max" or None, got {normalize!r}')
+        raise ValueError(
+            f'importance_weights: normalize must be "batch_max", "buffer_max" or None, got '
+            f"{normalize!r}"
+        )
     if (normalize == "buffer_max") != (min_probability is not None):
         raise ValueError(
-            f"importance_weights: normalize={normalize!r} with min_probability={'given' if min_probability is not None else None}; "
-            'pass min_probability=replay.min_probability(state) with normalize="buffer_max", and only there'
+            f"importance_weights: normalize={normalize!r} with "
+            f"min_probability={'given' if min_probability is not None else None}; "
+            'pass min_probability=buffer.min_probability(state) with normalize="buffer_max", and '
+            "only there"
         )
     if not hasattr(batch, "probability"):
-        raise ValueError(f"importance_weights: batch must be what sample gave, got a {type(batch).__name__}; pass batch, not batch.items")
+        raise ValueError(
+            f"importance_weights: batch must be what sample gave, got a {type(batch).__name__}; "
+            f"pass batch, not batch.experience"
+        )
     is_valid = batch.is_valid & (batch.probability > 0)
     log_size = jnp.log(jnp.maximum(size, 1).astype(jnp.float32))
 
     def log_weight(probability):
-        return -exponent * (log_size + jnp.log(probability))
+        return -beta * (log_size + jnp.log(probability))
 
     log_weights = log_weight(jnp.where(is_valid, batch.probability, 1))
     if normalize == "batch_max":
@@ -260,7 +325,8 @@ def importance_weights(
 
 
 def _largest(log_weights: jax.Array, source: jax.Array | None) -> jax.Array:
-    """The largest of all, or for each item that of its source: a member with priorities must not silence another one's items."""
+    """The largest of all, or for each item that of its source: a member with priorities must not
+    silence another one's items."""
     if source is None:
         return jnp.max(log_weights, initial=-jnp.inf)
     return jax.ops.segment_max(log_weights, source, num_segments=len(source))[source]
@@ -271,16 +337,21 @@ def sequence_priority(td_error: jax.Array, mask: jax.Array, max_weight: float = 
 
     Args:
       td_error: float[B, T].
-      mask: bool[B, T], the steps that count: `batch.items.mask`, where the burn-in is False already. What lies outside may be NaN.
+      mask: bool[B, T], the steps that count: `batch.experience.mask`, where the burn-in is False
+        already. What lies outside may be NaN.
       max_weight: eta, in [0, 1]; a mean alone would be near the same for all long sequences.
 
     Returns:
       float32[B]; 0 where no step counts.
 
-    Source: Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning" (2019), section 2.3.
+    Source: Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning"
+    (2019), section 2.3.
     """
     if td_error.shape != mask.shape:
-        raise ValueError(f"sequence_priority: td_error{list(td_error.shape)} and mask{list(mask.shape)} must have the same axes [B, T]")
+        raise ValueError(
+            f"sequence_priority: td_error{list(td_error.shape)} and mask{list(mask.shape)} must "
+            f"have the same axes [B, T]"
+        )
     error = jnp.where(mask, jnp.abs(td_error), 0).astype(jnp.float32)
     mean = error.sum(axis=-1) / jnp.maximum(mask.sum(axis=-1), 1)
     return max_weight * error.max(axis=-1, initial=0) + (1 - max_weight) * mean

@@ -1,8 +1,10 @@
-"""Batches for PyTorch, and tensors for a buffer, by DLPack, on the device where the data is; needs the extra `jaxreplay[torch]`.
+"""Batches for PyTorch, and tensors for a buffer, by DLPack, on the device where the data is; needs
+the extra `jaxreplay[torch]`.
 
-A JAX array never changes, and JAX may read an input after the call has returned. A tensor changes whenever someone writes to it. So what
-goes to torch is shared, and is not to be written to; and what comes from torch is copied first, unless `share=True` says that nobody
-will write to it any more.
+A JAX array never changes, and JAX may read an input after the call has returned. A tensor changes
+whenever someone writes to it. So what goes to torch is shared, and is not to be written to; and
+what comes from torch is copied first, unless `share=True` says that nobody will write to it any
+more.
 """
 
 import dataclasses
@@ -31,17 +33,25 @@ except ImportError as error:
 _STATES = (ReplayState, RolloutState, SumTreeState)
 _NARROW_BITS = 8  # numbers below this have no tensor type, or share their bytes
 _ALIGNMENT = 64  # bytes; at other addresses JAX takes a copy instead of the memory itself
-_CAST = {torch.int64: torch.int32, torch.uint64: torch.uint32, torch.float64: torch.float32, torch.complex128: torch.complex64}
+_CAST = {
+    torch.int64: torch.int32,
+    torch.uint64: torch.uint32,
+    torch.float64: torch.float32,
+    torch.complex128: torch.complex64,
+}
 
 
 def to_torch(tree: Any) -> Any:
-    """The same tree with a tensor for each array, on its device, over the same memory: nothing is copied.
+    """The same tree with a tensor for each array, on its device, over the same memory: nothing is
+    copied.
 
-    Do not write to the tensors: JAX goes by arrays not changing. Clone one first. A sampled batch is held by nobody else; so this is
-    for batches. A leaf of a buffer's state is refused: while a tensor holds it, each donated `add` would copy the whole leaf.
+    Do not write to the tensors: JAX goes by arrays not changing. Clone one first. A sampled batch
+    is held by nobody else; so this is for batches. A leaf of a buffer's state is refused: while a
+    tensor holds it, each donated `add` would copy the whole leaf.
 
     Args:
-      tree: pytree of `jax.Array`s, each on one device, of bool, integers, floats or complex numbers of at least 8 bits.
+      tree: pytree of `jax.Array`s, each on one device, of bool, integers, floats or complex numbers
+        of at least 8 bits.
 
     Returns:
       The tree; leaves `torch.Tensor`.
@@ -64,9 +74,11 @@ def from_torch(tree: Any, share: bool = False, cast: bool = False) -> Any:
 
     Args:
       tree: pytree of `torch.Tensor`s. Gradients are left behind. Any strides.
-      share: False: each is one copy, that nobody else can write to. True: the tensor's own memory; whoever writes to the tensor from then
-        on corrupts the array. It must be dense, begin at a multiple of 64 bytes, as torch allocates, and need no cast.
-      cast: whether 64-bit numbers become 32-bit ones where JAX has no 64-bit numbers (`jax_enable_x64` is off), integers modulo 2^32.
+      share: False: each is one copy, that nobody else can write to. True: the tensor's own memory;
+        whoever writes to the tensor from then on corrupts the array. It must be dense, begin at a
+        multiple of 64 bytes, as torch allocates, and need no cast.
+      cast: whether 64-bit numbers become 32-bit ones where JAX has no 64-bit numbers
+        (`jax_enable_x64` is off), integers modulo 2^32.
 
     Returns:
       The tree; leaves `jax.Array`.
@@ -81,84 +93,122 @@ def from_torch(tree: Any, share: bool = False, cast: bool = False) -> Any:
       Array([1, 2], dtype=int32)
     """
     _check("from_torch", tree, functools.partial(_reason_against_tensor, share=share, cast=cast))
-    return jax.tree.map(lambda tensor: jax.dlpack.from_dlpack(tensor.detach() if share else _owned(tensor)), tree)
+    return jax.tree.map(
+        lambda tensor: jax.dlpack.from_dlpack(tensor.detach() if share else _owned(tensor)), tree
+    )
 
 
 class ReplayDataset(torch.utils.data.IterableDataset):
     """The batches of a `Replay`, for a `DataLoader` or a `for` loop.
 
-    Batches are drawn where they are needed: give the loader `batch_size=None, num_workers=0`. To draw ahead, make the `Replay` with
-    `prefetch=n`: a process of its own would hold rows of its own.
+    Batches are drawn where they are needed: give the loader `batch_size=None, num_workers=0`. To
+    draw ahead, make the `Replay` with `prefetch=n`: a process of its own would hold rows of its
+    own.
 
     Args:
       replay: a `jaxreplay.Replay` with `framework="torch"`.
       num_batches: of one pass; None: without end.
-      transform: a function of a batch, such as `to_tensordict` (whose TensorDicts a loader takes with `collate_fn=lambda batch: batch`).
+      transform: a function of a batch, such as `to_tensordict` (whose TensorDicts a loader takes
+        with `collate_fn=lambda batch: batch`).
 
     Example:
       >>> import numpy as np, torch, jaxreplay as jr
       >>> from jaxreplay.torch import ReplayDataset
       >>> replay = jr.Replay(jr.items(capacity=10, num_envs=2, batch_size=4), framework="torch")
       >>> replay.add({"x": np.ones((2, 3))})
-      >>> loader = torch.utils.data.DataLoader(ReplayDataset(replay, num_batches=3), batch_size=None)
-      >>> [tuple(batch.items["x"].shape) for batch in loader]
+      >>> loader = torch.utils.data.DataLoader(
+      ...     ReplayDataset(replay, num_batches=3), batch_size=None
+      ... )
+      >>> [tuple(batch.experience["x"].shape) for batch in loader]
       [(4, 3), (4, 3), (4, 3)]
     """
 
-    def __init__(self, replay: Any, num_batches: int | None = None, transform: Callable[[Any], Any] | None = None):
+    def __init__(
+        self,
+        replay: Any,
+        num_batches: int | None = None,
+        transform: Callable[[Any], Any] | None = None,
+    ):
         if getattr(replay, "framework", None) != "torch":
-            raise ValueError(f'ReplayDataset: takes a jaxreplay.Replay with framework="torch", got {replay!r}')
+            raise ValueError(
+                f'ReplayDataset: takes a jaxreplay.Replay with framework="torch", got {replay!r}'
+            )
         self.replay, self.num_batches, self.transform = replay, num_batches, transform
 
     def __iter__(self) -> Iterator[Any]:
         if torch.utils.data.get_worker_info() is not None:
-            raise RuntimeError("ReplayDataset: a worker process has not the rows; give the DataLoader num_workers=0, the Replay prefetch=n")
+            raise RuntimeError(
+                "ReplayDataset: a worker process has not the rows; give the DataLoader "
+                "num_workers=0, the Replay prefetch=n"
+            )
         for _ in itertools.count() if self.num_batches is None else range(self.num_batches):
             batch = self.replay.sample()
             yield batch if self.transform is None else self.transform(batch)
 
 
 def to_tensordict(batch: Sample) -> Any:
-    """A batch as a `tensordict.TensorDict`, over the same memory; transitions with the keys that TorchRL's losses read.
+    """A batch as a `tensordict.TensorDict`, over the same memory; transitions with the keys that
+    TorchRL's losses read.
 
     Args:
       batch: a `Sample` of arrays or tensors, B items.
 
     Returns:
-      TensorDict of batch size [B]. Of transitions: `action`; `observation`, or the observation's own keys; `next` with the same and
-      `reward`, `terminated`, `done` [B, 1]; `steps_to_next_obs` [B, 1]; `extras`, if any. Of other items: their fields. Beside them `index`
+      TensorDict of batch size [B]. Of transitions: `action`; `observation`, or the observation's
+        own keys; `next` with the same and
+      `reward`, `terminated`, `done` [B, 1]; `steps_to_next_obs` [B, 1]; `extras`, if any. Of other
+        items: their fields. Beside them `index`
       (of `row` and `lap`, for `Replay.update_priorities`), `probability` and `is_valid`.
 
     Raises:
-      ImportError: tensordict is not installed. ValueError: an observation has a key, or an item a field, of a name that is used beside it.
+      ImportError: tensordict is not installed. ValueError: an observation has a key, or an item a
+        field, of a name that is used beside it.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
       >>> from jaxreplay.torch import to_tensordict
-      >>> replay = jr.uniform(capacity=8, num_envs=1, batch_size=2, autoreset="same_step")
+      >>> buffer = jr.uniform(capacity=8, num_envs=1, batch_size=2, autoreset="same_step")
       >>> zeros = jnp.zeros(1)
-      >>> step = jr.Step(obs=zeros, action=zeros, reward=zeros, terminated=zeros == 0, truncated=zeros > 0)
-      >>> state = replay.add(replay.init(jax.tree.map(lambda x: x[0], step)), step)
-      >>> to_tensordict(replay.sample(state, jax.random.key(0)))["next", "terminated"].tolist()
+      >>> step = jr.Step(
+      ...     obs=zeros, action=zeros, reward=zeros, terminated=zeros == 0, truncated=zeros > 0
+      ... )
+      >>> state = buffer.add(buffer.init(jax.tree.map(lambda x: x[0], step)), step)
+      >>> to_tensordict(buffer.sample(state, jax.random.key(0)))["next", "terminated"].tolist()
       [[True], [True]]
     """
     try:
         from tensordict import TensorDict
     except ImportError as error:
-        raise ImportError("to_tensordict needs tensordict: pip install 'jaxreplay[tensordict]'") from error
-    batch = jax.tree.map(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else to_torch(jnp.asarray(leaf)), batch)
-    fields = _columns(batch.items) if isinstance(batch.items, Transition) else _by_name(batch.items)
-    own = {"index": _by_name(batch.index), "probability": batch.probability, "is_valid": batch.is_valid}
+        raise ImportError(
+            "to_tensordict needs tensordict: pip install 'jaxreplay[tensordict]'"
+        ) from error
+    batch = jax.tree.map(
+        lambda leaf: leaf if isinstance(leaf, torch.Tensor) else to_torch(jnp.asarray(leaf)), batch
+    )
+    fields = (
+        _columns(batch.experience)
+        if isinstance(batch.experience, Transition)
+        else _by_name(batch.experience)
+    )
+    own = {
+        "index": _by_name(batch.index),
+        "probability": batch.probability,
+        "is_valid": batch.is_valid,
+    }
     return TensorDict(_joined(fields, own), batch_size=tuple(batch.is_valid.shape))
 
 
 def _columns(item: Transition) -> dict[str, Any]:
-    """A transition's fields, as TorchRL names them. Where nothing lies beyond a step its discount is 0."""
+    """A transition's fields, as TorchRL names them. Where nothing lies beyond a step its discount
+    is 0."""
     terminated = item.discount[:, None] == 0
     reward = item.reward[:, None] if item.reward.ndim == 1 else item.reward
     own = {
         "action": _by_name(item.action),
-        "next": _joined(_observation(item.next_obs), {"reward": reward, "terminated": terminated, "done": terminated}),
+        "next": _joined(
+            _observation(item.next_obs),
+            {"reward": reward, "terminated": terminated, "done": terminated},
+        ),
         "steps_to_next_obs": item.num_steps[:, None],
         **({} if item.extras is None else {"extras": _by_name(item.extras)}),
     }
@@ -167,7 +217,10 @@ def _columns(item: Transition) -> dict[str, Any]:
 
 def _joined(given: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     if both := sorted(given.keys() & own.keys()):
-        raise ValueError(f"to_tensordict: {', '.join(both)}: a batch has such names of its own; rename these keys")
+        raise ValueError(
+            f"to_tensordict: {', '.join(both)}: a batch has such names of its own; rename these "
+            f"keys"
+        )
     return given | own
 
 
@@ -177,7 +230,8 @@ def _observation(obs: Any) -> dict[str, Any]:
 
 
 def _by_name(tree: Any) -> Any:
-    """Dicts of tensors, from any tree of dataclasses, mappings and sequences; what is None is left out."""
+    """Dicts of tensors, from any tree of dataclasses, mappings and sequences; what is None is left
+    out."""
     if isinstance(tree, torch.Tensor):
         return tree
     if dataclasses.is_dataclass(tree):
@@ -208,19 +262,31 @@ def _is_state(node: Any) -> bool:
 
 def _reason_against_array(leaf: Any) -> str | None:
     if isinstance(leaf, _STATES):
-        return f"is a {type(leaf).__name__}: while a tensor holds its leaves each add would copy them; pass what sample or get gave"
+        return (
+            f"is a {type(leaf).__name__}: while a tensor holds its leaves each add would copy "
+            f"them; pass what sample or get gave"
+        )
     if isinstance(leaf, Tracer):
         return "is being traced; return it from the jitted function, and convert it outside"
     if not isinstance(leaf, jax.Array):
-        return f"is a {type(leaf).__name__}, not a jax.Array; write jnp.asarray(x), or torch.from_numpy(x) for a NumPy array"
+        return (
+            f"is a {type(leaf).__name__}, not a jax.Array; write jnp.asarray(x), or "
+            f"torch.from_numpy(x) for a NumPy array"
+        )
     if _is_key(leaf.dtype):
         return "is a typed key; pass jax.random.key_data(key)"
     if leaf.is_deleted():
         return "was deleted, as by donation; use what the call returned"
     if len(leaf.sharding.device_set) > 1:
-        return f"lies on {len(leaf.devices())} devices; take one with x.addressable_shards[i].data, or gather it with jax.device_put"
+        return (
+            f"lies on {len(leaf.devices())} devices; take one with "
+            f"x.addressable_shards[i].data, or gather it with jax.device_put"
+        )
     if not _has_tensors(leaf.dtype):
-        return f"is {leaf.dtype.name}, which torch has not; write x.astype(jnp.int8), or another type of 8 bits"
+        return (
+            f"is {leaf.dtype.name}, which torch has not; write x.astype(jnp.int8), or another "
+            f"type of 8 bits"
+        )
     return None
 
 
@@ -243,17 +309,30 @@ def _reason_against_tensor(leaf: Any, *, share: bool, cast: bool) -> str | None:
         return f"is on {leaf.device}, but this JAX runs on the CPU alone; write x.cpu()"
     needs_cast = leaf.dtype in _CAST and not _has_64_bits()
     if needs_cast and not cast:
-        return f"is {leaf.dtype}, which JAX would cut to 32 bits; pass cast=True, or turn jax_enable_x64 on"
+        return (
+            f"is {leaf.dtype}, which JAX would cut to 32 bits; pass cast=True, or turn "
+            f"jax_enable_x64 on"
+        )
     if not share:
         return None
     if needs_cast:
         return f"is {leaf.dtype}: a cast makes a copy; leave out share=True"
-    if leaf.is_conj() or leaf.is_neg() or not leaf.detach().permute(_by_stride(leaf)).is_contiguous():
-        return f"has strides {tuple(leaf.stride())} for the shape {tuple(leaf.shape)}: its memory is not an array's; leave out share=True"
+    if (
+        leaf.is_conj()
+        or leaf.is_neg()
+        or not leaf.detach().permute(_by_stride(leaf)).is_contiguous()
+    ):
+        return (
+            f"has strides {tuple(leaf.stride())} for the shape {tuple(leaf.shape)}: its memory "
+            f"is not an array's; leave out share=True"
+        )
     if torch.cuda.is_available() and leaf.is_pinned():
         return "is pinned memory of the host, which JAX does not take; leave out share=True"
     if leaf.numel() and (beyond := leaf.data_ptr() & (_ALIGNMENT - 1)):
-        return f"begins {beyond} bytes past a multiple of {_ALIGNMENT}: JAX would copy it; leave out share=True"
+        return (
+            f"begins {beyond} bytes past a multiple of {_ALIGNMENT}: JAX would copy it; leave "
+            f"out share=True"
+        )
     return None
 
 
@@ -263,7 +342,8 @@ def _by_stride(tensor: torch.Tensor) -> list[int]:
 
 
 def _owned(tensor: torch.Tensor) -> torch.Tensor:
-    """One copy that only its array will know. (`from_dlpack(copy=True)` still shares the memory.)"""
+    """One copy that only its array will know. (`from_dlpack(copy=True)` still shares the
+    memory.)"""
     dtype = tensor.dtype if _has_64_bits() else _CAST.get(tensor.dtype, tensor.dtype)
     return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor.detach())
 

@@ -1,6 +1,7 @@
 """What goes into a buffer and what comes out: every field's axes, dtype and unit.
 
-Axes: T time, E env, B batch. A pytree of observations may hold any number of leaves, each with its own trailing axes.
+Axes: T time, E env, B batch. A pytree of observations may hold any number of leaves, each with its
+own trailing axes.
 """
 
 from typing import Any
@@ -11,18 +12,19 @@ from jaxreplay._util.struct import Node
 
 
 class Step(Node):
-    """One step of every env: `add` takes leaves `[E, ...]`, `extend` takes `[T, E, ...]`, and `init` takes one env's step `[...]`.
+    """One step of every env: `add` takes leaves `[E, ...]`, `extend` takes `[T, E, ...]`, and
+    `init` takes one env's step `[...]`.
 
     A mapping, dataclass or NamedTuple with these fields is taken wherever a `Step` is.
 
     Fields:
-      obs: pytree; the observation that the action was chosen from, so not the one that the env's step returned.
-      action: pytree.
-      reward: float or int [E, ...]; received for this action, undiscounted.
-      terminated: bool[E]; the episode ended here by the task's own rules: there is no value beyond.
-      truncated: bool[E]; the episode was cut here, as by a time limit: its value goes on.
-      final_obs: pytree as obs; the observation after this action, read only where the episode ended; for `autoreset="same_step"`.
-      extras: pytree of further fields, handed back from the candidate row.
+      obs: pytree; the observation that the action was chosen from, so not the one that the env's
+      step returned. action: pytree. reward: float or int [E, ...]; received for this action,
+      undiscounted. terminated: bool[E]; the episode ended here by the task's own rules: there is no
+      value beyond. truncated: bool[E]; the episode was cut here, as by a time limit: its value goes
+      on. final_obs: pytree as obs; the observation after this action, read only where the episode
+      ended; for `autoreset="same_step"`. extras: pytree of further fields, handed back from the
+      candidate row.
     """
 
     obs: Any
@@ -37,14 +39,14 @@ class Step(Node):
 class Transition(Node):
     """An n-step transition, leaves `[B, ...]`: a target is `reward + discount * value(next_obs)`.
 
-    Source: Sutton and Barto, "Reinforcement Learning" (2018), section 7.1; `num_steps` is below n where the episode ended sooner.
+    Source: Sutton and Barto, "Reinforcement Learning" (2018), section 7.1; `num_steps` is below n
+    where the episode ended sooner.
 
     Fields:
-      obs: pytree; where the window starts. action: pytree; taken there.
-      reward: floating [B, ...]; the sum of gamma^j r_j over the window.
-      discount: float32[B], in [0, 1]; gamma^num_steps, and 0 where the window reached a termination.
-      next_obs: pytree as obs; the observation after `num_steps` steps, the true final one at an episode's end.
-      num_steps: int32[B], in 1 .. n.
+      obs: pytree; where the window starts. action: pytree; taken there. reward: floating [B, ...];
+      the sum of gamma^j r_j over the window. discount: float32[B], in [0, 1]; gamma^num_steps, and
+      0 where the window reached a termination. next_obs: pytree as obs; the observation after
+      `num_steps` steps, the true final one at an episode's end. num_steps: int32[B], in 1 .. n.
       extras: pytree; the candidate step's own.
     """
 
@@ -58,7 +60,8 @@ class Transition(Node):
 
 
 class Index(Node):
-    """Names one stored row for good: an index drawn before its row was overwritten is known to be stale.
+    """Names one stored row for good: an index drawn before its row was overwritten is known to be
+    stale.
 
     Fields:
       row: int32[B], in [0, capacity); env * (rows per stream) + position.
@@ -73,35 +76,37 @@ class Sample(Node):
     """A batch: `items` as the view makes them, and where they came from.
 
     Fields:
-      items: pytree [B, ...].
-      index: for `update_priorities` and `get`; of an item that is not valid, it names no row.
-      probability: float32[B]; what one draw has for this item, normalized over the buffer; 0 where not valid.
-      is_valid: bool[B]; False where there was nothing to draw: the item is finite and must weigh nothing.
-      source: int32[B], of a mixture's batch; the number of each item's member, in the order in which they were given. Index and
+      items: pytree [B, ...]. index: for `update_priorities` and `get`; of an item that is not
+      valid, it names no row. probability: float32[B]; what one draw has for this item, normalized
+      over the buffer; 0 where not valid. is_valid: bool[B]; False where there was nothing to draw:
+      the item is finite and must weigh nothing. source: int32[B], of a mixture's batch; the number
+      of each item's member, in the order in which they were given. Index and
         probability are those in the member. None of one buffer.
     """
 
-    items: Any
+    experience: Any
     index: Index
     probability: jax.Array
     is_valid: jax.Array
     source: jax.Array | None = None
 
 
-class Sequence(Node):
-    """Steps in a row, leaves `[B, T, ...]`, T = burn_in + length; of `obs` and `is_first` T + 1, the last being what the last step led to.
+class SequenceBatch(Node):
+    """Steps in a row, leaves `[B, T, ...]`, T = burn_in + length; of `obs` and `is_first` T + 1,
+    the last being what the last step led to.
 
-    Unroll a recurrent network from `recurrent_state`, or its initial one, and reset it before each step where `is_first`: so the steps
-    before an episode's start, which are 0, leave no trace. Learn where `mask`: the burn-in has real steps that only warm the memory up.
-    A truncated step is bootstrapped from `obs[:, t + 1]`, as any other.
+    Unroll a recurrent network from `recurrent_state`, or its initial one, and reset it before each
+    step where `is_first`: so the steps before an episode's start, which are 0, leave no trace.
+    Learn where `mask`: the burn-in has real steps that only warm the memory up. A truncated step is
+    bootstrapped from `obs[:, t + 1]`, as any other.
 
     Fields:
-      obs: pytree [B, T + 1, ...]; the true final one after an episode's last step, then 0.
-      action: pytree [B, T, ...]. reward: [B, T, ...]. terminated, truncated: bool[B, T]. All are 0 where no step is.
-      is_first: bool[B, T + 1]; the step opens an episode.
-      mask: bool[B, T]; a step to learn from: no burn-in, no padding, no final observation.
-      recurrent_state: pytree [B, ...]; the one stored with the first step; None unless asked for.
-      extras: pytree [B, T, ...], without the recurrent state.
+      obs: pytree [B, T + 1, ...]; the true final one after an episode's last step, then 0. action:
+      pytree [B, T, ...]. reward: [B, T, ...]. terminated, truncated: bool[B, T]. All are 0 where no
+      step is. is_first: bool[B, T + 1]; the step opens an episode. mask: bool[B, T]; a step to
+      learn from: no burn-in, no padding, no final observation. recurrent_state: pytree [B, ...];
+      the one stored with the first step; None unless asked for. extras: pytree [B, T, ...], without
+      the recurrent state.
     """
 
     obs: Any
@@ -119,9 +124,9 @@ class Pair(Node):
     """An observation and a later one, leaves `[B, ...]`.
 
     Fields:
-      obs: pytree. action: pytree; taken there.
-      future_obs: pytree as obs; the observation `num_steps` rows later, an episode's final one included.
-      num_steps: int32[B], at least 1; 0, with the same observation, where none is known (see `FutureView`). It counts rows: across
+      obs: pytree. action: pytree; taken there. future_obs: pytree as obs; the observation
+      `num_steps` rows later, an episode's final one included. num_steps: int32[B], at least 1; 0,
+      with the same observation, where none is known (see `FutureView`). It counts rows: across
         episodes, final observations too.
       extras: pytree; the candidate step's own.
     """

@@ -1,4 +1,5 @@
-"""Each example's claim holds by the figures that it prints: here in a short run, in full in `make examples` and `make soak`."""
+"""Each example's claim holds by the figures that it prints: here in a short run, in full in
+`make examples` and `make soak`."""
 
 import importlib.util
 import pathlib
@@ -12,12 +13,15 @@ from tests.conftest import SOAK
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 pytestmark = pytest.mark.usefixtures("optimized")
-needs_gymnax = pytest.mark.skipif(importlib.util.find_spec("gymnax") is None, reason="the examples extra is not installed")
+needs_gymnax = pytest.mark.skipif(
+    importlib.util.find_spec("gymnax") is None, reason="the examples extra is not installed"
+)
 
 
 @pytest.fixture
 def run(tmp_path, capsys):
-    """`run(name, *short)` runs an example, with arguments that shorten it where this is no soak, and returns the figures it prints."""
+    """`run(name, *short)` runs an example, with arguments that shorten it where this is no soak,
+    and returns the figures it prints."""
 
     def run(name, *short):
         spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
@@ -25,11 +29,17 @@ def run(tmp_path, capsys):
         spec.loader.exec_module(example)
         plot = tmp_path / f"{name}.png"
         returned = example.main([*([] if SOAK else short), "--out", str(plot)])
-        printed = dict(re.findall(r"^ *(\w[\w -]*?) {2,}(\S+)$", capsys.readouterr().out, re.MULTILINE))
+        printed = dict(
+            re.findall(r"^ *(\w[\w -]*?) {2,}(\S+)$", capsys.readouterr().out, re.MULTILINE)
+        )
         assert printed.pop("plot") == str(plot)
         assert plot.read_bytes().startswith(b"\x89PNG")
         assert returned["reached"] or not SOAK  # in full, the claim is as the example states it
-        return {name: float(value.replace(",", "")) for name, value in printed.items() if re.fullmatch(r"-?[\d,.]+", value)}
+        return {
+            name: float(value.replace(",", ""))
+            for name, value in printed.items()
+            if re.fullmatch(r"-?[\d,.]+", value)
+        }
 
     return run
 
@@ -44,7 +54,8 @@ def test_dqn_trains(run):
 
 @needs_gymnax
 def test_ppo_trains(run):
-    """A short run does not hold the pole for good, but far longer than the 9 to 25 steps of a policy that has learned nothing."""
+    """A short run does not hold the pole for good, but far longer than the 9 to 25 steps of a
+    policy that has learned nothing."""
     figures = run("ppo", "--steps", "40960")
     assert figures["env steps"] == (327_680 if SOAK else 40_960)
     assert figures["evaluation return"] >= (475 if SOAK else 100)
@@ -52,7 +63,8 @@ def test_ppo_trains(run):
 
 @needs_gymnax
 def test_a_recurrent_agent_recalls_what_a_feed_forward_one_cannot_know(run):
-    """The mean of 1 000 coin flips of +-1 has a deviation of 0.03. A short run learns a shorter memory."""
+    """The mean of 1 000 coin flips of +-1 has a deviation of 0.03. A short run learns a shorter
+    memory."""
     figures = run("recall", "--length", "3", "--steps", "6000")
     assert figures["recurrent return"] >= 0.95
     assert abs(figures["feed-forward return"]) <= 0.2
@@ -80,10 +92,16 @@ def test_the_program_of_the_readme_runs(capsys):
     assert values == pytest.approx([0.9 ** (9 - position) for position in range(10)], abs=0.02)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the torch extra is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="the torch extra is not installed"
+)
 def test_the_loops_of_the_readme_run():
     text = (EXAMPLES.parent / "README.md").read_text()
-    programs = [program for program in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if program.startswith("import gymnasium")]
+    programs = [
+        program
+        for program in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        if program.startswith("import gymnasium")
+    ]
     for program in programs:
         names = {}
         exec(compile(program, "README.md", "exec"), names)
@@ -91,15 +109,20 @@ def test_the_loops_of_the_readme_run():
     assert len(programs) == 2
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the torch extra is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="the torch extra is not installed"
+)
 def test_a_pytorch_dqn_trains(run):
-    """A short run does not hold the pole for good, but longer than the 9 to 25 steps of a policy that has learned nothing."""
+    """A short run does not hold the pole for good, but longer than the 9 to 25 steps of a policy
+    that has learned nothing."""
     figures = run("torch_dqn", "--steps", "4000")
     assert figures["env steps"] == (100_000 if SOAK else 4000)
     assert figures["evaluation return"] >= (475 if SOAK else 40)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("stable_baselines3") is None, reason="the sb3 extra is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("stable_baselines3") is None, reason="the sb3 extra is not installed"
+)
 def test_sac_learns_from_images_that_are_stored_once(run):
     figures = run("sb3_dict_sac", "--steps", "600")
     assert figures["transitions held"] == (12_000 if SOAK else 600)

@@ -12,7 +12,8 @@ import pytest
 import jaxreplay
 
 ROOT = pathlib.Path(jaxreplay.__file__).parent
-# Each package, or file of the top, may import from those before it, samplers and views not from each other.
+# Each package, or file of the top, may import from those before it, samplers and views not from
+# each other.
 PACKAGES = (
     ("_util", "_version"),
     ("types",),
@@ -32,13 +33,26 @@ def test_each_file_of_tests_is_in_one_part_of_the_soak():
     here = pathlib.Path(__file__).parent
     makefile = (here.parent / "Makefile").read_text()
     parts = dict(re.findall(r"^SOAK_(\w+) := (.*)$", makefile, re.MULTILINE))
-    named = [name for part, names in parts.items() if not part.startswith(("gpu", "tpu")) for name in names.split()]
-    assert sorted(named) == sorted(path.stem.removeprefix("test_") for path in here.rglob("test_*.py") if path.parent.name != "aot")
+    named = [
+        name
+        for part, names in parts.items()
+        if not part.startswith(("gpu", "tpu"))
+        for name in names.split()
+    ]
+    assert sorted(named) == sorted(
+        path.stem.removeprefix("test_")
+        for path in here.rglob("test_*.py")
+        if path.parent.name != "aot"
+    )
 
 
 def modules():
     for path in sorted(ROOT.rglob("*.py")):
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__").strip(".")
+        name = (
+            ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            .removesuffix("__init__")
+            .strip(".")
+        )
         yield name, path
 
 
@@ -46,13 +60,21 @@ def imports(path):
     """The package's modules that a file imports."""
     names = {name for name, _ in modules()}
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "jaxreplay":
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] == "jaxreplay"
+        ):
             module = node.module.removeprefix("jaxreplay").strip(".")
             for alias in node.names:
                 inner = f"{module}.{alias.name}".strip(".")
                 yield inner if inner in names else module
         elif isinstance(node, ast.Import):
-            yield from (alias.name.removeprefix("jaxreplay").strip(".") for alias in node.names if alias.name.split(".")[0] == "jaxreplay")
+            yield from (
+                alias.name.removeprefix("jaxreplay").strip(".")
+                for alias in node.names
+                if alias.name.split(".")[0] == "jaxreplay"
+            )
 
 
 def package_of(module):
@@ -69,7 +91,10 @@ def test_packages_import_only_from_those_before_them():
 
 
 def test_no_package_has_a_circle():
-    imported_by = {name: {other for other in imports(path) if package_of(other) == package_of(name)} for name, path in modules()}
+    imported_by = {
+        name: {other for other in imports(path) if package_of(other) == package_of(name)}
+        for name, path in modules()
+    }
     done = set()
 
     def visit(name, above):
@@ -83,16 +108,43 @@ def test_no_package_has_a_circle():
         visit(name, [])
 
 
+def lines_of_code(path):
+    """Lines but for blank ones, comments and docstrings."""
+    source = path.read_text()
+    nodes = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    ]
+    prose = {number for node in nodes for number in range(node.lineno, node.end_lineno + 1)}
+    lines = enumerate(source.splitlines(), 1)
+    return sum(
+        number not in prose and not line.lstrip().startswith("#") and line.strip() != ""
+        for number, line in lines
+    )
+
+
+def test_the_reading_order_is_short():
+    text = (ROOT.parent / "CONTRIBUTING.md").read_text()
+    order = text[text.index("## Reading order") : text.index("## Where things go")]
+    paths = [ROOT.parent / name for name in re.findall(r"^\d\. `(\S+)`", order, re.MULTILINE)]
+    assert len(paths) == 6
+    assert sum(map(lines_of_code, paths)) <= 900
+
+
 def test_the_remainder_operator_is_used_in_one_file():
     for name, path in modules():
         uses = [
-            node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)
+            node.lineno
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)
         ]
         # Capacities are divided once, in Python, where they are checked.
         assert not uses or name in ("storage.ring", "_util.checks"), f"{name}: lines {uses}"
 
 
-# Functions of the package that one eager call enters, and modules that they are in: who reads a call reads so much.
+# Functions of the package that one eager call enters, and modules that they are in: who reads a
+# call reads so much.
 MOST_STOPS = {
     ("uniform", "add"): (45, 13),
     ("uniform", "sample"): (75, 17),
@@ -106,16 +158,26 @@ MOST_STOPS = {
 def test_a_call_enters_few_functions(kind, name):
     replay = getattr(jaxreplay, kind)(capacity=64, num_envs=4, batch_size=8, autoreset="same_step")
     zeros, flags = jnp.zeros(4), jnp.zeros(4, bool)
-    step = jaxreplay.Step(obs=jnp.zeros((4, 3)), action=zeros, reward=zeros, terminated=flags, truncated=flags)
+    step = jaxreplay.Step(
+        obs=jnp.zeros((4, 3)), action=zeros, reward=zeros, terminated=flags, truncated=flags
+    )
     state = replay.init(jax.tree.map(lambda leaf: leaf[0], step))
     state = replay.add(replay.add(state, step), step)
     index = replay.sample(state, jax.random.key(0)).index
-    arguments = {"add": (step,), "sample": (jax.random.key(0),), "update_priorities": (index, jnp.ones(8))}[name]
+    arguments = {
+        "add": (step,),
+        "sample": (jax.random.key(0),),
+        "update_priorities": (index, jnp.ones(8)),
+    }[name]
     entered = set()
 
     def enters(frame, event, _):
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(str(ROOT)) and not code.co_name.startswith("<"):
+        if (
+            event == "call"
+            and code.co_filename.startswith(str(ROOT))
+            and not code.co_name.startswith("<")
+        ):
             entered.add((code.co_filename, code.co_qualname))
 
     getattr(replay, name)(state, *arguments)  # what is known once is found out
@@ -130,12 +192,34 @@ def test_a_call_enters_few_functions(kind, name):
     assert len({file for file, _ in entered}) <= most_modules
 
 
+def test_the_top_level_shows_what_users_type():
+    assert len(jaxreplay.__all__) <= 45
+    # where they were imported
+    modules = {"checkpoint", "datasets", "sb3", "storage", "stateful", "torch"}
+    assert {name for name in dir(jaxreplay) if not name.startswith("_")} - modules == set(
+        jaxreplay.__all__
+    ) - {"__version__"}
+
+
 def test_importing_the_library_imports_no_extra():
     import subprocess
 
-    extras = ("torch", "gymnax", "optax", "tensorstore", "google_crc32c", "minari", "stable_baselines3")
+    extras = (
+        "torch",
+        "gymnax",
+        "optax",
+        "tensorstore",
+        "google_crc32c",
+        "minari",
+        "stable_baselines3",
+    )
     code = f"import sys, jaxreplay; print([m for m in {extras} if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )
 
 
 def test_each_promise_names_tests_that_there_are():
@@ -143,7 +227,13 @@ def test_each_promise_names_tests_that_there_are():
     promises = readme[readme.index("### Of checkpoints") : readme.index("## Compose your own")]
     named = set(re.findall(r"`(test_\w+)`", promises))
     tests = set(
-        re.findall(r"^def (test_\w+)\(", "\n".join(path.read_text() for path in pathlib.Path(__file__).parent.rglob("test_*.py")), re.M)
+        re.findall(
+            r"^def (test_\w+)\(",
+            "\n".join(
+                path.read_text() for path in pathlib.Path(__file__).parent.rglob("test_*.py")
+            ),
+            re.M,
+        )
     )
     assert len(named) > 15
     assert not named - tests

@@ -8,23 +8,35 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from jaxreplay import gae, next_values, normalize, targets, vtrace
+from jaxreplay import gae, targets, vtrace
+from jaxreplay.targets import next_values, normalize
 
 T, E = 9, 2
 DISCOUNT, DECAY = 0.9, 0.7
 MIXED = "..T.-.C-..-..T..-."  # T * E rows, see `streams`
 FORMS = {"in order": targets._sum_in_order, "in parallel": targets._sum_in_parallel}
-jitted_gae = jax.jit(lambda *stream, mask: gae(*stream, discount=DISCOUNT, decay=DECAY, mask=mask))
+jitted_gae = jax.jit(lambda *stream, mask: gae(*stream, gamma=DISCOUNT, lambda_=DECAY, mask=mask))
 jitted_vtrace = jax.jit(
-    lambda *stream, mask: vtrace(*stream, discount=DISCOUNT, decay=DECAY, rho_clip=1.5, c_clip=1.1, mask=mask),
+    lambda *stream, mask: vtrace(
+        *stream, gamma=DISCOUNT, lambda_=DECAY, rho_clip=1.5, c_clip=1.1, mask=mask
+    ),
 )
 
 
 def stream_of(kinds, seed=0):
     """Reward, value, next value, terminated, truncated and mask from a list of T * E characters."""
     kinds = np.array(list(kinds)).reshape(T, E)
-    reward, value, next_value = np.random.default_rng(seed).normal(size=(3, T, E)).astype(np.float32)
-    return reward, value, next_value, np.isin(kinds, ["T", "B"]), np.isin(kinds, ["C", "B"]), kinds != "-"
+    reward, value, next_value = (
+        np.random.default_rng(seed).normal(size=(3, T, E)).astype(np.float32)
+    )
+    return (
+        reward,
+        value,
+        next_value,
+        np.isin(kinds, ["T", "B"]),
+        np.isin(kinds, ["C", "B"]),
+        kinds != "-",
+    )
 
 
 # A step, one that terminates, one that is cut, one that is both, and no step.
@@ -33,17 +45,22 @@ streams = st.lists(st.sampled_from("...TCB-"), min_size=T * E, max_size=T * E).m
 
 def follows(t, env, terminated, truncated, mask):
     """Whether the step after step t belongs to its episode, and is one."""
-    return not terminated[t][env] and not truncated[t][env] and t + 1 < len(mask) and mask[t + 1][env]
+    return (
+        not terminated[t][env] and not truncated[t][env] and t + 1 < len(mask) and mask[t + 1][env]
+    )
 
 
 def oracle(reward, value, next_value, terminated, truncated, mask, rho=None, c=None):
-    """Advantages and targets as sums of errors over the rest of an episode; without `rho` and `c` those of `gae`, with them of `vtrace`."""
+    """Advantages and targets as sums of errors over the rest of an episode; without `rho` and `c`
+    those of `gae`, with them of `vtrace`."""
     target, advantage = np.zeros((T, E)), np.zeros((T, E))
     ones = np.ones((T, E))
     weight, trace = (ones, ones) if rho is None else (rho, c)
 
     def one_step(t, env, beyond):
-        return weight[t][env] * (reward[t][env] + (0 if terminated[t][env] else DISCOUNT * beyond) - value[t][env])
+        return weight[t][env] * (
+            reward[t][env] + (0 if terminated[t][env] else DISCOUNT * beyond) - value[t][env]
+        )
 
     for env in range(E):
         for start in reversed(range(T)):
@@ -60,7 +77,11 @@ def oracle(reward, value, next_value, terminated, truncated, mask, rho=None, c=N
             advantage[start][env] = total
             if rho is not None:
                 # The next step's target less its value, on top of what the step led to.
-                more = target[start + 1][env] - value[start + 1][env] if follows(start, env, terminated, truncated, mask) else 0.0
+                more = (
+                    target[start + 1][env] - value[start + 1][env]
+                    if follows(start, env, terminated, truncated, mask)
+                    else 0.0
+                )
                 advantage[start][env] = one_step(start, env, float(next_value[start][env]) + more)
     return advantage, target
 
@@ -85,7 +106,9 @@ def test_vtrace_is_the_sum_of_weighted_errors(stream, seed):
 @given(streams)
 def test_vtrace_of_the_policy_that_acted_has_the_targets_of_gae(stream):
     got = jitted_vtrace(np.zeros((T, E), np.float32), *stream[:5], mask=stream[5])
-    np.testing.assert_allclose(got.target, jitted_gae(*stream[:5], mask=stream[5]).target, atol=1e-5)
+    np.testing.assert_allclose(
+        got.target, jitted_gae(*stream[:5], mask=stream[5]).target, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -107,8 +130,8 @@ def test_nothing_comes_through_a_carry_of_zero(form):
 
 def test_no_steps_have_no_advantages():
     no, flag = np.zeros((0, E), np.float32), np.zeros((0, E), bool)
-    assert gae(no, no, no, flag, flag, discount=0.9, decay=0.9).advantage.shape == (0, E)
-    assert vtrace(no, no, no, no, flag, flag, discount=0.9).target.shape == (0, E)
+    assert gae(no, no, no, flag, flag, gamma=0.9, lambda_=0.9).advantage.shape == (0, E)
+    assert vtrace(no, no, no, no, flag, flag, gamma=0.9).target.shape == (0, E)
 
 
 def test_by_hand():
@@ -118,7 +141,7 @@ def test_by_hand():
     cut = no.at[1].set(True)
     next_value = next_values(value, jnp.array(4.0), cut, jnp.array([7.0, 10.0, 7.0]))
     assert next_value.tolist() == [2.0, 10.0, 4.0]
-    got = gae(jnp.ones(3), value, next_value, no, cut, discount=0.5, decay=0.5)
+    got = gae(jnp.ones(3), value, next_value, no, cut, gamma=0.5, lambda_=0.5)
     assert got.advantage.tolist() == [1 + 0.25 * 4, 4.0, 0.0]
     assert got.target.tolist() == [3.0, 6.0, 3.0]
 
@@ -132,7 +155,10 @@ def test_what_a_masked_row_holds_stays_there():
             (jitted_gae, bad[1:], (reward, value, next_value)),
             (jitted_vtrace, bad, (log_ratio, reward, value, next_value)),
         ):
-            got, expected = function(*inputs, terminated, truncated, mask=mask), function(*clean, terminated, truncated, mask=mask)
+            got, expected = (
+                function(*inputs, terminated, truncated, mask=mask),
+                function(*clean, terminated, truncated, mask=mask),
+            )
             for array, right in zip(got, expected, strict=True):
                 np.testing.assert_array_equal(array, right)
                 assert (np.asarray(array)[~mask] == 0).all()
@@ -140,15 +166,25 @@ def test_what_a_masked_row_holds_stays_there():
 
 def test_what_lies_beyond_a_termination_is_not_read():
     reward, value, next_value, terminated, truncated, _ = stream_of("T" * T * E)
-    got = gae(reward, value, np.full_like(next_value, np.nan), terminated, truncated, discount=1.0, decay=1.0)
+    got = gae(
+        reward,
+        value,
+        np.full_like(next_value, np.nan),
+        terminated,
+        truncated,
+        gamma=1.0,
+        lambda_=1.0,
+    )
     np.testing.assert_allclose(got.advantage, reward - value, rtol=1e-6)
 
 
 def test_ratios_neither_overflow_nor_need_a_bound():
     flag, one, log_ratio = np.zeros(1, bool), np.ones(1, np.float32), np.array([200.0], np.float32)
-    got = vtrace(log_ratio, one, one, one, flag, flag, discount=0.5)
+    got = vtrace(log_ratio, one, one, one, flag, flag, gamma=0.5)
     assert (got.advantage.tolist(), got.target.tolist()) == ([0.5], [1.5])
-    unbounded = vtrace(np.log(7 * one), one, one, one, flag, flag, discount=0.5, rho_clip=math.inf, c_clip=math.inf)
+    unbounded = vtrace(
+        np.log(7 * one), one, one, one, flag, flag, gamma=0.5, rho_clip=math.inf, c_clip=math.inf
+    )
     np.testing.assert_allclose(unbounded.advantage, [3.5], rtol=1e-6)
 
 
@@ -158,7 +194,11 @@ def test_jit_equals_eager_and_vmap_a_loop():
     for function, inputs in ((jitted_gae, stream), (jitted_vtrace, [log_ratio, *stream])):
         together = function(*inputs, mask=mask)
         eager = function.__wrapped__(*inputs, mask=mask)
-        by_env = jax.vmap(lambda mask, *inputs, function=function: function(*inputs, mask=mask), in_axes=1, out_axes=1)(mask, *inputs)
+        by_env = jax.vmap(
+            lambda mask, *inputs, function=function: function(*inputs, mask=mask),
+            in_axes=1,
+            out_axes=1,
+        )(mask, *inputs)
         for array, other, vmapped in zip(together, eager, by_env, strict=True):
             np.testing.assert_allclose(array, other, rtol=1e-6, atol=1e-6)
             np.testing.assert_allclose(array, vmapped, rtol=1e-6, atol=1e-6)
@@ -171,7 +211,7 @@ def test_narrow_numbers_are_computed_with_in_float32():
     assert (got.advantage.dtype, got.target.dtype) == (jnp.float32, jnp.float32)
     expected = oracle(*(np.asarray(x, float) for x in narrow), *stream[3:], mask)
     np.testing.assert_allclose(got.advantage, expected[0], atol=1e-5)
-    whole = gae(jnp.ones((T, E), jnp.int32), *stream[1:], discount=1.0, decay=1.0)
+    whole = gae(jnp.ones((T, E), jnp.int32), *stream[1:], gamma=1.0, lambda_=1.0)
     assert whole.advantage.dtype == jnp.float32
 
 
@@ -179,7 +219,7 @@ def test_no_gradient_flows_through_advantages_and_targets():
     *stream, mask = stream_of("..T.-.C-..-..T..-.")
 
     def loss(value):
-        got = gae(stream[0], value, value, *stream[3:], discount=0.9, decay=0.9, mask=mask)
+        got = gae(stream[0], value, value, *stream[3:], gamma=0.9, lambda_=0.9, mask=mask)
         return (got.advantage + got.target).sum()
 
     assert (jax.grad(loss)(jnp.asarray(stream[1])) == 0).all()
@@ -203,12 +243,17 @@ def test_normalize_of_equal_numbers_is_zero():
 def test_shapes_that_would_broadcast_are_refused():
     *stream, _ = stream_of("." * T * E)
     reward, value, next_value, terminated, truncated = stream
-    with pytest.raises(ValueError, match=r"gae: reward: got \[9, 2, 1\]; terminated: got \[2\], expected \[9, 2\].*squeeze"):
-        gae(reward[..., None], value, next_value, terminated[0], truncated, discount=1.0, decay=1.0)
+    with pytest.raises(
+        ValueError,
+        match=r"gae: reward: got \[9, 2, 1\]; terminated: got \[2\], expected \[9, 2\].*squeeze",
+    ):
+        gae(reward[..., None], value, next_value, terminated[0], truncated, gamma=1.0, lambda_=1.0)
     with pytest.raises(ValueError, match=r"vtrace: log_ratio: got \[2\], expected \[9, 2\]"):
-        vtrace(reward[0], *stream, discount=1.0)
-    with pytest.raises(ValueError, match=r"gae: terminated must be bool, got float32; write x\.astype\(bool\)"):
-        gae(reward, value, next_value, reward, truncated, discount=1.0, decay=1.0)
+        vtrace(reward[0], *stream, gamma=1.0)
+    with pytest.raises(
+        ValueError, match=r"gae: terminated must be bool, got float32; write x\.astype\(bool\)"
+    ):
+        gae(reward, value, next_value, reward, truncated, gamma=1.0, lambda_=1.0)
     with pytest.raises(ValueError, match=r"next_values: last_value: got \[9, 2\], expected \[2\]"):
         next_values(value, value)
     with pytest.raises(ValueError, match="truncated and final_value belong together"):

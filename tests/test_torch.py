@@ -1,4 +1,5 @@
-"""Arrays to tensors and back: what is shared is the same memory, what is copied is nobody else's, and nothing is cut without a word."""
+"""Arrays to tensors and back: what is shared is the same memory, what is copied is nobody else's,
+and nothing is cut without a word."""
 
 import copy
 import os
@@ -16,7 +17,19 @@ torch = pytest.importorskip("torch", reason="the torch extra is not installed")
 from jaxreplay.torch import ReplayDataset, from_torch, to_tensordict, to_torch  # noqa: E402
 
 BOTH_KNOW = [
-    *("bool", "uint8", "uint16", "uint32", "int8", "int16", "int32", "float16", "bfloat16", "float32", "complex64"),
+    *(
+        "bool",
+        "uint8",
+        "uint16",
+        "uint32",
+        "int8",
+        "int16",
+        "int32",
+        "float16",
+        "bfloat16",
+        "float32",
+        "complex64",
+    ),
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
 ]
 SIXTY_FOUR = ["int64", "uint64", "float64", "complex128"]
@@ -24,12 +37,16 @@ SHAPES = [(3, 4), (), (1,), (0, 3), (2, 1, 5)]
 
 
 def array(dtype, shape=(3, 4)):
-    return jnp.asarray(np.arange(int(np.prod(shape))).reshape(shape) % 2 + (dtype == "float8_e8m0fnu"), dtype)
+    return jnp.asarray(
+        np.arange(int(np.prod(shape))).reshape(shape) % 2 + (dtype == "float8_e8m0fnu"), dtype
+    )
 
 
 def raw(x):
     """The bytes of a tensor or an array."""
-    return (x.contiguous().view(torch.uint8).numpy() if isinstance(x, torch.Tensor) else np.asarray(x)).tobytes()
+    return (
+        x.contiguous().view(torch.uint8).numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
+    ).tobytes()
 
 
 @pytest.mark.parametrize("dtype", BOTH_KNOW)
@@ -37,7 +54,11 @@ def raw(x):
 def test_there_and_back_is_the_same_memory(dtype, shape):
     x = array(dtype, shape)
     tensor = to_torch(x)
-    assert (tuple(tensor.shape), str(tensor.dtype), tensor.is_contiguous()) == (shape, f"torch.{dtype}", True)
+    assert (tuple(tensor.shape), str(tensor.dtype), tensor.is_contiguous()) == (
+        shape,
+        f"torch.{dtype}",
+        True,
+    )
     back = from_torch(tensor, share=True)
     assert (back.shape, back.dtype) == (x.shape, x.dtype)
     assert raw(back) == raw(x)
@@ -69,15 +90,22 @@ for dtype in ("int64", "uint64", "float64", "complex128"):
 
 def test_64_bit_numbers_go_whole_where_jax_has_them():
     environment = {**os.environ, "JAX_ENABLE_X64": "1"}
-    result = subprocess.run([sys.executable, "-W", "error", "-c", X64], capture_output=True, text=True, env=environment)
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", X64], capture_output=True, text=True, env=environment
+    )
     assert result.returncode == 0, result.stderr[-3000:]
 
 
 @pytest.mark.parametrize("dtype", SIXTY_FOUR)
 def test_64_bit_numbers_are_never_cut_without_a_word(dtype):
     tensor = torch.arange(3).to(getattr(torch, dtype))
-    assert jax.dlpack.from_dlpack(tensor).dtype.itemsize == tensor.element_size() // 2  # what JAX does by itself
-    with pytest.raises(ValueError, match=rf"from_torch:\n  action: is torch.{dtype}, which JAX would cut to 32 bits; pass cast=True"):
+    # what JAX does by itself
+    assert jax.dlpack.from_dlpack(tensor).dtype.itemsize == tensor.element_size() // 2
+    with pytest.raises(
+        ValueError,
+        match=rf"from_torch:\n  action: is torch.{dtype}, which JAX would cut to 32 bits; pass "
+        rf"cast=True",
+    ):
         from_torch({"action": tensor})
     got = from_torch({"action": tensor}, cast=True)["action"]
     assert (got.dtype.itemsize, got.real.tolist()) == (tensor.element_size() // 2, [0, 1, 2])
@@ -88,7 +116,17 @@ def test_64_bit_numbers_are_never_cut_without_a_word(dtype):
 def test_any_strides_gradients_and_lazy_conjugates_are_copied_as_they_look():
     x = torch.arange(12.0).reshape(3, 4)
     parameter = torch.ones(3, requires_grad=True)
-    for tensor in (x.T, x[:, ::2], x[1:], x.flip(0), x[0, 0].expand(5), parameter, parameter * 2, torch.complex(x, x).conj(), x[:, :0]):
+    for tensor in (
+        x.T,
+        x[:, ::2],
+        x[1:],
+        x.flip(0),
+        x[0, 0].expand(5),
+        parameter,
+        parameter * 2,
+        torch.complex(x, x).conj(),
+        x[:, :0],
+    ):
         got = from_torch(tensor)
         np.testing.assert_array_equal(np.asarray(got), tensor.detach().resolve_conj().numpy())
         assert got.shape == tuple(tensor.shape)
@@ -96,15 +134,27 @@ def test_any_strides_gradients_and_lazy_conjugates_are_copied_as_they_look():
 
 def test_what_is_shared_must_be_an_arrays_memory():
     x = torch.arange(64.0).reshape(8, 8)
-    for tensor in (x, x.T, x.reshape(4, 2, 8).permute(2, 0, 1), x[2:4], torch.ones(3, requires_grad=True)):
+    for tensor in (
+        x,
+        x.T,
+        x.reshape(4, 2, 8).permute(2, 0, 1),
+        x[2:4],
+        torch.ones(3, requires_grad=True),
+    ):
         got = from_torch(tensor, share=True)
         assert got.unsafe_buffer_pointer() == tensor.data_ptr()
         np.testing.assert_array_equal(np.asarray(got), tensor.detach().numpy())
     for tensor in (x[:, ::2], x[0, 0].expand(5), torch.complex(x, x).conj()):
         with pytest.raises(ValueError, match="its memory is not an array's; leave out share=True"):
             from_torch(tensor, share=True)
-    assert jax.dlpack.from_dlpack(x.reshape(-1)[1:]).unsafe_buffer_pointer() != x.reshape(-1)[1:].data_ptr()  # what JAX does by itself
-    with pytest.raises(ValueError, match="obs: begins 4 bytes past a multiple of 64: JAX would copy it"):
+    # what JAX does by itself
+    assert (
+        jax.dlpack.from_dlpack(x.reshape(-1)[1:]).unsafe_buffer_pointer()
+        != x.reshape(-1)[1:].data_ptr()
+    )
+    with pytest.raises(
+        ValueError, match="obs: begins 4 bytes past a multiple of 64: JAX would copy it"
+    ):
         from_torch({"obs": x.reshape(-1)[1:]}, share=True)
 
 
@@ -130,10 +180,14 @@ def test_a_tensor_that_holds_a_leaf_makes_each_add_a_copy_so_that_states_are_ref
     state = add(state, jnp.ones(1))
     assert state.streams.steps.unsafe_buffer_pointer() != pointer  # the hazard
     assert view[:3].tolist() == [1, 1, 0]
-    with pytest.raises(ValueError, match=r"to_torch:\n  mine: is a ReplayState: while a tensor holds its leaves each add would copy them"):
+    with pytest.raises(
+        ValueError,
+        match=r"to_torch:\n  mine: is a ReplayState: while a tensor holds its leaves each add "
+        r"would copy them",
+    ):
         to_torch({"mine": state})
     batch = jax.jit(replay.sample)(state, jax.random.key(0))
-    assert to_torch(batch).items.tolist() == [1.0] * 4
+    assert to_torch(batch).experience.tolist() == [1.0] * 4
 
 
 def test_a_batch_outlives_its_arrays():
@@ -159,7 +213,15 @@ def test_what_has_no_tensor_is_named_with_the_way_out():
     with pytest.raises(ValueError, match="to_torch") as error:
         to_torch(tree)
     lines = str(error.value).splitlines()
-    assert [line.split(":")[0].strip() for line in lines] == ["to_torch", "gone", "key", "narrow", "number", "numpy", "rare"]
+    assert [line.split(":")[0].strip() for line in lines] == [
+        "to_torch",
+        "gone",
+        "key",
+        "narrow",
+        "number",
+        "numpy",
+        "rare",
+    ]
     assert "pass jax.random.key_data(key)" in lines[2]
     assert "int4, which torch has not; write x.astype" in lines[3]
     with pytest.raises(ValueError, match="is being traced; return it from the jitted function"):
@@ -173,8 +235,11 @@ def test_what_has_no_tensor_is_named_with_the_way_out():
 SHARDED = """
 import jax, jax.numpy as jnp
 from jaxreplay.torch import to_torch
+
 mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-x = jax.device_put(jnp.arange(8.0), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")))
+x = jax.device_put(
+    jnp.arange(8.0), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+)
 try:
     to_torch(x)
 except ValueError as error:
@@ -187,7 +252,12 @@ assert to_torch(x.addressable_shards[1].data).tolist() == [4, 5, 6, 7]
 
 def test_an_array_on_several_devices_is_refused():
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    result = subprocess.run([sys.executable, "-W", "error", "-c", SHARDED], capture_output=True, text=True, env=environment)
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SHARDED],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     assert result.returncode == 0, result.stderr[-3000:]
 
 
@@ -205,9 +275,14 @@ else:
 
 
 def test_the_library_works_without_torch_and_the_bridge_says_what_to_install():
-    result = subprocess.run([sys.executable, "-W", "error", "-c", WITHOUT], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", WITHOUT], capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr[-3000:]
-    result = subprocess.run([sys.executable, "-c", "import sys, jaxreplay; assert 'torch' not in sys.modules"], check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", "import sys, jaxreplay; assert 'torch' not in sys.modules"],
+        check=False,
+    )
     assert result.returncode == 0
 
 
@@ -226,13 +301,23 @@ def test_the_streams_of_a_card_wait_for_each_other():
 
 def replay_of(framework="torch", **options):
     replay = jr.Replay(
-        jr.prioritized(capacity=64, num_envs=2, batch_size=6, autoreset="next_step", n_step=2, **options), framework=framework
+        jr.prioritized(
+            capacity=64, num_envs=2, batch_size=6, autoreset="next_step", n_step=2, **options
+        ),
+        framework=framework,
     )
     for t in range(12):
         done = np.full(2, t % 5 == 4)
         obs = {"image": np.full((2, 3), t, np.uint8), "vector": np.full((2, 2), t / 4, np.float32)}
         extras = {"count": np.full(2, t)}
-        replay.add(obs=obs, action=np.full(2, t), reward=np.full(2, t / 2), terminated=done, truncated=done & False, extras=extras)
+        replay.add(
+            obs=obs,
+            action=np.full(2, t),
+            reward=np.full(2, t / 2),
+            terminated=done,
+            truncated=done & False,
+            extras=extras,
+        )
     return replay
 
 
@@ -243,9 +328,11 @@ def test_a_loader_hands_on_what_the_replay_draws():
         batches = list(loader)
         assert len(batches) == 3
         for batch in batches:
-            for x, y in zip(jax.tree.leaves(batch), jax.tree.leaves(expected.sample()), strict=True):
+            for x, y in zip(
+                jax.tree.leaves(batch), jax.tree.leaves(expected.sample()), strict=True
+            ):
                 assert torch.equal(x, y)
-    endless = iter(ReplayDataset(replay, transform=lambda batch: batch.items.reward))
+    endless = iter(ReplayDataset(replay, transform=lambda batch: batch.experience.reward))
     assert [next(endless).shape for _ in range(20)] == [(6,)] * 20
     with pytest.raises(ValueError, match=r'takes a jaxreplay.Replay with framework="torch"'):
         ReplayDataset(replay_of("numpy"))
@@ -258,20 +345,35 @@ def test_a_loader_hands_on_what_the_replay_draws():
 def test_a_loader_hands_on_tensordicts():
     tensordict = pytest.importorskip("tensordict", reason="the tensordict extra is not installed")
     data = ReplayDataset(replay_of(), num_batches=2, transform=to_tensordict)
-    batches = list(torch.utils.data.DataLoader(data, batch_size=None, collate_fn=lambda batch: batch))
-    assert [(type(batch), batch.batch_size) for batch in batches] == [(tensordict.TensorDict, (6,))] * 2
+    batches = list(
+        torch.utils.data.DataLoader(data, batch_size=None, collate_fn=lambda batch: batch)
+    )
+    assert [(type(batch), batch.batch_size) for batch in batches] == [
+        (tensordict.TensorDict, (6,))
+    ] * 2
 
 
 def test_names_that_a_batch_has_of_its_own_are_refused():
     pytest.importorskip("tensordict", reason="the tensordict extra is not installed")
 
     def replay(**obs):
-        replay = jr.Replay(jr.uniform(capacity=8, num_envs=1, batch_size=3, autoreset="same_step"), framework="torch")
-        replay.add(obs=obs, action=np.ones(1), reward=np.ones(1), terminated=np.ones(1, bool), truncated=np.zeros(1, bool))
+        replay = jr.Replay(
+            jr.uniform(capacity=8, num_envs=1, batch_size=3, autoreset="same_step"),
+            framework="torch",
+        )
+        replay.add(
+            obs=obs,
+            action=np.ones(1),
+            reward=np.ones(1),
+            terminated=np.ones(1, bool),
+            truncated=np.zeros(1, bool),
+        )
         return replay
 
     for name in ("action", "index", "next", "is_valid", "reward", "done"):
-        with pytest.raises(ValueError, match=f"to_tensordict: {name}: a batch has such names of its own"):
+        with pytest.raises(
+            ValueError, match=f"to_tensordict: {name}: a batch has such names of its own"
+        ):
             to_tensordict(replay(fine=np.ones(1), **{name: np.ones(1)}).sample())
     items = jr.Replay(jr.items(capacity=8, num_envs=1, batch_size=3), framework="torch")
     items.add({"probability": np.ones(1)})
@@ -281,7 +383,9 @@ def test_names_that_a_batch_has_of_its_own_are_refused():
 
 def test_a_worker_process_is_refused(monkeypatch):
     monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: object())
-    with pytest.raises(RuntimeError, match="give the DataLoader num_workers=0, the Replay prefetch=n"):
+    with pytest.raises(
+        RuntimeError, match="give the DataLoader num_workers=0, the Replay prefetch=n"
+    ):
         next(iter(ReplayDataset(replay_of())))
 
 
@@ -290,9 +394,24 @@ def test_a_tensordict_has_the_keys_of_torchrl(framework):
     pytest.importorskip("tensordict", reason="the tensordict extra is not installed")
     replay = replay_of(framework)
     batch = replay.sample()
-    got, items = to_tensordict(batch), batch.items if framework == "torch" else to_torch(jax.tree.map(jnp.asarray, batch.items))
+    got, items = (
+        to_tensordict(batch),
+        batch.experience
+        if framework == "torch"
+        else to_torch(jax.tree.map(jnp.asarray, batch.experience)),
+    )
     assert got.batch_size == (6,)
-    assert set(got.keys()) == {"image", "vector", "action", "next", "steps_to_next_obs", "extras", "index", "probability", "is_valid"}
+    assert set(got.keys()) == {
+        "image",
+        "vector",
+        "action",
+        "next",
+        "steps_to_next_obs",
+        "extras",
+        "index",
+        "probability",
+        "is_valid",
+    }
     assert torch.equal(got["image"], items.obs["image"])
     assert framework == "numpy" or got["image"].data_ptr() == items.obs["image"].data_ptr()
     assert torch.equal(got["next", "vector"], items.next_obs["vector"])
@@ -303,7 +422,7 @@ def test_a_tensordict_has_the_keys_of_torchrl(framework):
     assert torch.equal(got["extras", "count"], items.extras["count"])
     assert got[:2]["next", "image"].shape == (2, 3)
     replay.update_priorities(got["index"], got["probability"] + 1)
-    assert int(replay._owner.state.sampler.ignored_rows) == 0
+    assert int(replay._owner.state.sampler.num_stale_updates) == 0
 
 
 def test_a_tensordict_of_other_items():
@@ -311,9 +430,21 @@ def test_a_tensordict_of_other_items():
     replay = jr.Replay(jr.items(capacity=8, num_envs=2, batch_size=3), framework="torch")
     replay.add({"pair": (np.zeros((2, 4)), np.ones(2)), "flag": np.ones(2, bool)})
     got = to_tensordict(replay.sample())
-    assert (got["pair", "0"].shape, got["pair", "1"].tolist(), got["flag"].dtype) == ((3, 4), [1, 1, 1], torch.bool)
-    one = jr.Replay(jr.uniform(capacity=8, num_envs=1, batch_size=3, autoreset="same_step"), framework="torch")
-    one.add(obs=np.zeros((1, 4)), action=np.ones(1), reward=np.ones(1), terminated=np.ones(1, bool), truncated=np.zeros(1, bool))
+    assert (got["pair", "0"].shape, got["pair", "1"].tolist(), got["flag"].dtype) == (
+        (3, 4),
+        [1, 1, 1],
+        torch.bool,
+    )
+    one = jr.Replay(
+        jr.uniform(capacity=8, num_envs=1, batch_size=3, autoreset="same_step"), framework="torch"
+    )
+    one.add(
+        obs=np.zeros((1, 4)),
+        action=np.ones(1),
+        reward=np.ones(1),
+        terminated=np.ones(1, bool),
+        truncated=np.zeros(1, bool),
+    )
     assert to_tensordict(one.sample())["next", "observation"].shape == (3, 4)
 
 

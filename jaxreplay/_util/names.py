@@ -1,4 +1,5 @@
-"""Leaves by name: the key path of each, as errors, files and tables write it, such as `streams.steps.obs.image`."""
+"""Leaves by name: the key path of each, as errors, files and tables write it, such as
+`streams.steps.obs.image`."""
 
 import dataclasses
 import functools
@@ -14,13 +15,19 @@ def name_of(path: Any) -> str:
 
 
 def _text(key: Any) -> str:
-    """Return a dict's key, a place in a sequence, or a field, as text. JAX before 0.4.36 has no `keystr(simple=True)`."""
-    return str(next((getattr(key, field) for field in ("key", "idx", "name") if hasattr(key, field)), key))
+    """Return a dict's key, a place in a sequence, or a field, as text. JAX before 0.4.36 has no
+    `keystr(simple=True)`."""
+    return str(
+        next((getattr(key, field) for field in ("key", "idx", "name") if hasattr(key, field)), key)
+    )
 
 
 def printable(text: str) -> str:
-    """A name, or other text out of a file, for a terminal or a page: what moves the cursor, or is not seen, is escaped."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    """A name, or other text out of a file, for a terminal or a page: what moves the cursor, or is
+    not seen, is escaped."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
 
 
 def named(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
@@ -29,27 +36,40 @@ def named(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
     Raises:
       ValueError: two have the same one, such as those of `{"a": {"b": x}, "a.b": y}`.
     """
-    leaves = [(name_of(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
+    leaves = [
+        (name_of(path), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    ]
     if len(names := [name for name, _ in leaves]) > len(set(names)):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"two leaves are named {twice}: rename a key, so that they differ by more than where the dots come from")
+        raise ValueError(
+            f"two leaves are named {twice}: rename a key, so that they differ by more than where "
+            f"the dots come from"
+        )
     return leaves
 
 
 def spec_text(spec: Any, num_axes: int = 0) -> str:
-    """Return dtype and shape as errors, files and tables write them, such as `float32[3, 4]`; without the first `num_axes` axes."""
+    """Return dtype and shape as errors, files and tables write them, such as `float32[3, 4]`;
+    without the first `num_axes` axes."""
     return f"{np.dtype(spec.dtype).name}{list(spec.shape[num_axes:])}"
 
 
 def description(config: Any) -> str:
     """As its `repr`, but each function by its name: an address is another one in each process."""
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        fields = [f"{field.name}={description(getattr(config, field.name))}" for field in dataclasses.fields(config)]
+        fields = [
+            f"{field.name}={description(getattr(config, field.name))}"
+            for field in dataclasses.fields(config)
+        ]
         return f"{type(config).__name__}({', '.join(fields)})"
     if isinstance(config, tuple):
         return f"({', '.join(map(description, config))})"
     if isinstance(config, functools.partial):
-        given = [*map(description, config.args), *(f"{name}={description(value)}" for name, value in config.keywords.items())]
+        given = [
+            *map(description, config.args),
+            *(f"{name}={description(value)}" for name, value in config.keywords.items()),
+        ]
         return f"partial({', '.join([description(config.func), *given])})"
     if callable(config):
         return getattr(config, "__qualname__", type(config).__qualname__)

@@ -1,8 +1,10 @@
-"""Signals that wait until a change is done: Ctrl-C between a donated call and the binding of its result would lose every row.
+"""Signals that wait until a change is done: Ctrl-C between a donated call and the binding of its
+result would lose every row.
 
-A state is handed over to a call, and its memory used anew; the call's result is the only state there is. Python runs the handler of a
-signal between any two of its steps, so also between the end of the call and the assignment. So the handlers of the main thread, where
-alone they run, wait until that is done.
+A state is handed over to a call, and its memory used anew; the call's result is the only state
+there is. Python runs the handler of a signal between any two of its steps, so also between the end
+of the call and the assignment. So the handlers of the main thread, where alone they run, wait until
+that is done.
 """
 
 import itertools
@@ -13,24 +15,29 @@ from typing import Any
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGBREAK")
 _SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
 _TRIES = 1000  # to put handlers back: more than anybody presses Ctrl-C meanwhile
-_EVERY = 128  # blocks, a power of two, after which it is asked anew which signals have handlers: that takes a microsecond for each
+# blocks, a power of two, after which it is asked anew which signals have handlers: that takes a
+# microsecond for each
+_EVERY = 128
 
 
-class uninterrupted:  # noqa: N801
-    """Ctrl-C, or another signal with a handler in Python, is raised after the block, not in the middle of it.
+class defer_interrupts:  # noqa: N801
+    """Ctrl-C, or another signal with a handler in Python, is raised after the block, not in the
+    middle of it.
 
-    For a loop around `jaxreplay.jit`, so that the rows are there after a Ctrl-C, to be saved or gone on with:
+    For a loop around `jaxreplay.jit`, so that the rows are there after a Ctrl-C, to be saved or
+    gone on with:
 
-        with jr.uninterrupted():
+        with jr.defer_interrupts():
             state = buffer.add(state, step)
 
-    The assignment must be in the block. It may be long, and have others in it; what happens within is done to the end, so keep endless
-    waits out. In another thread than the main one, where Python runs no handlers, it does nothing.
+    The assignment must be in the block. It may be long, and have others in it; what happens within
+    is done to the end, so keep endless waits out. In another thread than the main one, where Python
+    runs no handlers, it does nothing.
 
     Example:
       >>> import signal, jaxreplay as jr
       >>> try:
-      ...     with jr.uninterrupted():
+      ...     with jr.defer_interrupts():
       ...         signal.raise_signal(signal.SIGINT)
       ...         done = True
       ... except KeyboardInterrupt:
@@ -42,11 +49,12 @@ class uninterrupted:  # noqa: N801
         self._handlers: dict[int, Any] = {}  # of the signals that wait
         self._caught: dict[int, Any] = {}  # the frames that they came in
 
-    def __enter__(self) -> "uninterrupted":
+    def __enter__(self) -> "defer_interrupts":
         if threading.get_ident() == threading.main_thread().ident:
             try:
                 for number in (numbers := _signals()):
-                    if len(numbers) > 1:  # that of another signal may raise before the next line is done
+                    # that of another signal may raise before the next line is done
+                    if len(numbers) > 1:
                         self._handlers[number] = signal.getsignal(number)
                     self._handlers[number] = signal.signal(number, self._catch)
             except ValueError:  # no handler may be set: the interpreter is not the main one
@@ -63,7 +71,8 @@ class uninterrupted:  # noqa: N801
             self.deliver()
 
     def deliver(self) -> None:
-        """Run the handlers of the signals that came so far, each once. They may raise, so that nothing may be half done now."""
+        """Run the handlers of the signals that came so far, each once. They may raise, so that
+        nothing may be half done now."""
         if not self._caught:
             return
         caught, self._caught = self._caught, {}
@@ -83,7 +92,8 @@ class uninterrupted:  # noqa: N801
         self._caught[number] = frame
 
     def _put_back(self) -> None:
-        """The handlers. One that is there again may be run, and raise, before the others are, so that signals are held back meanwhile."""
+        """The handlers. One that is there again may be run, and raise, before the others are, so
+        that signals are held back meanwhile."""
         if len(self._handlers) > 1 and hasattr(signal, "pthread_sigmask"):
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # as it is
             try:
@@ -102,7 +112,8 @@ class uninterrupted:  # noqa: N801
             tries += 1
             try:
                 replaced = signal.signal(left[-1], self._handlers[left[-1]])
-                if replaced != self._catch:  # somebody has set another one meanwhile, or this is the second try
+                # somebody has set another one meanwhile, or this is the second try
+                if replaced != self._catch:
                     signal.signal(left[-1], replaced)
                 left.pop()
             except BaseException as caught:

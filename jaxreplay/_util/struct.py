@@ -1,4 +1,5 @@
-"""Base classes: `Static` for configurations, which are static under `jit`, and `Node` for nodes of pytrees."""
+"""Base classes: `Static` for configurations, which are static under `jit`, and `Node` for nodes of
+pytrees."""
 
 import collections
 import dataclasses
@@ -11,12 +12,14 @@ import numpy as np
 from jax import export
 
 _STATICS: dict[str, type] = {}  # by name, to be read again
-_NODES: collections.Counter[str] = collections.Counter()  # how often a class of that name was defined
+# how often a class of that name was defined
+_NODES: collections.Counter[str] = collections.Counter()
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Static:
-    """A frozen, hashable configuration; each class below it is a dataclass with keyword arguments, and a pytree without leaves.
+    """A frozen, hashable configuration; each class below it is a dataclass with keyword arguments,
+    and a pytree without leaves.
 
     Its value is part of what `jit` compiles for, so that equal ones share one compilation.
     """
@@ -34,8 +37,10 @@ class Static:
             except TypeError:
                 name, got = type(self).__name__, type(getattr(self, field.name)).__name__
                 raise ValueError(
-                    f"{name}: {field.name} is a {got}, but a configuration holds plain Python values alone, so that it is "
-                    f"hashable and two equal ones share one compilation; write e.g. {field.name}=float(x) or int(x)"
+                    f"{name}: {field.name} is a {got}, but a configuration holds plain Python "
+                    f"values alone, so that it is "
+                    f"hashable and two equal ones share one compilation; write e.g. "
+                    f"{field.name}=float(x) or int(x)"
                 ) from None
         self._check()
 
@@ -46,8 +51,9 @@ class Static:
 class Node(flax.struct.PyTreeNode):
     """A node of a pytree with named fields.
 
-    `jax.export` can write programs that take or return it, and read them again. Its static fields, plain values and configurations, go
-    into the file as JSON. A class that is defined again, as in a notebook, gets a number behind its name there.
+    `jax.export` can write programs that take or return it, and read them again. Its static fields,
+    plain values and configurations, go into the file as JSON. A class that is defined again, as in
+    a notebook, gets a number behind its name there.
     """
 
     def __init_subclass__(cls, **options: Any):
@@ -55,7 +61,9 @@ class Node(flax.struct.PyTreeNode):
         name = _name(cls)
         _NODES[name] += 1
         name += f"#{_NODES[name]}" * (_NODES[name] > 1)
-        export.register_pytree_node_serialization(cls, serialized_name=name, serialize_auxdata=_written, deserialize_auxdata=_read_again)
+        export.register_pytree_node_serialization(
+            cls, serialized_name=name, serialize_auxdata=_written, deserialize_auxdata=_read_again
+        )
 
 
 def static_field() -> Any:
@@ -64,7 +72,8 @@ def static_field() -> Any:
 
 
 def _name(kind: type) -> str:
-    """Return the name of a class in files: with its package, so that a user's own class of that name is another one."""
+    """Return the name of a class in files: with its package, so that a user's own class of that
+    name is another one."""
     return f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
 
 
@@ -78,7 +87,8 @@ def _read_again(content: bytes) -> Any:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Static):
-        return {_name(type(value)): {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}}  # type: ignore[arg-type]
+        fields = dataclasses.fields(value)  # type: ignore[arg-type]
+        return {_name(type(value)): {one.name: _plain(getattr(value, one.name)) for one in fields}}
     if isinstance(value, np.dtype):
         return {"dtype": value.name}
     return [_plain(one) for one in value] if isinstance(value, tuple) else value
@@ -87,5 +97,9 @@ def _plain(value: Any) -> Any:
 def _made(value: Any) -> Any:
     if isinstance(value, dict):
         ((kind, content),) = value.items()
-        return np.dtype(content) if kind == "dtype" else _STATICS[kind](**{name: _made(one) for name, one in content.items()})
+        return (
+            np.dtype(content)
+            if kind == "dtype"
+            else _STATICS[kind](**{name: _made(one) for name, one in content.items()})
+        )
     return tuple(map(_made, value)) if isinstance(value, list) else value

@@ -1,1 +1,11 @@
 """Buffers: the pure functions over a state, the named ones, and what wraps them."""
+
+from jaxreplay.buffers.jitted import Jitted as Jitted
+from jaxreplay.buffers.memory import Memory as Memory
+from jaxreplay.buffers.mixture import Mixture as Mixture
+from jaxreplay.buffers.replay_buffer import (
+    BufferOptions as BufferOptions,
+    ReplayBuffer as ReplayBuffer,
+)
+from jaxreplay.buffers.rollout import Rollout as Rollout, RolloutState as RolloutState
+from jaxreplay.buffers.state_checks import CopyWarning as CopyWarning

@@ -1,4 +1,5 @@
-"""Named buffers: each composes storage, a sampler and a view in a few lines; compose a new one in the same way."""
+"""Named buffers: each composes storage, a sampler and a view in a few lines; compose a new one in
+the same way."""
 
 from typing import Unpack
 
@@ -21,93 +22,118 @@ def items(*, sampler: Sampler = _UNIFORM, **shared: Unpack[BufferOptions]) -> Re
 
     Args:
       sampler: which are drawn.
-      shared: `capacity`, items held; `num_envs`, items that one `add` brings, each in a stream of its own; `batch_size`, and the others of
-        `BufferOptions` but `autoreset` and `keep_episodes`.
+      shared: `capacity`, items held; `num_envs`, items that one `add` brings, each in a stream of
+        its own; `batch_size`, and the others of `BufferOptions` but `autoreset` and
+        `track_episodes`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
-      >>> replay = jr.items(capacity=100, num_envs=2, batch_size=4)
-      >>> state = replay.init({"image": jax.ShapeDtypeStruct((8, 8), jnp.uint8)})
-      >>> state = replay.add(state, {"image": jnp.ones((2, 8, 8), jnp.uint8)})
-      >>> replay.sample(state, jax.random.key(0)).items["image"].shape
+      >>> buffer = jr.items(capacity=100, num_envs=2, batch_size=4)
+      >>> state = buffer.init({"image": jax.ShapeDtypeStruct((8, 8), jnp.uint8)})
+      >>> state = buffer.add(state, {"image": jnp.ones((2, 8, 8), jnp.uint8)})
+      >>> buffer.sample(state, jax.random.key(0)).experience["image"].shape
       (4, 8, 8)
     """
     return ReplayBuffer(sampler=sampler, view=Item(), **shared)
 
 
-def transitions(*, n_step: int = 1, discount: float = 0.99, sampler: Sampler = _UNIFORM, **shared: Unpack[BufferOptions]) -> ReplayBuffer:
+def transitions(
+    *,
+    n_step: int = 1,
+    gamma: float = 0.99,
+    sampler: Sampler = _UNIFORM,
+    **shared: Unpack[BufferOptions],
+) -> ReplayBuffer:
     """n-step transitions from streams of steps, drawn by any sampler.
 
     Args:
-      n_step, discount: see `TransitionView`. sampler: which transitions are drawn.
+      n_step, gamma: see `TransitionView`. sampler: which transitions are drawn.
       shared: `capacity`, `batch_size`, `autoreset`, and the others of `BufferOptions`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
-      >>> replay = jr.transitions(capacity=64, num_envs=1, batch_size=3, autoreset="same_step", sampler=jr.Recent(decay=0.5))
+      >>> buffer = jr.transitions(
+      ...     capacity=64,
+      ...     num_envs=1,
+      ...     batch_size=3,
+      ...     autoreset="same_step",
+      ...     sampler=jr.Recent(decay=0.5),
+      ... )
       >>> zeros = jnp.zeros((1,))
-      >>> step = jr.Step(obs=zeros, action=zeros, reward=zeros, terminated=zeros > 0, truncated=zeros > 0)
-      >>> state = replay.init(jax.tree.map(lambda x: x[0], step))
+      >>> step = jr.Step(
+      ...     obs=zeros, action=zeros, reward=zeros, terminated=zeros > 0, truncated=zeros > 0
+      ... )
+      >>> state = buffer.init(jax.tree.map(lambda x: x[0], step))
       >>> for _ in range(3):
-      ...     state = replay.add(state, step)
-      >>> replay.sample(state, jax.random.key(0)).is_valid.tolist()
+      ...     state = buffer.add(state, step)
+      >>> buffer.sample(state, jax.random.key(0)).is_valid.tolist()
       [True, True, True]
     """
-    return ReplayBuffer(sampler=sampler, view=TransitionView(n_step=n_step, discount=discount), **shared)
+    return ReplayBuffer(sampler=sampler, view=TransitionView(n_step=n_step, gamma=gamma), **shared)
 
 
-def uniform(*, n_step: int = 1, discount: float = 0.99, **shared: Unpack[BufferOptions]) -> ReplayBuffer:
+def uniform(
+    *, n_step: int = 1, gamma: float = 0.99, **shared: Unpack[BufferOptions]
+) -> ReplayBuffer:
     """n-step transitions from streams of steps, drawn uniformly over all that are complete.
 
     Args:
-      n_step, discount: see `TransitionView`.
+      n_step, gamma: see `TransitionView`.
       shared: `capacity`, `batch_size`, `autoreset`, and the others of `BufferOptions`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
-      >>> replay = jr.uniform(capacity=64, num_envs=1, batch_size=3, autoreset="same_step", n_step=2, discount=0.5)
+      >>> buffer = jr.uniform(
+      ...     capacity=64, num_envs=1, batch_size=3, autoreset="same_step", n_step=2, gamma=0.5
+      ... )
       >>> zeros = jnp.zeros((1,))
-      >>> step = jr.Step(obs=zeros, action=zeros, reward=zeros + 1, terminated=zeros > 0, truncated=zeros > 0)
-      >>> state = replay.init(jax.tree.map(lambda x: x[0], step))
+      >>> step = jr.Step(
+      ...     obs=zeros, action=zeros, reward=zeros + 1, terminated=zeros > 0, truncated=zeros > 0
+      ... )
+      >>> state = buffer.init(jax.tree.map(lambda x: x[0], step))
       >>> for _ in range(3):
-      ...     state = replay.add(state, step)
-      >>> replay.sample(state, jax.random.key(0)).items.reward.tolist()
+      ...     state = buffer.add(state, step)
+      >>> buffer.sample(state, jax.random.key(0)).experience.reward.tolist()
       [1.5, 1.5, 1.5]
     """
-    return transitions(n_step=n_step, discount=discount, **shared)
+    return transitions(n_step=n_step, gamma=gamma, **shared)
 
 
 def prioritized(
     *,
     n_step: int = 1,
-    discount: float = 0.99,
-    exponent: float = 0.6,
+    gamma: float = 0.99,
+    alpha: float = 0.6,
     stratified: bool = True,
     keep_minimum: bool = False,
     **shared: Unpack[BufferOptions],
 ) -> ReplayBuffer:
-    """n-step transitions from streams of steps, drawn in proportion to priority ** exponent.
+    """n-step transitions from streams of steps, drawn in proportion to priority ** alpha.
 
     Args:
-      exponent, stratified, keep_minimum: see `Prioritized`.
-      n_step, discount: see `TransitionView`.
+      alpha, stratified, keep_minimum: see `Prioritized`.
+      n_step, gamma: see `TransitionView`.
       shared: `capacity`, `batch_size`, `autoreset`, and the others of `BufferOptions`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
-      >>> replay = jr.prioritized(capacity=64, num_envs=2, batch_size=4, autoreset="same_step")
+      >>> buffer = jr.prioritized(capacity=64, num_envs=2, batch_size=4, autoreset="same_step")
       >>> zeros = jnp.zeros((2,))
-      >>> step = jr.Step(obs=zeros, action=zeros, reward=zeros, terminated=zeros > 0, truncated=zeros > 0)
-      >>> state = replay.init(jax.tree.map(lambda x: x[0], step))
-      >>> state = replay.add(replay.add(state, step), step, priority=jnp.array([0.0, 2.0]))
-      >>> batch = replay.sample(state, jax.random.key(0))
-      >>> weight = jr.importance_weights(batch, replay.size(state), exponent=0.4)
-      >>> state = replay.update_priorities(state, batch.index, jnp.abs(batch.items.reward) + 0.01)
+      >>> step = jr.Step(
+      ...     obs=zeros, action=zeros, reward=zeros, terminated=zeros > 0, truncated=zeros > 0
+      ... )
+      >>> state = buffer.init(jax.tree.map(lambda x: x[0], step))
+      >>> state = buffer.add(buffer.add(state, step), step, priority=jnp.array([0.0, 2.0]))
+      >>> batch = buffer.sample(state, jax.random.key(0))
+      >>> weight = jr.importance_weights(batch, buffer.size(state), beta=0.4)
+      >>> state = buffer.update_priorities(
+      ...     state, batch.index, jnp.abs(batch.experience.reward) + 0.01
+      ... )
       >>> weight.tolist()
       [1.0, 1.0, 1.0, 1.0]
     """
-    sampler = Prioritized(exponent=exponent, stratified=stratified, keep_minimum=keep_minimum)
-    return transitions(n_step=n_step, discount=discount, sampler=sampler, **shared)
+    sampler = Prioritized(alpha=alpha, stratified=stratified, keep_minimum=keep_minimum)
+    return transitions(n_step=n_step, gamma=gamma, sampler=sampler, **shared)
 
 
 def sequences(
@@ -115,55 +141,82 @@ def sequences(
     length: int,
     burn_in: int = 0,
     period: int = 1,
-    within_episode: bool = True,
-    recurrent_state: str | None = None,
+    cross_episodes: bool = False,
+    recurrent_state_key: str | None = None,
     sampler: Sampler = _UNIFORM,
     **shared: Unpack[BufferOptions],
 ) -> ReplayBuffer:
     """Sequences of steps, for recurrent agents (R2D2) and world models (Dreamer).
 
     Args:
-      length, burn_in, stride, within_episode, recurrent_state: see `SequenceView`.
-      sampler: over starts: `Uniform()`, or `Prioritized()`, with `sequence_priority` for the priorities.
+      length, burn_in, period, cross_episodes, recurrent_state_key: see `SequenceView`.
+      sampler: over starts: `Uniform()`, or `Prioritized()`, with `sequence_priority` for the
+        priorities.
       shared: `capacity`, `batch_size`, `autoreset`, and the others of `BufferOptions`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
-      >>> replay = jr.sequences(capacity=64, num_envs=1, batch_size=2, length=3, burn_in=2, autoreset="same_step")
+      >>> buffer = jr.sequences(
+      ...     capacity=64, num_envs=1, batch_size=2, length=3, burn_in=2, autoreset="same_step"
+      ... )
       >>> zeros = jnp.zeros((1,))
-      >>> step = jr.Step(obs=zeros, action=zeros, reward=zeros, terminated=zeros == 0, truncated=zeros > 0)
-      >>> state = replay.init(jax.tree.map(lambda x: x[0], step))
-      >>> state = replay.add(replay.add(state, step), step)
-      >>> batch = replay.sample(state, jax.random.key(0))
-      >>> batch.items.obs.shape, batch.items.mask[0].tolist()  # episodes of one step: no burn-in, and nothing after it
+      >>> step = jr.Step(
+      ...     obs=zeros, action=zeros, reward=zeros, terminated=zeros == 0, truncated=zeros > 0
+      ... )
+      >>> state = buffer.init(jax.tree.map(lambda x: x[0], step))
+      >>> state = buffer.add(buffer.add(state, step), step)
+      >>> batch = buffer.sample(state, jax.random.key(0))
+      >>> (
+      ...     batch.experience.obs.shape,
+      ...     batch.experience.mask[0].tolist(),
+      ... )  # episodes of one step: no burn-in, and nothing after it
       ((2, 6), [False, False, True, False, False])
     """
-    view = SequenceView(length=length, burn_in=burn_in, period=period, within_episode=within_episode, recurrent_state=recurrent_state)
+    view = SequenceView(
+        length=length,
+        burn_in=burn_in,
+        period=period,
+        cross_episodes=cross_episodes,
+        recurrent_state_key=recurrent_state_key,
+    )
     return ReplayBuffer(sampler=sampler, view=view, **shared)
 
 
-def episodes(
-    *, discount: float = 0.99, tail: str = "truncate", max_terminals: int | None = None, **shared: Unpack[BufferOptions]
+def future_pairs(
+    *,
+    gamma: float = 0.99,
+    beyond: str = "truncate",
+    max_terminals: int | None = None,
+    **shared: Unpack[BufferOptions],
 ) -> ReplayBuffer:
-    """Pairs at a geometric horizon: uniform over complete episodes, then over the steps of the one drawn, then a later row of it.
+    """Pairs at a geometric horizon: uniform over complete episodes, then over the steps of the one
+    drawn, then a later row of it.
 
     Args:
-      discount, tail, max_terminals: see `FutureView`. With `max_terminals`, episodes are drawn too that have not ended, or whose first rows
-        are overwritten.
+      gamma, beyond, max_terminals: see `FutureView`. With `max_terminals`, episodes are drawn too
+        that have not ended, or whose first rows are overwritten.
       shared: `capacity`, `batch_size`, `autoreset`, and the others of `BufferOptions`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
-      >>> replay = jr.episodes(capacity=64, num_envs=1, batch_size=2, discount=0.0, autoreset="next_step")
+      >>> buffer = jr.future_pairs(
+      ...     capacity=64, num_envs=1, batch_size=2, gamma=0.0, autoreset="next_step"
+      ... )
       >>> time = jnp.arange(3.0)[:, None]
-      >>> steps = jr.Step(obs=time, action=time, reward=time, terminated=time == 1, truncated=time < 0)
-      >>> state = replay.extend(replay.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
-      >>> pairs = replay.sample(state, jax.random.key(0)).items
+      >>> steps = jr.Step(
+      ...     obs=time, action=time, reward=time, terminated=time == 1, truncated=time < 0
+      ... )
+      >>> state = buffer.extend(buffer.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
+      >>> pairs = buffer.sample(state, jax.random.key(0)).experience
       >>> (pairs.future_obs - pairs.obs).tolist()
       [1.0, 1.0]
     """
     sampler = UniformEpisodes(unfinished=max_terminals is not None)
-    return ReplayBuffer(sampler=sampler, view=FutureView(discount=discount, tail=tail, max_terminals=max_terminals), **shared)
+    return ReplayBuffer(
+        sampler=sampler,
+        view=FutureView(gamma=gamma, beyond=beyond, max_terminals=max_terminals),
+        **shared,
+    )
 
 
 def rollout(*, length: int, num_envs: int, autoreset: str | None = None) -> Rollout:
@@ -176,12 +229,23 @@ def rollout(*, length: int, num_envs: int, autoreset: str | None = None) -> Roll
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
       >>> rollout = jr.rollout(length=3, num_envs=2, autoreset="same_step")
       >>> zeros = jnp.zeros((3, 2))
-      >>> steps = jr.Step(obs=zeros, action=zeros, reward=zeros + 1, terminated=zeros > 0, truncated=zeros > 0)
+      >>> steps = jr.Step(
+      ...     obs=zeros, action=zeros, reward=zeros + 1, terminated=zeros > 0, truncated=zeros > 0
+      ... )
       >>> state = rollout.extend(rollout.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
       >>> value = rollout.steps(state).obs  # the critic's
       >>> next_value, mask = rollout.bootstrap(state, value, last_value=jnp.zeros(2))
       >>> steps = rollout.steps(state)
-      >>> got = jr.gae(steps.reward, value, next_value, steps.terminated, steps.truncated, discount=0.5, decay=1.0, mask=mask)
+      >>> got = jr.gae(
+      ...     steps.reward,
+      ...     value,
+      ...     next_value,
+      ...     steps.terminated,
+      ...     steps.truncated,
+      ...     gamma=0.5,
+      ...     lambda_=1.0,
+      ...     mask=mask,
+      ... )
       >>> got.advantage[:, 0].tolist()
       [1.75, 1.5, 1.0]
     """

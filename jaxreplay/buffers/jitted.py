@@ -13,15 +13,19 @@ from jaxreplay._util import checks
 from jaxreplay.buffers import step_checks
 from jaxreplay.buffers.state_checks import check_not_deleted
 
-_CHANGES = frozenset({"add", "extend", "update_priorities", "clear", "take", "rerank"})  # what takes the state over
+# what takes the state over
+_CHANGES = frozenset({"add", "extend", "update_priorities", "clear", "pop", "rerank"})
 _CPU_OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 
-def program(function: Callable[..., Any], *, changes: bool = False, static: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """Compile `function(buffer, state, ...)`. Inside of another `jit` it is called as it is, and compiled there.
+def program(
+    function: Callable[..., Any], *, changes: bool = False, static: tuple[str, ...] = ()
+) -> Callable[..., Any]:
+    """Compile `function(buffer, state, ...)`. Inside of another `jit` it is called as it is, and
+    compiled there.
 
-    On a CPU its small steps run in order. By default XLA hands them from core to core: an add to one env took 97 us that way, and 36 in
-    order (two cores, jax 0.10.2).
+    On a CPU its small steps run in order. By default XLA hands them from core to core: an add to
+    one env took 97 us that way, and 36 in order (two cores, jax 0.10.2).
 
     Args:
       function: pure; a buffer, a state, and further arguments.
@@ -34,8 +38,11 @@ def program(function: Callable[..., Any], *, changes: bool = False, static: tupl
 
     @functools.cache
     def compiled() -> Any:
-        # The configuration is a leafless pytree: its value is part of the compilation's key, so that equal ones share it.
-        return jax.jit(function, donate_argnums=1 if changes else (), static_argnames=static, **options_here())
+        # The configuration is a leafless pytree: its value is part of the compilation's key, so
+        # that equal ones share it.
+        return jax.jit(
+            function, donate_argnums=1 if changes else (), static_argnames=static, **options_here()
+        )
 
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
@@ -51,7 +58,8 @@ def program(function: Callable[..., Any], *, changes: bool = False, static: tupl
 
 @functools.cache
 def options_here() -> dict[str, Any]:
-    """Return the options of `jax.jit` for a CPU; none on other platforms, or if this JAX or XLA does not know them."""
+    """Return the options of `jax.jit` for a CPU; none on other platforms, or if this JAX or XLA
+    does not know them."""
     options: dict[str, Any] = {"compiler_options": _CPU_OPTIONS}
     if jax.default_backend() != "cpu":
         return {}
@@ -64,7 +72,8 @@ def options_here() -> dict[str, Any]:
 
 @functools.cache
 def method(name: str) -> Callable[..., Any]:
-    """Compile a method of any buffer: `method(name)(buffer, state, ...)` returns `buffer.name(state, ...)`."""
+    """Compile a method of any buffer: `method(name)(buffer, state, ...)` returns
+    `buffer.name(state, ...)`."""
 
     def call(buffer: Any, state: Any, *arguments: Any, **options: Any) -> Any:
         return getattr(buffer, name)(state, *arguments, **options)
@@ -76,13 +85,14 @@ def method(name: str) -> Callable[..., Any]:
 class Jitted:
     """A buffer's methods, compiled; see `jit`."""
 
-    def __init__(self, replay: Any):
-        self.replay = replay
+    def __init__(self, buffer: Any):
+        self.buffer = buffer
 
     def _call(self, name: str, state: Any, *arguments: Any, **options: Any) -> Any:
-        given = {key: value for key, value in options.items() if value is not None}  # a rollout takes no mask, a mixture no batch size
+        # a rollout takes no mask, a mixture no batch size
+        given = {key: value for key, value in options.items() if value is not None}
         try:
-            return method(name)(self.replay, state, *_owned(name, arguments), **_owned(name, given))
+            return method(name)(self.buffer, state, *_owned(name, arguments), **_owned(name, given))
         except TypeError:
             for argument in (*arguments, *given.values()):
                 checks.check_storable(name, argument)
@@ -94,15 +104,19 @@ class Jitted:
 
     def _step(self, step: Any) -> Any:
         """Return a step as a pytree, and an item as it is."""
-        return step if getattr(self.replay, "autoreset", None) is None else step_checks.by_field(step)
+        return (
+            step if getattr(self.buffer, "autoreset", None) is None else step_checks.by_field(step)
+        )
 
     def init(self, example: Any) -> Any:
         """Not compiled: there is nothing to fuse, and a state that does not fit is refused here."""
-        return self.replay.init(example)
+        return self.buffer.init(example)
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("__") and hasattr(self.replay, name):
-            raise AttributeError(f"jaxreplay.jit(replay) has no {name}: it is on the buffer itself, replay.{name}")
+        if not name.startswith("__") and hasattr(self.buffer, name):
+            raise AttributeError(
+                f"jaxreplay.jit(buffer) has no {name}: it is on the buffer itself, buffer.{name}"
+            )
         raise AttributeError(name)
 
     def add(self, state: Any, step: Any, mask: Any = None, priority: Any = None) -> Any:
@@ -125,9 +139,9 @@ class Jitted:
         """Compiles for each batch size."""
         return self._call("sample", state, key, batch_size=batch_size)
 
-    def take(self, state: Any, key: jax.Array, batch_size: int | None = None) -> Any:
+    def pop(self, state: Any, key: jax.Array, batch_size: int | None = None) -> Any:
         """Donates `state`. Compiles for each batch size."""
-        return self._call("take", state, key, batch_size=batch_size)
+        return self._call("pop", state, key, batch_size=batch_size)
 
     def rerank(self, state: Any) -> Any:
         """Donates `state`."""
@@ -154,27 +168,33 @@ class Jitted:
         return self._call("min_probability", state)
 
 
-def jit(replay: Any) -> Jitted:
-    """The methods of `replay` jitted, with the state donated where it changes: for a loop that is not one big `jit`.
+def jit(buffer: Any) -> Jitted:
+    """The methods of `buffer` jitted, with the state donated where it changes: for a loop that is
+    not one big `jit`.
 
-    A `Rollout` and a `Mixture` may be handed over too: the methods that they have are jitted alike. What is not here, such as `memory`,
-    `episodes` or a rollout's `steps`, is on `.replay`, the buffer itself.
+    A `Rollout` and a `Mixture` may be handed over too: the methods that they have are jitted alike.
+    What is not here, such as `memory`, `episodes` or a rollout's `steps`, is on `.buffer`, the
+    buffer itself.
 
-    Equal configurations share one compilation. NumPy input is copied first: JAX may read an array after the call has returned, when
-    an env that reuses its observation array has already written the next one into it.
+    Equal configurations share one compilation. NumPy input is copied first: JAX may read an array
+    after the call has returned, when an env that reuses its observation array has already written
+    the next one into it.
 
     Example:
       >>> import jax.numpy as jnp, jaxreplay as jr
-      >>> replay = jr.items(capacity=8, num_envs=2, batch_size=4)
-      >>> buffer = jr.jit(replay)
+      >>> buffer = jr.items(capacity=8, num_envs=2, batch_size=4)
+      >>> buffer = jr.jit(buffer)
       >>> state = buffer.init({"x": jnp.zeros(3)})
       >>> state = buffer.add(state, {"x": jnp.ones((2, 3))})
       >>> int(buffer.size(state))
       2
     """
-    if not hasattr(replay, "add") and not hasattr(replay, "sample"):
-        raise ValueError(f"jit: takes a buffer, such as jaxreplay.uniform(...), got {replay!r}; to compile a function use jax.jit")
-    return Jitted(replay)
+    if not hasattr(buffer, "add") and not hasattr(buffer, "sample"):
+        raise ValueError(
+            f"jit: takes a buffer, such as jaxreplay.uniform(...), got {buffer!r}; to compile a "
+            f"function use jax.jit"
+        )
+    return Jitted(buffer)
 
 
 def _owned(where: str, tree: Any) -> Any:

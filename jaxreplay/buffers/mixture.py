@@ -1,4 +1,5 @@
-"""Batches from several buffers, in fixed parts: offline and online data, or a buffer for each task."""
+"""Batches from several buffers, in fixed parts: offline and online data, or a buffer for each
+task."""
 
 from typing import Any
 
@@ -16,10 +17,11 @@ from jaxreplay.types import Sample
 class Mixture(Static):
     """Several buffers, of which each gives a fixed number of a batch's items.
 
-    It has no state of its own: `states` is a dict of the members', by name. Initialize each member, add to it and look into it as ever. The
-    members' own `batch_size` is not used.
+    It has no state of its own: `states` is a dict of the members', by name. Initialize each member,
+    add to it and look into it as ever. The members' own `batch_size` is not used.
 
-    Source: symmetric sampling, as in Ball et al., "Efficient Online Reinforcement Learning with Offline Data" (2023), section 4.1.
+    Source: symmetric sampling, as in Ball et al., "Efficient Online Reinforcement Learning with
+    Offline Data" (2023), section 4.1.
 
     Args:
       members: (name, buffer, items of a batch) of each.
@@ -29,16 +31,26 @@ class Mixture(Static):
 
     def _check(self) -> None:
         if not self.members:
-            raise ValueError("Mixture: no member was given; write jaxreplay.mix(offline=(offline, 128), online=(online, 128))")
-        for name, replay, size in self.members:
-            if not isinstance(replay, ReplayBuffer):
-                raise ValueError(f"Mixture: {name} must be (buffer, items of a batch), got a {type(replay).__name__} for the buffer")
+            raise ValueError(
+                "Mixture: no member was given; write jaxreplay.mix(offline=(offline, 128), "
+                "online=(online, 128))"
+            )
+        for name, buffer, size in self.members:
+            if not isinstance(buffer, ReplayBuffer):
+                raise ValueError(
+                    f"Mixture: {name} must be (buffer, items of a batch), got a "
+                    f"{type(buffer).__name__} for the buffer"
+                )
             checks.check_size("Mixture", name, size)
-            if isinstance(replay.sampler, ConsumingSampler):
-                raise ValueError(f"Mixture: {name}: {type(replay.sampler).__name__} hands out each row once; take from that buffer itself")
+            if isinstance(buffer.sampler, ConsumingSampler):
+                raise ValueError(
+                    f"Mixture: {name}: {type(buffer.sampler).__name__} hands out each row once; "
+                    f"take from that buffer itself"
+                )
 
     def sample(self, states: dict[str, Any], key: jax.Array) -> Sample:
-        """Draw from every member, one after another. Where one cannot be sampled yet, its items alone are not valid.
+        """Draw from every member, one after another. Where one cannot be sampled yet, its items
+        alone are not valid.
 
         Args:
           states: name -> the member's state.
@@ -49,15 +61,28 @@ class Mixture(Static):
         """
         self._check_names(states)
         keys = jax.random.split(key, len(self.members))
-        batches = [replay.sample(states[name], key, size) for (name, replay, size), key in zip(self.members, keys, strict=True)]
+        batches = [
+            buffer.sample(states[name], key, size)
+            for (name, buffer, size), key in zip(self.members, keys, strict=True)
+        ]
         for (name, _, _), batch in zip(self.members, batches, strict=True):
-            one, first = (jax.tree.map(lambda leaf: leaf[0], b.items) for b in (batch, batches[0]))
-            checks.check_leaves(f"sample: {name}", one, first, f"All members' items must be alike; compare {self._names[0]}'s.")
+            one, first = (
+                jax.tree.map(lambda leaf: leaf[0], b.experience) for b in (batch, batches[0])
+            )
+            checks.check_leaves(
+                f"sample: {name}",
+                one,
+                first,
+                f"All members' items must be alike; compare {self._names[0]}'s.",
+            )
         joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *batches)
         return joined.replace(source=self._source())
 
-    def update_priorities(self, states: dict[str, Any], batch: Sample, priority: jax.Array) -> dict[str, Any]:
-        """New priorities for a batch's rows, each in its own member; members without priorities stay as they are. Takes `states` over.
+    def update_priorities(
+        self, states: dict[str, Any], batch: Sample, priority: jax.Array
+    ) -> dict[str, Any]:
+        """New priorities for a batch's rows, each in its own member; members without priorities
+        stay as they are. Takes `states` over.
 
         Args:
           batch: what `sample` gave. priority: float[B], at least 0.
@@ -67,38 +92,61 @@ class Mixture(Static):
         """
         self._check_names(states)
         if not isinstance(batch, Sample) or batch.source is None:
-            got = "a batch of one buffer" if isinstance(batch, Sample) else f"a {type(batch).__name__}"
-            raise ValueError(f"update_priorities: batch must be what the mixture's sample returned, whole, got {got}")
+            got = (
+                "a batch of one buffer"
+                if isinstance(batch, Sample)
+                else f"a {type(batch).__name__}"
+            )
+            raise ValueError(
+                f"update_priorities: batch must be what the mixture's sample returned, whole, got "
+                f"{got}"
+            )
         priority = as_priority("update_priorities", priority, batch.source.shape)
         states, start = dict(states), 0
-        for name, replay, size in self.members:
-            if isinstance(replay.sampler, PrioritySampler):
-                index, own = jax.tree.map(lambda leaf, start=start, size=size: leaf[start : start + size], (batch.index, priority))
-                states[name] = replay.update_priorities(states[name], index, own)
+        for name, buffer, size in self.members:
+            if isinstance(buffer.sampler, PrioritySampler):
+                index, own = jax.tree.map(
+                    lambda leaf, start=start, size=size: leaf[start : start + size],
+                    (batch.index, priority),
+                )
+                states[name] = buffer.update_priorities(states[name], index, own)
             start += size
         return states
 
     def sizes(self, states: dict[str, Any]) -> jax.Array:
-        """Sampleable rows of each item's member, what `importance_weights` takes for the size: int32[B]."""
+        """Sampleable rows of each item's member, what `importance_weights` takes for the size:
+        int32[B]."""
         self._check_names(states)
-        return jnp.stack([replay.size(states[name]) for name, replay, _ in self.members])[self._source()]
+        return jnp.stack([buffer.size(states[name]) for name, buffer, _ in self.members])[
+            self._source()
+        ]
 
     def can_sample(self, states: dict[str, Any]) -> jax.Array:
         """Whether every member can be sampled: bool[]."""
         self._check_names(states)
-        return jnp.all(jnp.stack([replay.can_sample(states[name]) for name, replay, _ in self.members]))
+        return jnp.all(
+            jnp.stack([buffer.can_sample(states[name]) for name, buffer, _ in self.members])
+        )
 
     @property
     def _names(self) -> list[str]:
         return [name for name, _, _ in self.members]
 
     def _source(self) -> jax.Array:
-        return jnp.concatenate([jnp.full((size,), number, jnp.int32) for number, (_, _, size) in enumerate(self.members)])
+        return jnp.concatenate(
+            [
+                jnp.full((size,), number, jnp.int32)
+                for number, (_, _, size) in enumerate(self.members)
+            ]
+        )
 
     def _check_names(self, states: dict[str, Any]) -> None:
         if not isinstance(states, dict) or set(states) != set(self._names):
             got = ", ".join(states) if isinstance(states, dict) else type(states).__name__
-            raise ValueError(f"Mixture: states must be a dict with the members' names, {', '.join(self._names)}; got {got}")
+            raise ValueError(
+                f"Mixture: states must be a dict with the members' names, "
+                f"{', '.join(self._names)}; got {got}"
+            )
 
 
 def mix(**members: tuple[ReplayBuffer, int]) -> Mixture:
@@ -109,16 +157,19 @@ def mix(**members: tuple[ReplayBuffer, int]) -> Mixture:
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
-      >>> offline, online = jr.items(capacity=100, batch_size=1), jr.items(capacity=10, batch_size=1)
-      >>> replay = jr.mix(offline=(offline, 2), online=(online, 1))
+      >>> offline, online = (
+      ...     jr.items(capacity=100, batch_size=1),
+      ...     jr.items(capacity=10, batch_size=1),
+      ... )
+      >>> buffer = jr.mix(offline=(offline, 2), online=(online, 1))
       >>> states = {"offline": offline.init(jnp.zeros(())), "online": online.init(jnp.zeros(()))}
       >>> states["offline"] = offline.add(states["offline"], jnp.ones(1))
       >>> states["online"] = online.add(states["online"], jnp.full(1, 2.0))
-      >>> batch = replay.sample(states, jax.random.key(0))
-      >>> batch.items.tolist(), batch.source.tolist()
+      >>> batch = buffer.sample(states, jax.random.key(0))
+      >>> batch.experience.tolist(), batch.source.tolist()
       ([1.0, 1.0, 2.0], [0, 0, 1])
     """
     for name, member in members.items():
         if not isinstance(member, tuple) or len(member) != 2:
             raise ValueError(f"mix: {name} must be (buffer, items of a batch), got {member!r}")
-    return Mixture(members=tuple((name, replay, size) for name, (replay, size) in members.items()))
+    return Mixture(members=tuple((name, buffer, size) for name, (buffer, size) in members.items()))

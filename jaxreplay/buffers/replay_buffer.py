@@ -16,7 +16,13 @@ from jaxreplay.samplers import ConsumingSampler, PrioritySampler, Sampler
 from jaxreplay.storage import autoreset as autoreset_forms, episodes, platforms
 from jaxreplay.storage.episodes import Episodes
 from jaxreplay.storage.layout import Layout, Window
-from jaxreplay.storage.sampleable import ReplayState, Sampleable, count_expired, count_pending, effect_of
+from jaxreplay.storage.sampleable import (
+    ReplayState,
+    Sampleable,
+    count_expired,
+    count_pending,
+    effect_of,
+)
 from jaxreplay.storage.streams import Streams
 from jaxreplay.types import Index, Sample
 from jaxreplay.views import RowReader, View
@@ -30,18 +36,23 @@ class BufferOptions(TypedDict, total=False):
     capacity: Required[int]  # rows in all, a multiple of `num_envs`
     num_envs: int  # streams; by default 1
     batch_size: Required[int]  # items of a sample
-    autoreset: str | None  # "next_step" or "same_step"; must be given, but for items, which have None
-    masked: bool  # whether `add` takes a mask of the envs that took a step; by default False
+    # "next_step" or "same_step"; must be given, but for items, which have None
+    autoreset: str | None
+    allow_mask: bool  # whether `add` takes a mask of the envs that took a step; by default False
     min_size: int  # rows that `can_sample` waits for; by default 1
-    keep_episodes: bool  # whether to keep what `episodes` needs, 8 bytes a row; by default False
-    platform: str | None  # "cpu", "gpu" or "tpu", that states are laid out for; by default that of new arrays
+    # whether to keep what `episode_table` needs, 8 bytes a row; by default False
+    track_episodes: bool
+    # "cpu", "gpu" or "tpu", that states are laid out for; by default that of new arrays
+    platform: str | None
 
 
 class ReplayBuffer(Static):
-    """A replay buffer: storage in streams, a sampler, and a view. It is static configuration; its methods are pure.
+    """A replay buffer: storage in streams, a sampler, and a view. It is static configuration; its
+    methods are pure.
 
-    State comes first, a key next, and the key is consumed. Jit the methods that return a state with `donate_argnums=0`
-    (`jaxreplay.jit` does), and in a loop add before you sample: then nothing costs more than the rows it touches.
+    State comes first, a key next, and the key is consumed. Jit the methods that return a state with
+    `donate_argnums=0` (`jaxreplay.jit` does), and in a loop add before you sample: then nothing
+    costs more than the rows it touches.
 
     Args:
       capacity: rows in all, the final observations of episodes included; a multiple of `num_envs`.
@@ -49,12 +60,14 @@ class ReplayBuffer(Static):
       batch_size: items of a sample, unless the call says otherwise.
       sampler: which sampleable rows are drawn.
       view: what is read around them.
-      autoreset: "next_step" or "same_step": what the env does when an episode ends (`autoreset.py`). None for a view that takes items.
-      masked: whether `add` and `extend` take a mask of the envs that took a step.
+      autoreset: "next_step" or "same_step": what the env does when an episode ends
+        (`autoreset.py`). None for a view that takes items.
+      allow_mask: whether `add` and `extend` take a mask of the envs that took a step.
       min_size: sampleable rows that `can_sample` waits for, at least 1.
-      keep_episodes: whether to keep what `episodes` needs, 8 bytes a row.
-      platform: what `init` lays states out for: "cpu", "gpu" or "tpu". None: that of the device that new arrays go to then. A state stays
-        what it was made for; to compile for a device that is not there, name its platform.
+      track_episodes: whether to keep what `episode_table` needs, 8 bytes a row.
+      platform: what `init` lays states out for: "cpu", "gpu" or "tpu". None: that of the device
+        that new arrays go to then. A state stays what it was made for; to compile for a device that
+        is not there, name its platform.
     """
 
     capacity: int
@@ -63,28 +76,32 @@ class ReplayBuffer(Static):
     sampler: Sampler
     view: View
     autoreset: str | None = None
-    masked: bool = False
+    allow_mask: bool = False
     min_size: int = 1
-    keep_episodes: bool = False
+    track_episodes: bool = False
     platform: str | None = None
 
     def _check(self) -> None:
         if self.platform is not None:
             object.__setattr__(self, "platform", platforms.checked("ReplayBuffer", self.platform))
         checks.check_part("ReplayBuffer", "sampler", self.sampler, Sampler, "jaxreplay.Uniform()")
-        checks.check_part("ReplayBuffer", "view", self.view, View, "jaxreplay.Item()")
+        checks.check_part("ReplayBuffer", "view", self.view, View, "jaxreplay.views.Item()")
         checks.check_capacity("ReplayBuffer", self.capacity, self.num_envs, self.window.length)
         if self.view.needs_steps and self.autoreset not in autoreset_forms.FORMS:
             raise ValueError(autoreset_forms.form_error("ReplayBuffer", self.autoreset))
         if not self.view.needs_steps and (self.autoreset is not None or self.has_table):
             raise ValueError(
-                f"ReplayBuffer: {type(self.view).__name__} stores items, which have no episodes; leave out autoreset and keep_episodes, "
+                f"ReplayBuffer: {type(self.view).__name__} stores items, which have no episodes; "
+                f"leave out autoreset and track_episodes, "
                 "and draw rows, not episodes"
             )
         checks.check_size("ReplayBuffer", "batch_size", self.batch_size)
         checks.check_size("ReplayBuffer", "min_size", self.min_size)
         if self.min_size > self.capacity:
-            raise ValueError(f"ReplayBuffer: min_size={self.min_size} exceeds capacity={self.capacity}: can_sample would never be True")
+            raise ValueError(
+                f"ReplayBuffer: min_size={self.min_size} exceeds capacity={self.capacity}: "
+                f"can_sample would never be True"
+            )
 
     @functools.cached_property
     def window(self) -> Window:
@@ -108,23 +125,25 @@ class ReplayBuffer(Static):
             length=self.length,
             autoreset=self.autoreset,
             has_final_obs=has_final_obs,
-            masked=self.masked,
+            allow_mask=self.allow_mask,
             window=self.window,
             platform=platform or self.platform or platforms.default(),
-            exponent=getattr(self.sampler, "exponent", None),
+            alpha=getattr(self.sampler, "alpha", None),
         )
 
     @property
     def has_table(self) -> bool:
-        """Whether the state has an episode table: where it is asked for, or the view or the sampler looks episodes up."""
-        return self.keep_episodes or self.window.needs_episodes or not self.window.is_bounded
+        """Whether the state has an episode table: where it is asked for, or the view or the sampler
+        looks episodes up."""
+        return self.track_episodes or self.window.needs_episodes or not self.window.is_bounded
 
     def init(self, example: Any) -> ReplayState:
         """An empty buffer.
 
         Args:
-          example: one env's step (leaves without the env axis) or one item: arrays, or `jax.ShapeDtypeStruct`s. Only structure, shapes
-            and dtypes are read. With `autoreset="same_step"`, `final_obs` in the example says that every step will bring it.
+          example: one env's step (leaves without the env axis) or one item: arrays, or
+            `jax.ShapeDtypeStruct`s. Only structure, shapes and dtypes are read. With
+            `autoreset="same_step"`, `final_obs` in the example says that every step will bring it.
 
         Raises:
           ValueError: the example is no step, or a flag is not bool.
@@ -132,7 +151,9 @@ class ReplayBuffer(Static):
         """
         example = self._example("init", example)
         layout = self.layout(has_final_obs(example))
-        checks.check_capacity("init", self.capacity, self.num_envs, self.window.length - 1 + layout.rows_per_step)
+        checks.check_capacity(
+            "init", self.capacity, self.num_envs, self.window.length - 1 + layout.rows_per_step
+        )
         self.view.check("init", layout, example)
         if not isinstance(jnp.zeros(()), Tracer):  # while tracing, nothing is allocated yet
             memory.check_fits("init", self.memory(example))
@@ -158,28 +179,39 @@ class ReplayBuffer(Static):
         layout = self.layout(has_final_obs(example), platform)
         return ReplayState(
             streams=Streams.empty(layout, example),
-            num_pending=None if self.window.after is None else jnp.zeros((self.num_envs,), jnp.int32),
+            num_pending=None
+            if self.window.after is None
+            else jnp.zeros((self.num_envs,), jnp.int32),
             num_expired=jnp.zeros((self.num_envs,), jnp.int32) if self.window.before else None,
             sampler=self.sampler.init(layout),
             episodes=episodes.init(layout) if self.has_table else None,
         )
 
-    def add(self, state: ReplayState, step: Any, mask: Any = None, priority: Any = None) -> ReplayState:
+    def add(
+        self, state: ReplayState, step: Any, mask: Any = None, priority: Any = None
+    ) -> ReplayState:
         """Append one step of every env.
 
         Args:
           state: taken over; jit with `donate_argnums=0`, or the whole buffer is copied.
           step: leaves `[num_envs, ...]`, of the example's dtypes.
-          mask: bool[num_envs], False where an env took no step, by default nowhere; needs `masked=True`. With `autoreset="next_step"`
-            never mask the step after a done: it brings the final observation.
-          priority: float[num_envs], for samplers that have priorities; by default the largest so far.
+          mask: bool[num_envs], False where an env took no step, by default nowhere; needs
+            `allow_mask=True`. With `autoreset="next_step"` never mask the step after a done: it
+            brings the final observation.
+          priority: float[num_envs], for samplers that have priorities; by default the largest so
+            far.
         """
         state = check_donated("add", self, state)
-        step, mask, priority = self._checked("add", state, step, mask, priority, "one step of every env, leaves [num_envs, ...]", ())
+        step, mask, priority = self._checked(
+            "add", state, step, mask, priority, "one step of every env, leaves [num_envs, ...]", ()
+        )
         return self._write(state, *jax.tree.map(lambda leaf: leaf[None], (step, mask, priority)))
 
-    def extend(self, state: ReplayState, steps: Any, mask: Any = None, priority: Any = None) -> ReplayState:
-        """Append a block of steps, as `lax.scan` stacks them: the same as `add` for each, oldest first. `state` is taken over.
+    def extend(
+        self, state: ReplayState, steps: Any, mask: Any = None, priority: Any = None
+    ) -> ReplayState:
+        """Append a block of steps, as `lax.scan` stacks them: the same as `add` for each, oldest
+        first. `state` is taken over.
 
         Args:
           steps: leaves `[time, num_envs, ...]`; of more steps than a stream holds, the newest stay.
@@ -188,54 +220,93 @@ class ReplayBuffer(Static):
         state = check_donated("extend", self, state)
         first = jax.tree.leaves(steps)[:1]
         time = (jnp.shape(first[0]) or (0,))[:1] if first else (0,)
-        block = self._checked("extend", state, steps, mask, priority, "a block of steps, leaves [time, num_envs, ...]", time)
-        # A write must reach neither the rows that wait for their window, nor those that the newest ones look back to.
+        block = self._checked(
+            "extend",
+            state,
+            steps,
+            mask,
+            priority,
+            "a block of steps, leaves [time, num_envs, ...]",
+            time,
+        )
+        # A write must reach neither the rows that wait for their window, nor those that the newest
+        # ones look back to.
         most = (self.length - self.window.length + 1) // state.layout.rows_per_step
         num_full, rest = divmod(time[0], most)
         if num_full + bool(rest) > 1:
-            chunks = jax.tree.map(lambda leaf: leaf[: num_full * most].reshape((num_full, most, *leaf.shape[1:])), block)
-            state, _ = jax.lax.scan(lambda state, chunk: (self._write(state, *chunk), None), state, chunks)
+            chunks = jax.tree.map(
+                lambda leaf: leaf[: num_full * most].reshape((num_full, most, *leaf.shape[1:])),
+                block,
+            )
+            state, _ = jax.lax.scan(
+                lambda state, chunk: (self._write(state, *chunk), None), state, chunks
+            )
             block = jax.tree.map(lambda leaf: leaf[num_full * most :], block)
             time = (rest,)
         return self._write(state, *block) if time[0] else state
 
     def sample(self, state: ReplayState, key: jax.Array, batch_size: int | None = None) -> Sample:
-        """Draw a batch with replacement. Before `can_sample` its items are finite and `is_valid` is False.
+        """Draw a batch with replacement. Before `can_sample` its items are finite and `is_valid` is
+        False.
 
         Args:
           key: consumed.
           batch_size: static; by default the buffer's.
         """
         if isinstance(self.sampler, ConsumingSampler):
-            raise ValueError(f"sample: {type(self.sampler).__name__} hands out each row once: state, batch = replay.take(state, key)")
+            raise ValueError(
+                f"sample: {type(self.sampler).__name__} hands out each row once: state, batch = "
+                f"buffer.pop(state, key)"
+            )
         return self._draw("sample", state, key, batch_size)[1]
 
-    def take(self, state: ReplayState, key: jax.Array, batch_size: int | None = None) -> tuple[ReplayState, Sample]:
-        """Draw a batch from a sampler that hands out each row once. `state` is taken over. What falls short of a batch is not valid.
+    def pop(
+        self, state: ReplayState, key: jax.Array, batch_size: int | None = None
+    ) -> tuple[ReplayState, Sample]:
+        """Draw a batch from a sampler that hands out each row once. `state` is taken over. What
+        falls short of a batch is not valid.
 
         Args:
           key: consumed.
           batch_size: static; by default the buffer's.
         """
         if not isinstance(self.sampler, ConsumingSampler):
-            raise ValueError(f"take: {type(self.sampler).__name__} draws with replacement: batch = replay.sample(state, key)")
-        state = check_donated("take", self, state)
-        return self._draw("take", state, key, batch_size)
+            raise ValueError(
+                f"take: {type(self.sampler).__name__} draws with replacement: batch = "
+                f"buffer.sample(state, key)"
+            )
+        state = check_donated("pop", self, state)
+        return self._draw("pop", state, key, batch_size)
 
-    def _draw(self, where: str, state: ReplayState, key: jax.Array, batch_size: int | None) -> tuple[ReplayState, Sample]:
+    def _draw(
+        self, where: str, state: ReplayState, key: jax.Array, batch_size: int | None
+    ) -> tuple[ReplayState, Sample]:
         state = check_state(where, self, state)
         batch_size = self.batch_size if batch_size is None else batch_size
         checks.check_size(where, "batch_size", batch_size)
         rows = Sampleable.of(state)
         can_sample = self._can_sample(state, rows)
         sampler, row, probability = self.sampler.draw(state.sampler, rows, key, batch_size)
-        if isinstance(self.sampler, ConsumingSampler):  # before `can_sample` nothing is handed out, so nothing is taken
-            sampler = jax.tree.map(lambda new, old: jnp.where(can_sample, new, old), sampler, state.sampler)
-        batch = self._read(state, state.streams.index(row), probability, can_sample & (probability > 0), key)
+        # before `can_sample` nothing is handed out, so nothing is taken
+        if isinstance(self.sampler, ConsumingSampler):
+            sampler = jax.tree.map(
+                lambda new, old: jnp.where(can_sample, new, old), sampler, state.sampler
+            )
+        batch = self._read(
+            state, state.streams.index(row), probability, can_sample & (probability > 0), key
+        )
         return state.replace(sampler=sampler), batch
 
-    def _read(self, state: ReplayState, index: Index, probability: jax.Array, is_valid: jax.Array, key: jax.Array | None) -> Sample:
-        """Read the items of rows, int32[...]. One that is not valid gets a lap that no row has: a later update by it is ignored."""
+    def _read(
+        self,
+        state: ReplayState,
+        index: Index,
+        probability: jax.Array,
+        is_valid: jax.Array,
+        key: jax.Array | None,
+    ) -> Sample:
+        """Read the items of rows, int32[...]. One that is not valid gets a lap that no row has: a
+        later update by it is ignored."""
 
         def item(row: jax.Array, words: Any) -> Any:
             own = None if words is None else jnp.stack(words)
@@ -244,33 +315,50 @@ class ReplayBuffer(Static):
         words = None
         if self.view.is_random:
             assert key is not None
-            words = jax.tree.map(lambda word: word.reshape(index.row.shape), random.words(key, index.row.size, _FOR_THE_VIEW))
+            words = jax.tree.map(
+                lambda word: word.reshape(index.row.shape),
+                random.words(key, index.row.size, _FOR_THE_VIEW),
+            )
         for _ in index.row.shape:
             item = jax.vmap(item)
         lap = jnp.where(is_valid, index.lap, index.lap ^ jnp.uint32(2**31))
-        return Sample(item(index.row, words), Index(index.row, lap), jnp.where(is_valid, probability, 0), is_valid)
+        return Sample(
+            item(index.row, words),
+            Index(index.row, lap),
+            jnp.where(is_valid, probability, 0),
+            is_valid,
+        )
 
-    def get(self, state: ReplayState, index: Index | jax.Array, key: jax.Array | None = None) -> Sample:
-        """The items of rows that were drawn before, or of row numbers; `is_valid` is False where a row is not sampleable, out of range,
-        or was overwritten since. A sampleable row of priority 0 is valid, with probability 0.
+    def get(
+        self, state: ReplayState, index: Index | jax.Array, key: jax.Array | None = None
+    ) -> Sample:
+        """The items of rows that were drawn before, or of row numbers; `is_valid` is False where a
+        row is not sampleable, out of range, or was overwritten since. A sampleable row of priority
+        0 is valid, with probability 0.
 
         Args:
           index: `batch.index`, or int32[B] rows.
           key: consumed; for a view that draws (goals, horizons, augmentations), which draws anew.
         """
         if self.view.is_random and key is None:
-            raise ValueError(f"get: {type(self.view).__name__} draws what it reads: give get(state, index, key) a key")
+            raise ValueError(
+                f"get: {type(self.view).__name__} draws what it reads: give get(state, index, "
+                f"key) a key"
+            )
         state = check_state("get", self, state)
         rows, lap = (index.row, index.lap) if isinstance(index, Index) else (index, None)
         row, is_valid = step_checks.as_rows("get", rows, self.capacity)
         current, members = state.streams.index(row), Sampleable.of(state)
         is_valid &= members.contains(row) & (lap is None or current.lap == lap)
-        return self._read(state, current, self.sampler.probability(state.sampler, members, row), is_valid, key)
+        return self._read(
+            state, current, self.sampler.probability(state.sampler, members, row), is_valid, key
+        )
 
     def update_priorities(self, state: ReplayState, index: Index, priority: Any) -> ReplayState:
         """Give drawn rows new priorities, such as absolute TD errors. `state` is taken over.
 
-        Bad priorities and stale or foreign rows are ignored and counted in the state; of several priorities for one row the largest wins.
+        Bad priorities and stale or foreign rows are ignored and counted in the state; of several
+        priorities for one row the largest wins.
 
         Args:
           index: `batch.index`.
@@ -280,7 +368,8 @@ class ReplayBuffer(Static):
         sampler = self._need_priorities("update_priorities")
         if not isinstance(index, Index):
             raise ValueError(
-                f"update_priorities: index must be the batch.index of a sample, got {type(index).__name__}; a bare row number cannot tell "
+                f"update_priorities: index must be the batch.index of a sample, got "
+                f"{type(index).__name__}; a bare row number cannot tell "
                 "whether the row was overwritten since it was drawn"
             )
         priority = step_checks.as_priority("update_priorities", priority, jnp.shape(index.row))
@@ -288,28 +377,37 @@ class ReplayBuffer(Static):
         return state.replace(sampler=sampler.update(state.sampler, Sampleable.of(state), *flat))
 
     def can_add(self, state: ReplayState, num_steps: int = 1) -> jax.Array:
-        """Whether `num_steps` more steps of every env overwrite nothing that is still to be taken: bool[]."""
+        """Whether `num_steps` more steps of every env overwrite nothing that is still to be taken:
+        bool[]."""
         if not isinstance(self.sampler, ConsumingSampler):
-            raise ValueError(f"can_add: {type(self.sampler).__name__} hands out nothing once: there is nothing to wait for")
+            raise ValueError(
+                f"can_add: {type(self.sampler).__name__} hands out nothing once: there is nothing "
+                f"to wait for"
+            )
         state = check_state("can_add", self, state)
         rows = num_steps * state.layout.rows_per_step
         return self.sampler.can_add(state.sampler, Sampleable.of(state), rows)
 
     def rerank(self, state: ReplayState) -> ReplayState:
-        """Rank the sampleable rows by their priorities, for a rank-based sampler: a sort of the whole buffer. `state` is taken over."""
+        """Rank the sampleable rows by their priorities, for a rank-based sampler: a sort of the
+        whole buffer. `state` is taken over."""
         state = check_donated("rerank", self, state)
         rerank = getattr(self.sampler, "rerank", None)
         if rerank is None:
-            raise ValueError(f"rerank: the sampler {type(self.sampler).__name__} has no ranks; use RankBased")
+            raise ValueError(
+                f"rerank: the sampler {type(self.sampler).__name__} has no ranks; use RankBased"
+            )
         return state.replace(sampler=rerank(state.sampler, Sampleable.of(state)))
 
     def min_probability(self, state: ReplayState) -> jax.Array:
-        """The smallest probability of a sampleable row of positive priority, for `importance_weights`: float32[]."""
+        """The smallest probability of a sampleable row of positive priority, for
+        `importance_weights`: float32[]."""
         state = check_state("min_probability", self, state)
         return self._need_priorities("min_probability").min_probability(state.layout, state.sampler)
 
     def size(self, state: ReplayState) -> jax.Array:
-        """Rows that can be drawn: int32[]; of a sampler that hands out each row once, those that are left."""
+        """Rows that can be drawn: int32[]; of a sampler that hands out each row once, those that
+        are left."""
         state = check_state("size", self, state)
         return self.sampler.size(state.sampler, Sampleable.of(state))
 
@@ -319,15 +417,19 @@ class ReplayBuffer(Static):
         return self._can_sample(state, Sampleable.of(state))
 
     def _can_sample(self, state: ReplayState, rows: Sampleable) -> jax.Array:
-        return (self.sampler.size(state.sampler, rows) >= self.min_size) & self.sampler.can_sample(state.sampler)
+        return (self.sampler.size(state.sampler, rows) >= self.min_size) & self.sampler.can_sample(
+            state.sampler
+        )
 
     def age(self, state: ReplayState, index: Index) -> jax.Array:
-        """Rows of its stream that were written after each drawn row, final rows included: int32[B], 0 for the newest."""
+        """Rows of its stream that were written after each drawn row, final rows included: int32[B],
+        0 for the newest."""
         state = check_state("age", self, state)
         return state.streams.age(index.row)
 
     def clear(self, state: ReplayState) -> ReplayState:
-        """Forget every row; takes `state` over. No index drawn before is valid after; the stored steps stay where they are, unread."""
+        """Forget every row; takes `state` over. No index drawn before is valid after; the stored
+        steps stay where they are, unread."""
         state = check_state("clear", self, state)
         return state.replace(
             streams=state.streams.clear(),
@@ -337,52 +439,78 @@ class ReplayBuffer(Static):
             episodes=state.episodes and episodes.clear(state.episodes),
         )
 
-    def episodes(self, state: ReplayState) -> Episodes:
-        """Look-ups of episode ends around stored rows; needs `keep_episodes=True`."""
-        state = check_state("episodes", self, state)
+    def episode_table(self, state: ReplayState) -> Episodes:
+        """Look-ups of episode ends around stored rows; needs `track_episodes=True`."""
+        state = check_state("episode_table", self, state)
         if state.episodes is None:
-            raise ValueError("episodes: this buffer keeps no episode table; make it with keep_episodes=True")
+            raise ValueError(
+                "episodes: this buffer keeps no episode table; make it with track_episodes=True"
+            )
         return Episodes(state.streams, state.episodes)
 
-    def _write(self, state: ReplayState, steps: Any, mask: jax.Array | None, priority: jax.Array | None) -> ReplayState:
-        """Write a block of steps, leaves `[T, E, ...]`: few enough to overwrite no row that waits, nor one that a new row looks back to."""
+    def _write(
+        self, state: ReplayState, steps: Any, mask: jax.Array | None, priority: jax.Array | None
+    ) -> ReplayState:
+        """Write a block of steps, leaves `[T, E, ...]`: few enough to overwrite no row that waits,
+        nor one that a new row looks back to."""
         layout, window = state.layout, self.window
         before = Sampleable.of(state)
         if state.num_expired is not None:
-            # Always so, which XLA cannot know: the write then depends on the flags that the last one read, and copies none.
-            is_ready = jnp.broadcast_to(state.num_expired >= 0, (jax.tree.leaves(steps)[0].shape[0], layout.num_envs))
+            # Always so, which XLA cannot know: the write then depends on the flags that the last
+            # one read, and copies none.
+            is_ready = jnp.broadcast_to(
+                state.num_expired >= 0, (jax.tree.leaves(steps)[0].shape[0], layout.num_envs)
+            )
             mask = is_ready if mask is None else mask & is_ready
         counted, written = state.streams.advance(steps, mask)
-        num_pending = None if state.num_pending is None else count_pending(layout, state.num_pending, written)
-        table, noted = episodes.advance(layout, state.episodes, written) if state.episodes else (None, None)
+        num_pending = (
+            None if state.num_pending is None else count_pending(layout, state.num_pending, written)
+        )
+        table, noted = (
+            episodes.advance(layout, state.episodes, written) if state.episodes else (None, None)
+        )
         after = state.replace(streams=counted, num_pending=num_pending, episodes=table)
         if layout.traits.in_line:
-            # The least of the two is the first one, in a way that XLA cannot know: else it would keep a copy of what is counted on.
-            waited = before.num_pending if window.after is None else jnp.minimum(before.num_pending, window.after)
+            # The least of the two is the first one, in a way that XLA cannot know: else it would
+            # keep a copy of what is counted on.
+            waited = (
+                before.num_pending
+                if window.after is None
+                else jnp.minimum(before.num_pending, window.after)
+            )
             after, written, noted, waited = _counted_first(after, written, noted, waited)
             before = dataclasses.replace(before, num_pending=waited)
         after = after.replace(
-            streams=after.streams.write(steps, written), episodes=after.episodes and noted and episodes.write(after.episodes, noted)
+            streams=after.streams.write(steps, written),
+            episodes=after.episodes and noted and episodes.write(after.episodes, noted),
         )
         after = after.replace(num_expired=count_expired(after.streams))
         effect = effect_of(before, Sampleable.of(after), written) if window.is_bounded else None
         if priority is not None and layout.rows_per_step == 2:  # a final row has none
-            priority = jnp.stack([priority, jnp.zeros_like(priority)], axis=1).reshape(-1, layout.num_envs)
+            priority = jnp.stack([priority, jnp.zeros_like(priority)], axis=1).reshape(
+                -1, layout.num_envs
+            )
         return after.replace(sampler=self.sampler.observe(state.sampler, effect, priority))
 
     def _need_priorities(self, where: str) -> PrioritySampler:
         if not isinstance(self.sampler, PrioritySampler):
-            raise ValueError(f"{where}: the sampler {type(self.sampler).__name__} has no priorities; use jaxreplay.prioritized")
+            raise ValueError(
+                f"{where}: the sampler {type(self.sampler).__name__} has no priorities; use "
+                f"jaxreplay.prioritized"
+            )
         return self.sampler
 
     def _checked(self, where, state, steps, mask, priority, what, time) -> tuple[Any, Any, Any]:
-        """Steps, mask and priority of an `add` (time is ()) or an `extend` (time is (T,)), or a ValueError that names what is wrong."""
+        """Steps, mask and priority of an `add` (time is ()) or an `extend` (time is (T,)), or a
+        ValueError that names what is wrong."""
         axes = (*time, self.num_envs)
         if self.autoreset is not None:
             steps = step_checks.step_of(where, steps, self.autoreset)
-        step_checks.check_block(where, steps, state.streams.steps, state.layout.has_final_obs, axes, what)
+        step_checks.check_block(
+            where, steps, state.streams.steps, state.layout.has_final_obs, axes, what
+        )
         if mask is not None:
-            step_checks.check_mask(where, mask, self.masked, axes)
+            step_checks.check_mask(where, mask, self.allow_mask, axes)
             mask = jnp.asarray(mask)
         if priority is not None:
             self._need_priorities(where)
@@ -396,9 +524,17 @@ def has_final_obs(example: Any) -> bool:
 
 
 def _counted_first(state: ReplayState, *others: Any) -> tuple[Any, ...]:
-    """Keep all counting before all writing, in one kernel: XLA would fuse into each write the counting that it needs."""
+    """Keep all counting before all writing, in one kernel: XLA would fuse into each write the
+    counting that it needs."""
     rows = {name: getattr(state.streams, name) for name in ("steps", "flags", "candidate_number")}
-    table = {name: getattr(state.episodes, name) for name in ("ordinal", "end_position", "start_position")} if state.episodes else {}
+    table = (
+        {
+            name: getattr(state.episodes, name)
+            for name in ("ordinal", "end_position", "start_position")
+        }
+        if state.episodes
+        else {}
+    )
     small = state.replace(
         streams=state.streams.replace(**dict.fromkeys(rows)),
         episodes=state.episodes and state.episodes.replace(**dict.fromkeys(table)),
@@ -406,6 +542,8 @@ def _counted_first(state: ReplayState, *others: Any) -> tuple[Any, ...]:
     )
     small, *rest = jax.lax.optimization_barrier((small, *others))
     num_full = small.replace(
-        streams=small.streams.replace(**rows), episodes=small.episodes and small.episodes.replace(**table), sampler=state.sampler
+        streams=small.streams.replace(**rows),
+        episodes=small.episodes and small.episodes.replace(**table),
+        sampler=state.sampler,
     )
     return num_full, *rest

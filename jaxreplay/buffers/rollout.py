@@ -1,4 +1,5 @@
-"""The on-policy buffer: the steps that one policy took, learned from a few times and then dropped."""
+"""The on-policy buffer: the steps that one policy took, learned from a few times and then
+dropped."""
 
 import functools
 import math
@@ -25,28 +26,39 @@ _MOST_ROWS = 2**30  # they are numbered by int32, and a block may reach past the
 
 
 class RolloutState(Node):
-    """What a rollout holds; T time, E env. `add`, `extend`, `from_trajectories` and `clear` take it over: donate it to them."""
+    """What a rollout holds; T time, E env. `add`, `extend`, `from_trajectories` and `clear` take it
+    over: donate it to them."""
 
     steps: Any  # as stored, leaves [T, E, ...]; `rollout.steps(state)` reads them
-    mask: jax.Array  # bool[T, E]: True for a step; False for a final observation, and where nothing is written
+    # bool[T, E]: True for a step; False for a final observation, and where nothing is written
+    mask: jax.Array
     position: jax.Array  # int32[], in [0, T]: rows of time written
-    num_dropped: jax.Array  # int32[]: rows of time that came when there was no room, since `init`; it stops at its largest value
-    last: jax.Array | None  # uint8[E], flags of the newest row (`storage/autoreset.py`); None for "same_step", where no row depends on it
+    # int32[]: rows of time that came when there was no room, since `init`; it stops at its largest
+    # value
+    num_dropped: jax.Array
+    # uint8[E], flags of the newest row (`storage/autoreset.py`); None for "same_step", where no row
+    # depends on it
+    last: jax.Array | None
 
 
 class Rollout(Static):
-    """`length` steps of `num_envs` envs, in preallocated arrays `[time, num_envs, ...]`. Static configuration with pure methods.
+    """`length` steps of `num_envs` envs, in preallocated arrays `[time, num_envs, ...]`. Static
+    configuration with pure methods.
 
-    Act and `add` until it is full, learn from `steps`, `bootstrap` and minibatches, then `clear` and go on. Jit `add`, `extend` and
-    `clear` with `donate_argnums=0`: then they change the arrays in place.
+    Act and `add` until it is full, learn from `steps`, `bootstrap` and minibatches, then `clear`
+    and go on. Jit `add`, `extend` and `clear` with `donate_argnums=0`: then they change the arrays
+    in place.
 
-    The value of an episode's final observation, where the episode was truncated, comes from where `autoreset` says (`bootstrap`):
+    The value of an episode's final observation, where the episode was truncated, comes from where
+    `autoreset` says (`bootstrap`):
 
-        "next_step"                   the row after a done is the final observation: a row of the rollout whose `mask` is False
-        "same_step"                   the learner brings it, as `final_value`: computed from `final_obs`, which is kept where the example
-                                      has it, or while acting, and then carried in `extras`
-        "same_step", neither of them  the truncated step is left out of learning, and its own observation's value stands in for what
-                                      the step before it led to: one step is given up rather than a wrong target made
+    - `"next_step"`: the row after a done is the final observation: a row of the rollout whose
+      `mask` is False.
+    - `"same_step"`: the learner brings it, as `final_value`: computed from `final_obs`, which is
+      kept where the example has it, or while acting, and then carried in `extras`.
+    - `"same_step"`, neither of them: the truncated step is left out of learning, and its own
+      observation's value stands in for what the step before it led to: one step is given up rather
+      than a wrong target made.
 
     Args:
       length: rows of time, final observations included. num_envs: envs that step together.
@@ -61,7 +73,10 @@ class Rollout(Static):
         checks.check_size("Rollout", "length", self.length)
         checks.check_size("Rollout", "num_envs", self.num_envs)
         if self.length * self.num_envs > _MOST_ROWS:
-            raise ValueError(f"Rollout: length * num_envs = {self.length * self.num_envs} is too large: it must be at most {_MOST_ROWS}")
+            raise ValueError(
+                f"Rollout: length * num_envs = {self.length * self.num_envs} is too large: it "
+                f"must be at most {_MOST_ROWS}"
+            )
         if self.autoreset not in autoreset_forms.FORMS:
             raise ValueError(autoreset_forms.form_error("Rollout", self.autoreset))
 
@@ -69,10 +84,12 @@ class Rollout(Static):
         """An empty rollout.
 
         Args:
-          example: one env's step, leaves without leading axes: arrays or `jax.ShapeDtypeStruct`s; with `final_obs`, if steps bring it.
+          example: one env's step, leaves without leading axes: arrays or `jax.ShapeDtypeStruct`s;
+            with `final_obs`, if steps bring it.
 
         Raises:
-          ValueError: the example is no step, or a flag is not bool. MemoryError: the device cannot hold the rollout.
+          ValueError: the example is no step, or a flag is not bool. MemoryError: the device cannot
+            hold the rollout.
         """
         example = self._example("init", example)
         if not isinstance(jnp.zeros(()), Tracer):  # while tracing, nothing is allocated yet
@@ -82,36 +99,50 @@ class Rollout(Static):
     def memory(self, example: Any) -> memory.Memory:
         """The bytes that `init(example)` will take, leaf by leaf, with nothing allocated."""
         example = self._example("memory", example)
-        return memory.memory_of(jax.eval_shape(lambda: self._init(example)), self.length * self.num_envs)
+        return memory.memory_of(
+            jax.eval_shape(lambda: self._init(example)), self.length * self.num_envs
+        )
 
     def add(self, state: RolloutState, step: Any) -> RolloutState:
-        """Append one step of every env, leaves `[num_envs, ...]`. Where there is no room it is dropped, and counted in `num_dropped`."""
+        """Append one step of every env, leaves `[num_envs, ...]`. Where there is no room it is
+        dropped, and counted in `num_dropped`."""
         state = self._take_over("add", state)
-        step = self._checked("add", state, step, (), "one step of every env, leaves [num_envs, ...]")
+        step = self._checked(
+            "add", state, step, (), "one step of every env, leaves [num_envs, ...]"
+        )
         return self._write(state, jax.tree.map(lambda leaf: leaf[None], step))
 
     def extend(self, state: RolloutState, steps: Any) -> RolloutState:
-        """Append a block of steps, leaves `[time, num_envs, ...]`, as `lax.scan` stacks them: the same as `add` for each, oldest first."""
+        """Append a block of steps, leaves `[time, num_envs, ...]`, as `lax.scan` stacks them: the
+        same as `add` for each, oldest first."""
         state = self._take_over("extend", state)
         first = jax.tree.leaves(steps)[:1]
         time = (jnp.shape(first[0]) or (0,))[:1] if first else (0,)
-        steps = self._checked("extend", state, steps, time, "a block of steps, leaves [time, num_envs, ...]")
+        steps = self._checked(
+            "extend", state, steps, time, "a block of steps, leaves [time, num_envs, ...]"
+        )
         return self._write(state, steps) if time[0] else state
 
-    def from_trajectories(self, state: RolloutState, trajectories: Iterable[Any], *, chunk_bytes: int = CHUNK_BYTES) -> RolloutState:
-        """Put trajectories of any lengths into the rollout, in place of what it held. `state` is taken over. Not for use under `jit`.
+    def from_trajectories(
+        self, state: RolloutState, trajectories: Iterable[Any], *, chunk_bytes: int = CHUNK_BYTES
+    ) -> RolloutState:
+        """Put trajectories of any lengths into the rollout, in place of what it held. `state` is
+        taken over. Not for use under `jit`.
 
-        They lie one after the other in the one stream of a rollout with `num_envs=1` and `autoreset="next_step"`. All are checked before
-        the first is written. Beside the rollout this takes one chunk of memory, and compiles once, whatever the lengths. Beside its bytes
+        They lie one after the other in the one stream of a rollout with `num_envs=1` and
+        `autoreset="next_step"`. All are checked before the first is written. Beside the rollout
+        this takes one chunk of memory, and compiles once, whatever the lengths. Beside its bytes
         each trajectory costs some 0.1 ms: with many tiny ones that is most of the time.
 
-        A trajectory is an episode, or a part of one. Where it ends with neither flag, it is truncated there. Where it does not end in a
-        termination and the final observation is not known, its last step becomes that observation, and is given up. One without a step
-        leaves no row.
+        A trajectory is an episode, or a part of one. Where it ends with neither flag, it is
+        truncated there. Where it does not end in a termination and the final observation is not
+        known, its last step becomes that observation, and is given up. One without a step leaves no
+        row.
 
         Args:
-          trajectories: steps or mappings of NumPy arrays `[L, ...]`, L different in each; those of obs may be `[L + 1, ...]`, the
-            last being the final observation, and then those of extras too. An iterator is read to its end first.
+          trajectories: steps or mappings of NumPy arrays `[L, ...]`, L different in each; those of
+            obs may be `[L + 1, ...]`, the last being the final observation, and then those of
+            extras too. An iterator is read to its end first.
           chunk_bytes: memory on the host for one chunk; on an accelerator it is taken there too.
 
         Raises:
@@ -119,8 +150,10 @@ class Rollout(Static):
         """
         if (self.num_envs, self.autoreset) != (1, "next_step"):
             raise ValueError(
-                f"from_trajectories: needs a rollout of one stream, got num_envs={self.num_envs}, autoreset={self.autoreset!r}; make it "
-                'with num_envs=1, autoreset="next_step", and length = all steps together, and a final observation for each trajectory'
+                f"from_trajectories: needs a rollout of one stream, got num_envs={self.num_envs}, "
+                f"autoreset={self.autoreset!r}; make it "
+                'with num_envs=1, autoreset="next_step", and length = all steps together, and a '
+                "final observation for each trajectory"
             )
         checks.check_size("from_trajectories", "chunk_bytes", chunk_bytes)
         state = self._check_state("from_trajectories", state)
@@ -129,16 +162,24 @@ class Rollout(Static):
         steps, mask = write_trajectories((state.steps, state.mask), checked, chunk_bytes)
         position = jnp.int32(sum(trajectory.num_rows for trajectory in checked))
         # As if a final row had been written: what `add` brings next opens an episode.
-        return state.replace(steps=steps, mask=mask, position=position, last=jnp.full((1,), autoreset_forms.FINAL, jnp.uint8))
+        return state.replace(
+            steps=steps,
+            mask=mask,
+            position=position,
+            last=jnp.full((1,), autoreset_forms.FINAL, jnp.uint8),
+        )
 
     def clear(self, state: RolloutState) -> RolloutState:
         """Begin the next rollout; takes `state` over. Stored steps stay where they are, unread.
 
-        Where a done still owes its final observation (`autoreset="next_step"`), the next row is still that.
+        Where a done still owes its final observation (`autoreset="next_step"`), the next row is
+        still that.
         """
         state = self._check_state("clear", state)
         last = None if state.last is None else autoreset_forms.after_clear("next_step", state.last)
-        return state.replace(mask=jnp.zeros_like(state.mask), position=jnp.zeros_like(state.position), last=last)
+        return state.replace(
+            mask=jnp.zeros_like(state.mask), position=jnp.zeros_like(state.position), last=last
+        )
 
     def can_add(self, state: RolloutState, num_steps: int = 1) -> jax.Array:
         """Whether there is room for so many more steps of every env: bool[]."""
@@ -146,51 +187,78 @@ class Rollout(Static):
         return state.position + num_steps <= self.length
 
     def steps(self, state: RolloutState) -> Step:
-        """What was added, leaves `[time, num_envs, ...]`. From `state.position` on it is old, or zeros, and `state.mask` False."""
+        """What was added, leaves `[time, num_envs, ...]`. From `state.position` on it is old, or
+        zeros, and `state.mask` False."""
         state = self._check_state("steps", state)
         return arrays.tree_map(arrays.values, state.steps)
 
-    def bootstrap(self, state: RolloutState, value: Any, last_value: Any, final_value: Any = None) -> tuple[jax.Array, jax.Array]:
-        """What each step led to, and which steps can be learned from: `next_value` and `mask` for `gae` and `vtrace`.
+    def bootstrap(
+        self, state: RolloutState, value: Any, last_value: Any, final_value: Any = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """What each step led to, and which steps can be learned from: `next_value` and `mask` for
+        `gae` and `vtrace`.
 
         Args:
           value: float[T, E], the critic's, of each row's obs, final observations among them.
-          last_value: float[E], of the observation that came after the newest row. After `from_trajectories` nothing did: zeros.
-          final_value: float[T, E], of each step's own final observation, read only where it was truncated; for "same_step".
+          last_value: float[E], of the observation that came after the newest row. After
+            `from_trajectories` nothing did: zeros.
+          final_value: float[T, E], of each step's own final observation, read only where it was
+            truncated; for "same_step".
 
         Returns:
-          next_value: float[T, E]. mask: bool[T, E]; False for final observations, rows not written, and truncated steps given up.
+          next_value: float[T, E]. mask: bool[T, E]; False for final observations, rows not written,
+            and truncated steps given up.
         """
         state = self._check_state("bootstrap", state)
         if self.autoreset == "next_step" and final_value is not None:
-            raise ValueError('bootstrap: with autoreset="next_step" final observations are rows like any other; leave out final_value')
+            raise ValueError(
+                'bootstrap: with autoreset="next_step" final observations are rows like any '
+                "other; leave out final_value"
+            )
         if state.steps.final_obs is not None and final_value is None:
-            raise ValueError("bootstrap: this rollout keeps final_obs; pass final_value=critic(rollout.steps(state).final_obs)")
+            raise ValueError(
+                "bootstrap: this rollout keeps final_obs; pass "
+                "final_value=critic(rollout.steps(state).final_obs)"
+            )
         axes = (self.length, self.num_envs)
-        given = {"value": value, "last_value": last_value} | ({} if final_value is None else {"final_value": final_value})
+        given = {"value": value, "last_value": last_value} | (
+            {} if final_value is None else {"final_value": final_value}
+        )
         for name, array in given.items():
             expected = axes[1:] if name == "last_value" else axes
             if jnp.shape(array) != expected:
                 raise ValueError(
-                    f"bootstrap: {name}: got {list(jnp.shape(array))}, expected {list(expected)}, one value for each observation"
+                    f"bootstrap: {name}: got {list(jnp.shape(array))}, expected {list(expected)}, "
+                    f"one value for each observation"
                 )
         value = jnp.asarray(value)
         if not jnp.issubdtype(value.dtype, jnp.floating):
-            raise ValueError(f"bootstrap: value: got {value.dtype.name}, expected floating values, as the critic gives them")
+            raise ValueError(
+                f"bootstrap: value: got {value.dtype.name}, expected floating values, as the "
+                f"critic gives them"
+            )
         last_value = jnp.asarray(last_value).astype(value.dtype)
-        value = value.at[state.position].set(last_value, mode="drop")  # the first row not written, if there is one
+        # the first row not written, if there is one
+        value = value.at[state.position].set(last_value, mode="drop")
         if final_value is not None:
-            return targets.next_values(value, last_value, state.steps.truncated, final_value), state.mask
-        is_given_up = state.steps.truncated & ~state.steps.terminated & (self.autoreset == "same_step")
+            return targets.next_values(
+                value, last_value, state.steps.truncated, final_value
+            ), state.mask
+        is_given_up = (
+            state.steps.truncated & ~state.steps.terminated & (self.autoreset == "same_step")
+        )
         return targets.next_values(value, last_value), state.mask & ~is_given_up
 
     def is_first(self, state: RolloutState) -> jax.Array:
-        """Where a recurrent policy's memory starts anew: bool[T, E]. Before the first row, it is the one kept while acting: False."""
-        is_over = state.steps.terminated | state.steps.truncated | ~state.mask  # a final observation is the last of its episode
+        """Where a recurrent policy's memory starts anew: bool[T, E]. Before the first row, it is
+        the one kept while acting: False."""
+        # a final observation is the last of its episode
+        is_over = state.steps.terminated | state.steps.truncated | ~state.mask
         return state.mask & jnp.concatenate([jnp.zeros((1, self.num_envs), bool), is_over[:-1]])
 
     def mean_reward(self, state: RolloutState) -> jax.Array:
-        """Mean reward of the steps held, 0 where there are none: floating[...], of the trailing axes of a reward."""
+        """Mean reward of the steps held, 0 where there are none: floating[...], of the trailing
+        axes of a reward."""
         reward = self.steps(state).reward
         mask = state.mask.reshape(state.mask.shape + (1,) * (reward.ndim - 2))
         reward = reward.astype(jnp.promote_types(reward.dtype, jnp.float32))
@@ -201,41 +269,64 @@ class Rollout(Static):
         return state.mask.sum(dtype=jnp.int32)
 
     def minibatches(self, key: jax.Array, *, num_epochs: int, num_minibatches: int) -> jax.Array:
-        """Shuffled rows for epochs of minibatches of single steps: each row exactly once in an epoch, in an order of its own.
+        """Shuffled rows for epochs of minibatches of single steps: each row exactly once in an
+        epoch, in an order of its own.
 
         Args:
           key: consumed.
 
         Returns:
-          int32[num_epochs * num_minibatches, length * num_envs / num_minibatches], in the order of use, for `take`: scan over it.
+          int32[num_epochs * num_minibatches, length * num_envs / num_minibatches], in the order of
+            use, for `take`: scan over it.
         """
-        return shuffled("minibatches", key, self.length * self.num_envs, "length * num_envs", num_epochs, num_minibatches)
+        return shuffled(
+            "minibatches",
+            key,
+            self.length * self.num_envs,
+            "length * num_envs",
+            num_epochs,
+            num_minibatches,
+        )
 
-    def env_minibatches(self, key: jax.Array, *, num_epochs: int, num_minibatches: int) -> jax.Array:
-        """Shuffled envs for epochs of minibatches of whole streams, for recurrent policies; see `is_first`.
+    def env_minibatches(
+        self, key: jax.Array, *, num_epochs: int, num_minibatches: int
+    ) -> jax.Array:
+        """Shuffled envs for epochs of minibatches of whole streams, for recurrent policies; see
+        `is_first`.
 
         Returns:
-          int32[num_epochs * num_minibatches, num_envs / num_minibatches], in the order of use, for `take_envs`.
+          int32[num_epochs * num_minibatches, num_envs / num_minibatches], in the order of use, for
+            `take_envs`.
         """
-        return shuffled("env_minibatches", key, self.num_envs, "num_envs", num_epochs, num_minibatches)
+        return shuffled(
+            "env_minibatches", key, self.num_envs, "num_envs", num_epochs, num_minibatches
+        )
 
-    def take(self, tree: Any, index: jax.Array) -> Any:
-        """The rows of one minibatch, `[B, ...]`, of leaves `[time, num_envs, ...]`. `index`: int32[B], one row of `minibatches`."""
-        self._check_axes("take", tree)
+    def minibatch(self, tree: Any, index: jax.Array) -> Any:
+        """The rows of one minibatch, `[B, ...]`, of leaves `[time, num_envs, ...]`. `index`:
+        int32[B], one row of `minibatches`."""
+        self._check_axes("minibatch", tree)
         rows = self.length * self.num_envs
-        return jax.tree.map(lambda leaf: arrays.read(leaf.reshape((rows, *leaf.shape[2:])), index), tree)
+        return jax.tree.map(
+            lambda leaf: arrays.read(leaf.reshape((rows, *leaf.shape[2:])), index), tree
+        )
 
-    def take_envs(self, tree: Any, index: jax.Array) -> Any:
-        """The streams of one minibatch, `[time, B, ...]`, of leaves `[time, num_envs, ...]`. `index`: one row of `env_minibatches`."""
-        self._check_axes("take_envs", tree)
+    def env_minibatch(self, tree: Any, index: jax.Array) -> Any:
+        """The streams of one minibatch, `[time, B, ...]`, of leaves `[time, num_envs, ...]`.
+        `index`: one row of `env_minibatches`."""
+        self._check_axes("env_minibatch", tree)
         return jax.tree.map(lambda leaf: leaf.at[:, index].get(mode="promise_in_bounds"), tree)
 
     def _example(self, where: str, example: Any) -> Step:
-        step_checks.check_flags(where, example := step_checks.step_of(where, example, self.autoreset))
+        step_checks.check_flags(
+            where, example := step_checks.step_of(where, example, self.autoreset)
+        )
         return checks.specs(where, example)
 
     def _init(self, example: Step) -> RolloutState:
-        rows = lambda leaf: arrays.zeros(self.length, jax.ShapeDtypeStruct((self.num_envs, *leaf.shape), leaf.dtype))  # noqa: E731
+        rows = lambda leaf: arrays.zeros(
+            self.length, jax.ShapeDtypeStruct((self.num_envs, *leaf.shape), leaf.dtype)
+        )
         last = jnp.full(
             (self.num_envs,), autoreset_forms.FINAL, jnp.uint8
         )  # as if a final row had been written: the first row opens an episode
@@ -253,9 +344,13 @@ class Rollout(Static):
         return state
 
     def _check_state(self, where: str, state: RolloutState) -> RolloutState:
-        """The state, with JAX's arrays in place of NumPy's; a ValueError, where it is of another rollout."""
+        """The state, with JAX's arrays in place of NumPy's; a ValueError, where it is of another
+        rollout."""
         if not isinstance(state, RolloutState):
-            raise ValueError(f"{where}: the state must be what init gave or the last call returned, got a {type(state).__name__}")
+            raise ValueError(
+                f"{where}: the state must be what init gave or the last call returned, got a "
+                f"{type(state).__name__}"
+            )
         check_not_deleted(where, state)
         hint = f"The state is not of this rollout: {self}"
         checks.check_leaves(where, state, jax.eval_shape(self._init, _row_of(state)), hint)
@@ -265,10 +360,12 @@ class Rollout(Static):
         """Leaves `[K, E, ...]`, checked."""
         num_steps, mask, last = len(steps.terminated), jnp.ones(steps.terminated.shape, bool), None
         if state.last is not None:
-            flags, _ = autoreset_forms.rows_of("next_step", False, steps.terminated, steps.truncated, mask, state.last)
+            flags, _ = autoreset_forms.rows_of(
+                "next_step", False, steps.terminated, steps.truncated, mask, state.last
+            )
             mask, last = (flags & autoreset_forms.FINAL) == 0, flags[-1]
         row = state.position + ring.arange(num_steps)  # those past the end are dropped
-        put = lambda leaf, values: arrays.write(leaf, row, values)  # noqa: E731
+        put = lambda leaf, values: arrays.write(leaf, row, values)
         num_dropped = jnp.maximum(state.position + num_steps - self.length, 0)
         return state.replace(
             steps=arrays.tree_map(put, state.steps, steps),
@@ -278,50 +375,83 @@ class Rollout(Static):
             last=last,
         )
 
-    def _checked(self, where: str, state: RolloutState, steps: Any, time: tuple[int, ...], what: str) -> Step:
+    def _checked(
+        self, where: str, state: RolloutState, steps: Any, time: tuple[int, ...], what: str
+    ) -> Step:
         steps = step_checks.step_of(where, steps, self.autoreset)
         axes = (*time, self.num_envs)
-        expected = arrays.tree_map(lambda leaf: jax.ShapeDtypeStruct(axes + leaf.shape[2:], leaf.dtype), state.steps)
-        checks.check_leaves(where, steps, expected, f"{where} takes {what}, here {list(axes)}, as the example given to init has them.")
+        expected = arrays.tree_map(
+            lambda leaf: jax.ShapeDtypeStruct(axes + leaf.shape[2:], leaf.dtype), state.steps
+        )
+        checks.check_leaves(
+            where,
+            steps,
+            expected,
+            f"{where} takes {what}, here {list(axes)}, as the example given to init has them.",
+        )
         return jax.tree.map(jnp.asarray, steps)
 
     def _check_axes(self, where: str, tree: Any) -> None:
         axes = (self.length, self.num_envs)
-        bad = [f"{name}: got {list(jnp.shape(leaf))}" for name, leaf in named(tree) if jnp.shape(leaf)[:2] != axes]
+        bad = [
+            f"{name}: got {list(jnp.shape(leaf))}"
+            for name, leaf in named(tree)
+            if jnp.shape(leaf)[:2] != axes
+        ]
         if bad:
-            raise ValueError("\n  ".join([f"{where}:", *bad]) + f"\nleaves must begin with [time, num_envs], here {list(axes)}")
+            raise ValueError(
+                "\n  ".join([f"{where}:", *bad])
+                + f"\nleaves must begin with [time, num_envs], here {list(axes)}"
+            )
 
 
-@functools.partial(jax.jit, donate_argnums=1, keep_unused=True)  # a leaf that is not read is reused all the same
+# a leaf that is not read is reused all the same
+@functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
 def _clear(rollout: Rollout, state: RolloutState) -> RolloutState:
     return rollout.clear(state)
 
 
 def _row_of(state: RolloutState) -> Step:
     """One env's step, from the stored ones: shapes and dtypes."""
-    return arrays.tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), state.steps)
+    return arrays.tree_map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), state.steps
+    )
 
 
-def shuffled(where: str, key: jax.Array, num_items: int, name: str, num_epochs: int, num_minibatches: int) -> jax.Array:
-    """Numbers of things, int32[num_epochs * num_minibatches, num_items / num_minibatches], in the order of use.
+def shuffled(
+    where: str, key: jax.Array, num_items: int, name: str, num_epochs: int, num_minibatches: int
+) -> jax.Array:
+    """Numbers of things, int32[num_epochs * num_minibatches, num_items / num_minibatches], in the
+    order of use.
 
     Args:
       where: for errors. key: consumed. name: what `num_items` is, for errors.
 
     Raises:
-      ValueError: the things do not divide into so many minibatches; it names the nearest numbers that they do divide into.
+      ValueError: the things do not divide into so many minibatches; it names the nearest numbers
+        that they do divide into.
     """
     checks.check_size(where, "num_epochs", num_epochs)
     checks.check_size(where, "num_minibatches", num_minibatches)
     size, rest = divmod(num_items, num_minibatches)
     if rest or not size:
         divisors = sorted(
-            {d for low in range(1, math.isqrt(num_items) + 1) if not divmod(num_items, low)[1] for d in (low, num_items // low)}
+            {
+                d
+                for low in range(1, math.isqrt(num_items) + 1)
+                if not divmod(num_items, low)[1]
+                for d in (low, num_items // low)
+            }
         )
-        nearest = [d for d in divisors if d < num_minibatches][-1:] + [d for d in divisors if d > num_minibatches][:1]
+        nearest = [d for d in divisors if d < num_minibatches][-1:] + [
+            d for d in divisors if d > num_minibatches
+        ][:1]
         raise ValueError(
-            f"{where}: {name} = {num_items} does not divide into num_minibatches={num_minibatches} equal ones; the nearest that do: "
+            f"{where}: {name} = {num_items} does not divide into "
+            f"num_minibatches={num_minibatches} equal ones; the nearest that do: "
             f"{' and '.join(map(str, nearest))}"
         )
-    order = jax.vmap(lambda key: jax.random.permutation(key, ring.arange(num_items)))(jax.random.split(key, num_epochs))
+    order = jax.vmap(lambda key: jax.random.permutation(key, ring.arange(num_items)))(
+        jax.random.split(key, num_epochs)
+    )
     return order.reshape(num_epochs * num_minibatches, size)

@@ -1,6 +1,8 @@
-"""Whether a state is one of this buffer: a state of another configuration would be read in the wrong places, without a word.
+"""Whether a state is one of this buffer: a state of another configuration would be read in the
+wrong places, without a word.
 
-All of it is known while tracing: shapes, dtypes, the structure, and the `Layout` that a state carries. It costs nothing at run time.
+All of it is known while tracing: shapes, dtypes, the structure, and the `Layout` that a state
+carries. It costs nothing at run time.
 """
 
 import dataclasses
@@ -19,47 +21,66 @@ from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.sampleable import ReplayState
 
 
-def check_donated(where: str, replay: Any, state: Any) -> Any:
-    """`check_state` for a method that changes the state, and a warning where that copies a large one."""
-    state = check_state(where, replay, state)
-    warn_of_copy(replay, where, state, stacklevel=4)
+def check_donated(where: str, buffer: Any, state: Any) -> Any:
+    """`check_state` for a method that changes the state, and a warning where that copies a large
+    one."""
+    state = check_state(where, buffer, state)
+    warn_of_copy(buffer, where, state, stacklevel=4)
     return state
 
 
-def check_state(where: str, replay: Any, state: Any) -> Any:
+def check_state(where: str, buffer: Any, state: Any) -> Any:
     """Return the state, with JAX's arrays in place of NumPy's.
 
     Args:
-      where: the method. replay: a `ReplayBuffer`. state: arrays, or tracers, or `jax.ShapeDtypeStruct`s.
+      where: the method. buffer: a `ReplayBuffer`. state: arrays, or tracers, or
+        `jax.ShapeDtypeStruct`s.
 
     Raises:
-      ValueError: it is no state of this buffer; each leaf, or part of the configuration, that differs is named.
+      ValueError: it is no state of this buffer; each leaf, or part of the configuration, that
+        differs is named.
     """
     if not isinstance(state, ReplayState):
         raise ValueError(
-            f"{where}: the state must be a ReplayState, what init gave or the last call returned, got {_kind(state)}; the state comes first"
+            f"{where}: the state must be a ReplayState, what init gave or the last call returned, "
+            f"got {_kind(state)}; the state comes first"
         )
     found, structure = jax.tree.flatten(state)
     check_not_deleted(where, found)
-    if problem := _problem(replay, structure, tuple((jax.numpy.shape(leaf), jax.numpy.result_type(leaf)) for leaf in found)):
+    if problem := _problem(
+        buffer,
+        structure,
+        tuple((jax.numpy.shape(leaf), jax.numpy.result_type(leaf)) for leaf in found),
+    ):
         raise ValueError(f"{where}: this state is not of this buffer: {problem}")
     return as_arrays(state)
 
 
 @functools.lru_cache(maxsize=1024)
-def _problem(replay: Any, structure: Any, specs: tuple[Any, ...]) -> str:
+def _problem(buffer: Any, structure: Any, specs: tuple[Any, ...]) -> str:
     """What is wrong, or nothing. The same for all states of these shapes."""
     state = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*spec) for spec in specs])
     layout = state.layout
-    if layout != (expected := replay.layout(layout.has_final_obs, replay.platform or layout.platform)):
-        return "\n  ".join(["it was made with another configuration", *_differences(layout, expected)])
+    if layout != (
+        expected := buffer.layout(layout.has_final_obs, buffer.platform or layout.platform)
+    ):
+        return "\n  ".join(
+            ["it was made with another configuration", *_differences(layout, expected)]
+        )
     rows = {leaf.shape[:1] for leaf in arrays.stored_leaves(state.streams.steps)}
-    if rows != {(replay.capacity,)}:
-        got = " and ".join("none" if not shape else f"{shape[0]:,}" for shape in sorted(rows)) or "no"
-        return f"its stored steps have {got} rows, of a buffer with capacity={replay.capacity}"
+    if rows != {(buffer.capacity,)}:
+        got = (
+            " and ".join("none" if not shape else f"{shape[0]:,}" for shape in sorted(rows)) or "no"
+        )
+        return f"its stored steps have {got} rows, of a buffer with capacity={buffer.capacity}"
     try:
-        expected = jax.eval_shape(functools.partial(replay._empty, platform=layout.platform), _example_of(layout, state.streams.steps))
-        check_leaves("", state, expected, "A state restored from a file must be of an equal configuration.")
+        expected = jax.eval_shape(
+            functools.partial(buffer._empty, platform=layout.platform),
+            _example_of(layout, state.streams.steps),
+        )
+        check_leaves(
+            "", state, expected, "A state restored from a file must be of an equal configuration."
+        )
     except (ValueError, TypeError, AttributeError) as error:
         return str(error).lstrip(":\n ")
     return ""
@@ -71,7 +92,9 @@ def _example_of(layout: Layout, steps: Any) -> Any:
     if layout.autoreset is None:
         return row
     flag = jax.ShapeDtypeStruct((), bool)
-    return row.replace(terminated=flag, truncated=flag, final_obs=row.obs if layout.has_final_obs else None)
+    return row.replace(
+        terminated=flag, truncated=flag, final_obs=row.obs if layout.has_final_obs else None
+    )
 
 
 def _differences(got: Any, expected: Any) -> list[str]:
@@ -83,7 +106,11 @@ def _differences(got: Any, expected: Any) -> list[str]:
         mine, other = getattr(expected, field.name), getattr(got, field.name)
         if mine != other:
             is_part = dataclasses.is_dataclass(mine)
-            lines += _differences(other, mine) if is_part else [f"{field.name}: the state's is {other!r}, this buffer's {mine!r}"]
+            lines += (
+                _differences(other, mine)
+                if is_part
+                else [f"{field.name}: the state's is {other!r}, this buffer's {mine!r}"]
+            )
     return lines
 
 
@@ -98,23 +125,27 @@ _warned: set[tuple[Any, str]] = set()
 
 
 class CopyWarning(UserWarning):
-    """An eager `add`, `extend` or `update_priorities` copied a large buffer, which a jitted and donated one would change in place."""
+    """An eager `add`, `extend` or `update_priorities` copied a large buffer, which a jitted and
+    donated one would change in place."""
 
 
-def warn_of_copy(replay: Any, method: str, state: Any, stacklevel: int = 3) -> None:
-    """Warn, once for each configuration and method, where a large state is changed outside of `jit`: eager operations donate nothing.
+def warn_of_copy(buffer: Any, method: str, state: Any, stacklevel: int = 3) -> None:
+    """Warn, once for each configuration and method, where a large state is changed outside of
+    `jit`: eager operations donate nothing.
 
     `stacklevel`: of the user's call, which the warning names.
     """
     leaves = jax.tree.leaves(state)
-    if any(isinstance(leaf, Tracer) for leaf in leaves) or (replay, method) in _warned:
+    if any(isinstance(leaf, Tracer) for leaf in leaves) or (buffer, method) in _warned:
         return
     num_bytes = sum(leaf.nbytes for leaf in leaves)
     if num_bytes >= _LARGE_BYTES:
-        _warned.add((replay, method))
+        _warned.add((buffer, method))
         warnings.warn(
-            f"{method} was called outside of jit: it copies the whole buffer ({num_bytes / 2**20:,.0f} MiB) on every call. "
-            f"Use {method} = jax.jit(replay.{method}, donate_argnums=0), or jaxreplay.jit(replay).{method}, once before the loop.",
+            f"{method} was called outside of jit: it copies the whole buffer "
+            f"({num_bytes / 2**20:,.0f} MiB) on every call. "
+            f"Use {method} = jax.jit(buffer.{method}, donate_argnums=0), or "
+            f"jaxreplay.jit(buffer).{method}, once before the loop.",
             CopyWarning,
             stacklevel=stacklevel,
         )
@@ -122,15 +153,20 @@ def warn_of_copy(replay: Any, method: str, state: Any, stacklevel: int = 3) -> N
 
 def check_not_deleted(where: str, tree: Any) -> None:
     """A ValueError for arrays that were donated; XLA's own error says nothing of why."""
-    if any(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted() for leaf in jax.tree.leaves(tree)):
+    if any(
+        isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
+        for leaf in jax.tree.leaves(tree)
+    ):
         raise ValueError(
-            f"{where}: this state was handed to a call that took it over, so that its memory is used anew; go on with the one that the "
+            f"{where}: this state was handed to a call that took it over, so that its memory is "
+            f"used anew; go on with the one that the "
             "call returned: state = buffer.add(state, step)"
         )
 
 
 def as_arrays(state: Any) -> Any:
-    """Return a state with JAX's arrays in place of NumPy's, which `jax.device_get` and `flax.serialization` give."""
+    """Return a state with JAX's arrays in place of NumPy's, which `jax.device_get` and
+    `flax.serialization` give."""
     if not any(isinstance(leaf, np.ndarray | np.generic) for leaf in jax.tree.leaves(state)):
         return state
     return jax.tree.map(jnp.asarray, state)

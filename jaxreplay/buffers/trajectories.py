@@ -1,8 +1,9 @@
 """Ragged trajectories from workers, streamed into preallocated arrays through one small chunk.
 
-They lie back to back in one stream, in the layout of `autoreset="next_step"`: the steps of a trajectory, then a final row with its final
-observation. Nothing is concatenated, on the host or on the device: rows are gathered in a chunk of fixed size, which one compiled and
-donated function writes to a traced place, so that the lengths matter to no compiler.
+They lie back to back in one stream, in the layout of `autoreset="next_step"`: the steps of a
+trajectory, then a final row with its final observation. Nothing is concatenated, on the host or on
+the device: rows are gathered in a chunk of fixed size, which one compiled and donated function
+writes to a traced place, so that the lengths matter to no compiler.
 """
 
 import functools
@@ -18,20 +19,26 @@ from jaxreplay._util import checks
 from jaxreplay.buffers import step_checks
 from jaxreplay.types import Step
 
-# By chunks of 4 to 32 MiB, which stay in a cache, 1 GB went in in 0.15 to 0.2 s; by 64 MiB in 0.3 (measured, two CPU cores).
+# By chunks of 4 to 32 MiB, which stay in a cache, 1 GB went in in 0.15 to 0.2 s; by 64 MiB in 0.3
+# (measured, two CPU cores).
 CHUNK_BYTES = 2**24
-# From this alignment on, a CPU backend reads a NumPy array where it lies; else it copies it first, and the chunk would be there twice.
+# From this alignment on, a CPU backend reads a NumPy array where it lies; else it copies it first,
+# and the chunk would be there twice.
 _ALIGNMENT = 64
 _WHERE = "from_trajectories"
 
 
 class Trajectory(NamedTuple):
-    """A trajectory as rows of the stream: `num_steps` steps and, where `num_rows` is one more, its final row."""
+    """A trajectory as rows of the stream: `num_steps` steps and, where `num_rows` is one more, its
+    final row."""
 
-    rows: Any  # (Step, mask): NumPy leaves, views of what was handed over; one that ends sooner goes on with zeros, a longer one is cut
+    # (Step, mask): NumPy leaves, views of what was handed over; one that ends sooner goes on with
+    # zeros, a longer one is cut
+    rows: Any
     num_steps: int
     num_rows: int
-    is_terminated: bool  # the two flags of the last step; `rows` have none, so that no array of flags need be made
+    # the two flags of the last step; `rows` have none, so that no array of flags need be made
+    is_terminated: bool
     is_truncated: bool
 
 
@@ -39,12 +46,16 @@ def check_trajectories(trajectories: Iterable[Any], row: Step, length: int) -> l
     """All trajectories as rows, or a ValueError that names the first bad one; no array is copied.
 
     Args:
-      trajectories: steps or mappings, with leaves [L, ...], or [L + 1, ...] for those of obs, and then of extras.
+      trajectories: steps or mappings, with leaves [L, ...], or [L + 1, ...] for those of obs, and
+        then of extras.
       row: the specs of one row, without leading axes.
       length: rows that there are for all of them together.
     """
     if isinstance(trajectories, Step | Mapping):
-        raise ValueError(f"{_WHERE}: takes a list of trajectories, got one {type(trajectories).__name__}; write [trajectory]")
+        raise ValueError(
+            f"{_WHERE}: takes a list of trajectories, got one {type(trajectories).__name__}; "
+            f"write [trajectory]"
+        )
     checked, total = [], 0
     for number, trajectory in enumerate(trajectories):
         where = f"{_WHERE}: trajectory {number}"
@@ -52,29 +63,41 @@ def check_trajectories(trajectories: Iterable[Any], row: Step, length: int) -> l
         total += checked[-1].num_rows
         if total > length:
             raise ValueError(
-                f"{where}: does not fit: with it there are {total} rows, final observations included, but the rollout has length={length}; "
+                f"{where}: does not fit: with it there are {total} rows, final observations "
+                f"included, but the rollout has length={length}; "
                 "make it longer, or hand over fewer trajectories at a time"
             )
     return checked
 
 
 def write_trajectories(target: Any, trajectories: list[Trajectory], chunk_bytes: int) -> Any:
-    """Write the rows of all trajectories, one after the other, from row 0 on. Returns `target`, which is taken over.
+    """Write the rows of all trajectories, one after the other, from row 0 on. Returns `target`,
+    which is taken over.
 
     Args:
-      target: (Step, mask) as stored, leaves [T, 1, ...]. What lies beyond the last row may be overwritten by zeros or by other rows.
-      chunk_bytes: memory of the host that is taken on the way, or that of one row where that is more.
+      target: (Step, mask) as stored, leaves [T, 1, ...]. What lies beyond the last row may be
+        overwritten by zeros or by other rows.
+      chunk_bytes: memory of the host that is taken on the way, or that of one row where that is
+        more.
     """
     stored, structure = jax.tree.flatten(target)
     if any(isinstance(leaf, Tracer) for leaf in stored):
-        raise ValueError(f"{_WHERE}: reads arrays of the host chunk by chunk: call it outside of jit; it compiles its own writes")
+        raise ValueError(
+            f"{_WHERE}: reads arrays of the host chunk by chunk: call it outside of jit; it "
+            f"compiles its own writes"
+        )
     row_bytes = sum(leaf.nbytes for leaf in stored) // len(stored[0])
     size = min(len(stored[0]), max(1, chunk_bytes // max(1, row_bytes)))
     chunk = [_aligned_zeros((size, *leaf.shape[2:]), leaf.dtype) for leaf in stored]
     chunk_tree = jax.tree.unflatten(structure, chunk)
 
-    # The first chunk is the short one: what it writes beyond its rows is overwritten, and the last one ends exactly at the last row.
-    start, filled, wanted = 0, 0, _short_first(sum(trajectory.num_rows for trajectory in trajectories), size)
+    # The first chunk is the short one: what it writes beyond its rows is overwritten, and the last
+    # one ends exactly at the last row.
+    start, filled, wanted = (
+        0,
+        0,
+        _short_first(sum(trajectory.num_rows for trajectory in trajectories), size),
+    )
     for trajectory in trajectories:
         sources, done = jax.tree.leaves(trajectory.rows), 0
         while done < trajectory.num_rows:
@@ -83,7 +106,10 @@ def write_trajectories(target: Any, trajectories: list[Trajectory], chunk_bytes:
                 _copy_rows(rows[filled : filled + count], source[done : done + count])
             if done < trajectory.num_steps <= done + count:
                 last = filled + trajectory.num_steps - 1 - done
-                chunk_tree[0].terminated[last], chunk_tree[0].truncated[last] = trajectory.is_terminated, trajectory.is_truncated
+                chunk_tree[0].terminated[last], chunk_tree[0].truncated[last] = (
+                    trajectory.is_terminated,
+                    trajectory.is_truncated,
+                )
             done, filled = done + count, filled + count
             if filled == wanted:
                 target = _write_chunk(target, chunk_tree, np.int32(start))
@@ -94,24 +120,36 @@ def write_trajectories(target: Any, trajectories: list[Trajectory], chunk_bytes:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _write_chunk(target, chunk, start):
-    return jax.tree.map(lambda leaf, rows: jax.lax.dynamic_update_slice_in_dim(leaf, rows[:, None], start, axis=0), target, chunk)
+    return jax.tree.map(
+        lambda leaf, rows: jax.lax.dynamic_update_slice_in_dim(leaf, rows[:, None], start, axis=0),
+        target,
+        chunk,
+    )
 
 
 def _as_rows(where: str, trajectory: Any, row: Step) -> Trajectory:
     step = step_checks.as_step(where, trajectory)
     checks.check_storable(where, step)
     if step.final_obs is not None:
-        raise ValueError(f"{where}: has a final_obs; append it to obs instead, which then has one row more than reward")
+        raise ValueError(
+            f"{where}: has a final_obs; append it to obs instead, which then has one row more "
+            f"than reward"
+        )
     num_steps = (*np.shape(step.reward), 0)[0]
     _check_leaves(where, step, num_steps, row)
     step = jax.tree.map(np.asarray, step)
     _check_end(where, step)
     has_final = any(len(leaf) > num_steps for leaf in jax.tree.leaves(step.obs))
-    is_terminated, is_truncated = (bool(flag[-1:].any()) for flag in (step.terminated, step.truncated))
-    if not has_final and not is_terminated:  # the last observation known is the last step's own: that step is given up
+    is_terminated, is_truncated = (
+        bool(flag[-1:].any()) for flag in (step.terminated, step.truncated)
+    )
+    # the last observation known is the last step's own: that step is given up
+    if not has_final and not is_terminated:
         num_steps, has_final = max(num_steps - 1, 0), True
-    num_rows = num_steps + has_final if num_steps else 0  # a final observation of no step says nothing
-    no, yes = (np.broadcast_to(np.bool_(flag), num_steps) for flag in (False, True))  # of any length in one byte
+    # a final observation of no step says nothing
+    num_rows = num_steps + has_final if num_steps else 0
+    # of any length in one byte
+    no, yes = (np.broadcast_to(np.bool_(flag), num_steps) for flag in (False, True))
     rows = (step.replace(terminated=no, truncated=no), yes)
     return Trajectory(rows, num_steps, num_rows, is_terminated, is_truncated or not is_terminated)
 
@@ -119,24 +157,42 @@ def _as_rows(where: str, trajectory: Any, row: Step) -> Trajectory:
 def _check_leaves(where: str, step: Step, num_steps: int, row: Step) -> None:
     """Leaves of obs may all have a row more, the final one, and then those of extras too."""
     first_obs = jax.tree.leaves(step.obs)[:1]
-    most = num_steps + 1 if first_obs and np.shape(first_obs[0])[:1] == (num_steps + 1,) else num_steps
-    rest = [(getattr(step, name), getattr(row, name), (num_steps,)) for name in ("action", "reward", "terminated", "truncated")]
-    if all(_fits(*part) for part in [(step.obs, row.obs, (most,)), (step.extras, row.extras, (num_steps, most)), *rest]):
+    most = (
+        num_steps + 1 if first_obs and np.shape(first_obs[0])[:1] == (num_steps + 1,) else num_steps
+    )
+    rest = [
+        (getattr(step, name), getattr(row, name), (num_steps,))
+        for name in ("action", "reward", "terminated", "truncated")
+    ]
+    if all(
+        _fits(*part)
+        for part in [
+            (step.obs, row.obs, (most,)),
+            (step.extras, row.extras, (num_steps, most)),
+            *rest,
+        ]
+    ):
         return
 
     def spec(row, length=num_steps):
         return jax.ShapeDtypeStruct((length, *row.shape), row.dtype)
 
-    expected = jax.tree.map(spec, row).replace(obs=jax.tree.map(lambda row: spec(row, most), row.obs))
+    expected = jax.tree.map(spec, row).replace(
+        obs=jax.tree.map(lambda row: spec(row, most), row.obs)
+    )
     if jax.tree.structure(step.extras) == jax.tree.structure(row.extras):
-        either = lambda leaf, row: spec(row, most if np.shape(leaf)[:1] == (most,) else num_steps)  # noqa: E731
+        either = lambda leaf, row: spec(row, most if np.shape(leaf)[:1] == (most,) else num_steps)
         expected = expected.replace(extras=jax.tree.map(either, step.extras, row.extras))
-    hint = "all leaves of a trajectory have as many rows as reward; those of obs may have one more, the final one"
+    hint = (
+        "all leaves of a trajectory have as many rows as reward; those of obs may have one "
+        "more, the final one"
+    )
     checks.check_leaves(where, step, expected, hint)
 
 
 def _fits(tree: Any, row: Any, lengths: tuple[int, ...]) -> bool:
-    """Whether all is well beyond doubt: there may be many thousands of short trajectories, and `check_leaves` takes its time."""
+    """Whether all is well beyond doubt: there may be many thousands of short trajectories, and
+    `check_leaves` takes its time."""
     leaves, structure = jax.tree.flatten(tree)
     specs, expected = jax.tree.flatten(row)
     return structure == expected and all(
@@ -152,7 +208,8 @@ def _check_end(where: str, step: Step) -> None:
     for name, flag in {"terminated": step.terminated, "truncated": step.truncated}.items():
         if flag[:-1].any():
             raise ValueError(
-                f"{where}: {name} is set at step {int(flag.argmax())}, but there are {len(flag)} steps; a trajectory is one episode, or a "
+                f"{where}: {name} is set at step {int(flag.argmax())}, but there are {len(flag)} "
+                f"steps; a trajectory is one episode, or a "
                 "part of one: hand over what comes after as a trajectory of its own"
             )
 
@@ -163,7 +220,8 @@ def _short_first(num_rows: int, size: int) -> int:
 
 
 def _copy_rows(rows: np.ndarray, source: np.ndarray) -> None:
-    """Where the stored leaf holds the bits of a narrow float (`storage/arrays.py`), so do `rows`; else NumPy converts what is wider."""
+    """Where the stored leaf holds the bits of a narrow float (`storage/arrays.py`), so do `rows`;
+    else NumPy converts what is wider."""
     if rows.dtype.kind == "u" and jnp.issubdtype(source.dtype, jnp.floating):
         source = source.view(rows.dtype)
     rows[: len(source)] = source

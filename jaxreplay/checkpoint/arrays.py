@@ -1,8 +1,10 @@
-"""Arrays as files, in zarr's third format, which many tools read: chunks along the first axis, zstd or not, each with a checksum.
+"""Arrays as files, in zarr's third format, which many tools read: chunks along the first axis, zstd
+or not, each with a checksum.
 
-An array is written once. Whoever writes it keeps its seals, the checksums of its description and of each chunk, and hands them in to read
-the array again: a file that is whole, but another one than was written here, is told by them. Chunks go from and to the caller's memory,
-with no copy on the way where nothing is compressed.
+An array is written once. Whoever writes it keeps its seals, the checksums of its description and of
+each chunk, and hands them in to read the array again: a file that is whole, but another one than
+was written here, is told by them. Chunks go from and to the caller's memory, with no copy on the
+way where nothing is compressed.
 
 Source: the Zarr core specification, version 3, with its codecs bytes, zstd and crc32c.
 """
@@ -20,14 +22,15 @@ import numpy as np
 import zstandard
 
 from jaxreplay._util.names import printable
-from jaxreplay.checkpoint.files import BrokenError, Files
+from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.groups import Group
 from jaxreplay.checkpoint.store import array_name
 
 _DESCRIPTION = "zarr.json"
 _PIECE = 2**20  # bytes that are read at a time, where nothing is kept
 _RESIDUE = 0x48674BC7  # the CRC-32C of anything that is followed by its own CRC-32C
-_MOST_RATIO = 2**15  # by which zstd makes anything smaller: a block of 128 KiB takes four bytes at the least
+# by which zstd makes anything smaller: a block of 128 KiB takes four bytes at the least
+_MOST_RATIO = 2**15
 
 
 def bytes_of(values: np.ndarray) -> np.ndarray:
@@ -36,13 +39,15 @@ def bytes_of(values: np.ndarray) -> np.ndarray:
 
 
 class Buffers:
-    """Memory of one thread that is used again and again: memory that is new costs as much as to read a file."""
+    """Memory of one thread that is used again and again: memory that is new costs as much as to
+    read a file."""
 
     def __init__(self):
         self._buffers = collections.defaultdict(lambda: np.empty(0, np.uint8))
 
     def __call__(self, name: str, size: int) -> np.ndarray:
-        """uint8[size], whose content is anything: the memory that was given for this name before, where that is enough."""
+        """uint8[size], whose content is anything: the memory that was given for this name before,
+        where that is enough."""
         if len(self._buffers[name]) < size:
             self._buffers.pop(name)
             self._buffers[name] = np.empty(size, np.uint8)
@@ -53,23 +58,39 @@ class Writer:
     """A new array.
 
     Args:
-      name: its folder. chunk_rows: of a chunk, along the first axis. level: of zstd; None: not compressed.
+      name: its folder. chunk_rows: of a chunk, along the first axis. level: of zstd; None: not
+        compressed.
     """
 
-    def __init__(self, store: Files, name: str, shape: tuple[int, ...], dtype: Any, chunk_rows: int, level: int | None):
+    def __init__(
+        self,
+        store: Files,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: Any,
+        chunk_rows: int,
+        level: int | None,
+    ):
         self._store, self._name, self._ndim, self._level = store, name, len(shape), level
         description = _described(shape, np.dtype(dtype), chunk_rows, level).encode()
         self.seals = [zlib.crc32(description)]  # and of each chunk that is written
-        self._chunk_bytes = math.prod((chunk_rows, *shape[1:]) if shape else ()) * np.dtype(dtype).itemsize
+        self._chunk_bytes = (
+            math.prod((chunk_rows, *shape[1:]) if shape else ()) * np.dtype(dtype).itemsize
+        )
         store.write(f"{name}/{_DESCRIPTION}", [description])
 
     def write(self, parts: Sequence[Any]) -> None:
-        """The next chunk, of arrays of bytes one after another. One that is less than a chunk, the last, ends with zeros."""
+        """The next chunk, of arrays of bytes one after another. One that is less than a chunk, the
+        last, ends with zeros."""
         missing = self._chunk_bytes - sum(map(len, parts))
         parts = [*parts, np.zeros(missing, np.uint8)] if missing else parts
         if self._level is not None:
-            compressor = zstandard.ZstdCompressor(level=self._level, write_checksum=False).compressobj(size=self._chunk_bytes)
-            parts = [piece for piece in [*map(compressor.compress, parts), compressor.flush()] if piece]
+            compressor = zstandard.ZstdCompressor(
+                level=self._level, write_checksum=False
+            ).compressobj(size=self._chunk_bytes)
+            parts = [
+                piece for piece in [*map(compressor.compress, parts), compressor.flush()] if piece
+            ]
         checksum = functools.reduce(google_crc32c.extend, parts, 0)
         name = f"{self._name}/{_key(len(self.seals) - 1, self._ndim)}"
         self._store.write(name, [*parts, np.frombuffer(checksum.to_bytes(4, "little"), np.uint8)])
@@ -80,18 +101,34 @@ class Array:
     """One that was written.
 
     Raises:
-      BrokenError: its description is missing, or not as it was written, or another one than is expected.
+      CorruptCheckpointError: its description is missing, or not as it was written, or another one
+        than is expected.
     """
 
-    def __init__(self, store: Files, name: str, shape: tuple[int, ...], dtype: Any, seals: Sequence[int]):
-        self._store, self._name, self._shape, self._dtype, self._seals = store, name, shape, np.dtype(dtype), seals
+    def __init__(
+        self, store: Files, name: str, shape: tuple[int, ...], dtype: Any, seals: Sequence[int]
+    ):
+        self._store, self._name, self._shape, self._dtype, self._seals = (
+            store,
+            name,
+            shape,
+            np.dtype(dtype),
+            seals,
+        )
         found = described(store, name, seals)
         if (found.dtype, found.shape) != (self._dtype.name, list(shape)):
-            raise BrokenError(f"{name}: got {printable(found.dtype)}{found.shape}, expected {self._dtype}{list(shape)}")
+            raise CorruptCheckpointError(
+                f"{name}: got {printable(found.dtype)}{found.shape}, expected "
+                f"{self._dtype}{list(shape)}"
+            )
         self._is_compressed, self.chunk_rows = found.is_compressed, found.chunk_rows if shape else 1
-        self.chunk_bytes = math.prod((self.chunk_rows, *shape[1:]) if shape else ()) * self._dtype.itemsize
+        self.chunk_bytes = (
+            math.prod((self.chunk_rows, *shape[1:]) if shape else ()) * self._dtype.itemsize
+        )
         if len(seals) != 1 + len(self):
-            raise BrokenError(f"{name}: has {len(self)} chunks, and the manifest {len(seals) - 1}")
+            raise CorruptCheckpointError(
+                f"{name}: has {len(self)} chunks, and the manifest {len(seals) - 1}"
+            )
 
     def __len__(self) -> int:
         """Chunks."""
@@ -111,17 +148,24 @@ class Array:
             self.read_chunk(number, parts, buffers)
         return content.view(self._dtype).reshape(self._shape)
 
-    def read_chunk(self, number: int, parts: Callable[[], Sequence[Any]], buffers: Buffers | None = None) -> None:
-        """Fill arrays of bytes, one after another, with a chunk: the last one without the zeros at its end.
+    def read_chunk(
+        self, number: int, parts: Callable[[], Sequence[Any]], buffers: Buffers | None = None
+    ) -> None:
+        """Fill arrays of bytes, one after another, with a chunk: the last one without the zeros at
+        its end.
 
         Args:
-          parts: gives them, once the file's length is known to be possible. buffers: of the thread that reads, for a file that is
-            compressed; None: new ones.
+          parts: gives them, once the file's length is known to be possible. buffers: of the thread
+            that reads, for a file that is compressed; None: new ones.
 
         Raises:
-          BrokenError: the chunk is missing, or not as it was written.
+          CorruptCheckpointError: the chunk is missing, or not as it was written.
         """
-        name, checksum, expected = f"{self._name}/{_key(number, len(self._shape))}", 0, np.empty(4, np.uint8)
+        name, checksum, expected = (
+            f"{self._name}/{_key(number, len(self._shape))}",
+            0,
+            np.empty(4, np.uint8),
+        )
         content: Any = None
 
         def wanted() -> list[np.ndarray]:
@@ -149,15 +193,19 @@ class Array:
             with zstandard.ZstdDecompressor().stream_reader(content) as reader:
                 is_whole = all(reader.readinto(part) == len(part) for part in wanted())
         except zstandard.ZstdError as error:
-            raise BrokenError(f"{name}: {error}") from error
+            raise CorruptCheckpointError(f"{name}: {error}") from error
         if not is_whole:
-            raise BrokenError(f"{name} is cut short")
+            raise CorruptCheckpointError(f"{name} is cut short")
 
     def _check_size(self, name: str, size: int) -> None:
         if not self._is_compressed and size != self.chunk_bytes + 4:
-            raise BrokenError(f"{name} has {size:,} bytes, expected {self.chunk_bytes + 4:,}")
+            raise CorruptCheckpointError(
+                f"{name} has {size:,} bytes, expected {self.chunk_bytes + 4:,}"
+            )
         if self._is_compressed and not (self.chunk_bytes <= (size - 4) * _MOST_RATIO and size > 4):
-            raise BrokenError(f"{name} has {size:,} bytes, too few for {self.chunk_bytes:,} that were compressed")
+            raise CorruptCheckpointError(
+                f"{name} has {size:,} bytes, too few for {self.chunk_bytes:,} that were compressed"
+            )
 
 
 class Description(NamedTuple):
@@ -170,19 +218,27 @@ class Description(NamedTuple):
 
 
 def described(store: Files, name: str, seals: Sequence[int]) -> Description:
-    """Raises a BrokenError, if it is missing, or not as it was written."""
+    """Raises a CorruptCheckpointError, if it is missing, or not as it was written."""
     where = f"{name}/{_DESCRIPTION}"
     content = store.get(where)
     if not seals or zlib.crc32(content) != seals[0]:
-        raise BrokenError(f"{where} is not as it was written")
+        raise CorruptCheckpointError(f"{where} is not as it was written")
     try:
         found = json.loads(content)
         shape, codecs = found["shape"], [codec["name"] for codec in found["codecs"]]
         chunk_shape = found["chunk_grid"]["configuration"]["chunk_shape"]
-        made = Description(shape, found["data_type"], chunk_shape[0] if shape else 1, "zstd" in codecs)
+        made = Description(
+            shape, found["data_type"], chunk_shape[0] if shape else 1, "zstd" in codecs
+        )
     except (ValueError, KeyError, TypeError, IndexError, RecursionError, AttributeError) as error:
-        raise BrokenError(f"{where} describes no array: {type(error).__name__}") from None
-    sizes = [*shape, *chunk_shape] if isinstance(shape, list) and isinstance(chunk_shape, list) else [None]
+        raise CorruptCheckpointError(
+            f"{where} describes no array: {type(error).__name__}"
+        ) from None
+    sizes = (
+        [*shape, *chunk_shape]
+        if isinstance(shape, list) and isinstance(chunk_shape, list)
+        else [None]
+    )
     is_possible = (
         isinstance(made.dtype, str)
         and all(type(size) is int and 0 <= size < 2**62 for size in sizes)
@@ -190,12 +246,13 @@ def described(store: Files, name: str, seals: Sequence[int]) -> Description:
         and list(chunk_shape[1:]) == shape[1:]
     )
     if not is_possible or codecs not in (["bytes", "crc32c"], ["bytes", "zstd", "crc32c"]):
-        raise BrokenError(f"{where} describes no array that was written here")
+        raise CorruptCheckpointError(f"{where} describes no array that was written here")
     return made
 
 
 def check_files(store: Files, name: str, seals: Sequence[int]) -> None:
-    """Read all of an array, a piece at a time, and keep nothing. Raises a BrokenError, if a file is missing, or not as it was written."""
+    """Read all of an array, a piece at a time, and keep nothing. Raises a CorruptCheckpointError,
+    if a file is missing, or not as it was written."""
     found = described(store, name, seals)
     piece, expected = np.empty(_PIECE, np.uint8), np.empty(4, np.uint8)
     for number, seal in enumerate(seals[1:]):
@@ -203,7 +260,7 @@ def check_files(store: Files, name: str, seals: Sequence[int]) -> None:
 
         def parts_of(size: int, where: str = where) -> list[np.ndarray]:
             if size < 4:
-                raise BrokenError(f"{where} is cut short")
+                raise CorruptCheckpointError(f"{where} is cut short")
             whole, rest = divmod(size - 4, _PIECE)
             return [*[piece] * whole, piece[:rest], expected]
 
@@ -222,7 +279,11 @@ def expect(store: Files, name: str, ndim: int) -> None:
 
 
 def _described(shape: tuple[int, ...], dtype: np.dtype, chunk_rows: int, level: int | None) -> str:
-    codecs: list[dict[str, Any]] = [{"name": "bytes"} if dtype.itemsize == 1 else {"name": "bytes", "configuration": {"endian": "little"}}]
+    codecs: list[dict[str, Any]] = [
+        {"name": "bytes"}
+        if dtype.itemsize == 1
+        else {"name": "bytes", "configuration": {"endian": "little"}}
+    ]
     if level is not None:
         codecs.append({"name": "zstd", "configuration": {"level": level, "checksum": False}})
     return json.dumps(
@@ -231,8 +292,12 @@ def _described(shape: tuple[int, ...], dtype: np.dtype, chunk_rows: int, level: 
             "node_type": "array",
             "shape": shape,
             "data_type": dtype.name,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": (chunk_rows, *shape[1:]) if shape else ()}},
-            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},  # one folder an array
+            "chunk_grid": {
+                "name": "regular",
+                "configuration": {"chunk_shape": (chunk_rows, *shape[1:]) if shape else ()},
+            },
+            # one folder an array
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
             "fill_value": [0.0, 0.0] if dtype.kind == "c" else np.zeros((), dtype).item(),
             "codecs": [*codecs, {"name": "crc32c"}],
         }
@@ -244,15 +309,23 @@ def _key(number: int, ndim: int) -> str:
 
 
 def _check_seal(name: str, checksum: int, end: np.ndarray, seal: int) -> None:
-    """Of a file: the checksum of all of it, its last four bytes, and what these were when it was written."""
+    """Of a file: the checksum of all of it, its last four bytes, and what these were when it was
+    written."""
     if checksum != _RESIDUE:
-        raise BrokenError(f"{name} is not as it was written")
+        raise CorruptCheckpointError(f"{name} is not as it was written")
     if int.from_bytes(end.tobytes(), "little") != seal:
-        raise BrokenError(f"{name} is another file than the one that was written here")
+        raise CorruptCheckpointError(f"{name} is another file than the one that was written here")
 
 
 def array_of(store: Files, group: Group, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Find the array of one leaf of a group's rows, `[K, *shape]`. Raises a BrokenError, if the group has none of this name."""
+    """Find the array of one leaf of a group's rows, `[K, *shape]`. Raises a CorruptCheckpointError,
+    if the group has none of this name."""
     if name not in group.seals:
-        raise BrokenError(f"rows/{group.folder} has no {name}")
-    return Array(store, array_name("rows", group.folder, name), (group.num_rows, *shape), dtype, group.seals[name])
+        raise CorruptCheckpointError(f"rows/{group.folder} has no {name}")
+    return Array(
+        store,
+        array_name("rows", group.folder, name),
+        (group.num_rows, *shape),
+        dtype,
+        group.seals[name],
+    )

@@ -1,4 +1,5 @@
-"""What a generation holds, for an inspection: read from its files a group at a time, without the buffer that it is of."""
+"""What a generation holds, for an inspection: read from its files a group at a time, without the
+buffer that it is of."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 from jaxreplay._util.names import printable
 from jaxreplay.checkpoint import schema
 from jaxreplay.checkpoint.arrays import Array
-from jaxreplay.checkpoint.files import BrokenError, Files
+from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.generations import Generations
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.row_reader import RowReader
@@ -20,19 +21,30 @@ _TREE = "sampler.tree.sums.0"
 
 
 def generation_of(path: Any, step: int | None, timeout: float) -> tuple[Files, Manifest]:
-    """The newest generation under a path, or that of a step. `timeout`: seconds that a request to a far store may take.
+    """The newest generation under a path, or that of a step. `timeout`: seconds that a request to a
+    far store may take.
 
     Raises:
-      FileNotFoundError: there is none. ValueError: it is of a rollout. BrokenError: there is none that can be read.
+      FileNotFoundError: there is none. ValueError: it is of a rollout. CorruptCheckpointError:
+        there is none that can be read.
     """
     store = store_at(path, timeout)
-    generations, problems = Generations(store, keep=1).read()
+    generations, problems = Generations(store, max_to_keep=1).read()
     manifest = next((one for one in generations if step in (None, one.step)), None)
     if manifest is None:
-        what = f"there is no generation{'' if step is None else f' of step {step}'} under {store.name}"
-        raise BrokenError("; ".join([what, *problems])) if problems else FileNotFoundError(what)
+        what = (
+            f"there is no generation{'' if step is None else f' of step {step}'} under {store.name}"
+        )
+        raise (
+            CorruptCheckpointError("; ".join([what, *problems]))
+            if problems
+            else FileNotFoundError(what)
+        )
     if not manifest.rows:
-        raise ValueError(f"{store.name} has no rows of a replay buffer, but a {printable(manifest.buffer.partition('(')[0])}")
+        raise ValueError(
+            f"{store.name} has no rows of a replay buffer, but a "
+            f"{printable(manifest.buffer.partition('(')[0])}"
+        )
     return store, manifest
 
 
@@ -49,7 +61,11 @@ class _Leaf:
     def of(cls, name: str, text: str) -> "_Leaf":
         dtype, shape = schema.dtype_and_shape(name, text)
         bits = arrays.carrier(dtype) if name.startswith("steps") else None
-        return cls(name, dtype, dtype, shape) if bits is None else cls(f"{name}.bits", np.dtype(bits), dtype, shape)
+        return (
+            cls(name, dtype, dtype, shape)
+            if bits is None
+            else cls(f"{name}.bits", np.dtype(bits), dtype, shape)
+        )
 
     def read(self, reader: RowReader, rows: np.ndarray) -> np.ndarray:
         values = reader.read(self.array, self.shape, self.stored, rows)
@@ -60,7 +76,7 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
     """Of a generation. At most `max_bytes` of the steps' values are looked at.
 
     Raises:
-      BrokenError: an array is missing, or not as it was written.
+      CorruptCheckpointError: an array is missing, or not as it was written.
     """
     reader = RowReader(store, manifest)
     held = {name: _Leaf.of(name, text) for name, text in manifest.rows.items()}
@@ -74,18 +90,28 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
         dtype, shape = schema.dtype_and_shape(name, manifest.rest[name])
         where = array_name("rest", manifest.folder, name)
         if name not in manifest.seals:
-            raise BrokenError(f"{where} is not named in the manifest")
+            raise CorruptCheckpointError(f"{where} is not named in the manifest")
         return Array(store, where, shape, dtype, manifest.seals[name]).read()
 
     if "flags" in held and (held["flags"].dtype, held["flags"].shape) != (np.uint8, ()):
-        raise BrokenError(f"manifests/{manifest.folder}.json: rows: flags are uint8[], got {manifest.rows['flags']}")
+        raise CorruptCheckpointError(
+            f"manifests/{manifest.folder}.json: rows: flags are uint8[], got "
+            f"{manifest.rows['flags']}"
+        )
     reward, probability = held.get("steps.reward"), None
     if _TREE in manifest.rest:  # its leaves lie by time, then env
         env, number = numbers_in_order(reader.first, reader.end)
         leaf = ring.position_of(number, manifest.length) * len(reader.end) + env
         tree = rest(_TREE)
-        if tree.ndim != 1 or tree.size < manifest.length * len(reader.end) or tree.dtype.kind != "f":
-            raise BrokenError(f"manifests/{manifest.folder}.json: rest: {_TREE} is no tree of these rows, got {manifest.rest[_TREE]}")
+        if (
+            tree.ndim != 1
+            or tree.size < manifest.length * len(reader.end)
+            or tree.dtype.kind != "f"
+        ):
+            raise CorruptCheckpointError(
+                f"manifests/{manifest.folder}.json: rest: {_TREE} is no tree of these rows, got "
+                f"{manifest.rest[_TREE]}"
+            )
         mass = tree[leaf].astype(np.float64)
         probability = mass / max(mass.sum(), np.finfo(np.float64).tiny)
     return Contents(
@@ -96,9 +122,15 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
         end=reader.end,
         leaves={name: text for name, text in manifest.rows.items() if name in steps},
         flags=held["flags"].read(reader, every) if "flags" in held else None,
-        reward=None if reward is None or reward.shape else reward.read(reader, every).astype(np.float64),
+        reward=None
+        if reward is None or reward.shape
+        else reward.read(reader, every).astype(np.float64),
         probability=probability,
-        counters={name: float(rest(f"sampler.{name}")) for name in COUNTERS if manifest.rest.get(f"sampler.{name}", "").endswith("[]")},
+        counters={
+            name: float(rest(f"sampler.{name}"))
+            for name in COUNTERS
+            if manifest.rest.get(f"sampler.{name}", "").endswith("[]")
+        },
         rows=rows,
         values={name: leaf.read(reader, rows) for name, leaf in steps.items()},
     )

@@ -1,12 +1,15 @@
 """Fingerprints of rows: they tell if a state still has the rows that an earlier save has written.
 
-Each row has a hash of its stream, its number there and its values, and the fingerprint of some rows is the sum of theirs, modulo 2^32.
+Each row has a hash of its stream, its number there and its values, and the fingerprint of some rows
+is the sum of theirs, modulo 2^32.
 
-Of a leaf whose rows have more than 256 elements, 64 of each row are hashed, spread over it, and other ones in the next row: after as
-many rows as there are 64ths all have had their turn. Rows that differ anywhere else have the same fingerprint once in 2^32.
+Of a leaf whose rows have more than 256 elements, 64 of each row are hashed, spread over it, and
+other ones in the next row: after as many rows as there are 64ths all have had their turn. Rows that
+differ anywhere else have the same fingerprint once in 2^32.
 
-Source: the sum of hashes is MSet-Add-Hash of Clarke et al., "Incremental Multiset Hash Functions and Their Application to Memory
-Integrity Checking" (2003), without a secret: it is for accidents, not against attacks.
+Source: the sum of hashes is MSet-Add-Hash of Clarke et al., "Incremental Multiset Hash Functions
+and Their Application to Memory Integrity Checking" (2003), without a secret: it is for accidents,
+not against attacks.
 """
 
 import math
@@ -25,23 +28,42 @@ from jaxreplay.storage.sampleable import ReplayState
 
 _BLOCK = 4096  # rows at a time: one program is compiled
 _MOST_ELEMENTS = 256  # of a row of one leaf, that are all hashed
-_RUNS, _RUN = 8, 8  # of a larger one: so many runs of so many elements, since to read a lone one costs as much as to read its neighbors
-_GOLDEN, _FOR_NUMBERS, _FOR_STREAMS = 0x9E3779B9, 0x27D4EB2F, 0x165667B1  # odd: a multiple of each tells 2^32 things apart
+# of a larger one: so many runs of so many elements, since to read a lone one costs as much as to
+# read its neighbors
+_RUNS, _RUN = 8, 8
+# odd: a multiple of each tells 2^32 things apart
+_GOLDEN, _FOR_NUMBERS, _FOR_STREAMS = 0x9E3779B9, 0x27D4EB2F, 0x165667B1
 
 
 def of_rows(state: ReplayState, picked: Picked) -> jax.Array:
-    """Compute the fingerprint of rows that a state has, at least one: uint32[]. It is the same on every platform."""
+    """Compute the fingerprint of rows that a state has, at least one: uint32[]. It is the same on
+    every platform."""
     stored, total = rows.split(state)[0], jnp.uint32(0)
-    columns = rows.rows_at(picked, state.layout.length), picked.number.astype(np.uint32), picked.env.astype(np.uint32)
+    columns = (
+        rows.rows_at(picked, state.layout.length),
+        picked.number.astype(np.uint32),
+        picked.env.astype(np.uint32),
+    )
     for start in range(0, len(picked.env), _BLOCK):
         block = [array[start : start + _BLOCK] for array in columns]
-        total = _add(total, stored, *(pow2.padded(array, _BLOCK, array[0]) for array in block), len(block[0]))
+        total = _add(
+            total, stored, *(pow2.padded(array, _BLOCK, array[0]) for array in block), len(block[0])
+        )
     return total
 
 
 @jax.jit
-def _add(total: jax.Array, stored: Any, row: jax.Array, number: jax.Array, env: jax.Array, count: jax.Array) -> jax.Array:
-    return total + jnp.where(jnp.arange(len(row)) < count, hashes(stored, row, number, env), 0).sum(dtype=jnp.uint32)
+def _add(
+    total: jax.Array,
+    stored: Any,
+    row: jax.Array,
+    number: jax.Array,
+    env: jax.Array,
+    count: jax.Array,
+) -> jax.Array:
+    return total + jnp.where(jnp.arange(len(row)) < count, hashes(stored, row, number, env), 0).sum(
+        dtype=jnp.uint32
+    )
 
 
 def hashes(stored: Any, row: jax.Array, number: jax.Array, env: jax.Array) -> jax.Array:
@@ -56,20 +78,31 @@ def hashes(stored: Any, row: jax.Array, number: jax.Array, env: jax.Array) -> ja
         size = math.prod(leaf.shape[1:])
         if not size:
             continue
-        words = _words(arrays.read(leaf, row) if size <= _MOST_ELEMENTS else arrays.read_elements(leaf, row, _places(size, number)))
+        words = _words(
+            arrays.read(leaf, row)
+            if size <= _MOST_ELEMENTS
+            else arrays.read_elements(leaf, row, _places(size, number))
+        )
         # Each word's place in the row is part of what is hashed.
-        salt = np.arange(num_words, num_words + words.shape[-1], dtype=np.uint32) * np.uint32(_GOLDEN)
+        salt = np.arange(num_words, num_words + words.shape[-1], dtype=np.uint32) * np.uint32(
+            _GOLDEN
+        )
         content += avalanche(words ^ salt).sum(axis=-1, dtype=jnp.uint32)
         num_words += words.shape[-1]
-    return avalanche(avalanche(content + number * jnp.uint32(_FOR_NUMBERS)) + env * jnp.uint32(_FOR_STREAMS))
+    return avalanche(
+        avalanche(content + number * jnp.uint32(_FOR_NUMBERS)) + env * jnp.uint32(_FOR_STREAMS)
+    )
 
 
 def _places(size: int, number: jax.Array) -> jax.Array:
-    """Choose the elements of each row to hash: int32[K, P]. Runs of them, evenly spread, move on with each row, until all had a turn."""
+    """Choose the elements of each row to hash: int32[K, P]. Runs of them, evenly spread, move on
+    with each row, until all had a turn."""
     num_turns = -(-size // (_RUNS * _RUN))
     _, turn = ring.split(number, num_turns)
     nth_run, within = (places.reshape(-1) for places in np.mgrid[:_RUNS, :_RUN].astype(np.int32))
-    return jnp.minimum((nth_run * num_turns + turn.astype(jnp.int32)[..., None]) * _RUN + within, size - 1)
+    return jnp.minimum(
+        (nth_run * num_turns + turn.astype(jnp.int32)[..., None]) * _RUN + within, size - 1
+    )
 
 
 def _words(values: jax.Array) -> jax.Array:
@@ -79,8 +112,13 @@ def _words(values: jax.Array) -> jax.Array:
         values = jnp.stack([values.real, values.imag], axis=-1)
     elif dtype == jnp.bool_:
         values = values.astype(jnp.uint8)
-    elif (carrier := arrays.carrier(np.dtype(dtype))) is not None and arrays.num_bits(np.dtype(dtype)) < 8:
+    elif (carrier := arrays.carrier(np.dtype(dtype))) is not None and arrays.num_bits(
+        np.dtype(dtype)
+    ) < 8:
         values = values.astype(carrier)  # exact
     size = np.dtype(values.dtype).itemsize
-    words = jax.lax.bitcast_convert_type(values, {1: jnp.uint8, 2: jnp.uint16}.get(size, jnp.uint32))  # 64 bits become two words
+    # 64 bits become two words
+    words = jax.lax.bitcast_convert_type(
+        values, {1: jnp.uint8, 2: jnp.uint16}.get(size, jnp.uint32)
+    )
     return words.astype(jnp.uint32).reshape((len(values), -1))

@@ -1,4 +1,5 @@
-"""Files in a local folder. Nothing is buffered here: what is written goes out of the caller's memory, and what is read into it."""
+"""Files in a local folder. Nothing is buffered here: what is written goes out of the caller's
+memory, and what is read into it."""
 
 import contextlib
 import ctypes
@@ -11,11 +12,14 @@ import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxreplay.checkpoint.files import LARGE, BrokenError, Files, MissingError
+from jaxreplay.checkpoint.files import LARGE, CorruptCheckpointError, Files, MissingError
 from jaxreplay.checkpoint.lock import Lock
 
-_GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)  # other errors may be well the next time
-_PIECE = 2**20  # bytes that are read or written at a time, and given to the disk at once: it has nothing to do otherwise until `sync`
+# other errors may be well the next time
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)
+# bytes that are read or written at a time, and given to the disk at once: it has nothing to do
+# otherwise until `sync`
+_PIECE = 2**20
 
 
 class Folder(Files):
@@ -26,7 +30,8 @@ class Folder(Files):
         self.name = str(self._path)
         parents = list(self._path.parents)
         is_there = [parent.is_dir() for parent in parents]
-        self._above = parents[: is_there.index(True) + 1] if True in is_there else []  # those that are made with it, and theirs
+        # those that are made with it, and theirs
+        self._above = parents[: is_there.index(True) + 1] if True in is_there else []
         self._lock = Lock(self._path / "writer.lock")
 
     def claim(self, is_successor: bool) -> None:
@@ -62,25 +67,37 @@ class Folder(Files):
             return open(path, "wb", buffering=0)
 
     def expect(self, name: str) -> None:
-        """A small one comes meanwhile. A large one would then lie in small pages, slower to copy."""
+        """A small one comes meanwhile. A large one would then lie in small pages, slower to
+        copy."""
         if hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError), open(f"{self.name}/{name}", "rb", buffering=0) as file:
+            with (
+                contextlib.suppress(OSError),
+                open(f"{self.name}/{name}", "rb", buffering=0) as file,
+            ):
                 if os.fstat(file.fileno()).st_size < LARGE:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
     def forget(self, name: str) -> None:
         """Nothing: what the system has read it may drop."""
 
-    def read(self, name: str, parts_of: Callable[[int], Sequence[Any]], tell: Callable[[Any], Any] = lambda _: None) -> None:
+    def read(
+        self,
+        name: str,
+        parts_of: Callable[[int], Sequence[Any]],
+        tell: Callable[[Any], Any] = lambda _: None,
+    ) -> None:
         try:
             with open(f"{self.name}/{name}", "rb", buffering=0) as file:
-                if (size := os.fstat(file.fileno()).st_size) >= LARGE and hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the system reads further ahead
+                if (size := os.fstat(file.fileno()).st_size) >= LARGE and hasattr(
+                    os, "posix_fadvise"
+                ):
+                    # the system reads further ahead
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
                 for part in parts_of(size):
                     left = part
                     while len(left):
                         if not (count := file.readinto(left[:_PIECE])):
-                            raise BrokenError(f"{name} is cut short")
+                            raise CorruptCheckpointError(f"{name} is cut short")
                         tell(left[:count])
                         left = left[count:]
         except OSError as error:
@@ -88,7 +105,7 @@ class Folder(Files):
                 raise
             if error.errno == errno.ENOENT:
                 raise MissingError(f"{name} is missing") from error
-            raise BrokenError(f"{name}: {error.strerror}") from error
+            raise CorruptCheckpointError(f"{name}: {error.strerror}") from error
 
     def sync(self, folder: str) -> None:
         if not (self._path / folder).is_dir():
@@ -140,7 +157,8 @@ def _fsync(path: Any) -> None:
 
 
 def _begin_to_write_out(descriptor: int, start: int, size: int) -> None:
-    """Tell the system that the disk may have these bytes of a file now, where it can be told; and wait for nothing."""
+    """Tell the system that the disk may have these bytes of a file now, where it can be told; and
+    wait for nothing."""
     if call := _sync_file_range():
         call(descriptor, ctypes.c_int64(start), ctypes.c_int64(size), 2)  # SYNC_FILE_RANGE_WRITE
 

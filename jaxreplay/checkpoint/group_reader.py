@@ -1,4 +1,5 @@
-"""Rows out of a generation's groups into a state: the newest groups first, each row once, some groups at a time."""
+"""Rows out of a generation's groups into a state: the newest groups first, each row once, some
+groups at a time."""
 
 import collections
 import math
@@ -25,7 +26,8 @@ _AHEAD = 2**29  # bytes that a system may read before they are asked for
 
 
 class Ahead:
-    """The groups of a generation that are to be read; and a thread that tells the system of them before they are, from now on.
+    """The groups of a generation that are to be read; and a thread that tells the system of them
+    before they are, from now on.
 
     Args:
       specs: of the rows of a buffer with streams of `length`: the newest that they hold are read.
@@ -41,11 +43,15 @@ class Ahead:
         self._first = self._end - (filled if holes.folders else np.minimum(filled, length))
         self._held = np.minimum(filled - holes.num_lost, length)
         self.num_rows = int(self._held.sum())
-        row_bytes = sum(math.prod(spec.shape[1:]) * spec.dtype.itemsize for spec in jax.tree.leaves(specs))
+        row_bytes = sum(
+            math.prod(spec.shape[1:]) * spec.dtype.itemsize for spec in jax.tree.leaves(specs)
+        )
         largest = int(manifest.groups.num_rows().max(initial=1)) * row_bytes
         self._room = threading.Semaphore(max(1, _AHEAD // max(1, largest)))
         self._is_over = store.is_far  # who reads these asks for them
-        self._thread = threading.Thread(target=self._run, args=(named(specs),), name="jaxreplay-ahead", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(named(specs),), name="jaxreplay-ahead", daemon=True
+        )
         self._thread.start()
 
     def __iter__(self) -> Iterator[Group]:
@@ -56,7 +62,8 @@ class Ahead:
                 yield group
 
     def places_of(self, env: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Select rows that are read, by stream and number, int64[K] both: a mask, bool[K], and where these lie in the state, int32[...]."""
+        """Select rows that are read, by stream and number, int64[K] both: a mask, bool[K], and
+        where these lie in the state, int32[...]."""
         is_read = number >= self._first[env]
         if self._holes.folders:
             age, is_lost = self._holes.age_of(env, self._end[env] - 1 - number)
@@ -95,23 +102,36 @@ def _expect(store: Files, group: Group, leaves: list[tuple[str, Any]]) -> None:
 
 
 class GroupReader:
-    """Reads groups' rows into their places. Large chunks are read by threads, meanwhile all else by who asks for it.
+    """Reads groups' rows into their places. Large chunks are read by threads, meanwhile all else by
+    who asks for it.
 
     Args:
-      leaves: of the state's rows, with their names. places: the memory of each; None: the rows are returned.
+      leaves: of the state's rows, with their names. places: the memory of each; None: the rows are
+        returned.
     """
 
-    def __init__(self, store: Files, leaves: list[tuple[str, Any]], places: list[np.ndarray] | None, ahead: Ahead, pool: Executor):
+    def __init__(
+        self,
+        store: Files,
+        leaves: list[tuple[str, Any]],
+        places: list[np.ndarray] | None,
+        ahead: Ahead,
+        pool: Executor,
+    ):
         self._store, self._leaves, self._ahead, self._pool = store, leaves, ahead, pool
         into = places or [None] * len(leaves)
-        self._described = [(name, leaf.shape[1:], leaf.dtype, place) for (name, leaf), place in zip(leaves, into, strict=True)]
+        self._described = [
+            (name, leaf.shape[1:], leaf.dtype, place)
+            for (name, leaf), place in zip(leaves, into, strict=True)
+        ]
         self._thread = threading.local()
 
     def begin(self, group: Group) -> Callable[[], tuple[np.ndarray, list[Any]]]:
         """Begin to read a group.
 
         Returns:
-          a function that waits for it: the rows' places, int32[K], and, where there are no arrays for them, their values, `[K, ...]` each.
+          a function that waits for it: the rows' places, int32[K], and, where there are no arrays
+            for them, their values, `[K, ...]` each.
         """
         if self._store.is_far:
             _expect(self._store, group, self._leaves)
@@ -130,7 +150,9 @@ class GroupReader:
 
         return wait
 
-    def wait(self, group: Group, result: Callable[[], tuple[np.ndarray, list[Any]]]) -> tuple[np.ndarray, list[Any]]:
+    def wait(
+        self, group: Group, result: Callable[[], tuple[np.ndarray, list[Any]]]
+    ) -> tuple[np.ndarray, list[Any]]:
         try:
             return result()
         finally:
@@ -139,14 +161,18 @@ class GroupReader:
     def forget(self, group: Group) -> None:
         self._store.forget(f"rows/{group.folder}")
 
-    def _read(self, array: Array, place: np.ndarray | None, index: np.ndarray, is_taken: np.ndarray) -> np.ndarray | None:
+    def _read(
+        self, array: Array, place: np.ndarray | None, index: np.ndarray, is_taken: np.ndarray
+    ) -> np.ndarray | None:
         """Rows of one leaf: straight into their places, where these lie in long runs."""
         is_whole = len(index) == len(is_taken)
         if place is None:
             values = array.read(self._buffers())
             return values if is_whole else values[is_taken]
         if is_whole and (runs := rows.long_runs(index, place[0].nbytes)) is not None:
-            array.read_chunk(0, lambda: [arrays.bytes_of(place[run]) for run in runs], self._buffers())
+            array.read_chunk(
+                0, lambda: [arrays.bytes_of(place[run]) for run in runs], self._buffers()
+            )
         else:
             content = self._buffers()("values", len(is_taken) * place[0].nbytes)
             array.read_chunk(0, lambda: [content], self._buffers())
@@ -166,7 +192,10 @@ def flags_of(store: Files, manifest: Manifest, env: np.ndarray, number: np.ndarr
     for group in manifest.groups:
         low, high = group.range()
         if (wanted := (number >= low[env]) & (number < high[env])).any():
-            flags, before = arrays.array_of(store, group, "flags", (), np.uint8).read(), np.cumsum(high - low) - (high - low)
+            flags, before = (
+                arrays.array_of(store, group, "flags", (), np.uint8).read(),
+                np.cumsum(high - low) - (high - low),
+            )
             found[wanted] = flags[(before[env] + number - low[env])[wanted]]
     return found
 
@@ -178,9 +207,13 @@ def _done(function: Callable[..., Any], *args: Any) -> Future[Any]:
     return future
 
 
-def in_turn(read: GroupReader, groups: Iterable[Group], at_once: int) -> Iterator[tuple[np.ndarray, list[Any]]]:
+def in_turn(
+    read: GroupReader, groups: Iterable[Group], at_once: int
+) -> Iterator[tuple[np.ndarray, list[Any]]]:
     """What is read of each group, in turn; so many of them are under way."""
-    waiting: collections.deque[tuple[Group, Callable[[], tuple[np.ndarray, list[Any]]]]] = collections.deque()
+    waiting: collections.deque[tuple[Group, Callable[[], tuple[np.ndarray, list[Any]]]]] = (
+        collections.deque()
+    )
     begun = None
     try:
         for group in groups:

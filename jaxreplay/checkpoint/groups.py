@@ -1,7 +1,9 @@
-"""Groups of rows, a few arrays of files each. Arithmetic tells which rows a group has, so that no list of them is kept or written.
+"""Groups of rows, a few arrays of files each. Arithmetic tells which rows a group has, so that no
+list of them is kept or written.
 
-At a save, the distance of a row is how many more rows its stream may get before this one is overwritten. A group has the rows that a save
-writes of some neighboring streams, between two distances. In its files they lie stream after stream, the oldest of each first.
+At a save, the distance of a row is how many more rows its stream may get before this one is
+overwritten. A group has the rows that a save writes of some neighboring streams, between two
+distances. In its files they lie stream after stream, the oldest of each first.
 """
 
 import dataclasses
@@ -11,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxreplay.checkpoint.files import BrokenError
+from jaxreplay.checkpoint.files import CorruptCheckpointError
 from jaxreplay.checkpoint.rows import Picked
 
 MOST_ROWS = 2**22  # of a group: their numbers take sixteen bytes each, while it is read
@@ -20,7 +22,8 @@ Seals = dict[str, list[int]]  # of arrays, by the leaf's name: see `arrays.py`
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Save:
-    """The rows that one save wrote: of each of E streams, those with the numbers from `since` to before `end`."""
+    """The rows that one save wrote: of each of E streams, those with the numbers from `since` to
+    before `end`."""
 
     folder: str  # of the generation
     length: int  # rows of a stream at that time
@@ -29,7 +32,8 @@ class Save:
 
 
 class Group(NamedTuple):
-    """Rows of a save: of the streams from `env` to before `env_stop`, with distances from `start` to before `stop`."""
+    """Rows of a save: of the streams from `env` to before `env_stop`, with distances from `start`
+    to before `stop`."""
 
     save: Save
     number: int  # in the name of its folder
@@ -37,7 +41,8 @@ class Group(NamedTuple):
     stop: int
     env: int
     env_stop: int
-    fingerprint: int = 0  # of its rows (`fingerprint.py`); this and the next are known once it is written
+    # of its rows (`fingerprint.py`); this and the next are known once it is written
+    fingerprint: int = 0
     leaves: tuple[str, ...] = ()  # that have an array here
     sums: Any = ()  # uint32[leaves, 2]: their seals
 
@@ -55,15 +60,19 @@ class Group(NamedTuple):
         return int((high - low).sum())
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first number of each stream that it has, and one more than the last: int64[E] both, equal where it has none."""
+        """Return the first number of each stream that it has, and one more than the last: int64[E]
+        both, equal where it has none."""
         return _ranges(self.save.since, self.save.end, self.save.length, *self[2:6])
 
     def rows(self) -> Picked:
-        """Return its rows, in the order of its files. Raises a BrokenError, if it cannot have so many."""
+        """Return its rows, in the order of its files. Raises a CorruptCheckpointError, if it cannot
+        have so many."""
         low, high = self.range()
         count = high - low
         if (num_rows := count.sum()) > MOST_ROWS:
-            raise BrokenError(f"rows/{self.folder} has {num_rows:,} rows, more than a group can have")
+            raise CorruptCheckpointError(
+                f"rows/{self.folder} has {num_rows:,} rows, more than a group can have"
+            )
         before = np.cumsum(count) - count
         env = np.repeat(np.arange(len(count)), count)
         return Picked(env, low[env] + np.arange(len(env)) - before[env])
@@ -86,7 +95,9 @@ class Groups(Sequence[Group]):
         columns = [(saves.setdefault(group.save, len(saves)), *group[1:7]) for group in groups]
         leaves = groups[0].leaves if groups else ()
         assert all(group.leaves == leaves for group in groups)
-        sums = np.array([group.sums for group in groups], np.uint32).reshape(len(groups), len(leaves), 2)
+        sums = np.array([group.sums for group in groups], np.uint32).reshape(
+            len(groups), len(leaves), 2
+        )
         return cls([*saves], np.array(columns, np.int64).reshape(-1, 7), leaves, sums)
 
     def __len__(self) -> int:
@@ -99,27 +110,43 @@ class Groups(Sequence[Group]):
         return Group._make((self.saves[save], *numbers, self.leaves, self.sums[at]))
 
     def check_apart(self, end: np.ndarray) -> None:
-        """Raise a BrokenError, if a row is in two groups, or is not before `end`, int64[E]: the groups' order is that of their rows."""
+        """Raise a CorruptCheckpointError, if a row is in two groups, or is not before `end`,
+        int64[E]: the groups' order is that of their rows."""
         for group in reversed(self):
             low, high = group.range()
             if ((low < high) & (high > end)).any():
-                raise BrokenError(f"rows/{group.folder} has rows of a later group, or rows that the generation does not have")
+                raise CorruptCheckpointError(
+                    f"rows/{group.folder} has rows of a later group, or rows that the generation "
+                    f"does not have"
+                )
             end = np.where(low < high, low, end)
 
     def num_rows(self, first: Any = 0, end: Any = 2**62) -> np.ndarray:
-        """Count the rows of each group, int64[G]: all, or those with the numbers from `first` to before `end`, int64[E] both."""
+        """Count the rows of each group, int64[G]: all, or those with the numbers from `first` to
+        before `end`, int64[E] both."""
         counts = [np.zeros(0, np.int64)]
         if len(self):
-            since, ends = (np.stack([getattr(save, name) for save in self.saves]) for name in ("since", "end"))
-            length, at_once = np.array([save.length for save in self.saves]), max(2**18 // max(ends.shape[1], 1), 1)
+            since, ends = (
+                np.stack([getattr(save, name) for save in self.saves]) for name in ("since", "end")
+            )
+            length, at_once = (
+                np.array([save.length for save in self.saves]),
+                max(2**18 // max(ends.shape[1], 1), 1),
+            )
             for begin in range(0, len(self), at_once):
-                save, _, *numbers = (column[:, None] for column in self.columns[begin : begin + at_once, :6].T)
+                save, _, *numbers = (
+                    column[:, None] for column in self.columns[begin : begin + at_once, :6].T
+                )
                 low, high = _ranges(since[save[:, 0]], ends[save[:, 0]], length[save], *numbers)
-                counts.append(np.maximum(np.minimum(high, end) - np.maximum(low, first), 0).sum(axis=1))
+                counts.append(
+                    np.maximum(np.minimum(high, end) - np.maximum(low, first), 0).sum(axis=1)
+                )
         return np.concatenate(counts)
 
 
-def _ranges(since: Any, end: Any, length: Any, start: Any, stop: Any, env: Any, env_stop: Any) -> tuple[np.ndarray, np.ndarray]:
+def _ranges(
+    since: Any, end: Any, length: Any, start: Any, stop: Any, env: Any, env_stop: Any
+) -> tuple[np.ndarray, np.ndarray]:
     """`Group.range` of one group or, with an axis before that of the streams, of many."""
     oldest, stream = end - length, np.arange(end.shape[-1])  # the distance of the oldest is 0
     low = np.maximum(since, oldest + start)
@@ -129,9 +156,11 @@ def _ranges(since: Any, end: Any, length: Any, start: Any, stop: Any, env: Any, 
 
 
 def cut(save: Save, most: int, num_rewritten: int = 0) -> Iterator[Group]:
-    """Divide the rows of a save into groups of at most `most`, numbered from 0 on: those first that will be overwritten first.
+    """Divide the rows of a save into groups of at most `most`, numbered from 0 on: those first that
+    will be overwritten first.
 
-    The newest `num_rewritten` rows of each stream, which may be other ones at the next save, are in groups of their own.
+    The newest `num_rewritten` rows of each stream, which may be other ones at the next save, are in
+    groups of their own.
     """
     num_envs = len(save.end)
     if not num_envs:
@@ -139,15 +168,21 @@ def cut(save: Save, most: int, num_rewritten: int = 0) -> Iterator[Group]:
     oldest, border = save.end - save.length, save.length - num_rewritten
     at_once, number, begun, held = max(most // num_envs, 1), 0, 0, 0
     first = int((save.since - oldest).min())
-    for at in itertools.chain(range(first, border, at_once), range(max(first, border), save.length, at_once)):
+    for at in itertools.chain(
+        range(first, border, at_once), range(max(first, border), save.length, at_once)
+    ):
         stop = min(at + at_once, border if at < border else save.length)
-        count = np.maximum(np.minimum(save.end, oldest + stop) - np.maximum(save.since, oldest + at), 0)
+        count = np.maximum(
+            np.minimum(save.end, oldest + stop) - np.maximum(save.since, oldest + at), 0
+        )
         total = int(count.sum())
         if held and (held + total > most or at == border):
             yield Group(save, number, begun, at, 0, num_envs)
             number, held = number + 1, 0
         if total > most:  # one row of each stream is too many
-            for env, env_stop in itertools.pairwise([0, *np.flatnonzero(count)[most::most].tolist(), num_envs]):
+            for env, env_stop in itertools.pairwise(
+                [0, *np.flatnonzero(count)[most::most].tolist(), num_envs]
+            ):
                 yield Group(save, number, at, at + 1, env, env_stop)
                 number += 1
         elif total:

@@ -13,10 +13,19 @@ from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.storage import arrays, platforms
 
 
-def identity(replay: Any) -> str:
-    """What decides the meaning of a state: not how many items are drawn, or when, nor what it is laid out for."""
-    sizes = {field.name: 1 for field in dataclasses.fields(replay) if field.name in ("batch_size", "min_size")}
-    return re.sub(r", (batch_size=1\b|min_size=1\b|platform=(None|'\w+'))", "", description(dataclasses.replace(replay, **sizes)))
+def identity(buffer: Any) -> str:
+    """What decides the meaning of a state: not how many items are drawn, or when, nor what it is
+    laid out for."""
+    sizes = {
+        field.name: 1
+        for field in dataclasses.fields(buffer)
+        if field.name in ("batch_size", "min_size")
+    }
+    return re.sub(
+        r", (batch_size=1\b|min_size=1\b|platform=(None|'\w+'))",
+        "",
+        description(dataclasses.replace(buffer, **sizes)),
+    )
 
 
 def described(state: Any) -> tuple[dict[str, str], dict[str, str]]:
@@ -29,56 +38,87 @@ def described(state: Any) -> tuple[dict[str, str], dict[str, str]]:
     )
 
 
-def at_capacity_of(manifest: Manifest, replay: Any) -> Any:
+def at_capacity_of(manifest: Manifest, buffer: Any) -> Any:
     """The buffer with the capacity that a generation has."""
-    if not manifest.rows or not isinstance(replay, ReplayBuffer):
-        return replay
+    if not manifest.rows or not isinstance(buffer, ReplayBuffer):
+        return buffer
     try:
-        return dataclasses.replace(replay, capacity=manifest.length * replay.num_envs, min_size=1)
+        return dataclasses.replace(buffer, capacity=manifest.length * buffer.num_envs, min_size=1)
     except ValueError:  # too few rows for its view
-        return replay
+        return buffer
 
 
-def check_fits(manifest: Manifest, replay: Any, example: Any, resize: bool, problems: list[str]) -> Any:
-    """The buffer that a generation is of: this one or, where `resize` allows it, one of another capacity. Else a ValueError.
-    `problems`: why no newer generation was taken."""
-    own, before = replay, at_capacity_of(manifest, replay)
+def check_fits(
+    manifest: Manifest, buffer: Any, example: Any, resize: bool, problems: list[str]
+) -> Any:
+    """The buffer that a generation is of: this one or, where `resize` allows it, one of another
+    capacity. Else a ValueError. `problems`: why no newer generation was taken."""
+    own, before = buffer, at_capacity_of(manifest, buffer)
     if manifest.buffer == identity(before) and (resize or identity(own) == identity(before)):
-        replay = before
+        buffer = before
     else:
         found = printable(manifest.buffer)
-        lines = [f"restore: step {manifest.step} is of another buffer:", f"  {found}", "this one is:", f"  {identity(own)}"]
+        lines = [
+            f"restore: step {manifest.step} is of another buffer:",
+            f"  {found}",
+            "this one is:",
+            f"  {identity(own)}",
+        ]
         if manifest.buffer == identity(before):
             lines.append("of another capacity, resize=True takes the newest rows that fit")
-        raise ValueError("\n".join([*lines, *(["and this is broken:"] if problems else []), *(f"  {problem}" for problem in problems)]))
-    before = _on_its_platform(manifest, replay, example)
+        raise ValueError(
+            "\n".join(
+                [
+                    *lines,
+                    *(["and this is broken:"] if problems else []),
+                    *(f"  {problem}" for problem in problems),
+                ]
+            )
+        )
+    before = _on_its_platform(manifest, buffer, example)
     if before is not None:
         return before
     lines = []
-    for got, expected in zip((manifest.rows, manifest.rest), described(jax.eval_shape(replay.init, example)), strict=True):
-        names = [name for name in dict.fromkeys([*got, *expected]) if got.get(name) != expected.get(name)]
-        lines += [f"{printable(name)}: stored {got.get(name, 'nothing')}, expected {expected.get(name, 'nothing')}" for name in names]
+    for got, expected in zip(
+        (manifest.rows, manifest.rest), described(jax.eval_shape(buffer.init, example)), strict=True
+    ):
+        names = [
+            name for name in dict.fromkeys([*got, *expected]) if got.get(name) != expected.get(name)
+        ]
+        lines += [
+            f"{printable(name)}: stored {got.get(name, 'nothing')}, expected "
+            f"{expected.get(name, 'nothing')}"
+            for name in names
+        ]
     raise ValueError("\n  ".join([f"restore: step {manifest.step} holds other steps:", *lines]))
 
 
-def _on_its_platform(manifest: Manifest, replay: Any, example: Any) -> Any:
-    """The buffer, for the platform that a generation was laid out for, this one's first; None where its leaves are others on each. Rows
-    are written in their plain form, but a tree is as wide as its platform wants it."""
-    if described(jax.eval_shape(replay.init, example)) == (manifest.rows, manifest.rest):
-        return replay
-    for platform in platforms.PLATFORMS if isinstance(replay, ReplayBuffer) else ():
-        other = dataclasses.replace(replay, platform=platform)
+def _on_its_platform(manifest: Manifest, buffer: Any, example: Any) -> Any:
+    """The buffer, for the platform that a generation was laid out for, this one's first; None where
+    its leaves are others on each. Rows are written in their plain form, but a tree is as wide as
+    its platform wants it."""
+    if described(jax.eval_shape(buffer.init, example)) == (manifest.rows, manifest.rest):
+        return buffer
+    for platform in platforms.PLATFORMS if isinstance(buffer, ReplayBuffer) else ():
+        other = dataclasses.replace(buffer, platform=platform)
         if described(jax.eval_shape(other.init, example)) == (manifest.rows, manifest.rest):
             return other
     return None
 
 
-def check_path(where: str, generations: list[Manifest], draft: Manifest, replay: Any, goes_on: bool) -> None:
-    """A ValueError, where a path has another buffer's generations: they are not deleted for this one's. `goes_on`: from one of them, so
-    that they may be of other capacities."""
-    own = {draft.buffer, *([identity(at_capacity_of(generations[0], replay))] if goes_on and generations else [])}
+def check_path(
+    where: str, generations: list[Manifest], draft: Manifest, buffer: Any, goes_on: bool
+) -> None:
+    """A ValueError, where a path has another buffer's generations: they are not deleted for this
+    one's. `goes_on`: from one of them, so that they may be of other capacities."""
+    own = {
+        draft.buffer,
+        *([identity(at_capacity_of(generations[0], buffer))] if goes_on and generations else []),
+    }
     if generations and (generations[0].rows != draft.rows or generations[0].buffer not in own):
         raise ValueError(
-            f"save: {where} has the generations of another buffer, or of other steps; give each a path of its own:\n"
-            f"  {printable(generations[0].buffer)}, {generations[0].rows}\nthis one is:\n  {draft.buffer}, {draft.rows}"
+            f"save: {where} has the generations of another buffer, or of other steps; give each a "
+            f"path of its own:\n"
+            f"  {printable(generations[0].buffer)}, {generations[0].rows}\nthis one is:\n  "
+            f"{draft.buffer}, {draft.rows}"
         )

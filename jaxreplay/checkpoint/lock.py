@@ -1,4 +1,5 @@
-"""Who writes under a path: one process, and one object of it. A lock of the operating system, which is gone with its process."""
+"""Who writes under a path: one process, and one object of it. A lock of the operating system, which
+is gone with its process."""
 
 import contextlib
 import datetime
@@ -12,8 +13,8 @@ import warnings
 import weakref
 from typing import Any
 
-from jaxreplay._util.signals import uninterrupted
-from jaxreplay.checkpoint.files import HeldError
+from jaxreplay._util.signals import defer_interrupts
+from jaxreplay.checkpoint.files import PathInUseError
 
 try:
     import fcntl
@@ -21,7 +22,8 @@ except ImportError:  # Windows
     fcntl = None
 
 _BUSY = (errno.EAGAIN, errno.EACCES, errno.EWOULDBLOCK, errno.EDEADLK)
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)  # what file systems without any say
+# what file systems without any say
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
 
 
 def whoami() -> dict[str, Any]:
@@ -31,18 +33,29 @@ def whoami() -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid": os.getpid(), "program": program, "since": since}
 
 
-def held_by(where: str, holder: Any) -> HeldError:
-    """The error for who comes second. `holder`: what `whoami` gave there, or anything that was read in its place."""
-    known = {name: str(holder[name])[:100] for name in ("host", "pid", "program", "since") if isinstance(holder, dict) and name in holder}
-    who = ", ".join(f"{name} {value}" for name, value in known.items()) or "somebody who left no name"
+def held_by(where: str, holder: Any) -> PathInUseError:
+    """The error for who comes second. `holder`: what `whoami` gave there, or anything that was read
+    in its place."""
+    known = {
+        name: str(holder[name])[:100]
+        for name in ("host", "pid", "program", "since")
+        if isinstance(holder, dict) and name in holder
+    }
+    who = (
+        ", ".join(f"{name} {value}" for name, value in known.items()) or "somebody who left no name"
+    )
     mine = whoami()
     is_own = (known.get("host"), known.get("pid")) == (mine["host"], str(mine["pid"]))
     cure = "close() that Checkpointer first" if is_own else "give each run a path of its own"
-    return HeldError(f"{where} is being written to by {'this process, ' if is_own else ''}{who}; two writers would mix their files: {cure}")
+    return PathInUseError(
+        f"{where} is being written to by {'this process, ' if is_own else ''}{who}; two writers "
+        f"would mix their files: {cure}"
+    )
 
 
 class Lock:
-    """Of a file, which says who has it. The file stays: to delete it would let two have one of the same name."""
+    """Of a file, which says who has it. The file stays: to delete it would let two have one of the
+    same name."""
 
     def __init__(self, path: pathlib.Path):
         self._path = path
@@ -51,15 +64,17 @@ class Lock:
         _all.add(self)
 
     def acquire(self, where: str) -> None:
-        """Nothing, if it is held already. Raises a HeldError, if somebody else has it."""
-        with uninterrupted():  # a lock that is not known of would be held for ever
+        """Nothing, if it is held already. Raises a PathInUseError, if somebody else has it."""
+        with defer_interrupts():  # a lock that is not known of would be held for ever
             self._acquire(where)
 
     def _acquire(self, where: str) -> None:
         if self._descriptor is not None and self._is_current():
             return
         self.release()
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
+        descriptor = os.open(
+            self._path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644
+        )
         try:
             _lock(descriptor)
         except OSError as error:
@@ -71,7 +86,11 @@ class Lock:
                 os.close(descriptor)
                 raise
             if not self._has_none:
-                warnings.warn(f"{where}: this file system has no locks, so that a second writer is not noticed", stacklevel=2)
+                warnings.warn(
+                    f"{where}: this file system has no locks, so that a second writer is not "
+                    f"noticed",
+                    stacklevel=2,
+                )
             self._has_none = True
         self._descriptor = descriptor
         with contextlib.suppress(OSError):  # the name is a courtesy
@@ -80,12 +99,15 @@ class Lock:
             os.write(descriptor, json.dumps(whoami()).encode())
 
     def check(self, where: str) -> None:
-        """Raises an OSError, if the file that was locked is not the one that is there: what was written beside it may be gone, too."""
+        """Raises an OSError, if the file that was locked is not the one that is there: what was
+        written beside it may be gone, too."""
         if self._descriptor is None or not self._is_current():
-            raise OSError(errno.ENOENT, f"{where} was deleted, or replaced, while it was written to")
+            raise OSError(
+                errno.ENOENT, f"{where} was deleted, or replaced, while it was written to"
+            )
 
     def release(self) -> None:
-        with uninterrupted():
+        with defer_interrupts():
             descriptor, self._descriptor = self._descriptor, None
             if descriptor is not None:
                 os.close(descriptor)

@@ -1,6 +1,7 @@
 """What a generation holds, and where: the file whose appearance makes it one.
 
-What is read is checked before anything goes by it: a manifest may be damaged, of another version, or made up.
+What is read is checked before anything goes by it: a manifest may be damaged, of another version,
+or made up.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ import numpy as np
 
 from jaxreplay._util.names import printable
 from jaxreplay.checkpoint import schema
-from jaxreplay.checkpoint.files import BrokenError
+from jaxreplay.checkpoint.files import CorruptCheckpointError
 from jaxreplay.checkpoint.groups import Groups, Save, Seals
 
 FORMAT = 6  # of the files, and of what the leaves of a state mean
@@ -21,9 +22,12 @@ STEPS = -(2**63), 2**63 - 1  # the smallest one that there is, and the largest
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Manifest:
-    """A generation. A row's number counts the rows of its stream from the first one on, overwritten ones included."""
+    """A generation. A row's number counts the rows of its stream from the first one on, overwritten
+    ones included."""
 
-    folder: str  # of its own arrays; later generations' come after it in the order of names. The manifest's name, too: no two are alike
+    # of its own arrays; later generations' come after it in the order of names. The manifest's
+    # name, too: no two are alike
+    folder: str
     step: int
     buffer: str
     library: str
@@ -34,43 +38,57 @@ class Manifest:
     rest: dict[str, str]  # dtype and shape of every other leaf
     seals: Seals  # of the rest
     groups: Groups  # each row is in one of them, and the older rows of a stream are in earlier ones
-    notes: dict[str, Any]  # the user's own
+    metadata: dict[str, Any]  # the user's own
 
     def to_bytes(self) -> bytes:
         groups = self.groups
-        saves = [vars(save) | {name: _short(getattr(save, name)) for name in ("since", "end")} for save in groups.saves]
+        saves = [
+            vars(save) | {name: _short(getattr(save, name)) for name in ("since", "end")}
+            for save in groups.saves
+        ]
         written = {
             "saves": saves,
             "columns": groups.columns.ravel().tolist(),
             "leaves": groups.leaves,
             "sums": groups.sums.ravel().tolist(),
         }
-        body = json.dumps({"format": FORMAT} | vars(self) | {"groups": written}, separators=(",", ":")).encode()
+        body = json.dumps(
+            {"format": FORMAT} | vars(self) | {"groups": written}, separators=(",", ":")
+        ).encode()
         return f"{zlib.crc32(body):08x}\n".encode() + body
 
     @classmethod
     def from_bytes(cls, name: str, content: bytes) -> "Manifest":
-        """Raises a BrokenError that names the file, and what is wrong in it; a ValueError, where it is of another format."""
+        """Raises a CorruptCheckpointError that names the file, and what is wrong in it; a
+        ValueError, where it is of another format."""
         body = _body(name, content)
         try:
             fields = json.loads(bytes(body))
         except (ValueError, RecursionError) as error:
-            raise BrokenError(f"{name} is no manifest: {type(error).__name__}") from None
+            raise CorruptCheckpointError(f"{name} is no manifest: {type(error).__name__}") from None
         schema.check(name, fields, dict)
         found = fields.pop("format", None)
         schema.check(f"{name}: format", found, int)
         if found != FORMAT:
             library = printable(str(fields.get("library")))
-            raise ValueError(f"{name}: written in format {found}, by jaxreplay {library}; this version reads format {FORMAT}")
+            raise ValueError(
+                f"{name}: written in format {found}, by jaxreplay {library}; this version reads "
+                f"format {FORMAT}"
+            )
         schema.check_fields(name, fields, _FIELDS)
         if f"manifests/{fields['folder']}.json" != name:
-            raise BrokenError(f"{name} is that of another generation, {fields['folder']}")
+            raise CorruptCheckpointError(
+                f"{name} is that of another generation, {fields['folder']}"
+            )
         _check_numbers(name, fields)
-        return cls(**{**fields, "groups": _groups(f"{name}: groups", fields["groups"], len(fields["end"]))})
+        return cls(
+            **{**fields, "groups": _groups(f"{name}: groups", fields["groups"], len(fields["end"]))}
+        )
 
 
 def checksum_of(name: str, content: bytes) -> bytes:
-    """Return the checksum in its first line. Raises a BrokenError, if the file is not as it was written."""
+    """Return the checksum in its first line. Raises a CorruptCheckpointError, if the file is not as
+    it was written."""
     _body(name, content)
     return content[:8]
 
@@ -78,7 +96,7 @@ def checksum_of(name: str, content: bytes) -> bytes:
 def _body(name: str, content: bytes) -> memoryview:
     body = memoryview(content)[9:]
     if content[:9] != f"{zlib.crc32(body):08x}\n".encode():
-        raise BrokenError(f"{name} is not as it was written")
+        raise CorruptCheckpointError(f"{name} is not as it was written")
     return body
 
 
@@ -94,7 +112,7 @@ _FIELDS = {
     "rest": schema.dict_of(schema.spec),
     "seals": schema.dict_of(schema.integers(0, 2**32 - 1)),
     "groups": dict,
-    "notes": schema.notes,
+    "metadata": schema.metadata,
 }
 _NUMBERS = schema.integers(0, 2**62)
 _GROUPS_FIELDS = {
@@ -120,25 +138,48 @@ def _check_numbers(name: str, fields: dict[str, Any]) -> None:
     """Check that the numbers of rows are possible together."""
     first, end = (np.array(fields[which], np.int64) for which in ("first", "end"))
     if len(first) != len(end) or (first > end).any() or (end - first > fields["length"]).any():
-        raise BrokenError(f"{name}: first, end: these are not the rows of streams of {fields['length']}")
+        raise CorruptCheckpointError(
+            f"{name}: first, end: these are not the rows of streams of {fields['length']}"
+        )
 
 
 def _groups(where: str, fields: dict[str, Any], num_envs: int) -> Groups:
     """Return the groups, once their numbers are known to be possible."""
     schema.check_fields(where, fields, _GROUPS_FIELDS)
-    saves = [_save(f"{where}: saves[{place}]", one, num_envs) for place, one in enumerate(fields["saves"])]
+    saves = [
+        _save(f"{where}: saves[{place}]", one, num_envs)
+        for place, one in enumerate(fields["saves"])
+    ]
     leaves, num_groups = tuple(fields["leaves"]), len(fields["columns"]) // 7
-    if len(fields["columns"]) != 7 * num_groups or len(fields["sums"]) != 2 * num_groups * len(leaves):
-        raise BrokenError(
-            f"{where}: columns, sums: have {len(fields['columns'])} and {len(fields['sums'])} numbers, of {len(leaves)} leaves"
+    if len(fields["columns"]) != 7 * num_groups or len(fields["sums"]) != 2 * num_groups * len(
+        leaves
+    ):
+        raise CorruptCheckpointError(
+            f"{where}: columns, sums: have {len(fields['columns'])} and {len(fields['sums'])} "
+            f"numbers, of {len(leaves)} leaves"
         )
     columns = np.array(fields["columns"], np.int64).reshape(-1, 7)
     save, number, start, stop, env, env_stop, _ = columns.T
-    is_possible = (save < len(saves)) & (number < 10**6) & (start < stop) & (env < env_stop) & (env_stop <= num_envs)
-    is_possible[is_possible] &= stop[is_possible] <= np.array([one.length for one in saves], np.int64)[save[is_possible]]
+    is_possible = (
+        (save < len(saves))
+        & (number < 10**6)
+        & (start < stop)
+        & (env < env_stop)
+        & (env_stop <= num_envs)
+    )
+    is_possible[is_possible] &= (
+        stop[is_possible] <= np.array([one.length for one in saves], np.int64)[save[is_possible]]
+    )
     if not is_possible.all():
-        raise BrokenError(f"{where}: columns: group {int(np.argmin(is_possible))} is of no rows that there are")
-    return Groups(saves, columns, leaves, np.array(fields["sums"], np.uint32).reshape(num_groups, len(leaves), 2))
+        raise CorruptCheckpointError(
+            f"{where}: columns: group {int(np.argmin(is_possible))} is of no rows that there are"
+        )
+    return Groups(
+        saves,
+        columns,
+        leaves,
+        np.array(fields["sums"], np.uint32).reshape(num_groups, len(leaves), 2),
+    )
 
 
 def _save(where: str, fields: dict[str, Any], num_envs: int) -> Save:
@@ -147,8 +188,14 @@ def _save(where: str, fields: dict[str, Any], num_envs: int) -> Save:
     for name in ("since", "end"):
         numbers = np.array(fields[name], np.int64)
         if numbers.ndim and len(numbers) != num_envs:
-            raise BrokenError(f"{where}: {name}: has {len(numbers)} streams, not {num_envs}")
+            raise CorruptCheckpointError(
+                f"{where}: {name}: has {len(numbers)} streams, not {num_envs}"
+            )
         vectors[name] = np.broadcast_to(numbers, (num_envs,))
-    if (vectors["since"] > vectors["end"]).any() or (vectors["end"] - vectors["since"] > fields["length"]).any():
-        raise BrokenError(f"{where}: since, end: these are not the rows of streams of {fields['length']}")
+    if (vectors["since"] > vectors["end"]).any() or (
+        vectors["end"] - vectors["since"] > fields["length"]
+    ).any():
+        raise CorruptCheckpointError(
+            f"{where}: since, end: these are not the rows of streams of {fields['length']}"
+        )
     return Save(fields["folder"], fields["length"], **vectors)

@@ -1,4 +1,5 @@
-"""Files in a store that TensorStore opens: a bucket of Google or Amazon, or of what speaks as these do. The methods are `Folder`'s."""
+"""Files in a store that TensorStore opens: a bucket of Google or Amazon, or of what speaks as these
+do. The methods are `Folder`'s."""
 
 import contextlib
 import functools
@@ -13,15 +14,25 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorstore as ts
 
-from jaxreplay.checkpoint.files import BrokenError, Files, MissingError
+from jaxreplay.checkpoint.files import CorruptCheckpointError, Files, MissingError
 from jaxreplay.checkpoint.lock import held_by, whoami
 
 _WRITER = "writer.json"
 _TRANSIENT = (
-    *("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED", "CANCELLED", "ABORTED", "INTERNAL"),
+    *(
+        "UNAVAILABLE",
+        "DEADLINE_EXCEEDED",
+        "PERMISSION_DENIED",
+        "UNAUTHENTICATED",
+        "RESOURCE_EXHAUSTED",
+        "CANCELLED",
+        "ABORTED",
+        "INTERNAL",
+    ),
     *("FAILED_PRECONDITION", "UNKNOWN", "UNIMPLEMENTED"),
 )
-# Often enough for a bad moment, and an end that says what was wrong; alone TensorStore goes on for a quarter of an hour.
+# Often enough for a bad moment, and an end that says what was wrong; alone TensorStore goes on for
+# a quarter of an hour.
 _RETRIES = {"max_retries": 6, "initial_delay": "200ms", "max_delay": "8s"}
 
 
@@ -29,8 +40,8 @@ class Objects(Files):
     """What takes long is under way until it is waited for.
 
     Args:
-      spec: a URL, or TensorStore's specification of a key-value store, which has what a URL cannot say. timeout: seconds that a request
-        may take.
+      spec: a URL, or TensorStore's specification of a key-value store, which has what a URL cannot
+        say. timeout: seconds that a request may take.
     """
 
     is_far: ClassVar[bool] = True
@@ -42,10 +53,15 @@ class Objects(Files):
         elif not isinstance(spec, ts.KvStore):
             path = str(spec.get("path", ""))
             spec = {**spec, "path": path if path.endswith("/") or not path else f"{path}/"}
-            self.name = f"{spec.get('driver')}://{'/'.join(filter(None, (str(spec.get('bucket', '')), path)))}"
+            place = "/".join(filter(None, (str(spec.get("bucket", "")), path)))
+            self.name = f"{spec.get('driver')}://{place}"
         else:
             self.name = spec.url if spec.spec().base is None else str(spec)
-        self._files = spec if isinstance(spec, ts.KvStore) else self._wait("to open it", ts.KvStore.open(spec, context=_context()))
+        self._files = (
+            spec
+            if isinstance(spec, ts.KvStore)
+            else self._wait("to open it", ts.KvStore.open(spec, context=_context()))
+        )
         self._written: dict[str, Any] = {}  # futures, by name
         self._expected: dict[str, Any] = {}
         self._token = secrets.token_hex(8)  # of this writer
@@ -55,8 +71,9 @@ class Objects(Files):
         _live[self._token] = self
 
     def claim(self, is_successor: bool) -> None:
-        """Of a writer that did not end with `release` nothing tells whether it is alive, unless it was on this machine. Who goes on with
-        what it wrote takes its place, and anybody else is refused. Who was replaced finds out before its next generation counts.
+        """Of a writer that did not end with `release` nothing tells whether it is alive, unless it
+        was on this machine. Who goes on with what it wrote takes its place, and anybody else is
+        refused. Who was replaced finds out before its next generation counts.
         """
         if self._has_none:
             return
@@ -80,8 +97,10 @@ class Objects(Files):
                 self._write_claim({"has_ended": True}, version)
 
     def _is_free(self, holder: Any) -> bool:
-        """Whether nobody writes here; `holder`: what the last one has left, None if there was none."""
-        if holder is None or holder.get("has_ended") or holder.get("token") == self._token:  # ours, of a claim that was interrupted
+        """Whether nobody writes here; `holder`: what the last one has left, None if there was
+        none."""
+        # ours, of a claim that was interrupted
+        if holder is None or holder.get("has_ended") or holder.get("token") == self._token:
             return True
         if holder.get("process") == _PROCESS:
             return holder.get("token") not in _live
@@ -101,14 +120,19 @@ class Objects(Files):
         for other in _under(name, self._expected):
             self._expected.pop(other).cancel()
 
-    def read(self, name: str, parts_of: Callable[[int], Sequence[Any]], tell: Callable[[Any], Any] = lambda _: None) -> None:
+    def read(
+        self,
+        name: str,
+        parts_of: Callable[[int], Sequence[Any]],
+        tell: Callable[[Any], Any] = lambda _: None,
+    ) -> None:
         found = self._fetch(name, self._expected.pop(name, None))
         if found.state != "value":
             raise MissingError(f"{name} is missing")
         content, start = np.frombuffer(found.value, np.uint8), 0
         for part in parts_of(len(content)):
             if start + len(part) > len(content):
-                raise BrokenError(f"{name} is cut short")
+                raise CorruptCheckpointError(f"{name} is cut short")
             part[:] = content[start : start + len(part)]
             tell(part)
             start += len(part)
@@ -130,20 +154,30 @@ class Objects(Files):
         self._wait(f"to write {name}", self._files.write(name, content))
 
     def entries(self, folder: str) -> list[str]:
-        if self._must_ask:  # two listings that lack credentials block, in TensorStore, all that the process asks of S3 after them
+        # two listings that lack credentials block, in TensorStore, all that the process asks of S3
+        # after them
+        if self._must_ask:
             self._fetch(_WRITER)
             self._must_ask = False
-        keys = self._wait(f"to list {folder}", self._files.list(ts.KvStore.KeyRange(f"{folder}/", f"{folder}0")))
-        return sorted({key.decode(errors="replace").removeprefix(f"{folder}/").split("/")[0] for key in keys})
+        keys = self._wait(
+            f"to list {folder}", self._files.list(ts.KvStore.KeyRange(f"{folder}/", f"{folder}0"))
+        )
+        return sorted(
+            {key.decode(errors="replace").removeprefix(f"{folder}/").split("/")[0] for key in keys}
+        )
 
     def delete(self, name: str) -> None:
         with contextlib.suppress(Exception):  # of a save that was given up
             self.sync(name)
         self._wait(f"to delete {name}", self._files.write(name, None))
-        self._wait(f"to delete {name}", self._files.delete_range(ts.KvStore.KeyRange(f"{name}/", f"{name}0")))
+        self._wait(
+            f"to delete {name}",
+            self._files.delete_range(ts.KvStore.KeyRange(f"{name}/", f"{name}0")),
+        )
 
     def _holder(self) -> tuple[Any, bytes]:
-        """Who writes here, or was the last to; None where nobody was. And the version of the file that says so, or of none."""
+        """Who writes here, or was the last to; None where nobody was. And the version of the file
+        that says so, or of none."""
         found = self._fetch(_WRITER)
         if found.state != "value":
             return None, found.stamp.generation
@@ -155,13 +189,21 @@ class Objects(Files):
 
     def _write_claim(self, more: dict[str, Any], version: bytes) -> bytes:
         """Replace this version of the file, or none. Returns the new one."""
-        content = json.dumps({**whoami(), "process": _PROCESS, "token": self._token, **more}).encode()
+        content = json.dumps(
+            {**whoami(), "process": _PROCESS, "token": self._token, **more}
+        ).encode()
         try:
-            written = self._wait(f"to write {_WRITER}", self._files.write(_WRITER, content, if_equal=version)).generation
+            written = self._wait(
+                f"to write {_WRITER}", self._files.write(_WRITER, content, if_equal=version)
+            ).generation
         except OSError as error:
             if "UNIMPLEMENTED" not in str(error) and "NotImplemented" not in str(error):
                 raise
-            warnings.warn(f"{self.name}: this store has no conditional writes, so that a second writer is not noticed", stacklevel=2)
+            warnings.warn(
+                f"{self.name}: this store has no conditional writes, so that a second writer is "
+                f"not noticed",
+                stacklevel=2,
+            )
             self._has_none = True
             return b""
         if written:
@@ -172,11 +214,11 @@ class Objects(Files):
         return found
 
     def _fetch(self, name: str, future: Any = None) -> Any:
-        """Read a file. Raises a BrokenError, if the store refuses it for good."""
+        """Read a file. Raises a CorruptCheckpointError, if the store refuses it for good."""
         try:
             return self._wait(f"for {name}", future or self._files.read(name))
         except _RefusedError as error:
-            raise BrokenError(f"{name}: {error.__cause__}") from error.__cause__
+            raise CorruptCheckpointError(f"{name}: {error.__cause__}") from error.__cause__
 
     def _wait(self, what: str, future: Any) -> Any:
         """The result of a request."""
@@ -185,11 +227,16 @@ class Objects(Files):
         except TimeoutError as error:
             future.cancel()
             raise TimeoutError(
-                f"{self.name}: no answer {what} in {self._timeout:g} s, as timeout= has it: is the server there, are there credentials?"
+                f"{self.name}: no answer {what} in {self._timeout:g} s, as timeout= has it: is "
+                f"the server there, are there credentials?"
             ) from error
         except (ValueError, OSError, RuntimeError, NotImplementedError) as error:
             kind = OSError if any(word in str(error) for word in _TRANSIENT) else _RefusedError
-            hint = "; a checkpoint needs a store that can list its files" if "does not support listing" in str(error) else ""
+            hint = (
+                "; a checkpoint needs a store that can list its files"
+                if "does not support listing" in str(error)
+                else ""
+            )
             raise kind(f"{self.name}: {what}: {error}{hint}") from error
 
 
@@ -198,7 +245,8 @@ class _RefusedError(OSError):
 
 
 _PROCESS = secrets.token_hex(8)  # a number of a process may be used again
-_live: weakref.WeakValueDictionary[str, Objects] = weakref.WeakValueDictionary()  # of this process, by their tokens
+# of this process, by their tokens
+_live: weakref.WeakValueDictionary[str, Objects] = weakref.WeakValueDictionary()
 
 
 def _is_running(pid: int) -> bool:
@@ -218,4 +266,10 @@ def _under(folder: str, names: dict[str, Any]) -> list[str]:
 @functools.cache
 def _context() -> Any:
     """One for all, so that "memory://" is the same memory everywhere."""
-    return ts.Context({"cache_pool": {"total_bytes_limit": 0}, "s3_request_retries": _RETRIES, "gcs_request_retries": _RETRIES})
+    return ts.Context(
+        {
+            "cache_pool": {"total_bytes_limit": 0},
+            "s3_request_retries": _RETRIES,
+            "gcs_request_retries": _RETRIES,
+        }
+    )

@@ -9,9 +9,12 @@ from tqdm import tqdm
 
 
 def bars(is_shown: bool | None) -> Callable[..., "tqdm[Any]"]:
-    """A function of a title, a total and a unit that makes one. `is_shown`: None: if this is a terminal."""
+    """A function of a title, a total and a unit that makes one. `is_shown`: None: if this is a
+    terminal."""
     return functools.partial(_bar, None if is_shown is None else not is_shown)
 
 
 def _bar(is_hidden: bool | None, title: str, total: int, unit: str = "B") -> "tqdm[Any]":
-    return tqdm(total=total, desc=title, unit=unit, unit_scale=True, disable=is_hidden, file=sys.stderr)
+    return tqdm(
+        total=total, desc=title, unit=unit, unit_scale=True, disable=is_hidden, file=sys.stderr
+    )

@@ -1,4 +1,5 @@
-"""Which generation is restored: the newest that is whole or, where that is wanted, the newest of which something can be salvaged."""
+"""Which generation is restored: the newest that is whole or, where that is wanted, the newest of
+which something can be salvaged."""
 
 import warnings
 from collections.abc import Callable
@@ -6,63 +7,97 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxreplay._util.signals import uninterrupted
+from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.checkpoint import verifying
-from jaxreplay.checkpoint.files import BrokenError, Files
+from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.generations import Generations
 from jaxreplay.checkpoint.identity import check_fits
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.restoring import Reading
-from jaxreplay.checkpoint.salvage import Lost
+from jaxreplay.checkpoint.salvage import MissingRows
 
 
 class Restored(NamedTuple):
     state: Any
     manifest: Manifest
-    lost: list[Lost]
+    lost: list[MissingRows]
 
 
 def restored(
     store: Files,
     generations: Generations,
-    replay: Any,
+    buffer: Any,
     example: Any,
     step: int | None,
     resize: bool,
-    salvage: bool,
+    allow_partial: bool,
     sharding: Any,
     bar: Callable[..., Any],
 ) -> Restored:
-    """As of `Checkpointer.restore`. `bar`: makes a progress bar of a title and a number of bytes."""
+    """As of `Checkpointer.restore`. `bar`: makes a progress bar of a title and a number of
+    bytes."""
     while True:
         found, problems = generations.read()
         for manifest in found:
             if step is None or manifest.step == step:
-                with uninterrupted():  # while JAX compares buffers, it takes an interrupt for an error of theirs: here, and in `restoring`
-                    before, num_bytes = check_fits(manifest, replay, example, resize, problems), replay.memory(example).total
-                wrong = {group.folder: verifying.problem_of_group(store, group) for group in manifest.groups} if salvage else {}
+                with (
+                    defer_interrupts()
+                    # while JAX compares buffers, it takes an interrupt for an error of theirs:
+                    # here, and in `restoring`
+                ):
+                    before, num_bytes = (
+                        check_fits(manifest, buffer, example, resize, problems),
+                        buffer.memory(example).total,
+                    )
+                wrong = (
+                    {
+                        group.folder: verifying.problem_of_group(store, group)
+                        for group in manifest.groups
+                    }
+                    if allow_partial
+                    else {}
+                )
                 damaged = {folder: problem for folder, problem in wrong.items() if problem}
                 try:
                     with bar(f"restore {manifest.step}", num_bytes) as told:
                         reading = Reading(store, manifest, told.update)
-                        state = reading.state(replay, before, example, sharding, set(damaged))
-                except BrokenError as error:
+                        state = reading.state(buffer, before, example, sharding, set(damaged))
+                except CorruptCheckpointError as error:
                     if manifest.folder not in {one.folder for one in generations.read()[0]}:
                         break  # another process has deleted it meanwhile, for newer ones
                     problems.append(f"step {manifest.step}: {error}")
                     continue
                 lost = reading.holes.lost(np.asarray(manifest.end))
                 if lost:
-                    count, total = sum(one.last - one.first + 1 for one in lost), sum(manifest.end) - sum(manifest.first)
-                    problems += [f"{count:,} of its {total:,} rows, which are lost:", *damaged.values()]
+                    count, total = (
+                        sum(one.last - one.first + 1 for one in lost),
+                        sum(manifest.end) - sum(manifest.first),
+                    )
+                    problems += [
+                        f"{count:,} of its {total:,} rows, which are lost:",
+                        *damaged.values(),
+                    ]
                 if problems:
-                    lines = [f"restore: step {manifest.step} was read, since this is broken:", *problems]
+                    lines = [
+                        f"restore: step {manifest.step} was read, since this is broken:",
+                        *problems,
+                    ]
                     warnings.warn("\n  ".join(lines), stacklevel=3)
                 return Restored(state, manifest, lost)
-        if [one.folder for one in generations.read()[0]] == [one.folder for one in found]:  # else there are others by now
+        # else there are others by now
+        if [one.folder for one in generations.read()[0]] == [one.folder for one in found]:
             break
     if problems:
         what = "nothing" if step is None else f"no step {step}"
-        others = "" if step is None else f" (there are {', '.join(str(one.step) for one in reversed(found))})"
-        raise BrokenError("\n  ".join([f"restore: {what} under {store.name} can be restored{others}:", *problems]))
-    raise FileNotFoundError(f"restore: there is no generation{'' if step is None else f' of step {step}'} under {store.name}")
+        others = (
+            ""
+            if step is None
+            else f" (there are {', '.join(str(one.step) for one in reversed(found))})"
+        )
+        raise CorruptCheckpointError(
+            "\n  ".join([f"restore: {what} under {store.name} can be restored{others}:", *problems])
+        )
+    raise FileNotFoundError(
+        f"restore: there is no generation{'' if step is None else f' of step {step}'} under "
+        f"{store.name}"
+    )

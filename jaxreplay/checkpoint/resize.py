@@ -1,9 +1,11 @@
-"""The state of a buffer for one of another capacity: the newest rows of each stream that fit, and all that belongs to them.
+"""The state of a buffer for one of another capacity: the newest rows of each stream that fit, and
+all that belongs to them.
 
-A row keeps its number in its stream, and lies at the remainder of the number by the length. So what counts candidates or ages stays as it
-is: candidate numbers, a queue's next row, what waits for its window. What is kept by places is made anew: the episode table is told of the
-rows once more, the oldest first, and a sampler is told what it had for each of them (`Sampler.put_per_row`). All of it goes in blocks, so
-that nothing is as large as the buffer but its new state.
+A row keeps its number in its stream, and lies at the remainder of the number by the length. So what
+counts candidates or ages stays as it is: candidate numbers, a queue's next row, what waits for its
+window. What is kept by places is made anew: the episode table is told of the rows once more, the
+oldest first, and a sampler is told what it had for each of them (`Sampler.put_per_row`). All of it
+goes in blocks, so that nothing is as large as the buffer but its new state.
 """
 
 import functools
@@ -22,22 +24,28 @@ _BLOCK = 2**13  # rows that the episode table, or a sampler, is told of at a tim
 
 
 def with_heads(after: Layout, streams: Streams, num_lost: np.ndarray) -> Streams:
-    """Move the heads of streams to another layout; the rows are to follow. On the host, where there are 64 bits.
+    """Move the heads of streams to another layout; the rows are to follow. On the host, where there
+    are 64 bits.
 
     Args:
       num_lost: int64[E], rows of each stream that are not there any more.
     """
     heads = streams.heads
-    end = np.asarray(heads.lap).astype(np.int64) * streams.layout.length + np.asarray(heads.position)
+    end = np.asarray(heads.lap).astype(np.int64) * streams.layout.length + np.asarray(
+        heads.position
+    )
     position, lap = ring.position_of(end, after.length), (end // after.length).astype(np.uint32)
     filled = np.minimum(np.asarray(heads.filled) - num_lost, after.length)
     return streams.with_heads(position=position, filled=filled, lap=lap).replace(layout=after)
 
 
 def parted(before: Any, old: ReplayState) -> tuple[ReplayState, dict[str, Any]]:
-    """Divide a state of `before` into what `resized` takes, and what its sampler keeps for each row. Both may be of shapes alone."""
+    """Divide a state of `before` into what `resized` takes, and what its sampler keeps for each
+    row. Both may be of shapes alone."""
     per_row = before.sampler.per_row(old.sampler)
-    return old.replace(sampler=_with(old.sampler, dict.fromkeys(before.sampler.PER_ROW)), episodes=None), per_row
+    return old.replace(
+        sampler=_with(old.sampler, dict.fromkeys(before.sampler.PER_ROW)), episodes=None
+    ), per_row
 
 
 def _with(state: Any, fields: dict[str, Any]) -> Any:
@@ -46,7 +54,8 @@ def _with(state: Any, fields: dict[str, Any]) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0)
 def resized(after: Any, old: ReplayState, streams: Streams) -> ReplayState:
-    """Return a resized state without its rows, which have `None` in their place. What the sampler keeps for each row is to be `moved`.
+    """Return a resized state without its rows, which have `None` in their place. What the sampler
+    keeps for each row is to be `moved`.
 
     Args:
       after: the buffer with another capacity.
@@ -55,10 +64,15 @@ def resized(after: Any, old: ReplayState, streams: Streams) -> ReplayState:
     fresh = after.sampler.init(streams.layout)
     sampler = _with(old.sampler, {name: getattr(fresh, name) for name in after.sampler.PER_ROW})
     if jax.tree.map(jnp.shape, sampler) != jax.tree.map(jnp.shape, fresh):
-        raise NotImplementedError(f"{type(after.sampler).__name__} keeps something for each row, which must be named in PER_ROW")
+        raise NotImplementedError(
+            f"{type(after.sampler).__name__} keeps something for each row, which must be named in "
+            f"PER_ROW"
+        )
     return old.replace(
         streams=streams.replace(steps=None, flags=None, candidate_number=None),
-        num_pending=None if old.num_pending is None else jnp.minimum(old.num_pending, streams.filled),
+        num_pending=None
+        if old.num_pending is None
+        else jnp.minimum(old.num_pending, streams.filled),
         num_expired=count_expired(streams),
         episodes=_episodes(streams) if after.has_table else None,
         sampler=sampler,
@@ -76,27 +90,36 @@ def moved(
     values: jax.Array,
     holes: tuple[jax.Array, jax.Array],
 ) -> Any:
-    """Put what a sampler had for some rows before into its state, which is donated: of its leaf `name`, the places from `start` on.
+    """Put what a sampler had for some rows before into its state, which is donated: of its leaf
+    `name`, the places from `start` on.
 
     Args:
       after: the buffer with another capacity.
-      old: the heads of then. state: as it is now, with its rows, and without a sampler. values: `[K]`.
-      holes: the age of the newest row, and the number of rows, of runs of rows that are lost: int32[E, H] each.
+      old: the heads of then. state: as it is now, with its rows, and without a sampler. values:
+        `[K]`.
+      holes: the age of the newest row, and the number of rows, of runs of rows that are lost:
+        int32[E, H] each.
     """
     members = Sampleable.of(state)
     size = min(_BLOCK, len(values))
 
     def tell(nth: jax.Array, sampler: Any) -> Any:
-        first = jnp.minimum(nth * size, len(values) - size)  # the last block begins earlier, and says some of it again
+        # the last block begins earlier, and says some of it again
+        first = jnp.minimum(nth * size, len(values) - size)
         place = jnp.minimum(start + first + ring.arange(size), old.layout.capacity)
         row = _row_now(old, state.streams, place, holes)
-        return after.sampler.put_per_row(sampler, members, name, row, jax.lax.dynamic_slice_in_dim(values, first, size))
+        return after.sampler.put_per_row(
+            sampler, members, name, row, jax.lax.dynamic_slice_in_dim(values, first, size)
+        )
 
     return jax.lax.fori_loop(0, -(-len(values) // size), tell, sampler)
 
 
-def _row_now(old: Streams, streams: Streams, place: jax.Array, holes: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Which rows those at places, by time, then env, are now: int32[K]; the new capacity for those that are gone, or were none."""
+def _row_now(
+    old: Streams, streams: Streams, place: jax.Array, holes: tuple[jax.Array, jax.Array]
+) -> jax.Array:
+    """Which rows those at places, by time, then env, are now: int32[K]; the new capacity for those
+    that are gone, or were none."""
     before, after = old.layout, streams.layout
     is_place = place < before.capacity
     time, env = ring.split(jnp.where(is_place, place, 0), before.num_envs)

@@ -1,4 +1,5 @@
-"""A state from what a generation holds, filled in place: beside the state there are never more than a few chunks."""
+"""A state from what a generation holds, filled in place: beside the state there are never more than
+a few chunks."""
 
 import functools
 import math
@@ -11,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay._util.names import named
-from jaxreplay._util.signals import uninterrupted
+from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.buffers import memory
 from jaxreplay.checkpoint import arrays, resize, rows, salvage, unwritten
 from jaxreplay.checkpoint.arrays import Array
-from jaxreplay.checkpoint.files import BrokenError, Files
+from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.group_reader import Ahead, GroupReader, flags_of, in_turn
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.salvage import Holes
@@ -23,7 +24,8 @@ from jaxreplay.checkpoint.store import array_name
 from jaxreplay.storage import platforms
 from jaxreplay.storage.arrays import is_plain
 
-_THREADS = 2  # that read large chunks; with more they wait for each other, as they do where they read small ones
+# that read large chunks; with more they wait for each other, as they do where they read small ones
+_THREADS = 2
 
 
 class Reading:
@@ -37,35 +39,52 @@ class Reading:
         self._store, self._manifest, self._progress = store, manifest, progress
         self.holes = Holes.none(len(manifest.end))
 
-    def state(self, replay: Any, before: Any, example: Any, sharding: Any, damaged: set[str]) -> Any:
+    def state(
+        self, buffer: Any, before: Any, example: Any, sharding: Any, damaged: set[str]
+    ) -> Any:
         """A new state of a buffer. Of which rows are left out, `holes` tells then.
 
         Args:
-          before: the buffer that the generation is of: as `replay`, or of another capacity. sharding: None, or as `out_shardings`.
+          before: the buffer that the generation is of: as `buffer`, or of another capacity.
+            sharding: None, or as `out_shardings`.
           damaged: the folders of groups that are not read; what they have is lost.
 
         Raises:
-          BrokenError: an array is missing, or not as it was written; it is named.
+          CorruptCheckpointError: an array is missing, or not as it was written; it is named.
         """
         old = None
-        with uninterrupted():
-            shape = jax.eval_shape(replay.init, example)
+        with defer_interrupts():
+            shape = jax.eval_shape(buffer.init, example)
             specs = rows.specs_of(shape)
-            if specs and (before.capacity != replay.capacity or before.platform != replay.platform or damaged):
+            if specs and (
+                before.capacity != buffer.capacity or before.platform != buffer.platform or damaged
+            ):
                 old = resize.parted(before, rows.split(jax.eval_shape(before.init, example))[1])
                 # A sampler that cannot move what it has says so before anything is read.
-                jax.eval_shape(functools.partial(resize.resized, replay), old[0], shape.streams)
-            stored, rest = self._begun(replay, example, sharding)
+                jax.eval_shape(functools.partial(resize.resized, buffer), old[0], shape.streams)
+            stored, rest = self._begun(buffer, example, sharding)
         if old is None:
             rest = self._rest(rest)
-            stored = self._rows(stored, specs, replay.length) if specs else stored
+            stored = self._rows(stored, specs, buffer.length) if specs else stored
         else:
-            stored, rest = self._moved(replay, before, self._rest(old[0]), old[1], stored, specs, damaged)
+            stored, rest = self._moved(
+                buffer, before, self._rest(old[0]), old[1], stored, specs, damaged
+            )
         state = rows.join(stored, rest)
         return state if sharding is None else jax.device_put(state, sharding)
 
-    def _moved(self, replay: Any, before: Any, old: Any, by_place: dict[str, Any], stored: Any, specs: Any, damaged: set[str]) -> Any:
-        """Rows, and the rest, of a buffer of another capacity, or without the rows that are damaged.
+    def _moved(
+        self,
+        buffer: Any,
+        before: Any,
+        old: Any,
+        by_place: dict[str, Any],
+        stored: Any,
+        specs: Any,
+        damaged: set[str],
+    ) -> Any:
+        """Rows, and the rest, of a buffer of another capacity, or without the rows that are
+        damaged.
 
         Args:
           old: the rest as it was, but for what the sampler has of each row: `by_place`, its shapes.
@@ -73,16 +92,18 @@ class Reading:
         if damaged:
             read_flags = functools.partial(flags_of, self._store, self._manifest)
             self.holes = salvage.holes_of(self._manifest, damaged, before, old, read_flags)
-        streams = resize.with_heads(replay.layout(old.layout.has_final_obs), old.streams, self.holes.num_lost)
-        streams = streams.replace(**self._rows(stored, specs, replay.length))
+        streams = resize.with_heads(
+            buffer.layout(old.layout.has_final_obs), old.streams, self.holes.num_lost
+        )
+        streams = streams.replace(**self._rows(stored, specs, buffer.length))
         sampler, pending = old.sampler, old.num_pending
         if damaged:
             streams, candidate_numbers = salvage.closed(streams, self.holes)
             sampler = before.sampler.after_loss(sampler, candidate_numbers.now)
             pending = None if pending is None else jnp.where(self.holes.is_newest_lost, 0, pending)
         old = old.replace(sampler=sampler, num_pending=pending)
-        with uninterrupted():
-            rest = resize.resized(replay, old, streams)
+        with defer_interrupts():
+            rest = resize.resized(buffer, old, streams)
         sampler, (stored, _) = rest.sampler, rows.split(old.replace(streams=streams))
         state, holes = (
             rows.join(stored, rest.replace(sampler=None)),
@@ -90,24 +111,34 @@ class Reading:
         )
         for name, spec in by_place.items():
             for start, values in self._pieces(f"sampler.{name}", spec):
-                with uninterrupted():
-                    sampler = jax.block_until_ready(resize.moved(replay, old.streams, sampler, state, name, start, values, holes))
+                with defer_interrupts():
+                    sampler = jax.block_until_ready(
+                        resize.moved(
+                            buffer, old.streams, sampler, state, name, start, values, holes
+                        )
+                    )
         return stored, rest.replace(sampler=sampler)
 
-    def _begun(self, replay: Any, example: Any, sharding: Any) -> tuple[Any, Any]:
+    def _begun(self, buffer: Any, example: Any, sharding: Any) -> tuple[Any, Any]:
         """Rows that are to be filled, and what the rest is like."""
         if sharding is None and platforms.default_device().platform == "cpu":
-            memory.check_fits("restore", replay.memory(example))
-            stored, rest = rows.split(jax.eval_shape(replay.init, example))
+            memory.check_fits("restore", buffer.memory(example))
+            stored, rest = rows.split(jax.eval_shape(buffer.init, example))
             if is_plain(stored):
                 return unwritten.like(stored), rest
-        state = replay.init(example) if sharding is None else jax.jit(lambda: replay.init(example), out_shardings=sharding)()
+        state = (
+            buffer.init(example)
+            if sharding is None
+            else jax.jit(lambda: buffer.init(example), out_shardings=sharding)()
+        )
         stored, rest = rows.split(state)
         return stored, jax.tree.map(_spec, rest)
 
     def _rest(self, specs: Any) -> Any:
         """All but the rows."""
-        return jax.tree.unflatten(jax.tree.structure(specs), [self._leaf(name, spec) for name, spec in named(specs)])
+        return jax.tree.unflatten(
+            jax.tree.structure(specs), [self._leaf(name, spec) for name, spec in named(specs)]
+        )
 
     def _leaf(self, name: str, spec: jax.ShapeDtypeStruct) -> Any:
         leaf = jnp.zeros(spec.shape, spec.dtype, device=spec.sharding)
@@ -122,20 +153,33 @@ class Reading:
             self._progress(values.nbytes)
         return leaf
 
-    def _pieces(self, name: str, leaf: Any, place: np.ndarray | None = None) -> Iterator[tuple[int, np.ndarray]]:
-        """What is written of a leaf, read into its `place` if that is given, a chunk at a time, each with its first index."""
+    def _pieces(
+        self, name: str, leaf: Any, place: np.ndarray | None = None
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """What is written of a leaf, read into its `place` if that is given, a chunk at a time,
+        each with its first index."""
         array = self._array(name, leaf)
         for number in range(len(array)):
             start = number * array.chunk_rows
             size = min(array.chunk_rows, leaf.shape[0] - start)
-            values = np.empty((size, *leaf.shape[1:]), leaf.dtype) if place is None else place[start : start + size]
+            values = (
+                np.empty((size, *leaf.shape[1:]), leaf.dtype)
+                if place is None
+                else place[start : start + size]
+            )
             array.read_chunk(number, lambda values=values: [arrays.bytes_of(values)])
             yield start, values
 
     def _array(self, name: str, leaf: Any) -> Array:
         if name not in self._manifest.seals:
-            raise BrokenError(f"rest/{self._manifest.folder} has no {name}")
-        return Array(self._store, array_name("rest", self._manifest.folder, name), leaf.shape, leaf.dtype, self._manifest.seals[name])
+            raise CorruptCheckpointError(f"rest/{self._manifest.folder} has no {name}")
+        return Array(
+            self._store,
+            array_name("rest", self._manifest.folder, name),
+            leaf.shape,
+            leaf.dtype,
+            self._manifest.seals[name],
+        )
 
     def _rows(self, stored: Any, specs: Any, length: int) -> Any:
         """New rows, which are taken over, with those that are read."""
@@ -143,15 +187,21 @@ class Reading:
         found = named(stored) if is_plain(stored) else []
         places = [place for _, leaf in found if (place := rows.memory_of(leaf)) is not None]
         is_here = len(places) == len(described)
-        at_once = _THREADS + (is_here and not self._store.is_far)  # of others, what is under way takes memory
+        # of others, what is under way takes memory
+        at_once = _THREADS + (is_here and not self._store.is_far)
         ahead = Ahead(self._store, self._manifest, specs, length, self.holes)
         try:
-            missing, row_bytes = ahead.num_rows, sum(math.prod(spec.shape[1:]) * spec.dtype.itemsize for _, spec in described)
+            missing, row_bytes = (
+                ahead.num_rows,
+                sum(math.prod(spec.shape[1:]) * spec.dtype.itemsize for _, spec in described),
+            )
             with ThreadPoolExecutor(_THREADS) as pool:
                 read = GroupReader(self._store, described, places if is_here else None, ahead, pool)
                 for index, values in in_turn(read, ahead, at_once):
                     if not is_here and len(index):
-                        stored = rows.put(stored, index, jax.tree.unflatten(jax.tree.structure(specs), values))
+                        stored = rows.put(
+                            stored, index, jax.tree.unflatten(jax.tree.structure(specs), values)
+                        )
                     ahead.was_read()
                     missing -= len(index)
                     self._progress(len(index) * row_bytes)
@@ -159,11 +209,17 @@ class Reading:
         finally:
             ahead.close()
         if missing:
-            raise BrokenError(f"{missing:,} rows of the generation are in none of its groups")
+            raise CorruptCheckpointError(
+                f"{missing:,} rows of the generation are in none of its groups"
+            )
         if is_here:
             ahead.clear_others(places)
         return stored
 
 
 def _spec(leaf: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding if len(leaf.sharding.device_set) > 1 else None)
+    return jax.ShapeDtypeStruct(
+        leaf.shape,
+        leaf.dtype,
+        sharding=leaf.sharding if len(leaf.sharding.device_set) > 1 else None,
+    )

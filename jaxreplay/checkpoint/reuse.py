@@ -1,7 +1,8 @@
-"""Reuse of an earlier generation's groups: rows that a state has in common with it are not written again.
+"""Reuse of an earlier generation's groups: rows that a state has in common with it are not written
+again.
 
-Rows are compared, so that it does not matter how the state came by them. A state that went back, and on another way, has other rows from
-the fork on.
+Rows are compared, so that it does not matter how the state came by them. A state that went back,
+and on another way, has other rows from the fork on.
 """
 
 import itertools
@@ -11,7 +12,7 @@ import numpy as np
 from jaxreplay._util import pow2
 from jaxreplay._util.names import named
 from jaxreplay.checkpoint import arrays, fingerprint, rows
-from jaxreplay.checkpoint.files import BrokenError, Files
+from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.groups import Group, Save
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.rows import Picked, Span
@@ -19,13 +20,19 @@ from jaxreplay.storage.sampleable import ReplayState
 
 
 def kept_of(
-    store: Files, base: Manifest, state: ReplayState, span: Span, group_rows: int, damaged: dict[str, str]
+    store: Files,
+    base: Manifest,
+    state: ReplayState,
+    span: Span,
+    group_rows: int,
+    damaged: dict[str, str],
 ) -> tuple[np.ndarray, list[Group]]:
     """Divide a state's rows into those to be written and those that an earlier generation has.
 
-    Groups are compared with the state from the oldest on; rows from the first one that differs are written. The newest groups are written
-    again with what is new while they are no larger: so there are never many small ones. So are the newest rows of each stream, which may
-    be other ones by now.
+    Groups are compared with the state from the oldest on; rows from the first one that differs are
+    written. The newest groups are written again with what is new while they are no larger: so there
+    are never many small ones. So are the newest rows of each stream, which may be other ones by
+    now.
 
     Args:
       store: the files of the generation. base: that generation.
@@ -33,17 +40,24 @@ def kept_of(
       damaged: a problem of each damaged group, by its folder; those that are found here are added.
 
     Returns:
-      the number from which on each stream's rows are to be written, int64[E]; the groups that have the rows before.
+      the number from which on each stream's rows are to be written, int64[E]; the groups that have
+        the rows before.
     """
     if (span.first < base.first).any():  # it has rows that the generation never had
         return span.first, []
     since, kept = np.clip(np.array(base.end) - rows.num_rewritten(state), span.first, span.end), []
-    same = list(itertools.takewhile(lambda group: _has(store, state, group, Span(span.first, since), damaged), base.groups))
+    same = list(
+        itertools.takewhile(
+            lambda group: _has(store, state, group, Span(span.first, since), damaged), base.groups
+        )
+    )
     for at, group in reversed([*enumerate(base.groups)]):
         low, high = group.range()
         first = np.maximum(low, span.first)
         num_held = np.maximum(np.minimum(high, since) - first, 0)
-        is_small = not kept and num_held.sum() <= min(int((span.end - since).sum()), group_rows // 2)
+        is_small = not kept and num_held.sum() <= min(
+            int((span.end - since).sum()), group_rows // 2
+        )
         if at >= len(same) or is_small:
             since = np.where(num_held > 0, first, since)
         elif num_held.any():
@@ -58,11 +72,14 @@ def held_of(group: Group, span: Span, folder: str, length: int) -> Save:
     return Save(folder, length, first, np.maximum(high, first))
 
 
-def _has(store: Files, state: ReplayState, group: Group, span: Span, damaged: dict[str, str]) -> bool:
-    """Return True if a state has the rows of a group that lie in `span`, and none of its rows lies after that.
+def _has(
+    store: Files, state: ReplayState, group: Group, span: Span, damaged: dict[str, str]
+) -> bool:
+    """Return True if a state has the rows of a group that lie in `span`, and none of its rows lies
+    after that.
 
-    A whole group is compared by its fingerprint; one with rows before `span` by its files. A damaged group counts as the same: it is
-    written again from the state.
+    A whole group is compared by its fingerprint; one with rows before `span` by its files. A
+    damaged group counts as the same: it is written again from the state.
     """
     low, high = group.range()
     if ((low < high) & (high > span.end)).any():
@@ -74,14 +91,19 @@ def _has(store: Files, state: ReplayState, group: Group, span: Span, damaged: di
     if is_held.all():
         return int(fingerprint.of_rows(state, picked)) == group.fingerprint
     index = rows.rows_at(Picked(picked.env[is_held], picked.number[is_held]), state.layout.length)
-    own, _ = rows.read(state, pow2.padded(index, pow2.power_above(len(is_held)), index[-1]))  # few programs are compiled
+    # few programs are compiled
+    own, _ = rows.read(state, pow2.padded(index, pow2.power_above(len(is_held)), index[-1]))
     try:
         for name, leaf in named(own):
             if leaf.size:
-                values = arrays.array_of(store, group, name, leaf.shape[1:], leaf.dtype).read()[is_held]
-                if not np.array_equal(arrays.bytes_of(np.asarray(leaf)[: len(index)]), arrays.bytes_of(values)):
+                values = arrays.array_of(store, group, name, leaf.shape[1:], leaf.dtype).read()[
+                    is_held
+                ]
+                if not np.array_equal(
+                    arrays.bytes_of(np.asarray(leaf)[: len(index)]), arrays.bytes_of(values)
+                ):
                     return False
-    except BrokenError as error:
+    except CorruptCheckpointError as error:
         damaged[group.folder] = str(error)
     finally:
         store.forget(f"rows/{group.folder}")

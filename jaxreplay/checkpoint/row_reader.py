@@ -1,33 +1,40 @@
-"""Rows of a generation by their place in the order in which they came, whatever groups they are in."""
+"""Rows of a generation by their place in the order in which they came, whatever groups they are
+in."""
 
 from typing import Any
 
 import numpy as np
 
 from jaxreplay.checkpoint.arrays import array_of, described
-from jaxreplay.checkpoint.files import BrokenError, Files
+from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.store import array_name
 
 
 class RowReader:
-    """Finds each row that a generation holds: stream after stream, the oldest of each first. Eight bytes of memory a row.
+    """Finds each row that a generation holds: stream after stream, the oldest of each first. Eight
+    bytes of memory a row.
 
     Raises:
-      BrokenError: a row is in no group, or an array is missing, or not as it was written.
+      CorruptCheckpointError: a row is in no group, or an array is missing, or not as it was
+        written.
     """
 
     def __init__(self, store: Files, manifest: Manifest):
         self._store, self._manifest = store, manifest
-        self.first, self.end = (np.asarray(numbers, np.int64) for numbers in (manifest.first, manifest.end))
+        self.first, self.end = (
+            np.asarray(numbers, np.int64) for numbers in (manifest.first, manifest.end)
+        )
         self.num_rows = int((self.end - self.first).sum())
-        self._offset = np.cumsum(self.end - self.first) - (self.end - self.first)  # int64[E]: of each stream's first row
+        # int64[E]: of each stream's first row
+        self._offset = np.cumsum(self.end - self.first) - (self.end - self.first)
         for group in manifest.groups:  # so much memory is right, where all of them are there
             for leaf in group.leaves[:1]:
                 described(store, array_name("rows", group.folder, leaf), group.seals[leaf])
         missing = self.num_rows - int(manifest.groups.num_rows().sum())
         if missing <= 0:
-            self._group, self._place = np.zeros((2, self.num_rows), np.int32)  # the number of the group, from 1 on
+            # the number of the group, from 1 on
+            self._group, self._place = np.zeros((2, self.num_rows), np.int32)
             for at, group in enumerate(manifest.groups, 1):
                 env, number = group.rows()
                 place = np.flatnonzero((number >= self.first[env]) & (number < self.end[env]))
@@ -35,7 +42,9 @@ class RowReader:
                 self._group[row], self._place[row] = at, place
             missing = int((self._group == 0).sum())
         if missing > 0:
-            raise BrokenError(f"{missing:,} rows of the generation are in none of its groups")
+            raise CorruptCheckpointError(
+                f"{missing:,} rows of the generation are in none of its groups"
+            )
 
     def read(self, name: str, shape: tuple[int, ...], dtype: Any, rows: np.ndarray) -> np.ndarray:
         """Values of rows int64[K]: `[K, *shape]`. `name`: of the leaf's array."""

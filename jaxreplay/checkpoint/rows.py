@@ -1,8 +1,10 @@
-"""Which rows a state holds, in the order in which they came, and how they are copied out of it and into another.
+"""Which rows a state holds, in the order in which they came, and how they are copied out of it and
+into another.
 
-A row is written once, and then overwritten. So a save takes only the rows that came since the last one, and whatever takes long may
-still read a row after others came, until the ring has gone round. Each row has a number in its stream: it counts on when the head goes
-round, so that the ring position is the number modulo the length.
+A row is written once, and then overwritten. So a save takes only the rows that came since the last
+one, and whatever takes long may still read a row after others came, until the ring has gone round.
+Each row has a number in its stream: it counts on when the head goes round, so that the ring
+position is the number modulo the length.
 """
 
 import ctypes
@@ -24,7 +26,8 @@ _RUN = 2**15  # bytes in a row from which on a call to the system of their own i
 
 
 class Span(NamedTuple):
-    """The rows of each of E streams that a state holds: the numbers from `first` to before `end`, int64[E]."""
+    """The rows of each of E streams that a state holds: the numbers from `first` to before `end`,
+    int64[E]."""
 
     first: np.ndarray
     end: np.ndarray
@@ -38,16 +41,24 @@ class Picked(NamedTuple):
 
 
 def split(state: Any) -> tuple[Any, Any]:
-    """The rows, which do not change once they are written, and everything else. Only a `ReplayState` has rows."""
+    """The rows, which do not change once they are written, and everything else. Only a
+    `ReplayState` has rows."""
     if not isinstance(state, ReplayState):
         return {}, state
     streams = state.streams
-    rows = {"steps": streams.steps, "flags": streams.flags, "candidate_number": streams.candidate_number}
-    return rows, state.replace(streams=streams.replace(steps=None, flags=None, candidate_number=None))
+    rows = {
+        "steps": streams.steps,
+        "flags": streams.flags,
+        "candidate_number": streams.candidate_number,
+    }
+    return rows, state.replace(
+        streams=streams.replace(steps=None, flags=None, candidate_number=None)
+    )
 
 
 def specs_of(shape: Any) -> Any:
-    """Of the rows of a state, or of the shapes of one: their plain form, which is the same on every platform (`storage/arrays.py`)."""
+    """Of the rows of a state, or of the shapes of one: their plain form, which is the same on every
+    platform (`storage/arrays.py`)."""
     stored, _ = split(shape)
     return stored and {**stored, "steps": arrays.plain_specs(stored["steps"])}
 
@@ -68,7 +79,8 @@ def span_of(heads: Any, length: int) -> Span:
 
 
 def num_rewritten(state: ReplayState) -> int:
-    """The newest rows of a stream that may be other ones yet: a step and its final row, which an episode that goes on takes back."""
+    """The newest rows of a stream that may be other ones yet: a step and its final row, which an
+    episode that goes on takes back."""
     return 2 if state.layout.may_take_back else 0
 
 
@@ -82,7 +94,8 @@ def rows_at(picked: Picked, length: int) -> np.ndarray:
 
 
 def long_runs(index: np.ndarray, row_bytes: int) -> list[slice] | None:
-    """Rows in runs of one after another, where these are so long that it is better not to copy them together first; None otherwise."""
+    """Rows in runs of one after another, where these are so long that it is better not to copy them
+    together first; None otherwise."""
     starts = np.flatnonzero(np.diff(index, prepend=-2) != 1)
     if len(index) * row_bytes < _RUN * len(starts):
         return None
@@ -91,7 +104,8 @@ def long_runs(index: np.ndarray, row_bytes: int) -> list[slice] | None:
 
 
 def heads_of(state: ReplayState) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Copies: an array on the host that shares a leaf's memory would make the next add copy that leaf."""
+    """Copies: an array on the host that shares a leaf's memory would make the next add copy that
+    leaf."""
     return copied(_heads(state))
 
 
@@ -103,15 +117,19 @@ def read(state: ReplayState, index: jax.Array) -> tuple[Any, Any]:
 
 
 def put(rows: Any, index: np.ndarray, values: Any) -> Any:
-    """New rows that nobody else has, with plain values at int32[K]; those past the end are dropped. They are taken over."""
+    """New rows that nobody else has, with plain values at int32[K]; those past the end are dropped.
+    They are taken over."""
     size = pow2.power_above(len(index))  # few programs are compiled
     if size > len(index):
         values = jax.tree.map(lambda leaf: np.resize(leaf, (size, *leaf.shape[1:])), values)
-    return jax.block_until_ready(_in_place(_write, rows, pow2.padded(index, size, len(jax.tree.leaves(rows)[0])), values))
+    return jax.block_until_ready(
+        _in_place(_write, rows, pow2.padded(index, size, len(jax.tree.leaves(rows)[0])), values)
+    )
 
 
 def memory_of(leaf: jax.Array) -> np.ndarray | None:
-    """The memory of a new array that nobody else has, to be written to; None, where it is not all in this process's memory.
+    """The memory of a new array that nobody else has, to be written to; None, where it is not all
+    in this process's memory.
 
     By a program, each value would be copied three times.
     """
@@ -119,14 +137,18 @@ def memory_of(leaf: jax.Array) -> np.ndarray | None:
         return None
     if not leaf.size:
         return np.empty(leaf.shape, leaf.dtype)
-    memory = np.ctypeslib.as_array((ctypes.c_ubyte * leaf.nbytes).from_address(leaf.unsafe_buffer_pointer()))
+    memory = np.ctypeslib.as_array(
+        (ctypes.c_ubyte * leaf.nbytes).from_address(leaf.unsafe_buffer_pointer())
+    )
     return memory.view(leaf.dtype).reshape(leaf.shape)
 
 
 def views_of(rows: Any) -> dict[str, np.ndarray] | None:
-    """The memory of a state's rows, by name, to be read; None, where it is not all in this process's, or not plain, or there are none.
+    """The memory of a state's rows, by name, to be read; None, where it is not all in this
+    process's, or not plain, or there are none.
 
-    While there is a view, an add copies the leaf. It is of the leaf's only part, and not of the leaf itself, which would keep it.
+    While there is a view, an add copies the leaf. It is of the leaf's only part, and not of the
+    leaf itself, which would keep it.
     """
     found = named(rows)
     if not found or not arrays.is_plain(rows) or not all(_is_here(leaf) for _, leaf in found):
@@ -141,13 +163,18 @@ def _is_here(leaf: jax.Array) -> bool:
 
 def _in_place(function: Any, tree: Any, *arguments: Any) -> Any:
     """A function of arrays that are taken over; what is spread over devices stays so."""
-    shardings = [leaf.sharding if len(leaf.sharding.device_set) > 1 else None for leaf in jax.tree.leaves(tree)]
+    shardings = [
+        leaf.sharding if len(leaf.sharding.device_set) > 1 else None
+        for leaf in jax.tree.leaves(tree)
+    ]
     return _jitted(function, jax.tree.structure(tree), tuple(shardings))(tree, *arguments)
 
 
 @functools.cache
 def _jitted(function: Any, structure: Any, shardings: tuple[Any, ...]) -> Any:
-    return jax.jit(function, donate_argnums=0, out_shardings=jax.tree.unflatten(structure, shardings))
+    return jax.jit(
+        function, donate_argnums=0, out_shardings=jax.tree.unflatten(structure, shardings)
+    )
 
 
 def _write(rows: Any, index: jax.Array, values: Any) -> Any:
@@ -181,7 +208,8 @@ def _piece(leaf: jax.Array, start: jax.Array, size: int) -> jax.Array:
 
 
 def put_piece(leaf: jax.Array, start: int, values: np.ndarray) -> jax.Array:
-    """An array, which is taken over, with values from `start` on along its first axis; a scalar with another value."""
+    """An array, which is taken over, with values from `start` on along its first axis; a scalar
+    with another value."""
     return _in_place(_put_piece if leaf.ndim else _put_scalar, leaf, start, values)
 
 

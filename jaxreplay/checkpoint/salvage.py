@@ -1,11 +1,13 @@
-"""A generation without the rows that are damaged: what is left of each stream closes up, and is as a stream may be.
+"""A generation without the rows that are damaged: what is left of each stream closes up, and is as
+a stream may be.
 
-The last row before a gap ends its episode, as a row does whose truncation is known and whose final observation is not: it becomes a final
-row, and gives up its transition. The first row after the gap opens an episode; a final row there, whose step is lost, is left out, too. So
-no window, stack or pair reaches across. Candidate numbers of the older rows go up by what was lost, so that they still count the
-candidates. Where newest rows are lost, those that were waiting for them are left out with them. Envs that always step together lose the
-same rows, since one head is all that they have. Items that are read in windows, which have no episodes to end, keep one run of rows: the
-newest.
+The last row before a gap ends its episode, as a row does whose truncation is known and whose final
+observation is not: it becomes a final row, and gives up its transition. The first row after the gap
+opens an episode; a final row there, whose step is lost, is left out, too. So no window, stack or
+pair reaches across. Candidate numbers of the older rows go up by what was lost, so that they still
+count the candidates. Where newest rows are lost, those that were waiting for them are left out with
+them. Envs that always step together lose the same rows, since one head is all that they have. Items
+that are read in windows, which have no episodes to end, keep one run of rows: the newest.
 """
 
 import dataclasses
@@ -25,8 +27,9 @@ from jaxreplay.storage.sampleable import ReplayState
 from jaxreplay.storage.streams import Streams
 
 
-class Lost(NamedTuple):
-    """Rows of a stream that are gone: their numbers in it, from the first row that it ever had on."""
+class MissingRows(NamedTuple):
+    """Rows of a stream that are gone: their numbers in it, from the first row that it ever had
+    on."""
 
     env: int
     first: int
@@ -35,7 +38,8 @@ class Lost(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Holes:
-    """What each of E streams has lost, H holes at most, the newest first. An age is the number of rows of the stream that are newer."""
+    """What each of E streams has lost, H holes at most, the newest first. An age is the number of
+    rows of the stream that are newer."""
 
     folders: frozenset[str]  # of the groups that are damaged
     start: np.ndarray  # int64[E, H]: the age of the newest row of each hole
@@ -56,27 +60,37 @@ class Holes:
         return self.size.sum(axis=1)
 
     def age_of(self, env: np.ndarray, age: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The ages that rows have once the holes are closed, int64[K]; and whether they are lost, bool[K]."""
+        """The ages that rows have once the holes are closed, int64[K]; and whether they are lost,
+        bool[K]."""
         now, is_lost = age.copy(), np.zeros(age.shape, bool)
         for start, size in zip(self.start.T, self.size.T, strict=True):
             now -= np.where(age >= start[env] + size[env], size[env], 0)
             is_lost |= (age >= start[env]) & (age < start[env] + size[env])
         return now, is_lost
 
-    def lost(self, end: np.ndarray) -> list[Lost]:
+    def lost(self, end: np.ndarray) -> list[MissingRows]:
         """`end`: int64[E], one more than the number of each stream's newest row."""
         found = np.argwhere(self.size > 0).tolist()
         return [
-            Lost(env, int(end[env] - self.start[env, h] - self.size[env, h]), int(end[env] - 1 - self.start[env, h])) for env, h in found
+            MissingRows(
+                env,
+                int(end[env] - self.start[env, h] - self.size[env, h]),
+                int(end[env] - 1 - self.start[env, h]),
+            )
+            for env, h in found
         ]
 
 
-def holes_of(manifest: Manifest, damaged: Iterable[str], replay: Any, old: ReplayState, flags_of: Any) -> Holes:
+def holes_of(
+    manifest: Manifest, damaged: Iterable[str], buffer: Any, old: ReplayState, flags_of: Any
+) -> Holes:
     """What a generation has lost with some of its groups.
 
     Args:
-      damaged: their folders. replay: the buffer that the generation is of. old: its state, without rows.
-      flags_of: a function of envs and numbers, int64[K], of rows that are not lost, that gives their flags, uint8[K].
+      damaged: their folders. buffer: the buffer that the generation is of. old: its state, without
+        rows.
+      flags_of: a function of envs and numbers, int64[K], of rows that are not lost, that gives
+        their flags, uint8[K].
     """
     folders = frozenset(damaged)
     end, first = np.array(manifest.end, np.int64), np.array(manifest.first, np.int64)
@@ -84,11 +98,15 @@ def holes_of(manifest: Manifest, damaged: Iterable[str], replay: Any, old: Repla
     if old.layout.lockstep:  # one head for all
         together = _joined([gap for some in gaps for gap in some])
         gaps = [together] * len(end)
-    pending = None if old.num_pending is None or not replay.window.is_bounded else np.asarray(old.num_pending)
+    pending = (
+        None
+        if old.num_pending is None or not buffer.window.is_bounded
+        else np.asarray(old.num_pending)
+    )
     for env, own in enumerate(gaps):
         if own and pending is not None and own[0][0] < pending[env]:
             gaps[env] = own = _joined([*own, (0, int(pending[env]))])
-        if own and manifest.rows.keys().isdisjoint({"flags"}) and replay.window.length > 1:
+        if own and manifest.rows.keys().isdisjoint({"flags"}) and buffer.window.length > 1:
             gaps[env] = _all_but_the_newest(own, int(end[env] - first[env]))
     if "flags" in manifest.rows:
         gaps = _without_lone_tails(gaps, end, flags_of, old.layout.lockstep)
@@ -100,14 +118,20 @@ def holes_of(manifest: Manifest, damaged: Iterable[str], replay: Any, old: Repla
     return Holes(folders, start, size)
 
 
-def _gaps(manifest: Manifest, folders: frozenset[str], first: np.ndarray, end: np.ndarray) -> list[list[tuple[int, int]]]:
-    """For each stream the ages from which on, and up to which, rows are in no group that is whole; the newest first."""
+def _gaps(
+    manifest: Manifest, folders: frozenset[str], first: np.ndarray, end: np.ndarray
+) -> list[list[tuple[int, int]]]:
+    """For each stream the ages from which on, and up to which, rows are in no group that is whole;
+    the newest first."""
     gaps: list[list[tuple[int, int]]] = [[] for _ in end]
     reached = end.copy()  # rows from this number on are accounted for
     for group in reversed(manifest.groups):
         low, high = group.range()
         for env in np.flatnonzero((low < high) & (low < reached) & (high > first)).tolist():
-            begin, stop = max(int(low[env]), int(first[env])), min(int(high[env]), int(reached[env]))
+            begin, stop = (
+                max(int(low[env]), int(first[env])),
+                min(int(high[env]), int(reached[env])),
+            )
             if stop < reached[env]:
                 gaps[env].append((int(end[env] - reached[env]), int(end[env]) - stop))
             if group.folder in folders:
@@ -135,9 +159,16 @@ def _all_but_the_newest(gaps: list[tuple[int, int]], filled: int) -> list[tuple[
     return gaps if newest is None else _joined([*gaps, (newest[0], filled)])
 
 
-def _without_lone_tails(gaps: list[list[tuple[int, int]]], end: np.ndarray, flags_of: Any, together: bool) -> list[list[tuple[int, int]]]:
+def _without_lone_tails(
+    gaps: list[list[tuple[int, int]]], end: np.ndarray, flags_of: Any, together: bool
+) -> list[list[tuple[int, int]]]:
     """Each gap one row longer, where the row after it is a final row."""
-    found = [(env, number) for env, own in enumerate(gaps) for number, (begin, _) in enumerate(own) if begin]
+    found = [
+        (env, number)
+        for env, own in enumerate(gaps)
+        for number, (begin, _) in enumerate(own)
+        if begin
+    ]
     if not found:
         return gaps
     env, number = np.array(found, np.int64).T
@@ -152,7 +183,8 @@ def _without_lone_tails(gaps: list[list[tuple[int, int]]], end: np.ndarray, flag
 
 
 class Part(NamedTuple):
-    """A run of rows of one stream that is left, by ages once the holes are closed, and by what candidate numbers were before."""
+    """A run of rows of one stream that is left, by ages once the holes are closed, and by what
+    candidate numbers were before."""
 
     env: int
     newest: int
@@ -171,51 +203,79 @@ class CandidateNumbers(NamedTuple):
     end: np.ndarray  # uint32[E]: of the next row of each stream, as before
 
     def now(self, candidate_number: np.ndarray) -> np.ndarray:
-        """What a candidate number of before is now, or that of the next row that is left: uint32[E].
+        """What a candidate number of before is now, or that of the next row that is left:
+        uint32[E].
 
         Args:
           candidate number: uint32[E], such as that of the next row to hand out.
         """
         left = np.zeros(len(self.end), np.int64)  # rows from this one on
         for part in self.parts:
-            left[part.env] += min(max(_signed(part.end - int(candidate_number[part.env])), 0), _signed(part.end - part.first))
+            left[part.env] += min(
+                max(_signed(part.end - int(candidate_number[part.env])), 0),
+                _signed(part.end - part.first),
+            )
         return self.end - left.astype(np.uint32)
 
 
 def closed(state: Streams, holes: Holes) -> tuple[Streams, CandidateNumbers]:
-    """Streams whose rows have closed up, with episodes and candidate numbers that are as they must be.
+    """Streams whose rows have closed up, with episodes and candidate numbers that are as they must
+    be.
 
     Args:
-      state: its rows lie where `Holes.age_of` says; `filled` counts those that are left. It is taken over.
+      state: its rows lie where `Holes.age_of` says; `filled` counts those that are left. It is
+        taken over.
     """
     layout, has_flags = state.layout, state.flags is not None
     num_envs = layout.num_envs
-    head, filled, end = (np.asarray(x) for x in (state.heads.position, state.heads.filled, state.next_candidate_number))
+    head, filled, end = (
+        np.asarray(x)
+        for x in (state.heads.position, state.heads.filled, state.next_candidate_number)
+    )
     runs = [(env, *run) for env in range(num_envs) for run in _runs(holes, env, int(filled[env]))]
     rows_at = [_rows_of_ages(layout, head, runs, which) for which in (1, 2)]
-    flags, newest_candidate_number, oldest_candidate_number = _at(state, *rows_at) if has_flags else _of_items(holes, end, runs)
-    closes = np.asarray(layout.closes_episode(jnp.asarray(flags))) if has_flags else np.ones(len(runs), bool)
+    flags, newest_candidate_number, oldest_candidate_number = (
+        _at(state, *rows_at) if has_flags else _of_items(holes, end, runs)
+    )
+    closes = (
+        np.asarray(layout.closes_episode(jnp.asarray(flags)))
+        if has_flags
+        else np.ones(len(runs), bool)
+    )
     parts: list[Part] = []
     following: dict[int, int] = {}  # the candidate number that comes after the parts so far, by env
     for number, (env, newest, oldest, is_cut, follows) in enumerate(runs):
         is_candidate = not flags[number] & autoreset.NO_CANDIDATE and (closes[number] or not is_cut)
-        first, stop = int(oldest_candidate_number[number]), int(newest_candidate_number[number]) + is_candidate
+        first, stop = (
+            int(oldest_candidate_number[number]),
+            int(newest_candidate_number[number]) + is_candidate,
+        )
         shift = (following.get(env, int(end[env])) - stop) & 0xFFFFFFFF
         following[env] = first + shift
         parts.append(Part(env, newest, oldest, is_cut, follows, first, stop, shift))
     candidate_numbers = CandidateNumbers(parts, end.astype(np.uint32))
     if not has_flags:
         return state, candidate_numbers
-    is_cut, follows = (np.array([getattr(part, name) for part in parts], bool) for name in ("is_cut", "follows"))
+    is_cut, follows = (
+        np.array([getattr(part, name) for part in parts], bool) for name in ("is_cut", "follows")
+    )
     last_flags = np.asarray(state.last_flags)
     cleared = np.asarray(autoreset.after_clear(str(layout.autoreset), jnp.asarray(last_flags)))
-    state = state.replace(last_flags=jnp.asarray(np.where(holes.is_newest_lost, cleared, last_flags)))
-    tails, firsts = (np.where(is_one, row, layout.capacity) for is_one, row in ((is_cut & ~closes, rows_at[0]), (follows, rows_at[1])))
-    return _patched(state, tails, firsts, *_shifts(parts, num_envs, holes.size.shape[1])), candidate_numbers
+    state = state.replace(
+        last_flags=jnp.asarray(np.where(holes.is_newest_lost, cleared, last_flags))
+    )
+    tails, firsts = (
+        np.where(is_one, row, layout.capacity)
+        for is_one, row in ((is_cut & ~closes, rows_at[0]), (follows, rows_at[1]))
+    )
+    return _patched(
+        state, tails, firsts, *_shifts(parts, num_envs, holes.size.shape[1])
+    ), candidate_numbers
 
 
 def _runs(holes: Holes, env: int, filled: int) -> list[tuple[int, int, bool, bool]]:
-    """Of a stream, the newest first: the ages of the newest and the oldest row, once closed; whether it is cut, and whether it follows."""
+    """Of a stream, the newest first: the ages of the newest and the oldest row, once closed;
+    whether it is cut, and whether it follows."""
     edges, lost = [], 0
     for start, size in zip(holes.start[env].tolist(), holes.size[env].tolist(), strict=True):
         if size:
@@ -231,16 +291,26 @@ def _runs(holes: Holes, env: int, filled: int) -> list[tuple[int, int, bool, boo
 def _rows_of_ages(layout: Layout, head: np.ndarray, runs: list[Any], which: int) -> np.ndarray:
     """int32[P]: a row of each run, by the age in its field of that number."""
     env, age = (np.array([run[field] for run in runs], np.int64) for field in (0, which))
-    return (env * layout.length + ring.position_of(head[env] - 1 - age, layout.length)).astype(np.int32)
+    return (env * layout.length + ring.position_of(head[env] - 1 - age, layout.length)).astype(
+        np.int32
+    )
 
 
-def _at(state: Streams, newest: np.ndarray, oldest: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The flags and the candidate number of the newest row of each run, and the candidate number of the oldest one."""
-    return tuple(np.asarray(leaf) for leaf in _gathered(state.flags, state.candidate_number, newest, oldest))  # type: ignore[return-value]
+def _at(
+    state: Streams, newest: np.ndarray, oldest: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The flags and the candidate number of the newest row of each run, and the candidate number of
+    the oldest one."""
+    return tuple(
+        np.asarray(leaf) for leaf in _gathered(state.flags, state.candidate_number, newest, oldest)
+    )  # type: ignore[return-value]
 
 
-def _of_items(holes: Holes, end: np.ndarray, runs: list[Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same of items, each of which is a candidate, and has its number for its candidate number."""
+def _of_items(
+    holes: Holes, end: np.ndarray, runs: list[Any]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same of items, each of which is a candidate, and has its number for its candidate
+    number."""
     env, newest, oldest = (np.array([run[field] for run in runs], np.int64) for field in range(3))
     gone = np.zeros(len(runs), np.int64)  # newer rows that are lost
     lost_before = np.cumsum(holes.size, axis=1) - holes.size
@@ -251,8 +321,12 @@ def _of_items(holes: Holes, end: np.ndarray, runs: list[Any]) -> tuple[np.ndarra
 
 
 def _shifts(parts: list[Part], num_envs: int, num_holes: int) -> tuple[np.ndarray, np.ndarray]:
-    """The ages from which on candidate numbers go up, int32[E, H], and by how much: uint32[E, H + 1], from the newest rows on."""
-    edges, shift = np.full((num_envs, num_holes), np.iinfo(np.int32).max, np.int32), np.zeros((num_envs, num_holes + 1), np.uint32)
+    """The ages from which on candidate numbers go up, int32[E, H], and by how much: uint32[E, H +
+    1], from the newest rows on."""
+    edges, shift = (
+        np.full((num_envs, num_holes), np.iinfo(np.int32).max, np.int32),
+        np.zeros((num_envs, num_holes + 1), np.uint32),
+    )
     count = np.zeros(num_envs, int)
     for part in parts:
         if part.is_cut:
@@ -271,13 +345,16 @@ def _signed(difference: int) -> int:
 def _gathered(
     flags: jax.Array, candidate_number: jax.Array, newest: jax.Array, oldest: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    at = lambda leaf, row: leaf.at[row].get(mode="promise_in_bounds")  # noqa: E731
+    at = lambda leaf, row: leaf.at[row].get(mode="promise_in_bounds")
     return at(flags, newest), at(candidate_number, newest), at(candidate_number, oldest)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _patched(state: Streams, tails: jax.Array, firsts: jax.Array, edges: jax.Array, shift: jax.Array) -> Streams:
-    """Rows int32[P] that become final rows, and that open episodes; the capacity for none. `edges`, `shift`: of `_shifts`."""
+def _patched(
+    state: Streams, tails: jax.Array, firsts: jax.Array, edges: jax.Array, shift: jax.Array
+) -> Streams:
+    """Rows int32[P] that become final rows, and that open episodes; the capacity for none. `edges`,
+    `shift`: of `_shifts`."""
     assert state.flags is not None
     assert state.candidate_number is not None
     flags = state.flags

@@ -1,4 +1,5 @@
-"""One save under way: rows are copied out of the state, a group at a time, or left there, and threads write them."""
+"""One save under way: rows are copied out of the state, a group at a time, or left there, and
+threads write them."""
 
 import atexit
 import queue
@@ -11,7 +12,7 @@ import numpy as np
 
 from jaxreplay._util import pow2
 from jaxreplay._util.names import named
-from jaxreplay._util.signals import uninterrupted
+from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.checkpoint import arrays, fingerprint, rows
 from jaxreplay.checkpoint.files import Files
 from jaxreplay.checkpoint.groups import Group, Seals
@@ -22,15 +23,18 @@ from jaxreplay.checkpoint.trim import Trimmer
 
 
 class Saving:
-    """Copies in the caller's thread, and writes in its own: two, since one alone does not keep a disk busy.
+    """Copies in the caller's thread, and writes in its own: two, since one alone does not keep a
+    disk busy.
 
     Args:
       store: where to. plan: what is written.
-      rest: everything but the rows; dropped when it is written. is_own: whether nobody else has it, so that no `pump` waits for that.
+      rest: everything but the rows; dropped when it is written. is_own: whether nobody else has it,
+        so that no `advance` waits for that.
       chunk_bytes: of an array's chunk, at most. level: of the compression.
-      places: the memory of the rows, by name, where nobody writes to it until the save is there: none is copied; None: as of each state.
-      check: called in a thread while the disk takes the last of it. commit: called in one when all is written, with the groups, and the
-        seals of the rest's arrays.
+      places: the memory of the rows, by name, where nobody writes to it until the save is there:
+        none is copied; None: as of each state.
+      check: called in a thread while the disk takes the last of it. commit: called in one when all
+        is written, with the groups, and the seals of the rest's arrays.
       progress: called in a thread, in one at a time, with the bytes that were written.
     """
 
@@ -48,7 +52,13 @@ class Saving:
         commit: Callable[[list[Group], Seals], None],
         progress: Callable[[int], Any],
     ):
-        self._store, self._folder, self._plan, self._end, self._length = store, plan.draft.folder, plan.groups, plan.end, plan.draft.length
+        self._store, self._folder, self._plan, self._end, self._length = (
+            store,
+            plan.draft.folder,
+            plan.groups,
+            plan.end,
+            plan.draft.length,
+        )
         self._group_rows, self._chunk_bytes, self._level = plan.group_rows, chunk_bytes, level
         self._places, self._check, self._commit, self._progress = places, check, commit, progress
         self._copied: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -59,12 +69,17 @@ class Saving:
         self._trim = Trimmer()
         self._lock = threading.Lock()  # for what is told of progress
         self._is_rest_written = threading.Event()  # or given up
-        self._to_sync: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # folders that are written, and may not be on the disk yet
+        # folders that are written, and may not be on the disk yet
+        self._to_sync: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._sync_room = threading.Semaphore(2)
         self._error: BaseException | None = None
         self._next = next(self._plan, None)
-        self._thread = threading.Thread(target=self._run, args=(named(rest),), name="jaxreplay-checkpoint", daemon=True)
-        self._helper = threading.Thread(target=self._write_groups, name="jaxreplay-checkpoint-helper", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(named(rest),), name="jaxreplay-checkpoint", daemon=True
+        )
+        self._helper = threading.Thread(
+            target=self._write_groups, name="jaxreplay-checkpoint-helper", daemon=True
+        )
         self._syncer = threading.Thread(target=self._run_syncer, name="jaxreplay-sync", daemon=True)
         try:
             for thread in (self._syncer, self._helper, self._thread):
@@ -86,8 +101,9 @@ class Saving:
         """Whether the state is not needed any more."""
         return self._next is None and (self._is_own or self._is_rest_written.is_set())
 
-    def pump(self, state: Any, num_rows: int) -> None:
-        """Copy a group, if there is room for one, and whatever is lost when `num_rows` more are added to each stream."""
+    def advance(self, state: Any, num_rows: int) -> None:
+        """Copy a group, if there is room for one, and whatever is lost when `num_rows` more are
+        added to each stream."""
         if not self._is_own:
             self._is_rest_written.wait()
         self._num_announced += num_rows
@@ -111,13 +127,14 @@ class Saving:
         self._raise_error()
 
     def abandon(self) -> None:
-        """Nothing of it will be there. The threads end, also if an interrupt ends the wait for them."""
+        """Nothing of it will be there. The threads end, also if an interrupt ends the wait for
+        them."""
         self._give_up()
         self._thread.join()
         atexit.unregister(self._at_exit)
 
     def _give_up(self) -> None:
-        with uninterrupted():
+        with defer_interrupts():
             self._error = self._error or RuntimeError("the save was given up")
             self._next = None
             self._copied.put(None)  # one too many does no harm
@@ -128,7 +145,11 @@ class Saving:
             self.abandon()
         self._thread.join()
         if not is_copied:
-            warnings.warn("a checkpoint was not finished, and is given up; call finish(state), or close(), before the end", stacklevel=1)
+            warnings.warn(
+                "a checkpoint was not finished, and is given up; call wait_until_finished(state), "
+                "or close(), before the end",
+                stacklevel=1,
+            )
         elif self._error is not None:
             warnings.warn(f"the last checkpoint was not written: {self._error}", stacklevel=1)
 
@@ -169,7 +190,8 @@ class Saving:
         self._try(self._commit, [self._groups[number] for number in sorted(self._groups)], seals)
 
     def _write_groups(self) -> None:
-        """What both threads do, until there are no more. After an error they still take what comes: nobody may wait for them in vain."""
+        """What both threads do, until there are no more. After an error they still take what comes:
+        nobody may wait for them in vain."""
         while (item := self._copied.get()) is not None:
             self._room.release()
             self._try(self._write_group, *item)
@@ -177,7 +199,8 @@ class Saving:
         self._copied.put(None)  # for the other one
 
     def _sync(self, folder: str) -> None:
-        """The disk takes a group while the next one is written, and is not further behind than that."""
+        """The disk takes a group while the next one is written, and is not further behind than
+        that."""
         self._sync_room.acquire()
         self._to_sync.put(folder)
 
@@ -197,7 +220,10 @@ class Saving:
         """In pieces, each a chunk."""
         if not leaf.size:
             return
-        where, num_rows = array_name("rest", self._folder, name), rows.chunk_rows(leaf, self._chunk_bytes)
+        where, num_rows = (
+            array_name("rest", self._folder, name),
+            rows.chunk_rows(leaf, self._chunk_bytes),
+        )
         writer = arrays.Writer(self._store, where, leaf.shape, leaf.dtype, num_rows, self._level)
         for piece in rows.pieces(leaf, num_rows):
             writer.write([arrays.bytes_of(np.asarray(piece))])
@@ -210,13 +236,26 @@ class Saving:
         count, num_bytes, seals = len(picked.env), 0, {}
         if self._places is None:
             self._check_in_time(picked, heads)
-            blocks = {name: _Block.of(np.asarray(leaf)[:count]) for name, leaf in named(values) if leaf.size}
+            blocks = {
+                name: _Block.of(np.asarray(leaf)[:count])
+                for name, leaf in named(values)
+                if leaf.size
+            }
         else:
             index = rows.rows_at(picked, self._length)
-            blocks = {name: _Block.of_rows(place, index) for name, place in self._places.items() if place.size}
+            blocks = {
+                name: _Block.of_rows(place, index)
+                for name, place in self._places.items()
+                if place.size
+            }
         for name, block in blocks.items():
             writer = arrays.Writer(
-                self._store, array_name("rows", group.folder, name), (count, *block.shape), block.dtype, count, self._level
+                self._store,
+                array_name("rows", group.folder, name),
+                (count, *block.shape),
+                block.dtype,
+                count,
+                self._level,
             )
             writer.write(block.parts)
             seals[name] = writer.seals
@@ -238,10 +277,13 @@ class Saving:
         ends = rows.ends_of(heads, self._length)
         ends = ends[picked.env]
         if (ends < self._end[picked.env]).any():
-            raise RuntimeError("pump, finish: this state is not of the run that is being saved: it has fewer rows")
+            raise RuntimeError(
+                "pump, finish: this state is not of the run that is being saved: it has fewer rows"
+            )
         if (ends > picked.number + self._length).any():
             raise RuntimeError(
-                "rows were overwritten, or cleared, before they were copied: call pump(state) before each add, with its num_steps, and "
+                "rows were overwritten, or cleared, before they were copied: call pump(state) "
+                "before each add, with its num_steps, and "
                 "finish(state) before a clear"
             )
 
@@ -261,4 +303,8 @@ class _Block(NamedTuple):
     def of_rows(cls, place: np.ndarray, index: np.ndarray) -> "_Block":
         """Out of all rows: no copy, where they lie in long runs."""
         runs = rows.long_runs(index, place[0].nbytes)
-        return cls.of(place[index]) if runs is None else cls(place.shape[1:], place.dtype, [arrays.bytes_of(place[run]) for run in runs])
+        return (
+            cls.of(place[index])
+            if runs is None
+            else cls(place.shape[1:], place.dtype, [arrays.bytes_of(place[run]) for run in runs])
+        )

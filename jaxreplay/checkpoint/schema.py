@@ -8,29 +8,34 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay._util.names import printable
-from jaxreplay.checkpoint.files import BrokenError
+from jaxreplay.checkpoint.files import CorruptCheckpointError
 
 _FOLDER = re.compile(r"[0-9]{10}-[0-9a-f]{8}")
 _SPEC = re.compile(r"([a-z][a-z0-9_]{0,30})\[([0-9]{1,12}(?:, [0-9]{1,12}){0,60})?\]")
-MOST_DEPTH = 100  # of the dicts and lists of notes, one in another
+MOST_DEPTH = 100  # of the dicts and lists of metadata, one in another
 _MOST_BYTES = 2**50  # of a row, or of an array
 Check = Callable[[str, Any], None]
 
 
 def check(where: str, value: Any, kind: type) -> None:
-    """A BrokenError, if it is not of that type."""
+    """A CorruptCheckpointError, if it is not of that type."""
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise BrokenError(f"{where}: expected {kind.__name__}, got {_shown(value)}")
+        raise CorruptCheckpointError(f"{where}: expected {kind.__name__}, got {_shown(value)}")
 
 
 def check_fields(where: str, fields: Any, checks: dict[str, Any]) -> None:
-    """A BrokenError, if it is not a dict with these fields, and no others, or one is not as its check wants it: a type, or a function."""
+    """A CorruptCheckpointError, if it is not a dict with these fields, and no others, or one is not
+    as its check wants it: a type, or a function."""
     check(where, fields, dict)
     if fields.keys() != checks.keys():
         missing, more = (
-            [printable(name) for name in sorted(names)] for names in (checks.keys() - fields.keys(), fields.keys() - checks.keys())
+            [printable(name) for name in sorted(names)]
+            for names in (checks.keys() - fields.keys(), fields.keys() - checks.keys())
         )
-        raise BrokenError(f"{where}: missing {', '.join(missing) or 'nothing'}, unexpected {', '.join(more) or 'nothing'}")
+        raise CorruptCheckpointError(
+            f"{where}: missing {', '.join(missing) or 'nothing'}, unexpected "
+            f"{', '.join(more) or 'nothing'}"
+        )
     for name, wanted in checks.items():
         _run(f"{where}: {name}", fields[name], wanted)
 
@@ -39,7 +44,7 @@ def integer(low: int, high: int) -> Check:
     def run(where: str, value: Any) -> None:
         check(where, value, int)
         if not low <= value <= high:
-            raise BrokenError(f"{where}: expected {low} to {high}, got {_shown(value)}")
+            raise CorruptCheckpointError(f"{where}: expected {low} to {high}, got {_shown(value)}")
 
     return run
 
@@ -81,7 +86,7 @@ def name(where: str, value: Any) -> None:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise BrokenError(f"{where}: expected a name, got {_shown(value)}") from None
+        raise CorruptCheckpointError(f"{where}: expected a name, got {_shown(value)}") from None
 
 
 def folder(where: str, value: Any) -> None:
@@ -89,17 +94,20 @@ def folder(where: str, value: Any) -> None:
     _match(where, value, _FOLDER, "a name such as 0000000001-0123abcd")
 
 
-def notes(where: str, value: Any) -> None:
+def metadata(where: str, value: Any) -> None:
     """JSON that is not nested so deep that Python cannot copy it."""
     check(where, value, dict)
     level = [value]
     for _ in range(MOST_DEPTH):
         level = [
-            inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer) if isinstance(inner, dict | list)
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
         ]
         if not level:
             return
-    raise BrokenError(f"{where}: nested more than {MOST_DEPTH} deep")
+    raise CorruptCheckpointError(f"{where}: nested more than {MOST_DEPTH} deep")
 
 
 def spec(where: str, value: Any) -> None:
@@ -116,14 +124,14 @@ def dtype_and_shape(where: str, text: str) -> tuple[np.dtype, tuple[int, ...]]:
     try:
         dtype = np.dtype(jnp.dtype(found[1]))
     except TypeError:
-        raise BrokenError(f"{where}: there is no dtype {found[1]}") from None
+        raise CorruptCheckpointError(f"{where}: there is no dtype {found[1]}") from None
     if not jnp.issubdtype(dtype, np.number) and dtype != np.bool_:
-        raise BrokenError(f"{where}: {found[1]} is no dtype of numbers")
+        raise CorruptCheckpointError(f"{where}: {found[1]} is no dtype of numbers")
     num_bytes = dtype.itemsize
     for size in shape:
         num_bytes *= size
     if num_bytes > _MOST_BYTES:
-        raise BrokenError(f"{where}: {text} is larger than an array can be")
+        raise CorruptCheckpointError(f"{where}: {text} is larger than an array can be")
     return dtype, shape
 
 
@@ -136,13 +144,17 @@ def _run(where: str, value: Any, wanted: Any) -> None:
 
 def _match(where: str, value: Any, pattern: re.Pattern[str], expected: str) -> None:
     if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise BrokenError(f"{where}: expected {expected}, got {_shown(value)}")
+        raise CorruptCheckpointError(f"{where}: expected {expected}, got {_shown(value)}")
 
 
 def _shown(value: Any) -> str:
     """The beginning of it, whatever it is."""
     try:
-        text = repr(value) if isinstance(value, str | int | float | bool | type(None)) else type(value).__name__
+        text = (
+            repr(value)
+            if isinstance(value, str | int | float | bool | type(None))
+            else type(value).__name__
+        )
     except ValueError:  # an integer of very many digits
         text = "a number of very many digits"
     return printable(text[:60])

@@ -19,11 +19,12 @@ _MOST_NAME = 200  # bytes of a file's name; most systems take 255, and some part
 
 
 def store_at(path: Any, timeout: float = 60.0) -> Files:
-    """What lies under a path or URL, such as "runs/replay", "memory://replay/" or "s3://bucket/replay/".
+    """What lies under a path or URL, such as "runs/replay", "memory://replay/" or
+    "s3://bucket/replay/".
 
     Args:
-      path: also a mapping, TensorStore's specification of a key-value store, or one that is open. timeout: seconds that a request to a far
-        store may take.
+      path: also a mapping, TensorStore's specification of a key-value store, or one that is open.
+        timeout: seconds that a request to a far store may take.
 
     Raises:
       ValueError: it is none of these. OSError: the store cannot be opened.
@@ -34,7 +35,9 @@ def store_at(path: Any, timeout: float = 60.0) -> Files:
     try:
         text = os.fsdecode(path)
     except TypeError:
-        raise ValueError(f"a path must be a path, a URL or a TensorStore specification, got {path!r}") from None
+        raise ValueError(
+            f"a path must be a path, a URL or a TensorStore specification, got {path!r}"
+        ) from None
     if not text or "\0" in text:
         raise ValueError(f"a path must have a name, got {text!r}")
     found = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):(/*)", text)
@@ -42,9 +45,15 @@ def store_at(path: Any, timeout: float = 60.0) -> Files:
         return Folder(os.path.expanduser(text))
     scheme, rest = found[1].lower(), text[found.end() :]
     if found[2] == "//" or (scheme == "file" and found[2] == "///"):
-        return Objects(f"{scheme}://{rest}", timeout) if scheme != "file" else Folder(_local_path(text, found[2], rest))
+        return (
+            Objects(f"{scheme}://{rest}", timeout)
+            if scheme != "file"
+            else Folder(_local_path(text, found[2], rest))
+        )
     if scheme in _SCHEMES:
-        raise ValueError(f"{text!r} is no URL: it must begin with {scheme}://{'/' * (scheme == 'file')}")
+        raise ValueError(
+            f"{text!r} is no URL: it must begin with {scheme}://{'/' * (scheme == 'file')}"
+        )
     return Folder(text)
 
 
@@ -52,12 +61,16 @@ def _local_path(url: str, slashes: str, rest: str) -> str:
     """Of a URL of a file, which may name this machine as its host, and no other."""
     host, slash, path = ("", "/", rest) if slashes == "///" else rest.partition("/")
     if host.lower() not in ("", "localhost") or not slash:
-        raise ValueError(f"{url!r} names the host {host!r}: a file of this machine is file:///path, or a path without file:")
+        raise ValueError(
+            f"{url!r} names the host {host!r}: a file of this machine is file:///path, or a path "
+            f"without file:"
+        )
     return urllib.parse.unquote(f"/{path}")
 
 
 def array_name(kind: str, folder: str, leaf: str) -> str:
-    """Where a leaf's array lies; a slash in its name opens no folder, and a very long name is cut, and told apart by its hash."""
+    """Where a leaf's array lies; a slash in its name opens no folder, and a very long name is cut,
+    and told apart by its hash."""
     name = urllib.parse.quote(leaf, safe="")
     if len(name) > _MOST_NAME:
         name = f"{name[:_MOST_NAME]}~{hashlib.sha256(leaf.encode()).hexdigest()[:32]}"

@@ -1,4 +1,5 @@
-"""Freed memory given back to the system: beside large arrays, what an allocator keeps for later adds up to more than is in use."""
+"""Freed memory given back to the system: beside large arrays, what an allocator keeps for later
+adds up to more than is in use."""
 
 import ctypes
 import functools

@@ -1,8 +1,10 @@
-"""Arrays in this process's memory that nobody has written yet, for who writes all of them: zeros would cost as much as to read a file.
+"""Arrays in this process's memory that nobody has written yet, for who writes all of them: zeros
+would cost as much as to read a file.
 
-XLA has no operation that leaves its result as it is. So one is registered that does nothing, by XLA's foreign function interface: memory
-that XLA has allocated, so that a later program may take it over in place. Of a large array the system is asked for large pages; of small
-ones it gives 250,000 a GB, which alone takes longer than to copy a file into them.
+XLA has no operation that leaves its result as it is. So one is registered that does nothing, by
+XLA's foreign function interface: memory that XLA has allocated, so that a later program may take it
+over in place. Of a large array the system is asked for large pages; of small ones it gives 250,000
+a GB, which alone takes longer than to copy a file into them.
 
 Source: XLA's xla/ffi/api/c_api.h, whose structures these are.
 """
@@ -16,7 +18,9 @@ import jax
 import jax.numpy as jnp
 import jaxlib.version
 
-_KNOWN = (0, 10), (0, 13)  # versions of jaxlib, from and to before, whose structures are known to be these; with others there are zeros
+# versions of jaxlib, from and to before, whose structures are known to be these; with others there
+# are zeros
+_KNOWN = (0, 10), (0, 13)
 _LARGE = 2**26  # bytes; smaller arrays are zeros
 _PAGE = 2**21  # bytes of a large page
 _TARGET = "jaxreplay_unwritten"
@@ -24,11 +28,14 @@ _METADATA = 1  # the kind of extension by which a function is asked what it is
 
 
 def like(tree: Any) -> Any:
-    """New arrays of these shapes and dtypes, on the default device, which is a CPU: the large ones with any content, the others zeros."""
+    """New arrays of these shapes and dtypes, on the default device, which is a CPU: the large ones
+    with any content, the others zeros."""
     leaves, structure = jax.tree.flatten(tree)
     large = [leaf for leaf in leaves if _num_bytes(leaf) >= _LARGE] if _is_there() else []
     found = iter(_allocated(tuple((leaf.shape, leaf.dtype) for leaf in large)))
-    return structure.unflatten([next(found) if leaf in large else jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves])
+    return structure.unflatten(
+        [next(found) if leaf in large else jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+    )
 
 
 def _num_bytes(leaf: Any) -> int:
@@ -61,15 +68,28 @@ class _Extension(ctypes.Structure):
     pass
 
 
-_Extension._fields_ = [("struct_size", ctypes.c_size_t), ("type", ctypes.c_int), ("next", ctypes.POINTER(_Extension))]
+_Extension._fields_ = [
+    ("struct_size", ctypes.c_size_t),
+    ("type", ctypes.c_int),
+    ("next", ctypes.POINTER(_Extension)),
+]
 
 
 class _Version(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_size_t), ("next", ctypes.c_void_p), ("major", ctypes.c_int), ("minor", ctypes.c_int)]
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("next", ctypes.c_void_p),
+        ("major", ctypes.c_int),
+        ("minor", ctypes.c_int),
+    ]
 
 
 class _Metadata(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_size_t), ("version", _Version), ("traits", ctypes.c_uint32)]
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("version", _Version),
+        ("traits", ctypes.c_uint32),
+    ]
 
 
 class _MetadataExtension(ctypes.Structure):
@@ -87,7 +107,9 @@ def _write_nothing(call: Any) -> None:
     """Returns no error. When it is registered it is asked for its version, 0.1."""
     extension = call.contents.extension
     if extension and extension.contents.type == _METADATA:
-        metadata = ctypes.cast(extension, ctypes.POINTER(_MetadataExtension)).contents.metadata.contents
+        metadata = ctypes.cast(
+            extension, ctypes.POINTER(_MetadataExtension)
+        ).contents.metadata.contents
         metadata.version.major, metadata.version.minor, metadata.traits = 0, 1, 0
 
 
@@ -96,7 +118,9 @@ def _is_there() -> bool:
     if not _KNOWN[0] <= tuple(map(int, jaxlib.version.__version__.split(".")[:2])) < _KNOWN[1]:
         return False
     try:
-        jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(ctypes.cast(_write_nothing, ctypes.c_void_p)), platform="cpu")
+        jax.ffi.register_ffi_target(
+            _TARGET, jax.ffi.pycapsule(ctypes.cast(_write_nothing, ctypes.c_void_p)), platform="cpu"
+        )
     except Exception:  # whatever it is, zeros will do
         return False
     return True

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxreplay.checkpoint.arrays import check_files
-from jaxreplay.checkpoint.files import BrokenError, Files
+from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.generations import Generations
 from jaxreplay.checkpoint.groups import Group
 from jaxreplay.checkpoint.manifest import Manifest
@@ -15,7 +15,9 @@ class Verified(NamedTuple):
     """A generation whose files were all read."""
 
     step: int | None  # None of those whose manifests cannot be read
-    problems: list[str]  # nothing, where it is whole; else each file that is missing or damaged, or the first of a group of rows
+    # nothing, where it is whole; else each file that is missing or damaged, or the first of a group
+    # of rows
+    problems: list[str]
 
 
 def problem_of_group(store: Files, group: Group) -> str | None:
@@ -31,10 +33,19 @@ def verified(store: Files, generations: Generations, bar: Callable[..., Any]) ->
     """
     while True:
         manifests, problems = generations.read()
-        found = dict(zip((manifest.folder for manifest in manifests), _read(store, manifests, bar), strict=True))
-        if any(one.problems for one in found.values()):  # of those that a run has deleted meanwhile nothing is known
+        found = dict(
+            zip(
+                (manifest.folder for manifest in manifests),
+                _read(store, manifests, bar),
+                strict=True,
+            )
+        )
+        # of those that a run has deleted meanwhile nothing is known
+        if any(one.problems for one in found.values()):
             left = {manifest.folder for manifest in generations.read()[0]}
-            found = {folder: one for folder, one in found.items() if not one.problems or folder in left}
+            found = {
+                folder: one for folder, one in found.items() if not one.problems or folder in left
+            }
             if left and not found:
                 continue
         return [*found.values(), *([Verified(None, problems)] if problems else [])]
@@ -49,7 +60,10 @@ def _read(store: Files, manifests: list[Manifest], bar: Callable[..., Any]) -> l
             wrong[folder] = problem_of_group(store, group)
             told.update(1)
         for manifest in manifests:
-            own = [_problem(store, "rest", manifest.folder, manifest.seals), *(wrong[group.folder] for group in manifest.groups)]
+            own = [
+                _problem(store, "rest", manifest.folder, manifest.seals),
+                *(wrong[group.folder] for group in manifest.groups),
+            ]
             found.append(Verified(manifest.step, [problem for problem in own if problem]))
             told.update(1)
     return found
@@ -59,7 +73,7 @@ def _problem(store: Files, kind: str, folder: str, seals: dict[str, list[int]]) 
     try:
         for leaf, own in seals.items():
             check_files(store, array_name(kind, folder, leaf), own)
-    except BrokenError as error:
+    except CorruptCheckpointError as error:
         return str(error)
     finally:
         store.forget(f"{kind}/{folder}")

@@ -1,4 +1,5 @@
-"""What an inspection looks at: rows of a buffer in the order in which they came, from a state or from files, a block at a time."""
+"""What an inspection looks at: rows of a buffer in the order in which they came, from a state or
+from files, a block at a time."""
 
 import dataclasses
 import functools
@@ -25,7 +26,9 @@ class Contents:
     buffer: str  # its description
     source: str  # the path and the step of a checkpoint; "" of a state
     length: int  # rows of a stream
-    first: np.ndarray  # int64[E]: the number of each stream's oldest row; they count on, and rows lie at their remainder by `length`
+    # int64[E]: the number of each stream's oldest row; they count on, and rows lie at their
+    # remainder by `length`
+    first: np.ndarray
     end: np.ndarray  # int64[E]: one more than the newest one's
     leaves: dict[str, str]  # dtype and shape of a row, by name
     flags: np.ndarray | None  # uint8[R], bits of `autoreset`; None for items
@@ -40,47 +43,69 @@ class Contents:
         return int((self.end - self.first).sum())
 
 
-def contents_of(replay: Any, state: Any, max_bytes: int) -> Contents:
-    """Of a state, which stays as it is: rows are copied, and at most `max_bytes` of their values."""
-    if not isinstance(replay, ReplayBuffer) or state is None:
-        raise ValueError(f"inspect: expected a ReplayBuffer and its state, got {type(replay).__name__} and {type(state).__name__}")
-    check_state("inspect", replay, state)
+def contents_of(buffer: Any, state: Any, max_bytes: int) -> Contents:
+    """Of a state, which stays as it is: rows are copied, and at most `max_bytes` of their
+    values."""
+    if not isinstance(buffer, ReplayBuffer) or state is None:
+        raise ValueError(
+            f"inspect: expected a ReplayBuffer and its state, got {type(buffer).__name__} and "
+            f"{type(state).__name__}"
+        )
+    check_state("inspect", buffer, state)
     steps, heads = state.streams.steps, state.streams.heads
-    head, lap, filled = (np.array(leaf).astype(np.int64) for leaf in (heads.position, heads.lap, heads.filled))
-    end = lap * replay.length + head
+    head, lap, filled = (
+        np.array(leaf).astype(np.int64) for leaf in (heads.position, heads.lap, heads.filled)
+    )
+    end = lap * buffer.length + head
     first = end - filled
-    rows = rows_in_order(first, end, replay.length)
+    rows = rows_in_order(first, end, buffer.length)
     held = named({"steps": steps}, is_leaf=arrays.is_compound)
 
     def read(leaf: Any, chosen: np.ndarray, dtype: Any = None) -> np.ndarray:
         """Read rows of a leaf, a block at a time."""
-        size = max(1, min(_BLOCK_BYTES // max(leaf_bytes(leaf.shape[1:], leaf.dtype), 1), len(chosen)))
+        size = max(
+            1, min(_BLOCK_BYTES // max(leaf_bytes(leaf.shape[1:], leaf.dtype), 1), len(chosen))
+        )
         blocks = (chosen[start : start + size] for start in range(0, len(chosen), size))
-        found = [np.asarray(_take(leaf, np.resize(block, size)))[: len(block)].astype(dtype or leaf.dtype) for block in blocks]
+        found = [
+            np.asarray(_take(leaf, np.resize(block, size)))[: len(block)].astype(
+                dtype or leaf.dtype
+            )
+            for block in blocks
+        ]
         return np.concatenate(found or [np.zeros((0, *leaf.shape[1:]), dtype or leaf.dtype)])
 
     row_bytes = sum(leaf_bytes(leaf.shape[1:], leaf.dtype) for _, leaf in held)
     chosen = spread(np.arange(len(rows)), max_bytes // max(row_bytes, 1))
-    reward = next((leaf for name, leaf in held if name == "steps.reward" and len(leaf.shape) == 1), None)
+    reward = next(
+        (leaf for name, leaf in held if name == "steps.reward" and len(leaf.shape) == 1), None
+    )
     size = max(1, min(_BLOCK_BYTES // 8, len(rows)))
-    drawn = [np.asarray(_probability(replay, state, np.resize(rows[start : start + size], size))) for start in range(0, len(rows), size)]
+    drawn = [
+        np.asarray(_probability(buffer, state, np.resize(rows[start : start + size], size)))
+        for start in range(0, len(rows), size)
+    ]
     return Contents(
-        buffer=description(replay),
+        buffer=description(buffer),
         source="",
-        length=replay.length,
+        length=buffer.length,
         first=first,
         end=end,
         leaves={name: spec_text(leaf, 1) for name, leaf in held},
         flags=None if state.streams.flags is None else read(state.streams.flags, rows),
         reward=None if reward is None else read(reward, rows, np.float64),
         probability=np.concatenate(drawn or [np.zeros(0)]).astype(np.float64)[: len(rows)],
-        counters={name: float(leaf) for name, leaf in named(state.sampler) if name in COUNTERS and not leaf.shape},
+        counters={
+            name: float(leaf)
+            for name, leaf in named(state.sampler)
+            if name in COUNTERS and not leaf.shape
+        },
         rows=chosen,
         values={name: read(leaf, rows[chosen]) for name, leaf in held},
     )
 
 
-COUNTERS = ("largest", "ignored_priorities", "ignored_rows")
+COUNTERS = ("max_priority", "num_bad_priorities", "num_stale_updates")
 
 
 def rows_in_order(first: np.ndarray, end: np.ndarray, length: int) -> np.ndarray:
@@ -97,7 +122,8 @@ def numbers_in_order(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np
 
 
 def spread(rows: np.ndarray, most: int) -> np.ndarray:
-    """At most so many of them, and at least one if there is one, evenly from the first to the last."""
+    """At most so many of them, and at least one if there is one, evenly from the first to the
+    last."""
     most = max(most, 1)
     return rows if len(rows) <= most else rows[np.linspace(0, len(rows) - 1, most).astype(np.int64)]
 
@@ -112,7 +138,9 @@ def _take(leaf: Any, rows: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _probability(replay: ReplayBuffer, state: ReplayState, rows: jax.Array) -> jax.Array:
+def _probability(buffer: ReplayBuffer, state: ReplayState, rows: jax.Array) -> jax.Array:
     """0 where a row is not sampleable."""
     members = Sampleable.of(state)
-    return jnp.where(members.contains(rows), replay.sampler.probability(state.sampler, members, rows), 0)
+    return jnp.where(
+        members.contains(rows), buffer.sampler.probability(state.sampler, members, rows), 0
+    )

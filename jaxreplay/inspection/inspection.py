@@ -14,7 +14,8 @@ from jaxreplay.inspection.text import text
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-    """Figures of a buffer's contents. `str()` gives a text, `to_json()` all of them, `to_html()` a page with plots."""
+    """Figures of a buffer's contents. `str()` gives a text, `to_json()` all of them, `to_html()` a
+    page with plots."""
 
     buffer: str  # its description
     source: str  # the path and the step of a checkpoint; "" of a state
@@ -69,7 +70,12 @@ def inspection_of(contents: Contents) -> Inspection:
     )
 
 
-def _suspicious(contents: Contents, leaves: dict[str, dict[str, Any]], episodes: dict[str, Any] | None, draws: dict[str, Any] | None):
+def _suspicious(
+    contents: Contents,
+    leaves: dict[str, dict[str, Any]],
+    episodes: dict[str, Any] | None,
+    draws: dict[str, Any] | None,
+):
     """One line each."""
     if not contents.num_rows:
         yield "the buffer is empty"
@@ -77,25 +83,45 @@ def _suspicious(contents: Contents, leaves: dict[str, dict[str, Any]], episodes:
     for name, found in leaves.items():
         is_constant = found.get("elements") and found["constant elements"] == found["elements"]
         if found.get("not finite"):
-            yield f"{name} has {found['not finite']:,} values that are NaN or infinite, in {found['rows read']:,} rows"
+            yield (
+                f"{name} has {found['not finite']:,} values that are NaN or infinite, in "
+                f"{found['rows read']:,} rows"
+            )
         elif is_constant and found["rows read"] > 1:
-            what = f"is {found['least']:g} in all" if found["least"] == found["largest"] else "is the same in all"
+            what = (
+                f"is {found['least']:g} in all"
+                if found["least"] == found["largest"]
+                else "is the same in all"
+            )
             yield f"{name} {what} of {found['rows read']:,} rows"
     if episodes is not None and not episodes["whole"]:
         yield "no episode is held from its start to its end"
     if draws is None:
         return
-    count, shared = draws["rows that can be drawn"], draws.get("rows that share their probability", 0)
+    count, shared = (
+        draws["rows that can be drawn"],
+        draws.get("rows that share their probability", 0),
+    )
     if not count:
         yield "no row can be drawn"
-    elif "largest" in contents.counters:
+    elif "max_priority" in contents.counters:
         if shared == count > 1:
-            yield f"all {count:,} rows are equally likely: priorities are equal, or do not count (exponent 0, or no rerank yet)"
+            yield (
+                f"all {count:,} rows are equally likely: priorities are equal, or do not count "
+                f"(alpha 0, or no rerank yet)"
+            )
         elif shared > 1 and shared >= count / 10:
-            yield f"{shared:,} of {count:,} rows share one probability, as rows do that were never updated, or whose errors are equal"
+            yield (
+                f"{shared:,} of {count:,} rows share one probability, as rows do that were "
+                f"never updated, or whose errors are equal"
+            )
     for name, what in (
-        ("ignored_priorities", "priorities were NaN, infinite or negative"),
-        ("ignored_rows", "updates named no row that can be drawn (from a sample before `can_sample`, or overwritten since)"),
+        ("num_bad_priorities", "priorities were NaN, infinite or negative"),
+        (
+            "num_stale_updates",
+            "updates named no row that can be drawn (from a sample before `can_sample`, or "
+            "overwritten since)",
+        ),
     ):
         if contents.counters.get(name):
             yield f"{contents.counters[name]:,.0f} {what}, and were ignored"

@@ -1,4 +1,5 @@
-"""The figures of an inspection: of streams, leaves, episodes, draws, and what is suspicious about them."""
+"""The figures of an inspection: of streams, leaves, episodes, draws, and what is suspicious about
+them."""
 
 from typing import Any
 
@@ -11,7 +12,8 @@ _BINS = 30
 
 
 def leaf_figures(contents: Contents) -> dict[str, dict[str, Any]]:
-    """Return the figures of each leaf, over the rows that were read. A row that only brings a final observation has nothing else."""
+    """Return the figures of each leaf, over the rows that were read. A row that only brings a final
+    observation has nothing else."""
     flags, figures = contents.flags, {}
     is_step = np.ones(len(contents.rows), bool) if flags is None else _is_step(flags[contents.rows])
     with np.errstate(over="ignore", invalid="ignore"):
@@ -24,11 +26,14 @@ def leaf_figures(contents: Contents) -> dict[str, dict[str, Any]]:
 
 def _is_step(flags: np.ndarray) -> np.ndarray:
     """Whether a row is more than a final observation: bool[...]."""
-    return ((flags & autoreset.FINAL) == 0) | ((flags & (autoreset.TERMINATED | autoreset.TRUNCATED)) != 0)
+    return ((flags & autoreset.FINAL) == 0) | (
+        (flags & (autoreset.TERMINATED | autoreset.TRUNCATED)) != 0
+    )
 
 
 def _of_values(values: np.ndarray) -> dict[str, Any]:
-    """Return the figures of some rows of a leaf. Integers are compared as they are, complex numbers by their absolute value."""
+    """Return the figures of some rows of a leaf. Integers are compared as they are, complex numbers
+    by their absolute value."""
     values = np.abs(values) if values.dtype.kind == "c" else values
     is_whole = values.dtype.kind in "uib"
     values = values if is_whole else values.astype(np.float64)
@@ -62,7 +67,8 @@ def stream_figures(contents: Contents) -> dict[str, Any]:
 
 
 def episode_figures(contents: Contents) -> dict[str, Any]:
-    """Of those that are held from their first row to their end. A row that only brings a final observation is no step."""
+    """Of those that are held from their first row to their end. A row that only brings a final
+    observation is no step."""
     flags = contents.flags
     assert flags is not None
     env, _ = numbers_in_order(contents.first, contents.end)
@@ -89,13 +95,16 @@ def episode_figures(contents: Contents) -> dict[str, Any]:
         "lengths, histogram": histogram(lengths[is_whole]),
     }
     if contents.reward is not None:
-        returns = per_episode(np.where(is_step, np.nan_to_num(contents.reward, nan=0, posinf=0, neginf=0), 0))[is_whole]
+        returns = per_episode(
+            np.where(is_step, np.nan_to_num(contents.reward, nan=0, posinf=0, neginf=0), 0)
+        )[is_whole]
         figures |= {"returns": quantiles(returns), "returns, histogram": histogram(returns)}
     return figures
 
 
 def draw_figures(contents: Contents) -> dict[str, Any]:
-    """How rows are drawn: how much more often than evenly, how old they are, and what the importance weights leave of a batch."""
+    """How rows are drawn: how much more often than evenly, how old they are, and what the
+    importance weights leave of a batch."""
     probability = contents.probability
     assert probability is not None
     env, number = numbers_in_order(contents.first, contents.end)
@@ -114,15 +123,20 @@ def draw_figures(contents: Contents) -> dict[str, Any]:
         "probability over an even one": quantiles(ratio),
         "log10 of it, histogram": histogram(np.log10(ratio)),
         "rows that share their probability": int(repeats.max()),
-        "age of a draw": {name: int(age[drawn][order][np.searchsorted(below, q * below[-1])]) for name, q in _QUANTILES.items()},
+        "age of a draw": {
+            name: int(age[drawn][order][np.searchsorted(below, q * below[-1])])
+            for name, q in _QUANTILES.items()
+        },
         "age of a draw, histogram": histogram(age[drawn], share),
-        "effective sample size": {f"weights with exponent {exponent}": _effective(share, ratio, exponent) for exponent in (0.4, 1.0)},
+        "effective sample size": {
+            f"weights with beta {beta}": _effective(share, ratio, beta) for beta in (0.4, 1.0)
+        },
     }
 
 
-def _effective(share: np.ndarray, ratio: np.ndarray, exponent: float) -> float:
+def _effective(share: np.ndarray, ratio: np.ndarray, beta: float) -> float:
     """Of a large batch, the part that as many equal weights would be worth: (E w)^2 / E w^2."""
-    weight = ratio**-exponent
+    weight = ratio**-beta
     return float((share * weight).sum() ** 2 / (share * weight**2).sum())
 
 
@@ -134,11 +148,15 @@ def quantiles(values: np.ndarray) -> dict[str, float]:
     if not len(values):
         return {}
     found = np.quantile(values, list(_QUANTILES.values()))
-    return {**{name: float(value) for name, value in zip(_QUANTILES, found, strict=True)}, "mean": float(values.mean())}
+    return {
+        **{name: float(value) for name, value in zip(_QUANTILES, found, strict=True)},
+        "mean": float(values.mean()),
+    }
 
 
 def histogram(values: np.ndarray, weights: np.ndarray | None = None) -> dict[str, Any]:
-    """Counts, or sums of weights, and the edges between them, one more; whole numbers have bins of whole numbers."""
+    """Counts, or sums of weights, and the edges between them, one more; whole numbers have bins of
+    whole numbers."""
     if not len(values):
         return {"edges": [], "counts": []}
     low, high = float(values.min()), float(values.max())

@@ -1,4 +1,5 @@
-"""The memory of a run before it begins: bytes of every leaf, what storing each next observation would take, and what fits."""
+"""The memory of a run before it begins: bytes of every leaf, what storing each next observation
+would take, and what fits."""
 
 import dataclasses
 from typing import Any
@@ -43,10 +44,19 @@ class Plan:
             row(f"free on the device ({self.device})", self.free_device),
             row("largest capacity that fits", self.largest_capacity, "rows"),
         ]
-        return "\n".join([*lines, {True: "It fits.", False: "It does not fit.", None: "Whether it fits is not known."}[self.fits]])
+        return "\n".join(
+            [
+                *lines,
+                {
+                    True: "It fits.",
+                    False: "It does not fit.",
+                    None: "Whether it fits is not known.",
+                }[self.fits],
+            ]
+        )
 
 
-def plan(replay: ReplayBuffer, example: Any) -> Plan:
+def plan(buffer: ReplayBuffer, example: Any) -> Plan:
     """What a buffer will take, and whether this machine has it. Nothing is allocated.
 
     Args:
@@ -54,47 +64,58 @@ def plan(replay: ReplayBuffer, example: Any) -> Plan:
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
-      >>> made = jr.plan(jr.items(capacity=1000, batch_size=8), jax.ShapeDtypeStruct((100,), jnp.uint8))
+      >>> made = jr.plan(
+      ...     jr.items(capacity=1000, batch_size=8), jax.ShapeDtypeStruct((100,), jnp.uint8)
+      ... )
       >>> made.memory.total, made.fits
       (100016, True)
     """
-    if not isinstance(replay, ReplayBuffer):
-        raise ValueError(f"plan: expected a ReplayBuffer, got {type(replay).__name__}; print(rollout.memory(example)) tells of a rollout")
-    taken, free = replay.memory(example), memory.free_bytes()
+    if not isinstance(buffer, ReplayBuffer):
+        raise ValueError(
+            f"plan: expected a ReplayBuffer, got {type(buffer).__name__}; "
+            f"print(rollout.memory(example)) tells of a rollout"
+        )
+    taken, free = buffer.memory(example), memory.free_bytes()
     return Plan(
         memory=taken,
-        naive=taken.total + _obs_bytes(replay, example),
+        naive=taken.total + _obs_bytes(buffer, example),
         free_host=memory.free_host_bytes(),
         free_device=free,
         device=platforms.default_device().device_kind,
-        largest_capacity=None if free is None else _largest_capacity(replay, example, free),
+        largest_capacity=None if free is None else _largest_capacity(buffer, example, free),
     )
 
 
-def _obs_bytes(replay: ReplayBuffer, example: Any) -> int:
+def _obs_bytes(buffer: ReplayBuffer, example: Any) -> int:
     """Of the observations of all rows."""
-    if replay.autoreset is None:
+    if buffer.autoreset is None:
         return 0
-    names = [name for name in replay.memory(example).leaves if name.startswith("streams.steps.obs")]
-    return sum(replay.memory(example).leaves[name] for name in names)
+    names = [name for name in buffer.memory(example).leaves if name.startswith("streams.steps.obs")]
+    return sum(buffer.memory(example).leaves[name] for name in names)
 
 
-def _largest_capacity(replay: ReplayBuffer, example: Any, free: int) -> int:
+def _largest_capacity(buffer: ReplayBuffer, example: Any, free: int) -> int:
     """By bisection: trees grow in steps."""
 
     def takes(length: int) -> int:
-        return dataclasses.replace(replay, capacity=length * replay.num_envs).memory(example).total
+        return dataclasses.replace(buffer, capacity=length * buffer.num_envs).memory(example).total
 
-    low, high = replay.window.length, _MOST_ROWS // replay.num_envs
+    low, high = buffer.window.length, _MOST_ROWS // buffer.num_envs
     if takes(low) > free:
         return 0
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if takes(middle) <= free else (low, middle - 1)
-    return low * replay.num_envs
+    return low * buffer.num_envs
 
 
 def step_of(obs: Any, action: Any) -> dict[str, Any]:
     """An example from the specs of an observation and an action, with scalar rewards."""
     flag = jax.ShapeDtypeStruct((), bool)
-    return {"obs": obs, "action": action, "reward": jax.ShapeDtypeStruct((), np.float32), "terminated": flag, "truncated": flag}
+    return {
+        "obs": obs,
+        "action": action,
+        "reward": jax.ShapeDtypeStruct((), np.float32),
+        "terminated": flag,
+        "truncated": flag,
+    }

@@ -3,24 +3,45 @@
 import math
 from typing import Any
 
-COLUMNS = ("spec", "least", "mean", "largest", "not finite", "constant elements", "rows read")  # of a leaf's figures
-SECTIONS = (("episodes", "episodes"), ("draws", "draws"), ("sampler", "counters"))  # titles, and fields that may be empty
+# of a leaf's figures
+COLUMNS = ("spec", "least", "mean", "largest", "not finite", "constant elements", "rows read")
+# titles, and fields that may be empty
+SECTIONS = (("episodes", "episodes"), ("draws", "draws"), ("sampler", "counters"))
 
 
 def text(found: dict[str, Any]) -> str:
     """`found`: the fields of an `Inspection`."""
-    lines = [found["buffer"], *([found["source"]] if found["source"] else []), "", *_section("streams", found["streams"])]
+    lines = [
+        found["buffer"],
+        *([found["source"]] if found["source"] else []),
+        "",
+        *_section("streams", found["streams"]),
+    ]
     for title, name in SECTIONS:
         if found[name]:
             lines += _section(title, found[name])
     lines += _table(found["leaves"])
     alarms = found["suspicious"]
-    return "\n".join([*lines, *(["suspicious:", *(f"  {line}" for line in alarms)] if alarms else ["nothing suspicious"])])
+    return "\n".join(
+        [
+            *lines,
+            *(
+                ["suspicious:", *(f"  {line}" for line in alarms)]
+                if alarms
+                else ["nothing suspicious"]
+            ),
+        ]
+    )
 
 
 def number(value: Any) -> str:
     """A figure of any kind; whole numbers without a point."""
-    if isinstance(value, float) and math.isfinite(value) and value == int(value) and abs(value) < 1e15:
+    if (
+        isinstance(value, float)
+        and math.isfinite(value)
+        and value == int(value)
+        and abs(value) < 1e15
+    ):
         value = int(value)
     if isinstance(value, int):
         return f"{value:,}"
@@ -33,21 +54,40 @@ def singles(figures: dict[str, Any]) -> dict[str, Any]:
 
 def groups(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Figures that belong together, such as quantiles."""
-    return {name: value for name, value in figures.items() if isinstance(value, dict) and value and "edges" not in value}
+    return {
+        name: value
+        for name, value in figures.items()
+        if isinstance(value, dict) and value and "edges" not in value
+    }
 
 
 def histograms(figures: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
-    return {name: value for name, value in figures.items() if isinstance(value, dict) and value.get("edges")}
+    return {
+        name: value
+        for name, value in figures.items()
+        if isinstance(value, dict) and value.get("edges")
+    }
 
 
 def _section(title: str, figures: dict[str, Any]) -> list[str]:
     lines = [f"  {name:36}{number(value)}" for name, value in singles(figures).items()]
     for name, group in groups(figures).items():
-        lines.append(f"  {name:36}" + ", ".join(f"{key} {number(one)}" for key, one in group.items()))
+        lines.append(
+            f"  {name:36}" + ", ".join(f"{key} {number(one)}" for key, one in group.items())
+        )
     return [title, *lines, ""]
 
 
 def _table(leaves: dict[str, dict[str, Any]]) -> list[str]:
-    rows = [("leaf", *COLUMNS), *((name, *(number(found.get(column, "")) for column in COLUMNS)) for name, found in leaves.items())]
+    rows = [
+        ("leaf", *COLUMNS),
+        *(
+            (name, *(number(found.get(column, "")) for column in COLUMNS))
+            for name, found in leaves.items()
+        ),
+    ]
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows] + [""]
+    return [
+        "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ] + [""]

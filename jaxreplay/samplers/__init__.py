@@ -1,8 +1,16 @@
 """Samplers: which sampleable rows a batch is made of."""
 
+from jaxreplay.samplers.episodes import UniformEpisodes as UniformEpisodes
+from jaxreplay.samplers.prioritized import Prioritized as Prioritized
+from jaxreplay.samplers.queue import Queue as Queue
+from jaxreplay.samplers.rank_based import RankBased as RankBased
+from jaxreplay.samplers.recent import Recent as Recent
 from jaxreplay.samplers.sampler import (
     ConsumingSampler as ConsumingSampler,
     Draw as Draw,
     PrioritySampler as PrioritySampler,
     Sampler as Sampler,
 )
+from jaxreplay.samplers.sum_tree import SumTree as SumTree, SumTreeState as SumTreeState
+from jaxreplay.samplers.uniform import Uniform as Uniform
+from jaxreplay.samplers.without_replacement import WithoutReplacement as WithoutReplacement

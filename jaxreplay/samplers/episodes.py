@@ -1,4 +1,5 @@
-"""Uniform over episodes, then over the steps of the one drawn: a step of a short episode is drawn as often as all of a long one's share."""
+"""Uniform over episodes, then over the steps of the one drawn: a step of a short episode is drawn
+as often as all of a long one's share."""
 
 import dataclasses
 from typing import Any
@@ -15,22 +16,33 @@ from jaxreplay.storage.streams import of_stream
 
 
 class UniformEpisodes(Sampler):
-    """An episode, every one alike, then one of its sampleable rows, every one alike; with replacement. O(1), however long the episodes.
+    """An episode, every one alike, then one of its sampleable rows, every one alike; with
+    replacement. O(1), however long the episodes.
 
     Args:
-      unfinished: whether episodes are drawn too that have not ended, or whose first rows are overwritten. Otherwise only complete ones.
+      unfinished: whether episodes are drawn too that have not ended, or whose first rows are
+        overwritten. Otherwise only complete ones.
     """
 
     unfinished: bool = False
 
     def window(self, window: Window) -> Window:
-        is_run = window.before == 0 and window.after in (0, 1) if self.unfinished else not window.crosses_episodes
+        is_run = (
+            window.before == 0 and window.after in (0, 1)
+            if self.unfinished
+            else not window.crosses_episodes
+        )
         if window.period != 1 or not is_run:
             raise ValueError(
-                "UniformEpisodes: the sampleable rows of an episode must be one run, which they are not for a view with a period or across "
-                "episodes or, with unfinished=True, with a look-back or a look-ahead of more than a row; use the sampler Uniform"
+                "UniformEpisodes: the sampleable rows of an episode must be one run, which they "
+                "are not for a view with a period or across "
+                "episodes or, with unfinished=True, with a look-back or a look-ahead of more than "
+                "a row; use the sampler Uniform"
             )
-        return dataclasses.replace(window if self.unfinished else window.widened(before=None, after=None), needs_episodes=True)
+        return dataclasses.replace(
+            window if self.unfinished else window.widened(before=None, after=None),
+            needs_episodes=True,
+        )
 
     def draw(self, state: Any, sampleable: Sampleable, key: jax.Array, batch_size: int) -> Draw:
         high, low = random.words(key, batch_size)
@@ -48,7 +60,8 @@ class UniformEpisodes(Sampler):
         return _probability(count.sum(dtype=jnp.int32), self._size_of(sampleable, row))
 
     def _stored(self, sampleable: Sampleable) -> tuple[jax.Array, jax.Array]:
-        """Episodes of each stream, from its oldest on, that come before the first one to draw from, and those to draw from: int32[E] each.
+        """Episodes of each stream, from its oldest on, that come before the first one to draw from,
+        and those to draw from: int32[E] each.
 
         Only the oldest and the newest one may have no sampleable row.
         """
@@ -67,7 +80,8 @@ class UniformEpisodes(Sampler):
         layout, streams, episodes = sampleable.layout, sampleable.streams, sampleable.episodes
         env, _ = layout.split(row)
         before, after = episodes.steps_from_start(row), episodes.steps_to_end(row)
-        # A final row may be the last row, and the newest rows may be pending; what is cut are whole episodes.
+        # A final row may be the last row, and the newest rows may be pending; what is cut are whole
+        # episodes.
         size = before + after + sampleable.is_candidate(layout.ahead(row, after))
         age = streams.age(layout.ahead(row, -before))
         size = jnp.minimum(size, age + 1 - of_stream(sampleable.num_pending, env))
@@ -76,6 +90,7 @@ class UniformEpisodes(Sampler):
 
 
 def _probability(total: jax.Array, size: jax.Array) -> jax.Array:
-    """Of one row of an episode that has `size` rows to draw from, where there are `total` episodes: float32[...]."""
+    """Of one row of an episode that has `size` rows to draw from, where there are `total` episodes:
+    float32[...]."""
     product = jnp.maximum(total, 1).astype(jnp.float32) * jnp.maximum(size, 1).astype(jnp.float32)
     return jnp.where((total > 0) & (size > 0), 1 / product, 0)

@@ -1,7 +1,9 @@
-"""A keyed permutation of `0 .. size - 1`, computed for each index on its own: a shuffle that is stored nowhere.
+"""A keyed permutation of `0 .. size - 1`, computed for each index on its own: a shuffle that is
+stored nowhere.
 
-Source: Hoang, Morris and Rogaway, "An Enciphering Scheme Based on a Card Shuffle" (2012), figure 1, the swap-or-not shuffle. Where we
-differ: the bit of a pair comes from a fast hash, not from a cipher. It is for shuffling, not for secrets.
+Source: Hoang, Morris and Rogaway, "An Enciphering Scheme Based on a Card Shuffle" (2012), figure 1,
+the swap-or-not shuffle. Where we differ: the bit of a pair comes from a fast hash, not from a
+cipher. It is for shuffling, not for secrets.
 """
 
 from typing import Any
@@ -12,8 +14,9 @@ import jax.numpy as jnp
 from jaxreplay._util import random
 from jaxreplay.storage import ring
 
-# With ideal bits all permutations of 4 things have a total variation distance of 2e-7 from uniform after 32 rounds, of 6 things 5e-8
-# (after 16: 4e-4 and 3e-4; computed from the transition matrix). A pair of indices keeps its distance through all of them once in 2^32.
+# With ideal bits all permutations of 4 things have a total variation distance of 2e-7 from uniform
+# after 32 rounds, of 6 things 5e-8 (after 16: 4e-4 and 3e-4; computed from the transition matrix).
+# A pair of indices keeps its distance through all of them once in 2^32.
 _ROUNDS = 32
 _FOR_PIVOTS, _FOR_PAIRS = 0, 1
 
@@ -21,7 +24,8 @@ _FOR_PIVOTS, _FOR_PAIRS = 0, 1
 def permute(key: jax.Array, index: jax.Array, size: Any) -> jax.Array:
     """Where each index goes: int32[...], in `[0, size)`. For one key and size, a bijection.
 
-    In each round a pivot pairs every index with the one that mirrors it, and each pair is swapped or not, by one random bit.
+    In each round a pivot pairs every index with the one that mirrors it, and each pair is swapped
+    or not, by one random bit.
 
     Args:
       key: uint32[2], random.
@@ -29,7 +33,9 @@ def permute(key: jax.Array, index: jax.Array, size: Any) -> jax.Array:
       size: int32[], may be traced.
     """
     cipher_key = jax.random.wrap_key_data(key, impl="threefry2x32")
-    pivots = random.below(*random.words(cipher_key, _ROUNDS, _FOR_PIVOTS), jnp.asarray(size, jnp.int32))
+    pivots = random.below(
+        *random.words(cipher_key, _ROUNDS, _FOR_PIVOTS), jnp.asarray(size, jnp.int32)
+    )
     salts = random.words(cipher_key, _ROUNDS, _FOR_PAIRS)
 
     def swap_or_not(index, per_round):

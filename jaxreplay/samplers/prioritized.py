@@ -1,8 +1,9 @@
-"""Proportional prioritized sampling: a row is drawn with probability priority ** exponent / sum.
+"""Proportional prioritized sampling: a row is drawn with probability priority ** alpha / sum.
 
-Source: Schaul et al., "Prioritized Experience Replay" (2016), section 3.3, algorithm 1. Where we differ: a priority of 0 means never
-drawn (the paper adds a constant to every priority; do so before the call), and new rows keep the priority that they had when they were
-added until they become sampleable.
+Source: Schaul et al., "Prioritized Experience Replay" (2016), section 3.3, algorithm 1. Where we
+differ: a priority of 0 means never drawn (the paper adds a constant to every priority; do so before
+the call), and new rows keep the priority that they had when they were added until they become
+sampleable.
 """
 
 from typing import Any
@@ -26,101 +27,142 @@ _LARGEST_TOTAL = 2.0**120  # of all masses: the reciprocal of a larger one may b
 
 
 class PrioritizedState(Node):
-    tree: SumTreeState  # mass of each row; leaves are ordered by time, then env; 0 for a row that is not sampleable
-    pending_mass: jax.Array | None  # float32[lookahead, E]: masses of each stream's newest rows, the newest last; None without a look-ahead
-    largest: jax.Array  # float32[]: the largest priority so far, at first 1
-    ignored_priorities: jax.Array  # uint32[]: NaN, infinite or negative ones; stays at its maximum
-    ignored_rows: jax.Array  # uint32[]: updates to rows overwritten, out of range, or not sampleable; stays at its maximum
+    # mass of each row; leaves are ordered by time, then env; 0 for a row that is not sampleable
+    tree: SumTreeState
+    # float32[lookahead, E]: masses of each stream's newest rows, the newest last; None without a
+    # look-ahead
+    pending_mass: jax.Array | None
+    max_priority: jax.Array  # float32[]: the largest priority so far, at first 1
+    num_bad_priorities: jax.Array  # uint32[]: NaN, infinite or negative ones; stays at its maximum
+    # uint32[]: updates to rows overwritten, out of range, or not sampleable; stays at its maximum
+    num_stale_updates: jax.Array
 
 
 class Prioritized(PrioritySampler):
-    """Rows in proportion to priority ** exponent.
+    """Rows in proportion to priority ** alpha.
 
     Args:
-      exponent: alpha, at least 0: 0 is uniform over the rows of positive priority.
-      stratified: one draw from each of B equal parts of the total mass, as in the paper, so that a batch is in the order of the
-        rows' positions in their rings; otherwise B independent draws.
-      keep_minimum: keep what `min_probability` needs: a second tree, about as costly to update as the first.
+      alpha: at least 0: 0 is uniform over the rows of positive priority.
+      stratified: one draw from each of B equal parts of the total mass, as in the paper, so that a
+        batch is in the order of the rows' positions in their rings; otherwise B independent draws.
+      keep_minimum: keep what `min_probability` needs: a second tree, about as costly to update as
+        the first.
       fan_out: children of a tree node; 0 chooses for the state's platform.
     """
 
-    exponent: float = 0.6
+    alpha: float = 0.6
     stratified: bool = True
     keep_minimum: bool = False
     fan_out: int = 0
     PER_ROW = ("tree",)
 
     def _check(self) -> None:
-        if not 0 <= self.exponent < float("inf"):
-            raise ValueError(f"{type(self).__name__}: exponent must be a finite number of at least 0, got {self.exponent}")
+        if not 0 <= self.alpha < float("inf"):
+            raise ValueError(
+                f"{type(self).__name__}: alpha must be a finite number of at least 0, got "
+                f"{self.alpha}"
+            )
 
     def window(self, window: Window) -> Window:
         if not window.is_bounded:
             raise ValueError(
-                f"{type(self).__name__}: this view's window reaches to the end of the episode, so that rows become sampleable by whole "
-                "episodes, which a tree of priorities would pay for with a write of any length; draw uniformly, or take goals from any row"
+                f"{type(self).__name__}: this view's window reaches to the end of the episode, so "
+                f"that rows become sampleable by whole "
+                "episodes, which a tree of priorities would pay for with a write of any length; "
+                "draw uniformly, or take goals from any row"
             )
         return window
 
     def init(self, layout: Layout) -> PrioritizedState:
         return PrioritizedState(
             tree=self._tree(layout).init(),
-            pending_mass=jnp.zeros((layout.window.after, layout.num_envs), jnp.float32) if layout.window.after else None,
-            largest=jnp.float32(1),
-            ignored_priorities=jnp.uint32(0),
-            ignored_rows=jnp.uint32(0),
+            pending_mass=jnp.zeros((layout.window.after, layout.num_envs), jnp.float32)
+            if layout.window.after
+            else None,
+            max_priority=jnp.float32(1),
+            num_bad_priorities=jnp.uint32(0),
+            num_stale_updates=jnp.uint32(0),
         )
 
     def clear(self, state: PrioritizedState) -> PrioritizedState:
         """No mass, and 1 for the largest priority; the counts of what was ignored stay."""
-        minima = None if state.tree.minima is None else jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), state.tree.minima)
+        minima = (
+            None
+            if state.tree.minima is None
+            else jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), state.tree.minima)
+        )
         tree = SumTreeState(sums=jax.tree.map(jnp.zeros_like, state.tree.sums), minima=minima)
         pending_mass = None if state.pending_mass is None else jnp.zeros_like(state.pending_mass)
-        return state.replace(tree=tree, pending_mass=pending_mass, largest=jnp.ones_like(state.largest))
+        return state.replace(
+            tree=tree, pending_mass=pending_mass, max_priority=jnp.ones_like(state.max_priority)
+        )
 
-    def observe(self, state: PrioritizedState, effect: WriteEffect | None, priority: jax.Array | None) -> PrioritizedState:
+    def observe(
+        self, state: PrioritizedState, effect: WriteEffect | None, priority: jax.Array | None
+    ) -> PrioritizedState:
         assert effect is not None
         state, given = give(state, effect.is_written, priority)
         mass = jnp.where(effect.is_candidate, self._mass(effect.layout, given), 0)
         if state.pending_mass is not None:
             lookahead = len(state.pending_mass)
             mass = jnp.concatenate([state.pending_mass, mass])
-            # Each stream's newest rows wait on, in the order of their age; a row that was written before moves up by what came after.
+            # Each stream's newest rows wait on, in the order of their age; a row that was written
+            # before moves up by what came after.
             is_row = jnp.concatenate([jnp.ones_like(state.pending_mass, bool), effect.is_written])
             age = effect.age[: len(is_row)]
             place = jnp.where(is_row & (age < lookahead), lookahead - 1 - age, lookahead)
             env = jnp.broadcast_to(effect.layout.envs(), place.shape)
-            state = state.replace(pending_mass=state.pending_mass.at[place, env].set(mass, mode="drop", unique_indices=True))
+            state = state.replace(
+                pending_mass=state.pending_mass.at[place, env].set(
+                    mass, mode="drop", unique_indices=True
+                )
+            )
         return state.replace(tree=self._write(state.tree, effect, mass))
 
     def per_row(self, state: PrioritizedState) -> dict[str, jax.Array]:
         return {"tree.sums.0": state.tree.sums[0]}
 
     def put_per_row(
-        self, state: PrioritizedState, sampleable: Sampleable, name: str, row: jax.Array, values: jax.Array
+        self,
+        state: PrioritizedState,
+        sampleable: Sampleable,
+        name: str,
+        row: jax.Array,
+        values: jax.Array,
     ) -> PrioritizedState:
         """Each row keeps its mass; where the capacity does not let it, the largest mass."""
         layout = sampleable.layout
-        is_sampleable = (row < layout.capacity) & sampleable.contains(jnp.minimum(row, layout.capacity - 1))
+        is_sampleable = (row < layout.capacity) & sampleable.contains(
+            jnp.minimum(row, layout.capacity - 1)
+        )
         leaf = jnp.where(is_sampleable, leaf_of(layout, row), layout.capacity)
-        return state.replace(tree=self._tree(layout).set_unique(state.tree, leaf, jnp.minimum(values, _LARGEST_TOTAL / layout.capacity)))
+        return state.replace(
+            tree=self._tree(layout).set_unique(
+                state.tree, leaf, jnp.minimum(values, _LARGEST_TOTAL / layout.capacity)
+            )
+        )
 
     def _write(self, tree: SumTreeState, effect: WriteEffect, mass: jax.Array) -> SumTreeState:
-        """Rows that became sampleable gain their mass; others that are written have none, nor have those whose look-back is overwritten.
-        Rows that go on waiting, or stay sampleable, keep theirs."""
+        """Rows that became sampleable gain their mass; others that are written have none, nor have
+        those whose look-back is overwritten. Rows that go on waiting, or stay sampleable, keep
+        theirs."""
         mass = jnp.pad(mass, ((0, effect.row.shape[0] - mass.shape[0]), (0, 0)))
         mass = jnp.where(effect.became_sampleable, mass, 0)
         changed = effect.became_sampleable | effect.is_gone
         layout = effect.layout
         if effect.start.ndim == 0:
-            return self._tree(layout).set_range(tree, effect.start * layout.num_envs, mass.reshape(-1), changed.reshape(-1))
+            return self._tree(layout).set_range(
+                tree, effect.start * layout.num_envs, mass.reshape(-1), changed.reshape(-1)
+            )
         leaf = jnp.where(changed, leaf_of(layout, effect.row), layout.capacity)
         return self._tree(layout).set_unique(tree, leaf.reshape(-1), mass.reshape(-1))
 
     def can_sample(self, state: PrioritizedState) -> jax.Array:
         return state.tree.sums[-1].sum() > 0
 
-    def draw(self, state: PrioritizedState, sampleable: Sampleable, key: jax.Array, batch_size: int) -> Draw:
+    def draw(
+        self, state: PrioritizedState, sampleable: Sampleable, key: jax.Array, batch_size: int
+    ) -> Draw:
         layout, tree = sampleable.layout, self._tree(sampleable.layout)
         high, low = random.words(key, batch_size)
         target = random.fraction(high)
@@ -130,35 +172,55 @@ class Prioritized(PrioritySampler):
         time, env = ring.split(leaf, layout.num_envs)
         return Draw(state, layout.row(env, time), _normalized(mass, tree.total(state.tree)))
 
-    def probability(self, state: PrioritizedState, sampleable: Sampleable, row: jax.Array) -> jax.Array:
+    def probability(
+        self, state: PrioritizedState, sampleable: Sampleable, row: jax.Array
+    ) -> jax.Array:
         tree = self._tree(sampleable.layout)
-        return _normalized(tree.get(state.tree, leaf_of(sampleable.layout, row)), tree.total(state.tree))
+        return _normalized(
+            tree.get(state.tree, leaf_of(sampleable.layout, row)), tree.total(state.tree)
+        )
 
     def min_probability(self, layout: Layout, state: PrioritizedState) -> jax.Array:
-        """The smallest probability of a sampleable row of positive priority: float32[]; 1 where there is none."""
+        """The smallest probability of a sampleable row of positive priority: float32[]; 1 where
+        there is none."""
         if not self.keep_minimum:
             raise ValueError(
-                f"min_probability: this buffer keeps no minimum; make its sampler with {type(self).__name__}(keep_minimum=True)"
+                f"min_probability: this buffer keeps no minimum; make its sampler with "
+                f"{type(self).__name__}(keep_minimum=True)"
             )
         tree = self._tree(layout)
         total = tree.total(state.tree)
         return jnp.where(total > 0, _normalized(tree.minimum(state.tree), total), 1)
 
-    def update(self, state: PrioritizedState, sampleable: Sampleable, index: Index, priority: jax.Array) -> PrioritizedState:
+    def update(
+        self, state: PrioritizedState, sampleable: Sampleable, index: Index, priority: jax.Array
+    ) -> PrioritizedState:
         """New priorities, float32[B], for the rows drawn as `index`.
 
-        A row that is out of range, overwritten since, or not sampleable is ignored and counted; so is a priority that is NaN, infinite
-        or negative: the row keeps its own. Of several priorities for one row the largest wins.
+        A row that is out of range, overwritten since, or not sampleable is ignored and counted; so
+        is a priority that is NaN, infinite or negative: the row keeps its own. Of several
+        priorities for one row the largest wins.
         """
         state, leaf, priority = accept(state, sampleable, index, priority)
-        return state.replace(tree=self._tree(sampleable.layout).set(state.tree, leaf, self._mass(sampleable.layout, priority)))
+        return state.replace(
+            tree=self._tree(sampleable.layout).set(
+                state.tree, leaf, self._mass(sampleable.layout, priority)
+            )
+        )
 
     def _tree(self, layout: Layout) -> SumTree:
-        return SumTree.on(layout.traits, layout.capacity, self.fan_out, has_minimum=self.keep_minimum)
+        return SumTree.on(
+            layout.traits, layout.capacity, self.fan_out, has_minimum=self.keep_minimum
+        )
 
     def _mass(self, layout: Layout, priority: jax.Array) -> jax.Array:
-        """priority ** exponent, such that a positive one stays positive and the sum over all rows stays finite: float32[...]."""
-        mass = jnp.clip(jnp.maximum(priority, SMALLEST) ** self.exponent, SMALLEST, _LARGEST_TOTAL / layout.capacity)
+        """priority ** alpha, such that a positive one stays positive and the sum over all rows
+        stays finite: float32[...]."""
+        mass = jnp.clip(
+            jnp.maximum(priority, SMALLEST) ** self.alpha,
+            SMALLEST,
+            _LARGEST_TOTAL / layout.capacity,
+        )
         return jnp.where(is_positive(priority), mass, 0)
 
 
@@ -169,19 +231,23 @@ def _normalized(mass: jax.Array, total: jax.Array) -> jax.Array:
 
 
 def leaf_of(layout: Layout, row: jax.Array) -> jax.Array:
-    """Return the leaf of each row: int32[...]. Leaves lie by time, then env, so that what all envs write together is one range of the tree;
-    a row past the end stays there."""
+    """Return the leaf of each row: int32[...]. Leaves lie by time, then env, so that what all envs
+    write together is one range of the tree; a row past the end stays there."""
     env, position = layout.split(row)
     return jnp.where(row < layout.capacity, position * layout.num_envs + env, layout.capacity)
 
 
 def is_positive(priority: jax.Array) -> jax.Array:
-    """Tell which priorities are positive, by their bits: a processor that flushes subnormal numbers compares them as 0. bool[...]."""
+    """Tell which priorities are positive, by their bits: a processor that flushes subnormal numbers
+    compares them as 0. bool[...]."""
     return jax.lax.bitcast_convert_type(priority, jnp.int32) > 0
 
 
-def give(state: PrioritizedState, is_new: jax.Array, priority: jax.Array | None) -> tuple[Any, jax.Array]:
-    """Give rows that were written a priority, float32[K, E]: the one given or, if there is none or it is bad, the largest so far.
+def give(
+    state: PrioritizedState, is_new: jax.Array, priority: jax.Array | None
+) -> tuple[Any, jax.Array]:
+    """Give rows that were written a priority, float32[K, E]: the one given or, if there is none or
+    it is bad, the largest so far.
 
     Args:
       is_new: bool[K, E], whether a row was written. priority: float32[K, E].
@@ -190,32 +256,42 @@ def give(state: PrioritizedState, is_new: jax.Array, priority: jax.Array | None)
       The state, and the priorities.
     """
     if priority is None:
-        return state, jnp.broadcast_to(state.largest, is_new.shape)
+        return state, jnp.broadcast_to(state.max_priority, is_new.shape)
     is_good = _is_good(priority)
-    largest = jax.lax.cummax(jnp.max(jnp.where(is_new & is_good, priority, state.largest), axis=1))
-    largest = jnp.maximum(largest, state.largest)
-    before = jnp.concatenate([state.largest[None], largest[:-1]])  # as of the row's own step
-    state = state.replace(largest=largest[-1], ignored_priorities=_count(state.ignored_priorities, is_new & ~is_good))
+    largest = jax.lax.cummax(
+        jnp.max(jnp.where(is_new & is_good, priority, state.max_priority), axis=1)
+    )
+    largest = jnp.maximum(largest, state.max_priority)
+    before = jnp.concatenate([state.max_priority[None], largest[:-1]])  # as of the row's own step
+    state = state.replace(
+        max_priority=largest[-1],
+        num_bad_priorities=_count(state.num_bad_priorities, is_new & ~is_good),
+    )
     return state, jnp.where(is_good, priority, before[:, None])
 
 
-def accept(state: PrioritizedState, sampleable: Sampleable, index: Index, priority: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
-    """Accept an update. Returns the state, the leaves to write, int32[B], and their priorities, float32[B].
+def accept(
+    state: PrioritizedState, sampleable: Sampleable, index: Index, priority: jax.Array
+) -> tuple[Any, jax.Array, jax.Array]:
+    """Accept an update. Returns the state, the leaves to write, int32[B], and their priorities,
+    float32[B].
 
-    A row that is out of range, overwritten since, or not sampleable is ignored and counted; so is a priority that is NaN, infinite
-    or negative. Its leaf is the capacity, and its priority 0.
+    A row that is out of range, overwritten since, or not sampleable is ignored and counted; so is a
+    priority that is NaN, infinite or negative. Its leaf is the capacity, and its priority 0.
     """
     layout = sampleable.layout
     is_in_range = (index.row >= 0) & (index.row < layout.capacity)
     row = jnp.where(is_in_range, index.row, 0)
-    is_live = is_in_range & (sampleable.streams.index(row).lap == index.lap) & sampleable.contains(row)
+    is_live = (
+        is_in_range & (sampleable.streams.index(row).lap == index.lap) & sampleable.contains(row)
+    )
     is_good = _is_good(priority)
     accepted = is_live & is_good
     priority = jnp.where(accepted, priority, 0)
     state = state.replace(
-        largest=jnp.maximum(state.largest, jnp.max(priority, initial=0)),
-        ignored_rows=_count(state.ignored_rows, ~is_live),
-        ignored_priorities=_count(state.ignored_priorities, is_live & ~is_good),
+        max_priority=jnp.maximum(state.max_priority, jnp.max(priority, initial=0)),
+        num_stale_updates=_count(state.num_stale_updates, ~is_live),
+        num_bad_priorities=_count(state.num_bad_priorities, is_live & ~is_good),
     )
     return state, jnp.where(accepted, leaf_of(layout, row), layout.capacity), priority
 

@@ -1,4 +1,5 @@
-"""What a sampler is: it is told which rows became sampleable and which were overwritten, and never sees the data."""
+"""What a sampler is: it is told which rows became sampleable and which were overwritten, and never
+sees the data."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -18,19 +19,23 @@ class Draw(NamedTuple):
 
     state: Any  # unchanged, unless the sampler consumes
     row: jax.Array  # int32[B], in [0, capacity)
-    probability: jax.Array  # float32[B]: what one draw has for each; 0 where there was nothing to draw
+    # float32[B]: what one draw has for each; 0 where there was nothing to draw
+    probability: jax.Array
 
 
 class Sampler(Static):
     """A frozen, hashable configuration with pure methods over a state of its own: any pytree.
 
-    It must have `draw` and `probability`. What it leaves out is as here: without a state, for any window, over all sampleable rows.
+    It must have `draw` and `probability`. What it leaves out is as here: without a state, for any
+    window, over all sampleable rows.
     """
 
-    PER_ROW: ClassVar[tuple[str, ...]] = ()  # fields of its state with a number for each row, which `init` makes anew for another capacity
+    # fields of its state with a number for each row, which `init` makes anew for another capacity
+    PER_ROW: ClassVar[tuple[str, ...]] = ()
 
     def window(self, window: Window) -> Window:
-        """What must be known around a row: the view's window, or more. A ValueError for a window that it cannot serve."""
+        """What must be known around a row: the view's window, or more. A ValueError for a window
+        that it cannot serve."""
         return window
 
     def init(self, layout: Layout) -> Any:
@@ -47,36 +52,50 @@ class Sampler(Static):
 
         Args:
           change: None where the window is not bounded.
-          priority: float32[K, E] for the rows written, or None; only given to samplers that have priorities.
+          priority: float32[K, E] for the rows written, or None; only given to samplers that have
+            priorities.
         """
         del effect, priority
         return state
 
     def per_row(self, state: Any) -> dict[str, jax.Array]:
-        """Return what it keeps for each row, `[N or more]`, ordered by time, then env, by its name in the state.
+        """Return what it keeps for each row, `[N or more]`, ordered by time, then env, by its name
+        in the state.
 
         `put_per_row` is given it a part at a time. The state may be of shapes alone.
         """
         del state
         if self.PER_ROW:
-            raise NotImplementedError(f"{type(self).__name__} has {', '.join(self.PER_ROW)} for each row, and must have per_row")
+            raise NotImplementedError(
+                f"{type(self).__name__} has {', '.join(self.PER_ROW)} for each row, and must have "
+                f"per_row"
+            )
         return {}
 
-    def put_per_row(self, state: Any, sampleable: Sampleable, name: str, row: jax.Array, values: jax.Array) -> Any:
-        """Put what rows had before into the state of a buffer of another capacity. All else, such as candidate numbers and ages, is as it
-        was.
+    def put_per_row(
+        self, state: Any, sampleable: Sampleable, name: str, row: jax.Array, values: jax.Array
+    ) -> Any:
+        """Put what rows had before into the state of a buffer of another capacity. All else, such
+        as candidate numbers and ages, is as it was.
 
         Args:
           sampleable: the rows as they are now. name: of what `per_row` gave.
-          row: int32[K], which rows these are now, all different; the capacity for those that are gone. values: `[K]`.
+          row: int32[K], which rows these are now, all different; the capacity for those that are
+            gone. values: `[K]`.
         """
-        raise NotImplementedError(f"{type(self).__name__} has {name} for each row, and must have put_per_row")
+        raise NotImplementedError(
+            f"{type(self).__name__} has {name} for each row, and must have put_per_row"
+        )
 
-    def after_loss(self, state: Any, candidate_number_now: Callable[[np.ndarray], np.ndarray]) -> Any:
-        """Return the state, without what is kept for each row, for a buffer that has lost rows out of its midst.
+    def after_loss(
+        self, state: Any, candidate_number_now: Callable[[np.ndarray], np.ndarray]
+    ) -> Any:
+        """Return the state, without what is kept for each row, for a buffer that has lost rows out
+        of its midst.
 
         Args:
-          rank_now: gives what a candidate number of before is now, or that of the next row that is left: uint32[E] to uint32[E].
+          rank_now: gives what a candidate number of before is now, or that of the next row that is
+            left: uint32[E] to uint32[E].
         """
         del candidate_number_now
         return state
@@ -104,20 +123,27 @@ class PrioritySampler(Sampler):
     """A sampler with priorities, so that `add` takes them; it must also have these."""
 
     def update(self, state: Any, sampleable: Sampleable, index: Index, priority: jax.Array) -> Any:
-        """The state with new priorities, float32[B], for drawn rows; it ignores what is bad or stale."""
+        """The state with new priorities, float32[B], for drawn rows; it ignores what is bad or
+        stale."""
         raise NotImplementedError(f"{type(self).__name__} has priorities, and must have update")
 
     def min_probability(self, layout: Layout, state: Any) -> jax.Array:
         """The smallest probability of a sampleable row of positive priority: float32[]."""
-        raise NotImplementedError(f"{type(self).__name__} has priorities, and must have min_probability")
+        raise NotImplementedError(
+            f"{type(self).__name__} has priorities, and must have min_probability"
+        )
 
 
 class ConsumingSampler(Sampler):
-    """A sampler that hands out each row once: drawing changes its state, so that a buffer has `take` and not `sample`."""
+    """A sampler that hands out each row once: drawing changes its state, so that a buffer has
+    `take` and not `sample`."""
 
     def can_add(self, state: Any, sampleable: Sampleable, num_rows: int) -> jax.Array:
-        """Whether as many more rows of each stream overwrite nothing that is still to be taken: bool[]."""
-        raise NotImplementedError(f"{type(self).__name__} hands out each row once, and must have can_add")
+        """Whether as many more rows of each stream overwrite nothing that is still to be taken:
+        bool[]."""
+        raise NotImplementedError(
+            f"{type(self).__name__} hands out each row once, and must have can_add"
+        )
 
 
 def uniform_probability(total: jax.Array) -> jax.Array:

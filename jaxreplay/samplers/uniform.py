@@ -13,19 +13,22 @@ from jaxreplay.storage.streams import written_row
 
 _MAX_REDRAWS = 16
 _TRIES_AT_ONCE = 4  # on an accelerator
-_MOST_TRIES = 4  # where fewer than one row in so many is a candidate, rows are selected by candidate number at once
+# where fewer than one row in so many is a candidate, rows are selected by candidate number at once
+_MOST_TRIES = 4
 
 
 class Uniform(Sampler):
     """Every sampleable row alike, with replacement.
 
-    A row is drawn among all that are written, and drawn again where it is no transition or still waits for its window. At least half of a
-    stream's rows are transitions but for pathological streams, so a few rounds do; what is left after 16 of them is selected by candidate
-    number, which is exact and costs a binary search. (A list of the sampleable rows would be exact at once, and cost every sample another
-    random read: 41-48 us for the fused loop against 30, measured.)
+    A row is drawn among all that are written, and drawn again where it is no transition or still
+    waits for its window. At least half of a stream's rows are transitions but for pathological
+    streams, so a few rounds do; what is left after 16 of them is selected by candidate number,
+    which is exact and costs a binary search. (A list of the sampleable rows would be exact at once,
+    and cost every sample another random read: 41-48 us for the fused loop against 30, measured.)
 
-    On an accelerator there is no loop whose end only the device knows, nor a branch, for which a GPU would wait for its host: four rows are
-    drawn at once, and the one that is selected by candidate number is for where all of them fail.
+    On an accelerator there is no loop whose end only the device knows, nor a branch, for which a
+    GPU would wait for its host: four rows are drawn at once, and the one that is selected by
+    candidate number is for where all of them fail.
     """
 
     def draw(self, state: Any, sampleable: Sampleable, key: jax.Array, batch_size: int) -> Draw:
@@ -34,18 +37,26 @@ class Uniform(Sampler):
         total = sampleable_rows.sum(dtype=jnp.int32)
         probability = jnp.broadcast_to(uniform_probability(total), (batch_size,))
         if sampleable.layout.window.period > _MOST_TRIES:
-            row = sampleable.select(*split_by(sampleable_rows, random.below(high, low, total), traits))
+            row = sampleable.select(
+                *split_by(sampleable_rows, random.below(high, low, total), traits)
+            )
             return Draw(state, row, probability)
 
         def selected(tries, row, is_drawn):
-            env, nth = split_by(sampleable_rows, random.below(*random.remix(high, low, tries), total), traits)
+            env, nth = split_by(
+                sampleable_rows, random.below(*random.remix(high, low, tries), total), traits
+            )
             return jnp.where(is_drawn, row, sampleable.select(env, nth))
 
         if not traits.has_loops:
             row, is_drawn = _first_drawn(sampleable, high, low, _TRIES_AT_ONCE)
-            exact = lambda: selected(jnp.uint32(_TRIES_AT_ONCE - 1), row, is_drawn)  # noqa: E731
+            exact = lambda: selected(jnp.uint32(_TRIES_AT_ONCE - 1), row, is_drawn)
             if traits.has_branches:  # the search costs much more
-                return Draw(state, jax.lax.cond((total > 0) & ~jnp.all(is_drawn), exact, lambda: row), probability)
+                return Draw(
+                    state,
+                    jax.lax.cond((total > 0) & ~jnp.all(is_drawn), exact, lambda: row),
+                    probability,
+                )
             return Draw(state, exact(), probability)
 
         def redraw(carry):
@@ -60,27 +71,42 @@ class Uniform(Sampler):
             return (total > 0) & ~jnp.all(carry[2])
 
         def complete(carry):
-            carry = jax.lax.while_loop(lambda carry: is_short(carry) & (carry[0] < _MAX_REDRAWS), redraw, carry)
+            carry = jax.lax.while_loop(
+                lambda carry: is_short(carry) & (carry[0] < _MAX_REDRAWS), redraw, carry
+            )
             return jax.lax.while_loop(is_short, select, carry)
 
-        # Two draws at once, so that few batches go on to the loop; in one read: two took 1 to 2 us more.
+        # Two draws at once, so that few batches go on to the loop; in one read: two took 1 to 2 us
+        # more.
         carry = jnp.uint32(1), *_first_drawn(sampleable, high, low, 2)
-        # Loops rather than a cond, which would run both branches under vmap. This one and that of `select` run at most once.
+        # Loops rather than a cond, which would run both branches under vmap. This one and that of
+        # `select` run at most once.
         _, row, _ = jax.lax.while_loop(is_short, complete, carry)
         return Draw(state, row, probability)
 
     def probability(self, state: Any, sampleable: Sampleable, row: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(uniform_probability(sampleable.count().sum(dtype=jnp.int32)), row.shape)
+        return jnp.broadcast_to(
+            uniform_probability(sampleable.count().sum(dtype=jnp.int32)), row.shape
+        )
 
 
-def _first_drawn(sampleable: Sampleable, high: jax.Array, low: jax.Array, num_tries: int) -> tuple[jax.Array, jax.Array]:
-    """The first sampleable row of several draws, or the last one where none is: int32[B], bool[B]. In one read."""
-    tries = [(high, low), *(random.remix(high, low, jnp.uint32(nth)) for nth in range(num_tries - 1))]
-    if sampleable.layout.traits.in_line:  # one by one: the tries go into the kernel that chooses among them
+def _first_drawn(
+    sampleable: Sampleable, high: jax.Array, low: jax.Array, num_tries: int
+) -> tuple[jax.Array, jax.Array]:
+    """The first sampleable row of several draws, or the last one where none is: int32[B], bool[B].
+    In one read."""
+    tries = [
+        (high, low),
+        *(random.remix(high, low, jnp.uint32(nth)) for nth in range(num_tries - 1)),
+    ]
+    # one by one: the tries go into the kernel that chooses among them
+    if sampleable.layout.traits.in_line:
         rows = [written_row(sampleable.streams, *words) for words in tries]
         is_drawn = [sampleable.contains(row) for row in rows]
     else:
-        rows = written_row(sampleable.streams, *jax.tree.map(lambda *words: jnp.stack(words), *tries))
+        rows = written_row(
+            sampleable.streams, *jax.tree.map(lambda *words: jnp.stack(words), *tries)
+        )
         is_drawn = sampleable.contains(rows)
     row, found = rows[-1], is_drawn[-1]
     for nth in reversed(range(num_tries - 1)):

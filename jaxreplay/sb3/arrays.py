@@ -7,7 +7,11 @@ import numpy as np
 import torch
 
 # What hands back the 64-bit numbers that were stored in 32 bits.
-TORCH_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.uint64): torch.uint64, np.dtype(np.float64): torch.float64}
+TORCH_DTYPES = {
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.uint64): torch.uint64,
+    np.dtype(np.float64): torch.float64,
+}
 
 
 def shaped(where: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -15,12 +19,16 @@ def shaped(where: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     if array.shape == shape:
         return array
     if [size for size in array.shape if size != 1] != [size for size in shape if size != 1]:
-        raise ValueError(f"{where}: got the shape {list(array.shape)}, expected {list(shape)}, one for each environment")
+        raise ValueError(
+            f"{where}: got the shape {list(array.shape)}, expected {list(shape)}, one for each "
+            f"environment"
+        )
     return array.reshape(shape)
 
 
 def is_same(announced: Any, obs: Any, n_envs: int) -> np.ndarray:
-    """Of which environments the observation is, bit for bit, the one that was announced: bool[n_envs]."""
+    """Of which environments the observation is, bit for bit, the one that was announced:
+    bool[n_envs]."""
     same = np.ones(n_envs, bool)
     if announced is not None:
         for before, now in zip(jax.tree.leaves(announced), jax.tree.leaves(obs), strict=True):

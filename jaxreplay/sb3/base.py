@@ -1,8 +1,10 @@
-"""What the drop-in buffers share: Stable-Baselines3's calls on the outside, streams on the device within.
+"""What the drop-in buffers share: Stable-Baselines3's calls on the outside, streams on the device
+within.
 
-Stable-Baselines3 hands over whole transitions. Here the observation after a step is stored as the next step's own, or as the end of its
-episode (`storage/provisional.py`). Whether a step goes on from the one before is told by comparing its observation with the one that was
-announced: after a reset in the middle of an episode nothing is paired that does not belong together.
+Stable-Baselines3 hands over whole transitions. Here the observation after a step is stored as the
+next step's own, or as the end of its episode (`storage/provisional.py`). Whether a step goes on
+from the one before is told by comparing its observation with the one that was announced: after a
+reset in the middle of an episode nothing is paired that does not belong together.
 """
 
 import contextlib
@@ -21,7 +23,7 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples, Repla
 from stable_baselines3.common.vec_env import VecNormalize
 
 from jaxreplay._util.checks import check_not_forked
-from jaxreplay._util.signals import uninterrupted
+from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.buffers.jitted import method, program
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import is_alive
@@ -43,13 +45,16 @@ class DropInBuffer(buffers.ReplayBuffer):
     """The base of the drop-in buffers.
 
     Args:
-      buffer_size: transitions in all, as of Stable-Baselines3; the end of each episode that is stored takes the place of one.
+      buffer_size: transitions in all, as of Stable-Baselines3; the end of each episode that is
+        stored takes the place of one.
       observation_space, action_space: Dict observations too. 64-bit numbers are stored in 32 bits,
         unless `jax_enable_x64` is on, and come out as 64-bit ones.
       device: where batches go. n_envs: environments that step together.
       optimize_memory_usage: always so here; it must not be set.
-      handle_timeout_termination: whether a step with `TimeLimit.truncated` in its info is bootstrapped from.
-      storage_device: the platform whose first device holds the rows, such as "cpu"; JAX's default device if None.
+      handle_timeout_termination: whether a step with `TimeLimit.truncated` in its info is
+        bootstrapped from.
+      storage_device: the platform whose first device holds the rows, such as "cpu"; JAX's default
+        device if None.
     """
 
     copy_info_dict = False  # whether the steps' infos are kept: hindsight's
@@ -66,17 +71,28 @@ class DropInBuffer(buffers.ReplayBuffer):
         storage_device: str | None = None,
     ):
         # Not those of ReplayBuffer, which allocate: the base of all buffers.
-        super(buffers.ReplayBuffer, self).__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
+        super(buffers.ReplayBuffer, self).__init__(
+            buffer_size, observation_space, action_space, device, n_envs=n_envs
+        )
         if optimize_memory_usage:
-            raise ValueError(f"{type(self).__name__}: observations are always stored once here; leave out optimize_memory_usage=True")
+            raise ValueError(
+                f"{type(self).__name__}: observations are always stored once here; leave out "
+                f"optimize_memory_usage=True"
+            )
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage = False
         self.handle_timeout_termination = handle_timeout_termination
         self.storage_device = storage_device
         # A row more for the end of the newest episode; at the least, what one window takes.
         view = self._view()
-        sizes: Any = {"capacity": max(self.buffer_size, view.window.length) * n_envs + n_envs, "num_envs": n_envs, "batch_size": 1}
-        self._replay = ReplayBuffer(**sizes, autoreset="same_step", sampler=self._sampler(), view=view)
+        sizes: Any = {
+            "capacity": max(self.buffer_size, view.window.length) * n_envs + n_envs,
+            "num_envs": n_envs,
+            "batch_size": 1,
+        }
+        self._replay = ReplayBuffer(
+            **sizes, autoreset="same_step", sampler=self._sampler(), view=view
+        )
         self._state = self._empty()
         self._forget()
         self._seed: int | None = None
@@ -100,7 +116,8 @@ class DropInBuffer(buffers.ReplayBuffer):
         """There is no step that the next one could go on from."""
         self._announced: Any = None
         self._may_go_on, self._was_first = np.zeros((2, self.n_envs), bool)
-        self._counts: Any = np.zeros(self.n_envs, np.int32)  # transitions of each stream, on the device
+        # transitions of each stream, on the device
+        self._counts: Any = np.zeros(self.n_envs, np.int32)
         self.pos, self.full = 0, False
         self._is_torn = False
 
@@ -118,20 +135,34 @@ class DropInBuffer(buffers.ReplayBuffer):
         return np.asarray(self._counts)
 
     def size(self) -> int:
-        """Transitions held for each environment; their mean where episodes of different lengths leave room for more or fewer."""
+        """Transitions held for each environment; their mean where episodes of different lengths
+        leave room for more or fewer."""
         return int(self._owner.sum() // self.n_envs)
 
     def reset(self) -> None:
         check_not_forked(f"this {type(self).__name__}", self._pid)
-        with uninterrupted():
-            self._state = method("clear")(self._replay, self._state) if is_alive(self._state) else self._empty()
+        with defer_interrupts():
+            self._state = (
+                method("clear")(self._replay, self._state)
+                if is_alive(self._state)
+                else self._empty()
+            )
             self._forget()
 
-    def add(self, obs: Any, next_obs: Any, action: np.ndarray, reward: np.ndarray, done: np.ndarray, infos: list[dict[str, Any]]) -> None:
+    def add(
+        self,
+        obs: Any,
+        next_obs: Any,
+        action: np.ndarray,
+        reward: np.ndarray,
+        done: np.ndarray,
+        infos: list[dict[str, Any]],
+    ) -> None:
         """Append one transition of each environment, as Stable-Baselines3's algorithms do.
 
         Args:
-          obs, next_obs: arrays `[n_envs, ...]`, or dicts of them; `next_obs` is the true one also where the episode ended.
+          obs, next_obs: arrays `[n_envs, ...]`, or dicts of them; `next_obs` is the true one also
+            where the episode ended.
           action, reward, done: `[n_envs, ...]`. infos: one dict for each environment.
         """
         self._check_whole()
@@ -139,31 +170,50 @@ class DropInBuffer(buffers.ReplayBuffer):
         done = shaped("done", np.array(done, bool), (self.n_envs,))
         timeout = np.zeros_like(done)
         if self.handle_timeout_termination or self.copy_info_dict:
-            timeout = shaped("infos", np.array([info.get("TimeLimit.truncated", False) for info in infos], bool), (self.n_envs,))
+            timeout = shaped(
+                "infos",
+                np.array([info.get("TimeLimit.truncated", False) for info in infos], bool),
+                (self.n_envs,),
+            )
             timeout &= self.handle_timeout_termination
         goes_on = self._may_go_on & is_same(self._announced, obs, self.n_envs)
         step = Step(
             obs=obs,
-            action=fit("action", shaped("action", self._flat(np.array(action, self._action_dtype)), (self.n_envs, self.action_dim))),
+            action=fit(
+                "action",
+                shaped(
+                    "action",
+                    self._flat(np.array(action, self._action_dtype)),
+                    (self.n_envs, self.action_dim),
+                ),
+            ),
             reward=shaped("reward", np.array(reward, np.float32), (self.n_envs,)),
             terminated=done & ~timeout,
             truncated=timeout | ~done,
             final_obs=next_obs,
         )
         with self._changing():
-            self._state, self._counts, rows = _add(self._replay, self._state, step, goes_on, self._was_first)
-            self._announced, self._may_go_on, self._was_first = next_obs, ~(done | timeout), ~goes_on
+            self._state, self._counts, rows = _add(
+                self._replay, self._state, step, goes_on, self._was_first
+            )
+            self._announced, self._may_go_on, self._was_first = (
+                next_obs,
+                ~(done | timeout),
+                ~goes_on,
+            )
             self._after_add(rows, infos)
             self.pos += 1
             if self.pos == self.buffer_size:
                 self.full, self.pos = True, 0
 
     def _after_add(self, rows: jax.Array, infos: list[dict[str, Any]]) -> None:
-        """Keep what a buffer has beside the rows. `rows`: int32[n_envs], where the transitions lie."""
+        """Keep what a buffer has beside the rows. `rows`: int32[n_envs], where the transitions
+        lie."""
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
-        """Transitions, each one held as likely as any other. Draws from NumPy's generator as Stable-Baselines3's own buffer does, so that
-        equal seeds give equal batches, until the first row is overwritten.
+        """Transitions, each one held as likely as any other. Draws from NumPy's generator as
+        Stable-Baselines3's own buffer does, so that equal seeds give equal batches, until the first
+        row is overwritten.
 
         Args:
           batch_size: transitions. env: normalizes observations and rewards.
@@ -178,31 +228,50 @@ class DropInBuffer(buffers.ReplayBuffer):
         return self._read(nth - (ends - counts)[env_indices], env_indices, env)
 
     def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> Any:
-        """The transitions with these numbers in their stream, 0 the oldest that is held, each of an environment drawn anew."""
+        """The transitions with these numbers in their stream, 0 the oldest that is held, each of an
+        environment drawn anew."""
         env_indices = np.random.randint(0, self.n_envs, size=len(batch_inds))
         if len(bad := batch_inds[(batch_inds < 0) | (batch_inds >= self._owner[env_indices])]):
-            raise IndexError(f"{type(self).__name__}: there is no transition {bad[0]}: the streams hold {self._owner.tolist()}")
+            raise IndexError(
+                f"{type(self).__name__}: there is no transition {bad[0]}: the streams hold "
+                f"{self._owner.tolist()}"
+            )
         return self._read(batch_inds, env_indices, env)
 
     def _read(self, nth: np.ndarray, env_indices: np.ndarray, env: VecNormalize | None) -> Any:
-        with uninterrupted():  # JAX compares buffers, and would take an interrupt in that for an error of theirs
-            return self._samples(_get(self._replay, self._state, env_indices.astype(np.int32), nth.astype(np.int32)), env)
+        # JAX compares buffers, and would take an interrupt in that for an error of theirs
+        with defer_interrupts():
+            return self._samples(
+                _get(self._replay, self._state, env_indices.astype(np.int32), nth.astype(np.int32)),
+                env,
+            )
 
     def _samples(self, item: Any, env: VecNormalize | None) -> Any:
         """What Stable-Baselines3 learns from: of a `Learned`."""
         if env is None:
-            obs, next_obs, action, done, reward = to_torch((item.obs, item.next_obs, item.action, item.done, item.reward))
+            obs, next_obs, action, done, reward = to_torch(
+                (item.obs, item.next_obs, item.action, item.done, item.reward)
+            )
             obs, next_obs = self._observation(obs), self._observation(next_obs)
         else:
             action, done = to_torch((item.action, item.done))
             obs, next_obs = (self._normalized(x, env) for x in (item.obs, item.next_obs))
             reward = self.to_torch(self._normalized_reward(item, env))
         kind: Any = DictReplayBufferSamples if isinstance(obs, dict) else ReplayBufferSamples
-        return kind(obs, self._cast(action, self._action_dtype), next_obs, self._cast(done), self._cast(reward))
+        return kind(
+            obs,
+            self._cast(action, self._action_dtype),
+            next_obs,
+            self._cast(done),
+            self._cast(reward),
+        )
 
     def _normalized(self, obs: Any, env: VecNormalize) -> Any:
         if isinstance(self.observation_space, spaces.Dict):
-            wide = {key: np.asarray(leaf).astype(self.observation_space[key].dtype) for key, leaf in obs.items()}
+            wide = {
+                key: np.asarray(leaf).astype(self.observation_space[key].dtype)
+                for key, leaf in obs.items()
+            }
         else:
             wide = np.asarray(obs).astype(self.observation_space.dtype)
         return jax.tree.map(self.to_torch, env.normalize_obs(wide))
@@ -212,7 +281,10 @@ class DropInBuffer(buffers.ReplayBuffer):
 
     def _observation(self, obs: Any) -> Any:
         if isinstance(self.observation_space, spaces.Dict):
-            return {key: self._cast(leaf, self.observation_space[key].dtype) for key, leaf in obs.items()}
+            return {
+                key: self._cast(leaf, self.observation_space[key].dtype)
+                for key, leaf in obs.items()
+            }
         return self._cast(obs, self.observation_space.dtype)
 
     def _cast(self, tensor: torch.Tensor, dtype: Any = None) -> torch.Tensor:
@@ -228,8 +300,9 @@ class DropInBuffer(buffers.ReplayBuffer):
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Rows and what the host knows of them change together, or the buffer says that they did not. A signal waits meanwhile."""
-        with uninterrupted():
+        """Rows and what the host knows of them change together, or the buffer says that they did
+        not. A signal waits meanwhile."""
+        with defer_interrupts():
             before, self._is_torn = self._state, True
             try:
                 yield
@@ -241,21 +314,32 @@ class DropInBuffer(buffers.ReplayBuffer):
     def _check_whole(self) -> None:
         check_not_forked(f"this {type(self).__name__}", self._pid)
         if self._is_torn:
-            raise RuntimeError(f"{type(self).__name__}: a change was interrupted, and what it wrote is not known; call reset()")
+            raise RuntimeError(
+                f"{type(self).__name__}: a change was interrupted, and what it wrote is not "
+                f"known; call reset()"
+            )
 
     def _check_not_empty(self) -> None:
         self._check_whole()
         if not self._owner.any():
-            raise ValueError(f"{type(self).__name__}: there is nothing to sample yet; add transitions first, or raise learning_starts")
+            raise ValueError(
+                f"{type(self).__name__}: there is nothing to sample yet; add transitions first, "
+                f"or raise learning_starts"
+            )
 
     def _flat(self, action: np.ndarray) -> np.ndarray:
         """Each env's in one axis, where they are as many as they should be."""
-        is_alive = action.size == self.n_envs * self.action_dim and (self.n_envs == 1 or len(action) == self.n_envs)
+        is_alive = action.size == self.n_envs * self.action_dim and (
+            self.n_envs == 1 or len(action) == self.n_envs
+        )
         return action.reshape(self.n_envs, self.action_dim) if is_alive else action
 
     def __getattr__(self, name: str) -> Any:
         if name in _THEIR_ARRAYS:
-            raise AttributeError(f"{type(self).__name__} has no array of {name}: steps are stored once, on the device; draw a sample")
+            raise AttributeError(
+                f"{type(self).__name__} has no array of {name}: steps are stored once, on the "
+                f"device; draw a sample"
+            )
         raise AttributeError(name)
 
     @property
@@ -267,12 +351,20 @@ class DropInBuffer(buffers.ReplayBuffer):
             return np.zeros(shape, jax.dtypes.canonicalize_dtype(dtype))
 
         if isinstance(self.observation_space, spaces.Dict):
-            obs = {key: of(shape, self.observation_space[key].dtype) for key, shape in self.obs_shape.items()}  # type: ignore[union-attr]
+            shapes: Any = self.obs_shape  # by key
+            obs = {key: of(shapes[key], self.observation_space[key].dtype) for key in shapes}
         else:
             obs = of(self.obs_shape, self.observation_space.dtype)
         flag = np.zeros((), bool)
         action = of((self.action_dim,), self._action_dtype)
-        return Step(obs=obs, action=action, reward=np.float32(0), terminated=flag, truncated=flag, final_obs=obs)
+        return Step(
+            obs=obs,
+            action=action,
+            reward=np.float32(0),
+            terminated=flag,
+            truncated=flag,
+            final_obs=obs,
+        )
 
     def _stored(self, where: str, obs: Any) -> Any:
         """A copy, of the space's shapes and dtypes: the caller may reuse its arrays."""
@@ -304,17 +396,22 @@ class DropInBuffer(buffers.ReplayBuffer):
 
 
 @functools.partial(program, changes=True)
-def _add(replay: ReplayBuffer, state: Any, step: Step, goes_on: Any, was_first: Any) -> tuple[Any, jax.Array, jax.Array]:
-    """Add a step. Returns the state, the transitions that each stream holds, and the row of its newest one: int32[E] both."""
-    state = provisional.add(replay, state, step, goes_on, was_first)
+def _add(
+    buffer: ReplayBuffer, state: Any, step: Step, goes_on: Any, was_first: Any
+) -> tuple[Any, jax.Array, jax.Array]:
+    """Add a step. Returns the state, the transitions that each stream holds, and the row of its
+    newest one: int32[E] both."""
+    state = provisional.add(buffer, state, step, goes_on, was_first)
     layout, position = state.layout, state.streams.heads.position
-    return state, _transitions(state).count(), layout.row(layout.envs(), layout.wrap(position - 2))  # the final row comes after it
+    # the final row comes after it
+    return state, _transitions(state).count(), layout.row(layout.envs(), layout.wrap(position - 2))
 
 
 @program
-def _get(replay: ReplayBuffer, state: Any, env: jax.Array, nth: jax.Array) -> Any:
-    """Read the `nth` transition of each stream `env`, int32[B] both; 0 is the oldest that is held."""
-    return replay.get(state, _transitions(state).select(env, nth)).items
+def _get(buffer: ReplayBuffer, state: Any, env: jax.Array, nth: jax.Array) -> Any:
+    """Read the `nth` transition of each stream `env`, int32[B] both; 0 is the oldest that is
+    held."""
+    return buffer.get(state, _transitions(state).select(env, nth)).experience
 
 
 def _transitions(state: Any) -> Sampleable:

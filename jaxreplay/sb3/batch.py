@@ -1,4 +1,5 @@
-"""The view of the drop-in buffers: n-step transitions in the columns that Stable-Baselines3 learns from."""
+"""The view of the drop-in buffers: n-step transitions in the columns that Stable-Baselines3 learns
+from."""
 
 from typing import Any
 
@@ -15,10 +16,9 @@ class SB3Batch(Node):
     """Leaves `[B, ...]`.
 
     Fields:
-      obs, next_obs: pytree. action: [B, ...].
-      reward: float32[B, 1], the sum of gamma^j r_j over the window. rewards: float32[B, n], what it sums, 0 past the window.
-      done: float32[B, 1], 1 where the window reached a termination.
-      num_steps: int32[B, 1].
+      obs, next_obs: pytree. action: [B, ...]. reward: float32[B, 1], the sum of gamma^j r_j over
+      the window. rewards: float32[B, n], what it sums, 0 past the window. done: float32[B, 1], 1
+      where the window reached a termination. num_steps: int32[B, 1].
     """
 
     obs: Any
@@ -31,7 +31,8 @@ class SB3Batch(Node):
 
 
 class SB3View(TransitionView):
-    """As `TransitionView`, whose `discount` is the gamma here; a target takes gamma^num_steps and `done` in its place."""
+    """As `TransitionView`, whose `discount` is the gamma here; a target takes gamma^num_steps and
+    `done` in its place."""
 
     n_step: int = 1
 

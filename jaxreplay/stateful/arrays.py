@@ -1,4 +1,5 @@
-"""Arrays of NumPy, PyTorch and JAX, in and out: what comes in is copied, what goes out is shared."""
+"""Arrays of NumPy, PyTorch and JAX, in and out: what comes in is copied, what goes out is
+shared."""
 
 import dataclasses
 import sys
@@ -15,20 +16,43 @@ from jaxreplay.buffers.replay_buffer import ReplayBuffer
 
 NAMES = ("jax", "numpy", "torch")
 OUTSIDE = (
-    "A Replay has a state of its own, so that it cannot be called inside of jit, scan or vmap: it would be changed once, when the function "
-    "is traced, and not when it runs. Use the buffer's methods there, which are pure: state = replay.buffer.add(state, step)"
+    "A Replay has a state of its own, so that it cannot be called inside of jit, scan or vmap: it "
+    "would be changed once, when the function "
+    "is traced, and not when it runs. Use the buffer's methods there, which are pure: state = "
+    "replay.buffer.add(state, step)"
 )
 # Dtypes that JAX takes as they are, and those that may fit into the 32 bits that it has by default.
-_PLAIN = frozenset(map(np.dtype, ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "float32", "complex64")))
-_NARROWER = {np.dtype(wide): np.dtype(narrow) for wide, narrow in (("int64", "int32"), ("uint64", "uint32"), ("float64", "float32"))}
+_PLAIN = frozenset(
+    map(
+        np.dtype,
+        (
+            "bool",
+            "int8",
+            "uint8",
+            "int16",
+            "uint16",
+            "int32",
+            "uint32",
+            "float16",
+            "float32",
+            "complex64",
+        ),
+    )
+)
+_NARROWER = {
+    np.dtype(wide): np.dtype(narrow)
+    for wide, narrow in (("int64", "int32"), ("uint64", "uint32"), ("float64", "float32"))
+}
 _FAR_FROM_INFINITE = 1e38  # in float32
 
 
 def own(where: str, tree: Any) -> Any:
-    """The same tree of arrays that nobody else will write to, 64-bit numbers in the 32 bits that JAX has by default.
+    """The same tree of arrays that nobody else will write to, 64-bit numbers in the 32 bits that
+    JAX has by default.
 
-    A JAX array never changes, and is taken as it is. NumPy arrays, numbers and tensors of the host are copied: JAX may read an input after
-    the call returned, when an env has already written its next observation to it. A tensor on an accelerator is copied there.
+    A JAX array never changes, and is taken as it is. NumPy arrays, numbers and tensors of the host
+    are copied: JAX may read an input after the call returned, when an env has already written its
+    next observation to it. A tensor on an accelerator is copied there.
 
     Raises:
       ValueError: a number does not fit, or a leaf is no array; it is named.
@@ -41,10 +65,16 @@ def own(where: str, tree: Any) -> Any:
 
 
 def fit(name: str, array: np.ndarray) -> np.ndarray:
-    """64-bit numbers in the 32 bits that JAX has by default. A ValueError names numbers that do not fit."""
+    """64-bit numbers in the 32 bits that JAX has by default. A ValueError names numbers that do not
+    fit."""
     if array.dtype.kind not in "biufc":
         return array
-    return checks.cast(name, array, jax.dtypes.canonicalize_dtype(array.dtype), "which is what JAX has unless jax_enable_x64 is on")
+    return checks.cast(
+        name,
+        array,
+        jax.dtypes.canonicalize_dtype(array.dtype),
+        "which is what JAX has unless jax_enable_x64 is on",
+    )
 
 
 def to_framework(framework: str, tree: Any) -> Any:
@@ -119,12 +149,20 @@ class StepFormat:
         specs = checks.specs("init", as_stored("init", buffer, example))
         leaves, structure = jax.tree.flatten(specs)
         named(specs)  # says where two have one name
-        return cls(buffer.autoreset is not None, structure, tuple(leaf.dtype for leaf in leaves), len(leaves[0].shape))
+        return cls(
+            buffer.autoreset is not None,
+            structure,
+            tuple(leaf.dtype for leaf in leaves),
+            len(leaves[0].shape),
+        )
 
     def fit(self, step: Any) -> tuple[Any, tuple[int, ...]]:
-        """The step in the format's dtypes, and its leading axes: `()`, `(num_envs,)` or `(time, num_envs)`."""
+        """The step in the format's dtypes, and its leading axes: `()`, `(num_envs,)` or
+        `(time, num_envs)`."""
         leaves, structure = jax.tree.flatten(step)
-        if structure == self.structure and any(leaf.dtype != dtype for leaf, dtype in zip(leaves, self.dtypes, strict=True)):
+        if structure == self.structure and any(
+            leaf.dtype != dtype for leaf, dtype in zip(leaves, self.dtypes, strict=True)
+        ):
             paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(step)]
             step = jax.tree.unflatten(structure, map(_cast, paths, leaves, self.dtypes))
         if self.has_flags:
@@ -134,10 +172,13 @@ class StepFormat:
 
 
 def _cast(path: Any, leaf: Any, dtype: Any) -> Any:
-    """A leaf in the dtype, where that is of the same kind or wider; a ValueError for a number that it cannot hold."""
+    """A leaf in the dtype, where that is of the same kind or wider; a ValueError for a number that
+    it cannot hold."""
     if leaf.dtype == dtype or not np.can_cast(leaf.dtype, dtype, "same_kind"):
         return leaf
-    return checks.cast(f"add: {name_of(path)}", np.asarray(leaf), dtype, "as the first step or example= has it")
+    return checks.cast(
+        f"add: {name_of(path)}", np.asarray(leaf), dtype, "as the first step or example= has it"
+    )
 
 
 def as_stored(where: str, buffer: ReplayBuffer, step: Any) -> Any:
@@ -146,7 +187,8 @@ def as_stored(where: str, buffer: ReplayBuffer, step: Any) -> Any:
 
 
 def example_of(buffer: ReplayBuffer, step: Any, env: int | None) -> Any:
-    """One env's step, from the first that is added. Integer rewards become floating ones: the next may be no integer."""
+    """One env's step, from the first that is added. Integer rewards become floating ones: the next
+    may be no integer."""
     if buffer.autoreset is None:
         num_axes = int(env is None)
     else:

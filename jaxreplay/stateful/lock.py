@@ -1,11 +1,12 @@
-"""One call at a time, from any thread; no signal in the middle of one; and none in a forked process, where it would hang."""
+"""One call at a time, from any thread; no signal in the middle of one; and none in a forked
+process, where it would hang."""
 
 import os
 import threading
 from typing import Any
 
 from jaxreplay._util.checks import check_not_forked
-from jaxreplay._util.signals import uninterrupted
+from jaxreplay._util.signals import defer_interrupts
 
 _TICK = 0.05  # seconds after which a wait of the main thread looks for signals
 
@@ -21,11 +22,11 @@ class Monitor:
         self._what, self._pid = what, os.getpid()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._blocks: list[uninterrupted] = []  # of who has the lock
+        self._blocks: list[defer_interrupts] = []  # of who has the lock
 
     def __enter__(self) -> "Monitor":
         check_not_forked(self._what, self._pid)
-        block = uninterrupted()
+        block = defer_interrupts()
         block.__enter__()
         try:
             while not self._lock.acquire(timeout=_TICK):
@@ -42,13 +43,18 @@ class Monitor:
         block.__exit__()
 
     def wait(self, seconds: float) -> None:
-        """Let others have the lock until one of them has changed something, or so long. A signal's handler runs meanwhile, and may raise.
+        """Let others have the lock until one of them has changed something, or so long. A signal's
+        handler runs meanwhile, and may raise.
 
         It may return sooner.
         """
         blocks, self._blocks = self._blocks, []
         try:
-            self._changed.wait(min(seconds, _TICK) if threading.current_thread() is threading.main_thread() else seconds)
+            self._changed.wait(
+                min(seconds, _TICK)
+                if threading.current_thread() is threading.main_thread()
+                else seconds
+            )
         finally:
             self._blocks = blocks
         for block in blocks:

@@ -1,4 +1,5 @@
-"""One state, held where nobody else sees it: each change takes it over, and one that fails on the way says so."""
+"""One state, held where nobody else sees it: each change takes it over, and one that fails on the
+way says so."""
 
 import functools
 import operator
@@ -12,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxreplay._util import checks, pow2
-from jaxreplay._util.signals import uninterrupted
+from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.buffers.jitted import method, program
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import is_alive
@@ -24,7 +25,7 @@ from jaxreplay.types import Sample
 if TYPE_CHECKING:
     from jaxreplay.checkpoint import Checkpointer
 
-_NOTES = "replay"  # what all that belongs to the state is noted under
+_METADATA = "replay"  # what all that belongs to the state is noted under
 _OWN_LENGTHS = 4  # of blocks, beside the powers of two, that have a program of their own
 
 
@@ -45,7 +46,10 @@ class StateOwner:
     def state(self) -> Any:
         """None before there was an example. RuntimeError if it was lost."""
         if self._lost is not None:
-            raise RuntimeError(f"the rows were lost {self._lost}; load a file that was saved, or make another Replay")
+            raise RuntimeError(
+                f"the rows were lost {self._lost}; load a file that was saved, or make another "
+                f"Replay"
+            )
         return self._state
 
     def init(self, example: Any) -> None:
@@ -63,38 +67,60 @@ class StateOwner:
         self._can_sample: bool | None = None  # asked of the device once after each change
         self._lost: str | None = None
 
-    def calls_of(self, step: Any, env: int | None, mask: Any, priority: Any) -> tuple[int, list[Any]]:
-        """How many steps of an env there are at most, and what `change` is to be called with, one after another, to add them."""
+    def calls_of(
+        self, step: Any, env: int | None, mask: Any, priority: Any
+    ) -> tuple[int, list[Any]]:
+        """How many steps of an env there are at most, and what `change` is to be called with, one
+        after another, to add them."""
         if self.state is None:
             self.init(example_of(self.buffer, step, env))
         step, axes = self._format.fit(step)
         step, mask, priority = self.put((step, mask, priority))
         num_envs = self.buffer.num_envs
         if env is not None:
-            if isinstance(env, bool) or not hasattr(env, "__index__") or not 0 <= operator.index(env) < num_envs:
-                raise ValueError(f"add: env={env!r}, but this buffer has the envs 0 to {num_envs - 1}")
+            if (
+                isinstance(env, bool)
+                or not hasattr(env, "__index__")
+                or not 0 <= operator.index(env) < num_envs
+            ):
+                raise ValueError(
+                    f"add: env={env!r}, but this buffer has the envs 0 to {num_envs - 1}"
+                )
             if axes or mask is not None:
-                raise ValueError(f"add: with env= a step is one env's, without an env axis or a mask; got the leading axes {list(axes)}")
-            if not self.buffer.masked:
-                raise ValueError("add: env= adds to one env alone; make the buffer with masked=True")
+                raise ValueError(
+                    f"add: with env= a step is one env's, without an env axis or a mask; got the "
+                    f"leading axes {list(axes)}"
+                )
+            if not self.buffer.allow_mask:
+                raise ValueError(
+                    "add: env= adds to one env alone; make the buffer with allow_mask=True"
+                )
             return 1, [(_add_to_one, np.int32(env), step, priority)]
         if not axes and num_envs == 1:
             step, mask, priority = jax.tree.map(lambda leaf: leaf[None], (step, mask, priority))
         elif not axes:
-            raise ValueError(f"add: the step has no env axis, but there are {num_envs} envs: say which one took it by env=")
+            raise ValueError(
+                f"add: the step has no env axis, but there are {num_envs} envs: say which one "
+                f"took it by env="
+            )
         num_steps = int(np.prod(axes)) if mask is None else int(np.sum(mask))
         if len(axes) == 2:
-            return num_steps, [(method("extend"), *part) for part in self._parts_of((step, mask, priority))]
+            return num_steps, [
+                (method("extend"), *part) for part in self._parts_of((step, mask, priority))
+            ]
         return num_steps, [(method("add"), step, mask, priority)]
 
     def _parts_of(self, block: Any) -> Iterator[Any]:
-        """Divide a block, leaves `[T, ...]`, into parts whose lengths have programs: itself, or powers of two, the largest first.
+        """Divide a block, leaves `[T, ...]`, into parts whose lengths have programs: itself, or
+        powers of two, the largest first.
 
-        The first few lengths that are no power of two have programs of their own. A program takes a second or more to compile, and some
-        MiB for good; blocks may be of any length, as trajectories are.
+        The first few lengths that are no power of two have programs of their own. A program takes a
+        second or more to compile, and some MiB for good; blocks may be of any length, as
+        trajectories are.
         """
         found = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(block)}
-        (length,) = (*found.pop(), 0)[:1] if len(found) == 1 else (0,)  # of different lengths: an error, which the program raises
+        # of different lengths: an error, which the program raises
+        (length,) = (*found.pop(), 0)[:1] if len(found) == 1 else (0,)
         has_program = length in {0, pow2.power_below(length), *self._block_lengths}
         if not has_program and len(self._block_lengths) < _OWN_LENGTHS:
             self._block_lengths.add(length)
@@ -118,7 +144,8 @@ class StateOwner:
         If the program fails before it has begun, the rows stay; if it fails later, they are lost.
 
         Args:
-          function: of the buffer, the state, and the arguments; returns a state, or a state and something else.
+          function: of the buffer, the state, and the arguments; returns a state, or a state and
+            something else.
 
         Returns:
           What the program returns beside the state, or None.
@@ -162,23 +189,28 @@ class StateOwner:
     def size(self) -> int:
         return 0 if self.state is None else int(self.ask(method("size")))
 
-    def save(self, path: Any, notes: dict[str, Any]) -> None:
-        """Write the state under a path. `notes`: JSON, kept beside it."""
+    def save(self, path: Any, metadata: dict[str, Any]) -> None:
+        """Write the state under a path. `metadata`: JSON, kept beside it."""
         if self.state is None:
             raise ValueError("save: nothing was added yet, so there is nothing to save")
         with self._checkpointer_at(path) as checkpointer:
-            checkpointer.save(self._state, notes={_NOTES: {"num_draws": self._num_draws, **notes}})
+            checkpointer.save(
+                self._state, metadata={_METADATA: {"num_draws": self._num_draws, **metadata}}
+            )
 
     def load(self, path: Any) -> dict[str, Any]:
         """Take the state that was saved under a path.
 
-        If memory has no room for two states, all that is stored is read first. If that is intact, the old state is given up.
+        If memory has no room for two states, all that is stored is read first. If that is intact,
+        the old state is given up.
 
         Returns:
-          The notes; none, if the state was saved by a `Checkpointer` alone.
+          The metadata; none, if the state was saved by a `Checkpointer` alone.
         """
         if self._example is None:
-            raise ValueError("load: what a step looks like is not known yet; make the Replay with example=")
+            raise ValueError(
+                "load: what a step looks like is not known yet; make the Replay with example="
+            )
         checkpointer = self._checkpointer_at(path)
         with jax.default_device(self._device):
             try:
@@ -191,22 +223,28 @@ class StateOwner:
                 _check_whole(checkpointer)
                 self._state, self._can_sample, self._lost = None, None, "while others were loaded"
                 state = checkpointer.restore(self._example)
-        found = checkpointer.notes.get(_NOTES)
-        notes = found if isinstance(found, dict) else {}
-        with uninterrupted():
-            self._state, self._can_sample, self._lost = jax.device_put(state, self._device), None, None
-            if isinstance(num_draws := notes.get("num_draws"), int):
+        found = checkpointer.metadata.get(_METADATA)
+        metadata = found if isinstance(found, dict) else {}
+        with defer_interrupts():
+            self._state, self._can_sample, self._lost = (
+                jax.device_put(state, self._device),
+                None,
+                None,
+            )
+            if isinstance(num_draws := metadata.get("num_draws"), int):
                 self._num_draws = num_draws & 0xFFFFFFFF
-        return notes
+        return metadata
 
     def _checkpointer_at(self, path: Any) -> "Checkpointer":
-        """Return the checkpointer of before, if the path is the same: it writes only what is new. Between two saves the path is free.
+        """Return the checkpointer of before, if the path is the same: it writes only what is new.
+        Between two saves the path is free.
 
-        A TensorStore specification has more in it than the path that it is named by, and is compared whole.
+        A TensorStore specification has more in it than the path that it is named by, and is
+        compared whole.
         """
         from jaxreplay.checkpoint import Checkpointer  # an extra
 
-        made = Checkpointer(path, self.buffer, keep=1, progress=False)
+        made = Checkpointer(path, self.buffer, max_to_keep=1, progress=False)
         where = made.path if isinstance(path, str | bytes | os.PathLike) else path
         if self._checkpointer is None or self._path != where:
             self._checkpointer, self._path = made, where
@@ -216,9 +254,16 @@ class StateOwner:
 def _check_whole(checkpointer: "Checkpointer") -> None:
     found = checkpointer.verify()
     if all(one.problems for one in found):
-        from jaxreplay.checkpoint import BrokenError
+        from jaxreplay.checkpoint import CorruptCheckpointError
 
-        raise BrokenError("\n  ".join([f"load: nothing under {checkpointer.path} is whole:", *(p for one in found for p in one.problems)]))
+        raise CorruptCheckpointError(
+            "\n  ".join(
+                [
+                    f"load: nothing under {checkpointer.path} is whole:",
+                    *(p for one in found for p in one.problems),
+                ]
+            )
+        )
 
 
 def _check_not_traced(result: Any) -> None:
@@ -228,7 +273,8 @@ def _check_not_traced(result: Any) -> None:
 
 
 def _on_host(leaf: Any) -> Any:
-    """Return an array as NumPy's, if that takes no copy: a slice of a JAX array is a program for each length."""
+    """Return an array as NumPy's, if that takes no copy: a slice of a JAX array is a program for
+    each length."""
     if isinstance(leaf, jax.Array) and {device.platform for device in leaf.devices()} != {"cpu"}:
         return leaf
     return np.asarray(leaf)
@@ -237,15 +283,21 @@ def _on_host(leaf: Any) -> Any:
 @functools.partial(program, changes=True)
 def _add_to_one(buffer: ReplayBuffer, state: Any, env: jax.Array, step: Any, priority: Any) -> Any:
     num_envs = buffer.num_envs
-    step, priority = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_envs, *jnp.shape(leaf))), (step, priority))
+    step, priority = jax.tree.map(
+        lambda leaf: jnp.broadcast_to(leaf, (num_envs, *jnp.shape(leaf))), (step, priority)
+    )
     return buffer.add(state, step, jnp.arange(num_envs) == env, priority)
 
 
 @functools.partial(program, static=("batch_size",))
-def _sample(buffer: ReplayBuffer, state: Any, key: jax.Array, draw: jax.Array, batch_size: int) -> Sample:
+def _sample(
+    buffer: ReplayBuffer, state: Any, key: jax.Array, draw: jax.Array, batch_size: int
+) -> Sample:
     return buffer.sample(state, jax.random.fold_in(key, draw), batch_size)
 
 
 @functools.partial(program, changes=True, static=("batch_size",))
-def _take(buffer: ReplayBuffer, state: Any, key: jax.Array, draw: jax.Array, batch_size: int) -> tuple[Any, Sample]:
-    return buffer.take(state, jax.random.fold_in(key, draw), batch_size)
+def _take(
+    buffer: ReplayBuffer, state: Any, key: jax.Array, draw: jax.Array, batch_size: int
+) -> tuple[Any, Sample]:
+    return buffer.pop(state, jax.random.fold_in(key, draw), batch_size)

@@ -6,10 +6,12 @@ from typing import Any
 
 @dataclasses.dataclass
 class RatioLimiter:
-    """Keeps `num_samples` within one batch of `ratio * num_inserts`, both counted since sampling became possible.
+    """Keeps `num_samples` within one batch of `ratio * num_inserts`, both counted since sampling
+    became possible.
 
-    Never are both sides stopped: where samples must wait, inserts need not. As Reverb's sample-to-insert limiter (Cassirer et al.,
-    "Reverb: A Framework for Experience Replay", 2021), with a margin of one batch.
+    Never are both sides stopped: where samples must wait, inserts need not. As Reverb's
+    sample-to-insert limiter (Cassirer et al., "Reverb: A Framework for Experience Replay", 2021),
+    with a margin of one batch.
 
     Args:
       ratio: items drawn for each step inserted, positive. batch_size: items of a batch.
@@ -25,7 +27,8 @@ class RatioLimiter:
             raise ValueError(f"samples_per_insert must be a positive number, got {self.ratio}")
 
     def resume(self, saved: dict[str, Any] | None) -> None:
-        """Go on from the counts of another limiter, given as a dict of its fields; from none where that had another ratio."""
+        """Go on from the counts of another limiter, given as a dict of its fields; from none where
+        that had another ratio."""
         fields = saved if isinstance(saved, dict) else {}
         is_alike = (fields.get("ratio"), fields.get("batch_size")) == (self.ratio, self.batch_size)
         num_inserts, num_samples = fields.get("num_inserts"), fields.get("num_samples")

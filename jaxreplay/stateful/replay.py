@@ -27,28 +27,41 @@ _WAIT = 60.0  # seconds, where threads wait for each other
 
 
 class Replay:
-    """Owns the state, the key and a lock of a `ReplayBuffer`: `add`, `sample`, `update_priorities` from any thread.
+    """Owns the state, the key and a lock of a `ReplayBuffer`: `add`, `sample`, `update_priorities`
+    from any thread.
 
     Args:
       buffer: what `jaxreplay.uniform`, `prioritized`, `sequences`, ... made.
       example: one env's step, or item; by default the first `add` is the example.
       seed: of what is drawn.
-      framework: what batches are made of: "jax", "numpy" (read-only views) or "torch" (not to be written to).
-      device: what holds the rows: a `jax.Device`, or a platform such as "cpu" for the host's memory; sampled batches go to JAX's default
-        device. None: that one.
-      prefetch: batches that are drawn ahead, as each `sample` ends: the device works on them while the caller learns. Their priorities are
-        older by as many batches; they count as drawn, so that what was not yet handed out is not in a saved file: rows too, of a sampler
-        that hands out each once.
+      framework: what batches are made of: "jax", "numpy" (read-only views) or "torch" (not to be
+        written to).
+      device: what holds the rows: a `jax.Device`, or a platform such as "cpu" for the host's
+        memory; sampled batches go to JAX's default device. None: that one.
+      prefetch: batches that are drawn ahead, as each `sample` ends: the device works on them while
+        the caller learns. Their priorities are older by as many batches; they count as drawn, so
+        that what was not yet handed out is not in a saved file: rows too, of a sampler that hands
+        out each once.
       samples_per_insert: items drawn for each step inserted; who is ahead waits. None: nobody does.
-      timeout: seconds that a call waits for other threads; by default 60 where `samples_per_insert` is given, else 0.
+      timeout: seconds that a call waits for other threads; by default 60 where `samples_per_insert`
+        is given, else 0.
 
     Example:
       >>> import numpy as np, jaxreplay as jr
-      >>> replay = jr.Replay(jr.uniform(capacity=100, num_envs=2, batch_size=4, autoreset="next_step"), framework="numpy")
+      >>> replay = jr.Replay(
+      ...     jr.uniform(capacity=100, num_envs=2, batch_size=4, autoreset="next_step"),
+      ...     framework="numpy",
+      ... )
       >>> for t in range(5):
       ...     flags = np.zeros(2, bool)
-      ...     replay.add(obs=np.ones((2, 3)), action=np.zeros(2), reward=np.full(2, t), terminated=flags, truncated=flags)
-      >>> len(replay), replay.sample().items.obs.shape
+      ...     replay.add(
+      ...         obs=np.ones((2, 3)),
+      ...         action=np.zeros(2),
+      ...         reward=np.full(2, t),
+      ...         terminated=flags,
+      ...         truncated=flags,
+      ...     )
+      >>> len(replay), replay.sample().experience.obs.shape
       (8, (4, 3))
     """
 
@@ -72,13 +85,18 @@ class Replay:
             raise ValueError(f"Replay: prefetch must be an int of at least 0, got {prefetch!r}")
         self.framework = framework
         self._owner = StateOwner(buffer, seed, device)
-        self._limiter = None if samples_per_insert is None else RatioLimiter(samples_per_insert, buffer.batch_size)
+        self._limiter = (
+            None
+            if samples_per_insert is None
+            else RatioLimiter(samples_per_insert, buffer.batch_size)
+        )
         self._timeout = _WAIT if self._limiter else 0.0
         self._timeout = self._seconds("Replay", timeout)
         self._monitor = Monitor("this Replay")
         self._is_closed = False
         self._prefetch = prefetch
-        self._drawn: collections.deque[Sample] = collections.deque()  # ahead; or by calls that were interrupted, of samplers that consume
+        # ahead; or by calls that were interrupted, of samplers that consume
+        self._drawn: collections.deque[Sample] = collections.deque()
         if example is not None:
             self._owner.init(example)
 
@@ -86,12 +104,23 @@ class Replay:
     def buffer(self) -> ReplayBuffer:
         return self._owner.buffer
 
-    def add(self, step: Any = None, *, env: int | None = None, mask: Any = None, priority: Any = None, timeout: Any = None, **fields: Any):
-        """Append one step of every env, of one env, or a block of steps. Arrays are copied: their owner may use them again.
+    def add(
+        self,
+        step: Any = None,
+        *,
+        env: int | None = None,
+        mask: Any = None,
+        priority: Any = None,
+        timeout: Any = None,
+        **fields: Any,
+    ):
+        """Append one step of every env, of one env, or a block of steps. Arrays are copied: their
+        owner may use them again.
 
         Args:
-          step: a `Step`, or a mapping, dataclass or NamedTuple with its fields; an item; or the fields as keywords. Leaves
-            `[num_envs, ...]`, or `[time, num_envs, ...]`: a block. Of one env: leaves `[...]`; say which by `env`, where there are several.
+          step: a `Step`, or a mapping, dataclass or NamedTuple with its fields; an item; or the
+            fields as keywords. Leaves `[num_envs, ...]`, or `[time, num_envs, ...]`: a block. Of
+            one env: leaves `[...]`; say which by `env`, where there are several.
           mask: bool[num_envs], or bool[time, num_envs]: the envs that took a step.
           priority: float[num_envs], float[time, num_envs], or one of one env.
           timeout: seconds to wait while samples lag behind inserts.
@@ -100,7 +129,9 @@ class Replay:
           TimeoutError: samples lagged behind too long; nothing was added.
         """
         if (step is None) == (not fields):
-            raise ValueError("add: give a step, or its fields as keywords: add(obs=..., action=..., ...)")
+            raise ValueError(
+                "add: give a step, or its fields as keywords: add(obs=..., action=..., ...)"
+            )
         step = arrays.own("add", as_stored("add", self.buffer, fields if step is None else step))
         own = arrays.own("add", {"mask": mask, "priority": priority})
         with self._monitor:
@@ -108,7 +139,12 @@ class Replay:
             is_first = self._owner.state is None
             try:
                 num_steps, calls = self._owner.calls_of(step, env, **own)
-                self._wait("add", self._may_insert, timeout, lambda: "samples lag behind: sample, or lower samples_per_insert")
+                self._wait(
+                    "add",
+                    self._may_insert,
+                    timeout,
+                    lambda: "samples lag behind: sample, or lower samples_per_insert",
+                )
                 for call in calls:
                     self._changing(self._owner.change, *call)
             except BaseException:
@@ -132,7 +168,10 @@ class Replay:
         try:
             with self._monitor:
                 if self._prefetch and batch_size not in (None, self.buffer.batch_size):
-                    raise ValueError(f"sample: with prefetch every batch has the buffer's {self.buffer.batch_size} items, not {batch_size}")
+                    raise ValueError(
+                        f"sample: with prefetch every batch has the buffer's "
+                        f"{self.buffer.batch_size} items, not {batch_size}"
+                    )
                 self._wait("sample", self._has_sample, timeout, self._why_no_sample)
                 batch = self._next(batch_size)
                 while len(self._drawn) < self._prefetch and self._may_sample():
@@ -145,7 +184,8 @@ class Replay:
             raise
 
     def update_priorities(self, index: Any, priority: Any) -> None:
-        """Give drawn rows new priorities, such as absolute TD errors. Rows overwritten since are ignored.
+        """Give drawn rows new priorities, such as absolute TD errors. Rows overwritten since are
+        ignored.
 
         Args:
           index: a batch's, or a mapping with its `row` and `lap`. priority: float[B], at least 0.
@@ -153,21 +193,28 @@ class Replay:
         if not isinstance(index, Index):
             index = Index(row=index["row"], lap=index["lap"])
         given = {"row": index.row, "lap": index.lap, "priority": priority}
-        own = arrays.own("update_priorities", {name: np.array(x) if isinstance(x, list | tuple) else x for name, x in given.items()})
+        own = arrays.own(
+            "update_priorities",
+            {name: np.array(x) if isinstance(x, list | tuple) else x for name, x in given.items()},
+        )
         with self._monitor:
             self._check_open()
             given = self._owner.put((Index(row=own["row"], lap=own["lap"]), own["priority"]))
             self._changing(self._owner.change, method("update_priorities"), *given)
             self._monitor.notify_all()
 
-    def importance_weights(self, batch: Sample, exponent: float, normalize: str = "batch_max") -> Any:
+    def importance_weights(self, batch: Sample, beta: float, normalize: str = "batch_max") -> Any:
         """The batch's importance weights, float32[B]; see `jaxreplay.importance_weights`."""
-        probability, is_valid = map(jnp.asarray, arrays.own("importance_weights", (batch.probability, batch.is_valid)))
+        probability, is_valid = map(
+            jnp.asarray, arrays.own("importance_weights", (batch.probability, batch.is_valid))
+        )
         with self._monitor:
             size = np.int32(self._owner.size())
         nothing: Any = ()
-        given = Sample(items=nothing, index=nothing, probability=probability, is_valid=is_valid)
-        return arrays.to_framework(self.framework, _weights(given, size, exponent, normalize=normalize))
+        given = Sample(
+            experience=nothing, index=nothing, probability=probability, is_valid=is_valid
+        )
+        return arrays.to_framework(self.framework, _weights(given, size, beta, normalize=normalize))
 
     def __len__(self) -> int:
         """Rows that can be drawn."""
@@ -199,32 +246,37 @@ class Replay:
             return inspect(self.buffer, self._owner.state, max_bytes=max_bytes)
 
     def save(self, path: Any) -> None:
-        """Write everything under a path, as `checkpoint.Checkpointer` does; what was there is replaced once that is whole.
+        """Write everything under a path, as `checkpoint.Checkpointer` does; what was there is
+        replaced once that is whole.
 
-        Calls wait meanwhile. A save to the path of the one before, or of the last load, writes only what is new. Needs
-        `jaxreplay[checkpoint]`.
+        Calls wait meanwhile. A save to the path of the one before, or of the last load, writes only
+        what is new. Needs `jaxreplay[checkpoint]`.
 
         Args:
           path: a folder, or a URL.
 
         Raises:
-          HeldError: another replay, or a Checkpointer, is writing there.
+          PathInUseError: another replay, or a Checkpointer, is writing there.
         """
         with self._monitor:
-            self._owner.save(path, {"limiter": dataclasses.asdict(self._limiter) if self._limiter else None})
+            self._owner.save(
+                path, {"limiter": dataclasses.asdict(self._limiter) if self._limiter else None}
+            )
 
     def load(self, path: Any) -> None:
-        """Take everything that `save`, or a Checkpointer, wrote for an equal buffer. What the replay held is gone then, also what was lost.
+        """Take everything that `save`, or a Checkpointer, wrote for an equal buffer. What the
+        replay held is gone then, also what was lost.
 
-        A load that fails leaves it as it was. Where memory has no room for both, the files are all read first, to see that they are whole.
-        Episodes that were being written go on with the next `add`: restore the envs too. Where they are reset instead, save after a step
-        that ends every episode; else the last step before is paired with the first one after.
+        A load that fails leaves it as it was. Where memory has no room for both, the files are all
+        read first, to see that they are whole. Episodes that were being written go on with the next
+        `add`: restore the envs too. Where they are reset instead, save after a step that ends every
+        episode; else the last step before is paired with the first one after.
         """
         with self._monitor:
             self._check_open()
-            notes = self._changing(self._owner.load, path)
+            metadata = self._changing(self._owner.load, path)
             if self._limiter:
-                self._limiter.resume(notes.get("limiter"))
+                self._limiter.resume(metadata.get("limiter"))
             self._start_anew()
 
     def close(self) -> None:
@@ -240,7 +292,10 @@ class Replay:
         self.close()
 
     def __reduce__(self) -> Any:
-        raise TypeError("a Replay is not copied or pickled, nor sent to another process; replay.save(path) writes its rows to a file")
+        raise TypeError(
+            "a Replay is not copied or pickled, nor sent to another process; replay.save(path) "
+            "writes its rows to a file"
+        )
 
     def _start_anew(self) -> None:
         """Without what was drawn before."""
@@ -271,7 +326,8 @@ class Replay:
         return batch
 
     def _wait(self, where: str, is_ready: Any, timeout: float | None, why: Any) -> None:
-        """Until something is so, or a TimeoutError that says why not; the lock is free meanwhile."""
+        """Until something is so, or a TimeoutError that says why not; the lock is free
+        meanwhile."""
         seconds, end = self._seconds(where, timeout), None
         while True:
             self._check_open()
@@ -299,7 +355,10 @@ class Replay:
     def _why_no_sample(self) -> str:
         if self._owner.has_batch():
             return "inserts lag behind: add, or raise samples_per_insert"
-        return f"nothing can be drawn yet, {len(self)} rows of at least {self.buffer.min_size}: add steps first, or wait with timeout="
+        return (
+            f"nothing can be drawn yet, {len(self)} rows of at least {self.buffer.min_size}: "
+            f"add steps first, or wait with timeout="
+        )
 
     def _check_open(self) -> None:
         if self._is_closed:

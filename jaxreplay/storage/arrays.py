@@ -1,11 +1,12 @@
 """One stored leaf: zeros, a masked write of rows in place, and a read of rows, for every dtype.
 
-XLA on a CPU computes on few of the narrow dtypes: it widens the whole array before a scatter into bfloat16, an 8-bit float or int4, and
-narrows it after, so that every write would cost O(capacity). These are stored as their bits, and only the rows that go in or come
-out are converted.
+XLA on a CPU computes on few of the narrow dtypes: it widens the whole array before a scatter into
+bfloat16, an 8-bit float or int4, and narrows it after, so that every write would cost O(capacity).
+These are stored as their bits, and only the rows that go in or come out are converted.
 
-On a TPU a row lies in the parts that are written in place there (`tiles.py`). What leaves this file is always the plain form: `shape` and
-`dtype` of a stored leaf are those of its values, and the plain form of rows, which checkpoints keep, has neither tiles nor parts.
+On a TPU a row lies in the parts that are written in place there (`tiles.py`). What leaves this file
+is always the plain form: `shape` and `dtype` of a stored leaf are those of its values, and the
+plain form of rows, which checkpoints keep, has neither tiles nor parts.
 """
 
 from typing import Any
@@ -49,13 +50,18 @@ class TiledArray(Node):
 
 
 def zeros(num_rows: int, row: Any, has_tiles: bool = False) -> jax.Array | BitsArray | TiledArray:
-    """Return `num_rows` rows of zeros. `row`: has the shape and dtype of one. `has_tiles`: whether rows lie in tiles, as on a TPU."""
+    """Return `num_rows` rows of zeros. `row`: has the shape and dtype of one. `has_tiles`: whether
+    rows lie in tiles, as on a TPU."""
     dtype = np.dtype(row.dtype)
     if (bits := carrier(dtype)) is not None:
         return BitsArray(zeros(num_rows, jax.ShapeDtypeStruct(row.shape, bits), has_tiles), dtype)  # type: ignore[arg-type]
     if not has_tiles or (rule := tiles.tiles_of(tuple(row.shape), dtype)) is None:
         return jnp.zeros((num_rows, *row.shape), dtype)
-    return TiledArray(tuple(jnp.zeros((num_rows, *tile.shape), tiles.stored_dtype(tile, dtype)) for tile in rule), tuple(row.shape), dtype)
+    return TiledArray(
+        tuple(jnp.zeros((num_rows, *tile.shape), tiles.stored_dtype(tile, dtype)) for tile in rule),
+        tuple(row.shape),
+        dtype,
+    )
 
 
 def write(leaf: jax.Array | BitsArray | TiledArray, row: jax.Array, values: jax.Array) -> Any:
@@ -65,7 +71,11 @@ def write(leaf: jax.Array | BitsArray | TiledArray, row: jax.Array, values: jax.
     if isinstance(leaf, TiledArray):
         values = values.reshape((row.size, *leaf.row))
         encoded = tiles.encoded(values, leaf.row, leaf.rule)
-        return leaf.replace(tiles=tuple(write(tile, row, new) for tile, new in zip(leaf.tiles, encoded, strict=True)))
+        return leaf.replace(
+            tiles=tuple(
+                write(tile, row, new) for tile, new in zip(leaf.tiles, encoded, strict=True)
+            )
+        )
     values = values.reshape((row.size, *leaf.shape[1:]))
     return leaf.at[row.reshape(-1)].set(values, unique_indices=True, mode="drop")
 
@@ -75,8 +85,12 @@ def read(leaf: jax.Array | BitsArray | TiledArray, row: jax.Array) -> jax.Array:
     if isinstance(leaf, BitsArray):
         return _decode(read(leaf.bits, row), leaf.dtype)
     if isinstance(leaf, TiledArray):
-        return tiles.decoded([read(part, row) for part in leaf.tiles], leaf.row, leaf.dtype, leaf.rule)
-    if not jnp.ndim(row):  # a lone row would be a slice, which under vmap has two coordinates: a TPU then lays the whole leaf anew
+        return tiles.decoded(
+            [read(part, row) for part in leaf.tiles], leaf.row, leaf.dtype, leaf.rule
+        )
+    # a lone row would be a slice, which under vmap has two coordinates: a TPU then lays the whole
+    # leaf anew
+    if not jnp.ndim(row):
         return leaf.at[row[None]].get(mode="promise_in_bounds")[0]
     return leaf.at[row].get(mode="promise_in_bounds")
 
@@ -85,15 +99,24 @@ def values(leaf: jax.Array | BitsArray | TiledArray) -> jax.Array:
     """Every row: `[N, ...]`, an array as it lies."""
     if isinstance(leaf, BitsArray):
         return _decode(values(leaf.bits), leaf.dtype)
-    return tiles.decoded(list(leaf.tiles), leaf.row, leaf.dtype, leaf.rule) if isinstance(leaf, TiledArray) else leaf
+    return (
+        tiles.decoded(list(leaf.tiles), leaf.row, leaf.dtype, leaf.rule)
+        if isinstance(leaf, TiledArray)
+        else leaf
+    )
 
 
-def read_elements(leaf: jax.Array | BitsArray | TiledArray, row: jax.Array, place: jax.Array) -> jax.Array:
-    """Read some elements of rows, which must be in bounds: `[K, P]`. `row`: int32[K]. `place`: int32[K, P], in the flat row."""
+def read_elements(
+    leaf: jax.Array | BitsArray | TiledArray, row: jax.Array, place: jax.Array
+) -> jax.Array:
+    """Read some elements of rows, which must be in bounds: `[K, P]`. `row`: int32[K]. `place`:
+    int32[K, P], in the flat row."""
     if isinstance(leaf, BitsArray):
         return _decode(read_elements(leaf.bits, row, place), leaf.dtype)
     if isinstance(leaf, TiledArray):
-        return jnp.take_along_axis(read(leaf, row).reshape((row.size, -1)), place, axis=1, mode="promise_in_bounds")
+        return jnp.take_along_axis(
+            read(leaf, row).reshape((row.size, -1)), place, axis=1, mode="promise_in_bounds"
+        )
     return leaf.reshape((leaf.shape[0], -1)).at[row[:, None], place].get(mode="promise_in_bounds")
 
 
@@ -118,13 +141,17 @@ def read_plain(stored: Any, row: jax.Array) -> Any:
 
 
 def write_plain(stored: Any, row: jax.Array, values: Any) -> Any:
-    """Write rows in their plain form to stored leaves, at distinct rows int32[K]; those past the end are dropped."""
+    """Write rows in their plain form to stored leaves, at distinct rows int32[K]; those past the
+    end are dropped."""
     return _map_arrays(lambda leaf, new: write(leaf, row, new), stored, values)
 
 
 def is_plain(stored: Any) -> bool:
     """Whether stored leaves are in their plain form."""
-    return not any(isinstance(leaf, TiledArray) for leaf in jax.tree.leaves(stored, is_leaf=lambda node: isinstance(node, TiledArray)))
+    return not any(
+        isinstance(leaf, TiledArray)
+        for leaf in jax.tree.leaves(stored, is_leaf=lambda node: isinstance(node, TiledArray))
+    )
 
 
 def _map_arrays(function: Any, stored: Any, *rest: Any) -> Any:
@@ -140,7 +167,8 @@ def num_bits(dtype: np.dtype) -> int:
 def carrier(dtype: np.dtype) -> Any:
     """The dtype that holds the bits, or None where XLA works on the dtype itself."""
     if jnp.issubdtype(dtype, jnp.floating) and dtype not in _PLAIN_FLOATS:
-        return {16: jnp.uint16, 8: jnp.uint8}.get(num_bits(dtype), jnp.float16)  # below a byte: widened, which is exact
+        # below a byte: widened, which is exact
+        return {16: jnp.uint16, 8: jnp.uint8}.get(num_bits(dtype), jnp.float16)
     if jnp.issubdtype(dtype, jnp.integer) and num_bits(dtype) < 8:
         return jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8
     return None
@@ -152,7 +180,11 @@ def is_compound(leaf: Any) -> bool:
 
 
 def _encode(values: jax.Array, carrier: Any) -> jax.Array:
-    return jax.lax.bitcast_convert_type(values, carrier) if _is_bitcast(values.dtype) else values.astype(carrier)
+    return (
+        jax.lax.bitcast_convert_type(values, carrier)
+        if _is_bitcast(values.dtype)
+        else values.astype(carrier)
+    )
 
 
 def decode_on_host(bits: np.ndarray, dtype: np.dtype) -> np.ndarray:

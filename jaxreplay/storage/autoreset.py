@@ -1,16 +1,19 @@
-"""Where an episode's final observation comes from: the three forms in which env libraries end an episode.
+"""Where an episode's final observation comes from: the three forms in which env libraries end an
+episode.
 
-Observations are stored once: the next observation of a row is the next row of its stream. So every episode ends in a *final row*,
-which holds the final observation and is no transition: its action and reward are never read.
+Observations are stored once: the next observation of a row is the next row of its stream. So every
+episode ends in a *final row*, which holds the final observation and is no transition: its action
+and reward are never read.
 
-    autoreset="next_step"                  the row after a done is the final observation, and becomes the final row. Its own done flags
-                                           mean nothing. (Gymnasium 1.x vector envs by default.)
-    autoreset="same_step", final_obs given a done writes two rows: the step, and its final row. (Gymnasium's SAME_STEP, gymnax 1.x.)
-    autoreset="same_step", no final_obs    a terminated row needs no final row, for nothing lies beyond
-                                           it; a truncated row becomes the final row itself, since its own
-                                           observation is the last one known: one transition is given up
-                                           rather than a wrong target made. (Brax, and many pure-JAX
-                                           wrappers.)
+autoreset="next_step"
+    The row after a done is the final observation, and becomes the final row. Its own done flags
+    mean nothing. (Gymnasium 1.x vector envs by default.)
+autoreset="same_step", with final_obs
+    A done writes two rows: the step, and its final row. (Gymnasium's SAME_STEP, gymnax 1.x.)
+autoreset="same_step", without final_obs
+    A terminated row needs no final row, for nothing lies beyond it. A truncated row becomes the
+    final row itself, since its own observation is the last one known: one transition is given up
+    rather than a wrong target made. (Brax, and many pure-JAX wrappers.)
 """
 
 from typing import NamedTuple
@@ -22,30 +25,45 @@ FORMS = ("next_step", "same_step")
 
 # What a row is, as bits of its flags: a uint8.
 TERMINATED, TRUNCATED, FINAL, FIRST, SKIPPED = 1, 2, 4, 8, 16
-NO_CANDIDATE = FINAL | SKIPPED  # never drawn: a final row, or a transition between two that are `period` apart
+# never drawn: a final row, or a transition between two that are `period` apart
+NO_CANDIDATE = FINAL | SKIPPED
 
 
 def form_error(where: str, got: object) -> str:
     """The text for an `autoreset` that is missing or unknown."""
     return (
-        f"{where}: autoreset={got!r}, but it must say what your env does when an episode ends; a wrong answer corrupts targets silently:\n"
-        '  autoreset="next_step"  the step after a done only hands over the final observation; the env resets then\n'
+        f"{where}: autoreset={got!r}, but it must say what your env does when an episode ends; a "
+        f"wrong answer corrupts targets silently:\n"
+        '  autoreset="next_step"  the step after a done only hands over the final observation; '
+        "the env resets then\n"
         "                         (Gymnasium >= 1.0 vector envs by default)\n"
-        '  autoreset="same_step"  with Step.final_obs: the env resets within the step, and hands the final observation beside it\n'
-        '                         (gymnax >= 1.0: info["final_observation"]; Gymnasium\'s AutoresetMode.SAME_STEP)\n'
-        '  autoreset="same_step"  without final_obs: the env resets within the step and the final observation is lost\n'
-        "                         (Brax, many pure-JAX wrappers; a truncated episode gives up its last transition)"
+        '  autoreset="same_step"  with Step.final_obs: the env resets within the step, and hands '
+        "the final observation beside it\n"
+        '                         (gymnax >= 1.0: info["final_observation"]; Gymnasium\'s '
+        "AutoresetMode.SAME_STEP)\n"
+        '  autoreset="same_step"  without final_obs: the env resets within the step and the final '
+        "observation is lost\n"
+        "                         (Brax, many pure-JAX wrappers; a truncated episode gives up its "
+        "last transition)"
     )
 
 
 class Rows(NamedTuple):
-    """The rows that a block of steps writes, in the order of time. K is T, or 2 T where a step may write its final row beside it."""
+    """The rows that a block of steps writes, in the order of time. K is T, or 2 T where a step may
+    write its final row beside it."""
 
     flags: jax.Array  # uint8[K, E]
     is_written: jax.Array  # bool[K, E]
 
 
-def rows_of(form: str, has_final_obs: bool, terminated: jax.Array, truncated: jax.Array, mask: jax.Array, last_flags: jax.Array) -> Rows:
+def rows_of(
+    form: str,
+    has_final_obs: bool,
+    terminated: jax.Array,
+    truncated: jax.Array,
+    mask: jax.Array,
+    last_flags: jax.Array,
+) -> Rows:
     """What each step of a block writes.
 
     Args:
@@ -70,34 +88,43 @@ def rows_of(form: str, has_final_obs: bool, terminated: jax.Array, truncated: ja
 
 
 def termination_has_final_row(form: str, has_final_obs: bool) -> bool:
-    """Whether a terminated row is followed by a final row, as every truncated one is (or is itself)."""
+    """Whether a terminated row is followed by a final row, as every truncated one is (or is
+    itself)."""
     return form == "next_step" or has_final_obs
 
 
 def closes_episode(flags: jax.Array, form: str, has_final_obs: bool) -> jax.Array:
-    """Whether a row is the last one of its episode: its final row or, where terminated rows have none, a terminated row."""
+    """Whether a row is the last one of its episode: its final row or, where terminated rows have
+    none, a terminated row."""
     bits = FINAL if termination_has_final_row(form, has_final_obs) else FINAL | TERMINATED
     return (flags & bits) != 0
 
 
 def owes_final_row(last_flags: jax.Array) -> jax.Array:
-    """With next-step autoreset: whether the next row is the newest one's final row. `last`: uint8[E]; bool[E]."""
+    """With next-step autoreset: whether the next row is the newest one's final row. `last`:
+    uint8[E]; bool[E]."""
     return ((last_flags & (TERMINATED | TRUNCATED)) != 0) & ((last_flags & FINAL) == 0)
 
 
 def after_clear(form: str, last_flags: jax.Array) -> jax.Array:
-    """The newest row's flags once all rows are forgotten: as if a final row had been written, but for a final row that is still to come:
-    uint8[E]."""
-    return jnp.where(owes_final_row(last_flags), last_flags, FINAL) if form == "next_step" else jnp.full_like(last_flags, FINAL)
+    """The newest row's flags once all rows are forgotten: as if a final row had been written, but
+    for a final row that is still to come: uint8[E]."""
+    return (
+        jnp.where(owes_final_row(last_flags), last_flags, FINAL)
+        if form == "next_step"
+        else jnp.full_like(last_flags, FINAL)
+    )
 
 
 def _alternate(done: jax.Array, mask: jax.Array, last_flags: jax.Array) -> jax.Array:
-    """Whether each row is a final row: the row before it is done and no final row itself, so in a run of dones every other row is one.
+    """Whether each row is a final row: the row before it is done and no final row itself, so in a
+    run of dones every other row is one.
 
-    A row maps "am I a final row" to "is the next one a final row", which is one of three maps of a bit; maps compose, so a scan over time
-    is a parallel one.
+    A row maps "am I a final row" to "is the next one a final row", which is one of three maps of a
+    bit; maps compose, so a scan over time is a parallel one.
     """
-    # The map as (image of False, image of True): not done -> (0, 0), done -> (1, 0), masked -> (0, 1).
+    # The map as (image of False, image of True): not done -> (0, 0), done -> (1, 0), masked -> (0,
+    # 1).
     maps = (mask & done, ~mask)
     image_of_false, image_of_true = jax.lax.associative_scan(
         lambda f, g: (jnp.where(f[0], g[1], g[0]), jnp.where(f[1], g[1], g[0])), maps, axis=0
@@ -109,5 +136,7 @@ def _alternate(done: jax.Array, mask: jax.Array, last_flags: jax.Array) -> jax.A
 
 def _before(value: jax.Array, mask: jax.Array, initial: jax.Array) -> jax.Array:
     """For each row, `value` of the row written before it in its stream: bool[K, E]."""
-    seen, latest = jax.lax.associative_scan(lambda a, b: (a[0] | b[0], jnp.where(b[0], b[1], a[1])), (mask, value), axis=0)
+    seen, latest = jax.lax.associative_scan(
+        lambda a, b: (a[0] | b[0], jnp.where(b[0], b[1], a[1])), (mask, value), axis=0
+    )
     return jnp.concatenate([initial[None], jnp.where(seen, latest, initial)[:-1]])

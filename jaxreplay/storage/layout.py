@@ -12,16 +12,18 @@ from jaxreplay.storage.platforms import Traits, traits_of
 
 
 class Window(Static):
-    """The rows around a candidate, in time. A look-back never crosses the start of the candidate's episode; where it stops there, it is
-    whole.
+    """The rows around a candidate, in time. A look-back never crosses the start of the candidate's
+    episode; where it stops there, it is whole.
 
     Args:
       before: rows before the candidate, or None: from its episode's start.
-      after: rows after the candidate, or None: to its episode's end. Fewer are enough where the episode ends sooner, unless
-        `crosses_episodes`.
+      after: rows after the candidate, or None: to its episode's end. Fewer are enough where the
+        episode ends sooner, unless `crosses_episodes`.
       crosses: whether the rows after it go on into later episodes.
-      stride: candidates are every `period`-th transition: of each episode or, with `crosses_episodes`, of the stream.
-      needs_tail: whether the observation after a terminated step is read, so that its final row must be written first.
+      period: candidates are every `period`-th transition: of each episode or, with
+        `crosses_episodes`, of the stream.
+      needs_tail: whether the observation after a terminated step is read, so that its final row
+        must be written first.
       looks_up: whether ends of episodes are looked up, though the window is bounded.
     """
 
@@ -34,7 +36,8 @@ class Window(Static):
 
     @property
     def is_bounded(self) -> bool:
-        """Whether it reads a number of rows that is known beforehand, and so needs no episode table."""
+        """Whether it reads a number of rows that is known beforehand, and so needs no episode
+        table."""
         return self.before is not None and self.after is not None
 
     @property
@@ -44,7 +47,9 @@ class Window(Static):
 
     def widened(self, before: int | None = 0, after: int | None = 0) -> "Window":
         """At least so many rows before and after."""
-        return dataclasses.replace(self, before=_larger(self.before, before), after=_larger(self.after, after))
+        return dataclasses.replace(
+            self, before=_larger(self.before, before), after=_larger(self.after, after)
+        )
 
 
 def _larger(a: int | None, b: int | None) -> int | None:
@@ -52,26 +57,28 @@ def _larger(a: int | None, b: int | None) -> int | None:
 
 
 class Layout(Static):
-    """The layout that a state was made for, and carries: `num_envs` streams, each a ring of `length` rows; row = env * length + position.
+    """The layout that a state was made for, and carries: `num_envs` streams, each a ring of
+    `length` rows; row = env * length + position.
 
     Args:
       num_envs: streams. length: rows of each.
       autoreset: one of `autoreset.FORMS`, or None where rows are items without an order.
       has_final_obs: whether each step brings its final observation.
-      masked: whether some envs may take no step.
+      allow_mask: whether some envs may take no step.
       window: what must be known around a row before it can be drawn.
       platform: "cpu", "gpu" or "tpu": what the arrays are laid out for.
-      exponent: of the priorities in the sampler's tree, each of which is stored as priority ** exponent; None: it has none.
+      alpha: of the priorities in the sampler's tree, each of which is stored as priority ** alpha;
+        None: it has none.
     """
 
     num_envs: int
     length: int
     autoreset: str | None
     has_final_obs: bool
-    masked: bool
+    allow_mask: bool
     window: Window
     platform: str
-    exponent: float | None
+    alpha: float | None
 
     @functools.cached_property
     def traits(self) -> Traits:
@@ -90,18 +97,23 @@ class Layout(Static):
 
     @functools.cached_property
     def lockstep(self) -> bool:
-        """True if all streams always step together: no mask leaves one out, and no episode's end takes a second row."""
-        return not self.masked and self.rows_per_step == 1
+        """True if all streams always step together: no mask leaves one out, and no episode's end
+        takes a second row."""
+        return not self.allow_mask and self.rows_per_step == 1
 
     @functools.cached_property
     def may_take_back(self) -> bool:
-        """True if each stream's newest row, a final row, may be taken back (`storage/provisional.py`)."""
-        return self.rows_per_step == 2 and not self.masked
+        """True if each stream's newest row, a final row, may be taken back
+        (`storage/provisional.py`)."""
+        return self.rows_per_step == 2 and not self.allow_mask
 
     @functools.cached_property
     def termination_has_final_row(self) -> bool:
-        """True if a terminated row is followed by a final row, as every truncated one is (or is itself)."""
-        return self.autoreset is not None and autoreset.termination_has_final_row(self.autoreset, self.has_final_obs)
+        """True if a terminated row is followed by a final row, as every truncated one is (or is
+        itself)."""
+        return self.autoreset is not None and autoreset.termination_has_final_row(
+            self.autoreset, self.has_final_obs
+        )
 
     def closes_episode(self, flags: jax.Array) -> jax.Array:
         """Tell which rows are the last ones of their episodes: bool[...]. `flags`: uint8[...]."""
@@ -129,6 +141,7 @@ class Layout(Static):
         return lap * jnp.uint32(self.length) + position.astype(jnp.uint32)
 
     def ahead(self, row: jax.Array, offset: jax.Array | int) -> jax.Array:
-        """Return the rows `offset` rows forward in their stream: int32[...]. `offset`: from `-length` to `length - 1`."""
+        """Return the rows `offset` rows forward in their stream: int32[...]. `offset`: from
+        `-length` to `length - 1`."""
         env, position = self.split(row)
         return self.row(env, self.wrap(position + offset))

@@ -1,7 +1,8 @@
-"""The platform that a state's arrays are laid out for: a tree has the width that suits it, and rows lie in tiles on a TPU.
+"""The platform that a state's arrays are laid out for: a tree has the width that suits it, and rows
+lie in tiles on a TPU.
 
-A state is of one platform for good, and says so in its layout. It never depends on which backend happens to trace a program: one that is
-compiled on a CPU host for a TPU is that of the TPU.
+A state is of one platform for good, and says so in its layout. It never depends on which backend
+happens to trace a program: one that is compiled on a CPU host for a TPU is that of the TPU.
 """
 
 import dataclasses
@@ -15,11 +16,13 @@ class Traits:
     """Traits of a platform that decide between forms of a program, all with equal results.
 
     Args:
-      fan_out: children of a node of a tree. On one core, a find in 1 M leaves takes 17 us for 256 of them with 8 children, 19 with 4, 35
-        with 16. A GPU reads 32 children one after another in one kernel; 128 are whole registers of a TPU.
-      num_ways: values that a step of a search reads. Each step is a kernel of its own on a GPU; on a TPU each value takes its time.
-      in_line: whether small steps are written out element by element, and counted before any row is written: on a GPU they go into one
-        kernel, where a reduction is one by itself.
+      fan_out: children of a node of a tree. On one core, a find in 1 M leaves takes 17 us for 256
+        of them with 8 children, 19 with 4, 35 with 16. A GPU reads 32 children one after another in
+        one kernel; 128 are whole registers of a TPU.
+      num_ways: values that a step of a search reads. Each step is a kernel of its own on a GPU; on
+        a TPU each value takes its time.
+      in_line: whether small steps are written out element by element, and counted before any row is
+        written: on a GPU they go into one kernel, where a reduction is one by itself.
       has_loops: whether a loop may end when the data say so: a GPU would wait for its host.
       has_branches: the same of a branch.
       has_tiles: whether rows lie in tiles.

@@ -1,7 +1,8 @@
 """Modular arithmetic: every wrap-around and every division of a position is here, and nowhere else.
 
-A ring of `length` places holds positions `0 .. length - 1`. Nothing in the package counts upwards for ever: what would overflow in a
-long run is kept as a position on a ring, and two such values are only ever compared by their modular difference.
+A ring of `length` places holds positions `0 .. length - 1`. Nothing in the package counts upwards
+for ever: what would overflow in a long run is kept as a position on a ring, and two such values are
+only ever compared by their modular difference.
 """
 
 import jax
@@ -10,7 +11,8 @@ import numpy as np
 
 
 def wrap(position: jax.Array, length: int) -> jax.Array:
-    """Put a position from `[-length, 2 * length)` back on the ring. Two selects: a vectorized remainder costs several times as much."""
+    """Put a position from `[-length, 2 * length)` back on the ring. Two selects: a vectorized
+    remainder costs several times as much."""
     position = jnp.where(position < 0, position + length, position)
     return jnp.where(position >= length, position - length, position)
 
@@ -26,13 +28,15 @@ def arange(length: int) -> jax.Array:
 
 
 def split(index: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
-    """The quotient and the remainder of a non-negative index by `length`: of a row, its stream and its position there."""
+    """The quotient and the remainder of a non-negative index by `length`: of a row, its stream and
+    its position there."""
     quotient = jax.lax.div(index, jnp.asarray(length, index.dtype))
     return quotient, index - quotient * length
 
 
 def position_of(number: np.ndarray, length: int) -> np.ndarray:
-    """On the host: where what was written as number 0, 1, 2, ... to a ring lies; also of numbers below 0."""
+    """On the host: where what was written as number 0, 1, 2, ... to a ring lies; also of numbers
+    below 0."""
     return number % length
 
 

@@ -8,12 +8,16 @@ import jax.numpy as jnp
 from jaxreplay.storage.platforms import Traits
 
 
-def last_slot(passes: Callable[[jax.Array], jax.Array], like: jax.Array, size: int, num_ways: int) -> jax.Array:
-    """The largest place that passes, of those in `[0, size)`, where all before one that passes do, and 0 always does: int32, as `like`.
+def last_slot(
+    passes: Callable[[jax.Array], jax.Array], like: jax.Array, size: int, num_ways: int
+) -> jax.Array:
+    """The largest slot that passes, of those in `[0, size)`, where all before one that passes do,
+    and 0 always does: int32, as `like`.
 
 
     Args:
-      passes: of places in `[1, size)`, shaped as `like`; bool of that shape. num_ways: parts that each step divides into, at least 2.
+      passes: of slots in `[1, size)`, shaped as `like`; bool of that shape. num_ways: parts that
+        each step divides into, at least 2.
     """
     slot, step = jnp.zeros(like.shape, jnp.int32), 1
     while step < size:
@@ -29,7 +33,8 @@ def last_slot(passes: Callable[[jax.Array], jax.Array], like: jax.Array, size: i
 
 
 def split_by(count: jax.Array, nth: jax.Array, traits: Traits) -> tuple[jax.Array, jax.Array]:
-    """The `nth` of all things, as a stream and a place in it, where stream e has `count[e]` of them: int32[...] each."""
+    """The `nth` of all things, as a stream and a place in it, where stream e has `count[e]` of
+    them: int32[...] each."""
     ends = jnp.cumsum(count, dtype=jnp.int32)
     if traits.in_line:
         env = last_slot(lambda slot: ends[slot - 1] <= nth, nth, count.shape[0], traits.num_ways)

@@ -1,13 +1,33 @@
-"""Storage: every env is a stream, a ring of rows of its own, and all streams lie in one array a leaf.
+"""Storage: every env is a stream, a ring of rows of its own, and all streams lie in one array a
+leaf.
 
-Leaves are `[num_envs * length, ...]`, env-major: row = env * length + position, so a stream's neighbours in time are neighbours in
-memory. Each write is one masked scatter a leaf; a row that is not written points past the end. (A `lax.cond` around the write would
-become a select over the whole buffer under `vmap`, and a strided `dynamic_update_slice` took 13 us where the scatter takes 2.)
+Leaves are `[num_envs * length, ...]`, env-major: row = env * length + position, so a stream's
+neighbours in time are neighbours in memory. Each write is one masked scatter a leaf; a row that is
+not written points past the end. (A `lax.cond` around the write would become a select over the whole
+buffer under `vmap`, and a strided `dynamic_update_slice` took 13 us where the scatter takes 2.)
 
-The streams know nothing of sampling. Beside a step's own leaves they keep, for each row, flags that say what it is (`autoreset.py`), and
-its candidate number, the number of candidates (rows that can be drawn) before it in its stream, from which `sampleable.py` counts and finds
-rows without keeping a list of them. The two are apart since samples read the flags alone: at one byte a row those of a million rows stay in
-a core's cache.
+The streams know nothing of sampling. Beside a step's own leaves they keep, for each row, flags that
+say what it is (`autoreset.py`), and its candidate number, from which `sampleable.py` counts and
+finds rows without keeping a list of them. The two are apart since samples read the flags alone: at
+one byte a row those of a million rows stay in a core's cache.
+
+Glossary, for the whole library:
+
+    row               where a step lies in the arrays: int32, in [0, N)
+    position          where a row lies in the ring of its stream: int32, in [0, length)
+    head              the position of the next write
+    lap               how often the head of a stream went round: uint32
+    number            how many rows of its stream were written before a row, overwritten ones
+                      too: uint32
+    age               how many rows of its stream were written after a row: int32, 0 for the newest
+    candidate         a row that may be sampled once its window is known: a transition, and no
+                      final row
+    candidate number  how many candidates of its stream were written before a row: uint32
+    final row         the row of an episode's final observation, which is no transition
+    window            the rows around a candidate that its view reads
+    sampleable        of a candidate: its window is known, and still stored
+    pending           of the newest rows: their window is not known yet
+    expired           of the oldest rows: a part of their window is overwritten
 """
 
 from typing import Any, NamedTuple
@@ -34,13 +54,17 @@ class Written(NamedTuple):
     candidate_number: jax.Array | None = None  # uint32[K, E]; None for plain items
 
     def of_newest(self, values: jax.Array, before: jax.Array) -> jax.Array:
-        """Return the newest row's value of each stream, `[E]`: out of those written, `[K, E]`, or the one before the write."""
-        newest = jnp.where(self.is_written & (self.age == 0), values, 0).sum(axis=0, dtype=before.dtype)
+        """Return the newest row's value of each stream, `[E]`: out of those written, `[K, E]`, or
+        the one before the write."""
+        newest = jnp.where(self.is_written & (self.age == 0), values, 0).sum(
+            axis=0, dtype=before.dtype
+        )
         return jnp.where(self.num_rows > 0, newest, before)
 
 
 class Heads(Node):
-    """The heads of all streams; equal, if these always step together. (A GPU counts a step in one kernel, if all of it is [E].)"""
+    """The heads of all streams; equal, if these always step together. (A GPU counts a step in one
+    kernel, if all of it is [E].)"""
 
     position: jax.Array  # int32[E], in [0, length): of the next write
     filled: jax.Array  # int32[E], in [0, length]: rows written
@@ -48,20 +72,27 @@ class Heads(Node):
 
 
 class Streams(Node):
-    """E streams of N = num_envs * length rows in all: the rows, and what is known of each stream. A write donates it."""
+    """E streams of N = num_envs * length rows in all: the rows, and what is known of each stream. A
+    write donates it."""
 
-    steps: Any  # the stored leaves, [N, ...]: a Step whose done flags live in `flags`, or an item as it came
+    # the stored leaves, [N, ...]: a Step whose done flags live in `flags`, or an item as it came
+    steps: Any
     flags: jax.Array | None  # uint8[N], bits of `autoreset`; None, and so the next, for plain items
-    candidate_number: jax.Array | None  # uint32[N], modulo 2^32: candidates of the stream before each row
+    # uint32[N], modulo 2^32: candidates of the stream before each row
+    candidate_number: jax.Array | None
     heads: Heads
     last_flags: jax.Array | None  # uint8[E]: flags of the newest row
-    num_candidates: jax.Array | None  # uint32[E], modulo 2^32: candidates ever written; the candidate number of the next row
-    phase: jax.Array | None  # int32[E], in [0, stride): transitions from the newest candidate to the next row; None where every one is
+    # uint32[E], modulo 2^32: candidates ever written; the candidate number of the next row
+    num_candidates: jax.Array | None
+    # int32[E], in [0, period): transitions from the newest candidate to the next row; None where
+    # every one is
+    phase: jax.Array | None
     layout: Layout = static_field()
 
     @classmethod
     def empty(cls, layout: Layout, example: Any) -> "Streams":
-        """Return streams without rows. `example`: one env's step, or one item: shapes and dtypes."""
+        """Return streams without rows. `example`: one env's step, or one item: shapes and
+        dtypes."""
         stored = example if layout.autoreset is None else _stored(example)
         has_flags = layout.autoreset is not None
 
@@ -70,10 +101,14 @@ class Streams(Node):
 
         capacity, num_envs = layout.capacity, layout.num_envs
         return cls(
-            steps=jax.tree.map(lambda leaf: arrays.zeros(capacity, leaf, layout.traits.has_tiles), stored),
+            steps=jax.tree.map(
+                lambda leaf: arrays.zeros(capacity, leaf, layout.traits.has_tiles), stored
+            ),
             flags=zeros(capacity, jnp.uint8, has_flags),
             candidate_number=zeros(capacity, jnp.uint32, has_flags),
-            heads=Heads(zeros(num_envs, jnp.int32), zeros(num_envs, jnp.int32), zeros(num_envs, jnp.uint32)),
+            heads=Heads(
+                zeros(num_envs, jnp.int32), zeros(num_envs, jnp.int32), zeros(num_envs, jnp.uint32)
+            ),
             # As if a final row had been written: the first row opens an episode.
             last_flags=jnp.full((num_envs,), autoreset.FINAL, jnp.uint8) if has_flags else None,
             num_candidates=zeros(num_envs, jnp.uint32, has_flags),
@@ -98,12 +133,14 @@ class Streams(Node):
 
     @property
     def next_number(self) -> jax.Array:
-        """The number of each stream's next row, modulo 2^32: uint32[E]. A row's position is its number modulo the length."""
+        """The number of each stream's next row, modulo 2^32: uint32[E]. A row's position is its
+        number modulo the length."""
         return self.layout.number(self.heads.lap, self.heads.position)
 
     @property
     def next_candidate_number(self) -> jax.Array:
-        """The candidate number of the next candidate that will be written to each stream: uint32[E]. Of items, every one is a candidate."""
+        """The candidate number of the next candidate that will be written to each stream:
+        uint32[E]. Of items, every one is a candidate."""
         return self.next_number if self.num_candidates is None else self.num_candidates
 
     def with_heads(self, **heads: Any) -> "Streams":
@@ -116,21 +153,26 @@ class Streams(Node):
         return self.replace(heads=self.heads.replace(**new))
 
     def clear(self) -> "Streams":
-        """Forget every row; the stored steps stay as they are, and no index drawn before is valid after.
+        """Forget every row; the stored steps stay as they are, and no index drawn before is valid
+        after.
 
-        Where a done still owes its final row (`autoreset="next_step"`), the next row is that final row: it would pair with the next
-        episode.
+        Where a done still owes its final row (`autoreset="next_step"`), the next row is that final
+        row: it would pair with the next episode.
         """
         # The laps by two: the rows from the head on count as of the lap before.
         return self.with_heads(position=0, filled=0, lap=self.heads.lap + jnp.uint32(2)).replace(
-            last_flags=None if self.last_flags is None else autoreset.after_clear(str(self.layout.autoreset), self.last_flags),
+            last_flags=None
+            if self.last_flags is None
+            else autoreset.after_clear(str(self.layout.autoreset), self.last_flags),
             phase=None if self.phase is None else jnp.zeros_like(self.phase),
         )
 
     def advance(self, steps: Any, mask: jax.Array | None) -> tuple["Streams", Written]:
-        """Append a block of steps, leaves `[T, num_envs, ...]`, but for the rows themselves, which are to be `put`.
+        """Append a block of steps, leaves `[T, num_envs, ...]`, but for the rows themselves, which
+        are to be `put`.
 
-        `mask`: bool[T, num_envs], False where an env took no step. T times `rows_per_step` must not exceed the length.
+        `mask`: bool[T, num_envs], False where an env took no step. T times `rows_per_step` must not
+        exceed the length.
         """
         layout, state = self.layout, self
         num_steps = jax.tree.leaves(steps)[0].shape[0]
@@ -139,7 +181,12 @@ class Streams(Node):
         if layout.autoreset is not None:
             assert self.last_flags is not None
             flags, is_written = autoreset.rows_of(
-                layout.autoreset, layout.has_final_obs, steps.terminated, steps.truncated, mask, self.last_flags
+                layout.autoreset,
+                layout.has_final_obs,
+                steps.terminated,
+                steps.truncated,
+                mask,
+                self.last_flags,
             )
             if self.phase is not None:
                 state, flags = self._skipped(self.phase, flags, is_written)
@@ -151,36 +198,49 @@ class Streams(Node):
             num_rows = nth[-1] + 1
         age = num_rows - 1 - nth
         new = state._advanced(num_rows)
-        # From the new head back, here and in what follows: of what is counted on XLA would keep a copy, where a later kernel reads it.
+        # From the new head back, here and in what follows: of what is counted on XLA would keep a
+        # copy, where a later kernel reads it.
         row = layout.row(layout.envs(), layout.wrap(new.heads.position - 1 - age))
-        written = Written(jnp.where(is_written, row, layout.capacity), is_written, flags, age, num_rows)
+        written = Written(
+            jnp.where(is_written, row, layout.capacity), is_written, flags, age, num_rows
+        )
         if flags is not None:
             is_candidate = is_written & ((flags & autoreset.NO_CANDIDATE) == 0)
             count = self.next_candidate_number + is_candidate.sum(axis=0, dtype=jnp.uint32)
             assert self.last_flags is not None
-            new = new.replace(last_flags=written.of_newest(flags, self.last_flags), num_candidates=count)
+            new = new.replace(
+                last_flags=written.of_newest(flags, self.last_flags), num_candidates=count
+            )
             written = written._replace(candidate_number=count - from_each_on(is_candidate))
         return new, written
 
-    def _skipped(self, phase: jax.Array, flags: jax.Array, is_written: jax.Array) -> tuple["Streams", jax.Array]:
+    def _skipped(
+        self, phase: jax.Array, flags: jax.Array, is_written: jax.Array
+    ) -> tuple["Streams", jax.Array]:
         """Mark the transitions between candidates: flags uint8[K, E]."""
         window = self.layout.window
         is_transition = is_written & ((flags & autoreset.FINAL) == 0)
-        through = jnp.cumsum(is_transition, axis=0, dtype=jnp.int32)  # of this block, each row's own included
+        # of this block, each row's own included
+        through = jnp.cumsum(is_transition, axis=0, dtype=jnp.int32)
         before = through - is_transition
         starts = is_written & ((flags & autoreset.FIRST) != 0) & (not window.crosses_episodes)
-        # Counted from the row's episode's start, where that is in the block; else on from the rows before it.
+        # Counted from the row's episode's start, where that is in the block; else on from the rows
+        # before it.
         latest_start = jax.lax.cummax(jnp.where(starts, before, -1), axis=0)
         since = jnp.where(latest_start >= 0, before - latest_start, before + phase)
         _, place = ring.split(since, window.period)
         _, phase = ring.split((since + is_transition)[-1], window.period)
-        return self.replace(phase=phase), jnp.where(is_transition & (place != 0), flags | autoreset.SKIPPED, flags)
+        return self.replace(phase=phase), jnp.where(
+            is_transition & (place != 0), flags | autoreset.SKIPPED, flags
+        )
 
     def write(self, steps: Any, written: Written) -> "Streams":
         """Write the rows of a block that was counted."""
 
         def write(stored, new, row):
-            return arrays.tree_map(lambda leaf, values: arrays.write(leaf, row, values), stored, new)
+            return arrays.tree_map(
+                lambda leaf, values: arrays.write(leaf, row, values), stored, new
+            )
 
         if self.flags is None:
             return self.replace(steps=write(self.steps, steps, written.row))
@@ -208,23 +268,28 @@ class Streams(Node):
 
     def has(self, row: jax.Array, flag: int) -> jax.Array:
         """Tell which rows have a flag, or one of several: bool[...]. An item has none."""
-        return jnp.zeros(row.shape, bool) if self.flags is None else (_at(self.flags, row) & flag) != 0
+        return (
+            jnp.zeros(row.shape, bool) if self.flags is None else (_at(self.flags, row) & flag) != 0
+        )
 
     def candidate_number_of(self, row: jax.Array) -> jax.Array:
-        """Return the candidate number of each stored row: uint32[...]. `row`: in `[0, capacity)`."""
+        """Return the candidate number of each stored row: uint32[...]. `row`: in
+        `[0, capacity)`."""
         if self.candidate_number is not None:
             return _at(self.candidate_number, row)
         _, position = self.layout.split(row)
         return self.layout.number(self.index(row).lap, position)
 
     def rows_before(self, row: jax.Array, most: int) -> jax.Array:
-        """Rows before each row that belong to its episode, `most` at the most: int32[...]. The first row has none before it."""
+        """Rows before each row that belong to its episode, `most` at the most: int32[...]. The
+        first row has none before it."""
         places = ring.arange(most).reshape((most,) + (1,) * row.ndim)
         goes_on = ~self.has(self.layout.ahead(row, -places), autoreset.FIRST)
         return jnp.cumprod(goes_on, axis=0, dtype=jnp.int32).sum(axis=0, dtype=jnp.int32)
 
     def age(self, row: jax.Array) -> jax.Array:
-        """Rows of its stream written after each row: 0 for the newest. For a row never written, at least `filled`. int32[...]."""
+        """Rows of its stream written after each row: 0 for the newest. For a row never written, at
+        least `filled`. int32[...]."""
         env, position = self.layout.split(row)
         return self.layout.wrap(of_stream(self.head, env) - 1 - position)
 
@@ -258,7 +323,8 @@ def _at(values: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _stored(step: Step) -> Step:
-    """A step as it is stored: its done flags go into `flags`, and a final observation into the `obs` of a row of its own."""
+    """A step as it is stored: its done flags go into `flags`, and a final observation into the
+    `obs` of a row of its own."""
     return step.replace(terminated=None, truncated=None, final_obs=None)
 
 
@@ -272,10 +338,13 @@ def _with_final_obs(steps: Step) -> Any:
 
 
 def written_row(streams: Streams, high: jax.Array, low: jax.Array) -> jax.Array:
-    """A row among all that are written, uniformly: int32[...], the bits' shape; any row where there are none."""
+    """A row among all that are written, uniformly: int32[...], the bits' shape; any row where there
+    are none."""
     layout, filled = streams.layout, streams.filled
     if layout.lockstep:  # all streams hold the same number: no search for the stream
         age, env = ring.split(random.below(high, low, filled * layout.num_envs), layout.num_envs)
     else:
-        env, age = split_by(filled, random.below(high, low, filled.sum(dtype=jnp.int32)), layout.traits)
+        env, age = split_by(
+            filled, random.below(high, low, filled.sum(dtype=jnp.int32)), layout.traits
+        )
     return layout.row(env, layout.wrap(of_stream(streams.head, env) - 1 - age))

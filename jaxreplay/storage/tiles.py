@@ -1,14 +1,19 @@
-"""How a row lies on a TPU, so that XLA writes and reads it where it is: a static rule by its shape and dtype.
+"""How a row lies on a TPU, so that XLA writes and reads it where it is: a static rule by its shape
+and dtype.
 
-A TPU holds arrays in tiles of 8 x 128 words. Rows of 8 bits an element, and rows that fill no whole number of tiles, are laid anew by XLA
-around every write: the whole buffer is copied, twice. Found by compiling for a v5e (jax 0.10.2) what is in place:
+A TPU holds arrays in tiles of 8 x 128 words. Rows of 8 bits an element, and rows that fill no whole
+number of tiles, are laid anew by XLA around every write: the whole buffer is copied, twice. Found
+by compiling for a v5e (jax 0.10.2) what is in place:
 
-- of 16 and 32 bits: rows of at most 48 elements, which it stores as columns, and rows of a multiple of 128;
-- of 8 bits: whole tiles of 8 x 128, that is of 1,024 elements; and 32-bit words of four elements each.
+- of 16 and 32 bits: rows of at most 48 elements, which it stores as columns, and rows of a multiple
+  of 128;
+- of 8 bits: whole tiles of 8 x 128, that is of 1,024 elements; and 32-bit words of four elements
+  each.
 
-So a row is cut into parts that are in place. A part is filled up with zeros where that takes at most `_MOST_FILLER` more; else what is
-left over goes into a part of its own, or several of at most 48 columns. (64 floats in two parts of 32: 256 MB and 13 k cycles for a loop
-over 1 M rows; filled up to 128: 512 MB and 11.7 k; as they come: 5 M cycles, and 512 MB of copies.)
+So a row is cut into parts that are in place. A part is filled up with zeros where that takes at
+most `_MOST_FILLER` more; else what is left over goes into a part of its own, or several of at most
+48 columns. (64 floats in two parts of 32: 256 MB and 13 k cycles for a loop over 1 M rows; filled
+up to 128: 512 MB and 11.7 k; as they come: 5 M cycles, and 512 MB of copies.)
 """
 
 import dataclasses
@@ -27,8 +32,8 @@ class Tile:
     """Some elements of the flat row, one after another.
 
     Args:
-      size: how many. shape: of what is stored of each row; what it has beyond `size` elements is zeros. is_words: four 8-bit elements are
-        one uint32.
+      size: how many. shape: of what is stored of each row; what it has beyond `size` elements is
+        zeros. is_words: four 8-bit elements are one uint32.
     """
 
     size: int
@@ -37,7 +42,8 @@ class Tile:
 
 
 def tiles_of(shape: tuple[int, ...], dtype: np.dtype) -> tuple[Tile, ...] | None:
-    """The parts of a row; None where it is in place as it is, or no part would be: a scalar, an empty row, numbers of 64 bits."""
+    """The parts of a row; None where it is in place as it is, or no part would be: a scalar, an
+    empty row, numbers of 64 bits."""
     size = math.prod(shape)
     if not shape or not size or dtype.itemsize > 4 or jnp.issubdtype(dtype, jnp.complexfloating):
         return None
@@ -62,7 +68,9 @@ def encoded(values: jax.Array, shape: tuple[int, ...], tiles: tuple[Tile, ...]) 
     return found
 
 
-def decoded(stored: list[jax.Array], shape: tuple[int, ...], dtype: np.dtype, tiles: tuple[Tile, ...]) -> jax.Array:
+def decoded(
+    stored: list[jax.Array], shape: tuple[int, ...], dtype: np.dtype, tiles: tuple[Tile, ...]
+) -> jax.Array:
     """What was `encoded`: `[..., *shape]`."""
     pieces = []
     for piece, tile in zip(stored, tiles, strict=True):
@@ -105,11 +113,15 @@ def _tiles(size: int) -> list[Tile]:
     words = _words(-(-rest // 4))
     sizes = [4 * tile.size for tile in words]
     sizes[-1] -= sum(sizes) - rest
-    return [*start, *(Tile(size, tile.shape, is_words=True) for size, tile in zip(sizes, words, strict=True))]
+    return [
+        *start,
+        *(Tile(size, tile.shape, is_words=True) for size, tile in zip(sizes, words, strict=True)),
+    ]
 
 
 def _words(size: int) -> list[Tile]:
-    """Columns of words; a few that would take eight go apart, where fewer than eight take what four, two or one do."""
+    """Columns of words; a few that would take eight go apart, where fewer than eight take what
+    four, two or one do."""
     few = size & (_COLUMNS - 1)
     if few == size or few not in (1, 2, 3, 4) or size > 2 * _COLUMNS + 4:
         return _columns(size)

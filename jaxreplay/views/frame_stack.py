@@ -17,58 +17,69 @@ PADS = ("zero", "repeat")
 
 
 class FrameStack(WrappedView):
-    """Another view, where every observation is the stack of the newest frames up to it, the oldest first.
+    """Another view, where every observation is the stack of the newest frames up to it, the oldest
+    first.
 
-    A stack never reaches over its episode's start, nor over frames that are overwritten: such a row is not drawn.
-    Source: Mnih et al., "Human-level control through deep reinforcement learning" (2015), methods, "Preprocessing".
+    A stack never reaches over its episode's start, nor over frames that are overwritten: such a row
+    is not drawn. Source: Mnih et al., "Human-level control through deep reinforcement learning"
+    (2015), methods, "Preprocessing".
 
     Args:
       num_frames: k, at least 1.
-      of: the view that reads the stacks, such as a `TransitionView`.
+      inner: the view that reads the stacks, such as a `TransitionView`.
       pad: frames before the episode's start: "zero", or "repeat" for its first frame.
-      leaf: the name of the one leaf of the observation to stack, such as "image", or "camera.left" for one further down; None: all.
-      axis: where the axis of k frames comes in a leaf's own shape: 0 before the frame's axes, -1 after them.
+      key: the name of the one leaf of the observation to stack, such as "image", or "camera.left"
+        for one further down; None: all.
+      axis: where the axis of k frames comes in a leaf's own shape: 0 before the frame's axes, -1
+        after them.
     """
 
     num_frames: int
     pad: str = "zero"
-    leaf: str | None = None
+    key: str | None = None
     axis: int = 0
 
     def _check(self) -> None:
         check_size("FrameStack", "num_frames", self.num_frames)
         if self.pad not in PADS:
             raise ValueError(f"FrameStack: pad must be one of {PADS}, got {self.pad!r}")
-        if not self.of.needs_steps:
-            raise ValueError(f"FrameStack: {type(self.of).__name__} reads no observations; give a view of steps")
-        if self.of.reads_any_row:
+        if not self.inner.needs_steps:
             raise ValueError(
-                "FrameStack: its view reads rows drawn anywhere, whose earlier frames may be overwritten; write "
-                "jaxreplay.hindsight(jaxreplay.frame_stack(replay, k), ...), the stack inside"
+                f"FrameStack: {type(self.inner).__name__} reads no observations; give a view of "
+                f"steps"
+            )
+        if self.inner.reads_any_row:
+            raise ValueError(
+                "FrameStack: its view reads rows drawn anywhere, whose earlier frames may be "
+                "overwritten; write "
+                "jaxreplay.hindsight(jaxreplay.frame_stack(buffer, k), ...), the stack inside"
             )
 
     @property
     def window(self) -> Window:
-        window = self.of.window
+        window = self.inner.window
         before = None if window.before is None else window.before + self.num_frames - 1
         return dataclasses.replace(window, before=before)
 
     def check(self, where: str, layout: Layout, example: Any) -> None:
         names = dict(named(example.obs))
-        if self.leaf is not None and self.leaf not in names:
-            has = "is one array: leave out leaf" if "" in names else f"has {', '.join(names)}"
-            raise ValueError(f"{where}: FrameStack: obs has no leaf {self.leaf!r}; it {has}")
+        if self.key is not None and self.key not in names:
+            has = "is one array: leave out key" if "" in names else f"has {', '.join(names)}"
+            raise ValueError(f"{where}: FrameStack: obs has no leaf {self.key!r}; it {has}")
         for name, leaf in names.items():
-            if self.leaf in (None, name) and not -len(leaf.shape) - 1 <= self.axis <= len(leaf.shape):
+            if self.key in (None, name) and not -len(leaf.shape) - 1 <= self.axis <= len(
+                leaf.shape
+            ):
                 obs, ndim = f"obs.{name}".removesuffix("."), len(leaf.shape)
                 raise ValueError(
-                    f"{where}: FrameStack: axis={self.axis} is not in the stacks of {obs}, whose frames are {leaf.shape}: "
+                    f"{where}: FrameStack: axis={self.axis} is not in the stacks of {obs}, whose "
+                    f"frames are {leaf.shape}: "
                     f"it must be in {-ndim - 1} .. {ndim}"
                 )
         super().check(where, layout, example)
 
     def read(self, reader: RowReader) -> Any:
-        return self.of.read(_Stacks.around(reader, view=self))
+        return self.inner.read(_Stacks.around(reader, view=self))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +92,16 @@ class _Stacks(WrappedReader):
         offset = jnp.asarray(offset, jnp.int32)
         depth = inner.rows_before(offset, view.num_frames - 1)[..., None]
         wanted = ring.arange(view.num_frames)[::-1]  # frames back from the newest
-        stacked, plain = inner.obs(offset[..., None] - jnp.minimum(wanted, depth)), inner.obs(offset)
+        stacked, plain = (
+            inner.obs(offset[..., None] - jnp.minimum(wanted, depth)),
+            inner.obs(offset),
+        )
         if view.pad == "zero":
-            stacked = jax.tree.map(lambda x: jnp.where(_against(wanted <= depth, x), x, jnp.zeros_like(x)), stacked)
+            stacked = jax.tree.map(
+                lambda x: jnp.where(_against(wanted <= depth, x), x, jnp.zeros_like(x)), stacked
+            )
         chosen = [
-            _moved(stack, offset.ndim, view.axis) if view.leaf in (None, name) else frame
+            _moved(stack, offset.ndim, view.axis) if view.key in (None, name) else frame
             for (name, stack), (_, frame) in zip(named(stacked), named(plain), strict=True)
         ]
         return jax.tree.unflatten(jax.tree.structure(plain), chosen)

@@ -1,4 +1,5 @@
-"""One row and its neighbours in time, read lazily: what a view does not ask for is never gathered."""
+"""One row and its neighbours in time, read lazily: what a view does not ask for is never
+gathered."""
 
 import dataclasses
 from typing import Any
@@ -15,16 +16,19 @@ from jaxreplay.types import Step
 
 @dataclasses.dataclass(frozen=True)
 class RowReader:
-    """A row of a buffer's streams. `offset`: rows forward in time, int32[...], from `-length` to `length - 1`.
+    """A row of a buffer's streams. `offset`: rows forward in time, int32[...], from `-length` to
+    `length - 1`.
 
-    Whether a neighbour belongs to the row's episode, or is written at all, is for the view to know: see `rows_after`.
-    A view that changes what another one reads hands it a reader with some of these methods changed.
+    Whether a neighbour belongs to the row's episode, or is written at all, is for the view to know:
+    see `rows_after`. A view that changes what another one reads hands it a reader with some of
+    these methods changed.
     """
 
     streams: Streams
     row: jax.Array  # int32[]
     table: EpisodeState | None = None  # where the window is not bounded, or the buffer keeps one
-    bits: jax.Array | None = None  # uint32[2]: random bits of this item's own, for a view that draws
+    # uint32[2]: random bits of this item's own, for a view that draws
+    bits: jax.Array | None = None
 
     def item(self) -> Any:
         """The stored item, or step, of the row."""

@@ -1,4 +1,5 @@
-"""Sequences for recurrent agents and world models, with a burn-in, a mask, and flags that say where to reset."""
+"""Sequences for recurrent agents and world models, with a burn-in, a mask, and flags that say where
+to reset."""
 
 from typing import Any
 
@@ -9,55 +10,74 @@ import numpy as np
 from jaxreplay._util.checks import check_size
 from jaxreplay.storage import ring
 from jaxreplay.storage.layout import Layout, Window
-from jaxreplay.types import Sequence
+from jaxreplay.types import SequenceBatch
 from jaxreplay.views.row_reader import RowReader
 from jaxreplay.views.view import View
 
 
 class SequenceView(View):
-    """The `length` steps from a row on, to learn from, and up to `burn_in` steps before it, to warm a recurrent state up.
+    """The `length` steps from a row on, to learn from, and up to `burn_in` steps before it, to warm
+    a recurrent state up.
 
-    The burn-in stops at the episode's start, where there is nothing to warm up: so every step of every episode is learned from,
-    however short the episode.
+    The burn-in stops at the episode's start, where there is nothing to warm up: so every step of
+    every episode is learned from, however short the episode.
 
-    Source: Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning" (2019), sections 2.3 and 3; there the
-    burn-in is the first part of a sequence of fixed steps, and the first steps of an episode are never learned from.
+    Source: Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning"
+    (2019), sections 2.3 and 3; there the burn-in is the first part of a sequence of fixed steps,
+    and the first steps of an episode are never learned from.
 
     Args:
       length: steps to learn from, at least 1.
       burn_in: steps before them.
-      stride: transitions from one possible start to the next, counted from each episode's start, or on and on across episodes.
-      within_episode: True: a sequence stops at its episode's end; the rest is 0 and masked. False: it goes on into the next episode, whose
-        first step is flagged; an episode's final observation takes a step, which is masked.
-      recurrent_state: the key in `extras` of what is read of a sequence's first step alone; None: nothing is.
+      period: transitions from one possible start to the next, counted from each episode's start, or
+        on and on across episodes.
+      cross_episodes: False: a sequence stops at its episode's end; the rest is 0 and masked. True:
+        it goes on into the next episode, whose first step is flagged; an episode's final
+        observation takes a step, which is masked.
+      recurrent_state_key: the key in `extras` of what is read of a sequence's first step alone;
+        None: nothing is.
     """
 
     length: int
     burn_in: int = 0
     period: int = 1
-    within_episode: bool = True
-    recurrent_state: str | None = None
+    cross_episodes: bool = False
+    recurrent_state_key: str | None = None
 
     def _check(self) -> None:
         check_size("SequenceView", "length", self.length)
         check_size("SequenceView", "period", self.period)
         if isinstance(self.burn_in, bool) or not isinstance(self.burn_in, int) or self.burn_in < 0:
-            raise ValueError(f"SequenceView: burn_in must be an int of at least 0, got {self.burn_in!r}")
+            raise ValueError(
+                f"SequenceView: burn_in must be an int of at least 0, got {self.burn_in!r}"
+            )
 
     @property
     def window(self) -> Window:
-        return Window(before=self.burn_in, after=self.length, crosses_episodes=not self.within_episode, period=self.period)
+        return Window(
+            before=self.burn_in,
+            after=self.length,
+            crosses_episodes=self.cross_episodes,
+            period=self.period,
+        )
 
     def check(self, where: str, layout: Layout, example: Any) -> None:
         del layout
-        if self.recurrent_state is not None and not (isinstance(example.extras, dict) and self.recurrent_state in example.extras):
-            has = f"they have {', '.join(example.extras)}" if isinstance(example.extras, dict) else "there is no mapping of them"
+        if self.recurrent_state_key is not None and not (
+            isinstance(example.extras, dict) and self.recurrent_state_key in example.extras
+        ):
+            has = (
+                f"they have {', '.join(example.extras)}"
+                if isinstance(example.extras, dict)
+                else "there is no mapping of them"
+            )
             raise ValueError(
-                f"{where}: recurrent_state={self.recurrent_state!r} is no key of the step's extras: {has}; "
-                f"store it with each step, as extras={{{self.recurrent_state!r}: ...}}"
+                f"{where}: recurrent_state_key={self.recurrent_state_key!r} is no key of the "
+                f"step's extras: {has}; "
+                f"store it with each step, as extras={{{self.recurrent_state_key!r}: ...}}"
             )
 
-    def read(self, reader: RowReader) -> Sequence:
+    def read(self, reader: RowReader) -> SequenceBatch:
         steps = jnp.arange(-self.burn_in, self.length + 1, dtype=jnp.int32)
         is_before = ring.arange(self.burn_in)[::-1] < reader.rows_before(0, self.burn_in)
         is_here = jnp.concatenate([is_before, self._after(reader)])  # [T + 1]
@@ -65,11 +85,13 @@ class SequenceView(View):
         is_step = is_here & ~reader.is_final(steps) & ~self._follows_end(reader)
         steps, is_real, extras = steps[:-1], is_step[:-1], reader.extras(steps[:-1])
         recurrent_state = None
-        if self.recurrent_state is not None:
+        if self.recurrent_state_key is not None:
             # Read on its own: XLA would gather those of all steps to take the first.
-            recurrent_state = _zero(reader.extras(steps[0])[self.recurrent_state], is_real[0])
-            extras = {key: value for key, value in extras.items() if key != self.recurrent_state}
-        return Sequence(
+            recurrent_state = _zero(reader.extras(steps[0])[self.recurrent_state_key], is_real[0])
+            extras = {
+                key: value for key, value in extras.items() if key != self.recurrent_state_key
+            }
+        return SequenceBatch(
             obs=_zero(reader.obs(jnp.append(steps, self.length)), is_here),
             action=_zero(reader.action(steps), is_real),
             reward=_zero(reader.reward(steps), is_real),
@@ -83,18 +105,23 @@ class SequenceView(View):
 
     def _after(self, reader: RowReader) -> jax.Array:
         """Which of the rows from the row on are read: bool[length + 1]."""
-        if not self.within_episode:
+        if self.cross_episodes:
             return jnp.ones(self.length + 1, bool)
         later = jnp.arange(1, self.length + 1, dtype=jnp.int32)
         # Past an episode's end lies the first row of the next, or nothing yet.
         goes_on = ~reader.is_first(later) & (reader.rows_after() >= later)
-        # Past its final observation too, though a wrapped reader, with another goal, may end an episode in its midst.
+        # Past its final observation too, though a wrapped reader, with another goal, may end an
+        # episode in its midst.
         goes_on &= ~self._follows_end(reader)[self.burn_in : -1]
-        return jnp.concatenate([jnp.ones(1, bool), jnp.cumprod(goes_on, dtype=jnp.int32).astype(bool)])
+        return jnp.concatenate(
+            [jnp.ones(1, bool), jnp.cumprod(goes_on, dtype=jnp.int32).astype(bool)]
+        )
 
     def _follows_end(self, reader: RowReader) -> jax.Array:
         """Which rows come next after a termination, from the candidate on: bool[T + 1]."""
-        ends = reader.is_terminated(jnp.arange(self.length, dtype=jnp.int32)) & self.within_episode
+        ends = reader.is_terminated(jnp.arange(self.length, dtype=jnp.int32)) & (
+            not self.cross_episodes
+        )
         return jnp.concatenate([jnp.zeros(self.burn_in + 1, bool), ends])
 
 
@@ -102,6 +129,8 @@ def _zero(tree: Any, keep: jax.Array) -> Any:
     """0 where `keep`, over the first axes, is False."""
 
     def zero(leaf):
-        return jnp.where(keep.reshape(keep.shape + (1,) * (leaf.ndim - keep.ndim)), leaf, jnp.zeros_like(leaf))
+        return jnp.where(
+            keep.reshape(keep.shape + (1,) * (leaf.ndim - keep.ndim)), leaf, jnp.zeros_like(leaf)
+        )
 
     return jax.tree.map(zero, tree)

@@ -33,4 +33,6 @@ class Transformed(WrappedView):
     def read(self, reader: RowReader) -> Any:
         # The item's own bits are a key; what the view below draws from is another.
         key = jax.random.wrap_key_data(jnp.stack(reader.random_words(0)), impl="threefry2x32")
-        return self.transform(self.of.read(reader.at(bits=jnp.stack(reader.random_words(1)))), key)
+        return self.transform(
+            self.inner.read(reader.at(bits=jnp.stack(reader.random_words(1)))), key
+        )

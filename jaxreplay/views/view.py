@@ -8,14 +8,16 @@ from jaxreplay.views.row_reader import RowReader
 
 
 class View(Static):
-    """A frozen, hashable configuration with `read`, written for one row; the buffer maps it over a batch.
+    """A frozen, hashable configuration with `read`, written for one row; the buffer maps it over a
+    batch.
 
     What a view leaves out is as here.
     """
 
     @property
     def window(self) -> Window:
-        """The rows that it reads around its row: a row is sampleable when these are known. By default none."""
+        """The rows that it reads around its row: a row is sampleable when these are known. By
+        default none."""
         return Window()
 
     @property
@@ -34,7 +36,8 @@ class View(Static):
         return False
 
     def check(self, where: str, layout: Layout, example: Any) -> None:
-        """A ValueError where it cannot read such steps. `example`: shapes and dtypes of one env's step."""
+        """A ValueError where it cannot read such steps. `example`: shapes and dtypes of one env's
+        step."""
         del where, layout, example
 
     def read(self, reader: RowReader) -> Any:
@@ -43,25 +46,26 @@ class View(Static):
 
 
 class WrappedView(View):
-    """A view that changes what another one, `of`, reads. It forwards what a subclass does not override."""
+    """A view that changes what another one, `of`, reads. It forwards what a subclass does not
+    override."""
 
-    of: View
+    inner: View
 
     @property
     def window(self) -> Window:
-        return self.of.window
+        return self.inner.window
 
     @property
     def needs_steps(self) -> bool:
-        return self.of.needs_steps
+        return self.inner.needs_steps
 
     @property
     def is_random(self) -> bool:
-        return self.of.is_random
+        return self.inner.is_random
 
     @property
     def reads_any_row(self) -> bool:
-        return self.of.reads_any_row
+        return self.inner.reads_any_row
 
     def check(self, where: str, layout: Layout, example: Any) -> None:
-        self.of.check(where, layout, example)
+        self.inner.check(where, layout, example)

@@ -1,4 +1,5 @@
-"""Compiling for accelerators that are not there: a TPU by libtpu, a GPU by JAX's CUDA plugin and a description of the device."""
+"""Compiling for accelerators that are not there: a TPU by libtpu, a GPU by JAX's CUDA plugin and a
+description of the device."""
 
 import dataclasses
 import functools
@@ -26,22 +27,28 @@ TPUS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 _GPU = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: {per_core} threads_per_core_limit: 2048 core_count: {cores} fpus_per_core: {fpus}
+  shared_memory_per_core: {per_core} threads_per_core_limit: 2048
+  core_count: {cores} fpus_per_core: {fpus}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: {bandwidth} l2_cache_size: {l2} clock_rate_ghz: {clock} device_memory_size: {memory}
-  shared_memory_per_block_optin: {optin} registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  memory_bandwidth: {bandwidth} l2_cache_size: {l2}
+  clock_rate_ghz: {clock} device_memory_size: {memory}
+  shared_memory_per_block_optin: {optin}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
   cuda_compute_capability {{ major: {major} minor: 0 }}
 }}
-platform_name: "CUDA" runtime_version {{ major: 12 minor: 8 }} dnn_version_info {{ major: 9 minor: 10 }}
+platform_name: "CUDA" runtime_version {{ major: 12 minor: 8 }}
+dnn_version_info {{ major: 9 minor: 10 }}
 device_description_str: "{name}"
 """
 _FIGURES = {
     "H100": {
-        "per_core": 233472, "cores": 132, "fpus": 128, "bandwidth": 3350000000000, "l2": 52428800, "clock": 1.98,
+        "per_core": 233472, "cores": 132, "fpus": 128, "bandwidth": 3350000000000, "l2": 52428800,
+        "clock": 1.98,
         "memory": 85520809984, "optin": 232448, "major": 9,
     },
     "A100": {
-        "per_core": 167936, "cores": 108, "fpus": 64, "bandwidth": 1555000000000, "l2": 41943040, "clock": 1.41,
+        "per_core": 167936, "cores": 108, "fpus": 64, "bandwidth": 1555000000000, "l2": 41943040,
+        "clock": 1.41,
         "memory": 42949672960, "optin": 166912, "major": 8,
     },
 }  # fmt: skip
@@ -54,7 +61,9 @@ def device(name: str) -> Any:
     if name in TPUS:
         return topologies.get_topology_desc(platform="tpu", topology_name=TPUS[name]).devices[0]
     config = _GPU.format(name=name, **_FIGURES[name])
-    return topologies.get_topology_desc(platform="cuda", topology_name=name, target_config=config, topology="1x1x1").devices[0]
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name=name, target_config=config, topology="1x1x1"
+    ).devices[0]
 
 
 def why_not(name: str) -> str | None:
@@ -71,8 +80,9 @@ class Compiled:
     """A program for a device.
 
     Args:
-      text: optimized HLO. seconds: to compile. temporary, held, aliased: bytes of its own memory, of its arguments, and of those that its
-        results take over. accessed: bytes, as XLA counts them; None where it does not. thunks: what a GPU is told to do, line by line; none
+      text: optimized HLO. seconds: to compile. temporary, held, aliased: bytes of its own memory,
+        of its arguments, and of those that its results take over. accessed: bytes, as XLA counts
+        them; None where it does not. thunks: what a GPU is told to do, line by line; none
       for a TPU.
     """
 
@@ -87,23 +97,36 @@ class Compiled:
     @property
     def kernels(self) -> int:
         return sum(
-            bool(re.search(r"\bk(Kernel|CustomKernel|Copy|Memset\w*|Gemm|CublasLt\w*|CubSort|Custom(Call)?)\b", line))
+            bool(
+                re.search(
+                    r"\bk(Kernel|CustomKernel|Copy|Memset\w*|Gemm|CublasLt\w*|CubSort|Custom(Call)?)\b",
+                    line,
+                )
+            )
             for line in self.thunks
         )
 
 
-def compiled(name: str, function: Callable[..., Any], arguments: tuple[Any, ...], donated: int | None = None) -> Compiled:
+def compiled(
+    name: str, function: Callable[..., Any], arguments: tuple[Any, ...], donated: int | None = None
+) -> Compiled:
     """`arguments`: trees of shapes and dtypes."""
     where = SingleDeviceSharding(device(name))
-    specs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), arguments)
+    specs = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), arguments
+    )
     before = set(DUMPS.iterdir())
-    lowered = jax.jit(function, donate_argnums=() if donated is None else donated, out_shardings=where).lower(*specs)
+    lowered = jax.jit(
+        function, donate_argnums=() if donated is None else donated, out_shardings=where
+    ).lower(*specs)
     start = time.perf_counter()
     program = lowered.compile()
     seconds = time.perf_counter() - start
     memory = program.memory_analysis()
     dumped = [path for path in DUMPS.iterdir() if path not in before]
-    thunks = [path for path in dumped if path.name.endswith("thunk_sequence_after_thunk_passes.txt")]
+    thunks = [
+        path for path in dumped if path.name.endswith("thunk_sequence_after_thunk_passes.txt")
+    ]
     lines = tuple(thunks[0].read_text().splitlines()) if thunks else ()
     for path in dumped:
         shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -1,4 +1,5 @@
-"""What is compiled: each buffer's calls, and the fused loop of acting, adding, sampling and updating."""
+"""What is compiled: each buffer's calls, and the fused loop of acting, adding, sampling and
+updating."""
 
 import dataclasses
 from collections.abc import Callable
@@ -30,7 +31,9 @@ class Case:
     has_final_obs: bool = False
 
     def replay(self, platform: str, batch_size: int) -> Any:
-        replay = self.make(capacity=self.capacity, num_envs=NUM_ENVS, batch_size=batch_size, autoreset="same_step")
+        replay = self.make(
+            capacity=self.capacity, num_envs=NUM_ENVS, batch_size=batch_size, autoreset="same_step"
+        )
         return dataclasses.replace(replay, platform=platform)
 
     def example(self) -> jr.Step:
@@ -46,7 +49,9 @@ class Case:
 
 
 def _hindsight(**shared: Any) -> Any:
-    return jr.hindsight(jr.uniform(**shared), lambda achieved, goal, step: -jnp.sum(jnp.abs(achieved - goal)))
+    return jr.hindsight(
+        jr.uniform(**shared), lambda achieved, goal, step: -jnp.sum(jnp.abs(achieved - goal))
+    )
 
 
 def _numbers(*shape: int) -> jax.ShapeDtypeStruct:
@@ -61,15 +66,30 @@ _GOALS = {"observation": _numbers(8), "achieved_goal": _numbers(3), "desired_goa
 NUMBERS = (
     Case("uniform", jr.uniform, _numbers(8), NUM_ROWS),
     Case("prioritized", jr.prioritized, _numbers(8), NUM_ROWS),
-    Case("sequences", lambda **shared: jr.sequences(**shared, length=20, burn_in=10, period=10), _numbers(8), NUM_ROWS),
-    Case("frame_stack", lambda **shared: jr.frame_stack(jr.uniform(**shared), 4), _numbers(8), NUM_ROWS),
+    Case(
+        "sequences",
+        lambda **shared: jr.sequences(**shared, length=20, burn_in=10, period=10),
+        _numbers(8),
+        NUM_ROWS,
+    ),
+    Case(
+        "frame_stack",
+        lambda **shared: jr.frame_stack(jr.uniform(**shared), 4),
+        _numbers(8),
+        NUM_ROWS,
+    ),
     Case("hindsight", _hindsight, _GOALS, NUM_ROWS, has_final_obs=True),
-    Case("episodes", jr.episodes, _numbers(8), NUM_ROWS),
+    Case("future_pairs", jr.future_pairs, _numbers(8), NUM_ROWS),
 )
 IMAGES = (
     Case("uniform, images", jr.uniform, _bytes(84, 84, 4), NUM_IMAGES),
     Case("prioritized, images", jr.prioritized, _bytes(84, 84, 4), NUM_IMAGES),
-    Case("frame_stack, images", lambda **shared: jr.frame_stack(jr.uniform(**shared), 4), _bytes(84, 84), 2 * NUM_IMAGES),
+    Case(
+        "frame_stack, images",
+        lambda **shared: jr.frame_stack(jr.uniform(**shared), 4),
+        _bytes(84, 84),
+        2 * NUM_IMAGES,
+    ),
 )
 CASES = {case.name: case for case in (*NUMBERS, *IMAGES)}
 
@@ -78,9 +98,13 @@ def programs(case: Case, platform: str, batch_size: int) -> dict[str, Program]:
     """By name: a function, its arguments' shapes and dtypes, and which of them it takes over."""
     replay = case.replay(platform, batch_size)
     state = jax.eval_shape(replay.init, case.example())
-    step = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((NUM_ENVS, *leaf.shape), leaf.dtype), case.example())
+    step = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((NUM_ENVS, *leaf.shape), leaf.dtype), case.example()
+    )
     block = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((STEPS, *leaf.shape), leaf.dtype), step)
-    key, keys = (jax.eval_shape(lambda n=n: jax.random.split(jax.random.key(0), n)) for n in (1, STEPS))
+    key, keys = (
+        jax.eval_shape(lambda n=n: jax.random.split(jax.random.key(0), n)) for n in (1, STEPS)
+    )
     key = jax.ShapeDtypeStruct((), key.dtype)
     batch = jax.eval_shape(replay.sample, state, key)
     found: dict[str, Program] = {
@@ -88,7 +112,9 @@ def programs(case: Case, platform: str, batch_size: int) -> dict[str, Program]:
         "extend": (replay.extend, (state, block), 0),
         "sample": (replay.sample, (state, key), None),
         "loop": (
-            lambda carry, xs: jax.lax.scan(lambda carry, x: (iteration(replay, carry, *x), None), carry, xs)[0],
+            lambda carry, xs: jax.lax.scan(
+                lambda carry, x: (iteration(replay, carry, *x), None), carry, xs
+            )[0],
             ((state, batch), (block, keys)),
             0,
         ),
@@ -102,7 +128,7 @@ def iteration(replay: Any, carry: Any, step: Any, key: Any) -> Any:
     state = replay.add(carry[0], step)
     batch = replay.sample(state, key)
     if isinstance(replay.sampler, PrioritySampler):
-        state = replay.update_priorities(state, batch.index, jnp.abs(batch.items.reward))
+        state = replay.update_priorities(state, batch.index, jnp.abs(batch.experience.reward))
     return state, batch
 
 

@@ -1,6 +1,8 @@
-"""What the compilers make of every buffer, for accelerators that are not there. `make aot` runs these; elsewhere they are skipped.
+"""What the compilers make of every buffer, for accelerators that are not there. `make aot` runs
+these; elsewhere they are skipped.
 
-The rows are a million, or as many images as fit into a v5e: XLA brings smaller leaves whole into vector memory, which looks like a copy.
+The rows are a million, or as many images as fit into a v5e: XLA brings smaller leaves whole into
+vector memory, which looks like a copy.
 """
 
 import functools
@@ -25,8 +27,21 @@ DEVICES = {"v5e": "tpu"} if FEW else {"v5e": "tpu", "H100": "gpu"}
 BATCH_SIZES = (256,) if FEW else (256, 4096)
 CALLS = ("add", "sample", "update", "loop", "extend")
 OWN_MEMORY = re.compile(r"S\(1\)")
-INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>\S+) = (?P<type>.+?) (?P<op>[a-z][a-z0-9-]*)\((?P<rest>.*)$")
-SIZES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
+INSTRUCTION = re.compile(
+    r"^\s*(?:ROOT )?%?(?P<name>\S+) = (?P<type>.+?) (?P<op>[a-z][a-z0-9-]*)\((?P<rest>.*)$"
+)
+SIZES = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "s16": 2,
+    "u16": 2,
+    "f16": 2,
+    "bf16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+}
 
 
 def cases():
@@ -37,7 +52,14 @@ def cases():
                     if (name != "update" or case.name.startswith("prioritized")) and (
                         name in ("sample", "loop", "update") or batch_size == 256
                     ):
-                        yield pytest.param(device, platform, case, name, batch_size, id=f"{device}-{case.name}-{name}-{batch_size}")
+                        yield pytest.param(
+                            device,
+                            platform,
+                            case,
+                            name,
+                            batch_size,
+                            id=f"{device}-{case.name}-{name}-{batch_size}",
+                        )
 
 
 def built(device, platform, case, name, batch_size):
@@ -52,12 +74,21 @@ def _built(device, platform, case, name, batch_size):
 
 
 def copies(text, num_bytes):
-    """Instructions that make an array so large by anything but a write in place. What XLA keeps in a TPU's vector memory for a while does
-    not count: of larger leaves it brings nothing there."""
+    """Instructions that make an array so large by anything but a write in place. What XLA keeps in
+    a TPU's vector memory for a while does not count: of larger leaves it brings nothing there."""
     found = []
     for line in text.splitlines():
         match = INSTRUCTION.match(line)
-        if match is None or match["op"] not in ("copy", "transpose", "reshape", "convert", "concatenate", "pad", "broadcast", "copy-start"):
+        if match is None or match["op"] not in (
+            "copy",
+            "transpose",
+            "reshape",
+            "convert",
+            "concatenate",
+            "pad",
+            "broadcast",
+            "copy-start",
+        ):
             continue
         if match["op"] == "copy-start" and OWN_MEMORY.search(match["type"]):
             continue
@@ -73,7 +104,10 @@ def _bytes(array):
 
 
 def bytes_of(tree):
-    return sum(_bytes(("u8", ",".join(map(str, (*leaf.shape, leaf.dtype.itemsize))))) for leaf in jax.tree.leaves(tree))
+    return sum(
+        _bytes(("u8", ",".join(map(str, (*leaf.shape, leaf.dtype.itemsize)))))
+        for leaf in jax.tree.leaves(tree)
+    )
 
 
 def _sample(case, platform, batch_size):
@@ -91,15 +125,19 @@ def leaf_bytes(case, platform, batch_size):
 def test_no_program_copies_the_buffer(device, platform, case, name, batch_size):
     program = built(device, platform, case, name, batch_size)
     tenth = leaf_bytes(case, platform, batch_size) // 10
-    items = jax.eval_shape(*_sample(case, platform, batch_size)).items
+    items = jax.eval_shape(*_sample(case, platform, batch_size)).experience
     # A large batch may itself be more than a tenth, and be laid anew.
     assert not copies(program.text, max(tenth, 2 * max(map(bytes_of, jax.tree.leaves(items)))))
     _, arguments, donated = programs(case, platform, batch_size)[name]
     inputs, batch = bytes_of(arguments[1:]), bytes_of(items)
-    # Beside what a call is given or gives, of which a TPU fills rows of 8 numbers up to 128, in two or three arrays at a time, and a scan's
-    # inputs, which it may lay anew.
+    # Beside what a call is given or gives, of which a TPU fills rows of 8 numbers up to 128, in two
+    # or three arrays at a time, and a scan's inputs, which it may lay anew.
     filled = 40 if case in NUMBERS else 2
-    room = {"extend": 4 * inputs, "sample": filled * batch, "loop": 2.2 * inputs + filled * batch}.get(name, 0)
+    room = {
+        "extend": 4 * inputs,
+        "sample": filled * batch,
+        "loop": 2.2 * inputs + filled * batch,
+    }.get(name, 0)
     assert program.temporary < tenth + room, f"{program.temporary:,} bytes of temporary memory"
     if donated is not None:
         assert program.aliased >= bytes_of(arguments[0])
@@ -121,7 +159,9 @@ def test_no_loop_waits_for_the_host(device, platform, case, name, batch_size):
 @pytest.mark.parametrize(("device", "platform", "case", "name", "batch_size"), list(cases()))
 def test_a_gpu_has_no_more_kernels_than_are_recorded(device, platform, case, name, batch_size):
     program = built(device, platform, case, name, batch_size)
-    assert platform != "gpu" or program.kernels <= KERNELS[case.name][name], f"{program.kernels} kernels"
+    assert platform != "gpu" or program.kernels <= KERNELS[case.name][name], (
+        f"{program.kernels} kernels"
+    )
 
 
 @pytest.mark.skipif(FEW, reason="a program of `make aot` alone")

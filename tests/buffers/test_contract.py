@@ -25,18 +25,24 @@ def assert_same(got, expected, name=""):
 
 def operations(case, replay):
     """Name -> function of (state, seed) that returns a state or a batch."""
-    add = lambda state, seed: replay.add(state, case.step(seed), *case.mask(replay, seed))  # noqa: E731
-    extend = lambda state, seed: replay.extend(state, case.step(seed, 7), *case.mask(replay, seed, 7))  # noqa: E731
+    add = lambda state, seed: replay.add(state, case.step(seed), *case.mask(replay, seed))
+    extend = lambda state, seed: replay.extend(
+        state, case.step(seed, 7), *case.mask(replay, seed, 7)
+    )
     found = {
         "add": add,
         "extend": extend,
         "draw": lambda state, seed: draw(replay, state, jax.random.key(seed)),
         "clear": lambda state, _: replay.clear(state),
     }
-    found["get"] = lambda state, seed: replay.get(state, (jnp.arange(9) * 5 + seed) % replay.capacity, jax.random.key(seed))
+    found["get"] = lambda state, seed: replay.get(
+        state, (jnp.arange(9) * 5 + seed) % replay.capacity, jax.random.key(seed)
+    )
     if isinstance(replay.sampler, PrioritySampler):
         index = jax.jit(replay.sample)(case.filled(replay), jax.random.key(9)).index
-        found["update"] = lambda state, seed: replay.update_priorities(state, index, jnp.linspace(0.0, seed + 1.0, 8))
+        found["update"] = lambda state, seed: replay.update_priorities(
+            state, index, jnp.linspace(0.0, seed + 1.0, 8)
+        )
     return found
 
 
@@ -61,7 +67,10 @@ def test_jit_equals_eager(case):
 @kinds
 def test_vmap_equals_a_loop(case):
     replay = case.replay()
-    states = [jax.jit(replay.add)(case.filled(replay), case.step(seed), *case.mask(replay, seed)) for seed in range(3)]
+    states = [
+        jax.jit(replay.add)(case.filled(replay), case.step(seed), *case.mask(replay, seed))
+        for seed in range(3)
+    ]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
     runs = operations(case, replay)
     one = jax.jit(lambda state: {name: run(state, 4) for name, run in runs.items()})
@@ -78,17 +87,36 @@ def test_a_state_keeps_its_structure_and_dtypes(case):
     for name, run in operations(case, replay).items():
         if name not in ("draw", "get"):
             changed = jax.eval_shape(lambda state, run=run: run(state, 1), state)
-            assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.weak_type), changed) == spec, name
+            assert (
+                jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.weak_type), changed) == spec
+            ), name
 
 
-@pytest.mark.parametrize("case", [case for case in CATALOG if case.is_plain], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in CATALOG if case.is_plain], ids=lambda case: case.name
+)
 def test_items_come_back_with_their_dtypes(case):
     replay = case.replay()
     state, step = case.filled(replay), case.step()
-    items = jitted_draw(replay)(state, jax.random.key(0)).items
-    stored = items if case.is_items else {"obs": items.obs, "action": items.action, "extras": items.extras, "next_obs": items.next_obs}
-    given = step if case.is_items else {"obs": step.obs, "action": step.action, "extras": step.extras, "next_obs": step.obs}
-    assert jax.tree.map(lambda x: (x.dtype, x.shape[1:]), stored) == jax.tree.map(lambda x: (x.dtype, x.shape[1:]), given)
+    items = jitted_draw(replay)(state, jax.random.key(0)).experience
+    stored = (
+        items
+        if case.is_items
+        else {
+            "obs": items.obs,
+            "action": items.action,
+            "extras": items.extras,
+            "next_obs": items.next_obs,
+        }
+    )
+    given = (
+        step
+        if case.is_items
+        else {"obs": step.obs, "action": step.action, "extras": step.extras, "next_obs": step.obs}
+    )
+    assert jax.tree.map(lambda x: (x.dtype, x.shape[1:]), stored) == jax.tree.map(
+        lambda x: (x.dtype, x.shape[1:]), given
+    )
 
 
 @cases
@@ -139,7 +167,12 @@ def test_extend_equals_add_for_each_step(case):
         expected = start
         for t in range(time):
             step_mask = mask[0][t] if mask else None
-            expected = add(expected, jax.tree.map(lambda leaf, t=t: leaf[t], steps), step_mask, *(p[t] for p in priority))
+            expected = add(
+                expected,
+                jax.tree.map(lambda leaf, t=t: leaf[t], steps),
+                step_mask,
+                *(p[t] for p in priority),
+            )
         got = extend(start, steps, *(mask or (None,)), *priority)
         assert_same(get(got), get(expected))
         assert_same(got.streams.replace(steps=()), expected.streams.replace(steps=()))
@@ -161,8 +194,15 @@ def test_an_empty_buffer_is_flagged(case):
     replay = case.replay()
     state = replay.init(case.example())
     batch = jitted_draw(replay)(state, jax.random.key(0))
-    assert (int(replay.size(state)), bool(replay.can_sample(state)), bool(batch.is_valid.any())) == (0, False, False)
-    assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves((batch.items, batch.probability)))
+    assert (
+        int(replay.size(state)),
+        bool(replay.can_sample(state)),
+        bool(batch.is_valid.any()),
+    ) == (0, False, False)
+    assert all(
+        np.isfinite(np.asarray(leaf, np.float32)).all()
+        for leaf in jax.tree.leaves((batch.experience, batch.probability))
+    )
     assert ((batch.index.row >= 0) & (batch.index.row < replay.capacity)).all()
 
 
@@ -180,7 +220,9 @@ def test_what_memory_says_is_what_init_takes(case):
 def test_a_state_goes_through_serialization(case):
     replay = case.replay()
     state = case.filled(replay)
-    restored = flax.serialization.from_bytes(replay.init(case.example()), flax.serialization.to_bytes(state))
+    restored = flax.serialization.from_bytes(
+        replay.init(case.example()), flax.serialization.to_bytes(state)
+    )
     restored = jax.tree.map(jnp.asarray, restored)
     assert_same(restored, state)
     sample = jitted_draw(replay)
@@ -191,9 +233,11 @@ def test_a_state_goes_through_serialization(case):
 def test_the_wrong_leaf_is_named(case):
     replay = case.replay()
     state, step = replay.init(case.example()), case.step()
-    one = lambda tree: jax.tree.map(lambda leaf: leaf[0], tree)  # noqa: E731
+    one = lambda tree: jax.tree.map(lambda leaf: leaf[0], tree)
     name = "image" if case.is_items else "obs.image"
-    with pytest.raises(ValueError, match=rf"  {name}: got uint8\[.*\], expected uint8\[4, .*\]") as error:
+    with pytest.raises(
+        ValueError, match=rf"  {name}: got uint8\[.*\], expected uint8\[4, .*\]"
+    ) as error:
         replay.add(state, one(step))
     assert str(error.value).startswith("add:\n")
     assert "add takes one step of every env" in str(error.value)
@@ -208,7 +252,9 @@ def test_the_wrong_leaf_is_named(case):
 @kinds
 def test_min_size_is_waited_for(case):
     replay = case.replay()
-    waiting = jr.ReplayBuffer(**{**{f: getattr(replay, f) for f in replay.__dataclass_fields__}, "min_size": 12})
+    waiting = jr.ReplayBuffer(
+        **{**{f: getattr(replay, f) for f in replay.__dataclass_fields__}, "min_size": 12}
+    )
     sample, waiting = jitted_draw(waiting), jr.jit(waiting)
     state = waiting.init(case.example())
     for seed in range(30):
@@ -221,21 +267,39 @@ def test_min_size_is_waited_for(case):
 
 @cases
 def test_items_are_the_steps_that_were_added(case):
-    """Every row of the batch holds the numbers of one step that was added, and none is older than the stream is long."""
+    """Every row of the batch holds the numbers of one step that was added, and none is older than
+    the stream is long."""
     replay = case.replay(batch_size=512)
     steps = [case.step(seed) for seed in range(30)]
     state, add = replay.init(case.example()), jax.jit(replay.add)
     for seed, step in enumerate(steps):
         state = add(state, step, *case.mask(replay, seed))
     batch = jitted_draw(replay)(state, jax.random.key(0))
-    image, env = np.asarray(case.image_of(batch.items if case.is_items else batch.items.obs)), np.asarray(batch.index.row) // 16
+    image, env = (
+        np.asarray(case.image_of(batch.experience if case.is_items else batch.experience.obs)),
+        np.asarray(batch.index.row) // 16,
+    )
     added = [np.asarray((step if case.is_items else step.obs)["image"]) for step in steps]
     for which in np.flatnonzero(batch.is_valid):
-        sources = [seed for seed, images in enumerate(added) if np.array_equal(image[which], images[env[which]])]
+        sources = [
+            seed
+            for seed, images in enumerate(added)
+            if np.array_equal(image[which], images[env[which]])
+        ]
         assert sources
-        assert replay.masked or max(sources) >= 30 - 16
+        assert replay.allow_mask or max(sources) >= 30 - 16
 
 
 def test_the_catalog_is_covered():
     made = {re.split(r"[ ,]", case.name)[0] for case in CATALOG}
-    assert made == {"items", "uniform", "prioritized", "transitions", "sequences", "frame_stack", "episodes", "hindsight", "transform"}
+    assert made == {
+        "items",
+        "uniform",
+        "prioritized",
+        "transitions",
+        "sequences",
+        "frame_stack",
+        "future_pairs",
+        "hindsight",
+        "transform",
+    }

@@ -22,7 +22,9 @@ def test_an_eager_add_of_a_large_state_warns_once_with_the_cure():
     replay = jr.items(capacity=1 << 22, batch_size=2)
     state, item = replay.init(jnp.zeros(())), jnp.ones(1)
     with pytest.warns(
-        jr.CopyWarning, match=r"add was called outside of jit: it copies the whole buffer \(16 MiB\).*donate_argnums=0"
+        jr.CopyWarning,
+        match=r"add was called outside of jit: it copies the whole buffer \(16 "
+        r"MiB\).*donate_argnums=0",
     ) as caught:
         state = replay.add(state, item)
     assert caught[0].filename == __file__
@@ -32,7 +34,10 @@ def test_an_eager_add_of_a_large_state_warns_once_with_the_cure():
 
 
 def test_a_small_state_a_jitted_one_and_a_sample_do_not_warn():
-    small, large = jr.items(capacity=1 << 10, batch_size=2), jr.items(capacity=1 << 22, batch_size=2)
+    small, large = (
+        jr.items(capacity=1 << 10, batch_size=2),
+        jr.items(capacity=1 << 22, batch_size=2),
+    )
     small.add(small.init(jnp.zeros(())), jnp.ones(1))
     state = jr.jit(large).add(large.init(jnp.zeros(())), jnp.ones(1))
     state = jax.jit(large.add, donate_argnums=0)(state, jnp.ones(1))
@@ -40,7 +45,8 @@ def test_a_small_state_a_jitted_one_and_a_sample_do_not_warn():
 
 
 def test_an_env_that_reuses_its_array_corrupts_nothing():
-    """JAX may read a NumPy argument after the call has returned: from 100 KiB on, when it is not aligned."""
+    """JAX may read a NumPy argument after the call has returned: from 100 KiB on, when it is not
+    aligned."""
     size = 40_000
     replay = jr.items(capacity=64, batch_size=2)
     buffer = jr.jit(replay)
@@ -52,27 +58,41 @@ def test_an_env_that_reuses_its_array_corrupts_nothing():
         state = buffer.add(state, observation)
         observation[:] = -1
     stored = np.asarray(state.streams.steps)[:32]
-    np.testing.assert_array_equal(stored, np.broadcast_to(np.arange(32, dtype=np.float32)[:, None], stored.shape))
+    np.testing.assert_array_equal(
+        stored, np.broadcast_to(np.arange(32, dtype=np.float32)[:, None], stored.shape)
+    )
 
 
 def test_all_methods_are_there_and_agree():
-    replay = jr.prioritized(capacity=64, num_envs=2, batch_size=4, autoreset="same_step", keep_minimum=True)
+    replay = jr.prioritized(
+        capacity=64, num_envs=2, batch_size=4, autoreset="same_step", keep_minimum=True
+    )
     zeros = jnp.zeros((5, 2))
-    steps = jr.Step(obs=zeros, action=zeros, reward=zeros, terminated=zeros > 0, truncated=zeros > 0)
+    steps = jr.Step(
+        obs=zeros, action=zeros, reward=zeros, terminated=zeros > 0, truncated=zeros > 0
+    )
     buffer = jr.jit(replay)
     state = buffer.extend(buffer.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
     assert (int(buffer.size(state)), bool(buffer.can_sample(state))) == (8, True)
     batch = buffer.sample(state, jax.random.key(0), 3)
-    assert batch.items.reward.shape == (3,)
+    assert batch.experience.reward.shape == (3,)
     assert buffer.get(state, batch.index).is_valid.all()
-    assert buffer.age(state, batch.index).tolist() == [4 - row % 32 for row in batch.index.row.tolist()]
+    assert buffer.age(state, batch.index).tolist() == [
+        4 - row % 32 for row in batch.index.row.tolist()
+    ]
     state = buffer.update_priorities(state, batch.index, np.array([2.0, 2.0, 2.0]))
     assert 0 < float(buffer.min_probability(state)) < 1 / 8
     assert int(buffer.size(buffer.clear(state))) == 0
 
 
 def test_rollouts_and_mixtures_are_taken_too():
-    steps = jr.Step(obs=jnp.ones(2), action=jnp.ones(2), reward=jnp.ones(2), terminated=jnp.zeros(2, bool), truncated=jnp.zeros(2, bool))
+    steps = jr.Step(
+        obs=jnp.ones(2),
+        action=jnp.ones(2),
+        reward=jnp.ones(2),
+        terminated=jnp.zeros(2, bool),
+        truncated=jnp.zeros(2, bool),
+    )
     rollout = jr.jit(jr.rollout(length=3, num_envs=2, autoreset="same_step"))
     state = rollout.init(jax.tree.map(lambda x: x[0], steps))
     room = []
@@ -81,7 +101,10 @@ def test_rollouts_and_mixtures_are_taken_too():
         room.append((bool(rollout.can_add(state)), bool(rollout.can_add(state, 2))))
     assert room == [(True, True), (True, False), (False, False)]
     items = jr.items(capacity=4, batch_size=1)
-    mixture, states = jr.jit(jr.mix(one=(items, 2), two=(items, 1))), {name: items.init(jnp.zeros(())) for name in ("one", "two")}
+    mixture, states = (
+        jr.jit(jr.mix(one=(items, 2), two=(items, 1))),
+        {name: items.init(jnp.zeros(())) for name in ("one", "two")},
+    )
     assert mixture.sample(states, jax.random.key(0)).is_valid.tolist() == [False] * 3
 
 
@@ -108,9 +131,16 @@ def test_inside_of_jit_and_vmap_a_jitted_method_is_the_method():
     expected = jax.jit(run, static_argnums=0)(replay, state)
     copy = jax.tree.map(jnp.copy, state)
     states = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state)
-    for got in (run(buffer, copy), jax.jit(lambda state: run(buffer, state))(state), jax.jit(lambda: run(buffer, state))()):
+    for got in (
+        run(buffer, copy),
+        jax.jit(lambda state: run(buffer, state))(state),
+        jax.jit(lambda: run(buffer, state))(),
+    ):
         chex.assert_trees_all_equal(got, expected)
-    chex.assert_trees_all_equal(jax.tree.map(lambda leaf: leaf[1], jax.vmap(lambda state: run(buffer, state))(states)), expected)
+    chex.assert_trees_all_equal(
+        jax.tree.map(lambda leaf: leaf[1], jax.vmap(lambda state: run(buffer, state))(states)),
+        expected,
+    )
     with pytest.raises(ValueError, match=r"add:\n  obs: got float32\[2, 1\]"):
         jax.jit(lambda state: buffer.add(state, step.replace(obs=jnp.ones((2, 1)))))(state)
 

@@ -19,7 +19,13 @@ def filled(case):
 
 def test_no_state_has_an_array_without_elements():
     """Orbax refuses one, so what a buffer does without is None."""
-    sizes = {case.name: {leaf.size for leaf in jax.tree.leaves(jax.eval_shape(case.replay().init, case.example()))} for case in CATALOG}
+    sizes = {
+        case.name: {
+            leaf.size
+            for leaf in jax.tree.leaves(jax.eval_shape(case.replay().init, case.example()))
+        }
+        for case in CATALOG
+    }
     assert [name for name, found in sizes.items() if 0 in found] == []
 
 
@@ -31,7 +37,9 @@ def test_flax_and_orbax_bring_a_state_back(case, tmp_path):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
-        by_orbax = checkpointer.restore(tmp_path / "state", jax.tree.map(ocp.utils.to_shape_dtype_struct, empty))
+        by_orbax = checkpointer.restore(
+            tmp_path / "state", jax.tree.map(ocp.utils.to_shape_dtype_struct, empty)
+        )
     for restored in (by_flax, by_orbax):
         restored = jax.tree.map(jnp.asarray, restored)
         assert jax.tree.structure(restored) == jax.tree.structure(state)

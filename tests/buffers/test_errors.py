@@ -1,4 +1,5 @@
-"""Bad input gets an error that names what is wrong and how to mend it; nothing is broadcast, and nothing is lost."""
+"""Bad input gets an error that names what is wrong and how to mend it; nothing is broadcast, and
+nothing is lost."""
 
 import collections
 import dataclasses
@@ -39,14 +40,20 @@ def example(**changes):
 
 def test_autoreset_has_no_default():
     for wrong in (None, "same-step", True):
-        with pytest.raises(ValueError, match=r"(?s)autoreset=.*next_step.*Gymnasium >= 1.0.*same_step.*final_obs.*many pure-JAX wrappers"):
+        with pytest.raises(
+            ValueError,
+            match=r"(?s)autoreset=.*next_step.*Gymnasium >= 1.0.*same_step.*final_obs.*many "
+            r"pure-JAX wrappers",
+        ):
             jr.uniform(**SHARED, autoreset=wrong)
 
 
 @pytest.mark.parametrize(("capacity", "nearest"), [(9, "8 and 10"), (7, "6 and 8"), (1, "2")])
 def test_a_capacity_that_does_not_divide_names_the_nearest(capacity, nearest):
     with pytest.raises(
-        ValueError, match=f"capacity={capacity} rows do not divide into num_envs=2 equal streams; the nearest that do: {nearest}"
+        ValueError,
+        match=f"capacity={capacity} rows do not divide into num_envs=2 equal streams; the nearest "
+        f"that do: {nearest}",
     ):
         jr.items(capacity=capacity, num_envs=2, batch_size=4)
 
@@ -78,7 +85,9 @@ def test_a_number_of_steps_is_an_int():
 
 def test_a_reward_is_one_array():
     with pytest.raises(ValueError, match="reward must be one array, got dict"):
-        jr.uniform(**SHARED, autoreset="next_step").init({**example(), "reward": {"a": jnp.zeros(())}})
+        jr.uniform(**SHARED, autoreset="next_step").init(
+            {**example(), "reward": {"a": jnp.zeros(())}}
+        )
 
 
 def test_narrow_row_numbers_are_taken():
@@ -92,7 +101,7 @@ def test_a_leaf_without_elements_is_stored():
     replay = jr.items(**SHARED)
     state = replay.init({"none": jnp.zeros((0,)), "one": jnp.zeros(())})
     state = replay.add(state, {"none": jnp.zeros((2, 0)), "one": jnp.ones(2)})
-    assert replay.sample(state, jax.random.key(0)).items["none"].shape == (4, 0)
+    assert replay.sample(state, jax.random.key(0)).experience["none"].shape == (4, 0)
 
 
 def test_too_many_rows_are_refused():
@@ -108,10 +117,13 @@ def test_min_size_must_be_reachable():
 @pytest.mark.parametrize("array", [jnp.float32(0.9), np.array(0.9)])
 def test_an_array_in_the_configuration_is_refused(array):
     for make in (
-        lambda: jr.uniform(**SHARED, autoreset="next_step", discount=array),
-        lambda: jr.prioritized(**SHARED, autoreset="next_step", exponent=array),
+        lambda: jr.uniform(**SHARED, autoreset="next_step", gamma=array),
+        lambda: jr.prioritized(**SHARED, autoreset="next_step", alpha=array),
     ):
-        with pytest.raises(ValueError, match=r"(discount|exponent) is a \w+, but a configuration holds plain Python values"):
+        with pytest.raises(
+            ValueError,
+            match=r"(gamma|alpha) is a \w+, but a configuration holds plain Python values",
+        ):
             make()
     with pytest.raises(ValueError, match="batch_size is a"):
         jr.items(capacity=8, batch_size=array)
@@ -120,15 +132,15 @@ def test_an_array_in_the_configuration_is_refused(array):
 def test_numbers_out_of_range_are_refused():
     with pytest.raises(ValueError, match="n_step must be an int of at least 1, got 0"):
         TransitionView(n_step=0)
-    with pytest.raises(ValueError, match=r"discount must be in \[0, 1\], got 1.5"):
-        TransitionView(discount=1.5)
-    for exponent in (-0.1, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match="exponent must be a finite number of at least 0"):
-            Prioritized(exponent=exponent)
+    with pytest.raises(ValueError, match=r"gamma must be in \[0, 1\], got 1.5"):
+        TransitionView(gamma=1.5)
+    for alpha in (-0.1, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="alpha must be a finite number of at least 0"):
+            Prioritized(alpha=alpha)
 
 
 def test_items_have_no_episodes():
-    for wrong in ({"autoreset": "next_step"}, {"autoreset": None, "keep_episodes": True}):
+    for wrong in ({"autoreset": "next_step"}, {"autoreset": None, "track_episodes": True}):
         with pytest.raises(ValueError, match="stores items, which have no episodes"):
             ReplayBuffer(**SHARED, sampler=Uniform(), view=Item(), **wrong)
 
@@ -136,16 +148,25 @@ def test_items_have_no_episodes():
 def test_a_step_must_have_its_fields():
     replay = jr.uniform(**SHARED, autoreset="same_step")
     incomplete = {key: value for key, value in step().items() if key != "truncated"}
-    with pytest.raises(ValueError, match=r"init: the step's keys are wrong: missing truncated; unknown done"):
+    with pytest.raises(
+        ValueError, match=r"init: the step's keys are wrong: missing truncated; unknown done"
+    ):
         replay.init({**incomplete, "done": False})
-    with pytest.raises(ValueError, match=r"must be a jaxreplay\.Step, or a mapping, dataclass or NamedTuple with its fields, got list"):
+    with pytest.raises(
+        ValueError,
+        match=r"must be a jaxreplay\.Step, or a mapping, dataclass or NamedTuple with its fields, "
+        r"got list",
+    ):
         replay.init([1, 2])
 
 
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("done", "done is two flags here: terminated, where there is no value beyond, and truncated"),
+        (
+            "done",
+            "done is two flags here: terminated, where there is no value beyond, and truncated",
+        ),
         ("next_obs", "the next observation is not stored beside each step: it is the next row"),
         ("observations", "the observation is called obs"),
         ("mask", "mask and priority are arguments of add and extend"),
@@ -153,7 +174,9 @@ def test_a_step_must_have_its_fields():
 )
 def test_a_name_of_another_library_is_explained(name, hint):
     replay = jr.uniform(**SHARED, autoreset="same_step")
-    with pytest.raises(ValueError, match=f"(?s)init: the step's keys are wrong: unknown {name}.*{hint}"):
+    with pytest.raises(
+        ValueError, match=f"(?s)init: the step's keys are wrong: unknown {name}.*{hint}"
+    ):
         replay.init({**example(), name: False})
     with pytest.raises(ValueError, match=f"(?s)add: .*unknown {name}, foo.*{hint}") as caught:
         replay.add(replay.init(example()), {**step(), name: FLAGS, "foo": FLAGS})
@@ -165,11 +188,16 @@ def test_an_example_with_the_env_axis_is_told_so(make):
     """The commonest mistake: the first step of all envs in place of one env's."""
     replay = make(**SHARED, autoreset="same_step")
     with pytest.raises(
-        ValueError, match=r"(?s)init:.*terminated: got bool\[2\], expected bool\[\].*an example is one env's step"
+        ValueError,
+        match=r"(?s)init:.*terminated: got bool\[2\], expected bool\[\].*an example is one env's "
+        r"step",
     ) as caught:
         replay.init(step())
     assert "astype" not in str(caught.value)
-    with pytest.raises(ValueError, match=r"(?s)truncated: got float32\[2\].*an example is one env's step.*x.astype\(bool\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)truncated: got float32\[2\].*an example is one env's step.*x.astype\(bool\)",
+    ):
         replay.init(step(truncated=jnp.zeros(2)))
     with pytest.raises(ValueError, match="an example is one env's step"):
         jr.rollout(length=3, num_envs=2, autoreset="same_step").init(step())
@@ -177,7 +205,9 @@ def test_an_example_with_the_env_axis_is_told_so(make):
 
 def test_done_flags_must_be_bool():
     replay = jr.uniform(**SHARED, autoreset="same_step")
-    with pytest.raises(ValueError, match=r"(?s)terminated: got float32\[\], expected bool\[\].*x.astype\(bool\)"):
+    with pytest.raises(
+        ValueError, match=r"(?s)terminated: got float32\[\], expected bool\[\].*x.astype\(bool\)"
+    ):
         replay.init(example(terminated=jnp.zeros(2)))
     state = replay.init(example())
     with pytest.raises(ValueError, match=r"truncated: got int32\[2\], expected bool\[2\]"):
@@ -215,15 +245,24 @@ def test_final_obs_must_come_as_the_example_said():
         replay.add(without, step(final_obs=step()["obs"]))
     with pytest.raises(ValueError, match=r"final_obs.a: missing"):
         replay.add(with_final, step())
-    with pytest.raises(ValueError, match=r"(?s)final_obs.*final_obs is an observation: the same leaves as obs"):
+    with pytest.raises(
+        ValueError, match=r"(?s)final_obs.*final_obs is an observation: the same leaves as obs"
+    ):
         replay.init(example(final_obs=jnp.zeros(2)))
 
 
 def test_a_final_obs_that_would_not_be_read_is_refused():
-    """Who has one most likely mistook the form, and then the next episode's first observation would be taken for the final one."""
-    buffers = jr.uniform(**SHARED, autoreset="next_step"), jr.rollout(length=4, num_envs=2, autoreset="next_step")
+    """Who has one most likely mistook the form, and then the next episode's first observation would
+    be taken for the final one."""
+    buffers = (
+        jr.uniform(**SHARED, autoreset="next_step"),
+        jr.rollout(length=4, num_envs=2, autoreset="next_step"),
+    )
     for replay in buffers:
-        with pytest.raises(ValueError, match=r"init: final_obs was given.*comes beside it, that is autoreset=\"same_step\""):
+        with pytest.raises(
+            ValueError,
+            match=r"init: final_obs was given.*comes beside it, that is autoreset=\"same_step\"",
+        ):
             replay.init(example(final_obs=step()["obs"]))
         with pytest.raises(ValueError, match="add: final_obs was given"):
             replay.add(replay.init(example()), step(final_obs=step()["obs"]))
@@ -232,9 +271,9 @@ def test_a_final_obs_that_would_not_be_read_is_refused():
 def test_a_mask_must_be_asked_for():
     mask = jnp.ones(2, bool)
     replay = jr.uniform(**SHARED, autoreset="same_step")
-    with pytest.raises(ValueError, match="made without masked=True"):
+    with pytest.raises(ValueError, match="made without allow_mask=True"):
         replay.add(replay.init(example()), step(), mask)
-    replay = jr.uniform(**SHARED, autoreset="same_step", masked=True)
+    replay = jr.uniform(**SHARED, autoreset="same_step", allow_mask=True)
     with pytest.raises(ValueError, match=r"mask: got float32\[2\], expected bool\[2\]"):
         replay.add(replay.init(example()), step(), jnp.ones(2))
     with pytest.raises(ValueError, match=r"mask: got bool\[1\], expected bool\[2\]"):
@@ -244,7 +283,9 @@ def test_a_mask_must_be_asked_for():
 def test_priorities_need_a_sampler_that_has_them():
     replay = jr.uniform(**SHARED, autoreset="same_step")
     state = replay.init(example())
-    with pytest.raises(ValueError, match=r"add: the sampler Uniform has no priorities; use jaxreplay\.prioritized"):
+    with pytest.raises(
+        ValueError, match=r"add: the sampler Uniform has no priorities; use jaxreplay\.prioritized"
+    ):
         replay.add(state, step(), priority=jnp.ones(2))
     with pytest.raises(ValueError, match="update_priorities: the sampler Uniform"):
         replay.update_priorities(state, replay.sample(state, jax.random.key(0)).index, jnp.ones(4))
@@ -256,7 +297,9 @@ def test_priorities_must_be_one_a_row():
     replay = jr.prioritized(**SHARED, autoreset="same_step")
     state = replay.init(example())
     index = replay.sample(state, jax.random.key(0)).index
-    with pytest.raises(ValueError, match=r"update_priorities: priority: got float32\[4, 1\], expected float32\[4\]"):
+    with pytest.raises(
+        ValueError, match=r"update_priorities: priority: got float32\[4, 1\], expected float32\[4\]"
+    ):
         replay.update_priorities(state, index, jnp.ones((4, 1)))
     with pytest.raises(ValueError, match=r"priority: got float32\[\], expected float32\[2\]"):
         replay.add(state, step(), priority=1.0)
@@ -269,7 +312,9 @@ def test_priorities_must_be_one_a_row():
 def test_an_index_must_be_integers():
     replay = jr.uniform(**SHARED, autoreset="same_step")
     state = replay.init(example())
-    with pytest.raises(ValueError, match=r"index must be a jaxreplay\.Index or integer rows, got float32"):
+    with pytest.raises(
+        ValueError, match=r"index must be a jaxreplay\.Index or integer rows, got float32"
+    ):
         replay.get(state, jnp.ones(3))
     with pytest.raises(ValueError, match="batch_size must be an int of at least 1, got 0"):
         replay.sample(state, jax.random.key(0), 0)
@@ -293,7 +338,10 @@ def test_leaves_that_cannot_be_stored_are_named():
         (np.zeros(2, [("x", float)]), "cannot be stored, only numbers"),
         (np.zeros(2, "M8[s]"), r"an array of datetime64\[s\] cannot be stored"),
         (np.zeros(2, np.longdouble), "cannot be stored, only numbers"),
-        (np.ma.array([1.0, 2.0], mask=[0, 1], dtype=np.float32), r"a masked array would lose its mask: write x.filled\(value\)"),
+        (
+            np.ma.array([1.0, 2.0], mask=[0, 1], dtype=np.float32),
+            r"a masked array would lose its mask: write x.filled\(value\)",
+        ),
         (np.zeros(2, ">f4"), "its bytes are in the other order"),
     ],
 )
@@ -309,24 +357,35 @@ def test_what_would_be_lost_is_named_on_every_way_in(leaf, reason):
         lambda: jr.jit(replay).extend(jax.tree.map(jnp.copy, state), {"a": {"x": leaf[None]}}),
         lambda: jr.Replay(replay, example=example).add({"a": {"x": leaf}}),
     )
-    for way in ways[: -1 if leaf.dtype == np.dtype(">f4") else None]:  # a Replay puts bytes into order
+    # a Replay puts bytes into order
+    for way in ways[: -1 if leaf.dtype == np.dtype(">f4") else None]:
         with pytest.raises(ValueError, match=rf"(?s)(init|add|extend): *.*a.x: .*{reason}"):
             way()
 
 
 def test_a_masked_array_in_a_trajectory_is_refused():
     rollout = jr.rollout(length=8, num_envs=1, autoreset="next_step")
-    trajectory = {name: leaf[:, 0] for name, leaf in jax.tree.map(lambda x: np.asarray(x)[None], step()).items() if name != "obs"}
+    trajectory = {
+        name: leaf[:, 0]
+        for name, leaf in jax.tree.map(lambda x: np.asarray(x)[None], step()).items()
+        if name != "obs"
+    }
     trajectory["obs"] = np.ma.array(np.zeros((1, 2)), mask=True)
     state = rollout.init({**example(), "obs": jnp.zeros(2)})
-    with pytest.raises(ValueError, match=r"(?s)trajectory 0:.*obs: a masked array would lose its mask"):
+    with pytest.raises(
+        ValueError, match=r"(?s)trajectory 0:.*obs: a masked array would lose its mask"
+    ):
         rollout.from_trajectories(state, [trajectory])
 
 
 def test_a_buffer_that_does_not_fit_is_refused_before_it_is_allocated():
     replay = jr.items(capacity=2**30, batch_size=4)
     spec = {"image": jax.ShapeDtypeStruct((1000, 1000), jnp.float32)}
-    with pytest.raises(MemoryError, match=r"takes 4,294,967,296,000,\d+ bytes .*Largest leaves: streams.steps.image .* rows fit"):
+    with pytest.raises(
+        MemoryError,
+        match=r"takes 4,294,967,296,000,\d+ bytes .*Largest leaves: streams.steps.image .* rows "
+        r"fit",
+    ):
         replay.init(spec)
     assert replay.memory(spec).leaves["streams.steps.image"] == 4_000_000 * 2**30
     jax.eval_shape(replay.init, spec)  # nothing is allocated: no complaint
@@ -343,8 +402,15 @@ GOAL = {"achieved_goal": jnp.zeros(2), "desired_goal": jnp.zeros(2)}
 
 def relabel(reward, reward_fn, **options):
     """Samples with new goals of steps whose rewards are as `reward`."""
-    replay = jr.hindsight(jr.uniform(capacity=8, num_envs=1, batch_size=2, autoreset="next_step"), reward_fn, ratio=1.0, **options)
-    state = replay.init(jr.Step(GOAL, jnp.int32(0), jnp.asarray(reward), jnp.bool_(0), jnp.bool_(0)))
+    replay = jr.hindsight(
+        jr.uniform(capacity=8, num_envs=1, batch_size=2, autoreset="next_step"),
+        reward_fn,
+        relabel_fraction=1.0,
+        **options,
+    )
+    state = replay.init(
+        jr.Step(GOAL, jnp.int32(0), jnp.asarray(reward), jnp.bool_(0), jnp.bool_(0))
+    )
     return jax.jit(replay.sample)(state, jax.random.key(0))
 
 
@@ -356,25 +422,45 @@ def test_a_new_reward_that_the_stored_dtype_cannot_hold_is_refused():
     relabel(0.0, minus_one)
     relabel(0.0, lambda *_: -1)
     for reward in (0, np.uint8(0), False):
-        with pytest.raises(ValueError, match=r"Hindsight: minus_one gave float32\[\] for one step, but stored is .*which cannot hold it"):
+        with pytest.raises(
+            ValueError,
+            match=r"Hindsight: minus_one gave float32\[\] for one step, but stored is .*which "
+            r"cannot hold it",
+        ):
             relabel(reward, minus_one)
     with pytest.raises(ValueError, match=r"gave int32\[\] for one step, but stored is uint8\[\]"):
         relabel(np.uint8(0), lambda *_: -1)
     with pytest.raises(ValueError, match=r"gave float32\[\] for one step, but stored is bool\[\]"):
-        relabel(0.0, minus_one, terminated_fn=lambda achieved, goal, step: jnp.sum(jnp.abs(achieved - goal)))
-    with pytest.raises(ValueError, match=r"partial.* gave float32\[3\] for one step, but stored is float32\[\]"):
+        relabel(
+            0.0,
+            minus_one,
+            terminated_fn=lambda achieved, goal, step: jnp.sum(jnp.abs(achieved - goal)),
+        )
+    with pytest.raises(
+        ValueError, match=r"partial.* gave float32\[3\] for one step, but stored is float32\[\]"
+    ):
         relabel(0.0, functools.partial(lambda x, *_: jnp.full(x, 0.0), 3))
 
 
 def test_functions_and_keys_of_goals_are_checked():
     replay = jr.uniform(capacity=8, num_envs=1, batch_size=2, autoreset="next_step")
-    with pytest.raises(ValueError, match=r"Hindsight: reward_fn must be a function, called as reward_fn\(achieved, goal, step\), got None"):
+    with pytest.raises(
+        ValueError,
+        match=r"Hindsight: reward_fn must be a function, called as reward_fn\(achieved, goal, "
+        r"step\), got None",
+    ):
         jr.hindsight(replay, None)  # pyright: ignore
-    with pytest.raises(ValueError, match=r"Hindsight: terminated_fn must be a function, .* got True"):
+    with pytest.raises(
+        ValueError, match=r"Hindsight: terminated_fn must be a function, .* got True"
+    ):
         jr.hindsight(replay, minus_one, terminated_fn=True)  # pyright: ignore
-    with pytest.raises(ValueError, match="Hindsight: achieved and desired are both 'x'"):
-        jr.hindsight(replay, minus_one, achieved="x", desired="x")
-    with pytest.raises(ValueError, match=r"Transformed: transform must be a function, called as transform\(item, key\), got None"):
+    with pytest.raises(ValueError, match="Hindsight: achieved_key and desired_key are both 'x'"):
+        jr.hindsight(replay, minus_one, achieved_key="x", desired_key="x")
+    with pytest.raises(
+        ValueError,
+        match=r"Transformed: transform must be a function, called as transform\(item, key\), got "
+        r"None",
+    ):
         jr.transform(replay, None)  # pyright: ignore
     with pytest.raises(ValueError, match=r"frame_stack: takes a ReplayBuffer, got a Rollout$"):
         jr.frame_stack(jr.rollout(length=4, num_envs=1, autoreset="next_step"), 2)  # pyright: ignore
@@ -382,42 +468,84 @@ def test_functions_and_keys_of_goals_are_checked():
 
 def test_functions_of_other_arguments_are_refused():
     replay = jr.uniform(**SHARED, autoreset="next_step")
-    with pytest.raises(ValueError, match=r"reward_fn is called as reward_fn\(achieved, goal, step\), but cannot be: too many"):
+    with pytest.raises(
+        ValueError,
+        match=r"reward_fn is called as reward_fn\(achieved, goal, step\), but cannot be: too many",
+    ):
         jr.hindsight(replay, lambda achieved, goal: 0.0)  # pyright: ignore
     with pytest.raises(
-        ValueError, match=r"transform is called as transform\(item, key\), but cannot be: missing a required argument: 'more'"
+        ValueError,
+        match=r"transform is called as transform\(item, key\), but cannot be: missing a required "
+        r"argument: 'more'",
     ):
         jr.transform(replay, lambda item, key, more: item)  # pyright: ignore
     jr.transform(replay, lambda item, key, scale=2: item)
 
 
 def test_parts_are_instances():
-    with pytest.raises(ValueError, match=r"sampler must be an instance of a jaxreplay.Sampler, such as jaxreplay.Uniform\(\), got <class"):
+    with pytest.raises(
+        ValueError,
+        match=r"sampler must be an instance of a jaxreplay.samplers.Sampler, such as "
+        r"jaxreplay.Uniform\(\), got <class",
+    ):
         jr.transitions(**SHARED, autoreset="next_step", sampler=jr.Queue)  # pyright: ignore
-    with pytest.raises(ValueError, match=r"view must be an instance of a jaxreplay.View, such as jaxreplay.Item\(\), got 'item'"):
+    with pytest.raises(
+        ValueError,
+        match=r"view must be an instance of a jaxreplay.views.View, such as "
+        r"jaxreplay.views.Item\(\), got 'item'",
+    ):
         ReplayBuffer(**SHARED, sampler=Uniform(), view="item", autoreset=None)  # pyright: ignore
-    with pytest.raises(ValueError, match=r"jit: takes a buffer, .*to compile a function use jax.jit"):
+    with pytest.raises(
+        ValueError, match=r"jit: takes a buffer, .*to compile a function use jax.jit"
+    ):
         jr.jit(step)
-    with pytest.raises(AttributeError, match=r"jaxreplay.jit\(replay\) has no memory: it is on the buffer itself, replay.memory"):
+    with pytest.raises(
+        AttributeError,
+        match=r"jaxreplay.jit\(buffer\) has no memory: it is on the buffer itself, buffer.memory",
+    ):
         jr.jit(jr.uniform(**SHARED, autoreset="next_step")).memory(example())  # pyright: ignore
 
 
 def test_what_a_view_does_not_find_is_named():
-    stacked = jr.frame_stack(jr.uniform(**SHARED, autoreset="next_step"), 2, leaf="image")
+    stacked = jr.frame_stack(jr.uniform(**SHARED, autoreset="next_step"), 2, key="image")
     with pytest.raises(ValueError, match="FrameStack: obs has no leaf 'image'; it has a, b"):
         stacked.init(example())
-    with pytest.raises(ValueError, match="FrameStack: obs has no leaf 'image'; it is one array: leave out leaf"):
+    with pytest.raises(
+        ValueError, match="FrameStack: obs has no leaf 'image'; it is one array: leave out key"
+    ):
         stacked.init(example(obs=jnp.zeros(3)))
-    with pytest.raises(ValueError, match=r"axis=5 is not in the stacks of obs, whose frames are \(3,\): it must be in -2 .. 1"):
-        jr.frame_stack(jr.uniform(**SHARED, autoreset="next_step"), 2, axis=5).init(example(obs=jnp.zeros((2, 3))))
-    recurrent = jr.sequences(capacity=64, num_envs=2, batch_size=1, length=3, autoreset="next_step", recurrent_state="h")
-    with pytest.raises(ValueError, match=r"recurrent_state='h' is no key of the step's extras: there is no mapping of them; store it"):
+    with pytest.raises(
+        ValueError,
+        match=r"axis=5 is not in the stacks of obs, whose frames are \(3,\): it must be in -2 .. 1",
+    ):
+        jr.frame_stack(jr.uniform(**SHARED, autoreset="next_step"), 2, axis=5).init(
+            example(obs=jnp.zeros((2, 3)))
+        )
+    recurrent = jr.sequences(
+        capacity=64,
+        num_envs=2,
+        batch_size=1,
+        length=3,
+        autoreset="next_step",
+        recurrent_state_key="h",
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"recurrent_state_key='h' is no key of the step's extras: there is no mapping of "
+        r"them; store it",
+    ):
         recurrent.init(example())
-    with pytest.raises(ValueError, match=r"extras: they have flag; store it with each step, as extras=\{'h': ...\}"):
+    with pytest.raises(
+        ValueError, match=r"extras: they have flag; store it with each step, as extras=\{'h': ...\}"
+    ):
         recurrent.init(example(extras={"flag": jnp.zeros(2)}))
     with pytest.raises(ValueError, match="got no mapping"):
-        jr.hindsight(jr.uniform(**SHARED, autoreset="next_step"), minus_one).init(example(obs=jnp.zeros(3)))
-    with pytest.raises(ValueError, match=r"importance_weights: .* got a dict; pass batch, not batch.items"):
+        jr.hindsight(jr.uniform(**SHARED, autoreset="next_step"), minus_one).init(
+            example(obs=jnp.zeros(3))
+        )
+    with pytest.raises(
+        ValueError, match=r"importance_weights: .* got a dict; pass batch, not batch.experience"
+    ):
         jr.importance_weights({}, jnp.int32(1), 0.4)
 
 
@@ -425,7 +553,11 @@ def test_stacks_go_inside_of_goals_from_anywhere():
     """Around them, a stack could reach over the write head."""
     replay = jr.uniform(capacity=8, num_envs=1, batch_size=2, autoreset="next_step")
     anywhere = jr.hindsight(replay, minus_one, strategy="random")
-    with pytest.raises(ValueError, match=r"FrameStack: its view reads rows drawn anywhere.*write jaxreplay.hindsight\(jaxreplay.fr"):
+    with pytest.raises(
+        ValueError,
+        match=r"FrameStack: its view reads rows drawn anywhere.*write "
+        r"jaxreplay.hindsight\(jaxreplay.fr",
+    ):
         jr.frame_stack(jr.transform(anywhere, lambda item, key: item), 2)
     jr.frame_stack(jr.hindsight(replay, minus_one), 2)
     jr.hindsight(jr.frame_stack(replay, 2), minus_one, strategy="random")
@@ -437,7 +569,10 @@ def test_float_flags_name_the_cure(name):
     zero, flag = jnp.zeros(2), jnp.zeros(2, bool)
     step = jr.Step(zero, zero, zero, terminated=flag, truncated=flag)
     state = replay.init(jax.tree.map(lambda leaf: leaf[0], step))
-    match = rf"add:\n  {name}: got float32\[2\], expected bool\[2\]\n.*\nwrite done flags as bool: x.astype\(bool\)"
+    match = (
+        rf"add:\n  {name}: got float32\[2\], expected bool\[2\]\n.*\nwrite done flags as "
+        rf"bool: x.astype\(bool\)"
+    )
     with pytest.raises(ValueError, match=match):
         replay.add(state, step.replace(**{name: zero}))
     with pytest.raises(ValueError, match=r"as the example given to init has them.$"):
@@ -465,7 +600,11 @@ class FlaxStep:
 def test_a_step_may_be_of_any_class_with_the_fields():
     replay = jr.uniform(capacity=8, num_envs=2, batch_size=2, autoreset="same_step")
     flag = np.zeros(2, bool)
-    fields = {"obs": np.ones(2, np.float32), "action": np.zeros(2, np.int32), "reward": np.ones(2, np.float32)}
+    fields = {
+        "obs": np.ones(2, np.float32),
+        "action": np.zeros(2, np.int32),
+        "reward": np.ones(2, np.float32),
+    }
     fields |= {"terminated": flag, "truncated": ~flag}
     kinds = (jr.Step, dict, TheirStep, collections.namedtuple("Named", fields), FlaxStep)
     made = []
@@ -480,7 +619,17 @@ def test_a_step_may_be_of_any_class_with_the_fields():
     for leaves in made:
         for got, expected in zip(leaves, made[0], strict=True):
             np.testing.assert_array_equal(got, expected)
-    with pytest.raises(ValueError, match=r"a step must be a jaxreplay.Step, or a mapping, dataclass or NamedTuple .* got int"):
+    with pytest.raises(
+        ValueError,
+        match=r"a step must be a jaxreplay.Step, or a mapping, dataclass or NamedTuple .* got int",
+    ):
         replay.add(replay.init(example), 3)
-    with pytest.raises(ValueError, match=r"the step's keys are wrong: missing reward; unknown rewards"):
-        replay.add(replay.init(example), collections.namedtuple("Named", "obs action rewards terminated truncated")(*fields.values()))
+    with pytest.raises(
+        ValueError, match=r"the step's keys are wrong: missing reward; unknown rewards"
+    ):
+        replay.add(
+            replay.init(example),
+            collections.namedtuple("Named", "obs action rewards terminated truncated")(
+                *fields.values()
+            ),
+        )

@@ -1,4 +1,5 @@
-"""Programs that take and return states can be exported for several platforms at once, written down, and read again."""
+"""Programs that take and return states can be exported for several platforms at once, written down,
+and read again."""
 
 import dataclasses
 
@@ -28,7 +29,7 @@ def methods(case, replay):
         "clear": (replay.clear, ()),
     }
     if isinstance(replay.sampler, ConsumingSampler):
-        return found | {"take": (replay.take, (jax.random.key(0),)), "can_add": (replay.can_add, ())}
+        return found | {"pop": (replay.pop, (jax.random.key(0),)), "can_add": (replay.can_add, ())}
     found["sample"] = (replay.sample, (jax.random.key(0),))
     if isinstance(replay.sampler, PrioritySampler):
         index = jax.jit(replay.sample)(case.filled(replay), jax.random.key(0)).index
@@ -38,8 +39,13 @@ def methods(case, replay):
     return found
 
 
-# One for each platform that has all operations; of the other kinds those that take the whole state, and return it or a batch.
-_WHOLE = {"uniform masked, episodes": "gpu", "prioritized same_step, 3 steps": "tpu", "transitions queue": "cpu"}
+# One for each platform that has all operations; of the other kinds those that take the whole state,
+# and return it or a batch.
+_WHOLE = {
+    "uniform masked, episodes": "gpu",
+    "prioritized same_step, 3 steps": "tpu",
+    "transitions queue": "cpu",
+}
 
 
 @pytest.mark.parametrize(
@@ -52,14 +58,16 @@ def test_every_operation_is_exported_for_all_platforms_and_serialized(case, plat
     replay = dataclasses.replace(case.replay(), platform=platform)
     state = case.filled(replay)
     for name, (method, arguments) in methods(case, replay).items():
-        if not SOAK and case.name not in _WHOLE and name not in ("add", "sample", "take"):
+        if not SOAK and case.name not in _WHOLE and name not in ("add", "sample", "pop"):
             continue
         exported = export.export(jax.jit(method), platforms=ALL)(state, *arguments)
         assert exported.platforms == ALL, name
         again = export.deserialize(exported.serialize())
         assert again.in_tree == jax.tree.structure(((state, *arguments), {})), name
         if SOAK or name in ("sample", "add"):
-            assert bits(again.call(state, *arguments)) == bits(jax.jit(method)(state, *arguments)), name
+            assert bits(again.call(state, *arguments)) == bits(
+                jax.jit(method)(state, *arguments)
+            ), name
 
 
 def test_rollouts_and_mixtures_are_exported():
@@ -67,14 +75,21 @@ def test_rollouts_and_mixtures_are_exported():
     step = jr.Step(obs=zeros, action=zeros, reward=zeros, terminated=zeros > 0, truncated=zeros > 0)
     rollout = jr.rollout(length=4, num_envs=2, autoreset="next_step")
     state = rollout.init(jax.tree.map(lambda x: x[0], step))
-    assert export.deserialize(export.export(jax.jit(rollout.add), platforms=ALL)(state, step).serialize()).platforms == ALL
+    assert (
+        export.deserialize(
+            export.export(jax.jit(rollout.add), platforms=ALL)(state, step).serialize()
+        ).platforms
+        == ALL
+    )
     replay = jr.uniform(capacity=16, num_envs=2, batch_size=2, autoreset="same_step")
     mixture = jr.mix(a=(replay, 2), b=(replay, 3))
     state = replay.init(jax.tree.map(lambda x: x[0], step))
     exported = export.export(jax.jit(mixture.sample))({"a": state, "b": state}, jax.random.key(0))
     assert export.deserialize(exported.serialize()).out_tree == exported.out_tree
     delta = jnp.ones((5, 2))
-    exported = export.export(jax.jit(lambda x: jr.gae(x, x, x, x > 2, x > 2, discount=0.9, decay=0.9)), platforms=ALL)(delta)
+    exported = export.export(
+        jax.jit(lambda x: jr.gae(x, x, x, x > 2, x > 2, gamma=0.9, lambda_=0.9)), platforms=ALL
+    )(delta)
     assert export.deserialize(exported.serialize()).platforms == ALL
 
 
@@ -84,19 +99,23 @@ def test_no_kind_of_state_is_forgotten():
     def below(kind):
         return {one for child in kind.__subclasses__() for one in (child, *below(child))}
 
-    ours = {kind for kind in below(flax.struct.PyTreeNode) if kind.__module__.startswith("jaxreplay.")}
+    ours = {
+        kind for kind in below(flax.struct.PyTreeNode) if kind.__module__.startswith("jaxreplay.")
+    }
     assert len(ours) > 15
     assert not ours - {struct.Node} - below(struct.Node)
 
 
-class Layout(jr.View):
+class Layout(jr.views.View):
     """A user's class with the name of one of the library's."""
 
 
 def test_a_user_s_class_of_the_same_name_is_another_one():
     replay = jr.items(capacity=4, batch_size=1)
     exported = export.export(jax.jit(replay.size))(replay.init(jnp.float32(0)))
-    ((state,), _) = jax.tree.unflatten(export.deserialize(exported.serialize()).in_tree, [0] * exported.in_tree.num_leaves)
+    ((state,), _) = jax.tree.unflatten(
+        export.deserialize(exported.serialize()).in_tree, [0] * exported.in_tree.num_leaves
+    )
     assert state.layout == replay.init(jnp.float32(0)).layout
 
 

@@ -1,4 +1,5 @@
-"""A sampler and a view written as a user would, outside of the library, pass the tests that every buffer passes."""
+"""A sampler and a view written as a user would, outside of the library, pass the tests that every
+buffer passes."""
 
 from typing import Any
 
@@ -24,7 +25,8 @@ class Counts(Node):
 
 
 class LeastLearned(PrioritySampler):
-    """Sample rows in proportion to 1 / (1 + n), where n counts the updates that named the row. The given priorities are ignored."""
+    """Sample rows in proportion to 1 / (1 + n), where n counts the updates that named the row. The
+    given priorities are ignored."""
 
     PER_ROW = ("tree", "count")
 
@@ -47,20 +49,31 @@ class LeastLearned(PrioritySampler):
 
     def draw(self, state, sampleable, key, batch_size):
         layout, tree = sampleable.layout, self._tree(sampleable.layout)
-        target, word = jax.random.uniform(key, (batch_size,)), jax.random.bits(key, (batch_size,), jnp.uint32)
+        target, word = (
+            jax.random.uniform(key, (batch_size,)),
+            jax.random.bits(key, (batch_size,), jnp.uint32),
+        )
         place, mass = tree.find(state.tree, target, word)
         row = layout.row(place % layout.num_envs, place // layout.num_envs)
         return Draw(state, row, mass / jnp.maximum(tree.total(state.tree), 1e-9))
 
     def probability(self, state, sampleable, row):
         tree = self._tree(sampleable.layout)
-        return tree.get(state.tree, self._place(sampleable.layout, row)) / jnp.maximum(tree.total(state.tree), 1e-9)
+        return tree.get(state.tree, self._place(sampleable.layout, row)) / jnp.maximum(
+            tree.total(state.tree), 1e-9
+        )
 
     def update(self, state, sampleable, index, priority):
         layout = sampleable.layout
         row = jnp.clip(index.row, 0, layout.capacity - 1)
-        is_live = (row == index.row) & sampleable.contains(row) & (sampleable.streams.index(row).lap == index.lap)
-        place = jnp.where(is_live & self._is_ready(state), self._place(layout, row), layout.capacity)
+        is_live = (
+            (row == index.row)
+            & sampleable.contains(row)
+            & (sampleable.streams.index(row).lap == index.lap)
+        )
+        place = jnp.where(
+            is_live & self._is_ready(state), self._place(layout, row), layout.capacity
+        )
         count = state.count.at[place].add(1, mode="drop")
         mass = 1 / (1 + count.at[place].get(mode="clip"))
         return Counts(self._tree(layout).set(state.tree, place, mass), count)
@@ -71,18 +84,24 @@ class LeastLearned(PrioritySampler):
     def put_per_row(self, state, sampleable, name, row, values):
         place = self._place(sampleable.layout, row)
         if name == "count":
-            return state.replace(count=state.count.at[place].set(values, mode="drop", unique_indices=True))
-        return state.replace(tree=self._tree(sampleable.layout).set_unique(state.tree, place, values))
+            return state.replace(
+                count=state.count.at[place].set(values, mode="drop", unique_indices=True)
+            )
+        return state.replace(
+            tree=self._tree(sampleable.layout).set_unique(state.tree, place, values)
+        )
 
     def _is_ready(self, state):
-        """Return True, which XLA cannot know: the tree depends on counts that were read, so that they are written later, and not copied."""
+        """Return True, which XLA cannot know: the tree depends on counts that were read, so that
+        they are written later, and not copied."""
         return state.tree.sums[-1][0] >= 0
 
     def _tree(self, layout):
         return SumTree.on(layout.traits, layout.capacity)
 
     def _place(self, layout, row):
-        """Return the place of each row, ordered by time, then env: int32[...]; the capacity for no row."""
+        """Return the place of each row, ordered by time, then env: int32[...]; the capacity for no
+        row."""
         env, position = layout.split(row)
         return jnp.where(row < layout.capacity, position * layout.num_envs + env, layout.capacity)
 
@@ -92,18 +111,22 @@ class Delta(Node):
     effect: Any  # to the next observation, or 0 where the episode ended
 
 
-class DeltaView(jr.View):
-    window = jr.Window(after=1)
+class DeltaView(jr.views.View):
+    window = jr.views.Window(after=1)
 
     def read(self, reader):
         obs, has_next = reader.obs(0), ~reader.is_terminated(0)
-        difference = jax.tree.map(lambda after, before: jnp.where(has_next, after - before, 0), reader.obs(1), obs)
+        difference = jax.tree.map(
+            lambda after, before: jnp.where(has_next, after - before, 0), reader.obs(1), obs
+        )
         return Delta(obs, difference)
 
 
 CASE = Case(
     "least learned deltas",
-    lambda shared: jr.ReplayBuffer(**shared, sampler=LeastLearned(), view=DeltaView(), autoreset="same_step"),
+    lambda shared: jr.ReplayBuffer(
+        **shared, sampler=LeastLearned(), view=DeltaView(), autoreset="same_step"
+    ),
     is_plain=False,
 )
 CHECKS = (
@@ -124,7 +147,7 @@ CHECKS = (
     test_in_place.test_operations_are_in_place_for_a_population,
     test_laws.test_draws_are_as_probable_as_they_say,
 )
-name_of = lambda check: check.__name__.removeprefix("test_")  # noqa: E731
+name_of = lambda check: check.__name__.removeprefix("test_")
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=name_of)
@@ -136,7 +159,10 @@ def test_it_is_exported():
     test_exporting.test_every_operation_is_exported_for_all_platforms_and_serialized(CASE, "cpu")
 
 
-SAVES = (test_checkpoint.test_a_restored_state_goes_on_to_the_last_bit, test_resize.test_a_larger_buffer_has_every_row_and_keeps_more)
+SAVES = (
+    test_checkpoint.test_a_restored_state_goes_on_to_the_last_bit,
+    test_resize.test_a_larger_buffer_has_every_row_and_keeps_more,
+)
 
 
 @pytest.mark.parametrize("check", SAVES, ids=name_of)

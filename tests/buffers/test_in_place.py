@@ -1,4 +1,5 @@
-"""Nothing costs O(capacity): every operation, alone, in a scan, and under vmap, and the fused training loop."""
+"""Nothing costs O(capacity): every operation, alone, in a scan, and under vmap, and the fused
+training loop."""
 
 import functools
 
@@ -19,7 +20,8 @@ kinds = pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
 
 
 def operations(case, replay, state):
-    """Name -> (function of the state and a key that returns (state, anything), whether it changes the state)."""
+    """Name -> (function of the state and a key that returns (state, anything), whether it changes
+    the state)."""
     step, mask = case.step(), case.mask(replay, 0)
     block = (case.step(3, time=STEPS), *case.mask(replay, 3, STEPS))
     found = {
@@ -29,14 +31,22 @@ def operations(case, replay, state):
         "fused": (functools.partial(fused, replay, step, mask), True),
     }
     if isinstance(replay.sampler, ConsumingSampler):
-        found["take"] = (replay.take, True)
+        found["pop"] = (replay.pop, True)
     if isinstance(replay.sampler, PrioritySampler):
         index = jax.jit(replay.sample)(state, jax.random.key(0)).index
-        new = lambda key: jax.random.uniform(key, (8,))  # noqa: E731
-        twice = lambda state, key: replay.update_priorities(replay.update_priorities(state, index, new(key)), index, 2 * new(key))  # noqa: E731
-        found["update"] = (lambda state, key: (replay.update_priorities(state, index, new(key)), None), True)
+        new = lambda key: jax.random.uniform(key, (8,))
+        twice = lambda state, key: replay.update_priorities(
+            replay.update_priorities(state, index, new(key)), index, 2 * new(key)
+        )
+        found["update"] = (
+            lambda state, key: (replay.update_priorities(state, index, new(key)), None),
+            True,
+        )
         found["add twice, update twice"] = (
-            lambda state, key: (twice(replay.add(replay.add(state, step, *mask), step, *mask), key), None),
+            lambda state, key: (
+                twice(replay.add(replay.add(state, step, *mask), step, *mask), key),
+                None,
+            ),
             True,
         )
     return found
@@ -46,9 +56,13 @@ def reads(replay, state, key):
     """Everything that leaves the state as it is."""
     rows = jnp.arange(8) + jax.random.randint(key, (8,), 0, 9)
     got = [replay.get(state, rows, key), replay.size(state), replay.can_sample(state)]
-    got.append(replay.can_add(state) if isinstance(replay.sampler, ConsumingSampler) else replay.sample(state, key))
-    if replay.keep_episodes:
-        got.append(look_up(replay.episodes(state)))
+    got.append(
+        replay.can_add(state)
+        if isinstance(replay.sampler, ConsumingSampler)
+        else replay.sample(state, key)
+    )
+    if replay.track_episodes:
+        got.append(look_up(replay.episode_table(state)))
     return got
 
 
@@ -56,7 +70,7 @@ def fused(replay, step, mask, state, key):
     """Act, add, sample, learn, update: with everything that a batch has in use."""
     state = replay.add(state, step, *mask)
     if isinstance(replay.sampler, ConsumingSampler):
-        state, batch = replay.take(state, key)
+        state, batch = replay.pop(state, key)
         return state, (batch, replay.size(state))
     batch = replay.sample(state, key)
     if isinstance(replay.sampler, PrioritySampler):
@@ -66,7 +80,12 @@ def fused(replay, step, mask, state, key):
 
 def look_up(episodes):
     row = jnp.arange(8)
-    return episodes.steps_to_end(row), episodes.steps_from_start(row), episodes.kth_end(row, 2), episodes.is_complete(row)
+    return (
+        episodes.steps_to_end(row),
+        episodes.steps_from_start(row),
+        episodes.kth_end(row, 2),
+        episodes.is_complete(row),
+    )
 
 
 @kinds
@@ -85,7 +104,12 @@ def test_operations_are_in_place_in_a_scan(case):
     state = replay.init(case.example())
     keys = jax.random.split(jax.random.key(0), 3)
     for name, (function, _) in operations(case, replay, state).items():
-        _check(name, lambda state, keys, function=function: jax.lax.scan(function, state, keys), (state, keys), 0)
+        _check(
+            name,
+            lambda state, keys, function=function: jax.lax.scan(function, state, keys),
+            (state, keys),
+            0,
+        )
 
 
 @kinds
@@ -96,10 +120,17 @@ def test_operations_are_in_place_for_a_population(case):
     keys = jax.random.split(jax.random.key(0), POPULATION)
     for name, (function, changes) in operations(case, replay, one).items():
         if changes:  # in a scan too: a cond under vmap would be a select over the buffers
-            run = lambda states, keys, function=function: jax.lax.scan(lambda s, _: (jax.vmap(function)(s, keys)[0], None), states, None, 3)  # noqa: E731
+            run = lambda states, keys, function=function: jax.lax.scan(
+                lambda s, _: (jax.vmap(function)(s, keys)[0], None), states, None, 3
+            )
             _check(name, run, (states, keys), 0)
         else:
-            _check(name, jax.vmap(lambda state, key, function=function: function(state, key)[1]), (states, keys), None)
+            _check(
+                name,
+                jax.vmap(lambda state, key, function=function: function(state, key)[1]),
+                (states, keys),
+                None,
+            )
 
 
 @kinds

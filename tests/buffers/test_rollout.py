@@ -1,4 +1,5 @@
-"""The on-policy buffer: what it stores, what it makes of the three ways to end an episode, and that nothing is copied or lost."""
+"""The on-policy buffer: what it stores, what it makes of the three ways to end an episode, and that
+nothing is copied or lost."""
 
 import dataclasses
 
@@ -35,7 +36,10 @@ def step_of(seed=0, time=None, form=FORMS[1], num_envs=E):
         terminated=jnp.asarray(r.random(axes) < 0.2),
         truncated=jnp.asarray(r.random(axes) < 0.2),
         final_obs=jax.tree.map(lambda x: x + 1, obs) if form == FORMS[1] else None,
-        extras={"flag": jnp.asarray(r.random(axes) < 0.5), "half": jnp.asarray(r.normal(size=(*axes, 1)), jnp.float16)},
+        extras={
+            "flag": jnp.asarray(r.random(axes) < 0.5),
+            "half": jnp.asarray(r.normal(size=(*axes, 1)), jnp.float16),
+        },
     )
 
 
@@ -78,10 +82,17 @@ def test_steps_without_room_are_dropped_and_counted():
     for seed in range(T + 3):
         assert bool(rollout.can_add(state)) == (seed < T)
         state = add(state, step_of(seed))
-        assert (int(state.position), int(state.num_dropped)) == (min(seed + 1, T), max(seed + 1 - T, 0))
+        assert (int(state.position), int(state.num_dropped)) == (
+            min(seed + 1, T),
+            max(seed + 1 - T, 0),
+        )
     assert_same(rollout.steps(state).reward, jnp.stack([step_of(seed).reward for seed in range(T)]))
     cleared = rollout.clear(state)
-    assert (int(cleared.position), int(cleared.num_dropped), bool(rollout.can_add(cleared))) == (0, 3, True)
+    assert (int(cleared.position), int(cleared.num_dropped), bool(rollout.can_add(cleared))) == (
+        0,
+        3,
+        True,
+    )
     full = state.replace(num_dropped=jnp.int32(2**31 - 2))
     assert int(add(add(full, step_of()), step_of()).num_dropped) == 2**31 - 1
 
@@ -96,7 +107,9 @@ def test_an_empty_rollout_has_no_steps_and_no_reward():
 
 def test_a_reward_of_several_numbers_has_several_means():
     rollout, zeros = Rollout(length=2, num_envs=1, autoreset="next_step"), jnp.zeros((2, 1))
-    block = jr.Step(zeros, zeros, jnp.array([[[1, 2]], [[3, 9]]]), terminated=zeros > 0, truncated=zeros > 0)
+    block = jr.Step(
+        zeros, zeros, jnp.array([[[1, 2]], [[3, 9]]]), terminated=zeros > 0, truncated=zeros > 0
+    )
     state = jax.jit(rollout.extend)(rollout.init(jax.tree.map(lambda x: x[0, 0], block)), block)
     assert rollout.mean_reward(state).tolist() == [2.0, 5.5]
 
@@ -104,7 +117,10 @@ def test_a_reward_of_several_numbers_has_several_means():
 @pytest.mark.parametrize("form", FORMS)
 def test_jit_equals_eager_and_vmap_a_loop(form):
     rollout = rollout_of(form)
-    states = [jax.jit(rollout.extend)(rollout.init(example_of(form)), step_of(seed, seed + 2, form)) for seed in range(3)]
+    states = [
+        jax.jit(rollout.extend)(rollout.init(example_of(form)), step_of(seed, seed + 2, form))
+        for seed in range(3)
+    ]
     value, final_value = jnp.ones((T, E)), None if form == FORMS[0] else jnp.ones((T, E))
     operations = (
         lambda state: rollout.add(state, step_of(1, form=form)),
@@ -112,8 +128,12 @@ def test_jit_equals_eager_and_vmap_a_loop(form):
         rollout.clear,
         rollout.steps,
         lambda state: rollout.bootstrap(state, value, value[0], final_value),
-        lambda state: (rollout.num_steps(state), rollout.mean_reward(state), rollout.can_add(state)),
-        lambda state: rollout.take(rollout.steps(state), jnp.array([3, 0, 11])),
+        lambda state: (
+            rollout.num_steps(state),
+            rollout.mean_reward(state),
+            rollout.can_add(state),
+        ),
+        lambda state: rollout.minibatch(rollout.steps(state), jnp.array([3, 0, 11])),
     )
     together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
     for run in operations:
@@ -133,7 +153,7 @@ def test_one_trace_serves_all_states_and_keeps_their_structure(form):
         traces.append(rollout)
         return rollout.add(state, step)
 
-    spec = lambda state: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.weak_type), state)  # noqa: E731
+    spec = lambda state: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.weak_type), state)
     for _ in range(2):
         rollout = rollout_of(form)
         state = rollout.init(example_of(form))
@@ -163,23 +183,37 @@ def test_writes_are_in_place_alone_in_a_scan_and_for_a_population(form, monkeypa
     rollout, one, block = rollout_of(form, length), step_of(form=form), step_of(0, 5, form)
     state = rollout.init(example_of(form))
     states = jax.tree.map(lambda leaf: jnp.stack([leaf] * population), state)
-    for write in (lambda state: rollout.add(state, one), lambda state: rollout.extend(state, block)):
+    for write in (
+        lambda state: rollout.add(state, one),
+        lambda state: rollout.extend(state, block),
+    ):
         hlo.check_in_place(write, (state,), num_elements=length * E, donated=0)
-        scanned = lambda state, write=write: jax.lax.scan(lambda s, _: (write(s), None), state, None, 3)  # noqa: E731
+        scanned = lambda state, write=write: jax.lax.scan(
+            lambda s, _: (write(s), None), state, None, 3
+        )
         hlo.check_in_place(scanned, (state,), num_elements=length * E, donated=0)
-        hlo.check_in_place(lambda states, write=write: jax.vmap(write)(states), (states,), num_elements=population * length * E, donated=0)
+        hlo.check_in_place(
+            lambda states, write=write: jax.vmap(write)(states),
+            (states,),
+            num_elements=population * length * E,
+            donated=0,
+        )
 
 
 def test_a_state_goes_through_serialization():
     rollout = rollout_of(FORMS[0])
     state = rollout.extend(rollout.init(example_of(FORMS[0])), step_of(1, 3, FORMS[0]))
-    restored = flax.serialization.from_bytes(rollout.init(example_of(FORMS[0])), flax.serialization.to_bytes(state))
+    restored = flax.serialization.from_bytes(
+        rollout.init(example_of(FORMS[0])), flax.serialization.to_bytes(state)
+    )
     assert_same(jax.tree.map(jnp.asarray, restored), state)
 
 
 def test_what_memory_says_is_what_init_takes():
     rollout = rollout_of(FORMS[1])
-    assert rollout.memory(example_of()).total == sum(leaf.nbytes for leaf in jax.tree.leaves(rollout.init(example_of())))
+    assert rollout.memory(example_of()).total == sum(
+        leaf.nbytes for leaf in jax.tree.leaves(rollout.init(example_of()))
+    )
 
 
 def test_an_eager_add_of_a_large_rollout_warns():
@@ -203,7 +237,8 @@ def test_minibatches_hold_each_row_once_an_epoch_in_a_new_order():
 
 
 def test_any_order_of_an_epoch_is_as_likely():
-    """Of 4 envs, 24 orders in 4800 epochs: chi-square with 23 degrees of freedom is below 58.6 but for 6 in 100 000 seeds."""
+    """Of 4 envs, 24 orders in 4800 epochs: chi-square with 23 degrees of freedom is below 58.6 but
+    for 6 in 100 000 seeds."""
     rollout = rollout_of(FORMS[1], num_envs=4)
     orders = rollout.env_minibatches(jax.random.key(3), num_epochs=4800, num_minibatches=1)
     _, counts = np.unique(np.asarray(orders), axis=0, return_counts=True)
@@ -214,31 +249,55 @@ def test_any_order_of_an_epoch_is_as_likely():
 def test_take_reads_the_rows_of_a_minibatch():
     rollout, block = rollout_of(FORMS[1]), step_of(2, T)
     index = jnp.array([5, 0, 11])
-    assert_same(rollout.take(block, index), jax.tree.map(lambda leaf: leaf[index // E, jnp.array([1, 0, 1])], block))
-    assert_same(rollout.take_envs(block, jnp.array([1])), jax.tree.map(lambda leaf: leaf[:, 1:], block))
-    scanned = jax.jit(lambda index: jax.lax.scan(lambda _, i: (None, rollout.take(block, i)), None, index)[1])
+    assert_same(
+        rollout.minibatch(block, index),
+        jax.tree.map(lambda leaf: leaf[index // E, jnp.array([1, 0, 1])], block),
+    )
+    assert_same(
+        rollout.env_minibatch(block, jnp.array([1])), jax.tree.map(lambda leaf: leaf[:, 1:], block)
+    )
+    scanned = jax.jit(
+        lambda index: jax.lax.scan(lambda _, i: (None, rollout.minibatch(block, i)), None, index)[1]
+    )
     epochs = rollout.minibatches(jax.random.key(1), num_epochs=2, num_minibatches=4)
     assert_same(scanned(epochs).reward, block.reward.reshape(-1)[epochs])
 
 
 def test_wrong_sizes_are_refused_with_the_nearest_that_fit():
     rollout = rollout_of(FORMS[1])
-    with pytest.raises(ValueError, match=r"length \* num_envs = 12 does not divide into num_minibatches=5 equal ones; .* do: 4 and 6"):
+    with pytest.raises(
+        ValueError,
+        match=r"length \* num_envs = 12 does not divide into num_minibatches=5 equal ones; .* do: "
+        r"4 and 6",
+    ):
         rollout.minibatches(jax.random.key(0), num_epochs=1, num_minibatches=5)
-    with pytest.raises(ValueError, match=r"env_minibatches: num_envs = 2 does not divide into num_minibatches=3 .* that do: 2$"):
+    with pytest.raises(
+        ValueError,
+        match=r"env_minibatches: num_envs = 2 does not divide into num_minibatches=3 .* that do: "
+        r"2$",
+    ):
         rollout.env_minibatches(jax.random.key(0), num_epochs=1, num_minibatches=3)
     with pytest.raises(ValueError, match="num_epochs must be an int of at least 1, got 0"):
         rollout.minibatches(jax.random.key(0), num_epochs=0, num_minibatches=1)
-    with pytest.raises(ValueError, match=r"take:\n  obs: got \[2, 6\]\nleaves must begin with \[time, num_envs\], here \[6, 2\]"):
-        rollout.take({"obs": jnp.zeros((E, T))}, jnp.arange(2))
+    with pytest.raises(
+        ValueError,
+        match=r"take:\n  obs: got \[2, 6\]\nleaves must begin with \[time, num_envs\], here \[6, "
+        r"2\]",
+    ):
+        rollout.minibatch({"obs": jnp.zeros((E, T))}, jnp.arange(2))
 
 
 def test_a_wrong_configuration_is_refused():
-    with pytest.raises(ValueError, match=r"Rollout: autoreset=None, but it must say what your env does"):
+    with pytest.raises(
+        ValueError, match=r"Rollout: autoreset=None, but it must say what your env does"
+    ):
         Rollout(length=4, num_envs=1)
     with pytest.raises(ValueError, match="Rollout: length must be an int of at least 1, got 0"):
         Rollout(length=0, num_envs=1, autoreset="next_step")
-    with pytest.raises(ValueError, match=r"length \* num_envs = 2147483648 is too large: it must be at most 1073741824"):
+    with pytest.raises(
+        ValueError,
+        match=r"length \* num_envs = 2147483648 is too large: it must be at most 1073741824",
+    ):
         Rollout(length=2**30, num_envs=2, autoreset="next_step")
     with pytest.raises(dataclasses.FrozenInstanceError):
         rollout_of(FORMS[0]).length = 3
@@ -247,24 +306,42 @@ def test_a_wrong_configuration_is_refused():
 def test_the_wrong_leaf_is_named():
     rollout = rollout_of(FORMS[1])
     state = rollout.init(example_of())
-    with pytest.raises(ValueError, match=r"add:\n  obs.image: got uint8\[6, 2, 2, 2\], expected uint8\[2, 2, 2\]") as error:
+    with pytest.raises(
+        ValueError, match=r"add:\n  obs.image: got uint8\[6, 2, 2, 2\], expected uint8\[2, 2, 2\]"
+    ) as error:
         rollout.add(state, step_of(0, T))
     assert "add takes one step of every env, leaves [num_envs, ...]" in str(error.value)
-    with pytest.raises(ValueError, match=r"extend:\n(.|\n)*final_obs.image: missing, expected uint8\[6, 2, 2, 2\]"):
+    with pytest.raises(
+        ValueError, match=r"extend:\n(.|\n)*final_obs.image: missing, expected uint8\[6, 2, 2, 2\]"
+    ):
         rollout.extend(state, step_of(0, T).replace(final_obs=None))
-    with pytest.raises(ValueError, match="init: the step's keys are wrong: missing terminated, truncated"):
+    with pytest.raises(
+        ValueError, match="init: the step's keys are wrong: missing terminated, truncated"
+    ):
         rollout.init({"obs": 0.0, "action": 0, "reward": 0.0})
 
 
 def test_a_bootstrap_that_cannot_be_right_is_refused():
     value = jnp.zeros((T, E))
     kept = rollout_of(FORMS[1]).init(example_of())
-    with pytest.raises(ValueError, match=r"this rollout keeps final_obs; pass final_value=critic\(rollout\.steps\(state\)\.final_obs\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"this rollout keeps final_obs; pass "
+        r"final_value=critic\(rollout\.steps\(state\)\.final_obs\)",
+    ):
         rollout_of(FORMS[1]).bootstrap(kept, value, value[0])
     tails = rollout_of(FORMS[0]).init(example_of(FORMS[0]))
-    with pytest.raises(ValueError, match=r'with autoreset="next_step" final observations are rows like any other; leave out final_value'):
+    with pytest.raises(
+        ValueError,
+        match=r'with autoreset="next_step" final observations are rows like any other; leave out '
+        r"final_value",
+    ):
         rollout_of(FORMS[0]).bootstrap(tails, value, value[0], value)
-    with pytest.raises(ValueError, match=r"bootstrap: value: got \[6, 2, 1\], expected \[6, 2\], one value for each observation"):
+    with pytest.raises(
+        ValueError,
+        match=r"bootstrap: value: got \[6, 2, 1\], expected \[6, 2\], one value for each "
+        r"observation",
+    ):
         rollout_of(FORMS[0]).bootstrap(tails, value[..., None], value[0])
     with pytest.raises(ValueError, match=r"bootstrap: last_value: got \[6, 2\], expected \[2\]"):
         rollout_of(FORMS[0]).bootstrap(tails, value, value)
@@ -274,7 +351,8 @@ def test_a_bootstrap_that_cannot_be_right_is_refused():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_memory_starts_anew_where_an_episode_does(form):
-    """In one env the steps end at row 1, and at rows 3 and 4; with next_step the row after an end is the final observation."""
+    """In one env the steps end at row 1, and at rows 3 and 4; with next_step the row after an end
+    is the final observation."""
     rollout = rollout_of(form, num_envs=1)
     done = jnp.array([False, True, False, True, True, False])[:, None]
     block = step_of(0, T, form, num_envs=1).replace(terminated=done, truncated=done & ~done)

@@ -1,4 +1,5 @@
-"""The three ways to end an episode: a rollout's advantages are those of the episodes, whatever ends where."""
+"""The three ways to end an episode: a rollout's advantages are those of the episodes, whatever ends
+where."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,8 @@ def rollout_of(form):
 
 
 class World:
-    """One env, whose observation is its value: the critic is the identity. `kinds`: whether each transition goes on, terminates, is cut."""
+    """One env, whose observation is its value: the critic is the identity. `kinds`: whether each
+    transition goes on, terminates, is cut."""
 
     def __init__(self, kinds, seed, form):
         r = np.random.default_rng(seed)
@@ -36,14 +38,21 @@ class World:
         return self.start[n + 1] if self.kinds[n] == "." else self.final[n]
 
     def step(self):
-        """The step that the env's loop adds, and which transition it is; None for a final observation."""
+        """The step that the env's loop adds, and which transition it is; None for a final
+        observation."""
         obs, n = self.obs(), self.now
         if self.shows_final:
             self.shows_final = False
             return (obs, np.float32(99), True, True, np.float32(np.nan)), None
         kind = self.kinds[n]
         self.now, self.shows_final = n + 1, kind != "." and self.form == "next_step"
-        return (obs, self.reward[n], kind in "TB", kind in "CB", self.final[n] if kind != "." else np.float32(np.nan)), n
+        return (
+            obs,
+            self.reward[n],
+            kind in "TB",
+            kind in "CB",
+            self.final[n] if kind != "." else np.float32(np.nan),
+        ), n
 
 
 def oracle(world, transitions):
@@ -58,7 +67,11 @@ def oracle(world, transitions):
             beyond = 0.0 if world.kinds[n] in "TB" else float(world.next_value(n))
             total += factor * (float(world.reward[n]) + DISCOUNT * beyond - float(world.start[n]))
             factor *= DISCOUNT * DECAY
-            if world.kinds[n] != "." or n + 1 not in transitions or (gives_up and world.kinds[n + 1] == "C"):
+            if (
+                world.kinds[n] != "."
+                or n + 1 not in transitions
+                or (gives_up and world.kinds[n + 1] == "C")
+            ):
                 break
             n += 1
         expected[start] = (total, total + float(world.start[start]))
@@ -70,12 +83,30 @@ def collect(form, state, steps, last_obs):
     obs, reward, terminated, truncated, final = steps
     keeps = form == FORMS[1]
     state = rollout.extend(
-        rollout.clear(state), jr.Step(obs, obs, reward, terminated, truncated, final_obs=final if keeps else None, extras=final)
+        rollout.clear(state),
+        jr.Step(
+            obs,
+            obs,
+            reward,
+            terminated,
+            truncated,
+            final_obs=final if keeps else None,
+            extras=final,
+        ),
     )
     stored = rollout.steps(state)
     final_value = {FORMS[1]: stored.final_obs, FORMS[2]: stored.extras}.get(form)
     next_value, mask = rollout.bootstrap(state, stored.obs, last_obs, final_value)
-    got = gae(stored.reward, stored.obs, next_value, stored.terminated, stored.truncated, discount=DISCOUNT, decay=DECAY, mask=mask)
+    got = gae(
+        stored.reward,
+        stored.obs,
+        next_value,
+        stored.terminated,
+        stored.truncated,
+        gamma=DISCOUNT,
+        lambda_=DECAY,
+        mask=mask,
+    )
     return state, got, mask
 
 
@@ -84,26 +115,49 @@ jitted_collect = jax.jit(collect, static_argnums=0)
 
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=500 if SOAK else 20)
-@given(kinds=st.lists(st.sampled_from("...TCB"), min_size=6 * T, max_size=6 * T), num_steps=st.integers(1, T), seed=st.integers(0, 99))
+@given(
+    kinds=st.lists(st.sampled_from("...TCB"), min_size=6 * T, max_size=6 * T),
+    num_steps=st.integers(1, T),
+    seed=st.integers(0, 99),
+)
 def test_advantages_are_those_of_the_episodes(form, kinds, num_steps, seed):
-    """Three rollouts one after the other, the last one not full: whatever ends where, no target reaches over an episode's end."""
+    """Three rollouts one after the other, the last one not full: whatever ends where, no target
+    reaches over an episode's end."""
     rollout = rollout_of(form)
     worlds = [World(kinds[env::E], seed + env, form) for env in range(E)]
     scalar, flag = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), bool)
-    example = jr.Step(scalar, scalar, scalar, flag, flag, final_obs=scalar if form == FORMS[1] else None, extras=scalar)
+    example = jr.Step(
+        scalar,
+        scalar,
+        scalar,
+        flag,
+        flag,
+        final_obs=scalar if form == FORMS[1] else None,
+        extras=scalar,
+    )
     state = rollout.init(example)
     for length in (T, T, num_steps):
         rows = [[world.step() for world in worlds] for _ in range(length)]
-        steps = [np.array([[row[env][0][part] for env in range(E)] for row in rows]) for part in range(5)]
+        steps = [
+            np.array([[row[env][0][part] for env in range(E)] for row in rows]) for part in range(5)
+        ]
         last_obs = np.array([world.obs() for world in worlds])
         state, got, mask = jitted_collect(form, state, steps, last_obs)
         for env, world in enumerate(worlds):
             numbers = [row[env][1] for row in rows]
             expected = oracle(world, {n for n in numbers if n is not None})
-            assert [t for t in range(T) if mask[t, env]] == [t for t, n in enumerate(numbers) if n in expected]
+            assert [t for t in range(T) if mask[t, env]] == [
+                t for t, n in enumerate(numbers) if n in expected
+            ]
             for t, n in enumerate(numbers):
                 if n in expected:
-                    np.testing.assert_allclose((got.advantage[t, env], got.target[t, env]), expected[n], atol=1e-5)
+                    np.testing.assert_allclose(
+                        (got.advantage[t, env], got.target[t, env]), expected[n], atol=1e-5
+                    )
         held = [row[env] for row in rows for env in range(E) if row[env][1] is not None]
         assert int(rollout.num_steps(state)) == len(held)
-        np.testing.assert_allclose(rollout.mean_reward(state), np.mean([step[1] for step, _ in held]) if held else 0, atol=1e-5)
+        np.testing.assert_allclose(
+            rollout.mean_reward(state),
+            np.mean([step[1] for step, _ in held]) if held else 0,
+            atol=1e-5,
+        )

@@ -27,7 +27,9 @@ def uniform(**changes):
 
 METHODS = {
     "add": lambda replay, state: replay.add(state, STEP),
-    "extend": lambda replay, state: replay.extend(state, jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), STEP)),
+    "extend": lambda replay, state: replay.extend(
+        state, jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), STEP)
+    ),
     "sample": lambda replay, state: replay.sample(state, KEY),
     "get": lambda replay, state: replay.get(state, ROWS),
     "update_priorities": lambda replay, state: replay.update_priorities(state, INDEX, jnp.ones(8)),
@@ -36,17 +38,17 @@ METHODS = {
     "can_sample": lambda replay, state: replay.can_sample(state),
     "age": lambda replay, state: replay.age(state, INDEX),
     "clear": lambda replay, state: replay.clear(state),
-    "episodes": lambda replay, state: replay.episodes(state).steps_to_end(ROWS),
+    "episode_table": lambda replay, state: replay.episode_table(state).steps_to_end(ROWS),
     "rerank": lambda replay, state: replay.rerank(state),
-    "take": lambda replay, state: replay.take(state, KEY),
+    "pop": lambda replay, state: replay.pop(state, KEY),
     "can_add": lambda replay, state: replay.can_add(state),
 }
 
 
 def buffer_for(method, **sizes):
     """One that has the method."""
-    made = {**SHARED, "autoreset": "next_step", "keep_episodes": True, **sizes}
-    if method in ("take", "can_add"):
+    made = {**SHARED, "autoreset": "next_step", "track_episodes": True, **sizes}
+    if method in ("pop", "can_add"):
         return jr.transitions(**made, sampler=jr.Queue())
     if method == "rerank":
         return jr.transitions(**made, sampler=jr.RankBased())
@@ -59,7 +61,11 @@ def test_every_method_refuses_a_state_of_another_capacity(method):
     call, state = METHODS[method], small.init(EXAMPLE)
     jax.eval_shape(call, small, state)
     for run in (call, jax.jit(call, static_argnums=0)):
-        with pytest.raises(ValueError, match=r"this state is not of this buffer: (.|\n)*length: the state's is 32, this buffer's 64"):
+        with pytest.raises(
+            ValueError,
+            match=r"this state is not of this buffer: (.|\n)*length: the state's is 32, this "
+            r"buffer's 64",
+        ):
             run(large, state)
 
 
@@ -67,24 +73,42 @@ def test_every_method_refuses_a_state_of_another_capacity(method):
     ("change", "named"),
     [
         ({"n_step": 3}, "after: the state's is 3, this buffer's 1"),
-        ({"autoreset": "same_step"}, "autoreset: the state's is 'same_step', this buffer's 'next_step'"),
+        (
+            {"autoreset": "same_step"},
+            "autoreset: the state's is 'same_step', this buffer's 'next_step'",
+        ),
         ({"num_envs": 4}, "num_envs: the state's is 4, this buffer's 2"),
-        ({"masked": True}, "masked: the state's is True, this buffer's False"),
+        ({"allow_mask": True}, "allow_mask: the state's is True, this buffer's False"),
     ],
 )
-def test_what_differs_is_named_though_all_shapes_be_alike(effect, named):
-    state = uniform(**effect).init(EXAMPLE)
-    with pytest.raises(ValueError, match=f"sample: this state is not of this buffer: it was made with another configuration(.|\n)*{named}"):
+def test_what_differs_is_named_though_all_shapes_be_alike(change, named):
+    state = uniform(**change).init(EXAMPLE)
+    with pytest.raises(
+        ValueError,
+        match=f"sample: this state is not of this buffer: it was made with another "
+        f"configuration(.|\n)*{named}",
+    ):
         uniform().sample(state, KEY)
 
 
 @pytest.mark.parametrize("sampler", [jr.Prioritized, jr.RankBased])
-def test_priorities_under_another_exponent_are_not_read(sampler):
-    """They are stored as priority ** exponent, and could not be told from others."""
-    one, other = (jr.transitions(**SHARED, autoreset="next_step", sampler=sampler(exponent=exponent)) for exponent in (4.0, 0.0))
+def test_priorities_under_another_alpha_are_not_read(sampler):
+    """They are stored as priority ** alpha, and could not be told from others."""
+    one, other = (
+        jr.transitions(**SHARED, autoreset="next_step", sampler=sampler(alpha=alpha))
+        for alpha in (4.0, 0.0)
+    )
     state = one.init(EXAMPLE)
-    for run in (METHODS["sample"], METHODS["update_priorities"], jax.jit(METHODS["sample"], static_argnums=0)):
-        with pytest.raises(ValueError, match=r"this state is not of this buffer(.|\n)*exponent: the state's is 4.0, this buffer's 0.0"):
+    for run in (
+        METHODS["sample"],
+        METHODS["update_priorities"],
+        jax.jit(METHODS["sample"], static_argnums=0),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=r"this state is not of this buffer(.|\n)*alpha: the state's is 4.0, this "
+            r"buffer's 0.0",
+        ):
             run(other, state)
 
 
@@ -108,31 +132,51 @@ def test_a_rollout_takes_a_state_of_numpy_arrays():
     rollout = jr.rollout(length=4, num_envs=2, autoreset="next_step")
     state = rollout.add(rollout.init(EXAMPLE), STEP)
     values = jnp.zeros((4, 2)), jnp.zeros(2)
-    for call in (rollout.steps, rollout.clear, lambda s: rollout.add(s, STEP), lambda s: rollout.bootstrap(s, *values), rollout.can_add):
-        for leaf, expected in zip(*(jax.tree.leaves(call(one)) for one in (jax.device_get(state), state)), strict=True):
+    for call in (
+        rollout.steps,
+        rollout.clear,
+        lambda s: rollout.add(s, STEP),
+        lambda s: rollout.bootstrap(s, *values),
+        rollout.can_add,
+    ):
+        for leaf, expected in zip(
+            *(jax.tree.leaves(call(one)) for one in (jax.device_get(state), state)), strict=True
+        ):
             assert isinstance(leaf, jax.Array)
             np.testing.assert_array_equal(leaf, expected)
 
 
 def test_an_extend_by_a_buffer_of_another_capacity_pairs_no_wrong_rows():
-    """As after a restore by another library, with a changed configuration: the state's arrays are the old ones."""
+    """As after a restore by another library, with a changed configuration: the state's arrays are
+    the old ones."""
     small, large = (uniform(capacity=capacity) for capacity in (64, 128))
-    state = flax.serialization.from_bytes(large.init(EXAMPLE), flax.serialization.to_bytes(small.init(EXAMPLE)))
-    with pytest.raises(ValueError, match=r"extend: .*: its stored steps have 64 rows, of a buffer with capacity=128"):
+    state = flax.serialization.from_bytes(
+        large.init(EXAMPLE), flax.serialization.to_bytes(small.init(EXAMPLE))
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"extend: .*: its stored steps have 64 rows, of a buffer with capacity=128",
+    ):
         METHODS["extend"](large, state)
-    other = flax.serialization.from_bytes(uniform(n_step=2).init(EXAMPLE), flax.serialization.to_bytes(uniform(n_step=2).init(EXAMPLE)))
+    other = flax.serialization.from_bytes(
+        uniform(n_step=2).init(EXAMPLE),
+        flax.serialization.to_bytes(uniform(n_step=2).init(EXAMPLE)),
+    )
     jax.jit(METHODS["extend"], static_argnums=0)(uniform(n_step=2), other)
 
 
 @pytest.mark.parametrize(
     ("sampler", "named"),
     [
-        (jr.Uniform(), "exponent: the state's is None, this buffer's 0.6"),
-        (jr.Prioritized(fan_out=4), r"sampler.tree.sums.1: got float32\[16\], expected float32\[8\]"),
+        (jr.Uniform(), "alpha: the state's is None, this buffer's 0.6"),
+        (
+            jr.Prioritized(fan_out=4),
+            r"sampler.tree.sums.1: got float32\[16\], expected float32\[8\]",
+        ),
         (jr.Prioritized(keep_minimum=True), "sampler.tree.minima.0: unexpected"),
-        (jr.RankBased(exponent=0.6), "sampler.priority: unexpected"),
-        (jr.RankBased(), "exponent: the state's is 0.7, this buffer's 0.6"),
-        (jr.Prioritized(exponent=1.0), "exponent: the state's is 1.0, this buffer's 0.6"),
+        (jr.RankBased(alpha=0.6), "sampler.priority: unexpected"),
+        (jr.RankBased(), "alpha: the state's is 0.7, this buffer's 0.6"),
+        (jr.Prioritized(alpha=1.0), "alpha: the state's is 1.0, this buffer's 0.6"),
     ],
 )
 def test_a_state_of_another_sampler_is_refused(sampler, named):
@@ -144,22 +188,37 @@ def test_a_state_of_another_sampler_is_refused(sampler, named):
 
 def test_what_does_not_change_a_state_s_meaning_may_differ():
     state = uniform().init(EXAMPLE)
-    for other in (uniform(batch_size=3, min_size=2, discount=0.5), dataclasses.replace(uniform(), sampler=jr.Recent(decay=0.5))):
+    for other in (
+        uniform(batch_size=3, min_size=2, gamma=0.5),
+        dataclasses.replace(uniform(), sampler=jr.Recent(decay=0.5)),
+    ):
         assert jax.eval_shape(other.sample, state, KEY).is_valid.shape == (other.batch_size,)
 
 
 def test_a_leaf_of_another_shape_or_dtype_is_named():
     replay = uniform()
     state = replay.init(EXAMPLE)
-    steps, heads = state.streams.steps, state.streams.heads.replace(position=jnp.zeros(5, jnp.int32))
+    steps, heads = (
+        state.streams.steps,
+        state.streams.heads.replace(position=jnp.zeros(5, jnp.int32)),
+    )
     for streams, named in (
-        (state.streams.replace(flags=jnp.zeros(64, jnp.int32)), r"streams.flags: got int32\[64\], expected uint8\[64\]"),
+        (
+            state.streams.replace(flags=jnp.zeros(64, jnp.int32)),
+            r"streams.flags: got int32\[64\], expected uint8\[64\]",
+        ),
         (
             state.streams.replace(heads=heads),
             r"streams.heads.position: got int32\[5\], expected int32\[",
         ),
-        (state.streams.replace(steps=steps.replace(reward=jnp.zeros(32))), "its stored steps have 32 and 64 rows"),
-        (state.streams.replace(steps=steps.replace(reward=jnp.zeros(()))), "its stored steps have none and 64 rows"),
+        (
+            state.streams.replace(steps=steps.replace(reward=jnp.zeros(32))),
+            "its stored steps have 32 and 64 rows",
+        ),
+        (
+            state.streams.replace(steps=steps.replace(reward=jnp.zeros(()))),
+            "its stored steps have none and 64 rows",
+        ),
     ):
         with pytest.raises(ValueError, match=named):
             replay.add(state.replace(streams=streams), STEP)
@@ -168,14 +227,24 @@ def test_a_leaf_of_another_shape_or_dtype_is_named():
 def test_what_is_no_state_is_refused():
     replay = uniform()
     state = replay.init(EXAMPLE)
-    for wrong, named in (((state, KEY), "a tuple of 2"), (None, "a NoneType"), (STEP, "a Step"), ({"replay": state}, "a dict of 1")):
-        with pytest.raises(ValueError, match=f"sample: the state must be a ReplayState, .*, got {named}; the state comes first"):
+    for wrong, named in (
+        ((state, KEY), "a tuple of 2"),
+        (None, "a NoneType"),
+        (STEP, "a Step"),
+        ({"replay": state}, "a dict of 1"),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=f"sample: the state must be a ReplayState, .*, got {named}; the state comes "
+            f"first",
+        ):
             replay.sample(wrong, KEY)
 
 
 @pytest.mark.parametrize("case", CATALOG, ids=lambda case: case.name)
 def test_states_of_every_buffer_are_their_own(case):
-    """Alone, in a vmap, and abstract ones; no other buffer of the catalog takes them, unless it differs in nothing that counts."""
+    """Alone, in a vmap, and abstract ones; no other buffer of the catalog takes them, unless it
+    differs in nothing that counts."""
     replay = case.replay()
     state = case.filled(replay)
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state)
@@ -192,30 +261,62 @@ def test_a_state_that_was_handed_over_says_so():
     buffer = jr.jit(replay)
     state = buffer.init(EXAMPLE)
     buffer.add(state, STEP)
-    names = ("add", "extend", "sample", "get", "update_priorities", "size", "can_sample", "age", "clear")
+    names = (
+        "add",
+        "extend",
+        "sample",
+        "get",
+        "update_priorities",
+        "size",
+        "can_sample",
+        "age",
+        "clear",
+    )
     for which in (replay, buffer):
         for name in names:
-            with pytest.raises(ValueError, match=f"{name}: this state was handed to a call that took it over, .*go on with the one"):
+            with pytest.raises(
+                ValueError,
+                match=f"{name}: this state was handed to a call that took it over, .*go on with "
+                f"the one",
+            ):
                 METHODS[name](which, state)
     mixture = jr.mix(a=(replay, 4))
-    with pytest.raises(ValueError, match="sample: this state was handed to a call that took it over"):
+    with pytest.raises(
+        ValueError, match="sample: this state was handed to a call that took it over"
+    ):
         jr.jit(mixture).sample({"a": state}, KEY)
 
 
 def test_a_state_of_another_rollout_is_refused():
     steps = jax.tree.map(lambda leaf: leaf[None], STEP)
-    rollout, longer = (jr.rollout(length=length, num_envs=2, autoreset="same_step") for length in (4, 8))
+    rollout, longer = (
+        jr.rollout(length=length, num_envs=2, autoreset="same_step") for length in (4, 8)
+    )
     state = rollout.init(EXAMPLE)
-    for call in (longer.steps, longer.clear, lambda s: longer.add(s, STEP), lambda s: longer.extend(s, steps)):
-        with pytest.raises(ValueError, match=r"(?s)steps.obs: got float32\[4, 2, 3\], expected float32\[8, 2, 3\].*not of this rollout"):
+    for call in (
+        longer.steps,
+        longer.clear,
+        lambda s: longer.add(s, STEP),
+        lambda s: longer.extend(s, steps),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=r"(?s)steps.obs: got float32\[4, 2, 3\], expected float32\[8, 2, 3\].*not of "
+            r"this rollout",
+        ):
             call(state)
     with pytest.raises(ValueError, match=r"last: unexpected"):
         rollout.add(jr.rollout(length=4, num_envs=2, autoreset="next_step").init(EXAMPLE), STEP)
-    with pytest.raises(ValueError, match="add: the state must be what init gave or the last call returned, got a Step"):
+    with pytest.raises(
+        ValueError,
+        match="add: the state must be what init gave or the last call returned, got a Step",
+    ):
         rollout.add(STEP, state)
     buffer = jr.jit(rollout)
     buffer.add(state, STEP)
-    with pytest.raises(ValueError, match="extend: this state was handed to a call that took it over"):
+    with pytest.raises(
+        ValueError, match="extend: this state was handed to a call that took it over"
+    ):
         buffer.extend(state, steps)
 
 

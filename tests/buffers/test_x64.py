@@ -18,30 +18,48 @@ for case in CATALOG:
     step, mask = case.step(), case.mask(replay, 0)
 
     def iteration(state, key):
-        state = replay.extend(replay.add(state, step, *mask), case.step(1, 3), *case.mask(replay, 1, 3))
+        state = replay.extend(
+            replay.add(state, step, *mask), case.step(1, 3), *case.mask(replay, 1, 3)
+        )
         if isinstance(replay.sampler, ConsumingSampler):
-            state, batch = replay.take(state, key)
+            state, batch = replay.pop(state, key)
         else:
             batch = replay.sample(state, key)
         if isinstance(replay.sampler, PrioritySampler):
             state = replay.update_priorities(state, batch.index, jnp.linspace(0.1, 1.0, 8))
-        return state, (batch, replay.size(state), replay.get(state, jnp.arange(3), key), replay.age(state, batch.index))
+        return state, (
+            batch,
+            replay.size(state),
+            replay.get(state, jnp.arange(3), key),
+            replay.age(state, batch.index),
+        )
 
     # A loop that changed a dtype would not trace; running it as well takes a minute.
     run = jax.jit(lambda state, keys: jax.lax.scan(iteration, state, keys))
     shapes_of = run if SOAK or case is KINDS[0] else lambda *args: jax.eval_shape(run, *args)
     _, (batch, size, got, age) = shapes_of(state, jax.random.split(jax.random.key(0), 4))
-    assert (batch.index.row.dtype, batch.index.lap.dtype, batch.probability.dtype) == (np.int32, np.uint32, np.float32), case.name
+    assert (batch.index.row.dtype, batch.index.lap.dtype, batch.probability.dtype) == (
+        np.int32,
+        np.uint32,
+        np.float32,
+    ), case.name
     assert (size.dtype, age.dtype, got.index.row.dtype) == (np.int32, np.int32, np.int32), case.name
-    assert jax.tree.map(lambda x: x.dtype, jax.eval_shape(replay.clear, state)) == jax.tree.map(lambda x: x.dtype, state)
+    assert jax.tree.map(lambda x: x.dtype, jax.eval_shape(replay.clear, state)) == jax.tree.map(
+        lambda x: x.dtype, state
+    )
 
 replay = jr.items(capacity=4, batch_size=1)
 state = replay.add(replay.init(np.zeros((), np.int64)), np.array([2**40 + 1]))
-assert replay.sample(state, jax.random.key(0)).items.tolist() == [2**40 + 1]
+assert replay.sample(state, jax.random.key(0)).experience.tolist() == [2**40 + 1]
 """
 
 
 def test_64_bit_numbers_change_no_dtype_of_a_state():
     environment = {**os.environ, "JAX_ENABLE_X64": "1"}
-    result = subprocess.run([sys.executable, "-W", "error", "-c", PROGRAM], capture_output=True, text=True, env=environment)
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     assert result.returncode == 0, result.stderr[-3000:]

@@ -1,4 +1,5 @@
-"""Checkpoints: a restored state goes on to the last bit, a save writes what is new, and in bounded memory."""
+"""Checkpoints: a restored state goes on to the last bit, a save writes what is new, and in bounded
+memory."""
 
 import functools
 import json
@@ -32,7 +33,8 @@ kinds = pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
 
 @functools.cache
 def go_on(case, replay, num_steps):
-    """A function of a state: add, draw, and update the priorities, so often. The state after it, and all that was drawn."""
+    """A function of a state: add, draw, and update the priorities, so often. The state after it,
+    and all that was drawn."""
     steps = case.step(5, time=num_steps)
     masks = case.mask(replay, 6, num_steps)
 
@@ -41,11 +43,13 @@ def go_on(case, replay, num_steps):
         state = replay.add(state, step, *mask)
         key = jax.random.key(seed)
         if isinstance(replay.sampler, ConsumingSampler):
-            state, batch = replay.take(state, key)
+            state, batch = replay.pop(state, key)
         else:
             batch = draw(replay, state, key)
         if isinstance(replay.sampler, PrioritySampler):
-            state = replay.update_priorities(state, batch.index, jax.random.uniform(key, batch.probability.shape))
+            state = replay.update_priorities(
+                state, batch.index, jax.random.uniform(key, batch.probability.shape)
+            )
         return state, (batch, replay.size(state))
 
     return jax.jit(lambda state: jax.lax.scan(once, state, (steps, masks, jnp.arange(num_steps))))
@@ -53,15 +57,23 @@ def go_on(case, replay, num_steps):
 
 @kinds
 def test_a_restored_state_goes_on_to_the_last_bit(case, tmp_path):
-    """Saved in the middle of episodes, before the ring is full, after it went round, and after a clear; each on top of the one before."""
+    """Saved in the middle of episodes, before the ring is full, after it went round, and after a
+    clear; each on top of the one before."""
     replay = case.replay(capacity=480)
-    run, checkpointer = go_on(case, replay, 50), Checkpointer(tmp_path, replay, chunk_bytes=8192, keep=9)
+    run, checkpointer = (
+        go_on(case, replay, 50),
+        Checkpointer(tmp_path, replay, chunk_bytes=8192, max_to_keep=9),
+    )
     state, states = replay.init(case.example()), []
     for number in range(6):
         checkpointer.save(state, number)
         states.append(state)
         written = checkpointer._base
-        assert written.groups.num_rows(np.array(written.first)).sum() == (np.array(written.end) - written.first).sum()  # each row once
+        # each row once
+        assert (
+            written.groups.num_rows(np.array(written.first)).sum()
+            == (np.array(written.end) - written.first).sum()
+        )
         state = run(replay.clear(state) if number == 4 else state)[0]
     for number, state in enumerate(states):
         restored = checkpointer.restore(case.example(), number)
@@ -77,18 +89,28 @@ def test_every_new_row_is_in_one_group_and_those_first_that_go_first(data):
     integers = hypothesis.strategies.integers
     num_envs, length, most = (data.draw(integers(1, top)) for top in (6, 9, 12))
     end = np.array([data.draw(integers(0, 40)) for _ in range(num_envs)])
-    since, num_rewritten = np.array([data.draw(integers(max(0, e - length), e)) for e in end]), data.draw(integers(0, min(2, length)))
+    since, num_rewritten = (
+        np.array([data.draw(integers(max(0, e - length), e)) for e in end]),
+        data.draw(integers(0, min(2, length))),
+    )
     seen, nearest_before, numbers = [], -1, []
-    for group in groups.cut(groups.Save("0000000001-00000000", length, since, end), most, num_rewritten):
+    for group in groups.cut(
+        groups.Save("0000000001-00000000", length, since, end), most, num_rewritten
+    ):
         picked = group.rows()
         assert len({*(picked.number >= end[picked.env] - num_rewritten).tolist()}) == 1
-        distance = picked.number + length - end[picked.env]  # rows that may be written before it is lost
+        # rows that may be written before it is lost
+        distance = picked.number + length - end[picked.env]
         assert 1 <= len(picked.env) == group.num_rows <= most
         assert distance.min() >= nearest_before
         nearest_before, numbers = distance.min(), [*numbers, group.number]
-        seen += (rows_of_group := list(zip(picked.env.tolist(), picked.number.tolist(), strict=True)))
+        seen += (
+            rows_of_group := list(zip(picked.env.tolist(), picked.number.tolist(), strict=True))
+        )
         assert rows_of_group == sorted(rows_of_group)
-    assert sorted(seen) == [(env, number) for env in range(num_envs) for number in range(since[env], end[env])]
+    assert sorted(seen) == [
+        (env, number) for env in range(num_envs) for number in range(since[env], end[env])
+    ]
     assert numbers == [*range(len(numbers))]
 
 
@@ -98,7 +120,9 @@ def size_of(path):
 
 def test_a_save_writes_what_is_new_and_forgets_what_is_old(tmp_path):
     replay = items(capacity=4096, num_envs=2)
-    checkpointer = Checkpointer(tmp_path, replay, keep=2, level=None, chunk_bytes=COPIES * 64 * 1024)
+    checkpointer = Checkpointer(
+        tmp_path, replay, max_to_keep=2, compression_level=None, chunk_bytes=COPIES * 64 * 1024
+    )
     state = added(replay, replay.init(EXAMPLE), 0, 2000)
     checkpointer.save(state, 2000)
     full = size_of(tmp_path)
@@ -110,9 +134,11 @@ def test_a_save_writes_what_is_new_and_forgets_what_is_old(tmp_path):
         state = added(replay, state, end - 500 if end > 2500 else 2020, 500 if end > 2500 else 480)
         checkpointer.save(state, end)
         assert size_of(tmp_path) < 2 * full  # what is overwritten is deleted
-    assert checkpointer.steps() == [8000, 8500]
+    assert checkpointer.all_steps() == [8000, 8500]
     for end in (8000, 8500):
-        assert numbers(replay, Checkpointer(tmp_path, replay).restore(EXAMPLE, end)) == expected(replay, end)
+        assert numbers(replay, Checkpointer(tmp_path, replay).restore(EXAMPLE, end)) == expected(
+            replay, end
+        )
 
 
 def test_a_run_that_goes_back_does_not_mix_with_the_one_it_left(tmp_path):
@@ -130,7 +156,8 @@ def test_a_run_that_goes_back_does_not_mix_with_the_one_it_left(tmp_path):
     for number in (1, 2):
         Checkpointer(tmp_path, replay).save(fresh, number)
     assert numbers(replay, checkpointer.restore(EXAMPLE, 2)) == expected(replay, 30)
-    checkpointer.save(added(replay, replay.init(EXAMPLE), 0, 3), 3)  # less than was saved here before: all of it
+    # less than was saved here before: all of it
+    checkpointer.save(added(replay, replay.init(EXAMPLE), 0, 3), 3)
     assert numbers(replay, checkpointer.restore(EXAMPLE, 3)) == expected(replay, 3)
 
 
@@ -151,23 +178,25 @@ def test_only_rows_of_the_same_history_are_left_out(tmp_path):
 
 def test_others_may_delete_what_a_save_would_go_on_from(tmp_path):
     replay = items()
-    checkpointer = Checkpointer(tmp_path, replay, keep=1)
+    checkpointer = Checkpointer(tmp_path, replay, max_to_keep=1)
     states = [added(replay, replay.init(EXAMPLE), 0, 4)]
     checkpointer.save(states[0], 4)
     checkpointer.close()
     checkpoint.save(tmp_path, replay, states[0], step=5)  # keeps one: not that of step 4
     checkpointer.save(added(replay, jax.tree.map(jnp.copy, states[0]), 4, 2), 6)
     assert numbers(replay, Checkpointer(tmp_path, replay).restore(EXAMPLE)) == expected(replay, 6)
-    wide = Checkpointer(tmp_path / "x", replay, keep=3)
+    wide = Checkpointer(tmp_path / "x", replay, max_to_keep=3)
     for end in (4, 6, 8):
         states.append(added(replay, replay.init(EXAMPLE), 0, end))
         wide.save(states[-1], end)
     wide.close()
-    narrow = Checkpointer(tmp_path / "x", replay, keep=1)
+    narrow = Checkpointer(tmp_path / "x", replay, max_to_keep=1)
     state = narrow.restore(EXAMPLE, 4)
     narrow.save(added(replay, state, 4, 1), 5)
-    assert numbers(replay, Checkpointer(tmp_path / "x", replay).restore(EXAMPLE, 5)) == expected(replay, 5)
-    assert narrow.steps() == [5]
+    assert numbers(replay, Checkpointer(tmp_path / "x", replay).restore(EXAMPLE, 5)) == expected(
+        replay, 5
+    )
+    assert (narrow.all_steps(), narrow.latest_step()) == ([5], 5)
 
 
 def test_what_is_not_ours_stays(tmp_path):
@@ -178,11 +207,21 @@ def test_what_is_not_ours_stays(tmp_path):
     state = added(replay, replay.init(EXAMPLE), 0, 4)
     for number in range(3):
         checkpoint.save(tmp_path, replay, state, step=number)
-    assert len(list(tmp_path.rglob("*.txt"))) == len(list(tmp_path.rglob("*.png"))) == len(list(tmp_path.rglob("notes.json"))) == 1
-    other = jr.items(capacity=64, num_envs=4, batch_size=8, masked=True)
-    with pytest.raises(ValueError, match="has the generations of another buffer, or of other steps; give each a path of its own"):
+    assert (
+        len(list(tmp_path.rglob("*.txt")))
+        == len(list(tmp_path.rglob("*.png")))
+        == len(list(tmp_path.rglob("notes.json")))
+        == 1
+    )
+    other = jr.items(capacity=64, num_envs=4, batch_size=8, allow_mask=True)
+    with pytest.raises(
+        ValueError,
+        match="has the generations of another buffer, or of other steps; give each a path of its "
+        "own",
+    ):
         checkpoint.save(tmp_path, other, other.init(EXAMPLE))
-    again = jr.items(capacity=64, num_envs=4, batch_size=100, min_size=7)  # what is drawn is no matter
+    # what is drawn is no matter
+    again = jr.items(capacity=64, num_envs=4, batch_size=100, min_size=7)
     assert numbers(again, checkpoint.restore(tmp_path, again, EXAMPLE)) == expected(again, 4)
 
 
@@ -204,23 +243,28 @@ def test_small_saves_do_not_pile_up(tmp_path):
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("chunk_bytes", [400, 3000])
 def test_streams_of_different_speed(wait, chunk_bytes, tmp_path):
-    """One env is far ahead of the others, the last one has nothing; a group holds fewer rows than there are envs, or more."""
-    replay = jr.items(capacity=8 * 30, num_envs=8, batch_size=8, masked=True)
+    """One env is far ahead of the others, the last one has nothing; a group holds fewer rows than
+    there are envs, or more."""
+    replay = jr.items(capacity=8 * 30, num_envs=8, batch_size=8, allow_mask=True)
     add, checkpointer = jr.jit(replay).add, Checkpointer(tmp_path, replay, chunk_bytes=chunk_bytes)
     state, r = replay.init(EXAMPLE), np.random.default_rng(0)
     for number in range(4):
         for t in range(25):
             mask = r.random(8) < [0.9, 0.1, 0.5, 0.3, 0.0, 0.2, 0.1, 0.0]
             state = add(state, step(25 * number + t, 8), mask)
-        checkpointer.save(state, number, wait=wait)
+        checkpointer.save(state, number, blocking=wait)
         for _ in range(2):
-            checkpointer.pump(state)
-        checkpointer.finish(state)
+            checkpointer.advance(state)
+        checkpointer.wait_until_finished(state)
         restored = checkpointer.restore(EXAMPLE)
         first, end = rows.span_of(rows.heads_of(state), 30)
         for env in range(8):
             held = env * 30 + np.arange(first[env], end[env]) % 30
-            for leaf, other in zip(jax.tree.leaves(restored.streams.steps), jax.tree.leaves(state.streams.steps), strict=True):
+            for leaf, other in zip(
+                jax.tree.leaves(restored.streams.steps),
+                jax.tree.leaves(state.streams.steps),
+                strict=True,
+            ):
                 np.testing.assert_array_equal(leaf[held], other[held])
 
 
@@ -230,17 +274,20 @@ def test_a_save_that_does_not_wait_is_of_the_state_that_it_was_given(num_envs, t
     checkpointer = Checkpointer(tmp_path, replay, chunk_bytes=8 * 1024 * num_envs)
     buffer, state = jr.jit(replay), added(replay, replay.init(EXAMPLE), 0, 1500)
     pointers = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.streams.steps)}
-    checkpointer.save(state, 1500, wait=False)
+    checkpointer.save(state, 1500, blocking=False)
     assert checkpointer.is_saving
     for t in range(1500, 2600):  # the whole ring is overwritten meanwhile
-        checkpointer.pump(state)
+        checkpointer.advance(state)
         state = buffer.add(state, step(t, num_envs))
-    assert {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.streams.steps)} == pointers  # in place all the time
-    checkpointer.finish(state)
+    # in place all the time
+    assert {
+        leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.streams.steps)
+    } == pointers
+    checkpointer.wait_until_finished(state)
     assert not checkpointer.is_saving
     assert numbers(replay, checkpointer.restore(EXAMPLE)) == expected(replay, 1500)
-    checkpointer.save(state, 2600, wait=False)
-    checkpointer.finish(state)
+    checkpointer.save(state, 2600, blocking=False)
+    checkpointer.wait_until_finished(state)
     checkpointer.close()
     assert numbers(replay, checkpointer.restore(EXAMPLE, 2600)) == expected(replay, 2600)
 
@@ -248,30 +295,43 @@ def test_a_save_that_does_not_wait_is_of_the_state_that_it_was_given(num_envs, t
 @pytest.mark.parametrize(("num_envs", "row_bytes"), [(1, 100), (4, 100), (4, 40_000)])
 @pytest.mark.parametrize("level", [None, 1])
 def test_a_save_that_waits_leaves_the_rows_in_place(num_envs, row_bytes, level, tmp_path):
-    """It writes them from where they are, also over the ring's end; afterwards it holds none of that, so that adds do not copy."""
+    """It writes them from where they are, also over the ring's end; afterwards it holds none of
+    that, so that adds do not copy."""
     replay = items(capacity=64 * num_envs, num_envs=num_envs)
-    buffer, checkpointer = jr.jit(replay), Checkpointer(tmp_path, replay, chunk_bytes=2**20, level=level)
+    buffer, checkpointer = (
+        jr.jit(replay),
+        Checkpointer(tmp_path, replay, chunk_bytes=2**20, compression_level=level),
+    )
     example = {"number": jnp.int32(0), "image": jnp.zeros(row_bytes, jnp.uint8)}
-    images = np.random.default_rng(0).integers(256, size=(7, 30, num_envs, row_bytes), dtype=np.uint8)
+    images = np.random.default_rng(0).integers(
+        256, size=(7, 30, num_envs, row_bytes), dtype=np.uint8
+    )
     state = replay.init(example)
     for number in range(7):
-        numbers_ = jnp.broadcast_to(jnp.arange(30, dtype=jnp.int32)[:, None] + 30 * number, (30, num_envs))
+        numbers_ = jnp.broadcast_to(
+            jnp.arange(30, dtype=jnp.int32)[:, None] + 30 * number, (30, num_envs)
+        )
         pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.streams.steps)]
         state = buffer.extend(state, {"number": numbers_, "image": jnp.asarray(images[number])})
-        assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.streams.steps)] == pointers
+        assert [
+            leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.streams.steps)
+        ] == pointers
         checkpointer.save(state)
         assert bits(checkpointer.restore(example)) == bits(rows.copied(state))
 
 
 @pytest.mark.parametrize("chunk_bytes", [4096, 2**20])
 def test_priorities_are_those_of_the_call(chunk_bytes, tmp_path, monkeypatch):
-    """Of a save that does not wait, also where nothing else is new: of more than a chunk of them there is no copy."""
+    """Of a save that does not wait, also where nothing else is new: of more than a chunk of them
+    there is no copy."""
     zero = jnp.zeros(1)
     step = jr.Step(obs=zero, action=zero, reward=zero, terminated=zero > 0, truncated=zero > 0)
     example = jax.tree.map(lambda leaf: leaf[0], step)
     replay = jr.prioritized(capacity=4096, num_envs=1, batch_size=8, autoreset="next_step")
     buffer, checkpointer = jr.jit(replay), Checkpointer(tmp_path, replay, chunk_bytes=chunk_bytes)
-    state = buffer.extend(replay.init(example), jax.tree.map(lambda leaf: jnp.repeat(leaf[None], 3000, 0), step))
+    state = buffer.extend(
+        replay.init(example), jax.tree.map(lambda leaf: jnp.repeat(leaf[None], 3000, 0), step)
+    )
     write = checkpointer._store.write
 
     def slow(name, parts):
@@ -282,12 +342,16 @@ def test_priorities_are_those_of_the_call(chunk_bytes, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpointer._store, "write", slow)
     for number in range(3):  # the first one has rows
         wanted = bits(rows.split(state)[1])
-        checkpointer.save(state, number, wait=False)
+        checkpointer.save(state, number, blocking=False)
         batch = buffer.sample(state, jax.random.key(number))
         state = buffer.update_priorities(state, batch.index, jnp.arange(8.0) + number)
-        checkpointer.pump(state, 0)
-        checkpointer.finish(state)
-        assert bits(rows.split(checkpointer.restore(example, number))[1]) == wanted != bits(rows.split(state)[1])
+        checkpointer.advance(state, 0)
+        checkpointer.wait_until_finished(state)
+        assert (
+            bits(rows.split(checkpointer.restore(example, number))[1])
+            == wanted
+            != bits(rows.split(state)[1])
+        )
 
 
 def test_a_save_without_pumps_is_refused_and_the_one_before_stays(tmp_path):
@@ -296,35 +360,52 @@ def test_a_save_without_pumps_is_refused_and_the_one_before_stays(tmp_path):
     state = added(replay, replay.init(EXAMPLE), 0, 20)
     checkpointer.save(state, 20)
     state = added(replay, state, 20, 16)
-    checkpointer.save(state, 36, wait=False)
+    checkpointer.save(state, 36, blocking=False)
     state = added(replay, state, 36, 16)
-    with pytest.raises(RuntimeError, match=r"rows were overwritten, or cleared, before .*: call pump\(state\) before each add"):
-        checkpointer.finish(state)
-    assert checkpointer.steps() == [20]
+    with pytest.raises(
+        RuntimeError,
+        match=r"rows were overwritten, or cleared, before .*: call pump\(state\) before each add",
+    ):
+        checkpointer.wait_until_finished(state)
+    assert checkpointer.all_steps() == [20]
     assert numbers(replay, checkpointer.restore(EXAMPLE)) == expected(replay, 20)
-    checkpointer.save(state, 52, wait=False)
+    checkpointer.save(state, 52, blocking=False)
     with pytest.raises(RuntimeError, match="this state is not of the run that is being saved"):
-        checkpointer.finish(replay.init(EXAMPLE))
-    checkpointer.save(state, 52, wait=False)
+        checkpointer.wait_until_finished(replay.init(EXAMPLE))
+    checkpointer.save(state, 52, blocking=False)
     with pytest.raises(RuntimeError, match=r"finish\(state\) before a clear"):
-        checkpointer.finish(added(replay, replay.clear(jax.tree.map(jnp.copy, state)), 0, 1))
-    checkpointer.save(state, 52, wait=False)
+        checkpointer.wait_until_finished(
+            added(replay, replay.clear(jax.tree.map(jnp.copy, state)), 0, 1)
+        )
+    checkpointer.save(state, 52, blocking=False)
     with pytest.raises(ZeroDivisionError), checkpointer:  # an error of the caller's goes on
         _ = 1 / 0
-    assert checkpointer.steps() == [20]
-    checkpointer.save(state, 52, wait=False)
+    assert checkpointer.all_steps() == [20]
+    checkpointer.save(state, 52, blocking=False)
     with pytest.raises(RuntimeError, match="a save was not finished, and is given up"):
         checkpointer.close()
     checkpointer.save(state, 52)
     assert numbers(replay, checkpointer.restore(EXAMPLE)) == expected(replay, 52)
 
 
-@pytest.mark.skipif(not pathlib.Path("/proc/self/clear_refs").exists(), reason="needs Linux, whose kernel says how much memory there was")
-@pytest.mark.parametrize(("gigabytes", "row"), [(0.5, 100_000), *([(4, 100_000), (8, 100_000), (0.1, 4), (0.5, 4)] if SOAK else [])])
+@pytest.mark.skipif(
+    not pathlib.Path("/proc/self/clear_refs").exists(),
+    reason="needs Linux, whose kernel says how much memory there was",
+)
+@pytest.mark.parametrize(
+    ("gigabytes", "row"),
+    [(0.5, 100_000), *([(4, 100_000), (8, 100_000), (0.1, 4), (0.5, 4)] if SOAK else [])],
+)
 def test_beside_the_state_there_are_few_chunks(gigabytes, row, tmp_path):
     script = pathlib.Path(checkpointed_run.__file__).parent / "checkpoint_memory.py"
-    environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "0"}  # what compiling takes is counted
-    done = subprocess.run([sys.executable, script, tmp_path, str(gigabytes), str(row)], capture_output=True, text=True, env=environment)
+    # what compiling takes is counted
+    environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "0"}
+    done = subprocess.run(
+        [sys.executable, script, tmp_path, str(gigabytes), str(row)],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     shutil.rmtree(tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -341,23 +422,38 @@ def test_the_example_and_the_buffer_must_fit(tmp_path):
     checkpoint.save(tmp_path, replay, added(replay, replay.init(EXAMPLE), 0, 5), step=5)
     with pytest.raises(FileNotFoundError, match="there is no generation of step 6"):
         checkpoint.restore(tmp_path, replay, EXAMPLE, step=6)
-    with pytest.raises(ValueError, match=r"step 5 is of another buffer:\n.*capacity=64.*\n.*\n.*capacity=128"):
+    with pytest.raises(
+        ValueError, match=r"step 5 is of another buffer:\n.*capacity=64.*\n.*\n.*capacity=128"
+    ):
         checkpoint.restore(tmp_path, items(capacity=128), EXAMPLE)
-    with pytest.raises(ValueError, match=r"steps.bytes: stored uint8\[100\], expected uint8\[99\]") as caught:
-        checkpoint.restore(tmp_path, replay, {**EXAMPLE, "bytes": jnp.zeros(99, jnp.uint8), "more": 0.0})
+    with pytest.raises(
+        ValueError, match=r"steps.bytes: stored uint8\[100\], expected uint8\[99\]"
+    ) as caught:
+        checkpoint.restore(
+            tmp_path, replay, {**EXAMPLE, "bytes": jnp.zeros(99, jnp.uint8), "more": 0.0}
+        )
     assert "steps.more: stored nothing, expected float32[]" in str(caught.value)
-    with pytest.raises(ValueError, match=r"save: this state is not of this buffer.*\n  length: the state's is 16, this buffer's 32"):
+    with pytest.raises(
+        ValueError,
+        match=r"save: this state is not of this buffer.*\n  length: the state's is 16, this "
+        r"buffer's 32",
+    ):
         checkpoint.save(tmp_path, items(capacity=128), replay.init(EXAMPLE))
     with pytest.raises(ValueError, match="keep must be an int of at least 1"):
-        Checkpointer(tmp_path, replay, keep=0)
+        Checkpointer(tmp_path, replay, max_to_keep=0)
 
 
 def test_only_a_buffer_and_its_state_are_taken(tmp_path):
     replay = items()
     for other in (jr.jit(replay), jr.mix(one=(replay, 2)), jr.Replay(replay)):
-        with pytest.raises(ValueError, match="Checkpointer: replay must be a ReplayBuffer or a Rollout, got "):
+        with pytest.raises(
+            ValueError, match="Checkpointer: buffer must be a ReplayBuffer or a Rollout, got "
+        ):
             Checkpointer(tmp_path, other)
-    with pytest.raises(ValueError, match=r"save: the state must be a ReplayState, .* got a tuple of 2; the state comes first"):
+    with pytest.raises(
+        ValueError,
+        match=r"save: the state must be a ReplayState, .* got a tuple of 2; the state comes first",
+    ):
         Checkpointer(tmp_path, replay).save((replay.init(EXAMPLE), 1))
     assert not list(tmp_path.rglob("*.json"))
 
@@ -367,27 +463,34 @@ def test_notes_and_names_of_any_kind(tmp_path):
     example = {"a/b": 0.0, "..": np.zeros((2, 0)), "": {"é": True}}
     state = replay.add(replay.init(example), jax.tree.map(lambda x: jnp.asarray(x)[None], example))
     checkpointer = Checkpointer(tmp_path / "x", replay)
-    checkpointer.save(state, notes={"episodes": 3})
+    checkpointer.save(state, metadata={"episodes": 3})
     other = Checkpointer(f"file://{tmp_path}/x/", replay)
     assert bits(other.restore(example)) == bits(state)
-    assert other.notes == {"episodes": 3}
-    other.notes["episodes"] = 4  # the caller's own
+    assert other.metadata == {"episodes": 3}
+    other.metadata["episodes"] = 4  # the caller's own
     other.restore(example)
-    assert other.notes == {"episodes": 3}
+    assert other.metadata == {"episodes": 3}
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     for path in (tmp_path / "a%20b c#d", "memory://somewhere/else"):
-        one = Checkpointer(path, replay, keep=1)
+        one = Checkpointer(path, replay, max_to_keep=1)
         for number in range(3):
             one.save(state, number)
-        assert one.steps() == [2]
+        assert one.all_steps() == [2]
         assert bits(Checkpointer(path, replay).restore(example)) == bits(state)
-        assert [len(one._store.entries(kind)) for kind in ("manifests", "rest", "rows")] == [1, 1, 1]
+        assert [len(one._store.entries(kind)) for kind in ("manifests", "rest", "rows")] == [
+            1,
+            1,
+            1,
+        ]
 
 
 def test_very_long_names_of_leaves(tmp_path):
     """Longer than a file's may be; those that begin alike stay apart."""
     replay = jr.items(capacity=4, batch_size=2)
-    example = {f"{'n' * 300}{end}": np.float32(value) for value, end in enumerate(("", "a", "b", "é" * 200, "/" * 200))}
+    example = {
+        f"{'n' * 300}{end}": np.float32(value)
+        for value, end in enumerate(("", "a", "b", "é" * 200, "/" * 200))
+    }
     state = replay.add(replay.init(example), jax.tree.map(lambda x: jnp.asarray(x)[None], example))
     checkpoint.save(tmp_path, replay, state)
     assert bits(checkpoint.restore(tmp_path, replay, example)) == bits(state)
@@ -397,7 +500,9 @@ def test_very_long_names_of_leaves(tmp_path):
 
 def test_narrow_numbers_are_told_apart(tmp_path):
     replay = jr.items(capacity=4, batch_size=2)
-    state = replay.add(replay.init(jnp.zeros(3, jnp.float8_e5m2)), jnp.ones((1, 3), jnp.float8_e5m2))
+    state = replay.add(
+        replay.init(jnp.zeros(3, jnp.float8_e5m2)), jnp.ones((1, 3), jnp.float8_e5m2)
+    )
     checkpoint.save(tmp_path, replay, state)
     assert bits(checkpoint.restore(tmp_path, replay, jnp.zeros(3, jnp.float8_e5m2))) == bits(state)
     with pytest.raises(ValueError, match=r"stored float8_e5m2\[3\], expected float8_e4m3fn\[3\]"):
@@ -407,13 +512,15 @@ def test_narrow_numbers_are_told_apart(tmp_path):
 def test_a_rollout_is_saved_too(tmp_path):
     rollout = jr.rollout(length=5, num_envs=2, autoreset="next_step")
     zeros = jnp.zeros(2)
-    step = jr.Step(obs=zeros, action=zeros, reward=zeros + 1, terminated=zeros > 0, truncated=zeros > 0)
+    step = jr.Step(
+        obs=zeros, action=zeros, reward=zeros + 1, terminated=zeros > 0, truncated=zeros > 0
+    )
     example = jax.tree.map(lambda x: x[0], step)
     state = rollout.add(rollout.add(rollout.init(example), step), step)
     checkpointer = Checkpointer(tmp_path, rollout)
     for number, wait in enumerate((True, False)):
-        checkpointer.save(state, number, wait=wait)
-        checkpointer.pump(state)
-        checkpointer.finish(state)
+        checkpointer.save(state, number, blocking=wait)
+        checkpointer.advance(state)
+        checkpointer.wait_until_finished(state)
         assert bits(checkpointer.restore(example)) == bits(state)
         state = rollout.add(state, step)

@@ -10,11 +10,24 @@ pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed
 
 import tensorstore as ts
 
-from jaxreplay.checkpoint import BrokenError
+from jaxreplay.checkpoint import CorruptCheckpointError
 from jaxreplay.checkpoint.arrays import Array, Writer, bytes_of, check_files
 from jaxreplay.checkpoint.store import store_at
 
-DTYPES = ("bool", "int8", "uint8", "int16", "uint32", "int64", "float16", "bfloat16", "float32", "float64", "complex64", "float8_e5m2")
+DTYPES = (
+    "bool",
+    "int8",
+    "uint8",
+    "int16",
+    "uint32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "float8_e5m2",
+)
 SHAPES = ((), (1,), (7,), (10, 3), (9, 2, 1, 3))  # none is empty: nothing is written of those
 
 
@@ -33,7 +46,11 @@ def written(store, name, values, chunk_rows, level):
 
 
 def spec(path):
-    return {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}, "fill_missing_data_reads": False}
+    return {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{path}/"},
+        "fill_missing_data_reads": False,
+    }
 
 
 @pytest.mark.parametrize("level", [None, 1, 19])
@@ -43,17 +60,25 @@ def test_other_tools_read_what_is_written(dtype, level, tmp_path):
     for number, shape in enumerate(SHAPES):
         values = values_of(shape, dtype)
         seals = written(store, f"a/{number}", values, min(4, *shape[:1]) if shape else 1, level)
-        found = ts.open({**spec(tmp_path / "a" / str(number)), "open": True}).result().read().result()
+        found = (
+            ts.open({**spec(tmp_path / "a" / str(number)), "open": True}).result().read().result()
+        )
         assert found.dtype == values.dtype
         np.testing.assert_array_equal(np.asarray(found), values)
-        np.testing.assert_array_equal(Array(store, f"a/{number}", shape, values.dtype, seals).read(), values)
+        np.testing.assert_array_equal(
+            Array(store, f"a/{number}", shape, values.dtype, seals).read(), values
+        )
         check_files(store, f"a/{number}", seals)
 
 
 @pytest.mark.parametrize("level", [None, 3])
 def test_what_another_tool_wrote_is_read(level, tmp_path):
     store, values = store_at(tmp_path), values_of((10, 3), "float32")
-    codecs = [{"name": "bytes"}, *([] if level is None else [{"name": "zstd", "configuration": {"level": level}}]), {"name": "crc32c"}]
+    codecs = [
+        {"name": "bytes"},
+        *([] if level is None else [{"name": "zstd", "configuration": {"level": level}}]),
+        {"name": "crc32c"},
+    ]
     metadata = {
         "shape": values.shape,
         "data_type": "float32",
@@ -61,9 +86,14 @@ def test_what_another_tool_wrote_is_read(level, tmp_path):
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "codecs": codecs,
     }
-    ts.open({**spec(tmp_path / "a"), "metadata": metadata, "create": True}).result().write(values).result()
+    ts.open({**spec(tmp_path / "a"), "metadata": metadata, "create": True}).result().write(
+        values
+    ).result()
     ends = [(tmp_path / "a" / f"c.{number}.0").read_bytes()[-4:] for number in range(3)]
-    seals = [zlib.crc32((tmp_path / "a" / "zarr.json").read_bytes()), *(int.from_bytes(end, "little") for end in ends)]
+    seals = [
+        zlib.crc32((tmp_path / "a" / "zarr.json").read_bytes()),
+        *(int.from_bytes(end, "little") for end in ends),
+    ]
     array = Array(store, "a", values.shape, values.dtype, seals)
     np.testing.assert_array_equal(array.read(), values)
     parts = [np.empty(12 * count, np.uint8) for count in (1, 0, 1)]
@@ -82,15 +112,17 @@ def test_what_is_broken_is_named(level, path, tmp_path):
         ((10, 4), "int32", r"a: got int32\[10, 3\], expected int32\[10, 4\]"),
         ((10, 3), "int64", "expected int64"),
     ):
-        with pytest.raises(BrokenError, match=message):
+        with pytest.raises(CorruptCheckpointError, match=message):
             Array(store, "a", shape, dtype, seals)
-    with pytest.raises(BrokenError, match=r"a/zarr.json is not as it was written"):
+    with pytest.raises(CorruptCheckpointError, match=r"a/zarr.json is not as it was written"):
         Array(store, "a", values.shape, values.dtype, [seals[0] ^ 1, *seals[1:]])
-    with pytest.raises(BrokenError, match=r"a: has 3 chunks, and the manifest 2"):
+    with pytest.raises(CorruptCheckpointError, match=r"a: has 3 chunks, and the manifest 2"):
         Array(store, "a", values.shape, values.dtype, seals[:-1])
-    with pytest.raises(BrokenError, match=r"a/c.2.0 is another file than the one that was written here"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"a/c.2.0 is another file than the one that was written here"
+    ):
         Array(store, "a", values.shape, values.dtype, [*seals[:-1], seals[-1] ^ 1]).read()
-    with pytest.raises(BrokenError, match=r"b/zarr.json is missing"):
+    with pytest.raises(CorruptCheckpointError, match=r"b/zarr.json is missing"):
         Array(store, "b", values.shape, values.dtype, seals)
     content = store.get("a/c.1.0")
     for broken in (
@@ -103,23 +135,26 @@ def test_what_is_broken_is_named(level, path, tmp_path):
     ):
         store.write("a/c.1.0", [broken])
         store.sync("a")
-        with pytest.raises(BrokenError, match=r"a/c.1.0 "):
+        with pytest.raises(CorruptCheckpointError, match=r"a/c.1.0 "):
             Array(store, "a", values.shape, values.dtype, seals).read()
-        with pytest.raises(BrokenError, match=r"a/c.1.0 "):
+        with pytest.raises(CorruptCheckpointError, match=r"a/c.1.0 "):
             check_files(store, "a", seals)
     store.write("a/c.1.0", [content])
     store.sync("a")
     store.expect("a/c.0.0")  # what is there, and what is not
     store.expect("a/c.9.0")
-    np.testing.assert_array_equal(Array(store, "a", values.shape, values.dtype, seals).read(), values)
+    np.testing.assert_array_equal(
+        Array(store, "a", values.shape, values.dtype, seals).read(), values
+    )
     store.delete("a/c.1.0")
-    with pytest.raises(BrokenError, match=r"a/c.1.0 is missing"):
+    with pytest.raises(CorruptCheckpointError, match=r"a/c.1.0 is missing"):
         Array(store, "a", values.shape, values.dtype, seals).read()
 
 
 @pytest.mark.parametrize("path", ["folder", "memory://expected"])
 def test_what_was_expected_is_read_once(path, tmp_path):
-    """What a far store has sent ahead is not kept for a later reading, nor after nobody wants it any more."""
+    """What a far store has sent ahead is not kept for a later reading, nor after nobody wants it
+    any more."""
     store = store_at(tmp_path / path if path == "folder" else path)
     for name in ("a/b", "a/c", "ab"):
         store.write(name, [b"before"])

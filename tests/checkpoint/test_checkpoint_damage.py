@@ -1,4 +1,5 @@
-"""Damaged checkpoints: a file in another's place, damage that generations share, and what is left without the broken rows."""
+"""Damaged checkpoints: a file in another's place, damage that generations share, and what is left
+without the broken rows."""
 
 import collections
 import itertools
@@ -19,7 +20,7 @@ pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed
 
 from jaxreplay import checkpoint
 from jaxreplay.__main__ import main
-from jaxreplay.checkpoint import BrokenError, Checkpointer, rounds, rows, verifying
+from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, rounds, rows, verifying
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from jaxreplay.storage import arrays
 
@@ -41,7 +42,7 @@ def restored(replay, path, **options):
         checkpointer = Checkpointer(path, replay)
         try:
             state = checkpointer.restore(EXAMPLE, **options)
-        except BrokenError:
+        except CorruptCheckpointError:
             return None
     assert numbers(replay, state) == expected(replay, checkpointer.step)
     return checkpointer.step
@@ -52,9 +53,13 @@ def restored(replay, path, **options):
 
 @pytest.mark.parametrize("level", [None, 1])
 def test_a_file_in_another_s_place_is_never_read_as_its_own(level, tmp_path):
-    """Any two files swapped, of equal size where there are some; or one over another, as a copy that was restored in part leaves it."""
+    """Any two files swapped, of equal size where there are some; or one over another, as a copy
+    that was restored in part leaves it."""
     replay, path = items(), tmp_path / "run"
-    checkpointer, state = Checkpointer(path, replay, chunk_bytes=2000, level=level, keep=3), replay.init(EXAMPLE)
+    checkpointer, state = (
+        Checkpointer(path, replay, chunk_bytes=2000, compression_level=level, max_to_keep=3),
+        replay.init(EXAMPLE),
+    )
     for end in range(4, 40, 4):
         state = added(replay, state, end - 4, 4)
         checkpointer.save(state, end)
@@ -85,7 +90,10 @@ def test_a_file_in_another_s_place_is_never_read_as_its_own(level, tmp_path):
 def test_a_damaged_group_that_is_partly_overwritten_is_written_again(tmp_path):
     """A save compares what it still has of such a group with its files."""
     replay = items(capacity=256)
-    checkpointer, state = Checkpointer(tmp_path, replay, chunk_bytes=8000), added(replay, replay.init(EXAMPLE), 0, 64)
+    checkpointer, state = (
+        Checkpointer(tmp_path, replay, chunk_bytes=8000),
+        added(replay, replay.init(EXAMPLE), 0, 64),
+    )
     checkpointer.save(state, 64)
     oldest = checkpointer._base.groups[0]
     for name in ("c.0", "zarr.json"):
@@ -94,7 +102,9 @@ def test_a_damaged_group_that_is_partly_overwritten_is_written_again(tmp_path):
         content = file.read_bytes()
         flipped(file)
         with pytest.warns(
-            UserWarning, match=f"save: rows/{oldest.folder}/steps.number.*: damaged since it was written; its rows, which are here"
+            UserWarning,
+            match=f"save: rows/{oldest.folder}/steps.number.*: damaged since it was written; its "
+            f"rows, which are here",
         ):
             checkpointer.save(state, 65)
         assert oldest.folder not in {group.folder for group in checkpointer._base.groups}
@@ -104,7 +114,8 @@ def test_a_damaged_group_that_is_partly_overwritten_is_written_again(tmp_path):
 
 
 def test_an_older_copy_of_the_newest_files_is_told(tmp_path):
-    """A backup's chunk, array, group, or manifest over what is there now, of the same name where there is one."""
+    """A backup's chunk, array, group, or manifest over what is there now, of the same name where
+    there is one."""
     replay, path, backup = items(), tmp_path / "run", tmp_path / "backup"
     for copy, start, count in ((backup, 500, 3), (path, 0, 4)):
         with Checkpointer(copy, replay, chunk_bytes=2000) as checkpointer:
@@ -139,18 +150,28 @@ def test_an_older_copy_of_the_newest_files_is_told(tmp_path):
 def shared(tmp_path):
     """Three generations over the same groups, and one group that is theirs all."""
     replay, path = items(capacity=256), tmp_path / "run"
-    checkpointer, state = Checkpointer(path, replay, chunk_bytes=16_000, progress=False), replay.init(EXAMPLE)
+    checkpointer, state = (
+        Checkpointer(path, replay, chunk_bytes=16_000, progress=False),
+        replay.init(EXAMPLE),
+    )
     for end in (40, 44, 48):
         state = added(replay, state, end - (40 if end == 40 else 4), 40 if end == 40 else 4)
         checkpointer.save(state, end)
-    folders = [{group.folder for group in manifest.groups} for manifest in checkpointer._generations.read()[0]]
+    folders = [
+        {group.folder for group in manifest.groups}
+        for manifest in checkpointer._generations.read()[0]
+    ]
     group = sorted(set.intersection(*folders))[0]
     return replay, path, checkpointer, state, path / "rows" / group / "steps.number" / "c.0"
 
 
 def test_verify_names_what_is_broken_in_each_generation(shared, capsys):
     replay, path, checkpointer, _, file = shared
-    assert [(found.step, found.problems) for found in checkpointer.verify()] == [(48, []), (44, []), (40, [])]
+    assert [(found.step, found.problems) for found in checkpointer.verify()] == [
+        (48, []),
+        (44, []),
+        (40, []),
+    ]
     main(["inspect", "--verify", str(path)])
     assert capsys.readouterr().out == "step 48: is whole\nstep 44: is whole\nstep 40: is whole\n"
     for broken in files_of(path):
@@ -159,7 +180,9 @@ def test_verify_names_what_is_broken_in_each_generation(shared, capsys):
         own = str(broken.relative_to(path))
         for one in found:
             assert not one.problems or any(own in problem for problem in one.problems), (own, one)
-            assert one.step is None or restored(replay, path, step=one.step) == (None if one.problems else one.step)
+            assert one.step is None or restored(replay, path, step=one.step) == (
+                None if one.problems else one.step
+            )
         assert any(one.problems for one in found), own
         flipped(broken)
     flipped(file)
@@ -174,7 +197,10 @@ def test_verify_names_what_is_broken_in_each_generation(shared, capsys):
     assert capsys.readouterr().out.count('"step": ') == 1
     with pytest.raises(FileNotFoundError, match="there is no generation"):
         checkpoint.verify(path / "nothing")
-    for arguments, said in ((["--step", "9"], "there is no generation of step 9"), (["--html", "x"], "leave out --html")):
+    for arguments, said in (
+        (["--step", "9"], "there is no generation of step 9"),
+        (["--html", "x"], "leave out --html"),
+    ):
         with pytest.raises(SystemExit) as ended:
             main(["inspect", "--verify", str(path), *arguments])
         assert ended.value.code == 2  # what was not looked at is not whole
@@ -182,7 +208,8 @@ def test_verify_names_what_is_broken_in_each_generation(shared, capsys):
 
 
 def test_saves_find_damage_and_mend_it(shared):
-    """One group a save, in turn: before all groups were looked at, the damage is found, said, and its rows are written again."""
+    """One group a save, in turn: before all groups were looked at, the damage is found, said, and
+    its rows are written again."""
     replay, path, checkpointer, state, file = shared
     flipped(file)
     assert restored(replay, path) is None
@@ -196,7 +223,9 @@ def test_saves_find_damage_and_mend_it(shared):
         num_saves += 1
         assert num_saves <= num_groups + 1
     assert file.parent.parent.name in str(caught[0].message)
-    assert "damaged since it was written; its rows, which are here, are written again" in str(caught[0].message)
+    assert "damaged since it was written; its rows, which are here, are written again" in str(
+        caught[0].message
+    )
     assert restored(replay, path) == end
     newest = checkpointer.verify()[0]
     assert (newest.step, newest.problems) == (end, [])
@@ -207,29 +236,56 @@ def test_saves_find_damage_and_mend_it(shared):
 
 def test_saves_read_a_large_group_once_as_much_was_written_and_at_each_fourth(tmp_path):
     replay, read = items(capacity=4096), []
-    checkpointer, state = Checkpointer(tmp_path, replay, chunk_bytes=COPIES * 16_000, progress=False), replay.init(EXAMPLE)
+    checkpointer, state = (
+        Checkpointer(tmp_path, replay, chunk_bytes=COPIES * 16_000, progress=False),
+        replay.init(EXAMPLE),
+    )
     state, end = added(replay, state, 0, 600), 600
     checkpointer.save(state)
     looked, files = verifying.problem_of_group, checkpointer._base.groups
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounds, "_LITTLE", 0)
-        patch.setattr(verifying, "problem_of_group", lambda store, group: (read.append(group.folder), looked(store, group))[1])
-        for count, expected_reads in ((1, 0), (1, 0), (1, 0), (1, 1), (1, 1), (100, 2), (100, 3), (1, 3)):
+        patch.setattr(
+            verifying,
+            "problem_of_group",
+            lambda store, group: (read.append(group.folder), looked(store, group))[1],
+        )
+        for count, expected_reads in (
+            (1, 0),
+            (1, 0),
+            (1, 0),
+            (1, 1),
+            (1, 1),
+            (100, 2),
+            (100, 3),
+            (1, 3),
+        ):
             state, end = added(replay, state, end, count), end + count
             checkpointer.save(state)
             assert len(read) == expected_reads, (count, read)
-    assert read == [group.folder for group in files if group.folder in read]  # in turn, the oldest first, while they are there
+    # in turn, the oldest first, while they are there
+    assert read == [group.folder for group in files if group.folder in read]
     assert numbers(replay, Checkpointer(tmp_path, replay).restore(EXAMPLE)) == expected(replay, end)
 
 
 def test_damage_is_found_however_many_groups_are_new(tmp_path):
     """Also in a group that was looked at before, while each save adds another."""
     replay = items(capacity=4096)
-    checkpointer, state, end = Checkpointer(tmp_path, replay, chunk_bytes=16_000, progress=False), replay.init(EXAMPLE), 0
+    checkpointer, state, end = (
+        Checkpointer(tmp_path, replay, chunk_bytes=16_000, progress=False),
+        replay.init(EXAMPLE),
+        0,
+    )
     for count in [40] + 30 * [8]:
         state, end = added(replay, state, end, count), end + count
         checkpointer.save(state, end)
-    flipped(tmp_path / "rows" / min(group.folder for group in checkpointer._base.groups) / "steps.number" / "c.0")
+    flipped(
+        tmp_path
+        / "rows"
+        / min(group.folder for group in checkpointer._base.groups)
+        / "steps.number"
+        / "c.0"
+    )
     for _ in range(2 * len(checkpointer._base.groups)):
         state, end = added(replay, state, end, 8), end + 8
         with warnings.catch_warnings(record=True) as caught:
@@ -250,8 +306,8 @@ def test_a_save_that_does_not_wait_mends_it_with_the_next(shared):
         state = added(replay, state, end, 1)
         with warnings.catch_warnings(record=True) as more:
             warnings.simplefilter("always")
-            checkpointer.save(state, end := end + 1, wait=False)
-            checkpointer.finish(state)
+            checkpointer.save(state, end := end + 1, blocking=False)
+            checkpointer.wait_until_finished(state)
         caught += more
     assert caught
     assert restored(replay, path) == end
@@ -262,8 +318,8 @@ def test_nothing_is_lost_where_nothing_is_broken(shared):
     checkpointer = Checkpointer(path, replay)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        state = checkpointer.restore(EXAMPLE, salvage=True)
-    assert checkpointer.lost == []
+        state = checkpointer.restore(EXAMPLE, allow_partial=True)
+    assert checkpointer.missing_rows == []
     assert numbers(replay, state) == expected(replay, 48)
 
 
@@ -272,12 +328,20 @@ def test_only_what_is_lost_is_left_out(shared):
     before.close()
     flipped(file)
     checkpointer = Checkpointer(path, replay)
-    with pytest.raises(BrokenError, match=r"restore: nothing under .* can be restored"):
+    with pytest.raises(CorruptCheckpointError, match=r"restore: nothing under .* can be restored"):
         checkpointer.restore(EXAMPLE)
-    with pytest.warns(UserWarning, match=r"of its 192 rows, which are lost:\n  rows/.*steps.number/c.0 is not as it was written"):
-        state = checkpointer.restore(EXAMPLE, salvage=True)
-    assert checkpointer.lost
-    gone = {(one.env, number) for one in checkpointer.lost for number in range(one.first, one.last + 1)}
+    with pytest.warns(
+        UserWarning,
+        match=r"of its 192 rows, which are lost:\n  rows/.*steps.number/c.0 is not as it was "
+        r"written",
+    ):
+        state = checkpointer.restore(EXAMPLE, allow_partial=True)
+    assert checkpointer.missing_rows
+    gone = {
+        (one.env, number)
+        for one in checkpointer.missing_rows
+        for number in range(one.first, one.last + 1)
+    }
     left = [[1_000_000 * env + t for t in range(48) if (env, t) not in gone] for env in range(4)]
     assert numbers(replay, state) == left
     assert sum(map(len, left)) + len(gone) == 192
@@ -296,7 +360,7 @@ def test_when_the_rest_is_broken_an_older_generation_is_salvaged(shared):
     flipped(next((path / "rest").glob("*3-*/streams.heads.position/c.0")))
     checkpointer = Checkpointer(path, replay)
     with pytest.warns(UserWarning, match=r"step 48: rest/(.|\n)*rows, which are lost"):
-        checkpointer.restore(EXAMPLE, salvage=True)
+        checkpointer.restore(EXAMPLE, allow_partial=True)
     assert checkpointer.step == 44
 
 
@@ -306,25 +370,32 @@ def test_when_all_rows_are_lost_nothing_is_left_but_the_buffer(shared):
         flipped(file)
     checkpointer = Checkpointer(path, replay)
     with pytest.warns(UserWarning, match="192 of its 192 rows"):
-        state = checkpointer.restore(EXAMPLE, salvage=True)
+        state = checkpointer.restore(EXAMPLE, allow_partial=True)
     assert numbers(replay, state) == [[]] * 4
     assert not bool(replay.can_sample(state))
-    assert numbers(replay, added(replay, state, 48, 2)) == [[1_000_000 * env + t for t in (48, 49)] for env in range(4)]
+    assert numbers(replay, added(replay, state, 48, 2)) == [
+        [1_000_000 * env + t for t in (48, 49)] for env in range(4)
+    ]
 
 
 # Salvage, of every kind of buffer.
 
 
 def marked(case, num_steps, num_envs, start=0, seed=1):
-    """Steps whose leaves hold which row they are of: 1000 * (1 + env) + number, exactly; 0 is of none."""
+    """Steps whose leaves hold which row they are of: 1000 * (1 + env) + number, exactly; 0 is of
+    none."""
     steps = case.step(seed, time=num_steps)
     name = 1000 * (1 + np.arange(num_envs))[None] + start + np.arange(num_steps)[:, None]
     digits = np.stack([name // 256, name % 256], -1)
     image = jnp.asarray(np.concatenate([digits, np.zeros((*name.shape, 4), int)], -1), jnp.uint8)
     if case.is_items:
         return {**steps, "image": image.reshape(*name.shape, 3, 2)}
-    named = lambda leaf: jnp.asarray(np.broadcast_to(name[..., None], leaf.shape), leaf.dtype)  # noqa: E731
-    obs = {**steps.obs, "vector": named(steps.obs["vector"]), "image": image[..., :4].reshape(*name.shape, 2, 2)}
+    named = lambda leaf: jnp.asarray(np.broadcast_to(name[..., None], leaf.shape), leaf.dtype)
+    obs = {
+        **steps.obs,
+        "vector": named(steps.obs["vector"]),
+        "image": image[..., :4].reshape(*name.shape, 2, 2),
+    }
     final = None if steps.final_obs is None else {**obs, "goal": steps.final_obs["goal"]}
     return steps.replace(obs=obs, final_obs=final, action=jnp.asarray(name, jnp.int32))
 
@@ -346,11 +417,14 @@ def names_in(case, item):
 
 
 def all_items(replay, state):
-    """Of each row that can be drawn, its place: the item that is read there, and its probability."""
+    """Of each row that can be drawn, its place: the item that is read there, and its
+    probability."""
     batch = everything(replay)(state, 1)
-    items, probability = jax.device_get((batch.items, batch.probability))
-    one = lambda place: jax.tree.map(lambda leaf: leaf[place], items)  # noqa: E731
-    return {place: (one(place), probability[place]) for place in np.flatnonzero(batch.is_valid).tolist()}
+    items, probability = jax.device_get((batch.experience, batch.probability))
+    one = lambda place: jax.tree.map(lambda leaf: leaf[place], items)
+    return {
+        place: (one(place), probability[place]) for place in np.flatnonzero(batch.is_valid).tolist()
+    }
 
 
 salvaged = pytest.mark.parametrize("case", CATALOG if SOAK else KINDS, ids=lambda case: case.name)
@@ -359,21 +433,30 @@ salvaged = pytest.mark.parametrize("case", CATALOG if SOAK else KINDS, ids=lambd
 @salvaged
 @pytest.mark.parametrize("seed", range(8 if SOAK else 1))
 def test_what_is_salvaged_is_as_it_was_and_pairs_nothing_across_a_gap(case, seed, tmp_path):
-    """After groups were broken at random: what is drawn is made of rows that followed each other, and far from a gap it is as it was."""
+    """After groups were broken at random: what is drawn is made of rows that followed each other,
+    and far from a gap it is as it was."""
     r = random.Random(f"{case.name} {seed}")
     replay = case.replay(capacity=240)
     extend = jax.jit(replay.extend)
-    checkpointer, state, start = Checkpointer(tmp_path, replay, chunk_bytes=2048, progress=False), replay.init(case.example()), 0
+    checkpointer, state, start = (
+        Checkpointer(tmp_path, replay, chunk_bytes=2048, progress=False),
+        replay.init(case.example()),
+        0,
+    )
     for part in range(6):
         count = 10 if part == 0 else r.choice([10, 20])
-        state = extend(state, marked(case, count, 4, start, part + 10 * seed), *case.mask(replay, part, count))
+        state = extend(
+            state, marked(case, count, 4, start, part + 10 * seed), *case.mask(replay, part, count)
+        )
         start += count
         if isinstance(replay.sampler, PrioritySampler):
             batch, priority = (
                 jitted_draw(replay)(state, jax.random.key(part)),
                 np.abs(np.random.default_rng(part).normal(size=replay.batch_size)),
             )
-            state = jitted(replay, "update_priorities")(state, batch.index, priority.astype(np.float32))
+            state = jitted(replay, "update_priorities")(
+                state, batch.index, priority.astype(np.float32)
+            )
         checkpointer.save(state, part)
     checkpointer.close()
     groups = [group.folder for group in checkpointer._base.groups]
@@ -382,9 +465,9 @@ def test_what_is_salvaged_is_as_it_was_and_pairs_nothing_across_a_gap(case, seed
         flipped(next((tmp_path / "rows" / folder).rglob("c.0*")))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        got = checkpointer.restore(case.example(), salvage=True)
+        got = checkpointer.restore(case.example(), allow_partial=True)
     jax.eval_shape(replay.add, got, case.step(), *case.mask(replay, 0))
-    check_salvaged(case, replay, state, got, checkpointer.lost)
+    check_salvaged(case, replay, state, got, checkpointer.missing_rows)
     # It goes on, around the ring and over its gaps.
     more = extend(got, marked(case, 25, 4, start, 99), *case.mask(replay, 7, 25))
     lost = lost_names(case, replay, state, got)
@@ -393,7 +476,9 @@ def test_what_is_salvaged_is_as_it_was_and_pairs_nothing_across_a_gap(case, seed
             assert not names_in(case, item) & lost, names_in(case, item) & lost
     for key in range(3):
         batch = jitted_draw(replay)(more, jax.random.key(key))
-        assert bool(np.asarray(batch.is_valid).all()) or isinstance(replay.sampler, ConsumingSampler)
+        assert bool(np.asarray(batch.is_valid).all()) or isinstance(
+            replay.sampler, ConsumingSampler
+        )
     # And is saved, also in a buffer of another capacity.
     checkpoint.save(tmp_path / "again", replay, more)
     assert bits(checkpoint.restore(tmp_path / "again", replay, case.example())) == bits(more)
@@ -402,18 +487,28 @@ def test_what_is_salvaged_is_as_it_was_and_pairs_nothing_across_a_gap(case, seed
 def stored_names(case, state):
     """What each place holds."""
     leaf = arrays.read_plain(state.streams.steps, jnp.arange(state.layout.capacity))
-    return (np.asarray(leaf["image"]).reshape(-1, 6)[:, :2] @ [256, 1] if case.is_items else np.asarray(leaf.action)).astype(int)
+    return (
+        np.asarray(leaf["image"]).reshape(-1, 6)[:, :2] @ [256, 1]
+        if case.is_items
+        else np.asarray(leaf.action)
+    ).astype(int)
 
 
 def held_names(case, replay, state):
     """Of each stream, what its rows hold, the oldest first."""
     span = rows.span_of(rows.heads_of(state), replay.length)
     by_env = stored_names(case, state).reshape(replay.num_envs, -1)
-    return [[int(by_env[e][n % replay.length]) for n in range(span.first[e], span.end[e])] for e in range(replay.num_envs)]
+    return [
+        [int(by_env[e][n % replay.length]) for n in range(span.first[e], span.end[e])]
+        for e in range(replay.num_envs)
+    ]
 
 
 def lost_names(case, replay, before, after):
-    was, now = (set(itertools.chain.from_iterable(held_names(case, replay, state))) for state in (before, after))
+    was, now = (
+        set(itertools.chain.from_iterable(held_names(case, replay, state)))
+        for state in (before, after)
+    )
     return was - now
 
 
@@ -421,8 +516,14 @@ def check_salvaged(case, replay, before, after, lost):
     was, now = held_names(case, replay, before), held_names(case, replay, after)
     spans = rows.span_of(rows.heads_of(before), replay.length)
     for env in range(replay.num_envs):
-        gone = {number for one in lost if one.env == env for number in range(one.first, one.last + 1)}
-        kept = [name for number, name in zip(range(spans.first[env], spans.end[env]), was[env], strict=True) if number not in gone]
+        gone = {
+            number for one in lost if one.env == env for number in range(one.first, one.last + 1)
+        }
+        kept = [
+            name
+            for number, name in zip(range(spans.first[env], spans.end[env]), was[env], strict=True)
+            if number not in gone
+        ]
         assert now[env] == kept
     if replay.view.is_random:
         return
@@ -433,14 +534,23 @@ def check_salvaged(case, replay, before, after, lost):
             read[stored[place]] = bits(item), names_in(case, item), probability
     gone = lost_names(case, replay, before, after)
     beside = {(one.env, number) for one in lost for number in range(one.first - 1, one.last + 2)}
-    edges = {name for env, old in enumerate(was) for number, name in enumerate(old, spans.first[env]) if (env, number) in beside}
+    edges = {
+        name
+        for env, old in enumerate(was)
+        for number, name in enumerate(old, spans.first[env])
+        if (env, number) in beside
+    }
     assert set(read_after) <= set(read_before)
     for name, (content, made_of, _) in read_after.items():
         assert "across" in case.name or not made_of & gone, (name, made_of & gone)
         if not (made_of | read_before[name][1]) & edges:
             assert content == read_before[name][0], name
     for name, (_, made_of, _) in read_before.items():
-        if not made_of & edges and not isinstance(replay.sampler, ConsumingSampler) and not case.name.startswith("sequences"):
+        if (
+            not made_of & edges
+            and not isinstance(replay.sampler, ConsumingSampler)
+            and not case.name.startswith("sequences")
+        ):
             assert name in read_after, name
     # Priorities are to each other as they were.
     both = [name for name in read_after if read_before[name][2] > 0 and read_after[name][2] > 0]

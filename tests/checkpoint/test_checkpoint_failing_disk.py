@@ -1,4 +1,5 @@
-"""A disk on which each operation of each kind of save and restore fails once: what was saved stays, and all go on."""
+"""A disk on which each operation of each kind of save and restore fails once: what was saved stays,
+and all go on."""
 
 import builtins
 import contextlib
@@ -23,7 +24,7 @@ pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed
 
 import jaxreplay as jr
 from jaxreplay import checkpoint
-from jaxreplay.checkpoint import BrokenError, Checkpointer, HeldError, folder, lock
+from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, PathInUseError, folder, lock
 
 
 class Disk:
@@ -33,13 +34,27 @@ class Disk:
         self.count, self.fails_at, self.how, self.failed = 0, None, errno.EIO, "nothing"
         self._lock = threading.Lock()
         for owner, name in (
-            *((os, name) for name in ("fsync", "replace", "rename", "unlink", "rmdir", "mkdir", "listdir", "ftruncate")),
+            *(
+                (os, name)
+                for name in (
+                    "fsync",
+                    "replace",
+                    "rename",
+                    "unlink",
+                    "rmdir",
+                    "mkdir",
+                    "listdir",
+                    "ftruncate",
+                )
+            ),
             *((folder, name) for name in ("_begin_to_write_out",)),
         ):
             real = getattr(owner, name)
             monkeypatch.setattr(owner, name, self._failing(name, real))
         monkeypatch.setattr(folder, "open", self._open, raising=False)
-        monkeypatch.setattr(pathlib.Path, "write_bytes", lambda path, content: self._write_bytes(path, content))
+        monkeypatch.setattr(
+            pathlib.Path, "write_bytes", lambda path, content: self._write_bytes(path, content)
+        )
         monkeypatch.setattr(lock.os, "open", self._failing("os.open", os.open))
 
     def _asked(self, name):
@@ -114,7 +129,7 @@ class Run:
     """A run under a path, as far as it has come."""
 
     def __init__(self, path, ends):
-        self.checkpointer = Checkpointer(path, REPLAY, chunk_bytes=2000, keep=2)
+        self.checkpointer = Checkpointer(path, REPLAY, chunk_bytes=2000, max_to_keep=2)
         self.state, self.end = REPLAY.init(EXAMPLE), 0
         for end in ends:
             self.step(end - self.end)
@@ -123,9 +138,9 @@ class Run:
     def step(self, count=5):
         self.state, self.end = added(REPLAY, self.state, self.end, count), self.end + count
 
-    def save(self, wait=True):
-        self.checkpointer.save(self.state, self.end, wait=wait)
-        self.checkpointer.finish(self.state)
+    def save(self, blocking=True):
+        self.checkpointer.save(self.state, self.end, blocking=blocking)
+        self.checkpointer.wait_until_finished(self.state)
 
 
 def whole(path, among, resume=False):
@@ -168,14 +183,15 @@ def test_a_save_that_fails_anywhere_leaves_what_there_was(kind, disk, tmp_path):
         try:
             with quiet():
                 run.save(wait)
-        except (OSError, BrokenError):
+        except (OSError, CorruptCheckpointError):
             failed += 1
             is_saved, among = False, {*before[-2:], run.end}
         else:
             is_saved, among = True, {run.end}
-        assert how != errno.EINTR or is_saved or disk.failed not in ("write", "read")  # a short one is no error
+        # a short one is no error
+        assert how != errno.EINTR or is_saved or disk.failed not in ("write", "read")
         disk.fails_at = None
-        if is_saved or run.checkpointer.steps():
+        if is_saved or run.checkpointer.all_steps():
             whole(path, among)
         # The same object goes on; and then a fresh one.
         run.step(3)
@@ -198,19 +214,19 @@ def test_a_restore_that_fails_anywhere_harms_nothing(salvage, disk, tmp_path):
     run.checkpointer.close()
     reader = Checkpointer(tmp_path, REPLAY)
     disk.count = 0
-    reader.restore(EXAMPLE, salvage=salvage)
+    reader.restore(EXAMPLE, allow_partial=salvage)
     count, outcomes = disk.count, set()
     for number, how in trials(count, random.Random(0)):
         disk.count, disk.fails_at, disk.how, disk.failed = 0, number, how, "nothing"
         reader = Checkpointer(tmp_path, REPLAY)
         try:
             with quiet():
-                state = reader.restore(EXAMPLE, salvage=salvage)
-        except (OSError, BrokenError):
+                state = reader.restore(EXAMPLE, allow_partial=salvage)
+        except (OSError, CorruptCheckpointError):
             outcomes.add("error")
         else:
             outcomes.add(reader.step)
-            if not reader.lost:
+            if not reader.missing_rows:
                 assert numbers(REPLAY, state) == expected(REPLAY, reader.step)
         disk.fails_at = None
         assert numbers(REPLAY, reader.restore(EXAMPLE)) == expected(REPLAY, 24)
@@ -221,7 +237,9 @@ def test_a_restore_that_fails_anywhere_harms_nothing(salvage, disk, tmp_path):
 
 def test_a_replay_that_cannot_be_saved_or_loaded_keeps_its_rows(disk, tmp_path):
     def made(num_steps):
-        replay = jr.Replay(REPLAY, example=jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), EXAMPLE))
+        replay = jr.Replay(
+            REPLAY, example=jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), EXAMPLE)
+        )
         for t in range(num_steps):
             replay.add({"number": np.full(4, t, np.int32), "bytes": np.zeros((4, 100), np.uint8)})
         return replay
@@ -239,7 +257,7 @@ def test_a_replay_that_cannot_be_saved_or_loaded_keeps_its_rows(disk, tmp_path):
     for number, how in trials(num_save, r):
         replay, path, before = made(9), tmp_path / f"{number} {how}", rows_of(replay)
         disk.count, disk.fails_at, disk.how, disk.failed = 0, number, how, "nothing"
-        with quiet(), contextlib.suppress(OSError, BrokenError):
+        with quiet(), contextlib.suppress(OSError, CorruptCheckpointError):
             replay.save(path)
         disk.fails_at = None
         for got, wanted in zip(rows_of(replay), before, strict=True):
@@ -254,7 +272,7 @@ def test_a_replay_that_cannot_be_saved_or_loaded_keeps_its_rows(disk, tmp_path):
         try:
             with quiet():
                 other.load(tmp_path / "saved")
-        except (OSError, BrokenError):
+        except (OSError, CorruptCheckpointError):
             for got, wanted in zip(rows_of(other), before, strict=True):
                 np.testing.assert_array_equal(got, wanted)
         disk.fails_at = None
@@ -274,7 +292,7 @@ def test_no_failure_leaves_a_lock_a_thread_or_a_file_open(disk, tmp_path):
         disk.fails_at = None
         one = Checkpointer(path, REPLAY)
         disk.count, disk.fails_at, disk.how, disk.failed = 0, number, how, "nothing"
-        with quiet(), contextlib.suppress(OSError, HeldError):
+        with quiet(), contextlib.suppress(OSError, PathInUseError):
             one.save(run.state, 1)
             one.close()
         disk.fails_at = None

@@ -1,4 +1,5 @@
-"""Checkpoints when something goes wrong: killed, full, damaged, interrupted; nothing that is broken is taken for whole."""
+"""Checkpoints when something goes wrong: killed, full, damaged, interrupted; nothing that is broken
+is taken for whole."""
 
 import contextlib
 import os
@@ -22,7 +23,7 @@ from tests.support.checkpointed_run import EXAMPLE, added, expected, items, numb
 
 pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
 
-from jaxreplay.checkpoint import BrokenError, Checkpointer, rows
+from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, rows
 
 
 def test_what_cannot_be_read_now_is_not_deleted(tmp_path, monkeypatch):
@@ -39,7 +40,7 @@ def test_what_cannot_be_read_now_is_not_deleted(tmp_path, monkeypatch):
         for call in (lambda: checkpointer.save(state, 5), lambda: checkpointer.restore(EXAMPLE)):
             with pytest.raises(OSError, match="UNAVAILABLE"):
                 call()
-    assert checkpointer.steps() == [4]
+    assert checkpointer.all_steps() == [4]
     assert numbers(replay, checkpointer.restore(EXAMPLE)) == expected(replay, 4)
 
 
@@ -55,7 +56,9 @@ def test_an_interrupt_leaves_no_thread(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(rows, "read", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            checkpointer.save(added(replay, jax.tree.map(jnp.copy, state), 20, 1), 21, wait=False)
+            checkpointer.save(
+                added(replay, jax.tree.map(jnp.copy, state), 20, 1), 21, blocking=False
+            )
 
     def fails(*arguments):
         raise OSError("the disk is full")
@@ -65,19 +68,20 @@ def test_an_interrupt_leaves_no_thread(tmp_path, monkeypatch):
         with pytest.raises(OSError, match="the disk is full"):
             checkpointer.save(state, 22)
         with contextlib.suppress(OSError):  # perhaps so soon
-            checkpointer.save(state, 23, wait=False)
+            checkpointer.save(state, 23, blocking=False)
             with pytest.raises(OSError, match="the disk is full"):
-                checkpointer.finish(state)
+                checkpointer.wait_until_finished(state)
     assert threading.active_count() == number_of_threads
-    assert checkpointer.steps() == [20]
+    assert checkpointer.all_steps() == [20]
     checkpointer.save(state, np.int64(24))
     with pytest.raises(TypeError, match="JSON"):
-        checkpointer.save(state, 25, notes={"x": np.zeros(3)})
-    assert checkpointer.steps() == [20, 24]
+        checkpointer.save(state, 25, metadata={"x": np.zeros(3)})
+    assert checkpointer.all_steps() == [20, 24]
 
 
 def test_what_is_damaged_is_never_taken_for_whole(tmp_path):
-    """Bits flipped, files cut short, and files gone, anywhere: an error that names it, or the generation before."""
+    """Bits flipped, files cut short, and files gone, anywhere: an error that names it, or the
+    generation before."""
     replay, source = items(), tmp_path / "source"
     checkpointer = Checkpointer(source, replay, chunk_bytes=1000)
     state = added(replay, replay.init(EXAMPLE), 0, 20)
@@ -107,23 +111,28 @@ def test_what_is_damaged_is_never_taken_for_whole(tmp_path):
             warnings.simplefilter("always")
             try:
                 restored = Checkpointer(broken, replay).restore(EXAMPLE)
-            except BrokenError:
+            except CorruptCheckpointError:
                 outcomes.append("refused")
                 continue
         end = int(restored.streams.head) + 16 * int(restored.streams.lap)
         assert numbers(replay, restored) == expected(replay, end)
         outcomes.append(end)
         if end == 20:
-            is_never_done = file.parent.name == "manifests" and not file.exists()  # nothing tells it from a save that was killed
-            assert any("step 20 was read, since this is broken" in str(one.message) for one in caught) != is_never_done
+            # nothing tells it from a save that was killed
+            is_never_done = file.parent.name == "manifests" and not file.exists()
+            assert (
+                any("step 20 was read, since this is broken" in str(one.message) for one in caught)
+                != is_never_done
+            )
     # The newest is whole where only what the older one alone has was hit.
     assert outcomes.count("refused") > 5
     assert outcomes.count(20) > 5
 
 
-@pytest.mark.parametrize("how", ["wait", "pump"])
+@pytest.mark.parametrize("how", ["wait", "advance"])
 def test_a_run_that_is_killed_leaves_a_generation_that_is_whole(how, tmp_path):
-    """Wherever it is killed, in a save or in the deletion of what is old; each run goes on from what the one before has left."""
+    """Wherever it is killed, in a save or in the deletion of what is old; each run goes on from
+    what the one before has left."""
     r, replay, ends = random.Random(how), checkpointed_run.REPLAY, [0]
     for _ in range(100 if SOAK else 5):
         script = [sys.executable, checkpointed_run.__file__, tmp_path, how]
@@ -134,7 +143,7 @@ def test_a_run_that_is_killed_leaves_a_generation_that_is_whole(how, tmp_path):
             time.sleep(r.random() * 0.05)
             run.kill()
         checkpointer = Checkpointer(tmp_path, replay)  # the lock died with the run
-        state, ends = checkpointer.restore(EXAMPLE), [*ends, checkpointer.steps()[-1]]
+        state, ends = checkpointer.restore(EXAMPLE), [*ends, checkpointer.all_steps()[-1]]
         assert numbers(replay, state) == expected(replay, ends[-1])
         assert ends[-1] >= ends[-2]
     assert ends[-1] > 5
@@ -150,7 +159,10 @@ import checkpointed_run as run
 from jaxreplay.checkpoint import Checkpointer
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-checkpointer, add = Checkpointer(sys.argv[1], run.REPLAY, level=None), run.jr.jit(run.REPLAY).add
+checkpointer, add = (
+    Checkpointer(sys.argv[1], run.REPLAY, compression_level=None),
+    run.jr.jit(run.REPLAY).add,
+)
 state = run.REPLAY.init(run.EXAMPLE)
 for t in range(60):
     state = add(state, run.step(t, 4))
@@ -159,8 +171,8 @@ for t in range(60):
 resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
 for wait in (True, False):
     try:
-        checkpointer.save(state, 60, wait=wait)
-        checkpointer.finish(state)
+        checkpointer.save(state, 60, blocking=wait)
+        checkpointer.wait_until_finished(state)
     except Exception as error:
         print(type(error).__name__)
 assert run.numbers(run.REPLAY, checkpointer.restore(run.EXAMPLE)) == run.expected(run.REPLAY, 10)
@@ -173,7 +185,9 @@ print("whole")
 
 def test_a_full_disk_leaves_the_generation_before(tmp_path):
     folder = pathlib.Path(checkpointed_run.__file__).parent
-    done = subprocess.run([sys.executable, "-c", FULL, tmp_path], capture_output=True, text=True, cwd=folder)
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, tmp_path], capture_output=True, text=True, cwd=folder
+    )
     assert done.stdout.split()[2:] == ["whole"], done.stderr
 
 
@@ -181,18 +195,23 @@ def test_it_is_said_what_was_restored(tmp_path):
     replay = items()
     checkpointer, state = Checkpointer(tmp_path, replay), added(replay, replay.init(EXAMPLE), 0, 4)
     for number in (1, 2):
-        checkpointer.save(state, number, notes={"number": number})
+        checkpointer.save(state, number, metadata={"number": number})
     newest = sorted((tmp_path / "rest").iterdir())[-1]
     description = newest / "streams.heads.position" / "zarr.json"
     description.unlink()
     description.symlink_to(description)  # cannot be read, and not because it is gone
     other = Checkpointer(tmp_path, replay)
     with pytest.warns(
-        UserWarning, match="restore: step 1 was read, since this is broken:\n  step 2: rest/.*streams.heads.position/zarr.json"
+        UserWarning,
+        match="restore: step 1 was read, since this is broken:\n  step 2: "
+        "rest/.*streams.heads.position/zarr.json",
     ):
         other.restore(EXAMPLE)
-    assert (other.step, other.notes) == (1, {"number": 1})
-    with pytest.raises(BrokenError, match=r"restore: no step 2 under .* can be restored \(there are 1, 2\):\n  step 2: rest/"):
+    assert (other.step, other.metadata) == (1, {"number": 1})
+    with pytest.raises(
+        CorruptCheckpointError,
+        match=r"restore: no step 2 under .* can be restored \(there are 1, 2\):\n  step 2: rest/",
+    ):
         other.restore(EXAMPLE, 2)
 
 
@@ -210,10 +229,10 @@ if sys.argv[2] == "fails":
 add = run.jr.jit(run.REPLAY).add
 for t in range(9):
     state = add(state, run.step(t, 4))
-checkpointer.save(state, 9, wait=False)
+checkpointer.save(state, 9, blocking=False)
 if sys.argv[2] != "unfinished":
     while not checkpointer._saving.is_copied:
-        checkpointer.pump(state, 0)
+        checkpointer.advance(state, 0)
 else:
     checkpointer._saving._next = (0, None)
 """
@@ -221,15 +240,21 @@ else:
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("well", ""), ("fails", "the last checkpoint was not written: no space left"), ("unfinished", "was not finished, and is given up")],
+    [
+        ("well", ""),
+        ("fails", "the last checkpoint was not written: no space left"),
+        ("unfinished", "was not finished, and is given up"),
+    ],
 )
 def test_the_end_of_a_program_waits_and_says_what_failed(how, said, tmp_path):
     folder = pathlib.Path(checkpointed_run.__file__).parent
-    done = subprocess.run([sys.executable, "-c", AT_EXIT, tmp_path, how], capture_output=True, text=True, cwd=folder)
+    done = subprocess.run(
+        [sys.executable, "-c", AT_EXIT, tmp_path, how], capture_output=True, text=True, cwd=folder
+    )
     assert done.returncode == 0
     assert said in done.stderr
     assert bool(said) == bool(done.stderr)
-    assert Checkpointer(tmp_path, checkpointed_run.REPLAY).steps() == ([] if said else [9])
+    assert Checkpointer(tmp_path, checkpointed_run.REPLAY).all_steps() == ([] if said else [9])
 
 
 def test_the_disk_has_every_file_before_the_manifest_is_there(tmp_path, monkeypatch):
@@ -244,4 +269,7 @@ def test_the_disk_has_every_file_before_the_manifest_is_there(tmp_path, monkeypa
     paths = {str(path) for path in [tmp_path, *tmp_path.rglob("*")]}
     manifest = next(path for path in paths if path.endswith(".json") and "manifests" in path)
     lock = str(tmp_path / "new" / "run" / "writer.lock")
-    assert {path for path in synced if path.startswith(str(tmp_path))} == {*paths - {manifest, lock}, f"{manifest}.new"}
+    assert {path for path in synced if path.startswith(str(tmp_path))} == {
+        *paths - {manifest, lock},
+        f"{manifest}.new",
+    }

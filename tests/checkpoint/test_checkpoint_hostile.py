@@ -1,4 +1,5 @@
-"""Checkpoints from somebody else, whose checksums are right and whose content is not: own errors, no large memory, no path outside."""
+"""Checkpoints from somebody else, whose checksums are right and whose content is not: own errors,
+no large memory, no path outside."""
 
 import contextlib
 import copy
@@ -20,25 +21,100 @@ pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed
 import jaxreplay as jr
 from jaxreplay import checkpoint
 from jaxreplay.__main__ import main
-from jaxreplay.checkpoint import BrokenError, Checkpointer, folder
+from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, folder
 
-_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")  # but for the end of a line
+# but for the end of a line
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _MOST_MORE = 2**30  # bytes of memory that reading may take
 
 NESTED = "@nested@"  # stands for a list in a list, and so on
 STRANGE = [
-    *(None, True, False, 0, 1, -1, 2, 3, 7, 255, 2**31 - 1, 2**31, 2**32, 2**53, 2**62, 2**63, 2**64, 10**30, -(2**63), -(10**30)),
-    *(0.5, -0.0, 1e308, float("nan"), float("inf"), "", "a", "0", "-1", "x" * 5000, "..", "../../../../etc/passwd", "/etc/passwd", "~"),
-    *("\x1b[31mred\x1b[2J", "a\nb\r\x07", "\u202edlrow", "\x00", "\ud800", "é", "0000000001-00000000", "0000000001-00000000-000000"),
-    *("float32[]", "uint8[99999999999]", "float64[999999, 999999, 999999]", "object[2]", "int4[3]", "bfloat16[1]", "key<fry>[]", "str[1]"),
-    *([], {}, [[]], [{}], {"a": 1}, [1], [0, 0], [-1, -1], [2**70], [[1, 2]], [[2**62, 1]], [0] * 3000, NESTED),
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        2,
+        3,
+        7,
+        255,
+        2**31 - 1,
+        2**31,
+        2**32,
+        2**53,
+        2**62,
+        2**63,
+        2**64,
+        10**30,
+        -(2**63),
+        -(10**30),
+    ),
+    *(
+        0.5,
+        -0.0,
+        1e308,
+        float("nan"),
+        float("inf"),
+        "",
+        "a",
+        "0",
+        "-1",
+        "x" * 5000,
+        "..",
+        "../../../../etc/passwd",
+        "/etc/passwd",
+        "~",
+    ),
+    *(
+        "\x1b[31mred\x1b[2J",
+        "a\nb\r\x07",
+        "\u202edlrow",
+        "\x00",
+        "\ud800",
+        "é",
+        "0000000001-00000000",
+        "0000000001-00000000-000000",
+    ),
+    *(
+        "float32[]",
+        "uint8[99999999999]",
+        "float64[999999, 999999, 999999]",
+        "object[2]",
+        "int4[3]",
+        "bfloat16[1]",
+        "key<fry>[]",
+        "str[1]",
+    ),
+    *(
+        [],
+        {},
+        [[]],
+        [{}],
+        {"a": 1},
+        [1],
+        [0, 0],
+        [-1, -1],
+        [2**70],
+        [[1, 2]],
+        [[2**62, 1]],
+        [0] * 3000,
+        NESTED,
+    ),
 ]
 
 
 def nodes(tree, path=()):
     """Each place in a tree of JSON."""
     yield path
-    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+    for key, value in (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    ):
         yield from nodes(value, (*path, key))
 
 
@@ -52,7 +128,11 @@ def changed(r, tree):
     """A copy that is changed at some places, most often in one, and many of them near the root."""
     tree = copy.deepcopy(tree)
     for _ in range(r.choice([1, 1, 1, 2, 5])):
-        path = r.choice(sorted(nodes(tree), key=lambda path: (len(path), str(path)))[: r.choice([20, 60, 10**6])])
+        path = r.choice(
+            sorted(nodes(tree), key=lambda path: (len(path), str(path)))[
+                : r.choice([20, 60, 10**6])
+            ]
+        )
         if not path:
             if r.random() < 0.1:
                 return r.choice(STRANGE)
@@ -72,7 +152,11 @@ def changed(r, tree):
             parent[key] += r.choice([-2, -1, 1, 2, 1000, 2**31, -(2**31)])
         elif isinstance(parent[key], str) and parent[key]:
             place = r.randrange(len(parent[key]))
-            parent[key] = parent[key][:place] + r.choice(["", "9", "9999999", "/", "\x1b", "]", "é"]) + parent[key][place + 1 :]
+            parent[key] = (
+                parent[key][:place]
+                + r.choice(["", "9", "9999999", "/", "\x1b", "]", "é"])
+                + parent[key][place + 1 :]
+            )
     return tree
 
 
@@ -87,28 +171,55 @@ def sealed(text):
 
 def buffers():
     flag, zero = np.False_, np.zeros((), np.float32)
-    step = {"obs": {"a": np.zeros(3, np.uint8), "b": zero}, "action": zero, "reward": zero, "terminated": flag, "truncated": flag}
-    yield jr.items(capacity=32, num_envs=2, batch_size=4), {"x": np.zeros(3, np.float32), "y": np.zeros((), np.int32)}
-    yield jr.prioritized(capacity=32, num_envs=2, batch_size=4, autoreset="next_step", keep_episodes=True, keep_minimum=True), step
+    step = {
+        "obs": {"a": np.zeros(3, np.uint8), "b": zero},
+        "action": zero,
+        "reward": zero,
+        "terminated": flag,
+        "truncated": flag,
+    }
+    yield (
+        jr.items(capacity=32, num_envs=2, batch_size=4),
+        {"x": np.zeros(3, np.float32), "y": np.zeros((), np.int32)},
+    )
+    yield (
+        jr.prioritized(
+            capacity=32,
+            num_envs=2,
+            batch_size=4,
+            autoreset="next_step",
+            track_episodes=True,
+            keep_minimum=True,
+        ),
+        step,
+    )
     yield jr.rollout(length=4, num_envs=2, autoreset="next_step"), step
 
 
 def saved(path, replay, example, num_steps):
-    checkpointer = Checkpointer(path, replay, chunk_bytes=1024, keep=2, progress=False)
-    state, steps = replay.init(example), jax.tree.map(lambda leaf: np.ones((2, *leaf.shape), leaf.dtype), example)
+    checkpointer = Checkpointer(path, replay, chunk_bytes=1024, max_to_keep=2, progress=False)
+    state, steps = (
+        replay.init(example),
+        jax.tree.map(lambda leaf: np.ones((2, *leaf.shape), leaf.dtype), example),
+    )
     add = jax.jit(replay.add)
     for t in range(num_steps):
         state = add(
-            state, {**steps, "terminated": np.array([t == 5, False]), "truncated": np.zeros(2, bool)} if "obs" in example else steps
+            state,
+            {**steps, "terminated": np.array([t == 5, False]), "truncated": np.zeros(2, bool)}
+            if "obs" in example
+            else steps,
         )
         if t in (num_steps - 4, num_steps - 1):
-            checkpointer.save(state, t, notes={"t": t})
+            checkpointer.save(state, t, metadata={"t": t})
     checkpointer.close()
     return state
 
 
 def memory_of_process():
-    fields = dict(line.split(":", 1) for line in pathlib.Path("/proc/self/status").read_text().splitlines())
+    fields = dict(
+        line.split(":", 1) for line in pathlib.Path("/proc/self/status").read_text().splitlines()
+    )
     return int(fields["VmSize"].split()[0]) * 1024
 
 
@@ -152,17 +263,24 @@ def tried(call):
             found = call()
         except (FileNotFoundError, ValueError) as error:
             found = error
-    if isinstance(found, ValueError) and not isinstance(found, BrokenError):
+    if isinstance(found, ValueError) and not isinstance(found, CorruptCheckpointError):
         assert re.search(
-            "of another buffer|holds other steps|in format|of a rollout|no rows of a replay buffer|restore:|inspect:", str(found)
+            "of another buffer|holds other steps|in format|of a rollout|no rows of a replay "
+            "buffer|restore:|inspect:",
+            str(found),
         ), found
-    for text in [str(found) if isinstance(found, Exception) else "", *(str(one.message) for one in caught)]:
+    for text in [
+        str(found) if isinstance(found, Exception) else "",
+        *(str(one.message) for one in caught),
+    ]:
         assert not _CONTROL.search(text), text
         assert len(text) < 20_000
     return found
 
 
-@pytest.mark.parametrize(("replay", "example"), list(buffers()), ids=["items", "prioritized", "rollout"])
+@pytest.mark.parametrize(
+    ("replay", "example"), list(buffers()), ids=["items", "prioritized", "rollout"]
+)
 def test_made_up_metadata_gives_own_errors(replay, example, tmp_path, limited, asked, capsys):
     path = tmp_path / "run"
     state = saved(path, replay, example, 20)
@@ -192,7 +310,9 @@ def test_made_up_metadata_gives_own_errors(replay, example, tmp_path, limited, a
             for text in (str(looked), looked.to_json(), looked.to_html()):
                 assert not _CONTROL.search(text.replace("\t", " "))
         tried(lambda: checkpoint.verify(path, progress=False))
-        tried(lambda: Checkpointer(path, replay, progress=False).restore(example, salvage=True)) if trial % 5 == 0 else None
+        tried(
+            lambda: Checkpointer(path, replay, progress=False).restore(example, allow_partial=True)
+        ) if trial % 5 == 0 else None
         if trial % 20 == 0:
             for arguments in (["inspect", str(path)], ["inspect", "--verify", str(path)]):
                 with contextlib.suppress(SystemExit):
@@ -205,21 +325,35 @@ def test_made_up_metadata_gives_own_errors(replay, example, tmp_path, limited, a
     assert outcomes["refused"] > 5
     outside = [str(one) for one in asked if not one.is_relative_to(path.resolve())]
     assert not outside
-    assert np.array_equal(jax.tree.leaves(Checkpointer(path, replay).restore(example))[0], jax.tree.leaves(state)[0])
+    assert np.array_equal(
+        jax.tree.leaves(Checkpointer(path, replay).restore(example))[0], jax.tree.leaves(state)[0]
+    )
 
 
 def test_a_newest_manifest_that_cannot_be_read_blocks_neither_restores_nor_saves(tmp_path):
     replay, example = next(buffers())
     state = saved(tmp_path, replay, example, 20)
     newest = sorted((tmp_path / "manifests").iterdir())[-1]
-    for content in (b"", b"\xff", sealed("[" * 100_000), sealed("null"), sealed("{}"), sealed('{"format": true}'), b"00000000\n{}", b"{}"):
+    for content in (
+        b"",
+        b"\xff",
+        sealed("[" * 100_000),
+        sealed("null"),
+        sealed("{}"),
+        sealed('{"format": true}'),
+        b"00000000\n{}",
+        b"{}",
+    ):
         newest.write_bytes(content)
         checkpointer = Checkpointer(tmp_path, replay)
-        with pytest.warns(UserWarning, match=rf"restore: step 16 was read, since this is broken:\n  manifests/{newest.name}"):
+        with pytest.warns(
+            UserWarning,
+            match=rf"restore: step 16 was read, since this is broken:\n  manifests/{newest.name}",
+        ):
             checkpointer.restore(example)
     with checkpointer:
         checkpointer.save(state, 21)
-    assert Checkpointer(tmp_path, replay).steps() == [16, 21]
+    assert Checkpointer(tmp_path, replay).all_steps() == [16, 21]
 
 
 def test_a_newer_library_s_generation_is_neither_skipped_nor_deleted(tmp_path):
@@ -236,7 +370,8 @@ def test_a_newer_library_s_generation_is_neither_skipped_nor_deleted(tmp_path):
 
 
 def test_no_folder_outside_is_followed(tmp_path, asked):
-    """Not by a manifest, whose name for a group leads elsewhere, though what lies there is a whole group."""
+    """Not by a manifest, whose name for a group leads elsewhere, though what lies there is a whole
+    group."""
     replay, example = next(buffers())
     path = tmp_path / "a" / "run"
     saved(path, replay, example, 20)
@@ -247,7 +382,9 @@ def test_no_folder_outside_is_followed(tmp_path, asked):
         for where in ("../../../b/rows/", "/etc/", f"{tmp_path}/b/rows/"):
             tree["groups"]["saves"][0]["folder"] = where + tree["groups"]["saves"][0]["folder"]
             manifest.write_bytes(sealed(json.dumps(tree)))
-            with pytest.raises(BrokenError, match=r"groups: saves\[0\]: folder: expected a name such as"):
+            with pytest.raises(
+                CorruptCheckpointError, match=r"groups: saves\[0\]: folder: expected a name such as"
+            ):
                 Checkpointer(path, replay).restore(example, int(tree["step"]))
     assert not [one for one in asked if not one.is_relative_to(path)]
 
@@ -278,15 +415,25 @@ def test_a_name_that_no_file_can_have_is_refused(where, tmp_path):
         else:
             tree["seals"]["\ud800"] = tree["seals"].pop(next(iter(tree["seals"])))
         manifest.write_bytes(sealed(json.dumps(tree)))
-    for call in (lambda: Checkpointer(tmp_path, replay).restore(example), lambda: checkpoint.inspect(tmp_path)):
-        with pytest.raises(BrokenError, match=rf"{where}.*: expected a name, got"):
+    for call in (
+        lambda: Checkpointer(tmp_path, replay).restore(example),
+        lambda: checkpoint.inspect(tmp_path),
+    ):
+        with pytest.raises(CorruptCheckpointError, match=rf"{where}.*: expected a name, got"):
             call()
-    assert all("expected a name" in problem for found in checkpoint.verify(tmp_path) for problem in found.problems)
+    assert all(
+        "expected a name" in problem
+        for found in checkpoint.verify(tmp_path)
+        for problem in found.problems
+    )
 
 
 def test_rows_of_leaves_without_elements_are_saved(tmp_path):
     """No file has anything of them."""
-    replay, example = jr.items(capacity=8, num_envs=2, batch_size=2), {"x": np.zeros((0, 3), np.float32)}
+    replay, example = (
+        jr.items(capacity=8, num_envs=2, batch_size=2),
+        {"x": np.zeros((0, 3), np.float32)},
+    )
     state = replay.add(replay.init(example), {"x": np.zeros((2, 0, 3), np.float32)})
     checkpoint.save(tmp_path, replay, state)
     assert int(replay.size(checkpoint.restore(tmp_path, replay, example))) == 2

@@ -1,4 +1,5 @@
-"""Ctrl-C in a save, a restore, or a close: at any line of it, what was saved stays, no thread and no memory is left, and all goes on."""
+"""Ctrl-C in a save, a restore, or a close: at any line of it, what was saved stays, no thread and
+no memory is left, and all goes on."""
 
 import gc
 import pathlib
@@ -33,7 +34,8 @@ LIBRARY = str(pathlib.Path(jr.__file__).parent)
 
 
 def is_ours(frame):
-    """Whether a frame is of this library; what others do when they are interrupted at a line is for them to say."""
+    """Whether a frame is of this library; what others do when they are interrupted at a line is for
+    them to say."""
     return frame.f_code.co_filename.startswith(LIBRARY) and frame.f_code.co_name != "__del__"
 
 
@@ -44,7 +46,9 @@ def moments(call, r, most):
         low, high = high, 4 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if interrupted_at(call, middle, counts=is_ours) else (low, middle)
+        low, high = (
+            (middle, high) if interrupted_at(call, middle, counts=is_ours) else (low, middle)
+        )
     every = range(1, low + 1)
     assert low > 100
     return every if most is None else sorted(r.sample(every, min(most, low)))
@@ -58,7 +62,7 @@ def check_goes_on(checkpointer, state, end, among, num_threads):
             break
         threading.Event().wait(0.01)
     assert threading.active_count() <= num_threads
-    if steps := checkpointer.steps():
+    if steps := checkpointer.all_steps():
         assert set(steps[-1:]) <= among
         assert numbers(REPLAY, checkpointer.restore(EXAMPLE)) == expected(REPLAY, steps[-1])
     else:
@@ -67,7 +71,7 @@ def check_goes_on(checkpointer, state, end, among, num_threads):
     assert numbers(REPLAY, checkpointer.restore(EXAMPLE)) == expected(REPLAY, end)
 
 
-@pytest.mark.parametrize("kind", ["first", "second", "does not wait", "pump", "in a block"])
+@pytest.mark.parametrize("kind", ["first", "second", "does not wait", "advance", "in a block"])
 def test_an_interrupt_at_any_line_of_a_save_leaves_what_there_was(kind, tmp_path):
     r, count = random.Random(kind), 0
     first = added(REPLAY, REPLAY.init(EXAMPLE), 0, 30)
@@ -89,13 +93,13 @@ def test_an_interrupt_at_any_line_of_a_save_leaves_what_there_was(kind, tmp_path
             checkpointer.save(second, 37)
         elif kind == "in a block":
             with checkpointer:
-                checkpointer.save(second, 37, wait=False)
-                checkpointer.finish(second)
+                checkpointer.save(second, 37, blocking=False)
+                checkpointer.wait_until_finished(second)
         else:
-            checkpointer.save(second, 37, wait=False)
-            if kind == "pump":
-                checkpointer.pump(second, 0)
-            checkpointer.finish(second)
+            checkpointer.save(second, 37, blocking=False)
+            if kind == "advance":
+                checkpointer.advance(second, 0)
+            checkpointer.wait_until_finished(second)
 
     def fresh():
         begin()
@@ -109,10 +113,11 @@ def test_an_interrupt_at_any_line_of_a_save_leaves_what_there_was(kind, tmp_path
             warnings.simplefilter("error")
             interrupted_at(save, nth, counts=is_ours)
         assert checkpointer is not None
-        if checkpointer.is_saving:  # it came before or after what a save does, as it might between two calls
-            assert kind in ("does not wait", "pump")
-            checkpointer.finish(second)
-            assert checkpointer.steps() == [30, 37]
+        # it came before or after what a save does, as it might between two calls
+        if checkpointer.is_saving:
+            assert kind in ("does not wait", "advance")
+            checkpointer.wait_until_finished(second)
+            assert checkpointer.all_steps() == [30, 37]
         check_goes_on(checkpointer, second, 37, {37} if kind == "first" else {30, 37}, num_threads)
 
 
@@ -121,13 +126,13 @@ def test_an_interrupt_before_what_a_call_does_leaves_a_save_under_way(tmp_path):
     checkpointer = Checkpointer(tmp_path, REPLAY, chunk_bytes=4000)
     checkpointer.save(first, 30)
     second = added(REPLAY, jax.tree.map(jnp.copy, first), 30, 7)
-    for end, call in enumerate((checkpointer.pump, checkpointer.finish), 37):
-        checkpointer.save(second, end, wait=False)
+    for end, call in enumerate((checkpointer.advance, checkpointer.wait_until_finished), 37):
+        checkpointer.save(second, end, blocking=False)
         assert interrupted_at(lambda call=call: call(second), 1, counts=is_ours)
         assert checkpointer.is_saving
-        checkpointer.finish(second)
+        checkpointer.wait_until_finished(second)
         assert not checkpointer.is_saving
-        assert checkpointer.steps()[-1] == end
+        assert checkpointer.all_steps()[-1] == end
         assert numbers(REPLAY, checkpointer.restore(EXAMPLE)) == expected(REPLAY, 37)
 
 
@@ -143,8 +148,8 @@ def test_an_interrupt_at_a_random_moment_of_a_save_leaves_what_there_was(tmp_pat
         try:
             timer.start()
             end = 37 - 7 * (trial % 2)
-            checkpointer.save(states[1 - trial % 2], end, wait=trial % 3 > 0)
-            checkpointer.finish(states[1 - trial % 2])
+            checkpointer.save(states[1 - trial % 2], end, blocking=trial % 3 > 0)
+            checkpointer.wait_until_finished(states[1 - trial % 2])
             timer.join()
         except KeyboardInterrupt:
             num_interrupted += 1
@@ -158,7 +163,7 @@ def test_an_interrupt_at_any_line_of_a_restore_leaves_no_thread(salvage, tmp_pat
     checkpointer = Checkpointer(tmp_path, REPLAY, chunk_bytes=4000)
     checkpointer.save(state, 30)
     num_threads = threading.active_count()
-    restore = lambda: checkpointer.restore(EXAMPLE, salvage=salvage)  # noqa: E731
+    restore = lambda: checkpointer.restore(EXAMPLE, allow_partial=salvage)
     restore()
     for nth in moments(restore, random.Random(0), None if SOAK else 25):
         interrupted_at(restore, nth, counts=is_ours)
@@ -167,7 +172,9 @@ def test_an_interrupt_at_any_line_of_a_restore_leaves_no_thread(salvage, tmp_pat
 
 def test_an_interrupt_at_any_line_of_a_replay_s_load_leaves_its_rows(tmp_path):
     def made(num_steps):
-        replay = jr.Replay(REPLAY, example=jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), EXAMPLE))
+        replay = jr.Replay(
+            REPLAY, example=jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), EXAMPLE)
+        )
         for t in range(num_steps):
             replay.add({"number": np.full(4, t, np.int32), "bytes": np.zeros((4, 100), np.uint8)})
         return replay
@@ -188,21 +195,34 @@ def test_an_interrupt_at_any_line_of_a_replay_s_load_leaves_its_rows(tmp_path):
         assert len(other.sample().is_valid) == 8
 
 
-@pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="needs Linux, whose kernel says how much memory there is")
+@pytest.mark.skipif(
+    not pathlib.Path("/proc/self/status").exists(),
+    reason="needs Linux, whose kernel says how much memory there is",
+)
 @pytest.mark.parametrize("wait", [True, False])
 def test_interrupted_saves_hold_no_memory(wait, tmp_path):
-    """Interrupted while their threads begin, which once held on to a copy of the buffer each time."""
+    """Interrupted while their threads begin, which once held on to a copy of the buffer each
+    time."""
     replay = jr.items(capacity=1024, batch_size=8)
     state = jr.jit(replay).extend(replay.init(jnp.zeros(2**14)), jnp.ones((1024, 1, 2**14)))
-    checkpointer = Checkpointer(tmp_path, replay, chunk_bytes=2**21, level=None)
+    checkpointer = Checkpointer(tmp_path, replay, chunk_bytes=2**21, compression_level=None)
 
     def save():
-        checkpointer.save(state, wait=wait)
-        checkpointer.finish(state)
+        checkpointer.save(state, blocking=wait)
+        checkpointer.wait_until_finished(state)
 
     def resident():
         gc.collect()
-        return int(next(line for line in pathlib.Path("/proc/self/status").read_text().splitlines() if "VmRSS" in line).split()[1]) * 1024
+        return (
+            int(
+                next(
+                    line
+                    for line in pathlib.Path("/proc/self/status").read_text().splitlines()
+                    if "VmRSS" in line
+                ).split()[1]
+            )
+            * 1024
+        )
 
     save()
     lines = moments_of_starts(save)[:: 1 if SOAK else 4]
@@ -223,11 +243,17 @@ def moments_of_starts(call):
         nonlocal count, inside
         if not is_ours(frame):
             return None
-        if event == "call" and frame.f_code.co_name == "__init__" and frame.f_code.co_filename.endswith("saving.py"):
+        if (
+            event == "call"
+            and frame.f_code.co_name == "__init__"
+            and frame.f_code.co_filename.endswith("saving.py")
+        ):
             inside = True
         if event == "line":
             count += 1
-            if frame.f_code.co_name in ("finish", "pump") and frame.f_code.co_filename.endswith("saving.py"):
+            if frame.f_code.co_name in ("finish", "advance") and frame.f_code.co_filename.endswith(
+                "saving.py"
+            ):
                 inside = False
             if inside:
                 found.append(count)

@@ -1,4 +1,5 @@
-"""Manifests of large checkpoints: how much memory they take, and that no generation is given up for one that cannot be read."""
+"""Manifests of large checkpoints: how much memory they take, and that no generation is given up for
+one that cannot be read."""
 
 import dataclasses
 import json
@@ -14,7 +15,14 @@ from tests.support.checkpointed_run import EXAMPLE, added, expected, items, numb
 pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
 
 from jaxreplay import checkpoint
-from jaxreplay.checkpoint import BrokenError, Checkpointer, folder, generations, groups, planning
+from jaxreplay.checkpoint import (
+    Checkpointer,
+    CorruptCheckpointError,
+    folder,
+    generations,
+    groups,
+    planning,
+)
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.objects import Objects
 
@@ -26,10 +34,15 @@ def made_up(num_groups, num_envs, num_saves, length=2**20):
     """A manifest of streams that step apart, whose groups were written in some saves."""
     r = np.random.default_rng(0)
     end = np.sort(r.integers(0, length, (num_saves + 1, num_envs)), axis=0)
-    saves = [groups.Save(f"{at:010}-0123abcd", length, end[at], end[at + 1]) for at in range(num_saves)]
+    saves = [
+        groups.Save(f"{at:010}-0123abcd", length, end[at], end[at + 1]) for at in range(num_saves)
+    ]
     columns = np.zeros((num_groups, 7), np.int64)
     columns[:, 0] = np.arange(num_groups) * num_saves // num_groups
-    columns[:, 1], columns[:, 2] = np.arange(num_groups), length - 2 - 2 * (np.arange(num_groups) % 5000)
+    columns[:, 1], columns[:, 2] = (
+        np.arange(num_groups),
+        length - 2 - 2 * (np.arange(num_groups) % 5000),
+    )
     columns[:, 3], columns[:, 5] = columns[:, 2] + 2, num_envs
     columns[:, 6] = r.integers(0, 2**32, num_groups)
     sums = r.integers(0, 2**32, (num_groups, len(LEAVES), 2)).astype(np.uint32)
@@ -45,7 +58,7 @@ def made_up(num_groups, num_envs, num_saves, length=2**20):
         rest={},
         seals={},
         groups=groups.Groups(saves, columns, LEAVES, sums),
-        notes={},
+        metadata={},
     )
 
 
@@ -61,7 +74,11 @@ def test_a_manifest_of_many_groups_and_streams_that_step_apart_is_small():
     got = read(manifest, content)
     for at in (0, 99, 9_999):
         group, wanted = got.groups[at], manifest.groups[at]
-        assert (group.folder, group.seals, group.num_rows) == (wanted.folder, wanted.seals, wanted.num_rows)
+        assert (group.folder, group.seals, group.num_rows) == (
+            wanted.folder,
+            wanted.seals,
+            wanted.num_rows,
+        )
         np.testing.assert_array_equal(group.range(), wanted.range())
     first, end = 100 * np.arange(4096), np.full(4096, 2**19)
     counts = got.groups.num_rows(first, end)
@@ -87,21 +104,27 @@ def test_what_is_kept_of_a_manifest_of_many_groups_is_small():
 
 
 def test_a_made_up_manifest_of_very_many_groups_costs_little(tmp_path):
-    """Its groups have the same rows, and are not there: a restore and an inspection say so at once."""
+    """Its groups have the same rows, and are not there: a restore and an inspection say so at
+    once."""
     replay = items(capacity=64)
     with Checkpointer(tmp_path, replay) as checkpointer:
         checkpointer.save(added(replay, replay.init(EXAMPLE), 0, 10), 1)
     file = next((tmp_path / "manifests").iterdir())
     manifest = Manifest.from_bytes(f"manifests/{file.name}", file.read_bytes())
     found = manifest.groups
-    many = groups.Groups(found.saves, np.repeat(found.columns, 100_000, 0), found.leaves, np.repeat(found.sums, 100_000, 0))
+    many = groups.Groups(
+        found.saves,
+        np.repeat(found.columns, 100_000, 0),
+        found.leaves,
+        np.repeat(found.sums, 100_000, 0),
+    )
     many.columns[:, 1] = 1 + np.arange(len(many))
     file.write_bytes(dataclasses.replace(manifest, groups=many).to_bytes())
     tracemalloc.start()
     try:
-        with pytest.raises(BrokenError, match=r"rows/\S+ has rows of a later group"):
+        with pytest.raises(CorruptCheckpointError, match=r"rows/\S+ has rows of a later group"):
             checkpoint.restore(tmp_path, replay, EXAMPLE)
-        with pytest.raises(BrokenError, match=r"rows/\S+ is missing"):
+        with pytest.raises(CorruptCheckpointError, match=r"rows/\S+ is missing"):
             checkpoint.inspect(tmp_path)
         most = tracemalloc.get_traced_memory()[1]
     finally:
@@ -124,13 +147,16 @@ def test_a_row_is_in_one_group_or_the_manifest_is_refused(how, tmp_path):
     else:
         end = [number - 1 for number in end]
     file.write_bytes(dataclasses.replace(manifest, groups=found, end=end).to_bytes())
-    with pytest.raises(BrokenError, match="has rows of a later group, or rows that the generation does not have"):
+    with pytest.raises(
+        CorruptCheckpointError,
+        match="has rows of a later group, or rows that the generation does not have",
+    ):
         checkpoint.restore(tmp_path, replay, EXAMPLE)
 
 
 def test_only_the_manifests_that_there_are_stay_in_memory(tmp_path):
     replay = items()
-    checkpointer, state = Checkpointer(tmp_path, replay, keep=2), replay.init(EXAMPLE)
+    checkpointer, state = Checkpointer(tmp_path, replay, max_to_keep=2), replay.init(EXAMPLE)
     for number in range(8):
         state = added(replay, state, number, 1)
         checkpointer.save(state, number)
@@ -140,14 +166,21 @@ def test_only_the_manifests_that_there_are_stay_in_memory(tmp_path):
 @pytest.mark.parametrize("what", ["too large", "cut short", "unreadable"])
 def test_no_generation_is_deleted_for_one_that_cannot_be_read(what, tmp_path, monkeypatch):
     replay = items()
-    checkpointer, state = Checkpointer(tmp_path, replay, keep=1), added(replay, replay.init(EXAMPLE), 0, 5)
+    checkpointer, state = (
+        Checkpointer(tmp_path, replay, max_to_keep=1),
+        added(replay, replay.init(EXAMPLE), 0, 5),
+    )
     checkpointer.save(state, 5)
     with monkeypatch.context() as patch:
         if what == "too large":
             patch.setattr(generations, "MOST_BYTES", 100)
         elif what == "cut short":
             put = folder.Folder.put
-            patch.setattr(folder.Folder, "put", lambda self, name, content, after: put(self, name, content[:-1], after))
+            patch.setattr(
+                folder.Folder,
+                "put",
+                lambda self, name, content, after: put(self, name, content[:-1], after),
+            )
         else:
             patch.setattr(planning, "__version__", None)
         with pytest.raises(ValueError, match="manifest"):
@@ -155,43 +188,53 @@ def test_no_generation_is_deleted_for_one_that_cannot_be_read(what, tmp_path, mo
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         back = checkpointer.restore(EXAMPLE)
-    assert [str(one.message).count("is not as it was written") for one in caught] == [1] * (what == "cut short")
+    assert [str(one.message).count("is not as it was written") for one in caught] == [1] * (
+        what == "cut short"
+    )
     assert numbers(replay, back) == expected(replay, 5)
     checkpointer.save(added(replay, back, 5, 4), 9)
-    assert checkpointer.steps() == [9]
+    assert checkpointer.all_steps() == [9]
     assert numbers(replay, Checkpointer(tmp_path, replay).restore(EXAMPLE)) == expected(replay, 9)
 
 
 def test_a_step_has_64_bits(tmp_path):
     replay = items()
-    checkpointer, state = Checkpointer(tmp_path, replay, keep=1), added(replay, replay.init(EXAMPLE), 0, 5)
+    checkpointer, state = (
+        Checkpointer(tmp_path, replay, max_to_keep=1),
+        added(replay, replay.init(EXAMPLE), 0, 5),
+    )
     checkpointer.save(state, -(2**63))
     checkpointer.save(state, 2**63 - 1)
     for step in (2**63, 2**64, -(2**63) - 1, None):  # by default one more than the last
         with pytest.raises(ValueError, match="step must be an integer of 64 bits"):
             checkpointer.save(state, step)
-    assert checkpointer.steps() == [2**63 - 1]
+    assert checkpointer.all_steps() == [2**63 - 1]
     assert numbers(replay, checkpointer.restore(EXAMPLE)) == expected(replay, 5)
 
 
-def test_notes_that_are_nested_too_deep_are_refused(tmp_path):
+def test_metadata_that_is_nested_too_deep_is_refused(tmp_path):
     def nested(depth):
         return {"a": [nested(depth - 2)] if depth > 2 else depth}
 
     replay = items()
-    checkpointer, state = Checkpointer(tmp_path, replay, keep=1), added(replay, replay.init(EXAMPLE), 0, 5)
-    checkpointer.save(state, 1, notes=nested(99))
+    checkpointer, state = (
+        Checkpointer(tmp_path, replay, max_to_keep=1),
+        added(replay, replay.init(EXAMPLE), 0, 5),
+    )
+    checkpointer.save(state, 1, metadata=nested(99))
     for depth in (103, 900, 100_000):
-        notes = nested(depth) if depth < 900 else {"a": json.loads("[" * 900 + "]" * 900)}
-        with pytest.raises(ValueError, match="save: notes must be JSON, nested at most 100 deep"):
-            checkpointer.save(state, 2, notes=notes)
+        metadata = nested(depth) if depth < 900 else {"a": json.loads("[" * 900 + "]" * 900)}
+        with pytest.raises(
+            ValueError, match="save: metadata must be JSON, nested at most 100 deep"
+        ):
+            checkpointer.save(state, 2, metadata=metadata)
     checkpointer.restore(EXAMPLE)
-    assert checkpointer.notes == nested(99)
+    assert checkpointer.metadata == nested(99)
     file = next((tmp_path / "manifests").iterdir())
     fields = json.loads(file.read_bytes().split(b"\n", 1)[1])
-    body = json.dumps(fields | {"notes": nested(900)}).encode()
+    body = json.dumps(fields | {"metadata": nested(900)}).encode()
     file.write_bytes(f"{zlib.crc32(body):08x}\n".encode() + body)
-    with pytest.raises(BrokenError, match="notes: nested more than 100 deep"):
+    with pytest.raises(CorruptCheckpointError, match="metadata: nested more than 100 deep"):
         checkpoint.restore(tmp_path, replay, EXAMPLE)
 
 
@@ -199,7 +242,11 @@ def test_all_is_written_anew_before_a_manifest_is_too_large(tmp_path, monkeypatc
     """Each save whose rows are still there adds two numbers of each stream."""
     replay = items(capacity=4096)
     monkeypatch.setattr(planning, "_MOST_NUMBERS", 5 * 4)
-    checkpointer, state, counts = Checkpointer(tmp_path, replay, chunk_bytes=8000), replay.init(EXAMPLE), []
+    checkpointer, state, counts = (
+        Checkpointer(tmp_path, replay, chunk_bytes=8000),
+        replay.init(EXAMPLE),
+        [],
+    )
     for number in range(20):
         state = added(replay, state, 20 * number, 20)
         checkpointer.save(state, number)
@@ -212,26 +259,44 @@ def test_all_is_written_anew_before_a_manifest_is_too_large(tmp_path, monkeypatc
 def test_a_far_store_is_listed_once_by_a_run(monkeypatch):
     """Of 200 GB a listing of all rows is hundreds of requests."""
     listed, entries = [], Objects.entries
-    monkeypatch.setattr(Objects, "entries", lambda self, name: (listed.append(name), entries(self, name))[1])
+    monkeypatch.setattr(
+        Objects, "entries", lambda self, name: (listed.append(name), entries(self, name))[1]
+    )
     replay = items()
-    checkpointer, state = Checkpointer("memory://listed-once", replay, keep=2), replay.init(EXAMPLE)
+    checkpointer, state = (
+        Checkpointer("memory://listed-once", replay, max_to_keep=2),
+        replay.init(EXAMPLE),
+    )
     for number in range(5):
         state = added(replay, state, 3 * number, 3)
         checkpointer.save(state, number)
     assert listed.count("rows") == 1
-    assert numbers(replay, Checkpointer("memory://listed-once", replay).restore(EXAMPLE)) == expected(replay, 15)
-    names = {name for one in checkpointer._generations.read()[0] for name in (group.folder for group in one.groups)}
+    assert numbers(
+        replay, Checkpointer("memory://listed-once", replay).restore(EXAMPLE)
+    ) == expected(replay, 15)
+    names = {
+        name
+        for one in checkpointer._generations.read()[0]
+        for name in (group.folder for group in one.groups)
+    }
     assert set(entries(checkpointer._store, "rows")) == names  # what is not needed is deleted
 
 
 def test_what_a_failed_save_has_left_is_deleted_by_the_next(tmp_path, monkeypatch):
     replay = items()
-    checkpointer, state = Checkpointer(tmp_path, replay, keep=1), added(replay, replay.init(EXAMPLE), 0, 5)
+    checkpointer, state = (
+        Checkpointer(tmp_path, replay, max_to_keep=1),
+        added(replay, replay.init(EXAMPLE), 0, 5),
+    )
     checkpointer.save(state, 5)
     with monkeypatch.context() as patch:
-        patch.setattr(folder.Folder, "put", lambda *_, **__: (_ for _ in ()).throw(OSError("no room")))
+        patch.setattr(
+            folder.Folder, "put", lambda *_, **__: (_ for _ in ()).throw(OSError("no room"))
+        )
         with pytest.raises(OSError, match="no room"):
             checkpointer.save(added(replay, state, 5, 3), 8)
     checkpointer.save(added(replay, checkpointer.restore(EXAMPLE), 5, 4), 9)
-    assert {path.name for path in (tmp_path / "rows").iterdir()} == {group.folder for group in checkpointer._base.groups}
+    assert {path.name for path in (tmp_path / "rows").iterdir()} == {
+        group.folder for group in checkpointer._base.groups
+    }
     assert {path.name for path in (tmp_path / "rest").iterdir()} == {checkpointer._base.folder}

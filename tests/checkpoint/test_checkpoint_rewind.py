@@ -1,4 +1,5 @@
-"""A state that went back and took another way: what was saved of the first way is never taken for the second one's."""
+"""A state that went back and took another way: what was saved of the first way is never taken for
+the second one's."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,13 @@ def run(replay, add, state, seed, num_steps, num_values):
     for _ in range(num_steps):
         values = r.integers(0, num_values, replay.num_envs).astype(np.float32)
         flags = np.zeros(replay.num_envs, bool)
-        step = {"obs": values, "action": values, "reward": values, "terminated": flags, "truncated": values == num_values - 1}
+        step = {
+            "obs": values,
+            "action": values,
+            "reward": values,
+            "terminated": flags,
+            "truncated": values == num_values - 1,
+        }
         step |= {"final_obs": values} if replay.autoreset and state.layout.has_final_obs else {}
         state = add(state, step if replay.autoreset else values)
     return state
@@ -33,32 +40,50 @@ def rows_of(state):
 @pytest.mark.parametrize("kind", ["items", "uniform", "prioritized", "masked", "final_obs"])
 @pytest.mark.parametrize("num_envs", [1, 3])
 def test_a_rewind_saves_the_second_way(kind, num_envs, tmp_path):
-    """A copy, ten steps, a save; back to the copy, ten other steps, a save: the second is restored, in each of many rounds."""
+    """A copy, ten steps, a save; back to the copy, ten other steps, a save: the second is restored,
+    in each of many rounds."""
     sizes = {"capacity": 32 * num_envs, "num_envs": num_envs, "batch_size": 4}
     if kind == "items":
         replay = jr.items(**sizes)
     else:
         make = jr.prioritized if kind == "prioritized" else jr.uniform
-        replay = make(**sizes, autoreset="same_step", n_step=2, masked=kind == "masked")
+        replay = make(**sizes, autoreset="same_step", n_step=2, allow_mask=kind == "masked")
     add, r = jr.jit(replay).add, np.random.default_rng(0)
     zero = np.zeros((), np.float32)
-    example = {"obs": zero, "action": zero, "reward": zero, "terminated": np.False_, "truncated": np.False_} if replay.autoreset else zero
+    example = (
+        {
+            "obs": zero,
+            "action": zero,
+            "reward": zero,
+            "terminated": np.False_,
+            "truncated": np.False_,
+        }
+        if replay.autoreset
+        else zero
+    )
     example = example | {"final_obs": zero} if kind == "final_obs" else example
-    checkpointer = Checkpointer(tmp_path, replay, keep=2, progress=False)
+    checkpointer = Checkpointer(tmp_path, replay, max_to_keep=2, progress=False)
     for number in range(200 if SOAK else 10):
-        num_before, num_after, num_values = int(r.integers(0, 50)), int(r.integers(1, 12)), int(r.integers(2, 4))
+        num_before, num_after, num_values = (
+            int(r.integers(0, 50)),
+            int(r.integers(1, 12)),
+            int(r.integers(2, 4)),
+        )
         start = run(replay, add, replay.init(example), 3 * number, num_before, num_values)
         checkpointer.save(start, 3 * number)
         one = run(replay, add, jax.tree.map(jnp.copy, start), 3 * number + 1, num_after, num_values)
         checkpointer.save(one, 3 * number + 1)
-        other = run(replay, add, start, 3 * number + 2, int(r.integers(1, num_after + 1)), num_values)
+        other = run(
+            replay, add, start, 3 * number + 2, int(r.integers(1, num_after + 1)), num_values
+        )
         checkpointer.save(other, 3 * number + 2)
         for got, wanted in zip(rows_of(checkpointer.restore(example)), rows_of(other), strict=True):
             np.testing.assert_array_equal(got, wanted)
 
 
 def test_a_run_that_goes_on_shares_what_it_has_saved(tmp_path):
-    """The fingerprint tells ways apart, and does not take one way for two: saves of one run stay small."""
+    """The fingerprint tells ways apart, and does not take one way for two: saves of one run stay
+    small."""
     replay = jr.items(capacity=64, batch_size=4)
     add, state = jr.jit(replay).add, replay.init(np.zeros((), np.float32))
     checkpointer = Checkpointer(tmp_path, replay, chunk_bytes=2000, progress=False)
@@ -67,7 +92,9 @@ def test_a_run_that_goes_on_shares_what_it_has_saved(tmp_path):
         checkpointer.save(state, number)
         if number > 5:
             assert len({group.folder[:19] for group in checkpointer._base.groups}) > 1
-    np.testing.assert_array_equal(rows_of(checkpointer.restore(np.zeros((), np.float32)))[0], rows_of(state)[0])
+    np.testing.assert_array_equal(
+        rows_of(checkpointer.restore(np.zeros((), np.float32)))[0], rows_of(state)[0]
+    )
 
 
 def test_a_newer_group_that_happens_to_be_the_same_is_not_kept_alone(tmp_path):
@@ -84,17 +111,29 @@ def test_a_newer_group_that_happens_to_be_the_same_is_not_kept_alone(tmp_path):
 
 @pytest.mark.parametrize("num_envs", [1, 3])
 def test_rows_that_are_taken_back_are_saved_as_they_became(num_envs, tmp_path):
-    """Episodes that end for now and go on, with a save after each step: the newest final row of one save is another row in the next."""
-    replay = jr.uniform(capacity=16 * num_envs, num_envs=num_envs, batch_size=4, autoreset="same_step")
-    r, add, flag = np.random.default_rng(0), jax.jit(provisional.add, static_argnums=0), np.zeros(num_envs, bool)
+    """Episodes that end for now and go on, with a save after each step: the newest final row of one
+    save is another row in the next."""
+    replay = jr.uniform(
+        capacity=16 * num_envs, num_envs=num_envs, batch_size=4, autoreset="same_step"
+    )
+    r, add, flag = (
+        np.random.default_rng(0),
+        jax.jit(provisional.add, static_argnums=0),
+        np.zeros(num_envs, bool),
+    )
     zero = np.zeros((), np.float32)
     example = jr.Step(zero, zero, zero, np.False_, np.False_, final_obs=zero)
-    checkpointer, state = Checkpointer(tmp_path, replay, chunk_bytes=2000, keep=2, progress=False), replay.init(example)
+    checkpointer, state = (
+        Checkpointer(tmp_path, replay, chunk_bytes=2000, max_to_keep=2, progress=False),
+        replay.init(example),
+    )
     may_go_on = was_first = flag
     for number in range(30):
         goes_on, done = may_go_on & (r.random(num_envs) < 0.8), r.random(num_envs) < 0.2
         obs, final = (r.integers(0, 3, num_envs).astype(np.float32) for _ in range(2))
-        state = add(replay, state, jr.Step(obs, obs, obs, done, ~done, final_obs=final), goes_on, was_first)
+        state = add(
+            replay, state, jr.Step(obs, obs, obs, done, ~done, final_obs=final), goes_on, was_first
+        )
         may_go_on, was_first = ~done, ~goes_on
         checkpointer.save(state, number)
         for got, wanted in zip(rows_of(checkpointer.restore(example)), rows_of(state), strict=True):
@@ -102,7 +141,8 @@ def test_rows_that_are_taken_back_are_saved_as_they_became(num_envs, tmp_path):
 
 
 def test_what_both_ways_have_is_written_once(tmp_path):
-    """A run goes back before its last save, by its checkpoint or by a copy, and saves: what is older than the fork stays."""
+    """A run goes back before its last save, by its checkpoint or by a copy, and saves: what is
+    older than the fork stays."""
     replay, example = jr.items(capacity=512, batch_size=4), np.zeros((), np.float32)
     add, state = jr.jit(replay).add, replay.init(example)
     checkpointer = Checkpointer(tmp_path, replay, chunk_bytes=2000, progress=False)
@@ -113,6 +153,12 @@ def test_what_both_ways_have_is_written_once(tmp_path):
     for number, start in ((2, copy), (3, checkpointer.restore(example, 0))):
         other = run(replay, add, start, number, 20, 3)
         checkpointer.save(other, number)
-        shared = [group for group in checkpointer._base.groups if group.save.folder.startswith("0000000001")]
+        shared = [
+            group
+            for group in checkpointer._base.groups
+            if group.save.folder.startswith("0000000001")
+        ]
         assert sum(group.num_rows for group in shared) > 400
-        np.testing.assert_array_equal(rows_of(checkpointer.restore(example, number))[0], rows_of(other)[0])
+        np.testing.assert_array_equal(
+            rows_of(checkpointer.restore(example, number))[0], rows_of(other)[0]
+        )

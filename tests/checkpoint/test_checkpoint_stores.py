@@ -1,4 +1,5 @@
-"""Where checkpoints lie: how a place is named, and object stores that are down, slow, or cut an answer short."""
+"""Where checkpoints lie: how a place is named, and object stores that are down, slow, or cut an
+answer short."""
 
 import contextlib
 import http.client
@@ -24,7 +25,7 @@ import tensorstore
 
 from jaxreplay import checkpoint
 from jaxreplay.__main__ import main
-from jaxreplay.checkpoint import BrokenError, Checkpointer, HeldError
+from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, PathInUseError
 from jaxreplay.checkpoint.store import store_at
 
 # How a place is named.
@@ -48,7 +49,7 @@ def test_one_folder_has_many_names(tmp_path, monkeypatch):
         "~/a run",
     ]
     for name in [*names, pathlib.Path("a run"), f"file://LOCALHOST{quoted}/"]:
-        assert Checkpointer(name, replay).steps() == [1], name
+        assert Checkpointer(name, replay).all_steps() == [1], name
     assert [entry.name for entry in tmp_path.iterdir()] == ["a run"]
 
 
@@ -71,7 +72,11 @@ def test_one_folder_has_many_names(tmp_path, monkeypatch):
 )
 def test_what_names_no_place_is_refused(name, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for call in (lambda: Checkpointer(name, items()), lambda: checkpoint.inspect(name), lambda: checkpoint.verify(name)):
+    for call in (
+        lambda: Checkpointer(name, items()),
+        lambda: checkpoint.inspect(name),
+        lambda: checkpoint.verify(name),
+    ):
         with pytest.raises(ValueError, match=said):
             call()
     assert not list(tmp_path.iterdir())
@@ -81,7 +86,7 @@ def test_no_url_becomes_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("nothing://x", "s4://bucket/x", "s3://", "gs://", "http://", "https://"):
         with pytest.raises((ValueError, OSError)) as caught:
-            Checkpointer(name, items(), timeout=3).steps()
+            Checkpointer(name, items(), timeout=3).all_steps()
         assert name.rstrip("/") in str(caught.value) or "URL" in str(caught.value), caught.value
     assert not list(tmp_path.iterdir())
 
@@ -94,14 +99,17 @@ def test_a_specification_says_what_a_url_cannot(tmp_path):
         with Checkpointer(place, replay) as checkpointer:
             checkpointer.save(state, 1)
         assert numbers(replay, Checkpointer(place, replay).restore(EXAMPLE)) == expected(replay, 4)
-    assert Checkpointer(tmp_path / "by spec", replay).steps() == [1]  # the same files
+    assert Checkpointer(tmp_path / "by spec", replay).all_steps() == [1]  # the same files
     with pytest.raises((ValueError, OSError), match="nonsense"):
         Checkpointer({"driver": "nonsense"}, replay)
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), "3", None, True])
 def test_a_timeout_is_a_number_of_seconds(timeout, tmp_path):
-    for call in (lambda: Checkpointer(tmp_path, items(), timeout=timeout), lambda: checkpoint.verify(tmp_path, timeout=timeout)):
+    for call in (
+        lambda: Checkpointer(tmp_path, items(), timeout=timeout),
+        lambda: checkpoint.verify(tmp_path, timeout=timeout),
+    ):
         with pytest.raises(ValueError, match="timeout must be a number of seconds"):
             call()
 
@@ -116,7 +124,13 @@ def credentials(monkeypatch):
 
 
 def spec_at(port, path="run"):
-    return {"driver": "s3", "bucket": "bucket", "path": path, "endpoint": f"http://127.0.0.1:{port}", "aws_region": "us-east-1"}
+    return {
+        "driver": "s3",
+        "bucket": "bucket",
+        "path": path,
+        "endpoint": f"http://127.0.0.1:{port}",
+        "aws_region": "us-east-1",
+    }
 
 
 def free_port():
@@ -134,7 +148,7 @@ def check_says_so_in_time(place, seconds, said):
         lambda: checkpointer.save(state, 1),
         lambda: checkpoint.inspect(place, timeout=seconds),
         lambda: checkpoint.verify(place, timeout=seconds),
-        checkpointer.steps,
+        checkpointer.all_steps,
     )
     for call in calls:
         start = time.monotonic()
@@ -149,14 +163,21 @@ def test_a_server_that_is_down_is_said_to_be_in_time(credentials):
 
 def test_a_server_that_does_not_answer_is_said_to_be_in_time(credentials):
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        said = r"s3://bucket/run: no answer .* in 1 s, as timeout= has it: is the server there, are there credentials\?"
+        said = (
+            r"s3://bucket/run: no answer .* in 1 s, as timeout= has it: is the server there, "
+            r"are there credentials\?"
+        )
         check_says_so_in_time(spec_at(silent.getsockname()[1]), 1.0, said)
 
 
 class EmptyBucket(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         lists = "list-type" in self.path
-        content = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>" if lists else b""
+        content = (
+            b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+            if lists
+            else b""
+        )
         self.send_response(200 if lists else 404)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -180,14 +201,18 @@ def test_missing_credentials_are_said_in_time_and_can_be_given(monkeypatch):
             check_says_so_in_time(place, 2.0, "s3://bucket/run")
             monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
             monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-            assert Checkpointer(place, items(), timeout=10).steps() == []
+            assert Checkpointer(place, items(), timeout=10).all_steps() == []
         finally:
             there.shutdown()
             thread.join()
 
 
 def test_the_command_line_says_it_in_a_line(capsys, credentials):
-    for arguments in (["inspect", "http://"], ["inspect", "http://127.0.0.1:9/x", "--timeout", "1"], ["inspect", "s3:/x"]):
+    for arguments in (
+        ["inspect", "http://"],
+        ["inspect", "http://127.0.0.1:9/x", "--timeout", "1"],
+        ["inspect", "s3:/x"],
+    ):
         with pytest.raises(SystemExit) as ended:
             main(arguments)
         said = capsys.readouterr().err
@@ -205,13 +230,17 @@ def test_after_a_broken_file_nothing_is_kept_that_was_asked_for(tmp_path):
     checkpointer.save(added(replay, replay.init(EXAMPLE), 0, 60), 60)
     store = checkpointer._store
     for name in ("steps.bytes/c.0.0", "number/c.0", "steps.number/zarr.json"):
-        broken = next(key.decode() for key in store._files.list().result() if key.decode().endswith(name) and "-000002/" in key.decode())
+        broken = next(
+            key.decode()
+            for key in store._files.list().result()
+            if key.decode().endswith(name) and "-000002/" in key.decode()
+        )
         whole = store._files.read(broken).result().value
         store._files.write(broken, b"broken" * 100).result()
         for salvage in (False, True):
-            with warnings.catch_warnings(), contextlib.suppress(BrokenError):
+            with warnings.catch_warnings(), contextlib.suppress(CorruptCheckpointError):
                 warnings.simplefilter("ignore")
-                checkpointer.restore(EXAMPLE, salvage=salvage)
+                checkpointer.restore(EXAMPLE, allow_partial=salvage)
             assert not store._expected
         assert checkpointer.verify()[0].problems
         assert not store._expected
@@ -223,7 +252,8 @@ def test_after_a_broken_file_nothing_is_kept_that_was_asked_for(tmp_path):
 
 
 class Between(http.server.BaseHTTPRequestHandler):
-    """Hands each request on; some get a 500, half an answer, none, or one that comes late, also after it was carried out."""
+    """Hands each request on; some get a 500, half an answer, none, or one that comes late, also
+    after it was carried out."""
 
     protocol_version = "HTTP/1.1"
     target = 0
@@ -232,7 +262,11 @@ class Between(http.server.BaseHTTPRequestHandler):
     r = random.Random(0)
 
     def answer(self):
-        how = self.r.choice(["500", "503", "cut", "cut before", "late", "none"]) if self.r.random() < self.share else "well"
+        how = (
+            self.r.choice(["500", "503", "cut", "cut before", "late", "none"])
+            if self.r.random() < self.share
+            else "well"
+        )
         self.counts[how] = self.counts.get(how, 0) + 1
         content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if how in ("500", "503", "cut before"):
@@ -254,9 +288,18 @@ class Between(http.server.BaseHTTPRequestHandler):
             return
         self.send_response(found.status)
         for name, value in found.getheaders():
-            if name.lower() not in ("transfer-encoding", "connection", "content-length", "date", "server"):
+            if name.lower() not in (
+                "transfer-encoding",
+                "connection",
+                "content-length",
+                "date",
+                "server",
+            ):
                 self.send_header(name, value)
-        self.send_header("Content-Length", found.getheader("Content-Length") if self.command == "HEAD" else str(len(body)))
+        self.send_header(
+            "Content-Length",
+            found.getheader("Content-Length") if self.command == "HEAD" else str(len(body)),
+        )
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body[: len(body) // 2] if how == "cut" else body)
@@ -280,7 +323,9 @@ def server():
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     one.start()
     port = one.get_host_and_port()[1]
-    urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT")).close()
+    urllib.request.urlopen(
+        urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT")
+    ).close()
     yield port
     one.stop()
 
@@ -301,38 +346,46 @@ def between(server):
 def test_a_run_is_saved_to_a_server_and_restored(server):
     replay, place = items(capacity=256), spec_at(server, "plain")
     state = replay.init(EXAMPLE)
-    with Checkpointer(place, replay, chunk_bytes=4000, keep=2) as checkpointer:
+    with Checkpointer(place, replay, chunk_bytes=4000, max_to_keep=2) as checkpointer:
         for end in range(10, 101, 10):
             state = added(replay, state, end - 10, 10)
-            checkpointer.save(state, end, wait=end % 20 == 0)
-            with pytest.raises(HeldError, match="is being written to by this process"):
+            checkpointer.save(state, end, blocking=end % 20 == 0)
+            with pytest.raises(PathInUseError, match="is being written to by this process"):
                 checkpoint.save(place, replay, state)
-            checkpointer.finish(state)
-            assert numbers(replay, checkpoint.restore(place, replay, EXAMPLE)) == expected(replay, end)
-        assert checkpointer.steps() == [90, 100]
+            checkpointer.wait_until_finished(state)
+            assert numbers(replay, checkpoint.restore(place, replay, EXAMPLE)) == expected(
+                replay, end
+            )
+        assert checkpointer.all_steps() == [90, 100]
     assert [found.problems for found in checkpoint.verify(place)] == [[], []]
     assert "step 100" in str(checkpoint.inspect(place))
     checkpoint.save(place, replay, state, step=101)
-    assert Checkpointer(place, replay).steps() == [101]
+    assert Checkpointer(place, replay).all_steps() == [101]
 
 
 def test_over_a_bad_line_what_is_saved_is_whole(between):
-    """A save ends well, or with an error and what was there still is; a restore gives a state that was saved, or an error."""
+    """A save ends well, or with an error and what was there still is; a restore gives a state that
+    was saved, or an error."""
     port, line = between
     replay, place, r = items(capacity=256), {**spec_at(port, "bad line")}, random.Random(0)
-    state, end, outcomes, good = replay.init(EXAMPLE), 0, {"saved": 0, "not saved": 0, "restored": 0, "not restored": 0}, set()
-    checkpointer = Checkpointer(place, replay, chunk_bytes=4000, keep=2, timeout=20)
+    state, end, outcomes, good = (
+        replay.init(EXAMPLE),
+        0,
+        {"saved": 0, "not saved": 0, "restored": 0, "not restored": 0},
+        set(),
+    )
+    checkpointer = Checkpointer(place, replay, chunk_bytes=4000, max_to_keep=2, timeout=20)
     for number in range(30):
         line.share = r.choice([0.01, 0.03, 0.1, 0.6])
         state, end = added(replay, state, end, 5), end + 5
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what cannot be deleted now
             try:
-                checkpointer.save(state, end, wait=number % 2 == 0)
-                checkpointer.finish(state)
+                checkpointer.save(state, end, blocking=number % 2 == 0)
+                checkpointer.wait_until_finished(state)
                 outcomes["saved"] += 1
                 good = {end}
-            except (OSError, HeldError, RuntimeError):
+            except (OSError, PathInUseError, RuntimeError):
                 outcomes["not saved"] += 1
                 good.add(end)  # perhaps its last file is there, and the answer was lost
         if number % 3 == 0:
@@ -341,7 +394,7 @@ def test_over_a_bad_line_what_is_saved_is_whole(between):
                 reader = Checkpointer(place, replay, timeout=20)
                 try:
                     found = numbers(replay, reader.restore(EXAMPLE))
-                except (OSError, BrokenError):
+                except (OSError, CorruptCheckpointError):
                     outcomes["not restored"] += 1
                 else:
                     assert reader.step in good
@@ -351,7 +404,12 @@ def test_over_a_bad_line_what_is_saved_is_whole(between):
     checkpointer.save(state, end)
     assert numbers(replay, Checkpointer(place, replay).restore(EXAMPLE)) == expected(replay, end)
     assert all(not found.problems for found in checkpointer.verify())
-    assert min(outcomes["saved"], outcomes["restored"], sum(line.counts.values()) - line.counts["well"]) > 5, (outcomes, line.counts)
+    assert (
+        min(
+            outcomes["saved"], outcomes["restored"], sum(line.counts.values()) - line.counts["well"]
+        )
+        > 5
+    ), (outcomes, line.counts)
     checkpointer.close()
 
 
@@ -364,9 +422,9 @@ def test_two_writers_to_a_server_never_mix(between):
     def run(start, barrier):
         barrier.wait()
         try:
-            with Checkpointer(place, replay, keep=2, timeout=20) as checkpointer:
+            with Checkpointer(place, replay, max_to_keep=2, timeout=20) as checkpointer:
                 checkpointer.save(states[start])
-        except HeldError:
+        except PathInUseError:
             refused.append(start)
         except OSError:
             pass

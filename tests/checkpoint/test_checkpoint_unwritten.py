@@ -1,4 +1,5 @@
-"""Memory that a restore takes without writing it first: what it does not fill is zero all the same."""
+"""Memory that a restore takes without writing it first: what it does not fill is zero all the
+same."""
 
 import jax
 import jax.numpy as jnp
@@ -32,14 +33,21 @@ def test_the_memory_is_xlas_and_is_taken_over_in_place():
         "nothing": jax.ShapeDtypeStruct((5, 0), jnp.float32),
     }
     arrays = unwritten.like(like)
-    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), arrays) == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), like)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), arrays) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), like
+    )
     assert len({leaf.unsafe_buffer_pointer() for leaf in arrays.values() if leaf.size}) == 7
     for leaf in arrays.values():
         place = rows.memory_of(leaf)
         assert place is not None
         place[...] = np.ones((), place.dtype)
-    begin = jax.jit(lambda leaf: leaf.at[:1].set(jnp.zeros((), leaf.dtype)) if leaf.ndim else leaf, donate_argnums=0)
-    pointers = {name: leaf.unsafe_buffer_pointer() for name, leaf in arrays.items() if leaf.nbytes >= large}
+    begin = jax.jit(
+        lambda leaf: leaf.at[:1].set(jnp.zeros((), leaf.dtype)) if leaf.ndim else leaf,
+        donate_argnums=0,
+    )
+    pointers = {
+        name: leaf.unsafe_buffer_pointer() for name, leaf in arrays.items() if leaf.nbytes >= large
+    }
     arrays = {name: begin(leaf) for name, leaf in arrays.items()}
     assert {name: arrays[name].unsafe_buffer_pointer() for name in pointers} == pointers
     for name, leaf in arrays.items():
@@ -74,7 +82,9 @@ def test_what_is_not_filled_is_zero(is_there, count, tmp_path, monkeypatch):
         got = checkpoint.restore(tmp_path / str(number), replay, EXAMPLE)
         assert bits(rows.split(got)[1]) == bits(rows.split(one)[1])
         written = np.asarray(one.streams.is_written(jnp.arange(64)))
-        for leaf, other in zip(jax.tree.leaves(rows.split(got)[0]), jax.tree.leaves(rows.split(one)[0]), strict=True):
+        for leaf, other in zip(
+            jax.tree.leaves(rows.split(got)[0]), jax.tree.leaves(rows.split(one)[0]), strict=True
+        ):
             np.testing.assert_array_equal(np.asarray(leaf)[written], np.asarray(other)[written])
             assert not np.asarray(leaf)[~written].any()
 

@@ -1,4 +1,5 @@
-"""Who writes under a path: one, by name; a second is refused at once, what a dead one left is gone on with, and nobody's rows are mixed."""
+"""Who writes under a path: one, by name; a second is refused at once, what a dead one left is gone
+on with, and nobody's rows are mixed."""
 
 import contextlib
 import gc
@@ -23,13 +24,18 @@ pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed
 
 import jaxreplay as jr
 from jaxreplay import checkpoint
-from jaxreplay.checkpoint import Checkpointer, HeldError, lock, objects
+from jaxreplay.checkpoint import Checkpointer, PathInUseError, lock, objects
 
 HERE = pathlib.Path(checkpointed_run.__file__).parent
 
 
 def running(code, *arguments):
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE, text=True, cwd=HERE)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=HERE,
+    )
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -42,22 +48,25 @@ def test_a_second_writer_is_refused_and_told_who_is_the_first(where):
     one, other = Checkpointer(where, replay), Checkpointer(where, replay)
     state = added(replay, replay.init(EXAMPLE), 0, 4)
     one.save(state, 4)
-    said = rf"is being written to by this process, host .*, pid {os.getpid()}, program .*, since 20..-.*: close\(\) that Checkpointer first"
+    said = (
+        rf"is being written to by this process, host .*, pid {os.getpid()}, program .*, since "
+        rf"20..-.*: close\(\) that Checkpointer first"
+    )
     for wait in (True, False):
-        with pytest.raises(HeldError, match=said):
-            other.save(state, 5, wait=wait)
+        with pytest.raises(PathInUseError, match=said):
+            other.save(state, 5, blocking=wait)
     assert numbers(replay, other.restore(EXAMPLE)) == expected(replay, 4)  # readers need no leave
     assert [found.problems for found in other.verify()] == [[]]
-    with pytest.raises(HeldError, match="two writers would mix their files"):
+    with pytest.raises(PathInUseError, match="two writers would mix their files"):
         checkpoint.save(where, replay, state)
     one.save(added(replay, state, 4, 1), 5)
     one.close()
     other.save(state := added(replay, other.restore(EXAMPLE), 5, 1), 6)
-    with pytest.raises(HeldError):
+    with pytest.raises(PathInUseError):
         one.save(state, 7)
     other.close()
     one.save(state, 7)
-    assert one.steps() == [5, 6, 7]
+    assert one.all_steps() == [5, 6, 7]
     assert numbers(replay, one.restore(EXAMPLE)) == expected(replay, 6)
 
 
@@ -71,14 +80,14 @@ def test_who_is_gone_holds_nothing(where):
     gc.collect()
     other = Checkpointer(where, replay)
     with pytest.raises(TypeError, match="JSON"):
-        other.save(state, 2, notes={"x": object()})
+        other.save(state, 2, metadata={"x": object()})
     with Checkpointer(where, replay) as third:
         third.save(state, 2)
     with contextlib.suppress(ZeroDivisionError), Checkpointer(where, replay) as fourth:
-        fourth.save(state, 3, wait=False)
+        fourth.save(state, 3, blocking=False)
         raise ZeroDivisionError
     other.save(state, 4)
-    assert other.steps()[-1] == 4
+    assert other.all_steps()[-1] == 4
 
 
 HOLDS = """
@@ -99,7 +108,11 @@ def test_the_lock_dies_with_its_process(tmp_path):
         assert other.stdout.readline() == "saved\n"
         mine = Checkpointer(tmp_path, replay)
         state = added(replay, mine.restore(EXAMPLE), 3, 2)
-        with pytest.raises(HeldError, match=rf"by host .*, pid {other.pid}, program -c, since .*give each run a path of its own"):
+        with pytest.raises(
+            PathInUseError,
+            match=rf"by host .*, pid {other.pid}, program -c, since .*give each run a path of its "
+            rf"own",
+        ):
             mine.save(state, 5)
         other.kill()
     mine.save(state, 5)
@@ -130,14 +143,20 @@ time.sleep(1000)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_child_is_refused_and_does_not_keep_its_parent_s_lock(tmp_path):
     replay = checkpointed_run.REPLAY
-    with subprocess.Popen([sys.executable, "-c", FORKS, tmp_path], stdout=subprocess.PIPE, text=True, cwd=HERE, process_group=0) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS, tmp_path],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=HERE,
+        process_group=0,
+    ) as parent:
         lines = [parent.stdout.readline() for _ in range(3)]
         said = [line for line in lines if not line.strip().isdigit()]
         assert len(said) == 2
         assert all("spawn" in line for line in said), said
         mine = Checkpointer(tmp_path, replay)
         state = mine.restore(EXAMPLE)
-        with pytest.raises(HeldError):
+        with pytest.raises(PathInUseError):
             mine.save(state, 4)
         parent.kill()
         parent.wait()
@@ -148,21 +167,26 @@ def test_a_forked_child_is_refused_and_does_not_keep_its_parent_s_lock(tmp_path)
 IN_TURN = """
 import sys, time
 import checkpointed_run as run
-from jaxreplay.checkpoint import Checkpointer, HeldError
+from jaxreplay.checkpoint import Checkpointer, PathInUseError
 
 start, rounds, num_saved, num_refused = int(sys.argv[2]), int(sys.argv[3]), 0, 0
 state = run.added(run.REPLAY, run.REPLAY.init(run.EXAMPLE), start, 5)
 end = start + 5
 while num_saved < rounds:
-    checkpointer = Checkpointer(sys.argv[1], run.REPLAY, keep=1 + num_saved % 3, chunk_bytes=2000)
+    checkpointer = Checkpointer(
+        sys.argv[1], run.REPLAY, max_to_keep=1 + num_saved % 3, chunk_bytes=2000
+    )
     try:
         for _ in range(2):
-            checkpointer.save(state, num_saved, wait=num_saved % 2 == 0)
-            state, end = run.added(run.REPLAY, state, end, 1) if num_saved % 2 == 0 else state, end + (num_saved % 2 == 0)
-            checkpointer.finish(state)
+            checkpointer.save(state, num_saved, blocking=num_saved % 2 == 0)
+            state, end = (
+                run.added(run.REPLAY, state, end, 1) if num_saved % 2 == 0 else state,
+                end + (num_saved % 2 == 0),
+            )
+            checkpointer.wait_until_finished(state)
         num_saved += 1
         checkpointer.close()
-    except HeldError:
+    except PathInUseError:
         num_refused += 1
     time.sleep(0.002 * (num_refused % 7))
 print(num_saved, num_refused)
@@ -170,23 +194,38 @@ print(num_saved, num_refused)
 
 
 def checked(replay, state, starts, may_be_full=False):
-    """Whose run a state is of: it begins at its start, or, where its rings may be full, later, and then they are."""
+    """Whose run a state is of: it begins at its start, or, where its rings may be full, later, and
+    then they are."""
     found = numbers(replay, state)
     first = found[0][0]
     is_full = may_be_full and len(found[0]) == replay.capacity // replay.num_envs
     own = [start for start in starts if first == start or (is_full and start < first < start + 500)]
     assert own, found[0]
-    assert found == [[1_000_000 * env + t for t in range(first, first + len(found[0]))] for env in range(replay.num_envs)]
+    assert found == [
+        [1_000_000 * env + t for t in range(first, first + len(found[0]))]
+        for env in range(replay.num_envs)
+    ]
     return own[0]
 
 
 def test_two_processes_that_write_to_one_path_never_mix(tmp_path):
-    """Each saves whenever it is not refused, and a reader comes between. What is read is one run's, whole."""
+    """Each saves whenever it is not refused, and a reader comes between. What is read is one run's,
+    whole."""
     replay, rounds, seen = checkpointed_run.REPLAY, 200 if SOAK else 20, []
-    with running(IN_TURN, tmp_path, 0, rounds) as one, running(IN_TURN, tmp_path, 50_000, rounds) as other:
+    with (
+        running(IN_TURN, tmp_path, 0, rounds) as one,
+        running(IN_TURN, tmp_path, 50_000, rounds) as other,
+    ):
         while one.poll() is None or other.poll() is None:
             try:
-                seen.append(checked(replay, checkpoint.restore(tmp_path, replay, EXAMPLE), (0, 50_000), may_be_full=True))
+                seen.append(
+                    checked(
+                        replay,
+                        checkpoint.restore(tmp_path, replay, EXAMPLE),
+                        (0, 50_000),
+                        may_be_full=True,
+                    )
+                )
             except FileNotFoundError:  # at the start
                 assert not seen
                 time.sleep(0.01)
@@ -203,14 +242,16 @@ def test_two_threads_that_write_to_one_path_never_mix(kind, where):
 
     def save_of(start):
         if kind == "Replay":
-            owner = jr.Replay(replay, example=jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), EXAMPLE))
+            owner = jr.Replay(
+                replay, example=jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), EXAMPLE)
+            )
             for t in range(start, start + 20):
                 owner.add(checkpointed_run.step(t, 4))
             return lambda: owner.save(where)
         state = added(replay, replay.init(EXAMPLE), start, 20)
 
         def save():
-            with Checkpointer(where, replay, keep=2, chunk_bytes=1000) as checkpointer:
+            with Checkpointer(where, replay, max_to_keep=2, chunk_bytes=1000) as checkpointer:
                 checkpointer.save(state)
 
         return save
@@ -220,7 +261,7 @@ def test_two_threads_that_write_to_one_path_never_mix(kind, where):
         try:
             save()
             num_saved.append(1)
-        except HeldError:
+        except PathInUseError:
             refused.append(1)
 
     saves = [save_of(start) for start in (0, 500)]
@@ -235,7 +276,8 @@ def test_two_threads_that_write_to_one_path_never_mix(kind, where):
 
 
 def test_no_two_runs_give_their_files_one_name(tmp_path):
-    """Where there are no locks, as on some network drives, nothing that one run writes is overwritten by another, and it is said."""
+    """Where there are no locks, as on some network drives, nothing that one run writes is
+    overwritten by another, and it is said."""
     replay = items()
     one, other = Checkpointer(tmp_path, replay), Checkpointer(tmp_path, replay)
     states = [added(replay, replay.init(EXAMPLE), start, 4) for start in (0, 500)]
@@ -245,7 +287,10 @@ def test_no_two_runs_give_their_files_one_name(tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lock, "_lock", no_lock)
-        with pytest.warns(UserWarning, match="this file system has no locks, so that a second writer is not noticed"):
+        with pytest.warns(
+            UserWarning,
+            match="this file system has no locks, so that a second writer is not noticed",
+        ):
             one.save(states[0], 1)
         with pytest.warns(UserWarning, match="no locks"):
             other.save(states[1], 2)
@@ -257,11 +302,14 @@ def test_no_two_runs_give_their_files_one_name(tmp_path):
 
 @pytest.fixture
 def delay_of_commit(monkeypatch):
-    """Of a checkpointer; returns an event. Its saves do not count before this is set, however late the test comes."""
+    """Of a checkpointer; returns an event. Its saves do not count before this is set, however late
+    the test comes."""
 
     def of(checkpointer):
         may, commit = threading.Event(), checkpointer._generations.commit
-        monkeypatch.setattr(checkpointer._generations, "commit", lambda manifest: (may.wait(60), commit(manifest)))
+        monkeypatch.setattr(
+            checkpointer._generations, "commit", lambda manifest: (may.wait(60), commit(manifest))
+        )
         return may
 
     return of
@@ -273,15 +321,16 @@ def test_a_path_that_is_deleted_meanwhile_is_not_said_to_be_saved(tmp_path, dela
     state = added(replay, replay.init(EXAMPLE), 0, 4)
     checkpointer.save(state, 4)
     may_commit = delay_of_commit(checkpointer)
-    checkpointer.save(added(replay, jax.tree.map(jax.numpy.copy, state), 4, 1), 5, wait=False)
+    checkpointer.save(added(replay, jax.tree.map(jax.numpy.copy, state), 4, 1), 5, blocking=False)
     (path / "writer.lock").unlink()
     may_commit.set()
     with pytest.raises(OSError, match="was deleted, or replaced, while it was written to"):
-        checkpointer.finish(added(replay, state, 4, 1))
-    assert checkpointer.steps() == [4]
+        checkpointer.wait_until_finished(added(replay, state, 4, 1))
+    assert checkpointer.all_steps() == [4]
 
 
-# Object stores, where nothing dies with its process: the file that says who writes is written on the condition that it is as it was.
+# Object stores, where nothing dies with its process: the file that says who writes is written on
+# the condition that it is as it was.
 
 
 def left(where):
@@ -298,7 +347,10 @@ def test_who_goes_on_with_what_a_dead_machine_left_takes_its_place(monkeypatch):
         state = added(replay, replay.init(EXAMPLE), 0, 4)
         other.save(state, 4)
         assert left(where)["host"] == "elsewhere"
-    with pytest.raises(HeldError, match=r"by host elsewhere, pid 7, program train.py, since 2030-01-01; .* give each run a"):
+    with pytest.raises(
+        PathInUseError,
+        match=r"by host elsewhere, pid 7, program train.py, since 2030-01-01; .* give each run a",
+    ):
         checkpoint.save(where, replay, state)
     mine = Checkpointer(where, replay)
     restored = mine.restore(EXAMPLE)
@@ -306,9 +358,9 @@ def test_who_goes_on_with_what_a_dead_machine_left_takes_its_place(monkeypatch):
     with monkeypatch.context() as patch:  # it was alive after all
         patch.setattr(objects, "whoami", lambda: elsewhere)
         patch.setattr(objects, "_PROCESS", "another")
-        with pytest.raises(HeldError, match=rf"pid {os.getpid()}"):
+        with pytest.raises(PathInUseError, match=rf"pid {os.getpid()}"):
             other.save(added(replay, state, 500, 1), 6)
-    assert mine.steps() == [4, 5]
+    assert mine.all_steps() == [4, 5]
     assert numbers(replay, mine.restore(EXAMPLE)) == expected(replay, 5)
 
 
@@ -320,7 +372,7 @@ def test_a_writer_that_was_replaced_in_a_save_does_not_count(monkeypatch, delay_
     other.save(state, 4)
     later = added(replay, jax.tree.map(jax.numpy.copy, state), 4, 1)
     may_commit = delay_of_commit(other)
-    other.save(later, 5, wait=False)
+    other.save(later, 5, blocking=False)
     store = objects.Objects(where, 60.0)
     monkeypatch.setattr(store, "_token", "one")
     holder, version = store._holder()
@@ -328,9 +380,9 @@ def test_a_writer_that_was_replaced_in_a_save_does_not_count(monkeypatch, delay_
     monkeypatch.setattr(objects, "whoami", lambda: elsewhere)
     store._write_claim({}, version)
     may_commit.set()
-    with pytest.raises(HeldError, match="elsewhere"):
-        other.finish(later)
-    assert other.steps() == [4]
+    with pytest.raises(PathInUseError, match="elsewhere"):
+        other.wait_until_finished(later)
+    assert other.all_steps() == [4]
 
 
 def test_a_dead_process_of_this_machine_holds_nothing():
@@ -358,9 +410,12 @@ def test_a_store_without_conditional_writes_says_so(tmp_path, monkeypatch):
         return real(what, future)
 
     monkeypatch.setattr(checkpointer._store, "_wait", wait)
-    with pytest.warns(UserWarning, match="this store has no conditional writes, so that a second writer is not noticed"):
+    with pytest.warns(
+        UserWarning,
+        match="this store has no conditional writes, so that a second writer is not noticed",
+    ):
         checkpointer.save(state, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         checkpointer.save(state, 2)
-    assert checkpointer.steps() == [1, 2]
+    assert checkpointer.all_steps() == [1, 2]

@@ -1,4 +1,5 @@
-"""The fingerprint of rows: the same however they came, and another one wherever anything differs."""
+"""The fingerprint of rows: the same however they came, and another one wherever anything
+differs."""
 
 import itertools
 
@@ -22,7 +23,11 @@ cases = pytest.mark.parametrize("case", CATALOG, ids=lambda case: case.name)
 def held(replay, state):
     """All rows that a state has."""
     span = span_of(heads_of(state), replay.length)
-    rows = [(env, number) for env in range(replay.num_envs) for number in range(span.first[env], span.end[env])]
+    rows = [
+        (env, number)
+        for env in range(replay.num_envs)
+        for number in range(span.first[env], span.end[env])
+    ]
     return Picked(*np.array(rows).T)
 
 
@@ -39,25 +44,55 @@ def test_it_is_the_sum_over_the_rows_however_they_came(case):
     for t in range(24):
         one_by_one = add(one_by_one, *jax.tree.map(lambda leaf, t=t: leaf[t], (steps, *mask)))
         if t % 4 == 3:
-            by_blocks = extend(by_blocks, *jax.tree.map(lambda leaf, t=t: leaf[t - 3 : t + 1], (steps, *mask)))
+            by_blocks = extend(
+                by_blocks, *jax.tree.map(lambda leaf, t=t: leaf[t - 3 : t + 1], (steps, *mask))
+            )
     assert of_state(replay, one_by_one) == of_state(replay, by_blocks)
     every = held(replay, one_by_one)
-    alone = [int(fingerprint.of_rows(one_by_one, Picked(env[None], number[None]))) for env, number in zip(*every, strict=True)]
+    alone = [
+        int(fingerprint.of_rows(one_by_one, Picked(env[None], number[None])))
+        for env, number in zip(*every, strict=True)
+    ]
     assert sum(alone) % 2**32 == of_state(replay, one_by_one)
     assert len(set(alone)) == len(alone)
 
 
-DTYPES = ("bool", "int4", "int8", "uint16", "int32", "float16", "bfloat16", "float32", "float8_e5m2", "float4_e2m1fn", "complex64")
+DTYPES = (
+    "bool",
+    "int4",
+    "int8",
+    "uint16",
+    "int32",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float8_e5m2",
+    "float4_e2m1fn",
+    "complex64",
+)
 
 
 def hashes_of(tree, number, env=0):
     """Of the rows of leaves [K, ...], as they are stored. `number`: uint32[K]."""
-    stored = jax.tree.map(lambda leaf: arrays.write(arrays.zeros(len(leaf), leaf[0], False), jnp.arange(len(leaf)), leaf), tree)
-    return np.asarray(jax.jit(fingerprint.hashes)(stored, jnp.arange(len(number)), number, jnp.full(len(number), env, jnp.uint32)))
+    stored = jax.tree.map(
+        lambda leaf: arrays.write(
+            arrays.zeros(len(leaf), leaf[0], False), jnp.arange(len(leaf)), leaf
+        ),
+        tree,
+    )
+    return np.asarray(
+        jax.jit(fingerprint.hashes)(
+            stored, jnp.arange(len(number)), number, jnp.full(len(number), env, jnp.uint32)
+        )
+    )
 
 
 def hash_of(tree, number=0, env=0):
-    return int(hashes_of(jax.tree.map(lambda leaf: leaf[None], tree), jnp.full(1, number, jnp.uint32), env)[0])
+    return int(
+        hashes_of(
+            jax.tree.map(lambda leaf: leaf[None], tree), jnp.full(1, number, jnp.uint32), env
+        )[0]
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -68,7 +103,12 @@ def test_every_element_of_every_dtype_counts(dtype, shape):
         return {"a": jnp.asarray(values), "b": jnp.float32(other), "none": jnp.zeros((0, 3))}
 
     zeros = np.zeros(int(np.prod(shape)), np.complex64 if dtype == "complex64" else np.float32)
-    seen = {hash_of(tree_of(zeros)), hash_of(tree_of(zeros, 1)), hash_of(tree_of(zeros), 1), hash_of(tree_of(zeros), 0, 1)}
+    seen = {
+        hash_of(tree_of(zeros)),
+        hash_of(tree_of(zeros, 1)),
+        hash_of(tree_of(zeros), 1),
+        hash_of(tree_of(zeros), 0, 1),
+    }
     for place in range(len(zeros)):
         changed = zeros.copy()
         changed[place] = 1
@@ -83,13 +123,17 @@ def test_every_element_of_every_dtype_counts(dtype, shape):
 @pytest.mark.skipif(jax.dtypes.canonicalize_dtype("int64") == np.int64, reason="x64 is on")
 def test_both_halves_of_a_64_bit_number_count():
     with jax.enable_x64(True):
-        values = [jnp.asarray(x, jnp.int64) for x in (0, 1, 2**40, -1)] + [jnp.asarray(1e-300, jnp.float64)]
+        values = [jnp.asarray(x, jnp.int64) for x in (0, 1, 2**40, -1)] + [
+            jnp.asarray(1e-300, jnp.float64)
+        ]
         assert len({hash_of(x) for x in values}) == 5
 
 
 def test_a_swap_of_equal_things_shows():
     one, two = jnp.float32(1), jnp.float32(2)
-    assert len({hash_of((one, two)), hash_of((two, one)), hash_of(jnp.stack([two, one])[None])}) == 2
+    assert (
+        len({hash_of((one, two)), hash_of((two, one)), hash_of(jnp.stack([two, one])[None])}) == 2
+    )
     for num_envs in (1, 3):  # between rows of a stream, and between streams
         replay = jr.items(capacity=6, num_envs=num_envs, batch_size=1)
         states = [
@@ -101,7 +145,11 @@ def test_a_swap_of_equal_things_shows():
 
 def test_flags_and_ranks_count():
     """Two ways to the same values: an episode more, before or among the rows."""
-    replay, flag, zero = jr.uniform(capacity=8, batch_size=1, autoreset="next_step"), np.zeros(1, bool), np.zeros(1)
+    replay, flag, zero = (
+        jr.uniform(capacity=8, batch_size=1, autoreset="next_step"),
+        np.zeros(1, bool),
+        np.zeros(1),
+    )
     seen = set()
     for done in (None, 1, 5):
         state = replay.init(jr.Step(0.0, 0.0, 0.0, False, False))
@@ -114,7 +162,12 @@ def test_flags_and_ranks_count():
 @pytest.mark.parametrize("size", [257, 1000, 84 * 84])
 def test_all_elements_of_a_large_row_have_their_turn(size):
     num_turns = -(-size // 64)
-    seen = np.concatenate([np.asarray(fingerprint._places(size, jnp.full((1,), turn, jnp.uint32)))[0] for turn in range(num_turns)])
+    seen = np.concatenate(
+        [
+            np.asarray(fingerprint._places(size, jnp.full((1,), turn, jnp.uint32)))[0]
+            for turn in range(num_turns)
+        ]
+    )
     assert set(seen.tolist()) == set(range(size))
     values = jnp.zeros((num_turns, size))
     number = jnp.arange(num_turns, dtype=jnp.uint32) + 5
@@ -124,18 +177,27 @@ def test_all_elements_of_a_large_row_have_their_turn(size):
         assert (before != after).any()
 
 
-@pytest.mark.parametrize("leaf", [np.zeros((6, 300), np.uint8), np.zeros((6, 3, 90), jnp.bfloat16), np.zeros((6, 5), jnp.int4)])
+@pytest.mark.parametrize(
+    "leaf",
+    [np.zeros((6, 300), np.uint8), np.zeros((6, 3, 90), jnp.bfloat16), np.zeros((6, 5), jnp.int4)],
+)
 def test_it_is_the_same_on_every_platform(leaf):
-    values, found = jnp.asarray(np.random.default_rng(1).integers(-3, 4, leaf.shape)).astype(leaf.dtype), set()
+    values, found = (
+        jnp.asarray(np.random.default_rng(1).integers(-3, 4, leaf.shape)).astype(leaf.dtype),
+        set(),
+    )
     for platform in ("cpu", "gpu", "tpu"):
         replay = jr.items(capacity=8, batch_size=1, platform=platform)
-        state = replay.extend(replay.init(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)), values[:, None])
+        state = replay.extend(
+            replay.init(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)), values[:, None]
+        )
         found.add(of_state(replay, state))
     assert len(found) == 1
 
 
 def test_rows_share_a_hash_as_rarely_as_by_chance():
-    """Of 200,000 rows of two small numbers, which differ in few bits: 4.7 pairs are expected to have one of 2^32 hashes."""
+    """Of 200,000 rows of two small numbers, which differ in few bits: 4.7 pairs are expected to
+    have one of 2^32 hashes."""
     pairs = np.stack(np.meshgrid(np.arange(500), np.arange(400)), -1).reshape(-1, 2)
     for dtype in (np.float32, np.int32):
         hashes = hashes_of(jnp.asarray(pairs.astype(dtype)), jnp.zeros(len(pairs), jnp.uint32))

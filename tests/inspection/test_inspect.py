@@ -1,4 +1,5 @@
-"""The look inside: its figures are those that a plain loop over the same steps counts, from a state and from files alike."""
+"""The look inside: its figures are those that a plain loop over the same steps counts, from a state
+and from files alike."""
 
 import html.parser
 import json
@@ -25,7 +26,11 @@ from jaxreplay.checkpoint import Checkpointer
 from jaxreplay.samplers import PrioritySampler
 
 NUM_ENVS, LENGTH = 3, 40
-EXAMPLE = {"obs": {"a": np.zeros(2, np.float32), "flat": np.zeros(3, np.uint8)}, "action": np.int32(0), "reward": np.float32(0)}
+EXAMPLE = {
+    "obs": {"a": np.zeros(2, np.float32), "flat": np.zeros(3, np.uint8)},
+    "action": np.int32(0),
+    "reward": np.float32(0),
+}
 EXAMPLE |= {"terminated": np.False_, "truncated": np.False_}
 
 
@@ -33,7 +38,10 @@ def stream(num_steps, seed=0):
     r = np.random.default_rng(seed)
     sizes = (num_steps, NUM_ENVS)
     return {
-        "obs": {"a": r.normal(size=(*sizes, 2)).astype(np.float32), "flat": np.full((*sizes, 3), 7, np.uint8)},
+        "obs": {
+            "a": r.normal(size=(*sizes, 2)).astype(np.float32),
+            "flat": np.full((*sizes, 3), 7, np.uint8),
+        },
         "action": r.integers(5, size=sizes).astype(np.int32),
         "reward": r.integers(9, size=sizes).astype(np.float32),
         "terminated": r.random(sizes) < 0.1,
@@ -42,7 +50,8 @@ def stream(num_steps, seed=0):
 
 
 def episodes_of(steps, env):
-    """Next-step autoreset: (length, return, whether terminated) of each finished episode, and the row where each begins, one env's."""
+    """Next-step autoreset: (length, return, whether terminated) of each finished episode, and the
+    row where each begins, one env's."""
     found, start, is_final, length, total = [], 0, False, 0, 0.0
     for t in range(len(steps["reward"])):
         if is_final:
@@ -63,7 +72,12 @@ def is_final(steps, t, env):
 @pytest.fixture(scope="module")
 def prioritized():
     replay = jr.prioritized(
-        capacity=NUM_ENVS * LENGTH, num_envs=NUM_ENVS, batch_size=8, autoreset="next_step", exponent=1.0, stratified=False
+        capacity=NUM_ENVS * LENGTH,
+        num_envs=NUM_ENVS,
+        batch_size=8,
+        autoreset="next_step",
+        alpha=1.0,
+        stratified=False,
     )
     buffer, steps = jr.jit(replay), stream(70)
     state = buffer.extend(buffer.init(EXAMPLE), steps)
@@ -77,7 +91,12 @@ def test_the_figures_are_those_that_a_loop_counts(prioritized):
     replay, state, steps = prioritized
     found = jr.inspect(replay, state)
     assert found.streams["rows"] == found.streams["capacity"] == NUM_ENVS * LENGTH
-    whole = [episode for env in range(NUM_ENVS) for episode in episodes_of(steps, env) if episode[0] >= 70 - LENGTH]
+    whole = [
+        episode
+        for env in range(NUM_ENVS)
+        for episode in episodes_of(steps, env)
+        if episode[0] >= 70 - LENGTH
+    ]
     assert found.episodes["whole"] == len(whole) > 5
     assert found.episodes["terminated"] == sum(terminated for *_, terminated in whole)
     for name, column in (("lengths", 1), ("returns", 2)):
@@ -85,15 +104,31 @@ def test_the_figures_are_those_that_a_loop_counts(prioritized):
         assert found.episodes[name]["median"] == np.median(values)
         assert found.episodes[name]["largest"] == max(values)
         assert sum(found.episodes[f"{name}, histogram"]["counts"]) == len(whole)
-    actions = [steps["action"][t, env] for env in range(NUM_ENVS) for t in range(70 - LENGTH, 70) if not is_final(steps, t, env)]
+    actions = [
+        steps["action"][t, env]
+        for env in range(NUM_ENVS)
+        for t in range(70 - LENGTH, 70)
+        if not is_final(steps, t, env)
+    ]
     assert found.leaves["steps.action"]["rows read"] == len(actions)  # a final observation has none
     assert found.leaves["steps.action"]["mean"] == pytest.approx(np.mean(actions))
     held = steps["obs"]["a"][-LENGTH:]
     figures = found.leaves["steps.obs.a"]
     assert figures["rows read"] == NUM_ENVS * LENGTH
-    np.testing.assert_allclose([figures["least"], figures["largest"], figures["mean"]], [held.min(), held.max(), held.mean()], rtol=1e-6)
-    assert (figures["constant elements"], found.leaves["steps.obs.flat"]["constant elements"]) == (0, 3)
-    assert found.counters == {"largest": 7.0, "ignored_priorities": 5.0, "ignored_rows": 0.0}
+    np.testing.assert_allclose(
+        [figures["least"], figures["largest"], figures["mean"]],
+        [held.min(), held.max(), held.mean()],
+        rtol=1e-6,
+    )
+    assert (figures["constant elements"], found.leaves["steps.obs.flat"]["constant elements"]) == (
+        0,
+        3,
+    )
+    assert found.counters == {
+        "max_priority": 7.0,
+        "num_bad_priorities": 5.0,
+        "num_stale_updates": 0.0,
+    }
     assert found.suspicious[0] == "steps.obs.flat is 7 in all of 120 rows"
     assert "rows share one probability" in found.suspicious[1]
     assert found.suspicious[2:] == ["5 priorities were NaN, infinite or negative, and were ignored"]
@@ -110,9 +145,15 @@ def test_draws_are_described_as_they_fall(prioritized):
         assert low <= found["age of a draw"][name] <= high
     weight = np.asarray(1 / batch.probability, np.float64) ** 0.4
     expected = weight.sum() ** 2 / (weight**2).sum() / len(weight)
-    assert found["effective sample size"]["weights with exponent 0.4"] == pytest.approx(expected, rel=0.02)
-    assert found["rows that can be drawn"] == int(((p := replay.get(state, jnp.arange(120)).probability) > 0).sum())
-    assert found["probability over an even one"]["largest"] == pytest.approx(float(p.max()) * found["rows that can be drawn"], rel=1e-5)
+    assert found["effective sample size"]["weights with beta 0.4"] == pytest.approx(
+        expected, rel=0.02
+    )
+    assert found["rows that can be drawn"] == int(
+        ((p := replay.get(state, jnp.arange(120)).probability) > 0).sum()
+    )
+    assert found["probability over an even one"]["largest"] == pytest.approx(
+        float(p.max()) * found["rows that can be drawn"], rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
@@ -128,14 +169,23 @@ def test_a_checkpoint_says_what_the_state_says(case, tmp_path):
         if not isinstance(replay.sampler, PrioritySampler):  # files do not say how rows are drawn
             assert found["draws"] is None
             draws = ("no row can be drawn",)
-            inside |= {"draws": None, "suspicious": [line for line in inside["suspicious"] if line not in draws]}
+            inside |= {
+                "draws": None,
+                "suspicious": [line for line in inside["suspicious"] if line not in draws],
+            }
         for name in ("streams", "episodes", "counters", "suspicious"):
             assert found[name] == inside[name], name
         for name, figures in found["leaves"].items():  # in another order
-            assert figures.pop("mean", 0) == pytest.approx(inside["leaves"][name].pop("mean", 0), rel=1e-6, abs=1e-9)
+            assert figures.pop("mean", 0) == pytest.approx(
+                inside["leaves"][name].pop("mean", 0), rel=1e-6, abs=1e-9
+            )
             assert figures == inside["leaves"][name]
         if found["draws"]:
-            for name in ("rows that can be drawn", "rows that share their probability", "age of a draw"):
+            for name in (
+                "rows that can be drawn",
+                "rows that share their probability",
+                "age of a draw",
+            ):
                 assert found["draws"].get(name) == inside["draws"].get(name), name
         steps = case.step(number, time=23)
         state = jr.jit(replay).extend(state, steps, *case.mask(replay, number, 23))
@@ -143,9 +193,15 @@ def test_a_checkpoint_says_what_the_state_says(case, tmp_path):
 
 def test_what_is_odd_is_named(tmp_path):
     replay = jr.items(capacity=8, batch_size=2)
-    state = replay.init({"x": 0.0, "y": np.zeros((2, 0), np.float32), "z": jnp.zeros(2, jnp.bfloat16)})
+    state = replay.init(
+        {"x": 0.0, "y": np.zeros((2, 0), np.float32), "z": jnp.zeros(2, jnp.bfloat16)}
+    )
     assert jr.inspect(replay, state).suspicious == ["the buffer is empty"]
-    item = {"x": jnp.array([[1.0], [np.nan], [-np.inf]]), "y": jnp.zeros((3, 1, 2, 0)), "z": jnp.array([[[1.0, 2]]] * 3, jnp.bfloat16)}
+    item = {
+        "x": jnp.array([[1.0], [np.nan], [-np.inf]]),
+        "y": jnp.zeros((3, 1, 2, 0)),
+        "z": jnp.array([[[1.0, 2]]] * 3, jnp.bfloat16),
+    }
     state = replay.extend(state, item)
     found = jr.inspect(replay, state)
     assert found.suspicious == [
@@ -156,7 +212,10 @@ def test_what_is_odd_is_named(tmp_path):
     assert checkpoint.inspect(tmp_path).suspicious == found.suspicious
     one = jr.prioritized(capacity=40, num_envs=1, batch_size=2, autoreset="next_step")
     state = one.init({**EXAMPLE, "obs": 0.0})
-    steps = {"obs": np.arange(9.0, dtype=np.float32)[:, None], "action": np.arange(9, dtype=np.int32)[:, None]}
+    steps = {
+        "obs": np.arange(9.0, dtype=np.float32)[:, None],
+        "action": np.arange(9, dtype=np.int32)[:, None],
+    }
     steps |= {
         "reward": np.arange(9.0, dtype=np.float32)[:, None],
         "terminated": np.zeros((9, 1), bool),
@@ -165,9 +224,12 @@ def test_what_is_odd_is_named(tmp_path):
     found = jr.inspect(one, one.extend(state, steps))
     assert found.suspicious == [
         "no episode is held from its start to its end",
-        "all 8 rows are equally likely: priorities are equal, or do not count (exponent 0, or no rerank yet)",
+        "all 8 rows are equally likely: priorities are equal, or do not count (alpha 0, or no "
+        "rerank yet)",
     ]
-    with pytest.raises(ValueError, match="inspect: expected a ReplayBuffer and its state, got Uniform"):
+    with pytest.raises(
+        ValueError, match="inspect: expected a ReplayBuffer and its state, got Uniform"
+    ):
         jr.inspect(jr.Uniform(), state)
 
 
@@ -177,7 +239,12 @@ def test_what_was_overwritten_is_not_looked_at():
     example = {**EXAMPLE, "obs": np.float32(0), "final_obs": np.float32(0)}
 
     def steps(count, reward, done):
-        row = {"obs": np.arange(count), "action": np.arange(count), "reward": np.full(count, reward), "final_obs": np.zeros(count)}
+        row = {
+            "obs": np.arange(count),
+            "action": np.arange(count),
+            "reward": np.full(count, reward),
+            "final_obs": np.zeros(count),
+        }
         row |= {"terminated": np.full(count, done), "truncated": np.zeros(count, bool)}
         return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype)[:, None], row, example)
 
@@ -199,9 +266,18 @@ def test_what_was_overwritten_is_not_looked_at():
 
 
 def test_equal_probabilities_need_not_be_equal_priorities():
-    for sampler in (jr.RankBased(), jr.Prioritized(exponent=0.0)):
-        replay = jr.ReplayBuffer(capacity=8, num_envs=1, batch_size=2, sampler=sampler, view=jr.Item(), autoreset=None)
-        state = replay.extend(replay.init(0.0), jnp.arange(8.0)[:, None], priority=1 + jnp.arange(8.0)[:, None])
+    for sampler in (jr.RankBased(), jr.Prioritized(alpha=0.0)):
+        replay = jr.ReplayBuffer(
+            capacity=8,
+            num_envs=1,
+            batch_size=2,
+            sampler=sampler,
+            view=jr.views.Item(),
+            autoreset=None,
+        )
+        state = replay.extend(
+            replay.init(0.0), jnp.arange(8.0)[:, None], priority=1 + jnp.arange(8.0)[:, None]
+        )
         assert "all 8 rows are equally likely" in jr.inspect(replay, state).suspicious[0]
 
 
@@ -211,7 +287,11 @@ def test_a_state_of_another_buffer_is_refused():
         jr.items(capacity=4, batch_size=2).init(0.0),
         jr.prioritized(capacity=8, num_envs=1, batch_size=2, autoreset="next_step").init(EXAMPLE),
     ):
-        with pytest.raises(ValueError, match="inspect: this state is not of this buffer: it was made with another configuration"):
+        with pytest.raises(
+            ValueError,
+            match="inspect: this state is not of this buffer: it was made with another "
+            "configuration",
+        ):
             jr.inspect(other, state)
     assert jr.inspect(replay, replay.init(0.0)).streams["rows"] == 0
 
@@ -252,7 +332,9 @@ def test_a_run_that_keeps_one_generation_may_be_looked_at_at_any_moment(prioriti
 
     def save():
         nonlocal num_saved
-        with checkpoint.Checkpointer(tmp_path, replay, keep=1, chunk_bytes=1024, progress=False) as checkpointer:
+        with checkpoint.Checkpointer(
+            tmp_path, replay, max_to_keep=1, chunk_bytes=1024, progress=False
+        ) as checkpointer:
             while not is_over.is_set():
                 num_saved += 1
                 checkpointer.save(state, num_saved)
@@ -273,8 +355,15 @@ def test_a_run_that_keeps_one_generation_may_be_looked_at_at_any_moment(prioriti
 def test_a_checkpoint_is_looked_at_without_a_device(prioritized, tmp_path):
     """That of a run which has all of the accelerator's memory."""
     replay = jr.items(capacity=2, batch_size=2)
-    checkpoint.save(tmp_path, replay, replay.add(replay.init(jnp.zeros(3, jnp.bfloat16)), jnp.ones((1, 3), jnp.bfloat16)))
-    code = "import sys, jax; from jaxreplay.__main__ import main; main(['inspect', sys.argv[1]]); print(jax._src.xla_bridge._backends)"
+    checkpoint.save(
+        tmp_path,
+        replay,
+        replay.add(replay.init(jnp.zeros(3, jnp.bfloat16)), jnp.ones((1, 3), jnp.bfloat16)),
+    )
+    code = (
+        "import sys, jax; from jaxreplay.__main__ import main; main(['inspect', sys.argv[1]]); "
+        "print(jax._src.xla_bridge._backends)"
+    )
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("\n{}\n")
@@ -283,7 +372,10 @@ def test_a_checkpoint_is_looked_at_without_a_device(prioritized, tmp_path):
 def test_few_bytes_are_read_where_few_are_asked_for(prioritized, tmp_path):
     replay, state, _ = prioritized
     checkpoint.save(tmp_path, replay, state, chunk_bytes=512)
-    for found in (jr.inspect(replay, state, max_bytes=19 * 10), checkpoint.inspect(tmp_path, max_bytes=19 * 10)):
+    for found in (
+        jr.inspect(replay, state, max_bytes=19 * 10),
+        checkpoint.inspect(tmp_path, max_bytes=19 * 10),
+    ):
         assert found.leaves["steps.obs.a"]["rows read"] == 10
         assert found.streams["rows"] == NUM_ENVS * LENGTH
         assert found.episodes == jr.inspect(replay, state).episodes
@@ -296,7 +388,9 @@ def test_the_state_is_not_held(prioritized):
     found, buffer = jr.inspect(replay, state), jr.jit(replay)
     pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.streams.steps)]
     state = buffer.add(state, jax.tree.map(lambda leaf: leaf[0], stream(1)))
-    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.streams.steps)] == pointers
+    assert [
+        leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.streams.steps)
+    ] == pointers
     assert found.streams["rows"] == NUM_ENVS * LENGTH
 
 
@@ -328,7 +422,10 @@ def test_the_page_is_whole_and_needs_nothing_else(prioritized, tmp_path, capsys)
     checkpoint.save(tmp_path / "run", replay, state, step=3)
     main(["inspect", str(tmp_path / "run"), "--html", str(tmp_path / "page.html")])
     text = capsys.readouterr().out
-    head = re.sub(r" batch_size=8,| min_size=1,|, platform=None", "", str(jr.inspect(replay, state)))  # these are no matter of a state
+    # these are no matter of a state
+    head = re.sub(
+        r" batch_size=8,| min_size=1,|, platform=None", "", str(jr.inspect(replay, state))
+    )
     assert text == head.replace("\n", f"\n{tmp_path}/run, step 3\n", 1) + "\n"
     content = (tmp_path / "page.html").read_text(encoding="utf-8")
     page = Page()
@@ -337,7 +434,13 @@ def test_the_page_is_whole_and_needs_nothing_else(prioritized, tmp_path, capsys)
     assert "script" not in page.tags
     assert "url(" not in content
     assert page.tags.count("svg") == 4
-    for words in ("A look inside", "steps.obs.flat is 7 in all of 120 rows", "returns", "age of a draw", "effective sample size"):
+    for words in (
+        "A look inside",
+        "steps.obs.flat is 7 in all of 120 rows",
+        "returns",
+        "age of a draw",
+        "effective sample size",
+    ):
         assert words in page.text
     main(["inspect", str(tmp_path / "run"), "--step", "3", "--json"])
     found = json.loads(capsys.readouterr().out)
@@ -349,21 +452,35 @@ def test_the_page_is_whole_and_needs_nothing_else(prioritized, tmp_path, capsys)
 
 def test_a_name_cannot_break_the_page():
     replay = jr.items(capacity=4, batch_size=2)
-    state = replay.add(replay.init({"<script>alert(1)</script>&": 0.0}), {"<script>alert(1)</script>&": jnp.ones(1)})
+    state = replay.add(
+        replay.init({"<script>alert(1)</script>&": 0.0}),
+        {"<script>alert(1)</script>&": jnp.ones(1)},
+    )
     page = Page()
     page.feed(jr.inspect(replay, state).to_html())
     assert "script" not in page.tags
     assert "steps.<script>alert(1)</script>&" in page.text
 
 
-BROWSERS = [path for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (path := shutil.which(name))]
+BROWSERS = [
+    path
+    for name in ("chromium", "chromium-browser", "google-chrome", "chrome")
+    if (path := shutil.which(name))
+]
 
 
 @pytest.mark.skipif(not BROWSERS, reason="there is no Chromium here")
 def test_a_browser_shows_the_page(prioritized, tmp_path):
     replay, state, _ = prioritized
     (tmp_path / "page.html").write_text(jr.inspect(replay, state).to_html(), encoding="utf-8")
-    command = [BROWSERS[0], "--headless", "--no-sandbox", "--disable-gpu", f"--screenshot={tmp_path}/page.png", f"{tmp_path}/page.html"]
+    command = [
+        BROWSERS[0],
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--screenshot={tmp_path}/page.png",
+        f"{tmp_path}/page.html",
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     assert (tmp_path / "page.png").stat().st_size > 10_000
 
@@ -403,7 +520,11 @@ def test_bad_input_is_answered_in_one_line(arguments, text, prioritized, tmp_pat
 def test_it_runs_as_a_module(prioritized, tmp_path):
     replay, state, _ = prioritized
     checkpoint.save(tmp_path, replay, state)
-    done = subprocess.run([sys.executable, "-m", "jaxreplay", "inspect", str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxreplay", "inspect", str(tmp_path)],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert "suspicious:" in done.stdout
 
@@ -415,7 +536,12 @@ def test_a_replay_is_inspected_as_its_state():
     replay.add({"x": np.array([1.0])})
     replay.add({"x": np.array([np.nan])})
     found = jr.inspect(replay)
-    assert str(found) == str(jr.inspect(replay.buffer, replay._owner.state)) == str(replay.inspect())
+    assert (
+        str(found) == str(jr.inspect(replay.buffer, replay._owner.state)) == str(replay.inspect())
+    )
     assert found.suspicious == ["steps.x has 1 values that are NaN or infinite, in 2 rows"]
-    with pytest.raises(ValueError, match="inspect: expected a ReplayBuffer and its state, got ReplayBuffer and NoneType"):
+    with pytest.raises(
+        ValueError,
+        match="inspect: expected a ReplayBuffer and its state, got ReplayBuffer and NoneType",
+    ):
         jr.inspect(replay.buffer)

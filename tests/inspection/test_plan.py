@@ -1,4 +1,5 @@
-"""The plan: its total is what `init` allocates, and its command line answers bad input in one line."""
+"""The plan: its total is what `init` allocates, and its command line answers bad input in one
+line."""
 
 import dataclasses
 import json
@@ -14,7 +15,10 @@ import jaxreplay as jr
 from jaxreplay.__main__ import main
 from tests.support.buffers import CATALOG
 
-ROBOT = "--obs image:84x84x3:uint8 --obs vector:31:float32 --action 8:float32 --capacity 400000 --num-envs 16 --n-step 3 --prioritized"
+ROBOT = (
+    "--obs image:84x84x3:uint8 --obs vector:31:float32 --action 8:float32 --capacity 400000 "
+    "--num-envs 16 --n-step 3 --prioritized"
+)
 
 
 @pytest.mark.parametrize("case", CATALOG, ids=lambda case: case.name)
@@ -23,18 +27,30 @@ def test_the_total_is_what_init_allocates(case):
     made = jr.plan(replay, case.example())
     state = replay.init(case.example())
     assert made.memory.total == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    obs = 0 if case.is_items else sum(leaf.nbytes for leaf in jax.tree.leaves(state.streams.steps.obs))
+    obs = (
+        0
+        if case.is_items
+        else sum(leaf.nbytes for leaf in jax.tree.leaves(state.streams.steps.obs))
+    )
     assert made.naive == made.memory.total + obs
     assert made.fits
 
 
 def test_the_largest_capacity_is_the_largest(monkeypatch):
     replay = jr.prioritized(capacity=64, num_envs=4, batch_size=8, autoreset="next_step")
-    example = {"obs": np.zeros(100), "action": 0, "reward": 0.0, "terminated": False, "truncated": False}
+    example = {
+        "obs": np.zeros(100),
+        "action": 0,
+        "reward": 0.0,
+        "terminated": False,
+        "truncated": False,
+    }
     for free in (0, 1000, 10_000, 1_000_003):
         monkeypatch.setattr("jaxreplay.buffers.memory.free_bytes", lambda free=free: free)
         made = jr.plan(replay, example)
-        takes = lambda capacity: dataclasses.replace(replay, capacity=capacity).memory(example).total  # noqa: E731
+        takes = lambda capacity: (
+            dataclasses.replace(replay, capacity=capacity).memory(example).total
+        )
         assert takes(max(made.largest_capacity + 4, 8)) > free
         assert not made.largest_capacity or takes(made.largest_capacity) <= free
         assert made.fits == (made.memory.total <= free)
@@ -49,9 +65,17 @@ def test_the_command_says_what_python_says(capsys):
     text = capsys.readouterr().out
     main(["plan", *ROBOT.split(), "--json"])
     found = json.loads(capsys.readouterr().out)
-    replay = jr.prioritized(capacity=400_000, num_envs=16, batch_size=1, n_step=3, autoreset="next_step")
+    replay = jr.prioritized(
+        capacity=400_000, num_envs=16, batch_size=1, n_step=3, autoreset="next_step"
+    )
     obs = {"image": np.zeros((84, 84, 3), np.uint8), "vector": np.zeros(31, np.float32)}
-    example = {"obs": obs, "action": np.zeros(8, np.float32), "reward": 0.0, "terminated": False, "truncated": False}
+    example = {
+        "obs": obs,
+        "action": np.zeros(8, np.float32),
+        "reward": 0.0,
+        "terminated": False,
+        "truncated": False,
+    }
     assert found["total"] == replay.memory(example).total
     assert found["memory"]["leaves"] == replay.memory(example).leaves
     assert found["naive"] == found["total"] + 400_000 * (84 * 84 * 3 + 31 * 4)
@@ -70,16 +94,37 @@ def test_the_command_says_what_python_says(capsys):
         ("plan --obs uint8", "the following arguments are required: --capacity"),
         ("plan --capacity 100", "give the observation, by --obs for each leaf, or by --env"),
         ("plan --capacity many --obs uint8", "argument --capacity: invalid int value: 'many'"),
-        ("plan --capacity 100 --obs image:84y84:uint8", r"--obs: 'image:84y84:uint8' is not \[NAME:\]\[SHAPE:\]DTYPE"),
-        ("plan --capacity 100 --obs 3:number", r"--obs: '3:number' is not \[NAME:\]\[SHAPE:\]DTYPE"),
+        (
+            "plan --capacity 100 --obs image:84y84:uint8",
+            r"--obs: 'image:84y84:uint8' is not \[NAME:\]\[SHAPE:\]DTYPE",
+        ),
+        (
+            "plan --capacity 100 --obs 3:number",
+            r"--obs: '3:number' is not \[NAME:\]\[SHAPE:\]DTYPE",
+        ),
         ("plan --capacity 100 --obs 4:str", "--obs: '4:str' is not "),
         ("plan --capacity 100 --obs=-4:float32", "--obs: '-4:float32' is not "),
         ("plan --capacity 100 --obs a:b:float32", "--obs: 'a:b:float32' is not "),
-        ("plan --capacity 100 --obs uint8 --action a:2:float32", "--action: one leaf has no name, got 'a:2:float32'"),
-        ("plan --capacity 100 --obs uint8 --env CartPole-v1", "--env: it brings its spaces; leave out --obs and --action"),
-        ("plan --capacity 100 --obs uint8 --obs float32", "each of several leaves needs a name of its own"),
-        ("plan --capacity 100 --obs uint8 --num-envs 3", "capacity=100 rows do not divide into num_envs=3 .* 99 and 102"),
-        ("plan --capacity 100 --obs uint8 --n-step 0", "n_step must be an int of at least 1, got 0"),
+        (
+            "plan --capacity 100 --obs uint8 --action a:2:float32",
+            "--action: one leaf has no name, got 'a:2:float32'",
+        ),
+        (
+            "plan --capacity 100 --obs uint8 --env CartPole-v1",
+            "--env: it brings its spaces; leave out --obs and --action",
+        ),
+        (
+            "plan --capacity 100 --obs uint8 --obs float32",
+            "each of several leaves needs a name of its own",
+        ),
+        (
+            "plan --capacity 100 --obs uint8 --num-envs 3",
+            "capacity=100 rows do not divide into num_envs=3 .* 99 and 102",
+        ),
+        (
+            "plan --capacity 100 --obs uint8 --n-step 0",
+            "n_step must be an int of at least 1, got 0",
+        ),
         ("plan --capacity 100 --env Nowhere-v0", "--env: .*Nowhere"),
     ],
 )
@@ -111,7 +156,18 @@ def test_a_rollout_is_refused():
 
 
 def test_it_runs_as_a_module():
-    command = [sys.executable, "-m", "jaxreplay", "plan", "--obs", "4:float32", "--action", "int32", "--capacity", "1000"]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxreplay",
+        "plan",
+        "--obs",
+        "4:float32",
+        "--action",
+        "int32",
+        "--capacity",
+        "1000",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "It fits." in done.stdout

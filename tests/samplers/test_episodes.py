@@ -1,4 +1,5 @@
-"""The episode look-ups against their definitions, on random streams with wraps, masks, and episodes longer than a stream."""
+"""The episode look-ups against their definitions, on random streams with wraps, masks, and episodes
+longer than a stream."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,9 @@ def check(replay, state, oracle, look_up):
         spans = oracle_views.spans(oracle, rows)
         oldest = max(0, len(rows) - oracle.length)
         for position, index in oracle.stored(env):
-            to_end, from_start, ends, exist, complete = (np.asarray(x)[..., env * oracle.length + position] for x in look_up(state))
+            to_end, from_start, ends, exist, complete = (
+                np.asarray(x)[..., env * oracle.length + position] for x in look_up(state)
+            )
             if spans[index] is None:
                 assert (to_end, from_start, complete) == (0, 0, False)
                 continue
@@ -36,28 +39,53 @@ def check(replay, state, oracle, look_up):
 @pytest.mark.parametrize(("autoreset", "has_final_obs"), FORMS)
 @pytest.mark.parametrize("ends", [0.03, 0.3, 0.9, 1.0])
 @pytest.mark.parametrize("masked", [False, True])
-def test_look_ups_agree_with_their_definitions(autoreset, has_final_obs, ends, masked):
-    r = np.random.default_rng(int(ends * 100) + masked)
+def test_look_ups_agree_with_their_definitions(autoreset, has_final_obs, ends, allow_mask):
+    r = np.random.default_rng(int(ends * 100) + allow_mask)
     num_envs, length = 3, 8
-    replay = jr.uniform(capacity=num_envs * length, num_envs=num_envs, batch_size=1, autoreset=autoreset, masked=masked, keep_episodes=True)
-    oracle = Oracle(num_envs=num_envs, length=length, autoreset=autoreset, has_final_obs=has_final_obs, n_step=1, discount=1.0)
+    replay = jr.uniform(
+        capacity=num_envs * length,
+        num_envs=num_envs,
+        batch_size=1,
+        autoreset=autoreset,
+        allow_mask=allow_mask,
+        track_episodes=True,
+    )
+    oracle = Oracle(
+        num_envs=num_envs,
+        length=length,
+        autoreset=autoreset,
+        has_final_obs=has_final_obs,
+        n_step=1,
+        gamma=1.0,
+    )
     zeros = np.zeros(num_envs, np.float32)
     blank = jr.Step(
-        obs=zeros, action=zeros, reward=zeros, terminated=zeros > 0, truncated=zeros > 0, final_obs=zeros if has_final_obs else None
+        obs=zeros,
+        action=zeros,
+        reward=zeros,
+        terminated=zeros > 0,
+        truncated=zeros > 0,
+        final_obs=zeros if has_final_obs else None,
     )
     state, add = replay.init(jax.tree.map(lambda x: x[0], blank)), jax.jit(replay.add)
     rows = jnp.arange(replay.capacity)
 
     @jax.jit
     def look_up(state):
-        episodes = replay.episodes(state)
+        episodes = replay.episode_table(state)
         ends, exist = jax.vmap(lambda k: episodes.kth_end(rows, k))(jnp.arange(4))
-        return episodes.steps_to_end(rows), episodes.steps_from_start(rows), ends, exist, episodes.is_complete(rows)
+        return (
+            episodes.steps_to_end(rows),
+            episodes.steps_from_start(rows),
+            ends,
+            exist,
+            episodes.is_complete(rows),
+        )
 
     for _ in range(300 if SOAK else 60):
         done, kind = r.random(num_envs) < ends, r.random(num_envs) < 0.5
-        mask = r.random(num_envs) < 0.7 if masked else None
-        if masked and autoreset == "next_step":
+        mask = r.random(num_envs) < 0.7 if allow_mask else None
+        if allow_mask and autoreset == "next_step":
             mask |= [oracle.owes_final_row(env) for env in range(num_envs)]
         step = blank.replace(terminated=done & kind, truncated=done & ~kind)
         oracle.add(zeros, zeros, zeros, step.terminated, step.truncated, zeros, mask)
@@ -66,18 +94,22 @@ def test_look_ups_agree_with_their_definitions(autoreset, has_final_obs, ends, m
 
 
 def test_rows_that_are_not_stored_are_in_no_complete_episode():
-    replay = jr.uniform(capacity=8, num_envs=1, batch_size=1, autoreset="same_step", keep_episodes=True)
+    replay = jr.uniform(
+        capacity=8, num_envs=1, batch_size=1, autoreset="same_step", track_episodes=True
+    )
     one = jnp.ones(1)
     step = jr.Step(obs=one, action=one, reward=one, terminated=one > 0, truncated=one < 0)
     state = jax.jit(replay.add)(replay.init(jax.tree.map(lambda x: x[0], step)), step)
-    assert replay.episodes(state).is_complete(jnp.arange(8)).tolist() == [True] + [False] * 7
+    assert replay.episode_table(state).is_complete(jnp.arange(8)).tolist() == [True] + [False] * 7
     state = replay.clear(state)
-    assert not replay.episodes(state).is_complete(jnp.arange(8)).any()
+    assert not replay.episode_table(state).is_complete(jnp.arange(8)).any()
 
 
 def test_without_a_table_the_cure_is_named():
     replay = jr.uniform(capacity=8, num_envs=1, batch_size=1, autoreset="same_step")
     one = jnp.ones(())
-    state = replay.init(jr.Step(obs=one, action=one, reward=one, terminated=one > 0, truncated=one < 0))
-    with pytest.raises(ValueError, match="keep_episodes=True"):
-        replay.episodes(state)
+    state = replay.init(
+        jr.Step(obs=one, action=one, reward=one, terminated=one > 0, truncated=one < 0)
+    )
+    with pytest.raises(ValueError, match="track_episodes=True"):
+        replay.episode_table(state)

@@ -1,4 +1,5 @@
-"""The laws of horizons, goals and episodes: chi-square with independent draws; each fixed key fails by chance once in 10^4."""
+"""The laws of horizons, goals and episodes: chi-square with independent draws; each fixed key fails
+by chance once in 10^4."""
 
 import functools
 
@@ -22,14 +23,17 @@ LEAST = 1e-4
 def law_of(discount, n, clip=False):
     """P(1 .. n), in float64."""
     if clip:
-        law = np.array([discount ** (k - 1) * (1 - discount) for k in range(1, n)] + [discount ** (n - 1)])
+        law = np.array(
+            [discount ** (k - 1) * (1 - discount) for k in range(1, n)] + [discount ** (n - 1)]
+        )
         return law
     law = np.array([discount ** (k - 1) for k in range(1, n + 1)])
     return law / law.sum()
 
 
 def check(counts, law):
-    """Values of fewer than 10 expected draws are taken together; values of probability 0 must not come."""
+    """Values of fewer than 10 expected draws are taken together; values of probability 0 must not
+    come."""
     expected = law * counts.sum()
     assert counts[law == 0].sum() == 0
     rare = expected < 10
@@ -37,12 +41,18 @@ def check(counts, law):
     wanted = np.append(expected[~rare], expected[rare].sum())
     keep = wanted > 0
     if keep.sum() > 1:
-        assert stats.chisquare(observed[keep], wanted[keep] * observed.sum() / wanted[keep].sum()).pvalue > LEAST
+        assert (
+            stats.chisquare(
+                observed[keep], wanted[keep] * observed.sum() / wanted[keep].sum()
+            ).pvalue
+            > LEAST
+        )
 
 
 @pytest.mark.parametrize("case", CATALOG if SOAK else KINDS, ids=lambda case: case.name)
 def test_draws_are_as_probable_as_they_say(case):
-    """Draws match `probability`, with updated priorities if the sampler has any. A sampler that consumes gives each row once."""
+    """Draws match `probability`, with updated priorities if the sampler has any. A sampler that
+    consumes gives each row once."""
     replay = case.replay()
     state = case.filled(replay)
     if isinstance(replay.sampler, ConsumingSampler):
@@ -52,13 +62,19 @@ def test_draws_are_as_probable_as_they_say(case):
         assert len(rows) == size
         return
     if isinstance(replay.sampler, PrioritySampler):
-        index = jitted(replay, "get")(state, jnp.arange(0, replay.capacity, 2), jax.random.key(1)).index
+        index = jitted(replay, "get")(
+            state, jnp.arange(0, replay.capacity, 2), jax.random.key(1)
+        ).index
         priority = jnp.asarray(np.random.default_rng(0).random(replay.capacity // 2), jnp.float32)
         state = jitted(replay, "update_priorities")(state, index, priority)
         state = jitted(replay, "rerank")(state) if hasattr(replay.sampler, "rerank") else state
     law = np.asarray(everything(replay)(state, 0).probability, np.float64)
     assert law.sum() == pytest.approx(1, rel=1e-5)
-    draw = jax.jit(lambda state, keys: jax.vmap(lambda key: replay.sampler.draw(state.sampler, Sampleable.of(state), key, 1))(keys))
+    draw = jax.jit(
+        lambda state, keys: jax.vmap(
+            lambda key: replay.sampler.draw(state.sampler, Sampleable.of(state), key, 1)
+        )(keys)
+    )
     drawn = draw(state, jax.random.split(jax.random.key(2), DRAWS // 4))
     row = np.asarray(drawn.row).reshape(-1)
     np.testing.assert_allclose(np.asarray(drawn.probability).reshape(-1), law[row], rtol=1e-5)
@@ -67,9 +83,9 @@ def test_draws_are_as_probable_as_they_say(case):
 
 def taken_of(replay, state, size):
     """Take batches until a pass has given all its rows, and return these."""
-    rows, take = [], jitted(replay, "take")
+    rows, pop = [], jitted(replay, "pop")
     for number in range(4 * size):
-        state, batch = take(state, jax.random.key(number))
+        state, batch = pop(state, jax.random.key(number))
         rows += np.asarray(batch.index.row)[np.asarray(batch.is_valid)].tolist()
         if len(rows) >= size:
             break
@@ -81,7 +97,11 @@ def taken_of(replay, state, size):
 @pytest.mark.parametrize("discount", [0.0, 0.5, 0.9, 0.99, 1.0])
 def test_horizons_have_their_law(discount, n, clip):
     high, low = jax.random.bits(jax.random.key(n), (2, DRAWS), jnp.uint32)
-    k = np.asarray(jax.jit(lambda *words: random.geometric(discount, jnp.full((DRAWS,), n), *words, clip=clip))(high, low))
+    k = np.asarray(
+        jax.jit(
+            lambda *words: random.geometric(discount, jnp.full((DRAWS,), n), *words, clip=clip)
+        )(high, low)
+    )
     assert k.min() >= 1
     assert k.max() <= n
     check(np.bincount(k, minlength=n + 1)[1:], law_of(discount, n, clip))
@@ -93,73 +113,104 @@ def test_no_bits_lead_past_the_bound(discount, clip):
     edges = jnp.asarray([0, 1, 255, 2**31, 2**32 - 256, 2**32 - 1], jnp.uint32)
     high, low = (x.reshape(-1) for x in jnp.meshgrid(edges, edges))
     for bound in (0, 1, 2, 7, 1000, 2**30):
-        k = np.asarray(random.geometric(discount, jnp.full(high.shape, bound), high, low, clip=clip))
+        k = np.asarray(
+            random.geometric(discount, jnp.full(high.shape, bound), high, low, clip=clip)
+        )
         assert k.min() >= min(bound, 1)
         assert k.max() <= bound
 
 
 def stream(lengths, **options):
-    """Episodes of these lengths in a stream; each step's observation is (episode, place), the final one's too."""
+    """Episodes of these lengths in a stream; each step's observation is (episode, place), the final
+    one's too."""
     num_rows = sum(lengths) + len(lengths)
-    replay = jr.episodes(capacity=num_rows + 4, num_envs=1, batch_size=DRAWS, autoreset="next_step", **options)
-    obs = jnp.asarray([(e, t) for e, n in enumerate(lengths) for t in range(n + 1)], jnp.int32)[:, None]
+    replay = jr.future_pairs(
+        capacity=num_rows + 4, num_envs=1, batch_size=DRAWS, autoreset="next_step", **options
+    )
+    obs = jnp.asarray([(e, t) for e, n in enumerate(lengths) for t in range(n + 1)], jnp.int32)[
+        :, None
+    ]
     ends = jnp.asarray([t == n - 1 for n in lengths for t in range(n + 1)])[:, None]
-    steps = jr.Step(obs=obs, action=obs[..., 0], reward=obs[..., 0], terminated=ends, truncated=jnp.zeros_like(ends))
-    return replay, jax.jit(replay.extend)(replay.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
+    steps = jr.Step(
+        obs=obs,
+        action=obs[..., 0],
+        reward=obs[..., 0],
+        terminated=ends,
+        truncated=jnp.zeros_like(ends),
+    )
+    return replay, jax.jit(replay.extend)(
+        replay.init(jax.tree.map(lambda x: x[0, 0], steps)), steps
+    )
 
 
 LENGTHS = (1, 2, 5, 17)
 
 
 @functools.cache
-def pairs_of(discount, tail):
-    replay, state = stream(LENGTHS, discount=discount, tail=tail)
+def pairs_of(discount, beyond):
+    replay, state = stream(LENGTHS, gamma=discount, beyond=beyond)
     return jax.tree.map(np.asarray, jax.jit(replay.sample)(state, jax.random.key(7)))
 
 
 def test_episodes_are_drawn_alike_whatever_their_lengths_then_their_steps():
     batch = pairs_of(0.9, "truncate")
-    episode, place = batch.items.obs[:, 0], batch.items.obs[:, 1]
+    episode, place = batch.experience.obs[:, 0], batch.experience.obs[:, 1]
     check(np.bincount(episode, minlength=4), np.full(4, 0.25))
     for number, length in enumerate(LENGTHS):
         check(np.bincount(place[episode == number], minlength=length), np.full(length, 1 / length))
         np.testing.assert_allclose(batch.probability[episode == number], 0.25 / length, rtol=1e-6)
 
 
-@pytest.mark.parametrize("tail", ["truncate", "clip"])
-def test_pairs_have_the_law_of_their_horizon_and_never_cross_an_episode(tail):
-    items = pairs_of(0.9, tail).items
+@pytest.mark.parametrize("beyond", ["truncate", "clip"])
+def test_pairs_have_the_law_of_their_horizon_and_never_cross_an_episode(beyond):
+    items = pairs_of(0.9, beyond).experience
     assert (items.obs[:, 0] == items.future_obs[:, 0]).all()
     assert (items.future_obs[:, 1] - items.obs[:, 1] == items.num_steps).all()
     for place in (0, 10, 16):
         mine = items.num_steps[(items.obs[:, 0] == 3) & (items.obs[:, 1] == place)]
-        check(np.bincount(mine, minlength=18 - place)[1:], law_of(0.9, 17 - place, tail == "clip"))
+        check(
+            np.bincount(mine, minlength=18 - place)[1:], law_of(0.9, 17 - place, beyond == "clip")
+        )
 
 
 def test_the_second_terminal_bounds_a_horizon_where_several_lie_ahead():
-    """At discount 1 horizons are uniform up to the bound: the second end ahead, else the first, else the newest row."""
-    replay, state = stream((2, 3, 4), discount=1.0, max_terminals=2)
-    items = jax.tree.map(np.asarray, jax.jit(replay.sample)(state, jax.random.key(1)).items)
+    """At discount 1 horizons are uniform up to the bound: the second end ahead, else the first,
+    else the newest row."""
+    replay, state = stream((2, 3, 4), gamma=1.0, max_terminals=2)
+    items = jax.tree.map(np.asarray, jax.jit(replay.sample)(state, jax.random.key(1)).experience)
     for (episode, place), bound in {(0, 0): 6, (0, 1): 5, (1, 1): 7, (2, 0): 4, (2, 3): 1}.items():
         mine = items.num_steps[(items.obs[:, 0] == episode) & (items.obs[:, 1] == place)]
         check(np.bincount(mine, minlength=bound + 1)[1:], np.full(bound, 1 / bound))
 
 
 def hindsight(strategy, ratio, length=9):
-    """Goals from one episode of so many steps, beside another one; the goal achieved at row t is t."""
+    """Goals from one episode of so many steps, beside another one; the goal achieved at row t is
+    t."""
     replay = jr.uniform(capacity=40, num_envs=1, batch_size=DRAWS, autoreset="next_step")
-    replay = jr.hindsight(replay, lambda achieved, goal, step: (achieved == goal).astype(jnp.float32), strategy=strategy, ratio=ratio)
+    replay = jr.hindsight(
+        replay,
+        lambda achieved, goal, step: (achieved == goal).astype(jnp.float32),
+        strategy=strategy,
+        relabel_fraction=ratio,
+    )
     time = jnp.arange(length + 1 + 6, dtype=jnp.int32)[:, None]
     ends = (time == length - 1) | (time == length + 5)
     obs = {"achieved_goal": time, "desired_goal": jnp.full_like(time, -1)}
-    steps = jr.Step(obs=obs, action=time, reward=time * 0.0 - 1, terminated=ends, truncated=jnp.zeros_like(ends))
+    steps = jr.Step(
+        obs=obs, action=time, reward=time * 0.0 - 1, terminated=ends, truncated=jnp.zeros_like(ends)
+    )
     state = jax.jit(replay.extend)(replay.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
-    items = jax.tree.map(np.asarray, jax.jit(replay.sample)(state, jax.random.key(2)).items)
+    items = jax.tree.map(np.asarray, jax.jit(replay.sample)(state, jax.random.key(2)).experience)
     return items.action, items.obs["desired_goal"], items.next_obs["desired_goal"], items.reward
 
 
 def test_goals_have_the_law_of_their_strategy():
-    for strategy, (first, last) in {"future": (4, 9), "final": (9, 9), "episode": (0, 9), "random": (0, 15)}.items():
+    for strategy, (first, last) in {
+        "future": (4, 9),
+        "final": (9, 9),
+        "episode": (0, 9),
+        "random": (0, 15),
+    }.items():
         time, goal, next_goal, reward = hindsight(strategy, ratio=1.0)
         assert (goal == next_goal).all()
         assert (reward == (goal == time + 1)).all()
@@ -178,14 +229,25 @@ def test_the_ratio_is_the_fraction_of_new_goals():
 def test_what_nested_views_draw_is_independent():
     """Of two goals and a horizon, each is what it would be alone, whatever the others are."""
     time = jnp.arange(41, dtype=jnp.int32)[:, None]
-    obs = {"one": time, "two": time, "goal": jnp.full_like(time, -1), "other goal": jnp.full_like(time, -1)}
+    obs = {
+        "one": time,
+        "two": time,
+        "goal": jnp.full_like(time, -1),
+        "other goal": jnp.full_like(time, -1),
+    }
     end = time == 39
-    steps = jr.Step(obs=obs, action=time, reward=time * 0.0, terminated=end, truncated=jnp.zeros_like(end))
-    replay = jr.episodes(capacity=64, num_envs=1, batch_size=DRAWS, discount=0.9, autoreset="next_step")
+    steps = jr.Step(
+        obs=obs, action=time, reward=time * 0.0, terminated=end, truncated=jnp.zeros_like(end)
+    )
+    replay = jr.future_pairs(
+        capacity=64, num_envs=1, batch_size=DRAWS, gamma=0.9, autoreset="next_step"
+    )
     for achieved, desired in (("one", "goal"), ("two", "other goal")):
-        replay = jr.hindsight(replay, lambda *_: 0.0, ratio=0.5, achieved=achieved, desired=desired)
+        replay = jr.hindsight(
+            replay, lambda *_: 0.0, relabel_fraction=0.5, achieved_key=achieved, desired_key=desired
+        )
     state = jax.jit(replay.extend)(replay.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
-    items = jax.tree.map(np.asarray, jax.jit(replay.sample)(state, jax.random.key(4)).items)
+    items = jax.tree.map(np.asarray, jax.jit(replay.sample)(state, jax.random.key(4)).experience)
     goals = [items.obs[name] for name in ("goal", "other goal")]
     is_new = [goal >= 0 for goal in goals]
     check(np.bincount(is_new[0] + 2 * is_new[1], minlength=4), np.full(4, 0.25))
@@ -194,4 +256,7 @@ def test_what_nested_views_draw_is_independent():
         mine = items.num_steps[at_start & (is_new[0] + 2 * is_new[1] == which)]
         check(np.bincount(mine, minlength=41)[1:], law_of(0.9, 40))
     both = at_start & is_new[0] & is_new[1]
-    check(np.bincount((goals[0] > 20)[both] + 2 * (goals[1] > 20)[both], minlength=4), np.full(4, 0.25))
+    check(
+        np.bincount((goals[0] > 20)[both] + 2 * (goals[1] > 20)[both], minlength=4),
+        np.full(4, 0.25),
+    )

@@ -1,4 +1,5 @@
-"""The keyed permutation: a bijection for every size, and no permutation more likely than another."""
+"""The keyed permutation: a bijection for every size, and no permutation more likely than
+another."""
 
 import math
 
@@ -65,7 +66,8 @@ def test_an_index_goes_everywhere(size):
 
 
 def test_neighbors_do_not_stay_together():
-    """The images of two neighbors: all pairs alike. The steps between those of three: all alike that are the steps of three images."""
+    """The images of two neighbors: all pairs alike. The steps between those of three: all alike
+    that are the steps of three images."""
     size = 40
     image = images([5, 6, 7, 8, 9], size)
     check_even(table(image[:, 0], image[:, 1], size)[~np.eye(size, dtype=bool)])
@@ -80,7 +82,8 @@ def table(first, second, size):
 
 
 def test_keys_give_orders_of_their_own():
-    """Even keys that differ in one bit: as many indices stay as of a random permutation, one on average."""
+    """Even keys that differ in one bit: as many indices stay as of a random permutation, one on
+    average."""
     index = jnp.arange(300, dtype=jnp.int32)
     base = np.asarray(one_key(KEYS[0], index, jnp.int32(300)))
     for bit in range(0, 64, 9):

@@ -12,7 +12,8 @@ NAN, INF = float("nan"), float("inf")
 
 # A buffer is a leafless pytree: its methods are jitted once for all that are equal.
 add, update, get, clear, min_probability = (
-    jax.jit(getattr(jr.ReplayBuffer, name)) for name in ("add", "update_priorities", "get", "clear", "min_probability")
+    jax.jit(getattr(jr.ReplayBuffer, name))
+    for name in ("add", "update_priorities", "get", "clear", "min_probability")
 )
 sample = jax.jit(jr.ReplayBuffer.sample, static_argnums=3)
 
@@ -20,13 +21,17 @@ sample = jax.jit(jr.ReplayBuffer.sample, static_argnums=3)
 def flat(values):
     """A step of as many envs as there are rewards."""
     values = jnp.asarray(values, jnp.float32)
-    return jr.Step(obs=values, action=values, reward=values, terminated=values < -99, truncated=values < -99)
+    return jr.Step(
+        obs=values, action=values, reward=values, terminated=values < -99, truncated=values < -99
+    )
 
 
 def buffer(priorities, *, length=4, **config):
     """One sampleable row a stream with these priorities, and one more row that waits."""
-    config = {"exponent": 1.0, "stratified": False, "batch_size": 8, **config}
-    replay = jr.prioritized(capacity=length * len(priorities), num_envs=len(priorities), autoreset="same_step", **config)
+    config = {"alpha": 1.0, "stratified": False, "batch_size": 8, **config}
+    replay = jr.prioritized(
+        capacity=length * len(priorities), num_envs=len(priorities), autoreset="same_step", **config
+    )
     state = replay.init(jax.tree.map(lambda x: x[0], flat(priorities)))
     state = add(replay, state, flat(priorities), priority=jnp.asarray(priorities, jnp.float32))
     return replay, add(replay, state, flat(priorities), priority=jnp.ones(len(priorities)))
@@ -41,17 +46,21 @@ def probabilities(replay, state):
 
 
 def index_of(replay, state, streams):
-    return jax.tree.map(lambda x: x[jnp.asarray(streams)], get(replay, state, rows_of(replay)).index)
+    return jax.tree.map(
+        lambda x: x[jnp.asarray(streams)], get(replay, state, rows_of(replay)).index
+    )
 
 
 def test_independent_draws_follow_the_law():
     priority = np.random.default_rng(0).gamma(1.0, size=40)
-    replay, state = buffer(priority, exponent=0.7)
+    replay, state = buffer(priority, alpha=0.7)
     batch = sample(replay, state, jax.random.key(0), 300_000)
     expected = priority**0.7 / (priority**0.7).sum()
     counts = np.bincount(np.asarray(batch.index.row) // 4, minlength=40)
     assert stats.chisquare(counts, expected * counts.sum()).pvalue > 1e-4
-    np.testing.assert_allclose(batch.probability, expected[np.asarray(batch.index.row) // 4], rtol=1e-5)
+    np.testing.assert_allclose(
+        batch.probability, expected[np.asarray(batch.index.row) // 4], rtol=1e-5
+    )
 
 
 def test_a_stratified_batch_has_one_draw_in_each_part_of_the_mass():
@@ -70,8 +79,11 @@ def test_stratified_draws_are_right_on_average():
     priority = np.array([1.0, 2.0, 3.0, 4.0, 0.0])
     replay, state = buffer(priority, stratified=True)
     draw = jax.jit(jax.vmap(lambda key: replay.sample(state, key, 7).index.row))
-    counts = np.bincount(np.asarray(draw(jax.random.split(jax.random.key(0), 20_000))).ravel() // 4, minlength=5)
-    # Strata only lower the variance: 4 standard deviations of independent draws is a wide bound, failed by chance in 10^4 cases once.
+    counts = np.bincount(
+        np.asarray(draw(jax.random.split(jax.random.key(0), 20_000))).ravel() // 4, minlength=5
+    )
+    # Strata only lower the variance: 4 standard deviations of independent draws is a wide bound,
+    # failed by chance in 10^4 cases once.
     expected = priority / 10 * counts.sum()
     assert (np.abs(counts - expected) <= 4 * np.sqrt(np.maximum(expected, 0))).all()
 
@@ -81,15 +93,15 @@ def test_a_bad_priority_keeps_the_old_one_and_is_counted(bad):
     replay, state = buffer([1.0, 2.0, 5.0])
     state = update(replay, state, index_of(replay, state, [0, 2]), jnp.array([bad, 3.0]))
     np.testing.assert_allclose(probabilities(replay, state), np.array([1, 2, 3]) / 6, rtol=1e-6)
-    assert (int(state.sampler.ignored_priorities), int(state.sampler.ignored_rows)) == (1, 0)
-    assert float(state.sampler.largest) == 5
+    assert (int(state.sampler.num_bad_priorities), int(state.sampler.num_stale_updates)) == (1, 0)
+    assert float(state.sampler.max_priority) == 5
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -1.0])
 def test_a_bad_priority_at_add_becomes_the_largest_so_far_and_is_counted(bad):
     replay, state = buffer([1.0, bad, 2.0])
     np.testing.assert_allclose(probabilities(replay, state), np.array([1, 1, 2]) / 4, rtol=1e-6)
-    assert int(state.sampler.ignored_priorities) == 1
+    assert int(state.sampler.num_bad_priorities) == 1
 
 
 def test_zero_is_never_drawn_and_all_zero_cannot_be_sampled():
@@ -100,14 +112,16 @@ def test_zero_is_never_drawn_and_all_zero_cannot_be_sampled():
     batch = sample(replay, state, jax.random.key(0))
     assert not batch.is_valid.any()
     assert not batch.probability.any()
-    assert np.isfinite(np.asarray(batch.items.reward)).all()
+    assert np.isfinite(np.asarray(batch.experience.reward)).all()
     state = update(replay, state, index_of(replay, state, [1]), jnp.array([0.5]))
     assert sample(replay, state, jax.random.key(0)).index.row.tolist() == [4] * 8
 
 
 def test_the_largest_of_duplicates_wins():
     replay, state = buffer([1.0, 1.0])
-    state = update(replay, state, index_of(replay, state, [0, 0, 1, 0]), jnp.array([2.0, 3.0, 1.0, NAN]))
+    state = update(
+        replay, state, index_of(replay, state, [0, 0, 1, 0]), jnp.array([2.0, 3.0, 1.0, NAN])
+    )
     np.testing.assert_allclose(probabilities(replay, state), [0.75, 0.25])
 
 
@@ -116,8 +130,8 @@ def test_a_row_out_of_range_is_ignored_and_counted(row):
     replay, state = buffer([1.0, 2.0, 5.0])
     index = jr.Index(row=jnp.array([row], jnp.int32), lap=jnp.zeros(1, jnp.uint32))
     changed = update(replay, state, index, jnp.array([100.0]))
-    assert int(changed.sampler.ignored_rows) == 1
-    assert float(changed.sampler.largest) == 5
+    assert int(changed.sampler.num_stale_updates) == 1
+    assert float(changed.sampler.max_priority) == 5
     np.testing.assert_array_equal(changed.sampler.tree.sums[0], state.sampler.tree.sums[0])
 
 
@@ -126,7 +140,7 @@ def test_rows_that_were_never_written_or_still_wait_are_ignored():
     waiting, unwritten = 1, 2
     index = jr.Index(row=jnp.array([waiting, unwritten]), lap=jnp.zeros(2, jnp.uint32))
     changed = update(replay, state, index, jnp.array([100.0, 100.0]))
-    assert int(changed.sampler.ignored_rows) == 2
+    assert int(changed.sampler.num_stale_updates) == 2
     np.testing.assert_array_equal(changed.sampler.tree.sums[0], state.sampler.tree.sums[0])
 
 
@@ -136,13 +150,14 @@ def test_a_late_update_of_an_overwritten_row_is_ignored():
     for _ in range(4):  # once round: each row number names another step now
         state = add(replay, state, flat([0.0, 0.0]), priority=jnp.array([1.0, 1.0]))
     changed = update(replay, state, late, jnp.array([100.0, 100.0]))
-    assert int(changed.sampler.ignored_rows) == 2
+    assert int(changed.sampler.num_stale_updates) == 2
     np.testing.assert_array_equal(changed.sampler.tree.sums[0], state.sampler.tree.sums[0])
     assert not get(replay, changed, late).is_valid.any()
 
 
 def test_laps_wrap_around():
-    """A run of 2^32 laps: the counter starts again at 0, and rows of the lap before are still told apart."""
+    """A run of 2^32 laps: the counter starts again at 0, and rows of the lap before are still told
+    apart."""
     replay, state = buffer([1.0, 2.0])
     state = state.replace(streams=state.streams.with_heads(lap=jnp.uint32(2**32 - 1)))
     early = index_of(replay, state, [0, 1])
@@ -159,21 +174,27 @@ def test_ranks_wrap_around():
     """2^32 transitions a stream: the count starts again at 0, and sizes and draws stay right."""
     replay = jr.uniform(capacity=10, num_envs=1, batch_size=500, autoreset="same_step")
     state = replay.init(jax.tree.map(lambda x: x[0], flat([0.0])))
-    state = state.replace(streams=state.streams.replace(num_candidates=jnp.array([2**32 - 7], jnp.uint32)))
+    state = state.replace(
+        streams=state.streams.replace(num_candidates=jnp.array([2**32 - 7], jnp.uint32))
+    )
     for time in range(25):
         state = add(replay, state, flat([float(time)]))
         assert int(replay.size(state)) == min(time, 9)
-    assert set(np.asarray(sample(replay, state, jax.random.key(0)).items.reward)) == set(range(15, 24))
+    assert set(np.asarray(sample(replay, state, jax.random.key(0)).experience.reward)) == set(
+        range(15, 24)
+    )
 
 
 def test_counters_of_what_was_ignored_stay_at_their_maximum():
     replay, state = buffer([1.0])
-    sampler = state.sampler.replace(ignored_priorities=jnp.uint32(2**32 - 2), ignored_rows=jnp.uint32(2**32 - 1))
+    sampler = state.sampler.replace(
+        num_bad_priorities=jnp.uint32(2**32 - 2), num_stale_updates=jnp.uint32(2**32 - 1)
+    )
     bad = index_of(replay, state, [0, 0, 0])
     state = update(replay, state.replace(sampler=sampler), bad, jnp.array([NAN] * 3))
-    assert int(state.sampler.ignored_priorities) == 2**32 - 1
+    assert int(state.sampler.num_bad_priorities) == 2**32 - 1
     state = update(replay, state, jr.Index(row=bad.row - 1, lap=bad.lap), jnp.ones(3))
-    assert int(state.sampler.ignored_rows) == 2**32 - 1
+    assert int(state.sampler.num_stale_updates) == 2**32 - 1
 
 
 def test_new_rows_have_the_largest_priority_so_far():
@@ -182,27 +203,33 @@ def test_new_rows_have_the_largest_priority_so_far():
     state = update(replay, state, index_of(replay, state, [0]), jnp.array([1.0]))
     state = add(replay, state, flat([0.0, 0.0]))  # by default: 9
     state = add(replay, state, flat([0.0, 0.0]))
-    np.testing.assert_allclose(get(replay, state, jnp.array([2, 6])).probability, 9 / (1 + 4 + 1 + 1 + 9 + 9), rtol=1e-6)
+    np.testing.assert_allclose(
+        get(replay, state, jnp.array([2, 6])).probability, 9 / (1 + 4 + 1 + 1 + 9 + 9), rtol=1e-6
+    )
 
 
 def test_a_waiting_row_keeps_the_priority_of_its_add():
-    replay = jr.prioritized(capacity=8, num_envs=1, batch_size=4, autoreset="same_step", n_step=3, exponent=1.0)
+    replay = jr.prioritized(
+        capacity=8, num_envs=1, batch_size=4, autoreset="same_step", n_step=3, alpha=1.0
+    )
     state = replay.init(jax.tree.map(lambda x: x[0], flat([0.0])))
     for priority in (2.0, 3.0, 5.0, 7.0, 11.0):
         state = add(replay, state, flat([0.0]), priority=jnp.array([priority]))
-    np.testing.assert_allclose(get(replay, state, jnp.arange(8)).probability, [0.4, 0.6, 0, 0, 0, 0, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(
+        get(replay, state, jnp.arange(8)).probability, [0.4, 0.6, 0, 0, 0, 0, 0, 0], rtol=1e-6
+    )
 
 
 def test_huge_and_tiny_priorities_stay_finite_and_positive():
-    replay, state = buffer([3.4e38] * 3 + [1e-30, 1e-38, 1e-45, -0.0, 0.0], exponent=2.0)
+    replay, state = buffer([3.4e38] * 3 + [1e-30, 1e-38, 1e-45, -0.0, 0.0], alpha=2.0)
     sums = state.sampler.tree.sums
     assert np.isfinite(np.asarray(sums[-1])).all()
     assert (np.asarray(sums[0])[:8] > 0).tolist() == [True] * 6 + [False] * 2
     assert np.asarray(sample(replay, state, jax.random.key(0), 100).is_valid).all()
 
 
-def test_exponent_zero_is_uniform_over_positive_priorities():
-    replay, state = buffer([3.0, 0.0, 0.1], exponent=0.0)
+def test_alpha_zero_is_uniform_over_positive_priorities():
+    replay, state = buffer([3.0, 0.0, 0.1], alpha=0.0)
     np.testing.assert_allclose(probabilities(replay, state), [0.5, 0, 0.5])
 
 
@@ -216,37 +243,63 @@ def test_a_stale_index_is_known_after_clear():
     replay, state = buffer([1.0, 2.0])
     late = index_of(replay, state, [0, 1])
     state = clear(replay, state)
-    assert (int(replay.size(state)), bool(replay.can_sample(state)), float(state.sampler.largest)) == (0, False, 1)
+    assert (
+        int(replay.size(state)),
+        bool(replay.can_sample(state)),
+        float(state.sampler.max_priority),
+    ) == (0, False, 1)
     for _ in range(9):
         state = add(replay, state, flat([0.0, 0.0]))
         changed = update(replay, state, late, jnp.array([100.0, 100.0]))
-        assert int(changed.sampler.ignored_rows) == 2
+        assert int(changed.sampler.num_stale_updates) == 2
         assert not get(replay, state, late).is_valid.any()
 
 
 def test_importance_weights_by_hand():
     probability = jnp.array([0.5, 0.25, 0.125, 0.0])
-    batch = jr.Sample(items=None, index=None, probability=probability, is_valid=jnp.array([True, True, True, False]))
+    batch = jr.Sample(
+        experience=None,
+        index=None,
+        probability=probability,
+        is_valid=jnp.array([True, True, True, False]),
+    )
     size = jnp.int32(4)  # size * probability: 2, 1, 0.5
-    np.testing.assert_allclose(jr.importance_weights(batch, size, 1.0, normalize=None), [0.5, 1, 2, 0], rtol=1e-6)
-    np.testing.assert_allclose(jr.importance_weights(batch, size, 1.0), [0.25, 0.5, 1, 0], rtol=1e-6)
-    np.testing.assert_allclose(jr.importance_weights(batch, size, 0.5), np.sqrt([0.25, 0.5, 1, 0]), rtol=1e-6)
-    weight = jr.importance_weights(batch, size, 1.0, normalize="buffer_max", min_probability=jnp.float32(1 / 16))
+    np.testing.assert_allclose(
+        jr.importance_weights(batch, size, 1.0, normalize=None), [0.5, 1, 2, 0], rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        jr.importance_weights(batch, size, 1.0), [0.25, 0.5, 1, 0], rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        jr.importance_weights(batch, size, 0.5), np.sqrt([0.25, 0.5, 1, 0]), rtol=1e-6
+    )
+    weight = jr.importance_weights(
+        batch, size, 1.0, normalize="buffer_max", min_probability=jnp.float32(1 / 16)
+    )
     np.testing.assert_allclose(weight, [0.125, 0.25, 0.5, 0], rtol=1e-6)
     nothing = batch.replace(is_valid=jnp.zeros(4, bool))
     assert jr.importance_weights(nothing, jnp.int32(0), 1.0).tolist() == [0, 0, 0, 0]
 
 
 def test_importance_weights_do_not_overflow():
-    batch = jr.Sample(items=None, index=None, probability=jnp.array([1e-37, 1.0]), is_valid=jnp.array([True, True]))
-    np.testing.assert_allclose(jr.importance_weights(batch, jnp.int32(1), 1.0), [1, 1e-37], rtol=1e-3)
+    batch = jr.Sample(
+        experience=None,
+        index=None,
+        probability=jnp.array([1e-37, 1.0]),
+        is_valid=jnp.array([True, True]),
+    )
+    np.testing.assert_allclose(
+        jr.importance_weights(batch, jnp.int32(1), 1.0), [1, 1e-37], rtol=1e-3
+    )
 
 
 def test_importance_weights_refuse_a_wrong_normalizer():
-    batch = jr.Sample(items=None, index=None, probability=jnp.ones(1), is_valid=jnp.ones(1, bool))
+    batch = jr.Sample(
+        experience=None, index=None, probability=jnp.ones(1), is_valid=jnp.ones(1, bool)
+    )
     with pytest.raises(ValueError, match='"batch_max", "buffer_max" or None, got \'max\''):
         jr.importance_weights(batch, jnp.int32(1), 1.0, normalize="max")
-    with pytest.raises(ValueError, match=r"pass min_probability=replay\.min_probability"):
+    with pytest.raises(ValueError, match=r"pass min_probability=buffer\.min_probability"):
         jr.importance_weights(batch, jnp.int32(1), 1.0, normalize="buffer_max")
 
 
@@ -265,16 +318,16 @@ def test_a_positive_priority_has_a_positive_probability_beside_a_huge_one():
     smallest = min_probability(replay, state)
     assert (np.asarray(got.probability) > 0).all()
     assert float(smallest) == float(got.probability[0])
-    for exponent in (0.0, 0.4, 1.0):
-        weight = jr.importance_weights(got, jnp.int32(3), exponent, "buffer_max", smallest)
+    for alpha in (0.0, 0.4, 1.0):
+        weight = jr.importance_weights(got, jnp.int32(3), alpha, "buffer_max", smallest)
         np.testing.assert_allclose(weight[0], 1, rtol=1e-4)
         assert np.isfinite(np.asarray(weight)).all()
 
 
 def test_the_index_of_an_invalid_item_names_no_row():
-    """A sample before there is anything to draw hands out some row's number; an update by it is ignored, also once that row is
-    sampleable."""
-    replay = jr.prioritized(capacity=4, num_envs=1, batch_size=2, autoreset="same_step", exponent=1.0)
+    """A sample before there is anything to draw hands out some row's number; an update by it is
+    ignored, also once that row is sampleable."""
+    replay = jr.prioritized(capacity=4, num_envs=1, batch_size=2, autoreset="same_step", alpha=1.0)
     state = replay.init(jax.tree.map(lambda x: x[0], flat([0.0])))
     state = add(replay, state, flat([0.0]))
     early = sample(replay, state, jax.random.key(0), None)
@@ -282,6 +335,8 @@ def test_the_index_of_an_invalid_item_names_no_row():
     for _ in range(3):
         state = add(replay, state, flat([0.0]))
         state = update(replay, state, early.index, jnp.array([100.0, 100.0]))
-    assert (float(state.sampler.largest), int(state.sampler.ignored_rows)) == (1, 6)
+    assert (float(state.sampler.max_priority), int(state.sampler.num_stale_updates)) == (1, 6)
     stale = get(replay, state, jr.Index(row=jnp.array([0]), lap=jnp.array([7], jnp.uint32)))
-    assert int(update(replay, state, stale.index, jnp.array([100.0])).sampler.ignored_rows) == 7
+    assert (
+        int(update(replay, state, stale.index, jnp.array([100.0])).sampler.num_stale_updates) == 7
+    )

@@ -1,4 +1,5 @@
-"""Rank-based sampling: ranks as of the last rerank, and what hostile input may and may not change."""
+"""Rank-based sampling: ranks as of the last rerank, and what hostile input may and may not
+change."""
 
 import itertools
 
@@ -18,12 +19,23 @@ from jaxreplay.views.transition import TransitionView
 from tests.conftest import SOAK
 from tests.storage.test_oracle_streams import PRIORITIES, Pair
 from tests.support.hlo import large_temporaries
-from tests.support.sampling import add, buffer, check_all_in_place, check_jit_and_vmap, clear, fed, probability_of_all, sample, step_of
+from tests.support.sampling import (
+    add,
+    buffer,
+    check_all_in_place,
+    check_jit_and_vmap,
+    clear,
+    fed,
+    probability_of_all,
+    sample,
+    step_of,
+)
 from tests.views.test_views import Config
 
 NAN, INF = float("nan"), float("inf")
 update, rerank, get, min_probability = (
-    jax.jit(getattr(ReplayBuffer, name)) for name in ("update_priorities", "rerank", "get", "min_probability")
+    jax.jit(getattr(ReplayBuffer, name))
+    for name in ("update_priorities", "rerank", "get", "min_probability")
 )
 
 
@@ -46,19 +58,23 @@ class RankPair(Pair):
         for rows in self.oracle.streams:
             for row in rows:
                 self.first.setdefault(id(row), row.priority)
-                # Rows are told apart by their ids. Python uses that of a row which is gone again: a new one would have its rank.
+                # Rows are told apart by their ids. Python uses that of a row which is gone again: a
+                # new one would have its rank.
                 self.kept.append(row)
 
     def rerank(self):
         sampleable = self.oracle.sampleable()
-        ranked = sorted((-row.priority, number) for number, (row, _) in sampleable.items() if row.priority > 0)
+        ranked = sorted(
+            (-row.priority, number) for number, (row, _) in sampleable.items() if row.priority > 0
+        )
         self.ranked |= {id(row): 0.0 for row, _ in sampleable.values()}
         for rank, (_, number) in enumerate(ranked, start=1):
-            self.ranked[id(sampleable[number][0])] = rank**-self.config.sampler.exponent
+            self.ranked[id(sampleable[number][0])] = rank**-self.config.sampler.alpha
         self.state = rerank(self.config.replay, self.state)
 
     def mass(self):
-        """Row number -> mass: a row that became sampleable since the last rerank has that of rank 1."""
+        """Row number -> mass: a row that became sampleable since the last rerank has that of rank
+        1."""
         return {
             number: self.ranked.get(id(row), 1.0 if self.first[id(row)] > 0 else 0.0)
             for number, (row, _) in self.oracle.sampleable().items()
@@ -67,7 +83,10 @@ class RankPair(Pair):
     def draw(self, seed):
         sampleable = self.oracle.sampleable()
         batch = sample(self.config.replay, self.state, jax.random.key(seed), 64)
-        rows = [sampleable[int(row)][0] if ok else None for row, ok in zip(batch.index.row, batch.is_valid, strict=True)]
+        rows = [
+            sampleable[int(row)][0] if ok else None
+            for row, ok in zip(batch.index.row, batch.is_valid, strict=True)
+        ]
         self.drawn.append((batch.index, rows))
         return batch
 
@@ -77,44 +96,96 @@ class RankPair(Pair):
             index, rows = self.drawn[which % len(self.drawn)]
             priorities = list(itertools.islice(itertools.cycle(priorities), 64))
             self.oracle.update(rows, priorities)
-            self.state = update(self.config.replay, self.state, index, jnp.asarray(priorities, jnp.float32))
+            self.state = update(
+                self.config.replay, self.state, index, jnp.asarray(priorities, jnp.float32)
+            )
 
     def check(self):
         mass = self.mass()
         total = sum(mass.values())
         got = np.asarray(probability_of_all(self.config.replay, self.state))
-        np.testing.assert_allclose([got[row] for row in mass], [m / total if total else 0 for m in mass.values()], rtol=1e-5)
+        np.testing.assert_allclose(
+            [got[row] for row in mass],
+            [m / total if total else 0 for m in mass.values()],
+            rtol=1e-5,
+        )
         batch = self.draw(self.clock)
         assert np.asarray(batch.is_valid).tolist() == [total > 0] * 64
         assert not total or {mass[int(row)] > 0 for row in batch.index.row} == {True}
-        np.testing.assert_allclose(batch.probability, got[np.asarray(batch.index.row)] * (total > 0), rtol=1e-6)
+        np.testing.assert_allclose(
+            batch.probability, got[np.asarray(batch.index.row)] * (total > 0), rtol=1e-6
+        )
         sampler = self.state.sampler
-        assert float(sampler.largest) == np.float32(self.oracle.largest)
-        assert int(sampler.ignored_priorities) == self.oracle.ignored_priorities
-        assert int(sampler.ignored_rows) == self.oracle.ignored_rows
+        assert float(sampler.max_priority) == np.float32(self.oracle.max_priority)
+        assert int(sampler.num_bad_priorities) == self.oracle.num_bad_priorities
+        assert int(sampler.num_stale_updates) == self.oracle.num_stale_updates
         if self.config.sampler.keep_minimum:
             smallest = min((m / total for m in mass.values() if m), default=1)
-            np.testing.assert_allclose(min_probability(self.config.replay, self.state), smallest, rtol=1e-5)
+            np.testing.assert_allclose(
+                min_probability(self.config.replay, self.state), smallest, rtol=1e-5
+            )
 
 
 POOL = (
-    Config("next_step", False, True, 6, TransitionView(n_step=3, discount=0.5), RankBased(stratified=False, keep_minimum=True), num_envs=3),
-    Config("same_step", True, False, 6, TransitionView(discount=0.5), RankBased(exponent=1.0)),
-    Config("same_step", False, False, 8, TransitionView(n_step=2, discount=0.5), RankBased(exponent=0.5), num_envs=2),
-    Config("same_step", False, False, 7, TransitionView(n_step=3, discount=0.5), RankBased(exponent=1.5), num_envs=2),
+    Config(
+        "next_step",
+        False,
+        True,
+        6,
+        TransitionView(n_step=3, gamma=0.5),
+        RankBased(stratified=False, keep_minimum=True),
+        num_envs=3,
+    ),
+    Config("same_step", True, False, 6, TransitionView(gamma=0.5), RankBased(alpha=1.0)),
+    Config(
+        "same_step",
+        False,
+        False,
+        8,
+        TransitionView(n_step=2, gamma=0.5),
+        RankBased(alpha=0.5),
+        num_envs=2,
+    ),
+    Config(
+        "same_step",
+        False,
+        False,
+        7,
+        TransitionView(n_step=3, gamma=0.5),
+        RankBased(alpha=1.5),
+        num_envs=2,
+    ),
 )
 
 
 @st.composite
 def histories(draw):
     config = draw(st.sampled_from(POOL))
-    codes = st.lists(st.sampled_from((0, 0, 0, 0, 0, 1, 2, 4)), min_size=config.num_envs, max_size=config.num_envs)
-    priorities = st.lists(st.sampled_from(PRIORITIES), min_size=config.num_envs, max_size=config.num_envs)
+    codes = st.lists(
+        st.sampled_from((0, 0, 0, 0, 0, 1, 2, 4)),
+        min_size=config.num_envs,
+        max_size=config.num_envs,
+    )
+    priorities = st.lists(
+        st.sampled_from(PRIORITIES), min_size=config.num_envs, max_size=config.num_envs
+    )
     adds = st.tuples(st.just("add"), codes, priorities)
-    blocks = st.tuples(st.just("extend"), st.lists(codes, min_size=1, max_size=2).map(lambda block: block * 3))
-    updates = st.tuples(st.just("update"), st.integers(0, 7), st.lists(st.sampled_from(PRIORITIES), min_size=1, max_size=5))
+    blocks = st.tuples(
+        st.just("extend"), st.lists(codes, min_size=1, max_size=2).map(lambda block: block * 3)
+    )
+    updates = st.tuples(
+        st.just("update"),
+        st.integers(0, 7),
+        st.lists(st.sampled_from(PRIORITIES), min_size=1, max_size=5),
+    )
     rest = [st.tuples(st.just(name)) for name in ("check", "check", "rerank")]
-    history = draw(st.lists(st.one_of(adds, adds, adds, blocks, updates, *rest), min_size=2 * config.length, max_size=5 * config.length))
+    history = draw(
+        st.lists(
+            st.one_of(adds, adds, adds, blocks, updates, *rest),
+            min_size=2 * config.length,
+            max_size=5 * config.length,
+        )
+    )
     if draw(st.integers(0, 3)) == 0:
         history.insert(len(history) // 2, ("clear",))
     return config, history
@@ -153,7 +224,8 @@ WRITES = {
 @pytest.mark.parametrize("writes", WRITES)
 @pytest.mark.parametrize("config", POOL, ids=range(len(POOL)))
 def test_the_law_of_ranks_holds_after_each_kind_of_write_between_two_reranks(config, writes):
-    """Rows that were ranked keep their rank's mass, new ones have that of rank 1, and nothing is left of a row that is gone."""
+    """Rows that were ranked keep their rank's mass, new ones have that of rank 1, and nothing is
+    left of a row that is gone."""
     envs = config.num_envs
     pair = RankPair(config)
     for t in range(7):
@@ -176,7 +248,11 @@ def test_the_law_of_ranks_holds_after_each_kind_of_write_between_two_reranks(con
 
 def ranked(priorities, **config):
     """One sampleable row a stream with these priorities, ranked; the next row of each waits."""
-    replay, state = buffer(RankBased(**{"exponent": 1.0, "stratified": False, **config}), num_envs=len(priorities), length=4)
+    replay, state = buffer(
+        RankBased(**{"alpha": 1.0, "stratified": False, **config}),
+        num_envs=len(priorities),
+        length=4,
+    )
     state = add(replay, state, step_of(priorities), None, jnp.asarray(priorities, jnp.float32))
     return replay, rerank(replay, add(replay, state, step_of(priorities)))
 
@@ -197,14 +273,16 @@ def test_draws_follow_the_law():
     """Independent draws; a fixed key that by chance fails once in 10^4."""
     r = np.random.default_rng(0)
     priority = r.permutation(40) ** 3.0
-    replay, state = ranked(priority, exponent=0.7)
+    replay, state = ranked(priority, alpha=0.7)
     rank = 40 - priority.argsort().argsort()
     expected = normalized(np.where(priority > 0, rank**-0.7, 0))
     batch = sample(replay, state, jax.random.key(0), 300_000)
     counts = np.bincount(np.asarray(batch.index.row) // 4, minlength=40)
     assert counts[priority == 0] == 0
     assert stats.chisquare(counts[priority > 0], expected[priority > 0] * 300_000).pvalue > 1e-4
-    np.testing.assert_allclose(batch.probability, expected[np.asarray(batch.index.row) // 4], rtol=1e-5)
+    np.testing.assert_allclose(
+        batch.probability, expected[np.asarray(batch.index.row) // 4], rtol=1e-5
+    )
 
 
 def test_a_stratified_batch_has_one_draw_in_each_part_of_the_mass():
@@ -238,16 +316,21 @@ def test_an_update_acts_at_the_next_rerank():
     before = shares(replay, state)
     state = update(replay, state, index_of(replay, state, [0, 2]), jnp.array([9.0, 0.0]))
     np.testing.assert_array_equal(shares(replay, state), before)
-    np.testing.assert_allclose(shares(replay, rerank(replay, state)), normalized([1, 1 / 2, 0]), rtol=1e-6)
+    np.testing.assert_allclose(
+        shares(replay, rerank(replay, state)), normalized([1, 1 / 2, 0]), rtol=1e-6
+    )
 
 
 def test_a_new_row_is_drawn_as_the_first_rank_is_unless_its_priority_is_0():
     replay, state = ranked([1.0, 2.0, 3.0])
-    state = add(replay, state, step_of([0.0] * 3), None, jnp.array([0.1, 0.0, 5.0]))  # the row before it waited
+    # the row before it waited
+    state = add(replay, state, step_of([0.0] * 3), None, jnp.array([0.1, 0.0, 5.0]))
     state = add(replay, state, step_of([0.0] * 3))
     mass = np.zeros((3, 4))
     mass[:, 0], mass[:, 1], mass[:, 2] = [1 / 3, 1 / 2, 1], 1, [1, 0, 1]
-    np.testing.assert_allclose(probability_of_all(replay, state), normalized(mass).ravel(), rtol=1e-6)
+    np.testing.assert_allclose(
+        probability_of_all(replay, state), normalized(mass).ravel(), rtol=1e-6
+    )
 
 
 def test_all_zero_cannot_be_sampled_until_a_rerank_with_more():
@@ -263,13 +346,17 @@ def test_all_zero_cannot_be_sampled_until_a_rerank_with_more():
 def test_a_bad_priority_keeps_the_old_one_and_is_counted(bad):
     replay, state = ranked([1.0, 2.0, 3.0])
     state = update(replay, state, index_of(replay, state, [0, 2]), jnp.array([bad, 1.5]))
-    assert (int(state.sampler.ignored_priorities), int(state.sampler.ignored_rows)) == (1, 0)
-    np.testing.assert_allclose(shares(replay, rerank(replay, state)), normalized([1 / 3, 1, 1 / 2]), rtol=1e-6)
+    assert (int(state.sampler.num_bad_priorities), int(state.sampler.num_stale_updates)) == (1, 0)
+    np.testing.assert_allclose(
+        shares(replay, rerank(replay, state)), normalized([1 / 3, 1, 1 / 2]), rtol=1e-6
+    )
 
 
 def test_the_largest_of_duplicates_wins():
     replay, state = ranked([5.0, 5.0, 5.0])
-    state = update(replay, state, index_of(replay, state, [0, 0, 1, 0]), jnp.array([2.0, 3.0, 2.5, NAN]))
+    state = update(
+        replay, state, index_of(replay, state, [0, 0, 1, 0]), jnp.array([2.0, 3.0, 2.5, NAN])
+    )
     np.testing.assert_array_equal(np.asarray(state.sampler.priority)[:3], [3, 2.5, 5])
 
 
@@ -282,7 +369,7 @@ def test_stale_and_foreign_rows_are_ignored_and_counted():
     recorded = np.asarray(state.sampler.priority)
     state = update(replay, state, late, jnp.full(3, 9.0))
     np.testing.assert_array_equal(state.sampler.priority, recorded)
-    assert (int(state.sampler.ignored_rows), float(state.sampler.largest)) == (6, 3)
+    assert (int(state.sampler.num_stale_updates), float(state.sampler.max_priority)) == (6, 3)
 
 
 def test_clear_forgets_ranks_and_priorities():
@@ -291,29 +378,37 @@ def test_clear_forgets_ranks_and_priorities():
     assert not replay.can_sample(state)
     state = fed(replay, rerank(replay, state), range(2))
     np.testing.assert_allclose(shares(replay, state), 1 / 3, rtol=1e-6)
-    assert float(state.sampler.largest) == 1
-    np.testing.assert_allclose(shares(replay, rerank(replay, state)), normalized([1, 1 / 2, 1 / 3]), rtol=1e-6)
+    assert float(state.sampler.max_priority) == 1
+    np.testing.assert_allclose(
+        shares(replay, rerank(replay, state)), normalized([1, 1 / 2, 1 / 3]), rtol=1e-6
+    )
 
 
 def test_one_item_and_none():
-    replay = ReplayBuffer(capacity=1, num_envs=1, batch_size=2, sampler=RankBased(), view=Item(), autoreset=None)
+    replay = ReplayBuffer(
+        capacity=1, num_envs=1, batch_size=2, sampler=RankBased(), view=Item(), autoreset=None
+    )
     state = rerank(replay, replay.init(jnp.float32(0)))
     assert not sample(replay, state, jax.random.key(0), 2).is_valid.any()
     state = rerank(replay, add(replay, state, jnp.array([3.0])))
     batch = sample(replay, state, jax.random.key(0), 2)
-    assert (batch.items.tolist(), batch.probability.tolist()) == ([3, 3], [1, 1])
+    assert (batch.experience.tolist(), batch.probability.tolist()) == ([3, 3], [1, 1])
 
 
-def test_a_high_exponent_leaves_every_rank_a_probability():
-    replay, state = ranked([1.0, 2.0, 3.0], exponent=100.0)
+def test_a_high_alpha_leaves_every_rank_a_probability():
+    replay, state = ranked([1.0, 2.0, 3.0], alpha=100.0)
     assert (shares(replay, state) > 0).all()
 
 
 def test_what_it_cannot_do_is_refused():
-    with pytest.raises(ValueError, match="RankBased: exponent must be a finite number of at least 0, got -1"):
-        RankBased(exponent=-1.0)
-    with pytest.raises(ValueError, match="RankBased: this view's window reaches to the end of the episode"):
-        RankBased().window(jr.FutureView().window)
+    with pytest.raises(
+        ValueError, match="RankBased: alpha must be a finite number of at least 0, got -1"
+    ):
+        RankBased(alpha=-1.0)
+    with pytest.raises(
+        ValueError, match="RankBased: this view's window reaches to the end of the episode"
+    ):
+        RankBased().window(jr.views.FutureView().window)
     replay, state = ranked([1.0, 2.0, 3.0])
     with pytest.raises(ValueError, match=r"make its sampler with RankBased\(keep_minimum=True\)"):
         replay.min_probability(state)
@@ -326,16 +421,25 @@ def test_jit_equals_eager_and_vmap_equals_a_loop():
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
     together = jax.jit(jax.vmap(replay.rerank))(stacked)
     for which, one in enumerate(states):
-        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda leaf, which=which: leaf[which], together), rerank(replay, one))
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            jax.tree.map(lambda leaf, which=which: leaf[which], together),
+            rerank(replay, one),
+        )
 
 
 def test_it_is_in_place():
     def loop(replay, state, key):
-        """Two adds, a sample, and two updates in one program: no write but is ordered after the reads before it."""
+        """Two adds, a sample, and two updates in one program: no write but is ordered after the
+        reads before it."""
         priority = jax.random.uniform(key, (8,))
-        state = replay.add(replay.add(state, step_of(priority[:4])), step_of(priority[4:]), None, priority[:4])
+        state = replay.add(
+            replay.add(state, step_of(priority[:4])), step_of(priority[4:]), None, priority[:4]
+        )
         batch = replay.sample(state, key, 8)
-        state = replay.update_priorities(replay.update_priorities(state, batch.index, priority), batch.index, 2 * priority)
+        state = replay.update_priorities(
+            replay.update_priorities(state, batch.index, priority), batch.index, 2 * priority
+        )
         return state, (batch, replay.size(state))
 
     check_all_in_place(RankBased(), [loop])
@@ -344,7 +448,9 @@ def test_it_is_in_place():
 def test_a_loop_that_reranks_now_and_then_never_copies_the_stored_steps():
     capacity = 1 << 14
     replay, _ = buffer(RankBased(), length=capacity)
-    wide = jax.tree.map(lambda leaf: jnp.tile(leaf, (1, 8)) if leaf.dtype == jnp.float32 else leaf, step_of([0.0]))
+    wide = jax.tree.map(
+        lambda leaf: jnp.tile(leaf, (1, 8)) if leaf.dtype == jnp.float32 else leaf, step_of([0.0])
+    )
     wide = wide.replace(reward=jnp.zeros(1))
     state = replay.init(jax.tree.map(lambda leaf: leaf[0], wide))
 
@@ -355,7 +461,9 @@ def test_a_loop_that_reranks_now_and_then_never_copies_the_stored_steps():
         state = replay.update_priorities(state, batch.index, jnp.ones(4))
         return (jax.lax.cond(time == 2, replay.rerank, lambda state: state, state), time + 1), batch
 
-    loop = jax.jit(lambda state, keys: jax.lax.scan(iteration, (state, jnp.int32(0)), keys), donate_argnums=0)
+    loop = jax.jit(
+        lambda state, keys: jax.lax.scan(iteration, (state, jnp.int32(0)), keys), donate_argnums=0
+    )
     text = loop.lower(state, jax.random.split(jax.random.key(0), 3)).compile().as_text()
     assert large_temporaries(text, capacity)  # the rerank's own
     assert not large_temporaries(text, 8 * capacity)
@@ -364,5 +472,9 @@ def test_a_loop_that_reranks_now_and_then_never_copies_the_stored_steps():
 def test_dtypes_hold_with_64_bit_numbers():
     with jax.enable_x64(True):
         replay, state = buffer(RankBased(), num_envs=2)
-        new = jax.eval_shape(lambda state: replay.rerank(replay.add(state, step_of([0.0, 1.0]))), state)
-    assert jax.tree.map(lambda leaf: leaf.dtype, new.sampler) == jax.tree.map(lambda leaf: leaf.dtype, state.sampler)
+        new = jax.eval_shape(
+            lambda state: replay.rerank(replay.add(state, step_of([0.0, 1.0]))), state
+        )
+    assert jax.tree.map(lambda leaf: leaf.dtype, new.sampler) == jax.tree.map(
+        lambda leaf: leaf.dtype, state.sampler
+    )

@@ -36,32 +36,61 @@ def law(counts, decay):
 
 
 class RecentPair(ViewPair):
-    def take(self, batch_size):
+    def pop(self, batch_size):
         """A sample: this sampler takes nothing."""
         batch = sample(self.config.replay, self.state, jax.random.key(self.clock), batch_size)
         expected = self.expected()
         assert np.asarray(batch.is_valid).tolist() == [bool(expected)] * batch_size
         if expected:
-            np.testing.assert_allclose(batch.probability, [expected[int(row)] for row in batch.index.row], rtol=1e-5)
+            np.testing.assert_allclose(
+                batch.probability, [expected[int(row)] for row in batch.index.row], rtol=1e-5
+            )
 
     def expected(self):
         """Row number -> probability."""
         streams = [[] for _ in self.oracle.streams]
-        for env, position, _ in sorted(self.config.anchors(self.oracle), key=lambda reader: reader[2]):
+        for env, position, _ in sorted(
+            self.config.anchors(self.oracle), key=lambda reader: reader[2]
+        ):
             streams[env].append(env * self.config.length + position)
         shares = law(map(len, streams), self.config.sampler.decay)
-        return {row: p for rows, stream in zip(streams, shares, strict=True) for row, p in zip(rows, stream, strict=True)}
+        return {
+            row: p
+            for rows, stream in zip(streams, shares, strict=True)
+            for row, p in zip(rows, stream, strict=True)
+        }
 
     def check(self):
-        expected, got = self.expected(), np.asarray(probability_of_all(self.config.replay, self.state))
-        np.testing.assert_allclose([got[row] for row in expected], list(expected.values()), rtol=1e-5)
+        expected, got = (
+            self.expected(),
+            np.asarray(probability_of_all(self.config.replay, self.state)),
+        )
+        np.testing.assert_allclose(
+            [got[row] for row in expected], list(expected.values()), rtol=1e-5
+        )
         assert int(size(self.config.replay, self.state)) == len(expected)
 
 
 POOL = (
-    Config("next_step", False, True, 6, TransitionView(n_step=3, discount=0.5), Recent(decay=0.9), num_envs=3),
-    Config("same_step", False, True, 8, jr.SequenceView(length=2, period=2), Recent(decay=0.3), num_envs=1),
-    Config("same_step", False, False, 6, jr.FutureView(), Recent(decay=1.0)),
+    Config(
+        "next_step",
+        False,
+        True,
+        6,
+        TransitionView(n_step=3, gamma=0.5),
+        Recent(decay=0.9),
+        num_envs=3,
+    ),
+    Config(
+        "same_step",
+        False,
+        True,
+        8,
+        jr.views.SequenceView(length=2, period=2),
+        Recent(decay=0.3),
+        num_envs=1,
+    ),
+    Config("same_step", False, False, 6, jr.views.FutureView(), Recent(decay=1.0)),
 )
 
 
@@ -73,13 +102,14 @@ def test_probabilities_agree_with_the_oracle(case):
     for kind, *arguments in history:
         getattr(pair, kind)(*arguments)
     pair.check()
-    pair.take(3)
+    pair.pop(3)
 
 
 @pytest.mark.parametrize("decay", [0.2, 0.95])
 def test_draws_follow_the_law(decay):
-    """Three streams of 0, 3 and 19 rows; independent draws, and a fixed key that by chance fails once in 10^4."""
-    replay, state = buffer(Recent(decay=decay), num_envs=3, length=20, masked=True)
+    """Three streams of 0, 3 and 19 rows; independent draws, and a fixed key that by chance fails
+    once in 10^4."""
+    replay, state = buffer(Recent(decay=decay), num_envs=3, length=20, allow_mask=True)
     for time in range(33):
         state = add(replay, state, step_of([1.0] * 3), jnp.array([False, time < 4, True]))
     expected = law([0, 3, 19], decay)
@@ -93,7 +123,9 @@ def test_draws_follow_the_law(decay):
     # Rows that come up less than five times are one class with the rarest of the others.
     order = np.argsort(-flat)
     split = max(1, (flat * 200_000 >= 5).sum() - 1)
-    classes = [np.append(x[order][:split], x[order][split:].sum()) for x in (counts, flat * 200_000)]
+    classes = [
+        np.append(x[order][:split], x[order][split:].sum()) for x in (counts, flat * 200_000)
+    ]
     assert stats.chisquare(*classes).pvalue > 1e-4
     np.testing.assert_allclose(batch.probability, flat[np.asarray(batch.index.row)], rtol=1e-5)
 
@@ -103,27 +135,44 @@ def test_extreme_decays_are_the_newest_row_and_uniform(decay):
     replay, state = buffer(Recent(decay=decay), num_envs=2)
     batch = sample(replay, fed(replay, state, range(6)), jax.random.key(0), 1000)
     assert batch.is_valid.all()
-    assert set(np.asarray(batch.index.row)) == ({4, 12} if decay < 0.5 else {*range(5), *range(8, 13)})
+    assert set(np.asarray(batch.index.row)) == (
+        {4, 12} if decay < 0.5 else {*range(5), *range(8, 13)}
+    )
     np.testing.assert_allclose(batch.probability, 0.5 if decay < 0.5 else 0.1, rtol=1e-5)
 
 
 def test_ranks_wrap_around():
     replay, state = buffer(Recent(decay=0.5))
-    state = state.replace(streams=state.streams.replace(num_candidates=jnp.array([2**32 - 3], jnp.uint32)))
+    state = state.replace(
+        streams=state.streams.replace(num_candidates=jnp.array([2**32 - 3], jnp.uint32))
+    )
     for time in range(12):
         state = fed(replay, state, [time])
         rows = [k % 8 for k in range(max(0, time - 7), time)]
-        np.testing.assert_allclose(probability_of_all(replay, state)[np.array(rows, int)], law([len(rows)], 0.5)[0], rtol=1e-6)
+        np.testing.assert_allclose(
+            probability_of_all(replay, state)[np.array(rows, int)],
+            law([len(rows)], 0.5)[0],
+            rtol=1e-6,
+        )
 
 
 def test_items_by_age():
-    replay = ReplayBuffer(capacity=4, num_envs=1, batch_size=64, sampler=Recent(decay=0.5), view=Item(), autoreset=None)
+    replay = ReplayBuffer(
+        capacity=4,
+        num_envs=1,
+        batch_size=64,
+        sampler=Recent(decay=0.5),
+        view=Item(),
+        autoreset=None,
+    )
     state = replay.init(jnp.float32(0))
     assert not sample(replay, state, jax.random.key(0), 64).is_valid.any()
     for value in range(6):
         state = add(replay, state, jnp.array([float(value)]))
-    assert set(np.asarray(sample(replay, state, jax.random.key(0), 64).items)) == {2, 3, 4, 5}
-    np.testing.assert_allclose(probability_of_all(replay, state), np.array([4, 8, 1, 2]) / 15, rtol=1e-6)
+    assert set(np.asarray(sample(replay, state, jax.random.key(0), 64).experience)) == {2, 3, 4, 5}
+    np.testing.assert_allclose(
+        probability_of_all(replay, state), np.array([4, 8, 1, 2]) / 15, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("decay", [0.0, -0.5, 1.5, float("nan")])

@@ -1,4 +1,5 @@
-"""The segment tree on its own: exact parents, a descent that never enters a node without mass, hostile input, a long run."""
+"""The segment tree on its own: exact parents, a descent that never enters a node without mass,
+hostile input, a long run."""
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +12,19 @@ from tests.conftest import SOAK
 
 CAPACITIES = (1, 2, 7, 8, 9, 64, 65, 1000)
 FAN_OUTS = (2, 8, 32)
-FORMS = [{"fan_out": width, "in_line": False} for width in FAN_OUTS] + [{"fan_out": width, "in_line": True} for width in (2, 32)]
+FORMS = [{"fan_out": width, "in_line": False} for width in FAN_OUTS] + [
+    {"fan_out": width, "in_line": True} for width in (2, 32)
+]
 
 
 def tree_of(mass, **config):
-    tree = jr.SumTree(capacity=len(mass), **config)
+    tree = jr.samplers.SumTree(capacity=len(mass), **config)
     return tree, tree.set(tree.init(), jnp.arange(len(mass)), jnp.asarray(mass, jnp.float32))
 
 
 def check_parents(tree, state, leaves):
-    """Every level is the sum, or the positive minimum, of the one below, and the total is the float64 sum."""
+    """Every level is the sum, or the positive minimum, of the one below, and the total is the
+    float64 sum."""
     np.testing.assert_array_equal(np.asarray(state.sums[0])[: tree.capacity], leaves)
     np.testing.assert_allclose(tree.total(state), leaves.sum(dtype=np.float64), rtol=1e-6)
     for below, above in zip(state.sums, state.sums[1:], strict=False):
@@ -34,12 +38,20 @@ def check_parents(tree, state, leaves):
 @pytest.mark.parametrize("capacity", CAPACITIES)
 @pytest.mark.parametrize("form", FORMS)
 def test_sets_and_ranges_leave_exact_parents(capacity, form):
-    tree = jr.SumTree(capacity=capacity, has_minimum=True, **form)
+    tree = jr.samplers.SumTree(capacity=capacity, has_minimum=True, **form)
     state, leaves, r = tree.init(), np.zeros(capacity, np.float32), np.random.default_rng(capacity)
-    set_, set_unique, set_range = jax.jit(tree.set), jax.jit(tree.set_unique), jax.jit(tree.set_range)
+    set_, set_unique, set_range = (
+        jax.jit(tree.set),
+        jax.jit(tree.set_unique),
+        jax.jit(tree.set_range),
+    )
     length = max(1, capacity // 3)
     for _ in range(20):
-        start, mass, where = r.integers(capacity), r.random(length).astype(np.float32), r.random(length) < 0.6
+        start, mass, where = (
+            r.integers(capacity),
+            r.random(length).astype(np.float32),
+            r.random(length) < 0.6,
+        )
         state = set_range(state, jnp.int32(start), mass, where)
         leaves[((start + np.arange(length)) % capacity)[where]] = mass[where]
         index = r.permutation(capacity + 5)[:3].astype(np.int32)
@@ -51,7 +63,9 @@ def test_sets_and_ranges_leave_exact_parents(capacity, form):
         for i in set(index[(index >= 0) & (index < capacity)]):
             leaves[i] = mass[index == i].max()
         check_parents(tree, state, leaves)
-    state = set_range(state, jnp.int32(capacity // 2), np.ones(capacity, np.float32), np.ones(capacity, bool))
+    state = set_range(
+        state, jnp.int32(capacity // 2), np.ones(capacity, np.float32), np.ones(capacity, bool)
+    )
     check_parents(tree, state, np.ones(capacity, np.float32))
 
 
@@ -83,11 +97,19 @@ def test_find_returns_the_leaf_in_which_the_target_lies(form):
 @pytest.mark.parametrize("seed", range(4))
 def test_find_never_returns_a_leaf_without_mass(form, seed):
     r = np.random.default_rng(seed)
-    mass = np.float32(10.0) ** r.integers(-30, 30, size=777).astype(np.float32) * (r.random(777) < 0.05)
+    mass = np.float32(10.0) ** r.integers(-30, 30, size=777).astype(np.float32) * (
+        r.random(777) < 0.05
+    )
     tree, state = tree_of(mass, **form)
     below_one = np.nextafter(np.float32(1), np.float32(0))
-    target = jnp.concatenate([jnp.array([0.0, 1.0, below_one, 1e-45]), jnp.asarray(r.random(5000), jnp.float32)])
-    for word in (None, jnp.zeros(len(target), jnp.uint32), jnp.full(len(target), 2**32 - 1, jnp.uint32)):
+    target = jnp.concatenate(
+        [jnp.array([0.0, 1.0, below_one, 1e-45]), jnp.asarray(r.random(5000), jnp.float32)]
+    )
+    for word in (
+        None,
+        jnp.zeros(len(target), jnp.uint32),
+        jnp.full(len(target), 2**32 - 1, jnp.uint32),
+    ):
         leaf, found = tree.find(state, target, word)
         assert (np.asarray(found) > 0).all()
         np.testing.assert_array_equal(mass[leaf], found)
@@ -95,7 +117,7 @@ def test_find_never_returns_a_leaf_without_mass(form, seed):
 
 def test_find_in_an_empty_tree_has_no_mass():
     for form in FORMS:
-        tree = jr.SumTree(capacity=100, **form)
+        tree = jr.samplers.SumTree(capacity=100, **form)
         leaf, mass = tree.find(tree.init(), jnp.array([0.0, 0.5, 1.0]))
         assert mass.tolist() == [0, 0, 0]
         assert ((leaf >= 0) & (leaf < 100)).all()
@@ -109,55 +131,71 @@ def test_one_leaf_with_all_the_mass_is_always_found():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_leaf_is_found_in_proportion_to_its_mass(form):
-    """Chi-square with independent draws: a p-value under 1e-4 would happen by chance in one of 10^4 keys; the key is fixed."""
+    """Chi-square with independent draws: a p-value under 1e-4 would happen by chance in one of 10^4
+    keys; the key is fixed."""
     mass = np.random.default_rng(0).gamma(0.5, size=500).astype(np.float32)
     tree, state = tree_of(mass, **form)
-    target, word = jax.random.uniform(jax.random.key(1), (400_000,)), jax.random.bits(jax.random.key(2), (400_000,))
+    target, word = (
+        jax.random.uniform(jax.random.key(1), (400_000,)),
+        jax.random.bits(jax.random.key(2), (400_000,)),
+    )
     counts = np.bincount(tree.find(state, target, word)[0], minlength=500)
     expected = mass / mass.sum(dtype=np.float64) * counts.sum()
     large = expected > 5
-    table = np.append(counts[large], counts[~large].sum()), np.append(expected[large], expected[~large].sum())
+    table = (
+        np.append(counts[large], counts[~large].sum()),
+        np.append(expected[large], expected[~large].sum()),
+    )
     assert stats.chisquare(*table, sum_check=False).pvalue > 1e-4
 
 
 def test_the_last_levels_are_as_even_as_the_first():
-    """With 4 M equal leaves a float32 target alone has 4 steps a leaf. Counted by the place among eight siblings: the further random bits
-    make these equally likely."""
+    """With 4 M equal leaves a float32 target alone has 4 steps a leaf. Counted by the place among
+    eight siblings: the further random bits make these equally likely."""
     capacity = 1 << 22
-    tree = jr.SumTree(capacity=capacity, fan_out=8)
+    tree = jr.samplers.SumTree(capacity=capacity, fan_out=8)
     state = tree.set_range(tree.init(), jnp.int32(0), jnp.ones(capacity), jnp.ones(capacity, bool))
     state = tree.set(state, jnp.array([5]), jnp.array([0.3]))  # the sums are no powers of two
     find = jax.jit(tree.find)
     counts = np.zeros(8)
     for key in jax.random.split(jax.random.key(0), 10):
         keys = jax.random.split(key)
-        leaf, _ = find(state, jax.random.uniform(keys[0], (200_000,)), jax.random.bits(keys[1], (200_000,)))
+        leaf, _ = find(
+            state, jax.random.uniform(keys[0], (200_000,)), jax.random.bits(keys[1], (200_000,))
+        )
         counts += np.bincount(np.asarray(leaf) % 8, minlength=8)
     assert stats.chisquare(counts).pvalue > 1e-4
 
 
 def test_a_long_run_does_not_drift():
-    """Priority updates on a half filled tree: afterwards the root is the leaves' sum, and no draw is of a leaf without mass. A tree of
-    float32 differences drifts by 1e-4 in 40 000 such updates, and then returns leaves never written."""
+    """Priority updates on a half filled tree: afterwards the root is the leaves' sum, and no draw
+    is of a leaf without mass. A tree of float32 differences drifts by 1e-4 in 40 000 such updates,
+    and then returns leaves never written."""
     capacity, batch, calls = (1_000_000, 256, 3907) if SOAK else (20_000, 256, 400)  # 10^6 updates
     draws = 10_000_000 if SOAK else 300_000
-    tree = jr.SumTree(capacity=capacity)
+    tree = jr.samplers.SumTree(capacity=capacity)
     filled = capacity // 2
 
     def update(state, key):
         rows, masses, zeros = jax.random.split(key, 3)
         index = jax.random.randint(rows, (batch,), 0, filled)
-        mass = jnp.exp(3 * jax.random.normal(masses, (batch,))) * (jax.random.uniform(zeros, (batch,)) < 0.9)
+        mass = jnp.exp(3 * jax.random.normal(masses, (batch,))) * (
+            jax.random.uniform(zeros, (batch,)) < 0.9
+        )
         return tree.set(state, index, mass), None
 
     ones = jnp.ones(filled)
     state = tree.set_range(tree.init(), jnp.int32(0), ones, ones > 0)
-    state, _ = jax.jit(lambda state, keys: jax.lax.scan(update, state, keys))(state, jax.random.split(jax.random.key(0), calls))
+    state, _ = jax.jit(lambda state, keys: jax.lax.scan(update, state, keys))(
+        state, jax.random.split(jax.random.key(0), calls)
+    )
     check_parents(tree, state, np.asarray(state.sums[0])[:capacity])
 
     def draw(key):
         keys = jax.random.split(key)
-        leaf, mass = tree.find(state, jax.random.uniform(keys[0], (10_000,)), jax.random.bits(keys[1], (10_000,)))
+        leaf, mass = tree.find(
+            state, jax.random.uniform(keys[0], (10_000,)), jax.random.bits(keys[1], (10_000,))
+        )
         return jnp.max(leaf), jnp.min(mass), jnp.min(tree.get(state, leaf))
 
     last, smallest, stored = jax.lax.map(draw, jax.random.split(jax.random.key(1), draws // 10_000))
@@ -168,16 +206,19 @@ def test_a_long_run_does_not_drift():
 
 def test_a_bad_tree_is_refused():
     with pytest.raises(ValueError, match="capacity must be at least 1, got 0"):
-        jr.SumTree(capacity=0)
+        jr.samplers.SumTree(capacity=0)
     with pytest.raises(ValueError, match="fan_out must be at least 2, got 1"):
-        jr.SumTree(capacity=4, fan_out=1)
-    tree = jr.SumTree(capacity=4)
+        jr.samplers.SumTree(capacity=4, fan_out=1)
+    tree = jr.samplers.SumTree(capacity=4)
     with pytest.raises(ValueError, match="has_minimum=True"):
         tree.minimum(tree.init())
 
 
 def test_a_state_of_another_tree_is_refused():
-    small, wide = jr.SumTree(capacity=100, fan_out=8), jr.SumTree(capacity=100, fan_out=16)
+    small, wide = (
+        jr.samplers.SumTree(capacity=100, fan_out=8),
+        jr.samplers.SumTree(capacity=100, fan_out=16),
+    )
     state = small.init()
     calls = (
         lambda tree: tree.set(state, jnp.zeros(1, jnp.int32), jnp.ones(1)),
@@ -188,6 +229,9 @@ def test_a_state_of_another_tree_is_refused():
     )
     for call in calls:
         call(small)
-        for other in (wide, jr.SumTree(capacity=1000, fan_out=8)):
-            with pytest.raises(ValueError, match=r"the state is not of this tree, .*: its levels have \[104, 16, 8\] nodes"):
+        for other in (wide, jr.samplers.SumTree(capacity=1000, fan_out=8)):
+            with pytest.raises(
+                ValueError,
+                match=r"the state is not of this tree, .*: its levels have \[104, 16, 8\] nodes",
+            ):
                 call(other)

@@ -22,11 +22,15 @@ on_each_platform = pytest.mark.usefixtures("_on_each_platform")
 
 def stream(autoreset, terminated, truncated, *, capacity, n_step=1):
     """A buffer of one stream that was fed these done flags."""
-    replay = jr.uniform(capacity=capacity, num_envs=1, batch_size=1, autoreset=autoreset, n_step=n_step)
+    replay = jr.uniform(
+        capacity=capacity, num_envs=1, batch_size=1, autoreset=autoreset, n_step=n_step
+    )
     terminated, truncated = (jnp.asarray(flags, bool)[:, None] for flags in (terminated, truncated))
     time = jnp.arange(len(terminated), dtype=jnp.float32)[:, None]
     steps = jr.Step(obs=time, action=time, reward=time, terminated=terminated, truncated=truncated)
-    return replay, jax.jit(replay.extend)(replay.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
+    return replay, jax.jit(replay.extend)(
+        replay.init(jax.tree.map(lambda x: x[0, 0], steps)), steps
+    )
 
 
 def sampleable_rows(replay, state):
@@ -36,7 +40,9 @@ def sampleable_rows(replay, state):
 def check_law(replay, state, draws):
     """Independent draws, chi-square; a fixed key that by chance fails once in 10^4."""
     rows = sampleable_rows(replay, state)
-    batch = jax.jit(replay.sample, static_argnames="batch_size")(state, jax.random.key(3), batch_size=draws)
+    batch = jax.jit(replay.sample, static_argnames="batch_size")(
+        state, jax.random.key(3), batch_size=draws
+    )
     assert batch.is_valid.all()
     np.testing.assert_allclose(batch.probability, 1 / len(rows), rtol=1e-6)
     counts = np.bincount(batch.index.row, minlength=replay.capacity)
@@ -57,7 +63,8 @@ def test_the_law_is_exact_between_many_tails(autoreset, every):
 @on_each_platform
 @pytest.mark.parametrize("transitions", [1, 2, 5])
 def test_the_law_is_exact_where_almost_every_row_is_a_tail(transitions):
-    """Truncated rows without a final observation are final rows: redraws alone would take thousands of rounds for 5 rows of 4 000."""
+    """Truncated rows without a final observation are final rows: redraws alone would take thousands
+    of rounds for 5 rows of 4 000."""
     truncated = np.ones(4000, bool)
     truncated[np.linspace(100, 3900, transitions).astype(int)] = False
     replay, state = stream("same_step", np.zeros(4000), truncated, capacity=3950)
@@ -67,13 +74,24 @@ def test_the_law_is_exact_where_almost_every_row_is_a_tail(transitions):
 
 @on_each_platform
 def test_the_law_is_exact_over_streams_of_different_fill():
-    replay = jr.uniform(capacity=30, num_envs=3, batch_size=1, autoreset="same_step", masked=True)
+    replay = jr.uniform(
+        capacity=30, num_envs=3, batch_size=1, autoreset="same_step", allow_mask=True
+    )
     zeros = jnp.zeros(3)
     step = jr.Step(obs=zeros, action=zeros, reward=zeros, terminated=zeros > 0, truncated=zeros > 0)
     state, add = replay.init(jax.tree.map(lambda x: x[0], step)), jax.jit(replay.add)
     for time in range(17):
         state = add(state, step, jnp.array([True, time % 4 == 0, False]))
-    assert sampleable_rows(replay, state).tolist() == [0, 1, 2, 3, 4, 5, *range(7, 10), *range(10, 14)]
+    assert sampleable_rows(replay, state).tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        *range(7, 10),
+        *range(10, 14),
+    ]
     check_law(replay, state, 100_000)
 
 
@@ -100,12 +118,17 @@ def test_below_agrees_with_the_96_bit_product():
     r = np.random.default_rng(0)
     high, low = r.integers(0, 2**32, (2, 2000), dtype=np.uint32)
     bound = r.integers(1, 2**31, 2000, dtype=np.int32)
-    expected = [((int(h) << 32 | int(w)) * int(b)) >> 64 for h, w, b in zip(high, low, bound, strict=True)]
-    np.testing.assert_array_equal(random.below(jnp.asarray(high), jnp.asarray(low), jnp.asarray(bound)), expected)
+    expected = [
+        ((int(h) << 32 | int(w)) * int(b)) >> 64 for h, w, b in zip(high, low, bound, strict=True)
+    ]
+    np.testing.assert_array_equal(
+        random.below(jnp.asarray(high), jnp.asarray(low), jnp.asarray(bound)), expected
+    )
 
 
 def test_remixed_bits_are_even_where_the_first_ones_are_not():
-    """A redraw happens just for those first bits that hit a final row, a narrow range: what follows must not be narrow too."""
+    """A redraw happens just for those first bits that hit a final row, a narrow range: what follows
+    must not be narrow too."""
     high = (jnp.uint32(5) << 27) + jnp.arange(4096, dtype=jnp.uint32)
     low = jnp.arange(4096, dtype=jnp.uint32) * jnp.uint32(12345)
     for round_number in range(4):
@@ -115,16 +138,29 @@ def test_remixed_bits_are_even_where_the_first_ones_are_not():
 
 
 def test_the_cipher_is_the_one_jax_has():
-    """Against the known answer of the reference implementation, and against `jax.random` on the same counters."""
+    """Against the known answer of the reference implementation, and against `jax.random` on the
+    same counters."""
     zero, ones = jnp.zeros(1, jnp.uint32), jnp.full(1, 2**32 - 1, jnp.uint32)
-    assert [int(x[0]) for x in random._threefry(jnp.zeros(2, jnp.uint32), zero, zero)] == [0x6B200159, 0x99BA4EFE]
-    assert [int(x[0]) for x in random._threefry(jnp.tile(ones, 2), ones, ones)] == [0x1CB996FC, 0xBB002BE7]
+    assert [int(x[0]) for x in random._threefry(jnp.zeros(2, jnp.uint32), zero, zero)] == [
+        0x6B200159,
+        0x99BA4EFE,
+    ]
+    assert [int(x[0]) for x in random._threefry(jnp.tile(ones, 2), ones, ones)] == [
+        0x1CB996FC,
+        0xBB002BE7,
+    ]
     key = jax.random.key(7)
-    left, right = random._threefry(jax.random.key_data(key), jnp.zeros(9, jnp.uint32), jnp.arange(9, dtype=jnp.uint32))
+    left, right = random._threefry(
+        jax.random.key_data(key), jnp.zeros(9, jnp.uint32), jnp.arange(9, dtype=jnp.uint32)
+    )
     np.testing.assert_array_equal(left ^ right, jax.random.bits(key, (9,)))
 
 
-@pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0), jax.random.key(0, impl="rbg")], ids=["typed", "raw", "rbg"])
+@pytest.mark.parametrize(
+    "key",
+    [jax.random.key(0), jax.random.PRNGKey(0), jax.random.key(0, impl="rbg")],
+    ids=["typed", "raw", "rbg"],
+)
 def test_every_kind_of_key_is_taken(key):
     high, low = random.words(key, 5000)
     assert (high.dtype, low.shape) == (jnp.uint32, (5000,))

@@ -1,4 +1,5 @@
-"""Passes over the sampleable rows: each row once, in an order of the pass's own, while rows come and go."""
+"""Passes over the sampleable rows: each row once, in an order of the pass's own, while rows come
+and go."""
 
 import hypothesis
 import jax
@@ -16,16 +17,16 @@ from jaxreplay.views.transition import TransitionView
 from tests.conftest import SOAK
 from tests.support.sampling import (
     add,
-    add_and_take,
+    add_and_pop,
     buffer,
     check_all_in_place,
     check_jit_and_vmap,
     clear,
     fed,
     histories,
+    pop,
     rewards,
     size,
-    take,
 )
 from tests.views.test_views import Config, ViewPair
 
@@ -34,7 +35,8 @@ LARGEST = 64  # rows of a pass in these tests: one compilation serves all
 
 
 class PassPair(ViewPair):
-    """A buffer and the oracle, and the pass as a list of the oracle's rows in the order in which they are handed out."""
+    """A buffer and the oracle, and the pass as a list of the oracle's rows in the order in which
+    they are handed out."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -44,12 +46,24 @@ class PassPair(ViewPair):
         super().clear()
         self.rows, self.position = [], 0
 
-    def take(self, batch_size):
-        now = {id(self.oracle.streams[env][index]): (env, index) for env, _, index in self.config.anchors(self.oracle)}
-        self.state, batch = take(self.config.replay, self.state, jax.random.key(len(now) * 1000 + self.clock), batch_size)
+    def pop(self, batch_size):
+        now = {
+            id(self.oracle.streams[env][index]): (env, index)
+            for env, _, index in self.config.anchors(self.oracle)
+        }
+        self.state, batch = pop(
+            self.config.replay, self.state, jax.random.key(len(now) * 1000 + self.clock), batch_size
+        )
         taken, rounds = [], 0
-        while now and len(taken) < batch_size and (not taken or (rounds < 8 and self.position < len(self.rows))):
-            if self.position == len(self.rows) or sum(id(row) in now for row in self.rows) <= len(self.rows) // 8:
+        while (
+            now
+            and len(taken) < batch_size
+            and (not taken or (rounds < 8 and self.position < len(self.rows)))
+        ):
+            if (
+                self.position == len(self.rows)
+                or sum(id(row) in now for row in self.rows) <= len(self.rows) // 8
+            ):
                 self._begin(now)
             for row in self.rows[self.position :][:batch_size]:
                 if len(taken) < batch_size:
@@ -57,11 +71,15 @@ class PassPair(ViewPair):
                     taken += [now[id(row)]] if id(row) in now else []
             rounds += 1
         rows = [env * self.config.length + index % self.config.length for env, index in taken]
-        assert np.asarray(batch.is_valid).tolist() == [True] * len(rows) + [False] * (batch_size - len(rows))
+        assert np.asarray(batch.is_valid).tolist() == [True] * len(rows) + [False] * (
+            batch_size - len(rows)
+        )
         assert np.asarray(batch.index.row)[: len(rows)].tolist() == rows
         assert len(set(rows)) == len(rows)
         assert bool(rows) == bool(now)
-        np.testing.assert_allclose(batch.probability, np.asarray(batch.is_valid) / max(len(now), 1), rtol=1e-6)
+        np.testing.assert_allclose(
+            batch.probability, np.asarray(batch.is_valid) / max(len(now), 1), rtol=1e-6
+        )
 
     def _begin(self, now):
         """The rows by env, then time, permuted by the key that the pass has."""
@@ -75,10 +93,33 @@ class PassPair(ViewPair):
 
 
 POOL = (
-    Config("next_step", False, True, 6, TransitionView(n_step=3, discount=0.5), WithoutReplacement(), num_envs=3),
-    Config("same_step", True, False, 9, jr.FrameStack(num_frames=3, of=TransitionView(discount=0.5)), WithoutReplacement()),
-    Config("same_step", False, True, 12, jr.SequenceView(length=2, period=2), WithoutReplacement(), num_envs=1),
-    Config("same_step", False, False, 9, jr.FutureView(), WithoutReplacement()),
+    Config(
+        "next_step",
+        False,
+        True,
+        6,
+        TransitionView(n_step=3, gamma=0.5),
+        WithoutReplacement(),
+        num_envs=3,
+    ),
+    Config(
+        "same_step",
+        True,
+        False,
+        9,
+        jr.views.FrameStack(num_frames=3, inner=TransitionView(gamma=0.5)),
+        WithoutReplacement(),
+    ),
+    Config(
+        "same_step",
+        False,
+        True,
+        12,
+        jr.views.SequenceView(length=2, period=2),
+        WithoutReplacement(),
+        num_envs=1,
+    ),
+    Config("same_step", False, False, 9, jr.views.FutureView(), WithoutReplacement()),
 )
 
 
@@ -90,8 +131,8 @@ def test_passes_agree_with_the_oracle(case):
     for kind, *arguments in history:
         getattr(pair, kind)(*arguments)
     pair.check()
-    pair.take(3)
-    pair.take(3)
+    pair.pop(3)
+    pair.pop(3)
 
 
 def passes(replay, state, number, key=0):
@@ -100,7 +141,9 @@ def passes(replay, state, number, key=0):
     for which in range(number):
         taken = []
         while len(taken) < int(size(replay, state)):
-            state, batch = take(replay, state, jax.random.fold_in(jax.random.key(key), 1000 * which + len(taken)), 4)
+            state, batch = pop(
+                replay, state, jax.random.fold_in(jax.random.key(key), 1000 * which + len(taken)), 4
+            )
             taken += rewards(batch)
         found.append(taken)
     return state, found
@@ -118,16 +161,16 @@ def test_the_last_batch_of_a_pass_is_short():
     replay, state = buffer(WithoutReplacement(), num_envs=2, length=12)
     state, lengths = fed(replay, state, range(6)), []
     for seed in range(6):
-        state, batch = take(replay, state, jax.random.key(seed), 4)
+        state, batch = pop(replay, state, jax.random.key(seed), 4)
         lengths.append(len(rewards(batch)))
     assert lengths == [4, 4, 2] * 2
 
 
 def test_rows_that_are_added_wait_for_the_next_pass():
     replay, state = buffer(WithoutReplacement(), num_envs=2, length=12)
-    state, _ = take(replay, fed(replay, state, range(4)), jax.random.key(0), 4)
+    state, _ = pop(replay, fed(replay, state, range(4)), jax.random.key(0), 4)
     state = fed(replay, state, [4, 5])
-    state, batch = take(replay, state, jax.random.key(1), 4)
+    state, batch = pop(replay, state, jax.random.key(1), 4)
     assert len(rewards(batch)) == 2
     assert max(rewards(batch)) < 30
     state, found = passes(replay, state, 1)
@@ -138,7 +181,7 @@ def test_orders_are_all_alike():
     """A first pass over 4 rows: 24 orders; fixed keys that by chance fail once in 10^4."""
     replay, state = buffer(WithoutReplacement(), num_envs=2, length=12)
     state = fed(replay, state, range(3))
-    draw = jax.jit(jax.vmap(lambda key: replay.take(state, key, 4)[1].index.row))
+    draw = jax.jit(jax.vmap(lambda key: replay.pop(state, key, 4)[1].index.row))
     rows = np.asarray(draw(jax.random.split(jax.random.key(5), 20_000)))
     counts = np.unique(rows @ [1, 24, 24**2, 24**3], return_counts=True)[1]
     assert len(counts) == 24
@@ -146,11 +189,12 @@ def test_orders_are_all_alike():
 
 
 def test_a_pass_that_lost_almost_all_its_rows_gives_way_to_a_new_one():
-    """10 rows of a pass over 11 are overwritten: what is left of it is 1 row, and the next batch is full of the 11 that are there now."""
+    """10 rows of a pass over 11 are overwritten: what is left of it is 1 row, and the next batch is
+    full of the 11 that are there now."""
     replay, state = buffer(WithoutReplacement(), length=12)
-    state, _ = take(replay, fed(replay, state, range(12)), jax.random.key(0), 4)
+    state, _ = pop(replay, fed(replay, state, range(12)), jax.random.key(0), 4)
     state = fed(replay, state, range(12, 22))
-    state, batch = take(replay, state, jax.random.key(1), 4)
+    state, batch = pop(replay, state, jax.random.key(1), 4)
     assert len(rewards(batch)) == 4
     assert int(state.sampler.position) == 4
     assert int(state.sampler.num_rows.sum()) == 11
@@ -158,21 +202,26 @@ def test_a_pass_that_lost_almost_all_its_rows_gives_way_to_a_new_one():
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_a_batch_has_a_row_while_there_is_one(batch_size):
-    """However many rows of the pass are gone: every number of adds between two takes, in passes of 11 rows."""
+    """However many rows of the pass are gone: every number of adds between two takes, in passes of
+    11 rows."""
     replay, state = buffer(WithoutReplacement(), length=12)
     state, time = fed(replay, state, range(3)), 3
     for turn in range(60):
-        state, batch = take(replay, state, jax.random.key(turn), batch_size)
+        state, batch = pop(replay, state, jax.random.key(turn), batch_size)
         assert bool(batch.is_valid[0])
         state, time = fed(replay, state, range(time, time + turn % 13)), time + turn % 13
 
 
 def test_ranks_wrap_around():
     replay, state = buffer(WithoutReplacement(), num_envs=2, length=12)
-    state = state.replace(streams=state.streams.replace(num_candidates=jnp.full(2, 2**32 - 5, jnp.uint32)))
+    state = state.replace(
+        streams=state.streams.replace(num_candidates=jnp.full(2, 2**32 - 5, jnp.uint32))
+    )
     state, seen = fed(replay, state, range(8)), []
     for seed in range(4):  # of 14 rows, 4 at a time; meanwhile 3 of each stream are overwritten
-        state, batch = take(replay, fed(replay, state, range(8 + 2 * seed, 10 + 2 * seed)), jax.random.key(seed), 4)
+        state, batch = pop(
+            replay, fed(replay, state, range(8 + 2 * seed, 10 + 2 * seed)), jax.random.key(seed), 4
+        )
         assert all(reward // 10 >= max(0, 10 + 2 * seed - 12) for reward in rewards(batch))
         seen += rewards(batch)
     assert len(set(seen)) == len(seen) >= 12
@@ -181,40 +230,53 @@ def test_ranks_wrap_around():
 
 def test_clear_ends_the_pass():
     replay, state = buffer(WithoutReplacement(), num_envs=2, length=12)
-    state, _ = take(replay, fed(replay, state, range(8)), jax.random.key(0), 4)
+    state, _ = pop(replay, fed(replay, state, range(8)), jax.random.key(0), 4)
     state = clear(replay, state)
-    state, batch = take(replay, state, jax.random.key(1), 4)
+    state, batch = pop(replay, state, jax.random.key(1), 4)
     assert not batch.is_valid.any()
-    state, batch = take(replay, fed(replay, state, [20, 21]), jax.random.key(2), 4)
+    state, batch = pop(replay, fed(replay, state, [20, 21]), jax.random.key(2), 4)
     assert sorted(rewards(batch)) == [200, 201]
 
 
 def test_one_item():
-    replay = ReplayBuffer(capacity=1, num_envs=1, batch_size=2, sampler=WithoutReplacement(), view=Item(), autoreset=None)
+    replay = ReplayBuffer(
+        capacity=1,
+        num_envs=1,
+        batch_size=2,
+        sampler=WithoutReplacement(),
+        view=Item(),
+        autoreset=None,
+    )
     state = replay.init(jnp.float32(0))
     for value in (3.0, 4.0):
         state = add(replay, state, jnp.array([value]))
         for seed in range(2):  # a pass each
-            state, batch = take(replay, state, jax.random.key(seed), 2)
-            assert (batch.items[0], batch.is_valid.tolist(), batch.probability[0]) == (value, [True, False], 1)
+            state, batch = pop(replay, state, jax.random.key(seed), 2)
+            assert (batch.experience[0], batch.is_valid.tolist(), batch.probability[0]) == (
+                value,
+                [True, False],
+                1,
+            )
     assert replay.can_add(state)
 
 
 def test_jit_equals_eager_and_vmap_equals_a_loop():
     replay, state = buffer(WithoutReplacement(), num_envs=2, length=12)
     states = [fed(replay, state, range(k)) for k in (5, 2, 17)]
-    states[0], _ = take(replay, states[0], jax.random.key(0), 4)
-    states[2], _ = take(replay, states[2], jax.random.key(0), 4)
+    states[0], _ = pop(replay, states[0], jax.random.key(0), 4)
+    states[2], _ = pop(replay, states[2], jax.random.key(0), 4)
     states[2] = fed(replay, states[2], range(17, 24))
     check_jit_and_vmap(replay, states)
 
 
 def test_it_is_in_place():
-    check_all_in_place(WithoutReplacement(), [add_and_take])
+    check_all_in_place(WithoutReplacement(), [add_and_pop])
 
 
 def test_dtypes_hold_with_64_bit_numbers():
     with jax.enable_x64(True):
         replay, state = buffer(WithoutReplacement(), num_envs=2)
-        new = jax.eval_shape(lambda state: replay.take(state, jax.random.key(0))[0], state)
-    assert jax.tree.map(lambda leaf: leaf.dtype, new.sampler) == jax.tree.map(lambda leaf: leaf.dtype, state.sampler)
+        new = jax.eval_shape(lambda state: replay.pop(state, jax.random.key(0))[0], state)
+    assert jax.tree.map(lambda leaf: leaf.dtype, new.sampler) == jax.tree.map(
+        lambda leaf: leaf.dtype, state.sampler
+    )

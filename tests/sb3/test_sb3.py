@@ -1,4 +1,5 @@
-"""The drop-in buffers beside Stable-Baselines3's own: equal seeds, equal batches, equal runs, half the bytes."""
+"""The drop-in buffers beside Stable-Baselines3's own: equal seeds, equal batches, equal runs, half
+the bytes."""
 
 import copy
 import functools
@@ -22,10 +23,24 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 from jaxreplay import sb3
 from jaxreplay.buffers.jitted import options_here
 from jaxreplay.sb3 import base
-from tests.support.sb3_streams import ACTIONS, DICT, OBSERVATIONS, VECTOR, kind_of, leaves_of, numbered, pair, params_of, same, stream
+from tests.support.sb3_streams import (
+    ACTIONS,
+    DICT,
+    OBSERVATIONS,
+    VECTOR,
+    kind_of,
+    leaves_of,
+    numbered,
+    pair,
+    params_of,
+    same,
+    stream,
+)
 
 
-@pytest.mark.parametrize(("action", "n_envs"), [("box", 1), ("double", 1), ("discrete", 1), ("box", 3)])
+@pytest.mark.parametrize(
+    ("action", "n_envs"), [("box", 1), ("double", 1), ("discrete", 1), ("box", 3)]
+)
 @pytest.mark.parametrize("observation", OBSERVATIONS)
 def test_equal_seeds_give_equal_batches(observation, action, n_envs):
     spaces_ = OBSERVATIONS[observation], ACTIONS[action]
@@ -55,7 +70,9 @@ def test_an_image_in_another_layout_is_refused():
     """Theirs cannot broadcast it; of as many elements, it would be taken for another image."""
     ours = sb3.ReplayBuffer(10, spaces.Box(0, 255, (3, 4, 4), np.uint8), ACTIONS["box"])
     obs = np.zeros((1, 4, 4, 3), np.uint8)
-    with pytest.raises(ValueError, match=r"obs: got the shape \[1, 4, 4, 3\], expected \[1, 3, 4, 4\]"):
+    with pytest.raises(
+        ValueError, match=r"obs: got the shape \[1, 4, 4, 3\], expected \[1, 3, 4, 4\]"
+    ):
         ours.add(obs, obs, np.zeros((1, 2)), np.zeros(1), np.zeros(1, bool), [{}])
 
 
@@ -88,7 +105,13 @@ def test_numbers_beyond_what_is_held_are_refused():
 @pytest.mark.parametrize("kind", ["ReplayBuffer", "DictReplayBuffer", "NStepReplayBuffer"])
 def test_every_transition_is_the_same(kind, handle_timeout_termination):
     steps, space = 10_000 if SOAK else 1_000, DICT if kind == "DictReplayBuffer" else VECTOR
-    ours, other = pair(kind, space, ACTIONS["box"], 2 * steps, handle_timeout_termination=handle_timeout_termination)
+    ours, other = pair(
+        kind,
+        space,
+        ACTIONS["box"],
+        2 * steps,
+        handle_timeout_termination=handle_timeout_termination,
+    )
     for step in stream(space, ACTIONS["box"], 1, steps, reset=0):
         ours.add(*step)
         other.add(*step)
@@ -103,7 +126,9 @@ def test_every_transition_is_the_same(kind, handle_timeout_termination):
 @pytest.mark.parametrize("n_steps", [1, 2, 5])
 def test_n_steps_end_as_theirs(n_steps):
     """At terminations, at timeouts, at the newest step, and with rewards normalized one by one."""
-    ours, other = pair("NStepReplayBuffer", VECTOR, ACTIONS["box"], n_envs=2, n_steps=n_steps, gamma=0.9)
+    ours, other = pair(
+        "NStepReplayBuffer", VECTOR, ACTIONS["box"], n_envs=2, n_steps=n_steps, gamma=0.9
+    )
     env = normalizer(VECTOR, 2)
     for t, step in enumerate(stream(VECTOR, ACTIONS["box"], 2, 80, reset=0)):
         ours.add(*step)
@@ -115,7 +140,9 @@ def test_n_steps_end_as_theirs(n_steps):
                 np.random.seed(t)
                 got = ours.sample(16, given)
                 for name in expected._fields:
-                    torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=1e-5, atol=1e-6)
+                    torch.testing.assert_close(
+                        getattr(got, name), getattr(expected, name), rtol=1e-5, atol=1e-6
+                    )
 
 
 def normalizer(observation_space, n_envs):
@@ -131,7 +158,10 @@ def normalizer(observation_space, n_envs):
         def step(self, action):
             return observation_space.sample(), float(np.random.randn()), False, False, {}
 
-    env = VecNormalize(DummyVecEnv([Env] * n_envs), norm_obs_keys=["vector"] if isinstance(observation_space, spaces.Dict) else None)
+    env = VecNormalize(
+        DummyVecEnv([Env] * n_envs),
+        norm_obs_keys=["vector"] if isinstance(observation_space, spaces.Dict) else None,
+    )
     env.reset()
     for _ in range(20):
         env.step([ACTIONS["box"].sample() for _ in range(n_envs)])
@@ -151,7 +181,9 @@ def test_batches_are_normalized_as_theirs(space):
     np.random.seed(0)
     got = ours.sample(50, env)
     for name in expected._fields:
-        for x, y in zip(leaves_of(getattr(got, name)), leaves_of(getattr(expected, name)), strict=True):
+        for x, y in zip(
+            leaves_of(getattr(got, name)), leaves_of(getattr(expected, name)), strict=True
+        ):
             assert (x.dtype, x.shape) == (y.dtype, y.shape)
             torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
 
@@ -175,16 +207,27 @@ def test_after_the_ring_went_round_each_transition_is_drawn_alike(buffer_size):
             assert len(values) == int(ours._owner.sum())  # all that are held
             for env in range(3):  # and they are the newest of each env
                 of_env = values[(values >= 1000 * env) & (values < 1000 * (env + 1))]
-                assert of_env.tolist() == list(range(1000 * env + t + 1 - len(of_env), 1000 * env + t + 1))
+                assert of_env.tolist() == list(
+                    range(1000 * env + t + 1 - len(of_env), 1000 * env + t + 1)
+                )
                 assert len(of_env) >= max(1, ours.buffer_size // 3)
             assert stats.chisquare(counts).pvalue > 1e-4
 
 
 def test_bytes_of_a_transition():
     """Image 84x84x3 uint8, vector 31 float32, action 8: what is allocated, on both sides."""
-    space = spaces.Dict(image=spaces.Box(0, 255, (84, 84, 3), np.uint8), vector=spaces.Box(-1, 1, (31,)))
+    space = spaces.Dict(
+        image=spaces.Box(0, 255, (84, 84, 3), np.uint8), vector=spaces.Box(-1, 1, (31,))
+    )
     ours, other = pair("DictReplayBuffer", space, spaces.Box(-1, 1, (8,)), 1000)
-    held = [*other.observations.values(), *other.next_observations.values(), other.actions, other.rewards, other.dones, other.timeouts]
+    held = [
+        *other.observations.values(),
+        *other.next_observations.values(),
+        other.actions,
+        other.rewards,
+        other.dones,
+        other.timeouts,
+    ]
     bytes_ours = sum(leaf.nbytes for leaf in jax.tree.leaves(ours._state))
     assert ours.nbytes == bytes_ours
     assert bytes_ours / 1000 <= 21_500
@@ -198,7 +241,9 @@ def test_an_env_may_reuse_its_array(num_bytes):
     ours = sb3.ReplayBuffer(12, space, ACTIONS["box"])
     memory = np.empty(2 * num_bytes + 1, np.uint8)
     for offset in (0, 1):  # an address that is a multiple of 64 perhaps, and one that is not
-        obs, next_obs = (memory[offset + i * num_bytes :][:num_bytes].reshape(1, -1) for i in (0, 1))
+        obs, next_obs = (
+            memory[offset + i * num_bytes :][:num_bytes].reshape(1, -1) for i in (0, 1)
+        )
         for t in range(10):
             obs[:], next_obs[:] = t, t + 1
             ours.add(obs, next_obs, np.zeros((1, 2)), np.full(1, t), np.array([False]), [{}])
@@ -212,15 +257,28 @@ def test_an_env_may_reuse_its_array(num_bytes):
 
 @pytest.mark.parametrize("algorithm", ["SAC", "TD3", "DQN", "DQN, 3 steps"])
 def test_whole_runs_are_the_same(algorithm):
-    """Unmodified algorithms: the same losses, update for update, so the same parameters to the last bit."""
+    """Unmodified algorithms: the same losses, update for update, so the same parameters to the last
+    bit."""
     updates = 1000 if SOAK else 60
-    make, env_id = {"SAC": (SAC, "Pendulum-v1"), "TD3": (TD3, "Pendulum-v1")}.get(algorithm, (DQN, "CartPole-v1"))
+    make, env_id = {"SAC": (SAC, "Pendulum-v1"), "TD3": (TD3, "Pendulum-v1")}.get(
+        algorithm, (DQN, "CartPole-v1")
+    )
     runs = []
     for ours in (False, True):
-        options = {"learning_starts": 20, "train_freq": 1, "batch_size": 32, "policy_kwargs": {"net_arch": [16]}, "seed": 1}
+        options = {
+            "learning_starts": 20,
+            "train_freq": 1,
+            "batch_size": 32,
+            "policy_kwargs": {"net_arch": [16]},
+            "seed": 1,
+        }
         if algorithm == "DQN, 3 steps":
             kwargs = {"n_steps": 3, "gamma": 0.99}
-            options |= {"replay_buffer_class": sb3.NStepReplayBuffer, "replay_buffer_kwargs": kwargs} if ours else {"n_steps": 3}
+            options |= (
+                {"replay_buffer_class": sb3.NStepReplayBuffer, "replay_buffer_kwargs": kwargs}
+                if ours
+                else {"n_steps": 3}
+            )
         elif ours:
             options["replay_buffer_class"] = sb3.ReplayBuffer
         model = make("MlpPolicy", env_id, buffer_size=5000, device="cpu", **options)
@@ -229,7 +287,9 @@ def test_whole_runs_are_the_same(algorithm):
 
         def train(*args, model=model, record=record, losses=losses, **kwargs):
             record(*args, **kwargs)
-            losses.append({key: value for key, value in model.logger.name_to_value.items() if "loss" in key})
+            losses.append(
+                {key: value for key, value in model.logger.name_to_value.items() if "loss" in key}
+            )
 
         model.train = train
         runs.append((losses, params_of(model.learn(updates + 20))))
@@ -239,7 +299,9 @@ def test_whole_runs_are_the_same(algorithm):
     assert torch.equal(runs[0][1], runs[1][1])
 
 
-@pytest.mark.parametrize("kind", ["ReplayBuffer", "DictReplayBuffer", "NStepReplayBuffer", "PrioritizedReplayBuffer"])
+@pytest.mark.parametrize(
+    "kind", ["ReplayBuffer", "DictReplayBuffer", "NStepReplayBuffer", "PrioritizedReplayBuffer"]
+)
 def test_a_buffer_is_saved_and_goes_on(kind, tmp_path):
     import pickle
 
@@ -255,7 +317,9 @@ def test_a_buffer_is_saved_and_goes_on(kind, tmp_path):
         ours.add(*step)
         loaded.add(*step)
     assert ours.size() == loaded.size() == 40
-    for leaf, other in zip(jax.tree.leaves(ours._state), jax.tree.leaves(loaded._state), strict=True):
+    for leaf, other in zip(
+        jax.tree.leaves(ours._state), jax.tree.leaves(loaded._state), strict=True
+    ):
         np.testing.assert_array_equal(leaf, other)
     np.random.seed(3)
     expected = ours.sample(30)
@@ -265,7 +329,14 @@ def test_a_buffer_is_saved_and_goes_on(kind, tmp_path):
 
 
 def test_a_model_saves_its_buffer(tmp_path):
-    model = SAC("MlpPolicy", "Pendulum-v1", replay_buffer_class=sb3.ReplayBuffer, learning_starts=10, buffer_size=200, device="cpu")
+    model = SAC(
+        "MlpPolicy",
+        "Pendulum-v1",
+        replay_buffer_class=sb3.ReplayBuffer,
+        learning_starts=10,
+        buffer_size=200,
+        device="cpu",
+    )
     model.learn(30)
     model.save_replay_buffer(tmp_path / "buffer")
     model.save(tmp_path / "model")
@@ -320,10 +391,22 @@ def test_what_does_not_fit_is_named_and_changes_nothing():
             r"obs.vector: got the shape \[2, 4\], expected",
         ),
         ((obs, no_image, action, reward, done, infos), "next_obs: missing image"),
-        ((obs, next_obs, action[:1], reward, done, infos), r"action: got the shape \[1, 2\], expected \[2, 2\]"),
-        ((obs, next_obs, action, reward[:1], done, infos), r"reward: got the shape \[1\], expected \[2\]"),
-        ((obs, next_obs, action, reward, done[:1], infos), r"done: got the shape \[1\], expected \[2\]"),
-        ((obs, next_obs, action, reward, done, infos[:1]), r"infos: got the shape \[1\], expected \[2\]"),
+        (
+            (obs, next_obs, action[:1], reward, done, infos),
+            r"action: got the shape \[1, 2\], expected \[2, 2\]",
+        ),
+        (
+            (obs, next_obs, action, reward[:1], done, infos),
+            r"reward: got the shape \[1\], expected \[2\]",
+        ),
+        (
+            (obs, next_obs, action, reward, done[:1], infos),
+            r"done: got the shape \[1\], expected \[2\]",
+        ),
+        (
+            (obs, next_obs, action, reward, done, infos[:1]),
+            r"infos: got the shape \[1\], expected \[2\]",
+        ),
     ):
         with pytest.raises(ValueError, match=text):
             ours.add(*bad)
@@ -344,7 +427,13 @@ def test_an_interrupted_add_leaves_the_rows_or_says_that_they_are_not_known(when
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((ours, "_after_add", lambda *_: fails(None, None)) if when == "after" else (base, "_add", fails)))
+        patch.setattr(
+            *(
+                (ours, "_after_add", lambda *_: fails(None, None))
+                if when == "after"
+                else (base, "_add", fails)
+            )
+        )
         with pytest.raises(KeyboardInterrupt):
             ours.add(*steps[1])
     if when == "before":
@@ -352,7 +441,10 @@ def test_an_interrupted_add_leaves_the_rows_or_says_that_they_are_not_known(when
         assert ours.size() == 2
         return
     for call in (lambda: ours.add(*steps[2]), lambda: ours.sample(2)):
-        with pytest.raises(RuntimeError, match=r"a change was interrupted, and what it wrote is not known; call reset"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"a change was interrupted, and what it wrote is not known; call reset",
+        ):
             call()
     ours.reset()
     ours.add(*steps[3])
@@ -363,7 +455,9 @@ def test_rows_may_lie_on_a_named_platform():
     ours = sb3.ReplayBuffer(50, VECTOR, ACTIONS["box"], storage_device="cpu")
     for step in stream(VECTOR, ACTIONS["box"], 1, 5):
         ours.add(*step)
-    assert {device.platform for leaf in jax.tree.leaves(ours._state) for device in leaf.devices()} == {"cpu"}
+    assert {
+        device.platform for leaf in jax.tree.leaves(ours._state) for device in leaf.devices()
+    } == {"cpu"}
     assert ours.sample(3).observations.device == ours.device
     with pytest.raises(RuntimeError, match="abacus"):
         sb3.ReplayBuffer(50, VECTOR, ACTIONS["box"], storage_device="abacus")
@@ -389,4 +483,9 @@ def test_an_add_and_a_sample_are_in_place():
         **options_here(),
         **size,
     )
-    check_in_place(functools.partial(base._get.__wrapped__, ours._replay), (ours._state, rows, rows), **options_here(), **size)
+    check_in_place(
+        functools.partial(base._get.__wrapped__, ours._replay),
+        (ours._state, rows, rows),
+        **options_here(),
+        **size,
+    )

@@ -1,4 +1,5 @@
-"""Hindsight replay for Stable-Baselines3: goals that were reached later in the episode, rewards that the env gives for them."""
+"""Hindsight replay for Stable-Baselines3: goals that were reached later in the episode, rewards
+that the env gives for them."""
 
 import pickle
 import warnings
@@ -43,11 +44,16 @@ def make(size=1000, **options):
 
 
 def fill(buffer, steps, length=10, timeout=False, start=0):
-    """Episodes of as many steps; what is achieved counts up, 1000 for each env; every desired goal is -1."""
+    """Episodes of as many steps; what is achieved counts up, 1000 for each env; every desired goal
+    is -1."""
     n = buffer.n_envs
     for t in range(start, start + steps):
         achieved = (1000.0 * np.arange(n) + t)[:, None]
-        obs = {"observation": achieved, "achieved_goal": achieved, "desired_goal": np.full((n, 1), -1.0)}
+        obs = {
+            "observation": achieved,
+            "achieved_goal": achieved,
+            "desired_goal": np.full((n, 1), -1.0),
+        }
         # An episode's last achievement is 0.5 beyond its last step: the next one starts elsewhere.
         done = np.full(n, (t + 1) % length == 0)
         next_achieved = achieved + np.where(done, 0.5, 1.0)[:, None]
@@ -105,7 +111,10 @@ def test_the_buffer_goes_round():
 def test_where_no_episode_is_whole_a_strategy_that_needs_one_says_so():
     buffer = make(20, goal_selection_strategy="episode")
     fill(buffer, 60, length=100)
-    with pytest.raises(ValueError, match="no episode is held from its first step on; its strategy needs a larger buffer_size"):
+    with pytest.raises(
+        ValueError,
+        match="no episode is held from its first step on; its strategy needs a larger buffer_size",
+    ):
         buffer.sample(5)
 
 
@@ -116,13 +125,17 @@ def test_infos_are_those_of_the_steps(copy_info_dict):
     batch = buffer.sample(50)
     assert len(buffer.env.infos) == 40
     if copy_info_dict:
-        assert [info["number"] for info in buffer.env.infos] == batch.observations["observation"][10:, 0].tolist()
+        assert [info["number"] for info in buffer.env.infos] == batch.observations["observation"][
+            10:, 0
+        ].tolist()
     else:
         assert buffer.env.infos == [{}] * 40
     assert not batch.dones.any()  # timeouts are bootstrapped from
 
 
-@pytest.mark.parametrize("options", [{}, {"copy_info_dict": True, "handle_timeout_termination": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"copy_info_dict": True, "handle_timeout_termination": False}], ids=str
+)
 def test_infos_of_another_number_of_envs_are_refused(options):
     buffer = make(n_envs=2, **options)
     fill(buffer, 3)
@@ -137,7 +150,10 @@ def test_infos_of_another_number_of_envs_are_refused(options):
 
 
 def test_bad_options_are_refused():
-    with pytest.raises(ValueError, match="goal_selection_strategy must be one of future, final, episode, got 'past'"):
+    with pytest.raises(
+        ValueError,
+        match="goal_selection_strategy must be one of future, final, episode, got 'past'",
+    ):
         make(goal_selection_strategy="past")
     buffer = make()
     fill(buffer, 12)
@@ -152,7 +168,9 @@ def test_a_batch_of_any_size(n_sampled_goal):
     fill(buffer, 20)
     for size in (1, 2, 7):
         batch = buffer.sample(size)
-        assert int((batch.observations["desired_goal"] != -1).sum()) == int((1 - 1 / (n_sampled_goal + 1)) * size)
+        assert int((batch.observations["desired_goal"] != -1).sum()) == int(
+            (1 - 1 / (n_sampled_goal + 1)) * size
+        )
         assert batch.observations["observation"].dtype == torch.float64
         assert batch.rewards.shape == batch.dones.shape == (size, 1)
 
@@ -205,4 +223,8 @@ def test_dqn_learns_to_flip_bits():
 
 def test_a_draw_is_in_place():
     buffer, seed = make(1 << 16), np.uint32(0)
-    check_in_place(lambda state: hindsight._draw(buffer._replay, state, seed, seed, 2, 6), (buffer._state,), num_elements=1 << 16)
+    check_in_place(
+        lambda state: hindsight._draw(buffer._replay, state, seed, seed, 2, 6),
+        (buffer._state,),
+        num_elements=1 << 16,
+    )

@@ -1,4 +1,5 @@
-"""Prioritized replay for Stable-Baselines3: what is drawn, what comes back, and the DQN that does both."""
+"""Prioritized replay for Stable-Baselines3: what is drawn, what comes back, and the DQN that does
+both."""
 
 import numpy as np
 import pytest
@@ -40,10 +41,15 @@ def test_priorities_of_any_kind_and_of_none():
     for step in stream(VECTOR, ACTIONS["box"], 1, 5):
         ours.add(*step)
     batch = ours.sample(np.int64(20))
-    ours.update_priorities(batch.indices, torch.full((20, 1), 2.0, dtype=torch.bfloat16, requires_grad=True))
-    assert float(ours._state.sampler.largest) == 2
+    ours.update_priorities(
+        batch.indices, torch.full((20, 1), 2.0, dtype=torch.bfloat16, requires_grad=True)
+    )
+    assert float(ours._state.sampler.max_priority) == 2
     ours.update_priorities(batch.indices, np.zeros(20))
-    with pytest.raises(ValueError, match="every priority is 0, so that nothing can be drawn; give a positive epsilon"):
+    with pytest.raises(
+        ValueError,
+        match="every priority is 0, so that nothing can be drawn; give a positive epsilon",
+    ):
         ours.sample(4)
 
 
@@ -59,12 +65,20 @@ def test_a_late_update_changes_nothing():
     before = np.asarray(ours._state.sampler.tree.sums[0])
     ours.update_priorities(old.indices, np.full(4, 100.0))
     np.testing.assert_array_equal(ours._state.sampler.tree.sums[0], before)
-    assert int(ours._state.sampler.ignored_rows) == 4
+    assert int(ours._state.sampler.num_stale_updates) == 4
 
 
 def test_prioritized_dqn_learns_from_weighted_losses():
     model = sb3.PrioritizedDQN(
-        "MlpPolicy", "CartPole-v1", n_steps=2, learning_starts=10, train_freq=1, buffer_size=500, seed=0, device="cpu", gamma=0.9
+        "MlpPolicy",
+        "CartPole-v1",
+        n_steps=2,
+        learning_starts=10,
+        train_freq=1,
+        buffer_size=500,
+        seed=0,
+        device="cpu",
+        gamma=0.9,
     )
     assert (model.replay_buffer.n_steps, model.replay_buffer.gamma) == (2, 0.9)
     before = params_of(model)
@@ -79,17 +93,35 @@ def test_prioritized_dqn_hands_its_targets_to_a_class_that_is_given():
     class Own(sb3.PrioritizedReplayBuffer):
         pass
 
-    options = {"n_steps": 3, "gamma": 0.9, "buffer_size": 100, "device": "cpu", "replay_buffer_class": Own}
-    model = sb3.PrioritizedDQN("MlpPolicy", "CartPole-v1", **options, replay_buffer_kwargs={"alpha": 0.3})
+    options = {
+        "n_steps": 3,
+        "gamma": 0.9,
+        "buffer_size": 100,
+        "device": "cpu",
+        "replay_buffer_class": Own,
+    }
+    model = sb3.PrioritizedDQN(
+        "MlpPolicy", "CartPole-v1", **options, replay_buffer_kwargs={"alpha": 0.3}
+    )
     buffer = model.replay_buffer
     assert (type(buffer), buffer.n_steps, buffer.gamma, buffer.alpha) == (Own, 3, 0.9, 0.3)
-    model = sb3.PrioritizedDQN("MlpPolicy", "CartPole-v1", **options, replay_buffer_kwargs={"n_steps": 2})
+    model = sb3.PrioritizedDQN(
+        "MlpPolicy", "CartPole-v1", **options, replay_buffer_kwargs={"n_steps": 2}
+    )
     assert (model.replay_buffer.n_steps, model.replay_buffer.gamma) == (2, 0.9)
 
 
 def test_prioritized_dqn_is_saved_and_goes_on(tmp_path):
-    options = {"learning_starts": 10, "train_freq": 1, "buffer_size": 500, "device": "cpu", "policy_kwargs": {"net_arch": [8]}}
-    model = sb3.PrioritizedDQN("MlpPolicy", "CartPole-v1", n_steps=2, gamma=0.9, **options).learn(30)
+    options = {
+        "learning_starts": 10,
+        "train_freq": 1,
+        "buffer_size": 500,
+        "device": "cpu",
+        "policy_kwargs": {"net_arch": [8]},
+    }
+    model = sb3.PrioritizedDQN("MlpPolicy", "CartPole-v1", n_steps=2, gamma=0.9, **options).learn(
+        30
+    )
     model.save(tmp_path / "model")
     model.save_replay_buffer(tmp_path / "buffer")
     other = sb3.PrioritizedDQN.load(tmp_path / "model", env=model.get_env())
@@ -97,7 +129,9 @@ def test_prioritized_dqn_is_saved_and_goes_on(tmp_path):
     other.load_replay_buffer(tmp_path / "buffer")
     buffer, saved = other.replay_buffer, model.replay_buffer
     assert (other.n_steps, buffer.n_steps, buffer.gamma, buffer.size()) == (2, 2, 0.9, 30)
-    np.testing.assert_array_equal(buffer._state.sampler.tree.sums[0], saved._state.sampler.tree.sums[0])
+    np.testing.assert_array_equal(
+        buffer._state.sampler.tree.sums[0], saved._state.sampler.tree.sums[0]
+    )
     other.learn(20, reset_num_timesteps=False)
     assert other.replay_buffer.size() == 50
     assert not torch.equal(params_of(model), params_of(other))
@@ -112,9 +146,22 @@ def test_prioritized_dqn_with_alpha_0_and_beta_0_is_dqn():
             batches.append(super().sample(batch_size, env))
             return batches[-1]
 
-    options = {"learning_starts": 10, "train_freq": 1, "buffer_size": 500, "seed": 0, "device": "cpu"}
+    options = {
+        "learning_starts": 10,
+        "train_freq": 1,
+        "buffer_size": 500,
+        "seed": 0,
+        "device": "cpu",
+    }
     kwargs = {"alpha": 0.0, "gamma": 0.99}
-    model = sb3.PrioritizedDQN("MlpPolicy", "CartPole-v1", beta=0.0, replay_buffer_class=Recorded, replay_buffer_kwargs=kwargs, **options)
+    model = sb3.PrioritizedDQN(
+        "MlpPolicy",
+        "CartPole-v1",
+        beta=0.0,
+        replay_buffer_class=Recorded,
+        replay_buffer_kwargs=kwargs,
+        **options,
+    )
     plain = DQN("MlpPolicy", "CartPole-v1", **options)
     plain.policy.load_state_dict(model.policy.state_dict())
     model.learn(20)
@@ -135,4 +182,8 @@ def test_prioritized_dqn_with_alpha_0_and_beta_0_is_dqn():
 def test_a_draw_is_in_place():
     ours = sb3.PrioritizedReplayBuffer(1 << 16, VECTOR, ACTIONS["box"], n_steps=3)
     seed = np.uint32(0)
-    check_in_place(lambda state: buffers._draw(ours._replay, state, seed, seed, 0.4, 8), (ours._state,), num_elements=1 << 16)
+    check_in_place(
+        lambda state: buffers._draw(ours._replay, state, seed, seed, 0.4, 8),
+        (ours._state,),
+        num_elements=1 << 16,
+    )

@@ -1,4 +1,5 @@
-"""Ctrl-C at any moment: it is raised, and no row is lost, none is there twice, and nothing hangs afterwards."""
+"""Ctrl-C at any moment: it is raised, and no row is lost, none is there twice, and nothing hangs
+afterwards."""
 
 import _thread
 import dataclasses
@@ -26,7 +27,12 @@ LENGTH = 64
 def items(**options):
     """Of one number each, so that one sees which came."""
     buffer = jr.ReplayBuffer(
-        capacity=LENGTH, num_envs=1, batch_size=4, sampler=options.pop("sampler", jr.Prioritized()), view=jr.Item(), autoreset=None
+        capacity=LENGTH,
+        num_envs=1,
+        batch_size=4,
+        sampler=options.pop("sampler", jr.Prioritized()),
+        view=jr.views.Item(),
+        autoreset=None,
     )
     return jr.Replay(buffer, example=np.float32(0), framework="numpy", **options)
 
@@ -42,7 +48,8 @@ def add(replay, number):
 
 
 def check_goes_on(replay, num_added):
-    """After an interrupt of the call that was to add the next number, or of another one: the row is there, whole, or it is not."""
+    """After an interrupt of the call that was to add the next number, or of another one: the row is
+    there, whole, or it is not."""
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     numbers = held(replay)
     assert (
@@ -62,11 +69,14 @@ def check_goes_on(replay, num_added):
 
 
 def each_moment(make_call, most=10**6):
-    """Interrupt a call at each of its lines, in turn; `make_call()` gives what is called, and a check of what is there then."""
+    """Interrupt a call at each of its lines, in turn; `make_call()` gives what is called, and a
+    check of what is there then."""
     nth, num_interrupted = 1, 0
     while nth < most:
         call, check = make_call()
-        was = interrupted_at(call, nth, by_opcode=SOAK, counts=lambda frame: frame.f_code.co_filename != __file__)
+        was = interrupted_at(
+            call, nth, by_opcode=SOAK, counts=lambda frame: frame.f_code.co_filename != __file__
+        )
         check()
         if was is None:
             break
@@ -76,9 +86,11 @@ def each_moment(make_call, most=10**6):
     return num_interrupted
 
 
-@pytest.mark.parametrize("what", ["add", "add of a block", "update_priorities", "sample", "clear", "take"])
+@pytest.mark.parametrize(
+    "what", ["add", "add of a block", "update_priorities", "sample", "clear", "pop"]
+)
 def test_an_interrupt_at_any_line_of_a_call_loses_nothing(what):
-    replay, count = items(sampler=jr.Queue()) if what == "take" else items(), 8
+    replay, count = items(sampler=jr.Queue()) if what == "pop" else items(), 8
     taken = set()
     for number in range(count):
         add(replay, number)
@@ -88,15 +100,19 @@ def test_an_interrupt_at_any_line_of_a_call_loses_nothing(what):
         replay._owner._state, replay._owner._can_sample = jax.tree.map(jnp.array, state), None
         if what in ("add", "add of a block"):
             shape = (1,) if what == "add" else (1, 1)
-            return lambda: replay.add(np.full(shape, count, np.float32)), lambda: check_goes_on(replay, count)
+            return lambda: replay.add(np.full(shape, count, np.float32)), lambda: check_goes_on(
+                replay, count
+            )
         if what == "update_priorities":
             index = replay.sample().index
-            return lambda: replay.update_priorities(index, np.full(4, 2.0)), lambda: check_goes_on(replay, count)
+            return lambda: replay.update_priorities(index, np.full(4, 2.0)), lambda: check_goes_on(
+                replay, count
+            )
         if what == "sample":
             return replay.sample, lambda: check_goes_on(replay, count)
         if what == "clear":
             return replay.clear, lambda: check_cleared(replay)
-        return lambda: taken.update(replay.sample().items.tolist()), check_taken
+        return lambda: taken.update(replay.sample().experience.tolist()), check_taken
 
     def check_cleared(replay):
         assert len(replay) in (0, count)
@@ -107,7 +123,7 @@ def test_an_interrupt_at_any_line_of_a_call_loses_nothing(what):
         """What the interrupted call has drawn comes with the next one."""
         while replay.can_sample():
             batch = replay.sample()
-            taken.update(batch.items[batch.is_valid].tolist())
+            taken.update(batch.experience[batch.is_valid].tolist())
         assert taken == set(map(float, range(count)))
         taken.clear()
 
@@ -123,7 +139,14 @@ def test_an_interrupt_at_any_line_of_a_drop_in_buffer_s_add_loses_nothing(kind):
 
     def arguments(number):
         obs = np.full((1, 1), number, np.float32)
-        return obs, obs + 1, np.zeros(1, int), np.full(1, number, np.float32), np.zeros(1, bool), [{}]
+        return (
+            obs,
+            obs + 1,
+            np.zeros(1, int),
+            np.full(1, number, np.float32),
+            np.zeros(1, bool),
+            [{}],
+        )
 
     def make_call():
         nonlocal number
@@ -148,22 +171,36 @@ def test_an_interrupt_at_any_line_of_a_drop_in_buffer_s_add_loses_nothing(kind):
     assert each_moment(make_call, most=10**6 if SOAK else 250) > 100
 
 
-@pytest.mark.parametrize("kind", ["Replay", "ReplayBuffer", "PrioritizedReplayBuffer", "HerReplayBuffer", "Checkpointer"])
+@pytest.mark.parametrize(
+    "kind", ["Replay", "ReplayBuffer", "PrioritizedReplayBuffer", "HerReplayBuffer", "Checkpointer"]
+)
 def test_an_interrupt_while_buffers_are_compared_is_one(kind, tmp_path):
-    """JAX finds a compiled program by comparing the buffer with others, and takes what is raised in that for an error of theirs."""
+    """JAX finds a compiled program by comparing the buffer with others, and takes what is raised in
+    that for an error of theirs."""
 
     def calls():
-        """Of another buffer each time, which is equal to the one before: the calls of it, after each other."""
+        """Of another buffer each time, which is equal to the one before: the calls of it, after
+        each other."""
         if kind == "Replay":
             replay = items()
             for number in range(8):
                 add(replay, number)
             batch = replay.sample()
-            weights = lambda: replay.importance_weights(batch, 0.5)  # noqa: E731
-            update = lambda: replay.update_priorities(batch.index, np.ones(4))  # noqa: E731
-            return [lambda: add(replay, 8), replay.sample, update, weights, lambda: len(replay), replay.can_sample, replay.clear]
+            weights = lambda: replay.importance_weights(batch, 0.5)
+            update = lambda: replay.update_priorities(batch.index, np.ones(4))
+            return [
+                lambda: add(replay, 8),
+                replay.sample,
+                update,
+                weights,
+                lambda: len(replay),
+                replay.can_sample,
+                replay.clear,
+            ]
         if kind == "Checkpointer":
-            checkpoint = pytest.importorskip("jaxreplay.checkpoint", reason="the checkpoint extra is not installed")
+            checkpoint = pytest.importorskip(
+                "jaxreplay.checkpoint", reason="the checkpoint extra is not installed"
+            )
             buffer = jr.uniform(capacity=LENGTH, num_envs=1, batch_size=4, autoreset="next_step")
             first = jr.Step(**step(0, (1,)))
             example = jax.tree.map(lambda leaf: leaf[0], first)
@@ -171,17 +208,32 @@ def test_an_interrupt_while_buffers_are_compared_is_one(kind, tmp_path):
             path = tmp_path / str(len(list(tmp_path.iterdir())))
             checkpointer = checkpoint.Checkpointer(path, buffer)
             checkpointer.save(state)
-            pump = lambda: (checkpointer.save(state, wait=False), checkpointer.pump(state), checkpointer.finish(state))  # noqa: E731
+            advance = lambda: (
+                checkpointer.save(state, blocking=False),
+                checkpointer.advance(state),
+                checkpointer.wait_until_finished(state),
+            )
             larger = checkpoint.Checkpointer(path, dataclasses.replace(buffer, capacity=2 * LENGTH))
-            resized = lambda: larger.restore(example, resize=True)  # noqa: E731
-            return [lambda: checkpointer.save(state), pump, lambda: checkpointer.restore(example), resized]
+            resized = lambda: larger.restore(example, resize=True)
+            return [
+                lambda: checkpointer.save(state),
+                advance,
+                lambda: checkpointer.restore(example),
+                resized,
+            ]
         sb3 = pytest.importorskip("jaxreplay.sb3", reason="the sb3 extra is not installed")
         spaces = pytest.importorskip("gymnasium").spaces
         if kind == "HerReplayBuffer":
             goals = pytest.importorskip("test_sb3_hindsight")
-            buffer, obs, action = goals.make(LENGTH), dict.fromkeys(goals.SPACE, np.zeros((1, 1))), np.zeros((1, 2))
+            buffer, obs, action = (
+                goals.make(LENGTH),
+                dict.fromkeys(goals.SPACE, np.zeros((1, 1))),
+                np.zeros((1, 2)),
+            )
         else:
-            buffer = getattr(sb3, kind)(LENGTH, spaces.Box(-1, 1000, (1,)), spaces.Discrete(2), n_envs=1)
+            buffer = getattr(sb3, kind)(
+                LENGTH, spaces.Box(-1, 1000, (1,)), spaces.Discrete(2), n_envs=1
+            )
             obs, action = np.zeros((1, 1), np.float32), np.zeros(1, int)
 
         def go(is_done):
@@ -196,7 +248,8 @@ def test_an_interrupt_while_buffers_are_compared_is_one(kind, tmp_path):
         return found
 
     def is_of_a_buffer(frame):
-        """Not of JAX, which as a whole is not made for interrupts: nothing is lost there, but other errors come out."""
+        """Not of JAX, which as a whole is not made for interrupts: nothing is lost there, but other
+        errors come out."""
         return frame.f_code.co_name == "__eq__" and frame.f_code.co_filename == "<string>"
 
     for call in calls():  # compiled
@@ -211,7 +264,8 @@ def test_an_interrupt_while_buffers_are_compared_is_one(kind, tmp_path):
 
 
 def run_until_interrupted(act, seconds):
-    """Go on with `act(t)` until Ctrl-C comes, after so many seconds. Returns how many calls had returned."""
+    """Go on with `act(t)` until Ctrl-C comes, after so many seconds. Returns how many calls had
+    returned."""
     has_begun, t = threading.Event(), 0
 
     def interrupt():
@@ -232,7 +286,8 @@ def run_until_interrupted(act, seconds):
 
 @pytest.mark.parametrize("owner", ["Replay", "SB3", "jit"])
 def test_an_interrupt_at_a_random_moment_loses_nothing(owner):
-    """Of a loop of adds, samples and updates; in the soak 2,000 times and more for each kind of owner."""
+    """Of a loop of adds, samples and updates; in the soak 2,000 times and more for each kind of
+    owner."""
     r = random.Random(owner)
     for _ in range(2000 if SOAK else 60):
         seconds = r.random() * 0.02
@@ -250,11 +305,20 @@ def test_an_interrupt_at_a_random_moment_loses_nothing(owner):
         elif owner == "SB3":
             sb3 = pytest.importorskip("jaxreplay.sb3", reason="the sb3 extra is not installed")
             spaces = pytest.importorskip("gymnasium").spaces
-            buffer = sb3.ReplayBuffer(LENGTH, spaces.Box(-1, 10_000, (1,)), spaces.Discrete(2), n_envs=1)
+            buffer = sb3.ReplayBuffer(
+                LENGTH, spaces.Box(-1, 10_000, (1,)), spaces.Discrete(2), n_envs=1
+            )
 
             def act_sb3(t, buffer=buffer):
                 obs = np.full((1, 1), t, np.float32)
-                buffer.add(obs, obs + 1, np.zeros(1, int), np.full(1, t, np.float32), np.zeros(1, bool), [{}])
+                buffer.add(
+                    obs,
+                    obs + 1,
+                    np.zeros(1, int),
+                    np.full(1, t, np.float32),
+                    np.zeros(1, bool),
+                    [{}],
+                )
                 buffer.sample(4)
 
             act_sb3(0)
@@ -268,13 +332,18 @@ def test_an_interrupt_at_a_random_moment_loses_nothing(owner):
 
             def act_jit(t, jitted=jitted):
                 nonlocal state
-                with jr.uninterrupted():
+                with jr.defer_interrupts():
                     state = jitted.add(state, np.full(1, t, np.float32))
 
             count = run_until_interrupted(act_jit, seconds)
             streams = state.streams
-            numbers = np.roll(streams.steps, -int(streams.head))[LENGTH - int(streams.filled) :].tolist()
-            assert numbers in ([float(t) for t in range(count + 1)][-LENGTH:], [float(t) for t in range(count)][-LENGTH:])
+            numbers = np.roll(streams.steps, -int(streams.head))[
+                LENGTH - int(streams.filled) :
+            ].tolist()
+            assert numbers in (
+                [float(t) for t in range(count + 1)][-LENGTH:],
+                [float(t) for t in range(count)][-LENGTH:],
+            )
 
 
 def test_who_waits_is_interrupted_at_once():
@@ -326,7 +395,7 @@ def test_a_handler_that_saves_sees_whole_rows(tmp_path):
     try:
         for number in range(200):  # the handlers that there are, are found after a while
             add(replay, number)
-        call = lambda: add(replay, 200)  # noqa: E731
+        call = lambda: add(replay, 200)
         for nth in range(1, 10**6):
             count = 0
 
@@ -358,9 +427,9 @@ def test_a_loop_around_jit_is_safe_in_a_block():
     done = []
 
     def loop():
-        with jr.uninterrupted():
+        with jr.defer_interrupts():
             signal.raise_signal(signal.SIGINT)
-            with jr.uninterrupted():
+            with jr.defer_interrupts():
                 signal.raise_signal(signal.SIGINT)
                 done.append("inner")
             done.append("outer")
@@ -373,7 +442,7 @@ def test_a_loop_around_jit_is_safe_in_a_block():
 
 def test_an_error_and_an_interrupt_are_both_told():
     def fails():
-        with jr.uninterrupted():
+        with jr.defer_interrupts():
             signal.raise_signal(signal.SIGINT)
             raise ValueError("of the block")
 
@@ -386,18 +455,18 @@ def test_other_handlers_stay_as_they_are():
     calls = []
     before = signal.signal(signal.SIGINT, lambda number, frame: calls.append(number))
     try:
-        with jr.uninterrupted():
+        with jr.defer_interrupts():
             signal.raise_signal(signal.SIGINT)
             assert calls == []
         assert calls == [signal.SIGINT]
-        with jr.uninterrupted():
+        with jr.defer_interrupts():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # set in the block: it stays
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        with jr.uninterrupted():
+        with jr.defer_interrupts():
             signal.raise_signal(signal.SIGINT)  # ignored, as without the block
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        with jr.uninterrupted():
+        with jr.defer_interrupts():
             pass
         assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
     finally:
@@ -405,7 +474,7 @@ def test_other_handlers_stay_as_they_are():
     in_thread = []
 
     def run():
-        with jr.uninterrupted():
+        with jr.defer_interrupts():
             in_thread.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=run)
@@ -420,7 +489,7 @@ def test_an_interrupt_at_any_line_of_the_block_itself_leaves_the_handlers():
 
         def block():
             nonlocal value
-            with signals.uninterrupted():
+            with signals.defer_interrupts():
                 value = 1
                 value = 2
 

@@ -1,4 +1,5 @@
-"""The replay that owns its state: every way in, every framework out, many threads, and what happens when something fails."""
+"""The replay that owns its state: every way in, every framework out, many threads, and what happens
+when something fails."""
 
 import contextlib
 import functools
@@ -31,7 +32,9 @@ def to_torch(tree):
     return jax.tree.map(lambda leaf: torch.from_numpy(np.array(leaf)), tree)
 
 
-@pytest.mark.parametrize("form", ["keywords", "mapping", "Step", "jax", "torch", "float64 and int64"])
+@pytest.mark.parametrize(
+    "form", ["keywords", "mapping", "Step", "jax", "torch", "float64 and int64"]
+)
 def test_a_step_of_any_kind_is_the_core_s(form):
     replay = make()
     state = replay.buffer.init(jax.tree.map(lambda x: x[0], step(0)))
@@ -41,9 +44,19 @@ def test_a_step_of_any_kind_is_the_core_s(form):
         if form == "keywords":
             replay.add(**s)
         elif form == "float64 and int64":
-            replay.add(jax.tree.map(lambda x: x.astype({"f": np.float64, "i": np.int64}.get(x.dtype.kind, x.dtype)), s))
+            replay.add(
+                jax.tree.map(
+                    lambda x: x.astype({"f": np.float64, "i": np.int64}.get(x.dtype.kind, x.dtype)),
+                    s,
+                )
+            )
         else:
-            convert = {"mapping": dict, "Step": lambda s: jr.Step(**s), "jax": lambda s: jax.tree.map(jnp.asarray, s), "torch": to_torch}
+            convert = {
+                "mapping": dict,
+                "Step": lambda s: jr.Step(**s),
+                "jax": lambda s: jax.tree.map(jnp.asarray, s),
+                "torch": to_torch,
+            }
             replay.add(convert[form](s))
     for x, y in zip(rows_of(replay), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(x, y)
@@ -51,7 +64,7 @@ def test_a_step_of_any_kind_is_the_core_s(form):
 
 
 def test_blocks_single_envs_and_masks():
-    whole, by_block, by_env, by_mask = (make(masked=True) for _ in range(4))
+    whole, by_block, by_env, by_mask = (make(allow_mask=True) for _ in range(4))
     for t in range(0, 20, 4):
         block = jax.tree.map(lambda *x: np.stack(x), *(step(t + i) for i in range(4)))
         by_block.add(block)
@@ -65,7 +78,8 @@ def test_blocks_single_envs_and_masks():
 
 
 def test_blocks_of_changing_lengths_share_programs():
-    """The first four that are no power of two have their own, all others those of the powers of two; what is stored is the same."""
+    """The first four that are no power of two have their own, all others those of the powers of
+    two; what is stored is the same."""
     by_block, by_step = (make(num_envs=1, capacity=100, sampler=jr.Prioritized()) for _ in range(2))
     with count_programs("extend") as extended:
         for length in (1, 2, 4, 8, 5, 6, 7, 9, *range(1, 60, 1 if SOAK else 7)):
@@ -80,7 +94,7 @@ def test_blocks_of_changing_lengths_share_programs():
 
 
 def test_a_block_whose_leaves_have_different_lengths_is_refused_whole():
-    replay = make(masked=True)
+    replay = make(allow_mask=True)
     for length in (4, 5, 6, 7, 9, 11):
         replay.add(step(length, (length, NUM_ENVS)))
     before = rows_of(replay)
@@ -106,7 +120,7 @@ def test_items_of_any_kind():
     for t in range(3):
         replay.add({"a": np.full((2, 3), t), "b": [np.full(2, t, bool)]})
     assert len(replay) == 6
-    assert replay.sample().items["a"].shape == (4, 3)
+    assert replay.sample().experience["a"].shape == (4, 3)
     one = jr.Replay(jr.items(capacity=4, batch_size=2), example={"a": np.zeros(3)})
     one.add({"a": np.ones(3)})
     one.add({"a": np.ones((5, 1, 3))})
@@ -118,11 +132,19 @@ def test_items_of_any_kind():
 
 
 def test_what_cannot_be_drawn_any_more_is_not_drawn():
-    """A buffer that was sampleable may cease to be: by short episodes, by priorities of 0, by an episode without end."""
+    """A buffer that was sampleable may cease to be: by short episodes, by priorities of 0, by an
+    episode without end."""
     few = make(num_envs=1, capacity=12, batch_size=4, min_size=10, autoreset="same_step")
     for t in range(24):
         one = step(t, (1,))
-        few.add(**{**one, "terminated": np.full(1, t >= 12), "truncated": np.zeros(1, bool), "final_obs": one["obs"]})
+        few.add(
+            **{
+                **one,
+                "terminated": np.full(1, t >= 12),
+                "truncated": np.zeros(1, bool),
+                "final_obs": one["obs"],
+            }
+        )
         if t == 11:
             assert few.can_sample()
     zero = make(sampler=jr.Prioritized())
@@ -130,7 +152,9 @@ def test_what_cannot_be_drawn_any_more_is_not_drawn():
         zero.add(step(t))
     batch = zero.sample(100)
     zero.update_priorities(batch.index, np.zeros(100))
-    endless = jr.Replay(jr.episodes(capacity=20, num_envs=1, batch_size=4, autoreset="next_step"))
+    endless = jr.Replay(
+        jr.future_pairs(capacity=20, num_envs=1, batch_size=4, autoreset="next_step")
+    )
     for t in range(40):
         endless.add({**step(t, (1,)), "truncated": np.full(1, t == 2)})
         assert t != 5 or endless.can_sample()
@@ -142,7 +166,9 @@ def test_what_cannot_be_drawn_any_more_is_not_drawn():
     assert zero.can_sample()
 
 
-@pytest.mark.parametrize("bad", [{"reward": np.zeros(2)}, {"action": "text"}, {"terminated": np.zeros(NUM_ENVS)}])
+@pytest.mark.parametrize(
+    "bad", [{"reward": np.zeros(2)}, {"action": "text"}, {"terminated": np.zeros(NUM_ENVS)}]
+)
 def test_a_first_step_that_is_refused_is_no_example(bad):
     replay = make()
     for wrong in ({**step(0), **bad}, jax.tree.map(lambda x: x[0], step(0))):
@@ -162,20 +188,25 @@ def test_rewards_that_begin_as_integers():
     replay.add(**one, reward=1)
     replay.add(**one, reward=0.5)
     replay.add(**one, reward=2)
-    assert set(replay.sample(64).items.reward.tolist()) == {1.0, 0.5}
+    assert set(replay.sample(64).experience.reward.tolist()) == {1.0, 0.5}
 
 
 def test_what_does_not_fit_is_refused_and_nothing_is_lost():
-    replay = make(masked=True)
+    replay = make(allow_mask=True)
     replay.add(step(0))
     before = rows_of(replay)
     big = step(1)
     big["obs"]["n"] = np.full(NUM_ENVS, 2**40)
-    with pytest.raises(ValueError, match=rf"add: obs.n: {2**40} cannot be stored as int32, which is what JAX has unless"):
+    with pytest.raises(
+        ValueError,
+        match=rf"add: obs.n: {2**40} cannot be stored as int32, which is what JAX has unless",
+    ):
         replay.add(big)
     with pytest.raises(ValueError, match=r"add: obs.n: 1e\+300 cannot be stored as float32"):
         replay.add({**step(1), "obs": {"x": step(1)["obs"]["x"], "n": np.full(NUM_ENVS, 1e300)}})
-    with pytest.raises(ValueError, match=r"add: action: an array of (longdouble|float128) cannot be stored"):
+    with pytest.raises(
+        ValueError, match=r"add: action: an array of (longdouble|float128) cannot be stored"
+    ):
         replay.add({**step(1), "action": np.zeros(NUM_ENVS, np.longdouble)})
     with pytest.raises(ValueError, match=r"add: priority: a str"):
         replay.add(step(1), priority="high")
@@ -190,17 +221,21 @@ def test_what_does_not_fit_is_refused_and_nothing_is_lost():
         replay.add({**step(1), "obs": {"x": "text", "n": np.zeros(3, int)}})
     with pytest.raises(ValueError, match="missing reward"):
         replay.add(obs=1, action=1, terminated=False, truncated=False)
-    with pytest.raises(ValueError, match="no env axis, but there are 3 envs: say which one took it by env="):
+    with pytest.raises(
+        ValueError, match="no env axis, but there are 3 envs: say which one took it by env="
+    ):
         replay.add(step(1, ()))
     with pytest.raises(ValueError, match="env=3, but this buffer has the envs 0 to 2"):
         replay.add(step(1, ()), env=3)
-    with pytest.raises(ValueError, match=r"without an env axis or a mask; got the leading axes \[3\]"):
+    with pytest.raises(
+        ValueError, match=r"without an env axis or a mask; got the leading axes \[3\]"
+    ):
         replay.add(step(1), env=0)
     for x, y in zip(before, rows_of(replay), strict=True):
         np.testing.assert_array_equal(x, y)
     replay.add(step(1))
     assert len(replay) == 3
-    with pytest.raises(ValueError, match="make the buffer with masked=True"):
+    with pytest.raises(ValueError, match="make the buffer with allow_mask=True"):
         make().add(step(0, ()), env=0)
 
 
@@ -222,7 +257,11 @@ def test_narrow_numbers_are_not_cut():
     replay = make(num_envs=1, example={**step(0, ()), "reward": np.float16(0)})
     replay.add({**step(0, ()), "reward": 1000.0})
     replay.add({**step(0, ()), "reward": np.inf})
-    with pytest.raises(ValueError, match=r"add: reward: 1000000.0 cannot be stored as float16, as the first step or example= has it"):
+    with pytest.raises(
+        ValueError,
+        match=r"add: reward: 1000000.0 cannot be stored as float16, as the first step or example= "
+        r"has it",
+    ):
         replay.add({**step(0, ()), "reward": 1e6})
     replay = make(num_envs=1, example={**step(0, ()), "action": np.int8(0)})
     replay.add({**step(0, ()), "action": 100})
@@ -236,14 +275,21 @@ def test_an_integer_keeps_its_last_bit_or_is_refused():
     for number in (2**24, 2**24 + 2, -(2**24), 2**31 - 128):
         replay.add({**step(0, ()), "reward": number})
     for number in (2**24 + 1, -(2**24) - 1, 2**31 - 1, np.uint32(2**32 - 1)):
-        with pytest.raises(ValueError, match=f"add: reward: {int(number)} cannot be stored as float32"):
+        with pytest.raises(
+            ValueError, match=f"add: reward: {int(number)} cannot be stored as float32"
+        ):
             replay.add({**step(0, ()), "reward": number})
     fresh = make(num_envs=1)
     with pytest.raises(ValueError, match="add: reward: 16777217 cannot be stored as float32"):
-        fresh.add({**step(0, ()), "reward": 16777217})  # the first one, too, of which floating rewards are made
+        # the first one, too, of which floating rewards are made
+        fresh.add({**step(0, ()), "reward": 16777217})
     for dtype in (np.int8, np.uint16, np.int64, np.uint64):
         top = np.iinfo(dtype).max
-        with contextlib.nullcontext() if top < 2**24 else pytest.raises(ValueError, match=f"x: {top} cannot be stored as float32, so"):
+        with (
+            contextlib.nullcontext()
+            if top < 2**24
+            else pytest.raises(ValueError, match=f"x: {top} cannot be stored as float32, so")
+        ):
             assert checks.cast("x", np.array([top], dtype), np.float32, "so").tolist() == [top]
 
 
@@ -255,10 +301,18 @@ def test_an_env_may_reuse_its_array(num_bytes):
         obs = memory[(beyond - memory.ctypes.data) % 64 :][:num_bytes].reshape(1, -1)
         for t in range(8):
             obs[:] = t
-            replay.add(obs=obs, action=np.zeros(1), reward=np.full(1, t), terminated=np.zeros(1, bool), truncated=np.zeros(1, bool))
+            replay.add(
+                obs=obs,
+                action=np.zeros(1),
+                reward=np.full(1, t),
+                terminated=np.zeros(1, bool),
+                truncated=np.zeros(1, bool),
+            )
             obs[:] = 255
-        items = replay.sample(16).items
-        np.testing.assert_array_equal(items.obs, np.broadcast_to(np.asarray(items.reward)[:, None], (16, num_bytes)))
+        items = replay.sample(16).experience
+        np.testing.assert_array_equal(
+            items.obs, np.broadcast_to(np.asarray(items.reward)[:, None], (16, num_bytes))
+        )
 
 
 # Ways out.
@@ -266,7 +320,10 @@ def test_an_env_may_reuse_its_array(num_bytes):
 
 def test_frameworks_give_the_same_batch():
     torch = pytest.importorskip("torch", reason="the torch extra is not installed")
-    replays = {name: make(framework=name, seed=3, sampler=jr.Prioritized()) for name in ("jax", "numpy", "torch")}
+    replays = {
+        name: make(framework=name, seed=3, sampler=jr.Prioritized())
+        for name in ("jax", "numpy", "torch")
+    }
     kinds = {"jax": jax.Array, "numpy": np.ndarray, "torch": torch.Tensor}
     for name, replay in replays.items():
         for t in range(10):
@@ -276,7 +333,9 @@ def test_frameworks_give_the_same_batch():
         weights = replay.importance_weights(batch, 0.5)
         assert isinstance(weights, kinds[name])
         replay.update_priorities(batch.index, weights + 1)
-        replays[name] = [np.asarray(leaf) for leaf in jax.tree.leaves((batch, weights, replay.sample(5)))] + rows_of(replay)
+        replays[name] = [
+            np.asarray(leaf) for leaf in jax.tree.leaves((batch, weights, replay.sample(5)))
+        ] + rows_of(replay)
     for name in ("numpy", "torch"):
         for x, y in zip(replays["jax"], replays[name], strict=True):
             assert (x.dtype, x.shape) == (y.dtype, y.shape)
@@ -310,7 +369,10 @@ def test_an_empty_replay_says_what_is_missing():
     replay = make(min_size=5)
     assert len(replay) == 0
     assert not replay.can_sample()
-    with pytest.raises(TimeoutError, match="after 0 s: nothing can be drawn yet, 0 rows of at least 5: add steps first"):
+    with pytest.raises(
+        TimeoutError,
+        match="after 0 s: nothing can be drawn yet, 0 rows of at least 5: add steps first",
+    ):
         replay.sample()
     for t in range(3):
         replay.add(step(t))
@@ -319,15 +381,20 @@ def test_an_empty_replay_says_what_is_missing():
     assert (len(replay), replay.can_sample()) == (0, False)
     with pytest.raises(ValueError, match=r"Replay: framework must be one of"):
         make(framework="tf")
-    with pytest.raises(ValueError, match=r"Replay: buffer must be an instance of a jaxreplay.ReplayBuffer"):
+    with pytest.raises(
+        ValueError, match=r"Replay: buffer must be an instance of a jaxreplay.buffers.ReplayBuffer"
+    ):
         jr.Replay(jr.rollout(length=3, num_envs=1, autoreset="next_step"))
     with pytest.raises(ValueError, match=r"no priorities; use jaxreplay.prioritized"):
         replay.update_priorities(jr.Index(jnp.zeros(1, int), jnp.zeros(1, jnp.uint32)), np.ones(1))
 
 
-@pytest.mark.parametrize("what", ["add", "add traced", "sample", "len", "can_sample", "clear", "update_priorities", "take"])
+@pytest.mark.parametrize(
+    "what",
+    ["add", "add traced", "sample", "len", "can_sample", "clear", "update_priorities", "pop"],
+)
 def test_a_call_inside_of_jit_says_so_and_changes_nothing(what):
-    replay = make(sampler=jr.Queue() if what == "take" else jr.Prioritized())
+    replay = make(sampler=jr.Queue() if what == "pop" else jr.Prioritized())
     for t in range(4):
         replay.add(step(t))
     before = rows_of(replay)
@@ -341,9 +408,12 @@ def test_a_call_inside_of_jit_says_so_and_changes_nothing(what):
         "can_sample": lambda x: replay.can_sample(),
         "clear": lambda x: replay.clear(),
         "update_priorities": lambda x: replay.update_priorities(index, np.ones(2)),
-        "take": lambda x: replay.sample(),
+        "pop": lambda x: replay.sample(),
     }
-    with pytest.raises(ValueError, match=r"cannot be called inside of jit, scan or vmap.*Use the buffer's methods there"):
+    with pytest.raises(
+        ValueError,
+        match=r"cannot be called inside of jit, scan or vmap.*Use the buffer's methods there",
+    ):
         jax.jit(calls[what])(jnp.zeros(NUM_ENVS))
     for x, y in zip(before, rows_of(replay), strict=True):
         np.testing.assert_array_equal(x, y)
@@ -379,8 +449,16 @@ def test_a_failed_add_leaves_the_rows_or_says_that_they_are_lost(tmp_path, monke
         patch.setattr(owner, "method", lambda name: loses)
         with pytest.raises(MemoryError):
             replay.add(step(4))
-    for call in (lambda: replay.add(step(5)), replay.sample, replay.clear, lambda: len(replay), lambda: replay.save(tmp_path / "x")):
-        with pytest.raises(RuntimeError, match=r"the rows were lost in MemoryError.*load a file that was saved"):
+    for call in (
+        lambda: replay.add(step(5)),
+        replay.sample,
+        replay.clear,
+        lambda: len(replay),
+        lambda: replay.save(tmp_path / "x"),
+    ):
+        with pytest.raises(
+            RuntimeError, match=r"the rows were lost in MemoryError.*load a file that was saved"
+        ):
             call()
     assert not replay.can_sample()
     replay.load(tmp_path / "replay")
@@ -390,7 +468,12 @@ def test_a_failed_add_leaves_the_rows_or_says_that_they_are_lost(tmp_path, monke
 
 
 def test_a_saved_replay_goes_on_as_if_never_stopped(tmp_path):
-    options = {"sampler": jr.Prioritized(), "samples_per_insert": 100.0, "timeout": 0.0, "example": jax.tree.map(lambda x: x[0], step(0))}
+    options = {
+        "sampler": jr.Prioritized(),
+        "samples_per_insert": 100.0,
+        "timeout": 0.0,
+        "example": jax.tree.map(lambda x: x[0], step(0)),
+    }
     replay, other = make(**options), make(**options, seed=0)
 
     def go_on(replay, start):
@@ -399,7 +482,7 @@ def test_a_saved_replay_goes_on_as_if_never_stopped(tmp_path):
             replay.add(step(t)) if replay._may_insert() else None
             if replay.can_sample():
                 batch = replay.sample()
-                replay.update_priorities(batch.index, batch.items.reward)
+                replay.update_priorities(batch.index, batch.experience.reward)
                 seen += jax.tree.leaves(batch)
         return [np.asarray(x) for x in seen]
 
@@ -418,15 +501,24 @@ def test_a_buffer_with_functions_is_loaded_by_another_process(tmp_path):
     code = """
 import functools, sys, numpy as np, jaxreplay as jr
 
+
 def near(scale, achieved, goal, step):
     return scale * (achieved == goal)
+
 
 def louder(item, key):
     return item.replace(reward=2 * item.reward)
 
+
 goals = jr.uniform(capacity=20, num_envs=1, batch_size=4, autoreset="next_step")
-goals = jr.hindsight(goals, functools.partial(near, 2.0), achieved="a", desired="d")
-example = {"obs": {"a": 0.0, "d": 0.0}, "action": 0, "reward": 0.0, "terminated": False, "truncated": False}
+goals = jr.hindsight(goals, functools.partial(near, 2.0), achieved_key="a", desired_key="d")
+example = {
+    "obs": {"a": 0.0, "d": 0.0},
+    "action": 0,
+    "reward": 0.0,
+    "terminated": False,
+    "truncated": False,
+}
 replay = jr.Replay(jr.transform(goals, louder), example=example)
 if sys.argv[1] == "save":
     for t in range(5):
@@ -437,7 +529,9 @@ else:
     print(len(replay))
 """
     for what, printed in (("save", ""), ("load", "4")):
-        done = subprocess.run([sys.executable, "-c", code, what], capture_output=True, text=True, cwd=tmp_path)
+        done = subprocess.run(
+            [sys.executable, "-c", code, what], capture_output=True, text=True, cwd=tmp_path
+        )
         assert (done.returncode, done.stdout.strip()) == (0, printed), done.stderr
 
 
@@ -478,7 +572,9 @@ def test_a_file_that_is_not_this_replay_s_is_refused(tmp_path):
         replay.load(tmp_path / "nothing")
     (tmp_path / "file").write_text("of 0.1")
     for call in (replay.load, replay.save):
-        with pytest.raises(NotADirectoryError, match="file is a file, not the folder of a Checkpointer"):
+        with pytest.raises(
+            NotADirectoryError, match="file is a file, not the folder of a Checkpointer"
+        ):
             call(tmp_path / "file")
     assert len(replay) == 9
 
@@ -502,7 +598,9 @@ def test_a_load_that_fails_leaves_the_rows(has_room, tmp_path, monkeypatch):
     expected = rows_of(replay)
     mend = damaged(path)
     if not has_room:
-        monkeypatch.setattr(memory, "free_bytes", lambda: 1 if replay._owner._state is not None else 2**40)
+        monkeypatch.setattr(
+            memory, "free_bytes", lambda: 1 if replay._owner._state is not None else 2**40
+        )
     with pytest.raises(ValueError, match=r"steps.reward/c.0 is not as it was written"):
         replay.load(path)
     for x, y in zip(expected, rows_of(replay), strict=True):
@@ -542,7 +640,11 @@ def test_rows_that_are_lost_while_others_are_loaded_are_said_to_be(tmp_path, mon
 
 
 def test_a_save_on_top_of_one_writes_what_is_new(tmp_path):
-    replay, other, path = make(capacity=1998), make(capacity=1998, example=jax.tree.map(lambda x: x[0], step(0))), tmp_path / "replay"
+    replay, other, path = (
+        make(capacity=1998),
+        make(capacity=1998, example=jax.tree.map(lambda x: x[0], step(0))),
+        tmp_path / "replay",
+    )
     for t in range(400):
         replay.add(step(t))
     replay.save(path)
@@ -582,8 +684,8 @@ def test_a_checkpointer_s_generation_can_be_loaded_and_a_replay_s_restored(tmp_p
     state = checkpoint.restore(tmp_path / "one", replay.buffer, example)
     for x, y in zip(rows_of(replay), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(x, y)
-    for notes in (None, {"replay": "mine"}, {"replay": {"num_draws": "many", "limiter": 3}}):
-        checkpoint.save(tmp_path / "two", replay.buffer, state, notes=notes)
+    for metadata in (None, {"replay": "mine"}, {"replay": {"num_draws": "many", "limiter": 3}}):
+        checkpoint.save(tmp_path / "two", replay.buffer, state, metadata=metadata)
         other = make(example=example, samples_per_insert=1.0)
         other.load(tmp_path / "two")
         assert (len(other), other._limiter.num_inserts) == (9, 0)
@@ -625,9 +727,19 @@ replay.save("replay"); replay.load("replay")
 assert devices(replay._held.state) == {there}
 print(len(replay))
 """
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "JAX_PLATFORMS": "cpu",
+    }
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=folder)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            env=environment,
+            cwd=folder,
+        )
     assert done.stdout.strip() == "4", done.stderr
 
 
@@ -645,10 +757,26 @@ jr.Replay(replay.buffer, framework="torch")
 
 def test_an_add_is_in_place():
     num_envs, capacity = 4, 1 << 16
-    replay = make(num_envs=num_envs, capacity=capacity, masked=True, example=jax.tree.map(lambda x: x[0], step(0)))
-    one, all_ = (jax.tree.map(jnp.asarray, arrays.as_stored("add", replay.buffer, s)) for s in (step(1, ()), step(1, (num_envs,))))
+    replay = make(
+        num_envs=num_envs,
+        capacity=capacity,
+        allow_mask=True,
+        example=jax.tree.map(lambda x: x[0], step(0)),
+    )
+    one, all_ = (
+        jax.tree.map(jnp.asarray, arrays.as_stored("add", replay.buffer, s))
+        for s in (step(1, ()), step(1, (num_envs,)))
+    )
     options = {"num_elements": capacity, "donated": 0, **options_here()}
     to_one = functools.partial(owner._add_to_one.__wrapped__, replay.buffer)
-    check_in_place(lambda state, env: to_one(state, env, one, None), (replay._owner.state, jnp.int32(2)), **options)
+    check_in_place(
+        lambda state, env: to_one(state, env, one, None),
+        (replay._owner.state, jnp.int32(2)),
+        **options,
+    )
     to_all = functools.partial(method("add").__wrapped__, replay.buffer)
-    check_in_place(lambda state, mask: to_all(state, all_, mask, None), (replay._owner.state, jnp.ones(num_envs, bool)), **options)
+    check_in_place(
+        lambda state, mask: to_all(state, all_, mask, None),
+        (replay._owner.state, jnp.ones(num_envs, bool)),
+        **options,
+    )

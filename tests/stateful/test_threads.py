@@ -32,7 +32,9 @@ def in_threads(*functions):
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(function,), daemon=True) for function in functions]
+    threads = [
+        threading.Thread(target=run, args=(function,), daemon=True) for function in functions
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -43,15 +45,21 @@ def in_threads(*functions):
 
 
 def test_nothing_is_torn_and_the_ratio_holds():
-    """8 threads add and 4 sample; each row carries the checksum of its bytes, and both counts are compared at every change."""
+    """8 threads add and 4 sample; each row carries the checksum of its bytes, and both counts are
+    compared at every change."""
     ratio, batch_size = 4.0, 32
-    buffer = jr.items(capacity=8 * 50, num_envs=8, batch_size=batch_size, masked=True)
-    example = {"bytes": np.zeros(1000, np.uint8), "sum": np.zeros((), np.uint32), "env": np.zeros((), np.int32)}
+    buffer = jr.items(capacity=8 * 50, num_envs=8, batch_size=batch_size, allow_mask=True)
+    example = {
+        "bytes": np.zeros(1000, np.uint8),
+        "sum": np.zeros((), np.uint32),
+        "env": np.zeros((), np.int32),
+    }
     replay = jr.Replay(buffer, example=example, framework="numpy", samples_per_insert=ratio)
     start, added, drawn, distances = time.monotonic(), [0] * 8, [], []
 
     def is_over():
-        """By what was done, not by the clock: a machine may be slow. The soak goes on for a minute."""
+        """By what was done, not by the clock: a machine may be slow. The soak goes on for a
+        minute."""
         return len(drawn) >= 60 and min(added) > 5 and (not SOAK or time.monotonic() > start + 60)
 
     def adder(env):
@@ -61,7 +69,11 @@ def test_nothing_is_torn_and_the_ratio_holds():
             memory[:] = r.integers(0, 256, 1000)
             memory[0] = env
             try:
-                replay.add({"bytes": memory, "sum": np.uint32(zlib.crc32(memory)), "env": env}, env=env, timeout=0.2)
+                replay.add(
+                    {"bytes": memory, "sum": np.uint32(zlib.crc32(memory)), "env": env},
+                    env=env,
+                    timeout=0.2,
+                )
             except TimeoutError:
                 continue  # at the end, when the samplers have gone
             memory[:] = 0
@@ -73,7 +85,7 @@ def test_nothing_is_torn_and_the_ratio_holds():
                 batch = replay.sample(timeout=0.2)
             except TimeoutError:
                 continue  # or the adders
-            items = batch.items
+            items = batch.experience
             assert batch.is_valid.all()
             assert (items["bytes"][:, 0] == items["env"]).all()
             assert [zlib.crc32(row) for row in items["bytes"]] == items["sum"].tolist()
@@ -112,13 +124,17 @@ def test_who_is_ahead_waits_and_says_why():
     replay.add(step(1, (1,)))
     replay.add(step(2, (1,)))
     before = rows_of(replay)
-    with pytest.raises(TimeoutError, match=r"after 0.05 s: samples lag behind: sample, or lower samples_per_insert"):
+    with pytest.raises(
+        TimeoutError, match=r"after 0.05 s: samples lag behind: sample, or lower samples_per_insert"
+    ):
         replay.add(step(3, (1,)))
     for x, y in zip(before, rows_of(replay), strict=True):
         np.testing.assert_array_equal(x, y)
     replay.sample()
     replay.sample()
-    with pytest.raises(TimeoutError, match=r"after 0.01 s: inserts lag behind: add, or raise samples_per_insert"):
+    with pytest.raises(
+        TimeoutError, match=r"after 0.01 s: inserts lag behind: add, or raise samples_per_insert"
+    ):
         replay.sample(timeout=0.01)
     replay.add(step(3, (1,)))
 
@@ -131,10 +147,14 @@ def test_batches_that_were_drawn_ahead_are_the_same(prefetch):
     with make(seed=1, prefetch=prefetch, example=jax.tree.map(lambda x: x[0], step(0))) as ahead:
         ahead.add(jax.tree.map(lambda *x: np.stack(x), *(step(t) for t in range(10))))
         for _ in range(8):
-            for x, y in zip(jax.tree.leaves(plain.sample()), jax.tree.leaves(ahead.sample()), strict=True):
+            for x, y in zip(
+                jax.tree.leaves(plain.sample()), jax.tree.leaves(ahead.sample()), strict=True
+            ):
                 np.testing.assert_array_equal(x, y)
         assert ahead.can_sample()
-        with pytest.raises(ValueError, match="with prefetch every batch has the buffer's 8 items, not 4"):
+        with pytest.raises(
+            ValueError, match="with prefetch every batch has the buffer's 8 items, not 4"
+        ):
             ahead.sample(4)
         ahead.clear()
         with pytest.raises(TimeoutError, match="nothing can be drawn yet"):
@@ -205,7 +225,7 @@ def test_closing_ends_what_waits():
 
 
 def test_a_worker_that_dies_leaves_no_lock():
-    replay = make(masked=True)
+    replay = make(allow_mask=True)
 
     def die():
         replay.add(step(0))
@@ -222,9 +242,11 @@ def test_a_program_may_end_without_closing():
 import numpy as np, jaxreplay as jr
 replay = jr.Replay(jr.items(capacity=10, batch_size=4), prefetch=2)
 replay.add({"x": np.zeros((1, 3))})
-print(replay.sample().items["x"].shape)
+print(replay.sample().experience["x"].shape)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=4 * LONG)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=4 * LONG
+    )
     assert (done.returncode, done.stdout.strip()) == (0, "(4, 3)"), done.stderr
 
 
@@ -241,6 +263,7 @@ def test_a_replay_that_is_dropped_frees_its_rows():
 
 FORKED = """
 import os, sys, warnings
+
 warnings.simplefilter("ignore")
 import numpy as np, jaxreplay as jr
 
@@ -248,15 +271,27 @@ kind = sys.argv[1]
 if kind == "sb3":
     from gymnasium import spaces
     from jaxreplay import sb3
+
     replay = sb3.ReplayBuffer(10, spaces.Box(-1, 1, (1,)), spaces.Discrete(2))
     obs = np.zeros((1, 1), np.float32)
     add = lambda: replay.add(obs, obs, np.zeros(1, int), np.zeros(1), np.zeros(1, bool), [{}])
     calls = (add, lambda: replay.sample(2), replay.reset)
 else:
-    replay = jr.Replay(jr.prioritized(capacity=10, num_envs=1, batch_size=4, autoreset="next_step"), prefetch=int(kind))
+    replay = jr.Replay(
+        jr.prioritized(capacity=10, num_envs=1, batch_size=4, autoreset="next_step"),
+        prefetch=int(kind),
+    )
     flag, zero = np.zeros(1, bool), np.zeros(1)
     add = lambda: replay.add(obs=zero, action=zero, reward=zero, terminated=flag, truncated=flag)
-    calls = (add, replay.sample, lambda: len(replay), replay.can_sample, replay.clear, lambda: replay.save("x"), lambda: replay.load("x"))
+    calls = (
+        add,
+        replay.sample,
+        lambda: len(replay),
+        replay.can_sample,
+        replay.clear,
+        lambda: replay.save("x"),
+        lambda: replay.load("x"),
+    )
     calls += (lambda: replay.update_priorities({"row": [0], "lap": [0]}, [1.0]), replay.close)
 for _ in range(3):
     add()
@@ -281,13 +316,17 @@ print("whole")
 def test_a_forked_process_gets_an_error_and_does_not_hang(kind):
     if kind == "sb3":
         pytest.importorskip("jaxreplay.sb3", reason="the sb3 extra is not installed")
-    done = subprocess.run([sys.executable, "-c", FORKED, kind], capture_output=True, text=True, timeout=4 * LONG)
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, kind], capture_output=True, text=True, timeout=4 * LONG
+    )
     assert (done.returncode, done.stdout.strip()) == (0, "whole"), done.stderr
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), -1, "1", True])
 def test_a_time_to_wait_is_a_number(wrong):
-    with pytest.raises(ValueError, match="Replay: timeout must be a number of seconds, at least 0, got"):
+    with pytest.raises(
+        ValueError, match="Replay: timeout must be a number of seconds, at least 0, got"
+    ):
         make(timeout=wrong)
     replay = make(samples_per_insert=1.0)
     for call in (lambda: replay.add(step(0), timeout=wrong), lambda: replay.sample(timeout=wrong)):

@@ -1,4 +1,5 @@
-"""Random streams against the oracle: masks, ends, truncations, wraps, blocks, clears and priority updates, hostile ones too."""
+"""Random streams against the oracle: masks, ends, truncations, wraps, blocks, clears and priority
+updates, hostile ones too."""
 
 import dataclasses
 import functools
@@ -18,14 +19,16 @@ from tests.support.oracle import Oracle
 FORMS = (("next_step", False), ("same_step", True), ("same_step", False))
 BLOCK = 3
 PRIORITIES = (0.0, 0.3, 1.0, 2.5, 7.0, float("nan"), float("inf"), -1.0)
-DRAWS = 512  # of at most 39 rows: all appear but once in 10^4 runs at most, with priorities within a factor of 25
+# of at most 39 rows: all appear but once in 10^4 runs at most, with priorities within a factor of
+# 25
+DRAWS = 512
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     autoreset: str
     has_final_obs: bool
-    masked: bool
+    allow_mask: bool
     n_step: int
     num_envs: int
     length: int
@@ -39,11 +42,12 @@ class Config:
             "batch_size": DRAWS,
             "autoreset": self.autoreset,
             "n_step": self.n_step,
-            "discount": 0.5,  # exact powers: rewards are sums of small integers, so every target is exact in float32
-            "masked": self.masked,
+            # exact powers: rewards are sums of small integers, so every target is exact in float32
+            "gamma": 0.5,
+            "allow_mask": self.allow_mask,
         }
         if self.prioritized:
-            return jr.prioritized(**shared, exponent=0.5, stratified=False, keep_minimum=True)
+            return jr.prioritized(**shared, alpha=0.5, stratified=False, keep_minimum=True)
         return jr.uniform(**shared)
 
     def oracle(self):
@@ -53,26 +57,28 @@ class Config:
             autoreset=self.autoreset,
             has_final_obs=self.has_final_obs,
             n_step=self.n_step,
-            discount=0.5,
+            gamma=0.5,
         )
 
 
 def _pool():
-    """All three forms, with and without masks, n from 1 to 10, from the shortest stream that holds a window on; uniform and prioritized."""
+    """All three forms, with and without masks, n from 1 to 10, from the shortest stream that holds
+    a window on; uniform and prioritized."""
     shapes = itertools.cycle([(1, 0), (3, 2), (2, 1), (1, 5), (3, 0)])
     for (form, final), n_step in itertools.product(FORMS, range(1, 11)):
         num_envs, spare = next(shapes)
         shortest = n_step + (2 if final else 1)
         for prioritized in (False, True):
-            masked = bool((n_step + prioritized) % 2)
-            yield Config(form, final, masked, n_step, num_envs, shortest + spare, prioritized)
+            allow_mask = bool((n_step + prioritized) % 2)
+            yield Config(form, final, allow_mask, n_step, num_envs, shortest + spare, prioritized)
 
 
 POOL = tuple(_pool())
 
 
 def step_of(oracle, clock, codes):
-    """A step of every env from four bits each: took a step, terminated, truncated; every observation is another number."""
+    """A step of every env from four bits each: took a step, terminated, truncated; every
+    observation is another number."""
     envs = range(len(codes))
     return {
         "obs": [float(clock * 16 + env) for env in envs],
@@ -111,20 +117,25 @@ class Pair:
     def add(self, codes, priority):
         step, mask = self._next(codes)
         self.oracle.add(**step, mask=mask, priority=priority)
-        self.state = self.jitted.add(self.state, self._step(step), _array(mask, bool), _array(priority, np.float32))
+        self.state = self.jitted.add(
+            self.state, self._step(step), _array(mask, bool), _array(priority, np.float32)
+        )
 
     def extend(self, block):
         steps, masks = zip(*(self._next(codes) for codes in block), strict=True)
         for step, mask in zip(steps, masks, strict=True):
             self.oracle.add(**step, mask=mask)
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *map(self._step, steps))
-        self.state = self.jitted.extend(self.state, stacked, None if masks[0] is None else np.asarray(masks))
+        self.state = self.jitted.extend(
+            self.state, stacked, None if masks[0] is None else np.asarray(masks)
+        )
 
     def _next(self, codes):
         self.clock += 1
         step = step_of(self.oracle, self.clock, codes)
-        mask = [code & 1 == 0 for code in codes] if self.config.masked else None
-        if self.config.autoreset == "next_step" and mask is not None:  # the row after a done is never masked
+        mask = [code & 1 == 0 for code in codes] if self.config.allow_mask else None
+        # the row after a done is never masked
+        if self.config.autoreset == "next_step" and mask is not None:
             mask = [took or self.oracle.owes_final_row(env) for env, took in enumerate(mask)]
         return step, mask
 
@@ -135,7 +146,10 @@ class Pair:
     def draw(self, seed):
         batch = self.jitted.sample(self.state, jax.random.key(seed))
         sampleable = self.oracle.sampleable()
-        rows = [sampleable[int(row)][0] if row_valid else None for row, row_valid in zip(batch.index.row, batch.is_valid, strict=True)]
+        rows = [
+            sampleable[int(row)][0] if row_valid else None
+            for row, row_valid in zip(batch.index.row, batch.is_valid, strict=True)
+        ]
         self.drawn.append((batch.index, rows))
         return batch
 
@@ -144,7 +158,9 @@ class Pair:
         index, rows = self.drawn[which % len(self.drawn)]
         priorities = list(itertools.islice(itertools.cycle(priorities), DRAWS))
         self.oracle.update(rows, priorities)
-        self.state = self.jitted.update_priorities(self.state, index, np.asarray(priorities, np.float32))
+        self.state = self.jitted.update_priorities(
+            self.state, index, np.asarray(priorities, np.float32)
+        )
 
     def check(self, seed):
         sampleable = self.oracle.sampleable()
@@ -155,35 +171,55 @@ class Pair:
             positive = self._check_priorities(everything)
         assert set(np.flatnonzero(everything.is_valid)) == set(sampleable)
         for row in sampleable:
-            check_item(jax.tree.map(lambda leaf, row=row: np.asarray(leaf)[row], everything.items), sampleable[row][1])
+            check_item(
+                jax.tree.map(lambda leaf, row=row: np.asarray(leaf)[row], everything.experience),
+                sampleable[row][1],
+            )
         batch = self.draw(seed)
         assert bool(self.jitted.can_sample(self.state)) == bool(positive)
-        assert np.asarray(batch.is_valid).all() == np.asarray(batch.is_valid).any() == bool(positive)
-        assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves((batch.items, batch.probability)))
+        assert (
+            np.asarray(batch.is_valid).all() == np.asarray(batch.is_valid).any() == bool(positive)
+        )
+        assert all(
+            np.isfinite(np.asarray(leaf)).all()
+            for leaf in jax.tree.leaves((batch.experience, batch.probability))
+        )
         if positive:
             rows = np.asarray(batch.index.row)
             assert set(rows) == positive
-            items, whole = jax.tree.map(np.asarray, (batch.items, everything.items))
-            jax.tree.map(lambda got, expected: np.testing.assert_array_equal(got, expected[rows]), items, whole)
-            np.testing.assert_allclose(batch.probability, np.asarray(everything.probability)[rows], rtol=1e-6)
+            items, whole = jax.tree.map(np.asarray, (batch.experience, everything.experience))
+            jax.tree.map(
+                lambda got, expected: np.testing.assert_array_equal(got, expected[rows]),
+                items,
+                whole,
+            )
+            np.testing.assert_allclose(
+                batch.probability, np.asarray(everything.probability)[rows], rtol=1e-6
+            )
 
     def _check_priorities(self, everything):
-        expected = self.oracle.probabilities(exponent=0.5)
+        expected = self.oracle.probabilities(alpha=0.5)
         got = np.asarray(everything.probability)
         for row, probability in expected.items():
             np.testing.assert_allclose(got[row], probability, rtol=1e-5)
         sampler = self.state.sampler
-        assert float(sampler.largest) == np.float32(self.oracle.largest)
-        assert int(sampler.ignored_priorities) == self.oracle.ignored_priorities
-        assert int(sampler.ignored_rows) == self.oracle.ignored_rows
+        assert float(sampler.max_priority) == np.float32(self.oracle.max_priority)
+        assert int(sampler.num_bad_priorities) == self.oracle.num_bad_priorities
+        assert int(sampler.num_stale_updates) == self.oracle.num_stale_updates
         positive = {row for row, probability in expected.items() if probability > 0}
         smallest = min((expected[row] for row in positive), default=1.0)
-        np.testing.assert_allclose(float(self.jitted.min_probability(self.state)), smallest, rtol=1e-5)
+        np.testing.assert_allclose(
+            float(self.jitted.min_probability(self.state)), smallest, rtol=1e-5
+        )
         return positive
 
 
 def check_item(item, expected):
-    assert (item.obs["x"], item.action, item.reward) == (expected.obs, expected.action, expected.reward)
+    assert (item.obs["x"], item.action, item.reward) == (
+        expected.obs,
+        expected.action,
+        expected.reward,
+    )
     assert (item.discount, item.num_steps) == (expected.discount, expected.num_steps)
     assert item.next_obs["x"] == expected.next_obs
     assert item.obs["image"].tolist() == [np.float32(expected.obs).astype(np.uint8)] * 2
@@ -195,23 +231,41 @@ def _array(values, dtype):
     return None if values is None else np.asarray(values, dtype)
 
 
-# A configuration costs some seconds to compile, a stream of steps little: few configurations, each with many streams. The soak has all.
-# Four of each form, by (n, whether prioritized): with and without priorities and masks, and small, middle and large n.
+# A configuration costs some seconds to compile, a stream of steps little: few configurations, each
+# with many streams. The soak has all. Four of each form, by (n, whether prioritized): with and
+# without priorities and masks, and small, middle and large n.
 _SOME = (
     ((1, False), (10, False), (3, True), (2, True)),
     ((3, False), (2, False), (1, True), (10, True)),
     ((7, False), (4, False), (1, True), (2, True)),
 )
-TRIED = POOL if SOAK else tuple(POOL[20 * form + 2 * (n - 1) + prioritized] for form, some in enumerate(_SOME) for n, prioritized in some)
+TRIED = (
+    POOL
+    if SOAK
+    else tuple(
+        POOL[20 * form + 2 * (n - 1) + prioritized]
+        for form, some in enumerate(_SOME)
+        for n, prioritized in some
+    )
+)
 
 
 @st.composite
 def histories(draw, config):
     codes = st.lists(st.integers(0, 15), min_size=config.num_envs, max_size=config.num_envs)
-    priorities = st.lists(st.sampled_from(PRIORITIES), min_size=config.num_envs, max_size=config.num_envs)
+    priorities = st.lists(
+        st.sampled_from(PRIORITIES), min_size=config.num_envs, max_size=config.num_envs
+    )
     some = st.lists(st.sampled_from(PRIORITIES), min_size=1, max_size=5)
-    adds = st.tuples(st.just("add"), codes, st.one_of(st.none(), priorities) if config.prioritized else st.none())
-    operations = [adds, adds, adds, st.tuples(st.just("extend"), st.lists(codes, min_size=BLOCK, max_size=BLOCK))]
+    adds = st.tuples(
+        st.just("add"), codes, st.one_of(st.none(), priorities) if config.prioritized else st.none()
+    )
+    operations = [
+        adds,
+        adds,
+        adds,
+        st.tuples(st.just("extend"), st.lists(codes, min_size=BLOCK, max_size=BLOCK)),
+    ]
     operations += [st.tuples(st.just("check"))]
     if config.prioritized:
         operations += [st.tuples(st.just("update"), st.integers(0, 7), some)]
@@ -221,7 +275,9 @@ def histories(draw, config):
     return history
 
 
-@pytest.mark.parametrize("config", TRIED, ids=lambda config: "-".join(map(str, dataclasses.astuple(config))))
+@pytest.mark.parametrize(
+    "config", TRIED, ids=lambda config: "-".join(map(str, dataclasses.astuple(config)))
+)
 def test_streams_agree_with_the_oracle(config):
     @hypothesis.seed(1000 * SOAK)
     @hypothesis.settings(max_examples=40 if SOAK else 16)
@@ -243,12 +299,18 @@ def test_streams_agree_with_the_oracle(config):
 
 def test_the_pool_is_what_it_says():
     assert len(POOL) <= 60
-    seen = {(c.autoreset, c.has_final_obs, c.masked, c.n_step, c.prioritized) for c in POOL}
+    seen = {(c.autoreset, c.has_final_obs, c.allow_mask, c.n_step, c.prioritized) for c in POOL}
     for (form, final), prioritized in itertools.product(FORMS, (False, True)):
-        mine = {(masked, n) for f, has, masked, n, p in seen if (f, has, p) == (form, final, prioritized)}
+        mine = {
+            (allow_mask, n)
+            for f, has, allow_mask, n, p in seen
+            if (f, has, p) == (form, final, prioritized)
+        }
         assert {n for _, n in mine} == set(range(1, 11))
-        assert {masked for masked, _ in mine} == {False, True}
+        assert {allow_mask for allow_mask, _ in mine} == {False, True}
     for form, final in FORMS:
         mine = [c for c in TRIED if (c.autoreset, c.has_final_obs) == (form, final)]
-        assert {(c.prioritized, c.masked) for c in mine} == set(itertools.product((False, True), repeat=2))
+        assert {(c.prioritized, c.allow_mask) for c in mine} == set(
+            itertools.product((False, True), repeat=2)
+        )
     assert {1, 2, 3, 10} <= {c.n_step for c in TRIED}

@@ -1,4 +1,5 @@
-"""Where a state lives decides how it is laid out, and nothing else: not which backend traces, not what is read out of it."""
+"""Where a state lives decides how it is laid out, and nothing else: not which backend traces, not
+what is read out of it."""
 
 import dataclasses
 
@@ -31,8 +32,21 @@ SHAPES = [
     (2, 1024),
     (33, 32),
 ]
-DTYPES = ["float32", "int32", "uint32", "float16", "bfloat16", "int16", "uint8", "int8", "bool", "float8_e4m3fn", "int4", "uint4"]
-on_tpu = lambda replay: dataclasses.replace(replay, platform="tpu")  # noqa: E731
+DTYPES = [
+    "float32",
+    "int32",
+    "uint32",
+    "float16",
+    "bfloat16",
+    "int16",
+    "uint8",
+    "int8",
+    "bool",
+    "float8_e4m3fn",
+    "int4",
+    "uint4",
+]
+on_tpu = lambda replay: dataclasses.replace(replay, platform="tpu")
 
 
 def values_of(shape, dtype, num_rows):
@@ -42,7 +56,12 @@ def values_of(shape, dtype, num_rows):
 
 # Parts are by the size of an element: the other dtypes of a size, in some shapes.
 _MANY = ("float32", "float16", "uint8")
-ROWS = [(shape, dtype) for shape in SHAPES for dtype in DTYPES if SOAK or dtype in _MANY or shape in ((49,), (5, 7, 9))]
+ROWS = [
+    (shape, dtype)
+    for shape in SHAPES
+    for dtype in DTYPES
+    if SOAK or dtype in _MANY or shape in ((49,), (5, 7, 9))
+]
 
 
 @jax.jit
@@ -54,7 +73,15 @@ def there_and_back(values, rows, kept, place):
     one_by_one = jax.vmap(lambda row: arrays.read(leaf, row))(kept)
     untouched = arrays.read(leaf, jnp.array([1, 8]))
     again = arrays.write_plain({"x": empty}, kept, plain)
-    return leaf, arrays.read(leaf, kept), one_by_one, untouched, arrays.read_elements(leaf, kept, place), plain, again
+    return (
+        leaf,
+        arrays.read(leaf, kept),
+        one_by_one,
+        untouched,
+        arrays.read_elements(leaf, kept, place),
+        plain,
+        again,
+    )
 
 
 @pytest.mark.parametrize(("shape", "dtype"), ROWS, ids=str)
@@ -62,7 +89,9 @@ def test_a_row_comes_out_of_its_parts_as_it_went_in(shape, dtype):
     values, rows = values_of(shape, dtype, 5), jnp.array([6, 0, 9, 3, 4])
     chosen = np.array([0, 1, 3, 4])  # the third is dropped
     place = np.random.default_rng(1).integers(0, np.prod(shape), (4, 3)).astype(np.int32)
-    leaf, got, one_by_one, untouched, elements, plain, again = there_and_back(values, rows, rows[chosen], place)
+    leaf, got, one_by_one, untouched, elements, plain, again = there_and_back(
+        values, rows, rows[chosen], place
+    )
     assert (leaf.shape, leaf.dtype) == ((9, *shape), jnp.dtype(dtype))
     wanted = np.asarray(values)[chosen]
     for found in (got, one_by_one):
@@ -71,9 +100,9 @@ def test_a_row_comes_out_of_its_parts_as_it_went_in(shape, dtype):
     assert bits(untouched) == bits(np.zeros_like(wanted[:2]))
     assert bits(elements) == bits(np.take_along_axis(wanted.reshape(4, -1), place, axis=1))
     assert bits(again) == bits({"x": leaf})
-    assert jax.tree.map(lambda spec: (spec.shape[1:], spec.dtype), arrays.plain_specs({"x": leaf})) == jax.tree.map(
-        lambda rows: (rows.shape[1:], rows.dtype), plain
-    )
+    assert jax.tree.map(
+        lambda spec: (spec.shape[1:], spec.dtype), arrays.plain_specs({"x": leaf})
+    ) == jax.tree.map(lambda rows: (rows.shape[1:], rows.dtype), plain)
 
 
 def columns_of(part):
@@ -101,8 +130,17 @@ def test_parts_are_in_place_and_small(dtype):
 
 
 def test_a_scalar_and_what_no_part_serves_lie_as_they_are():
-    for shape, dtype in [((), "uint8"), ((), "float32"), ((0, 3), "float32"), ((4,), "complex64"), ((8,), "float32"), ((128,), "int16")]:
-        assert isinstance(arrays.zeros(4, jax.ShapeDtypeStruct(shape, dtype), has_tiles=True), jax.Array)
+    for shape, dtype in [
+        ((), "uint8"),
+        ((), "float32"),
+        ((0, 3), "float32"),
+        ((4,), "complex64"),
+        ((8,), "float32"),
+        ((128,), "int16"),
+    ]:
+        assert isinstance(
+            arrays.zeros(4, jax.ShapeDtypeStruct(shape, dtype), has_tiles=True), jax.Array
+        )
     assert isinstance(arrays.zeros(4, jax.ShapeDtypeStruct((84, 84), "uint8")), jax.Array)
     assert [name for name, traits in platforms.TRAITS.items() if traits.has_tiles] == ["tpu"]
 
@@ -117,7 +155,8 @@ def test_a_tree_is_as_wide_as_its_platform_wants_it_whatever_traces(platform, wi
 
 
 def test_a_state_stays_what_it_was_made_for():
-    """A buffer without a platform takes states of every one; one with a platform says what differs."""
+    """A buffer without a platform takes states of every one; one with a platform says what
+    differs."""
     case = next(case for case in KINDS if case.name == "prioritized same_step, 3 steps")
     replay = case.replay()
     state = on_tpu(replay).init(case.example())
@@ -150,10 +189,12 @@ def test_what_is_read_is_the_same_on_every_platform(case):
         replay = dataclasses.replace(case.replay(), platform=platform)
         state = case.filled(replay)
         batch = jax.jit(replay.get)(state, jnp.arange(replay.capacity), jax.random.key(0))
-        drawn = jax.jit(lambda state, key, replay=replay: draw(replay, state, key))(state, jax.random.key(1))
+        drawn = jax.jit(lambda state, key, replay=replay: draw(replay, state, key))(
+            state, jax.random.key(1)
+        )
         assert drawn.is_valid.any()
         assert bool(Sampleable.of(state).contains(drawn.index.row)[drawn.is_valid].all())
-        found.append((batch.items, batch.index, batch.is_valid, np.asarray(batch.probability)))
+        found.append((batch.experience, batch.index, batch.is_valid, np.asarray(batch.probability)))
     for other in found[1:]:
         assert bits(other[:3]) == bits(found[0][:3])
         np.testing.assert_allclose(other[3], found[0][3], rtol=1e-5)
@@ -162,7 +203,11 @@ def test_what_is_read_is_the_same_on_every_platform(case):
 @pytest.mark.parametrize(
     ("case", "before", "after"),
     [(case, "cpu", "tpu") for case in (KINDS if SOAK else KINDS[1:5])]
-    + [(case, *pair) for case in (KINDS if SOAK else KINDS[2:3]) for pair in (("tpu", "cpu"), ("cpu", "gpu"))],
+    + [
+        (case, *pair)
+        for case in (KINDS if SOAK else KINDS[2:3])
+        for pair in (("tpu", "cpu"), ("cpu", "gpu"))
+    ],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_a_checkpoint_goes_from_one_platform_to_another(case, before, after, tmp_path):
@@ -176,18 +221,32 @@ def test_a_checkpoint_goes_from_one_platform_to_another(case, before, after, tmp
     other = dataclasses.replace(replay, platform=after)
     restored = Checkpointer(tmp_path / "run", other).restore(case.example())
     assert restored.layout.platform == after
-    get = lambda replay, state: jax.jit(replay.get)(state, jnp.arange(replay.capacity), jax.random.key(0))  # noqa: E731
+    get = lambda replay, state: jax.jit(replay.get)(
+        state, jnp.arange(replay.capacity), jax.random.key(0)
+    )
     expected, got = get(replay, state), get(other, restored)
-    assert bits((got.items, got.index, got.is_valid)) == bits((expected.items, expected.index, expected.is_valid))
+    assert bits((got.experience, got.index, got.is_valid)) == bits(
+        (expected.experience, expected.index, expected.is_valid)
+    )
     np.testing.assert_allclose(got.probability, expected.probability, rtol=1e-5)
     # It goes on as the other does.
     step, mask = case.step(7), case.mask(replay, 7)
-    expected, got = (get(r, jax.jit(r.add)(s, step, *mask)) for r, s in ((replay, state), (other, restored)))
-    assert bits((got.items, got.index, got.is_valid)) == bits((expected.items, expected.index, expected.is_valid))
+    expected, got = (
+        get(r, jax.jit(r.add)(s, step, *mask)) for r, s in ((replay, state), (other, restored))
+    )
+    assert bits((got.experience, got.index, got.is_valid)) == bits(
+        (expected.experience, expected.index, expected.is_valid)
+    )
 
 
 def test_memory_is_told_by_the_leaves_that_were_given():
-    example = {"image": jax.ShapeDtypeStruct((84, 84, 4), jnp.uint8), "wide": jax.ShapeDtypeStruct((100,), jnp.float32)}
-    plain, tiled = (dataclasses.replace(jr.items(capacity=64, batch_size=1), platform=name).memory(example) for name in ("cpu", "tpu"))
+    example = {
+        "image": jax.ShapeDtypeStruct((84, 84, 4), jnp.uint8),
+        "wide": jax.ShapeDtypeStruct((100,), jnp.float32),
+    }
+    plain, tiled = (
+        dataclasses.replace(jr.items(capacity=64, batch_size=1), platform=name).memory(example)
+        for name in ("cpu", "tpu")
+    )
     assert list(plain.leaves) == list(tiled.leaves)
     assert plain.total < tiled.total < 1.05 * plain.total

@@ -1,4 +1,5 @@
-"""Episodes that end for now and go on with the next step: at each moment the buffer is as if they had ended in earnest."""
+"""Episodes that end for now and go on with the next step: at each moment the buffer is as if they
+had ended in earnest."""
 
 import functools
 
@@ -15,8 +16,10 @@ from tests.support.hlo import check_in_place
 from tests.support.oracle import Oracle
 
 NUM_ENVS, LENGTH, DISCOUNT = 3, 8, 0.9
-SAMPLERS = {"uniform": jr.Uniform(), "prioritized": jr.Prioritized(exponent=0.5)}
-cases = pytest.mark.parametrize(("sampler", "n_step"), [("uniform", 1), ("uniform", 3), ("prioritized", 1), ("prioritized", 3)])
+SAMPLERS = {"uniform": jr.Uniform(), "prioritized": jr.Prioritized(alpha=0.5)}
+cases = pytest.mark.parametrize(
+    ("sampler", "n_step"), [("uniform", 1), ("uniform", 3), ("prioritized", 1), ("prioritized", 3)]
+)
 
 
 def make(sampler, n_step, length=LENGTH, num_envs=NUM_ENVS):
@@ -26,16 +29,23 @@ def make(sampler, n_step, length=LENGTH, num_envs=NUM_ENVS):
         batch_size=8,
         autoreset="same_step",
         n_step=n_step,
-        discount=DISCOUNT,
+        gamma=DISCOUNT,
         sampler=SAMPLERS[sampler],
-        keep_episodes=True,
+        track_episodes=True,
     )
 
 
 def step_of(obs, reward, terminated, truncated, final_obs):
-    f32 = lambda x: np.asarray(x, np.float32)  # noqa: E731
+    f32 = lambda x: np.asarray(x, np.float32)
     action = np.zeros(len(obs), np.int32)
-    return jr.Step(f32(obs), action, f32(reward), np.asarray(terminated), np.asarray(truncated), final_obs=f32(final_obs))
+    return jr.Step(
+        f32(obs),
+        action,
+        f32(reward),
+        np.asarray(terminated),
+        np.asarray(truncated),
+        final_obs=f32(final_obs),
+    )
 
 
 @functools.cache
@@ -44,7 +54,7 @@ def programs(replay):
 
     def asked(state):
         row = jnp.arange(replay.capacity)
-        found = replay.episodes(state)
+        found = replay.episode_table(state)
         looked_up = found.steps_to_end(row), found.steps_from_start(row), found.is_complete(row)
         return replay.get(state, row), replay.size(state), looked_up
 
@@ -56,7 +66,14 @@ def programs(replay):
 def test_each_moment_is_as_if_the_episodes_ended_there(sampler, n_step, seed):
     replay = make(sampler, n_step)
     r = np.random.default_rng(seed)
-    oracle = Oracle(num_envs=NUM_ENVS, length=LENGTH, autoreset="same_step", has_final_obs=True, n_step=n_step, discount=DISCOUNT)
+    oracle = Oracle(
+        num_envs=NUM_ENVS,
+        length=LENGTH,
+        autoreset="same_step",
+        has_final_obs=True,
+        n_step=n_step,
+        gamma=DISCOUNT,
+    )
     one = np.zeros(1)
     state = replay.init(jax.tree.map(lambda x: x[0], step_of(one, one, one > 0, one > 0, one)))
     asked, update = programs(replay)
@@ -67,10 +84,19 @@ def test_each_moment_is_as_if_the_episodes_ended_there(sampler, n_step, seed):
             assert oracle.streams[env].pop().is_final
             oracle.streams[env][-1].truncated = False
         terminated, truncated = r.random((2, NUM_ENVS)) < 0.1
-        obs, reward, final_obs = 10 * t + np.arange(NUM_ENVS), r.integers(0, 9, NUM_ENVS), 10 * t + 5 + np.arange(NUM_ENVS)
+        obs, reward, final_obs = (
+            10 * t + np.arange(NUM_ENVS),
+            r.integers(0, 9, NUM_ENVS),
+            10 * t + 5 + np.arange(NUM_ENVS),
+        )
         step = step_of(obs, reward, terminated, truncated | ~terminated, final_obs)
         state, was_first = add(replay, state, step, goes_on, was_first), ~goes_on
-        oracle.add(*(x.tolist() for x in (obs, step.action, reward, step.terminated, step.truncated, final_obs)))
+        oracle.add(
+            *(
+                x.tolist()
+                for x in (obs, step.action, reward, step.terminated, step.truncated, final_obs)
+            )
+        )
         may_go_on = ~terminated & ~truncated
 
         expected = oracle.sampleable()
@@ -78,14 +104,20 @@ def test_each_moment_is_as_if_the_episodes_ended_there(sampler, n_step, seed):
         assert set(np.flatnonzero(got.is_valid).tolist()) == set(expected)
         assert size == len(expected)
         for number, (_, transition) in expected.items():
-            item = jax.tree.map(lambda x, number=number: x[number].item(), got.items)
-            assert (item.obs, item.next_obs, item.num_steps) == (transition.obs, transition.next_obs, transition.num_steps)
+            item = jax.tree.map(lambda x, number=number: x[number].item(), got.experience)
+            assert (item.obs, item.next_obs, item.num_steps) == (
+                transition.obs,
+                transition.next_obs,
+                transition.num_steps,
+            )
             assert item.reward == pytest.approx(transition.reward)
             assert item.discount == pytest.approx(transition.discount)
         check_episodes(looked_up, oracle)
         if sampler == "prioritized":
             probabilities = oracle.probabilities(0.5)
-            np.testing.assert_allclose([got.probability[n] for n in probabilities], list(probabilities.values()), rtol=1e-5)
+            np.testing.assert_allclose(
+                [got.probability[n] for n in probabilities], list(probabilities.values()), rtol=1e-5
+            )
             rows = r.choice(list(expected), 3)
             priority = r.integers(0, 9, 3).astype(np.float32)
             state = update(state, jax.tree.map(lambda x, rows=rows: x[rows], got.index), priority)
@@ -98,7 +130,10 @@ def check_episodes(looked_up, oracle):
         stored = oracle.stored(env)
         starts = [0] + [index + 1 for index, row in enumerate(rows) if row.is_final]
         for position, index in stored:
-            start, end = max(s for s in starts if s <= index), next(i for i in range(index, len(rows)) if rows[i].is_final)
+            start, end = (
+                max(s for s in starts if s <= index),
+                next(i for i in range(index, len(rows)) if rows[i].is_final),
+            )
             number = env * LENGTH + position
             assert to_end[number] == end - index
             assert from_start[number] == index - max(start, stored[0][1])
@@ -115,9 +150,14 @@ def test_an_add_is_in_place(sampler, n_step, num_envs):
     state = replay.init(jax.tree.map(lambda x: x[0], step))
 
     def twice(state, goes_on):
-        return provisional.add(replay, provisional.add(replay, state, step, goes_on, goes_on), step, goes_on, goes_on)
+        return provisional.add(
+            replay, provisional.add(replay, state, step, goes_on, goes_on), step, goes_on, goes_on
+        )
 
-    for run in (lambda state, goes_on: provisional.add(replay, state, step, goes_on, goes_on), twice):
+    for run in (
+        lambda state, goes_on: provisional.add(replay, state, step, goes_on, goes_on),
+        twice,
+    ):
         check_in_place(run, (state, jnp.ones(num_envs, bool)), num_elements=capacity, donated=0)
 
 
@@ -126,21 +166,37 @@ def test_laps_go_back_with_the_head():
     flag, zero = np.ones(1, bool), np.zeros(1)
     state = replay.init(jax.tree.map(lambda x: x[0], step_of(zero, zero, flag, flag, zero)))
     for t in range(3):  # the third step's final row opens the second lap
-        state = add(replay, state, step_of(zero + t, zero, ~flag, flag, zero), np.array([t > 0]), np.array([t == 1]))
+        state = add(
+            replay,
+            state,
+            step_of(zero + t, zero, ~flag, flag, zero),
+            np.array([t > 0]),
+            np.array([t == 1]),
+        )
     index = replay.get(state, jnp.arange(4)).index
     state = add(replay, state, step_of(zero + 3, zero, ~flag, flag, zero), flag, ~flag)
     got = replay.get(state, index)
     assert got.is_valid.tolist() == [False, True, True, False]
-    assert replay.get(state, jnp.arange(4)).items.obs[1:].tolist() == [1, 2, 3]
+    assert replay.get(state, jnp.arange(4)).experience.obs[1:].tolist() == [1, 2, 3]
 
 
 def test_flags_are_as_if_written_once():
-    """A step that is not its episode's newest any more is not truncated, and the first one is still the first."""
+    """A step that is not its episode's newest any more is not truncated, and the first one is still
+    the first."""
     replay = make("uniform", 1, num_envs=1)
     flag, zero = np.ones(1, bool), np.zeros(1)
-    plain, state = (replay.init(jax.tree.map(lambda x: x[0], step_of(zero, zero, flag, flag, zero))) for _ in range(2))
+    plain, state = (
+        replay.init(jax.tree.map(lambda x: x[0], step_of(zero, zero, flag, flag, zero)))
+        for _ in range(2)
+    )
     for t in range(5):
-        state = add(replay, state, step_of(zero + t, zero, ~flag, flag, zero + t + 1), np.array([t > 0]), np.array([t == 1]))
+        state = add(
+            replay,
+            state,
+            step_of(zero + t, zero, ~flag, flag, zero + t + 1),
+            np.array([t > 0]),
+            np.array([t == 1]),
+        )
         plain = replay.add(plain, step_of(zero + t, zero, ~flag, flag & (t == 4), zero + t + 1))
     for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(plain), strict=True):
         np.testing.assert_array_equal(x, y)

@@ -1,4 +1,5 @@
-"""The catalog as tests see it: each buffer with a step to feed it. A new sampler or view adds a line here, and every contract holds it."""
+"""The catalog as tests see it: each buffer with a step to feed it. A new sampler or view adds a
+line here, and every contract holds it."""
 
 import dataclasses
 import functools
@@ -23,7 +24,8 @@ class Case:
     make: object  # (capacity, batch_size) -> replay
     has_final_obs: bool = False
     is_items: bool = False
-    image_of: object = lambda obs: obs["image"]  # of the candidate, from the observations that the view reads
+    # of the candidate, from the observations that the view reads
+    image_of: object = lambda obs: obs["image"]
     is_plain: bool = True  # items keep the stored leaves' shapes
 
     def replay(self, capacity=64, batch_size=8):
@@ -51,7 +53,10 @@ class Case:
             terminated=jnp.asarray(done < 0.1),
             truncated=jnp.asarray(done > 0.9),
             final_obs=jax.tree.map(lambda x: x + 1, obs) if self.has_final_obs else None,
-            extras={"flag": jnp.asarray(r.random(axes) < 0.5), "half": jnp.asarray(r.normal(size=(*axes, 1)), jnp.float16)},
+            extras={
+                "flag": jnp.asarray(r.random(axes) < 0.5),
+                "half": jnp.asarray(r.normal(size=(*axes, 1)), jnp.float16),
+            },
         )
 
     def example(self):
@@ -59,23 +64,34 @@ class Case:
 
     def filled(self, replay, steps=40):
         """A state after some steps, on its own memory."""
-        return jax.tree.map(jnp.array, _filled(self, replay, steps))  # copies: a test may donate them
+        # copies: a test may donate them
+        return jax.tree.map(jnp.array, _filled(self, replay, steps))
 
     def mask(self, replay, seed, time=None):
         """() or (mask,): which envs took a step."""
         shape = (NUM_ENVS,) if time is None else (time, NUM_ENVS)
-        return (jnp.asarray(np.random.default_rng(seed).random(shape) < 0.8),) if replay.masked else ()
+        return (
+            (jnp.asarray(np.random.default_rng(seed).random(shape) < 0.8),)
+            if replay.allow_mask
+            else ()
+        )
 
 
 @functools.cache  # compiled and run once for all tests
 def _filled(case, replay, steps):
     extend = jax.jit(replay.extend)
-    return jax.device_get(extend(replay.init(case.example()), case.step(1, time=steps), *case.mask(replay, 2, steps)))
+    return jax.device_get(
+        extend(replay.init(case.example()), case.step(1, time=steps), *case.mask(replay, 2, steps))
+    )
 
 
 def draw(replay, state, key):
     """A batch, from a sampler of either kind."""
-    return replay.take(state, key)[1] if isinstance(replay.sampler, ConsumingSampler) else replay.sample(state, key)
+    return (
+        replay.pop(state, key)[1]
+        if isinstance(replay.sampler, ConsumingSampler)
+        else replay.sample(state, key)
+    )
 
 
 @functools.cache
@@ -93,7 +109,9 @@ def jitted(replay, method):
 @functools.cache
 def everything(replay):
     """A program of a state and a seed that reads all rows."""
-    return jax.jit(lambda state, seed: replay.get(state, jnp.arange(replay.capacity), jax.random.key(seed)))
+    return jax.jit(
+        lambda state, seed: replay.get(state, jnp.arange(replay.capacity), jax.random.key(seed))
+    )
 
 
 def near(achieved, goal, step):
@@ -109,58 +127,113 @@ def _views():
     one = {"autoreset": "same_step"}
     yield Case(
         "sequences prioritized, every second start",
-        lambda shared: jr.sequences(**shared, **one, length=3, burn_in=2, period=2, recurrent_state="half", sampler=jr.Prioritized()),
+        lambda shared: jr.sequences(
+            **shared,
+            **one,
+            length=3,
+            burn_in=2,
+            period=2,
+            recurrent_state_key="half",
+            sampler=jr.Prioritized(),
+        ),
         has_final_obs=True,
         image_of=lambda obs: obs["image"][:, 2],
         is_plain=False,
     )
     yield Case(
         "sequences across episodes",
-        lambda shared: jr.sequences(**shared, autoreset="next_step", length=4, within_episode=False, masked=True),
+        lambda shared: jr.sequences(
+            **shared, autoreset="next_step", length=4, cross_episodes=True, allow_mask=True
+        ),
         image_of=lambda obs: obs["image"][:, 0],
         is_plain=False,
     )
     yield Case(
         "frame_stack of one leaf",
-        lambda shared: jr.frame_stack(jr.uniform(**shared, autoreset="next_step", n_step=2), 3, leaf="image"),
+        lambda shared: jr.frame_stack(
+            jr.uniform(**shared, autoreset="next_step", n_step=2), 3, key="image"
+        ),
         image_of=lambda obs: obs["image"][:, -1],
         is_plain=False,
     )
-    yield Case("episodes", lambda shared: jr.episodes(**shared, **one), is_plain=False)
+    yield Case("future_pairs", lambda shared: jr.future_pairs(**shared, **one), is_plain=False)
     yield Case(
         "hindsight of final_obs, masked",
-        lambda shared: jr.hindsight(jr.uniform(**shared, **one, masked=True), near, achieved="vector", desired="goal"),
+        lambda shared: jr.hindsight(
+            jr.uniform(**shared, **one, allow_mask=True),
+            near,
+            achieved_key="vector",
+            desired_key="goal",
+        ),
         has_final_obs=True,
     )
-    yield Case("transitions queue", lambda shared: jr.transitions(**shared, **one, sampler=jr.Queue()), has_final_obs=True)
-    yield Case("transitions without replacement", lambda shared: jr.transitions(**shared, **one, sampler=jr.WithoutReplacement()))
-    yield Case("transitions recent", lambda shared: jr.transitions(**shared, autoreset="next_step", sampler=jr.Recent(decay=0.9)))
-    yield Case("transitions by rank", lambda shared: jr.transitions(**shared, **one, n_step=2, sampler=jr.RankBased()))
-    yield Case("transform of prioritized", lambda shared: jr.transform(jr.prioritized(**shared, autoreset="next_step"), noisy))
+    yield Case(
+        "transitions queue",
+        lambda shared: jr.transitions(**shared, **one, sampler=jr.Queue()),
+        has_final_obs=True,
+    )
+    yield Case(
+        "transitions without replacement",
+        lambda shared: jr.transitions(**shared, **one, sampler=jr.WithoutReplacement()),
+    )
+    yield Case(
+        "transitions recent",
+        lambda shared: jr.transitions(
+            **shared, autoreset="next_step", sampler=jr.Recent(decay=0.9)
+        ),
+    )
+    yield Case(
+        "transitions by rank",
+        lambda shared: jr.transitions(**shared, **one, n_step=2, sampler=jr.RankBased()),
+    )
+    yield Case(
+        "transform of prioritized",
+        lambda shared: jr.transform(jr.prioritized(**shared, autoreset="next_step"), noisy),
+    )
 
 
 CATALOG = (
     Case("items", lambda shared: jr.items(**shared), is_items=True),
-    Case("items masked", lambda shared: jr.items(**shared, masked=True), is_items=True),
+    Case("items masked", lambda shared: jr.items(**shared, allow_mask=True), is_items=True),
     Case("uniform next_step", lambda shared: jr.uniform(**shared, autoreset="next_step")),
-    Case("uniform final_obs, 3 steps", lambda shared: jr.uniform(**shared, autoreset="same_step", n_step=3), has_final_obs=True),
-    Case("uniform masked, episodes", lambda shared: jr.uniform(**shared, autoreset="same_step", masked=True, keep_episodes=True)),
-    Case("prioritized same_step, 3 steps", lambda shared: jr.prioritized(**shared, autoreset="same_step", n_step=3)),
-    Case("prioritized next_step, minimum", lambda shared: jr.prioritized(**shared, autoreset="next_step", keep_minimum=True)),
+    Case(
+        "uniform final_obs, 3 steps",
+        lambda shared: jr.uniform(**shared, autoreset="same_step", n_step=3),
+        has_final_obs=True,
+    ),
+    Case(
+        "uniform masked, episodes",
+        lambda shared: jr.uniform(
+            **shared, autoreset="same_step", allow_mask=True, track_episodes=True
+        ),
+    ),
+    Case(
+        "prioritized same_step, 3 steps",
+        lambda shared: jr.prioritized(**shared, autoreset="same_step", n_step=3),
+    ),
+    Case(
+        "prioritized next_step, minimum",
+        lambda shared: jr.prioritized(**shared, autoreset="next_step", keep_minimum=True),
+    ),
     Case(
         "prioritized final_obs, masked",
-        lambda shared: jr.prioritized(**shared, autoreset="same_step", masked=True, stratified=False, keep_episodes=True),
+        lambda shared: jr.prioritized(
+            **shared, autoreset="same_step", allow_mask=True, stratified=False, track_episodes=True
+        ),
         has_final_obs=True,
     ),
     Case(
         "prioritized items, composed by hand, as wide as on an accelerator",
-        lambda shared: ReplayBuffer(**shared, sampler=Prioritized(exponent=1.0, fan_out=128), view=Item(), autoreset=None),
+        lambda shared: ReplayBuffer(
+            **shared, sampler=Prioritized(alpha=1.0, fan_out=128), view=Item(), autoreset=None
+        ),
         is_items=True,
     ),
     *_views(),
 )
 
-# One of each kind: slow checks of what does not differ within a kind run over these, and in the soak over all.
+# One of each kind: slow checks of what does not differ within a kind run over these, and in the
+# soak over all.
 _KINDS = (
     "items",
     "uniform masked, episodes",

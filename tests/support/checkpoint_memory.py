@@ -1,4 +1,5 @@
-"""Peak memory beside the state, of saves, a restore and a resize, in JSON: `python checkpoint_memory.py PATH GIGABYTES ROW_BYTES`."""
+"""Peak memory beside the state, of saves, a restore and a resize, in JSON: `python
+checkpoint_memory.py PATH GIGABYTES ROW_BYTES`."""
 
 import ctypes
 import gc
@@ -33,7 +34,9 @@ def filled(replay, example, count):
     """Rows that no compression makes small, a block of them at a time."""
     block = max(count // 200, 1)
     fill = jax.jit(
-        lambda state, key: replay.extend(state, jax.random.bits(key, (block, 1, *example.shape), jnp.uint8)),
+        lambda state, key: replay.extend(
+            state, jax.random.bits(key, (block, 1, *example.shape), jnp.uint8)
+        ),
         donate_argnums=0,
     )
     state = replay.init(example)
@@ -43,25 +46,33 @@ def filled(replay, example, count):
 
 
 def resized(path, count, row):
-    """Of a save that does not wait, and of a restore into a larger buffer; of one with all that is kept for each row."""
+    """Of a save that does not wait, and of a restore into a larger buffer; of one with all that is
+    kept for each row."""
     example = {"obs": ((row,), jnp.uint8), "action": ((), jnp.float32), "reward": ((), jnp.float32)}
     example |= {"terminated": ((), bool), "truncated": ((), bool)}
     example = jr.Step(**{name: jax.ShapeDtypeStruct(*leaf) for name, leaf in example.items()})
 
     def buffer(capacity):
-        return jr.prioritized(capacity=capacity, num_envs=1, batch_size=1, autoreset="next_step", masked=True, keep_episodes=True)
+        return jr.prioritized(
+            capacity=capacity,
+            num_envs=1,
+            batch_size=1,
+            autoreset="next_step",
+            allow_mask=True,
+            track_episodes=True,
+        )
 
     replay, larger = buffer(count), buffer(count + count // 5)
     steps = jax.tree.map(lambda leaf: jnp.ones((count // 100, 1, *leaf.shape), leaf.dtype), example)
     state, extend = replay.init(example), jr.jit(replay).extend
     for _ in range(120):
         state = extend(state, steps)
-    checkpointer, size = Checkpointer(path, larger, level=None), int(replay.size(state))
-    saver = Checkpointer(path, replay, level=None)
+    checkpointer, size = Checkpointer(path, larger, compression_level=None), int(replay.size(state))
+    saver = Checkpointer(path, replay, compression_level=None)
 
     def save():
-        saver.save(state, wait=False)
-        saver.finish(state)
+        saver.save(state, blocking=False)
+        saver.wait_until_finished(state)
 
     saved, _ = peak(save)
     del state, steps, save
@@ -73,16 +84,21 @@ def resized(path, count, row):
 def main(path, gigabytes, row):
     example = jax.ShapeDtypeStruct((row,), jnp.uint8)
     small = jr.items(capacity=int(0.3e9) // row if row > 1000 else 1 << 20, batch_size=1)
-    warm = Checkpointer(f"{path}/small", small, level=None)  # what is loaded and compiled once
+    # what is loaded and compiled once
+    warm = Checkpointer(f"{path}/small", small, compression_level=None)
     warm.save(filled(small, example, small.capacity))
     warm.restore(example)
     capacity = int(gigabytes * 1e9) // row
     replay = jr.items(capacity=capacity, batch_size=1)
     state, found = filled(replay, example, capacity), {"state": capacity * row}
-    checkpointer = Checkpointer(f"{path}/large", replay, level=None)
+    checkpointer = Checkpointer(f"{path}/large", replay, compression_level=None)
 
     def stored():
-        return sum(file.stat().st_size for file in pathlib.Path(f"{path}/large").rglob("*") if file.is_file())
+        return sum(
+            file.stat().st_size
+            for file in pathlib.Path(f"{path}/large").rglob("*")
+            if file.is_file()
+        )
 
     found["save"], _ = peak(lambda: checkpointer.save(state))
     found["full_bytes"] = stored()
@@ -101,5 +117,7 @@ if __name__ == "__main__":
     path, gigabytes, row = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
     found = main(path, gigabytes, row)
     resized(f"{path}/resized/small", 10_000, 20)  # what is loaded once
-    found["save_later"], found["resize"] = resized(f"{path}/resized/large", 8_000_000 if row < 1000 else 1_000_000, 20)
+    found["save_later"], found["resize"] = resized(
+        f"{path}/resized/large", 8_000_000 if row < 1000 else 1_000_000, 20
+    )
     sys.stdout.write(json.dumps(found))

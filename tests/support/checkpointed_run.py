@@ -1,4 +1,5 @@
-"""A run that saves after every few steps, until it is killed: `python checkpointed_run.py PATH wait|pump`. Says "saved" once it does."""
+"""A run that saves after every few steps, until it is killed:
+`python checkpointed_run.py PATH wait|pump`. Says "saved" once it does."""
 
 import sys
 
@@ -11,13 +12,19 @@ from jaxreplay.checkpoint import Checkpointer
 from jaxreplay.storage import arrays
 
 REPLAY = jr.items(capacity=256, num_envs=4, batch_size=8)
-EXAMPLE = {"number": jax.ShapeDtypeStruct((), jnp.int32), "bytes": jax.ShapeDtypeStruct((100,), jnp.uint8)}
+EXAMPLE = {
+    "number": jax.ShapeDtypeStruct((), jnp.int32),
+    "bytes": jax.ShapeDtypeStruct((100,), jnp.uint8),
+}
 
 
 def step(t, num_envs):
     """Of env e at time t the number 1000000 * e + t, and bytes of it."""
     number = 1_000_000 * np.arange(num_envs, dtype=np.int32) + t
-    return {"number": number, "bytes": np.repeat(number[:, None] % 251, 100, axis=1).astype(np.uint8)}
+    return {
+        "number": number,
+        "bytes": np.repeat(number[:, None] % 251, 100, axis=1).astype(np.uint8),
+    }
 
 
 def numbers(replay, state):
@@ -47,18 +54,18 @@ def added(replay, state, start, count):
 
 
 def main(path, how):
-    checkpointer = Checkpointer(path, REPLAY, keep=2, chunk_bytes=4096)
+    checkpointer = Checkpointer(path, REPLAY, max_to_keep=2, chunk_bytes=4096)
     state, t = REPLAY.init(EXAMPLE), 0
-    if steps := checkpointer.steps():
+    if steps := checkpointer.all_steps():
         state, t = checkpointer.restore(EXAMPLE), steps[-1]
         assert numbers(REPLAY, state) == expected(REPLAY, t)
     add = jr.jit(REPLAY).add
     while True:
-        checkpointer.pump(state)
+        checkpointer.advance(state)
         state = add(state, step(t, REPLAY.num_envs))
         t += 1
         if how == "wait" or t % 20 == 0:
-            checkpointer.save(state, t, wait=how == "wait")
+            checkpointer.save(state, t, blocking=how == "wait")
             sys.stdout.write(f"saved {t}\n")
             sys.stdout.flush()
 

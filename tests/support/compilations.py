@@ -1,7 +1,8 @@
 """Keep compiled programs from one run of the tests to the next, and count them.
 
-Compiling is most of the time of these tests. All test processes, and the next run, share the programs in a folder outside of the checkout:
-`$XDG_CACHE_HOME/jaxreplay/xla`, by default `~/.cache/jaxreplay/xla`. `JAXREPLAY_CACHE=off` compiles everything anew.
+Compiling is most of the time of these tests. All test processes, and the next run, share the
+programs in a folder outside of the checkout: `$XDG_CACHE_HOME/jaxreplay/xla`, by default
+`~/.cache/jaxreplay/xla`. `JAXREPLAY_CACHE=off` compiles everything anew.
 """
 
 import collections
@@ -14,24 +15,35 @@ import platform
 import sys
 
 _MOST_BYTES = 2**30  # of the folder, when a run begins
-_PROGRAMS, _READ = "/jax/core/compile/backend_compile_duration", "/jax/compilation_cache/cache_retrieval_time_sec"
+_PROGRAMS, _READ = (
+    "/jax/core/compile/backend_compile_duration",
+    "/jax/compilation_cache/cache_retrieval_time_sec",
+)
 
 
 def folder() -> pathlib.Path:
     """Return the folder of this Python, JAX and processor."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib")]
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:  # programs use what the processor can do
+    # programs use what the processor can do
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
         versions += sorted({line for line in lines if line.startswith(("flags", "Features"))})
-    key = hashlib.sha256("\n".join([sys.version, platform.machine(), *versions]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(
+        "\n".join([sys.version, platform.machine(), *versions]).encode()
+    ).hexdigest()[:16]
     return root() / key
 
 
 def root() -> pathlib.Path:
-    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxreplay" / "xla"
+    return (
+        pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        / "jaxreplay"
+        / "xla"
+    )
 
 
 def use_cache() -> None:
-    """Have JAX keep programs, in this process and in those that it starts. Call this before JAX is imported."""
+    """Have JAX keep programs, in this process and in those that it starts. Call this before JAX is
+    imported."""
     if os.environ.get("JAXREPLAY_CACHE") != "off":
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder()))
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
@@ -39,7 +51,8 @@ def use_cache() -> None:
 
 
 def trim(most_bytes: int = _MOST_BYTES) -> None:
-    """Delete the programs that were read least lately, if there are more than `most_bytes` of them: down to half of that."""
+    """Delete the programs that were read least lately, if there are more than `most_bytes` of them:
+    down to half of that."""
     found = []
     for path in root().glob("*/*"):
         with contextlib.suppress(OSError):
@@ -56,7 +69,8 @@ def trim(most_bytes: int = _MOST_BYTES) -> None:
 
 @contextlib.contextmanager
 def count_programs(function):
-    """Give a function that says how many programs of a function of that name were compiled, or read from the cache, in the block."""
+    """Give a function that says how many programs of a function of that name were compiled, or read
+    from the cache, in the block."""
     import jax.monitoring
 
     counts = collections.Counter()
@@ -81,15 +95,27 @@ class Counter:
     def listen(self) -> None:
         import jax.monitoring
 
-        jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: self.counts.update([name]))
+        jax.monitoring.register_event_duration_secs_listener(
+            lambda name, *_, **__: self.counts.update([name])
+        )
 
     def pytest_sessionfinish(self, session) -> None:
         if hasattr(session.config, "workeroutput"):
             session.config.workeroutput["programs"] = [self.counts[_PROGRAMS], self.counts[_READ]]
 
     def pytest_testnodedown(self, node) -> None:
-        self.counts.update(dict(zip((_PROGRAMS, _READ), getattr(node, "workeroutput", {}).get("programs", (0, 0)), strict=True)))
+        self.counts.update(
+            dict(
+                zip(
+                    (_PROGRAMS, _READ),
+                    getattr(node, "workeroutput", {}).get("programs", (0, 0)),
+                    strict=True,
+                )
+            )
+        )
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
         programs, read = self.counts[_PROGRAMS], self.counts[_READ]
-        terminalreporter.write_line(f"{programs:,} programs: {programs - read:,} compiled, {read:,} read from the cache")
+        terminalreporter.write_line(
+            f"{programs:,} programs: {programs - read:,} compiled, {read:,} read from the cache"
+        )

@@ -6,14 +6,25 @@ import re
 import jax
 
 # Each of these names an existing array, or changes one in place.
-IN_PLACE = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "optimization-barrier"}
+IN_PLACE = {
+    "parameter",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "while",
+    "conditional",
+    "call",
+    "optimization-barrier",
+}
 IN_PLACE |= {"scatter", "dynamic-update-slice"}
-INSTRUCTION = re.compile(r"^\s*(ROOT )?%?(?P<name>\S+) = (?P<type>.+?) (?P<op>[a-z][a-z0-9-]*)\((?P<rest>.*)$")
+INSTRUCTION = re.compile(
+    r"^\s*(ROOT )?%?(?P<name>\S+) = (?P<type>.+?) (?P<op>[a-z][a-z0-9-]*)\((?P<rest>.*)$"
+)
 
 
 def large_temporaries(text, num_elements):
-    """The instructions of an optimized HLO module that make an array of at least `num_elements`: copies, broadcasts, iotas, and fusions
-    that do more than a scatter."""
+    """The instructions of an optimized HLO module that make an array of at least `num_elements`:
+    copies, broadcasts, iotas, and fusions that do more than a scatter."""
     bad = []
     roots = _roots(text)
     for line in text.splitlines():
@@ -21,7 +32,11 @@ def large_temporaries(text, num_elements):
         if match is None or match["op"] in IN_PLACE or _largest(match["type"]) < num_elements:
             continue
         called = re.search(r"calls=%?([\w.\-]+)", match["rest"])
-        if match["op"] == "fusion" and called and roots.get(called[1]) in ("scatter", "dynamic-update-slice", "bitcast"):
+        if (
+            match["op"] == "fusion"
+            and called
+            and roots.get(called[1]) in ("scatter", "dynamic-update-slice", "bitcast")
+        ):
             continue
         bad.append(line.strip()[:200])
     return bad
@@ -29,7 +44,13 @@ def large_temporaries(text, num_elements):
 
 def _largest(shape):
     """Elements of the largest array in a type such as `f32[4,2]{1,0}` or a tuple of them."""
-    return max((math.prod(map(int, filter(None, dims.split(",")))) for dims in re.findall(r"\w+\[([\d,]*)\]", shape)), default=0)
+    return max(
+        (
+            math.prod(map(int, filter(None, dims.split(","))))
+            for dims in re.findall(r"\w+\[([\d,]*)\]", shape)
+        ),
+        default=0,
+    )
 
 
 def _roots(text):
@@ -46,14 +67,23 @@ def _roots(text):
 
 
 def check_in_place(function, arguments, *, num_elements, donated=None, compiler_options=None):
-    """Compile, and fail on any large array made on the way, on large temporary memory, and on a donated state that is not reused."""
-    jitted = jax.jit(function, donate_argnums=() if donated is None else donated, compiler_options=compiler_options)
+    """Compile, and fail on any large array made on the way, on large temporary memory, and on a
+    donated state that is not reused."""
+    jitted = jax.jit(
+        function,
+        donate_argnums=() if donated is None else donated,
+        compiler_options=compiler_options,
+    )
     compiled = jitted.lower(*arguments).compile()
     bad = large_temporaries(compiled.as_text(), num_elements)
     assert not bad, "\n".join(["arrays as large as the storage are made:", *bad])
     memory = compiled.memory_analysis()
     # Less than a leaf of one float32 a row; what a batch takes is far below.
-    assert memory.temp_size_in_bytes < 4 * num_elements, f"{memory.temp_size_in_bytes} bytes of temporary memory"
+    assert memory.temp_size_in_bytes < 4 * num_elements, (
+        f"{memory.temp_size_in_bytes} bytes of temporary memory"
+    )
     if donated is not None:
         expected = sum(leaf.nbytes for leaf in jax.tree.leaves(arguments[donated]))
-        assert memory.alias_size_in_bytes == expected, f"{memory.alias_size_in_bytes} of {expected} bytes are reused"
+        assert memory.alias_size_in_bytes == expected, (
+            f"{memory.alias_size_in_bytes} of {expected} bytes are reused"
+        )

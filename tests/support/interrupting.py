@@ -1,14 +1,17 @@
-"""A call that is interrupted at a line of its choosing: by a signal, as of a Ctrl-C that comes just then."""
+"""A call that is interrupted at a line of its choosing: by a signal, as of a Ctrl-C that comes just
+then."""
 
 import dis
 import signal
 import sys
 
-_RETURNS = {dis.opmap[name] for name in ("RETURN_VALUE", "RETURN_CONST") if name in dis.opmap}  # Python runs no handlers at these
+# Python runs no handlers at these
+_RETURNS = {dis.opmap[name] for name in ("RETURN_VALUE", "RETURN_CONST") if name in dis.opmap}
 
 
 def interrupted_at(call, nth, by_opcode=False, counts=lambda frame: True):
-    """Whether a call was interrupted: by a signal that comes at its `nth` line of Python, or operation. None, where it has fewer.
+    """Whether a call was interrupted: by a signal that comes at its `nth` line of Python, or
+    operation. None, where it has fewer.
 
     Args:
       counts: whether the lines of a frame do.

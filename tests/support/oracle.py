@@ -1,4 +1,5 @@
-"""A replay of lists of rows that anyone can believe at sight: what the library must agree with, and nothing fast.
+"""A replay of lists of rows that anyone can believe at sight: what the library must agree with, and
+nothing fast.
 
 Every stream is the list of all rows ever written; the newest `length` of them are stored.
 """
@@ -29,38 +30,48 @@ class Transition:
 
 
 class Oracle:
-    def __init__(self, *, num_envs, length, autoreset, has_final_obs, n_step, discount):
-        self.length, self.n_step, self.discount = length, n_step, discount
+    def __init__(self, *, num_envs, length, autoreset, has_final_obs, n_step, gamma):
+        self.length, self.n_step, self.gamma = length, n_step, gamma
         self.autoreset, self.has_final_obs = autoreset, has_final_obs
         self.streams = [[] for _ in range(num_envs)]
-        self.owed = [False] * num_envs  # a done before the last clear whose final row is still to come
+        # a done before the last clear whose final row is still to come
+        self.owed = [False] * num_envs
         self.began_with_a_tail = [False] * num_envs  # and that was
-        self.largest = 1.0
-        self.ignored_priorities = self.ignored_rows = 0
+        self.max_priority = 1.0
+        self.num_bad_priorities = self.num_stale_updates = 0
 
     def clear(self):
         self.owed = [self.owes_final_row(env) for env in range(len(self.streams))]
         self.began_with_a_tail = self.owed
         self.streams = [[] for _ in self.streams]
-        self.largest = 1.0
+        self.max_priority = 1.0
 
     def owes_final_row(self, env):
-        """Whether the next row of an env is the final row of its last one, with next-step autoreset."""
+        """Whether the next row of an env is the final row of its last one, with next-step
+        autoreset."""
         rows = self.streams[env]
         if not rows:
             return self.owed[env]
-        return self.autoreset == "next_step" and not rows[-1].is_final and (rows[-1].terminated or rows[-1].truncated)
+        return (
+            self.autoreset == "next_step"
+            and not rows[-1].is_final
+            and (rows[-1].terminated or rows[-1].truncated)
+        )
 
     def add(self, obs, action, reward, terminated, truncated, final_obs, mask=None, priority=None):
         """One step of every env; each argument is a list over envs."""
         envs = [env for env in range(len(self.streams)) if mask is None or mask[env]]
-        default = self.largest
+        default = self.max_priority
         if priority is not None:
-            self.ignored_priorities += sum(not is_good(priority[env]) for env in envs)
-            self.largest = max([self.largest] + [priority[env] for env in envs if is_good(priority[env])])
+            self.num_bad_priorities += sum(not is_good(priority[env]) for env in envs)
+            self.max_priority = max(
+                [self.max_priority] + [priority[env] for env in envs if is_good(priority[env])]
+            )
         for env in envs:
             given = priority[env] if priority is not None and is_good(priority[env]) else default
-            row = Row(obs[env], action[env], reward[env], terminated[env], truncated[env], False, given)
+            row = Row(
+                obs[env], action[env], reward[env], terminated[env], truncated[env], False, given
+            )
             self._append(env, row, final_obs[env])
 
     def _append(self, env, row, final_obs):
@@ -90,14 +101,25 @@ class Oracle:
         for k in range(self.n_step):
             row = rows[index + k]
             following = rows[index + k + 1] if index + k + 1 < len(rows) else None
-            reward += self.discount**k * row.reward
+            reward += self.gamma**k * row.reward
             if row.terminated:
-                has_tail = following is not None and (self.autoreset == "next_step" or self.has_final_obs)
-                return Transition(first.obs, first.action, reward, 0.0, following.obs if has_tail else row.obs, k + 1)
+                has_tail = following is not None and (
+                    self.autoreset == "next_step" or self.has_final_obs
+                )
+                return Transition(
+                    first.obs,
+                    first.action,
+                    reward,
+                    0.0,
+                    following.obs if has_tail else row.obs,
+                    k + 1,
+                )
             if following is None:
                 return None
             if following.is_final or k + 1 == self.n_step:
-                return Transition(first.obs, first.action, reward, self.discount ** (k + 1), following.obs, k + 1)
+                return Transition(
+                    first.obs, first.action, reward, self.gamma ** (k + 1), following.obs, k + 1
+                )
 
     def sampleable(self):
         """Row number in the buffer -> (row, its transition)."""
@@ -109,26 +131,30 @@ class Oracle:
                     found[env * self.length + position] = (rows[index], transition)
         return found
 
-    def probabilities(self, exponent):
+    def probabilities(self, alpha):
         """Row number -> probability of one draw, for sampleable rows."""
-        mass = {number: row.priority**exponent if row.priority > 0 else 0.0 for number, (row, _) in self.sampleable().items()}
+        mass = {
+            number: row.priority**alpha if row.priority > 0 else 0.0
+            for number, (row, _) in self.sampleable().items()
+        }
         total = math.fsum(mass.values())
         return {number: m / total if total else 0.0 for number, m in mass.items()}
 
     def update(self, rows, priorities):
-        """New priorities for rows as they were drawn (Row objects, or None for nonsense): the largest of several wins."""
+        """New priorities for rows as they were drawn (Row objects, or None for nonsense): the
+        largest of several wins."""
         live = {id(row) for row, _ in self.sampleable().values()}
         accepted = {}
         for row, priority in zip(rows, priorities, strict=True):
             if row is None or id(row) not in live:
-                self.ignored_rows += 1
+                self.num_stale_updates += 1
             elif not is_good(priority):
-                self.ignored_priorities += 1
+                self.num_bad_priorities += 1
             else:
                 accepted.setdefault(id(row), (row, []))[1].append(priority)
         for row, given in accepted.values():
             row.priority = max(given)
-            self.largest = max(self.largest, row.priority)
+            self.max_priority = max(self.max_priority, row.priority)
 
 
 def is_good(priority):

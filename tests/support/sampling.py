@@ -1,4 +1,5 @@
-"""What the tests of samplers share: buffers of plain steps, their methods jitted once, random histories, and common checks."""
+"""What the tests of samplers share: buffers of plain steps, their methods jitted once, random
+histories, and common checks."""
 
 import functools
 
@@ -15,7 +16,7 @@ from tests.support.hlo import check_in_place
 
 # A buffer is a leafless pytree: its methods are jitted once for all that are equal.
 add, clear, size = (jax.jit(getattr(ReplayBuffer, name)) for name in ("add", "clear", "size"))
-take, sample = (jax.jit(getattr(ReplayBuffer, name), static_argnums=3) for name in ("take", "sample"))
+pop, sample = (jax.jit(getattr(ReplayBuffer, name), static_argnums=3) for name in ("pop", "sample"))
 can_add = jax.jit(ReplayBuffer.can_add, static_argnums=2)
 
 
@@ -29,18 +30,20 @@ def probability_of_all(replay, state):
 def step_of(values):
     """A step of as many envs as there are values, in an episode without end."""
     values = jnp.asarray(values, jnp.float32)
-    return jr.Step(obs=values, action=values, reward=values, terminated=values < -99, truncated=values < -99)
+    return jr.Step(
+        obs=values, action=values, reward=values, terminated=values < -99, truncated=values < -99
+    )
 
 
-def buffer(sampler, *, num_envs=1, length=8, n_step=1, masked=False, batch_size=4, min_size=1):
+def buffer(sampler, *, num_envs=1, length=8, n_step=1, allow_mask=False, batch_size=4, min_size=1):
     replay = ReplayBuffer(
         capacity=num_envs * length,
         num_envs=num_envs,
         batch_size=batch_size,
         sampler=sampler,
-        view=TransitionView(n_step=n_step, discount=0.5),
+        view=TransitionView(n_step=n_step, gamma=0.5),
         autoreset="same_step",
-        masked=masked,
+        allow_mask=allow_mask,
         min_size=min_size,
     )
     return replay, replay.init(jax.tree.map(lambda leaf: leaf[0], step_of([0.0])))
@@ -54,7 +57,7 @@ def fed(replay, state, times):
 
 
 def rewards(batch):
-    return np.asarray(batch.items.reward)[np.asarray(batch.is_valid)].tolist()
+    return np.asarray(batch.experience.reward)[np.asarray(batch.is_valid)].tolist()
 
 
 def assert_same(got, expected):
@@ -62,10 +65,13 @@ def assert_same(got, expected):
 
 
 def check_jit_and_vmap(replay, states, batch_size=4):
-    """What the sampler draws is the same with jit and without; with vmap it is that of each state on its own."""
+    """What the sampler draws is the same with jit and without; with vmap it is that of each state
+    on its own."""
 
     def draw(state):
-        return replay.sampler.draw(state.sampler, Sampleable.of(state), jax.random.key(1), batch_size)
+        return replay.sampler.draw(
+            state.sampler, Sampleable.of(state), jax.random.key(1), batch_size
+        )
 
     one = jax.jit(draw)
     assert_same(one(states[0]), draw(states[0]))
@@ -75,36 +81,52 @@ def check_jit_and_vmap(replay, states, batch_size=4):
 
 
 def check_all_in_place(sampler, functions):
-    """Functions of (replay, state, key) that return (state, anything): alone, in a scan, and under vmap in a scan."""
+    """Functions of (replay, state, key) that return (state, anything): alone, in a scan, and under
+    vmap in a scan."""
     capacity, population = 1 << 17, 16
     large, state = buffer(sampler, num_envs=4, length=capacity // 4)
     small, one = buffer(sampler, num_envs=4, length=capacity // 4 // population)
     states = jax.tree.map(lambda leaf: jnp.stack([leaf] * population), one)
-    keys, all_keys = jax.random.split(jax.random.key(0), 3), jax.random.split(jax.random.key(0), population)
+    keys, all_keys = (
+        jax.random.split(jax.random.key(0), 3),
+        jax.random.split(jax.random.key(0), population),
+    )
     for function in functions:
         alone = functools.partial(function, large)
         vmapped = jax.vmap(functools.partial(function, small))
         check_in_place(alone, (state, keys[0]), num_elements=capacity, donated=0)
-        check_in_place(lambda state, keys, f=alone: jax.lax.scan(f, state, keys), (state, keys), num_elements=capacity, donated=0)
-        repeated = lambda states, keys, f=vmapped: jax.lax.scan(lambda states, _: f(states, keys), states, None, 3)  # noqa: E731
+        check_in_place(
+            lambda state, keys, f=alone: jax.lax.scan(f, state, keys),
+            (state, keys),
+            num_elements=capacity,
+            donated=0,
+        )
+        repeated = lambda states, keys, f=vmapped: jax.lax.scan(
+            lambda states, _: f(states, keys), states, None, 3
+        )
         check_in_place(repeated, (states, all_keys), num_elements=capacity, donated=0)
 
 
-def add_and_take(replay, state, key):
+def add_and_pop(replay, state, key):
     """The order of a training loop, with all that is known of the state."""
     step = step_of(jax.random.uniform(key, (4,)))
-    state, batch = replay.take(replay.add(state, step), key)
+    state, batch = replay.pop(replay.add(state, step), key)
     return state, (batch, replay.size(state), replay.can_add(state))
 
 
 @st.composite
 def histories(draw, pool, batch_size=3):
     config = draw(st.sampled_from(pool))
-    # Mostly plain steps, so that streams fill up with episodes of several rows; 1: none taken, 2 and 4: the episode ends.
-    codes = st.lists(st.sampled_from((0, 0, 0, 0, 0, 1, 2, 4)), min_size=config.num_envs, max_size=config.num_envs)
+    # Mostly plain steps, so that streams fill up with episodes of several rows; 1: none taken, 2
+    # and 4: the episode ends.
+    codes = st.lists(
+        st.sampled_from((0, 0, 0, 0, 0, 1, 2, 4)),
+        min_size=config.num_envs,
+        max_size=config.num_envs,
+    )
     adds = st.tuples(st.just("add"), codes, st.none())
-    takes = st.tuples(st.just("take"), st.just(batch_size))
-    operation = st.one_of(adds, adds, adds, adds, takes, st.tuples(st.just("check")))
+    pops = st.tuples(st.just("pop"), st.just(batch_size))
+    operation = st.one_of(adds, adds, adds, adds, pops, st.tuples(st.just("check")))
     history = draw(st.lists(operation, min_size=2 * config.length, max_size=5 * config.length))
     if draw(st.integers(0, 3)) == 0:
         history.insert(len(history) // 2, ("clear",))

@@ -10,7 +10,9 @@ from jaxreplay import sb3
 
 VECTOR = spaces.Box(-1, 1, (3,), np.float32)
 IMAGE = spaces.Box(0, 255, (5, 4, 3), np.uint8)
-DICT = spaces.Dict(image=IMAGE, vector=VECTOR, count=spaces.Discrete(5), wide=spaces.Box(-1, 1, (2,), np.float64))
+DICT = spaces.Dict(
+    image=IMAGE, vector=VECTOR, count=spaces.Discrete(5), wide=spaces.Box(-1, 1, (2,), np.float64)
+)
 OBSERVATIONS = {
     "vector": VECTOR,
     "image": IMAGE,
@@ -20,7 +22,11 @@ OBSERVATIONS = {
     "multi": spaces.MultiDiscrete([3, 4]),
     "dict": DICT,
 }
-ACTIONS = {"box": spaces.Box(-1, 1, (2,)), "double": spaces.Box(-1, 1, (1,), np.float64), "discrete": spaces.Discrete(4)}
+ACTIONS = {
+    "box": spaces.Box(-1, 1, (2,)),
+    "double": spaces.Box(-1, 1, (1,), np.float64),
+    "discrete": spaces.Discrete(4),
+}
 
 
 def stack(space, n_envs):
@@ -29,12 +35,16 @@ def stack(space, n_envs):
         return {key: stack(inner, n_envs) for key, inner in space.spaces.items()}
     # What 32 bits hold, so that nothing is rounded.
     samples = [np.asarray(space.sample()) for _ in range(n_envs)]
-    return np.stack([x.astype(np.float32).astype(x.dtype) if x.dtype == np.float64 else x for x in samples])
+    return np.stack(
+        [x.astype(np.float32).astype(x.dtype) if x.dtype == np.float64 else x for x in samples]
+    )
 
 
 def choose(mask, new, old):
     """New observations where the mask says so."""
-    return jax.tree.map(lambda a, b: np.where(mask.reshape((-1,) + (1,) * (a.ndim - 1)), a, b), new, old)
+    return jax.tree.map(
+        lambda a, b: np.where(mask.reshape((-1,) + (1,) * (a.ndim - 1)), a, b), new, old
+    )
 
 
 def stream(observation_space, action_space, n_envs, steps, seed=0, reset=0.05):
@@ -61,12 +71,20 @@ def same(a, b):
 
 
 def leaves_of(value):
-    return [value[key] for key in sorted(value)] if isinstance(value, dict) else [] if value is None else [value]
+    return (
+        [value[key] for key in sorted(value)]
+        if isinstance(value, dict)
+        else []
+        if value is None
+        else [value]
+    )
 
 
 def pair(kind, observation_space, action_space, size=2000, **options):
     ours, other = (getattr(module, kind) for module in (sb3, theirs))
-    return ours(size, observation_space, action_space, **options), other(size, observation_space, action_space, **options)
+    return ours(size, observation_space, action_space, **options), other(
+        size, observation_space, action_space, **options
+    )
 
 
 def kind_of(space):
@@ -74,7 +92,8 @@ def kind_of(space):
 
 
 def numbered(n_envs, steps, seed=0):
-    """Steps whose observations count up, one number for each (env, step), with ends at random: then a transition proves itself."""
+    """Steps whose observations count up, one number for each (env, step), with ends at random: then
+    a transition proves itself."""
     r = np.random.default_rng(seed)
     for t in range(steps):
         obs = (1000 * np.arange(n_envs) + t + 0.0)[:, None]

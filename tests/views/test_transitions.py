@@ -1,4 +1,5 @@
-"""Transitions that can be checked by hand: what each autoreset form stores, and what it hands back."""
+"""Transitions that can be checked by hand: what each autoreset form stores, and what it hands
+back."""
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +11,27 @@ import jaxreplay as jr
 NAN = float("nan")
 
 
-def run(autoreset, rows, *, n_step=1, discount=0.5, capacity=16, extra_axis=()):
-    """Feed one env: rows of (obs, reward, "" | "terminated" | "truncated"[, final_obs]). Returns a function from a row to its item."""
-    replay = jr.uniform(capacity=capacity, num_envs=1, batch_size=4, autoreset=autoreset, n_step=n_step, discount=discount)
+def run(autoreset, rows, *, n_step=1, gamma=0.5, capacity=16, extra_axis=()):
+    """Feed one env: rows of (obs, reward, "" | "terminated" | "truncated"[, final_obs]). Returns a
+    function from a row to its item."""
+    replay = jr.uniform(
+        capacity=capacity, num_envs=1, batch_size=4, autoreset=autoreset, n_step=n_step, gamma=gamma
+    )
     has_final = any(len(row) == 4 for row in rows)
 
     def step(obs, reward, end, final=-1.0):
-        one = lambda x: jnp.full((1, *extra_axis), x)  # noqa: E731
-        done = {"terminated": jnp.array([end == "terminated"]), "truncated": jnp.array([end == "truncated"])}
-        return jr.Step(obs=one(obs), action=one(obs), reward=one(float(reward)), **done, final_obs=one(final) if has_final else None)
+        one = lambda x: jnp.full((1, *extra_axis), x)
+        done = {
+            "terminated": jnp.array([end == "terminated"]),
+            "truncated": jnp.array([end == "truncated"]),
+        }
+        return jr.Step(
+            obs=one(obs),
+            action=one(obs),
+            reward=one(float(reward)),
+            **done,
+            final_obs=one(final) if has_final else None,
+        )
 
     state = replay.init(jax.tree.map(lambda x: x[0], step(*rows[0])))
     add, get = jax.jit(replay.add), jax.jit(replay.get)
@@ -27,7 +40,9 @@ def run(autoreset, rows, *, n_step=1, discount=0.5, capacity=16, extra_axis=()):
 
     def read(row):
         sample = get(state, jnp.array([row]))
-        return jax.tree.map(lambda x: x[0].tolist(), sample.items) if sample.is_valid[0] else None
+        return (
+            jax.tree.map(lambda x: x[0].tolist(), sample.experience) if sample.is_valid[0] else None
+        )
 
     return read
 
@@ -39,13 +54,22 @@ def summary(item):
 def test_next_step_autoreset_turns_the_row_after_a_done_into_its_tail():
     read = run(
         "next_step",
-        [(1.0, 1, ""), (2.0, 2, "terminated"), (3.0, NAN, "terminated"), (10.0, 4, ""), (11.0, 5, "truncated"), (12.0, NAN, "")],
+        [
+            (1.0, 1, ""),
+            (2.0, 2, "terminated"),
+            (3.0, NAN, "terminated"),
+            (10.0, 4, ""),
+            (11.0, 5, "truncated"),
+            (12.0, NAN, ""),
+        ],
     )
     assert summary(read(0)) == (1, 1, 0.5, 2, 1)
     assert summary(read(1)) == (2, 2, 0, 3, 1)  # the true final observation
-    assert read(2) is None  # the final row; its own done flag means nothing, or 10 would be a final row too
+    # the final row; its own done flag means nothing, or 10 would be a final row too
+    assert read(2) is None
     assert summary(read(3)) == (10, 4, 0.5, 11, 1)
-    assert summary(read(4)) == (11, 5, 0.5, 12, 1)  # truncated: the value goes on from the final observation
+    # truncated: the value goes on from the final observation
+    assert summary(read(4)) == (11, 5, 0.5, 12, 1)
 
 
 def test_a_terminated_row_is_drawable_before_its_tail_is_written_and_a_truncated_one_is_not():
@@ -55,7 +79,14 @@ def test_a_terminated_row_is_drawable_before_its_tail_is_written_and_a_truncated
 
 def test_same_step_autoreset_with_final_obs_writes_the_tail_beside_the_step():
     read = run(
-        "same_step", [(1.0, 1, "", NAN), (2.0, 2, "terminated", 3.0), (10.0, 4, "truncated", 11.0), (20.0, 5, "", NAN), (21.0, 6, "", NAN)]
+        "same_step",
+        [
+            (1.0, 1, "", NAN),
+            (2.0, 2, "terminated", 3.0),
+            (10.0, 4, "truncated", 11.0),
+            (20.0, 5, "", NAN),
+            (21.0, 6, "", NAN),
+        ],
     )
     assert [summary(read(row)) for row in range(7)] == [
         (1, 1, 0.5, 2, 1),
@@ -69,7 +100,17 @@ def test_same_step_autoreset_with_final_obs_writes_the_tail_beside_the_step():
 
 
 def test_same_step_autoreset_without_final_obs_gives_up_the_truncated_transition():
-    read = run("same_step", [(1.0, 1, ""), (2.0, 2, "terminated"), (10.0, 4, ""), (11.0, 5, "truncated"), (20.0, 6, ""), (21.0, 7, "")])
+    read = run(
+        "same_step",
+        [
+            (1.0, 1, ""),
+            (2.0, 2, "terminated"),
+            (10.0, 4, ""),
+            (11.0, 5, "truncated"),
+            (20.0, 6, ""),
+            (21.0, 7, ""),
+        ],
+    )
     assert [summary(read(row)) for row in range(5)] == [
         (1, 1, 0.5, 2, 1),
         (2, 2, 0, 2, 1),  # nothing lies beyond: its own observation, finite and of the right shape
@@ -80,8 +121,20 @@ def test_same_step_autoreset_without_final_obs_gives_up_the_truncated_transition
 
 
 def test_three_steps_stop_at_each_kind_of_end():
-    rows = [(1.0, 1, ""), (2.0, 2, ""), (3.0, 4, "terminated"), (4.0, NAN, ""), (10.0, 8, ""), (11.0, 16, "truncated"), (12.0, NAN, "")]
-    read = run("next_step", [*rows, (20.0, 32, ""), (21.0, 64, ""), (22.0, 128, ""), (23.0, 256, "")], n_step=3)
+    rows = [
+        (1.0, 1, ""),
+        (2.0, 2, ""),
+        (3.0, 4, "terminated"),
+        (4.0, NAN, ""),
+        (10.0, 8, ""),
+        (11.0, 16, "truncated"),
+        (12.0, NAN, ""),
+    ]
+    read = run(
+        "next_step",
+        [*rows, (20.0, 32, ""), (21.0, 64, ""), (22.0, 128, ""), (23.0, 256, "")],
+        n_step=3,
+    )
     assert summary(read(0)) == (1, 1 + 2 / 2 + 4 / 4, 0, 4, 3)
     assert summary(read(1)) == (2, 2 + 4 / 2, 0, 4, 2)
     assert summary(read(2)) == (3, 4, 0, 4, 1)
@@ -97,7 +150,7 @@ def test_a_termination_that_is_a_truncation_too_is_a_termination():
     step = jr.Step(obs=one, action=one, reward=one, terminated=one > 0, truncated=one > 0)
     state = replay.add(replay.init(jax.tree.map(lambda x: x[0], step)), step)
     sample = replay.get(state, jnp.array([0]))
-    assert (sample.is_valid.tolist(), sample.items.discount.tolist()) == ([True], [0])
+    assert (sample.is_valid.tolist(), sample.experience.discount.tolist()) == ([True], [0])
 
 
 def test_rewards_may_have_axes_of_their_own():
@@ -107,19 +160,32 @@ def test_rewards_may_have_axes_of_their_own():
 
 @pytest.mark.parametrize(
     ("dtype", "expected"),
-    [(jnp.int32, jnp.float32), (jnp.bfloat16, jnp.bfloat16), (jnp.float16, jnp.float16), (jnp.float8_e4m3fn, jnp.float8_e4m3fn)],
+    [
+        (jnp.int32, jnp.float32),
+        (jnp.bfloat16, jnp.bfloat16),
+        (jnp.float16, jnp.float16),
+        (jnp.float8_e4m3fn, jnp.float8_e4m3fn),
+    ],
 )
 def test_a_floating_reward_keeps_its_dtype_and_an_integer_one_becomes_float32(dtype, expected):
-    replay = jr.uniform(capacity=8, num_envs=1, batch_size=4, autoreset="same_step", n_step=2, discount=0.5)
+    replay = jr.uniform(
+        capacity=8, num_envs=1, batch_size=4, autoreset="same_step", n_step=2, gamma=0.5
+    )
     zero = jnp.zeros((3, 1))
-    steps = jr.Step(obs=zero, action=zero, reward=jnp.array([[3], [5], [7]], dtype), terminated=zero > 0, truncated=zero > 0)
+    steps = jr.Step(
+        obs=zero,
+        action=zero,
+        reward=jnp.array([[3], [5], [7]], dtype),
+        terminated=zero > 0,
+        truncated=zero > 0,
+    )
     state = replay.extend(replay.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
-    reward = replay.sample(state, jax.random.key(0)).items.reward
+    reward = replay.sample(state, jax.random.key(0)).experience.reward
     assert (reward.dtype, reward.tolist()) == (expected, [5.5] * 4)
 
 
 def test_discounts_are_exact_powers():
-    read = run("same_step", [(float(i), 0, "") for i in range(12)], n_step=10, discount=0.99)
+    read = run("same_step", [(float(i), 0, "") for i in range(12)], n_step=10, gamma=0.99)
     assert read(0).discount == np.float32(0.99**10)
 
 
@@ -138,7 +204,13 @@ def test_clear_between_a_done_and_its_tail_makes_no_pair_across_episodes():
 
     def step(obs, truncated=False):
         one = jnp.ones(1)
-        return jr.Step(obs=obs * one, action=one, reward=one, terminated=one < 0, truncated=jnp.array([truncated]))
+        return jr.Step(
+            obs=obs * one,
+            action=one,
+            reward=one,
+            terminated=one < 0,
+            truncated=jnp.array([truncated]),
+        )
 
     state, add = replay.init(jax.tree.map(lambda x: x[0], step(0.0))), jax.jit(replay.add)
     state = replay.clear(add(state, step(1.0, truncated=True)))
@@ -146,4 +218,4 @@ def test_clear_between_a_done_and_its_tail_makes_no_pair_across_episodes():
         state = add(state, step(obs))
     got = jax.jit(replay.get)(state, jnp.arange(8))
     assert np.flatnonzero(got.is_valid).tolist() == [1]
-    assert (got.items.obs[1], got.items.next_obs[1]) == (200, 201)
+    assert (got.experience.obs[1], got.experience.next_obs[1]) == (200, 201)

@@ -1,4 +1,5 @@
-"""Every view against the oracle, on random streams: masks, ends, truncations, blocks, wraps and clears."""
+"""Every view against the oracle, on random streams: masks, ends, truncations, blocks, wraps and
+clears."""
 
 import dataclasses
 import functools
@@ -35,7 +36,7 @@ class Config:
 
     autoreset: str
     has_final_obs: bool
-    masked: bool
+    allow_mask: bool
     spare: int  # rows of a stream beyond one window
     view: Any
     sampler: Any = jr.Uniform()  # noqa: RUF009
@@ -58,7 +59,7 @@ class Config:
             sampler=self.sampler,
             view=self.view,
             autoreset=self.autoreset,
-            masked=self.masked,
+            allow_mask=self.allow_mask,
         )
 
     def oracle(self):
@@ -68,18 +69,21 @@ class Config:
             autoreset=self.autoreset,
             has_final_obs=self.has_final_obs,
             n_step=getattr(transition_of(self.view), "n_step", 1),
-            discount=0.5,
+            gamma=0.5,
         )
 
     def anchors(self, oracle):
         window = self.window
-        fields = {name: getattr(window, name) for name in ("before", "after", "crosses_episodes", "period", "needs_final_obs")}
+        fields = {
+            name: getattr(window, name)
+            for name in ("before", "after", "crosses_episodes", "period", "needs_final_obs")
+        }
         return list(oracle_views.anchors(oracle, **fields))
 
 
 def transition_of(view):
     """The innermost view."""
-    return transition_of(view.of) if hasattr(view, "of") else view
+    return transition_of(view.inner) if hasattr(view, "of") else view
 
 
 class ViewPair(Pair):
@@ -87,33 +91,55 @@ class ViewPair(Pair):
 
     def _step(self, step, env=slice(None)):
         plain = super()._step(step, env)
-        goal = lambda obs: {**obs, "achieved_goal": obs["x"][..., None] % 3, "desired_goal": -obs["x"][..., None]}  # noqa: E731
-        return plain.replace(obs=goal(plain.obs), final_obs=plain.final_obs and goal(plain.final_obs))
+        goal = lambda obs: {
+            **obs,
+            "achieved_goal": obs["x"][..., None] % 3,
+            "desired_goal": -obs["x"][..., None],
+        }
+        return plain.replace(
+            obs=goal(plain.obs), final_obs=plain.final_obs and goal(plain.final_obs)
+        )
 
     def check(self, seed):
         replay, oracle = self.config.replay, self.oracle
-        expected = {env * self.config.length + position: (env, index) for env, position, index in self.config.anchors(oracle)}
+        expected = {
+            env * self.config.length + position: (env, index)
+            for env, position, index in self.config.anchors(oracle)
+        }
         assert int(self.jitted.size(self.state)) == len(expected)
         for number in range(KEYS if replay.view.is_random else 1):
             key = jax.random.key(seed * KEYS + number) if replay.view.is_random else None
-            got = jax.tree.map(np.asarray, self.jitted.get(self.state, jnp.arange(replay.capacity), key))
+            got = jax.tree.map(
+                np.asarray, self.jitted.get(self.state, jnp.arange(replay.capacity), key)
+            )
             assert set(np.flatnonzero(got.is_valid)) == set(expected)
             for row, (env, index) in expected.items():
-                item = jax.tree.map(lambda leaf, row=row: leaf[row], got.items)
+                item = jax.tree.map(lambda leaf, row=row: leaf[row], got.experience)
                 CHECKS[type(replay.view)](self.config, oracle, env, index, item)
             assert set(np.flatnonzero(got.probability)) == set(expected)
             np.testing.assert_allclose(got.probability.sum(), bool(expected), rtol=1e-5)
         batch = self.jitted.sample(self.state, jax.random.key(seed))
         assert np.asarray(batch.is_valid).all() == bool(expected)
         assert not expected or set(np.asarray(batch.index.row)) <= set(expected)
-        assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(batch.items))
+        assert all(
+            np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(batch.experience)
+        )
 
 
 def check_sequence(config, oracle, env, index, item):
     view = config.view
-    steps = oracle_views.sequence(oracle, env, index, length=view.length, burn_in=view.burn_in, within_episode=view.within_episode)
+    steps = oracle_views.sequence(
+        oracle,
+        env,
+        index,
+        length=view.length,
+        burn_in=view.burn_in,
+        cross_episodes=view.cross_episodes,
+    )
     real = [step is not None and step["is_step"] for step in steps]
-    value = lambda name: [getattr(step["row"], name) if ok else 0 for step, ok in zip(steps, real, strict=True)]  # noqa: E731
+    value = lambda name: [
+        getattr(step["row"], name) if ok else 0 for step, ok in zip(steps, real, strict=True)
+    ]
     assert item.obs["x"].tolist() == [0 if step is None else step["row"].obs for step in steps]
     assert item.is_first.tolist() == [step is not None and step["is_first"] for step in steps]
     assert item.mask.tolist() == [step is not None and step["learns"] for step in steps[:-1]]
@@ -130,11 +156,23 @@ def check_sequence(config, oracle, env, index, item):
 
 def check_stack(config, oracle, env, index, item):
     view = config.view
-    stacked = lambda at: oracle_views.stack(oracle, env, at, view.num_frames, view.pad)  # noqa: E731
-    image = lambda frames: [[0, 0] if x is None else [np.float32(x).astype(np.uint8)] * 2 for x in frames]  # noqa: E731
-    if isinstance(view.of, jr.SequenceView):
-        steps = oracle_views.sequence(oracle, env, index, length=view.of.length, burn_in=view.of.burn_in, within_episode=True)
-        frames = [[None] * view.num_frames if s is None else stacked(index - view.of.burn_in + t) for t, s in enumerate(steps)]
+    stacked = lambda at: oracle_views.stack(oracle, env, at, view.num_frames, view.pad)
+    image = lambda frames: [
+        [0, 0] if x is None else [np.float32(x).astype(np.uint8)] * 2 for x in frames
+    ]
+    if isinstance(view.inner, jr.views.SequenceView):
+        steps = oracle_views.sequence(
+            oracle,
+            env,
+            index,
+            length=view.inner.length,
+            burn_in=view.inner.burn_in,
+            cross_episodes=False,
+        )
+        frames = [
+            [None] * view.num_frames if s is None else stacked(index - view.inner.burn_in + t)
+            for t, s in enumerate(steps)
+        ]
         assert item.obs["image"].tolist() == [image(f) for f in frames]
         return
     _, expected = oracle.sampleable()[env * config.length + index % config.length]
@@ -144,7 +182,11 @@ def check_stack(config, oracle, env, index, item):
         expected.discount,
         expected.num_steps,
     )
-    following = next(at for at in range(index, index + view.of.n_step + 1) if oracle.streams[env][at].obs == expected.next_obs)
+    following = next(
+        at
+        for at in range(index, index + view.inner.n_step + 1)
+        if oracle.streams[env][at].obs == expected.next_obs
+    )
     for obs, at in ((item.obs, index), (item.next_obs, following)):
         got = np.moveaxis(obs["image"], view.axis, 0)
         assert got.tolist() == image(stacked(at))
@@ -168,16 +210,23 @@ def check_hindsight(config, oracle, env, index, item):
         "future": lambda: rows[index + 1 : last + 1],
         "final": lambda: [rows[last]],
         "episode": lambda: rows[first : last + 1],
-        "random": lambda: [oracle.streams[e][at] for e in range(config.num_envs) for _, at in oracle.stored(e)],
+        "random": lambda: [
+            oracle.streams[e][at] for e in range(config.num_envs) for _, at in oracle.stored(e)
+        ],
     }[view.strategy]()
     goal = float(item.obs["desired_goal"][0])
     assert item.next_obs["desired_goal"][0] == goal if goal != -plain.obs else True
-    if goal == -plain.obs and view.ratio < 1:  # not relabelled; the goals of steps are told apart by their sign
-        assert (item.reward, item.discount, item.num_steps) == (plain.reward, plain.discount, plain.num_steps)
+    # not relabelled; the goals of steps are told apart by their sign
+    if goal == -plain.obs and view.ratio < 1:
+        assert (item.reward, item.discount, item.num_steps) == (
+            plain.reward,
+            plain.discount,
+            plain.num_steps,
+        )
         return
     assert goal in {row.obs % 3 for row in allowed}
     reward, discount, num_steps = 0.0, 1.0, 0
-    for k in range(view.of.n_step):
+    for k in range(view.inner.n_step):
         row, following = rows[index + k], rows[index + k + 1]
         reward += 0.5**k * (abs(following.obs % 3 - goal) + 100 * row.reward)
         discount, num_steps = discount * 0.5, k + 1
@@ -191,63 +240,105 @@ def check_hindsight(config, oracle, env, index, item):
 
 
 CHECKS = {
-    jr.SequenceView: check_sequence,
-    jr.FrameStack: check_stack,
-    jr.FutureView: check_pair,
-    jr.Hindsight: check_hindsight,
+    jr.views.SequenceView: check_sequence,
+    jr.views.FrameStack: check_stack,
+    jr.views.FutureView: check_pair,
+    jr.views.Hindsight: check_hindsight,
 }
 
 
 def sequences():
-    lengths, burn_ins, strides = itertools.cycle((1, 3, 7)), itertools.cycle((0, 2, 4, 0, 1)), itertools.cycle((1, 1, 2, 6))
-    for (form, final), within, prioritized in itertools.product(FORMS, (True, False), (False, True)):
-        view = jr.SequenceView(
+    lengths, burn_ins, strides = (
+        itertools.cycle((1, 3, 7)),
+        itertools.cycle((0, 2, 4, 0, 1)),
+        itertools.cycle((1, 1, 2, 6)),
+    )
+    for (form, final), within, prioritized in itertools.product(
+        FORMS, (True, False), (False, True)
+    ):
+        view = jr.views.SequenceView(
             length=next(lengths),
             burn_in=next(burn_ins),
             period=next(strides),
-            within_episode=within,
-            recurrent_state="id" if prioritized else None,
+            cross_episodes=not within,
+            recurrent_state_key="id" if prioritized else None,
         )
         sampler = jr.Prioritized() if prioritized else jr.Uniform()
         yield Config(form, final, within != prioritized, next(strides), view, sampler)
 
 
 def stacks():
-    frames, pads, leaves = itertools.cycle((2, 4, 1, 8)), itertools.cycle(("zero", "repeat")), itertools.cycle((None, "image", "image"))
+    frames, pads, leaves = (
+        itertools.cycle((2, 4, 1, 8)),
+        itertools.cycle(("zero", "repeat")),
+        itertools.cycle((None, "image", "image")),
+    )
     for (form, final), of, prioritized in itertools.product(
         FORMS,
-        (jr.TransitionView(discount=0.5), jr.TransitionView(n_step=3, discount=0.5), jr.SequenceView(length=3, burn_in=2)),
+        (
+            jr.views.TransitionView(gamma=0.5),
+            jr.views.TransitionView(n_step=3, gamma=0.5),
+            jr.views.SequenceView(length=3, burn_in=2),
+        ),
         (False, True),
     ):
-        if prioritized == (of == jr.TransitionView(discount=0.5)):
+        if prioritized == (of == jr.views.TransitionView(gamma=0.5)):
             continue
         leaf = next(leaves)
-        axis = -1 if leaf and isinstance(of, jr.TransitionView) else 0
-        view = jr.FrameStack(num_frames=next(frames), of=of, pad=next(pads), leaf=leaf, axis=axis)
-        yield Config(form, final, prioritized, 3, view, jr.Prioritized() if prioritized else jr.Uniform())
+        axis = -1 if leaf and isinstance(of, jr.views.TransitionView) else 0
+        view = jr.views.FrameStack(
+            num_frames=next(frames), inner=of, pad=next(pads), key=leaf, axis=axis
+        )
+        yield Config(
+            form, final, prioritized, 3, view, jr.Prioritized() if prioritized else jr.Uniform()
+        )
 
 
 def pairs():
     for (form, final), terminals, in_episodes in itertools.product(FORMS, (None, 2), (False, True)):
-        view = jr.FutureView(discount=0.9, max_terminals=terminals)
-        sampler = jr.UniformEpisodes(unfinished=terminals is not None) if in_episodes else jr.Uniform()
+        view = jr.views.FutureView(gamma=0.9, max_terminals=terminals)
+        sampler = (
+            jr.UniformEpisodes(unfinished=terminals is not None) if in_episodes else jr.Uniform()
+        )
         yield Config(form, final, in_episodes, 7, view, sampler)
 
 
 def relabelled():
-    for strategy, (form, final) in itertools.product(("future", "final", "episode", "random"), FORMS[:2]):
+    for strategy, (form, final) in itertools.product(
+        ("future", "final", "episode", "random"), FORMS[:2]
+    ):
         n_step = 1 if strategy in ("final", "episode") else 3
         fn = reached if form == "next_step" else None
-        view = jr.Hindsight(
-            of=jr.TransitionView(n_step=n_step, discount=0.5), reward_fn=reward_of, terminated_fn=fn, strategy=strategy, ratio=0.7
+        view = jr.views.Hindsight(
+            inner=jr.views.TransitionView(n_step=n_step, gamma=0.5),
+            reward_fn=reward_of,
+            terminated_fn=fn,
+            strategy=strategy,
+            relabel_fraction=0.7,
         )
         yield Config(form, final, final, 6, view)
 
 
-POOLS = {"sequences": tuple(sequences()), "stacks": tuple(stacks()), "pairs": tuple(pairs()), "relabelled": tuple(relabelled())}
-# A configuration costs some seconds to compile, a stream of steps little: few configurations, each with many streams. The soak has all.
-_SOME = {"sequences": (0, 5, 6, 11), "stacks": (0, 4, 5, 8), "pairs": (0, 3, 6, 9), "relabelled": (0, 3, 4, 7)}
-TRIED = [config for name, pool in POOLS.items() for at, config in enumerate(pool) if SOAK or at in _SOME[name]]
+POOLS = {
+    "sequences": tuple(sequences()),
+    "stacks": tuple(stacks()),
+    "pairs": tuple(pairs()),
+    "relabelled": tuple(relabelled()),
+}
+# A configuration costs some seconds to compile, a stream of steps little: few configurations, each
+# with many streams. The soak has all.
+_SOME = {
+    "sequences": (0, 5, 6, 11),
+    "stacks": (0, 4, 5, 8),
+    "pairs": (0, 3, 6, 9),
+    "relabelled": (0, 3, 4, 7),
+}
+TRIED = [
+    config
+    for name, pool in POOLS.items()
+    for at, config in enumerate(pool)
+    if SOAK or at in _SOME[name]
+]
 
 
 @st.composite
@@ -267,7 +358,11 @@ def histories(draw, config):
     return history
 
 
-@pytest.mark.parametrize("config", TRIED, ids=lambda config: f"{type(config.view).__name__}-{config.autoreset}-{config.has_final_obs}")
+@pytest.mark.parametrize(
+    "config",
+    TRIED,
+    ids=lambda config: f"{type(config.view).__name__}-{config.autoreset}-{config.has_final_obs}",
+)
 def test_views_agree_with_the_oracle(config):
     @hypothesis.seed(1000 * SOAK)
     @hypothesis.settings(max_examples=30 if SOAK else 8)
@@ -282,20 +377,29 @@ def test_views_agree_with_the_oracle(config):
 
 
 def test_a_sequence_stops_where_its_new_goal_ends_the_episode():
-    """Goals are later rows; what the last step that is learned from led to is the only one that may be the goal."""
-    replay = jr.sequences(capacity=64, num_envs=1, batch_size=400, length=5, burn_in=2, autoreset="next_step")
-    reached = lambda achieved, goal, step: achieved == goal  # noqa: E731
-    replay = jr.hindsight(replay, lambda *x: 1.0 * reached(*x), terminated_fn=reached, ratio=1.0)
+    """Goals are later rows; what the last step that is learned from led to is the only one that may
+    be the goal."""
+    replay = jr.sequences(
+        capacity=64, num_envs=1, batch_size=400, length=5, burn_in=2, autoreset="next_step"
+    )
+    reached = lambda achieved, goal, step: achieved == goal
+    replay = jr.hindsight(
+        replay, lambda *x: 1.0 * reached(*x), terminated_fn=reached, relabel_fraction=1.0
+    )
     time = jnp.arange(31, dtype=jnp.int32)[:, None]
     end = time == 29
-    steps = jr.Step({"achieved_goal": time, "desired_goal": 0 * time - 1}, time, time * 1.0, end, end & ~end)
+    steps = jr.Step(
+        {"achieved_goal": time, "desired_goal": 0 * time - 1}, time, time * 1.0, end, end & ~end
+    )
     state = jax.jit(replay.extend)(replay.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
-    items = jax.tree.map(np.asarray, jax.jit(replay.sample)(state, jax.random.key(0)).items)
+    items = jax.tree.map(np.asarray, jax.jit(replay.sample)(state, jax.random.key(0)).experience)
     goal = items.obs["desired_goal"].max(axis=1)
     reader = items.action[:, 2]
     lengths = np.minimum(goal, 30) - reader  # steps to the goal, which is at least one ahead
     assert set(np.minimum(lengths, 6)) == {1, 2, 3, 4, 5, 6}
-    for mask, ends, obs, start, length in zip(items.mask, items.terminated, items.obs["achieved_goal"], reader, lengths, strict=True):
+    for mask, ends, obs, start, length in zip(
+        items.mask, items.terminated, items.obs["achieved_goal"], reader, lengths, strict=True
+    ):
         steps = min(length, 5, 30 - start)
         assert mask.tolist() == [False] * 2 + [True] * steps + [False] * (5 - steps)
         assert np.flatnonzero(ends[2:]).tolist() == ([length - 1] if length <= 5 else [])
