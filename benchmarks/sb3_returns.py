@@ -55,7 +55,7 @@ def main() -> None:
         "# Returns of Stable-Baselines3's DQN on CartPole-v1",
         "",
         f"{_STEPS:,} steps; the mean return of 20 greedy episodes after them, and the seconds of "
-        f"training. With equal seeds the first two",
+        "training. With equal seeds the first two",
         "columns are the same run to the last bit: `parameters` is the sum of the network's, in "
         "both.",
         "",

@@ -159,7 +159,7 @@ def _obs_of(texts: list[str]) -> Any:
         return leaves[0][1]
     if None in names or len(set(names)) < len(names):
         raise ValueError(
-            f"--obs: each of several leaves needs a name of its own, as in image:84x84x3:uint8; "
+            "--obs: each of several leaves needs a name of its own, as in image:84x84x3:uint8; "
             f"got {', '.join(texts)}"
         )
     return dict(leaves)
@@ -180,7 +180,7 @@ def _leaf_of(option: str, text: str) -> tuple[str | None, jax.ShapeDtypeStruct]:
     except (TypeError, ValueError):
         raise ValueError(
             f"{option}: {text!r} is not [NAME:][SHAPE:]DTYPE, such as image:84x84x3:uint8, "
-            f"31:float32 or int32"
+            "31:float32 or int32"
         ) from None
     return found["name"], jax.ShapeDtypeStruct(
         tuple(int(size) for size in (found["shape"] or "").split("x") if size), dtype

@@ -1,10 +1,11 @@
 """Minari datasets, in and out: episodes of T transitions and T + 1 observations, as streams store
 them; needs `jaxreplay[minari]`.
 
-dataset = minari.load_dataset("D4RL/door/human-v2") buffer =
-jr.uniform(capacity=required_capacity(dataset), num_envs=1, batch_size=256, autoreset="next_step")
-state = from_minari(dataset, buffer) dataset = to_minari(buffer, state, "mine/door-v0",
-env="AdroitHandDoor-v1")
+    dataset = minari.load_dataset("D4RL/door/human-v2")
+    capacity = required_capacity(dataset)
+    buffer = jr.uniform(capacity=capacity, batch_size=256, autoreset="next_step")
+    state = from_minari(dataset, buffer)
+    dataset = to_minari(buffer, state, "mine/door-v0", env="AdroitHandDoor-v1")
 """
 
 import itertools
@@ -15,6 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxreplay._util.aliases import PyTree, Stored
 
 try:
     import minari
@@ -47,7 +50,7 @@ def required_capacity(dataset: Any) -> int:
 
 
 def from_minari(
-    dataset: Any, buffer: ReplayBuffer, example: Any = None, *, progress: bool | None = None
+    dataset: Any, buffer: ReplayBuffer, example: PyTree = None, *, progress: bool | None = None
 ) -> ReplayState:
     """A buffer's state with all of a dataset's transitions. Beside it, an episode at a time and
     some copies of it are in memory.
@@ -158,7 +161,7 @@ def to_minari(
     if (first := next(batches, None)) is None:
         raise ValueError(
             f"to_minari: there is no {'transition' if include_partial else 'whole episode'} in "
-            f"the buffer"
+            "the buffer"
         )
     try:
         dataset = minari.create_dataset_from_buffers(
@@ -193,7 +196,7 @@ def _steps_of(episode: Any, form: str) -> Step:
     observations, actions = jax.tree.map(np.asarray, (episode.observations, episode.actions))
     truncated = truncated | (~(terminated | truncated) & (np.arange(length) == length - 1))
 
-    def at(tree: Any, index: Any) -> Any:
+    def at(tree: PyTree, index: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf[index], tree)
 
     if form == "same_step":
@@ -224,7 +227,7 @@ def _example_of(steps: Step) -> Step:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), steps)
 
 
-def _fitted(steps: Step, example: Any, where: str) -> Step:
+def _fitted(steps: Step, example: PyTree, where: str) -> Step:
     """In the example's dtypes; what does not fit is left as it is, for `extend` to name."""
     dtypes = {
         name: np.dtype(leaf.dtype) for name, leaf in named(checks.specs("from_minari", example))
@@ -298,7 +301,7 @@ def _episodes(buffer: ReplayBuffer, state: ReplayState, include_partial: bool) -
 
 
 def _episode(
-    steps: Any, flags: np.ndarray, row: np.ndarray, is_closed: bool, include_partial: bool
+    steps: PyTree, flags: np.ndarray, row: np.ndarray, is_closed: bool, include_partial: bool
 ) -> Any:
     """An episode of rows that follow each other, or None where there is nothing of it to give."""
     if not len(row) or not (include_partial or (is_closed and flags[0] & autoreset.FIRST)):
@@ -329,7 +332,7 @@ def _episode(
     )
 
 
-def _read(stored: Any, row: np.ndarray) -> Any:
+def _read(stored: Stored, row: np.ndarray) -> Any:
     """Values of rows int64[K], on the host."""
     padded = np.resize(row, power_above(len(row))).astype(np.int32)  # few programs are compiled
     found = jax.tree.map(lambda leaf: np.asarray(leaf)[: len(row)], _take(stored, padded))
@@ -346,5 +349,5 @@ def _plain(values: np.ndarray) -> np.ndarray:
 
 
 @jax.jit
-def _take(stored: Any, row: jax.Array) -> Any:
+def _take(stored: Stored, row: jax.Array) -> Any:
     return arrays.tree_map(lambda leaf: arrays.read(leaf, row), stored)

@@ -203,7 +203,7 @@ def _checked(where, reward, value, next_value, terminated, truncated, mask, **mo
         if jnp.asarray(flag).dtype != bool:
             raise ValueError(
                 f"{where}: {name} must be bool, got {jnp.asarray(flag).dtype.name}; write "
-                f"x.astype(bool)"
+                "x.astype(bool)"
             )
     return _at_least_float32(reward), value, _at_least_float32(next_value), mask
 
@@ -217,7 +217,7 @@ def _check_shapes(where: str, expected: tuple[int, ...], **arrays: Any) -> None:
     if bad:
         raise ValueError(
             f"{where}: {'; '.join(bad)}, expected {list(expected)}, to go with the values; a "
-            f"critic's last axis of 1 is taken off by "
+            "critic's last axis of 1 is taken off by "
             "x.squeeze(-1), and further axes by vmap"
         )
 
@@ -307,7 +307,7 @@ def importance_weights(
     if not hasattr(batch, "probability"):
         raise ValueError(
             f"importance_weights: batch must be what sample gave, got a {type(batch).__name__}; "
-            f"pass batch, not batch.experience"
+            "pass batch, not batch.experience"
         )
     is_valid = batch.is_valid & (batch.probability > 0)
     log_size = jnp.log(jnp.maximum(size, 1).astype(jnp.float32))
@@ -350,7 +350,7 @@ def sequence_priority(td_error: jax.Array, mask: jax.Array, max_weight: float = 
     if td_error.shape != mask.shape:
         raise ValueError(
             f"sequence_priority: td_error{list(td_error.shape)} and mask{list(mask.shape)} must "
-            f"have the same axes [B, T]"
+            "have the same axes [B, T]"
         )
     error = jnp.where(mask, jnp.abs(td_error), 0).astype(jnp.float32)
     mean = error.sum(axis=-1) / jnp.maximum(mask.sum(axis=-1), 1)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.names import name_of
 from jaxreplay.buffers.rollout import RolloutState
 from jaxreplay.samplers.sum_tree import SumTreeState
@@ -41,7 +42,7 @@ _CAST = {
 }
 
 
-def to_torch(tree: Any) -> Any:
+def to_torch(tree: PyTree) -> Any:
     """The same tree with a tensor for each array, on its device, over the same memory: nothing is
     copied.
 
@@ -69,7 +70,7 @@ def to_torch(tree: Any) -> Any:
     return jax.tree.map(torch.from_dlpack, tree)
 
 
-def from_torch(tree: Any, share: bool = False, cast: bool = False) -> Any:
+def from_torch(tree: PyTree, share: bool = False, cast: bool = False) -> Any:
     """The same tree with an array for each tensor, on its device.
 
     Args:
@@ -219,17 +220,17 @@ def _joined(given: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     if both := sorted(given.keys() & own.keys()):
         raise ValueError(
             f"to_tensordict: {', '.join(both)}: a batch has such names of its own; rename these "
-            f"keys"
+            "keys"
         )
     return given | own
 
 
-def _observation(obs: Any) -> dict[str, Any]:
+def _observation(obs: PyTree) -> dict[str, Any]:
     named = _by_name(obs)
     return named if isinstance(named, dict) else {"observation": named}
 
 
-def _by_name(tree: Any) -> Any:
+def _by_name(tree: PyTree) -> Any:
     """Dicts of tensors, from any tree of dataclasses, mappings and sequences; what is None is left
     out."""
     if isinstance(tree, torch.Tensor):
@@ -243,7 +244,7 @@ def _by_name(tree: Any) -> Any:
     return {name: _by_name(value) for name, value in pairs if value is not None}
 
 
-def _check(where: str, tree: Any, reason_against: Any) -> None:
+def _check(where: str, tree: PyTree, reason_against: Any) -> None:
     """A ValueError that names each leaf with a reason against it."""
     leaves = jax.tree.leaves(tree, is_leaf=_is_state)
     if not any(map(reason_against, leaves)):
@@ -264,14 +265,14 @@ def _reason_against_array(leaf: Any) -> str | None:
     if isinstance(leaf, _STATES):
         return (
             f"is a {type(leaf).__name__}: while a tensor holds its leaves each add would copy "
-            f"them; pass what sample or get gave"
+            "them; pass what sample or get gave"
         )
     if isinstance(leaf, Tracer):
         return "is being traced; return it from the jitted function, and convert it outside"
     if not isinstance(leaf, jax.Array):
         return (
             f"is a {type(leaf).__name__}, not a jax.Array; write jnp.asarray(x), or "
-            f"torch.from_numpy(x) for a NumPy array"
+            "torch.from_numpy(x) for a NumPy array"
         )
     if _is_key(leaf.dtype):
         return "is a typed key; pass jax.random.key_data(key)"
@@ -280,12 +281,12 @@ def _reason_against_array(leaf: Any) -> str | None:
     if len(leaf.sharding.device_set) > 1:
         return (
             f"lies on {len(leaf.devices())} devices; take one with "
-            f"x.addressable_shards[i].data, or gather it with jax.device_put"
+            "x.addressable_shards[i].data, or gather it with jax.device_put"
         )
     if not _has_tensors(leaf.dtype):
         return (
             f"is {leaf.dtype.name}, which torch has not; write x.astype(jnp.int8), or another "
-            f"type of 8 bits"
+            "type of 8 bits"
         )
     return None
 
@@ -311,7 +312,7 @@ def _reason_against_tensor(leaf: Any, *, share: bool, cast: bool) -> str | None:
     if needs_cast and not cast:
         return (
             f"is {leaf.dtype}, which JAX would cut to 32 bits; pass cast=True, or turn "
-            f"jax_enable_x64 on"
+            "jax_enable_x64 on"
         )
     if not share:
         return None
@@ -324,14 +325,14 @@ def _reason_against_tensor(leaf: Any, *, share: bool, cast: bool) -> str | None:
     ):
         return (
             f"has strides {tuple(leaf.stride())} for the shape {tuple(leaf.shape)}: its memory "
-            f"is not an array's; leave out share=True"
+            "is not an array's; leave out share=True"
         )
     if torch.cuda.is_available() and leaf.is_pinned():
         return "is pinned memory of the host, which JAX does not take; leave out share=True"
     if leaf.numel() and (beyond := leaf.data_ptr() & (_ALIGNMENT - 1)):
         return (
             f"begins {beyond} bytes past a multiple of {_ALIGNMENT}: JAX would copy it; leave "
-            f"out share=True"
+            "out share=True"
         )
     return None
 

@@ -4,11 +4,14 @@ Axes: T time, E env, B batch. A pytree of observations may hold any number of le
 own trailing axes.
 """
 
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 
+from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.struct import Node
+
+T = TypeVar("T")  # what a view makes of a row: a `Transition`, say
 
 
 class Step(Node):
@@ -19,21 +22,23 @@ class Step(Node):
 
     Fields:
       obs: pytree; the observation that the action was chosen from, so not the one that the env's
-      step returned. action: pytree. reward: float or int [E, ...]; received for this action,
-      undiscounted. terminated: bool[E]; the episode ended here by the task's own rules: there is no
-      value beyond. truncated: bool[E]; the episode was cut here, as by a time limit: its value goes
-      on. final_obs: pytree as obs; the observation after this action, read only where the episode
-      ended; for `autoreset="same_step"`. extras: pytree of further fields, handed back from the
-      candidate row.
+        step returned.
+      action: pytree.
+      reward: float or int [E, ...]; received for this action, undiscounted.
+      terminated: bool[E]; the episode ended here by the task's own rules: there is no value beyond.
+      truncated: bool[E]; the episode was cut here, as by a time limit: its value goes on.
+      final_obs: pytree as obs; the observation after this action, read only where the episode
+        ended; for `autoreset="same_step"`.
+      extras: pytree of further fields, handed back from the candidate row.
     """
 
-    obs: Any
-    action: Any
+    obs: PyTree
+    action: PyTree
     reward: Any
     terminated: Any
     truncated: Any
-    final_obs: Any = None
-    extras: Any = None
+    final_obs: PyTree = None
+    extras: PyTree = None
 
 
 class Transition(Node):
@@ -43,20 +48,23 @@ class Transition(Node):
     where the episode ended sooner.
 
     Fields:
-      obs: pytree; where the window starts. action: pytree; taken there. reward: floating [B, ...];
-      the sum of gamma^j r_j over the window. discount: float32[B], in [0, 1]; gamma^num_steps, and
-      0 where the window reached a termination. next_obs: pytree as obs; the observation after
-      `num_steps` steps, the true final one at an episode's end. num_steps: int32[B], in 1 .. n.
+      obs: pytree; where the window starts. action: pytree; taken there.
+      reward: floating [B, ...]; the sum of gamma^j r_j over the window.
+      discount: float32[B], in [0, 1]; gamma^num_steps, and 0 where the window reached a
+        termination.
+      next_obs: pytree as obs; the observation after `num_steps` steps, the true final one at an
+        episode's end.
+      num_steps: int32[B], in 1 .. n.
       extras: pytree; the candidate step's own.
     """
 
-    obs: Any
-    action: Any
+    obs: PyTree
+    action: PyTree
     reward: jax.Array
     discount: jax.Array
-    next_obs: Any
+    next_obs: PyTree
     num_steps: jax.Array
-    extras: Any
+    extras: PyTree
 
 
 class Index(Node):
@@ -72,19 +80,21 @@ class Index(Node):
     lap: jax.Array
 
 
-class Sample(Node):
-    """A batch: `items` as the view makes them, and where they came from.
+class Sample(Node, Generic[T]):
+    """A batch: `experience` as the view makes it, and where they came from.
 
     Fields:
-      items: pytree [B, ...]. index: for `update_priorities` and `get`; of an item that is not
-      valid, it names no row. probability: float32[B]; what one draw has for this item, normalized
-      over the buffer; 0 where not valid. is_valid: bool[B]; False where there was nothing to draw:
-      the item is finite and must weigh nothing. source: int32[B], of a mixture's batch; the number
-      of each item's member, in the order in which they were given. Index and
-        probability are those in the member. None of one buffer.
+      experience: pytree [B, ...].
+      index: for `update_priorities` and `get`; of an item that is not valid, it names no row.
+      probability: float32[B]; what one draw has for this item, normalized over the buffer; 0 where
+        not valid.
+      is_valid: bool[B]; False where there was nothing to draw: the item is finite and must weigh
+        nothing.
+      source: int32[B], of a mixture's batch; the number of each item's member, in the order in
+        which they were given. Index and probability are those in the member. None of one buffer.
     """
 
-    experience: Any
+    experience: T
     index: Index
     probability: jax.Array
     is_valid: jax.Array
@@ -101,38 +111,40 @@ class SequenceBatch(Node):
     bootstrapped from `obs[:, t + 1]`, as any other.
 
     Fields:
-      obs: pytree [B, T + 1, ...]; the true final one after an episode's last step, then 0. action:
-      pytree [B, T, ...]. reward: [B, T, ...]. terminated, truncated: bool[B, T]. All are 0 where no
-      step is. is_first: bool[B, T + 1]; the step opens an episode. mask: bool[B, T]; a step to
-      learn from: no burn-in, no padding, no final observation. recurrent_state: pytree [B, ...];
-      the one stored with the first step; None unless asked for. extras: pytree [B, T, ...], without
-      the recurrent state.
+      obs: pytree [B, T + 1, ...]; the true final one after an episode's last step, then 0.
+      action: pytree [B, T, ...]. reward: [B, T, ...]. terminated, truncated: bool[B, T]. All are 0
+        where no step is.
+      is_first: bool[B, T + 1]; the step opens an episode.
+      mask: bool[B, T]; a step to learn from: no burn-in, no padding, no final observation.
+      recurrent_state: pytree [B, ...]; the one stored with the first step; None unless asked for.
+      extras: pytree [B, T, ...], without the recurrent state.
     """
 
-    obs: Any
-    action: Any
+    obs: PyTree
+    action: PyTree
     reward: jax.Array
     terminated: jax.Array
     truncated: jax.Array
     is_first: jax.Array
     mask: jax.Array
-    recurrent_state: Any
-    extras: Any
+    recurrent_state: PyTree
+    extras: PyTree
 
 
 class Pair(Node):
     """An observation and a later one, leaves `[B, ...]`.
 
     Fields:
-      obs: pytree. action: pytree; taken there. future_obs: pytree as obs; the observation
-      `num_steps` rows later, an episode's final one included. num_steps: int32[B], at least 1; 0,
-      with the same observation, where none is known (see `FutureView`). It counts rows: across
-        episodes, final observations too.
+      obs: pytree. action: pytree; taken there.
+      future_obs: pytree as obs; the observation `num_steps` rows later, an episode's final one
+        included.
+      num_steps: int32[B], at least 1; 0, with the same observation, where none is known (see
+        `FutureView`). It counts rows: across episodes, final observations too.
       extras: pytree; the candidate step's own.
     """
 
-    obs: Any
-    action: Any
-    future_obs: Any
+    obs: PyTree
+    action: PyTree
+    future_obs: PyTree
     num_steps: jax.Array
-    extras: Any
+    extras: PyTree

@@ -104,7 +104,7 @@ def test_64_bit_numbers_are_never_cut_without_a_word(dtype):
     with pytest.raises(
         ValueError,
         match=rf"from_torch:\n  action: is torch.{dtype}, which JAX would cut to 32 bits; pass "
-        rf"cast=True",
+        r"cast=True",
     ):
         from_torch({"action": tensor})
     got = from_torch({"action": tensor}, cast=True)["action"]

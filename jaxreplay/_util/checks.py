@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxreplay._util.aliases import PyTree, Specs
 from jaxreplay._util.names import name_of, named, spec_text
 
 
@@ -104,13 +105,13 @@ def cast(name: str, array: np.ndarray, dtype: Any, why: str) -> np.ndarray:
     return new
 
 
-def specs(where: str, tree: Any) -> Any:
+def specs(where: str, tree: PyTree) -> Any:
     """Shape and dtype of every leaf, as JAX would hold it: NumPy's 64-bit values are 32-bit ones
     unless x64 is on."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: _spec(where, path, leaf), tree)
 
 
-def check_leaves(where: str, got: Any, expected: Any, hint: str) -> None:
+def check_leaves(where: str, got: Any, expected: Specs, hint: str) -> None:
     """Raise a ValueError that names each leaf whose presence, shape or dtype is not as expected.
 
     Args:
@@ -143,7 +144,7 @@ def check_leaves(where: str, got: Any, expected: Any, hint: str) -> None:
         raise ValueError("\n  ".join([f"{where}:", *bad]) + f"\n{hint}")
 
 
-def _is_alike(leaf: Any, spec: Any) -> bool:
+def _is_alike(leaf: Any, spec: Specs) -> bool:
     """Return True for an array of JAX's own that has the shape and dtype of `spec`: it needs no
     look at its name."""
     return isinstance(leaf, jax.Array) and (leaf.shape, leaf.dtype) == (
@@ -152,7 +153,7 @@ def _is_alike(leaf: Any, spec: Any) -> bool:
     )
 
 
-def check_storable(where: str, tree: Any) -> None:
+def check_storable(where: str, tree: PyTree) -> None:
     """A ValueError that names each leaf which is no array of numbers, or one that would lose
     something on the way."""
     reasons = (
@@ -202,7 +203,7 @@ def check_not_forked(what: str, pid: int) -> None:
     if os.getpid() != pid:
         raise RuntimeError(
             f"{what} was made in process {pid}, and this one, {os.getpid()}, was forked off it: "
-            f"JAX's threads are not here, and a call "
+            "JAX's threads are not here, and a call "
             'would never return. Start processes with multiprocessing.get_context("spawn"), and '
             "make what they need in them"
         )

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxreplay._util.aliases import PyTree, Specs
+
 
 def name_of(path: Any) -> str:
     """Of a JAX key path; a tree that is one leaf has none."""
@@ -30,7 +32,7 @@ def printable(text: str) -> str:
     )
 
 
-def named(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
+def named(tree: PyTree, is_leaf: Any = None) -> list[tuple[str, Any]]:
     """Each leaf with its name, in the tree's order.
 
     Raises:
@@ -44,12 +46,12 @@ def named(tree: Any, is_leaf: Any = None) -> list[tuple[str, Any]]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(
             f"two leaves are named {twice}: rename a key, so that they differ by more than where "
-            f"the dots come from"
+            "the dots come from"
         )
     return leaves
 
 
-def spec_text(spec: Any, num_axes: int = 0) -> str:
+def spec_text(spec: Specs, num_axes: int = 0) -> str:
     """Return dtype and shape as errors, files and tables write them, such as `float32[3, 4]`;
     without the first `num_axes` axes."""
     return f"{np.dtype(spec.dtype).name}{list(spec.shape[num_axes:])}"

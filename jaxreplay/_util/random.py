@@ -10,13 +10,15 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jaxreplay._util.aliases import Key
+
 # the counters' high word: no block is one that `jax.random` takes from the same key
 _DOMAIN = 0x6A72706C
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: the increments of a Weyl sequence
 
 
-def words(key: jax.Array, batch_size: int, purpose: int = 0) -> tuple[jax.Array, jax.Array]:
+def words(key: Key, batch_size: int, purpose: int = 0) -> tuple[jax.Array, jax.Array]:
     """64 random bits an item, as two uint32[B]: others for each small int `purpose`. Consumes the
     key.
 
@@ -38,7 +40,7 @@ def words(key: jax.Array, batch_size: int, purpose: int = 0) -> tuple[jax.Array,
     return jax.lax.optimization_barrier((high, low))
 
 
-def _threefry(key: jax.Array, left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _threefry(key: Key, left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Threefry-2x32 with 20 rounds. Source: Salmon et al., "Parallel Random Numbers: As Easy as 1,
     2, 3" (2011), section 4.2."""
     schedule = key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA)

@@ -38,8 +38,8 @@ class Static:
                 name, got = type(self).__name__, type(getattr(self, field.name)).__name__
                 raise ValueError(
                     f"{name}: {field.name} is a {got}, but a configuration holds plain Python "
-                    f"values alone, so that it is "
-                    f"hashable and two equal ones share one compilation; write e.g. "
+                    "values alone, so that it is "
+                    "hashable and two equal ones share one compilation; write e.g. "
                     f"{field.name}=float(x) or int(x)"
                 ) from None
         self._check()

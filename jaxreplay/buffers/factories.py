@@ -3,12 +3,14 @@ the same way."""
 
 from typing import Unpack
 
+from jaxreplay._util.aliases import Autoreset, PyTree
 from jaxreplay.buffers.replay_buffer import BufferOptions, ReplayBuffer
 from jaxreplay.buffers.rollout import Rollout
 from jaxreplay.samplers import Sampler
 from jaxreplay.samplers.episodes import UniformEpisodes
 from jaxreplay.samplers.prioritized import Prioritized
 from jaxreplay.samplers.uniform import Uniform
+from jaxreplay.types import Pair, SequenceBatch, Transition
 from jaxreplay.views.future import FutureView
 from jaxreplay.views.item import Item
 from jaxreplay.views.sequence import SequenceView
@@ -17,7 +19,7 @@ from jaxreplay.views.transition import TransitionView
 _UNIFORM = Uniform()
 
 
-def items(*, sampler: Sampler = _UNIFORM, **shared: Unpack[BufferOptions]) -> ReplayBuffer:
+def items(*, sampler: Sampler = _UNIFORM, **shared: Unpack[BufferOptions]) -> ReplayBuffer[PyTree]:
     """Independent items, any pytree, each sampleable at once.
 
     Args:
@@ -43,7 +45,7 @@ def transitions(
     gamma: float = 0.99,
     sampler: Sampler = _UNIFORM,
     **shared: Unpack[BufferOptions],
-) -> ReplayBuffer:
+) -> ReplayBuffer[Transition]:
     """n-step transitions from streams of steps, drawn by any sampler.
 
     Args:
@@ -74,7 +76,7 @@ def transitions(
 
 def uniform(
     *, n_step: int = 1, gamma: float = 0.99, **shared: Unpack[BufferOptions]
-) -> ReplayBuffer:
+) -> ReplayBuffer[Transition]:
     """n-step transitions from streams of steps, drawn uniformly over all that are complete.
 
     Args:
@@ -107,7 +109,7 @@ def prioritized(
     stratified: bool = True,
     keep_minimum: bool = False,
     **shared: Unpack[BufferOptions],
-) -> ReplayBuffer:
+) -> ReplayBuffer[Transition]:
     """n-step transitions from streams of steps, drawn in proportion to priority ** alpha.
 
     Args:
@@ -145,7 +147,7 @@ def sequences(
     recurrent_state_key: str | None = None,
     sampler: Sampler = _UNIFORM,
     **shared: Unpack[BufferOptions],
-) -> ReplayBuffer:
+) -> ReplayBuffer[SequenceBatch]:
     """Sequences of steps, for recurrent agents (R2D2) and world models (Dreamer).
 
     Args:
@@ -188,7 +190,7 @@ def future_pairs(
     beyond: str = "truncate",
     max_terminals: int | None = None,
     **shared: Unpack[BufferOptions],
-) -> ReplayBuffer:
+) -> ReplayBuffer[Pair]:
     """Pairs at a geometric horizon: uniform over complete episodes, then over the steps of the one
     drawn, then a later row of it.
 
@@ -219,7 +221,7 @@ def future_pairs(
     )
 
 
-def rollout(*, length: int, num_envs: int, autoreset: str | None = None) -> Rollout:
+def rollout(*, length: int, num_envs: int, autoreset: Autoreset | None = None) -> Rollout:
     """The steps that one policy took, for on-policy learning: filled, learned from, and cleared.
 
     Args:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, overload
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,11 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxreplay._util import checks
+from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay.buffers import step_checks
+from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_not_deleted
+from jaxreplay.types import Sample, T
 
 # what takes the state over
 _CHANGES = frozenset({"add", "extend", "update_priorities", "clear", "pop", "rerank"})
@@ -82,7 +85,7 @@ def method(name: str) -> Callable[..., Any]:
     return program(call, changes=name in _CHANGES, static=("batch_size",))
 
 
-class Jitted:
+class Jitted(Generic[T]):
     """A buffer's methods, compiled; see `jit`."""
 
     def __init__(self, buffer: Any):
@@ -102,13 +105,13 @@ class Jitted:
                 check_not_deleted(name, state)
             raise
 
-    def _step(self, step: Any) -> Any:
+    def _step(self, step: PyTree) -> Any:
         """Return a step as a pytree, and an item as it is."""
         return (
             step if getattr(self.buffer, "autoreset", None) is None else step_checks.by_field(step)
         )
 
-    def init(self, example: Any) -> Any:
+    def init(self, example: PyTree) -> Any:
         """Not compiled: there is nothing to fuse, and a state that does not fit is refused here."""
         return self.buffer.init(example)
 
@@ -119,11 +122,11 @@ class Jitted:
             )
         raise AttributeError(name)
 
-    def add(self, state: Any, step: Any, mask: Any = None, priority: Any = None) -> Any:
+    def add(self, state: Any, step: PyTree, mask: Any = None, priority: Any = None) -> Any:
         """Donates `state`."""
         return self._call("add", state, self._step(step), mask=mask, priority=priority)
 
-    def extend(self, state: Any, steps: Any, mask: Any = None, priority: Any = None) -> Any:
+    def extend(self, state: Any, steps: PyTree, mask: Any = None, priority: Any = None) -> Any:
         """Donates `state`. Compiles for each number of steps."""
         return self._call("extend", state, self._step(steps), mask=mask, priority=priority)
 
@@ -135,11 +138,11 @@ class Jitted:
         """Donates `state`."""
         return self._call("clear", state)
 
-    def sample(self, state: Any, key: jax.Array, batch_size: int | None = None) -> Any:
+    def sample(self, state: Any, key: Key, batch_size: int | None = None) -> Sample[T]:
         """Compiles for each batch size."""
         return self._call("sample", state, key, batch_size=batch_size)
 
-    def pop(self, state: Any, key: jax.Array, batch_size: int | None = None) -> Any:
+    def pop(self, state: Any, key: Key, batch_size: int | None = None) -> tuple[Any, Sample[T]]:
         """Donates `state`. Compiles for each batch size."""
         return self._call("pop", state, key, batch_size=batch_size)
 
@@ -147,7 +150,7 @@ class Jitted:
         """Donates `state`."""
         return self._call("rerank", state)
 
-    def get(self, state: Any, index: Any, key: jax.Array | None = None) -> Any:
+    def get(self, state: Any, index: Any, key: Key | None = None) -> Sample[T]:
         """Compiles for each number of rows."""
         return self._call("get", state, index, key=key)
 
@@ -168,12 +171,16 @@ class Jitted:
         return self._call("min_probability", state)
 
 
-def jit(buffer: Any) -> Jitted:
+@overload
+def jit(buffer: ReplayBuffer[T]) -> Jitted[T]: ...
+@overload
+def jit(buffer: Any) -> Jitted[Any]: ...
+def jit(buffer: Any) -> Jitted[Any]:
     """The methods of `buffer` jitted, with the state donated where it changes: for a loop that is
     not one big `jit`.
 
     A `Rollout` and a `Mixture` may be handed over too: the methods that they have are jitted alike.
-    What is not here, such as `memory`, `episodes` or a rollout's `steps`, is on `.buffer`, the
+    What is not here, such as `memory`, `episode_table` or a rollout's `steps`, is on `.buffer`, the
     buffer itself.
 
     Equal configurations share one compilation. NumPy input is copied first: JAX may read an array
@@ -182,8 +189,7 @@ def jit(buffer: Any) -> Jitted:
 
     Example:
       >>> import jax.numpy as jnp, jaxreplay as jr
-      >>> buffer = jr.items(capacity=8, num_envs=2, batch_size=4)
-      >>> buffer = jr.jit(buffer)
+      >>> buffer = jr.jit(jr.items(capacity=8, num_envs=2, batch_size=4))
       >>> state = buffer.init({"x": jnp.zeros(3)})
       >>> state = buffer.add(state, {"x": jnp.ones((2, 3))})
       >>> int(buffer.size(state))
@@ -192,12 +198,12 @@ def jit(buffer: Any) -> Jitted:
     if not hasattr(buffer, "add") and not hasattr(buffer, "sample"):
         raise ValueError(
             f"jit: takes a buffer, such as jaxreplay.uniform(...), got {buffer!r}; to compile a "
-            f"function use jax.jit"
+            "function use jax.jit"
         )
     return Jitted(buffer)
 
 
-def _owned(where: str, tree: Any) -> Any:
+def _owned(where: str, tree: PyTree) -> Any:
     def own(leaf: Any) -> Any:
         if isinstance(leaf, np.ma.MaskedArray):
             checks.check_storable(where, tree)

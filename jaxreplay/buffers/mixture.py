@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxreplay._util import checks
+from jaxreplay._util.aliases import Key
 from jaxreplay._util.struct import Static
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.step_checks import as_priority
@@ -45,10 +46,10 @@ class Mixture(Static):
             if isinstance(buffer.sampler, ConsumingSampler):
                 raise ValueError(
                     f"Mixture: {name}: {type(buffer.sampler).__name__} hands out each row once; "
-                    f"take from that buffer itself"
+                    "take from that buffer itself"
                 )
 
-    def sample(self, states: dict[str, Any], key: jax.Array) -> Sample:
+    def sample(self, states: dict[str, Any], key: Key) -> Sample:
         """Draw from every member, one after another. Where one cannot be sampled yet, its items
         alone are not valid.
 
@@ -98,7 +99,7 @@ class Mixture(Static):
                 else f"a {type(batch).__name__}"
             )
             raise ValueError(
-                f"update_priorities: batch must be what the mixture's sample returned, whole, got "
+                "update_priorities: batch must be what the mixture's sample returned, whole, got "
                 f"{got}"
             )
         priority = as_priority("update_priorities", priority, batch.source.shape)
@@ -144,7 +145,7 @@ class Mixture(Static):
         if not isinstance(states, dict) or set(states) != set(self._names):
             got = ", ".join(states) if isinstance(states, dict) else type(states).__name__
             raise ValueError(
-                f"Mixture: states must be a dict with the members' names, "
+                "Mixture: states must be a dict with the members' names, "
                 f"{', '.join(self._names)}; got {got}"
             )
 

@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
-from typing import Any, Required, TypedDict
+from typing import Any, Generic, Required, TypedDict
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
 from jaxreplay._util import checks, random
+from jaxreplay._util.aliases import Autoreset, Key, PyTree
 from jaxreplay._util.struct import Static
 from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.state_checks import check_donated, check_state
@@ -24,7 +25,7 @@ from jaxreplay.storage.sampleable import (
     effect_of,
 )
 from jaxreplay.storage.streams import Streams
-from jaxreplay.types import Index, Sample
+from jaxreplay.types import Index, Sample, T
 from jaxreplay.views import RowReader, View
 
 _FOR_THE_VIEW = 1  # the sampler draws its bits for purpose 0
@@ -37,7 +38,7 @@ class BufferOptions(TypedDict, total=False):
     num_envs: int  # streams; by default 1
     batch_size: Required[int]  # items of a sample
     # "next_step" or "same_step"; must be given, but for items, which have None
-    autoreset: str | None
+    autoreset: Autoreset | None
     allow_mask: bool  # whether `add` takes a mask of the envs that took a step; by default False
     min_size: int  # rows that `can_sample` waits for; by default 1
     # whether to keep what `episode_table` needs, 8 bytes a row; by default False
@@ -46,7 +47,7 @@ class BufferOptions(TypedDict, total=False):
     platform: str | None
 
 
-class ReplayBuffer(Static):
+class ReplayBuffer(Static, Generic[T]):
     """A replay buffer: storage in streams, a sampler, and a view. It is static configuration; its
     methods are pure.
 
@@ -74,8 +75,8 @@ class ReplayBuffer(Static):
     num_envs: int = 1
     batch_size: int
     sampler: Sampler
-    view: View
-    autoreset: str | None = None
+    view: View[T]
+    autoreset: Autoreset | None = None
     allow_mask: bool = False
     min_size: int = 1
     track_episodes: bool = False
@@ -92,7 +93,7 @@ class ReplayBuffer(Static):
         if not self.view.needs_steps and (self.autoreset is not None or self.has_table):
             raise ValueError(
                 f"ReplayBuffer: {type(self.view).__name__} stores items, which have no episodes; "
-                f"leave out autoreset and track_episodes, "
+                "leave out autoreset and track_episodes, "
                 "and draw rows, not episodes"
             )
         checks.check_size("ReplayBuffer", "batch_size", self.batch_size)
@@ -100,7 +101,7 @@ class ReplayBuffer(Static):
         if self.min_size > self.capacity:
             raise ValueError(
                 f"ReplayBuffer: min_size={self.min_size} exceeds capacity={self.capacity}: "
-                f"can_sample would never be True"
+                "can_sample would never be True"
             )
 
     @functools.cached_property
@@ -137,7 +138,7 @@ class ReplayBuffer(Static):
         looks episodes up."""
         return self.track_episodes or self.window.needs_episodes or not self.window.is_bounded
 
-    def init(self, example: Any) -> ReplayState:
+    def init(self, example: PyTree) -> ReplayState:
         """An empty buffer.
 
         Args:
@@ -159,12 +160,12 @@ class ReplayBuffer(Static):
             memory.check_fits("init", self.memory(example))
         return self._empty(example)
 
-    def memory(self, example: Any) -> memory.Memory:
+    def memory(self, example: PyTree) -> memory.Memory:
         """The bytes that `init(example)` will take, leaf by leaf, with nothing allocated."""
         example = self._example("memory", example)
         return memory.memory_of(jax.eval_shape(lambda: self._empty(example)), self.capacity)
 
-    def _example(self, where: str, example: Any) -> Any:
+    def _example(self, where: str, example: PyTree) -> Any:
         """Return the shapes and dtypes of one env's step, or of an item."""
         if self.autoreset is not None:
             example = step_checks.step_of(where, example, self.autoreset)
@@ -174,7 +175,7 @@ class ReplayBuffer(Static):
             raise ValueError(f"{where}: the example has no leaves: there is nothing to store")
         return example
 
-    def _empty(self, example: Any, platform: str | None = None) -> ReplayState:
+    def _empty(self, example: PyTree, platform: str | None = None) -> ReplayState:
         """Return a state without rows. `example`: of `_example`. `platform`: as for `layout`."""
         layout = self.layout(has_final_obs(example), platform)
         return ReplayState(
@@ -188,7 +189,7 @@ class ReplayBuffer(Static):
         )
 
     def add(
-        self, state: ReplayState, step: Any, mask: Any = None, priority: Any = None
+        self, state: ReplayState, step: PyTree, mask: Any = None, priority: Any = None
     ) -> ReplayState:
         """Append one step of every env.
 
@@ -208,7 +209,7 @@ class ReplayBuffer(Static):
         return self._write(state, *jax.tree.map(lambda leaf: leaf[None], (step, mask, priority)))
 
     def extend(
-        self, state: ReplayState, steps: Any, mask: Any = None, priority: Any = None
+        self, state: ReplayState, steps: PyTree, mask: Any = None, priority: Any = None
     ) -> ReplayState:
         """Append a block of steps, as `lax.scan` stacks them: the same as `add` for each, oldest
         first. `state` is taken over.
@@ -245,7 +246,7 @@ class ReplayBuffer(Static):
             time = (rest,)
         return self._write(state, *block) if time[0] else state
 
-    def sample(self, state: ReplayState, key: jax.Array, batch_size: int | None = None) -> Sample:
+    def sample(self, state: ReplayState, key: Key, batch_size: int | None = None) -> Sample[T]:
         """Draw a batch with replacement. Before `can_sample` its items are finite and `is_valid` is
         False.
 
@@ -256,13 +257,13 @@ class ReplayBuffer(Static):
         if isinstance(self.sampler, ConsumingSampler):
             raise ValueError(
                 f"sample: {type(self.sampler).__name__} hands out each row once: state, batch = "
-                f"buffer.pop(state, key)"
+                "buffer.pop(state, key)"
             )
         return self._draw("sample", state, key, batch_size)[1]
 
     def pop(
-        self, state: ReplayState, key: jax.Array, batch_size: int | None = None
-    ) -> tuple[ReplayState, Sample]:
+        self, state: ReplayState, key: Key, batch_size: int | None = None
+    ) -> tuple[ReplayState, Sample[T]]:
         """Draw a batch from a sampler that hands out each row once. `state` is taken over. What
         falls short of a batch is not valid.
 
@@ -273,20 +274,20 @@ class ReplayBuffer(Static):
         if not isinstance(self.sampler, ConsumingSampler):
             raise ValueError(
                 f"take: {type(self.sampler).__name__} draws with replacement: batch = "
-                f"buffer.sample(state, key)"
+                "buffer.sample(state, key)"
             )
         state = check_donated("pop", self, state)
         return self._draw("pop", state, key, batch_size)
 
     def _draw(
-        self, where: str, state: ReplayState, key: jax.Array, batch_size: int | None
-    ) -> tuple[ReplayState, Sample]:
+        self, where: str, state: ReplayState, key: Key, batch_size: int | None
+    ) -> tuple[ReplayState, Sample[T]]:
         state = check_state(where, self, state)
         batch_size = self.batch_size if batch_size is None else batch_size
         checks.check_size(where, "batch_size", batch_size)
         rows = Sampleable.of(state)
         can_sample = self._can_sample(state, rows)
-        sampler, row, probability = self.sampler.draw(state.sampler, rows, key, batch_size)
+        sampler, row, probability = self.sampler.sample(state.sampler, rows, key, batch_size)
         # before `can_sample` nothing is handed out, so nothing is taken
         if isinstance(self.sampler, ConsumingSampler):
             sampler = jax.tree.map(
@@ -303,8 +304,8 @@ class ReplayBuffer(Static):
         index: Index,
         probability: jax.Array,
         is_valid: jax.Array,
-        key: jax.Array | None,
-    ) -> Sample:
+        key: Key | None,
+    ) -> Sample[T]:
         """Read the items of rows, int32[...]. One that is not valid gets a lap that no row has: a
         later update by it is ignored."""
 
@@ -330,8 +331,8 @@ class ReplayBuffer(Static):
         )
 
     def get(
-        self, state: ReplayState, index: Index | jax.Array, key: jax.Array | None = None
-    ) -> Sample:
+        self, state: ReplayState, index: Index | jax.Array, key: Key | None = None
+    ) -> Sample[T]:
         """The items of rows that were drawn before, or of row numbers; `is_valid` is False where a
         row is not sampleable, out of range, or was overwritten since. A sampleable row of priority
         0 is valid, with probability 0.
@@ -343,7 +344,7 @@ class ReplayBuffer(Static):
         if self.view.is_random and key is None:
             raise ValueError(
                 f"get: {type(self.view).__name__} draws what it reads: give get(state, index, "
-                f"key) a key"
+                "key) a key"
             )
         state = check_state("get", self, state)
         rows, lap = (index.row, index.lap) if isinstance(index, Index) else (index, None)
@@ -368,7 +369,7 @@ class ReplayBuffer(Static):
         sampler = self._need_priorities("update_priorities")
         if not isinstance(index, Index):
             raise ValueError(
-                f"update_priorities: index must be the batch.index of a sample, got "
+                "update_priorities: index must be the batch.index of a sample, got "
                 f"{type(index).__name__}; a bare row number cannot tell "
                 "whether the row was overwritten since it was drawn"
             )
@@ -382,7 +383,7 @@ class ReplayBuffer(Static):
         if not isinstance(self.sampler, ConsumingSampler):
             raise ValueError(
                 f"can_add: {type(self.sampler).__name__} hands out nothing once: there is nothing "
-                f"to wait for"
+                "to wait for"
             )
         state = check_state("can_add", self, state)
         rows = num_steps * state.layout.rows_per_step
@@ -449,7 +450,7 @@ class ReplayBuffer(Static):
         return Episodes(state.streams, state.episodes)
 
     def _write(
-        self, state: ReplayState, steps: Any, mask: jax.Array | None, priority: jax.Array | None
+        self, state: ReplayState, steps: PyTree, mask: jax.Array | None, priority: jax.Array | None
     ) -> ReplayState:
         """Write a block of steps, leaves `[T, E, ...]`: few enough to overwrite no row that waits,
         nor one that a new row looks back to."""
@@ -496,7 +497,7 @@ class ReplayBuffer(Static):
         if not isinstance(self.sampler, PrioritySampler):
             raise ValueError(
                 f"{where}: the sampler {type(self.sampler).__name__} has no priorities; use "
-                f"jaxreplay.prioritized"
+                "jaxreplay.prioritized"
             )
         return self.sampler
 
@@ -518,7 +519,7 @@ class ReplayBuffer(Static):
         return jax.tree.map(jnp.asarray, steps), mask, priority
 
 
-def has_final_obs(example: Any) -> bool:
+def has_final_obs(example: PyTree) -> bool:
     """Tell whether a step, or the shapes of one, brings its final observation."""
     return getattr(example, "final_obs", None) is not None
 

@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from jaxreplay import targets
 from jaxreplay._util import checks
+from jaxreplay._util.aliases import Autoreset, Key, PyTree
 from jaxreplay._util.names import named
 from jaxreplay._util.struct import Node, Static
 from jaxreplay.buffers import memory, step_checks
@@ -29,7 +30,7 @@ class RolloutState(Node):
     """What a rollout holds; T time, E env. `add`, `extend`, `from_trajectories` and `clear` take it
     over: donate it to them."""
 
-    steps: Any  # as stored, leaves [T, E, ...]; `rollout.steps(state)` reads them
+    steps: PyTree  # as stored, leaves [T, E, ...]; `rollout.steps(state)` reads them
     # bool[T, E]: True for a step; False for a final observation, and where nothing is written
     mask: jax.Array
     position: jax.Array  # int32[], in [0, T]: rows of time written
@@ -67,7 +68,7 @@ class Rollout(Static):
 
     length: int
     num_envs: int
-    autoreset: str | None = None
+    autoreset: Autoreset | None = None
 
     def _check(self) -> None:
         checks.check_size("Rollout", "length", self.length)
@@ -80,7 +81,7 @@ class Rollout(Static):
         if self.autoreset not in autoreset_forms.FORMS:
             raise ValueError(autoreset_forms.form_error("Rollout", self.autoreset))
 
-    def init(self, example: Any) -> RolloutState:
+    def init(self, example: PyTree) -> RolloutState:
         """An empty rollout.
 
         Args:
@@ -96,14 +97,14 @@ class Rollout(Static):
             memory.check_fits("init", self.memory(example))
         return self._init(example)
 
-    def memory(self, example: Any) -> memory.Memory:
+    def memory(self, example: PyTree) -> memory.Memory:
         """The bytes that `init(example)` will take, leaf by leaf, with nothing allocated."""
         example = self._example("memory", example)
         return memory.memory_of(
             jax.eval_shape(lambda: self._init(example)), self.length * self.num_envs
         )
 
-    def add(self, state: RolloutState, step: Any) -> RolloutState:
+    def add(self, state: RolloutState, step: PyTree) -> RolloutState:
         """Append one step of every env, leaves `[num_envs, ...]`. Where there is no room it is
         dropped, and counted in `num_dropped`."""
         state = self._take_over("add", state)
@@ -112,7 +113,7 @@ class Rollout(Static):
         )
         return self._write(state, jax.tree.map(lambda leaf: leaf[None], step))
 
-    def extend(self, state: RolloutState, steps: Any) -> RolloutState:
+    def extend(self, state: RolloutState, steps: PyTree) -> RolloutState:
         """Append a block of steps, leaves `[time, num_envs, ...]`, as `lax.scan` stacks them: the
         same as `add` for each, oldest first."""
         state = self._take_over("extend", state)
@@ -229,13 +230,13 @@ class Rollout(Static):
             if jnp.shape(array) != expected:
                 raise ValueError(
                     f"bootstrap: {name}: got {list(jnp.shape(array))}, expected {list(expected)}, "
-                    f"one value for each observation"
+                    "one value for each observation"
                 )
         value = jnp.asarray(value)
         if not jnp.issubdtype(value.dtype, jnp.floating):
             raise ValueError(
                 f"bootstrap: value: got {value.dtype.name}, expected floating values, as the "
-                f"critic gives them"
+                "critic gives them"
             )
         last_value = jnp.asarray(last_value).astype(value.dtype)
         # the first row not written, if there is one
@@ -268,7 +269,7 @@ class Rollout(Static):
         """Steps held, of all envs together, final observations not counted: int32[]."""
         return state.mask.sum(dtype=jnp.int32)
 
-    def minibatches(self, key: jax.Array, *, num_epochs: int, num_minibatches: int) -> jax.Array:
+    def minibatches(self, key: Key, *, num_epochs: int, num_minibatches: int) -> jax.Array:
         """Shuffled rows for epochs of minibatches of single steps: each row exactly once in an
         epoch, in an order of its own.
 
@@ -288,9 +289,7 @@ class Rollout(Static):
             num_minibatches,
         )
 
-    def env_minibatches(
-        self, key: jax.Array, *, num_epochs: int, num_minibatches: int
-    ) -> jax.Array:
+    def env_minibatches(self, key: Key, *, num_epochs: int, num_minibatches: int) -> jax.Array:
         """Shuffled envs for epochs of minibatches of whole streams, for recurrent policies; see
         `is_first`.
 
@@ -302,7 +301,7 @@ class Rollout(Static):
             "env_minibatches", key, self.num_envs, "num_envs", num_epochs, num_minibatches
         )
 
-    def minibatch(self, tree: Any, index: jax.Array) -> Any:
+    def minibatch(self, tree: PyTree, index: jax.Array) -> Any:
         """The rows of one minibatch, `[B, ...]`, of leaves `[time, num_envs, ...]`. `index`:
         int32[B], one row of `minibatches`."""
         self._check_axes("minibatch", tree)
@@ -311,13 +310,13 @@ class Rollout(Static):
             lambda leaf: arrays.read(leaf.reshape((rows, *leaf.shape[2:])), index), tree
         )
 
-    def env_minibatch(self, tree: Any, index: jax.Array) -> Any:
+    def env_minibatch(self, tree: PyTree, index: jax.Array) -> Any:
         """The streams of one minibatch, `[time, B, ...]`, of leaves `[time, num_envs, ...]`.
         `index`: one row of `env_minibatches`."""
         self._check_axes("env_minibatch", tree)
         return jax.tree.map(lambda leaf: leaf.at[:, index].get(mode="promise_in_bounds"), tree)
 
-    def _example(self, where: str, example: Any) -> Step:
+    def _example(self, where: str, example: PyTree) -> Step:
         step_checks.check_flags(
             where, example := step_checks.step_of(where, example, self.autoreset)
         )
@@ -376,7 +375,7 @@ class Rollout(Static):
         )
 
     def _checked(
-        self, where: str, state: RolloutState, steps: Any, time: tuple[int, ...], what: str
+        self, where: str, state: RolloutState, steps: PyTree, time: tuple[int, ...], what: str
     ) -> Step:
         steps = step_checks.step_of(where, steps, self.autoreset)
         axes = (*time, self.num_envs)
@@ -391,7 +390,7 @@ class Rollout(Static):
         )
         return jax.tree.map(jnp.asarray, steps)
 
-    def _check_axes(self, where: str, tree: Any) -> None:
+    def _check_axes(self, where: str, tree: PyTree) -> None:
         axes = (self.length, self.num_envs)
         bad = [
             f"{name}: got {list(jnp.shape(leaf))}"
@@ -419,7 +418,7 @@ def _row_of(state: RolloutState) -> Step:
 
 
 def shuffled(
-    where: str, key: jax.Array, num_items: int, name: str, num_epochs: int, num_minibatches: int
+    where: str, key: Key, num_items: int, name: str, num_epochs: int, num_minibatches: int
 ) -> jax.Array:
     """Numbers of things, int32[num_epochs * num_minibatches, num_items / num_minibatches], in the
     order of use.

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jaxreplay._util.aliases import PyTree, Specs
 from jaxreplay._util.checks import check_leaves
 from jaxreplay.storage import arrays
 from jaxreplay.storage.layout import Layout
@@ -86,7 +87,7 @@ def _problem(buffer: Any, structure: Any, specs: tuple[Any, ...]) -> str:
     return ""
 
 
-def _example_of(layout: Layout, steps: Any) -> Any:
+def _example_of(layout: Layout, steps: PyTree) -> Any:
     """One env's step, or an item, from the stored ones."""
     row = arrays.tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), steps)
     if layout.autoreset is None:
@@ -97,7 +98,7 @@ def _example_of(layout: Layout, steps: Any) -> Any:
     )
 
 
-def _differences(got: Any, expected: Any) -> list[str]:
+def _differences(got: Any, expected: Specs) -> list[str]:
     """Of two configurations of one kind, field by field."""
     if type(got) is not type(expected) or not dataclasses.is_dataclass(expected):
         return [f"it has {got!r}, this buffer {expected!r}"]
@@ -151,7 +152,7 @@ def warn_of_copy(buffer: Any, method: str, state: Any, stacklevel: int = 3) -> N
         )
 
 
-def check_not_deleted(where: str, tree: Any) -> None:
+def check_not_deleted(where: str, tree: PyTree) -> None:
     """A ValueError for arrays that were donated; XLA's own error says nothing of why."""
     if any(
         isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
@@ -159,7 +160,7 @@ def check_not_deleted(where: str, tree: Any) -> None:
     ):
         raise ValueError(
             f"{where}: this state was handed to a call that took it over, so that its memory is "
-            f"used anew; go on with the one that the "
+            "used anew; go on with the one that the "
             "call returned: state = buffer.add(state, step)"
         )
 

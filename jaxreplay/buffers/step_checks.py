@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxreplay._util import checks
+from jaxreplay._util.aliases import Autoreset, PyTree, Stored
 from jaxreplay._util.names import spec_text
 from jaxreplay.storage import arrays
 from jaxreplay.types import Step
@@ -44,7 +45,7 @@ _OTHER_NAMES = (
 )
 
 
-def by_field(step: Any) -> Any:
+def by_field(step: PyTree) -> Any:
     """Return the fields of a dataclass or NamedTuple by name, and anything else as it is. A
     dataclass may be no pytree."""
     if dataclasses.is_dataclass(step) and not isinstance(step, Step | type):
@@ -53,7 +54,7 @@ def by_field(step: Any) -> Any:
     return step if as_dict is None else as_dict()
 
 
-def as_step(where: str, step: Any) -> Step:
+def as_step(where: str, step: PyTree) -> Step:
     """Return a `Step`, from one, or from a mapping, dataclass or NamedTuple with its fields."""
     if isinstance(step, Step):
         return step
@@ -110,13 +111,13 @@ def check_flags(where: str, step: Step) -> None:
         )
 
 
-def step_of(where: str, step: Any, autoreset: str | None) -> Step:
+def step_of(where: str, step: PyTree, autoreset: Autoreset | None) -> Step:
     """A step, from one or from a mapping, without a `final_obs` where the next row is one."""
     step = as_step(where, step)
     if autoreset == "next_step" and step.final_obs is not None:
         raise ValueError(
             f'{where}: final_obs was given, but with autoreset="next_step" the row after a done '
-            f"is the final observation, and no other is "
+            "is the final observation, and no other is "
             "read. Where the row after a done opens the next episode, and final_obs comes beside "
             'it, that is autoreset="same_step"; '
             "else leave final_obs out"
@@ -125,7 +126,7 @@ def step_of(where: str, step: Any, autoreset: str | None) -> Step:
 
 
 def check_block(
-    where: str, steps: Any, stored: Any, has_final_obs: bool, axes: tuple[int, ...], what: str
+    where: str, steps: PyTree, stored: Stored, has_final_obs: bool, axes: tuple[int, ...], what: str
 ) -> None:
     """A ValueError that names every leaf which is not as the stored ones, with `axes` in the place
     of their rows."""
@@ -168,7 +169,7 @@ def as_priority(where: str, priority: Any, shape: tuple[int, ...]) -> jax.Array:
     ):
         raise ValueError(
             f"{where}: priority: got {spec_text(priority)}, expected float32{list(shape)}, one "
-            f"for each row"
+            "for each row"
         )
     return priority.astype(jnp.float32)
 

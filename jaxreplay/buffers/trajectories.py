@@ -16,6 +16,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxreplay._util import checks
+from jaxreplay._util.aliases import PyTree
 from jaxreplay.buffers import step_checks
 from jaxreplay.types import Step
 
@@ -54,7 +55,7 @@ def check_trajectories(trajectories: Iterable[Any], row: Step, length: int) -> l
     if isinstance(trajectories, Step | Mapping):
         raise ValueError(
             f"{_WHERE}: takes a list of trajectories, got one {type(trajectories).__name__}; "
-            f"write [trajectory]"
+            "write [trajectory]"
         )
     checked, total = [], 0
     for number, trajectory in enumerate(trajectories):
@@ -84,7 +85,7 @@ def write_trajectories(target: Any, trajectories: list[Trajectory], chunk_bytes:
     if any(isinstance(leaf, Tracer) for leaf in stored):
         raise ValueError(
             f"{_WHERE}: reads arrays of the host chunk by chunk: call it outside of jit; it "
-            f"compiles its own writes"
+            "compiles its own writes"
         )
     row_bytes = sum(leaf.nbytes for leaf in stored) // len(stored[0])
     size = min(len(stored[0]), max(1, chunk_bytes // max(1, row_bytes)))
@@ -133,7 +134,7 @@ def _as_rows(where: str, trajectory: Any, row: Step) -> Trajectory:
     if step.final_obs is not None:
         raise ValueError(
             f"{where}: has a final_obs; append it to obs instead, which then has one row more "
-            f"than reward"
+            "than reward"
         )
     num_steps = (*np.shape(step.reward), 0)[0]
     _check_leaves(where, step, num_steps, row)
@@ -190,7 +191,7 @@ def _check_leaves(where: str, step: Step, num_steps: int, row: Step) -> None:
     checks.check_leaves(where, step, expected, hint)
 
 
-def _fits(tree: Any, row: Any, lengths: tuple[int, ...]) -> bool:
+def _fits(tree: PyTree, row: Any, lengths: tuple[int, ...]) -> bool:
     """Whether all is well beyond doubt: there may be many thousands of short trajectories, and
     `check_leaves` takes its time."""
     leaves, structure = jax.tree.flatten(tree)
@@ -209,7 +210,7 @@ def _check_end(where: str, step: Step) -> None:
         if flag[:-1].any():
             raise ValueError(
                 f"{where}: {name} is set at step {int(flag.argmax())}, but there are {len(flag)} "
-                f"steps; a trajectory is one episode, or a "
+                "steps; a trajectory is one episode, or a "
                 "part of one: hand over what comes after as a trajectory of its own"
             )
 

@@ -2,26 +2,27 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
-import jax
-
+from jaxreplay._util.aliases import Key
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
-from jaxreplay.types import Step
+from jaxreplay.types import Step, T
 from jaxreplay.views import View
 from jaxreplay.views.frame_stack import FrameStack
 from jaxreplay.views.hindsight import Hindsight
 from jaxreplay.views.transformed import Transformed
 
+S = TypeVar("S")
+
 
 def frame_stack(
-    buffer: ReplayBuffer,
+    buffer: ReplayBuffer[T],
     num_frames: int,
     *,
     pad: str = "zero",
     key: str | None = None,
     axis: int = 0,
-) -> ReplayBuffer:
+) -> ReplayBuffer[T]:
     """The same buffer, with frames stored once and stacked in every observation that is read.
 
     Args:
@@ -51,7 +52,7 @@ def frame_stack(
 
 
 def hindsight(
-    buffer: ReplayBuffer,
+    buffer: ReplayBuffer[T],
     reward_fn: Callable[[Any, Any, Step], Any],
     *,
     terminated_fn: Callable[[Any, Any, Step], Any] | None = None,
@@ -59,7 +60,7 @@ def hindsight(
     relabel_fraction: float = 0.8,
     achieved_key: str = "achieved_goal",
     desired_key: str = "desired_goal",
-) -> ReplayBuffer:
+) -> ReplayBuffer[T]:
     """The same buffer, where a part of the items has a goal that was reached.
 
     Args:
@@ -85,7 +86,7 @@ def hindsight(
     return dataclasses.replace(buffer, view=view)
 
 
-def transform(buffer: ReplayBuffer, function: Callable[[Any, jax.Array], Any]) -> ReplayBuffer:
+def transform(buffer: ReplayBuffer[S], function: Callable[[S, Key], T]) -> ReplayBuffer[T]:
     """The same buffer, with every item changed as it is drawn: augmented, normalized, cast.
 
     Args:
@@ -105,9 +106,8 @@ def transform(buffer: ReplayBuffer, function: Callable[[Any, jax.Array], Any]) -
       >>> buffer.sample(state, jax.random.key(0)).experience["image"].shape
       (4, 16, 16)
     """
-    return dataclasses.replace(
-        buffer, view=Transformed(inner=_view_of("transform", buffer), transform=function)
-    )
+    view: View[Any] = Transformed(inner=_view_of("transform", buffer), transform=function)
+    return dataclasses.replace(cast(ReplayBuffer[Any], buffer), view=view)
 
 
 def _view_of(where: str, buffer: ReplayBuffer) -> View:

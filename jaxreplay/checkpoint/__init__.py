@@ -1,8 +1,12 @@
 """Checkpoints of a buffer that never double its memory: in chunks, only what is new, whole or not
 at all; needs `jaxreplay[checkpoint]`.
 
-checkpointer = Checkpointer("run/replay", buffer) checkpointer.save(state, step) # or save(state,
-step, blocking=False), and advance(state) before each add state = checkpointer.restore(example)
+    checkpointer = Checkpointer("run/replay", buffer)
+    checkpointer.save(state, step)
+    state = checkpointer.restore(example)
+
+A loop goes on meanwhile with `save(state, step, blocking=False)`, and `advance(state)` before each
+`add`.
 """
 
 from typing import Any

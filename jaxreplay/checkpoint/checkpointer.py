@@ -79,7 +79,7 @@ class Checkpointer:
     ):
         if not isinstance(buffer, ReplayBuffer | Rollout):
             raise ValueError(
-                f"Checkpointer: buffer must be a ReplayBuffer or a Rollout, got "
+                "Checkpointer: buffer must be a ReplayBuffer or a Rollout, got "
                 f"{type(buffer).__name__}; of jaxreplay.jit(buffer) give the "
                 "buffer itself, and each part of a mixture has a path of its own"
             )
@@ -383,7 +383,7 @@ class Checkpointer:
             problem = self._damaged[folder]
             warnings.warn(
                 f"save: {problem}: damaged since it was written; its rows, which are here, are "
-                f"written again",
+                "written again",
                 stacklevel=stacklevel,
             )
 

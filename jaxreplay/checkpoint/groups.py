@@ -117,7 +117,7 @@ class Groups(Sequence[Group]):
             if ((low < high) & (high > end)).any():
                 raise CorruptCheckpointError(
                     f"rows/{group.folder} has rows of a later group, or rows that the generation "
-                    f"does not have"
+                    "does not have"
                 )
             end = np.where(low < high, low, end)
 

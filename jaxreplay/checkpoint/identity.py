@@ -118,7 +118,7 @@ def check_path(
     if generations and (generations[0].rows != draft.rows or generations[0].buffer not in own):
         raise ValueError(
             f"save: {where} has the generations of another buffer, or of other steps; give each a "
-            f"path of its own:\n"
+            "path of its own:\n"
             f"  {printable(generations[0].buffer)}, {generations[0].rows}\nthis one is:\n  "
             f"{draft.buffer}, {draft.rows}"
         )

@@ -88,7 +88,7 @@ class Lock:
             if not self._has_none:
                 warnings.warn(
                     f"{where}: this file system has no locks, so that a second writer is not "
-                    f"noticed",
+                    "noticed",
                     stacklevel=2,
                 )
             self._has_none = True

@@ -201,7 +201,7 @@ class Objects(Files):
                 raise
             warnings.warn(
                 f"{self.name}: this store has no conditional writes, so that a second writer is "
-                f"not noticed",
+                "not noticed",
                 stacklevel=2,
             )
             self._has_none = True
@@ -228,7 +228,7 @@ class Objects(Files):
             future.cancel()
             raise TimeoutError(
                 f"{self.name}: no answer {what} in {self._timeout:g} s, as timeout= has it: is "
-                f"the server there, are there credentials?"
+                "the server there, are there credentials?"
             ) from error
         except (ValueError, OSError, RuntimeError, NotImplementedError) as error:
             kind = OSError if any(word in str(error) for word in _TRANSIENT) else _RefusedError

@@ -66,7 +66,7 @@ def resized(after: Any, old: ReplayState, streams: Streams) -> ReplayState:
     if jax.tree.map(jnp.shape, sampler) != jax.tree.map(jnp.shape, fresh):
         raise NotImplementedError(
             f"{type(after.sampler).__name__} keeps something for each row, which must be named in "
-            f"PER_ROW"
+            "PER_ROW"
         )
     return old.replace(
         streams=streams.replace(steps=None, flags=None, candidate_number=None),

@@ -63,7 +63,7 @@ def _local_path(url: str, slashes: str, rest: str) -> str:
     if host.lower() not in ("", "localhost") or not slash:
         raise ValueError(
             f"{url!r} names the host {host!r}: a file of this machine is file:///path, or a path "
-            f"without file:"
+            "without file:"
         )
     return urllib.parse.unquote(f"/{path}")
 

@@ -108,12 +108,12 @@ def _suspicious(
         if shared == count > 1:
             yield (
                 f"all {count:,} rows are equally likely: priorities are equal, or do not count "
-                f"(alpha 0, or no rerank yet)"
+                "(alpha 0, or no rerank yet)"
             )
         elif shared > 1 and shared >= count / 10:
             yield (
                 f"{shared:,} of {count:,} rows share one probability, as rows do that were "
-                f"never updated, or whose errors are equal"
+                "never updated, or whose errors are equal"
             )
     for name, what in (
         ("num_bad_priorities", "priorities were NaN, infinite or negative"),

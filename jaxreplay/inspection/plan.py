@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxreplay._util.aliases import PyTree
 from jaxreplay.buffers import memory
 from jaxreplay.buffers.memory import Memory
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
@@ -56,7 +57,7 @@ class Plan:
         )
 
 
-def plan(buffer: ReplayBuffer, example: Any) -> Plan:
+def plan(buffer: ReplayBuffer, example: PyTree) -> Plan:
     """What a buffer will take, and whether this machine has it. Nothing is allocated.
 
     Args:
@@ -73,7 +74,7 @@ def plan(buffer: ReplayBuffer, example: Any) -> Plan:
     if not isinstance(buffer, ReplayBuffer):
         raise ValueError(
             f"plan: expected a ReplayBuffer, got {type(buffer).__name__}; "
-            f"print(rollout.memory(example)) tells of a rollout"
+            "print(rollout.memory(example)) tells of a rollout"
         )
     taken, free = buffer.memory(example), memory.free_bytes()
     return Plan(
@@ -86,7 +87,7 @@ def plan(buffer: ReplayBuffer, example: Any) -> Plan:
     )
 
 
-def _obs_bytes(buffer: ReplayBuffer, example: Any) -> int:
+def _obs_bytes(buffer: ReplayBuffer, example: PyTree) -> int:
     """Of the observations of all rows."""
     if buffer.autoreset is None:
         return 0
@@ -94,7 +95,7 @@ def _obs_bytes(buffer: ReplayBuffer, example: Any) -> int:
     return sum(buffer.memory(example).leaves[name] for name in names)
 
 
-def _largest_capacity(buffer: ReplayBuffer, example: Any, free: int) -> int:
+def _largest_capacity(buffer: ReplayBuffer, example: PyTree, free: int) -> int:
     """By bisection: trees grow in steps."""
 
     def takes(length: int) -> int:
@@ -109,7 +110,7 @@ def _largest_capacity(buffer: ReplayBuffer, example: Any, free: int) -> int:
     return low * buffer.num_envs
 
 
-def step_of(obs: Any, action: Any) -> dict[str, Any]:
+def step_of(obs: PyTree, action: PyTree) -> dict[str, Any]:
     """An example from the specs of an observation and an action, with scalar rewards."""
     flag = jax.ShapeDtypeStruct((), bool)
     return {

@@ -2,12 +2,12 @@
 as often as all of a long one's share."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxreplay._util import random
+from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay.samplers.sampler import Draw, Sampler
 from jaxreplay.storage.layout import Window
 from jaxreplay.storage.sampleable import Sampleable
@@ -44,7 +44,7 @@ class UniformEpisodes(Sampler):
             needs_episodes=True,
         )
 
-    def draw(self, state: Any, sampleable: Sampleable, key: jax.Array, batch_size: int) -> Draw:
+    def sample(self, state: PyTree, sampleable: Sampleable, key: Key, batch_size: int) -> Draw:
         high, low = random.words(key, batch_size)
         skipped, count = self._stored(sampleable)
         total = count.sum(dtype=jnp.int32)
@@ -54,7 +54,7 @@ class UniformEpisodes(Sampler):
         nth_row = random.below(*random.remix(high, low, jnp.uint32(0)), size)
         return Draw(state, sampleable.layout.ahead(first, nth_row), _probability(total, size))
 
-    def probability(self, state: Any, sampleable: Sampleable, row: jax.Array) -> jax.Array:
+    def probability(self, state: PyTree, sampleable: Sampleable, row: jax.Array) -> jax.Array:
         del state
         _, count = self._stored(sampleable)
         return _probability(count.sum(dtype=jnp.int32), self._size_of(sampleable, row))

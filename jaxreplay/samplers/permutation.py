@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxreplay._util import random
+from jaxreplay._util.aliases import Key
 from jaxreplay.storage import ring
 
 # With ideal bits all permutations of 4 things have a total variation distance of 2e-7 from uniform
@@ -21,7 +22,7 @@ _ROUNDS = 32
 _FOR_PIVOTS, _FOR_PAIRS = 0, 1
 
 
-def permute(key: jax.Array, index: jax.Array, size: Any) -> jax.Array:
+def permute(key: Key, index: jax.Array, size: Any) -> jax.Array:
     """Where each index goes: int32[...], in `[0, size)`. For one key and size, a bijection.
 
     In each round a pivot pairs every index with the one that mirrors it, and each pair is swapped

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay._util import random
+from jaxreplay._util.aliases import Key
 from jaxreplay._util.struct import Node
 from jaxreplay.samplers.sampler import Draw, PrioritySampler
 from jaxreplay.samplers.sum_tree import SumTree, SumTreeState
@@ -67,7 +68,7 @@ class Prioritized(PrioritySampler):
         if not window.is_bounded:
             raise ValueError(
                 f"{type(self).__name__}: this view's window reaches to the end of the episode, so "
-                f"that rows become sampleable by whole "
+                "that rows become sampleable by whole "
                 "episodes, which a tree of priorities would pay for with a write of any length; "
                 "draw uniformly, or take goals from any row"
             )
@@ -160,8 +161,8 @@ class Prioritized(PrioritySampler):
     def can_sample(self, state: PrioritizedState) -> jax.Array:
         return state.tree.sums[-1].sum() > 0
 
-    def draw(
-        self, state: PrioritizedState, sampleable: Sampleable, key: jax.Array, batch_size: int
+    def sample(
+        self, state: PrioritizedState, sampleable: Sampleable, key: Key, batch_size: int
     ) -> Draw:
         layout, tree = sampleable.layout, self._tree(sampleable.layout)
         high, low = random.words(key, batch_size)
@@ -185,7 +186,7 @@ class Prioritized(PrioritySampler):
         there is none."""
         if not self.keep_minimum:
             raise ValueError(
-                f"min_probability: this buffer keeps no minimum; make its sampler with "
+                "min_probability: this buffer keeps no minimum; make its sampler with "
                 f"{type(self).__name__}(keep_minimum=True)"
             )
         tree = self._tree(layout)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxreplay._util.aliases import Key
 from jaxreplay._util.struct import Node
 from jaxreplay.samplers.sampler import ConsumingSampler, Draw
 from jaxreplay.storage import ring
@@ -63,9 +64,7 @@ class Queue(ConsumingSampler):
         """Rows left to take."""
         return _left(state, sampleable)[0].sum(dtype=jnp.int32)
 
-    def draw(
-        self, state: QueueState, sampleable: Sampleable, key: jax.Array, batch_size: int
-    ) -> Draw:
+    def sample(self, state: QueueState, sampleable: Sampleable, key: Key, batch_size: int) -> Draw:
         del key
         left, lost = _left(state, sampleable)
         wanted = jnp.minimum(left.sum(dtype=jnp.int32), batch_size)

@@ -7,11 +7,10 @@ segments of about equal probability; and ranks change only in `rerank`, where th
 roughly up to date in a heap that it sorts from time to time.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
+from jaxreplay._util.aliases import PyTree
 from jaxreplay.samplers.prioritized import (
     SMALLEST,
     Prioritized,
@@ -58,7 +57,7 @@ class RankBased(Prioritized):
         )
 
     def observe(
-        self, state: Any, effect: WriteEffect | None, priority: jax.Array | None
+        self, state: PyTree, effect: WriteEffect | None, priority: jax.Array | None
     ) -> PrioritizedState:
         assert effect is not None
         lookahead = 0 if state.pending_mass is None else len(state.pending_mass)
@@ -67,11 +66,11 @@ class RankBased(Prioritized):
         recorded = state.priority.at[leaf].set(_recordable(given), mode="drop", unique_indices=True)
         return super().observe(state.replace(priority=recorded), effect, given)
 
-    def per_row(self, state: Any) -> dict[str, jax.Array]:
+    def per_row(self, state: PyTree) -> dict[str, jax.Array]:
         return {**super().per_row(state), "priority": state.priority}
 
     def put_per_row(
-        self, state: Any, sampleable: Sampleable, name: str, row: jax.Array, values: jax.Array
+        self, state: PyTree, sampleable: Sampleable, name: str, row: jax.Array, values: jax.Array
     ) -> PrioritizedState:
         """Each row keeps its priority, and the rank that it has until the next `rerank`."""
         if name != "priority":
@@ -82,7 +81,7 @@ class RankBased(Prioritized):
         )
 
     def update(
-        self, state: Any, sampleable: Sampleable, index: Index, priority: jax.Array
+        self, state: PyTree, sampleable: Sampleable, index: Index, priority: jax.Array
     ) -> RankBasedState:
         """Record new priorities, float32[B], for the rows drawn as `index`; what is bad or stale is
         ignored as by `Prioritized`, and of several priorities for one row the largest wins."""
@@ -95,7 +94,7 @@ class RankBased(Prioritized):
         )
         return state.replace(priority=recorded)
 
-    def rerank(self, state: Any, sampleable: Sampleable) -> RankBasedState:
+    def rerank(self, state: PyTree, sampleable: Sampleable) -> RankBasedState:
         """Rank all sampleable rows by their priorities: O(n log n), and the one operation that
         makes arrays of one number a row.
 

@@ -1,13 +1,13 @@
 """Recent rows more often: geometric in a row's age, over all streams at once."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay._util import random
+from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay.samplers.sampler import Draw, Sampler
 from jaxreplay.samplers.sum_tree import SumTree
 from jaxreplay.storage import ring
@@ -34,7 +34,7 @@ class Recent(Sampler):
         if not 0 < self.decay <= 1:
             raise ValueError(f"Recent: decay must be in (0, 1], got {self.decay}")
 
-    def draw(self, state: Any, sampleable: Sampleable, key: jax.Array, batch_size: int) -> Draw:
+    def sample(self, state: PyTree, sampleable: Sampleable, key: Key, batch_size: int) -> Draw:
         high, low = random.words(key, batch_size)
         count = sampleable.count()
         # A tree never draws a stream without rows, whatever the rounding, and tells small streams
@@ -50,7 +50,7 @@ class Recent(Sampler):
         row = sampleable.select(env, count[env] - nth_newest)
         return Draw(state, row, self._probability(count, nth_newest - 1))
 
-    def probability(self, state: Any, sampleable: Sampleable, row: jax.Array) -> jax.Array:
+    def probability(self, state: PyTree, sampleable: Sampleable, row: jax.Array) -> jax.Array:
         del state
         env, _ = sampleable.layout.split(row)
         count = sampleable.count()

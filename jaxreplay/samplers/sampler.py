@@ -2,12 +2,13 @@
 sees the data."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.struct import Static
 from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.storage.sampleable import Sampleable, WriteEffect
@@ -17,7 +18,7 @@ from jaxreplay.types import Index
 class Draw(NamedTuple):
     """A batch of B rows, and the sampler's state after the draw."""
 
-    state: Any  # unchanged, unless the sampler consumes
+    state: PyTree  # unchanged, unless the sampler consumes
     row: jax.Array  # int32[B], in [0, capacity)
     # float32[B]: what one draw has for each; 0 where there was nothing to draw
     probability: jax.Array
@@ -26,7 +27,7 @@ class Draw(NamedTuple):
 class Sampler(Static):
     """A frozen, hashable configuration with pure methods over a state of its own: any pytree.
 
-    It must have `draw` and `probability`. What it leaves out is as here: without a state, for any
+    It must have `sample` and `probability`. What it leaves out is as here: without a state, for any
     window, over all sampleable rows.
     """
 
@@ -38,16 +39,18 @@ class Sampler(Static):
         that it cannot serve."""
         return window
 
-    def init(self, layout: Layout) -> Any:
+    def init(self, layout: Layout) -> PyTree:
         """The state for an empty buffer."""
         del layout
         return ()
 
-    def clear(self, state: Any) -> Any:
+    def clear(self, state: PyTree) -> PyTree:
         """The state for a buffer whose rows are all forgotten."""
         return state
 
-    def observe(self, state: Any, effect: WriteEffect | None, priority: jax.Array | None) -> Any:
+    def observe(
+        self, state: PyTree, effect: WriteEffect | None, priority: jax.Array | None
+    ) -> PyTree:
         """The state after a write.
 
         Args:
@@ -58,7 +61,7 @@ class Sampler(Static):
         del effect, priority
         return state
 
-    def per_row(self, state: Any) -> dict[str, jax.Array]:
+    def per_row(self, state: PyTree) -> dict[str, jax.Array]:
         """Return what it keeps for each row, `[N or more]`, ordered by time, then env, by its name
         in the state.
 
@@ -68,13 +71,13 @@ class Sampler(Static):
         if self.PER_ROW:
             raise NotImplementedError(
                 f"{type(self).__name__} has {', '.join(self.PER_ROW)} for each row, and must have "
-                f"per_row"
+                "per_row"
             )
         return {}
 
     def put_per_row(
-        self, state: Any, sampleable: Sampleable, name: str, row: jax.Array, values: jax.Array
-    ) -> Any:
+        self, state: PyTree, sampleable: Sampleable, name: str, row: jax.Array, values: jax.Array
+    ) -> PyTree:
         """Put what rows had before into the state of a buffer of another capacity. All else, such
         as candidate numbers and ages, is as it was.
 
@@ -88,8 +91,8 @@ class Sampler(Static):
         )
 
     def after_loss(
-        self, state: Any, candidate_number_now: Callable[[np.ndarray], np.ndarray]
-    ) -> Any:
+        self, state: PyTree, candidate_number_now: Callable[[np.ndarray], np.ndarray]
+    ) -> PyTree:
         """Return the state, without what is kept for each row, for a buffer that has lost rows out
         of its midst.
 
@@ -100,21 +103,21 @@ class Sampler(Static):
         del candidate_number_now
         return state
 
-    def size(self, state: Any, sampleable: Sampleable) -> jax.Array:
+    def size(self, state: PyTree, sampleable: Sampleable) -> jax.Array:
         """Rows that can be drawn now: int32[]."""
         del state
         return sampleable.count().sum(dtype=jnp.int32)
 
-    def can_sample(self, state: Any) -> jax.Array:
+    def can_sample(self, state: PyTree) -> jax.Array:
         """Whether there is mass to draw from, where there are rows that can be drawn: bool[]."""
         del state
         return jnp.asarray(True)
 
-    def draw(self, state: Any, sampleable: Sampleable, key: jax.Array, batch_size: int) -> Draw:
+    def sample(self, state: PyTree, sampleable: Sampleable, key: Key, batch_size: int) -> Draw:
         """Draw a batch of `batch_size` rows. `key`: consumed."""
         raise NotImplementedError(f"{type(self).__name__} is a sampler, and must have draw")
 
-    def probability(self, state: Any, sampleable: Sampleable, row: jax.Array) -> jax.Array:
+    def probability(self, state: PyTree, sampleable: Sampleable, row: jax.Array) -> jax.Array:
         """What one draw would have for each sampleable row: float32[B]."""
         raise NotImplementedError(f"{type(self).__name__} is a sampler, and must have probability")
 
@@ -122,12 +125,14 @@ class Sampler(Static):
 class PrioritySampler(Sampler):
     """A sampler with priorities, so that `add` takes them; it must also have these."""
 
-    def update(self, state: Any, sampleable: Sampleable, index: Index, priority: jax.Array) -> Any:
+    def update(
+        self, state: PyTree, sampleable: Sampleable, index: Index, priority: jax.Array
+    ) -> PyTree:
         """The state with new priorities, float32[B], for drawn rows; it ignores what is bad or
         stale."""
         raise NotImplementedError(f"{type(self).__name__} has priorities, and must have update")
 
-    def min_probability(self, layout: Layout, state: Any) -> jax.Array:
+    def min_probability(self, layout: Layout, state: PyTree) -> jax.Array:
         """The smallest probability of a sampleable row of positive priority: float32[]."""
         raise NotImplementedError(
             f"{type(self).__name__} has priorities, and must have min_probability"
@@ -138,7 +143,7 @@ class ConsumingSampler(Sampler):
     """A sampler that hands out each row once: drawing changes its state, so that a buffer has
     `take` and not `sample`."""
 
-    def can_add(self, state: Any, sampleable: Sampleable, num_rows: int) -> jax.Array:
+    def can_add(self, state: PyTree, sampleable: Sampleable, num_rows: int) -> jax.Array:
         """Whether as many more rows of each stream overwrite nothing that is still to be taken:
         bool[]."""
         raise NotImplementedError(

@@ -1,11 +1,10 @@
 """Uniform sampling, exact over the sampleable rows, with no state of its own."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from jaxreplay._util import random
+from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay.samplers.sampler import Draw, Sampler, uniform_probability
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.search import split_by
@@ -31,7 +30,7 @@ class Uniform(Sampler):
     candidate number is for where all of them fail.
     """
 
-    def draw(self, state: Any, sampleable: Sampleable, key: jax.Array, batch_size: int) -> Draw:
+    def sample(self, state: PyTree, sampleable: Sampleable, key: Key, batch_size: int) -> Draw:
         high, low = random.words(key, batch_size)
         sampleable_rows, traits = sampleable.count(), sampleable.layout.traits
         total = sampleable_rows.sum(dtype=jnp.int32)
@@ -84,7 +83,7 @@ class Uniform(Sampler):
         _, row, _ = jax.lax.while_loop(is_short, complete, carry)
         return Draw(state, row, probability)
 
-    def probability(self, state: Any, sampleable: Sampleable, row: jax.Array) -> jax.Array:
+    def probability(self, state: PyTree, sampleable: Sampleable, row: jax.Array) -> jax.Array:
         return jnp.broadcast_to(
             uniform_probability(sampleable.count().sum(dtype=jnp.int32)), row.shape
         )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay._util import random
+from jaxreplay._util.aliases import Key
 from jaxreplay._util.struct import Node
 from jaxreplay.samplers.permutation import permute
 from jaxreplay.samplers.sampler import ConsumingSampler, Draw, uniform_probability
@@ -23,7 +24,7 @@ _MAX_ROUNDS = 8  # a batch of rows is examined in each
 class WithoutReplacementState(Node):
     """A pass over the rows that were sampleable when it began, in the order of a permutation."""
 
-    key: jax.Array  # uint32[2]: of the permutation
+    key: Key  # uint32[2]: of the permutation
     position: jax.Array  # int32[], in [0, rows of the pass]: the next one to examine
     # uint32[E], modulo 2^32: the candidate number of each stream's first row of the pass
     first: jax.Array
@@ -75,11 +76,11 @@ class WithoutReplacement(ConsumingSampler):
         del state
         return sampleable.count().sum(dtype=jnp.int32)
 
-    def draw(
+    def sample(
         self,
         state: WithoutReplacementState,
         sampleable: Sampleable,
-        key: jax.Array,
+        key: Key,
         batch_size: int,
     ) -> Draw:
         num_sampleable = sampleable.count()

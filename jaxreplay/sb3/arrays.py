@@ -6,6 +6,8 @@ import jax
 import numpy as np
 import torch
 
+from jaxreplay._util.aliases import PyTree
+
 # What hands back the 64-bit numbers that were stored in 32 bits.
 TORCH_DTYPES = {
     np.dtype(np.int64): torch.int64,
@@ -21,12 +23,12 @@ def shaped(where: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     if [size for size in array.shape if size != 1] != [size for size in shape if size != 1]:
         raise ValueError(
             f"{where}: got the shape {list(array.shape)}, expected {list(shape)}, one for each "
-            f"environment"
+            "environment"
         )
     return array.reshape(shape)
 
 
-def is_same(announced: Any, obs: Any, n_envs: int) -> np.ndarray:
+def is_same(announced: Any, obs: PyTree, n_envs: int) -> np.ndarray:
     """Of which environments the observation is, bit for bit, the one that was announced:
     bool[n_envs]."""
     same = np.ones(n_envs, bool)

@@ -77,7 +77,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         if optimize_memory_usage:
             raise ValueError(
                 f"{type(self).__name__}: observations are always stored once here; leave out "
-                f"optimize_memory_usage=True"
+                "optimize_memory_usage=True"
             )
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage = False
@@ -316,7 +316,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         if self._is_torn:
             raise RuntimeError(
                 f"{type(self).__name__}: a change was interrupted, and what it wrote is not "
-                f"known; call reset()"
+                "known; call reset()"
             )
 
     def _check_not_empty(self) -> None:
@@ -324,7 +324,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         if not self._owner.any():
             raise ValueError(
                 f"{type(self).__name__}: there is nothing to sample yet; add transitions first, "
-                f"or raise learning_starts"
+                "or raise learning_starts"
             )
 
     def _flat(self, action: np.ndarray) -> np.ndarray:
@@ -338,7 +338,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         if name in _THEIR_ARRAYS:
             raise AttributeError(
                 f"{type(self).__name__} has no array of {name}: steps are stored once, on the "
-                f"device; draw a sample"
+                "device; draw a sample"
             )
         raise AttributeError(name)
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.struct import Node
 from jaxreplay.storage import ring
 from jaxreplay.views import RowReader
@@ -16,17 +17,19 @@ class SB3Batch(Node):
     """Leaves `[B, ...]`.
 
     Fields:
-      obs, next_obs: pytree. action: [B, ...]. reward: float32[B, 1], the sum of gamma^j r_j over
-      the window. rewards: float32[B, n], what it sums, 0 past the window. done: float32[B, 1], 1
-      where the window reached a termination. num_steps: int32[B, 1].
+      obs, next_obs: pytree. action: [B, ...].
+      reward: float32[B, 1], the sum of gamma^j r_j over the window. rewards: float32[B, n], what it
+        sums, 0 past the window.
+      done: float32[B, 1], 1 where the window reached a termination.
+      num_steps: int32[B, 1].
     """
 
-    obs: Any
+    obs: PyTree
     action: jax.Array
     reward: jax.Array
     rewards: jax.Array
     done: jax.Array
-    next_obs: Any
+    next_obs: PyTree
     num_steps: jax.Array
 
 

@@ -11,6 +11,7 @@ import torch
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import VecNormalize
 
+from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.buffers.jitted import method, program
 from jaxreplay.samplers.prioritized import Prioritized
@@ -54,7 +55,7 @@ class DictReplayBuffer(DropInBuffer):
         if not isinstance(observation_space, spaces.Dict):
             raise ValueError(
                 f"DictReplayBuffer: the observation space is {observation_space}, not a Dict; use "
-                f"ReplayBuffer"
+                "ReplayBuffer"
             )
         super().__init__(buffer_size, observation_space, *args, **kwargs)
 
@@ -75,11 +76,11 @@ class NStepReplayBuffer(DropInBuffer):
     def _view(self) -> SB3View:
         return SB3View(n_step=self.n_steps, gamma=self.gamma)
 
-    def _samples(self, item: Any, env: VecNormalize | None) -> Any:
+    def _samples(self, item: PyTree, env: VecNormalize | None) -> Any:
         discounts = self.gamma ** np.asarray(item.num_steps).astype(np.float32)
         return super()._samples(item, env)._replace(discounts=self.to_torch(discounts))
 
-    def _normalized_reward(self, item: Any, env: VecNormalize) -> np.ndarray:
+    def _normalized_reward(self, item: PyTree, env: VecNormalize) -> np.ndarray:
         # Each one is normalized, and clipped, before the sum, as by Stable-Baselines3.
         steps = np.arange(self.n_steps, dtype=np.float32)
         rewards = (

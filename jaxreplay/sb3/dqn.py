@@ -43,7 +43,7 @@ class PrioritizedDQN(DQN):
             self.replay_buffer_class = PrioritizedReplayBuffer
         if not issubclass(self.replay_buffer_class, PrioritizedReplayBuffer):
             raise ValueError(
-                f"PrioritizedDQN: needs a PrioritizedReplayBuffer, got "
+                "PrioritizedDQN: needs a PrioritizedReplayBuffer, got "
                 f"{self.replay_buffer_class.__name__}"
             )
         num_steps, kwargs = self.n_steps, self.replay_buffer_kwargs

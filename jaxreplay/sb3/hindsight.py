@@ -17,6 +17,7 @@ from stable_baselines3.her.goal_selection_strategy import GoalSelectionStrategy
 from stable_baselines3.her.her_replay_buffer import HerReplayBuffer as TheirHerReplayBuffer
 
 from jaxreplay._util import checks
+from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.buffers.jitted import program
 from jaxreplay.sb3.base import DropInBuffer
@@ -128,7 +129,7 @@ class HerReplayBuffer(DropInBuffer, TheirHerReplayBuffer):
             )
         return self._samples(item, env)
 
-    def _rewards_again(self, next_obs: Any, obs: Any, row: np.ndarray) -> np.ndarray:
+    def _rewards_again(self, next_obs: PyTree, obs: PyTree, row: np.ndarray) -> np.ndarray:
         """What the env gives for what each step achieved and the new goals: float32[B, 1]."""
         if self.env is None:
             raise ValueError(
@@ -158,7 +159,7 @@ class HerReplayBuffer(DropInBuffer, TheirHerReplayBuffer):
         self._may_go_on = np.zeros(self.n_envs, bool)
 
 
-def _stored_reward(achieved: Any, goal: Any, step: Any) -> jax.Array:
+def _stored_reward(achieved: Any, goal: Any, step: PyTree) -> jax.Array:
     """The env computes the new one, outside."""
     return step.reward
 

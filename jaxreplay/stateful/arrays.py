@@ -3,18 +3,19 @@ shared."""
 
 import dataclasses
 import sys
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
 from jaxreplay._util import checks
+from jaxreplay._util.aliases import Framework, PyTree
 from jaxreplay._util.names import name_of, named
 from jaxreplay.buffers import step_checks
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 
-NAMES = ("jax", "numpy", "torch")
+NAMES: tuple[Framework, ...] = get_args(Framework)
 OUTSIDE = (
     "A Replay has a state of its own, so that it cannot be called inside of jit, scan or vmap: it "
     "would be changed once, when the function "
@@ -46,7 +47,7 @@ _NARROWER = {
 _FAR_FROM_INFINITE = 1e38  # in float32
 
 
-def own(where: str, tree: Any) -> Any:
+def own(where: str, tree: PyTree) -> Any:
     """The same tree of arrays that nobody else will write to, 64-bit numbers in the 32 bits that
     JAX has by default.
 
@@ -77,7 +78,7 @@ def fit(name: str, array: np.ndarray) -> np.ndarray:
     )
 
 
-def to_framework(framework: str, tree: Any) -> Any:
+def to_framework(framework: Framework, tree: PyTree) -> Any:
     """The same tree in the arrays of a framework, over the same memory: not to be written to."""
     if framework == "jax":
         return tree
@@ -145,7 +146,7 @@ class StepFormat:
     first_ndim: int  # axes of the first leaf
 
     @classmethod
-    def of(cls, buffer: ReplayBuffer, example: Any) -> "StepFormat":
+    def of(cls, buffer: ReplayBuffer, example: PyTree) -> "StepFormat":
         specs = checks.specs("init", as_stored("init", buffer, example))
         leaves, structure = jax.tree.flatten(specs)
         named(specs)  # says where two have one name
@@ -156,7 +157,7 @@ class StepFormat:
             len(leaves[0].shape),
         )
 
-    def fit(self, step: Any) -> tuple[Any, tuple[int, ...]]:
+    def fit(self, step: PyTree) -> tuple[Any, tuple[int, ...]]:
         """The step in the format's dtypes, and its leading axes: `()`, `(num_envs,)` or
         `(time, num_envs)`."""
         leaves, structure = jax.tree.flatten(step)
@@ -181,12 +182,12 @@ def _cast(path: Any, leaf: Any, dtype: Any) -> Any:
     )
 
 
-def as_stored(where: str, buffer: ReplayBuffer, step: Any) -> Any:
+def as_stored(where: str, buffer: ReplayBuffer, step: PyTree) -> Any:
     """A `Step`, from one or from a mapping, where the buffer holds steps; an item as it is."""
     return step if buffer.autoreset is None else step_checks.step_of(where, step, buffer.autoreset)
 
 
-def example_of(buffer: ReplayBuffer, step: Any, env: int | None) -> Any:
+def example_of(buffer: ReplayBuffer, step: PyTree, env: int | None) -> Any:
     """One env's step, from the first that is added. Integer rewards become floating ones: the next
     may be no integer."""
     if buffer.autoreset is None:

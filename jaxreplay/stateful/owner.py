@@ -13,6 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxreplay._util import checks, pow2
+from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.buffers.jitted import method, program
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
@@ -48,11 +49,11 @@ class StateOwner:
         if self._lost is not None:
             raise RuntimeError(
                 f"the rows were lost {self._lost}; load a file that was saved, or make another "
-                f"Replay"
+                "Replay"
             )
         return self._state
 
-    def init(self, example: Any) -> None:
+    def init(self, example: PyTree) -> None:
         with jax.default_device(self._device):
             state = self.buffer.init(example)
         self._format = StepFormat.of(self.buffer, example)
@@ -68,7 +69,7 @@ class StateOwner:
         self._lost: str | None = None
 
     def calls_of(
-        self, step: Any, env: int | None, mask: Any, priority: Any
+        self, step: PyTree, env: int | None, mask: Any, priority: Any
     ) -> tuple[int, list[Any]]:
         """How many steps of an env there are at most, and what `change` is to be called with, one
         after another, to add them."""
@@ -88,7 +89,7 @@ class StateOwner:
                 )
             if axes or mask is not None:
                 raise ValueError(
-                    f"add: with env= a step is one env's, without an env axis or a mask; got the "
+                    "add: with env= a step is one env's, without an env axis or a mask; got the "
                     f"leading axes {list(axes)}"
                 )
             if not self.buffer.allow_mask:
@@ -101,7 +102,7 @@ class StateOwner:
         elif not axes:
             raise ValueError(
                 f"add: the step has no env axis, but there are {num_envs} envs: say which one "
-                f"took it by env="
+                "took it by env="
             )
         num_steps = int(np.prod(axes)) if mask is None else int(np.sum(mask))
         if len(axes) == 2:
@@ -134,7 +135,7 @@ class StateOwner:
             yield jax.tree.map(lambda leaf, part=part: leaf[part], block)
             start = part.stop
 
-    def put(self, tree: Any) -> Any:
+    def put(self, tree: PyTree) -> Any:
         """On the device that holds the rows, where one was named."""
         return tree if self._device is None else jax.device_put(tree, self._device)
 
@@ -281,7 +282,9 @@ def _on_host(leaf: Any) -> Any:
 
 
 @functools.partial(program, changes=True)
-def _add_to_one(buffer: ReplayBuffer, state: Any, env: jax.Array, step: Any, priority: Any) -> Any:
+def _add_to_one(
+    buffer: ReplayBuffer, state: Any, env: jax.Array, step: PyTree, priority: Any
+) -> Any:
     num_envs = buffer.num_envs
     step, priority = jax.tree.map(
         lambda leaf: jnp.broadcast_to(leaf, (num_envs, *jnp.shape(leaf))), (step, priority)
@@ -290,14 +293,12 @@ def _add_to_one(buffer: ReplayBuffer, state: Any, env: jax.Array, step: Any, pri
 
 
 @functools.partial(program, static=("batch_size",))
-def _sample(
-    buffer: ReplayBuffer, state: Any, key: jax.Array, draw: jax.Array, batch_size: int
-) -> Sample:
+def _sample(buffer: ReplayBuffer, state: Any, key: Key, draw: jax.Array, batch_size: int) -> Sample:
     return buffer.sample(state, jax.random.fold_in(key, draw), batch_size)
 
 
 @functools.partial(program, changes=True, static=("batch_size",))
 def _take(
-    buffer: ReplayBuffer, state: Any, key: jax.Array, draw: jax.Array, batch_size: int
+    buffer: ReplayBuffer, state: Any, key: Key, draw: jax.Array, batch_size: int
 ) -> tuple[Any, Sample]:
     return buffer.pop(state, jax.random.fold_in(key, draw), batch_size)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay._util import checks
+from jaxreplay._util.aliases import Framework, PyTree
 from jaxreplay.buffers.jitted import method
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.inspection import Inspection, inspect
@@ -69,9 +70,9 @@ class Replay:
         self,
         buffer: ReplayBuffer,
         *,
-        example: Any = None,
+        example: PyTree = None,
         seed: int = 0,
-        framework: str = "jax",
+        framework: Framework = "jax",
         device: Any = None,
         prefetch: int = 0,
         samples_per_insert: float | None = None,
@@ -83,7 +84,7 @@ class Replay:
         arrays.to_framework(framework, ())  # says at once which extra is missing
         if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
             raise ValueError(f"Replay: prefetch must be an int of at least 0, got {prefetch!r}")
-        self.framework = framework
+        self.framework: Framework = framework
         self._owner = StateOwner(buffer, seed, device)
         self._limiter = (
             None
@@ -106,7 +107,7 @@ class Replay:
 
     def add(
         self,
-        step: Any = None,
+        step: PyTree = None,
         *,
         env: int | None = None,
         mask: Any = None,
@@ -169,7 +170,7 @@ class Replay:
             with self._monitor:
                 if self._prefetch and batch_size not in (None, self.buffer.batch_size):
                     raise ValueError(
-                        f"sample: with prefetch every batch has the buffer's "
+                        "sample: with prefetch every batch has the buffer's "
                         f"{self.buffer.batch_size} items, not {batch_size}"
                     )
                 self._wait("sample", self._has_sample, timeout, self._why_no_sample)
@@ -357,7 +358,7 @@ class Replay:
             return "inserts lag behind: add, or raise samples_per_insert"
         return (
             f"nothing can be drawn yet, {len(self)} rows of at least {self.buffer.min_size}: "
-            f"add steps first, or wait with timeout="
+            "add steps first, or wait with timeout="
         )
 
     def _check_open(self) -> None:

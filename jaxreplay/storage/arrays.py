@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxreplay._util.aliases import PyTree, Stored
 from jaxreplay._util.struct import Node, static_field
 from jaxreplay.storage import tiles
 from jaxreplay.storage.tiles import Tile
@@ -64,7 +65,7 @@ def zeros(num_rows: int, row: Any, has_tiles: bool = False) -> jax.Array | BitsA
     )
 
 
-def write(leaf: jax.Array | BitsArray | TiledArray, row: jax.Array, values: jax.Array) -> Any:
+def write(leaf: jax.Array | BitsArray | TiledArray, row: jax.Array, values: jax.Array) -> PyTree:
     """Write `values`, `[*row.shape, ...]`, to distinct rows; those past the end are dropped."""
     if isinstance(leaf, BitsArray):
         return leaf.replace(bits=write(leaf.bits, row, _encode(values, leaf.bits.dtype)))
@@ -120,33 +121,33 @@ def read_elements(
     return leaf.reshape((leaf.shape[0], -1)).at[row[:, None], place].get(mode="promise_in_bounds")
 
 
-def stored_leaves(tree: Any) -> list[Any]:
+def stored_leaves(tree: PyTree) -> list[Any]:
     """`jax.tree.leaves` of stored leaves."""
     return jax.tree.leaves(tree, is_leaf=is_compound)
 
 
-def tree_map(function: Any, stored: Any, *rest: Any) -> Any:
+def tree_map(function: Any, stored: Stored, *rest: PyTree) -> PyTree:
     """`jax.tree.map` over stored leaves, and over the values that belong to each."""
     return jax.tree.map(function, stored, *rest, is_leaf=is_compound)
 
 
-def plain_specs(stored: Any) -> Any:
+def plain_specs(stored: Stored) -> PyTree:
     """Shapes and dtypes of stored leaves in their plain form."""
     return _map_arrays(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), stored)
 
 
-def read_plain(stored: Any, row: jax.Array) -> Any:
+def read_plain(stored: Stored, row: jax.Array) -> PyTree:
     """Rows int32[K] of stored leaves, which must be in bounds, in their plain form."""
     return _map_arrays(lambda leaf: read(leaf, row), stored)
 
 
-def write_plain(stored: Any, row: jax.Array, values: Any) -> Any:
+def write_plain(stored: Stored, row: jax.Array, values: Any) -> PyTree:
     """Write rows in their plain form to stored leaves, at distinct rows int32[K]; those past the
     end are dropped."""
     return _map_arrays(lambda leaf, new: write(leaf, row, new), stored, values)
 
 
-def is_plain(stored: Any) -> bool:
+def is_plain(stored: Stored) -> bool:
     """Whether stored leaves are in their plain form."""
     return not any(
         isinstance(leaf, TiledArray)
@@ -154,7 +155,7 @@ def is_plain(stored: Any) -> bool:
     )
 
 
-def _map_arrays(function: Any, stored: Any, *rest: Any) -> Any:
+def _map_arrays(function: Any, stored: Stored, *rest: PyTree) -> PyTree:
     """Over the arrays of the plain form."""
     return jax.tree.map(function, stored, *rest, is_leaf=lambda node: isinstance(node, TiledArray))
 
@@ -164,7 +165,7 @@ def num_bits(dtype: np.dtype) -> int:
     return int((jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits)
 
 
-def carrier(dtype: np.dtype) -> Any:
+def carrier(dtype: np.dtype) -> PyTree:
     """The dtype that holds the bits, or None where XLA works on the dtype itself."""
     if jnp.issubdtype(dtype, jnp.floating) and dtype not in _PLAIN_FLOATS:
         # below a byte: widened, which is exact

@@ -33,7 +33,7 @@ def form_error(where: str, got: object) -> str:
     """The text for an `autoreset` that is missing or unknown."""
     return (
         f"{where}: autoreset={got!r}, but it must say what your env does when an episode ends; a "
-        f"wrong answer corrupts targets silently:\n"
+        "wrong answer corrupts targets silently:\n"
         '  autoreset="next_step"  the step after a done only hands over the final observation; '
         "the env resets then\n"
         "                         (Gymnasium >= 1.0 vector envs by default)\n"

@@ -5,7 +5,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
+from jaxreplay._util.aliases import Autoreset
 from jaxreplay._util.struct import Static
 from jaxreplay.storage import autoreset, ring
 from jaxreplay.storage.platforms import Traits, traits_of
@@ -73,7 +75,7 @@ class Layout(Static):
 
     num_envs: int
     length: int
-    autoreset: str | None
+    autoreset: Autoreset | None
     has_final_obs: bool
     allow_mask: bool
     window: Window
@@ -140,7 +142,7 @@ class Layout(Static):
         """Number a row in its stream, overwritten rows counted, modulo 2^32: uint32[...]."""
         return lap * jnp.uint32(self.length) + position.astype(jnp.uint32)
 
-    def ahead(self, row: jax.Array, offset: jax.Array | int) -> jax.Array:
+    def ahead(self, row: jax.Array, offset: ArrayLike) -> jax.Array:
         """Return the rows `offset` rows forward in their stream: int32[...]. `offset`: from
         `-length` to `length - 1`."""
         env, position = self.split(row)

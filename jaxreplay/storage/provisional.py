@@ -13,12 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxreplay._util.aliases import PyTree
 from jaxreplay.storage import arrays, autoreset
 from jaxreplay.storage.sampleable import ReplayState
 
 
 def add(
-    buffer: Any, state: ReplayState, step: Any, goes_on: jax.Array, was_first: jax.Array
+    buffer: Any, state: ReplayState, step: PyTree, goes_on: jax.Array, was_first: jax.Array
 ) -> ReplayState:
     """Append one step of every env, the newest of its episode for now. `state` is taken over.
 

@@ -36,6 +36,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxreplay._util import random
+from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.struct import Node, static_field
 from jaxreplay.storage import arrays, autoreset, ring
 from jaxreplay.storage.layout import Layout
@@ -76,7 +77,7 @@ class Streams(Node):
     write donates it."""
 
     # the stored leaves, [N, ...]: a Step whose done flags live in `flags`, or an item as it came
-    steps: Any
+    steps: PyTree
     flags: jax.Array | None  # uint8[N], bits of `autoreset`; None, and so the next, for plain items
     # uint32[N], modulo 2^32: candidates of the stream before each row
     candidate_number: jax.Array | None
@@ -90,7 +91,7 @@ class Streams(Node):
     layout: Layout = static_field()
 
     @classmethod
-    def empty(cls, layout: Layout, example: Any) -> "Streams":
+    def empty(cls, layout: Layout, example: PyTree) -> "Streams":
         """Return streams without rows. `example`: one env's step, or one item: shapes and
         dtypes."""
         stored = example if layout.autoreset is None else _stored(example)
@@ -167,7 +168,7 @@ class Streams(Node):
             phase=None if self.phase is None else jnp.zeros_like(self.phase),
         )
 
-    def advance(self, steps: Any, mask: jax.Array | None) -> tuple["Streams", Written]:
+    def advance(self, steps: PyTree, mask: jax.Array | None) -> tuple["Streams", Written]:
         """Append a block of steps, leaves `[T, num_envs, ...]`, but for the rows themselves, which
         are to be `put`.
 
@@ -234,7 +235,7 @@ class Streams(Node):
             is_transition & (place != 0), flags | autoreset.SKIPPED, flags
         )
 
-    def write(self, steps: Any, written: Written) -> "Streams":
+    def write(self, steps: PyTree, written: Written) -> "Streams":
         """Write the rows of a block that was counted."""
 
         def write(stored, new, row):

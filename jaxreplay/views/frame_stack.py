@@ -5,7 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
+from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.checks import check_size
 from jaxreplay._util.names import named
 from jaxreplay.storage import ring
@@ -16,7 +18,7 @@ from jaxreplay.views.view import WrappedView
 PADS = ("zero", "repeat")
 
 
-class FrameStack(WrappedView):
+class FrameStack(WrappedView[Any]):
     """Another view, where every observation is the stack of the newest frames up to it, the oldest
     first.
 
@@ -46,7 +48,7 @@ class FrameStack(WrappedView):
         if not self.inner.needs_steps:
             raise ValueError(
                 f"FrameStack: {type(self.inner).__name__} reads no observations; give a view of "
-                f"steps"
+                "steps"
             )
         if self.inner.reads_any_row:
             raise ValueError(
@@ -61,7 +63,7 @@ class FrameStack(WrappedView):
         before = None if window.before is None else window.before + self.num_frames - 1
         return dataclasses.replace(window, before=before)
 
-    def check(self, where: str, layout: Layout, example: Any) -> None:
+    def check(self, where: str, layout: Layout, example: PyTree) -> None:
         names = dict(named(example.obs))
         if self.key is not None and self.key not in names:
             has = "is one array: leave out key" if "" in names else f"has {', '.join(names)}"
@@ -86,7 +88,7 @@ class FrameStack(WrappedView):
 class _Stacks(WrappedReader):
     view: FrameStack | None = None
 
-    def obs(self, offset: Any) -> Any:
+    def obs(self, offset: ArrayLike) -> PyTree:
         view, inner = self.view, self._inner
         assert view is not None
         offset = jnp.asarray(offset, jnp.int32)

@@ -13,7 +13,7 @@ from jaxreplay.views.view import View
 BEYOND = ("truncate", "clip")
 
 
-class FutureView(View):
+class FutureView(View[Pair]):
     """A step and the observation k rows later, P(k) in proportion to `gamma ** (k - 1)` for k = 1
     .. n.
 

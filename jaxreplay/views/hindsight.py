@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jaxreplay._util import random
+from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.checks import check_callable, check_leaves
 from jaxreplay._util.names import spec_text
 from jaxreplay.storage.layout import Layout, Window
@@ -18,7 +20,7 @@ from jaxreplay.views.view import WrappedView
 STRATEGIES = ("future", "final", "episode", "random")
 
 
-class Hindsight(WrappedView):
+class Hindsight(WrappedView[Any]):
     """Another view, where a part of the items has another goal, with the rewards that it would have
     brought.
 
@@ -30,7 +32,7 @@ class Hindsight(WrappedView):
     relabelled copies are stored.
 
     Args:
-      of: the view that reads them, such as a `TransitionView`.
+      inner: the view that reads them, such as a `TransitionView`.
       reward_fn: pure; `reward_fn(achieved, goal, step)`, for one step: what was achieved by it, the
         goal, and the stored `Step`, with the goal that it had. It gives what the stored reward's
         shape and dtype can hold.
@@ -67,11 +69,11 @@ class Hindsight(WrappedView):
         if self.achieved_key == self.desired_key:
             raise ValueError(
                 f"Hindsight: achieved_key and desired_key are both {self.achieved_key!r}, but a "
-                f"goal and what was achieved are two leaves"
+                "goal and what was achieved are two leaves"
             )
         if not self.inner.needs_steps or self.inner.window.crosses_episodes:
             raise ValueError(
-                f"Hindsight: one goal belongs to one episode; give a view of steps within one, "
+                "Hindsight: one goal belongs to one episode; give a view of steps within one, "
                 f"not {self.inner}"
             )
 
@@ -91,14 +93,14 @@ class Hindsight(WrappedView):
     def reads_any_row(self) -> bool:
         return self.strategy == "random" or self.inner.reads_any_row
 
-    def check(self, where: str, layout: Layout, example: Any) -> None:
+    def check(self, where: str, layout: Layout, example: PyTree) -> None:
         if not isinstance(example.obs, Mapping) or not {self.achieved_key, self.desired_key} <= set(
             example.obs
         ):
             raise ValueError(
                 f"{where}: Hindsight needs observations that are mappings with the keys "
                 f"{self.achieved_key!r} and {self.desired_key!r}, "
-                f"got "
+                "got "
                 + (
                     f"the keys {', '.join(map(str, example.obs))}"
                     if isinstance(example.obs, Mapping)
@@ -152,7 +154,7 @@ class _Relabelled(WrappedReader):
     is_relabelled: Any = None  # bool[]
     goal: Any = None  # pytree
 
-    def obs(self, offset: Any) -> Any:
+    def obs(self, offset: ArrayLike) -> PyTree:
         obs = self._inner.obs(offset)
         goal = jax.tree.map(
             lambda new, old: jnp.where(self.is_relabelled, new, old),
@@ -161,10 +163,10 @@ class _Relabelled(WrappedReader):
         )
         return {**obs, self.view.desired_key: goal}
 
-    def reward(self, offset: Any) -> Any:
+    def reward(self, offset: ArrayLike) -> PyTree:
         return self._again(self.view.reward_fn, offset, self._inner.reward(offset))
 
-    def is_terminated(self, offset: Any) -> jax.Array:
+    def is_terminated(self, offset: ArrayLike) -> jax.Array:
         stored = self._inner.is_terminated(offset)
         return (
             stored
@@ -172,7 +174,7 @@ class _Relabelled(WrappedReader):
             else self._again(self.view.terminated_fn, offset, stored)
         )
 
-    def _again(self, function: Callable, offset: Any, stored: jax.Array) -> jax.Array:
+    def _again(self, function: Callable, offset: ArrayLike, stored: jax.Array) -> jax.Array:
         """What `function` gives for each step with the new goal, where that is used."""
 
         def one(offset):
@@ -194,7 +196,7 @@ class _Relabelled(WrappedReader):
             got, expected = (spec_text(x, offset.ndim) for x in (new, stored))
             raise ValueError(
                 f"Hindsight: {name} gave {got} for one step, but stored is {expected}, which "
-                f"cannot hold it"
+                "cannot hold it"
             )
         return jnp.where(self.is_relabelled, new.astype(stored.dtype), stored)
 

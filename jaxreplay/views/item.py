@@ -1,17 +1,16 @@
 """The row itself."""
 
-from typing import Any
-
+from jaxreplay._util.aliases import PyTree
 from jaxreplay.views.row_reader import RowReader
 from jaxreplay.views.view import View
 
 
-class Item(View):
+class Item(View[PyTree]):
     """What was stored, as it was stored: sampleable at once."""
 
     @property
     def needs_steps(self) -> bool:
         return False
 
-    def read(self, reader: RowReader) -> Any:
+    def read(self, reader: RowReader) -> PyTree:
         return reader.item()

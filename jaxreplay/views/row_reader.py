@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jaxreplay._util import random
+from jaxreplay._util.aliases import PyTree, Stored
 from jaxreplay.storage import arrays, autoreset
 from jaxreplay.storage.episodes import Episodes, EpisodeState
 from jaxreplay.storage.streams import Streams, written_row
@@ -30,39 +32,39 @@ class RowReader:
     # uint32[2]: random bits of this item's own, for a view that draws
     bits: jax.Array | None = None
 
-    def item(self) -> Any:
+    def item(self) -> PyTree:
         """The stored item, or step, of the row."""
         return self._read(self.streams.steps, 0)
 
-    def obs(self, offset: Any) -> Any:
+    def obs(self, offset: ArrayLike) -> PyTree:
         return self._read(self.streams.steps.obs, offset)
 
-    def action(self, offset: Any) -> Any:
+    def action(self, offset: ArrayLike) -> PyTree:
         return self._read(self.streams.steps.action, offset)
 
-    def reward(self, offset: Any) -> Any:
+    def reward(self, offset: ArrayLike) -> PyTree:
         return self._read(self.streams.steps.reward, offset)
 
-    def extras(self, offset: Any) -> Any:
+    def extras(self, offset: ArrayLike) -> PyTree:
         return self._read(self.streams.steps.extras, offset)
 
-    def is_terminated(self, offset: Any) -> jax.Array:
+    def is_terminated(self, offset: ArrayLike) -> jax.Array:
         return self.has(autoreset.TERMINATED, offset)
 
-    def is_truncated(self, offset: Any) -> jax.Array:
+    def is_truncated(self, offset: ArrayLike) -> jax.Array:
         return self.has(autoreset.TRUNCATED, offset)
 
-    def is_final(self, offset: Any) -> jax.Array:
+    def is_final(self, offset: ArrayLike) -> jax.Array:
         return self.has(autoreset.FINAL, offset)
 
-    def is_first(self, offset: Any) -> jax.Array:
+    def is_first(self, offset: ArrayLike) -> jax.Array:
         """Whether a row opens an episode."""
         return self.has(autoreset.FIRST, offset)
 
-    def has(self, flag: int, offset: Any) -> jax.Array:
+    def has(self, flag: int, offset: ArrayLike) -> jax.Array:
         return (self._read(self.streams.flags, offset) & flag) != 0
 
-    def step(self, offset: Any) -> Step:
+    def step(self, offset: ArrayLike) -> Step:
         """A stored step, whole."""
         return Step(
             obs=self.obs(offset),
@@ -73,7 +75,7 @@ class RowReader:
             extras=self.extras(offset),
         )
 
-    def rows_before(self, offset: Any, most: int) -> jax.Array:
+    def rows_before(self, offset: ArrayLike, most: int) -> jax.Array:
         """Rows before a row that belong to its episode, `most` at the most: int32[...]."""
         return self.streams.rows_before(self.streams.layout.ahead(self.row, offset), most)
 
@@ -105,7 +107,7 @@ class RowReader:
         """With another row, or other bits."""
         return dataclasses.replace(self, **changes)
 
-    def _read(self, stored: Any, offset: Any) -> Any:
+    def _read(self, stored: Stored, offset: ArrayLike) -> PyTree:
         row = self.streams.layout.ahead(self.row, offset)
         return arrays.tree_map(lambda leaf: arrays.read(leaf, row), stored)
 
@@ -117,17 +119,17 @@ class WrappedReader(RowReader):
     inner: RowReader | None = None
 
     @classmethod
-    def around(cls, inner: RowReader, **fields: Any) -> Any:
+    def around(cls, inner: RowReader, **fields: Any) -> PyTree:
         shared = {field.name: getattr(inner, field.name) for field in dataclasses.fields(RowReader)}
         return cls(**shared, inner=inner, **fields)
 
-    def obs(self, offset: Any) -> Any:
+    def obs(self, offset: ArrayLike) -> PyTree:
         return self._inner.obs(offset)
 
-    def reward(self, offset: Any) -> Any:
+    def reward(self, offset: ArrayLike) -> PyTree:
         return self._inner.reward(offset)
 
-    def is_terminated(self, offset: Any) -> jax.Array:
+    def is_terminated(self, offset: ArrayLike) -> jax.Array:
         return self._inner.is_terminated(offset)
 
     def at(self, **changes: Any) -> RowReader:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.checks import check_size
 from jaxreplay.storage import ring
 from jaxreplay.storage.layout import Layout, Window
@@ -15,7 +16,7 @@ from jaxreplay.views.row_reader import RowReader
 from jaxreplay.views.view import View
 
 
-class SequenceView(View):
+class SequenceView(View[SequenceBatch]):
     """The `length` steps from a row on, to learn from, and up to `burn_in` steps before it, to warm
     a recurrent state up.
 
@@ -61,7 +62,7 @@ class SequenceView(View):
             period=self.period,
         )
 
-    def check(self, where: str, layout: Layout, example: Any) -> None:
+    def check(self, where: str, layout: Layout, example: PyTree) -> None:
         del layout
         if self.recurrent_state_key is not None and not (
             isinstance(example.extras, dict) and self.recurrent_state_key in example.extras
@@ -125,7 +126,7 @@ class SequenceView(View):
         return jnp.concatenate([jnp.zeros(self.burn_in + 1, bool), ends])
 
 
-def _zero(tree: Any, keep: jax.Array) -> Any:
+def _zero(tree: PyTree, keep: jax.Array) -> Any:
     """0 where `keep`, over the first axes, is False."""
 
     def zero(leaf):

@@ -11,13 +11,13 @@ from jaxreplay.views.row_reader import RowReader
 from jaxreplay.views.view import WrappedView
 
 
-class Transformed(WrappedView):
+class Transformed(WrappedView[Any]):
     """Another view's items, each through a function with a key of its own.
 
     It comes last, in whatever order views are wrapped: the item has its stacks and new goals.
 
     Args:
-      of: the view that reads them.
+      inner: the view that reads them.
       transform: pure; `transform(item, key)` for one item, without a batch axis.
     """
 

@@ -12,7 +12,7 @@ from jaxreplay.views.row_reader import RowReader
 from jaxreplay.views.view import View
 
 
-class TransitionView(View):
+class TransitionView(View[Transition]):
     """The n steps from a row on, or fewer where its episode ends sooner.
 
     A window that is cut by a termination has discount 0; one that is cut by a truncation bootstraps

@@ -1,13 +1,15 @@
 """What a view is: how far it looks, and what it makes of a row."""
 
-from typing import Any
+from typing import Any, Generic
 
+from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.struct import Static
 from jaxreplay.storage.layout import Layout, Window
+from jaxreplay.types import T
 from jaxreplay.views.row_reader import RowReader
 
 
-class View(Static):
+class View(Static, Generic[T]):
     """A frozen, hashable configuration with `read`, written for one row; the buffer maps it over a
     batch.
 
@@ -35,21 +37,21 @@ class View(Static):
         """Whether it reads rows outside of its window: any that are stored."""
         return False
 
-    def check(self, where: str, layout: Layout, example: Any) -> None:
+    def check(self, where: str, layout: Layout, example: PyTree) -> None:
         """A ValueError where it cannot read such steps. `example`: shapes and dtypes of one env's
         step."""
         del where, layout, example
 
-    def read(self, reader: RowReader) -> Any:
+    def read(self, reader: RowReader) -> T:
         """The item of one row."""
         raise NotImplementedError(f"{type(self).__name__} is a view, and must have read(reader)")
 
 
-class WrappedView(View):
-    """A view that changes what another one, `of`, reads. It forwards what a subclass does not
+class WrappedView(View[T]):
+    """A view that changes what another one, `inner`, reads. It forwards what a subclass does not
     override."""
 
-    inner: View
+    inner: View[Any]
 
     @property
     def window(self) -> Window:
@@ -67,5 +69,5 @@ class WrappedView(View):
     def reads_any_row(self) -> bool:
         return self.inner.reads_any_row
 
-    def check(self, where: str, layout: Layout, example: Any) -> None:
+    def check(self, where: str, layout: Layout, example: PyTree) -> None:
         self.inner.check(where, layout, example)

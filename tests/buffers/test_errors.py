@@ -571,7 +571,7 @@ def test_float_flags_name_the_cure(name):
     state = replay.init(jax.tree.map(lambda leaf: leaf[0], step))
     match = (
         rf"add:\n  {name}: got float32\[2\], expected bool\[2\]\n.*\nwrite done flags as "
-        rf"bool: x.astype\(bool\)"
+        r"bool: x.astype\(bool\)"
     )
     with pytest.raises(ValueError, match=match):
         replay.add(state, step.replace(**{name: zero}))

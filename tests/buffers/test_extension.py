@@ -47,7 +47,7 @@ class LeastLearned(PrioritySampler):
     def can_sample(self, state):
         return state.tree.sums[-1].sum() > 0
 
-    def draw(self, state, sampleable, key, batch_size):
+    def sample(self, state, sampleable, key, batch_size):
         layout, tree = sampleable.layout, self._tree(sampleable.layout)
         target, word = (
             jax.random.uniform(key, (batch_size,)),

@@ -85,7 +85,7 @@ def test_what_differs_is_named_though_all_shapes_be_alike(change, named):
     state = uniform(**change).init(EXAMPLE)
     with pytest.raises(
         ValueError,
-        match=f"sample: this state is not of this buffer: it was made with another "
+        match="sample: this state is not of this buffer: it was made with another "
         f"configuration(.|\n)*{named}",
     ):
         uniform().sample(state, KEY)
@@ -236,7 +236,7 @@ def test_what_is_no_state_is_refused():
         with pytest.raises(
             ValueError,
             match=f"sample: the state must be a ReplayState, .*, got {named}; the state comes "
-            f"first",
+            "first",
         ):
             replay.sample(wrong, KEY)
 
@@ -277,7 +277,7 @@ def test_a_state_that_was_handed_over_says_so():
             with pytest.raises(
                 ValueError,
                 match=f"{name}: this state was handed to a call that took it over, .*go on with "
-                f"the one",
+                "the one",
             ):
                 METHODS[name](which, state)
     mixture = jr.mix(a=(replay, 4))

@@ -104,7 +104,7 @@ def test_a_damaged_group_that_is_partly_overwritten_is_written_again(tmp_path):
         with pytest.warns(
             UserWarning,
             match=f"save: rows/{oldest.folder}/steps.number.*: damaged since it was written; its "
-            f"rows, which are here",
+            "rows, which are here",
         ):
             checkpointer.save(state, 65)
         assert oldest.folder not in {group.folder for group in checkpointer._base.groups}

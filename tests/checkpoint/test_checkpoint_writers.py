@@ -50,7 +50,7 @@ def test_a_second_writer_is_refused_and_told_who_is_the_first(where):
     one.save(state, 4)
     said = (
         rf"is being written to by this process, host .*, pid {os.getpid()}, program .*, since "
-        rf"20..-.*: close\(\) that Checkpointer first"
+        r"20..-.*: close\(\) that Checkpointer first"
     )
     for wait in (True, False):
         with pytest.raises(PathInUseError, match=said):
@@ -111,7 +111,7 @@ def test_the_lock_dies_with_its_process(tmp_path):
         with pytest.raises(
             PathInUseError,
             match=rf"by host .*, pid {other.pid}, program -c, since .*give each run a path of its "
-            rf"own",
+            r"own",
         ):
             mine.save(state, 5)
         other.kill()

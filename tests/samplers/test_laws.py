@@ -72,7 +72,7 @@ def test_draws_are_as_probable_as_they_say(case):
     assert law.sum() == pytest.approx(1, rel=1e-5)
     draw = jax.jit(
         lambda state, keys: jax.vmap(
-            lambda key: replay.sampler.draw(state.sampler, Sampleable.of(state), key, 1)
+            lambda key: replay.sampler.sample(state.sampler, Sampleable.of(state), key, 1)
         )(keys)
     )
     drawn = draw(state, jax.random.split(jax.random.key(2), DRAWS // 4))

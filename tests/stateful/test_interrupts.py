@@ -224,7 +224,7 @@ def test_an_interrupt_while_buffers_are_compared_is_one(kind, tmp_path):
         sb3 = pytest.importorskip("jaxreplay.sb3", reason="the sb3 extra is not installed")
         spaces = pytest.importorskip("gymnasium").spaces
         if kind == "HerReplayBuffer":
-            goals = pytest.importorskip("test_sb3_hindsight")
+            goals = pytest.importorskip("tests.sb3.test_sb3_hindsight")
             buffer, obs, action = (
                 goals.make(LENGTH),
                 dict.fromkeys(goals.SPACE, np.zeros((1, 1))),

@@ -721,10 +721,10 @@ for t in range(3):
     replay.add({"x": np.zeros((1, 3))})
 replay.add({"x": jax.device_put(np.zeros((1, 3), np.float32), here)})
 devices = lambda tree: {device for leaf in jax.tree.leaves(tree) for device in leaf.devices()}
-assert devices(replay._held.state) == {there}
+assert devices(replay._owner.state) == {there}
 assert devices(replay.sample()) == {here}
 replay.save("replay"); replay.load("replay")
-assert devices(replay._held.state) == {there}
+assert devices(replay._owner.state) == {there}
 print(len(replay))
 """
     environment = {

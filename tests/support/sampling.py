@@ -69,7 +69,7 @@ def check_jit_and_vmap(replay, states, batch_size=4):
     on its own."""
 
     def draw(state):
-        return replay.sampler.draw(
+        return replay.sampler.sample(
             state.sampler, Sampleable.of(state), jax.random.key(1), batch_size
         )
 

@@ -83,7 +83,7 @@ class Config:
 
 def transition_of(view):
     """The innermost view."""
-    return transition_of(view.inner) if hasattr(view, "of") else view
+    return transition_of(view.inner) if hasattr(view, "inner") else view
 
 
 class ViewPair(Pair):
@@ -147,7 +147,7 @@ def check_sequence(config, oracle, env, index, item):
     assert item.reward.tolist() == value("reward")[:-1]
     assert item.terminated.tolist() == [bool(flag) for flag in value("terminated")[:-1]]
     assert item.truncated.tolist() == [bool(flag) for flag in value("truncated")[:-1]]
-    if view.recurrent_state is None:
+    if view.recurrent_state_key is None:
         assert item.extras["id"].tolist() == [np.int16(action) for action in value("action")[:-1]]
     else:
         assert item.extras == {}
@@ -191,7 +191,7 @@ def check_stack(config, oracle, env, index, item):
         got = np.moveaxis(obs["image"], view.axis, 0)
         assert got.tolist() == image(stacked(at))
         x = [0 if frame is None else frame for frame in stacked(at)]
-        assert obs["x"].tolist() == (x[-1] if view.leaf else x)
+        assert obs["x"].tolist() == (x[-1] if view.key else x)
 
 
 def check_pair(config, oracle, env, index, item):
@@ -217,7 +217,7 @@ def check_hindsight(config, oracle, env, index, item):
     goal = float(item.obs["desired_goal"][0])
     assert item.next_obs["desired_goal"][0] == goal if goal != -plain.obs else True
     # not relabelled; the goals of steps are told apart by their sign
-    if goal == -plain.obs and view.ratio < 1:
+    if goal == -plain.obs and view.relabel_fraction < 1:
         assert (item.reward, item.discount, item.num_steps) == (
             plain.reward,
             plain.discount,
