@@ -156,14 +156,14 @@ MOST_STOPS = {
 
 @pytest.mark.parametrize(("kind", "name"), MOST_STOPS)
 def test_a_call_enters_few_functions(kind, name):
-    replay = getattr(jaxreplay, kind)(capacity=64, num_envs=4, batch_size=8, autoreset="same_step")
+    buffer = getattr(jaxreplay, kind)(capacity=64, num_envs=4, batch_size=8, autoreset="same_step")
     zeros, flags = jnp.zeros(4), jnp.zeros(4, bool)
     step = jaxreplay.Step(
         obs=jnp.zeros((4, 3)), action=zeros, reward=zeros, terminated=flags, truncated=flags
     )
-    state = replay.init(jax.tree.map(lambda leaf: leaf[0], step))
-    state = replay.add(replay.add(state, step), step)
-    index = replay.sample(state, jax.random.key(0)).index
+    state = buffer.init(jax.tree.map(lambda leaf: leaf[0], step))
+    state = buffer.add(buffer.add(state, step), step)
+    index = buffer.sample(state, jax.random.key(0)).index
     arguments = {
         "add": (step,),
         "sample": (jax.random.key(0),),
@@ -180,11 +180,11 @@ def test_a_call_enters_few_functions(kind, name):
         ):
             entered.add((code.co_filename, code.co_qualname))
 
-    getattr(replay, name)(state, *arguments)  # what is known once is found out
+    getattr(buffer, name)(state, *arguments)  # what is known once is found out
     before = sys.getprofile()
     sys.setprofile(enters)
     try:
-        getattr(replay, name)(state, *arguments)
+        getattr(buffer, name)(state, *arguments)
     finally:
         sys.setprofile(before)
     most_functions, most_modules = MOST_STOPS[kind, name]

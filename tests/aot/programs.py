@@ -31,10 +31,10 @@ class Case:
     has_final_obs: bool = False
 
     def replay(self, platform: str, batch_size: int) -> Any:
-        replay = self.make(
+        buffer = self.make(
             capacity=self.capacity, num_envs=NUM_ENVS, batch_size=batch_size, autoreset="same_step"
         )
-        return dataclasses.replace(replay, platform=platform)
+        return dataclasses.replace(buffer, platform=platform)
 
     def example(self) -> jr.Step:
         number, flag = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), bool)
@@ -96,8 +96,8 @@ CASES = {case.name: case for case in (*NUMBERS, *IMAGES)}
 
 def programs(case: Case, platform: str, batch_size: int) -> dict[str, Program]:
     """By name: a function, its arguments' shapes and dtypes, and which of them it takes over."""
-    replay = case.replay(platform, batch_size)
-    state = jax.eval_shape(replay.init, case.example())
+    buffer = case.replay(platform, batch_size)
+    state = jax.eval_shape(buffer.init, case.example())
     step = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((NUM_ENVS, *leaf.shape), leaf.dtype), case.example()
     )
@@ -106,29 +106,29 @@ def programs(case: Case, platform: str, batch_size: int) -> dict[str, Program]:
         jax.eval_shape(lambda n=n: jax.random.split(jax.random.key(0), n)) for n in (1, STEPS)
     )
     key = jax.ShapeDtypeStruct((), key.dtype)
-    batch = jax.eval_shape(replay.sample, state, key)
+    batch = jax.eval_shape(buffer.sample, state, key)
     found: dict[str, Program] = {
-        "add": (replay.add, (state, step), 0),
-        "extend": (replay.extend, (state, block), 0),
-        "sample": (replay.sample, (state, key), None),
+        "add": (buffer.add, (state, step), 0),
+        "extend": (buffer.extend, (state, block), 0),
+        "sample": (buffer.sample, (state, key), None),
         "loop": (
             lambda carry, xs: jax.lax.scan(
-                lambda carry, x: (iteration(replay, carry, *x), None), carry, xs
+                lambda carry, x: (iteration(buffer, carry, *x), None), carry, xs
             )[0],
             ((state, batch), (block, keys)),
             0,
         ),
     }
-    if isinstance(replay.sampler, PrioritySampler):
-        found["update"] = (replay.update_priorities, (state, batch.index, batch.probability), 0)
+    if isinstance(buffer.sampler, PrioritySampler):
+        found["update"] = (buffer.update_priorities, (state, batch.index, batch.probability), 0)
     return found
 
 
-def iteration(replay: Any, carry: Any, step: Any, key: Any) -> Any:
-    state = replay.add(carry[0], step)
-    batch = replay.sample(state, key)
-    if isinstance(replay.sampler, PrioritySampler):
-        state = replay.update_priorities(state, batch.index, jnp.abs(batch.experience.reward))
+def iteration(buffer: Any, carry: Any, step: Any, key: Any) -> Any:
+    state = buffer.add(carry[0], step)
+    batch = buffer.sample(state, key)
+    if isinstance(buffer.sampler, PrioritySampler):
+        state = buffer.update_priorities(state, batch.index, jnp.abs(batch.experience.reward))
     return state, batch
 
 

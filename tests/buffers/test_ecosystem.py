@@ -12,9 +12,9 @@ ocp = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
 
 
 def filled(case):
-    replay = case.replay()
-    state = replay.init(case.example())
-    return replay, jr.jit(replay).extend(state, case.step(1, time=58), *case.mask(replay, 1, 58))
+    buffer = case.replay()
+    state = buffer.init(case.example())
+    return buffer, jr.jit(buffer).extend(state, case.step(1, time=58), *case.mask(buffer, 1, 58))
 
 
 def test_no_state_has_an_array_without_elements():
@@ -31,8 +31,8 @@ def test_no_state_has_an_array_without_elements():
 
 @pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
 def test_flax_and_orbax_bring_a_state_back(case, tmp_path):
-    replay, state = filled(case)
-    empty = replay.init(case.example())
+    buffer, state = filled(case)
+    empty = buffer.init(case.example())
     by_flax = flax.serialization.from_bytes(empty, flax.serialization.to_bytes(state))
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)

@@ -18,24 +18,24 @@ from tests.support.buffers import CATALOG, KINDS, bits
 ALL = ("cpu", "cuda", "tpu")
 
 
-def methods(case, replay):
+def methods(case, buffer):
     """Name -> (method, its arguments after the state)."""
-    block = (case.step(3, time=5), *case.mask(replay, 3, 5))
+    block = (case.step(3, time=5), *case.mask(buffer, 3, 5))
     found = {
-        "add": (replay.add, (case.step(), *case.mask(replay, 0))),
-        "extend": (replay.extend, block),
-        "get": (replay.get, (jnp.arange(8), jax.random.key(0))),
-        "size": (replay.size, ()),
-        "clear": (replay.clear, ()),
+        "add": (buffer.add, (case.step(), *case.mask(buffer, 0))),
+        "extend": (buffer.extend, block),
+        "get": (buffer.get, (jnp.arange(8), jax.random.key(0))),
+        "size": (buffer.size, ()),
+        "clear": (buffer.clear, ()),
     }
-    if isinstance(replay.sampler, ConsumingSampler):
-        return found | {"pop": (replay.pop, (jax.random.key(0),)), "can_add": (replay.can_add, ())}
-    found["sample"] = (replay.sample, (jax.random.key(0),))
-    if isinstance(replay.sampler, PrioritySampler):
-        index = jax.jit(replay.sample)(case.filled(replay), jax.random.key(0)).index
-        found["update_priorities"] = (replay.update_priorities, (index, jnp.ones(8)))
-    if hasattr(replay.sampler, "rerank"):
-        found["rerank"] = (replay.rerank, ())
+    if isinstance(buffer.sampler, ConsumingSampler):
+        return found | {"pop": (buffer.pop, (jax.random.key(0),)), "can_add": (buffer.can_add, ())}
+    found["sample"] = (buffer.sample, (jax.random.key(0),))
+    if isinstance(buffer.sampler, PrioritySampler):
+        index = jax.jit(buffer.sample)(case.filled(buffer), jax.random.key(0)).index
+        found["update_priorities"] = (buffer.update_priorities, (index, jnp.ones(8)))
+    if hasattr(buffer.sampler, "rerank"):
+        found["rerank"] = (buffer.rerank, ())
     return found
 
 
@@ -55,9 +55,9 @@ _WHOLE = {
     ids=lambda value: getattr(value, "name", value),
 )
 def test_every_operation_is_exported_for_all_platforms_and_serialized(case, platform):
-    replay = dataclasses.replace(case.replay(), platform=platform)
-    state = case.filled(replay)
-    for name, (method, arguments) in methods(case, replay).items():
+    buffer = dataclasses.replace(case.replay(), platform=platform)
+    state = case.filled(buffer)
+    for name, (method, arguments) in methods(case, buffer).items():
         if not SOAK and case.name not in _WHOLE and name not in ("add", "sample", "pop"):
             continue
         exported = export.export(jax.jit(method), platforms=ALL)(state, *arguments)
@@ -81,9 +81,9 @@ def test_rollouts_and_mixtures_are_exported():
         ).platforms
         == ALL
     )
-    replay = jr.uniform(capacity=16, num_envs=2, batch_size=2, autoreset="same_step")
-    mixture = jr.mix(a=(replay, 2), b=(replay, 3))
-    state = replay.init(jax.tree.map(lambda x: x[0], step))
+    buffer = jr.uniform(capacity=16, num_envs=2, batch_size=2, autoreset="same_step")
+    mixture = jr.mix(a=(buffer, 2), b=(buffer, 3))
+    state = buffer.init(jax.tree.map(lambda x: x[0], step))
     exported = export.export(jax.jit(mixture.sample))({"a": state, "b": state}, jax.random.key(0))
     assert export.deserialize(exported.serialize()).out_tree == exported.out_tree
     delta = jnp.ones((5, 2))
@@ -111,12 +111,12 @@ class Layout(jr.views.View):
 
 
 def test_a_user_s_class_of_the_same_name_is_another_one():
-    replay = jr.items(capacity=4, batch_size=1)
-    exported = export.export(jax.jit(replay.size))(replay.init(jnp.float32(0)))
+    buffer = jr.items(capacity=4, batch_size=1)
+    exported = export.export(jax.jit(buffer.size))(buffer.init(jnp.float32(0)))
     ((state,), _) = jax.tree.unflatten(
         export.deserialize(exported.serialize()).in_tree, [0] * exported.in_tree.num_leaves
     )
-    assert state.layout == replay.init(jnp.float32(0)).layout
+    assert state.layout == buffer.init(jnp.float32(0)).layout
 
 
 def test_a_node_may_be_defined_again():

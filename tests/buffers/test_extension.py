@@ -171,12 +171,12 @@ def test_it_is_saved(check, tmp_path):
 
 
 def test_what_was_learned_from_comes_less_often():
-    replay = CASE.replay()
-    state = CASE.filled(replay)
-    rows = np.flatnonzero(replay.get(state, jnp.arange(replay.capacity)).is_valid)
-    index = replay.get(state, jnp.asarray([rows[0], rows[0], rows[1]])).index
-    state = replay.update_priorities(state, index, jnp.ones(3))
-    found = replay.get(state, jnp.asarray(rows)).probability
+    buffer = CASE.replay()
+    state = CASE.filled(buffer)
+    rows = np.flatnonzero(buffer.get(state, jnp.arange(buffer.capacity)).is_valid)
+    index = buffer.get(state, jnp.asarray([rows[0], rows[0], rows[1]])).index
+    state = buffer.update_priorities(state, index, jnp.ones(3))
+    found = buffer.get(state, jnp.asarray(rows)).probability
     expected = np.ones(len(rows))
     expected[:2] = 1 / 3, 1 / 2
     chex.assert_trees_all_close(found, expected / expected.sum(), rtol=1e-5)

@@ -19,32 +19,32 @@ POPULATION = 16
 kinds = pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
 
 
-def operations(case, replay, state):
+def operations(case, buffer, state):
     """Name -> (function of the state and a key that returns (state, anything), whether it changes
     the state)."""
-    step, mask = case.step(), case.mask(replay, 0)
-    block = (case.step(3, time=STEPS), *case.mask(replay, 3, STEPS))
+    step, mask = case.step(), case.mask(buffer, 0)
+    block = (case.step(3, time=STEPS), *case.mask(buffer, 3, STEPS))
     found = {
-        "add": (lambda state, key: (replay.add(state, step, *mask), None), True),
-        "extend": (lambda state, key: (replay.extend(state, *block), None), True),
-        "reads": (lambda state, key: (state, reads(replay, state, key)), False),
-        "fused": (functools.partial(fused, replay, step, mask), True),
+        "add": (lambda state, key: (buffer.add(state, step, *mask), None), True),
+        "extend": (lambda state, key: (buffer.extend(state, *block), None), True),
+        "reads": (lambda state, key: (state, reads(buffer, state, key)), False),
+        "fused": (functools.partial(fused, buffer, step, mask), True),
     }
-    if isinstance(replay.sampler, ConsumingSampler):
-        found["pop"] = (replay.pop, True)
-    if isinstance(replay.sampler, PrioritySampler):
-        index = jax.jit(replay.sample)(state, jax.random.key(0)).index
+    if isinstance(buffer.sampler, ConsumingSampler):
+        found["pop"] = (buffer.pop, True)
+    if isinstance(buffer.sampler, PrioritySampler):
+        index = jax.jit(buffer.sample)(state, jax.random.key(0)).index
         new = lambda key: jax.random.uniform(key, (8,))
-        twice = lambda state, key: replay.update_priorities(
-            replay.update_priorities(state, index, new(key)), index, 2 * new(key)
+        twice = lambda state, key: buffer.update_priorities(
+            buffer.update_priorities(state, index, new(key)), index, 2 * new(key)
         )
         found["update"] = (
-            lambda state, key: (replay.update_priorities(state, index, new(key)), None),
+            lambda state, key: (buffer.update_priorities(state, index, new(key)), None),
             True,
         )
         found["add twice, update twice"] = (
             lambda state, key: (
-                twice(replay.add(replay.add(state, step, *mask), step, *mask), key),
+                twice(buffer.add(buffer.add(state, step, *mask), step, *mask), key),
                 None,
             ),
             True,
@@ -52,30 +52,30 @@ def operations(case, replay, state):
     return found
 
 
-def reads(replay, state, key):
+def reads(buffer, state, key):
     """Everything that leaves the state as it is."""
     rows = jnp.arange(8) + jax.random.randint(key, (8,), 0, 9)
-    got = [replay.get(state, rows, key), replay.size(state), replay.can_sample(state)]
+    got = [buffer.get(state, rows, key), buffer.size(state), buffer.can_sample(state)]
     got.append(
-        replay.can_add(state)
-        if isinstance(replay.sampler, ConsumingSampler)
-        else replay.sample(state, key)
+        buffer.can_add(state)
+        if isinstance(buffer.sampler, ConsumingSampler)
+        else buffer.sample(state, key)
     )
-    if replay.track_episodes:
-        got.append(look_up(replay.episode_table(state)))
+    if buffer.track_episodes:
+        got.append(look_up(buffer.episode_table(state)))
     return got
 
 
-def fused(replay, step, mask, state, key):
+def fused(buffer, step, mask, state, key):
     """Act, add, sample, learn, update: with everything that a batch has in use."""
-    state = replay.add(state, step, *mask)
-    if isinstance(replay.sampler, ConsumingSampler):
-        state, batch = replay.pop(state, key)
-        return state, (batch, replay.size(state))
-    batch = replay.sample(state, key)
-    if isinstance(replay.sampler, PrioritySampler):
-        state = replay.update_priorities(state, batch.index, jax.random.uniform(key, (8,)))
-    return state, (batch, replay.size(state))
+    state = buffer.add(state, step, *mask)
+    if isinstance(buffer.sampler, ConsumingSampler):
+        state, batch = buffer.pop(state, key)
+        return state, (batch, buffer.size(state))
+    batch = buffer.sample(state, key)
+    if isinstance(buffer.sampler, PrioritySampler):
+        state = buffer.update_priorities(state, batch.index, jax.random.uniform(key, (8,)))
+    return state, (batch, buffer.size(state))
 
 
 def look_up(episodes):
@@ -90,9 +90,9 @@ def look_up(episodes):
 
 @kinds
 def test_operations_are_in_place_alone(case):
-    replay = case.replay(CAPACITY)
-    state = replay.init(case.example())
-    for name, (function, changes) in operations(case, replay, state).items():
+    buffer = case.replay(CAPACITY)
+    state = buffer.init(case.example())
+    for name, (function, changes) in operations(case, buffer, state).items():
         run = function if changes else lambda state, key, function=function: function(state, key)[1]
         donated = 0 if changes else None
         _check(name, run, (state, jax.random.key(0)), donated)
@@ -100,10 +100,10 @@ def test_operations_are_in_place_alone(case):
 
 @kinds
 def test_operations_are_in_place_in_a_scan(case):
-    replay = case.replay(CAPACITY)
-    state = replay.init(case.example())
+    buffer = case.replay(CAPACITY)
+    state = buffer.init(case.example())
     keys = jax.random.split(jax.random.key(0), 3)
-    for name, (function, _) in operations(case, replay, state).items():
+    for name, (function, _) in operations(case, buffer, state).items():
         _check(
             name,
             lambda state, keys, function=function: jax.lax.scan(function, state, keys),
@@ -114,11 +114,11 @@ def test_operations_are_in_place_in_a_scan(case):
 
 @kinds
 def test_operations_are_in_place_for_a_population(case):
-    replay = case.replay(CAPACITY // POPULATION)
-    states = jax.vmap(lambda _: replay.init(case.example()))(jnp.arange(POPULATION))
+    buffer = case.replay(CAPACITY // POPULATION)
+    states = jax.vmap(lambda _: buffer.init(case.example()))(jnp.arange(POPULATION))
     one = jax.tree.map(lambda leaf: leaf[0], states)
     keys = jax.random.split(jax.random.key(0), POPULATION)
-    for name, (function, changes) in operations(case, replay, one).items():
+    for name, (function, changes) in operations(case, buffer, one).items():
         if changes:  # in a scan too: a cond under vmap would be a select over the buffers
             run = lambda states, keys, function=function: jax.lax.scan(
                 lambda s, _: (jax.vmap(function)(s, keys)[0], None), states, None, 3
@@ -135,9 +135,9 @@ def test_operations_are_in_place_for_a_population(case):
 
 @kinds
 def test_clear_never_touches_the_stored_steps(case):
-    replay = case.replay(CAPACITY)
-    state = replay.init(case.example())
-    text = jax.jit(replay.clear, donate_argnums=0).lower(state).compile().as_text()
+    buffer = case.replay(CAPACITY)
+    state = buffer.init(case.example())
+    text = jax.jit(buffer.clear, donate_argnums=0).lower(state).compile().as_text()
     largest = max(leaf.size for leaf in jax.tree.leaves(state.streams.steps))
     assert largest >= 2 * CAPACITY
     assert not large_temporaries(text, largest)
@@ -146,12 +146,12 @@ def test_clear_never_touches_the_stored_steps(case):
 def test_the_judge_sees_a_copy():
     """A sample before an add, and a cond around one, are the traps that the judge is for."""
     case = CATALOG[2]
-    replay = case.replay(CAPACITY)
-    state = replay.init(case.example())
+    buffer = case.replay(CAPACITY)
+    state = buffer.init(case.example())
 
     def wrong_order(state, key):
-        batch = replay.sample(state, key)
-        return replay.add(state, case.step()), batch
+        batch = buffer.sample(state, key)
+        return buffer.add(state, case.step()), batch
 
     with pytest.raises(AssertionError, match="as large as the storage"):
         check_in_place(wrong_order, (state, jax.random.key(0)), num_elements=SMALL, donated=0)

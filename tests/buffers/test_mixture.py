@@ -14,12 +14,12 @@ ONLINE = jr.prioritized(
 REPLAY = jr.mix(offline=(OFFLINE, 200), online=(ONLINE, 300))
 
 
-def filled(replay, value, steps=6):
-    axes = (steps, replay.num_envs)
-    obs = value + jnp.arange(steps * replay.num_envs, dtype=jnp.float32).reshape(axes)
+def filled(buffer, value, steps=6):
+    axes = (steps, buffer.num_envs)
+    obs = value + jnp.arange(steps * buffer.num_envs, dtype=jnp.float32).reshape(axes)
     flag = jnp.zeros(axes, bool)
     block = jr.Step(obs=obs, action=obs, reward=obs, terminated=flag, truncated=flag)
-    return jax.jit(replay.extend)(replay.init(jax.tree.map(lambda x: x[0, 0], block)), block)
+    return jax.jit(buffer.extend)(buffer.init(jax.tree.map(lambda x: x[0, 0], block)), block)
 
 
 def states():

@@ -281,8 +281,8 @@ def test_wrong_sizes_are_refused_with_the_nearest_that_fit():
         rollout.minibatches(jax.random.key(0), num_epochs=0, num_minibatches=1)
     with pytest.raises(
         ValueError,
-        match=r"minibatch:\n  obs: got \[2, 6\]\nleaves must begin with \[time, num_envs\], here \[6, "
-        r"2\]",
+        match=r"minibatch:\n  obs: got \[2, 6\]\nleaves must begin with \[time, num_envs\], "
+        r"here \[6, 2\]",
     ):
         rollout.minibatch({"obs": jnp.zeros((E, T))}, jnp.arange(2))
 

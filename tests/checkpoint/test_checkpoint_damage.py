@@ -35,16 +35,16 @@ def flipped(file, place=-1):
     file.write_bytes(content)
 
 
-def restored(replay, path, **options):
+def restored(buffer, path, **options):
     """What a fresh Checkpointer reads, checked against what was written; None, if it is refused."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        checkpointer = Checkpointer(path, replay)
+        checkpointer = Checkpointer(path, buffer)
         try:
             state = checkpointer.restore(EXAMPLE, **options)
         except CorruptCheckpointError:
             return None
-    assert numbers(replay, state) == expected(replay, checkpointer.step)
+    assert numbers(buffer, state) == expected(buffer, checkpointer.step)
     return checkpointer.step
 
 
@@ -55,13 +55,13 @@ def restored(replay, path, **options):
 def test_a_file_in_another_s_place_is_never_read_as_its_own(level, tmp_path):
     """Any two files swapped, of equal size where there are some; or one over another, as a copy
     that was restored in part leaves it."""
-    replay, path = items(), tmp_path / "run"
+    buffer, path = items(), tmp_path / "run"
     checkpointer, state = (
-        Checkpointer(path, replay, chunk_bytes=2000, compression_level=level, max_to_keep=3),
-        replay.init(EXAMPLE),
+        Checkpointer(path, buffer, chunk_bytes=2000, compression_level=level, max_to_keep=3),
+        buffer.init(EXAMPLE),
     )
     for end in range(4, 40, 4):
-        state = added(replay, state, end - 4, 4)
+        state = added(buffer, state, end - 4, 4)
         checkpointer.save(state, end)
     files, r, outcomes = files_of(path), random.Random(0), collections.Counter()
     alike = [
@@ -78,10 +78,10 @@ def test_a_file_in_another_s_place_is_never_read_as_its_own(level, tmp_path):
         if trial % 3:
             one.write_bytes(contents[1])
         other.write_bytes(contents[0])
-        outcomes[restored(replay, path)] += 1
+        outcomes[restored(buffer, path)] += 1
         one.write_bytes(contents[0])
         other.write_bytes(contents[1])
-    assert restored(replay, path) == 36
+    assert restored(buffer, path) == 36
     assert set(outcomes) <= {None, 28, 32, 36}
     assert outcomes[None] > 10  # of all generations
     assert outcomes[32] > 3
@@ -89,15 +89,15 @@ def test_a_file_in_another_s_place_is_never_read_as_its_own(level, tmp_path):
 
 def test_a_damaged_group_that_is_partly_overwritten_is_written_again(tmp_path):
     """A save compares what it still has of such a group with its files."""
-    replay = items(capacity=256)
+    buffer = items(capacity=256)
     checkpointer, state = (
-        Checkpointer(tmp_path, replay, chunk_bytes=8000),
-        added(replay, replay.init(EXAMPLE), 0, 64),
+        Checkpointer(tmp_path, buffer, chunk_bytes=8000),
+        added(buffer, buffer.init(EXAMPLE), 0, 64),
     )
     checkpointer.save(state, 64)
     oldest = checkpointer._base.groups[0]
     for name in ("c.0", "zarr.json"):
-        state = added(replay, state, 64, 1)
+        state = added(buffer, state, 64, 1)
         file = tmp_path / "rows" / oldest.folder / "steps.number" / name
         content = file.read_bytes()
         flipped(file)
@@ -108,7 +108,7 @@ def test_a_damaged_group_that_is_partly_overwritten_is_written_again(tmp_path):
         ):
             checkpointer.save(state, 65)
         assert oldest.folder not in {group.folder for group in checkpointer._base.groups}
-        assert numbers(replay, checkpointer.restore(EXAMPLE)) == expected(replay, 65)
+        assert numbers(buffer, checkpointer.restore(EXAMPLE)) == expected(buffer, 65)
         file.write_bytes(content)
         state = checkpointer.restore(EXAMPLE, 64)
 
@@ -116,12 +116,12 @@ def test_a_damaged_group_that_is_partly_overwritten_is_written_again(tmp_path):
 def test_an_older_copy_of_the_newest_files_is_told(tmp_path):
     """A backup's chunk, array, group, or manifest over what is there now, of the same name where
     there is one."""
-    replay, path, backup = items(), tmp_path / "run", tmp_path / "backup"
+    buffer, path, backup = items(), tmp_path / "run", tmp_path / "backup"
     for copy, start, count in ((backup, 500, 3), (path, 0, 4)):
-        with Checkpointer(copy, replay, chunk_bytes=2000) as checkpointer:
-            state = replay.init(EXAMPLE)
+        with Checkpointer(copy, buffer, chunk_bytes=2000) as checkpointer:
+            state = buffer.init(EXAMPLE)
             for end in (count, 2 * count):
-                state = added(replay, state, start + end - count, count)
+                state = added(buffer, state, start + end - count, count)
                 checkpointer.save(state, end)
     for kind, what in (
         ("rows", "steps.number/c.0"),
@@ -134,13 +134,13 @@ def test_an_older_copy_of_the_newest_files_is_told(tmp_path):
         kept = tmp_path / "kept"
         shutil.move(ours, kept)
         (shutil.copy if theirs.is_file() else shutil.copytree)(theirs, ours)
-        assert restored(replay, path) in (4, None), (kind, what)
+        assert restored(buffer, path) in (4, None), (kind, what)
         shutil.rmtree(ours) if ours.is_dir() else ours.unlink()
         shutil.move(kept, ours)
-    assert restored(replay, path) == 8
+    assert restored(buffer, path) == 8
     newest = sorted((path / "manifests").iterdir())[-1]
     newest.write_bytes(sorted((path / "manifests").iterdir())[0].read_bytes())
-    assert restored(replay, path) == 4
+    assert restored(buffer, path) == 4
 
 
 # Damage that generations share.
@@ -149,24 +149,24 @@ def test_an_older_copy_of_the_newest_files_is_told(tmp_path):
 @pytest.fixture
 def shared(tmp_path):
     """Three generations over the same groups, and one group that is theirs all."""
-    replay, path = items(capacity=256), tmp_path / "run"
+    buffer, path = items(capacity=256), tmp_path / "run"
     checkpointer, state = (
-        Checkpointer(path, replay, chunk_bytes=16_000, progress=False),
-        replay.init(EXAMPLE),
+        Checkpointer(path, buffer, chunk_bytes=16_000, progress=False),
+        buffer.init(EXAMPLE),
     )
     for end in (40, 44, 48):
-        state = added(replay, state, end - (40 if end == 40 else 4), 40 if end == 40 else 4)
+        state = added(buffer, state, end - (40 if end == 40 else 4), 40 if end == 40 else 4)
         checkpointer.save(state, end)
     folders = [
         {group.folder for group in manifest.groups}
         for manifest in checkpointer._generations.read()[0]
     ]
     group = sorted(set.intersection(*folders))[0]
-    return replay, path, checkpointer, state, path / "rows" / group / "steps.number" / "c.0"
+    return buffer, path, checkpointer, state, path / "rows" / group / "steps.number" / "c.0"
 
 
 def test_verify_names_what_is_broken_in_each_generation(shared, capsys):
-    replay, path, checkpointer, _, file = shared
+    buffer, path, checkpointer, _, file = shared
     assert [(found.step, found.problems) for found in checkpointer.verify()] == [
         (48, []),
         (44, []),
@@ -180,7 +180,7 @@ def test_verify_names_what_is_broken_in_each_generation(shared, capsys):
         own = str(broken.relative_to(path))
         for one in found:
             assert not one.problems or any(own in problem for problem in one.problems), (own, one)
-            assert one.step is None or restored(replay, path, step=one.step) == (
+            assert one.step is None or restored(buffer, path, step=one.step) == (
                 None if one.problems else one.step
             )
         assert any(one.problems for one in found), own
@@ -210,13 +210,13 @@ def test_verify_names_what_is_broken_in_each_generation(shared, capsys):
 def test_saves_find_damage_and_mend_it(shared):
     """One group a save, in turn: before all groups were looked at, the damage is found, said, and
     its rows are written again."""
-    replay, path, checkpointer, state, file = shared
+    buffer, path, checkpointer, state, file = shared
     flipped(file)
-    assert restored(replay, path) is None
+    assert restored(buffer, path) is None
     caught, end, num_saves, num_groups = [], 48, 0, len(checkpointer._base.groups)
     assert num_groups >= 5
     while not caught:
-        state = added(replay, state, end, 1)
+        state = added(buffer, state, end, 1)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             checkpointer.save(state, end := end + 1)
@@ -226,21 +226,21 @@ def test_saves_find_damage_and_mend_it(shared):
     assert "damaged since it was written; its rows, which are here, are written again" in str(
         caught[0].message
     )
-    assert restored(replay, path) == end
+    assert restored(buffer, path) == end
     newest = checkpointer.verify()[0]
     assert (newest.step, newest.problems) == (end, [])
-    state = added(replay, state, end, 1)
+    state = added(buffer, state, end, 1)
     checkpointer.save(state, end + 1)
-    assert restored(replay, path) == end + 1
+    assert restored(buffer, path) == end + 1
 
 
 def test_saves_read_a_large_group_once_as_much_was_written_and_at_each_fourth(tmp_path):
-    replay, read = items(capacity=4096), []
+    buffer, read = items(capacity=4096), []
     checkpointer, state = (
-        Checkpointer(tmp_path, replay, chunk_bytes=COPIES * 16_000, progress=False),
-        replay.init(EXAMPLE),
+        Checkpointer(tmp_path, buffer, chunk_bytes=COPIES * 16_000, progress=False),
+        buffer.init(EXAMPLE),
     )
-    state, end = added(replay, state, 0, 600), 600
+    state, end = added(buffer, state, 0, 600), 600
     checkpointer.save(state)
     looked, files = verifying.problem_of_group, checkpointer._base.groups
     with pytest.MonkeyPatch.context() as patch:
@@ -260,24 +260,24 @@ def test_saves_read_a_large_group_once_as_much_was_written_and_at_each_fourth(tm
             (100, 3),
             (1, 3),
         ):
-            state, end = added(replay, state, end, count), end + count
+            state, end = added(buffer, state, end, count), end + count
             checkpointer.save(state)
             assert len(read) == expected_reads, (count, read)
     # in turn, the oldest first, while they are there
     assert read == [group.folder for group in files if group.folder in read]
-    assert numbers(replay, Checkpointer(tmp_path, replay).restore(EXAMPLE)) == expected(replay, end)
+    assert numbers(buffer, Checkpointer(tmp_path, buffer).restore(EXAMPLE)) == expected(buffer, end)
 
 
 def test_damage_is_found_however_many_groups_are_new(tmp_path):
     """Also in a group that was looked at before, while each save adds another."""
-    replay = items(capacity=4096)
+    buffer = items(capacity=4096)
     checkpointer, state, end = (
-        Checkpointer(tmp_path, replay, chunk_bytes=16_000, progress=False),
-        replay.init(EXAMPLE),
+        Checkpointer(tmp_path, buffer, chunk_bytes=16_000, progress=False),
+        buffer.init(EXAMPLE),
         0,
     )
     for count in [40] + 30 * [8]:
-        state, end = added(replay, state, end, count), end + count
+        state, end = added(buffer, state, end, count), end + count
         checkpointer.save(state, end)
     flipped(
         tmp_path
@@ -287,7 +287,7 @@ def test_damage_is_found_however_many_groups_are_new(tmp_path):
         / "c.0"
     )
     for _ in range(2 * len(checkpointer._base.groups)):
-        state, end = added(replay, state, end, 8), end + 8
+        state, end = added(buffer, state, end, 8), end + 8
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             checkpointer.save(state, end)
@@ -295,39 +295,39 @@ def test_damage_is_found_however_many_groups_are_new(tmp_path):
             break
     assert caught
     assert "damaged since it was written" in str(caught[0].message)
-    assert restored(replay, tmp_path) == end
+    assert restored(buffer, tmp_path) == end
 
 
 def test_a_save_that_does_not_wait_mends_it_with_the_next(shared):
-    replay, path, checkpointer, state, file = shared
+    buffer, path, checkpointer, state, file = shared
     flipped(file)
     caught, end = [], 48
     for _ in range(30):
-        state = added(replay, state, end, 1)
+        state = added(buffer, state, end, 1)
         with warnings.catch_warnings(record=True) as more:
             warnings.simplefilter("always")
             checkpointer.save(state, end := end + 1, blocking=False)
             checkpointer.wait_until_finished(state)
         caught += more
     assert caught
-    assert restored(replay, path) == end
+    assert restored(buffer, path) == end
 
 
 def test_nothing_is_lost_where_nothing_is_broken(shared):
-    replay, path, _, _, _ = shared
-    checkpointer = Checkpointer(path, replay)
+    buffer, path, _, _, _ = shared
+    checkpointer = Checkpointer(path, buffer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         state = checkpointer.restore(EXAMPLE, allow_partial=True)
     assert checkpointer.missing_rows == []
-    assert numbers(replay, state) == expected(replay, 48)
+    assert numbers(buffer, state) == expected(buffer, 48)
 
 
 def test_only_what_is_lost_is_left_out(shared):
-    replay, path, before, _, file = shared
+    buffer, path, before, _, file = shared
     before.close()
     flipped(file)
-    checkpointer = Checkpointer(path, replay)
+    checkpointer = Checkpointer(path, buffer)
     with pytest.raises(CorruptCheckpointError, match=r"restore: nothing under .* can be restored"):
         checkpointer.restore(EXAMPLE)
     with pytest.warns(
@@ -343,37 +343,37 @@ def test_only_what_is_lost_is_left_out(shared):
         for number in range(one.first, one.last + 1)
     }
     left = [[1_000_000 * env + t for t in range(48) if (env, t) not in gone] for env in range(4)]
-    assert numbers(replay, state) == left
+    assert numbers(buffer, state) == left
     assert sum(map(len, left)) + len(gone) == 192
     # It goes on, is saved whole, and is restored as any other.
-    more = added(replay, state, 48, 3)
+    more = added(buffer, state, 48, 3)
     checkpointer.save(more, 51)
     assert checkpointer.verify()[0].problems == []
-    assert numbers(replay, Checkpointer(path, replay).restore(EXAMPLE)) == [
+    assert numbers(buffer, Checkpointer(path, buffer).restore(EXAMPLE)) == [
         [*own, *(1_000_000 * env + t for t in (48, 49, 50))] for env, own in enumerate(left)
     ]
 
 
 def test_when_the_rest_is_broken_an_older_generation_is_salvaged(shared):
-    replay, path, _, _, file = shared
+    buffer, path, _, _, file = shared
     flipped(file)
     flipped(next((path / "rest").glob("*3-*/streams.heads.position/c.0")))
-    checkpointer = Checkpointer(path, replay)
+    checkpointer = Checkpointer(path, buffer)
     with pytest.warns(UserWarning, match=r"step 48: rest/(.|\n)*rows, which are lost"):
         checkpointer.restore(EXAMPLE, allow_partial=True)
     assert checkpointer.step == 44
 
 
 def test_when_all_rows_are_lost_nothing_is_left_but_the_buffer(shared):
-    replay, path, _, _, _ = shared
+    buffer, path, _, _, _ = shared
     for file in (path / "rows").rglob("c.0*"):
         flipped(file)
-    checkpointer = Checkpointer(path, replay)
+    checkpointer = Checkpointer(path, buffer)
     with pytest.warns(UserWarning, match="192 of its 192 rows"):
         state = checkpointer.restore(EXAMPLE, allow_partial=True)
-    assert numbers(replay, state) == [[]] * 4
-    assert not bool(replay.can_sample(state))
-    assert numbers(replay, added(replay, state, 48, 2)) == [
+    assert numbers(buffer, state) == [[]] * 4
+    assert not bool(buffer.can_sample(state))
+    assert numbers(buffer, added(buffer, state, 48, 2)) == [
         [1_000_000 * env + t for t in (48, 49)] for env in range(4)
     ]
 
@@ -416,10 +416,10 @@ def names_in(case, item):
     return set(range(min(found), max(found) + 1)) if "hindsight" not in case.name else found
 
 
-def all_items(replay, state):
+def all_items(buffer, state):
     """Of each row that can be drawn, its place: the item that is read there, and its
     probability."""
-    batch = everything(replay)(state, 1)
+    batch = everything(buffer)(state, 1)
     items, probability = jax.device_get((batch.experience, batch.probability))
     one = lambda place: jax.tree.map(lambda leaf: leaf[place], items)
     return {
@@ -436,25 +436,25 @@ def test_what_is_salvaged_is_as_it_was_and_pairs_nothing_across_a_gap(case, seed
     """After groups were broken at random: what is drawn is made of rows that followed each other,
     and far from a gap it is as it was."""
     r = random.Random(f"{case.name} {seed}")
-    replay = case.replay(capacity=240)
-    extend = jax.jit(replay.extend)
+    buffer = case.replay(capacity=240)
+    extend = jax.jit(buffer.extend)
     checkpointer, state, start = (
-        Checkpointer(tmp_path, replay, chunk_bytes=2048, progress=False),
-        replay.init(case.example()),
+        Checkpointer(tmp_path, buffer, chunk_bytes=2048, progress=False),
+        buffer.init(case.example()),
         0,
     )
     for part in range(6):
         count = 10 if part == 0 else r.choice([10, 20])
         state = extend(
-            state, marked(case, count, 4, start, part + 10 * seed), *case.mask(replay, part, count)
+            state, marked(case, count, 4, start, part + 10 * seed), *case.mask(buffer, part, count)
         )
         start += count
-        if isinstance(replay.sampler, PrioritySampler):
+        if isinstance(buffer.sampler, PrioritySampler):
             batch, priority = (
-                jitted_draw(replay)(state, jax.random.key(part)),
-                np.abs(np.random.default_rng(part).normal(size=replay.batch_size)),
+                jitted_draw(buffer)(state, jax.random.key(part)),
+                np.abs(np.random.default_rng(part).normal(size=buffer.batch_size)),
             )
-            state = jitted(replay, "update_priorities")(
+            state = jitted(buffer, "update_priorities")(
                 state, batch.index, priority.astype(np.float32)
             )
         checkpointer.save(state, part)
@@ -466,22 +466,22 @@ def test_what_is_salvaged_is_as_it_was_and_pairs_nothing_across_a_gap(case, seed
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         got = checkpointer.restore(case.example(), allow_partial=True)
-    jax.eval_shape(replay.add, got, case.step(), *case.mask(replay, 0))
-    check_salvaged(case, replay, state, got, checkpointer.missing_rows)
+    jax.eval_shape(buffer.add, got, case.step(), *case.mask(buffer, 0))
+    check_salvaged(case, buffer, state, got, checkpointer.missing_rows)
     # It goes on, around the ring and over its gaps.
-    more = extend(got, marked(case, 25, 4, start, 99), *case.mask(replay, 7, 25))
-    lost = lost_names(case, replay, state, got)
-    for item, _ in all_items(replay, more).values():
+    more = extend(got, marked(case, 25, 4, start, 99), *case.mask(buffer, 7, 25))
+    lost = lost_names(case, buffer, state, got)
+    for item, _ in all_items(buffer, more).values():
         if "across" not in case.name:
             assert not names_in(case, item) & lost, names_in(case, item) & lost
     for key in range(3):
-        batch = jitted_draw(replay)(more, jax.random.key(key))
+        batch = jitted_draw(buffer)(more, jax.random.key(key))
         assert bool(np.asarray(batch.is_valid).all()) or isinstance(
-            replay.sampler, ConsumingSampler
+            buffer.sampler, ConsumingSampler
         )
     # And is saved, also in a buffer of another capacity.
-    checkpoint.save(tmp_path / "again", replay, more)
-    assert bits(checkpoint.restore(tmp_path / "again", replay, case.example())) == bits(more)
+    checkpoint.save(tmp_path / "again", buffer, more)
+    assert bits(checkpoint.restore(tmp_path / "again", buffer, case.example())) == bits(more)
 
 
 def stored_names(case, state):
@@ -494,28 +494,28 @@ def stored_names(case, state):
     ).astype(int)
 
 
-def held_names(case, replay, state):
+def held_names(case, buffer, state):
     """Of each stream, what its rows hold, the oldest first."""
-    span = rows.span_of(rows.heads_of(state), replay.length)
-    by_env = stored_names(case, state).reshape(replay.num_envs, -1)
+    span = rows.span_of(rows.heads_of(state), buffer.length)
+    by_env = stored_names(case, state).reshape(buffer.num_envs, -1)
     return [
-        [int(by_env[e][n % replay.length]) for n in range(span.first[e], span.end[e])]
-        for e in range(replay.num_envs)
+        [int(by_env[e][n % buffer.length]) for n in range(span.first[e], span.end[e])]
+        for e in range(buffer.num_envs)
     ]
 
 
-def lost_names(case, replay, before, after):
+def lost_names(case, buffer, before, after):
     was, now = (
-        set(itertools.chain.from_iterable(held_names(case, replay, state)))
+        set(itertools.chain.from_iterable(held_names(case, buffer, state)))
         for state in (before, after)
     )
     return was - now
 
 
-def check_salvaged(case, replay, before, after, lost):
-    was, now = held_names(case, replay, before), held_names(case, replay, after)
-    spans = rows.span_of(rows.heads_of(before), replay.length)
-    for env in range(replay.num_envs):
+def check_salvaged(case, buffer, before, after, lost):
+    was, now = held_names(case, buffer, before), held_names(case, buffer, after)
+    spans = rows.span_of(rows.heads_of(before), buffer.length)
+    for env in range(buffer.num_envs):
         gone = {
             number for one in lost if one.env == env for number in range(one.first, one.last + 1)
         }
@@ -525,14 +525,14 @@ def check_salvaged(case, replay, before, after, lost):
             if number not in gone
         ]
         assert now[env] == kept
-    if replay.view.is_random:
+    if buffer.view.is_random:
         return
     read_before, read_after = ({}, {})
     for state, read in ((before, read_before), (after, read_after)):
         stored = stored_names(case, state).tolist()
-        for place, (item, probability) in all_items(replay, state).items():
+        for place, (item, probability) in all_items(buffer, state).items():
             read[stored[place]] = bits(item), names_in(case, item), probability
-    gone = lost_names(case, replay, before, after)
+    gone = lost_names(case, buffer, before, after)
     beside = {(one.env, number) for one in lost for number in range(one.first - 1, one.last + 2)}
     edges = {
         name
@@ -548,12 +548,12 @@ def check_salvaged(case, replay, before, after, lost):
     for name, (_, made_of, _) in read_before.items():
         if (
             not made_of & edges
-            and not isinstance(replay.sampler, ConsumingSampler)
+            and not isinstance(buffer.sampler, ConsumingSampler)
             and not case.name.startswith("sequences")
         ):
             assert name in read_after, name
     # Priorities are to each other as they were.
     both = [name for name in read_after if read_before[name][2] > 0 and read_after[name][2] > 0]
-    if isinstance(replay.sampler, PrioritySampler) and both and "rank" not in case.name:
+    if isinstance(buffer.sampler, PrioritySampler) and both and "rank" not in case.name:
         ratio = np.array([read_after[name][2] / read_before[name][2] for name in both])
         np.testing.assert_allclose(ratio, ratio[0], rtol=1e-4)

@@ -27,9 +27,9 @@ from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, rows
 
 
 def test_what_cannot_be_read_now_is_not_deleted(tmp_path, monkeypatch):
-    replay = items()
-    checkpointer = Checkpointer(tmp_path, replay)
-    state = added(replay, replay.init(EXAMPLE), 0, 4)
+    buffer = items()
+    checkpointer = Checkpointer(tmp_path, buffer)
+    state = added(buffer, buffer.init(EXAMPLE), 0, 4)
     checkpointer.save(state, 4)
 
     def fails(name):
@@ -41,13 +41,13 @@ def test_what_cannot_be_read_now_is_not_deleted(tmp_path, monkeypatch):
             with pytest.raises(OSError, match="UNAVAILABLE"):
                 call()
     assert checkpointer.all_steps() == [4]
-    assert numbers(replay, checkpointer.restore(EXAMPLE)) == expected(replay, 4)
+    assert numbers(buffer, checkpointer.restore(EXAMPLE)) == expected(buffer, 4)
 
 
 def test_an_interrupt_leaves_no_thread(tmp_path, monkeypatch):
-    replay = items()
-    checkpointer = Checkpointer(tmp_path, replay, chunk_bytes=500)
-    state, number_of_threads = added(replay, replay.init(EXAMPLE), 0, 20), threading.active_count()
+    buffer = items()
+    checkpointer = Checkpointer(tmp_path, buffer, chunk_bytes=500)
+    state, number_of_threads = added(buffer, buffer.init(EXAMPLE), 0, 20), threading.active_count()
     checkpointer.save(state, 20)
 
     def interrupted(state, index):
@@ -57,7 +57,7 @@ def test_an_interrupt_leaves_no_thread(tmp_path, monkeypatch):
         patch.setattr(rows, "read", interrupted)
         with pytest.raises(KeyboardInterrupt):
             checkpointer.save(
-                added(replay, jax.tree.map(jnp.copy, state), 20, 1), 21, blocking=False
+                added(buffer, jax.tree.map(jnp.copy, state), 20, 1), 21, blocking=False
             )
 
     def fails(*arguments):
@@ -82,11 +82,11 @@ def test_an_interrupt_leaves_no_thread(tmp_path, monkeypatch):
 def test_what_is_damaged_is_never_taken_for_whole(tmp_path):
     """Bits flipped, files cut short, and files gone, anywhere: an error that names it, or the
     generation before."""
-    replay, source = items(), tmp_path / "source"
-    checkpointer = Checkpointer(source, replay, chunk_bytes=1000)
-    state = added(replay, replay.init(EXAMPLE), 0, 20)
+    buffer, source = items(), tmp_path / "source"
+    checkpointer = Checkpointer(source, buffer, chunk_bytes=1000)
+    state = added(buffer, buffer.init(EXAMPLE), 0, 20)
     checkpointer.save(state, 20)
-    checkpointer.save(added(replay, state, 20, 5), 25)
+    checkpointer.save(added(buffer, state, 20, 5), 25)
     files = sorted(file.relative_to(source) for file in source.rglob("*") if file.is_file())
     r, outcomes = random.Random(0), []
     one_of_each = {(file.parent.name, file.suffix): file for file in files}.values()
@@ -110,12 +110,12 @@ def test_what_is_damaged_is_never_taken_for_whole(tmp_path):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                restored = Checkpointer(broken, replay).restore(EXAMPLE)
+                restored = Checkpointer(broken, buffer).restore(EXAMPLE)
             except CorruptCheckpointError:
                 outcomes.append("refused")
                 continue
         end = int(restored.streams.head) + 16 * int(restored.streams.lap)
-        assert numbers(replay, restored) == expected(replay, end)
+        assert numbers(buffer, restored) == expected(buffer, end)
         outcomes.append(end)
         if end == 20:
             # nothing tells it from a save that was killed
@@ -133,7 +133,7 @@ def test_what_is_damaged_is_never_taken_for_whole(tmp_path):
 def test_a_run_that_is_killed_leaves_a_generation_that_is_whole(how, tmp_path):
     """Wherever it is killed, in a save or in the deletion of what is old; each run goes on from
     what the one before has left."""
-    r, replay, ends = random.Random(how), checkpointed_run.REPLAY, [0]
+    r, buffer, ends = random.Random(how), checkpointed_run.REPLAY, [0]
     for _ in range(100 if SOAK else 5):
         script = [sys.executable, checkpointed_run.__file__, tmp_path, how]
         with subprocess.Popen(script, stdout=subprocess.PIPE, text=True) as run:
@@ -142,9 +142,9 @@ def test_a_run_that_is_killed_leaves_a_generation_that_is_whole(how, tmp_path):
                 assert run.stdout.readline().startswith("saved")
             time.sleep(r.random() * 0.05)
             run.kill()
-        checkpointer = Checkpointer(tmp_path, replay)  # the lock died with the run
+        checkpointer = Checkpointer(tmp_path, buffer)  # the lock died with the run
         state, ends = checkpointer.restore(EXAMPLE), [*ends, checkpointer.all_steps()[-1]]
-        assert numbers(replay, state) == expected(replay, ends[-1])
+        assert numbers(buffer, state) == expected(buffer, ends[-1])
         assert ends[-1] >= ends[-2]
     assert ends[-1] > 5
     checkpointer.save(state, 10**9)  # what was left behind is gone
@@ -192,15 +192,15 @@ def test_a_full_disk_leaves_the_generation_before(tmp_path):
 
 
 def test_it_is_said_what_was_restored(tmp_path):
-    replay = items()
-    checkpointer, state = Checkpointer(tmp_path, replay), added(replay, replay.init(EXAMPLE), 0, 4)
+    buffer = items()
+    checkpointer, state = Checkpointer(tmp_path, buffer), added(buffer, buffer.init(EXAMPLE), 0, 4)
     for number in (1, 2):
         checkpointer.save(state, number, metadata={"number": number})
     newest = sorted((tmp_path / "rest").iterdir())[-1]
     description = newest / "streams.heads.position" / "zarr.json"
     description.unlink()
     description.symlink_to(description)  # cannot be read, and not because it is gone
-    other = Checkpointer(tmp_path, replay)
+    other = Checkpointer(tmp_path, buffer)
     with pytest.warns(
         UserWarning,
         match="restore: step 1 was read, since this is broken:\n  step 2: "
@@ -258,14 +258,14 @@ def test_the_end_of_a_program_waits_and_says_what_failed(how, said, tmp_path):
 
 
 def test_the_disk_has_every_file_before_the_manifest_is_there(tmp_path, monkeypatch):
-    replay, synced, real = items(), set(), os.fsync
+    buffer, synced, real = items(), set(), os.fsync
 
     def fsync(descriptor):
         synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    Checkpointer(tmp_path / "new" / "run", replay).save(added(replay, replay.init(EXAMPLE), 0, 4))
+    Checkpointer(tmp_path / "new" / "run", buffer).save(added(buffer, buffer.init(EXAMPLE), 0, 4))
     paths = {str(path) for path in [tmp_path, *tmp_path.rglob("*")]}
     manifest = next(path for path in paths if path.endswith(".json") and "manifests" in path)
     lock = str(tmp_path / "new" / "run" / "writer.lock")

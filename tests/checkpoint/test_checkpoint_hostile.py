@@ -196,13 +196,13 @@ def buffers():
     yield jr.rollout(length=4, num_envs=2, autoreset="next_step"), step
 
 
-def saved(path, replay, example, num_steps):
-    checkpointer = Checkpointer(path, replay, chunk_bytes=1024, max_to_keep=2, progress=False)
+def saved(path, buffer, example, num_steps):
+    checkpointer = Checkpointer(path, buffer, chunk_bytes=1024, max_to_keep=2, progress=False)
     state, steps = (
-        replay.init(example),
+        buffer.init(example),
         jax.tree.map(lambda leaf: np.ones((2, *leaf.shape), leaf.dtype), example),
     )
-    add = jax.jit(replay.add)
+    add = jax.jit(buffer.add)
     for t in range(num_steps):
         state = add(
             state,
@@ -279,16 +279,16 @@ def tried(call):
 
 
 @pytest.mark.parametrize(
-    ("replay", "example"), list(buffers()), ids=["items", "prioritized", "rollout"]
+    ("buffer", "example"), list(buffers()), ids=["items", "prioritized", "rollout"]
 )
-def test_made_up_metadata_gives_own_errors(replay, example, tmp_path, limited, asked, capsys):
+def test_made_up_metadata_gives_own_errors(buffer, example, tmp_path, limited, asked, capsys):
     path = tmp_path / "run"
-    state = saved(path, replay, example, 20)
+    state = saved(path, buffer, example, 20)
     manifests = sorted((path / "manifests").iterdir())
     described = sorted(path.rglob("zarr.json"))
     before = {file: file.read_bytes() for file in (*manifests, *described)}
     tree = json.loads(before[manifests[-1]].split(b"\n", 1)[1])
-    r, outcomes = random.Random(str(replay)), {"whole": 0, "refused": 0}
+    r, outcomes = random.Random(str(buffer)), {"whole": 0, "refused": 0}
     for trial in range(1700 if SOAK else 60):
         if trial % 4 == 3:  # the description of an array, whose seal in the manifests is right
             file = r.choice(described)
@@ -300,7 +300,7 @@ def test_made_up_metadata_gives_own_errors(replay, example, tmp_path, limited, a
                 manifest.write_bytes(sealed(re.sub(rf"\b{was}\b", str(now), body)))
         else:
             manifests[-1].write_bytes(sealed(as_text(changed(r, tree))))
-        found = tried(lambda: Checkpointer(path, replay, progress=False).restore(example))
+        found = tried(lambda: Checkpointer(path, buffer, progress=False).restore(example))
         if not isinstance(found, Exception):
             jax.block_until_ready(jax.tree.map(lambda leaf: leaf + 0, found))
             assert jax.tree.map(np.shape, found) == jax.tree.map(np.shape, state)
@@ -311,7 +311,7 @@ def test_made_up_metadata_gives_own_errors(replay, example, tmp_path, limited, a
                 assert not _CONTROL.search(text.replace("\t", " "))
         tried(lambda: checkpoint.verify(path, progress=False))
         tried(
-            lambda: Checkpointer(path, replay, progress=False).restore(example, allow_partial=True)
+            lambda: Checkpointer(path, buffer, progress=False).restore(example, allow_partial=True)
         ) if trial % 5 == 0 else None
         if trial % 20 == 0:
             for arguments in (["inspect", str(path)], ["inspect", "--verify", str(path)]):
@@ -326,13 +326,13 @@ def test_made_up_metadata_gives_own_errors(replay, example, tmp_path, limited, a
     outside = [str(one) for one in asked if not one.is_relative_to(path.resolve())]
     assert not outside
     assert np.array_equal(
-        jax.tree.leaves(Checkpointer(path, replay).restore(example))[0], jax.tree.leaves(state)[0]
+        jax.tree.leaves(Checkpointer(path, buffer).restore(example))[0], jax.tree.leaves(state)[0]
     )
 
 
 def test_a_newest_manifest_that_cannot_be_read_blocks_neither_restores_nor_saves(tmp_path):
-    replay, example = next(buffers())
-    state = saved(tmp_path, replay, example, 20)
+    buffer, example = next(buffers())
+    state = saved(tmp_path, buffer, example, 20)
     newest = sorted((tmp_path / "manifests").iterdir())[-1]
     for content in (
         b"",
@@ -345,7 +345,7 @@ def test_a_newest_manifest_that_cannot_be_read_blocks_neither_restores_nor_saves
         b"{}",
     ):
         newest.write_bytes(content)
-        checkpointer = Checkpointer(tmp_path, replay)
+        checkpointer = Checkpointer(tmp_path, buffer)
         with pytest.warns(
             UserWarning,
             match=rf"restore: step 16 was read, since this is broken:\n  manifests/{newest.name}",
@@ -353,29 +353,29 @@ def test_a_newest_manifest_that_cannot_be_read_blocks_neither_restores_nor_saves
             checkpointer.restore(example)
     with checkpointer:
         checkpointer.save(state, 21)
-    assert Checkpointer(tmp_path, replay).all_steps() == [16, 21]
+    assert Checkpointer(tmp_path, buffer).all_steps() == [16, 21]
 
 
 def test_a_newer_library_s_generation_is_neither_skipped_nor_deleted(tmp_path):
-    replay, example = next(buffers())
-    state = saved(tmp_path, replay, example, 20)
+    buffer, example = next(buffers())
+    state = saved(tmp_path, buffer, example, 20)
     newest = sorted((tmp_path / "manifests").iterdir())[-1]
     newest.write_bytes(sealed('{"format": 99, "library": "9.0\x1b"}'.replace("\x1b", "\\u001b")))
     said = r"written in format 99, by jaxreplay 9.0\\x1b; this version reads format 6"
     with pytest.raises(ValueError, match=said):
-        checkpoint.restore(tmp_path, replay, example)
+        checkpoint.restore(tmp_path, buffer, example)
     with pytest.raises(ValueError, match=said):
-        checkpoint.save(tmp_path, replay, state)
+        checkpoint.save(tmp_path, buffer, state)
     assert newest.exists()
 
 
 def test_no_folder_outside_is_followed(tmp_path, asked):
     """Not by a manifest, whose name for a group leads elsewhere, though what lies there is a whole
     group."""
-    replay, example = next(buffers())
+    buffer, example = next(buffers())
     path = tmp_path / "a" / "run"
-    saved(path, replay, example, 20)
-    saved(tmp_path / "b", replay, example, 20)
+    saved(path, buffer, example, 20)
+    saved(tmp_path / "b", buffer, example, 20)
     asked.clear()
     for manifest in (path / "manifests").iterdir():
         tree = json.loads(manifest.read_bytes().split(b"\n", 1)[1])
@@ -385,29 +385,29 @@ def test_no_folder_outside_is_followed(tmp_path, asked):
             with pytest.raises(
                 CorruptCheckpointError, match=r"groups: saves\[0\]: folder: expected a name such as"
             ):
-                Checkpointer(path, replay).restore(example, int(tree["step"]))
+                Checkpointer(path, buffer).restore(example, int(tree["step"]))
     assert not [one for one in asked if not one.is_relative_to(path)]
 
 
 def test_a_size_is_compared_with_the_file_before_memory_is_taken(tmp_path, limited):
     """An array that says it has terabytes, in its description and in the manifest."""
-    replay, example = next(buffers())
-    state = saved(tmp_path, replay, example, 20)
+    buffer, example = next(buffers())
+    state = saved(tmp_path, buffer, example, 20)
     del state
     for manifest in (tmp_path / "manifests").iterdir():
         tree = json.loads(manifest.read_bytes().split(b"\n", 1)[1])
         tree["length"] = 2**40
         manifest.write_bytes(sealed(json.dumps(tree)))
     with pytest.raises(ValueError, match="length"):
-        Checkpointer(tmp_path, replay).restore(example)
+        Checkpointer(tmp_path, buffer).restore(example)
     with pytest.raises(ValueError, match="length"):
         checkpoint.inspect(tmp_path)
 
 
 @pytest.mark.parametrize("where", ["leaves", "seals"])
 def test_a_name_that_no_file_can_have_is_refused(where, tmp_path):
-    replay, example = next(buffers())
-    saved(tmp_path, replay, example, 20)
+    buffer, example = next(buffers())
+    saved(tmp_path, buffer, example, 20)
     for manifest in (tmp_path / "manifests").iterdir():
         tree = json.loads(manifest.read_bytes().split(b"\n", 1)[1])
         if where == "leaves":
@@ -416,7 +416,7 @@ def test_a_name_that_no_file_can_have_is_refused(where, tmp_path):
             tree["seals"]["\ud800"] = tree["seals"].pop(next(iter(tree["seals"])))
         manifest.write_bytes(sealed(json.dumps(tree)))
     for call in (
-        lambda: Checkpointer(tmp_path, replay).restore(example),
+        lambda: Checkpointer(tmp_path, buffer).restore(example),
         lambda: checkpoint.inspect(tmp_path),
     ):
         with pytest.raises(CorruptCheckpointError, match=rf"{where}.*: expected a name, got"):
@@ -430,12 +430,12 @@ def test_a_name_that_no_file_can_have_is_refused(where, tmp_path):
 
 def test_rows_of_leaves_without_elements_are_saved(tmp_path):
     """No file has anything of them."""
-    replay, example = (
+    buffer, example = (
         jr.items(capacity=8, num_envs=2, batch_size=2),
         {"x": np.zeros((0, 3), np.float32)},
     )
-    state = replay.add(replay.init(example), {"x": np.zeros((2, 0, 3), np.float32)})
-    checkpoint.save(tmp_path, replay, state)
-    assert int(replay.size(checkpoint.restore(tmp_path, replay, example))) == 2
+    state = buffer.add(buffer.init(example), {"x": np.zeros((2, 0, 3), np.float32)})
+    checkpoint.save(tmp_path, buffer, state)
+    assert int(buffer.size(checkpoint.restore(tmp_path, buffer, example))) == 2
     assert checkpoint.inspect(tmp_path).to_json()
     assert [found.problems for found in checkpoint.verify(tmp_path)] == [[]]

@@ -15,12 +15,12 @@ from jaxreplay.checkpoint import Checkpointer
 from jaxreplay.storage import provisional
 
 
-def run(replay, add, state, seed, num_steps, num_values):
+def run(buffer, add, state, seed, num_steps, num_values):
     """Steps of few distinct values, so that two ways have most rows in common."""
     r = np.random.default_rng(seed)
     for _ in range(num_steps):
-        values = r.integers(0, num_values, replay.num_envs).astype(np.float32)
-        flags = np.zeros(replay.num_envs, bool)
+        values = r.integers(0, num_values, buffer.num_envs).astype(np.float32)
+        flags = np.zeros(buffer.num_envs, bool)
         step = {
             "obs": values,
             "action": values,
@@ -28,8 +28,8 @@ def run(replay, add, state, seed, num_steps, num_values):
             "terminated": flags,
             "truncated": values == num_values - 1,
         }
-        step |= {"final_obs": values} if replay.autoreset and state.layout.has_final_obs else {}
-        state = add(state, step if replay.autoreset else values)
+        step |= {"final_obs": values} if buffer.autoreset and state.layout.has_final_obs else {}
+        state = add(state, step if buffer.autoreset else values)
     return state
 
 
@@ -44,11 +44,11 @@ def test_a_rewind_saves_the_second_way(kind, num_envs, tmp_path):
     in each of many rounds."""
     sizes = {"capacity": 32 * num_envs, "num_envs": num_envs, "batch_size": 4}
     if kind == "items":
-        replay = jr.items(**sizes)
+        buffer = jr.items(**sizes)
     else:
         make = jr.prioritized if kind == "prioritized" else jr.uniform
-        replay = make(**sizes, autoreset="same_step", n_step=2, allow_mask=kind == "masked")
-    add, r = jr.jit(replay).add, np.random.default_rng(0)
+        buffer = make(**sizes, autoreset="same_step", n_step=2, allow_mask=kind == "masked")
+    add, r = jr.jit(buffer).add, np.random.default_rng(0)
     zero = np.zeros((), np.float32)
     example = (
         {
@@ -58,23 +58,23 @@ def test_a_rewind_saves_the_second_way(kind, num_envs, tmp_path):
             "terminated": np.False_,
             "truncated": np.False_,
         }
-        if replay.autoreset
+        if buffer.autoreset
         else zero
     )
     example = example | {"final_obs": zero} if kind == "final_obs" else example
-    checkpointer = Checkpointer(tmp_path, replay, max_to_keep=2, progress=False)
+    checkpointer = Checkpointer(tmp_path, buffer, max_to_keep=2, progress=False)
     for number in range(200 if SOAK else 10):
         num_before, num_after, num_values = (
             int(r.integers(0, 50)),
             int(r.integers(1, 12)),
             int(r.integers(2, 4)),
         )
-        start = run(replay, add, replay.init(example), 3 * number, num_before, num_values)
+        start = run(buffer, add, buffer.init(example), 3 * number, num_before, num_values)
         checkpointer.save(start, 3 * number)
-        one = run(replay, add, jax.tree.map(jnp.copy, start), 3 * number + 1, num_after, num_values)
+        one = run(buffer, add, jax.tree.map(jnp.copy, start), 3 * number + 1, num_after, num_values)
         checkpointer.save(one, 3 * number + 1)
         other = run(
-            replay, add, start, 3 * number + 2, int(r.integers(1, num_after + 1)), num_values
+            buffer, add, start, 3 * number + 2, int(r.integers(1, num_after + 1)), num_values
         )
         checkpointer.save(other, 3 * number + 2)
         for got, wanted in zip(rows_of(checkpointer.restore(example)), rows_of(other), strict=True):
@@ -84,11 +84,11 @@ def test_a_rewind_saves_the_second_way(kind, num_envs, tmp_path):
 def test_a_run_that_goes_on_shares_what_it_has_saved(tmp_path):
     """The fingerprint tells ways apart, and does not take one way for two: saves of one run stay
     small."""
-    replay = jr.items(capacity=64, batch_size=4)
-    add, state = jr.jit(replay).add, replay.init(np.zeros((), np.float32))
-    checkpointer = Checkpointer(tmp_path, replay, chunk_bytes=2000, progress=False)
+    buffer = jr.items(capacity=64, batch_size=4)
+    add, state = jr.jit(buffer).add, buffer.init(np.zeros((), np.float32))
+    checkpointer = Checkpointer(tmp_path, buffer, chunk_bytes=2000, progress=False)
     for number in range(20):
-        state = run(replay, add, state, number, 7, 2)
+        state = run(buffer, add, state, number, 7, 2)
         checkpointer.save(state, number)
         if number > 5:
             assert len({group.folder[:19] for group in checkpointer._base.groups}) > 1
@@ -99,11 +99,11 @@ def test_a_run_that_goes_on_shares_what_it_has_saved(tmp_path):
 
 def test_a_newer_group_that_happens_to_be_the_same_is_not_kept_alone(tmp_path):
     """The last rows of two ways are equal, those before them are not."""
-    replay, example = jr.items(capacity=64, num_envs=2, batch_size=4), np.zeros((), np.float32)
-    checkpointer = Checkpointer(tmp_path, replay, chunk_bytes=2000, progress=False)
+    buffer, example = jr.items(capacity=64, num_envs=2, batch_size=4), np.zeros((), np.float32)
+    checkpointer = Checkpointer(tmp_path, buffer, chunk_bytes=2000, progress=False)
     for way in range(3):
         values = jnp.asarray([way] * 20 + [7] * 6, jnp.float32)
-        state = replay.extend(replay.init(example), jnp.stack([values, values], axis=1))
+        state = buffer.extend(buffer.init(example), jnp.stack([values, values], axis=1))
         checkpointer.save(state, way)
         assert len(checkpointer._base.groups) > 3
         np.testing.assert_array_equal(rows_of(checkpointer.restore(example))[0], rows_of(state)[0])
@@ -113,7 +113,7 @@ def test_a_newer_group_that_happens_to_be_the_same_is_not_kept_alone(tmp_path):
 def test_rows_that_are_taken_back_are_saved_as_they_became(num_envs, tmp_path):
     """Episodes that end for now and go on, with a save after each step: the newest final row of one
     save is another row in the next."""
-    replay = jr.uniform(
+    buffer = jr.uniform(
         capacity=16 * num_envs, num_envs=num_envs, batch_size=4, autoreset="same_step"
     )
     r, add, flag = (
@@ -124,15 +124,15 @@ def test_rows_that_are_taken_back_are_saved_as_they_became(num_envs, tmp_path):
     zero = np.zeros((), np.float32)
     example = jr.Step(zero, zero, zero, np.False_, np.False_, final_obs=zero)
     checkpointer, state = (
-        Checkpointer(tmp_path, replay, chunk_bytes=2000, max_to_keep=2, progress=False),
-        replay.init(example),
+        Checkpointer(tmp_path, buffer, chunk_bytes=2000, max_to_keep=2, progress=False),
+        buffer.init(example),
     )
     may_go_on = was_first = flag
     for number in range(30):
         goes_on, done = may_go_on & (r.random(num_envs) < 0.8), r.random(num_envs) < 0.2
         obs, final = (r.integers(0, 3, num_envs).astype(np.float32) for _ in range(2))
         state = add(
-            replay, state, jr.Step(obs, obs, obs, done, ~done, final_obs=final), goes_on, was_first
+            buffer, state, jr.Step(obs, obs, obs, done, ~done, final_obs=final), goes_on, was_first
         )
         may_go_on, was_first = ~done, ~goes_on
         checkpointer.save(state, number)
@@ -143,15 +143,15 @@ def test_rows_that_are_taken_back_are_saved_as_they_became(num_envs, tmp_path):
 def test_what_both_ways_have_is_written_once(tmp_path):
     """A run goes back before its last save, by its checkpoint or by a copy, and saves: what is
     older than the fork stays."""
-    replay, example = jr.items(capacity=512, batch_size=4), np.zeros((), np.float32)
-    add, state = jr.jit(replay).add, replay.init(example)
-    checkpointer = Checkpointer(tmp_path, replay, chunk_bytes=2000, progress=False)
-    state = run(replay, add, state, 0, 600, 3)
+    buffer, example = jr.items(capacity=512, batch_size=4), np.zeros((), np.float32)
+    add, state = jr.jit(buffer).add, buffer.init(example)
+    checkpointer = Checkpointer(tmp_path, buffer, chunk_bytes=2000, progress=False)
+    state = run(buffer, add, state, 0, 600, 3)
     checkpointer.save(state, 0)
     copy = jax.tree.map(jnp.copy, state)
-    checkpointer.save(run(replay, add, state, 1, 100, 3), 1)
+    checkpointer.save(run(buffer, add, state, 1, 100, 3), 1)
     for number, start in ((2, copy), (3, checkpointer.restore(example, 0))):
-        other = run(replay, add, start, number, 20, 3)
+        other = run(buffer, add, start, number, 20, 3)
         checkpointer.save(other, number)
         shared = [
             group

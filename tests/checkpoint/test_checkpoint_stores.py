@@ -32,9 +32,9 @@ from jaxreplay.checkpoint.store import store_at
 
 
 def test_one_folder_has_many_names(tmp_path, monkeypatch):
-    replay, path = items(), tmp_path / "a run"
-    state = added(replay, replay.init(EXAMPLE), 0, 4)
-    checkpoint.save(path, replay, state, step=1)
+    buffer, path = items(), tmp_path / "a run"
+    state = added(buffer, buffer.init(EXAMPLE), 0, 4)
+    checkpoint.save(path, buffer, state, step=1)
     quoted = str(path).replace(" ", "%20")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -49,7 +49,7 @@ def test_one_folder_has_many_names(tmp_path, monkeypatch):
         "~/a run",
     ]
     for name in [*names, pathlib.Path("a run"), f"file://LOCALHOST{quoted}/"]:
-        assert Checkpointer(name, replay).all_steps() == [1], name
+        assert Checkpointer(name, buffer).all_steps() == [1], name
     assert [entry.name for entry in tmp_path.iterdir()] == ["a run"]
 
 
@@ -92,16 +92,16 @@ def test_no_url_becomes_a_folder(tmp_path, monkeypatch):
 
 
 def test_a_specification_says_what_a_url_cannot(tmp_path):
-    replay = items()
-    state = added(replay, replay.init(EXAMPLE), 0, 4)
+    buffer = items()
+    state = added(buffer, buffer.init(EXAMPLE), 0, 4)
     spec = {"driver": "file", "path": str(tmp_path / "by spec")}
     for place in (spec, tensorstore.KvStore.open({"driver": "memory", "path": "open/"}).result()):
-        with Checkpointer(place, replay) as checkpointer:
+        with Checkpointer(place, buffer) as checkpointer:
             checkpointer.save(state, 1)
-        assert numbers(replay, Checkpointer(place, replay).restore(EXAMPLE)) == expected(replay, 4)
-    assert Checkpointer(tmp_path / "by spec", replay).all_steps() == [1]  # the same files
+        assert numbers(buffer, Checkpointer(place, buffer).restore(EXAMPLE)) == expected(buffer, 4)
+    assert Checkpointer(tmp_path / "by spec", buffer).all_steps() == [1]  # the same files
     with pytest.raises((ValueError, OSError), match="nonsense"):
-        Checkpointer({"driver": "nonsense"}, replay)
+        Checkpointer({"driver": "nonsense"}, buffer)
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), "3", None, True])
@@ -140,9 +140,9 @@ def free_port():
 
 
 def check_says_so_in_time(place, seconds, said):
-    replay = items()
-    state = replay.init(EXAMPLE)
-    checkpointer = Checkpointer(place, replay, timeout=seconds)
+    buffer = items()
+    state = buffer.init(EXAMPLE)
+    checkpointer = Checkpointer(place, buffer, timeout=seconds)
     calls = (
         lambda: checkpointer.restore(EXAMPLE),
         lambda: checkpointer.save(state, 1),
@@ -225,9 +225,9 @@ def test_the_command_line_says_it_in_a_line(capsys, credentials):
 
 
 def test_after_a_broken_file_nothing_is_kept_that_was_asked_for(tmp_path):
-    replay = items(capacity=256)
-    checkpointer = Checkpointer("memory://asked", replay, chunk_bytes=2000)
-    checkpointer.save(added(replay, replay.init(EXAMPLE), 0, 60), 60)
+    buffer = items(capacity=256)
+    checkpointer = Checkpointer("memory://asked", buffer, chunk_bytes=2000)
+    checkpointer.save(added(buffer, buffer.init(EXAMPLE), 0, 60), 60)
     store = checkpointer._store
     for name in ("steps.bytes/c.0.0", "number/c.0", "steps.number/zarr.json"):
         broken = next(
@@ -245,7 +245,7 @@ def test_after_a_broken_file_nothing_is_kept_that_was_asked_for(tmp_path):
         assert checkpointer.verify()[0].problems
         assert not store._expected
         store._files.write(broken, whole).result()
-    assert numbers(replay, checkpointer.restore(EXAMPLE)) == expected(replay, 60)
+    assert numbers(buffer, checkpointer.restore(EXAMPLE)) == expected(buffer, 60)
 
 
 # A server that speaks as S3 does, on this machine; and one between that cuts, refuses and delays.
@@ -344,40 +344,40 @@ def between(server):
 
 
 def test_a_run_is_saved_to_a_server_and_restored(server):
-    replay, place = items(capacity=256), spec_at(server, "plain")
-    state = replay.init(EXAMPLE)
-    with Checkpointer(place, replay, chunk_bytes=4000, max_to_keep=2) as checkpointer:
+    buffer, place = items(capacity=256), spec_at(server, "plain")
+    state = buffer.init(EXAMPLE)
+    with Checkpointer(place, buffer, chunk_bytes=4000, max_to_keep=2) as checkpointer:
         for end in range(10, 101, 10):
-            state = added(replay, state, end - 10, 10)
+            state = added(buffer, state, end - 10, 10)
             checkpointer.save(state, end, blocking=end % 20 == 0)
             with pytest.raises(PathInUseError, match="is being written to by this process"):
-                checkpoint.save(place, replay, state)
+                checkpoint.save(place, buffer, state)
             checkpointer.wait_until_finished(state)
-            assert numbers(replay, checkpoint.restore(place, replay, EXAMPLE)) == expected(
-                replay, end
+            assert numbers(buffer, checkpoint.restore(place, buffer, EXAMPLE)) == expected(
+                buffer, end
             )
         assert checkpointer.all_steps() == [90, 100]
     assert [found.problems for found in checkpoint.verify(place)] == [[], []]
     assert "step 100" in str(checkpoint.inspect(place))
-    checkpoint.save(place, replay, state, step=101)
-    assert Checkpointer(place, replay).all_steps() == [101]
+    checkpoint.save(place, buffer, state, step=101)
+    assert Checkpointer(place, buffer).all_steps() == [101]
 
 
 def test_over_a_bad_line_what_is_saved_is_whole(between):
     """A save ends well, or with an error and what was there still is; a restore gives a state that
     was saved, or an error."""
     port, line = between
-    replay, place, r = items(capacity=256), {**spec_at(port, "bad line")}, random.Random(0)
+    buffer, place, r = items(capacity=256), {**spec_at(port, "bad line")}, random.Random(0)
     state, end, outcomes, good = (
-        replay.init(EXAMPLE),
+        buffer.init(EXAMPLE),
         0,
         {"saved": 0, "not saved": 0, "restored": 0, "not restored": 0},
         set(),
     )
-    checkpointer = Checkpointer(place, replay, chunk_bytes=4000, max_to_keep=2, timeout=20)
+    checkpointer = Checkpointer(place, buffer, chunk_bytes=4000, max_to_keep=2, timeout=20)
     for number in range(30):
         line.share = r.choice([0.01, 0.03, 0.1, 0.6])
-        state, end = added(replay, state, end, 5), end + 5
+        state, end = added(buffer, state, end, 5), end + 5
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what cannot be deleted now
             try:
@@ -391,18 +391,18 @@ def test_over_a_bad_line_what_is_saved_is_whole(between):
         if number % 3 == 0:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                reader = Checkpointer(place, replay, timeout=20)
+                reader = Checkpointer(place, buffer, timeout=20)
                 try:
-                    found = numbers(replay, reader.restore(EXAMPLE))
+                    found = numbers(buffer, reader.restore(EXAMPLE))
                 except (OSError, CorruptCheckpointError):
                     outcomes["not restored"] += 1
                 else:
                     assert reader.step in good
-                    assert found == expected(replay, reader.step)
+                    assert found == expected(buffer, reader.step)
                     outcomes["restored"] += 1
     line.share = 0.0
     checkpointer.save(state, end)
-    assert numbers(replay, Checkpointer(place, replay).restore(EXAMPLE)) == expected(replay, end)
+    assert numbers(buffer, Checkpointer(place, buffer).restore(EXAMPLE)) == expected(buffer, end)
     assert all(not found.problems for found in checkpointer.verify())
     assert (
         min(
@@ -415,14 +415,14 @@ def test_over_a_bad_line_what_is_saved_is_whole(between):
 
 def test_two_writers_to_a_server_never_mix(between):
     port, line = between
-    replay, place, refused, wrong = items(), spec_at(port, "two"), [], []
+    buffer, place, refused, wrong = items(), spec_at(port, "two"), [], []
     line.share = 0.02
-    states = {start: added(replay, replay.init(EXAMPLE), start, 20) for start in (0, 500)}
+    states = {start: added(buffer, buffer.init(EXAMPLE), start, 20) for start in (0, 500)}
 
     def run(start, barrier):
         barrier.wait()
         try:
-            with Checkpointer(place, replay, max_to_keep=2, timeout=20) as checkpointer:
+            with Checkpointer(place, buffer, max_to_keep=2, timeout=20) as checkpointer:
                 checkpointer.save(states[start])
         except PathInUseError:
             refused.append(start)
@@ -438,8 +438,8 @@ def test_two_writers_to_a_server_never_mix(between):
         [thread.join() for thread in threads]
         with contextlib.suppress(FileNotFoundError):  # both were refused
             line.share = 0.0
-            found = numbers(replay, Checkpointer(place, replay).restore(EXAMPLE))
-            assert found in [numbers(replay, state) for state in states.values()]
+            found = numbers(buffer, Checkpointer(place, buffer).restore(EXAMPLE))
+            assert found in [numbers(buffer, state) for state in states.values()]
             line.share = 0.02
     assert not wrong
     assert refused

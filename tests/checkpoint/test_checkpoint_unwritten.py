@@ -61,9 +61,9 @@ def test_the_memory_is_xlas_and_is_taken_over_in_place():
 @pytest.mark.parametrize("count", [0, 1, 11, 16, 21])
 def test_what_is_not_filled_is_zero(is_there, count, tmp_path, monkeypatch):
     """Of streams that are empty, begun, full, and that went round after a clear."""
-    replay = items(capacity=64)
-    state = added(replay, replay.init(EXAMPLE), 0, count)
-    cleared = added(replay, replay.clear(jax.tree.map(jnp.copy, state)), count, 5)
+    buffer = items(capacity=64)
+    state = added(buffer, buffer.init(EXAMPLE), 0, count)
+    cleared = added(buffer, buffer.clear(jax.tree.map(jnp.copy, state)), count, 5)
     monkeypatch.setattr(unwritten, "_LARGE", 1)
     if not is_there:
         monkeypatch.setattr(unwritten, "_is_there", lambda: False)
@@ -78,8 +78,8 @@ def test_what_is_not_filled_is_zero(is_there, count, tmp_path, monkeypatch):
     monkeypatch.setattr(unwritten, "_allocated", garbage)
     assert bool(is_there) == bool((np.asarray(unwritten.like(jnp.zeros(9))) == 77).all())
     for number, one in enumerate((state, cleared)):
-        checkpoint.save(tmp_path / str(number), replay, one)
-        got = checkpoint.restore(tmp_path / str(number), replay, EXAMPLE)
+        checkpoint.save(tmp_path / str(number), buffer, one)
+        got = checkpoint.restore(tmp_path / str(number), buffer, EXAMPLE)
         assert bits(rows.split(got)[1]) == bits(rows.split(one)[1])
         written = np.asarray(one.streams.is_written(jnp.arange(64)))
         for leaf, other in zip(

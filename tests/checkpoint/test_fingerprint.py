@@ -20,40 +20,40 @@ from jaxreplay.storage import arrays
 cases = pytest.mark.parametrize("case", CATALOG, ids=lambda case: case.name)
 
 
-def held(replay, state):
+def held(buffer, state):
     """All rows that a state has."""
-    span = span_of(heads_of(state), replay.length)
+    span = span_of(heads_of(state), buffer.length)
     rows = [
         (env, number)
-        for env in range(replay.num_envs)
+        for env in range(buffer.num_envs)
         for number in range(span.first[env], span.end[env])
     ]
     return Picked(*np.array(rows).T)
 
 
-def of_state(replay, state):
-    return int(fingerprint.of_rows(state, held(replay, state)))
+def of_state(buffer, state):
+    return int(fingerprint.of_rows(state, held(buffer, state)))
 
 
 @cases
 def test_it_is_the_sum_over_the_rows_however_they_came(case):
-    replay = case.replay(capacity=NUM_ENVS * 16)
-    steps, mask = case.step(3, time=24), case.mask(replay, 4, 24)
-    one_by_one, add = replay.init(case.example()), jax.jit(replay.add)
-    by_blocks, extend = replay.init(case.example()), jax.jit(replay.extend)
+    buffer = case.replay(capacity=NUM_ENVS * 16)
+    steps, mask = case.step(3, time=24), case.mask(buffer, 4, 24)
+    one_by_one, add = buffer.init(case.example()), jax.jit(buffer.add)
+    by_blocks, extend = buffer.init(case.example()), jax.jit(buffer.extend)
     for t in range(24):
         one_by_one = add(one_by_one, *jax.tree.map(lambda leaf, t=t: leaf[t], (steps, *mask)))
         if t % 4 == 3:
             by_blocks = extend(
                 by_blocks, *jax.tree.map(lambda leaf, t=t: leaf[t - 3 : t + 1], (steps, *mask))
             )
-    assert of_state(replay, one_by_one) == of_state(replay, by_blocks)
-    every = held(replay, one_by_one)
+    assert of_state(buffer, one_by_one) == of_state(buffer, by_blocks)
+    every = held(buffer, one_by_one)
     alone = [
         int(fingerprint.of_rows(one_by_one, Picked(env[None], number[None])))
         for env, number in zip(*every, strict=True)
     ]
-    assert sum(alone) % 2**32 == of_state(replay, one_by_one)
+    assert sum(alone) % 2**32 == of_state(buffer, one_by_one)
     assert len(set(alone)) == len(alone)
 
 
@@ -135,27 +135,27 @@ def test_a_swap_of_equal_things_shows():
         len({hash_of((one, two)), hash_of((two, one)), hash_of(jnp.stack([two, one])[None])}) == 2
     )
     for num_envs in (1, 3):  # between rows of a stream, and between streams
-        replay = jr.items(capacity=6, num_envs=num_envs, batch_size=1)
+        buffer = jr.items(capacity=6, num_envs=num_envs, batch_size=1)
         states = [
-            replay.extend(replay.init(jnp.float32(0)), jnp.asarray(values).reshape(-1, num_envs))
+            buffer.extend(buffer.init(jnp.float32(0)), jnp.asarray(values).reshape(-1, num_envs))
             for values in itertools.permutations([1.0, 2.0, 3.0])
         ]
-        assert len({of_state(replay, state) for state in states}) == 6
+        assert len({of_state(buffer, state) for state in states}) == 6
 
 
 def test_flags_and_ranks_count():
     """Two ways to the same values: an episode more, before or among the rows."""
-    replay, flag, zero = (
+    buffer, flag, zero = (
         jr.uniform(capacity=8, batch_size=1, autoreset="next_step"),
         np.zeros(1, bool),
         np.zeros(1),
     )
     seen = set()
     for done in (None, 1, 5):
-        state = replay.init(jr.Step(0.0, 0.0, 0.0, False, False))
+        state = buffer.init(jr.Step(0.0, 0.0, 0.0, False, False))
         for t in range(12):
-            state = jax.jit(replay.add)(state, jr.Step(zero, zero, zero, flag | (t == done), flag))
-        seen.add(of_state(replay, state))
+            state = jax.jit(buffer.add)(state, jr.Step(zero, zero, zero, flag | (t == done), flag))
+        seen.add(of_state(buffer, state))
     assert len(seen) == 3
 
 
@@ -187,11 +187,11 @@ def test_it_is_the_same_on_every_platform(leaf):
         set(),
     )
     for platform in ("cpu", "gpu", "tpu"):
-        replay = jr.items(capacity=8, batch_size=1, platform=platform)
-        state = replay.extend(
-            replay.init(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)), values[:, None]
+        buffer = jr.items(capacity=8, batch_size=1, platform=platform)
+        state = buffer.extend(
+            buffer.init(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)), values[:, None]
         )
-        found.add(of_state(replay, state))
+        found.add(of_state(buffer, state))
     assert len(found) == 1
 
 

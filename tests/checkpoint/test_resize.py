@@ -29,38 +29,38 @@ from jaxreplay.samplers.uniform import Uniform
 kinds = pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
 
 
-def at(replay, capacity):
-    return dataclasses.replace(replay, capacity=capacity)
+def at(buffer, capacity):
+    return dataclasses.replace(buffer, capacity=capacity)
 
 
-def run(case, replay, num_steps):
+def run(case, buffer, num_steps):
     """A state after so many steps, with priorities of its own where it has any, and the same at
     another capacity."""
     steps = case.step(1, time=num_steps)
-    given = case.mask(replay, 2, num_steps)
-    if isinstance(replay.sampler, PrioritySampler):
+    given = case.mask(buffer, 2, num_steps)
+    if isinstance(buffer.sampler, PrioritySampler):
         given = (
             *(given or (None,)),
-            jnp.asarray(np.random.default_rng(3).random((num_steps, replay.num_envs)), jnp.float32),
+            jnp.asarray(np.random.default_rng(3).random((num_steps, buffer.num_envs)), jnp.float32),
         )
-    return jax.jit(replay.extend)(replay.init(case.example()), steps, *given)
+    return jax.jit(buffer.extend)(buffer.init(case.example()), steps, *given)
 
 
-def names(replay, state):
+def names(buffer, state):
     """The stream and the number of each sampleable row."""
-    is_valid = np.asarray(everything(replay)(state, 1).is_valid)
-    env, position = np.divmod(np.flatnonzero(is_valid), replay.length)
-    first = rows.span_of(rows.heads_of(state), replay.length).first
+    is_valid = np.asarray(everything(buffer)(state, 1).is_valid)
+    env, position = np.divmod(np.flatnonzero(is_valid), buffer.length)
+    first = rows.span_of(rows.heads_of(state), buffer.length).first
     return sorted(
-        (int(e), int(first[e] + (p - first[e]) % replay.length))
+        (int(e), int(first[e] + (p - first[e]) % buffer.length))
         for e, p in zip(env, position, strict=True)
     )
 
 
-def items_of(replay, state, which):
+def items_of(buffer, state, which):
     """What is read of rows by their names, and their probabilities."""
     env, number = np.array(which, int).reshape(-1, 2).T
-    batch, index = everything(replay)(state, 1), env * replay.length + number % replay.length
+    batch, index = everything(buffer)(state, 1), env * buffer.length + number % buffer.length
     return jax.tree.map(lambda leaf: np.asarray(leaf)[index], (batch.experience, batch.probability))
 
 
@@ -117,25 +117,25 @@ def test_a_larger_buffer_has_every_row_and_keeps_more(case, tmp_path):
 def test_priorities_come_along(capacity, ranked, tmp_path):
     """Updated ones, those of rows that still wait for their window, and the ranks as of the last
     `rerank`."""
-    replay = jr.prioritized(
+    buffer = jr.prioritized(
         capacity=100, num_envs=2, batch_size=32, autoreset="same_step", n_step=3
     )
     if ranked:
-        replay = dataclasses.replace(replay, sampler=jr.RankBased(keep_minimum=True))
+        buffer = dataclasses.replace(buffer, sampler=jr.RankBased(keep_minimum=True))
     step = jr.Step(
         *(jnp.zeros((80, 2)) for _ in range(3)), jnp.zeros((80, 2), bool), jnp.zeros((80, 2), bool)
     )
     given = jnp.asarray(np.random.default_rng(0).uniform(0.1, 9, (80, 2)), jnp.float32)
-    state = jax.jit(replay.extend)(
-        replay.init(jax.tree.map(lambda leaf: leaf[0, 0], step)), step, None, given
+    state = jax.jit(buffer.extend)(
+        buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], step)), step, None, given
     )
-    which = names(replay, state)
+    which = names(buffer, state)
     env, number = np.array(which).T
-    index = jitted(replay, "get")(state, jnp.asarray(env * 50 + number % 50, jnp.int32)).index
-    state = jitted(replay, "update_priorities")(state, index, jnp.linspace(0.0, 9.0, len(which)))
-    state = jitted(replay, "rerank")(state) if ranked else state
-    checkpoint.save(tmp_path, replay, state)
-    other = at(replay, capacity)
+    index = jitted(buffer, "get")(state, jnp.asarray(env * 50 + number % 50, jnp.int32)).index
+    state = jitted(buffer, "update_priorities")(state, index, jnp.linspace(0.0, 9.0, len(which)))
+    state = jitted(buffer, "rerank")(state) if ranked else state
+    checkpoint.save(tmp_path, buffer, state)
+    other = at(buffer, capacity)
     example = jax.tree.map(lambda leaf: leaf[0, 0], step)
     got = checkpoint.restore(tmp_path, other, example, resize=True)
     kept = names(other, got)
@@ -148,7 +148,7 @@ def test_priorities_come_along(capacity, ranked, tmp_path):
     def shares(kept):
         was, now = (
             np.asarray(items_of(*pair, kept)[1], np.float64)
-            for pair in ((replay, state), (other, got))
+            for pair in ((buffer, state), (other, got))
         )
         return was / was.sum(), now / now.sum()
 
@@ -158,10 +158,10 @@ def test_priorities_come_along(capacity, ranked, tmp_path):
         assert float(other.min_probability(got)) == pytest.approx(now[now > 0].min(), rel=1e-5)
     # Those that waited have their window now, and their own priorities.
     more = jax.tree.map(lambda leaf: leaf[:3], step)
-    state, got = (jax.jit(one.extend)(its, more) for one, its in ((replay, state), (other, got)))
+    state, got = (jax.jit(one.extend)(its, more) for one, its in ((buffer, state), (other, got)))
     if ranked:
-        state, got = jitted(replay, "rerank")(state), jitted(other, "rerank")(got)
-    both = sorted(set(names(replay, state)) & set(names(other, got)))
+        state, got = jitted(buffer, "rerank")(state), jitted(other, "rerank")(got)
+    both = sorted(set(names(buffer, state)) & set(names(other, got)))
     assert {(env, number) for env in range(2) for number in (77, 78, 79)} <= set(both)
     was, now = shares(both)
     if ranked:
@@ -179,10 +179,10 @@ def test_episodes_are_looked_up_as_before(form, capacity, tmp_path, monkeypatch)
     oldest is cut."""
     monkeypatch.setattr(resize, "_BLOCK", 8)  # four rows of each of two streams
     autoreset = "next_step" if form == "next_step" else "same_step"
-    replay = jr.uniform(
+    buffer = jr.uniform(
         capacity=2 * 30, num_envs=2, batch_size=4, autoreset=autoreset, track_episodes=True
     )
-    other, r = at(replay, capacity), np.random.default_rng(1)
+    other, r = at(buffer, capacity), np.random.default_rng(1)
     done = r.random((41, 2))
     time = jnp.arange(41.0)[:, None] + jnp.zeros(2)
     step = jr.Step(
@@ -194,18 +194,18 @@ def test_episodes_are_looked_up_as_before(form, capacity, tmp_path, monkeypatch)
         final_obs=time if form == "final_obs" else None,
     )
     example = jax.tree.map(lambda leaf: leaf[0, 0], step)
-    state = jax.jit(replay.extend)(replay.init(example), step)
-    checkpoint.save(tmp_path, replay, state)
+    state = jax.jit(buffer.extend)(buffer.init(example), step)
+    checkpoint.save(tmp_path, buffer, state)
     got = checkpoint.restore(tmp_path, other, example, resize=True)
     wanted = (
-        jax.jit(other.extend)(other.init(example), step) if capacity < replay.capacity else state
+        jax.jit(other.extend)(other.init(example), step) if capacity < buffer.capacity else state
     )
-    reference = other if capacity < replay.capacity else replay
+    reference = other if capacity < buffer.capacity else buffer
 
     @functools.cache
-    def looks_up(replay):
+    def looks_up(buffer):
         def run(state, row):
-            found = replay.episode_table(state)
+            found = buffer.episode_table(state)
             ends = (found.kth_end(row, k) for k in (1, 2, 3))
             counts = (found.num_episodes(), found.unfinished(), found.num_headless())
             return (
@@ -219,15 +219,15 @@ def test_episodes_are_looked_up_as_before(form, capacity, tmp_path, monkeypatch)
 
         return jax.jit(run)
 
-    def looked_up(replay, state):
-        length = replay.length
+    def looked_up(buffer, state):
+        length = buffer.length
         span = rows.span_of(rows.heads_of(state), length)
         row = [
             env * length + number % length
             for env in range(2)
             for number in range(span.first[env], span.end[env])
         ]
-        return looks_up(replay)(state, jnp.asarray(row, jnp.int32))
+        return looks_up(buffer)(state, jnp.asarray(row, jnp.int32))
 
     assert bits(looked_up(other, got)) == bits(looked_up(reference, wanted))
     more = jax.tree.map(lambda leaf: leaf[20:29], step)
@@ -237,19 +237,19 @@ def test_episodes_are_looked_up_as_before(form, capacity, tmp_path, monkeypatch)
 
 
 def test_after_a_clear_and_when_the_laps_begin_anew(tmp_path):
-    replay = items(capacity=64)
-    state = added(replay, replay.init(EXAMPLE), 0, 40)
-    state = added(replay, replay.clear(state), 40, 5)
-    checkpoint.save(tmp_path / "clear", replay, state)
+    buffer = items(capacity=64)
+    state = added(buffer, buffer.init(EXAMPLE), 0, 40)
+    state = added(buffer, buffer.clear(state), 40, 5)
+    checkpoint.save(tmp_path / "clear", buffer, state)
     for capacity in (16, 128):
         other = items(capacity=capacity)
         got = checkpoint.restore(tmp_path / "clear", other, EXAMPLE, resize=True)
         assert numbers(other, got) == [
-            row[-min(5, capacity // 4) :] for row in expected(replay, 45)
+            row[-min(5, capacity // 4) :] for row in expected(buffer, 45)
         ]
-    state = added(replay, replay.init(EXAMPLE), 0, 40)
+    state = added(buffer, buffer.init(EXAMPLE), 0, 40)
     late = state.replace(streams=state.streams.with_heads(lap=jnp.uint32(2**32 - 1)))
-    checkpoint.save(tmp_path / "late", replay, late)
+    checkpoint.save(tmp_path / "late", buffer, late)
     for capacity in (32, 256):
         other = items(capacity=capacity)
         got = checkpoint.restore(tmp_path / "late", other, EXAMPLE, resize=True)
@@ -264,16 +264,16 @@ def test_after_a_clear_and_when_the_laps_begin_anew(tmp_path):
 def test_what_is_handed_out_once_is_not_handed_out_again(kind, tmp_path):
     """Rows that were taken before; of those that do not fit, a queue counts the ones that were
     not."""
-    replay = jr.ReplayBuffer(
+    buffer = jr.ReplayBuffer(
         capacity=40, num_envs=2, batch_size=4, sampler=kind, view=jr.views.Item(), autoreset=None
     )
-    state = replay.init(jnp.int32(0))
+    state = buffer.init(jnp.int32(0))
     for t in range(20):
-        state = jitted(replay, "add")(state, jnp.asarray([t, 100 + t], jnp.int32))
-    state, first = jitted(replay, "pop")(state, jax.random.key(0))
-    checkpoint.save(tmp_path, replay, state)
+        state = jitted(buffer, "add")(state, jnp.asarray([t, 100 + t], jnp.int32))
+    state, first = jitted(buffer, "pop")(state, jax.random.key(0))
+    checkpoint.save(tmp_path, buffer, state)
     for capacity, left in ((100, 40), (20, 20)):
-        other, seen = at(replay, capacity), []
+        other, seen = at(buffer, capacity), []
         got = checkpoint.restore(tmp_path, other, jnp.int32(0), resize=True)
         before = int(other.size(got))
         for seed in range(100):
@@ -295,8 +295,8 @@ def test_what_is_handed_out_once_is_not_handed_out_again(kind, tmp_path):
 
 
 def test_a_resized_run_goes_on_under_its_path(tmp_path):
-    replay, larger, smaller = items(capacity=64), items(capacity=128), items(capacity=32)
-    checkpoint.save(tmp_path, replay, added(replay, replay.init(EXAMPLE), 0, 40), step=40)
+    buffer, larger, smaller = items(capacity=64), items(capacity=128), items(capacity=32)
+    checkpoint.save(tmp_path, buffer, added(buffer, buffer.init(EXAMPLE), 0, 40), step=40)
     with pytest.raises(
         ValueError,
         match=r"of another buffer:\n.*capacity=64.*\n.*\n.*capacity=128.*\nof another capacity, "
@@ -307,7 +307,7 @@ def test_a_resized_run_goes_on_under_its_path(tmp_path):
         checkpoint.save(tmp_path, larger, larger.init(EXAMPLE))
     checkpointer = Checkpointer(tmp_path, larger)
     state = checkpointer.restore(EXAMPLE, resize=True)
-    assert [row[-16:] for row in numbers(larger, state)] == expected(replay, 40)
+    assert [row[-16:] for row in numbers(larger, state)] == expected(buffer, 40)
     state = added(larger, state, 40, 10)
     checkpointer.save(state, 50)
     assert len(checkpointer._base.groups) == 2  # the rows that were there are not written again
@@ -339,20 +339,20 @@ def test_a_resized_run_goes_on_under_its_path(tmp_path):
 @pytest.mark.parametrize("num_steps", [0, 1])
 def test_nothing_and_one_row(num_steps, tmp_path):
     for capacities in ((1, 5), (5, 1)):
-        replay, other = (jr.items(capacity=capacity, batch_size=1) for capacity in capacities)
+        buffer, other = (jr.items(capacity=capacity, batch_size=1) for capacity in capacities)
         path = tmp_path / str(capacities[0])
-        state = replay.init(jnp.int32(0))
+        state = buffer.init(jnp.int32(0))
         for t in range(num_steps):
-            state = jitted(replay, "add")(state, jnp.full(1, 7 + t, jnp.int32))
-        checkpoint.save(path, replay, state)
+            state = jitted(buffer, "add")(state, jnp.full(1, 7 + t, jnp.int32))
+        checkpoint.save(path, buffer, state)
         got = checkpoint.restore(path, other, jnp.int32(0), resize=True)
         assert int(other.size(got)) == num_steps
         assert other.sample(got, jax.random.key(0)).experience.tolist() == [7 * num_steps]
 
 
 def test_other_differences_are_refused(tmp_path):
-    replay = items(capacity=64)
-    checkpoint.save(tmp_path, replay, added(replay, replay.init(EXAMPLE), 0, 4))
+    buffer = items(capacity=64)
+    checkpoint.save(tmp_path, buffer, added(buffer, buffer.init(EXAMPLE), 0, 4))
     for other in (items(capacity=64, num_envs=2), items(capacity=64, allow_mask=True)):
         with pytest.raises(ValueError, match="is of another buffer"):
             checkpoint.restore(tmp_path, other, EXAMPLE, resize=True)
@@ -379,11 +379,11 @@ def test_no_program_takes_memory_for_each_row(case, is_ranked):
     small, large = case.replay(capacity=240 * 8000), case.replay(capacity=240 * 16000)
     if is_ranked:
         small, large = (
-            dataclasses.replace(replay, sampler=jr.RankBased(keep_minimum=True))
-            for replay in (small, large)
+            dataclasses.replace(buffer, sampler=jr.RankBased(keep_minimum=True))
+            for buffer in (small, large)
         )
     for before, after in ((small, large), (large, small)):
-        old, state = (jax.eval_shape(replay.init, case.example()) for replay in (before, after))
+        old, state = (jax.eval_shape(buffer.init, case.example()) for buffer in (before, after))
         old, by_place = resize.parted(before, rows.split(old)[1])
         holes = (jax.ShapeDtypeStruct((before.num_envs, 1), jnp.int32),) * 2
         programs = [resize.resized.lower(after, old, state.streams)]
@@ -437,12 +437,12 @@ class Told(SaidToCount):
     ],
 )
 def test_a_sampler_must_say_how_its_rows_move(sampler, text, tmp_path):
-    replay = jr.ReplayBuffer(
+    buffer = jr.ReplayBuffer(
         capacity=8, num_envs=1, batch_size=2, sampler=sampler, view=jr.views.Item()
     )
-    checkpoint.save(tmp_path, replay, replay.init(jnp.int32(0)))
+    checkpoint.save(tmp_path, buffer, buffer.init(jnp.int32(0)))
     with pytest.raises(NotImplementedError, match=text):
-        checkpoint.restore(tmp_path, at(replay, 16), jnp.int32(0), resize=True)
+        checkpoint.restore(tmp_path, at(buffer, 16), jnp.int32(0), resize=True)
 
 
 def test_states_over_several_devices(tmp_path):

@@ -23,9 +23,9 @@ ROBOT = (
 
 @pytest.mark.parametrize("case", CATALOG, ids=lambda case: case.name)
 def test_the_total_is_what_init_allocates(case):
-    replay = case.replay()
-    made = jr.plan(replay, case.example())
-    state = replay.init(case.example())
+    buffer = case.replay()
+    made = jr.plan(buffer, case.example())
+    state = buffer.init(case.example())
     assert made.memory.total == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     obs = (
         0
@@ -37,7 +37,7 @@ def test_the_total_is_what_init_allocates(case):
 
 
 def test_the_largest_capacity_is_the_largest(monkeypatch):
-    replay = jr.prioritized(capacity=64, num_envs=4, batch_size=8, autoreset="next_step")
+    buffer = jr.prioritized(capacity=64, num_envs=4, batch_size=8, autoreset="next_step")
     example = {
         "obs": np.zeros(100),
         "action": 0,
@@ -47,15 +47,15 @@ def test_the_largest_capacity_is_the_largest(monkeypatch):
     }
     for free in (0, 1000, 10_000, 1_000_003):
         monkeypatch.setattr("jaxreplay.buffers.memory.free_bytes", lambda free=free: free)
-        made = jr.plan(replay, example)
+        made = jr.plan(buffer, example)
         takes = lambda capacity: (
-            dataclasses.replace(replay, capacity=capacity).memory(example).total
+            dataclasses.replace(buffer, capacity=capacity).memory(example).total
         )
         assert takes(max(made.largest_capacity + 4, 8)) > free
         assert not made.largest_capacity or takes(made.largest_capacity) <= free
         assert made.fits == (made.memory.total <= free)
     monkeypatch.setattr("jaxreplay.buffers.memory.free_bytes", lambda: None)
-    made = jr.plan(replay, example)
+    made = jr.plan(buffer, example)
     assert (made.fits, made.largest_capacity) == (None, None)
     assert "Whether it fits is not known." in str(made)
 
@@ -65,7 +65,7 @@ def test_the_command_says_what_python_says(capsys):
     text = capsys.readouterr().out
     main(["plan", *ROBOT.split(), "--json"])
     found = json.loads(capsys.readouterr().out)
-    replay = jr.prioritized(
+    buffer = jr.prioritized(
         capacity=400_000, num_envs=16, batch_size=1, n_step=3, autoreset="next_step"
     )
     obs = {"image": np.zeros((84, 84, 3), np.uint8), "vector": np.zeros(31, np.float32)}
@@ -76,8 +76,8 @@ def test_the_command_says_what_python_says(capsys):
         "terminated": False,
         "truncated": False,
     }
-    assert found["total"] == replay.memory(example).total
-    assert found["memory"]["leaves"] == replay.memory(example).leaves
+    assert found["total"] == buffer.memory(example).total
+    assert found["memory"]["leaves"] == buffer.memory(example).leaves
     assert found["naive"] == found["total"] + 400_000 * (84 * 84 * 3 + 31 * 4)
     assert f"{found['total']:,}" in text
     assert "streams.steps.obs.image" in text

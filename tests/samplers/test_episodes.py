@@ -14,7 +14,7 @@ from tests.support.oracle import Oracle
 FORMS = [("next_step", False), ("same_step", True), ("same_step", False)]
 
 
-def check(replay, state, oracle, look_up):
+def check(buffer, state, oracle, look_up):
     for env, rows in enumerate(oracle.streams):
         spans = oracle_views.spans(oracle, rows)
         oldest = max(0, len(rows) - oracle.length)
@@ -42,7 +42,7 @@ def check(replay, state, oracle, look_up):
 def test_look_ups_agree_with_their_definitions(autoreset, has_final_obs, ends, allow_mask):
     r = np.random.default_rng(int(ends * 100) + allow_mask)
     num_envs, length = 3, 8
-    replay = jr.uniform(
+    buffer = jr.uniform(
         capacity=num_envs * length,
         num_envs=num_envs,
         batch_size=1,
@@ -67,12 +67,12 @@ def test_look_ups_agree_with_their_definitions(autoreset, has_final_obs, ends, a
         truncated=zeros > 0,
         final_obs=zeros if has_final_obs else None,
     )
-    state, add = replay.init(jax.tree.map(lambda x: x[0], blank)), jax.jit(replay.add)
-    rows = jnp.arange(replay.capacity)
+    state, add = buffer.init(jax.tree.map(lambda x: x[0], blank)), jax.jit(buffer.add)
+    rows = jnp.arange(buffer.capacity)
 
     @jax.jit
     def look_up(state):
-        episodes = replay.episode_table(state)
+        episodes = buffer.episode_table(state)
         ends, exist = jax.vmap(lambda k: episodes.kth_end(rows, k))(jnp.arange(4))
         return (
             episodes.steps_to_end(rows),
@@ -90,26 +90,26 @@ def test_look_ups_agree_with_their_definitions(autoreset, has_final_obs, ends, a
         step = blank.replace(terminated=done & kind, truncated=done & ~kind)
         oracle.add(zeros, zeros, zeros, step.terminated, step.truncated, zeros, mask)
         state = add(state, step, mask)
-        check(replay, state, oracle, look_up)
+        check(buffer, state, oracle, look_up)
 
 
 def test_rows_that_are_not_stored_are_in_no_complete_episode():
-    replay = jr.uniform(
+    buffer = jr.uniform(
         capacity=8, num_envs=1, batch_size=1, autoreset="same_step", track_episodes=True
     )
     one = jnp.ones(1)
     step = jr.Step(obs=one, action=one, reward=one, terminated=one > 0, truncated=one < 0)
-    state = jax.jit(replay.add)(replay.init(jax.tree.map(lambda x: x[0], step)), step)
-    assert replay.episode_table(state).is_complete(jnp.arange(8)).tolist() == [True] + [False] * 7
-    state = replay.clear(state)
-    assert not replay.episode_table(state).is_complete(jnp.arange(8)).any()
+    state = jax.jit(buffer.add)(buffer.init(jax.tree.map(lambda x: x[0], step)), step)
+    assert buffer.episode_table(state).is_complete(jnp.arange(8)).tolist() == [True] + [False] * 7
+    state = buffer.clear(state)
+    assert not buffer.episode_table(state).is_complete(jnp.arange(8)).any()
 
 
 def test_without_a_table_the_cure_is_named():
-    replay = jr.uniform(capacity=8, num_envs=1, batch_size=1, autoreset="same_step")
+    buffer = jr.uniform(capacity=8, num_envs=1, batch_size=1, autoreset="same_step")
     one = jnp.ones(())
-    state = replay.init(
+    state = buffer.init(
         jr.Step(obs=one, action=one, reward=one, terminated=one > 0, truncated=one < 0)
     )
     with pytest.raises(ValueError, match="track_episodes=True"):
-        replay.episode_table(state)
+        buffer.episode_table(state)

@@ -53,37 +53,37 @@ def check(counts, law):
 def test_draws_are_as_probable_as_they_say(case):
     """Draws match `probability`, with updated priorities if the sampler has any. A sampler that
     consumes gives each row once."""
-    replay = case.replay()
-    state = case.filled(replay)
-    if isinstance(replay.sampler, ConsumingSampler):
-        size = int(replay.size(state))
-        rows = taken_of(replay, state, size)
+    buffer = case.replay()
+    state = case.filled(buffer)
+    if isinstance(buffer.sampler, ConsumingSampler):
+        size = int(buffer.size(state))
+        rows = taken_of(buffer, state, size)
         assert sorted(rows) == sorted(set(rows))
         assert len(rows) == size
         return
-    if isinstance(replay.sampler, PrioritySampler):
-        index = jitted(replay, "get")(
-            state, jnp.arange(0, replay.capacity, 2), jax.random.key(1)
+    if isinstance(buffer.sampler, PrioritySampler):
+        index = jitted(buffer, "get")(
+            state, jnp.arange(0, buffer.capacity, 2), jax.random.key(1)
         ).index
-        priority = jnp.asarray(np.random.default_rng(0).random(replay.capacity // 2), jnp.float32)
-        state = jitted(replay, "update_priorities")(state, index, priority)
-        state = jitted(replay, "rerank")(state) if hasattr(replay.sampler, "rerank") else state
-    law = np.asarray(everything(replay)(state, 0).probability, np.float64)
+        priority = jnp.asarray(np.random.default_rng(0).random(buffer.capacity // 2), jnp.float32)
+        state = jitted(buffer, "update_priorities")(state, index, priority)
+        state = jitted(buffer, "rerank")(state) if hasattr(buffer.sampler, "rerank") else state
+    law = np.asarray(everything(buffer)(state, 0).probability, np.float64)
     assert law.sum() == pytest.approx(1, rel=1e-5)
     draw = jax.jit(
         lambda state, keys: jax.vmap(
-            lambda key: replay.sampler.sample(state.sampler, Sampleable.of(state), key, 1)
+            lambda key: buffer.sampler.sample(state.sampler, Sampleable.of(state), key, 1)
         )(keys)
     )
     drawn = draw(state, jax.random.split(jax.random.key(2), DRAWS // 4))
     row = np.asarray(drawn.row).reshape(-1)
     np.testing.assert_allclose(np.asarray(drawn.probability).reshape(-1), law[row], rtol=1e-5)
-    check(np.bincount(row, minlength=replay.capacity), law)
+    check(np.bincount(row, minlength=buffer.capacity), law)
 
 
-def taken_of(replay, state, size):
+def taken_of(buffer, state, size):
     """Take batches until a pass has given all its rows, and return these."""
-    rows, pop = [], jitted(replay, "pop")
+    rows, pop = [], jitted(buffer, "pop")
     for number in range(4 * size):
         state, batch = pop(state, jax.random.key(number))
         rows += np.asarray(batch.index.row)[np.asarray(batch.is_valid)].tolist()
@@ -124,7 +124,7 @@ def stream(lengths, **options):
     """Episodes of these lengths in a stream; each step's observation is (episode, place), the final
     one's too."""
     num_rows = sum(lengths) + len(lengths)
-    replay = jr.future_pairs(
+    buffer = jr.future_pairs(
         capacity=num_rows + 4, num_envs=1, batch_size=DRAWS, autoreset="next_step", **options
     )
     obs = jnp.asarray([(e, t) for e, n in enumerate(lengths) for t in range(n + 1)], jnp.int32)[
@@ -138,8 +138,8 @@ def stream(lengths, **options):
         terminated=ends,
         truncated=jnp.zeros_like(ends),
     )
-    return replay, jax.jit(replay.extend)(
-        replay.init(jax.tree.map(lambda x: x[0, 0], steps)), steps
+    return buffer, jax.jit(buffer.extend)(
+        buffer.init(jax.tree.map(lambda x: x[0, 0], steps)), steps
     )
 
 
@@ -148,8 +148,8 @@ LENGTHS = (1, 2, 5, 17)
 
 @functools.cache
 def pairs_of(discount, beyond):
-    replay, state = stream(LENGTHS, gamma=discount, beyond=beyond)
-    return jax.tree.map(np.asarray, jax.jit(replay.sample)(state, jax.random.key(7)))
+    buffer, state = stream(LENGTHS, gamma=discount, beyond=beyond)
+    return jax.tree.map(np.asarray, jax.jit(buffer.sample)(state, jax.random.key(7)))
 
 
 def test_episodes_are_drawn_alike_whatever_their_lengths_then_their_steps():
@@ -176,8 +176,8 @@ def test_pairs_have_the_law_of_their_horizon_and_never_cross_an_episode(beyond):
 def test_the_second_terminal_bounds_a_horizon_where_several_lie_ahead():
     """At discount 1 horizons are uniform up to the bound: the second end ahead, else the first,
     else the newest row."""
-    replay, state = stream((2, 3, 4), gamma=1.0, max_terminals=2)
-    items = jax.tree.map(np.asarray, jax.jit(replay.sample)(state, jax.random.key(1)).experience)
+    buffer, state = stream((2, 3, 4), gamma=1.0, max_terminals=2)
+    items = jax.tree.map(np.asarray, jax.jit(buffer.sample)(state, jax.random.key(1)).experience)
     for (episode, place), bound in {(0, 0): 6, (0, 1): 5, (1, 1): 7, (2, 0): 4, (2, 3): 1}.items():
         mine = items.num_steps[(items.obs[:, 0] == episode) & (items.obs[:, 1] == place)]
         check(np.bincount(mine, minlength=bound + 1)[1:], np.full(bound, 1 / bound))
@@ -186,9 +186,9 @@ def test_the_second_terminal_bounds_a_horizon_where_several_lie_ahead():
 def hindsight(strategy, ratio, length=9):
     """Goals from one episode of so many steps, beside another one; the goal achieved at row t is
     t."""
-    replay = jr.uniform(capacity=40, num_envs=1, batch_size=DRAWS, autoreset="next_step")
-    replay = jr.hindsight(
-        replay,
+    buffer = jr.uniform(capacity=40, num_envs=1, batch_size=DRAWS, autoreset="next_step")
+    buffer = jr.hindsight(
+        buffer,
         lambda achieved, goal, step: (achieved == goal).astype(jnp.float32),
         strategy=strategy,
         relabel_fraction=ratio,
@@ -199,8 +199,8 @@ def hindsight(strategy, ratio, length=9):
     steps = jr.Step(
         obs=obs, action=time, reward=time * 0.0 - 1, terminated=ends, truncated=jnp.zeros_like(ends)
     )
-    state = jax.jit(replay.extend)(replay.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
-    items = jax.tree.map(np.asarray, jax.jit(replay.sample)(state, jax.random.key(2)).experience)
+    state = jax.jit(buffer.extend)(buffer.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
+    items = jax.tree.map(np.asarray, jax.jit(buffer.sample)(state, jax.random.key(2)).experience)
     return items.action, items.obs["desired_goal"], items.next_obs["desired_goal"], items.reward
 
 
@@ -239,15 +239,15 @@ def test_what_nested_views_draw_is_independent():
     steps = jr.Step(
         obs=obs, action=time, reward=time * 0.0, terminated=end, truncated=jnp.zeros_like(end)
     )
-    replay = jr.future_pairs(
+    buffer = jr.future_pairs(
         capacity=64, num_envs=1, batch_size=DRAWS, gamma=0.9, autoreset="next_step"
     )
     for achieved, desired in (("one", "goal"), ("two", "other goal")):
-        replay = jr.hindsight(
-            replay, lambda *_: 0.0, relabel_fraction=0.5, achieved_key=achieved, desired_key=desired
+        buffer = jr.hindsight(
+            buffer, lambda *_: 0.0, relabel_fraction=0.5, achieved_key=achieved, desired_key=desired
         )
-    state = jax.jit(replay.extend)(replay.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
-    items = jax.tree.map(np.asarray, jax.jit(replay.sample)(state, jax.random.key(4)).experience)
+    state = jax.jit(buffer.extend)(buffer.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
+    items = jax.tree.map(np.asarray, jax.jit(buffer.sample)(state, jax.random.key(4)).experience)
     goals = [items.obs[name] for name in ("goal", "other goal")]
     is_new = [goal >= 0 for goal in goals]
     check(np.bincount(is_new[0] + 2 * is_new[1], minlength=4), np.full(4, 0.25))

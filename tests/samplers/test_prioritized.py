@@ -26,35 +26,35 @@ def flat(values):
     )
 
 
-def buffer(priorities, *, length=4, **config):
+def make_buffer(priorities, *, length=4, **config):
     """One sampleable row a stream with these priorities, and one more row that waits."""
     config = {"alpha": 1.0, "stratified": False, "batch_size": 8, **config}
-    replay = jr.prioritized(
+    buffer = jr.prioritized(
         capacity=length * len(priorities), num_envs=len(priorities), autoreset="same_step", **config
     )
-    state = replay.init(jax.tree.map(lambda x: x[0], flat(priorities)))
-    state = add(replay, state, flat(priorities), priority=jnp.asarray(priorities, jnp.float32))
-    return replay, add(replay, state, flat(priorities), priority=jnp.ones(len(priorities)))
+    state = buffer.init(jax.tree.map(lambda x: x[0], flat(priorities)))
+    state = add(buffer, state, flat(priorities), priority=jnp.asarray(priorities, jnp.float32))
+    return buffer, add(buffer, state, flat(priorities), priority=jnp.ones(len(priorities)))
 
 
-def rows_of(replay):
-    return jnp.arange(replay.num_envs) * (replay.capacity // replay.num_envs)
+def rows_of(buffer):
+    return jnp.arange(buffer.num_envs) * (buffer.capacity // buffer.num_envs)
 
 
-def probabilities(replay, state):
-    return np.asarray(get(replay, state, rows_of(replay)).probability)
+def probabilities(buffer, state):
+    return np.asarray(get(buffer, state, rows_of(buffer)).probability)
 
 
-def index_of(replay, state, streams):
+def index_of(buffer, state, streams):
     return jax.tree.map(
-        lambda x: x[jnp.asarray(streams)], get(replay, state, rows_of(replay)).index
+        lambda x: x[jnp.asarray(streams)], get(buffer, state, rows_of(buffer)).index
     )
 
 
 def test_independent_draws_follow_the_law():
     priority = np.random.default_rng(0).gamma(1.0, size=40)
-    replay, state = buffer(priority, alpha=0.7)
-    batch = sample(replay, state, jax.random.key(0), 300_000)
+    buffer, state = make_buffer(priority, alpha=0.7)
+    batch = sample(buffer, state, jax.random.key(0), 300_000)
     expected = priority**0.7 / (priority**0.7).sum()
     counts = np.bincount(np.asarray(batch.index.row) // 4, minlength=40)
     assert stats.chisquare(counts, expected * counts.sum()).pvalue > 1e-4
@@ -65,11 +65,11 @@ def test_independent_draws_follow_the_law():
 
 def test_a_stratified_batch_has_one_draw_in_each_part_of_the_mass():
     priority = np.random.default_rng(1).gamma(0.3, size=50)
-    replay, state = buffer(priority, stratified=True)
+    buffer, state = make_buffer(priority, stratified=True)
     ends = np.cumsum(priority / priority.sum())
     starts = np.concatenate([[0], ends[:-1]])
     for seed in range(20):
-        stream = np.asarray(sample(replay, state, jax.random.key(seed), 64).index.row) // 4
+        stream = np.asarray(sample(buffer, state, jax.random.key(seed), 64).index.row) // 4
         parts = np.arange(64) / 64
         assert (starts[stream] < parts + 1 / 64 + 1e-6).all()
         assert (ends[stream] > parts - 1e-6).all()
@@ -77,8 +77,8 @@ def test_a_stratified_batch_has_one_draw_in_each_part_of_the_mass():
 
 def test_stratified_draws_are_right_on_average():
     priority = np.array([1.0, 2.0, 3.0, 4.0, 0.0])
-    replay, state = buffer(priority, stratified=True)
-    draw = jax.jit(jax.vmap(lambda key: replay.sample(state, key, 7).index.row))
+    buffer, state = make_buffer(priority, stratified=True)
+    draw = jax.jit(jax.vmap(lambda key: buffer.sample(state, key, 7).index.row))
     counts = np.bincount(
         np.asarray(draw(jax.random.split(jax.random.key(0), 20_000))).ravel() // 4, minlength=5
     )
@@ -90,169 +90,169 @@ def test_stratified_draws_are_right_on_average():
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF, -1.0])
 def test_a_bad_priority_keeps_the_old_one_and_is_counted(bad):
-    replay, state = buffer([1.0, 2.0, 5.0])
-    state = update(replay, state, index_of(replay, state, [0, 2]), jnp.array([bad, 3.0]))
-    np.testing.assert_allclose(probabilities(replay, state), np.array([1, 2, 3]) / 6, rtol=1e-6)
+    buffer, state = make_buffer([1.0, 2.0, 5.0])
+    state = update(buffer, state, index_of(buffer, state, [0, 2]), jnp.array([bad, 3.0]))
+    np.testing.assert_allclose(probabilities(buffer, state), np.array([1, 2, 3]) / 6, rtol=1e-6)
     assert (int(state.sampler.num_bad_priorities), int(state.sampler.num_stale_updates)) == (1, 0)
     assert float(state.sampler.max_priority) == 5
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -1.0])
 def test_a_bad_priority_at_add_becomes_the_largest_so_far_and_is_counted(bad):
-    replay, state = buffer([1.0, bad, 2.0])
-    np.testing.assert_allclose(probabilities(replay, state), np.array([1, 1, 2]) / 4, rtol=1e-6)
+    buffer, state = make_buffer([1.0, bad, 2.0])
+    np.testing.assert_allclose(probabilities(buffer, state), np.array([1, 1, 2]) / 4, rtol=1e-6)
     assert int(state.sampler.num_bad_priorities) == 1
 
 
 def test_zero_is_never_drawn_and_all_zero_cannot_be_sampled():
-    replay, state = buffer([0.0, 2.0, 0.0])
-    assert set(np.asarray(sample(replay, state, jax.random.key(0), 1000).index.row)) == {4}
-    state = update(replay, state, index_of(replay, state, [1]), jnp.array([0.0]))
-    assert not replay.can_sample(state)
-    batch = sample(replay, state, jax.random.key(0))
+    buffer, state = make_buffer([0.0, 2.0, 0.0])
+    assert set(np.asarray(sample(buffer, state, jax.random.key(0), 1000).index.row)) == {4}
+    state = update(buffer, state, index_of(buffer, state, [1]), jnp.array([0.0]))
+    assert not buffer.can_sample(state)
+    batch = sample(buffer, state, jax.random.key(0))
     assert not batch.is_valid.any()
     assert not batch.probability.any()
     assert np.isfinite(np.asarray(batch.experience.reward)).all()
-    state = update(replay, state, index_of(replay, state, [1]), jnp.array([0.5]))
-    assert sample(replay, state, jax.random.key(0)).index.row.tolist() == [4] * 8
+    state = update(buffer, state, index_of(buffer, state, [1]), jnp.array([0.5]))
+    assert sample(buffer, state, jax.random.key(0)).index.row.tolist() == [4] * 8
 
 
 def test_the_largest_of_duplicates_wins():
-    replay, state = buffer([1.0, 1.0])
+    buffer, state = make_buffer([1.0, 1.0])
     state = update(
-        replay, state, index_of(replay, state, [0, 0, 1, 0]), jnp.array([2.0, 3.0, 1.0, NAN])
+        buffer, state, index_of(buffer, state, [0, 0, 1, 0]), jnp.array([2.0, 3.0, 1.0, NAN])
     )
-    np.testing.assert_allclose(probabilities(replay, state), [0.75, 0.25])
+    np.testing.assert_allclose(probabilities(buffer, state), [0.75, 0.25])
 
 
 @pytest.mark.parametrize("row", [-1, -12, 12, 2**31 - 1, -(2**31)])
 def test_a_row_out_of_range_is_ignored_and_counted(row):
-    replay, state = buffer([1.0, 2.0, 5.0])
+    buffer, state = make_buffer([1.0, 2.0, 5.0])
     index = jr.Index(row=jnp.array([row], jnp.int32), lap=jnp.zeros(1, jnp.uint32))
-    changed = update(replay, state, index, jnp.array([100.0]))
+    changed = update(buffer, state, index, jnp.array([100.0]))
     assert int(changed.sampler.num_stale_updates) == 1
     assert float(changed.sampler.max_priority) == 5
     np.testing.assert_array_equal(changed.sampler.tree.sums[0], state.sampler.tree.sums[0])
 
 
 def test_rows_that_were_never_written_or_still_wait_are_ignored():
-    replay, state = buffer([1.0, 2.0])
+    buffer, state = make_buffer([1.0, 2.0])
     waiting, unwritten = 1, 2
     index = jr.Index(row=jnp.array([waiting, unwritten]), lap=jnp.zeros(2, jnp.uint32))
-    changed = update(replay, state, index, jnp.array([100.0, 100.0]))
+    changed = update(buffer, state, index, jnp.array([100.0, 100.0]))
     assert int(changed.sampler.num_stale_updates) == 2
     np.testing.assert_array_equal(changed.sampler.tree.sums[0], state.sampler.tree.sums[0])
 
 
 def test_a_late_update_of_an_overwritten_row_is_ignored():
-    replay, state = buffer([1.0, 2.0])
-    late = index_of(replay, state, [0, 1])
+    buffer, state = make_buffer([1.0, 2.0])
+    late = index_of(buffer, state, [0, 1])
     for _ in range(4):  # once round: each row number names another step now
-        state = add(replay, state, flat([0.0, 0.0]), priority=jnp.array([1.0, 1.0]))
-    changed = update(replay, state, late, jnp.array([100.0, 100.0]))
+        state = add(buffer, state, flat([0.0, 0.0]), priority=jnp.array([1.0, 1.0]))
+    changed = update(buffer, state, late, jnp.array([100.0, 100.0]))
     assert int(changed.sampler.num_stale_updates) == 2
     np.testing.assert_array_equal(changed.sampler.tree.sums[0], state.sampler.tree.sums[0])
-    assert not get(replay, changed, late).is_valid.any()
+    assert not get(buffer, changed, late).is_valid.any()
 
 
 def test_laps_wrap_around():
     """A run of 2^32 laps: the counter starts again at 0, and rows of the lap before are still told
     apart."""
-    replay, state = buffer([1.0, 2.0])
+    buffer, state = make_buffer([1.0, 2.0])
     state = state.replace(streams=state.streams.with_heads(lap=jnp.uint32(2**32 - 1)))
-    early = index_of(replay, state, [0, 1])
+    early = index_of(buffer, state, [0, 1])
     assert early.lap.tolist() == [2**32 - 1] * 2
     for _ in range(4):
-        state = add(replay, state, flat([0.0, 0.0]))
-    assert not get(replay, state, early).is_valid.any()
-    now = index_of(replay, state, [0, 1])
+        state = add(buffer, state, flat([0.0, 0.0]))
+    assert not get(buffer, state, early).is_valid.any()
+    now = index_of(buffer, state, [0, 1])
     assert now.lap.tolist() == [0, 0]
-    assert get(replay, state, now).is_valid.all()
+    assert get(buffer, state, now).is_valid.all()
 
 
 def test_ranks_wrap_around():
     """2^32 transitions a stream: the count starts again at 0, and sizes and draws stay right."""
-    replay = jr.uniform(capacity=10, num_envs=1, batch_size=500, autoreset="same_step")
-    state = replay.init(jax.tree.map(lambda x: x[0], flat([0.0])))
+    buffer = jr.uniform(capacity=10, num_envs=1, batch_size=500, autoreset="same_step")
+    state = buffer.init(jax.tree.map(lambda x: x[0], flat([0.0])))
     state = state.replace(
         streams=state.streams.replace(num_candidates=jnp.array([2**32 - 7], jnp.uint32))
     )
     for time in range(25):
-        state = add(replay, state, flat([float(time)]))
-        assert int(replay.size(state)) == min(time, 9)
-    assert set(np.asarray(sample(replay, state, jax.random.key(0)).experience.reward)) == set(
+        state = add(buffer, state, flat([float(time)]))
+        assert int(buffer.size(state)) == min(time, 9)
+    assert set(np.asarray(sample(buffer, state, jax.random.key(0)).experience.reward)) == set(
         range(15, 24)
     )
 
 
 def test_counters_of_what_was_ignored_stay_at_their_maximum():
-    replay, state = buffer([1.0])
+    buffer, state = make_buffer([1.0])
     sampler = state.sampler.replace(
         num_bad_priorities=jnp.uint32(2**32 - 2), num_stale_updates=jnp.uint32(2**32 - 1)
     )
-    bad = index_of(replay, state, [0, 0, 0])
-    state = update(replay, state.replace(sampler=sampler), bad, jnp.array([NAN] * 3))
+    bad = index_of(buffer, state, [0, 0, 0])
+    state = update(buffer, state.replace(sampler=sampler), bad, jnp.array([NAN] * 3))
     assert int(state.sampler.num_bad_priorities) == 2**32 - 1
-    state = update(replay, state, jr.Index(row=bad.row - 1, lap=bad.lap), jnp.ones(3))
+    state = update(buffer, state, jr.Index(row=bad.row - 1, lap=bad.lap), jnp.ones(3))
     assert int(state.sampler.num_stale_updates) == 2**32 - 1
 
 
 def test_new_rows_have_the_largest_priority_so_far():
-    replay, state = buffer([1.0, 4.0])
-    state = update(replay, state, index_of(replay, state, [0]), jnp.array([9.0]))
-    state = update(replay, state, index_of(replay, state, [0]), jnp.array([1.0]))
-    state = add(replay, state, flat([0.0, 0.0]))  # by default: 9
-    state = add(replay, state, flat([0.0, 0.0]))
+    buffer, state = make_buffer([1.0, 4.0])
+    state = update(buffer, state, index_of(buffer, state, [0]), jnp.array([9.0]))
+    state = update(buffer, state, index_of(buffer, state, [0]), jnp.array([1.0]))
+    state = add(buffer, state, flat([0.0, 0.0]))  # by default: 9
+    state = add(buffer, state, flat([0.0, 0.0]))
     np.testing.assert_allclose(
-        get(replay, state, jnp.array([2, 6])).probability, 9 / (1 + 4 + 1 + 1 + 9 + 9), rtol=1e-6
+        get(buffer, state, jnp.array([2, 6])).probability, 9 / (1 + 4 + 1 + 1 + 9 + 9), rtol=1e-6
     )
 
 
 def test_a_waiting_row_keeps_the_priority_of_its_add():
-    replay = jr.prioritized(
+    buffer = jr.prioritized(
         capacity=8, num_envs=1, batch_size=4, autoreset="same_step", n_step=3, alpha=1.0
     )
-    state = replay.init(jax.tree.map(lambda x: x[0], flat([0.0])))
+    state = buffer.init(jax.tree.map(lambda x: x[0], flat([0.0])))
     for priority in (2.0, 3.0, 5.0, 7.0, 11.0):
-        state = add(replay, state, flat([0.0]), priority=jnp.array([priority]))
+        state = add(buffer, state, flat([0.0]), priority=jnp.array([priority]))
     np.testing.assert_allclose(
-        get(replay, state, jnp.arange(8)).probability, [0.4, 0.6, 0, 0, 0, 0, 0, 0], rtol=1e-6
+        get(buffer, state, jnp.arange(8)).probability, [0.4, 0.6, 0, 0, 0, 0, 0, 0], rtol=1e-6
     )
 
 
 def test_huge_and_tiny_priorities_stay_finite_and_positive():
-    replay, state = buffer([3.4e38] * 3 + [1e-30, 1e-38, 1e-45, -0.0, 0.0], alpha=2.0)
+    buffer, state = make_buffer([3.4e38] * 3 + [1e-30, 1e-38, 1e-45, -0.0, 0.0], alpha=2.0)
     sums = state.sampler.tree.sums
     assert np.isfinite(np.asarray(sums[-1])).all()
     assert (np.asarray(sums[0])[:8] > 0).tolist() == [True] * 6 + [False] * 2
-    assert np.asarray(sample(replay, state, jax.random.key(0), 100).is_valid).all()
+    assert np.asarray(sample(buffer, state, jax.random.key(0), 100).is_valid).all()
 
 
 def test_alpha_zero_is_uniform_over_positive_priorities():
-    replay, state = buffer([3.0, 0.0, 0.1], alpha=0.0)
-    np.testing.assert_allclose(probabilities(replay, state), [0.5, 0, 0.5])
+    buffer, state = make_buffer([3.0, 0.0, 0.1], alpha=0.0)
+    np.testing.assert_allclose(probabilities(buffer, state), [0.5, 0, 0.5])
 
 
 def test_the_smallest_probability():
-    replay, state = buffer([3.0, 0.0, 1.0], keep_minimum=True)
-    np.testing.assert_allclose(min_probability(replay, state), 0.25, rtol=1e-6)
-    assert float(min_probability(replay, clear(replay, state))) == 1
+    buffer, state = make_buffer([3.0, 0.0, 1.0], keep_minimum=True)
+    np.testing.assert_allclose(min_probability(buffer, state), 0.25, rtol=1e-6)
+    assert float(min_probability(buffer, clear(buffer, state))) == 1
 
 
 def test_a_stale_index_is_known_after_clear():
-    replay, state = buffer([1.0, 2.0])
-    late = index_of(replay, state, [0, 1])
-    state = clear(replay, state)
+    buffer, state = make_buffer([1.0, 2.0])
+    late = index_of(buffer, state, [0, 1])
+    state = clear(buffer, state)
     assert (
-        int(replay.size(state)),
-        bool(replay.can_sample(state)),
+        int(buffer.size(state)),
+        bool(buffer.can_sample(state)),
         float(state.sampler.max_priority),
     ) == (0, False, 1)
     for _ in range(9):
-        state = add(replay, state, flat([0.0, 0.0]))
-        changed = update(replay, state, late, jnp.array([100.0, 100.0]))
+        state = add(buffer, state, flat([0.0, 0.0]))
+        changed = update(buffer, state, late, jnp.array([100.0, 100.0]))
         assert int(changed.sampler.num_stale_updates) == 2
-        assert not get(replay, state, late).is_valid.any()
+        assert not get(buffer, state, late).is_valid.any()
 
 
 def test_importance_weights_by_hand():
@@ -306,16 +306,16 @@ def test_importance_weights_refuse_a_wrong_normalizer():
 @pytest.mark.parametrize("num_envs", [2, 127, 1023])
 def test_a_buffer_full_of_huge_priorities_can_be_sampled(num_envs):
     """Neither does the total overflow, nor does its reciprocal vanish."""
-    replay, state = buffer([3e38] * num_envs, length=2)
-    batch = sample(replay, state, jax.random.key(0), 8)
+    buffer, state = make_buffer([3e38] * num_envs, length=2)
+    batch = sample(buffer, state, jax.random.key(0), 8)
     assert batch.is_valid.all()
     np.testing.assert_allclose(batch.probability, 1 / num_envs, rtol=1e-5)
 
 
 def test_a_positive_priority_has_a_positive_probability_beside_a_huge_one():
-    replay, state = buffer([1e-38, 1e30, 1e30], keep_minimum=True)
-    got = get(replay, state, rows_of(replay))
-    smallest = min_probability(replay, state)
+    buffer, state = make_buffer([1e-38, 1e30, 1e30], keep_minimum=True)
+    got = get(buffer, state, rows_of(buffer))
+    smallest = min_probability(buffer, state)
     assert (np.asarray(got.probability) > 0).all()
     assert float(smallest) == float(got.probability[0])
     for alpha in (0.0, 0.4, 1.0):
@@ -327,16 +327,16 @@ def test_a_positive_priority_has_a_positive_probability_beside_a_huge_one():
 def test_the_index_of_an_invalid_item_names_no_row():
     """A sample before there is anything to draw hands out some row's number; an update by it is
     ignored, also once that row is sampleable."""
-    replay = jr.prioritized(capacity=4, num_envs=1, batch_size=2, autoreset="same_step", alpha=1.0)
-    state = replay.init(jax.tree.map(lambda x: x[0], flat([0.0])))
-    state = add(replay, state, flat([0.0]))
-    early = sample(replay, state, jax.random.key(0), None)
+    buffer = jr.prioritized(capacity=4, num_envs=1, batch_size=2, autoreset="same_step", alpha=1.0)
+    state = buffer.init(jax.tree.map(lambda x: x[0], flat([0.0])))
+    state = add(buffer, state, flat([0.0]))
+    early = sample(buffer, state, jax.random.key(0), None)
     assert not early.is_valid.any()
     for _ in range(3):
-        state = add(replay, state, flat([0.0]))
-        state = update(replay, state, early.index, jnp.array([100.0, 100.0]))
+        state = add(buffer, state, flat([0.0]))
+        state = update(buffer, state, early.index, jnp.array([100.0, 100.0]))
     assert (float(state.sampler.max_priority), int(state.sampler.num_stale_updates)) == (1, 6)
-    stale = get(replay, state, jr.Index(row=jnp.array([0]), lap=jnp.array([7], jnp.uint32)))
+    stale = get(buffer, state, jr.Index(row=jnp.array([0]), lap=jnp.array([7], jnp.uint32)))
     assert (
-        int(update(replay, state, stale.index, jnp.array([100.0])).sampler.num_stale_updates) == 7
+        int(update(buffer, state, stale.index, jnp.array([100.0])).sampler.num_stale_updates) == 7
     )

@@ -18,13 +18,13 @@ from tests.support import oracle_views
 from tests.support.sampling import (
     add,
     add_and_pop,
-    buffer,
     can_add,
     check_all_in_place,
     check_jit_and_vmap,
     clear,
     fed,
     histories,
+    make_buffer,
     pop,
     probability_of_all,
     rewards,
@@ -35,9 +35,9 @@ from tests.views.test_views import Config, ViewPair, reward_of
 
 
 @jax.jit
-def everything_of(replay, state):
-    rooms = [replay.can_add(state, num_steps) for num_steps in STEPS]
-    return replay.size(state), replay.can_sample(state), probability_of_all(replay, state), rooms
+def everything_of(buffer, state):
+    rooms = [buffer.can_add(state, num_steps) for num_steps in STEPS]
+    return buffer.size(state), buffer.can_sample(state), probability_of_all(buffer, state), rooms
 
 
 STEPS = (1, 4)
@@ -107,7 +107,7 @@ class QueuePair(ViewPair):
         self.is_cleared = False
 
     def check(self):
-        replay, oracle, left = self.config.replay, self.oracle, self.left()
+        buffer, oracle, left = self.config.replay, self.oracle, self.left()
         rows = {
             env * oracle.length + index % oracle.length
             for env, indices in enumerate(left)
@@ -117,7 +117,7 @@ class QueuePair(ViewPair):
             env * oracle.length + position for env, position, _ in self.config.anchors(oracle)
         }
         number, is_enough, probability, rooms = jax.tree.map(
-            np.asarray, everything_of(replay, self.state)
+            np.asarray, everything_of(buffer, self.state)
         )
         assert (number, is_enough) == (len(rows), bool(rows))
         assert {row for row in sampleable if probability[row] == 1} == rows
@@ -185,13 +185,13 @@ def test_the_queue_agrees_with_the_oracle(case):
 def test_streams_take_turns():
     """Three rows of stream 0, one of stream 1, five of stream 2: four rows are the first of each
     stream, and the second of stream 0."""
-    replay, state = buffer(Queue(), num_envs=3, allow_mask=True)
+    buffer, state = make_buffer(Queue(), num_envs=3, allow_mask=True)
     for time in range(6):
         mask = jnp.array([time < 4, time < 2, True])
-        state = add(replay, state, step_of([time, 10 + time, 20 + time]), mask)
+        state = add(buffer, state, step_of([time, 10 + time, 20 + time]), mask)
     taken = []
     for _ in range(4):
-        state, batch = pop(replay, state, jax.random.key(0), 4)
+        state, batch = pop(buffer, state, jax.random.key(0), 4)
         taken.append(rewards(batch))
     assert taken == [[0, 1, 10, 20], [2, 21, 22, 23], [24], []]
     assert batch.probability.tolist() == [0] * 4
@@ -199,34 +199,34 @@ def test_streams_take_turns():
 
 
 def test_min_size_holds_rows_back_for_a_full_batch():
-    replay, state = buffer(Queue(), min_size=4)
-    state = fed(replay, state, range(4))
-    state, batch = pop(replay, state, jax.random.key(0), 4)
-    assert (rewards(batch), int(size(replay, state))) == ([], 3)
-    state = fed(replay, state, [4])
-    state, batch = pop(replay, state, jax.random.key(0), 4)
-    assert (rewards(batch), int(size(replay, state))) == ([0, 10, 20, 30], 0)
+    buffer, state = make_buffer(Queue(), min_size=4)
+    state = fed(buffer, state, range(4))
+    state, batch = pop(buffer, state, jax.random.key(0), 4)
+    assert (rewards(batch), int(size(buffer, state))) == ([], 3)
+    state = fed(buffer, state, [4])
+    state, batch = pop(buffer, state, jax.random.key(0), 4)
+    assert (rewards(batch), int(size(buffer, state))) == ([0, 10, 20, 30], 0)
 
 
 def test_a_stream_that_holds_one_item_hands_it_out_once():
-    replay = ReplayBuffer(
+    buffer = ReplayBuffer(
         capacity=1, num_envs=1, batch_size=2, sampler=Queue(), view=Item(), autoreset=None
     )
-    state = replay.init(jnp.float32(0))
+    state = buffer.init(jnp.float32(0))
     for value in (3.0, 4.0):
-        state = add(replay, state, jnp.array([value]))
-        assert not can_add(replay, state, 1)
-        state, batch = pop(replay, state, jax.random.key(0), 2)
+        state = add(buffer, state, jnp.array([value]))
+        assert not can_add(buffer, state, 1)
+        state, batch = pop(buffer, state, jax.random.key(0), 2)
         assert (batch.experience[0], batch.is_valid.tolist()) == (value, [True, False])
-        assert can_add(replay, state, 1)
-        assert not can_add(replay, state, 2)
+        assert can_add(buffer, state, 1)
+        assert not can_add(buffer, state, 2)
 
 
 @pytest.mark.parametrize("lap", [0, 2**30 - 2, 2**32 - 2])
 def test_items_are_queued_across_wraps_and_clears(lap):
     """Items have no counter of their own: laps and positions make up for one, also where they wrap
     around."""
-    replay = ReplayBuffer(
+    buffer = ReplayBuffer(
         capacity=8,
         num_envs=2,
         batch_size=3,
@@ -235,69 +235,69 @@ def test_items_are_queued_across_wraps_and_clears(lap):
         autoreset=None,
         allow_mask=True,
     )
-    state = replay.init(jnp.float32(0))
+    state = buffer.init(jnp.float32(0))
     state = state.replace(streams=state.streams.with_heads(lap=jnp.full(2, lap, jnp.uint32)))
     queue, r, clock = [[], []], np.random.default_rng(lap), 0
     for _ in range(60):
         mask, clock = r.random(2) < 0.7, clock + 1
-        state = add(replay, state, jnp.array([clock, clock + 0.5]), jnp.asarray(mask))
+        state = add(buffer, state, jnp.array([clock, clock + 0.5]), jnp.asarray(mask))
         queue = [
             (rows + [clock + env / 2] * bool(mask[env]))[-4:] for env, rows in enumerate(queue)
         ]
         if r.random() < 0.1:
-            state, queue = clear(replay, state), [[], []]
+            state, queue = clear(buffer, state), [[], []]
         if r.random() < 0.4:
             turns = sorted(
                 (place, env, value)
                 for env, rows in enumerate(queue)
                 for place, value in enumerate(rows)
             )[:3]
-            state, batch = pop(replay, state, jax.random.key(0), 3)
+            state, batch = pop(buffer, state, jax.random.key(0), 3)
             taken = [value for _, _, value in sorted(turns, key=lambda turn: turn[1:])]
             assert np.asarray(batch.experience)[np.asarray(batch.is_valid)].tolist() == taken
             queue = [[value for value in rows if value not in taken] for rows in queue]
-        assert int(size(replay, state)) == sum(map(len, queue))
-        assert bool(can_add(replay, state, 2)) == all(len(rows) <= 2 for rows in queue)
+        assert int(size(buffer, state)) == sum(map(len, queue))
+        assert bool(can_add(buffer, state, 2)) == all(len(rows) <= 2 for rows in queue)
 
 
 def test_ranks_wrap_around():
     """2^32 transitions a stream: the counter starts again at 0, and the queue goes on."""
-    replay, state = buffer(Queue(), num_envs=2, length=6)
+    buffer, state = make_buffer(Queue(), num_envs=2, length=6)
     start = jnp.full(2, 2**32 - 9, jnp.uint32)
     state = state.replace(
         streams=state.streams.replace(num_candidates=start),
         sampler=state.sampler.replace(next=start),
     )
     for time in range(30):
-        state = fed(replay, state, [time])
-        assert int(size(replay, state)) == (0 if time == 0 else 2)
-        state, batch = pop(replay, state, jax.random.key(0), 3)
+        state = fed(buffer, state, [time])
+        assert int(size(buffer, state)) == (0 if time == 0 else 2)
+        state, batch = pop(buffer, state, jax.random.key(0), 3)
         assert rewards(batch) == ([] if time == 0 else [10 * time - 10, 10 * time - 9])
     # of 11 untaken transitions of each stream, 5 are stored
-    state = fed(replay, state, range(30, 40))
-    state, _ = pop(replay, state, jax.random.key(0), 1)
-    assert (int(size(replay, state)), int(state.sampler.lost)) == (9, 10)
+    state = fed(buffer, state, range(30, 40))
+    state, _ = pop(buffer, state, jax.random.key(0), 1)
+    assert (int(size(buffer, state)), int(state.sampler.lost)) == (9, 10)
 
 
 def test_the_count_of_lost_rows_stays_at_its_maximum():
-    replay, state = buffer(Queue())
+    buffer, state = make_buffer(Queue())
     state = fed(
-        replay, state.replace(sampler=state.sampler.replace(lost=jnp.uint32(2**32 - 2))), range(20)
+        buffer, state.replace(sampler=state.sampler.replace(lost=jnp.uint32(2**32 - 2))), range(20)
     )
-    state, _ = pop(replay, state, jax.random.key(0), 4)
+    state, _ = pop(buffer, state, jax.random.key(0), 4)
     assert int(state.sampler.lost) == 2**32 - 1
 
 
 def test_nothing_is_lost_by_a_producer_that_asks():
-    replay, state = buffer(Queue(), num_envs=2, length=5, n_step=2)
+    buffer, state = make_buffer(Queue(), num_envs=2, length=5, n_step=2)
     added, taken, blocked = 0, [], 0
     for turn in range(60):
-        if can_add(replay, state, 1):
-            state, added = fed(replay, state, [added]), added + 1
+        if can_add(buffer, state, 1):
+            state, added = fed(buffer, state, [added]), added + 1
         else:
             blocked += 1
         if turn > 15 and turn % 2:
-            state, batch = pop(replay, state, jax.random.key(0), 3)
+            state, batch = pop(buffer, state, jax.random.key(0), 3)
             taken += np.asarray(batch.experience.obs)[np.asarray(batch.is_valid)].tolist()
     assert blocked > 10
     for env in range(2):
@@ -307,10 +307,10 @@ def test_nothing_is_lost_by_a_producer_that_asks():
 
 
 def test_jit_equals_eager_and_vmap_equals_a_loop():
-    replay, state = buffer(Queue(), num_envs=2)
-    states = [fed(replay, state, range(k)) for k in (5, 2, 11)]
-    states[2], _ = pop(replay, states[2], jax.random.key(0), 4)
-    check_jit_and_vmap(replay, states)
+    buffer, state = make_buffer(Queue(), num_envs=2)
+    states = [fed(buffer, state, range(k)) for k in (5, 2, 11)]
+    states[2], _ = pop(buffer, states[2], jax.random.key(0), 4)
+    check_jit_and_vmap(buffer, states)
 
 
 def test_it_is_in_place():
@@ -319,9 +319,9 @@ def test_it_is_in_place():
 
 def test_dtypes_hold_with_64_bit_numbers():
     with jax.enable_x64(True):
-        replay, state = buffer(Queue(), num_envs=2)
+        buffer, state = make_buffer(Queue(), num_envs=2)
         new = jax.eval_shape(
-            lambda state: replay.pop(replay.add(state, step_of([0.0, 1.0])), jax.random.key(0))[0],
+            lambda state: buffer.pop(buffer.add(state, step_of([0.0, 1.0])), jax.random.key(0))[0],
             state,
         )
     assert jax.tree.map(lambda leaf: leaf.dtype, new.sampler) == jax.tree.map(

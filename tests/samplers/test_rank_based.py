@@ -21,11 +21,11 @@ from tests.storage.test_oracle_streams import PRIORITIES, Pair
 from tests.support.hlo import large_temporaries
 from tests.support.sampling import (
     add,
-    buffer,
     check_all_in_place,
     check_jit_and_vmap,
     clear,
     fed,
+    make_buffer,
     probability_of_all,
     sample,
     step_of,
@@ -248,21 +248,21 @@ def test_the_law_of_ranks_holds_after_each_kind_of_write_between_two_reranks(con
 
 def ranked(priorities, **config):
     """One sampleable row a stream with these priorities, ranked; the next row of each waits."""
-    replay, state = buffer(
+    buffer, state = make_buffer(
         RankBased(**{"alpha": 1.0, "stratified": False, **config}),
         num_envs=len(priorities),
         length=4,
     )
-    state = add(replay, state, step_of(priorities), None, jnp.asarray(priorities, jnp.float32))
-    return replay, rerank(replay, add(replay, state, step_of(priorities)))
+    state = add(buffer, state, step_of(priorities), None, jnp.asarray(priorities, jnp.float32))
+    return buffer, rerank(buffer, add(buffer, state, step_of(priorities)))
 
 
-def shares(replay, state):
-    return np.asarray(probability_of_all(replay, state))[:: replay.capacity // replay.num_envs]
+def shares(buffer, state):
+    return np.asarray(probability_of_all(buffer, state))[:: buffer.capacity // buffer.num_envs]
 
 
-def index_of(replay, state, streams):
-    return get(replay, state, jnp.array(streams, jnp.int32) * 4).index
+def index_of(buffer, state, streams):
+    return get(buffer, state, jnp.array(streams, jnp.int32) * 4).index
 
 
 def normalized(mass):
@@ -273,10 +273,10 @@ def test_draws_follow_the_law():
     """Independent draws; a fixed key that by chance fails once in 10^4."""
     r = np.random.default_rng(0)
     priority = r.permutation(40) ** 3.0
-    replay, state = ranked(priority, alpha=0.7)
+    buffer, state = ranked(priority, alpha=0.7)
     rank = 40 - priority.argsort().argsort()
     expected = normalized(np.where(priority > 0, rank**-0.7, 0))
-    batch = sample(replay, state, jax.random.key(0), 300_000)
+    batch = sample(buffer, state, jax.random.key(0), 300_000)
     counts = np.bincount(np.asarray(batch.index.row) // 4, minlength=40)
     assert counts[priority == 0] == 0
     assert stats.chisquare(counts[priority > 0], expected[priority > 0] * 300_000).pvalue > 1e-4
@@ -286,118 +286,118 @@ def test_draws_follow_the_law():
 
 
 def test_a_stratified_batch_has_one_draw_in_each_part_of_the_mass():
-    replay, state = ranked([2.0, 5.0, 1.0], stratified=True)
-    share = shares(replay, state)
+    buffer, state = ranked([2.0, 5.0, 1.0], stratified=True)
+    share = shares(buffer, state)
     ends = np.cumsum(share)
     for seed in range(5):
-        stream = np.asarray(sample(replay, state, jax.random.key(seed), 64).index.row) // 4
+        stream = np.asarray(sample(buffer, state, jax.random.key(seed), 64).index.row) // 4
         parts = np.arange(64) / 64
         assert (ends[stream] > parts - 1e-6).all()
         assert ((ends - share)[stream] < parts + 1 / 64 + 1e-6).all()
 
 
 def test_only_the_order_of_priorities_counts():
-    replay, state = ranked([3.4e38, 1e-30, 0.5])
-    np.testing.assert_allclose(shares(replay, state), normalized([1, 1 / 3, 1 / 2]), rtol=1e-5)
+    buffer, state = ranked([3.4e38, 1e-30, 0.5])
+    np.testing.assert_allclose(shares(buffer, state), normalized([1, 1 / 3, 1 / 2]), rtol=1e-5)
 
 
 def test_subnormal_priorities_are_positive_and_alike():
-    replay, state = ranked([1e-45, 0.0, 1e-40])
-    np.testing.assert_allclose(shares(replay, state), normalized([1, 0, 1 / 2]), rtol=1e-6)
+    buffer, state = ranked([1e-45, 0.0, 1e-40])
+    np.testing.assert_allclose(shares(buffer, state), normalized([1, 0, 1 / 2]), rtol=1e-6)
 
 
 def test_equal_priorities_rank_by_their_rows():
-    replay, state = ranked([2.0, 1.0, 2.0])
-    np.testing.assert_allclose(shares(replay, state), normalized([1, 1 / 3, 1 / 2]), rtol=1e-6)
+    buffer, state = ranked([2.0, 1.0, 2.0])
+    np.testing.assert_allclose(shares(buffer, state), normalized([1, 1 / 3, 1 / 2]), rtol=1e-6)
 
 
 def test_an_update_acts_at_the_next_rerank():
-    replay, state = ranked([1.0, 2.0, 3.0])
-    before = shares(replay, state)
-    state = update(replay, state, index_of(replay, state, [0, 2]), jnp.array([9.0, 0.0]))
-    np.testing.assert_array_equal(shares(replay, state), before)
+    buffer, state = ranked([1.0, 2.0, 3.0])
+    before = shares(buffer, state)
+    state = update(buffer, state, index_of(buffer, state, [0, 2]), jnp.array([9.0, 0.0]))
+    np.testing.assert_array_equal(shares(buffer, state), before)
     np.testing.assert_allclose(
-        shares(replay, rerank(replay, state)), normalized([1, 1 / 2, 0]), rtol=1e-6
+        shares(buffer, rerank(buffer, state)), normalized([1, 1 / 2, 0]), rtol=1e-6
     )
 
 
 def test_a_new_row_is_drawn_as_the_first_rank_is_unless_its_priority_is_0():
-    replay, state = ranked([1.0, 2.0, 3.0])
+    buffer, state = ranked([1.0, 2.0, 3.0])
     # the row before it waited
-    state = add(replay, state, step_of([0.0] * 3), None, jnp.array([0.1, 0.0, 5.0]))
-    state = add(replay, state, step_of([0.0] * 3))
+    state = add(buffer, state, step_of([0.0] * 3), None, jnp.array([0.1, 0.0, 5.0]))
+    state = add(buffer, state, step_of([0.0] * 3))
     mass = np.zeros((3, 4))
     mass[:, 0], mass[:, 1], mass[:, 2] = [1 / 3, 1 / 2, 1], 1, [1, 0, 1]
     np.testing.assert_allclose(
-        probability_of_all(replay, state), normalized(mass).ravel(), rtol=1e-6
+        probability_of_all(buffer, state), normalized(mass).ravel(), rtol=1e-6
     )
 
 
 def test_all_zero_cannot_be_sampled_until_a_rerank_with_more():
-    replay, state = ranked([0.0, 0.0, 0.0])
-    assert not replay.can_sample(state)
-    assert not sample(replay, state, jax.random.key(0), 4).is_valid.any()
-    state = update(replay, state, index_of(replay, state, [1]), jnp.array([0.5]))
-    assert not replay.can_sample(state)
-    assert sample(replay, rerank(replay, state), jax.random.key(0), 4).index.row.tolist() == [4] * 4
+    buffer, state = ranked([0.0, 0.0, 0.0])
+    assert not buffer.can_sample(state)
+    assert not sample(buffer, state, jax.random.key(0), 4).is_valid.any()
+    state = update(buffer, state, index_of(buffer, state, [1]), jnp.array([0.5]))
+    assert not buffer.can_sample(state)
+    assert sample(buffer, rerank(buffer, state), jax.random.key(0), 4).index.row.tolist() == [4] * 4
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF, -1.0])
 def test_a_bad_priority_keeps_the_old_one_and_is_counted(bad):
-    replay, state = ranked([1.0, 2.0, 3.0])
-    state = update(replay, state, index_of(replay, state, [0, 2]), jnp.array([bad, 1.5]))
+    buffer, state = ranked([1.0, 2.0, 3.0])
+    state = update(buffer, state, index_of(buffer, state, [0, 2]), jnp.array([bad, 1.5]))
     assert (int(state.sampler.num_bad_priorities), int(state.sampler.num_stale_updates)) == (1, 0)
     np.testing.assert_allclose(
-        shares(replay, rerank(replay, state)), normalized([1 / 3, 1, 1 / 2]), rtol=1e-6
+        shares(buffer, rerank(buffer, state)), normalized([1 / 3, 1, 1 / 2]), rtol=1e-6
     )
 
 
 def test_the_largest_of_duplicates_wins():
-    replay, state = ranked([5.0, 5.0, 5.0])
+    buffer, state = ranked([5.0, 5.0, 5.0])
     state = update(
-        replay, state, index_of(replay, state, [0, 0, 1, 0]), jnp.array([2.0, 3.0, 2.5, NAN])
+        buffer, state, index_of(buffer, state, [0, 0, 1, 0]), jnp.array([2.0, 3.0, 2.5, NAN])
     )
     np.testing.assert_array_equal(np.asarray(state.sampler.priority)[:3], [3, 2.5, 5])
 
 
 def test_stale_and_foreign_rows_are_ignored_and_counted():
-    replay, state = ranked([1.0, 2.0, 3.0])
-    late = index_of(replay, state, [0, 1, 2])
+    buffer, state = ranked([1.0, 2.0, 3.0])
+    late = index_of(buffer, state, [0, 1, 2])
     foreign = jr.Index(row=jnp.array([-1, 12, 2**31 - 1], jnp.int32), lap=jnp.zeros(3, jnp.uint32))
-    state = update(replay, state, foreign, jnp.full(3, 9.0))
-    state = fed(replay, state, range(3))  # the first rows are overwritten now
+    state = update(buffer, state, foreign, jnp.full(3, 9.0))
+    state = fed(buffer, state, range(3))  # the first rows are overwritten now
     recorded = np.asarray(state.sampler.priority)
-    state = update(replay, state, late, jnp.full(3, 9.0))
+    state = update(buffer, state, late, jnp.full(3, 9.0))
     np.testing.assert_array_equal(state.sampler.priority, recorded)
     assert (int(state.sampler.num_stale_updates), float(state.sampler.max_priority)) == (6, 3)
 
 
 def test_clear_forgets_ranks_and_priorities():
-    replay, state = ranked([7.0, 2.0, 3.0])
-    state = clear(replay, state)
-    assert not replay.can_sample(state)
-    state = fed(replay, rerank(replay, state), range(2))
-    np.testing.assert_allclose(shares(replay, state), 1 / 3, rtol=1e-6)
+    buffer, state = ranked([7.0, 2.0, 3.0])
+    state = clear(buffer, state)
+    assert not buffer.can_sample(state)
+    state = fed(buffer, rerank(buffer, state), range(2))
+    np.testing.assert_allclose(shares(buffer, state), 1 / 3, rtol=1e-6)
     assert float(state.sampler.max_priority) == 1
     np.testing.assert_allclose(
-        shares(replay, rerank(replay, state)), normalized([1, 1 / 2, 1 / 3]), rtol=1e-6
+        shares(buffer, rerank(buffer, state)), normalized([1, 1 / 2, 1 / 3]), rtol=1e-6
     )
 
 
 def test_one_item_and_none():
-    replay = ReplayBuffer(
+    buffer = ReplayBuffer(
         capacity=1, num_envs=1, batch_size=2, sampler=RankBased(), view=Item(), autoreset=None
     )
-    state = rerank(replay, replay.init(jnp.float32(0)))
-    assert not sample(replay, state, jax.random.key(0), 2).is_valid.any()
-    state = rerank(replay, add(replay, state, jnp.array([3.0])))
-    batch = sample(replay, state, jax.random.key(0), 2)
+    state = rerank(buffer, buffer.init(jnp.float32(0)))
+    assert not sample(buffer, state, jax.random.key(0), 2).is_valid.any()
+    state = rerank(buffer, add(buffer, state, jnp.array([3.0])))
+    batch = sample(buffer, state, jax.random.key(0), 2)
     assert (batch.experience.tolist(), batch.probability.tolist()) == ([3, 3], [1, 1])
 
 
 def test_a_high_alpha_leaves_every_rank_a_probability():
-    replay, state = ranked([1.0, 2.0, 3.0], alpha=100.0)
-    assert (shares(replay, state) > 0).all()
+    buffer, state = ranked([1.0, 2.0, 3.0], alpha=100.0)
+    assert (shares(buffer, state) > 0).all()
 
 
 def test_what_it_cannot_do_is_refused():
@@ -409,57 +409,57 @@ def test_what_it_cannot_do_is_refused():
         ValueError, match="RankBased: this view's window reaches to the end of the episode"
     ):
         RankBased().window(jr.views.FutureView().window)
-    replay, state = ranked([1.0, 2.0, 3.0])
+    buffer, state = ranked([1.0, 2.0, 3.0])
     with pytest.raises(ValueError, match=r"make its sampler with RankBased\(keep_minimum=True\)"):
-        replay.min_probability(state)
+        buffer.min_probability(state)
 
 
 def test_jit_equals_eager_and_vmap_equals_a_loop():
-    replay, state = buffer(RankBased(), num_envs=2)
-    states = [fed(replay, state, range(k)) for k in (5, 0, 17)]
-    check_jit_and_vmap(replay, states)
+    buffer, state = make_buffer(RankBased(), num_envs=2)
+    states = [fed(buffer, state, range(k)) for k in (5, 0, 17)]
+    check_jit_and_vmap(buffer, states)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
-    together = jax.jit(jax.vmap(replay.rerank))(stacked)
+    together = jax.jit(jax.vmap(buffer.rerank))(stacked)
     for which, one in enumerate(states):
         jax.tree.map(
             np.testing.assert_array_equal,
             jax.tree.map(lambda leaf, which=which: leaf[which], together),
-            rerank(replay, one),
+            rerank(buffer, one),
         )
 
 
 def test_it_is_in_place():
-    def loop(replay, state, key):
+    def loop(buffer, state, key):
         """Two adds, a sample, and two updates in one program: no write but is ordered after the
         reads before it."""
         priority = jax.random.uniform(key, (8,))
-        state = replay.add(
-            replay.add(state, step_of(priority[:4])), step_of(priority[4:]), None, priority[:4]
+        state = buffer.add(
+            buffer.add(state, step_of(priority[:4])), step_of(priority[4:]), None, priority[:4]
         )
-        batch = replay.sample(state, key, 8)
-        state = replay.update_priorities(
-            replay.update_priorities(state, batch.index, priority), batch.index, 2 * priority
+        batch = buffer.sample(state, key, 8)
+        state = buffer.update_priorities(
+            buffer.update_priorities(state, batch.index, priority), batch.index, 2 * priority
         )
-        return state, (batch, replay.size(state))
+        return state, (batch, buffer.size(state))
 
     check_all_in_place(RankBased(), [loop])
 
 
 def test_a_loop_that_reranks_now_and_then_never_copies_the_stored_steps():
     capacity = 1 << 14
-    replay, _ = buffer(RankBased(), length=capacity)
+    buffer, _ = make_buffer(RankBased(), length=capacity)
     wide = jax.tree.map(
         lambda leaf: jnp.tile(leaf, (1, 8)) if leaf.dtype == jnp.float32 else leaf, step_of([0.0])
     )
     wide = wide.replace(reward=jnp.zeros(1))
-    state = replay.init(jax.tree.map(lambda leaf: leaf[0], wide))
+    state = buffer.init(jax.tree.map(lambda leaf: leaf[0], wide))
 
     def iteration(carry, key):
         state, time = carry
-        state = replay.add(state, wide)
-        batch = replay.sample(state, key)
-        state = replay.update_priorities(state, batch.index, jnp.ones(4))
-        return (jax.lax.cond(time == 2, replay.rerank, lambda state: state, state), time + 1), batch
+        state = buffer.add(state, wide)
+        batch = buffer.sample(state, key)
+        state = buffer.update_priorities(state, batch.index, jnp.ones(4))
+        return (jax.lax.cond(time == 2, buffer.rerank, lambda state: state, state), time + 1), batch
 
     loop = jax.jit(
         lambda state, keys: jax.lax.scan(iteration, (state, jnp.int32(0)), keys), donate_argnums=0
@@ -471,9 +471,9 @@ def test_a_loop_that_reranks_now_and_then_never_copies_the_stored_steps():
 
 def test_dtypes_hold_with_64_bit_numbers():
     with jax.enable_x64(True):
-        replay, state = buffer(RankBased(), num_envs=2)
+        buffer, state = make_buffer(RankBased(), num_envs=2)
         new = jax.eval_shape(
-            lambda state: replay.rerank(replay.add(state, step_of([0.0, 1.0]))), state
+            lambda state: buffer.rerank(buffer.add(state, step_of([0.0, 1.0]))), state
         )
     assert jax.tree.map(lambda leaf: leaf.dtype, new.sampler) == jax.tree.map(
         lambda leaf: leaf.dtype, state.sampler

@@ -15,11 +15,11 @@ from jaxreplay.views.transition import TransitionView
 from tests.conftest import SOAK
 from tests.support.sampling import (
     add,
-    buffer,
     check_all_in_place,
     check_jit_and_vmap,
     fed,
     histories,
+    make_buffer,
     probability_of_all,
     sample,
     size,
@@ -109,15 +109,15 @@ def test_probabilities_agree_with_the_oracle(case):
 def test_draws_follow_the_law(decay):
     """Three streams of 0, 3 and 19 rows; independent draws, and a fixed key that by chance fails
     once in 10^4."""
-    replay, state = buffer(Recent(decay=decay), num_envs=3, length=20, allow_mask=True)
+    buffer, state = make_buffer(Recent(decay=decay), num_envs=3, length=20, allow_mask=True)
     for time in range(33):
-        state = add(replay, state, step_of([1.0] * 3), jnp.array([False, time < 4, True]))
+        state = add(buffer, state, step_of([1.0] * 3), jnp.array([False, time < 4, True]))
     expected = law([0, 3, 19], decay)
     rows = [[], list(range(20, 23)), [40 + (13 + k) % 20 for k in range(19)]]
     flat = np.zeros(60)
     for numbers, probability in zip(rows, expected, strict=True):
         flat[numbers] = probability
-    batch = sample(replay, state, jax.random.key(2), 200_000)
+    batch = sample(buffer, state, jax.random.key(2), 200_000)
     counts = np.bincount(batch.index.row, minlength=60)
     assert counts[flat == 0].sum() == 0
     # Rows that come up less than five times are one class with the rarest of the others.
@@ -132,8 +132,8 @@ def test_draws_follow_the_law(decay):
 
 @pytest.mark.parametrize("decay", [1e-30, 1 - 1e-9])
 def test_extreme_decays_are_the_newest_row_and_uniform(decay):
-    replay, state = buffer(Recent(decay=decay), num_envs=2)
-    batch = sample(replay, fed(replay, state, range(6)), jax.random.key(0), 1000)
+    buffer, state = make_buffer(Recent(decay=decay), num_envs=2)
+    batch = sample(buffer, fed(buffer, state, range(6)), jax.random.key(0), 1000)
     assert batch.is_valid.all()
     assert set(np.asarray(batch.index.row)) == (
         {4, 12} if decay < 0.5 else {*range(5), *range(8, 13)}
@@ -142,22 +142,22 @@ def test_extreme_decays_are_the_newest_row_and_uniform(decay):
 
 
 def test_ranks_wrap_around():
-    replay, state = buffer(Recent(decay=0.5))
+    buffer, state = make_buffer(Recent(decay=0.5))
     state = state.replace(
         streams=state.streams.replace(num_candidates=jnp.array([2**32 - 3], jnp.uint32))
     )
     for time in range(12):
-        state = fed(replay, state, [time])
+        state = fed(buffer, state, [time])
         rows = [k % 8 for k in range(max(0, time - 7), time)]
         np.testing.assert_allclose(
-            probability_of_all(replay, state)[np.array(rows, int)],
+            probability_of_all(buffer, state)[np.array(rows, int)],
             law([len(rows)], 0.5)[0],
             rtol=1e-6,
         )
 
 
 def test_items_by_age():
-    replay = ReplayBuffer(
+    buffer = ReplayBuffer(
         capacity=4,
         num_envs=1,
         batch_size=64,
@@ -165,13 +165,13 @@ def test_items_by_age():
         view=Item(),
         autoreset=None,
     )
-    state = replay.init(jnp.float32(0))
-    assert not sample(replay, state, jax.random.key(0), 64).is_valid.any()
+    state = buffer.init(jnp.float32(0))
+    assert not sample(buffer, state, jax.random.key(0), 64).is_valid.any()
     for value in range(6):
-        state = add(replay, state, jnp.array([float(value)]))
-    assert set(np.asarray(sample(replay, state, jax.random.key(0), 64).experience)) == {2, 3, 4, 5}
+        state = add(buffer, state, jnp.array([float(value)]))
+    assert set(np.asarray(sample(buffer, state, jax.random.key(0), 64).experience)) == {2, 3, 4, 5}
     np.testing.assert_allclose(
-        probability_of_all(replay, state), np.array([4, 8, 1, 2]) / 15, rtol=1e-6
+        probability_of_all(buffer, state), np.array([4, 8, 1, 2]) / 15, rtol=1e-6
     )
 
 
@@ -182,20 +182,20 @@ def test_a_decay_out_of_range_is_refused(decay):
 
 
 def test_jit_equals_eager_and_vmap_equals_a_loop():
-    replay, state = buffer(Recent(decay=0.9), num_envs=2)
-    check_jit_and_vmap(replay, [fed(replay, state, range(k)) for k in (5, 0, 17)])
+    buffer, state = make_buffer(Recent(decay=0.9), num_envs=2)
+    check_jit_and_vmap(buffer, [fed(buffer, state, range(k)) for k in (5, 0, 17)])
 
 
 def test_it_is_in_place():
-    def add_and_sample(replay, state, key):
-        state = replay.add(state, step_of(jax.random.uniform(key, (4,))))
-        return state, (replay.sample(state, key), replay.size(state))
+    def add_and_sample(buffer, state, key):
+        state = buffer.add(state, step_of(jax.random.uniform(key, (4,))))
+        return state, (buffer.sample(state, key), buffer.size(state))
 
     check_all_in_place(Recent(decay=0.999), [add_and_sample])
 
 
 def test_dtypes_hold_with_64_bit_numbers():
     with jax.enable_x64(True):
-        replay, state = buffer(Recent(decay=0.9), num_envs=2)
-        batch = jax.eval_shape(replay.sample, state, jax.random.key(0))
+        buffer, state = make_buffer(Recent(decay=0.9), num_envs=2)
+        batch = jax.eval_shape(buffer.sample, state, jax.random.key(0))
     assert (batch.index.row.dtype, batch.probability.dtype) == (np.int32, np.float32)

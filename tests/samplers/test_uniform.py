@@ -22,30 +22,30 @@ on_each_platform = pytest.mark.usefixtures("_on_each_platform")
 
 def stream(autoreset, terminated, truncated, *, capacity, n_step=1):
     """A buffer of one stream that was fed these done flags."""
-    replay = jr.uniform(
+    buffer = jr.uniform(
         capacity=capacity, num_envs=1, batch_size=1, autoreset=autoreset, n_step=n_step
     )
     terminated, truncated = (jnp.asarray(flags, bool)[:, None] for flags in (terminated, truncated))
     time = jnp.arange(len(terminated), dtype=jnp.float32)[:, None]
     steps = jr.Step(obs=time, action=time, reward=time, terminated=terminated, truncated=truncated)
-    return replay, jax.jit(replay.extend)(
-        replay.init(jax.tree.map(lambda x: x[0, 0], steps)), steps
+    return buffer, jax.jit(buffer.extend)(
+        buffer.init(jax.tree.map(lambda x: x[0, 0], steps)), steps
     )
 
 
-def sampleable_rows(replay, state):
-    return np.flatnonzero(replay.get(state, jnp.arange(replay.capacity)).is_valid)
+def sampleable_rows(buffer, state):
+    return np.flatnonzero(buffer.get(state, jnp.arange(buffer.capacity)).is_valid)
 
 
-def check_law(replay, state, draws):
+def check_law(buffer, state, draws):
     """Independent draws, chi-square; a fixed key that by chance fails once in 10^4."""
-    rows = sampleable_rows(replay, state)
-    batch = jax.jit(replay.sample, static_argnames="batch_size")(
+    rows = sampleable_rows(buffer, state)
+    batch = jax.jit(buffer.sample, static_argnames="batch_size")(
         state, jax.random.key(3), batch_size=draws
     )
     assert batch.is_valid.all()
     np.testing.assert_allclose(batch.probability, 1 / len(rows), rtol=1e-6)
-    counts = np.bincount(batch.index.row, minlength=replay.capacity)
+    counts = np.bincount(batch.index.row, minlength=buffer.capacity)
     assert counts.sum() == counts[rows].sum() == draws
     assert len(rows) == 1 or stats.chisquare(counts[rows]).pvalue > 1e-4
 
@@ -56,8 +56,8 @@ def check_law(replay, state, draws):
 def test_the_law_is_exact_between_many_tails(autoreset, every):
     """An episode of one step with next-step autoreset makes every other row a final row."""
     done = np.arange(300) % every == 0
-    replay, state = stream(autoreset, done & (np.arange(300) % 3 > 0), done, capacity=120)
-    check_law(replay, state, 200_000)
+    buffer, state = stream(autoreset, done & (np.arange(300) % 3 > 0), done, capacity=120)
+    check_law(buffer, state, 200_000)
 
 
 @on_each_platform
@@ -67,22 +67,22 @@ def test_the_law_is_exact_where_almost_every_row_is_a_tail(transitions):
     of rounds for 5 rows of 4 000."""
     truncated = np.ones(4000, bool)
     truncated[np.linspace(100, 3900, transitions).astype(int)] = False
-    replay, state = stream("same_step", np.zeros(4000), truncated, capacity=3950)
-    assert int(replay.size(state)) == transitions
-    check_law(replay, state, 20_000)
+    buffer, state = stream("same_step", np.zeros(4000), truncated, capacity=3950)
+    assert int(buffer.size(state)) == transitions
+    check_law(buffer, state, 20_000)
 
 
 @on_each_platform
 def test_the_law_is_exact_over_streams_of_different_fill():
-    replay = jr.uniform(
+    buffer = jr.uniform(
         capacity=30, num_envs=3, batch_size=1, autoreset="same_step", allow_mask=True
     )
     zeros = jnp.zeros(3)
     step = jr.Step(obs=zeros, action=zeros, reward=zeros, terminated=zeros > 0, truncated=zeros > 0)
-    state, add = replay.init(jax.tree.map(lambda x: x[0], step)), jax.jit(replay.add)
+    state, add = buffer.init(jax.tree.map(lambda x: x[0], step)), jax.jit(buffer.add)
     for time in range(17):
         state = add(state, step, jnp.array([True, time % 4 == 0, False]))
-    assert sampleable_rows(replay, state).tolist() == [
+    assert sampleable_rows(buffer, state).tolist() == [
         0,
         1,
         2,
@@ -92,14 +92,14 @@ def test_the_law_is_exact_over_streams_of_different_fill():
         *range(7, 10),
         *range(10, 14),
     ]
-    check_law(replay, state, 100_000)
+    check_law(buffer, state, 100_000)
 
 
 @on_each_platform
 def test_nothing_but_tails_cannot_be_sampled():
-    replay, state = stream("same_step", np.zeros(9), np.ones(9), capacity=8)
-    batch = jax.jit(replay.sample)(state, jax.random.key(0))
-    assert not replay.can_sample(state)
+    buffer, state = stream("same_step", np.zeros(9), np.ones(9), capacity=8)
+    batch = jax.jit(buffer.sample)(state, jax.random.key(0))
+    assert not buffer.can_sample(state)
     assert (batch.is_valid.tolist(), batch.probability.tolist()) == ([False], [0])
 
 

@@ -18,12 +18,12 @@ from tests.conftest import SOAK
 from tests.support.sampling import (
     add,
     add_and_pop,
-    buffer,
     check_all_in_place,
     check_jit_and_vmap,
     clear,
     fed,
     histories,
+    make_buffer,
     pop,
     rewards,
     size,
@@ -135,14 +135,14 @@ def test_passes_agree_with_the_oracle(case):
     pair.pop(3)
 
 
-def passes(replay, state, number, key=0):
+def passes(buffer, state, number, key=0):
     """The rewards of each of the next passes, of which none has begun."""
     found = []
     for which in range(number):
         taken = []
-        while len(taken) < int(size(replay, state)):
+        while len(taken) < int(size(buffer, state)):
             state, batch = pop(
-                replay, state, jax.random.fold_in(jax.random.key(key), 1000 * which + len(taken)), 4
+                buffer, state, jax.random.fold_in(jax.random.key(key), 1000 * which + len(taken)), 4
             )
             taken += rewards(batch)
         found.append(taken)
@@ -150,38 +150,38 @@ def passes(replay, state, number, key=0):
 
 
 def test_each_pass_has_every_row_once_in_an_order_of_its_own():
-    replay, state = buffer(WithoutReplacement(), num_envs=2, length=12)
-    state, found = passes(replay, fed(replay, state, range(12)), 3)
+    buffer, state = make_buffer(WithoutReplacement(), num_envs=2, length=12)
+    state, found = passes(buffer, fed(buffer, state, range(12)), 3)
     rows = sorted([10 * time + env for time in range(11) for env in range(2)])
     assert [sorted(taken) for taken in found] == [rows] * 3
     assert len({tuple(taken) for taken in found}) == 3
 
 
 def test_the_last_batch_of_a_pass_is_short():
-    replay, state = buffer(WithoutReplacement(), num_envs=2, length=12)
-    state, lengths = fed(replay, state, range(6)), []
+    buffer, state = make_buffer(WithoutReplacement(), num_envs=2, length=12)
+    state, lengths = fed(buffer, state, range(6)), []
     for seed in range(6):
-        state, batch = pop(replay, state, jax.random.key(seed), 4)
+        state, batch = pop(buffer, state, jax.random.key(seed), 4)
         lengths.append(len(rewards(batch)))
     assert lengths == [4, 4, 2] * 2
 
 
 def test_rows_that_are_added_wait_for_the_next_pass():
-    replay, state = buffer(WithoutReplacement(), num_envs=2, length=12)
-    state, _ = pop(replay, fed(replay, state, range(4)), jax.random.key(0), 4)
-    state = fed(replay, state, [4, 5])
-    state, batch = pop(replay, state, jax.random.key(1), 4)
+    buffer, state = make_buffer(WithoutReplacement(), num_envs=2, length=12)
+    state, _ = pop(buffer, fed(buffer, state, range(4)), jax.random.key(0), 4)
+    state = fed(buffer, state, [4, 5])
+    state, batch = pop(buffer, state, jax.random.key(1), 4)
     assert len(rewards(batch)) == 2
     assert max(rewards(batch)) < 30
-    state, found = passes(replay, state, 1)
+    state, found = passes(buffer, state, 1)
     assert sorted(found[0]) == sorted(10 * time + env for time in range(5) for env in range(2))
 
 
 def test_orders_are_all_alike():
     """A first pass over 4 rows: 24 orders; fixed keys that by chance fail once in 10^4."""
-    replay, state = buffer(WithoutReplacement(), num_envs=2, length=12)
-    state = fed(replay, state, range(3))
-    draw = jax.jit(jax.vmap(lambda key: replay.pop(state, key, 4)[1].index.row))
+    buffer, state = make_buffer(WithoutReplacement(), num_envs=2, length=12)
+    state = fed(buffer, state, range(3))
+    draw = jax.jit(jax.vmap(lambda key: buffer.pop(state, key, 4)[1].index.row))
     rows = np.asarray(draw(jax.random.split(jax.random.key(5), 20_000)))
     counts = np.unique(rows @ [1, 24, 24**2, 24**3], return_counts=True)[1]
     assert len(counts) == 24
@@ -191,10 +191,10 @@ def test_orders_are_all_alike():
 def test_a_pass_that_lost_almost_all_its_rows_gives_way_to_a_new_one():
     """10 rows of a pass over 11 are overwritten: what is left of it is 1 row, and the next batch is
     full of the 11 that are there now."""
-    replay, state = buffer(WithoutReplacement(), length=12)
-    state, _ = pop(replay, fed(replay, state, range(12)), jax.random.key(0), 4)
-    state = fed(replay, state, range(12, 22))
-    state, batch = pop(replay, state, jax.random.key(1), 4)
+    buffer, state = make_buffer(WithoutReplacement(), length=12)
+    state, _ = pop(buffer, fed(buffer, state, range(12)), jax.random.key(0), 4)
+    state = fed(buffer, state, range(12, 22))
+    state, batch = pop(buffer, state, jax.random.key(1), 4)
     assert len(rewards(batch)) == 4
     assert int(state.sampler.position) == 4
     assert int(state.sampler.num_rows.sum()) == 11
@@ -204,23 +204,23 @@ def test_a_pass_that_lost_almost_all_its_rows_gives_way_to_a_new_one():
 def test_a_batch_has_a_row_while_there_is_one(batch_size):
     """However many rows of the pass are gone: every number of adds between two takes, in passes of
     11 rows."""
-    replay, state = buffer(WithoutReplacement(), length=12)
-    state, time = fed(replay, state, range(3)), 3
+    buffer, state = make_buffer(WithoutReplacement(), length=12)
+    state, time = fed(buffer, state, range(3)), 3
     for turn in range(60):
-        state, batch = pop(replay, state, jax.random.key(turn), batch_size)
+        state, batch = pop(buffer, state, jax.random.key(turn), batch_size)
         assert bool(batch.is_valid[0])
-        state, time = fed(replay, state, range(time, time + turn % 13)), time + turn % 13
+        state, time = fed(buffer, state, range(time, time + turn % 13)), time + turn % 13
 
 
 def test_ranks_wrap_around():
-    replay, state = buffer(WithoutReplacement(), num_envs=2, length=12)
+    buffer, state = make_buffer(WithoutReplacement(), num_envs=2, length=12)
     state = state.replace(
         streams=state.streams.replace(num_candidates=jnp.full(2, 2**32 - 5, jnp.uint32))
     )
-    state, seen = fed(replay, state, range(8)), []
+    state, seen = fed(buffer, state, range(8)), []
     for seed in range(4):  # of 14 rows, 4 at a time; meanwhile 3 of each stream are overwritten
         state, batch = pop(
-            replay, fed(replay, state, range(8 + 2 * seed, 10 + 2 * seed)), jax.random.key(seed), 4
+            buffer, fed(buffer, state, range(8 + 2 * seed, 10 + 2 * seed)), jax.random.key(seed), 4
         )
         assert all(reward // 10 >= max(0, 10 + 2 * seed - 12) for reward in rewards(batch))
         seen += rewards(batch)
@@ -229,17 +229,17 @@ def test_ranks_wrap_around():
 
 
 def test_clear_ends_the_pass():
-    replay, state = buffer(WithoutReplacement(), num_envs=2, length=12)
-    state, _ = pop(replay, fed(replay, state, range(8)), jax.random.key(0), 4)
-    state = clear(replay, state)
-    state, batch = pop(replay, state, jax.random.key(1), 4)
+    buffer, state = make_buffer(WithoutReplacement(), num_envs=2, length=12)
+    state, _ = pop(buffer, fed(buffer, state, range(8)), jax.random.key(0), 4)
+    state = clear(buffer, state)
+    state, batch = pop(buffer, state, jax.random.key(1), 4)
     assert not batch.is_valid.any()
-    state, batch = pop(replay, fed(replay, state, [20, 21]), jax.random.key(2), 4)
+    state, batch = pop(buffer, fed(buffer, state, [20, 21]), jax.random.key(2), 4)
     assert sorted(rewards(batch)) == [200, 201]
 
 
 def test_one_item():
-    replay = ReplayBuffer(
+    buffer = ReplayBuffer(
         capacity=1,
         num_envs=1,
         batch_size=2,
@@ -247,26 +247,26 @@ def test_one_item():
         view=Item(),
         autoreset=None,
     )
-    state = replay.init(jnp.float32(0))
+    state = buffer.init(jnp.float32(0))
     for value in (3.0, 4.0):
-        state = add(replay, state, jnp.array([value]))
+        state = add(buffer, state, jnp.array([value]))
         for seed in range(2):  # a pass each
-            state, batch = pop(replay, state, jax.random.key(seed), 2)
+            state, batch = pop(buffer, state, jax.random.key(seed), 2)
             assert (batch.experience[0], batch.is_valid.tolist(), batch.probability[0]) == (
                 value,
                 [True, False],
                 1,
             )
-    assert replay.can_add(state)
+    assert buffer.can_add(state)
 
 
 def test_jit_equals_eager_and_vmap_equals_a_loop():
-    replay, state = buffer(WithoutReplacement(), num_envs=2, length=12)
-    states = [fed(replay, state, range(k)) for k in (5, 2, 17)]
-    states[0], _ = pop(replay, states[0], jax.random.key(0), 4)
-    states[2], _ = pop(replay, states[2], jax.random.key(0), 4)
-    states[2] = fed(replay, states[2], range(17, 24))
-    check_jit_and_vmap(replay, states)
+    buffer, state = make_buffer(WithoutReplacement(), num_envs=2, length=12)
+    states = [fed(buffer, state, range(k)) for k in (5, 2, 17)]
+    states[0], _ = pop(buffer, states[0], jax.random.key(0), 4)
+    states[2], _ = pop(buffer, states[2], jax.random.key(0), 4)
+    states[2] = fed(buffer, states[2], range(17, 24))
+    check_jit_and_vmap(buffer, states)
 
 
 def test_it_is_in_place():
@@ -275,8 +275,8 @@ def test_it_is_in_place():
 
 def test_dtypes_hold_with_64_bit_numbers():
     with jax.enable_x64(True):
-        replay, state = buffer(WithoutReplacement(), num_envs=2)
-        new = jax.eval_shape(lambda state: replay.pop(state, jax.random.key(0))[0], state)
+        buffer, state = make_buffer(WithoutReplacement(), num_envs=2)
+        new = jax.eval_shape(lambda state: buffer.pop(state, jax.random.key(0))[0], state)
     assert jax.tree.map(lambda leaf: leaf.dtype, new.sampler) == jax.tree.map(
         lambda leaf: leaf.dtype, state.sampler
     )

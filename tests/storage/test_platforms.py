@@ -46,7 +46,7 @@ DTYPES = [
     "int4",
     "uint4",
 ]
-on_tpu = lambda replay: dataclasses.replace(replay, platform="tpu")
+on_tpu = lambda buffer: dataclasses.replace(buffer, platform="tpu")
 
 
 def values_of(shape, dtype, num_rows):
@@ -148,8 +148,8 @@ def test_a_scalar_and_what_no_part_serves_lie_as_they_are():
 @pytest.mark.parametrize(("platform", "width"), [("cpu", 8), ("gpu", 32), ("tpu", 128)])
 def test_a_tree_is_as_wide_as_its_platform_wants_it_whatever_traces(platform, width):
     case = next(case for case in KINDS if case.name == "prioritized same_step, 3 steps")
-    replay = dataclasses.replace(case.replay(), platform=platform)
-    shape = jax.eval_shape(replay.init, case.example())
+    buffer = dataclasses.replace(case.replay(), platform=platform)
+    shape = jax.eval_shape(buffer.init, case.example())
     assert shape.sampler.tree.sums[-1].shape == (width,)
     assert shape.layout.platform == platform
 
@@ -158,27 +158,27 @@ def test_a_state_stays_what_it_was_made_for():
     """A buffer without a platform takes states of every one; one with a platform says what
     differs."""
     case = next(case for case in KINDS if case.name == "prioritized same_step, 3 steps")
-    replay = case.replay()
-    state = on_tpu(replay).init(case.example())
-    state = jax.jit(replay.add)(state, case.step())
+    buffer = case.replay()
+    state = on_tpu(buffer).init(case.example())
+    state = jax.jit(buffer.add)(state, case.step())
     assert state.layout.platform == "tpu"
     with pytest.raises(ValueError, match="platform: the state's is 'tpu', this buffer's 'gpu'"):
-        dataclasses.replace(replay, platform="gpu").sample(state, jax.random.key(0))
+        dataclasses.replace(buffer, platform="gpu").sample(state, jax.random.key(0))
 
 
 def test_toolkits_are_known_by_name_and_others_refused():
-    replay = jr.items(capacity=4, batch_size=1)
-    assert dataclasses.replace(replay, platform="cuda").platform == "gpu"
+    buffer = jr.items(capacity=4, batch_size=1)
+    assert dataclasses.replace(buffer, platform="cuda").platform == "gpu"
     for bad in ("TPU", "metal", 3):
         with pytest.raises(ValueError, match="platform must be one of"):
-            dataclasses.replace(replay, platform=bad)
+            dataclasses.replace(buffer, platform=bad)
 
 
 def test_the_default_is_that_of_the_device_that_new_arrays_go_to():
     assert platforms.platform_of(jax.devices()[0]) == jax.devices()[0].platform
     with jax.default_device(jax.devices("cpu")[0]):
-        replay = jr.items(capacity=4, batch_size=1)
-        assert replay.init({"x": jnp.zeros(())}).layout.platform == platforms.default()
+        buffer = jr.items(capacity=4, batch_size=1)
+        assert buffer.init({"x": jnp.zeros(())}).layout.platform == platforms.default()
 
 
 @pytest.mark.parametrize("case", KINDS if SOAK else KINDS[1:4], ids=lambda case: case.name)
@@ -186,10 +186,10 @@ def test_what_is_read_is_the_same_on_every_platform(case):
     """Rows by their numbers, and which may be drawn; draws themselves take other ways."""
     found = []
     for platform in platforms.PLATFORMS:
-        replay = dataclasses.replace(case.replay(), platform=platform)
-        state = case.filled(replay)
-        batch = jax.jit(replay.get)(state, jnp.arange(replay.capacity), jax.random.key(0))
-        drawn = jax.jit(lambda state, key, replay=replay: draw(replay, state, key))(
+        buffer = dataclasses.replace(case.replay(), platform=platform)
+        state = case.filled(buffer)
+        batch = jax.jit(buffer.get)(state, jnp.arange(buffer.capacity), jax.random.key(0))
+        drawn = jax.jit(lambda state, key, buffer=buffer: draw(buffer, state, key))(
             state, jax.random.key(1)
         )
         assert drawn.is_valid.any()
@@ -214,25 +214,25 @@ def test_a_checkpoint_goes_from_one_platform_to_another(case, before, after, tmp
     pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
     from jaxreplay.checkpoint import Checkpointer
 
-    replay = dataclasses.replace(case.replay(), platform=before)
-    state = case.filled(replay)
-    with Checkpointer(tmp_path / "run", replay) as checkpoints:
+    buffer = dataclasses.replace(case.replay(), platform=before)
+    state = case.filled(buffer)
+    with Checkpointer(tmp_path / "run", buffer) as checkpoints:
         checkpoints.save(state, step=1)
-    other = dataclasses.replace(replay, platform=after)
+    other = dataclasses.replace(buffer, platform=after)
     restored = Checkpointer(tmp_path / "run", other).restore(case.example())
     assert restored.layout.platform == after
-    get = lambda replay, state: jax.jit(replay.get)(
-        state, jnp.arange(replay.capacity), jax.random.key(0)
+    get = lambda buffer, state: jax.jit(buffer.get)(
+        state, jnp.arange(buffer.capacity), jax.random.key(0)
     )
-    expected, got = get(replay, state), get(other, restored)
+    expected, got = get(buffer, state), get(other, restored)
     assert bits((got.experience, got.index, got.is_valid)) == bits(
         (expected.experience, expected.index, expected.is_valid)
     )
     np.testing.assert_allclose(got.probability, expected.probability, rtol=1e-5)
     # It goes on as the other does.
-    step, mask = case.step(7), case.mask(replay, 7)
+    step, mask = case.step(7), case.mask(buffer, 7)
     expected, got = (
-        get(r, jax.jit(r.add)(s, step, *mask)) for r, s in ((replay, state), (other, restored))
+        get(r, jax.jit(r.add)(s, step, *mask)) for r, s in ((buffer, state), (other, restored))
     )
     assert bits((got.experience, got.index, got.is_valid)) == bits(
         (expected.experience, expected.index, expected.is_valid)

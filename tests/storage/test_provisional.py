@@ -49,22 +49,22 @@ def step_of(obs, reward, terminated, truncated, final_obs):
 
 
 @functools.cache
-def programs(replay):
+def programs(buffer):
     """What is asked of a state at each moment, and an update: compiled once for all seeds."""
 
     def asked(state):
-        row = jnp.arange(replay.capacity)
-        found = replay.episode_table(state)
+        row = jnp.arange(buffer.capacity)
+        found = buffer.episode_table(state)
         looked_up = found.steps_to_end(row), found.steps_from_start(row), found.is_complete(row)
-        return replay.get(state, row), replay.size(state), looked_up
+        return buffer.get(state, row), buffer.size(state), looked_up
 
-    return jax.jit(asked), jax.jit(replay.update_priorities, donate_argnums=0)
+    return jax.jit(asked), jax.jit(buffer.update_priorities, donate_argnums=0)
 
 
 @cases
 @pytest.mark.parametrize("seed", range(20 if SOAK else 2))
 def test_each_moment_is_as_if_the_episodes_ended_there(sampler, n_step, seed):
-    replay = make(sampler, n_step)
+    buffer = make(sampler, n_step)
     r = np.random.default_rng(seed)
     oracle = Oracle(
         num_envs=NUM_ENVS,
@@ -75,8 +75,8 @@ def test_each_moment_is_as_if_the_episodes_ended_there(sampler, n_step, seed):
         gamma=DISCOUNT,
     )
     one = np.zeros(1)
-    state = replay.init(jax.tree.map(lambda x: x[0], step_of(one, one, one > 0, one > 0, one)))
-    asked, update = programs(replay)
+    state = buffer.init(jax.tree.map(lambda x: x[0], step_of(one, one, one > 0, one > 0, one)))
+    asked, update = programs(buffer)
     may_go_on = was_first = np.zeros(NUM_ENVS, bool)
     for t in range(60):
         goes_on = may_go_on & (r.random(NUM_ENVS) < 0.9)
@@ -90,7 +90,7 @@ def test_each_moment_is_as_if_the_episodes_ended_there(sampler, n_step, seed):
             10 * t + 5 + np.arange(NUM_ENVS),
         )
         step = step_of(obs, reward, terminated, truncated | ~terminated, final_obs)
-        state, was_first = add(replay, state, step, goes_on, was_first), ~goes_on
+        state, was_first = add(buffer, state, step, goes_on, was_first), ~goes_on
         oracle.add(
             *(
                 x.tolist()
@@ -144,60 +144,60 @@ def check_episodes(looked_up, oracle):
 @pytest.mark.parametrize("num_envs", [1, 4])
 def test_an_add_is_in_place(sampler, n_step, num_envs):
     capacity = 1 << 16
-    replay = make(sampler, n_step, length=capacity // num_envs, num_envs=num_envs)
+    buffer = make(sampler, n_step, length=capacity // num_envs, num_envs=num_envs)
     zero, flag = np.zeros(num_envs), np.zeros(num_envs, bool)
     step = step_of(zero, zero, flag, ~flag, zero)
-    state = replay.init(jax.tree.map(lambda x: x[0], step))
+    state = buffer.init(jax.tree.map(lambda x: x[0], step))
 
     def twice(state, goes_on):
         return provisional.add(
-            replay, provisional.add(replay, state, step, goes_on, goes_on), step, goes_on, goes_on
+            buffer, provisional.add(buffer, state, step, goes_on, goes_on), step, goes_on, goes_on
         )
 
     for run in (
-        lambda state, goes_on: provisional.add(replay, state, step, goes_on, goes_on),
+        lambda state, goes_on: provisional.add(buffer, state, step, goes_on, goes_on),
         twice,
     ):
         check_in_place(run, (state, jnp.ones(num_envs, bool)), num_elements=capacity, donated=0)
 
 
 def test_laps_go_back_with_the_head():
-    replay = make("prioritized", 1, length=4, num_envs=1)
+    buffer = make("prioritized", 1, length=4, num_envs=1)
     flag, zero = np.ones(1, bool), np.zeros(1)
-    state = replay.init(jax.tree.map(lambda x: x[0], step_of(zero, zero, flag, flag, zero)))
+    state = buffer.init(jax.tree.map(lambda x: x[0], step_of(zero, zero, flag, flag, zero)))
     for t in range(3):  # the third step's final row opens the second lap
         state = add(
-            replay,
+            buffer,
             state,
             step_of(zero + t, zero, ~flag, flag, zero),
             np.array([t > 0]),
             np.array([t == 1]),
         )
-    index = replay.get(state, jnp.arange(4)).index
-    state = add(replay, state, step_of(zero + 3, zero, ~flag, flag, zero), flag, ~flag)
-    got = replay.get(state, index)
+    index = buffer.get(state, jnp.arange(4)).index
+    state = add(buffer, state, step_of(zero + 3, zero, ~flag, flag, zero), flag, ~flag)
+    got = buffer.get(state, index)
     assert got.is_valid.tolist() == [False, True, True, False]
-    assert replay.get(state, jnp.arange(4)).experience.obs[1:].tolist() == [1, 2, 3]
+    assert buffer.get(state, jnp.arange(4)).experience.obs[1:].tolist() == [1, 2, 3]
 
 
 def test_flags_are_as_if_written_once():
     """A step that is not its episode's newest any more is not truncated, and the first one is still
     the first."""
-    replay = make("uniform", 1, num_envs=1)
+    buffer = make("uniform", 1, num_envs=1)
     flag, zero = np.ones(1, bool), np.zeros(1)
     plain, state = (
-        replay.init(jax.tree.map(lambda x: x[0], step_of(zero, zero, flag, flag, zero)))
+        buffer.init(jax.tree.map(lambda x: x[0], step_of(zero, zero, flag, flag, zero)))
         for _ in range(2)
     )
     for t in range(5):
         state = add(
-            replay,
+            buffer,
             state,
             step_of(zero + t, zero, ~flag, flag, zero + t + 1),
             np.array([t > 0]),
             np.array([t == 1]),
         )
-        plain = replay.add(plain, step_of(zero + t, zero, ~flag, flag & (t == 4), zero + t + 1))
+        plain = buffer.add(plain, step_of(zero + t, zero, ~flag, flag & (t == 4), zero + t + 1))
     for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(plain), strict=True):
         np.testing.assert_array_equal(x, y)
 

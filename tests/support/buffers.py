@@ -62,55 +62,55 @@ class Case:
     def example(self):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.step())
 
-    def filled(self, replay, steps=40):
+    def filled(self, buffer, steps=40):
         """A state after some steps, on its own memory."""
         # copies: a test may donate them
-        return jax.tree.map(jnp.array, _filled(self, replay, steps))
+        return jax.tree.map(jnp.array, _filled(self, buffer, steps))
 
-    def mask(self, replay, seed, time=None):
+    def mask(self, buffer, seed, time=None):
         """() or (mask,): which envs took a step."""
         shape = (NUM_ENVS,) if time is None else (time, NUM_ENVS)
         return (
             (jnp.asarray(np.random.default_rng(seed).random(shape) < 0.8),)
-            if replay.allow_mask
+            if buffer.allow_mask
             else ()
         )
 
 
 @functools.cache  # compiled and run once for all tests
-def _filled(case, replay, steps):
-    extend = jax.jit(replay.extend)
+def _filled(case, buffer, steps):
+    extend = jax.jit(buffer.extend)
     return jax.device_get(
-        extend(replay.init(case.example()), case.step(1, time=steps), *case.mask(replay, 2, steps))
+        extend(buffer.init(case.example()), case.step(1, time=steps), *case.mask(buffer, 2, steps))
     )
 
 
-def draw(replay, state, key):
+def draw(buffer, state, key):
     """A batch, from a sampler of either kind."""
     return (
-        replay.pop(state, key)[1]
-        if isinstance(replay.sampler, ConsumingSampler)
-        else replay.sample(state, key)
+        buffer.pop(state, key)[1]
+        if isinstance(buffer.sampler, ConsumingSampler)
+        else buffer.sample(state, key)
     )
 
 
 @functools.cache
-def jitted_draw(replay):
+def jitted_draw(buffer):
     """The same, which leaves the state to the caller."""
-    return jax.jit(lambda state, key: draw(replay, state, key))
+    return jax.jit(lambda state, key: draw(buffer, state, key))
 
 
 @functools.cache
-def jitted(replay, method):
+def jitted(buffer, method):
     """A method of a buffer, compiled once for all tests, which leaves the state to the caller."""
-    return jax.jit(getattr(replay, method))
+    return jax.jit(getattr(buffer, method))
 
 
 @functools.cache
-def everything(replay):
+def everything(buffer):
     """A program of a state and a seed that reads all rows."""
     return jax.jit(
-        lambda state, seed: replay.get(state, jnp.arange(replay.capacity), jax.random.key(seed))
+        lambda state, seed: buffer.get(state, jnp.arange(buffer.capacity), jax.random.key(seed))
     )
 
 

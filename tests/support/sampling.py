@@ -21,10 +21,10 @@ can_add = jax.jit(ReplayBuffer.can_add, static_argnums=2)
 
 
 @jax.jit
-def probability_of_all(replay, state):
+def probability_of_all(buffer, state):
     """Of every row, meant for those that are sampleable."""
-    rows = jnp.arange(replay.capacity, dtype=jnp.int32)
-    return replay.sampler.probability(state.sampler, Sampleable.of(state), rows)
+    rows = jnp.arange(buffer.capacity, dtype=jnp.int32)
+    return buffer.sampler.probability(state.sampler, Sampleable.of(state), rows)
 
 
 def step_of(values):
@@ -35,8 +35,10 @@ def step_of(values):
     )
 
 
-def buffer(sampler, *, num_envs=1, length=8, n_step=1, allow_mask=False, batch_size=4, min_size=1):
-    replay = ReplayBuffer(
+def make_buffer(
+    sampler, *, num_envs=1, length=8, n_step=1, allow_mask=False, batch_size=4, min_size=1
+):
+    buffer = ReplayBuffer(
         capacity=num_envs * length,
         num_envs=num_envs,
         batch_size=batch_size,
@@ -46,13 +48,13 @@ def buffer(sampler, *, num_envs=1, length=8, n_step=1, allow_mask=False, batch_s
         allow_mask=allow_mask,
         min_size=min_size,
     )
-    return replay, replay.init(jax.tree.map(lambda leaf: leaf[0], step_of([0.0])))
+    return buffer, buffer.init(jax.tree.map(lambda leaf: leaf[0], step_of([0.0])))
 
 
-def fed(replay, state, times):
+def fed(buffer, state, times):
     """A state after steps whose rewards are 10 * time + env."""
     for time in times:
-        state = add(replay, state, step_of(10.0 * time + np.arange(replay.num_envs)))
+        state = add(buffer, state, step_of(10.0 * time + np.arange(buffer.num_envs)))
     return state
 
 
@@ -64,12 +66,12 @@ def assert_same(got, expected):
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
-def check_jit_and_vmap(replay, states, batch_size=4):
+def check_jit_and_vmap(buffer, states, batch_size=4):
     """What the sampler draws is the same with jit and without; with vmap it is that of each state
     on its own."""
 
     def draw(state):
-        return replay.sampler.sample(
+        return buffer.sampler.sample(
             state.sampler, Sampleable.of(state), jax.random.key(1), batch_size
         )
 
@@ -84,8 +86,8 @@ def check_all_in_place(sampler, functions):
     """Functions of (replay, state, key) that return (state, anything): alone, in a scan, and under
     vmap in a scan."""
     capacity, population = 1 << 17, 16
-    large, state = buffer(sampler, num_envs=4, length=capacity // 4)
-    small, one = buffer(sampler, num_envs=4, length=capacity // 4 // population)
+    large, state = make_buffer(sampler, num_envs=4, length=capacity // 4)
+    small, one = make_buffer(sampler, num_envs=4, length=capacity // 4 // population)
     states = jax.tree.map(lambda leaf: jnp.stack([leaf] * population), one)
     keys, all_keys = (
         jax.random.split(jax.random.key(0), 3),
@@ -107,11 +109,11 @@ def check_all_in_place(sampler, functions):
         check_in_place(repeated, (states, all_keys), num_elements=capacity, donated=0)
 
 
-def add_and_pop(replay, state, key):
+def add_and_pop(buffer, state, key):
     """The order of a training loop, with all that is known of the state."""
     step = step_of(jax.random.uniform(key, (4,)))
-    state, batch = replay.pop(replay.add(state, step), key)
-    return state, (batch, replay.size(state), replay.can_add(state))
+    state, batch = buffer.pop(buffer.add(state, step), key)
+    return state, (batch, buffer.size(state), buffer.can_add(state))
 
 
 @st.composite

@@ -14,7 +14,7 @@ NAN = float("nan")
 def run(autoreset, rows, *, n_step=1, gamma=0.5, capacity=16, extra_axis=()):
     """Feed one env: rows of (obs, reward, "" | "terminated" | "truncated"[, final_obs]). Returns a
     function from a row to its item."""
-    replay = jr.uniform(
+    buffer = jr.uniform(
         capacity=capacity, num_envs=1, batch_size=4, autoreset=autoreset, n_step=n_step, gamma=gamma
     )
     has_final = any(len(row) == 4 for row in rows)
@@ -33,8 +33,8 @@ def run(autoreset, rows, *, n_step=1, gamma=0.5, capacity=16, extra_axis=()):
             final_obs=one(final) if has_final else None,
         )
 
-    state = replay.init(jax.tree.map(lambda x: x[0], step(*rows[0])))
-    add, get = jax.jit(replay.add), jax.jit(replay.get)
+    state = buffer.init(jax.tree.map(lambda x: x[0], step(*rows[0])))
+    add, get = jax.jit(buffer.add), jax.jit(buffer.get)
     for row in rows:
         state = add(state, step(*row))
 
@@ -145,11 +145,11 @@ def test_three_steps_stop_at_each_kind_of_end():
 
 
 def test_a_termination_that_is_a_truncation_too_is_a_termination():
-    replay = jr.uniform(capacity=8, num_envs=1, batch_size=1, autoreset="same_step")
+    buffer = jr.uniform(capacity=8, num_envs=1, batch_size=1, autoreset="same_step")
     one = jnp.ones(1)
     step = jr.Step(obs=one, action=one, reward=one, terminated=one > 0, truncated=one > 0)
-    state = replay.add(replay.init(jax.tree.map(lambda x: x[0], step)), step)
-    sample = replay.get(state, jnp.array([0]))
+    state = buffer.add(buffer.init(jax.tree.map(lambda x: x[0], step)), step)
+    sample = buffer.get(state, jnp.array([0]))
     assert (sample.is_valid.tolist(), sample.experience.discount.tolist()) == ([True], [0])
 
 
@@ -168,7 +168,7 @@ def test_rewards_may_have_axes_of_their_own():
     ],
 )
 def test_a_floating_reward_keeps_its_dtype_and_an_integer_one_becomes_float32(dtype, expected):
-    replay = jr.uniform(
+    buffer = jr.uniform(
         capacity=8, num_envs=1, batch_size=4, autoreset="same_step", n_step=2, gamma=0.5
     )
     zero = jnp.zeros((3, 1))
@@ -179,8 +179,8 @@ def test_a_floating_reward_keeps_its_dtype_and_an_integer_one_becomes_float32(dt
         terminated=zero > 0,
         truncated=zero > 0,
     )
-    state = replay.extend(replay.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
-    reward = replay.sample(state, jax.random.key(0)).experience.reward
+    state = buffer.extend(buffer.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
+    reward = buffer.sample(state, jax.random.key(0)).experience.reward
     assert (reward.dtype, reward.tolist()) == (expected, [5.5] * 4)
 
 
@@ -200,7 +200,7 @@ def test_the_smallest_stream_holds_one_window():
 
 def test_clear_between_a_done_and_its_tail_makes_no_pair_across_episodes():
     """The env still hands over the final observation after the clear."""
-    replay = jr.uniform(capacity=8, num_envs=1, batch_size=4, autoreset="next_step")
+    buffer = jr.uniform(capacity=8, num_envs=1, batch_size=4, autoreset="next_step")
 
     def step(obs, truncated=False):
         one = jnp.ones(1)
@@ -212,10 +212,10 @@ def test_clear_between_a_done_and_its_tail_makes_no_pair_across_episodes():
             truncated=jnp.array([truncated]),
         )
 
-    state, add = replay.init(jax.tree.map(lambda x: x[0], step(0.0))), jax.jit(replay.add)
-    state = replay.clear(add(state, step(1.0, truncated=True)))
+    state, add = buffer.init(jax.tree.map(lambda x: x[0], step(0.0))), jax.jit(buffer.add)
+    state = buffer.clear(add(state, step(1.0, truncated=True)))
     for obs in (99.0, 200.0, 201.0):
         state = add(state, step(obs))
-    got = jax.jit(replay.get)(state, jnp.arange(8))
+    got = jax.jit(buffer.get)(state, jnp.arange(8))
     assert np.flatnonzero(got.is_valid).tolist() == [1]
     assert (got.experience.obs[1], got.experience.next_obs[1]) == (200, 201)

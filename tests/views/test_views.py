@@ -101,21 +101,21 @@ class ViewPair(Pair):
         )
 
     def check(self, seed):
-        replay, oracle = self.config.replay, self.oracle
+        buffer, oracle = self.config.replay, self.oracle
         expected = {
             env * self.config.length + position: (env, index)
             for env, position, index in self.config.anchors(oracle)
         }
         assert int(self.jitted.size(self.state)) == len(expected)
-        for number in range(KEYS if replay.view.is_random else 1):
-            key = jax.random.key(seed * KEYS + number) if replay.view.is_random else None
+        for number in range(KEYS if buffer.view.is_random else 1):
+            key = jax.random.key(seed * KEYS + number) if buffer.view.is_random else None
             got = jax.tree.map(
-                np.asarray, self.jitted.get(self.state, jnp.arange(replay.capacity), key)
+                np.asarray, self.jitted.get(self.state, jnp.arange(buffer.capacity), key)
             )
             assert set(np.flatnonzero(got.is_valid)) == set(expected)
             for row, (env, index) in expected.items():
                 item = jax.tree.map(lambda leaf, row=row: leaf[row], got.experience)
-                CHECKS[type(replay.view)](self.config, oracle, env, index, item)
+                CHECKS[type(buffer.view)](self.config, oracle, env, index, item)
             assert set(np.flatnonzero(got.probability)) == set(expected)
             np.testing.assert_allclose(got.probability.sum(), bool(expected), rtol=1e-5)
         batch = self.jitted.sample(self.state, jax.random.key(seed))
@@ -379,20 +379,20 @@ def test_views_agree_with_the_oracle(config):
 def test_a_sequence_stops_where_its_new_goal_ends_the_episode():
     """Goals are later rows; what the last step that is learned from led to is the only one that may
     be the goal."""
-    replay = jr.sequences(
+    buffer = jr.sequences(
         capacity=64, num_envs=1, batch_size=400, length=5, burn_in=2, autoreset="next_step"
     )
     reached = lambda achieved, goal, step: achieved == goal
-    replay = jr.hindsight(
-        replay, lambda *x: 1.0 * reached(*x), terminated_fn=reached, relabel_fraction=1.0
+    buffer = jr.hindsight(
+        buffer, lambda *x: 1.0 * reached(*x), terminated_fn=reached, relabel_fraction=1.0
     )
     time = jnp.arange(31, dtype=jnp.int32)[:, None]
     end = time == 29
     steps = jr.Step(
         {"achieved_goal": time, "desired_goal": 0 * time - 1}, time, time * 1.0, end, end & ~end
     )
-    state = jax.jit(replay.extend)(replay.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
-    items = jax.tree.map(np.asarray, jax.jit(replay.sample)(state, jax.random.key(0)).experience)
+    state = jax.jit(buffer.extend)(buffer.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
+    items = jax.tree.map(np.asarray, jax.jit(buffer.sample)(state, jax.random.key(0)).experience)
     goal = items.obs["desired_goal"].max(axis=1)
     reader = items.action[:, 2]
     lengths = np.minimum(goal, 30) - reader  # steps to the goal, which is at least one ahead
