@@ -34,7 +34,7 @@ from jaxreplay._util.names import named
 from jaxreplay._util.pow2 import power_above, power_below
 from jaxreplay.buffers.jitted import jit
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
-from jaxreplay.storage import arrays, autoreset, ring
+from jaxreplay.storage import autoreset, ring, stored_arrays
 from jaxreplay.storage.sampleable import ReplayState
 from jaxreplay.types import Step
 
@@ -341,7 +341,7 @@ def _read(stored: Stored, row: np.ndarray) -> Any:
 
 def _plain(values: np.ndarray) -> np.ndarray:
     """In a dtype that NumPy itself has."""
-    if arrays.carrier(values.dtype) is None:
+    if stored_arrays.carrier(values.dtype) is None:
         return values
     if jnp.issubdtype(values.dtype, jnp.floating):
         return values.astype(np.float32)
@@ -350,4 +350,4 @@ def _plain(values: np.ndarray) -> np.ndarray:
 
 @jax.jit
 def _take(stored: Stored, row: jax.Array) -> Any:
-    return arrays.tree_map(lambda leaf: arrays.read(leaf, row), stored)
+    return stored_arrays.tree_map(lambda leaf: stored_arrays.read(leaf, row), stored)

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxreplay._util.names import named
 from jaxreplay.storage import platforms
-from jaxreplay.storage.arrays import TiledArray
+from jaxreplay.storage.stored_arrays import TiledArray
 
 
 @dataclasses.dataclass(frozen=True)

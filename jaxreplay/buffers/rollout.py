@@ -19,7 +19,7 @@ from jaxreplay._util.struct import Node, Static
 from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.state_checks import as_arrays, check_not_deleted, warn_of_copy
 from jaxreplay.buffers.trajectories import CHUNK_BYTES, check_trajectories, write_trajectories
-from jaxreplay.storage import arrays, autoreset as autoreset_forms, ring
+from jaxreplay.storage import autoreset as autoreset_forms, ring, stored_arrays
 from jaxreplay.types import Step
 
 _LARGEST = np.iinfo(np.int32).max
@@ -191,7 +191,7 @@ class Rollout(Static):
         """What was added, leaves `[time, num_envs, ...]`. From `state.position` on it is old, or
         zeros, and `state.mask` False."""
         state = self._check_state("steps", state)
-        return arrays.tree_map(arrays.values, state.steps)
+        return stored_arrays.tree_map(stored_arrays.values, state.steps)
 
     def bootstrap(
         self, state: RolloutState, value: Any, last_value: Any, final_value: Any = None
@@ -307,7 +307,7 @@ class Rollout(Static):
         self._check_axes("minibatch", tree)
         rows = self.length * self.num_envs
         return jax.tree.map(
-            lambda leaf: arrays.read(leaf.reshape((rows, *leaf.shape[2:])), index), tree
+            lambda leaf: stored_arrays.read(leaf.reshape((rows, *leaf.shape[2:])), index), tree
         )
 
     def env_minibatch(self, tree: PyTree, index: jax.Array) -> Any:
@@ -323,7 +323,7 @@ class Rollout(Static):
         return checks.specs(where, example)
 
     def _init(self, example: Step) -> RolloutState:
-        rows = lambda leaf: arrays.zeros(
+        rows = lambda leaf: stored_arrays.zeros(
             self.length, jax.ShapeDtypeStruct((self.num_envs, *leaf.shape), leaf.dtype)
         )
         last = jnp.full(
@@ -364,10 +364,10 @@ class Rollout(Static):
             )
             mask, last = (flags & autoreset_forms.FINAL) == 0, flags[-1]
         row = state.position + ring.arange(num_steps)  # those past the end are dropped
-        put = lambda leaf, values: arrays.write(leaf, row, values)
+        put = lambda leaf, values: stored_arrays.write(leaf, row, values)
         num_dropped = jnp.maximum(state.position + num_steps - self.length, 0)
         return state.replace(
-            steps=arrays.tree_map(put, state.steps, steps),
+            steps=stored_arrays.tree_map(put, state.steps, steps),
             mask=put(state.mask, mask),
             position=jnp.minimum(state.position + num_steps, self.length),
             num_dropped=state.num_dropped + jnp.minimum(num_dropped, _LARGEST - state.num_dropped),
@@ -379,7 +379,7 @@ class Rollout(Static):
     ) -> Step:
         steps = step_checks.step_of(where, steps, self.autoreset)
         axes = (*time, self.num_envs)
-        expected = arrays.tree_map(
+        expected = stored_arrays.tree_map(
             lambda leaf: jax.ShapeDtypeStruct(axes + leaf.shape[2:], leaf.dtype), state.steps
         )
         checks.check_leaves(
@@ -412,7 +412,7 @@ def _clear(rollout: Rollout, state: RolloutState) -> RolloutState:
 
 def _row_of(state: RolloutState) -> Step:
     """One env's step, from the stored ones: shapes and dtypes."""
-    return arrays.tree_map(
+    return stored_arrays.tree_map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), state.steps
     )
 

@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from jaxreplay._util.aliases import PyTree, Specs
 from jaxreplay._util.checks import check_leaves
-from jaxreplay.storage import arrays
+from jaxreplay.storage import stored_arrays
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.sampleable import ReplayState
 
@@ -68,7 +68,7 @@ def _problem(buffer: Any, structure: Any, specs: tuple[Any, ...]) -> str:
         return "\n  ".join(
             ["it was made with another configuration", *_differences(layout, expected)]
         )
-    rows = {leaf.shape[:1] for leaf in arrays.stored_leaves(state.streams.steps)}
+    rows = {leaf.shape[:1] for leaf in stored_arrays.stored_leaves(state.streams.steps)}
     if rows != {(buffer.capacity,)}:
         got = (
             " and ".join("none" if not shape else f"{shape[0]:,}" for shape in sorted(rows)) or "no"
@@ -89,7 +89,9 @@ def _problem(buffer: Any, structure: Any, specs: tuple[Any, ...]) -> str:
 
 def _example_of(layout: Layout, steps: PyTree) -> Any:
     """One env's step, or an item, from the stored ones."""
-    row = arrays.tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), steps)
+    row = stored_arrays.tree_map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), steps
+    )
     if layout.autoreset is None:
         return row
     flag = jax.ShapeDtypeStruct((), bool)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import Autoreset, PyTree, Stored
 from jaxreplay._util.names import spec_text
-from jaxreplay.storage import arrays
+from jaxreplay.storage import stored_arrays
 from jaxreplay.types import Step
 
 _STEP_FIELDS = tuple(field.name for field in dataclasses.fields(Step))
@@ -130,7 +130,7 @@ def check_block(
 ) -> None:
     """A ValueError that names every leaf which is not as the stored ones, with `axes` in the place
     of their rows."""
-    expected = arrays.tree_map(
+    expected = stored_arrays.tree_map(
         lambda leaf: jax.ShapeDtypeStruct(axes + leaf.shape[1:], leaf.dtype), stored
     )
     hint = f"{where} takes {what}, here {list(axes)}, as the example given to init has them."

@@ -8,14 +8,14 @@ import numpy as np
 
 from jaxreplay._util.names import printable
 from jaxreplay.checkpoint import schema
-from jaxreplay.checkpoint.arrays import Array
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.generations import Generations
 from jaxreplay.checkpoint.manifest import Manifest
-from jaxreplay.checkpoint.row_reader import RowReader
+from jaxreplay.checkpoint.saved_rows import RowReader
 from jaxreplay.checkpoint.store import array_name, store_at
+from jaxreplay.checkpoint.zarr_arrays import Array
 from jaxreplay.inspection.contents import COUNTERS, Contents, leaf_bytes, numbers_in_order, spread
-from jaxreplay.storage import arrays, ring
+from jaxreplay.storage import ring, stored_arrays
 
 _TREE = "sampler.tree.sums.0"
 
@@ -60,7 +60,7 @@ class _Leaf:
     @classmethod
     def of(cls, name: str, text: str) -> "_Leaf":
         dtype, shape = schema.dtype_and_shape(name, text)
-        bits = arrays.carrier(dtype) if name.startswith("steps") else None
+        bits = stored_arrays.carrier(dtype) if name.startswith("steps") else None
         return (
             cls(name, dtype, dtype, shape)
             if bits is None
@@ -69,7 +69,11 @@ class _Leaf:
 
     def read(self, reader: RowReader, rows: np.ndarray) -> np.ndarray:
         values = reader.read(self.array, self.shape, self.stored, rows)
-        return values if self.stored == self.dtype else arrays.decode_on_host(values, self.dtype)
+        return (
+            values
+            if self.stored == self.dtype
+            else stored_arrays.decode_on_host(values, self.dtype)
+        )
 
 
 def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:

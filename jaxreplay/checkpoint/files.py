@@ -1,5 +1,5 @@
 """What a store of files has: those of a local folder (`folder.py`), and of anything that
-TensorStore opens (`objects.py`)."""
+TensorStore opens (`object_store.py`)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar

@@ -23,7 +23,7 @@ from jaxreplay._util import pow2
 from jaxreplay._util.random import avalanche
 from jaxreplay.checkpoint import rows
 from jaxreplay.checkpoint.rows import Picked
-from jaxreplay.storage import arrays, ring
+from jaxreplay.storage import ring, stored_arrays
 from jaxreplay.storage.sampleable import ReplayState
 
 _BLOCK = 4096  # rows at a time: one program is compiled
@@ -74,14 +74,14 @@ def hashes(stored: Any, row: jax.Array, number: jax.Array, env: jax.Array) -> ja
       env: uint32[K], the stream of each row. number: uint32[K], its number there.
     """
     content, num_words = jnp.zeros_like(number), 0
-    for leaf in arrays.stored_leaves(stored):
+    for leaf in stored_arrays.stored_leaves(stored):
         size = math.prod(leaf.shape[1:])
         if not size:
             continue
         words = _words(
-            arrays.read(leaf, row)
+            stored_arrays.read(leaf, row)
             if size <= _MOST_ELEMENTS
-            else arrays.read_elements(leaf, row, _places(size, number))
+            else stored_arrays.read_elements(leaf, row, _places(size, number))
         )
         # Each word's place in the row is part of what is hashed.
         salt = np.arange(num_words, num_words + words.shape[-1], dtype=np.uint32) * np.uint32(
@@ -112,7 +112,7 @@ def _words(values: jax.Array) -> jax.Array:
         values = jnp.stack([values.real, values.imag], axis=-1)
     elif dtype == jnp.bool_:
         values = values.astype(jnp.uint8)
-    elif (carrier := arrays.carrier(np.dtype(dtype))) is not None and arrays.num_bits(
+    elif (carrier := stored_arrays.carrier(np.dtype(dtype))) is not None and stored_arrays.num_bits(
         np.dtype(dtype)
     ) < 8:
         values = values.astype(carrier)  # exact

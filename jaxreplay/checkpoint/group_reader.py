@@ -12,14 +12,14 @@ import jax
 import numpy as np
 
 from jaxreplay._util.names import named
-from jaxreplay.checkpoint import arrays, rows
-from jaxreplay.checkpoint.arrays import Array, Buffers
+from jaxreplay.checkpoint import rows, zarr_arrays
 from jaxreplay.checkpoint.files import LARGE, Files
 from jaxreplay.checkpoint.groups import Group
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.rows import Picked
 from jaxreplay.checkpoint.salvage import Holes
 from jaxreplay.checkpoint.store import array_name
+from jaxreplay.checkpoint.zarr_arrays import Array, Buffers
 from jaxreplay.storage import ring
 
 _AHEAD = 2**29  # bytes that a system may read before they are asked for
@@ -98,7 +98,7 @@ class Ahead:
 
 def _expect(store: Files, group: Group, leaves: list[tuple[str, Any]]) -> None:
     for name, ndim in ((name, leaf.ndim) for name, leaf in leaves if leaf.size):
-        arrays.expect(store, array_name("rows", group.folder, name), ndim)
+        zarr_arrays.expect(store, array_name("rows", group.folder, name), ndim)
 
 
 class GroupReader:
@@ -139,7 +139,7 @@ class GroupReader:
         found = []
         for name, shape, dtype, place in self._described:
             if math.prod(shape):
-                array = arrays.array_of(self._store, group, name, shape, dtype)
+                array = zarr_arrays.array_of(self._store, group, name, shape, dtype)
                 begin = self._pool.submit if array.chunk_bytes >= LARGE else _done
                 found.append(begin(self._read, array, place, index, is_taken))
             else:
@@ -171,7 +171,7 @@ class GroupReader:
             return values if is_whole else values[is_taken]
         if is_whole and (runs := rows.long_runs(index, place[0].nbytes)) is not None:
             array.read_chunk(
-                0, lambda: [arrays.bytes_of(place[run]) for run in runs], self._buffers()
+                0, lambda: [zarr_arrays.bytes_of(place[run]) for run in runs], self._buffers()
             )
         else:
             content = self._buffers()("values", len(is_taken) * place[0].nbytes)
@@ -193,7 +193,7 @@ def flags_of(store: Files, manifest: Manifest, env: np.ndarray, number: np.ndarr
         low, high = group.range()
         if (wanted := (number >= low[env]) & (number < high[env])).any():
             flags, before = (
-                arrays.array_of(store, group, "flags", (), np.uint8).read(),
+                zarr_arrays.array_of(store, group, "flags", (), np.uint8).read(),
                 np.cumsum(high - low) - (high - low),
             )
             found[wanted] = flags[(before[env] + number - low[env])[wanted]]

@@ -17,7 +17,7 @@ from jaxreplay.checkpoint.files import CorruptCheckpointError
 from jaxreplay.checkpoint.rows import Picked
 
 MOST_ROWS = 2**22  # of a group: their numbers take sixteen bytes each, while it is read
-Seals = dict[str, list[int]]  # of arrays, by the leaf's name: see `arrays.py`
+Seals = dict[str, list[int]]  # of arrays, by the leaf's name: see `zarr_arrays.py`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

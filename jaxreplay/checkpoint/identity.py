@@ -10,7 +10,7 @@ from jaxreplay._util.names import description, named, printable, spec_text
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.checkpoint import rows
 from jaxreplay.checkpoint.manifest import Manifest
-from jaxreplay.storage import arrays, platforms
+from jaxreplay.storage import platforms, stored_arrays
 
 
 def identity(buffer: Any) -> str:
@@ -31,7 +31,7 @@ def identity(buffer: Any) -> str:
 def described(state: Any) -> tuple[dict[str, str], dict[str, str]]:
     """Dtype and shape: of a row of each leaf that has rows, and of each other leaf."""
     stored, rest = rows.split(state)
-    stored_leaves = named(stored, is_leaf=arrays.is_compound)
+    stored_leaves = named(stored, is_leaf=stored_arrays.is_compound)
     return (
         {name: spec_text(leaf, 1) for name, leaf in stored_leaves},
         {name: spec_text(leaf) for name, leaf in named(rest)},

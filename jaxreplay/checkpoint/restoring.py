@@ -14,15 +14,15 @@ import numpy as np
 from jaxreplay._util.names import named
 from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.buffers import memory
-from jaxreplay.checkpoint import arrays, resize, rows, salvage, unwritten
-from jaxreplay.checkpoint.arrays import Array
+from jaxreplay.checkpoint import resize, rows, salvage, unwritten, zarr_arrays
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.group_reader import Ahead, GroupReader, flags_of, in_turn
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.salvage import Holes
 from jaxreplay.checkpoint.store import array_name
+from jaxreplay.checkpoint.zarr_arrays import Array
 from jaxreplay.storage import platforms
-from jaxreplay.storage.arrays import is_plain
+from jaxreplay.storage.stored_arrays import is_plain
 
 # that read large chunks; with more they wait for each other, as they do where they read small ones
 _THREADS = 2
@@ -167,7 +167,7 @@ class Reading:
                 if place is None
                 else place[start : start + size]
             )
-            array.read_chunk(number, lambda values=values: [arrays.bytes_of(values)])
+            array.read_chunk(number, lambda values=values: [zarr_arrays.bytes_of(values)])
             yield start, values
 
     def _array(self, name: str, leaf: Any) -> Array:

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxreplay._util import pow2
 from jaxreplay._util.names import named
-from jaxreplay.checkpoint import arrays, fingerprint, rows
+from jaxreplay.checkpoint import fingerprint, rows, zarr_arrays
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.groups import Group, Save
 from jaxreplay.checkpoint.manifest import Manifest
@@ -96,11 +96,12 @@ def _has(
     try:
         for name, leaf in named(own):
             if leaf.size:
-                values = arrays.array_of(store, group, name, leaf.shape[1:], leaf.dtype).read()[
-                    is_held
-                ]
+                values = zarr_arrays.array_of(
+                    store, group, name, leaf.shape[1:], leaf.dtype
+                ).read()[is_held]
                 if not np.array_equal(
-                    arrays.bytes_of(np.asarray(leaf)[: len(index)]), arrays.bytes_of(values)
+                    zarr_arrays.bytes_of(np.asarray(leaf)[: len(index)]),
+                    zarr_arrays.bytes_of(values),
                 ):
                     return False
     except CorruptCheckpointError as error:

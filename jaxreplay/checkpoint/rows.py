@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxreplay._util import pow2
 from jaxreplay._util.names import named
-from jaxreplay.storage import arrays, ring
+from jaxreplay.storage import ring, stored_arrays
 from jaxreplay.storage.sampleable import ReplayState
 
 _RUN = 2**15  # bytes in a row from which on a call to the system of their own is faster than a copy
@@ -58,9 +58,9 @@ def split(state: Any) -> tuple[Any, Any]:
 
 def specs_of(shape: Any) -> Any:
     """Of the rows of a state, or of the shapes of one: their plain form, which is the same on every
-    platform (`storage/arrays.py`)."""
+    platform (`storage/stored_arrays.py`)."""
     stored, _ = split(shape)
-    return stored and {**stored, "steps": arrays.plain_specs(stored["steps"])}
+    return stored and {**stored, "steps": stored_arrays.plain_specs(stored["steps"])}
 
 
 def join(rows: Any, rest: Any) -> Any:
@@ -113,7 +113,7 @@ def heads_of(state: ReplayState) -> tuple[jax.Array, jax.Array, jax.Array]:
 def read(state: ReplayState, index: jax.Array) -> tuple[Any, Any]:
     """The rows, which must be in bounds, in their plain form, and the heads as of now."""
     rows, _ = split(state)
-    return arrays.read_plain(rows, index), _heads(state)
+    return stored_arrays.read_plain(rows, index), _heads(state)
 
 
 def put(rows: Any, index: np.ndarray, values: Any) -> Any:
@@ -151,7 +151,11 @@ def views_of(rows: Any) -> dict[str, np.ndarray] | None:
     leaf itself, which would keep it.
     """
     found = named(rows)
-    if not found or not arrays.is_plain(rows) or not all(_is_here(leaf) for _, leaf in found):
+    if (
+        not found
+        or not stored_arrays.is_plain(rows)
+        or not all(_is_here(leaf) for _, leaf in found)
+    ):
         return None
     return {name: np.asarray(leaf.addressable_data(0)) for name, leaf in found}
 
@@ -179,7 +183,7 @@ def _jitted(function: Any, structure: Any, shardings: tuple[Any, ...]) -> Any:
 
 def _write(rows: Any, index: jax.Array, values: Any) -> Any:
     """Rows past the end are dropped."""
-    return arrays.write_plain(rows, index, values)
+    return stored_arrays.write_plain(rows, index, values)
 
 
 def chunk_rows(leaf: Any, num_bytes: int) -> int:

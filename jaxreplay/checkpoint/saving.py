@@ -13,7 +13,7 @@ import numpy as np
 from jaxreplay._util import pow2
 from jaxreplay._util.names import named
 from jaxreplay._util.signals import defer_interrupts
-from jaxreplay.checkpoint import arrays, fingerprint, rows
+from jaxreplay.checkpoint import fingerprint, rows, zarr_arrays
 from jaxreplay.checkpoint.files import Files
 from jaxreplay.checkpoint.groups import Group, Seals
 from jaxreplay.checkpoint.planning import Plan
@@ -224,9 +224,11 @@ class Saving:
             array_name("rest", self._folder, name),
             rows.chunk_rows(leaf, self._chunk_bytes),
         )
-        writer = arrays.Writer(self._store, where, leaf.shape, leaf.dtype, num_rows, self._level)
+        writer = zarr_arrays.Writer(
+            self._store, where, leaf.shape, leaf.dtype, num_rows, self._level
+        )
         for piece in rows.pieces(leaf, num_rows):
-            writer.write([arrays.bytes_of(np.asarray(piece))])
+            writer.write([zarr_arrays.bytes_of(np.asarray(piece))])
             self._tell(piece.nbytes)
         seals[name] = writer.seals
 
@@ -249,7 +251,7 @@ class Saving:
                 if place.size
             }
         for name, block in blocks.items():
-            writer = arrays.Writer(
+            writer = zarr_arrays.Writer(
                 self._store,
                 array_name("rows", group.folder, name),
                 (count, *block.shape),
@@ -297,7 +299,7 @@ class _Block(NamedTuple):
 
     @classmethod
     def of(cls, values: np.ndarray) -> "_Block":
-        return cls(values.shape[1:], values.dtype, [arrays.bytes_of(values)])
+        return cls(values.shape[1:], values.dtype, [zarr_arrays.bytes_of(values)])
 
     @classmethod
     def of_rows(cls, place: np.ndarray, index: np.ndarray) -> "_Block":
@@ -306,5 +308,7 @@ class _Block(NamedTuple):
         return (
             cls.of(place[index])
             if runs is None
-            else cls(place.shape[1:], place.dtype, [arrays.bytes_of(place[run]) for run in runs])
+            else cls(
+                place.shape[1:], place.dtype, [zarr_arrays.bytes_of(place[run]) for run in runs]
+            )
         )

@@ -12,7 +12,7 @@ import tensorstore as ts
 from jaxreplay._util import checks
 from jaxreplay.checkpoint.files import Files
 from jaxreplay.checkpoint.folder import Folder
-from jaxreplay.checkpoint.objects import Objects
+from jaxreplay.checkpoint.object_store import Objects
 
 _SCHEMES = ("file", "gs", "s3", "http", "https", "memory")  # of URLs, as they are mistyped
 _MOST_NAME = 200  # bytes of a file's name; most systems take 255, and some parts are added

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jaxreplay.checkpoint.arrays import check_files
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.generations import Generations
 from jaxreplay.checkpoint.groups import Group
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.store import array_name
+from jaxreplay.checkpoint.zarr_arrays import check_files
 
 
 class Verified(NamedTuple):

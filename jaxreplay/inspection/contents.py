@@ -13,7 +13,7 @@ import numpy as np
 from jaxreplay._util.names import description, named, spec_text
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_state
-from jaxreplay.storage import arrays, ring
+from jaxreplay.storage import ring, stored_arrays
 from jaxreplay.storage.sampleable import ReplayState, Sampleable
 
 _BLOCK_BYTES = 4 * 2**20
@@ -59,7 +59,7 @@ def contents_of(buffer: Any, state: Any, max_bytes: int) -> Contents:
     end = lap * buffer.length + head
     first = end - filled
     rows = rows_in_order(first, end, buffer.length)
-    held = named({"steps": steps}, is_leaf=arrays.is_compound)
+    held = named({"steps": steps}, is_leaf=stored_arrays.is_compound)
 
     def read(leaf: Any, chosen: np.ndarray, dtype: Any = None) -> np.ndarray:
         """Read rows of a leaf, a block at a time."""
@@ -134,7 +134,7 @@ def leaf_bytes(shape: tuple[int, ...], dtype: Any) -> int:
 
 @jax.jit
 def _take(leaf: Any, rows: jax.Array) -> jax.Array:
-    return arrays.read(leaf, rows)
+    return stored_arrays.read(leaf, rows)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -31,7 +31,7 @@ from jaxreplay.samplers import Sampler
 from jaxreplay.samplers.uniform import Uniform
 from jaxreplay.sb3.arrays import TORCH_DTYPES, is_same, shaped
 from jaxreplay.sb3.batch import SB3View
-from jaxreplay.stateful.arrays import fit
+from jaxreplay.stateful.host_arrays import fit
 from jaxreplay.storage import provisional
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.torch import to_torch

@@ -19,7 +19,7 @@ from jaxreplay.buffers.jitted import method, program
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import is_alive
 from jaxreplay.samplers import ConsumingSampler
-from jaxreplay.stateful.arrays import OUTSIDE, StepFormat, example_of
+from jaxreplay.stateful.host_arrays import OUTSIDE, StepFormat, example_of
 from jaxreplay.storage.platforms import default_device
 from jaxreplay.types import Sample
 

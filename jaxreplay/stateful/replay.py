@@ -16,8 +16,8 @@ from jaxreplay.buffers.jitted import method
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.inspection import Inspection, inspect
 from jaxreplay.samplers import ConsumingSampler
-from jaxreplay.stateful import arrays
-from jaxreplay.stateful.arrays import as_stored
+from jaxreplay.stateful import host_arrays
+from jaxreplay.stateful.host_arrays import as_stored
 from jaxreplay.stateful.lock import Monitor
 from jaxreplay.stateful.owner import StateOwner
 from jaxreplay.stateful.rate_limiter import RatioLimiter
@@ -79,9 +79,11 @@ class Replay:
         timeout: float | None = None,
     ):
         checks.check_part("Replay", "buffer", buffer, ReplayBuffer, "jaxreplay.uniform(...)")
-        if framework not in arrays.NAMES:
-            raise ValueError(f"Replay: framework must be one of {arrays.NAMES}, got {framework!r}")
-        arrays.to_framework(framework, ())  # says at once which extra is missing
+        if framework not in host_arrays.NAMES:
+            raise ValueError(
+                f"Replay: framework must be one of {host_arrays.NAMES}, got {framework!r}"
+            )
+        host_arrays.to_framework(framework, ())  # says at once which extra is missing
         if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
             raise ValueError(f"Replay: prefetch must be an int of at least 0, got {prefetch!r}")
         self.framework: Framework = framework
@@ -133,8 +135,10 @@ class Replay:
             raise ValueError(
                 "add: give a step, or its fields as keywords: add(obs=..., action=..., ...)"
             )
-        step = arrays.own("add", as_stored("add", self.buffer, fields if step is None else step))
-        own = arrays.own("add", {"mask": mask, "priority": priority})
+        step = host_arrays.own(
+            "add", as_stored("add", self.buffer, fields if step is None else step)
+        )
+        own = host_arrays.own("add", {"mask": mask, "priority": priority})
         with self._monitor:
             self._check_open()
             is_first = self._owner.state is None
@@ -178,7 +182,7 @@ class Replay:
                 while len(self._drawn) < self._prefetch and self._may_sample():
                     self._drawn.append(self._draw(None))
                 self._monitor.notify_all()
-            return arrays.to_framework(self.framework, batch)
+            return host_arrays.to_framework(self.framework, batch)
         except BaseException:
             if batch is not None and isinstance(self.buffer.sampler, ConsumingSampler):
                 self._drawn.appendleft(batch)  # its rows are handed out by the next call
@@ -194,7 +198,7 @@ class Replay:
         if not isinstance(index, Index):
             index = Index(row=index["row"], lap=index["lap"])
         given = {"row": index.row, "lap": index.lap, "priority": priority}
-        own = arrays.own(
+        own = host_arrays.own(
             "update_priorities",
             {name: np.array(x) if isinstance(x, list | tuple) else x for name, x in given.items()},
         )
@@ -207,7 +211,7 @@ class Replay:
     def importance_weights(self, batch: Sample, beta: float, normalize: str = "batch_max") -> Any:
         """The batch's importance weights, float32[B]; see `jaxreplay.importance_weights`."""
         probability, is_valid = map(
-            jnp.asarray, arrays.own("importance_weights", (batch.probability, batch.is_valid))
+            jnp.asarray, host_arrays.own("importance_weights", (batch.probability, batch.is_valid))
         )
         with self._monitor:
             size = np.int32(self._owner.size())
@@ -215,7 +219,9 @@ class Replay:
         given = Sample(
             experience=nothing, index=nothing, probability=probability, is_valid=is_valid
         )
-        return arrays.to_framework(self.framework, _weights(given, size, beta, normalize=normalize))
+        return host_arrays.to_framework(
+            self.framework, _weights(given, size, beta, normalize=normalize)
+        )
 
     def __len__(self) -> int:
         """Rows that can be drawn."""

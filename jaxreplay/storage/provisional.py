@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxreplay._util.aliases import PyTree
-from jaxreplay.storage import arrays, autoreset
+from jaxreplay.storage import autoreset, stored_arrays
 from jaxreplay.storage.sampleable import ReplayState
 
 
@@ -52,7 +52,7 @@ def reopen(state: ReplayState, mask: jax.Array, was_first: jax.Array) -> ReplayS
         lap=before.lap - (mask & (before.head == 0)).astype(jnp.uint32),
     )
     after = heads.replace(
-        flags=arrays.write(before.flags, jnp.where(mask, newest, layout.capacity), flags),
+        flags=stored_arrays.write(before.flags, jnp.where(mask, newest, layout.capacity), flags),
         last_flags=jnp.where(mask, flags, before.last_flags),
     )
     return state.replace(

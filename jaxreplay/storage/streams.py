@@ -38,7 +38,7 @@ import jax.numpy as jnp
 from jaxreplay._util import random
 from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.struct import Node, static_field
-from jaxreplay.storage import arrays, autoreset, ring
+from jaxreplay.storage import autoreset, ring, stored_arrays
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.search import split_by
 from jaxreplay.types import Index, Step
@@ -103,7 +103,7 @@ class Streams(Node):
         capacity, num_envs = layout.capacity, layout.num_envs
         return cls(
             steps=jax.tree.map(
-                lambda leaf: arrays.zeros(capacity, leaf, layout.traits.has_tiles), stored
+                lambda leaf: stored_arrays.zeros(capacity, leaf, layout.traits.has_tiles), stored
             ),
             flags=zeros(capacity, jnp.uint8, has_flags),
             candidate_number=zeros(capacity, jnp.uint32, has_flags),
@@ -239,8 +239,8 @@ class Streams(Node):
         """Write the rows of a block that was counted."""
 
         def write(stored, new, row):
-            return arrays.tree_map(
-                lambda leaf, values: arrays.write(leaf, row, values), stored, new
+            return stored_arrays.tree_map(
+                lambda leaf, values: stored_arrays.write(leaf, row, values), stored, new
             )
 
         if self.flags is None:

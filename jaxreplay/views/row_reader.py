@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from jaxreplay._util import random
 from jaxreplay._util.aliases import PyTree, Stored
-from jaxreplay.storage import arrays, autoreset
+from jaxreplay.storage import autoreset, stored_arrays
 from jaxreplay.storage.episodes import Episodes, EpisodeState
 from jaxreplay.storage.streams import Streams, written_row
 from jaxreplay.types import Step
@@ -109,7 +109,7 @@ class RowReader:
 
     def _read(self, stored: Stored, offset: ArrayLike) -> PyTree:
         row = self.streams.layout.ahead(self.row, offset)
-        return arrays.tree_map(lambda leaf: arrays.read(leaf, row), stored)
+        return stored_arrays.tree_map(lambda leaf: stored_arrays.read(leaf, row), stored)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,8 @@ pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed
 import tensorstore as ts
 
 from jaxreplay.checkpoint import CorruptCheckpointError
-from jaxreplay.checkpoint.arrays import Array, Writer, bytes_of, check_files
 from jaxreplay.checkpoint.store import store_at
+from jaxreplay.checkpoint.zarr_arrays import Array, Writer, bytes_of, check_files
 
 DTYPES = (
     "bool",

@@ -22,7 +22,7 @@ from jaxreplay import checkpoint
 from jaxreplay.__main__ import main
 from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, rounds, rows, verifying
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
-from jaxreplay.storage import arrays
+from jaxreplay.storage import stored_arrays
 
 
 def files_of(path):
@@ -486,7 +486,7 @@ def test_what_is_salvaged_is_as_it_was_and_pairs_nothing_across_a_gap(case, seed
 
 def stored_names(case, state):
     """What each place holds."""
-    leaf = arrays.read_plain(state.streams.steps, jnp.arange(state.layout.capacity))
+    leaf = stored_arrays.read_plain(state.streams.steps, jnp.arange(state.layout.capacity))
     return (
         np.asarray(leaf["image"]).reshape(-1, 6)[:, :2] @ [256, 1]
         if case.is_items

@@ -24,7 +24,7 @@ from jaxreplay.checkpoint import (
     planning,
 )
 from jaxreplay.checkpoint.manifest import Manifest
-from jaxreplay.checkpoint.objects import Objects
+from jaxreplay.checkpoint.object_store import Objects
 
 LEAVES = ("candidate_number", "flags", "steps.action", "steps.obs", "steps.reward")
 MIB = 2**20

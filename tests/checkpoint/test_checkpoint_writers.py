@@ -24,7 +24,7 @@ pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed
 
 import jaxreplay as jr
 from jaxreplay import checkpoint
-from jaxreplay.checkpoint import Checkpointer, PathInUseError, lock, objects
+from jaxreplay.checkpoint import Checkpointer, PathInUseError, lock, object_store
 
 HERE = pathlib.Path(checkpointed_run.__file__).parent
 
@@ -334,15 +334,15 @@ def test_a_path_that_is_deleted_meanwhile_is_not_said_to_be_saved(tmp_path, dela
 
 
 def left(where):
-    return json.loads(objects.Objects(where, 60.0)._files.read("writer.json").result().value)
+    return json.loads(object_store.Objects(where, 60.0)._files.read("writer.json").result().value)
 
 
 def test_who_goes_on_with_what_a_dead_machine_left_takes_its_place(monkeypatch):
     where, replay = "memory://dead", items()
     elsewhere = {"host": "elsewhere", "pid": 7, "program": "train.py", "since": "2030-01-01"}
     with monkeypatch.context() as patch:
-        patch.setattr(objects, "whoami", lambda: elsewhere)
-        patch.setattr(objects, "_PROCESS", "another")
+        patch.setattr(object_store, "whoami", lambda: elsewhere)
+        patch.setattr(object_store, "_PROCESS", "another")
         other = Checkpointer(where, replay)
         state = added(replay, replay.init(EXAMPLE), 0, 4)
         other.save(state, 4)
@@ -356,8 +356,8 @@ def test_who_goes_on_with_what_a_dead_machine_left_takes_its_place(monkeypatch):
     restored = mine.restore(EXAMPLE)
     mine.save(added(replay, restored, 4, 1), 5)
     with monkeypatch.context() as patch:  # it was alive after all
-        patch.setattr(objects, "whoami", lambda: elsewhere)
-        patch.setattr(objects, "_PROCESS", "another")
+        patch.setattr(object_store, "whoami", lambda: elsewhere)
+        patch.setattr(object_store, "_PROCESS", "another")
         with pytest.raises(PathInUseError, match=rf"pid {os.getpid()}"):
             other.save(added(replay, state, 500, 1), 6)
     assert mine.all_steps() == [4, 5]
@@ -373,11 +373,11 @@ def test_a_writer_that_was_replaced_in_a_save_does_not_count(monkeypatch, delay_
     later = added(replay, jax.tree.map(jax.numpy.copy, state), 4, 1)
     may_commit = delay_of_commit(other)
     other.save(later, 5, blocking=False)
-    store = objects.Objects(where, 60.0)
+    store = object_store.Objects(where, 60.0)
     monkeypatch.setattr(store, "_token", "one")
     holder, version = store._holder()
     assert holder["token"] == other._store._token
-    monkeypatch.setattr(objects, "whoami", lambda: elsewhere)
+    monkeypatch.setattr(object_store, "whoami", lambda: elsewhere)
     store._write_claim({}, version)
     may_commit.set()
     with pytest.raises(PathInUseError, match="elsewhere"):
@@ -390,10 +390,10 @@ def test_a_dead_process_of_this_machine_holds_nothing():
     state = added(replay, replay.init(EXAMPLE), 0, 4)
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         gone.wait()
-    store = objects.Objects(where, 60.0)
+    store = object_store.Objects(where, 60.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(objects, "whoami", lambda: {**lock.whoami(), "pid": gone.pid})
-        patch.setattr(objects, "_PROCESS", "another")
+        patch.setattr(object_store, "whoami", lambda: {**lock.whoami(), "pid": gone.pid})
+        patch.setattr(object_store, "_PROCESS", "another")
         store.claim(is_successor=False)
     checkpoint.save(where, replay, state)
     assert left(where)["has_ended"]

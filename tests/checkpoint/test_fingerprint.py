@@ -15,7 +15,7 @@ pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed
 import jaxreplay as jr
 from jaxreplay.checkpoint import fingerprint
 from jaxreplay.checkpoint.rows import Picked, heads_of, span_of
-from jaxreplay.storage import arrays
+from jaxreplay.storage import stored_arrays
 
 cases = pytest.mark.parametrize("case", CATALOG, ids=lambda case: case.name)
 
@@ -75,8 +75,8 @@ DTYPES = (
 def hashes_of(tree, number, env=0):
     """Of the rows of leaves [K, ...], as they are stored. `number`: uint32[K]."""
     stored = jax.tree.map(
-        lambda leaf: arrays.write(
-            arrays.zeros(len(leaf), leaf[0], False), jnp.arange(len(leaf)), leaf
+        lambda leaf: stored_arrays.write(
+            stored_arrays.zeros(len(leaf), leaf[0], False), jnp.arange(len(leaf)), leaf
         ),
         tree,
     )

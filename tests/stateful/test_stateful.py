@@ -18,7 +18,7 @@ from jaxreplay import checkpoint
 from jaxreplay._util import checks
 from jaxreplay.buffers import memory
 from jaxreplay.buffers.jitted import method, options_here
-from jaxreplay.stateful import arrays, owner
+from jaxreplay.stateful import host_arrays, owner
 from tests.conftest import SOAK
 from tests.support.compilations import count_programs
 from tests.support.hlo import check_in_place
@@ -764,7 +764,7 @@ def test_an_add_is_in_place():
         example=jax.tree.map(lambda x: x[0], step(0)),
     )
     one, all_ = (
-        jax.tree.map(jnp.asarray, arrays.as_stored("add", replay.buffer, s))
+        jax.tree.map(jnp.asarray, host_arrays.as_stored("add", replay.buffer, s))
         for s in (step(1, ()), step(1, (num_envs,)))
     )
     options = {"num_elements": capacity, "donated": 0, **options_here()}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
-from jaxreplay.storage import arrays, platforms, tiles
+from jaxreplay.storage import platforms, stored_arrays, tiles
 from jaxreplay.storage.sampleable import Sampleable
 from tests.conftest import SOAK
 from tests.support.buffers import KINDS, bits, draw
@@ -67,18 +67,20 @@ ROWS = [
 @jax.jit
 def there_and_back(values, rows, kept, place):
     """Rows that are put into tiles, and all ways to read them."""
-    empty = arrays.zeros(9, jax.ShapeDtypeStruct(values.shape[1:], values.dtype), has_tiles=True)
-    leaf = arrays.write(empty, rows, values)
-    plain = arrays.read_plain({"x": leaf}, kept)
-    one_by_one = jax.vmap(lambda row: arrays.read(leaf, row))(kept)
-    untouched = arrays.read(leaf, jnp.array([1, 8]))
-    again = arrays.write_plain({"x": empty}, kept, plain)
+    empty = stored_arrays.zeros(
+        9, jax.ShapeDtypeStruct(values.shape[1:], values.dtype), has_tiles=True
+    )
+    leaf = stored_arrays.write(empty, rows, values)
+    plain = stored_arrays.read_plain({"x": leaf}, kept)
+    one_by_one = jax.vmap(lambda row: stored_arrays.read(leaf, row))(kept)
+    untouched = stored_arrays.read(leaf, jnp.array([1, 8]))
+    again = stored_arrays.write_plain({"x": empty}, kept, plain)
     return (
         leaf,
-        arrays.read(leaf, kept),
+        stored_arrays.read(leaf, kept),
         one_by_one,
         untouched,
-        arrays.read_elements(leaf, kept, place),
+        stored_arrays.read_elements(leaf, kept, place),
         plain,
         again,
     )
@@ -101,7 +103,7 @@ def test_a_row_comes_out_of_its_parts_as_it_went_in(shape, dtype):
     assert bits(elements) == bits(np.take_along_axis(wanted.reshape(4, -1), place, axis=1))
     assert bits(again) == bits({"x": leaf})
     assert jax.tree.map(
-        lambda spec: (spec.shape[1:], spec.dtype), arrays.plain_specs({"x": leaf})
+        lambda spec: (spec.shape[1:], spec.dtype), stored_arrays.plain_specs({"x": leaf})
     ) == jax.tree.map(lambda rows: (rows.shape[1:], rows.dtype), plain)
 
 
@@ -139,9 +141,9 @@ def test_a_scalar_and_what_no_part_serves_lie_as_they_are():
         ((128,), "int16"),
     ]:
         assert isinstance(
-            arrays.zeros(4, jax.ShapeDtypeStruct(shape, dtype), has_tiles=True), jax.Array
+            stored_arrays.zeros(4, jax.ShapeDtypeStruct(shape, dtype), has_tiles=True), jax.Array
         )
-    assert isinstance(arrays.zeros(4, jax.ShapeDtypeStruct((84, 84), "uint8")), jax.Array)
+    assert isinstance(stored_arrays.zeros(4, jax.ShapeDtypeStruct((84, 84), "uint8")), jax.Array)
     assert [name for name, traits in platforms.TRAITS.items() if traits.has_tiles] == ["tpu"]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 import jaxreplay as jr
 from jaxreplay.checkpoint import Checkpointer
-from jaxreplay.storage import arrays
+from jaxreplay.storage import stored_arrays
 
 REPLAY = jr.items(capacity=256, num_envs=4, batch_size=8)
 EXAMPLE = {
@@ -29,7 +29,9 @@ def step(t, num_envs):
 
 def numbers(replay, state):
     """What each stream holds, the newest last, checked against its bytes."""
-    stored = jax.device_get(arrays.read_plain(state.streams.steps, jnp.arange(replay.capacity)))
+    stored = jax.device_get(
+        stored_arrays.read_plain(state.streams.steps, jnp.arange(replay.capacity))
+    )
     assert (stored["bytes"] == (stored["number"] % 251)[:, None]).all()
     head, filled = int(state.streams.head), int(state.streams.filled)
     by_env = stored["number"].reshape(replay.num_envs, -1)

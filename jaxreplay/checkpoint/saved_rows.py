@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxreplay.checkpoint.arrays import array_of, described
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.store import array_name
+from jaxreplay.checkpoint.zarr_arrays import array_of, described
 
 
 class RowReader:
