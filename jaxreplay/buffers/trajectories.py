@@ -221,8 +221,8 @@ def _short_first(num_rows: int, size: int) -> int:
 
 
 def _copy_rows(rows: np.ndarray, source: np.ndarray) -> None:
-    """Where the stored leaf holds the bits of a narrow float (`storage/stored_arrays.py`), so do `rows`;
-    else NumPy converts what is wider."""
+    """Where the stored leaf holds the bits of a narrow float (`storage/stored_arrays.py`), so do
+    `rows`; else NumPy converts what is wider."""
     if rows.dtype.kind == "u" and jnp.issubdtype(source.dtype, jnp.floating):
         source = source.view(rows.dtype)
     rows[: len(source)] = source

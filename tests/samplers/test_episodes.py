@@ -38,7 +38,7 @@ def check(buffer, state, oracle, look_up):
 
 @pytest.mark.parametrize(("autoreset", "has_final_obs"), FORMS)
 @pytest.mark.parametrize("ends", [0.03, 0.3, 0.9, 1.0])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("allow_mask", [False, True])
 def test_look_ups_agree_with_their_definitions(autoreset, has_final_obs, ends, allow_mask):
     r = np.random.default_rng(int(ends * 100) + allow_mask)
     num_envs, length = 3, 8
