@@ -80,7 +80,7 @@ class Index(Node):
     lap: jax.Array
 
 
-class Sample(Node, Generic[T]):
+class Sample(Generic[T], Node):  # in this order: `flax` before 0.12 ends the chain of bases
     """A batch: `experience` as the view makes it, and where they came from.
 
     Fields:
