@@ -131,8 +131,8 @@ def to_minari(
     final row is still to come. No target reads it. Narrow floats (bfloat16, 8 bits) become float32.
 
     Args:
-      parts: whether to take along what is stored of episodes that began before the oldest row, or
-        that go on. Those that go on are truncated at the newest row, which is their final
+      include_partial: whether to take along what is stored of episodes that began before the oldest
+        row, or that go on. Those that go on are truncated at the newest row, which is their final
         observation.
       options: of `minari.create_dataset_from_buffers`, such as `env`, or both spaces. Images are
         kept exactly, unless `jpeg_encoding=True`.

@@ -1,4 +1,7 @@
-"""Advantages and value targets for on-policy learning: pure functions of arrays with time first.
+"""Targets and weights for a loss: advantages and value targets for on-policy learning, importance
+weights and priorities of sequences.
+
+Pure functions of arrays, with time first.
 
 One convention for all of them. Arrays are `[T, E]`, or any other shapes that are equal, with time
 as axis 0. `value[t]` is what the critic says of the observation that action t was chosen from,

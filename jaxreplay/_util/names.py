@@ -1,5 +1,5 @@
-"""Leaves by name: the key path of each, as errors, files and tables write it, such as
-`streams.steps.obs.image`."""
+"""Names: of leaves by their key path, as errors, files and tables write them, such as
+`streams.steps.obs.image`, and of configurations, the same in each process."""
 
 import dataclasses
 import functools

@@ -16,7 +16,7 @@ from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_not_deleted
 from jaxreplay.types import Sample, T
 
-# what takes the state over
+# methods that donate the state
 _CHANGES = frozenset({"add", "extend", "update_priorities", "clear", "pop", "rerank"})
 _CPU_OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 

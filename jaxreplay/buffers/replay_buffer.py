@@ -194,7 +194,7 @@ class ReplayBuffer(Static, Generic[T]):
         """Append one step of every env.
 
         Args:
-          state: taken over; jit with `donate_argnums=0`, or the whole buffer is copied.
+          state: donated; jit with `donate_argnums=0`, or the whole buffer is copied.
           step: leaves `[num_envs, ...]`, of the example's dtypes.
           mask: bool[num_envs], False where an env took no step, by default nowhere; needs
             `allow_mask=True`. With `autoreset="next_step"` never mask the step after a done: it
@@ -212,7 +212,7 @@ class ReplayBuffer(Static, Generic[T]):
         self, state: ReplayState, steps: PyTree, mask: Any = None, priority: Any = None
     ) -> ReplayState:
         """Append a block of steps, as `lax.scan` stacks them: the same as `add` for each, oldest
-        first. `state` is taken over.
+        first. `state` is donated.
 
         Args:
           steps: leaves `[time, num_envs, ...]`; of more steps than a stream holds, the newest stay.
@@ -264,7 +264,7 @@ class ReplayBuffer(Static, Generic[T]):
     def pop(
         self, state: ReplayState, key: Key, batch_size: int | None = None
     ) -> tuple[ReplayState, Sample[T]]:
-        """Draw a batch from a sampler that hands out each row once. `state` is taken over. What
+        """Draw a batch from a sampler that hands out each row once. `state` is donated. What
         falls short of a batch is not valid.
 
         Args:
@@ -356,7 +356,7 @@ class ReplayBuffer(Static, Generic[T]):
         )
 
     def update_priorities(self, state: ReplayState, index: Index, priority: Any) -> ReplayState:
-        """Give drawn rows new priorities, such as absolute TD errors. `state` is taken over.
+        """Give drawn rows new priorities, such as absolute TD errors. `state` is donated.
 
         Bad priorities and stale or foreign rows are ignored and counted in the state; of several
         priorities for one row the largest wins.
@@ -391,7 +391,7 @@ class ReplayBuffer(Static, Generic[T]):
 
     def rerank(self, state: ReplayState) -> ReplayState:
         """Rank the sampleable rows by their priorities, for a rank-based sampler: a sort of the
-        whole buffer. `state` is taken over."""
+        whole buffer. `state` is donated."""
         state = check_donated("rerank", self, state)
         rerank = getattr(self.sampler, "rerank", None)
         if rerank is None:
@@ -429,7 +429,7 @@ class ReplayBuffer(Static, Generic[T]):
         return state.streams.age(index.row)
 
     def clear(self, state: ReplayState) -> ReplayState:
-        """Forget every row; takes `state` over. No index drawn before is valid after; the stored
+        """Forget every row; donates `state`. No index drawn before is valid after; the stored
         steps stay where they are, unread."""
         state = check_state("clear", self, state)
         return state.replace(

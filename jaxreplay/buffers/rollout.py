@@ -128,7 +128,7 @@ class Rollout(Static):
         self, state: RolloutState, trajectories: Iterable[Any], *, chunk_bytes: int = CHUNK_BYTES
     ) -> RolloutState:
         """Put trajectories of any lengths into the rollout, in place of what it held. `state` is
-        taken over. Not for use under `jit`.
+        donated. Not for use under `jit`.
 
         They lie one after the other in the one stream of a rollout with `num_envs=1` and
         `autoreset="next_step"`. All are checked before the first is written. Beside the rollout
@@ -171,7 +171,7 @@ class Rollout(Static):
         )
 
     def clear(self, state: RolloutState) -> RolloutState:
-        """Begin the next rollout; takes `state` over. Stored steps stay where they are, unread.
+        """Begin the next rollout; donates `state`. Stored steps stay where they are, unread.
 
         Where a done still owes its final observation (`autoreset="next_step"`), the next row is
         still that.
@@ -278,7 +278,7 @@ class Rollout(Static):
 
         Returns:
           int32[num_epochs * num_minibatches, length * num_envs / num_minibatches], in the order of
-            use, for `take`: scan over it.
+            use, for `minibatch`: scan over it.
         """
         return shuffled(
             "minibatches",
@@ -295,7 +295,7 @@ class Rollout(Static):
 
         Returns:
           int32[num_epochs * num_minibatches, num_envs / num_minibatches], in the order of use, for
-            `take_envs`.
+            `env_minibatch`.
         """
         return shuffled(
             "env_minibatches", key, self.num_envs, "num_envs", num_epochs, num_minibatches

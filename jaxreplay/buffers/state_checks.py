@@ -1,5 +1,5 @@
-"""Whether a state is one of this buffer: a state of another configuration would be read in the
-wrong places, without a word.
+"""Checks of states: one of another configuration would be read in the wrong places without a word,
+one that was donated is gone, and one that is changed outside of `jit` is copied.
 
 All of it is known while tracing: shapes, dtypes, the structure, and the `Layout` that a state
 carries. It costs nothing at run time.

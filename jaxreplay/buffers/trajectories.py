@@ -73,7 +73,7 @@ def check_trajectories(trajectories: Iterable[Any], row: Step, length: int) -> l
 
 def write_trajectories(target: Any, trajectories: list[Trajectory], chunk_bytes: int) -> Any:
     """Write the rows of all trajectories, one after the other, from row 0 on. Returns `target`,
-    which is taken over.
+    which is donated.
 
     Args:
       target: (Step, mask) as stored, leaves [T, 1, ...]. What lies beyond the last row may be

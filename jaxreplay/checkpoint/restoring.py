@@ -182,7 +182,7 @@ class Reading:
         )
 
     def _rows(self, stored: Any, specs: Any, length: int) -> Any:
-        """New rows, which are taken over, with those that are read."""
+        """New rows, which are donated, with those that are read."""
         described = named(specs)
         found = named(stored) if is_plain(stored) else []
         places = [place for _, leaf in found if (place := rows.memory_of(leaf)) is not None]

@@ -118,7 +118,7 @@ def read(state: ReplayState, index: jax.Array) -> tuple[Any, Any]:
 
 def put(rows: Any, index: np.ndarray, values: Any) -> Any:
     """New rows that nobody else has, with plain values at int32[K]; those past the end are dropped.
-    They are taken over."""
+    They are donated."""
     size = pow2.power_above(len(index))  # few programs are compiled
     if size > len(index):
         values = jax.tree.map(lambda leaf: np.resize(leaf, (size, *leaf.shape[1:])), values)
@@ -166,7 +166,7 @@ def _is_here(leaf: jax.Array) -> bool:
 
 
 def _in_place(function: Any, tree: Any, *arguments: Any) -> Any:
-    """A function of arrays that are taken over; what is spread over devices stays so."""
+    """A function of arrays that are donated; what is spread over devices stays so."""
     shardings = [
         leaf.sharding if len(leaf.sharding.device_set) > 1 else None
         for leaf in jax.tree.leaves(tree)
@@ -212,7 +212,7 @@ def _piece(leaf: jax.Array, start: jax.Array, size: int) -> jax.Array:
 
 
 def put_piece(leaf: jax.Array, start: int, values: np.ndarray) -> jax.Array:
-    """An array, which is taken over, with values from `start` on along its first axis; a scalar
+    """An array, which is donated, with values from `start` on along its first axis; a scalar
     with another value."""
     return _in_place(_put_piece if leaf.ndim else _put_scalar, leaf, start, values)
 

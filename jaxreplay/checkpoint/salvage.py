@@ -224,7 +224,7 @@ def closed(state: Streams, holes: Holes) -> tuple[Streams, CandidateNumbers]:
 
     Args:
       state: its rows lie where `Holes.age_of` says; `filled` counts those that are left. It is
-        taken over.
+        donated.
     """
     layout, has_flags = state.layout, state.flags is not None
     num_envs = layout.num_envs
@@ -264,12 +264,12 @@ def closed(state: Streams, holes: Holes) -> tuple[Streams, CandidateNumbers]:
     state = state.replace(
         last_flags=jnp.asarray(np.where(holes.is_newest_lost, cleared, last_flags))
     )
-    tails, firsts = (
+    final_rows, firsts = (
         np.where(is_one, row, layout.capacity)
         for is_one, row in ((is_cut & ~closes, rows_at[0]), (follows, rows_at[1]))
     )
     return _patched(
-        state, tails, firsts, *_shifts(parts, num_envs, holes.size.shape[1])
+        state, final_rows, firsts, *_shifts(parts, num_envs, holes.size.shape[1])
     ), candidate_numbers
 
 
@@ -351,14 +351,14 @@ def _gathered(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _patched(
-    state: Streams, tails: jax.Array, firsts: jax.Array, edges: jax.Array, shift: jax.Array
+    state: Streams, final_rows: jax.Array, firsts: jax.Array, edges: jax.Array, shift: jax.Array
 ) -> Streams:
     """Rows int32[P] that become final rows, and that open episodes; the capacity for none. `edges`,
     `shift`: of `_shifts`."""
     assert state.flags is not None
     assert state.candidate_number is not None
     flags = state.flags
-    for row, bit in ((tails, autoreset.FINAL), (firsts, autoreset.FIRST)):
+    for row, bit in ((final_rows, autoreset.FINAL), (firsts, autoreset.FIRST)):
         old = flags.at[jnp.minimum(row, state.layout.capacity - 1)].get(mode="promise_in_bounds")
         flags = flags.at[row].set(old | jnp.uint8(bit), mode="drop")
     row = ring.arange(state.layout.capacity)

@@ -280,13 +280,14 @@ class Saving:
         ends = ends[picked.env]
         if (ends < self._end[picked.env]).any():
             raise RuntimeError(
-                "pump, finish: this state is not of the run that is being saved: it has fewer rows"
+                "advance, wait_until_finished: this state is not of the run that is being saved: "
+                "it has fewer rows"
             )
         if (ends > picked.number + self._length).any():
             raise RuntimeError(
-                "rows were overwritten, or cleared, before they were copied: call pump(state) "
-                "before each add, with its num_steps, and "
-                "finish(state) before a clear"
+                "rows were overwritten, or cleared, before they were copied: call "
+                "advance(state) before each add, with its num_steps, and "
+                "wait_until_finished(state) before a clear"
             )
 
 

@@ -54,7 +54,7 @@ class Sampler(Static):
         """The state after a write.
 
         Args:
-          change: None where the window is not bounded.
+          effect: None where the window is not bounded.
           priority: float32[K, E] for the rows written, or None; only given to samplers that have
             priorities.
         """
@@ -97,8 +97,8 @@ class Sampler(Static):
         of its midst.
 
         Args:
-          rank_now: gives what a candidate number of before is now, or that of the next row that is
-            left: uint32[E] to uint32[E].
+          candidate_number_now: gives what a candidate number of before is now, or that of the next
+            row that is left: uint32[E] to uint32[E].
         """
         del candidate_number_now
         return state

@@ -247,7 +247,7 @@ class DropInBuffer(buffers.ReplayBuffer):
             )
 
     def _samples(self, item: Any, env: VecNormalize | None) -> Any:
-        """What Stable-Baselines3 learns from: of a `Learned`."""
+        """What Stable-Baselines3 learns from: of an `SB3Batch`."""
         if env is None:
             obs, next_obs, action, done, reward = to_torch(
                 (item.obs, item.next_obs, item.action, item.done, item.reward)

@@ -1,5 +1,5 @@
-"""Arrays of NumPy, PyTorch and JAX, in and out: what comes in is copied, what goes out is
-shared."""
+"""Arrays of NumPy, PyTorch and JAX, in and out: what comes in is copied, and brought into the
+dtypes of the first step; what goes out is shared."""
 
 import dataclasses
 import sys

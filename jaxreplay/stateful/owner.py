@@ -1,5 +1,5 @@
-"""One state, held where nobody else sees it: each change takes it over, and one that fails on the
-way says so."""
+"""One state, held where nobody else sees it: each change donates it, and one that fails on the way
+says so."""
 
 import functools
 import operator

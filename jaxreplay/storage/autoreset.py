@@ -16,12 +16,14 @@ autoreset="same_step", without final_obs
     rather than a wrong target made. (Brax, and many pure-JAX wrappers.)
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 
-FORMS = ("next_step", "same_step")
+from jaxreplay._util.aliases import Autoreset
+
+FORMS: tuple[Autoreset, ...] = get_args(Autoreset)
 
 # What a row is, as bits of its flags: a uint8.
 TERMINATED, TRUNCATED, FINAL, FIRST, SKIPPED = 1, 2, 4, 8, 16
@@ -70,7 +72,7 @@ def rows_of(
       form: one of `FORMS`.
       has_final_obs: whether steps carry their final observation.
       terminated, truncated, mask: bool[T, E]; where `mask` is False the env took no step.
-      last: uint8[E], the flags of each stream's newest row.
+      last_flags: uint8[E], the flags of each stream's newest row.
     """
     bits = TERMINATED * terminated.astype(jnp.uint8) + TRUNCATED * truncated.astype(jnp.uint8)
     done = terminated | truncated

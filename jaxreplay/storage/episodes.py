@@ -175,7 +175,7 @@ class Episodes:
             & ~self._is_in_none(env, position)
         )
 
-    def unfinished(self) -> jax.Array:
+    def num_unfinished(self) -> jax.Array:
         """Stored rows of each stream's unfinished episode: int32[E], 0 where there is none."""
         env = self.layout.envs()
         newest = self._newest(env)
@@ -203,7 +203,7 @@ class Episodes:
         return self.layout.row(env, self._start(env, ordinal)), self.layout.row(env, end)
 
     def num_episodes(self) -> jax.Array:
-        """Episodes of which each stream holds a row, the unfinished and the beheaded ones too:
+        """Episodes of which each stream holds a row, the unfinished and the headless ones too:
         int32[E]."""
         env = self.layout.envs()
         oldest, newest = (

@@ -1,4 +1,5 @@
-"""The layout of a state: static facts that decide where each row lies, and what it means."""
+"""The layout of a state: static facts that decide where each row lies, what it means, and which
+rows around it are read, its window."""
 
 import dataclasses
 import functools
@@ -21,12 +22,12 @@ class Window(Static):
       before: rows before the candidate, or None: from its episode's start.
       after: rows after the candidate, or None: to its episode's end. Fewer are enough where the
         episode ends sooner, unless `crosses_episodes`.
-      crosses: whether the rows after it go on into later episodes.
+      crosses_episodes: whether the rows after it go on into later episodes.
       period: candidates are every `period`-th transition: of each episode or, with
         `crosses_episodes`, of the stream.
-      needs_tail: whether the observation after a terminated step is read, so that its final row
-        must be written first.
-      looks_up: whether ends of episodes are looked up, though the window is bounded.
+      needs_final_obs: whether the observation after a terminated step is read, so that its final
+        row must be written first.
+      needs_episodes: whether ends of episodes are looked up, though the window is bounded.
     """
 
     before: int | None = 0

@@ -21,7 +21,7 @@ from jaxreplay.storage.sampleable import ReplayState
 def add(
     buffer: Any, state: ReplayState, step: PyTree, goes_on: jax.Array, was_first: jax.Array
 ) -> ReplayState:
-    """Append one step of every env, the newest of its episode for now. `state` is taken over.
+    """Append one step of every env, the newest of its episode for now. `state` is donated.
 
     Args:
       buffer: a `ReplayBuffer` with `autoreset="same_step"` and no mask.
@@ -38,7 +38,7 @@ def reopen(state: ReplayState, mask: jax.Array, was_first: jax.Array) -> ReplayS
     goes on: with the next step.
 
     Until that is written the state is not to be read: rows that are sampleable by now stay so,
-    though their final row is gone. `state` is taken over. (The step's flags are made anew from
+    though their final row is gone. `state` is donated. (The step's flags are made anew from
     `was_first`: to read them here would make XLA copy all flags before the next write.)
     """
     before, layout = state.streams, state.layout

@@ -27,8 +27,8 @@ from jaxreplay.storage.streams import Streams, Written, of_stream
 
 
 class ReplayState(Node):
-    """Everything that a buffer holds; E streams. What returns a new one takes the old one over:
-    donate it."""
+    """Everything that a buffer holds; E streams. A method that returns a new one donates
+    the old one."""
 
     streams: Streams
     # int32[E]: newest rows of each stream whose window is not known yet; None if the episode table
@@ -77,7 +77,7 @@ def count_pending(layout: Layout, num_pending: jax.Array, written: Written) -> j
     look-ahead: int32[E].
 
     Args:
-      pending: int32[E], the same before the write.
+      num_pending: int32[E], the same before the write.
     """
     window = layout.window
     assert window.after is not None
@@ -165,7 +165,7 @@ class Sampleable:
         """Return the set of a state."""
         num_pending, num_expired, streams = state.num_pending, state.num_expired, state.streams
         if num_pending is None:  # to the episode's end
-            num_pending = _episodes(streams, state.episodes).unfinished()
+            num_pending = _episodes(streams, state.episodes).num_unfinished()
         if num_expired is None:
             num_expired = (
                 jnp.zeros_like(num_pending)

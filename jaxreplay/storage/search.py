@@ -1,4 +1,4 @@
-"""A search in sorted values without a loop, for accelerators."""
+"""Searches in sorted values and in running sums: which stream has the n-th of all rows."""
 
 from collections.abc import Callable
 

@@ -26,7 +26,7 @@ _PLAIN_FLOATS = (np.dtype("float16"), np.dtype("float32"), np.dtype("float64"))
 class BitsArray(Node):
     """An array of a dtype that XLA does not scatter into in place."""
 
-    bits: Any  # [N, ...], an array or Parted
+    bits: Any  # [N, ...], an array or a `TiledArray`
     dtype: Any = static_field()  # of the values
 
     @property

@@ -10,7 +10,7 @@ import jaxreplay as jr
 SIZES: Any = {"capacity": 16, "num_envs": 1, "batch_size": 2}
 
 
-def filled(buffer, mask=None):
+def filled(buffer):
     zeros, flags = jnp.zeros(1), jnp.zeros(1, bool)
     step = jr.Step(obs=zeros, action=zeros, reward=zeros, terminated=~flags, truncated=flags)
     state = buffer.init(jax.tree.map(lambda leaf: leaf[0], step))

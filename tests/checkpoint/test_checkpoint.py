@@ -364,7 +364,8 @@ def test_a_save_without_pumps_is_refused_and_the_one_before_stays(tmp_path):
     state = added(replay, state, 36, 16)
     with pytest.raises(
         RuntimeError,
-        match=r"rows were overwritten, or cleared, before .*: call pump\(state\) before each add",
+        match=r"rows were overwritten, or cleared, before .*: call advance\(state\) before each "
+        r"add, with its num_steps",
     ):
         checkpointer.wait_until_finished(state)
     assert checkpointer.all_steps() == [20]

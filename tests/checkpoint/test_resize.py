@@ -207,7 +207,7 @@ def test_episodes_are_looked_up_as_before(form, capacity, tmp_path, monkeypatch)
         def run(state, row):
             found = buffer.episode_table(state)
             ends = (found.kth_end(row, k) for k in (1, 2, 3))
-            counts = (found.num_episodes(), found.unfinished(), found.num_headless())
+            counts = (found.num_episodes(), found.num_unfinished(), found.num_headless())
             return (
                 found.steps_to_end(row),
                 found.steps_from_start(row),

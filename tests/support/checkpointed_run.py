@@ -1,5 +1,5 @@
 """A run that saves after every few steps, until it is killed:
-`python checkpointed_run.py PATH wait|pump`. Says "saved" once it does."""
+`python checkpointed_run.py PATH wait|advance`. Says "saved" once it does."""
 
 import sys
 
