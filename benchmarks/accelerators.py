@@ -1,8 +1,7 @@
 """What the compilers make of a training step for accelerators that are not there: writes
 ACCELERATORS.md. `make aot` installs them first.
 
-python benchmarks/accelerators.py v5e H100 # the tables of some devices; those of others stay as
-they are
+python benchmarks/accelerators.py v5e H100        # other devices keep their tables
 
 flashbax is compiled in the same way, in the same run: its flat buffers, with rows as it wants them.
 """

@@ -161,10 +161,11 @@ def loss(params, multipliers, pairs):
     smoothness = 0.5 * jnp.square(here - there).mean(axis=0).sum()
     # A function answers for those before it, not they for it: else any rotation of all would do as
     # well.
+    # Of two halves, as the square of one mean is no mean of squares.
     one, other = (
         jnp.tril(half.T @ jax.lax.stop_gradient(half) / len(half) - jnp.eye(NUM_VECTORS))
         for half in jnp.split(here, 2)
-    )  # of two halves, as the square of one mean is no mean of squares
+    )
     error = jax.lax.stop_gradient(one + other) / 2
     return smoothness + jnp.sum(multipliers * (one + other) / 2) + BARRIER * jnp.sum(
         one * other

@@ -8,21 +8,18 @@
 >>> step = jr.Step(
 ...     obs=zeros, action=zeros, reward=zeros + 1, terminated=zeros > 0, truncated=zeros > 0
 ... )
->>> state = buffer.init(
-...     jax.tree.map(lambda x: x[0], step)
-... )  # one env's step: arrays, or jax.ShapeDtypeStruct
+>>> example = jax.tree.map(lambda x: x[0], step)  # one env's step: arrays, or jax.ShapeDtypeStruct
+>>> state = buffer.init(example)
 >>> @functools.partial(jax.jit, donate_argnums=0)  # donated: the buffer is changed in place
 ... def train_step(state, step, key):
 ...     state = buffer.add(state, step)  # leaves [num_envs, ...]; add first, then sample
-...     batch = buffer.sample(state, key)  # items, index, probability, is_valid
+...     batch = buffer.sample(state, key)  # experience, index, probability, is_valid
 ...     weight = jr.importance_weights(batch, buffer.size(state), beta=0.4)
 ...     td_error = weight * batch.experience.reward  # learn here
 ...     return buffer.update_priorities(state, batch.index, jnp.abs(td_error))
 >>> for key in jax.random.split(jax.random.key(0), 10):
 ...     state = train_step(state, step, key)
->>> int(
-...     buffer.size(state)
-... )  # of ten steps of two envs, the newest three of each wait for their windows
+>>> int(buffer.size(state))  # the newest three of ten steps wait for their windows, in each env
 14
 """
 

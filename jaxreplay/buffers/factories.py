@@ -168,11 +168,10 @@ def sequences(
       >>> state = buffer.init(jax.tree.map(lambda x: x[0], step))
       >>> state = buffer.add(buffer.add(state, step), step)
       >>> batch = buffer.sample(state, jax.random.key(0))
-      >>> (
-      ...     batch.experience.obs.shape,
-      ...     batch.experience.mask[0].tolist(),
-      ... )  # episodes of one step: no burn-in, and nothing after it
-      ((2, 6), [False, False, True, False, False])
+      >>> batch.experience.obs.shape
+      (2, 6)
+      >>> batch.experience.mask[0].tolist()  # episodes of one step: no burn-in, nothing after it
+      [False, False, True, False, False]
     """
     view = SequenceView(
         length=length,

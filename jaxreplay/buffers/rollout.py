@@ -326,9 +326,8 @@ class Rollout(Static):
         rows = lambda leaf: stored_arrays.zeros(
             self.length, jax.ShapeDtypeStruct((self.num_envs, *leaf.shape), leaf.dtype)
         )
-        last = jnp.full(
-            (self.num_envs,), autoreset_forms.FINAL, jnp.uint8
-        )  # as if a final row had been written: the first row opens an episode
+        # As if a final row had been written: the first row opens an episode.
+        last = jnp.full((self.num_envs,), autoreset_forms.FINAL, jnp.uint8)
         return RolloutState(
             steps=jax.tree.map(rows, example),
             mask=jnp.zeros((self.length, self.num_envs), bool),
