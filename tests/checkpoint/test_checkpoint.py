@@ -374,7 +374,7 @@ def test_a_save_without_pumps_is_refused_and_the_one_before_stays(tmp_path):
     with pytest.raises(RuntimeError, match="this state is not of the run that is being saved"):
         checkpointer.wait_until_finished(replay.init(EXAMPLE))
     checkpointer.save(state, 52, blocking=False)
-    with pytest.raises(RuntimeError, match=r"finish\(state\) before a clear"):
+    with pytest.raises(RuntimeError, match=r"and wait_until_finished\(state\) before a clear"):
         checkpointer.wait_until_finished(
             added(replay, replay.clear(jax.tree.map(jnp.copy, state)), 0, 1)
         )
