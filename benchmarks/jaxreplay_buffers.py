@@ -29,7 +29,8 @@ class Library:
         if case.buffer == "uniform":
             self._buffer = jr.uniform(**sizes)
         else:
-            self._buffer = jr.prioritized(**sizes, keep_minimum=case.form == "buffer_max")
+            normalize_weights = "buffer" if case.form == "buffer_max" else "batch"
+            self._buffer = jr.prioritized(**sizes, normalize_weights=normalize_weights)
 
     def init(self, example):
         return self._buffer.init(example)
@@ -47,21 +48,11 @@ class Library:
             index=batch.index,
             probability=batch.probability,
             is_valid=batch.is_valid,
+            weight=batch.weight,
         )
 
     def update(self, state, index, priority):
         return self._buffer.update_priorities(state, index, priority)
 
     def weight(self, state, drawn: Drawn) -> jax.Array:
-        size = self._buffer.size(state)
-        batch = jr.Sample(
-            experience=None,
-            index=drawn.index,
-            probability=drawn.probability,
-            is_valid=drawn.is_valid,
-        )
-        if self._form == "buffer_max":
-            return jr.importance_weights(
-                batch, size, 0.4, "buffer_max", self._buffer.min_probability(state)
-            )
-        return jr.importance_weights(batch, size, beta=0.4)
+        return drawn.weight

@@ -24,6 +24,7 @@ class Drawn(NamedTuple):
     index: Any
     probability: Any  # float32[B]
     is_valid: Any = None  # bool[B], where the library says
+    weight: Any = None  # float32[B], where the library says
 
 
 class Library(Protocol):

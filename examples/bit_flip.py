@@ -82,7 +82,14 @@ def step(env, action, key):
     )
     terminated = is_reached(after.bits, after.goal)
     truncated = ~terminated & (after.time == num_bits)
-    stored = jr.Step(env.obs, action, terminated - 1.0, terminated, truncated, final_obs=after.obs)
+    stored = jr.Step(
+        env.obs,
+        action,
+        terminated - 1.0,
+        terminated=terminated,
+        truncated=truncated,
+        final_obs=after.obs,
+    )
     return where(terminated | truncated, reset(key, num_envs, num_bits), after), stored
 
 
@@ -159,7 +166,7 @@ def iteration(carry, buffer):
     state = buffer.add(carry.buffer_state, stored)
 
     batch = buffer.sample(state, sample_key)
-    gradient = jax.grad(loss)(carry.params, carry.target_params, batch.experience, batch.is_valid)
+    gradient = jax.grad(loss)(carry.params, carry.target_params, batch.experience, batch.weight)
     updates, opt_state = OPTIMIZER.update(gradient, carry.opt_state)
     params = optax.apply_updates(carry.params, updates)
     target_params = optax.incremental_update(params, carry.target_params, TARGET_RATE)
@@ -172,15 +179,14 @@ def greedy(params, obs):
     return jnp.argmax(NETWORK.apply(params, obs), axis=-1)
 
 
-def loss(params, target_params, items, is_valid):
-    """Squared error of double Q-learning: float32[]."""
+def loss(params, target_params, items, weight):
+    """The weighted squared error of double Q-learning: float32[]."""
     pick = jax.vmap(lambda values, action: values[action])
     next_value = pick(NETWORK.apply(target_params, items.next_obs), greedy(params, items.next_obs))
     # no return lies outside
     target = items.reward + items.discount * jnp.clip(next_value, -1 / (1 - DISCOUNT), 0)
-    return jnp.mean(
-        jnp.square(target - pick(NETWORK.apply(params, items.obs), items.action)), where=is_valid
-    )
+    td_error = target - pick(NETWORK.apply(params, items.obs), items.action)
+    return jnp.mean(weight * jnp.square(td_error))
 
 
 @functools.partial(jax.jit, static_argnames="num_bits")

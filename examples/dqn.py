@@ -123,14 +123,18 @@ def iteration(carry, progress):
         jax.random.split(env_key, NUM_ENVS), carry.env_state, action, ENV_PARAMS
     )
     step = jr.Step(
-        carry.obs, action, reward, terminated, truncated, final_obs=info["final_observation"]
+        carry.obs,
+        action,
+        reward,
+        terminated=terminated,
+        truncated=truncated,
+        final_obs=info["final_observation"],
     )
     buffer_state = BUFFER.add(carry.buffer_state, step)
 
-    batch = BUFFER.sample(buffer_state, sample_key)
-    weight = jr.importance_weights(batch, BUFFER.size(buffer_state), beta=0.4 + 0.6 * progress)
+    batch = BUFFER.sample(buffer_state, sample_key, beta=0.4 + 0.6 * progress)
     gradient, td_error = jax.grad(loss, has_aux=True)(
-        carry.params, carry.target_params, batch.experience, weight
+        carry.params, carry.target_params, batch.experience, batch.weight
     )
     updates, opt_state = OPTIMIZER.update(gradient, carry.opt_state)
     params = optax.apply_updates(

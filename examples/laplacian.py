@@ -115,7 +115,10 @@ def collect(key, num_episodes):
         after = moves[cell, action]
         is_over = jnp.full(NUM_ENVS, time % EPISODE_LENGTH == EPISODE_LENGTH - 1)
         zeros = jnp.zeros(NUM_ENVS)
-        state = BUFFER.add(state, jr.Step(cell, action, zeros, zeros > 0, is_over, final_obs=after))
+        state = BUFFER.add(
+            state,
+            jr.Step(cell, action, zeros, terminated=zeros > 0, truncated=is_over, final_obs=after),
+        )
         return (state, jnp.where(is_over, starts(start_key), after)), None
 
     def starts(key):
@@ -123,7 +126,9 @@ def collect(key, num_episodes):
 
     cell, number = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
     flag = jax.ShapeDtypeStruct((), bool)
-    state = BUFFER.init(jr.Step(cell, cell, number, flag, flag, final_obs=cell))
+    state = BUFFER.init(
+        jr.Step(cell, cell, number, terminated=flag, truncated=flag, final_obs=cell)
+    )
     start_key, walk_key = jax.random.split(key)
     length = num_episodes * EPISODE_LENGTH
     return jax.lax.scan(

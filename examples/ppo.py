@@ -137,16 +137,8 @@ def iteration(carry, progress):
     value, last_value, final_value = (
         critic(carry.params, obs) for obs in (steps.obs, carry.obs, steps.final_obs)
     )
-    next_value, mask = ROLLOUT.bootstrap(carry.rollout, value, last_value, final_value)
-    advantage, target = jr.gae(
-        steps.reward,
-        value,
-        next_value,
-        steps.terminated,
-        steps.truncated,
-        gamma=DISCOUNT,
-        lambda_=DECAY,
-        mask=mask,
+    (advantage, target), mask = ROLLOUT.advantages(
+        carry.rollout, value, last_value, final_value, gamma=DISCOUNT, lambda_=DECAY
     )
     batch = (
         steps.obs,
@@ -190,7 +182,13 @@ def act(carry, _):
     rollout = ROLLOUT.add(
         carry.rollout,
         jr.Step(
-            carry.obs, action, reward, terminated, truncated, info["final_observation"], extras
+            carry.obs,
+            action,
+            reward,
+            terminated=terminated,
+            truncated=truncated,
+            final_obs=info["final_observation"],
+            extras=extras,
         ),
     )
     done, so_far = terminated | truncated, carry.episode_return + reward

@@ -153,18 +153,17 @@ def iteration(carry, network, env_params):
         carry.obs,
         action,
         reward,
-        terminated,
-        truncated,
-        info["final_observation"],
+        terminated=terminated,
+        truncated=truncated,
+        final_obs=info["final_observation"],
         extras={"memory": carry.memory},
     )
     buffer_state = BUFFER.add(carry.buffer_state, step)
     memory = forget(memory, terminated | truncated)
 
-    batch = BUFFER.sample(buffer_state, sample_key)
-    weight = jr.importance_weights(batch, BUFFER.size(buffer_state), beta=0.6)
+    batch = BUFFER.sample(buffer_state, sample_key, beta=0.6)
     (error, td_error), gradient = jax.value_and_grad(loss, has_aux=True)(
-        carry.params, carry.target_params, network, batch.experience, weight
+        carry.params, carry.target_params, network, batch.experience, batch.weight
     )
     updates, opt_state = OPTIMIZER.update(gradient, carry.opt_state)
     params = optax.apply_updates(carry.params, updates)

@@ -111,13 +111,13 @@ def exploration(progress):
 
 def learn(q, target_q, optimizer, replay, beta):
     """One gradient step, and new priorities for what it learned from."""
-    batch = replay.sample()
-    item, weight = batch.experience, replay.importance_weights(batch, beta=beta)
+    batch = replay.sample(beta=beta)
+    item = batch.experience
     with torch.no_grad():
         action = q(item.next_obs).argmax(dim=1, keepdim=True)
         target = item.reward + item.discount * target_q(item.next_obs).gather(1, action)[:, 0]
     value = q(item.obs).gather(1, item.action[:, None].long())[:, 0]
-    loss = (weight * F.smooth_l1_loss(value, target, reduction="none")).mean()
+    loss = (batch.weight * F.smooth_l1_loss(value, target, reduction="none")).mean()
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(q.parameters(), 10.0)

@@ -13,9 +13,9 @@
 >>> @functools.partial(jax.jit, donate_argnums=0)  # donated: the buffer is changed in place
 ... def train_step(state, step, key):
 ...     state = buffer.add(state, step)  # leaves [num_envs, ...]; add first, then sample
-...     batch = buffer.sample(state, key)  # experience, index, probability, is_valid
-...     weight = jr.importance_weights(batch, buffer.size(state), beta=0.4)
-...     td_error = weight * batch.experience.reward  # learn here
+...     batch = buffer.sample(state, key)  # experience, index, probability, weight, is_valid
+...     td_error = batch.experience.reward
+...     loss = jnp.mean(batch.weight * td_error**2)  # learn here
 ...     return buffer.update_priorities(state, batch.index, jnp.abs(td_error))
 >>> for key in jax.random.split(jax.random.key(0), 10):
 ...     state = train_step(state, step, key)
@@ -52,7 +52,7 @@ from jaxreplay.samplers import (
 )
 from jaxreplay.stateful.replay import Replay
 from jaxreplay.storage.sampleable import ReplayState
-from jaxreplay.targets import gae, importance_weights, sequence_priority, vtrace
+from jaxreplay.targets import gae, masked_mean, sequence_priority, vtrace
 from jaxreplay.types import Index, Sample, SequenceBatch, Step, Transition
 
 __all__ = [
@@ -82,11 +82,11 @@ __all__ = [
     "future_pairs",
     "gae",
     "hindsight",
-    "importance_weights",
     "inspect",
     "inspection",
     "items",
     "jit",
+    "masked_mean",
     "mix",
     "plan",
     "prioritized",

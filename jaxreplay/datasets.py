@@ -204,9 +204,9 @@ def _steps_of(episode: Any, form: str) -> Step:
             at(observations, slice(-1)),
             actions,
             reward,
-            terminated,
-            truncated,
-            at(observations, slice(1, None)),
+            terminated=terminated,
+            truncated=truncated,
+            final_obs=at(observations, slice(1, None)),
         )
     ends = np.flatnonzero(terminated | truncated) + 1
     now = np.insert(np.arange(length), ends, ends)
@@ -218,8 +218,8 @@ def _steps_of(episode: Any, form: str) -> Step:
         at(observations, now),
         at(actions, step),
         reward,
-        terminated[step] & is_step,
-        truncated[step] & is_step,
+        terminated=terminated[step] & is_step,
+        truncated=truncated[step] & is_step,
     )
 
 

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
+from jaxreplay._util.names import spec_text
+
 # Keeps a division by the spread of equal numbers finite; far below the spread of any advantages
 # worth learning from.
 _SMALLEST_DEVIATION = 1e-8
@@ -39,11 +41,11 @@ def gae(
     reward: Any,
     value: Any,
     next_value: Any,
+    *,
     terminated: Any,
     truncated: Any,
-    *,
     gamma: Any,
-    lambda_: Any,
+    lambda_: Any = 0.95,
     mask: Any = None,
 ) -> Advantages:
     """Generalized advantage estimates, and the lambda-returns that belong to them.
@@ -63,7 +65,13 @@ def gae(
       >>> next_value = next_values(value, last_value=jnp.array(4.0))
       >>> terminated = flag.at[1].set(True)
       >>> gae(
-      ...     jnp.ones(3), value, next_value, terminated, flag, gamma=0.5, lambda_=0.5
+      ...     jnp.ones(3),
+      ...     value,
+      ...     next_value,
+      ...     terminated=terminated,
+      ...     truncated=flag,
+      ...     gamma=0.5,
+      ...     lambda_=0.5,
       ... ).advantage.tolist()
       [0.75, -1.0, 0.0]
 
@@ -84,9 +92,9 @@ def vtrace(
     reward: Any,
     value: Any,
     next_value: Any,
+    *,
     terminated: Any,
     truncated: Any,
-    *,
     gamma: Any,
     lambda_: Any = 1.0,
     rho_clip: Any = 1.0,
@@ -109,7 +117,13 @@ def vtrace(
       >>> from jaxreplay.targets import vtrace
       >>> flag, value, next_value = jnp.zeros(2, bool), jnp.zeros(2), jnp.array([0.0, 1.0])
       >>> vtrace(
-      ...     jnp.log(jnp.array([0.5, 3.0])), jnp.ones(2), value, next_value, flag, flag, gamma=1.0
+      ...     jnp.log(jnp.array([0.5, 3.0])),
+      ...     jnp.ones(2),
+      ...     value,
+      ...     next_value,
+      ...     terminated=flag,
+      ...     truncated=flag,
+      ...     gamma=1.0,
       ... ).target.tolist()
       [1.5, 2.0]
 
@@ -174,17 +188,35 @@ def normalize(advantage: Any, mask: Any = None) -> jax.Array:
     advantage = _at_least_float32(advantage)
     mask = jnp.ones(advantage.shape, bool) if mask is None else jnp.asarray(mask)
     _check_shapes("normalize", advantage.shape, mask=mask)
-    count = jnp.maximum(mask.sum(), 1)
-
-    def mean(x):
-        return jnp.where(mask, x, 0).sum() / count
-
-    centered = advantage - mean(advantage)
+    centered = advantage - masked_mean(advantage, mask)
     # again: the mean of large equal numbers is off by their rounding, which is all that would be
     # left
-    centered = centered - mean(centered)
-    deviation = jnp.sqrt(mean(jnp.square(centered)))
+    centered = centered - masked_mean(centered, mask)
+    deviation = jnp.sqrt(masked_mean(jnp.square(centered), mask))
     return jnp.where(mask, centered / (deviation + _SMALLEST_DEVIATION), 0)
+
+
+def masked_mean(x: Any, mask: Any) -> jax.Array:
+    """Return the mean over the elements where `mask` is True; 0 where none is.
+
+    Args:
+      x: number[...]; what lies outside of the mask may be NaN.
+      mask: bool[...] of the same shape.
+
+    Returns:
+      floating[], at least float32.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxreplay as jr
+      >>> float(jr.masked_mean(jnp.array([1.0, 3.0, jnp.nan]), jnp.array([True, True, False])))
+      2.0
+    """
+    x, mask = _at_least_float32(x), jnp.asarray(mask)
+    if x.shape != mask.shape or mask.dtype != bool:
+        raise ValueError(
+            f"masked_mean: mask must be bool{list(x.shape)}, as x is, got {spec_text(mask)}"
+        )
+    return jnp.where(mask, x, 0).sum() / jnp.maximum(mask.sum(), 1)
 
 
 def _checked(where, reward, value, next_value, terminated, truncated, mask, **more):
@@ -269,70 +301,58 @@ def _link(later, carry, delta):
     return jnp.where(carry == 0, delta, delta + carry * later)
 
 
-def importance_weights(
-    batch: Any,
-    size: jax.Array,
-    beta: jax.Array | float,
-    normalize: str | None = "batch_max",
-    min_probability: jax.Array | None = None,
-) -> jax.Array:
-    """Weights `(size * probability) ** -beta` that undo the bias of prioritized draws.
-
-    Computed by logarithms, so that no intermediate value overflows. Invalid items weigh 0.
+def importance_weights(batch: Any, beta: Any, *, reference: Any = None) -> jax.Array:
+    """Weights `(reference / probability) ** beta` that undo the bias of prioritized draws: what
+    `batch.weight` is, for a batch that has another beta or normalization.
 
     Args:
       batch: the `Sample` that `sample` gave, that of a mixture too.
-      size: int32[], `buffer.size(state)`; of a mixture int32[B], `buffer.sizes(states)`.
-      beta: in [0, 1]: 0 corrects nothing, 1 fully; usually raised to 1 over the run. It may be
-        traced.
-      normalize: "batch_max" divides by the largest weight of the batch, in a mixture by that of the
-        member's own part; "buffer_max" by the largest that any row of the buffer could have, which
-        needs `min_probability`, and is the paper's; None leaves them as they are.
-      min_probability: float32[], `buffer.min_probability(state)`.
+      beta: number[], at least 0: 0 corrects nothing, 1 fully; usually raised to 1 over the run. It
+        may be traced.
+      reference: number[] or number[B], the probability that weighs 1. By default the batch's
+        smallest, in a mixture that of each item's member, so that the largest weight is 1.
+        `1 / size` does not normalize.
 
     Returns:
-      float32[B], at most 1 where normalized.
+      float32[B]; 0 where not valid.
 
     Source: Schaul et al., "Prioritized Experience Replay" (2016), section 3.4.
     """
-    if normalize not in ("batch_max", "buffer_max", None):
-        raise ValueError(
-            f'importance_weights: normalize must be "batch_max", "buffer_max" or None, got '
-            f"{normalize!r}"
-        )
-    if (normalize == "buffer_max") != (min_probability is not None):
-        raise ValueError(
-            f"importance_weights: normalize={normalize!r} with "
-            f"min_probability={'given' if min_probability is not None else None}; "
-            'pass min_probability=buffer.min_probability(state) with normalize="buffer_max", and '
-            "only there"
-        )
     if not hasattr(batch, "probability"):
         raise ValueError(
             f"importance_weights: batch must be what sample gave, got a {type(batch).__name__}; "
             "pass batch, not batch.experience"
         )
-    is_valid = batch.is_valid & (batch.probability > 0)
-    log_size = jnp.log(jnp.maximum(size, 1).astype(jnp.float32))
-
-    def log_weight(probability):
-        return -beta * (log_size + jnp.log(probability))
-
-    log_weights = log_weight(jnp.where(is_valid, batch.probability, 1))
-    if normalize == "batch_max":
-        largest = _largest(jnp.where(is_valid, log_weights, -jnp.inf), batch.source)
-        log_weights = log_weights - jnp.where(jnp.isfinite(largest), largest, 0)
-    elif min_probability is not None:
-        log_weights = log_weights - log_weight(min_probability)
-    return jnp.where(is_valid, jnp.exp(log_weights), 0)
+    if reference is None and batch.source is not None:
+        possible = jnp.where(_is_drawn(batch.probability, batch.is_valid), batch.probability, 1)
+        reference = jax.ops.segment_min(possible, batch.source, num_segments=len(possible))
+        reference = reference[batch.source]
+    return weights_of(batch.probability, batch.is_valid, beta, reference)
 
 
-def _largest(log_weights: jax.Array, source: jax.Array | None) -> jax.Array:
-    """The largest of all, or for each item that of its source: a member with priorities must not
-    silence another one's items."""
-    if source is None:
-        return jnp.max(log_weights, initial=-jnp.inf)
-    return jax.ops.segment_max(log_weights, source, num_segments=len(source))[source]
+def weights_of(
+    probability: jax.Array, is_valid: jax.Array, beta: Any, reference: Any = None
+) -> jax.Array:
+    """Return `importance_weights` of probabilities, float32[...].
+
+    Computed by logarithms, so that no intermediate value overflows.
+    """
+    if jnp.ndim(beta) != 0:
+        raise ValueError(
+            f"beta must be one number, got an array of shape {list(jnp.shape(beta))}; one for each "
+            "buffer of a population goes through vmap"
+        )
+    is_drawn = _is_drawn(probability, is_valid)
+    log_probability = jnp.log(jnp.where(is_drawn, probability, 1))
+    log_reference = (
+        log_probability.min(initial=0) if reference is None else jnp.log(jnp.asarray(reference))
+    )
+    weight = jnp.exp(beta * (log_reference - log_probability))
+    return jnp.where(is_drawn, weight, 0).astype(jnp.float32)
+
+
+def _is_drawn(probability: jax.Array, is_valid: jax.Array) -> jax.Array:
+    return is_valid & (probability > 0)
 
 
 def sequence_priority(td_error: jax.Array, mask: jax.Array, max_weight: float = 0.9) -> jax.Array:

@@ -4,7 +4,8 @@ Axes: T time, E env, B batch. A pytree of observations may hold any number of le
 own trailing axes.
 """
 
-from typing import Any, Generic, TypeVar
+import dataclasses
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
 
@@ -30,11 +31,14 @@ class Step(Node):
       final_obs: pytree as obs; the observation after this action, read only where the episode
         ended; for `autoreset="same_step"`.
       extras: pytree of further fields, handed back from the candidate row.
+
+    The flags and what follows them are keywords: two flags in the wrong order would pass unseen.
     """
 
     obs: PyTree
     action: PyTree
     reward: Any
+    _: dataclasses.KW_ONLY
     terminated: Any
     truncated: Any
     final_obs: PyTree = None
@@ -81,13 +85,15 @@ class Index(Node):
 
 
 class Sample(Generic[T], Node):  # in this order: `flax` before 0.12 ends the chain of bases
-    """A batch: `experience` as the view makes it, and where they came from.
+    """A batch of B items, and where they came from.
 
     Fields:
-      experience: pytree [B, ...].
+      experience: pytree [B, ...]; the items, as the view makes them.
       index: for `update_priorities` and `get`; of an item that is not valid, it names no row.
       probability: float32[B]; what one draw has for this item, normalized over the buffer; 0 where
         not valid.
+      weight: float32[B]; what to multiply each item's loss by: 1 for samplers without priorities,
+        the importance weight for those with them, 0 where not valid.
       is_valid: bool[B]; False where there was nothing to draw: the item is finite and must weigh
         nothing.
       source: int32[B], of a mixture's batch; the number of each item's member, in the order in
@@ -97,8 +103,40 @@ class Sample(Generic[T], Node):  # in this order: `flax` before 0.12 ends the ch
     experience: T
     index: Index
     probability: jax.Array
+    weight: jax.Array
     is_valid: jax.Array
     source: jax.Array | None = None
+
+    if not TYPE_CHECKING:  # a type checker knows the fields
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _SAMPLE_NAMES:
+                raise AttributeError(f"a Sample has no {name}; did you mean {_SAMPLE_NAMES[name]}?")
+            if not name.startswith("__") and hasattr(self.experience, name):
+                raise AttributeError(
+                    f"a Sample has no {name}; did you mean batch.experience.{name}?"
+                )
+            raise AttributeError(f"a Sample has no {name}")
+
+
+# What users of other libraries call a field of a batch, and what it is here.
+_SAMPLE_NAMES = {
+    "items": "batch.experience",
+    "indices": "batch.index",
+    "idx": "batch.index",
+    "probabilities": "batch.probability",
+    "priorities": "batch.probability",
+    "weights": "batch.weight",
+    "mask": "batch.is_valid",
+    "first": "batch.experience",
+    "second": "batch.experience.next_obs",
+    "observations": "batch.experience.obs",
+    "next_observations": "batch.experience.next_obs",
+    "actions": "batch.experience.action",
+    "rewards": "batch.experience.reward",
+    "done": "batch.experience.discount, which is 0 where an episode was terminated",
+    "dones": "batch.experience.discount, which is 0 where an episode was terminated",
+}
 
 
 class SequenceBatch(Node):

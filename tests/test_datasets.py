@@ -150,7 +150,7 @@ def test_what_is_stored_of_an_episode():
     about = {**ABOUT, "observation_space": space, "action_space": space, "data_format": "hdf5"}
     done = jnp.zeros((13, 2), bool).at[5].set(True)
     time = jnp.arange(13.0)[:, None] + jnp.array([0.0, 100.0])
-    step = jr.Step(time, time, time, done, jnp.zeros((13, 2), bool))
+    step = jr.Step(time, time, time, terminated=done, truncated=jnp.zeros((13, 2), bool))
     state = replay.extend(replay.init(jax.tree.map(lambda leaf: leaf[0, 0], step)), step)
     with pytest.raises(ValueError, match="to_minari: there is no whole episode in the buffer"):
         datasets.to_minari(replay, state, "parts/one-v0", **about)
@@ -172,7 +172,13 @@ def test_a_final_observation_that_nobody_has():
     terminated, truncated = np.zeros((2, 12), bool)
     terminated[3] = truncated[8] = truncated[9] = True
     obs = jnp.arange(24.0, dtype=jnp.bfloat16).reshape(12, 1, 2)
-    step = jr.Step(obs, obs, jnp.arange(12.0)[:, None], terminated[:, None], truncated[:, None])
+    step = jr.Step(
+        obs,
+        obs,
+        jnp.arange(12.0)[:, None],
+        terminated=terminated[:, None],
+        truncated=truncated[:, None],
+    )
     state = replay.extend(
         replay.init(jax.tree.map(lambda leaf: jnp.asarray(leaf)[0, 0], step)), step
     )
@@ -234,7 +240,11 @@ def test_an_end_whose_tail_is_still_to_come():
     space = gymnasium.spaces.Box(-np.inf, np.inf, (), np.float32)
     time = jnp.arange(3.0)[:, None]
     step = jr.Step(
-        time, time, time, jnp.asarray([[False], [False], [True]]), jnp.zeros((3, 1), bool)
+        time,
+        time,
+        time,
+        terminated=jnp.asarray([[False], [False], [True]]),
+        truncated=jnp.zeros((3, 1), bool),
     )
     state = replay.extend(replay.init(jax.tree.map(lambda leaf: leaf[0, 0], step)), step)
     about = {**ABOUT, "observation_space": space, "action_space": space, "data_format": "hdf5"}
@@ -250,8 +260,8 @@ def test_an_example_decides_the_dtypes():
         {"image": jax.ShapeDtypeStruct((32, 32, 3), jnp.uint8), "goal": goal},
         jnp.uint8(0),
         jnp.float32(0),
-        jnp.bool_(0),
-        jnp.bool_(0),
+        terminated=jnp.bool_(0),
+        truncated=jnp.bool_(0),
     )
     replay = buffer("next_step", 8)
     state = datasets.from_minari(dataset, replay, example)

@@ -9,16 +9,26 @@ import pytest
 from hypothesis import given, strategies as st
 
 from jaxreplay import gae, targets, vtrace
-from jaxreplay.targets import next_values, normalize
+from jaxreplay.targets import masked_mean, next_values, normalize
 
 T, E = 9, 2
 DISCOUNT, DECAY = 0.9, 0.7
 MIXED = "..T.-.C-..-..T..-."  # T * E rows, see `streams`
 FORMS = {"in order": targets._sum_in_order, "in parallel": targets._sum_in_parallel}
-jitted_gae = jax.jit(lambda *stream, mask: gae(*stream, gamma=DISCOUNT, lambda_=DECAY, mask=mask))
+
+
+def of_stream(function, *stream, **options):
+    """`gae` or `vtrace`, with the flags last."""
+    *numbers, terminated, truncated = stream
+    return function(*numbers, terminated=terminated, truncated=truncated, **options)
+
+
+jitted_gae = jax.jit(
+    lambda *stream, mask: of_stream(gae, *stream, gamma=DISCOUNT, lambda_=DECAY, mask=mask)
+)
 jitted_vtrace = jax.jit(
-    lambda *stream, mask: vtrace(
-        *stream, gamma=DISCOUNT, lambda_=DECAY, rho_clip=1.5, c_clip=1.1, mask=mask
+    lambda *stream, mask: of_stream(
+        vtrace, *stream, gamma=DISCOUNT, lambda_=DECAY, rho_clip=1.5, c_clip=1.1, mask=mask
     ),
 )
 
@@ -130,8 +140,10 @@ def test_nothing_comes_through_a_carry_of_zero(form):
 
 def test_no_steps_have_no_advantages():
     no, flag = np.zeros((0, E), np.float32), np.zeros((0, E), bool)
-    assert gae(no, no, no, flag, flag, gamma=0.9, lambda_=0.9).advantage.shape == (0, E)
-    assert vtrace(no, no, no, no, flag, flag, gamma=0.9).target.shape == (0, E)
+    assert gae(
+        no, no, no, terminated=flag, truncated=flag, gamma=0.9, lambda_=0.9
+    ).advantage.shape == (0, E)
+    assert vtrace(no, no, no, no, terminated=flag, truncated=flag, gamma=0.9).target.shape == (0, E)
 
 
 def test_by_hand():
@@ -141,7 +153,7 @@ def test_by_hand():
     cut = no.at[1].set(True)
     next_value = next_values(value, jnp.array(4.0), cut, jnp.array([7.0, 10.0, 7.0]))
     assert next_value.tolist() == [2.0, 10.0, 4.0]
-    got = gae(jnp.ones(3), value, next_value, no, cut, gamma=0.5, lambda_=0.5)
+    got = gae(jnp.ones(3), value, next_value, terminated=no, truncated=cut, gamma=0.5, lambda_=0.5)
     assert got.advantage.tolist() == [1 + 0.25 * 4, 4.0, 0.0]
     assert got.target.tolist() == [3.0, 6.0, 3.0]
 
@@ -170,8 +182,8 @@ def test_what_lies_beyond_a_termination_is_not_read():
         reward,
         value,
         np.full_like(next_value, np.nan),
-        terminated,
-        truncated,
+        terminated=terminated,
+        truncated=truncated,
         gamma=1.0,
         lambda_=1.0,
     )
@@ -180,10 +192,18 @@ def test_what_lies_beyond_a_termination_is_not_read():
 
 def test_ratios_neither_overflow_nor_need_a_bound():
     flag, one, log_ratio = np.zeros(1, bool), np.ones(1, np.float32), np.array([200.0], np.float32)
-    got = vtrace(log_ratio, one, one, one, flag, flag, gamma=0.5)
+    got = vtrace(log_ratio, one, one, one, terminated=flag, truncated=flag, gamma=0.5)
     assert (got.advantage.tolist(), got.target.tolist()) == ([0.5], [1.5])
     unbounded = vtrace(
-        np.log(7 * one), one, one, one, flag, flag, gamma=0.5, rho_clip=math.inf, c_clip=math.inf
+        np.log(7 * one),
+        one,
+        one,
+        one,
+        terminated=flag,
+        truncated=flag,
+        gamma=0.5,
+        rho_clip=math.inf,
+        c_clip=math.inf,
     )
     np.testing.assert_allclose(unbounded.advantage, [3.5], rtol=1e-6)
 
@@ -211,7 +231,7 @@ def test_narrow_numbers_are_computed_with_in_float32():
     assert (got.advantage.dtype, got.target.dtype) == (jnp.float32, jnp.float32)
     expected = oracle(*(np.asarray(x, float) for x in narrow), *stream[3:], mask)
     np.testing.assert_allclose(got.advantage, expected[0], atol=1e-5)
-    whole = gae(jnp.ones((T, E), jnp.int32), *stream[1:], gamma=1.0, lambda_=1.0)
+    whole = of_stream(gae, jnp.ones((T, E), jnp.int32), *stream[1:], gamma=1.0, lambda_=1.0)
     assert whole.advantage.dtype == jnp.float32
 
 
@@ -219,7 +239,9 @@ def test_no_gradient_flows_through_advantages_and_targets():
     *stream, mask = stream_of("..T.-.C-..-..T..-.")
 
     def loss(value):
-        got = gae(stream[0], value, value, *stream[3:], gamma=0.9, lambda_=0.9, mask=mask)
+        got = of_stream(
+            gae, stream[0], value, value, *stream[3:], gamma=0.9, lambda_=0.9, mask=mask
+        )
         return (got.advantage + got.target).sum()
 
     assert (jax.grad(loss)(jnp.asarray(stream[1])) == 0).all()
@@ -240,6 +262,20 @@ def test_normalize_of_equal_numbers_is_zero():
     assert normalize(jnp.ones(4), jnp.zeros(4, bool)).tolist() == [0] * 4
 
 
+def test_the_masked_mean_of_nothing_is_zero():
+    x = jnp.array([[1.0, jnp.nan], [4.0, jnp.inf]])
+    mask = jnp.array([[True, False], [True, False]])
+    assert float(jax.jit(masked_mean)(x, mask)) == 2.5
+    assert float(masked_mean(x, jnp.zeros_like(mask))) == 0
+    assert float(masked_mean(jnp.array([1, 2]), jnp.array([True, True]))) == 1.5
+    assert masked_mean(jnp.ones(3, jnp.bfloat16), jnp.ones(3, bool)).dtype == jnp.float32
+    gradient = jax.grad(lambda x: masked_mean(x, mask))(x)
+    assert gradient.tolist() == [[0.5, 0], [0.5, 0]]
+    for bad in (mask[0], jnp.ones_like(x)):
+        with pytest.raises(ValueError, match=r"masked_mean: mask must be bool\[2, 2\]"):
+            masked_mean(x, bad)
+
+
 def test_shapes_that_would_broadcast_are_refused():
     *stream, _ = stream_of("." * T * E)
     reward, value, next_value, terminated, truncated = stream
@@ -247,13 +283,29 @@ def test_shapes_that_would_broadcast_are_refused():
         ValueError,
         match=r"gae: reward: got \[9, 2, 1\]; terminated: got \[2\], expected \[9, 2\].*squeeze",
     ):
-        gae(reward[..., None], value, next_value, terminated[0], truncated, gamma=1.0, lambda_=1.0)
+        gae(
+            reward[..., None],
+            value,
+            next_value,
+            terminated=terminated[0],
+            truncated=truncated,
+            gamma=1.0,
+            lambda_=1.0,
+        )
     with pytest.raises(ValueError, match=r"vtrace: log_ratio: got \[2\], expected \[9, 2\]"):
-        vtrace(reward[0], *stream, gamma=1.0)
+        of_stream(vtrace, reward[0], *stream, gamma=1.0)
     with pytest.raises(
         ValueError, match=r"gae: terminated must be bool, got float32; write x\.astype\(bool\)"
     ):
-        gae(reward, value, next_value, reward, truncated, gamma=1.0, lambda_=1.0)
+        gae(
+            reward,
+            value,
+            next_value,
+            terminated=reward,
+            truncated=truncated,
+            gamma=1.0,
+            lambda_=1.0,
+        )
     with pytest.raises(ValueError, match=r"next_values: last_value: got \[9, 2\], expected \[2\]"):
         next_values(value, value)
     with pytest.raises(ValueError, match="truncated and final_value belong together"):

@@ -3,6 +3,8 @@
 
 import dataclasses
 import functools
+import math
+import re
 from typing import Any
 
 import jax
@@ -55,6 +57,45 @@ def spec_text(spec: Specs, num_axes: int = 0) -> str:
     """Return dtype and shape as errors, files and tables write them, such as `float32[3, 4]`;
     without the first `num_axes` axes."""
     return f"{np.dtype(spec.dtype).name}{list(spec.shape[num_axes:])}"
+
+
+_SHORT = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
+
+
+def short(tree: PyTree) -> str:
+    """Return a pytree as a `repr` shows it, each array by dtype and shape, such as `f32[3,4]`."""
+    if isinstance(tree, dict):
+        return f"{{{', '.join(f'{key}: {short(leaf)}' for key, leaf in tree.items())}}}"
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        fields = [
+            f"{field.name} {short(value)}"
+            for field in dataclasses.fields(tree)
+            if (value := getattr(tree, field.name)) is not None
+        ]
+        return f"{type(tree).__name__}({', '.join(fields)})"
+    if isinstance(tree, tuple | list):
+        return f"({', '.join(map(short, tree))})"
+    if not hasattr(tree, "shape") or not hasattr(tree, "dtype"):
+        return repr(tree)
+    name = re.sub(
+        r"^(bfloat|float|uint|int|complex)(?=\d)", lambda m: _SHORT[m[0]], str(tree.dtype)
+    )
+    return f"{name}[{','.join(map(str, tree.shape))}]"
+
+
+def has_shapes(tree: PyTree) -> bool:
+    """Tell whether each leaf is an array, or the shape of one."""
+    leaves = jax.tree.leaves(tree)
+    return bool(leaves) and all(hasattr(leaf, "shape") for leaf in leaves)
+
+
+def short_bytes(tree: PyTree) -> str:
+    """Return the bytes of all leaves as a `repr` shows them, such as `16 kB`."""
+    size = float(sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)))
+    unit, *larger = ("B", "kB", "MB", "GB", "TB")
+    while size >= 1000 and larger:
+        size, (unit, *larger) = size / 1000, larger
+    return f"{size:.3g} {unit}"
 
 
 def description(config: Any) -> str:

@@ -4,12 +4,15 @@ pytrees."""
 import collections
 import dataclasses
 import json
-from typing import Any, dataclass_transform
+from typing import TYPE_CHECKING, Any, dataclass_transform
 
 import flax.struct
 import jax
 import numpy as np
 from jax import export
+
+from jaxreplay._util.hints import unknown_arguments
+from jaxreplay._util.names import short
 
 _STATICS: dict[str, type] = {}  # by name, to be read again
 # how often a class of that name was defined
@@ -26,9 +29,24 @@ class Static:
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
-        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+        dataclasses.dataclass(frozen=True, kw_only=True, repr=False)(cls)
         jax.tree_util.register_static(cls)
         _STATICS[_name(cls)] = cls
+
+    if not TYPE_CHECKING:  # a type checker knows the arguments
+
+        def __new__(cls, *arguments: Any, **options: Any):
+            known = [field.name for field in dataclasses.fields(cls)]
+            if unknown := [name for name in options if name not in known]:
+                raise TypeError(unknown_arguments(cls.__name__, unknown, known))
+            return super().__new__(cls)
+
+    def __repr__(self) -> str:
+        """The fields that are not as by default."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        given = ((field, getattr(self, field.name)) for field in fields)
+        shown = (f"{field.name}={value!r}" for field, value in given if value != field.default)
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def __post_init__(self):
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -57,13 +75,17 @@ class Node(flax.struct.PyTreeNode):
     """
 
     def __init_subclass__(cls, **options: Any):
-        super().__init_subclass__(**options)
+        super().__init_subclass__(repr=False, **options)
         name = _name(cls)
         _NODES[name] += 1
         name += f"#{_NODES[name]}" * (_NODES[name] > 1)
         export.register_pytree_node_serialization(
             cls, serialized_name=name, serialize_auxdata=_written, deserialize_auxdata=_read_again
         )
+
+    def __repr__(self) -> str:
+        """Shapes and dtypes: `Index(row i32[8], lap u32[8])`."""
+        return short(self)
 
 
 def static_field() -> Any:

@@ -1,7 +1,7 @@
 """Named buffers: each composes storage, a sampler and a view in a few lines; compose a new one in
 the same way."""
 
-from typing import Unpack
+from typing import Literal, Unpack
 
 from jaxreplay._util.aliases import Autoreset, PyTree
 from jaxreplay.buffers.replay_buffer import BufferOptions, ReplayBuffer
@@ -106,14 +106,15 @@ def prioritized(
     n_step: int = 1,
     gamma: float = 0.99,
     alpha: float = 0.6,
+    beta: float = 0.4,
+    normalize_weights: Literal["batch", "buffer"] | None = "batch",
     stratified: bool = True,
-    keep_minimum: bool = False,
     **shared: Unpack[BufferOptions],
 ) -> ReplayBuffer[Transition]:
     """n-step transitions from streams of steps, drawn in proportion to priority ** alpha.
 
     Args:
-      alpha, stratified, keep_minimum: see `Prioritized`.
+      alpha, beta, normalize_weights, stratified: see `Prioritized`.
       n_step, gamma: see `TransitionView`.
       shared: `capacity`, `batch_size`, `autoreset`, and the others of `BufferOptions`.
 
@@ -127,14 +128,15 @@ def prioritized(
       >>> state = buffer.init(jax.tree.map(lambda x: x[0], step))
       >>> state = buffer.add(buffer.add(state, step), step, priority=jnp.array([0.0, 2.0]))
       >>> batch = buffer.sample(state, jax.random.key(0))
-      >>> weight = jr.importance_weights(batch, buffer.size(state), beta=0.4)
-      >>> state = buffer.update_priorities(
-      ...     state, batch.index, jnp.abs(batch.experience.reward) + 0.01
-      ... )
-      >>> weight.tolist()
+      >>> td_error = batch.experience.reward
+      >>> loss = jnp.mean(batch.weight * td_error**2)
+      >>> state = buffer.update_priorities(state, batch.index, jnp.abs(td_error) + 0.01)
+      >>> batch.weight.tolist()
       [1.0, 1.0, 1.0, 1.0]
     """
-    sampler = Prioritized(alpha=alpha, stratified=stratified, keep_minimum=keep_minimum)
+    sampler = Prioritized(
+        alpha=alpha, beta=beta, normalize_weights=normalize_weights, stratified=stratified
+    )
     return transitions(n_step=n_step, gamma=gamma, sampler=sampler, **shared)
 
 
@@ -235,18 +237,7 @@ def rollout(*, length: int, num_envs: int, autoreset: Autoreset | None = None) -
       ... )
       >>> state = rollout.extend(rollout.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
       >>> value = rollout.steps(state).obs  # the critic's
-      >>> next_value, mask = rollout.bootstrap(state, value, last_value=jnp.zeros(2))
-      >>> steps = rollout.steps(state)
-      >>> got = jr.gae(
-      ...     steps.reward,
-      ...     value,
-      ...     next_value,
-      ...     steps.terminated,
-      ...     steps.truncated,
-      ...     gamma=0.5,
-      ...     lambda_=1.0,
-      ...     mask=mask,
-      ... )
+      >>> got, mask = rollout.advantages(state, value, jnp.zeros(2), gamma=0.5, lambda_=1.0)
       >>> got.advantage[:, 0].tolist()
       [1.75, 1.5, 1.0]
     """

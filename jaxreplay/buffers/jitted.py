@@ -1,5 +1,6 @@
 """A buffer's methods compiled with the right donation, for loops that are not one big `jit`."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Generic, overload
@@ -116,6 +117,8 @@ class Jitted(Generic[T]):
         return self.buffer.init(example)
 
     def __getattr__(self, name: str) -> Any:
+        if name in {field.name for field in dataclasses.fields(self.buffer)}:
+            return getattr(self.buffer, name)
         if not name.startswith("__") and hasattr(self.buffer, name):
             raise AttributeError(
                 f"jaxreplay.jit(buffer) has no {name}: it is on the buffer itself, buffer.{name}"
@@ -138,9 +141,16 @@ class Jitted(Generic[T]):
         """Donates `state`."""
         return self._call("clear", state)
 
-    def sample(self, state: Any, key: Key, batch_size: int | None = None) -> Sample[T]:
+    def sample(
+        self,
+        state: Any,
+        key: Key | None = None,
+        batch_size: int | None = None,
+        *,
+        beta: Any = None,
+    ) -> Sample[T]:
         """Compiles for each batch size."""
-        return self._call("sample", state, key, batch_size=batch_size)
+        return self._call("sample", state, key, batch_size=batch_size, beta=beta)
 
     def pop(self, state: Any, key: Key, batch_size: int | None = None) -> tuple[Any, Sample[T]]:
         """Donates `state`. Compiles for each batch size."""
@@ -150,9 +160,9 @@ class Jitted(Generic[T]):
         """Donates `state`."""
         return self._call("rerank", state)
 
-    def get(self, state: Any, index: Any, key: Key | None = None) -> Sample[T]:
+    def get(self, state: Any, index: Any, key: Key | None = None, *, beta: Any = None) -> Sample[T]:
         """Compiles for each number of rows."""
-        return self._call("get", state, index, key=key)
+        return self._call("get", state, index, key=key, beta=beta)
 
     def can_add(self, state: Any, num_steps: int = 1) -> jax.Array:
         return self._call("can_add", state, num_steps)
@@ -167,8 +177,8 @@ class Jitted(Generic[T]):
         """Compiles for each number of rows."""
         return self._call("age", state, index)
 
-    def min_probability(self, state: Any) -> jax.Array:
-        return self._call("min_probability", state)
+    def metrics(self, state: Any, *, beta: Any = None) -> dict[str, jax.Array]:
+        return self._call("metrics", state, beta=beta)
 
 
 @overload
@@ -180,8 +190,8 @@ def jit(buffer: Any) -> Jitted[Any]:
     not one big `jit`.
 
     A `Rollout` and a `Mixture` may be handed over too: the methods that they have are jitted alike.
-    What is not here, such as `memory`, `episode_table` or a rollout's `steps`, is on `.buffer`, the
-    buffer itself.
+    The buffer's arguments, such as `capacity`, are attributes here too. What is not here, such as
+    `memory`, `episode_table` or a rollout's `steps`, is on `.buffer`, the buffer itself.
 
     Equal configurations share one compilation. NumPy input is copied first: JAX may read an array
     after the call has returned, when an env that reuses its observation array has already written

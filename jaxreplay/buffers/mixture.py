@@ -49,13 +49,17 @@ class Mixture(Static):
                     "take from that buffer itself"
                 )
 
-    def sample(self, states: dict[str, Any], key: Key) -> Sample:
+    def sample(
+        self, states: dict[str, Any], key: Key, *, beta: jax.Array | float | None = None
+    ) -> Sample:
         """Draw from every member, one after another. Where one cannot be sampled yet, its items
         alone are not valid.
 
         Args:
           states: name -> the member's state.
           key: consumed.
+          beta: as for `ReplayBuffer.sample`, of every member. Each normalizes the weights of its
+            own items.
 
         Raises:
           ValueError: the members' items differ in a leaf.
@@ -63,7 +67,7 @@ class Mixture(Static):
         self._check_names(states)
         keys = jax.random.split(key, len(self.members))
         batches = [
-            buffer.sample(states[name], key, size)
+            buffer.sample(states[name], key, size, beta=beta)
             for (name, buffer, size), key in zip(self.members, keys, strict=True)
         ]
         for (name, _, _), batch in zip(self.members, batches, strict=True):
@@ -113,14 +117,6 @@ class Mixture(Static):
                 states[name] = buffer.update_priorities(states[name], index, own)
             start += size
         return states
-
-    def sizes(self, states: dict[str, Any]) -> jax.Array:
-        """Sampleable rows of each item's member, what `importance_weights` takes for the size:
-        int32[B]."""
-        self._check_names(states)
-        return jnp.stack([buffer.size(states[name]) for name, buffer, _ in self.members])[
-            self._source()
-        ]
 
     def can_sample(self, states: dict[str, Any]) -> jax.Array:
         """Whether every member can be sampled: bool[]."""

@@ -29,6 +29,7 @@ from jaxreplay.types import Index, Sample, T
 from jaxreplay.views import RowReader, View
 
 _FOR_THE_VIEW = 1  # the sampler draws its bits for purpose 0
+_METRIC_DRAWS = 256
 
 
 class BufferOptions(TypedDict, total=False):
@@ -246,20 +247,29 @@ class ReplayBuffer(Static, Generic[T]):
             time = (rest,)
         return self._write(state, *block) if time[0] else state
 
-    def sample(self, state: ReplayState, key: Key, batch_size: int | None = None) -> Sample[T]:
-        """Draw a batch with replacement. Before `can_sample` its items are finite and `is_valid` is
-        False.
+    def sample(
+        self,
+        state: ReplayState,
+        key: Key | None = None,
+        batch_size: int | None = None,
+        *,
+        beta: jax.Array | float | None = None,
+    ) -> Sample[T]:
+        """Draw a batch with replacement. Before `can_sample` its items are finite, `is_valid` is
+        False and `weight` is 0.
 
         Args:
-          key: consumed.
+          key: consumed; must be given.
           batch_size: static; by default the buffer's.
+          beta: number[], how far weights correct the bias of prioritized draws, in [0, 1]; may be
+            traced; by default the sampler's. Samplers without priorities ignore it.
         """
         if isinstance(self.sampler, ConsumingSampler):
             raise ValueError(
                 f"sample: {type(self.sampler).__name__} hands out each row once: state, batch = "
                 "buffer.pop(state, key)"
             )
-        return self._draw("sample", state, key, batch_size)[1]
+        return self._draw("sample", state, key, batch_size, beta)[1]
 
     def pop(
         self, state: ReplayState, key: Key, batch_size: int | None = None
@@ -273,15 +283,25 @@ class ReplayBuffer(Static, Generic[T]):
         """
         if not isinstance(self.sampler, ConsumingSampler):
             raise ValueError(
-                f"take: {type(self.sampler).__name__} draws with replacement: batch = "
+                f"pop: {type(self.sampler).__name__} draws with replacement: batch = "
                 "buffer.sample(state, key)"
             )
         state = check_donated("pop", self, state)
-        return self._draw("pop", state, key, batch_size)
+        return self._draw("pop", state, key, batch_size, None)
 
     def _draw(
-        self, where: str, state: ReplayState, key: Key, batch_size: int | None
+        self,
+        where: str,
+        state: ReplayState,
+        key: Key | None,
+        batch_size: int | None,
+        beta: jax.Array | float | None,
     ) -> tuple[ReplayState, Sample[T]]:
+        if key is None:
+            raise TypeError(
+                f"{where}: needs a state and a key: buffer.{where}(state, jax.random.key(0)); "
+                "jaxreplay.Replay(buffer) keeps both, and has sample(batch_size)"
+            )
         state = check_state(where, self, state)
         batch_size = self.batch_size if batch_size is None else batch_size
         checks.check_size(where, "batch_size", batch_size)
@@ -293,18 +313,20 @@ class ReplayBuffer(Static, Generic[T]):
             sampler = jax.tree.map(
                 lambda new, old: jnp.where(can_sample, new, old), sampler, state.sampler
             )
-        batch = self._read(
-            state, state.streams.index(row), probability, can_sample & (probability > 0), key
-        )
+        is_valid = can_sample & (probability > 0)
+        index = state.streams.index(row)
+        batch = self._read(state, rows, index, probability, is_valid, key, beta)
         return state.replace(sampler=sampler), batch
 
     def _read(
         self,
         state: ReplayState,
+        rows: Sampleable,
         index: Index,
         probability: jax.Array,
         is_valid: jax.Array,
         key: Key | None,
+        beta: jax.Array | float | None,
     ) -> Sample[T]:
         """Read the items of rows, int32[...]. One that is not valid gets a lap that no row has: a
         later update by it is ignored."""
@@ -327,19 +349,26 @@ class ReplayBuffer(Static, Generic[T]):
             item(index.row, words),
             Index(index.row, lap),
             jnp.where(is_valid, probability, 0),
+            self.sampler.weight(state.sampler, rows, probability, is_valid, beta),
             is_valid,
         )
 
     def get(
-        self, state: ReplayState, index: Index | jax.Array, key: Key | None = None
+        self,
+        state: ReplayState,
+        index: Index | jax.Array,
+        key: Key | None = None,
+        *,
+        beta: jax.Array | float | None = None,
     ) -> Sample[T]:
         """The items of rows that were drawn before, or of row numbers; `is_valid` is False where a
         row is not sampleable, out of range, or was overwritten since. A sampleable row of priority
-        0 is valid, with probability 0.
+        0 is valid, with probability and weight 0.
 
         Args:
           index: `batch.index`, or int32[B] rows.
           key: consumed; for a view that draws (goals, horizons, augmentations), which draws anew.
+          beta: as for `sample`.
         """
         if self.view.is_random and key is None:
             raise ValueError(
@@ -351,9 +380,8 @@ class ReplayBuffer(Static, Generic[T]):
         row, is_valid = step_checks.as_rows("get", rows, self.capacity)
         current, members = state.streams.index(row), Sampleable.of(state)
         is_valid &= members.contains(row) & (lap is None or current.lap == lap)
-        return self._read(
-            state, current, self.sampler.probability(state.sampler, members, row), is_valid, key
-        )
+        probability = self.sampler.probability(state.sampler, members, row)
+        return self._read(state, members, current, probability, is_valid, key, beta)
 
     def update_priorities(self, state: ReplayState, index: Index, priority: Any) -> ReplayState:
         """Give drawn rows new priorities, such as absolute TD errors. `state` is donated.
@@ -400,12 +428,6 @@ class ReplayBuffer(Static, Generic[T]):
             )
         return state.replace(sampler=rerank(state.sampler, Sampleable.of(state)))
 
-    def min_probability(self, state: ReplayState) -> jax.Array:
-        """The smallest probability of a sampleable row of positive priority, for
-        `importance_weights`: float32[]."""
-        state = check_state("min_probability", self, state)
-        return self._need_priorities("min_probability").min_probability(state.layout, state.sampler)
-
     def size(self, state: ReplayState) -> jax.Array:
         """Rows that can be drawn: int32[]; of a sampler that hands out each row once, those that
         are left."""
@@ -421,6 +443,45 @@ class ReplayBuffer(Static, Generic[T]):
         return (self.sampler.size(state.sampler, rows) >= self.min_size) & self.sampler.can_sample(
             state.sampler
         )
+
+    def metrics(
+        self, state: ReplayState, *, beta: jax.Array | float | None = None
+    ) -> dict[str, jax.Array]:
+        """Figures to log, also inside `jit`. Costs about as much as a sample.
+
+        Args:
+          beta: as for `sample`.
+
+        Returns:
+          Scalars, by name:
+            size: int32; rows that can be drawn.
+            fill: float32 in [0, 1]; rows written, as a part of the capacity.
+            effective_sample_size: float32 in [0, 1]; (sum of weights)^2 / sum of squared weights,
+              as a part of 256 draws: 1 if all weigh alike, 0 if nothing can be drawn.
+            max_priority: float32; the largest priority so far.
+            mean_priority: float32; (mean of priority ** alpha) ** (1 / alpha), over `size` rows.
+            num_bad_priorities: uint32; NaN, infinite or negative ones, which were ignored.
+            num_stale_updates: uint32; updates that named no row that can be drawn, which were
+              ignored.
+          The last four are there for samplers with priorities; the mean neither for rank-based ones
+          nor for alpha 0.
+        """
+        state = check_state("metrics", self, state)
+        rows = Sampleable.of(state)
+        _, _, probability = self.sampler.sample(
+            state.sampler, rows, jax.random.key(0), _METRIC_DRAWS
+        )
+        is_valid = probability > 0
+        weight = self.sampler.weight(state.sampler, rows, probability, is_valid, beta)
+        filled = state.streams.heads.filled.sum(dtype=jnp.int32)
+        square_sum = _METRIC_DRAWS * jnp.square(weight).sum()
+        return {
+            "size": self.sampler.size(state.sampler, rows),
+            "fill": filled.astype(jnp.float32) / self.capacity,
+            "effective_sample_size": jnp.square(weight.sum())
+            / jnp.where(square_sum > 0, square_sum, 1),
+            **self.sampler.metrics(state.sampler, rows),
+        }
 
     def age(self, state: ReplayState, index: Index) -> jax.Array:
         """Rows of its stream that were written after each drawn row, final rows included: int32[B],

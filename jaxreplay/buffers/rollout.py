@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jaxreplay import targets
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import Autoreset, Key, PyTree
-from jaxreplay._util.names import named
+from jaxreplay._util.names import has_shapes, named, short_bytes
 from jaxreplay._util.struct import Node, Static
 from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.state_checks import as_arrays, check_not_deleted, warn_of_copy
@@ -40,6 +40,17 @@ class RolloutState(Node):
     # uint8[E], flags of the newest row (`storage/autoreset.py`); None for "same_step", where no row
     # depends on it
     last: jax.Array | None
+
+    def __repr__(self) -> str:
+        """`RolloutState(128 rows x 4 envs, obs f32[3], 16 kB)`; of a population, how many first."""
+        if not has_shapes(self):
+            return super().__repr__()
+        *population, length, num_envs = self.mask.shape
+        sizes = " x ".join(
+            [*map(str, population), f"{length} rows", f"{num_envs} env{'s' * (num_envs != 1)}"]
+        )
+        row = stored_arrays.short_rows(self.steps.obs, self.mask.ndim)
+        return f"RolloutState({sizes}, obs {row}, {short_bytes(self)})"
 
 
 class Rollout(Static):
@@ -249,6 +260,52 @@ class Rollout(Static):
             state.steps.truncated & ~state.steps.terminated & (self.autoreset == "same_step")
         )
         return targets.next_values(value, last_value), state.mask & ~is_given_up
+
+    def advantages(
+        self,
+        state: RolloutState,
+        value: Any,
+        last_value: Any,
+        final_value: Any = None,
+        *,
+        gamma: Any,
+        lambda_: Any = 0.95,
+    ) -> tuple[targets.Advantages, jax.Array]:
+        """Advantages and value targets of the steps held, by `gae`, and which can be learned from.
+
+        Args:
+          value, last_value, final_value: as for `bootstrap`.
+          gamma: number[] in [0, 1], the discount factor.
+          lambda_: number[] in [0, 1]: 0 looks one step ahead, 1 to the episode's end.
+
+        Returns:
+          advantages: `advantage` and `target`, float[T, E] each. mask: bool[T, E]; the loss is the
+            mean over these.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, jaxreplay as jr
+          >>> rollout = jr.rollout(length=3, num_envs=1, autoreset="next_step")
+          >>> zeros = jnp.zeros((3, 1))
+          >>> steps = jr.Step(zeros, zeros, zeros + 1, terminated=zeros > 0, truncated=zeros > 0)
+          >>> state = rollout.extend(rollout.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
+          >>> value, last_value = zeros, jnp.array([8.0])  # the critic's
+          >>> found, mask = rollout.advantages(state, value, last_value, gamma=0.5, lambda_=1.0)
+          >>> found.target[:, 0].tolist()
+          [2.75, 3.5, 5.0]
+        """
+        next_value, mask = self.bootstrap(state, value, last_value, final_value)
+        steps = self.steps(state)
+        found = targets.gae(
+            steps.reward,
+            value,
+            next_value,
+            terminated=steps.terminated,
+            truncated=steps.truncated,
+            gamma=gamma,
+            lambda_=lambda_,
+            mask=mask,
+        )
+        return found, mask
 
     def is_first(self, state: RolloutState) -> jax.Array:
         """Where a recurrent policy's memory starts anew: bool[T, E]. Before the first row, it is

@@ -14,15 +14,15 @@ from jaxreplay.storage import platforms, stored_arrays
 
 
 def identity(buffer: Any) -> str:
-    """What decides the meaning of a state: not how many items are drawn, or when, nor what it is
-    laid out for."""
+    """What decides the meaning of a state: not how many items are drawn, when, and with which
+    weights, nor what it is laid out for."""
     sizes = {
         field.name: 1
         for field in dataclasses.fields(buffer)
         if field.name in ("batch_size", "min_size")
     }
     return re.sub(
-        r", (batch_size=1\b|min_size=1\b|platform=(None|'\w+'))",
+        r", (batch_size=1\b|min_size=1\b|(platform|normalize_weights)=(None|'\w+')|beta=[^,)]+)",
         "",
         description(dataclasses.replace(buffer, **sizes)),
     )

@@ -6,7 +6,7 @@ the call), and new rows keep the priority that they had when they were added unt
 sampleable.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,12 @@ import numpy as np
 from jaxreplay._util import random
 from jaxreplay._util.aliases import Key
 from jaxreplay._util.struct import Node
-from jaxreplay.samplers.sampler import Draw, PrioritySampler
+from jaxreplay.samplers.sampler import Draw, PrioritySampler, uniform_probability
 from jaxreplay.samplers.sum_tree import SumTree, SumTreeState
 from jaxreplay.storage import ring
 from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.storage.sampleable import Sampleable, WriteEffect
+from jaxreplay.targets import weights_of
 from jaxreplay.types import Index
 
 SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest number that no processor flushes to 0
@@ -46,22 +47,33 @@ class Prioritized(PrioritySampler):
       alpha: at least 0: 0 is uniform over the rows of positive priority.
       stratified: one draw from each of B equal parts of the total mass, as in the paper, so that a
         batch is in the order of the rows' positions in their rings; otherwise B independent draws.
-      keep_minimum: keep what `min_probability` needs: a second tree, about as costly to update as
-        the first.
+      beta: how far weights correct the bias of the draws, at least 0: 0 not at all, 1 fully; unless
+        `sample` says otherwise.
+      normalize_weights: "batch" divides weights by the largest of the batch. "buffer" divides them
+        by the largest that any row of the buffer could have, as the paper does; it keeps a second
+        tree, about as costly to update as the first. None leaves them as they are,
+        `(size * probability) ** -beta`.
       fan_out: children of a tree node; 0 chooses for the state's platform.
     """
 
     alpha: float = 0.6
+    beta: float = 0.4
+    normalize_weights: Literal["batch", "buffer"] | None = "batch"
     stratified: bool = True
-    keep_minimum: bool = False
     fan_out: int = 0
     PER_ROW = ("tree",)
 
     def _check(self) -> None:
-        if not 0 <= self.alpha < float("inf"):
+        for name in ("alpha", "beta"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(
+                    f"{type(self).__name__}: {name} must be a finite number of at least 0, got "
+                    f"{getattr(self, name)}"
+                )
+        if self.normalize_weights not in ("batch", "buffer", None):
             raise ValueError(
-                f"{type(self).__name__}: alpha must be a finite number of at least 0, got "
-                f"{self.alpha}"
+                f'{type(self).__name__}: normalize_weights must be "batch", "buffer" or None, got '
+                f"{self.normalize_weights!r}"
             )
 
     def window(self, window: Window) -> Window:
@@ -181,17 +193,33 @@ class Prioritized(PrioritySampler):
             tree.get(state.tree, leaf_of(sampleable.layout, row)), tree.total(state.tree)
         )
 
-    def min_probability(self, layout: Layout, state: PrioritizedState) -> jax.Array:
-        """The smallest probability of a sampleable row of positive priority: float32[]; 1 where
-        there is none."""
-        if not self.keep_minimum:
-            raise ValueError(
-                "min_probability: this buffer keeps no minimum; make its sampler with "
-                f"{type(self).__name__}(keep_minimum=True)"
-            )
-        tree = self._tree(layout)
-        total = tree.total(state.tree)
-        return jnp.where(total > 0, _normalized(tree.minimum(state.tree), total), 1)
+    def weight(
+        self,
+        state: PrioritizedState,
+        sampleable: Sampleable,
+        probability: jax.Array,
+        is_valid: jax.Array,
+        beta: jax.Array | float | None,
+    ) -> jax.Array:
+        reference = None  # the probability whose weight is 1; by default the batch's smallest
+        if self.normalize_weights == "buffer":
+            tree = self._tree(sampleable.layout)
+            reference = _normalized(tree.minimum(state.tree), tree.total(state.tree))
+        elif self.normalize_weights is None:
+            reference = uniform_probability(self.size(state, sampleable))
+        return weights_of(probability, is_valid, self.beta if beta is None else beta, reference)
+
+    def metrics(self, state: PrioritizedState, sampleable: Sampleable) -> dict[str, jax.Array]:
+        metrics = {
+            "max_priority": state.max_priority,
+            "num_bad_priorities": state.num_bad_priorities,
+            "num_stale_updates": state.num_stale_updates,
+        }
+        if self.alpha:  # else the tree knows which are positive, and no more
+            total = self._tree(sampleable.layout).total(state.tree)
+            mean = total / jnp.maximum(self.size(state, sampleable), 1)
+            metrics["mean_priority"] = mean ** (1 / self.alpha)
+        return metrics
 
     def update(
         self, state: PrioritizedState, sampleable: Sampleable, index: Index, priority: jax.Array
@@ -211,7 +239,10 @@ class Prioritized(PrioritySampler):
 
     def _tree(self, layout: Layout) -> SumTree:
         return SumTree.on(
-            layout.traits, layout.capacity, self.fan_out, has_minimum=self.keep_minimum
+            layout.traits,
+            layout.capacity,
+            self.fan_out,
+            has_minimum=self.normalize_weights == "buffer",
         )
 
     def _mass(self, layout: Layout, priority: jax.Array) -> jax.Array:

@@ -45,10 +45,11 @@ class RankBased(Prioritized):
 
     Args:
       alpha: at least 0: 0 is uniform over the rows of positive priority.
-      stratified, keep_minimum, fan_out: as for `Prioritized`.
+      beta, normalize_weights, stratified, fan_out: as for `Prioritized`.
     """
 
     alpha: float = 0.7
+    beta: float = 0.5
     PER_ROW = ("tree", "priority")
 
     def init(self, layout: Layout) -> RankBasedState:
@@ -118,6 +119,12 @@ class RankBased(Prioritized):
             state.tree, jnp.int32(0), by_leaf, jnp.ones_like(is_ranked)
         )
         return state.replace(tree=tree)
+
+    def metrics(self, state: PyTree, sampleable: Sampleable) -> dict[str, jax.Array]:
+        """As of `Prioritized`, without the mean: the tree has ranks, not priorities."""
+        metrics = super().metrics(state, sampleable)
+        metrics.pop("mean_priority", None)
+        return metrics
 
     def _mass(self, layout: Layout, priority: jax.Array) -> jax.Array:
         """Return 1 for a row of positive priority, else 0: float32[...]."""

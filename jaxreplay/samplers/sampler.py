@@ -115,15 +115,38 @@ class Sampler(Static):
 
     def sample(self, state: PyTree, sampleable: Sampleable, key: Key, batch_size: int) -> Draw:
         """Draw a batch of `batch_size` rows. `key`: consumed."""
-        raise NotImplementedError(f"{type(self).__name__} is a sampler, and must have draw")
+        raise NotImplementedError(f"{type(self).__name__} is a sampler, and must have sample")
 
     def probability(self, state: PyTree, sampleable: Sampleable, row: jax.Array) -> jax.Array:
         """What one draw would have for each sampleable row: float32[B]."""
         raise NotImplementedError(f"{type(self).__name__} is a sampler, and must have probability")
 
+    def weight(
+        self,
+        state: PyTree,
+        sampleable: Sampleable,
+        probability: jax.Array,
+        is_valid: jax.Array,
+        beta: jax.Array | float | None,
+    ) -> jax.Array:
+        """What each item counts in a loss: float32[...]; 0 where not valid.
+
+        Args:
+          probability: float32[...], of each row drawn. is_valid: bool[...].
+          beta: how far the draws' bias is corrected, where a sampler corrects it; by default its
+            own.
+        """
+        del state, sampleable, probability, beta
+        return is_valid.astype(jnp.float32)
+
+    def metrics(self, state: PyTree, sampleable: Sampleable) -> dict[str, jax.Array]:
+        """What `ReplayBuffer.metrics` says of the sampler: scalars, by name."""
+        del state, sampleable
+        return {}
+
 
 class PrioritySampler(Sampler):
-    """A sampler with priorities, so that `add` takes them; it must also have these."""
+    """A sampler with priorities, so that `add` takes them; it must also have `update`."""
 
     def update(
         self, state: PyTree, sampleable: Sampleable, index: Index, priority: jax.Array
@@ -132,16 +155,10 @@ class PrioritySampler(Sampler):
         stale."""
         raise NotImplementedError(f"{type(self).__name__} has priorities, and must have update")
 
-    def min_probability(self, layout: Layout, state: PyTree) -> jax.Array:
-        """The smallest probability of a sampleable row of positive priority: float32[]."""
-        raise NotImplementedError(
-            f"{type(self).__name__} has priorities, and must have min_probability"
-        )
-
 
 class ConsumingSampler(Sampler):
     """A sampler that hands out each row once: drawing changes its state, so that a buffer has
-    `take` and not `sample`."""
+    `pop` and not `sample`."""
 
     def can_add(self, state: PyTree, sampleable: Sampleable, num_rows: int) -> jax.Array:
         """Whether as many more rows of each stream overwrite nothing that is still to be taken:

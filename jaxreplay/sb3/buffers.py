@@ -17,7 +17,6 @@ from jaxreplay.buffers.jitted import method, program
 from jaxreplay.samplers.prioritized import Prioritized
 from jaxreplay.sb3.base import DropInBuffer
 from jaxreplay.sb3.batch import SB3View
-from jaxreplay.targets import importance_weights
 from jaxreplay.torch import to_torch
 from jaxreplay.types import Index, Sample
 
@@ -134,7 +133,7 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         super().__init__(*args, n_steps=n_steps, gamma=gamma, **kwargs)
 
     def _sampler(self) -> Prioritized:
-        return Prioritized(alpha=self.alpha)
+        return Prioritized(alpha=self.alpha, beta=self.beta)
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> PrioritizedSamples:
         """Transitions in proportion to their priorities, with weights.
@@ -144,7 +143,7 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         """
         self._check_not_empty()
         with defer_interrupts():
-            batch, weight = _draw(
+            batch = _draw(
                 self._replay, self._state, *self._next_draw(), self.beta, operator.index(batch_size)
             )
         if not np.asarray(batch.is_valid).all():
@@ -154,7 +153,7 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
             )
         samples = self._samples(batch.experience, env)
         return PrioritizedSamples(
-            *samples, weights=self._cast(to_torch(weight)), indices=batch.index
+            *samples, weights=self._cast(to_torch(batch.weight)[:, None]), indices=batch.index
         )
 
     def update_priorities(self, indices: Index, priorities: Any) -> None:
@@ -175,8 +174,6 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
 
 
 @functools.partial(program, static=("batch_size",))
-def _draw(
-    buffer: Any, state: Any, seed: Any, draw: Any, beta: Any, batch_size: int
-) -> tuple[Sample, jax.Array]:
-    batch = buffer.sample(state, jax.random.fold_in(jax.random.key(seed), draw), batch_size)
-    return batch, importance_weights(batch, buffer.size(state), beta=beta)[:, None]
+def _draw(buffer: Any, state: Any, seed: Any, draw: Any, beta: Any, batch_size: int) -> Sample:
+    key = jax.random.fold_in(jax.random.key(seed), draw)
+    return buffer.sample(state, key, batch_size, beta=beta)

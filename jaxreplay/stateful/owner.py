@@ -168,7 +168,7 @@ class StateOwner:
         _check_not_traced(answer)
         return answer
 
-    def draw(self, batch_size: int) -> Sample:
+    def draw(self, batch_size: int, beta: float | None) -> Sample:
         """Draw a batch, which a sampler that consumes takes out of the state."""
         checks.check_size("sample", "batch_size", batch_size)
         self._num_draws = (self._num_draws + 1) & 0xFFFFFFFF
@@ -176,7 +176,7 @@ class StateOwner:
         if isinstance(self.buffer.sampler, ConsumingSampler):
             batch = self.change(_take, *given, batch_size=batch_size)
         else:
-            batch = self.ask(_sample, *given, batch_size=batch_size)
+            batch = self.ask(_sample, *given, beta, batch_size=batch_size)
         return batch if self._device is None else jax.device_put(batch, default_device())
 
     def has_batch(self) -> bool:
@@ -293,8 +293,10 @@ def _add_to_one(
 
 
 @functools.partial(program, static=("batch_size",))
-def _sample(buffer: ReplayBuffer, state: Any, key: Key, draw: jax.Array, batch_size: int) -> Sample:
-    return buffer.sample(state, jax.random.fold_in(key, draw), batch_size)
+def _sample(
+    buffer: ReplayBuffer, state: Any, key: Key, draw: jax.Array, beta: Any, batch_size: int
+) -> Sample:
+    return buffer.sample(state, jax.random.fold_in(key, draw), batch_size, beta=beta)
 
 
 @functools.partial(program, changes=True, static=("batch_size",))

@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay._util import checks
@@ -21,7 +20,6 @@ from jaxreplay.stateful.host_arrays import as_stored
 from jaxreplay.stateful.lock import Monitor
 from jaxreplay.stateful.owner import StateOwner
 from jaxreplay.stateful.rate_limiter import RatioLimiter
-from jaxreplay.targets import importance_weights
 from jaxreplay.types import Index, Sample
 
 _WAIT = 60.0  # seconds, where threads wait for each other
@@ -160,11 +158,19 @@ class Replay:
                 self._limiter.num_inserts += num_steps
             self._monitor.notify_all()
 
-    def sample(self, batch_size: int | None = None, timeout: float | None = None) -> Sample:
+    def sample(
+        self,
+        batch_size: int | None = None,
+        timeout: float | None = None,
+        *,
+        beta: float | None = None,
+    ) -> Sample:
         """A batch, in the arrays of the framework.
 
         Args:
           batch_size: by default the buffer's. timeout: seconds to wait while nothing can be drawn.
+          beta: how far weights correct the bias of prioritized draws, in [0, 1]; by default the
+            sampler's. A batch that was drawn ahead has that of the call which drew it.
 
         Raises:
           TimeoutError: nothing could be drawn in time.
@@ -178,9 +184,9 @@ class Replay:
                         f"{self.buffer.batch_size} items, not {batch_size}"
                     )
                 self._wait("sample", self._has_sample, timeout, self._why_no_sample)
-                batch = self._next(batch_size)
+                batch = self._next(batch_size, beta)
                 while len(self._drawn) < self._prefetch and self._may_sample():
-                    self._drawn.append(self._draw(None))
+                    self._drawn.append(self._draw(None, beta))
                 self._monitor.notify_all()
             return host_arrays.to_framework(self.framework, batch)
         except BaseException:
@@ -208,21 +214,6 @@ class Replay:
             self._changing(self._owner.change, method("update_priorities"), *given)
             self._monitor.notify_all()
 
-    def importance_weights(self, batch: Sample, beta: float, normalize: str = "batch_max") -> Any:
-        """The batch's importance weights, float32[B]; see `jaxreplay.importance_weights`."""
-        probability, is_valid = map(
-            jnp.asarray, host_arrays.own("importance_weights", (batch.probability, batch.is_valid))
-        )
-        with self._monitor:
-            size = np.int32(self._owner.size())
-        nothing: Any = ()
-        given = Sample(
-            experience=nothing, index=nothing, probability=probability, is_valid=is_valid
-        )
-        return host_arrays.to_framework(
-            self.framework, _weights(given, size, beta, normalize=normalize)
-        )
-
     def __len__(self) -> int:
         """Rows that can be drawn."""
         with self._monitor:
@@ -240,6 +231,14 @@ class Replay:
             if self._owner.state is not None:
                 self._changing(self._owner.change, method("clear"))
             self._start_anew()
+
+    def metrics(self, *, beta: float | None = None) -> dict[str, float]:
+        """Figures to log, as `ReplayBuffer.metrics` gives them; none before the first `add`."""
+        with self._monitor:
+            if self._owner.state is None:
+                return {}
+            found = self._owner.ask(method("metrics"), beta=beta)
+        return {name: leaf.item() for name, leaf in jax.device_get(found).items()}
 
     def inspect(self, *, max_bytes: int = 2**28) -> Inspection:
         """Inspect the rows, as `jaxreplay.inspect` does. Other calls wait meanwhile.
@@ -319,15 +318,15 @@ class Replay:
     def _has_sample(self) -> bool:
         return bool(self._drawn) or self._may_sample()
 
-    def _next(self, batch_size: int | None) -> Sample:
+    def _next(self, batch_size: int | None, beta: float | None) -> Sample:
         """A batch that was drawn before, or a new one."""
         if self._drawn and len(self._drawn[0].is_valid) == (batch_size or self.buffer.batch_size):
             return self._drawn.popleft()
-        return self._draw(batch_size)
+        return self._draw(batch_size, beta)
 
-    def _draw(self, batch_size: int | None) -> Sample:
+    def _draw(self, batch_size: int | None, beta: float | None) -> Sample:
         size = self.buffer.batch_size if batch_size is None else operator.index(batch_size)
-        batch = self._owner.draw(size)
+        batch = self._owner.draw(size, beta)
         if self._limiter is not None:
             self._limiter.num_samples += size
         return batch
@@ -370,6 +369,3 @@ class Replay:
     def _check_open(self) -> None:
         if self._is_closed:
             raise RuntimeError("this Replay is closed")
-
-
-_weights = jax.jit(importance_weights, static_argnames="normalize")

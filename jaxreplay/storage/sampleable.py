@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxreplay._util.names import has_shapes, short_bytes
 from jaxreplay._util.struct import Node
-from jaxreplay.storage import autoreset, ring
+from jaxreplay.storage import autoreset, ring, stored_arrays
 from jaxreplay.storage.episodes import Episodes, EpisodeState
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.search import last_slot
@@ -44,6 +45,21 @@ class ReplayState(Node):
     @property
     def layout(self) -> Layout:
         return self.streams.layout
+
+    def __repr__(self) -> str:
+        """`ReplayState(4 envs x 250 rows, obs f32[3], 16 kB)`; of a population, how many first."""
+        if not has_shapes(self):
+            return super().__repr__()
+        layout, steps = self.layout, self.streams.steps
+        population = self.streams.heads.position.shape[:-1]
+        sizes = [
+            *map(str, population),
+            f"{layout.num_envs} env{'s' * (layout.num_envs != 1)}",
+            f"{layout.length} rows",
+        ]
+        name, rows = ("item", steps) if layout.autoreset is None else ("obs", steps.obs)
+        row = stored_arrays.short_rows(rows, len(population) + 1)
+        return f"ReplayState({' x '.join(sizes)}, {name} {row}, {short_bytes(self)})"
 
 
 class WriteEffect(NamedTuple):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay._util.aliases import PyTree, Stored
+from jaxreplay._util.names import short
 from jaxreplay._util.struct import Node, static_field
 from jaxreplay.storage import tiles
 from jaxreplay.storage.tiles import Tile
@@ -199,3 +200,13 @@ def _decode(bits: jax.Array, dtype: Any) -> jax.Array:
 
 def _is_bitcast(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits >= 8
+
+
+def short_rows(stored: Stored, num_axes: int) -> str:
+    """Return what a row has, as a `repr` shows it. `num_axes`: those before a row's own."""
+
+    def row_of(leaf: Any) -> Any:
+        is_tiled = isinstance(getattr(leaf, "bits", leaf), TiledArray)
+        return jax.ShapeDtypeStruct(leaf.shape[1 if is_tiled else num_axes :], leaf.dtype)
+
+    return short(tree_map(row_of, stored))

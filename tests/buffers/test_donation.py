@@ -64,9 +64,7 @@ def test_an_env_that_reuses_its_array_corrupts_nothing():
 
 
 def test_all_methods_are_there_and_agree():
-    replay = jr.prioritized(
-        capacity=64, num_envs=2, batch_size=4, autoreset="same_step", keep_minimum=True
-    )
+    replay = jr.prioritized(capacity=64, num_envs=2, batch_size=4, autoreset="same_step")
     zeros = jnp.zeros((5, 2))
     steps = jr.Step(
         obs=zeros, action=zeros, reward=zeros, terminated=zeros > 0, truncated=zeros > 0
@@ -81,7 +79,9 @@ def test_all_methods_are_there_and_agree():
         4 - row % 32 for row in batch.index.row.tolist()
     ]
     state = buffer.update_priorities(state, batch.index, np.array([2.0, 2.0, 2.0]))
-    assert 0 < float(buffer.min_probability(state)) < 1 / 8
+    assert float(buffer.metrics(state)["max_priority"]) == 2
+    assert buffer.sample(state, jax.random.key(0), beta=0.0).weight.tolist() == [1] * 4
+    assert (buffer.capacity, buffer.autoreset) == (64, "same_step")
     assert int(buffer.size(buffer.clear(state))) == 0
 
 

@@ -44,3 +44,36 @@ def test_flax_and_orbax_bring_a_state_back(case, tmp_path):
         restored = jax.tree.map(jnp.asarray, restored)
         assert jax.tree.structure(restored) == jax.tree.structure(state)
         assert bits(restored) == bits(state)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_a_state_shows_its_sizes_in_one_line(platform):
+    buffer = jr.items(capacity=100, num_envs=4, batch_size=2, platform=platform)
+    example = {
+        "image": jax.ShapeDtypeStruct((84, 84), jnp.uint8),
+        "small": jax.ShapeDtypeStruct((3,), jnp.int4),
+    }
+    rows = "4 envs x 25 rows, item {image: u8[84,84], small: i4[3]}"
+    assert repr(buffer.init(example)).startswith(f"ReplayState({rows}, 7")
+    population = jax.eval_shape(jax.vmap(lambda _: buffer.init(example)), jnp.arange(3))
+    assert repr(population).startswith(f"ReplayState(3 x {rows}, 2")
+    assert repr(jax.tree.map(lambda leaf: None, population)).startswith("ReplayState(streams")
+
+
+def test_configurations_samples_and_rollouts_are_shown_in_one_line():
+    buffer = jr.uniform(capacity=8, batch_size=2, autoreset="next_step", n_step=3)
+    assert repr(buffer) == (
+        "ReplayBuffer(capacity=8, batch_size=2, sampler=Uniform(), view=TransitionView(n_step=3), "
+        "autoreset='next_step')"
+    )
+    number, flag = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), bool)
+    step = jr.Step({"x": number}, number, number, terminated=flag, truncated=flag)
+    assert repr(buffer.init(step)) == "ReplayState(1 env x 8 rows, obs {x: f32[]}, 157 B)"
+    batch = jax.eval_shape(buffer.sample, buffer.init(step), jax.random.key(0))
+    assert repr(batch.replace(experience=None)) == (
+        "Sample(index Index(row i32[2], lap u32[2]), probability f32[2], weight f32[2], "
+        "is_valid bool[2])"
+    )
+    rollout = jr.rollout(length=8, num_envs=1, autoreset="next_step")
+    expected = "RolloutState(8 rows x 1 env, obs {x: f32[]}, 129 B)"
+    assert repr(jax.eval_shape(lambda: rollout.init(step))) == expected

@@ -2,8 +2,10 @@
 nothing is lost."""
 
 import collections
+import copy
 import dataclasses
 import functools
+import re
 
 import flax.struct
 import jax
@@ -289,8 +291,6 @@ def test_priorities_need_a_sampler_that_has_them():
         replay.add(state, step(), priority=jnp.ones(2))
     with pytest.raises(ValueError, match="update_priorities: the sampler Uniform"):
         replay.update_priorities(state, replay.sample(state, jax.random.key(0)).index, jnp.ones(4))
-    with pytest.raises(ValueError, match="min_probability: the sampler Uniform"):
-        replay.min_probability(state)
 
 
 def test_priorities_must_be_one_a_row():
@@ -305,8 +305,6 @@ def test_priorities_must_be_one_a_row():
         replay.add(state, step(), priority=1.0)
     with pytest.raises(ValueError, match="cannot tell whether the row was overwritten"):
         replay.update_priorities(state, index.row, jnp.ones(4))
-    with pytest.raises(ValueError, match="keep_minimum=True"):
-        replay.min_probability(state)
 
 
 def test_an_index_must_be_integers():
@@ -409,7 +407,9 @@ def relabel(reward, reward_fn, **options):
         **options,
     )
     state = replay.init(
-        jr.Step(GOAL, jnp.int32(0), jnp.asarray(reward), jnp.bool_(0), jnp.bool_(0))
+        jr.Step(
+            GOAL, jnp.int32(0), jnp.asarray(reward), terminated=jnp.bool_(0), truncated=jnp.bool_(0)
+        )
     )
     return jax.jit(replay.sample)(state, jax.random.key(0))
 
@@ -543,10 +543,6 @@ def test_what_a_view_does_not_find_is_named():
         jr.hindsight(jr.uniform(**SHARED, autoreset="next_step"), minus_one).init(
             example(obs=jnp.zeros(3))
         )
-    with pytest.raises(
-        ValueError, match=r"importance_weights: .* got a dict; pass batch, not batch.experience"
-    ):
-        jr.importance_weights({}, jnp.int32(1), 0.4)
 
 
 def test_stacks_go_inside_of_goals_from_anywhere():
@@ -633,3 +629,41 @@ def test_a_step_may_be_of_any_class_with_the_fields():
                 *fields.values()
             ),
         )
+
+
+@pytest.mark.parametrize(
+    ("call", "hint"),
+    [
+        (lambda: jr.uniform(**SHARED, discount=0.9), "takes no discount; did you mean gamma"),
+        (lambda: jr.uniform(**SHARED, n_steps=3), "takes no n_steps; did you mean n_step"),
+        (lambda: jr.items(max_length=9), "takes no max_length; did you mean capacity"),
+        (lambda: jr.items(**SHARED, batch_siz=2), "takes no batch_siz; did you mean batch_size"),
+        (lambda: jr.Prioritized(exponent=1.0), "Prioritized takes no exponent; did you mean alpha"),
+        (lambda: jr.Uniform(x=1), "Uniform takes no x"),
+        (lambda: jr.items(**SHARED).sample(32), r"buffer.sample\(state, jax.random.key\(0\)\)"),
+        (lambda: jr.jit(jr.items(**SHARED)).sample(32), r"jaxreplay.Replay\(buffer\) keeps both"),
+    ],
+)
+def test_the_words_of_other_libraries_are_answered(call, hint):
+    with pytest.raises(TypeError, match=hint):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("items", "did you mean batch.experience?"),
+        ("obs", "did you mean batch.experience.obs?"),
+        ("num_steps", "did you mean batch.experience.num_steps?"),
+        ("indices", "did you mean batch.index?"),
+        ("weights", "did you mean batch.weight?"),
+        ("nothing", "a Sample has no nothing"),
+    ],
+)
+def test_a_batch_answers_the_names_of_other_libraries(name, hint):
+    replay = jr.uniform(**SHARED, autoreset="same_step")
+    batch = jax.eval_shape(replay.sample, replay.init(example()), jax.random.key(0))
+    with pytest.raises(AttributeError, match=re.escape(hint)):
+        getattr(batch, name)
+    assert not hasattr(batch, name)
+    assert copy.deepcopy(batch) == batch

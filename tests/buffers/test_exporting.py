@@ -88,7 +88,10 @@ def test_rollouts_and_mixtures_are_exported():
     assert export.deserialize(exported.serialize()).out_tree == exported.out_tree
     delta = jnp.ones((5, 2))
     exported = export.export(
-        jax.jit(lambda x: jr.gae(x, x, x, x > 2, x > 2, gamma=0.9, lambda_=0.9)), platforms=ALL
+        jax.jit(
+            lambda x: jr.gae(x, x, x, terminated=x > 2, truncated=x > 2, gamma=0.9, lambda_=0.9)
+        ),
+        platforms=ALL,
     )(delta)
     assert export.deserialize(exported.serialize()).platforms == ALL
 

@@ -55,7 +55,7 @@ def operations(case, buffer, state):
 def reads(buffer, state, key):
     """Everything that leaves the state as it is."""
     rows = jnp.arange(8) + jax.random.randint(key, (8,), 0, 9)
-    got = [buffer.get(state, rows, key), buffer.size(state), buffer.can_sample(state)]
+    got = [buffer.get(state, rows, key), buffer.metrics(state), buffer.can_sample(state)]
     got.append(
         buffer.can_add(state)
         if isinstance(buffer.sampler, ConsumingSampler)

@@ -33,7 +33,7 @@ METHODS = {
     "sample": lambda replay, state: replay.sample(state, KEY),
     "get": lambda replay, state: replay.get(state, ROWS),
     "update_priorities": lambda replay, state: replay.update_priorities(state, INDEX, jnp.ones(8)),
-    "min_probability": lambda replay, state: replay.min_probability(state),
+    "metrics": lambda replay, state: replay.metrics(state),
     "size": lambda replay, state: replay.size(state),
     "can_sample": lambda replay, state: replay.can_sample(state),
     "age": lambda replay, state: replay.age(state, INDEX),
@@ -52,7 +52,7 @@ def buffer_for(method, **sizes):
         return jr.transitions(**made, sampler=jr.Queue())
     if method == "rerank":
         return jr.transitions(**made, sampler=jr.RankBased())
-    return jr.prioritized(**made, keep_minimum=True)
+    return jr.prioritized(**made, normalize_weights="buffer")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -173,7 +173,7 @@ def test_an_extend_by_a_buffer_of_another_capacity_pairs_no_wrong_rows():
             jr.Prioritized(fan_out=4),
             r"sampler.tree.sums.1: got float32\[16\], expected float32\[8\]",
         ),
-        (jr.Prioritized(keep_minimum=True), "sampler.tree.minima.0: unexpected"),
+        (jr.Prioritized(normalize_weights="buffer"), "sampler.tree.minima.0: unexpected"),
         (jr.RankBased(alpha=0.6), "sampler.priority: unexpected"),
         (jr.RankBased(), "alpha: the state's is 0.7, this buffer's 0.6"),
         (jr.Prioritized(alpha=1.0), "alpha: the state's is 1.0, this buffer's 0.6"),

@@ -189,7 +189,7 @@ def buffers():
             batch_size=4,
             autoreset="next_step",
             track_episodes=True,
-            keep_minimum=True,
+            normalize_weights="buffer",
         ),
         step,
     )

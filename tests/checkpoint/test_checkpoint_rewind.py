@@ -122,7 +122,7 @@ def test_rows_that_are_taken_back_are_saved_as_they_became(num_envs, tmp_path):
         np.zeros(num_envs, bool),
     )
     zero = np.zeros((), np.float32)
-    example = jr.Step(zero, zero, zero, np.False_, np.False_, final_obs=zero)
+    example = jr.Step(zero, zero, zero, terminated=np.False_, truncated=np.False_, final_obs=zero)
     checkpointer, state = (
         Checkpointer(tmp_path, buffer, chunk_bytes=2000, max_to_keep=2, progress=False),
         buffer.init(example),
@@ -132,7 +132,11 @@ def test_rows_that_are_taken_back_are_saved_as_they_became(num_envs, tmp_path):
         goes_on, done = may_go_on & (r.random(num_envs) < 0.8), r.random(num_envs) < 0.2
         obs, final = (r.integers(0, 3, num_envs).astype(np.float32) for _ in range(2))
         state = add(
-            buffer, state, jr.Step(obs, obs, obs, done, ~done, final_obs=final), goes_on, was_first
+            buffer,
+            state,
+            jr.Step(obs, obs, obs, terminated=done, truncated=~done, final_obs=final),
+            goes_on,
+            was_first,
         )
         may_go_on, was_first = ~done, ~goes_on
         checkpointer.save(state, number)

@@ -152,9 +152,11 @@ def test_flags_and_ranks_count():
     )
     seen = set()
     for done in (None, 1, 5):
-        state = buffer.init(jr.Step(0.0, 0.0, 0.0, False, False))
+        state = buffer.init(jr.Step(0.0, 0.0, 0.0, terminated=False, truncated=False))
         for t in range(12):
-            state = jax.jit(buffer.add)(state, jr.Step(zero, zero, zero, flag | (t == done), flag))
+            state = jax.jit(buffer.add)(
+                state, jr.Step(zero, zero, zero, terminated=flag | (t == done), truncated=flag)
+            )
         seen.add(of_state(buffer, state))
     assert len(seen) == 3
 

@@ -121,9 +121,11 @@ def test_priorities_come_along(capacity, ranked, tmp_path):
         capacity=100, num_envs=2, batch_size=32, autoreset="same_step", n_step=3
     )
     if ranked:
-        buffer = dataclasses.replace(buffer, sampler=jr.RankBased(keep_minimum=True))
+        buffer = dataclasses.replace(buffer, sampler=jr.RankBased(normalize_weights="buffer"))
     step = jr.Step(
-        *(jnp.zeros((80, 2)) for _ in range(3)), jnp.zeros((80, 2), bool), jnp.zeros((80, 2), bool)
+        *(jnp.zeros((80, 2)) for _ in range(3)),
+        terminated=jnp.zeros((80, 2), bool),
+        truncated=jnp.zeros((80, 2), bool),
     )
     given = jnp.asarray(np.random.default_rng(0).uniform(0.1, 9, (80, 2)), jnp.float32)
     state = jax.jit(buffer.extend)(
@@ -155,7 +157,9 @@ def test_priorities_come_along(capacity, ranked, tmp_path):
     np.testing.assert_allclose(*shares(kept), rtol=1e-5)
     if ranked:
         now = np.asarray(items_of(other, got, kept)[1])
-        assert float(other.min_probability(got)) == pytest.approx(now[now > 0].min(), rel=1e-5)
+        tree = jr.RankBased(normalize_weights="buffer")._tree(got.layout)
+        smallest = tree.minimum(got.sampler.tree) / tree.total(got.sampler.tree)
+        assert float(smallest) == pytest.approx(now[now > 0].min(), rel=1e-5)
     # Those that waited have their window now, and their own priorities.
     more = jax.tree.map(lambda leaf: leaf[:3], step)
     state, got = (jax.jit(one.extend)(its, more) for one, its in ((buffer, state), (other, got)))
@@ -189,8 +193,8 @@ def test_episodes_are_looked_up_as_before(form, capacity, tmp_path, monkeypatch)
         time,
         time,
         time,
-        jnp.asarray(done < 0.1),
-        jnp.asarray(done > 0.7),
+        terminated=jnp.asarray(done < 0.1),
+        truncated=jnp.asarray(done > 0.7),
         final_obs=time if form == "final_obs" else None,
     )
     example = jax.tree.map(lambda leaf: leaf[0, 0], step)
@@ -379,7 +383,7 @@ def test_no_program_takes_memory_for_each_row(case, is_ranked):
     small, large = case.replay(capacity=240 * 8000), case.replay(capacity=240 * 16000)
     if is_ranked:
         small, large = (
-            dataclasses.replace(buffer, sampler=jr.RankBased(keep_minimum=True))
+            dataclasses.replace(buffer, sampler=jr.RankBased(normalize_weights="buffer"))
             for buffer in (small, large)
         )
     for before, after in ((small, large), (large, small)):

@@ -7,13 +7,14 @@ import pytest
 from scipy import stats
 
 import jaxreplay as jr
+from jaxreplay.targets import importance_weights
 
 NAN, INF = float("nan"), float("inf")
 
 # A buffer is a leafless pytree: its methods are jitted once for all that are equal.
-add, update, get, clear, min_probability = (
+add, update, get, clear, metrics = (
     jax.jit(getattr(jr.ReplayBuffer, name))
-    for name in ("add", "update_priorities", "get", "clear", "min_probability")
+    for name in ("add", "update_priorities", "get", "clear", "metrics")
 )
 sample = jax.jit(jr.ReplayBuffer.sample, static_argnums=3)
 
@@ -233,12 +234,6 @@ def test_alpha_zero_is_uniform_over_positive_priorities():
     np.testing.assert_allclose(probabilities(buffer, state), [0.5, 0, 0.5])
 
 
-def test_the_smallest_probability():
-    buffer, state = make_buffer([3.0, 0.0, 1.0], keep_minimum=True)
-    np.testing.assert_allclose(min_probability(buffer, state), 0.25, rtol=1e-6)
-    assert float(min_probability(buffer, clear(buffer, state))) == 1
-
-
 def test_a_stale_index_is_known_after_clear():
     buffer, state = make_buffer([1.0, 2.0])
     late = index_of(buffer, state, [0, 1])
@@ -255,52 +250,97 @@ def test_a_stale_index_is_known_after_clear():
         assert not get(buffer, state, late).is_valid.any()
 
 
-def test_importance_weights_by_hand():
-    probability = jnp.array([0.5, 0.25, 0.125, 0.0])
-    batch = jr.Sample(
+def hand_made(probability, is_valid=None, source=None):
+    probability = jnp.asarray(probability, jnp.float32)
+    return jr.Sample(
         experience=None,
         index=None,
         probability=probability,
-        is_valid=jnp.array([True, True, True, False]),
+        weight=None,
+        is_valid=probability > 0 if is_valid is None else jnp.asarray(is_valid),
+        source=source,
     )
-    size = jnp.int32(4)  # size * probability: 2, 1, 0.5
-    np.testing.assert_allclose(
-        jr.importance_weights(batch, size, 1.0, normalize=None), [0.5, 1, 2, 0], rtol=1e-6
-    )
-    np.testing.assert_allclose(
-        jr.importance_weights(batch, size, 1.0), [0.25, 0.5, 1, 0], rtol=1e-6
-    )
-    np.testing.assert_allclose(
-        jr.importance_weights(batch, size, 0.5), np.sqrt([0.25, 0.5, 1, 0]), rtol=1e-6
-    )
-    weight = jr.importance_weights(
-        batch, size, 1.0, normalize="buffer_max", min_probability=jnp.float32(1 / 16)
-    )
-    np.testing.assert_allclose(weight, [0.125, 0.25, 0.5, 0], rtol=1e-6)
+
+
+def test_importance_weights_by_hand():
+    batch = hand_made([0.5, 0.25, 0.125, 0.0])
+    for beta in (0, 0.5, 1.0):
+        for given, expected in (
+            ({}, [0.25, 0.5, 1]),
+            ({"reference": 1 / 4}, [0.5, 1, 2]),  # of 4 rows, so not normalized
+            ({"reference": 1 / 16}, [0.125, 0.25, 0.5]),
+        ):
+            weight = importance_weights(batch, beta, **given)
+            np.testing.assert_allclose(weight, [*np.power(expected, beta), 0], rtol=1e-6)
     nothing = batch.replace(is_valid=jnp.zeros(4, bool))
-    assert jr.importance_weights(nothing, jnp.int32(0), 1.0).tolist() == [0, 0, 0, 0]
+    assert importance_weights(nothing, 1.0).tolist() == [0, 0, 0, 0]
 
 
 def test_importance_weights_do_not_overflow():
-    batch = jr.Sample(
-        experience=None,
-        index=None,
-        probability=jnp.array([1e-37, 1.0]),
-        is_valid=jnp.array([True, True]),
-    )
-    np.testing.assert_allclose(
-        jr.importance_weights(batch, jnp.int32(1), 1.0), [1, 1e-37], rtol=1e-3
-    )
+    weight = importance_weights(hand_made([1e-37, 1.0]), 1.0)
+    np.testing.assert_allclose(weight, [1, 1e-37], rtol=1e-3)
 
 
-def test_importance_weights_refuse_a_wrong_normalizer():
-    batch = jr.Sample(
-        experience=None, index=None, probability=jnp.ones(1), is_valid=jnp.ones(1, bool)
+def test_importance_weights_refuse_what_is_no_batch_or_no_number():
+    with pytest.raises(ValueError, match=r"got a dict; pass batch, not batch.experience"):
+        importance_weights({}, 0.4)
+    with pytest.raises(ValueError, match=r"beta must be one number, got an array of shape \[2\]"):
+        importance_weights(hand_made([0.5, 0.5]), jnp.ones(2))
+
+
+@pytest.mark.parametrize("normalize_weights", ["batch", "buffer", None])
+@pytest.mark.parametrize("beta", [None, 0.0, 1.0])
+def test_weights_are_those_of_the_paper(normalize_weights, beta):
+    """Of priorities 3, 0, 1, 4 and alpha 0.5, computed by hand; under jit with a traced beta."""
+    buffer, state = make_buffer(
+        [3.0, 0.0, 1.0, 4.0], alpha=0.5, beta=0.7, normalize_weights=normalize_weights
     )
-    with pytest.raises(ValueError, match='"batch_max", "buffer_max" or None, got \'max\''):
-        jr.importance_weights(batch, jnp.int32(1), 1.0, normalize="max")
-    with pytest.raises(ValueError, match=r"pass min_probability=buffer\.min_probability"):
-        jr.importance_weights(batch, jnp.int32(1), 1.0, normalize="buffer_max")
+    mass = np.sqrt([3.0, 0.0, 1.0, 4.0])
+    batch = sample(buffer, state, jax.random.key(0), 64, beta=beta)
+    probability = (mass / mass.sum())[np.asarray(batch.index.row) // 4]
+    weight = (4 * probability) ** -(0.7 if beta is None else beta)
+    if normalize_weights == "batch":
+        weight = weight / weight.max()
+    if normalize_weights == "buffer":
+        weight = weight / (4 * 1 / mass.sum()) ** -(0.7 if beta is None else beta)
+    np.testing.assert_allclose(batch.weight, weight, rtol=1e-5)
+    everything = get(buffer, state, rows_of(buffer), beta=beta)
+    assert (np.asarray(everything.weight) > 0).tolist() == [True, False, True, True]
+
+
+def test_nothing_to_draw_weighs_nothing():
+    for config in ({}, {"normalize_weights": "buffer"}, {"normalize_weights": None}):
+        buffer, state = make_buffer([3.0, 1.0], **config)
+        batch = sample(buffer, clear(buffer, state), jax.random.key(0), 8)
+        assert batch.weight.tolist() == [0] * 8
+
+
+def test_metrics_by_hand():
+    buffer, state = make_buffer([3.0, 0.0, 1.0, 4.0], alpha=0.5, beta=1.0, stratified=True)
+    state = update(buffer, state, index_of(buffer, state, [0, 0]), jnp.array([NAN, 3.0]))
+    late = index_of(buffer, state, [2])
+    late = late.replace(lap=late.lap + 1)
+    state = update(buffer, state, late, jnp.ones(1))
+    mass = np.sqrt([3.0, 0.0, 1.0, 4.0])
+    found = metrics(buffer, state)
+    # of draws with probability q: (E 1/q)^2 / E 1/q^2, over the three rows that can be drawn
+    effective = 3**2 / (mass.sum() * (1 / mass[mass > 0]).sum())
+    expected = {
+        "size": 4,
+        "fill": 0.5,
+        "effective_sample_size": effective,
+        "max_priority": 4,
+        "mean_priority": (mass.sum() / 4) ** 2,
+        "num_bad_priorities": 1,
+        "num_stale_updates": 1,
+    }
+    assert {name: leaf.shape for name, leaf in found.items()} == dict.fromkeys(expected, ())
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=0.02, err_msg=name)
+    empty = metrics(buffer, clear(buffer, state))
+    assert (float(empty["effective_sample_size"]), float(empty["mean_priority"])) == (0, 0)
+    buffer, state = make_buffer([3.0, 0.0, 1.0, 4.0], alpha=0.0)
+    assert "mean_priority" not in metrics(buffer, state)
 
 
 @pytest.mark.parametrize("num_envs", [2, 127, 1023])
@@ -313,15 +353,12 @@ def test_a_buffer_full_of_huge_priorities_can_be_sampled(num_envs):
 
 
 def test_a_positive_priority_has_a_positive_probability_beside_a_huge_one():
-    buffer, state = make_buffer([1e-38, 1e30, 1e30], keep_minimum=True)
-    got = get(buffer, state, rows_of(buffer))
-    smallest = min_probability(buffer, state)
-    assert (np.asarray(got.probability) > 0).all()
-    assert float(smallest) == float(got.probability[0])
-    for alpha in (0.0, 0.4, 1.0):
-        weight = jr.importance_weights(got, jnp.int32(3), alpha, "buffer_max", smallest)
-        np.testing.assert_allclose(weight[0], 1, rtol=1e-4)
-        assert np.isfinite(np.asarray(weight)).all()
+    buffer, state = make_buffer([1e-38, 1e30, 1e30], normalize_weights="buffer")
+    for beta in (0.0, 0.4, 1.0):
+        got = get(buffer, state, rows_of(buffer), beta=beta)
+        assert (np.asarray(got.probability) > 0).all()
+        np.testing.assert_allclose(got.weight[0], 1, rtol=1e-4)
+        assert np.isfinite(np.asarray(got.weight)).all()
 
 
 def test_the_index_of_an_invalid_item_names_no_row():

@@ -33,9 +33,8 @@ from tests.support.sampling import (
 from tests.views.test_views import Config
 
 NAN, INF = float("nan"), float("inf")
-update, rerank, get, min_probability = (
-    jax.jit(getattr(ReplayBuffer, name))
-    for name in ("update_priorities", "rerank", "get", "min_probability")
+update, rerank, get = (
+    jax.jit(getattr(ReplayBuffer, name)) for name in ("update_priorities", "rerank", "get")
 )
 
 
@@ -119,10 +118,10 @@ class RankPair(Pair):
         assert float(sampler.max_priority) == np.float32(self.oracle.max_priority)
         assert int(sampler.num_bad_priorities) == self.oracle.num_bad_priorities
         assert int(sampler.num_stale_updates) == self.oracle.num_stale_updates
-        if self.config.sampler.keep_minimum:
-            smallest = min((m / total for m in mass.values() if m), default=1)
+        if self.config.sampler.normalize_weights == "buffer" and total:
+            smallest = min(m / total for m in mass.values() if m)
             np.testing.assert_allclose(
-                min_probability(self.config.replay, self.state), smallest, rtol=1e-5
+                batch.weight, (smallest / np.asarray(batch.probability)) ** 0.5, rtol=1e-5
             )
 
 
@@ -133,7 +132,7 @@ POOL = (
         True,
         6,
         TransitionView(n_step=3, gamma=0.5),
-        RankBased(stratified=False, keep_minimum=True),
+        RankBased(stratified=False, normalize_weights="buffer"),
         num_envs=3,
     ),
     Config("same_step", True, False, 6, TransitionView(gamma=0.5), RankBased(alpha=1.0)),
@@ -409,9 +408,8 @@ def test_what_it_cannot_do_is_refused():
         ValueError, match="RankBased: this view's window reaches to the end of the episode"
     ):
         RankBased().window(jr.views.FutureView().window)
-    buffer, state = ranked([1.0, 2.0, 3.0])
-    with pytest.raises(ValueError, match=r"make its sampler with RankBased\(keep_minimum=True\)"):
-        buffer.min_probability(state)
+    with pytest.raises(ValueError, match='normalize_weights must be "batch", "buffer" or None'):
+        RankBased(normalize_weights="max")  # pyright: ignore[reportArgumentType]
 
 
 def test_jit_equals_eager_and_vmap_equals_a_loop():

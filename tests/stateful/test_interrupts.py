@@ -186,7 +186,7 @@ def test_an_interrupt_while_buffers_are_compared_is_one(kind, tmp_path):
             for number in range(8):
                 add(replay, number)
             batch = replay.sample()
-            weights = lambda: replay.importance_weights(batch, 0.5)
+            weights = lambda: replay.sample(beta=0.5)
             update = lambda: replay.update_priorities(batch.index, np.ones(4))
             return [
                 lambda: add(replay, 8),

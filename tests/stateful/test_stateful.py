@@ -328,14 +328,13 @@ def test_frameworks_give_the_same_batch():
     for name, replay in replays.items():
         for t in range(10):
             replay.add(step(t), priority=np.arange(3.0))
-        batch = replay.sample()
+        batch = replay.sample(beta=0.5)
         assert all(isinstance(leaf, kinds[name]) for leaf in jax.tree.leaves(batch))
-        weights = replay.importance_weights(batch, 0.5)
-        assert isinstance(weights, kinds[name])
-        replay.update_priorities(batch.index, weights + 1)
+        replay.update_priorities(batch.index, batch.weight + 1)
         replays[name] = [
-            np.asarray(leaf) for leaf in jax.tree.leaves((batch, weights, replay.sample(5)))
+            np.asarray(leaf) for leaf in jax.tree.leaves((batch, replay.sample(5)))
         ] + rows_of(replay)
+        assert replay.metrics()["max_priority"] == 2
     for name in ("numpy", "torch"):
         for x, y in zip(replays["jax"], replays[name], strict=True):
             assert (x.dtype, x.shape) == (y.dtype, y.shape)

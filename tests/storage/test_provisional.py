@@ -42,8 +42,8 @@ def step_of(obs, reward, terminated, truncated, final_obs):
         f32(obs),
         action,
         f32(reward),
-        np.asarray(terminated),
-        np.asarray(truncated),
+        terminated=np.asarray(terminated),
+        truncated=np.asarray(truncated),
         final_obs=f32(final_obs),
     )
 

@@ -213,7 +213,7 @@ CATALOG = (
     ),
     Case(
         "prioritized next_step, minimum",
-        lambda shared: jr.prioritized(**shared, autoreset="next_step", keep_minimum=True),
+        lambda shared: jr.prioritized(**shared, autoreset="next_step", normalize_weights="buffer"),
     ),
     Case(
         "prioritized final_obs, masked",

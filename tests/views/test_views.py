@@ -389,7 +389,11 @@ def test_a_sequence_stops_where_its_new_goal_ends_the_episode():
     time = jnp.arange(31, dtype=jnp.int32)[:, None]
     end = time == 29
     steps = jr.Step(
-        {"achieved_goal": time, "desired_goal": 0 * time - 1}, time, time * 1.0, end, end & ~end
+        {"achieved_goal": time, "desired_goal": 0 * time - 1},
+        time,
+        time * 1.0,
+        terminated=end,
+        truncated=end & ~end,
     )
     state = jax.jit(buffer.extend)(buffer.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
     items = jax.tree.map(np.asarray, jax.jit(buffer.sample)(state, jax.random.key(0)).experience)
