@@ -23,7 +23,9 @@ class Library:
             self._buffer = jr.items(**sizes)
             return
         sizes |= {
-            "autoreset": "next_step" if case.form == "next_step" else "same_step",
+            "autoreset": {"next_step": "next_step", "final_obs": "same_step"}.get(
+                case.form, "same_step_no_final_obs"
+            ),
             "n_step": 3 if case.form == "n_step=3" else 1,
         }
         if case.buffer == "uniform":

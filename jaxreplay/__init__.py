@@ -2,7 +2,12 @@
 
 >>> import functools, jax, jax.numpy as jnp, jaxreplay as jr
 >>> buffer = jr.prioritized(
-...     capacity=4096, num_envs=2, batch_size=8, autoreset="same_step", n_step=3, gamma=0.99
+...     capacity=4096,
+...     num_envs=2,
+...     batch_size=8,
+...     autoreset="same_step_no_final_obs",
+...     n_step=3,
+...     gamma=0.99,
 ... )
 >>> zeros = jnp.zeros(2)
 >>> step = jr.Step(
@@ -23,7 +28,7 @@
 14
 """
 
-from jaxreplay import buffers, inspection, samplers, targets, types, views
+from jaxreplay import autoreset, buffers, inspection, samplers, targets, types, views
 from jaxreplay._util.signals import defer_interrupts as defer_interrupts
 from jaxreplay._version import __version__
 from jaxreplay.buffers import CopyWarning, Mixture, ReplayBuffer, Rollout, RolloutState
@@ -53,11 +58,10 @@ from jaxreplay.samplers import (
 from jaxreplay.stateful.replay import Replay
 from jaxreplay.storage.sampleable import ReplayState
 from jaxreplay.targets import gae, masked_mean, sequence_priority, vtrace
-from jaxreplay.types import Index, Sample, SequenceBatch, Step, Transition
+from jaxreplay.types import Sample, SequenceBatch, Step, Transition
 
 __all__ = [
     "CopyWarning",
-    "Index",
     "Mixture",
     "Prioritized",
     "Queue",
@@ -76,6 +80,7 @@ __all__ = [
     "UniformEpisodes",
     "WithoutReplacement",
     "__version__",
+    "autoreset",
     "buffers",
     "defer_interrupts",
     "frame_stack",

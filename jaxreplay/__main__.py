@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
+from jaxreplay import autoreset
+from jaxreplay._util.aliases import Autoreset
 from jaxreplay._util.names import printable
 from jaxreplay.buffers import factories
 from jaxreplay.inspection.plan import plan, step_of
@@ -68,9 +70,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prioritized", action="store_true", help="with a tree of priorities")
     parser.add_argument(
         "--autoreset",
-        choices=("next_step", "same_step"),
+        choices=autoreset.FORMS,
         default="next_step",
-        help="same_step: without final_obs",
+        help="what the env does when an episode ends",
     )
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     parser.set_defaults(run=_plan)
@@ -139,7 +141,9 @@ def _plan(options: argparse.Namespace) -> tuple[str, int]:
     if options.env is not None and (options.obs or options.action):
         raise ValueError("--env: it brings its spaces; leave out --obs and --action")
     example = (
-        step_of(_obs_of(options.obs), action) if options.env is None else _step_of_env(options.env)
+        step_of(_obs_of(options.obs), action, options.autoreset)
+        if options.env is None
+        else _step_of_env(options.env, options.autoreset)
     )
     made = plan(buffer, example)
     if not options.json:
@@ -187,7 +191,7 @@ def _leaf_of(option: str, text: str) -> tuple[str | None, jax.ShapeDtypeStruct]:
     )
 
 
-def _step_of_env(name: str) -> dict[str, Any]:
+def _step_of_env(name: str, form: Autoreset) -> dict[str, Any]:
     try:
         import gymnasium
     except ImportError:
@@ -201,7 +205,7 @@ def _step_of_env(name: str) -> dict[str, Any]:
         for space in (env.observation_space, env.action_space)
     )
     env.close()
-    return step_of(obs, action)
+    return step_of(obs, action, form)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from jaxreplay._util.names import named
 from jaxreplay._util.pow2 import power_above, power_below
 from jaxreplay.buffers.jitted import jit
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
-from jaxreplay.storage import autoreset, ring, stored_arrays
+from jaxreplay.storage import ring, row_flags, stored_arrays
 from jaxreplay.storage.sampleable import ReplayState
 from jaxreplay.types import Step
 
@@ -60,7 +60,7 @@ def from_minari(
 
     Args:
       dataset: a `minari.MinariDataset`. Its infos are left out.
-      buffer: of one env, since episodes follow each other; its `autoreset` may be either form.
+      buffer: of one env, since episodes follow each other; its `autoreset` may be any form.
       example: as for `init`; by default the dataset's own shapes and dtypes, of 32 bits where these
         have 64 and `jax_enable_x64` is off.
       progress: whether to show a bar; None: if this is a terminal.
@@ -127,7 +127,7 @@ def to_minari(
     them are in memory at once.
 
     The final observation of a terminated episode is its last one once more where the buffer does
-    not have it: always with `autoreset="same_step"` and no final observations, and for an end whose
+    not have it: always with `autoreset="same_step_no_final_obs"`, and for an end whose
     final row is still to come. No target reads it. Narrow floats (bfloat16, 8 bits) become float32.
 
     Args:
@@ -199,14 +199,14 @@ def _steps_of(episode: Any, form: str) -> Step:
     def at(tree: PyTree, index: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf[index], tree)
 
-    if form == "same_step":
+    if form != "next_step":
         return Step(
             at(observations, slice(-1)),
             actions,
             reward,
             terminated=terminated,
             truncated=truncated,
-            final_obs=at(observations, slice(1, None)),
+            final_obs=at(observations, slice(1, None)) if form == "same_step" else None,
         )
     ends = np.flatnonzero(terminated | truncated) + 1
     now = np.insert(np.arange(length), ends, ends)
@@ -304,18 +304,18 @@ def _episode(
     steps: PyTree, flags: np.ndarray, row: np.ndarray, is_closed: bool, include_partial: bool
 ) -> Any:
     """An episode of rows that follow each other, or None where there is nothing of it to give."""
-    if not len(row) or not (include_partial or (is_closed and flags[0] & autoreset.FIRST)):
+    if not len(row) or not (include_partial or (is_closed and flags[0] & row_flags.FIRST)):
         return None
     # The newest row of one that goes on is an observation alone.
-    ends_in_tail = bool(flags[-1] & autoreset.FINAL) or not (
-        is_closed or flags[-1] & autoreset.TERMINATED
+    ends_in_tail = bool(flags[-1] & row_flags.FINAL) or not (
+        is_closed or flags[-1] & row_flags.TERMINATED
     )
     length = len(row) - ends_in_tail
     if not length:
         return None
     values = _read(steps.replace(final_obs=None, extras=None), row)
     terminated, truncated = (
-        (flags[:length] & bit) != 0 for bit in (autoreset.TERMINATED, autoreset.TRUNCATED)
+        (flags[:length] & bit) != 0 for bit in (row_flags.TERMINATED, row_flags.TRUNCATED)
     )
     truncated[-1] |= not terminated[-1]
     observations = (

@@ -168,7 +168,9 @@ def to_tensordict(batch: Sample) -> Any:
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
       >>> from jaxreplay.torch import to_tensordict
-      >>> buffer = jr.uniform(capacity=8, num_envs=1, batch_size=2, autoreset="same_step")
+      >>> buffer = jr.uniform(
+      ...     capacity=8, num_envs=1, batch_size=2, autoreset="same_step_no_final_obs"
+      ... )
       >>> zeros = jnp.zeros(1)
       >>> step = jr.Step(
       ...     obs=zeros, action=zeros, reward=zeros, terminated=zeros == 0, truncated=zeros > 0

@@ -29,7 +29,7 @@ class Step(Node):
       terminated: bool[E]; the episode ended here by the task's own rules: there is no value beyond.
       truncated: bool[E]; the episode was cut here, as by a time limit: its value goes on.
       final_obs: pytree as obs; the observation after this action, read only where the episode
-        ended; for `autoreset="same_step"`.
+        ended; with `autoreset="same_step"`, which needs it.
       extras: pytree of further fields, handed back from the candidate row.
 
     The flags and what follows them are keywords: two flags in the wrong order would pass unseen.

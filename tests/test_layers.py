@@ -16,7 +16,7 @@ ROOT = pathlib.Path(jaxreplay.__file__).parent
 # each other.
 PACKAGES = (
     ("_util", "_version"),
-    ("types",),
+    ("types", "autoreset"),
     ("targets", "storage"),
     ("samplers", "views"),
     ("buffers",),
@@ -156,7 +156,9 @@ MOST_STOPS = {
 
 @pytest.mark.parametrize(("kind", "name"), MOST_STOPS)
 def test_a_call_enters_few_functions(kind, name):
-    buffer = getattr(jaxreplay, kind)(capacity=64, num_envs=4, batch_size=8, autoreset="same_step")
+    buffer = getattr(jaxreplay, kind)(
+        capacity=64, num_envs=4, batch_size=8, autoreset="same_step_no_final_obs"
+    )
     zeros, flags = jnp.zeros(4), jnp.zeros(4, bool)
     step = jaxreplay.Step(
         obs=jnp.zeros((4, 3)), action=zeros, reward=zeros, terminated=flags, truncated=flags

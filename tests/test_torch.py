@@ -358,7 +358,7 @@ def test_names_that_a_batch_has_of_its_own_are_refused():
 
     def replay(**obs):
         replay = jr.Replay(
-            jr.uniform(capacity=8, num_envs=1, batch_size=3, autoreset="same_step"),
+            jr.uniform(capacity=8, num_envs=1, batch_size=3, autoreset="same_step_no_final_obs"),
             framework="torch",
         )
         replay.add(
@@ -436,7 +436,8 @@ def test_a_tensordict_of_other_items():
         torch.bool,
     )
     one = jr.Replay(
-        jr.uniform(capacity=8, num_envs=1, batch_size=3, autoreset="same_step"), framework="torch"
+        jr.uniform(capacity=8, num_envs=1, batch_size=3, autoreset="same_step_no_final_obs"),
+        framework="torch",
     )
     one.add(
         obs=np.zeros((1, 4)),

@@ -9,5 +9,5 @@ Stored: TypeAlias = Any  # a pytree of stored leaves, [N, ...]: see `storage.arr
 Specs: TypeAlias = Any  # a pytree of `jax.ShapeDtypeStruct`
 Key: TypeAlias = jax.Array  # of `jax.random.key`, or uint32[2]
 
-Autoreset: TypeAlias = Literal["next_step", "same_step"]
+Autoreset: TypeAlias = Literal["next_step", "same_step", "same_step_no_final_obs"]
 Framework: TypeAlias = Literal["jax", "numpy", "torch"]

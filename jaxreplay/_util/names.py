@@ -75,7 +75,7 @@ def short(tree: PyTree) -> str:
         return f"{type(tree).__name__}({', '.join(fields)})"
     if isinstance(tree, tuple | list):
         return f"({', '.join(map(short, tree))})"
-    if not hasattr(tree, "shape") or not hasattr(tree, "dtype"):
+    if isinstance(tree, type) or not hasattr(tree, "dtype"):
         return repr(tree)
     name = re.sub(
         r"^(bfloat|float|uint|int|complex)(?=\d)", lambda m: _SHORT[m[0]], str(tree.dtype)

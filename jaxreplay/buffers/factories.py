@@ -58,7 +58,7 @@ def transitions(
       ...     capacity=64,
       ...     num_envs=1,
       ...     batch_size=3,
-      ...     autoreset="same_step",
+      ...     autoreset="same_step_no_final_obs",
       ...     sampler=jr.Recent(decay=0.5),
       ... )
       >>> zeros = jnp.zeros((1,))
@@ -86,7 +86,12 @@ def uniform(
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
       >>> buffer = jr.uniform(
-      ...     capacity=64, num_envs=1, batch_size=3, autoreset="same_step", n_step=2, gamma=0.5
+      ...     capacity=64,
+      ...     num_envs=1,
+      ...     batch_size=3,
+      ...     autoreset="same_step_no_final_obs",
+      ...     n_step=2,
+      ...     gamma=0.5,
       ... )
       >>> zeros = jnp.zeros((1,))
       >>> step = jr.Step(
@@ -120,7 +125,9 @@ def prioritized(
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
-      >>> buffer = jr.prioritized(capacity=64, num_envs=2, batch_size=4, autoreset="same_step")
+      >>> buffer = jr.prioritized(
+      ...     capacity=64, num_envs=2, batch_size=4, autoreset="same_step_no_final_obs"
+      ... )
       >>> zeros = jnp.zeros((2,))
       >>> step = jr.Step(
       ...     obs=zeros, action=zeros, reward=zeros, terminated=zeros > 0, truncated=zeros > 0
@@ -161,7 +168,12 @@ def sequences(
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
       >>> buffer = jr.sequences(
-      ...     capacity=64, num_envs=1, batch_size=2, length=3, burn_in=2, autoreset="same_step"
+      ...     capacity=64,
+      ...     num_envs=1,
+      ...     batch_size=2,
+      ...     length=3,
+      ...     burn_in=2,
+      ...     autoreset="same_step_no_final_obs",
       ... )
       >>> zeros = jnp.zeros((1,))
       >>> step = jr.Step(
@@ -230,7 +242,7 @@ def rollout(*, length: int, num_envs: int, autoreset: Autoreset | None = None) -
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
-      >>> rollout = jr.rollout(length=3, num_envs=2, autoreset="same_step")
+      >>> rollout = jr.rollout(length=3, num_envs=2, autoreset="same_step_no_final_obs")
       >>> zeros = jnp.zeros((3, 2))
       >>> steps = jr.Step(
       ...     obs=zeros, action=zeros, reward=zeros + 1, terminated=zeros > 0, truncated=zeros > 0

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from jaxreplay import autoreset
 from jaxreplay._util import checks, random
 from jaxreplay._util.aliases import Autoreset, Key, PyTree
 from jaxreplay._util.struct import Static
 from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.state_checks import check_donated, check_state
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler, Sampler
-from jaxreplay.storage import autoreset as autoreset_forms, episodes, platforms
+from jaxreplay.storage import episodes, platforms
 from jaxreplay.storage.episodes import Episodes
 from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.storage.sampleable import (
@@ -38,7 +39,8 @@ class BufferOptions(TypedDict, total=False):
     capacity: Required[int]  # rows in all, a multiple of `num_envs`
     num_envs: int  # streams; by default 1
     batch_size: Required[int]  # items of a sample
-    # "next_step" or "same_step"; must be given, but for items, which have None
+    # "next_step", "same_step" or "same_step_no_final_obs"; must be given, but for items, which have
+    # None
     autoreset: Autoreset | None
     allow_mask: bool  # whether `add` takes a mask of the envs that took a step; by default False
     min_size: int  # rows that `can_sample` waits for; by default 1
@@ -62,8 +64,9 @@ class ReplayBuffer(Static, Generic[T]):
       batch_size: items of a sample, unless the call says otherwise.
       sampler: which sampleable rows are drawn.
       view: what is read around them.
-      autoreset: "next_step" or "same_step": what the env does when an episode ends
-        (`autoreset.py`). None for a view that takes items.
+      autoreset: what the env does when an episode ends: "next_step", "same_step" or
+        "same_step_no_final_obs" (`jaxreplay.autoreset` says which libraries do which), or
+        Gymnasium's `AutoresetMode`. None for a view that takes items.
       allow_mask: whether `add` and `extend` take a mask of the envs that took a step.
       min_size: sampleable rows that `can_sample` waits for, at least 1.
       track_episodes: whether to keep what `episode_table` needs, 8 bytes a row.
@@ -88,9 +91,12 @@ class ReplayBuffer(Static, Generic[T]):
             object.__setattr__(self, "platform", platforms.checked("ReplayBuffer", self.platform))
         checks.check_part("ReplayBuffer", "sampler", self.sampler, Sampler, "jaxreplay.Uniform()")
         checks.check_part("ReplayBuffer", "view", self.view, View, "jaxreplay.views.Item()")
-        checks.check_capacity("ReplayBuffer", self.capacity, self.num_envs, self.window.length)
-        if self.view.needs_steps and self.autoreset not in autoreset_forms.FORMS:
-            raise ValueError(autoreset_forms.form_error("ReplayBuffer", self.autoreset))
+        rows_per_step = 2 if self.autoreset == "same_step" else 1
+        least = self.window.length - 1 + rows_per_step
+        checks.check_capacity("ReplayBuffer", self.capacity, self.num_envs, least)
+        if self.view.needs_steps:
+            form = autoreset.checked("ReplayBuffer", self.autoreset)
+            object.__setattr__(self, "autoreset", form)
         if not self.view.needs_steps and (self.autoreset is not None or self.has_table):
             raise ValueError(
                 f"ReplayBuffer: {type(self.view).__name__} stores items, which have no episodes; "
@@ -115,18 +121,16 @@ class ReplayBuffer(Static, Generic[T]):
         """Rows of a stream."""
         return self.capacity // self.num_envs
 
-    def layout(self, has_final_obs: bool, platform: str | None = None) -> Layout:
+    def layout(self, platform: str | None = None) -> Layout:
         """Return the layout of this buffer's states.
 
         Args:
-          has_final_obs: whether steps bring their final observation.
           platform: by default the buffer's, or that of the device that new arrays go to.
         """
         return Layout(
             num_envs=self.num_envs,
             length=self.length,
             autoreset=self.autoreset,
-            has_final_obs=has_final_obs,
             allow_mask=self.allow_mask,
             window=self.window,
             platform=platform or self.platform or platforms.default(),
@@ -144,19 +148,14 @@ class ReplayBuffer(Static, Generic[T]):
 
         Args:
           example: one env's step (leaves without the env axis) or one item: arrays, or
-            `jax.ShapeDtypeStruct`s. Only structure, shapes and dtypes are read. With
-            `autoreset="same_step"`, `final_obs` in the example says that every step will bring it.
+            `jax.ShapeDtypeStruct`s. Only structure, shapes and dtypes are read.
 
         Raises:
           ValueError: the example is no step, or a flag is not bool.
           MemoryError: the device cannot hold the buffer.
         """
         example = self._example("init", example)
-        layout = self.layout(has_final_obs(example))
-        checks.check_capacity(
-            "init", self.capacity, self.num_envs, self.window.length - 1 + layout.rows_per_step
-        )
-        self.view.check("init", layout, example)
+        self.view.check("init", self.layout(), example)
         if not isinstance(jnp.zeros(()), Tracer):  # while tracing, nothing is allocated yet
             memory.check_fits("init", self.memory(example))
         return self._empty(example)
@@ -178,7 +177,7 @@ class ReplayBuffer(Static, Generic[T]):
 
     def _empty(self, example: PyTree, platform: str | None = None) -> ReplayState:
         """Return a state without rows. `example`: of `_example`. `platform`: as for `layout`."""
-        layout = self.layout(has_final_obs(example), platform)
+        layout = self.layout(platform)
         return ReplayState(
             streams=Streams.empty(layout, example),
             num_pending=None
@@ -568,9 +567,7 @@ class ReplayBuffer(Static, Generic[T]):
         axes = (*time, self.num_envs)
         if self.autoreset is not None:
             steps = step_checks.step_of(where, steps, self.autoreset)
-        step_checks.check_block(
-            where, steps, state.streams.steps, state.layout.has_final_obs, axes, what
-        )
+        step_checks.check_block(where, steps, state.streams.steps, axes, what)
         if mask is not None:
             step_checks.check_mask(where, mask, self.allow_mask, axes)
             mask = jnp.asarray(mask)
@@ -578,11 +575,6 @@ class ReplayBuffer(Static, Generic[T]):
             self._need_priorities(where)
             priority = step_checks.as_priority(where, priority, axes)
         return jax.tree.map(jnp.asarray, steps), mask, priority
-
-
-def has_final_obs(example: PyTree) -> bool:
-    """Tell whether a step, or the shapes of one, brings its final observation."""
-    return getattr(example, "final_obs", None) is not None
 
 
 def _counted_first(state: ReplayState, *others: Any) -> tuple[Any, ...]:

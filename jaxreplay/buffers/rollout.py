@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxreplay import targets
+from jaxreplay import autoreset, targets
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import Autoreset, Key, PyTree
 from jaxreplay._util.names import has_shapes, named, short_bytes
@@ -19,7 +19,7 @@ from jaxreplay._util.struct import Node, Static
 from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.state_checks import as_arrays, check_not_deleted, warn_of_copy
 from jaxreplay.buffers.trajectories import CHUNK_BYTES, check_trajectories, write_trajectories
-from jaxreplay.storage import autoreset as autoreset_forms, ring, stored_arrays
+from jaxreplay.storage import ring, row_flags, stored_arrays
 from jaxreplay.types import Step
 
 _LARGEST = np.iinfo(np.int32).max
@@ -37,7 +37,7 @@ class RolloutState(Node):
     # int32[]: rows of time that came when there was no room, since `init`; it stops at its largest
     # value
     num_dropped: jax.Array
-    # uint8[E], flags of the newest row (`storage/autoreset.py`); None for "same_step", where no row
+    # uint8[E], flags of the newest row (`storage/row_flags.py`); None unless "next_step": no row
     # depends on it
     last: jax.Array | None
 
@@ -66,15 +66,16 @@ class Rollout(Static):
 
     - `"next_step"`: the row after a done is the final observation: a row of the rollout whose
       `mask` is False.
-    - `"same_step"`: the learner brings it, as `final_value`: computed from `final_obs`, which is
-      kept where the example has it, or while acting, and then carried in `extras`.
-    - `"same_step"`, neither of them: the truncated step is left out of learning, and its own
-      observation's value stands in for what the step before it led to: one step is given up rather
-      than a wrong target made.
+    - `"same_step"`: the learner brings it, as `final_value`, computed from `final_obs`.
+    - `"same_step_no_final_obs"`: the learner may bring it, computed while acting and carried in
+      `extras`. Else the truncated step is left out of learning, and its own observation's value
+      stands in for what the step before it led to: one step is given up rather than a wrong target
+      made.
 
     Args:
       length: rows of time, final observations included. num_envs: envs that step together.
-      autoreset: "next_step" or "same_step": what the env does when an episode ends.
+      autoreset: what the env does when an episode ends: "next_step", "same_step" or
+        "same_step_no_final_obs"; see `jaxreplay.autoreset`.
     """
 
     length: int
@@ -89,8 +90,8 @@ class Rollout(Static):
                 f"Rollout: length * num_envs = {self.length * self.num_envs} is too large: it "
                 f"must be at most {_MOST_ROWS}"
             )
-        if self.autoreset not in autoreset_forms.FORMS:
-            raise ValueError(autoreset_forms.form_error("Rollout", self.autoreset))
+        form = autoreset.checked("Rollout", self.autoreset)
+        object.__setattr__(self, "autoreset", form)
 
     def init(self, example: PyTree) -> RolloutState:
         """An empty rollout.
@@ -178,7 +179,7 @@ class Rollout(Static):
             steps=steps,
             mask=mask,
             position=position,
-            last=jnp.full((1,), autoreset_forms.FINAL, jnp.uint8),
+            last=jnp.full((1,), row_flags.FINAL, jnp.uint8),
         )
 
     def clear(self, state: RolloutState) -> RolloutState:
@@ -188,7 +189,7 @@ class Rollout(Static):
         still that.
         """
         state = self._check_state("clear", state)
-        last = None if state.last is None else autoreset_forms.after_clear("next_step", state.last)
+        last = None if state.last is None else row_flags.after_clear("next_step", state.last)
         return state.replace(
             mask=jnp.zeros_like(state.mask), position=jnp.zeros_like(state.position), last=last
         )
@@ -215,7 +216,7 @@ class Rollout(Static):
           last_value: float[E], of the observation that came after the newest row. After
             `from_trajectories` nothing did: zeros.
           final_value: float[T, E], of each step's own final observation, read only where it was
-            truncated; for "same_step".
+            truncated. Must be given for "same_step", may be for "same_step_no_final_obs".
 
         Returns:
           next_value: float[T, E]. mask: bool[T, E]; False for final observations, rows not written,
@@ -227,7 +228,7 @@ class Rollout(Static):
                 'bootstrap: with autoreset="next_step" final observations are rows like any '
                 "other; leave out final_value"
             )
-        if state.steps.final_obs is not None and final_value is None:
+        if self.autoreset == "same_step" and final_value is None:
             raise ValueError(
                 "bootstrap: this rollout keeps final_obs; pass "
                 "final_value=critic(rollout.steps(state).final_obs)"
@@ -256,9 +257,8 @@ class Rollout(Static):
             return targets.next_values(
                 value, last_value, state.steps.truncated, final_value
             ), state.mask
-        is_given_up = (
-            state.steps.truncated & ~state.steps.terminated & (self.autoreset == "same_step")
-        )
+        is_cut = state.steps.truncated & ~state.steps.terminated
+        is_given_up = is_cut & (self.autoreset == "same_step_no_final_obs")
         return targets.next_values(value, last_value), state.mask & ~is_given_up
 
     def advantages(
@@ -384,7 +384,7 @@ class Rollout(Static):
             self.length, jax.ShapeDtypeStruct((self.num_envs, *leaf.shape), leaf.dtype)
         )
         # As if a final row had been written: the first row opens an episode.
-        last = jnp.full((self.num_envs,), autoreset_forms.FINAL, jnp.uint8)
+        last = jnp.full((self.num_envs,), row_flags.FINAL, jnp.uint8)
         return RolloutState(
             steps=jax.tree.map(rows, example),
             mask=jnp.zeros((self.length, self.num_envs), bool),
@@ -415,10 +415,10 @@ class Rollout(Static):
         """Leaves `[K, E, ...]`, checked."""
         num_steps, mask, last = len(steps.terminated), jnp.ones(steps.terminated.shape, bool), None
         if state.last is not None:
-            flags, _ = autoreset_forms.rows_of(
-                "next_step", False, steps.terminated, steps.truncated, mask, state.last
+            flags, _ = row_flags.rows_of(
+                "next_step", steps.terminated, steps.truncated, mask, state.last
             )
-            mask, last = (flags & autoreset_forms.FINAL) == 0, flags[-1]
+            mask, last = (flags & row_flags.FINAL) == 0, flags[-1]
         row = state.position + ring.arange(num_steps)  # those past the end are dropped
         put = lambda leaf, values: stored_arrays.write(leaf, row, values)
         num_dropped = jnp.maximum(state.position + num_steps - self.length, 0)

@@ -62,9 +62,7 @@ def _problem(buffer: Any, structure: Any, specs: tuple[Any, ...]) -> str:
     """What is wrong, or nothing. The same for all states of these shapes."""
     state = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*spec) for spec in specs])
     layout = state.layout
-    if layout != (
-        expected := buffer.layout(layout.has_final_obs, buffer.platform or layout.platform)
-    ):
+    if layout != (expected := buffer.layout(buffer.platform or layout.platform)):
         return "\n  ".join(
             ["it was made with another configuration", *_differences(layout, expected)]
         )
@@ -95,9 +93,8 @@ def _example_of(layout: Layout, steps: PyTree) -> Any:
     if layout.autoreset is None:
         return row
     flag = jax.ShapeDtypeStruct((), bool)
-    return row.replace(
-        terminated=flag, truncated=flag, final_obs=row.obs if layout.has_final_obs else None
-    )
+    final_obs = row.obs if layout.autoreset == "same_step" else None
+    return row.replace(terminated=flag, truncated=flag, final_obs=final_obs)
 
 
 def _differences(got: Any, expected: Specs) -> list[str]:

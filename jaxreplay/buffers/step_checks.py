@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import Autoreset, PyTree, Stored
 from jaxreplay._util.names import spec_text
+from jaxreplay.autoreset import WHERE_FINAL_OBS_IS
 from jaxreplay.storage import stored_arrays
 from jaxreplay.types import Step
 
@@ -112,21 +113,32 @@ def check_flags(where: str, step: Step) -> None:
 
 
 def step_of(where: str, step: PyTree, autoreset: Autoreset | None) -> Step:
-    """A step, from one or from a mapping, without a `final_obs` where the next row is one."""
+    """A step, from one or from a mapping, with a `final_obs` where `autoreset` says so, and only
+    there."""
     step = as_step(where, step)
-    if autoreset == "next_step" and step.final_obs is not None:
+    if (step.final_obs is not None) == (autoreset == "same_step"):
+        return step
+    if autoreset == "same_step":
         raise ValueError(
-            f'{where}: final_obs was given, but with autoreset="next_step" the row after a done '
-            "is the final observation, and no other is "
-            "read. Where the row after a done opens the next episode, and final_obs comes beside "
-            'it, that is autoreset="same_step"; '
-            "else leave final_obs out"
+            f'{where}: autoreset="same_step" needs the final_obs of every step: the observation '
+            "after its action, read where the episode ended.\n"
+            f"It is with\n{WHERE_FINAL_OBS_IS}\n"
+            'An env that resets within the step and loses it is "same_step_no_final_obs".'
         )
-    return step
+    reason = (
+        "the row after a done is the final observation, and no other is read"
+        if autoreset == "next_step"
+        else "no final observation is read"
+    )
+    raise ValueError(
+        f"{where}: final_obs was given, but with autoreset={autoreset!r} {reason}. Where the row "
+        "after a done opens the next episode, and final_obs comes beside it, that is "
+        'autoreset="same_step"; else leave final_obs out'
+    )
 
 
 def check_block(
-    where: str, steps: PyTree, stored: Stored, has_final_obs: bool, axes: tuple[int, ...], what: str
+    where: str, steps: PyTree, stored: Stored, axes: tuple[int, ...], what: str
 ) -> None:
     """A ValueError that names every leaf which is not as the stored ones, with `axes` in the place
     of their rows."""
@@ -141,7 +153,7 @@ def check_block(
         ):
             hint += f"\n{BOOL_FLAGS}"
         flag = jax.ShapeDtypeStruct(axes, bool)
-        final_obs = expected.obs if has_final_obs else None
+        final_obs = expected.obs if steps.final_obs is not None else None
         expected = expected.replace(terminated=flag, truncated=flag, final_obs=final_obs)
     checks.check_leaves(where, steps, expected, hint)
 
@@ -180,7 +192,7 @@ def as_rows(where: str, index: Any, capacity: int) -> tuple[jax.Array, jax.Array
     row = jnp.asarray(index)
     if not jnp.issubdtype(row.dtype, jnp.integer):
         raise ValueError(
-            f"{where}: index must be a jaxreplay.Index or integer rows, got {row.dtype.name}"
+            f"{where}: index must be a jaxreplay.types.Index or integer rows, got {row.dtype.name}"
         )
     # a narrow one cannot be compared with the capacity
     row = row if row.dtype.itemsize >= 4 else row.astype(jnp.int32)

@@ -92,9 +92,7 @@ class Reading:
         if damaged:
             read_flags = functools.partial(flags_of, self._store, self._manifest)
             self.holes = salvage.holes_of(self._manifest, damaged, before, old, read_flags)
-        streams = resize.with_heads(
-            buffer.layout(old.layout.has_final_obs), old.streams, self.holes.num_lost
-        )
+        streams = resize.with_heads(buffer.layout(), old.streams, self.holes.num_lost)
         streams = streams.replace(**self._rows(stored, specs, buffer.length))
         sampler, pending = old.sampler, old.num_pending
         if damaged:

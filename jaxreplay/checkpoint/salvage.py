@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay.checkpoint.manifest import Manifest
-from jaxreplay.storage import autoreset, ring
+from jaxreplay.storage import ring, row_flags
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.sampleable import ReplayState
 from jaxreplay.storage.streams import Streams
@@ -173,7 +173,7 @@ def _without_lone_tails(
         return gaps
     env, number = np.array(found, np.int64).T
     begin = np.array([gaps[e][n][0] for e, n in found], np.int64)
-    is_final = (flags_of(env, end[env] - begin) & autoreset.FINAL) != 0
+    is_final = (flags_of(env, end[env] - begin) & row_flags.FINAL) != 0
     longer = [list(own) for own in gaps]
     for e, n in np.stack([env, number], 1)[is_final].tolist():
         longer[e][n] = (gaps[e][n][0] - 1, gaps[e][n][1])
@@ -245,7 +245,7 @@ def closed(state: Streams, holes: Holes) -> tuple[Streams, CandidateNumbers]:
     parts: list[Part] = []
     following: dict[int, int] = {}  # the candidate number that comes after the parts so far, by env
     for number, (env, newest, oldest, is_cut, follows) in enumerate(runs):
-        is_candidate = not flags[number] & autoreset.NO_CANDIDATE and (closes[number] or not is_cut)
+        is_candidate = not flags[number] & row_flags.NO_CANDIDATE and (closes[number] or not is_cut)
         first, stop = (
             int(oldest_candidate_number[number]),
             int(newest_candidate_number[number]) + is_candidate,
@@ -260,7 +260,7 @@ def closed(state: Streams, holes: Holes) -> tuple[Streams, CandidateNumbers]:
         np.array([getattr(part, name) for part in parts], bool) for name in ("is_cut", "follows")
     )
     last_flags = np.asarray(state.last_flags)
-    cleared = np.asarray(autoreset.after_clear(str(layout.autoreset), jnp.asarray(last_flags)))
+    cleared = np.asarray(row_flags.after_clear(layout.autoreset, jnp.asarray(last_flags)))
     state = state.replace(
         last_flags=jnp.asarray(np.where(holes.is_newest_lost, cleared, last_flags))
     )
@@ -358,7 +358,7 @@ def _patched(
     assert state.flags is not None
     assert state.candidate_number is not None
     flags = state.flags
-    for row, bit in ((final_rows, autoreset.FINAL), (firsts, autoreset.FIRST)):
+    for row, bit in ((final_rows, row_flags.FINAL), (firsts, row_flags.FIRST)):
         old = flags.at[jnp.minimum(row, state.layout.capacity - 1)].get(mode="promise_in_bounds")
         flags = flags.at[row].set(old | jnp.uint8(bit), mode="drop")
     row = ring.arange(state.layout.capacity)

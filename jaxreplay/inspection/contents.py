@@ -31,7 +31,7 @@ class Contents:
     first: np.ndarray
     end: np.ndarray  # int64[E]: one more than the newest one's
     leaves: dict[str, str]  # dtype and shape of a row, by name
-    flags: np.ndarray | None  # uint8[R], bits of `autoreset`; None for items
+    flags: np.ndarray | None  # uint8[R], bits of `row_flags`; None for items
     reward: np.ndarray | None  # float64[R]; None where there is none, or it is no scalar
     probability: np.ndarray | None  # float64[R], of one draw; None where it is not known
     counters: dict[str, float]  # of the sampler

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxreplay.inspection.contents import Contents, numbers_in_order
-from jaxreplay.storage import autoreset
+from jaxreplay.storage import row_flags
 
 _BINS = 30
 
@@ -26,8 +26,8 @@ def leaf_figures(contents: Contents) -> dict[str, dict[str, Any]]:
 
 def _is_step(flags: np.ndarray) -> np.ndarray:
     """Whether a row is more than a final observation: bool[...]."""
-    return ((flags & autoreset.FINAL) == 0) | (
-        (flags & (autoreset.TERMINATED | autoreset.TRUNCATED)) != 0
+    return ((flags & row_flags.FINAL) == 0) | (
+        (flags & (row_flags.TERMINATED | row_flags.TRUNCATED)) != 0
     )
 
 
@@ -72,9 +72,9 @@ def episode_figures(contents: Contents) -> dict[str, Any]:
     flags = contents.flags
     assert flags is not None
     env, _ = numbers_in_order(contents.first, contents.end)
-    is_first = (flags & autoreset.FIRST) != 0
+    is_first = (flags & row_flags.FIRST) != 0
     starts_stream = np.diff(env, prepend=-1) != 0
-    done = flags & (autoreset.TERMINATED | autoreset.TRUNCATED)
+    done = flags & (row_flags.TERMINATED | row_flags.TRUNCATED)
     is_step = _is_step(flags)
     episode = np.cumsum(is_first | starts_stream) - 1
     count = int(episode[-1]) + 1 if len(episode) else 0
@@ -84,13 +84,13 @@ def episode_figures(contents: Contents) -> dict[str, Any]:
 
     lengths = per_episode(is_step).astype(np.int64)
     has_start = per_episode(is_first) > 0
-    has_end = per_episode((done != 0) | ((flags & autoreset.FINAL) != 0)) > 0
+    has_end = per_episode((done != 0) | ((flags & row_flags.FINAL) != 0)) > 0
     is_whole = has_start & has_end & (lengths > 0)
     figures: dict[str, Any] = {
         "whole": int(is_whole.sum()),
         "unfinished": int((~has_end).sum()),
         "cut at their start": int((has_end & ~has_start & (lengths > 0)).sum()),
-        "terminated": int((is_whole & (per_episode((done & autoreset.TERMINATED) != 0) > 0)).sum()),
+        "terminated": int((is_whole & (per_episode((done & row_flags.TERMINATED) != 0) > 0)).sum()),
         "lengths": quantiles(lengths[is_whole]),
         "lengths, histogram": histogram(lengths[is_whole]),
     }

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxreplay._util.aliases import PyTree
+from jaxreplay._util.aliases import Autoreset, PyTree
 from jaxreplay.buffers import memory
 from jaxreplay.buffers.memory import Memory
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
@@ -110,7 +110,7 @@ def _largest_capacity(buffer: ReplayBuffer, example: PyTree, free: int) -> int:
     return low * buffer.num_envs
 
 
-def step_of(obs: PyTree, action: PyTree) -> dict[str, Any]:
+def step_of(obs: PyTree, action: PyTree, autoreset: Autoreset) -> dict[str, Any]:
     """An example from the specs of an observation and an action, with scalar rewards."""
     flag = jax.ShapeDtypeStruct((), bool)
     return {
@@ -119,4 +119,5 @@ def step_of(obs: PyTree, action: PyTree) -> dict[str, Any]:
         "reward": jax.ShapeDtypeStruct((), np.float32),
         "terminated": flag,
         "truncated": flag,
+        "final_obs": obs if autoreset == "same_step" else None,
     }

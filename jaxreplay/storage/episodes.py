@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxreplay._util.struct import Node
-from jaxreplay.storage import autoreset, ring
+from jaxreplay.storage import ring, row_flags
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.streams import Streams, Written, from_each_on, of_stream
 
@@ -69,7 +69,7 @@ class Entries(NamedTuple):
 def advance(layout: Layout, state: EpisodeState, written: Written) -> tuple[EpisodeState, Entries]:
     """Return the table after a write, but for what is to be `put`, which is noted."""
     assert written.flags is not None
-    is_first, is_final = ((written.flags & bit) != 0 for bit in (autoreset.FIRST, autoreset.FINAL))
+    is_first, is_final = ((written.flags & bit) != 0 for bit in (row_flags.FIRST, row_flags.FINAL))
     closes = written.is_written & layout.closes_episode(written.flags) & ~(is_first & is_final)
     current = layout.wrap(state.current + closes.sum(axis=0, dtype=jnp.int32))
     ordinal = layout.wrap(current - from_each_on(closes).astype(jnp.int32))
@@ -166,7 +166,7 @@ class Episodes:
         env, position, ordinal = self._locate(row)
         oldest = self._oldest(env)
         is_intact = (ordinal != self._ordinal(env, oldest)) | self._has(
-            env, oldest, autoreset.FIRST
+            env, oldest, row_flags.FIRST
         )
         return (
             self.streams.is_written(row)
@@ -182,7 +182,7 @@ class Episodes:
         # A final row that opens an episode is no row of it.
         is_open = (
             self.table.is_open
-            & ~self._has(env, newest, autoreset.FINAL)
+            & ~self._has(env, newest, row_flags.FINAL)
             & (self.streams.filled > 0)
         )
         return jnp.where(is_open, self.steps_from_start(self.layout.row(env, newest)) + 1, 0)
@@ -192,7 +192,7 @@ class Episodes:
         int32[E], else 0."""
         env = self.layout.envs()
         oldest = self._oldest(env)
-        is_intact = self._has(env, oldest, autoreset.FIRST) | (self.streams.filled == 0)
+        is_intact = self._has(env, oldest, row_flags.FIRST) | (self.streams.filled == 0)
         return jnp.where(is_intact, 0, self.steps_to_end(self.layout.row(env, oldest)) + 1)
 
     def range_of(self, env: jax.Array, nth: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -210,7 +210,7 @@ class Episodes:
             self._ordinal(env, position) for position in (self._oldest(env), self._newest(env))
         )
         # A final row that opens an episode is no row of it.
-        is_one = ~self.table.is_open | ~self._has(env, self._newest(env), autoreset.FINAL)
+        is_one = ~self.table.is_open | ~self._has(env, self._newest(env), row_flags.FINAL)
         return jnp.where(
             self.streams.filled > 0, ring.forward(oldest, newest, self.layout.length) + is_one, 0
         )
@@ -225,14 +225,14 @@ class Episodes:
             start = self.layout.wrap(self._end(env, self.layout.wrap(ordinal - 1)) + 1)
         else:
             start = self._of(self.table.start_position, self.layout.row(env, ordinal))
-            is_oldest &= ~self._has(env, oldest, autoreset.FIRST)
+            is_oldest &= ~self._has(env, oldest, row_flags.FIRST)
         return jnp.where(is_oldest, oldest, start)
 
     def _is_in_none(self, env: jax.Array, position: jax.Array) -> Any:
         """Whether a row is a final row that opens an episode."""
         if self.table.start_position is None:
             return jnp.bool_(False)
-        return self._has(env, position, autoreset.FIRST) & self._has(env, position, autoreset.FINAL)
+        return self._has(env, position, row_flags.FIRST) & self._has(env, position, row_flags.FINAL)
 
     def _has(self, env: jax.Array, position: jax.Array, flag: int) -> jax.Array:
         return self.streams.has(self.layout.row(env, position), flag)

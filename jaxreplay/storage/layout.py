@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from jaxreplay._util.aliases import Autoreset
 from jaxreplay._util.struct import Static
-from jaxreplay.storage import autoreset, ring
+from jaxreplay.storage import ring, row_flags
 from jaxreplay.storage.platforms import Traits, traits_of
 
 
@@ -65,8 +65,8 @@ class Layout(Static):
 
     Args:
       num_envs: streams. length: rows of each.
-      autoreset: one of `autoreset.FORMS`, or None where rows are items without an order.
-      has_final_obs: whether each step brings its final observation.
+      autoreset: what the env does when an episode ends, or None where rows are items without an
+        order.
       allow_mask: whether some envs may take no step.
       window: what must be known around a row before it can be drawn.
       platform: "cpu", "gpu" or "tpu": what the arrays are laid out for.
@@ -77,7 +77,6 @@ class Layout(Static):
     num_envs: int
     length: int
     autoreset: Autoreset | None
-    has_final_obs: bool
     allow_mask: bool
     window: Window
     platform: str
@@ -96,7 +95,7 @@ class Layout(Static):
     @functools.cached_property
     def rows_per_step(self) -> int:
         """Rows that a step may write: 2 if its final row comes beside it, else 1."""
-        return 2 if self.autoreset == "same_step" and self.has_final_obs else 1
+        return 2 if self.autoreset == "same_step" else 1
 
     @functools.cached_property
     def lockstep(self) -> bool:
@@ -114,14 +113,12 @@ class Layout(Static):
     def termination_has_final_row(self) -> bool:
         """True if a terminated row is followed by a final row, as every truncated one is (or is
         itself)."""
-        return self.autoreset is not None and autoreset.termination_has_final_row(
-            self.autoreset, self.has_final_obs
-        )
+        return self.autoreset is not None and row_flags.termination_has_final_row(self.autoreset)
 
     def closes_episode(self, flags: jax.Array) -> jax.Array:
         """Tell which rows are the last ones of their episodes: bool[...]. `flags`: uint8[...]."""
         assert self.autoreset is not None
-        return autoreset.closes_episode(flags, self.autoreset, self.has_final_obs)
+        return row_flags.closes_episode(flags, self.autoreset)
 
     def envs(self) -> jax.Array:
         """Return the number of each stream: int32[E]."""

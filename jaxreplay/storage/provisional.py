@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxreplay._util.aliases import PyTree
-from jaxreplay.storage import autoreset, stored_arrays
+from jaxreplay.storage import row_flags, stored_arrays
 from jaxreplay.storage.sampleable import ReplayState
 
 
@@ -45,7 +45,7 @@ def reopen(state: ReplayState, mask: jax.Array, was_first: jax.Array) -> ReplayS
     assert before.flags is not None
     assert before.last_flags is not None
     newest = layout.row(layout.envs(), layout.wrap(before.head - 2))
-    flags = jnp.asarray(was_first).astype(jnp.uint8) * jnp.uint8(autoreset.FIRST)
+    flags = jnp.asarray(was_first).astype(jnp.uint8) * jnp.uint8(row_flags.FIRST)
     heads = before.with_heads(
         position=jnp.where(mask, layout.wrap(before.head - 1), before.head),
         filled=before.filled - mask,

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxreplay._util.names import has_shapes, short_bytes
 from jaxreplay._util.struct import Node
-from jaxreplay.storage import autoreset, ring, stored_arrays
+from jaxreplay.storage import ring, row_flags, stored_arrays
 from jaxreplay.storage.episodes import Episodes, EpisodeState
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.search import last_slot
@@ -102,7 +102,7 @@ def count_pending(layout: Layout, num_pending: jax.Array, written: Written) -> j
     else:
         # A termination and a final row complete every window that reaches them: rows wait only
         # since the newest of these.
-        ends = autoreset.FINAL if window.needs_final_obs else autoreset.FINAL | autoreset.TERMINATED
+        ends = row_flags.FINAL if window.needs_final_obs else row_flags.FINAL | row_flags.TERMINATED
         completes = written.is_written & ((written.flags & ends) != 0)
         since = jnp.min(jnp.where(completes, written.age, layout.length), axis=0)
     return jnp.minimum(jnp.minimum(since, num_pending + written.num_rows), window.after)
@@ -117,7 +117,7 @@ def count_expired(streams: Streams) -> jax.Array | None:
     place = ring.arange(before)[:, None]
     position = layout.wrap(streams.head - filled + place)
     # The next start of an episode ends what is cut.
-    is_start = streams.has(layout.row(layout.envs(), position), autoreset.FIRST)
+    is_start = streams.has(layout.row(layout.envs(), position), row_flags.FIRST)
     return jnp.min(
         jnp.where(is_start & (place < filled), place, jnp.minimum(before, filled)), axis=0
     )
@@ -143,7 +143,7 @@ def effect_of(before: "Sampleable", after: "Sampleable", written: Written) -> Wr
 
     is_candidate = written.is_written
     if written.flags is not None:
-        is_candidate = is_candidate & ((written.flags & autoreset.NO_CANDIDATE) == 0)
+        is_candidate = is_candidate & ((written.flags & row_flags.NO_CANDIDATE) == 0)
 
     oldest = range_of(after.streams.head, window.before)
     place = ring.arange(window.before)[:, None]
@@ -221,7 +221,7 @@ class Sampleable:
 
     def is_candidate(self, row: jax.Array) -> jax.Array:
         """Whether each row, if it is written, may be drawn at all: bool[...]."""
-        return ~self.streams.has(row, autoreset.NO_CANDIDATE)
+        return ~self.streams.has(row, row_flags.NO_CANDIDATE)
 
     def select(self, env: jax.Array, nth: jax.Array) -> jax.Array:
         """The `nth` sampleable row of each stream `env`, oldest first: int32[...]. `nth` must be

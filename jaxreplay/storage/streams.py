@@ -7,7 +7,7 @@ not written points past the end. (A `lax.cond` around the write would become a s
 buffer under `vmap`, and a strided `dynamic_update_slice` took 13 us where the scatter takes 2.)
 
 The streams know nothing of sampling. Beside a step's own leaves they keep, for each row, flags that
-say what it is (`autoreset.py`), and its candidate number, from which `sampleable.py` counts and
+say what it is (`row_flags.py`), and its candidate number, from which `sampleable.py` counts and
 finds rows without keeping a list of them. The two are apart since samples read the flags alone: at
 one byte a row those of a million rows stay in a core's cache.
 
@@ -38,7 +38,7 @@ import jax.numpy as jnp
 from jaxreplay._util import random
 from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.struct import Node, static_field
-from jaxreplay.storage import autoreset, ring, stored_arrays
+from jaxreplay.storage import ring, row_flags, stored_arrays
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.search import split_by
 from jaxreplay.types import Index, Step
@@ -78,7 +78,7 @@ class Streams(Node):
 
     # the stored leaves, [N, ...]: a Step whose done flags live in `flags`, or an item as it came
     steps: PyTree
-    flags: jax.Array | None  # uint8[N], bits of `autoreset`; None, and so the next, for plain items
+    flags: jax.Array | None  # uint8[N], bits of `row_flags`; None, and so the next, for plain items
     # uint32[N], modulo 2^32: candidates of the stream before each row
     candidate_number: jax.Array | None
     heads: Heads
@@ -111,7 +111,7 @@ class Streams(Node):
                 zeros(num_envs, jnp.int32), zeros(num_envs, jnp.int32), zeros(num_envs, jnp.uint32)
             ),
             # As if a final row had been written: the first row opens an episode.
-            last_flags=jnp.full((num_envs,), autoreset.FINAL, jnp.uint8) if has_flags else None,
+            last_flags=jnp.full((num_envs,), row_flags.FINAL, jnp.uint8) if has_flags else None,
             num_candidates=zeros(num_envs, jnp.uint32, has_flags),
             phase=zeros(num_envs, jnp.int32, layout.window.period > 1),
             layout=layout,
@@ -164,7 +164,7 @@ class Streams(Node):
         return self.with_heads(position=0, filled=0, lap=self.heads.lap + jnp.uint32(2)).replace(
             last_flags=None
             if self.last_flags is None
-            else autoreset.after_clear(str(self.layout.autoreset), self.last_flags),
+            else row_flags.after_clear(self.layout.autoreset, self.last_flags),
             phase=None if self.phase is None else jnp.zeros_like(self.phase),
         )
 
@@ -181,9 +181,8 @@ class Streams(Node):
         flags, is_written = None, mask
         if layout.autoreset is not None:
             assert self.last_flags is not None
-            flags, is_written = autoreset.rows_of(
+            flags, is_written = row_flags.rows_of(
                 layout.autoreset,
-                layout.has_final_obs,
                 steps.terminated,
                 steps.truncated,
                 mask,
@@ -206,7 +205,7 @@ class Streams(Node):
             jnp.where(is_written, row, layout.capacity), is_written, flags, age, num_rows
         )
         if flags is not None:
-            is_candidate = is_written & ((flags & autoreset.NO_CANDIDATE) == 0)
+            is_candidate = is_written & ((flags & row_flags.NO_CANDIDATE) == 0)
             count = self.next_candidate_number + is_candidate.sum(axis=0, dtype=jnp.uint32)
             assert self.last_flags is not None
             new = new.replace(
@@ -220,11 +219,11 @@ class Streams(Node):
     ) -> tuple["Streams", jax.Array]:
         """Mark the transitions between candidates: flags uint8[K, E]."""
         window = self.layout.window
-        is_transition = is_written & ((flags & autoreset.FINAL) == 0)
+        is_transition = is_written & ((flags & row_flags.FINAL) == 0)
         # of this block, each row's own included
         through = jnp.cumsum(is_transition, axis=0, dtype=jnp.int32)
         before = through - is_transition
-        starts = is_written & ((flags & autoreset.FIRST) != 0) & (not window.crosses_episodes)
+        starts = is_written & ((flags & row_flags.FIRST) != 0) & (not window.crosses_episodes)
         # Counted from the row's episode's start, where that is in the block; else on from the rows
         # before it.
         latest_start = jax.lax.cummax(jnp.where(starts, before, -1), axis=0)
@@ -232,7 +231,7 @@ class Streams(Node):
         _, place = ring.split(since, window.period)
         _, phase = ring.split((since + is_transition)[-1], window.period)
         return self.replace(phase=phase), jnp.where(
-            is_transition & (place != 0), flags | autoreset.SKIPPED, flags
+            is_transition & (place != 0), flags | row_flags.SKIPPED, flags
         )
 
     def write(self, steps: PyTree, written: Written) -> "Streams":
@@ -285,7 +284,7 @@ class Streams(Node):
         """Rows before each row that belong to its episode, `most` at the most: int32[...]. The
         first row has none before it."""
         places = ring.arange(most).reshape((most,) + (1,) * row.ndim)
-        goes_on = ~self.has(self.layout.ahead(row, -places), autoreset.FIRST)
+        goes_on = ~self.has(self.layout.ahead(row, -places), row_flags.FIRST)
         return jnp.cumprod(goes_on, axis=0, dtype=jnp.int32).sum(axis=0, dtype=jnp.int32)
 
     def age(self, row: jax.Array) -> jax.Array:

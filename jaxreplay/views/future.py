@@ -18,7 +18,7 @@ class FutureView(View[Pair]):
     .. n.
 
     n is the number of rows to the end of the episode, its final observation included. Where a
-    terminated row has no final observation (`autoreset="same_step"` without `final_obs`), nothing
+    terminated row has no final observation (`autoreset="same_step_no_final_obs"`), nothing
     is later than it, and k is 0.
 
     Source: the truncated law is that of Gomez et al., "Proper Laplacian Representation Learning"

@@ -117,8 +117,7 @@ class Hindsight(WrappedView[Any]):
         if not layout.termination_has_final_row:
             raise ValueError(
                 f"{where}: Hindsight needs what the last step of an episode achieved, which "
-                f'autoreset="same_step" loses without final_obs; '
-                "give every step its final_obs"
+                'autoreset="same_step_no_final_obs" loses; bring final_obs, with "same_step"'
             )
         super().check(where, layout, example)
 

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from jaxreplay._util import random
 from jaxreplay._util.aliases import PyTree, Stored
-from jaxreplay.storage import autoreset, stored_arrays
+from jaxreplay.storage import row_flags, stored_arrays
 from jaxreplay.storage.episodes import Episodes, EpisodeState
 from jaxreplay.storage.streams import Streams, written_row
 from jaxreplay.types import Step
@@ -49,17 +49,17 @@ class RowReader:
         return self._read(self.streams.steps.extras, offset)
 
     def is_terminated(self, offset: ArrayLike) -> jax.Array:
-        return self.has(autoreset.TERMINATED, offset)
+        return self.has(row_flags.TERMINATED, offset)
 
     def is_truncated(self, offset: ArrayLike) -> jax.Array:
-        return self.has(autoreset.TRUNCATED, offset)
+        return self.has(row_flags.TRUNCATED, offset)
 
     def is_final(self, offset: ArrayLike) -> jax.Array:
-        return self.has(autoreset.FINAL, offset)
+        return self.has(row_flags.FINAL, offset)
 
     def is_first(self, offset: ArrayLike) -> jax.Array:
         """Whether a row opens an episode."""
-        return self.has(autoreset.FIRST, offset)
+        return self.has(row_flags.FIRST, offset)
 
     def has(self, flag: int, offset: ArrayLike) -> jax.Array:
         return (self._read(self.streams.flags, offset) & flag) != 0

@@ -28,11 +28,14 @@ class Case:
     make: Callable[..., Any]
     obs: Any
     capacity: int
-    has_final_obs: bool = False
+    autoreset: str = "same_step_no_final_obs"
 
     def replay(self, platform: str, batch_size: int) -> Any:
         buffer = self.make(
-            capacity=self.capacity, num_envs=NUM_ENVS, batch_size=batch_size, autoreset="same_step"
+            capacity=self.capacity,
+            num_envs=NUM_ENVS,
+            batch_size=batch_size,
+            autoreset=self.autoreset,
         )
         return dataclasses.replace(buffer, platform=platform)
 
@@ -44,7 +47,7 @@ class Case:
             reward=number,
             terminated=flag,
             truncated=flag,
-            final_obs=self.obs if self.has_final_obs else None,
+            final_obs=self.obs if self.autoreset == "same_step" else None,
         )
 
 
@@ -78,7 +81,7 @@ NUMBERS = (
         _numbers(8),
         NUM_ROWS,
     ),
-    Case("hindsight", _hindsight, _GOALS, NUM_ROWS, has_final_obs=True),
+    Case("hindsight", _hindsight, _GOALS, NUM_ROWS, autoreset="same_step"),
     Case("future_pairs", jr.future_pairs, _numbers(8), NUM_ROWS),
 )
 IMAGES = (

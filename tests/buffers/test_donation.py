@@ -64,7 +64,9 @@ def test_an_env_that_reuses_its_array_corrupts_nothing():
 
 
 def test_all_methods_are_there_and_agree():
-    replay = jr.prioritized(capacity=64, num_envs=2, batch_size=4, autoreset="same_step")
+    replay = jr.prioritized(
+        capacity=64, num_envs=2, batch_size=4, autoreset="same_step_no_final_obs"
+    )
     zeros = jnp.zeros((5, 2))
     steps = jr.Step(
         obs=zeros, action=zeros, reward=zeros, terminated=zeros > 0, truncated=zeros > 0
@@ -81,7 +83,7 @@ def test_all_methods_are_there_and_agree():
     state = buffer.update_priorities(state, batch.index, np.array([2.0, 2.0, 2.0]))
     assert float(buffer.metrics(state)["max_priority"]) == 2
     assert buffer.sample(state, jax.random.key(0), beta=0.0).weight.tolist() == [1] * 4
-    assert (buffer.capacity, buffer.autoreset) == (64, "same_step")
+    assert (buffer.capacity, buffer.autoreset) == (64, "same_step_no_final_obs")
     assert int(buffer.size(buffer.clear(state))) == 0
 
 
@@ -93,7 +95,7 @@ def test_rollouts_and_mixtures_are_taken_too():
         terminated=jnp.zeros(2, bool),
         truncated=jnp.zeros(2, bool),
     )
-    rollout = jr.jit(jr.rollout(length=3, num_envs=2, autoreset="same_step"))
+    rollout = jr.jit(jr.rollout(length=3, num_envs=2, autoreset="same_step_no_final_obs"))
     state = rollout.init(jax.tree.map(lambda x: x[0], steps))
     room = []
     for _ in range(3):

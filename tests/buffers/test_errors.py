@@ -5,6 +5,7 @@ import collections
 import copy
 import dataclasses
 import functools
+import itertools
 import re
 
 import flax.struct
@@ -73,10 +74,10 @@ def test_sizes_must_be_positive_ints(wrong):
 def test_a_stream_must_hold_one_window():
     with pytest.raises(ValueError, match="one window needs 6; the smallest capacity is 12"):
         jr.uniform(**SHARED, autoreset="next_step", n_step=5)
-    replay = jr.uniform(**SHARED, autoreset="same_step", n_step=3)
-    replay.init(example())
+    jr.uniform(**SHARED, autoreset="same_step_no_final_obs", n_step=3)
     with pytest.raises(ValueError, match="one window needs 5; the smallest capacity is 10"):
-        replay.init(example(final_obs=step()["obs"]))  # a step may bring its final row beside it
+        # a step may bring its final row beside it
+        jr.uniform(**SHARED, autoreset="same_step", n_step=3)
 
 
 def test_a_number_of_steps_is_an_int():
@@ -148,7 +149,7 @@ def test_items_have_no_episodes():
 
 
 def test_a_step_must_have_its_fields():
-    replay = jr.uniform(**SHARED, autoreset="same_step")
+    replay = jr.uniform(**SHARED, autoreset="same_step_no_final_obs")
     incomplete = {key: value for key, value in step().items() if key != "truncated"}
     with pytest.raises(
         ValueError, match=r"init: the step's keys are wrong: missing truncated; unknown done"
@@ -175,7 +176,7 @@ def test_a_step_must_have_its_fields():
     ],
 )
 def test_a_name_of_another_library_is_explained(name, hint):
-    replay = jr.uniform(**SHARED, autoreset="same_step")
+    replay = jr.uniform(**SHARED, autoreset="same_step_no_final_obs")
     with pytest.raises(
         ValueError, match=f"(?s)init: the step's keys are wrong: unknown {name}.*{hint}"
     ):
@@ -188,7 +189,7 @@ def test_a_name_of_another_library_is_explained(name, hint):
 @pytest.mark.parametrize("make", [jr.uniform, jr.prioritized])
 def test_an_example_with_the_env_axis_is_told_so(make):
     """The commonest mistake: the first step of all envs in place of one env's."""
-    replay = make(**SHARED, autoreset="same_step")
+    replay = make(**SHARED, autoreset="same_step_no_final_obs")
     with pytest.raises(
         ValueError,
         match=r"(?s)init:.*terminated: got bool\[2\], expected bool\[\].*an example is one env's "
@@ -202,11 +203,11 @@ def test_an_example_with_the_env_axis_is_told_so(make):
     ):
         replay.init(step(truncated=jnp.zeros(2)))
     with pytest.raises(ValueError, match="an example is one env's step"):
-        jr.rollout(length=3, num_envs=2, autoreset="same_step").init(step())
+        jr.rollout(length=3, num_envs=2, autoreset="same_step_no_final_obs").init(step())
 
 
 def test_done_flags_must_be_bool():
-    replay = jr.uniform(**SHARED, autoreset="same_step")
+    replay = jr.uniform(**SHARED, autoreset="same_step_no_final_obs")
     with pytest.raises(
         ValueError, match=r"(?s)terminated: got float32\[\], expected bool\[\].*x.astype\(bool\)"
     ):
@@ -217,7 +218,7 @@ def test_done_flags_must_be_bool():
 
 
 def test_every_bad_leaf_is_named_at_once():
-    replay = jr.uniform(**SHARED, autoreset="same_step")
+    replay = jr.uniform(**SHARED, autoreset="same_step_no_final_obs")
     state = replay.init(example())
     bad = step(obs={"a": jnp.zeros((2, 1)), "c": jnp.zeros(2)}, reward=jnp.zeros(2, jnp.int32))
     with pytest.raises(ValueError, match="add:") as error:
@@ -232,7 +233,7 @@ def test_every_bad_leaf_is_named_at_once():
 
 
 def test_a_scalar_is_not_broadcast():
-    replay = jr.uniform(**SHARED, autoreset="same_step")
+    replay = jr.uniform(**SHARED, autoreset="same_step_no_final_obs")
     state = replay.init(example())
     with pytest.raises(ValueError, match=r"reward: got float32\[\], expected float32\[2\]"):
         replay.add(state, step(reward=0.0))
@@ -240,13 +241,28 @@ def test_a_scalar_is_not_broadcast():
         replay.add(state, step(reward=jnp.zeros(1)))
 
 
-def test_final_obs_must_come_as_the_example_said():
-    replay = jr.uniform(**SHARED, autoreset="same_step")
-    without, with_final = replay.init(example()), replay.init(example(final_obs=step()["obs"]))
-    with pytest.raises(ValueError, match=r"final_obs.a: unexpected"):
-        replay.add(without, step(final_obs=step()["obs"]))
-    with pytest.raises(ValueError, match=r"final_obs.a: missing"):
-        replay.add(with_final, step())
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda form: jr.uniform(**SHARED, autoreset=form),
+        lambda form: jr.rollout(length=4, num_envs=2, autoreset=form),
+    ],
+    ids=["uniform", "rollout"],
+)
+def test_final_obs_comes_with_same_step_and_must(make):
+    replay = make("same_step")
+    final = example(final_obs=step()["obs"])
+    for call in (
+        lambda: replay.init(example()),
+        lambda: replay.add(replay.init(final), step()),
+        lambda: replay.extend(replay.init(final), step()),
+    ):
+        with pytest.raises(ValueError, match=r"needs the final_obs of every step(.|\n)*") as caught:
+            call()
+        for name in ('info["final_observation"]', 'info["final_obs"]', 'extras["next_obs"]'):
+            assert name in str(caught.value)
+    with pytest.raises(ValueError, match=r"final_obs.b: missing"):
+        replay.add(replay.init(final), step(final_obs={"a": jnp.zeros(2)}))
     with pytest.raises(
         ValueError, match=r"(?s)final_obs.*final_obs is an observation: the same leaves as obs"
     ):
@@ -256,11 +272,14 @@ def test_final_obs_must_come_as_the_example_said():
 def test_a_final_obs_that_would_not_be_read_is_refused():
     """Who has one most likely mistook the form, and then the next episode's first observation would
     be taken for the final one."""
-    buffers = (
-        jr.uniform(**SHARED, autoreset="next_step"),
-        jr.rollout(length=4, num_envs=2, autoreset="next_step"),
-    )
-    for replay in buffers:
+    for make, form in itertools.product(
+        (
+            lambda form: jr.uniform(**SHARED, autoreset=form),
+            lambda form: jr.rollout(length=4, num_envs=2, autoreset=form),
+        ),
+        ("next_step", "same_step_no_final_obs"),
+    ):
+        replay = make(form)
         with pytest.raises(
             ValueError,
             match=r"init: final_obs was given.*comes beside it, that is autoreset=\"same_step\"",
@@ -272,10 +291,10 @@ def test_a_final_obs_that_would_not_be_read_is_refused():
 
 def test_a_mask_must_be_asked_for():
     mask = jnp.ones(2, bool)
-    replay = jr.uniform(**SHARED, autoreset="same_step")
+    replay = jr.uniform(**SHARED, autoreset="same_step_no_final_obs")
     with pytest.raises(ValueError, match="made without allow_mask=True"):
         replay.add(replay.init(example()), step(), mask)
-    replay = jr.uniform(**SHARED, autoreset="same_step", allow_mask=True)
+    replay = jr.uniform(**SHARED, autoreset="same_step_no_final_obs", allow_mask=True)
     with pytest.raises(ValueError, match=r"mask: got float32\[2\], expected bool\[2\]"):
         replay.add(replay.init(example()), step(), jnp.ones(2))
     with pytest.raises(ValueError, match=r"mask: got bool\[1\], expected bool\[2\]"):
@@ -283,7 +302,7 @@ def test_a_mask_must_be_asked_for():
 
 
 def test_priorities_need_a_sampler_that_has_them():
-    replay = jr.uniform(**SHARED, autoreset="same_step")
+    replay = jr.uniform(**SHARED, autoreset="same_step_no_final_obs")
     state = replay.init(example())
     with pytest.raises(
         ValueError, match=r"add: the sampler Uniform has no priorities; use jaxreplay\.prioritized"
@@ -294,7 +313,7 @@ def test_priorities_need_a_sampler_that_has_them():
 
 
 def test_priorities_must_be_one_a_row():
-    replay = jr.prioritized(**SHARED, autoreset="same_step")
+    replay = jr.prioritized(**SHARED, autoreset="same_step_no_final_obs")
     state = replay.init(example())
     index = replay.sample(state, jax.random.key(0)).index
     with pytest.raises(
@@ -308,10 +327,10 @@ def test_priorities_must_be_one_a_row():
 
 
 def test_an_index_must_be_integers():
-    replay = jr.uniform(**SHARED, autoreset="same_step")
+    replay = jr.uniform(**SHARED, autoreset="same_step_no_final_obs")
     state = replay.init(example())
     with pytest.raises(
-        ValueError, match=r"index must be a jaxreplay\.Index or integer rows, got float32"
+        ValueError, match=r"index must be a jaxreplay\.types\.Index or integer rows, got float32"
     ):
         replay.get(state, jnp.ones(3))
     with pytest.raises(ValueError, match="batch_size must be an int of at least 1, got 0"):
@@ -390,7 +409,7 @@ def test_a_buffer_that_does_not_fit_is_refused_before_it_is_allocated():
 
 
 def test_numpy_input_of_64_bits_is_taken_as_jax_takes_it():
-    replay = jr.uniform(**SHARED, autoreset="same_step")
+    replay = jr.uniform(**SHARED, autoreset="same_step_no_final_obs")
     state = replay.add(replay.init(example()), step(reward=np.zeros(2, np.float64)))
     assert state.streams.steps.reward.dtype == jnp.float32
 
@@ -561,7 +580,7 @@ def test_stacks_go_inside_of_goals_from_anywhere():
 
 @pytest.mark.parametrize("name", ["terminated", "truncated"])
 def test_float_flags_name_the_cure(name):
-    replay = jr.uniform(capacity=8, num_envs=2, batch_size=2, autoreset="same_step")
+    replay = jr.uniform(capacity=8, num_envs=2, batch_size=2, autoreset="same_step_no_final_obs")
     zero, flag = jnp.zeros(2), jnp.zeros(2, bool)
     step = jr.Step(zero, zero, zero, terminated=flag, truncated=flag)
     state = replay.init(jax.tree.map(lambda leaf: leaf[0], step))
@@ -594,7 +613,7 @@ class FlaxStep:
 
 
 def test_a_step_may_be_of_any_class_with_the_fields():
-    replay = jr.uniform(capacity=8, num_envs=2, batch_size=2, autoreset="same_step")
+    replay = jr.uniform(capacity=8, num_envs=2, batch_size=2, autoreset="same_step_no_final_obs")
     flag = np.zeros(2, bool)
     fields = {
         "obs": np.ones(2, np.float32),
@@ -661,7 +680,7 @@ def test_the_words_of_other_libraries_are_answered(call, hint):
     ],
 )
 def test_a_batch_answers_the_names_of_other_libraries(name, hint):
-    replay = jr.uniform(**SHARED, autoreset="same_step")
+    replay = jr.uniform(**SHARED, autoreset="same_step_no_final_obs")
     batch = jax.eval_shape(replay.sample, replay.init(example()), jax.random.key(0))
     with pytest.raises(AttributeError, match=re.escape(hint)):
         getattr(batch, name)

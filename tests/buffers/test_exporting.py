@@ -81,7 +81,7 @@ def test_rollouts_and_mixtures_are_exported():
         ).platforms
         == ALL
     )
-    buffer = jr.uniform(capacity=16, num_envs=2, batch_size=2, autoreset="same_step")
+    buffer = jr.uniform(capacity=16, num_envs=2, batch_size=2, autoreset="same_step_no_final_obs")
     mixture = jr.mix(a=(buffer, 2), b=(buffer, 3))
     state = buffer.init(jax.tree.map(lambda x: x[0], step))
     exported = export.export(jax.jit(mixture.sample))({"a": state, "b": state}, jax.random.key(0))

@@ -125,7 +125,7 @@ class DeltaView(jr.views.View):
 CASE = Case(
     "least learned deltas",
     lambda shared: jr.ReplayBuffer(
-        **shared, sampler=LeastLearned(), view=DeltaView(), autoreset="same_step"
+        **shared, sampler=LeastLearned(), view=DeltaView(), autoreset="same_step_no_final_obs"
     ),
     is_plain=False,
 )

@@ -8,9 +8,14 @@ import pytest
 import jaxreplay as jr
 from jaxreplay.targets import importance_weights
 
-OFFLINE = jr.uniform(capacity=32, num_envs=1, batch_size=7, autoreset="same_step")
+OFFLINE = jr.uniform(capacity=32, num_envs=1, batch_size=7, autoreset="same_step_no_final_obs")
 ONLINE = jr.prioritized(
-    capacity=16, num_envs=2, batch_size=5, autoreset="same_step", alpha=1.0, stratified=False
+    capacity=16,
+    num_envs=2,
+    batch_size=5,
+    autoreset="same_step_no_final_obs",
+    alpha=1.0,
+    stratified=False,
 )
 REPLAY = jr.mix(offline=(OFFLINE, 200), online=(ONLINE, 300))
 
@@ -124,7 +129,7 @@ def test_wrong_members_are_named():
 def test_a_members_unlikely_item_does_not_silence_the_others():
     """The largest weight is that of the member's own part."""
     probability, source = jnp.array([0.25, 0.25, 0.5, 1e-6, 0.0]), jnp.array([0, 0, 1, 1, 2])
-    index = jr.Index(row=source, lap=source.astype(jnp.uint32))
+    index = jr.types.Index(row=source, lap=source.astype(jnp.uint32))
     batch = jr.Sample(
         experience=None,
         index=index,

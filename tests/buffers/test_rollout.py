@@ -15,11 +15,11 @@ from jaxreplay.buffers import state_checks
 from tests.support import hlo
 
 T, E = 6, 2
-FORMS = ("next_step", "same_step with final_obs")
+FORMS = ("next_step", "same_step")
 
 
 def rollout_of(form, length=T, num_envs=E):
-    return Rollout(length=length, num_envs=num_envs, autoreset=form.split()[0])
+    return Rollout(length=length, num_envs=num_envs, autoreset=form)
 
 
 def step_of(seed=0, time=None, form=FORMS[1], num_envs=E):
@@ -314,7 +314,9 @@ def test_the_wrong_leaf_is_named():
     with pytest.raises(
         ValueError, match=r"extend:\n(.|\n)*final_obs.image: missing, expected uint8\[6, 2, 2, 2\]"
     ):
-        rollout.extend(state, step_of(0, T).replace(final_obs=None))
+        rollout.extend(
+            state, step_of(0, T).replace(final_obs={"vector": step_of(0, T).obs["vector"]})
+        )
     with pytest.raises(
         ValueError, match="init: the step's keys are wrong: missing terminated, truncated"
     ):

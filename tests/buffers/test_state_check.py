@@ -17,7 +17,7 @@ FLAG, ZERO = jnp.zeros(2, bool), jnp.zeros(2)
 STEP = jr.Step(obs=jnp.zeros((2, 3)), action=ZERO, reward=ZERO, terminated=FLAG, truncated=FLAG)
 EXAMPLE = jax.tree.map(lambda leaf: leaf[0], STEP)
 KEY = jax.random.key(0)
-INDEX = jr.Index(row=jnp.zeros(8, jnp.int32), lap=jnp.zeros(8, jnp.uint32))
+INDEX = jr.types.Index(row=jnp.zeros(8, jnp.int32), lap=jnp.zeros(8, jnp.uint32))
 ROWS = jnp.arange(8)
 
 
@@ -74,8 +74,8 @@ def test_every_method_refuses_a_state_of_another_capacity(method):
     [
         ({"n_step": 3}, "after: the state's is 3, this buffer's 1"),
         (
-            {"autoreset": "same_step"},
-            "autoreset: the state's is 'same_step', this buffer's 'next_step'",
+            {"autoreset": "same_step_no_final_obs"},
+            "autoreset: the state's is 'same_step_no_final_obs', this buffer's 'next_step'",
         ),
         ({"num_envs": 4}, "num_envs: the state's is 4, this buffer's 2"),
         ({"allow_mask": True}, "allow_mask: the state's is True, this buffer's False"),
@@ -290,7 +290,8 @@ def test_a_state_that_was_handed_over_says_so():
 def test_a_state_of_another_rollout_is_refused():
     steps = jax.tree.map(lambda leaf: leaf[None], STEP)
     rollout, longer = (
-        jr.rollout(length=length, num_envs=2, autoreset="same_step") for length in (4, 8)
+        jr.rollout(length=length, num_envs=2, autoreset="same_step_no_final_obs")
+        for length in (4, 8)
     )
     state = rollout.init(EXAMPLE)
     for call in (

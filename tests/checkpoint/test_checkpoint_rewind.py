@@ -28,7 +28,7 @@ def run(buffer, add, state, seed, num_steps, num_values):
             "terminated": flags,
             "truncated": values == num_values - 1,
         }
-        step |= {"final_obs": values} if buffer.autoreset and state.layout.has_final_obs else {}
+        step |= {"final_obs": values} if buffer.autoreset == "same_step" else {}
         state = add(state, step if buffer.autoreset else values)
     return state
 
@@ -47,7 +47,8 @@ def test_a_rewind_saves_the_second_way(kind, num_envs, tmp_path):
         buffer = jr.items(**sizes)
     else:
         make = jr.prioritized if kind == "prioritized" else jr.uniform
-        buffer = make(**sizes, autoreset="same_step", n_step=2, allow_mask=kind == "masked")
+        autoreset = "same_step" if kind == "final_obs" else "same_step_no_final_obs"
+        buffer = make(**sizes, autoreset=autoreset, n_step=2, allow_mask=kind == "masked")
     add, r = jr.jit(buffer).add, np.random.default_rng(0)
     zero = np.zeros((), np.float32)
     example = (

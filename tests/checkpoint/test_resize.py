@@ -118,7 +118,7 @@ def test_priorities_come_along(capacity, ranked, tmp_path):
     """Updated ones, those of rows that still wait for their window, and the ranks as of the last
     `rerank`."""
     buffer = jr.prioritized(
-        capacity=100, num_envs=2, batch_size=32, autoreset="same_step", n_step=3
+        capacity=100, num_envs=2, batch_size=32, autoreset="same_step_no_final_obs", n_step=3
     )
     if ranked:
         buffer = dataclasses.replace(buffer, sampler=jr.RankBased(normalize_weights="buffer"))
@@ -177,12 +177,11 @@ def test_priorities_come_along(capacity, ranked, tmp_path):
 
 
 @pytest.mark.parametrize("capacity", [2 * 17, 2 * 60])
-@pytest.mark.parametrize("form", ["next_step", "same_step", "final_obs"])
-def test_episodes_are_looked_up_as_before(form, capacity, tmp_path, monkeypatch):
+@pytest.mark.parametrize("autoreset", jr.autoreset.FORMS)
+def test_episodes_are_as_before(autoreset, capacity, tmp_path, monkeypatch):
     """Of every stored row; with final rows that open an episode, and told of in blocks of which the
     oldest is cut."""
     monkeypatch.setattr(resize, "_BLOCK", 8)  # four rows of each of two streams
-    autoreset = "next_step" if form == "next_step" else "same_step"
     buffer = jr.uniform(
         capacity=2 * 30, num_envs=2, batch_size=4, autoreset=autoreset, track_episodes=True
     )
@@ -195,7 +194,7 @@ def test_episodes_are_looked_up_as_before(form, capacity, tmp_path, monkeypatch)
         time,
         terminated=jnp.asarray(done < 0.1),
         truncated=jnp.asarray(done > 0.7),
-        final_obs=time if form == "final_obs" else None,
+        final_obs=time if autoreset == "same_step" else None,
     )
     example = jax.tree.map(lambda leaf: leaf[0, 0], step)
     state = jax.jit(buffer.extend)(buffer.init(example), step)

@@ -235,7 +235,7 @@ def test_what_is_odd_is_named(tmp_path):
 
 def test_what_was_overwritten_is_not_looked_at():
     """With final_obs, a final row has no reward of its own: what it holds is another step's."""
-    replay = jr.uniform(capacity=20, num_envs=1, batch_size=4, autoreset="same_step")
+    replay = jr.uniform(capacity=20, num_envs=1, batch_size=4, autoreset="same_step_no_final_obs")
     example = {**EXAMPLE, "obs": np.float32(0), "final_obs": np.float32(0)}
 
     def steps(count, reward, done):

@@ -11,7 +11,7 @@ from tests.conftest import SOAK
 from tests.support import oracle_views
 from tests.support.oracle import Oracle
 
-FORMS = [("next_step", False), ("same_step", True), ("same_step", False)]
+FORMS = jr.autoreset.FORMS
 
 
 def check(buffer, state, oracle, look_up):
@@ -36,10 +36,10 @@ def check(buffer, state, oracle, look_up):
                 assert ends[k] == (ahead[k - 1] if exist[k] else len(rows) - 1) - index
 
 
-@pytest.mark.parametrize(("autoreset", "has_final_obs"), FORMS)
+@pytest.mark.parametrize("autoreset", FORMS)
 @pytest.mark.parametrize("ends", [0.03, 0.3, 0.9, 1.0])
 @pytest.mark.parametrize("allow_mask", [False, True])
-def test_look_ups_agree_with_their_definitions(autoreset, has_final_obs, ends, allow_mask):
+def test_look_ups_agree_with_their_definitions(autoreset, ends, allow_mask):
     r = np.random.default_rng(int(ends * 100) + allow_mask)
     num_envs, length = 3, 8
     buffer = jr.uniform(
@@ -54,7 +54,6 @@ def test_look_ups_agree_with_their_definitions(autoreset, has_final_obs, ends, a
         num_envs=num_envs,
         length=length,
         autoreset=autoreset,
-        has_final_obs=has_final_obs,
         n_step=1,
         gamma=1.0,
     )
@@ -65,7 +64,7 @@ def test_look_ups_agree_with_their_definitions(autoreset, has_final_obs, ends, a
         reward=zeros,
         terminated=zeros > 0,
         truncated=zeros > 0,
-        final_obs=zeros if has_final_obs else None,
+        final_obs=zeros if autoreset == "same_step" else None,
     )
     state, add = buffer.init(jax.tree.map(lambda x: x[0], blank)), jax.jit(buffer.add)
     rows = jnp.arange(buffer.capacity)
@@ -95,7 +94,11 @@ def test_look_ups_agree_with_their_definitions(autoreset, has_final_obs, ends, a
 
 def test_rows_that_are_not_stored_are_in_no_complete_episode():
     buffer = jr.uniform(
-        capacity=8, num_envs=1, batch_size=1, autoreset="same_step", track_episodes=True
+        capacity=8,
+        num_envs=1,
+        batch_size=1,
+        autoreset="same_step_no_final_obs",
+        track_episodes=True,
     )
     one = jnp.ones(1)
     step = jr.Step(obs=one, action=one, reward=one, terminated=one > 0, truncated=one < 0)
@@ -106,7 +109,7 @@ def test_rows_that_are_not_stored_are_in_no_complete_episode():
 
 
 def test_without_a_table_the_cure_is_named():
-    buffer = jr.uniform(capacity=8, num_envs=1, batch_size=1, autoreset="same_step")
+    buffer = jr.uniform(capacity=8, num_envs=1, batch_size=1, autoreset="same_step_no_final_obs")
     one = jnp.ones(())
     state = buffer.init(
         jr.Step(obs=one, action=one, reward=one, terminated=one > 0, truncated=one < 0)

@@ -31,7 +31,10 @@ def make_buffer(priorities, *, length=4, **config):
     """One sampleable row a stream with these priorities, and one more row that waits."""
     config = {"alpha": 1.0, "stratified": False, "batch_size": 8, **config}
     buffer = jr.prioritized(
-        capacity=length * len(priorities), num_envs=len(priorities), autoreset="same_step", **config
+        capacity=length * len(priorities),
+        num_envs=len(priorities),
+        autoreset="same_step_no_final_obs",
+        **config,
     )
     state = buffer.init(jax.tree.map(lambda x: x[0], flat(priorities)))
     state = add(buffer, state, flat(priorities), priority=jnp.asarray(priorities, jnp.float32))
@@ -129,7 +132,7 @@ def test_the_largest_of_duplicates_wins():
 @pytest.mark.parametrize("row", [-1, -12, 12, 2**31 - 1, -(2**31)])
 def test_a_row_out_of_range_is_ignored_and_counted(row):
     buffer, state = make_buffer([1.0, 2.0, 5.0])
-    index = jr.Index(row=jnp.array([row], jnp.int32), lap=jnp.zeros(1, jnp.uint32))
+    index = jr.types.Index(row=jnp.array([row], jnp.int32), lap=jnp.zeros(1, jnp.uint32))
     changed = update(buffer, state, index, jnp.array([100.0]))
     assert int(changed.sampler.num_stale_updates) == 1
     assert float(changed.sampler.max_priority) == 5
@@ -139,7 +142,7 @@ def test_a_row_out_of_range_is_ignored_and_counted(row):
 def test_rows_that_were_never_written_or_still_wait_are_ignored():
     buffer, state = make_buffer([1.0, 2.0])
     waiting, unwritten = 1, 2
-    index = jr.Index(row=jnp.array([waiting, unwritten]), lap=jnp.zeros(2, jnp.uint32))
+    index = jr.types.Index(row=jnp.array([waiting, unwritten]), lap=jnp.zeros(2, jnp.uint32))
     changed = update(buffer, state, index, jnp.array([100.0, 100.0]))
     assert int(changed.sampler.num_stale_updates) == 2
     np.testing.assert_array_equal(changed.sampler.tree.sums[0], state.sampler.tree.sums[0])
@@ -173,7 +176,7 @@ def test_laps_wrap_around():
 
 def test_ranks_wrap_around():
     """2^32 transitions a stream: the count starts again at 0, and sizes and draws stay right."""
-    buffer = jr.uniform(capacity=10, num_envs=1, batch_size=500, autoreset="same_step")
+    buffer = jr.uniform(capacity=10, num_envs=1, batch_size=500, autoreset="same_step_no_final_obs")
     state = buffer.init(jax.tree.map(lambda x: x[0], flat([0.0])))
     state = state.replace(
         streams=state.streams.replace(num_candidates=jnp.array([2**32 - 7], jnp.uint32))
@@ -194,7 +197,7 @@ def test_counters_of_what_was_ignored_stay_at_their_maximum():
     bad = index_of(buffer, state, [0, 0, 0])
     state = update(buffer, state.replace(sampler=sampler), bad, jnp.array([NAN] * 3))
     assert int(state.sampler.num_bad_priorities) == 2**32 - 1
-    state = update(buffer, state, jr.Index(row=bad.row - 1, lap=bad.lap), jnp.ones(3))
+    state = update(buffer, state, jr.types.Index(row=bad.row - 1, lap=bad.lap), jnp.ones(3))
     assert int(state.sampler.num_stale_updates) == 2**32 - 1
 
 
@@ -211,7 +214,12 @@ def test_new_rows_have_the_largest_priority_so_far():
 
 def test_a_waiting_row_keeps_the_priority_of_its_add():
     buffer = jr.prioritized(
-        capacity=8, num_envs=1, batch_size=4, autoreset="same_step", n_step=3, alpha=1.0
+        capacity=8,
+        num_envs=1,
+        batch_size=4,
+        autoreset="same_step_no_final_obs",
+        n_step=3,
+        alpha=1.0,
     )
     state = buffer.init(jax.tree.map(lambda x: x[0], flat([0.0])))
     for priority in (2.0, 3.0, 5.0, 7.0, 11.0):
@@ -364,7 +372,9 @@ def test_a_positive_priority_has_a_positive_probability_beside_a_huge_one():
 def test_the_index_of_an_invalid_item_names_no_row():
     """A sample before there is anything to draw hands out some row's number; an update by it is
     ignored, also once that row is sampleable."""
-    buffer = jr.prioritized(capacity=4, num_envs=1, batch_size=2, autoreset="same_step", alpha=1.0)
+    buffer = jr.prioritized(
+        capacity=4, num_envs=1, batch_size=2, autoreset="same_step_no_final_obs", alpha=1.0
+    )
     state = buffer.init(jax.tree.map(lambda x: x[0], flat([0.0])))
     state = add(buffer, state, flat([0.0]))
     early = sample(buffer, state, jax.random.key(0), None)
@@ -373,7 +383,7 @@ def test_the_index_of_an_invalid_item_names_no_row():
         state = add(buffer, state, flat([0.0]))
         state = update(buffer, state, early.index, jnp.array([100.0, 100.0]))
     assert (float(state.sampler.max_priority), int(state.sampler.num_stale_updates)) == (1, 6)
-    stale = get(buffer, state, jr.Index(row=jnp.array([0]), lap=jnp.array([7], jnp.uint32)))
+    stale = get(buffer, state, jr.types.Index(row=jnp.array([0]), lap=jnp.array([7], jnp.uint32)))
     assert (
         int(update(buffer, state, stale.index, jnp.array([100.0])).sampler.num_stale_updates) == 7
     )

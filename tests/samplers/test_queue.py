@@ -122,7 +122,7 @@ class QueuePair(ViewPair):
         assert (number, is_enough) == (len(rows), bool(rows))
         assert {row for row in sampleable if probability[row] == 1} == rows
         assert all(probability[row] == 0 for row in sampleable - rows)
-        rows_per_step = 2 if self.config.has_final_obs else 1
+        rows_per_step = 2 if self.config.autoreset == "same_step" else 1
         assert [bool(room) for room in rooms] == [
             self._has_room(num_steps * rows_per_step) for num_steps in STEPS
         ]
@@ -140,18 +140,16 @@ class QueuePair(ViewPair):
 
 
 POOL = (
-    Config("next_step", False, True, 3, TransitionView(n_step=3, gamma=0.5), Queue(), num_envs=3),
+    Config("next_step", True, 3, TransitionView(n_step=3, gamma=0.5), Queue(), num_envs=3),
     Config(
         "same_step",
-        True,
         False,
         4,
         jr.views.FrameStack(num_frames=3, inner=TransitionView(gamma=0.5)),
         Queue(),
     ),
     Config(
-        "same_step",
-        False,
+        "same_step_no_final_obs",
         True,
         6,
         jr.views.SequenceView(length=2, burn_in=1, period=2, cross_episodes=True),
@@ -160,7 +158,6 @@ POOL = (
     ),
     Config(
         "same_step",
-        True,
         True,
         5,
         jr.views.Hindsight(

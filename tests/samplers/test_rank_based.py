@@ -128,17 +128,15 @@ class RankPair(Pair):
 POOL = (
     Config(
         "next_step",
-        False,
         True,
         6,
         TransitionView(n_step=3, gamma=0.5),
         RankBased(stratified=False, normalize_weights="buffer"),
         num_envs=3,
     ),
-    Config("same_step", True, False, 6, TransitionView(gamma=0.5), RankBased(alpha=1.0)),
+    Config("same_step", False, 6, TransitionView(gamma=0.5), RankBased(alpha=1.0)),
     Config(
-        "same_step",
-        False,
+        "same_step_no_final_obs",
         False,
         8,
         TransitionView(n_step=2, gamma=0.5),
@@ -146,8 +144,7 @@ POOL = (
         num_envs=2,
     ),
     Config(
-        "same_step",
-        False,
+        "same_step_no_final_obs",
         False,
         7,
         TransitionView(n_step=3, gamma=0.5),
@@ -362,7 +359,9 @@ def test_the_largest_of_duplicates_wins():
 def test_stale_and_foreign_rows_are_ignored_and_counted():
     buffer, state = ranked([1.0, 2.0, 3.0])
     late = index_of(buffer, state, [0, 1, 2])
-    foreign = jr.Index(row=jnp.array([-1, 12, 2**31 - 1], jnp.int32), lap=jnp.zeros(3, jnp.uint32))
+    foreign = jr.types.Index(
+        row=jnp.array([-1, 12, 2**31 - 1], jnp.int32), lap=jnp.zeros(3, jnp.uint32)
+    )
     state = update(buffer, state, foreign, jnp.full(3, 9.0))
     state = fed(buffer, state, range(3))  # the first rows are overwritten now
     recorded = np.asarray(state.sampler.priority)

@@ -74,7 +74,6 @@ class RecentPair(ViewPair):
 POOL = (
     Config(
         "next_step",
-        False,
         True,
         6,
         TransitionView(n_step=3, gamma=0.5),
@@ -82,15 +81,14 @@ POOL = (
         num_envs=3,
     ),
     Config(
-        "same_step",
-        False,
+        "same_step_no_final_obs",
         True,
         8,
         jr.views.SequenceView(length=2, period=2),
         Recent(decay=0.3),
         num_envs=1,
     ),
-    Config("same_step", False, False, 6, jr.views.FutureView(), Recent(decay=1.0)),
+    Config("same_step_no_final_obs", False, 6, jr.views.FutureView(), Recent(decay=1.0)),
 )
 
 

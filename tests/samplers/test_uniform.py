@@ -51,7 +51,7 @@ def check_law(buffer, state, draws):
 
 
 @on_each_platform
-@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step_no_final_obs"])
 @pytest.mark.parametrize("every", [1, 2, 7])
 def test_the_law_is_exact_between_many_tails(autoreset, every):
     """An episode of one step with next-step autoreset makes every other row a final row."""
@@ -67,7 +67,7 @@ def test_the_law_is_exact_where_almost_every_row_is_a_tail(transitions):
     of rounds for 5 rows of 4 000."""
     truncated = np.ones(4000, bool)
     truncated[np.linspace(100, 3900, transitions).astype(int)] = False
-    buffer, state = stream("same_step", np.zeros(4000), truncated, capacity=3950)
+    buffer, state = stream("same_step_no_final_obs", np.zeros(4000), truncated, capacity=3950)
     assert int(buffer.size(state)) == transitions
     check_law(buffer, state, 20_000)
 
@@ -75,7 +75,7 @@ def test_the_law_is_exact_where_almost_every_row_is_a_tail(transitions):
 @on_each_platform
 def test_the_law_is_exact_over_streams_of_different_fill():
     buffer = jr.uniform(
-        capacity=30, num_envs=3, batch_size=1, autoreset="same_step", allow_mask=True
+        capacity=30, num_envs=3, batch_size=1, autoreset="same_step_no_final_obs", allow_mask=True
     )
     zeros = jnp.zeros(3)
     step = jr.Step(obs=zeros, action=zeros, reward=zeros, terminated=zeros > 0, truncated=zeros > 0)
@@ -97,7 +97,7 @@ def test_the_law_is_exact_over_streams_of_different_fill():
 
 @on_each_platform
 def test_nothing_but_tails_cannot_be_sampled():
-    buffer, state = stream("same_step", np.zeros(9), np.ones(9), capacity=8)
+    buffer, state = stream("same_step_no_final_obs", np.zeros(9), np.ones(9), capacity=8)
     batch = jax.jit(buffer.sample)(state, jax.random.key(0))
     assert not buffer.can_sample(state)
     assert (batch.is_valid.tolist(), batch.probability.tolist()) == ([False], [0])

@@ -95,7 +95,6 @@ class PassPair(ViewPair):
 POOL = (
     Config(
         "next_step",
-        False,
         True,
         6,
         TransitionView(n_step=3, gamma=0.5),
@@ -104,22 +103,20 @@ POOL = (
     ),
     Config(
         "same_step",
-        True,
         False,
         9,
         jr.views.FrameStack(num_frames=3, inner=TransitionView(gamma=0.5)),
         WithoutReplacement(),
     ),
     Config(
-        "same_step",
-        False,
+        "same_step_no_final_obs",
         True,
         12,
         jr.views.SequenceView(length=2, period=2),
         WithoutReplacement(),
         num_envs=1,
     ),
-    Config("same_step", False, False, 9, jr.views.FutureView(), WithoutReplacement()),
+    Config("same_step_no_final_obs", False, 9, jr.views.FutureView(), WithoutReplacement()),
 )
 
 

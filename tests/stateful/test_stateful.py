@@ -134,7 +134,9 @@ def test_items_of_any_kind():
 def test_what_cannot_be_drawn_any_more_is_not_drawn():
     """A buffer that was sampleable may cease to be: by short episodes, by priorities of 0, by an
     episode without end."""
-    few = make(num_envs=1, capacity=12, batch_size=4, min_size=10, autoreset="same_step")
+    few = make(
+        num_envs=1, capacity=12, batch_size=4, min_size=10, autoreset="same_step_no_final_obs"
+    )
     for t in range(24):
         one = step(t, (1,))
         few.add(
@@ -385,7 +387,9 @@ def test_an_empty_replay_says_what_is_missing():
     ):
         jr.Replay(jr.rollout(length=3, num_envs=1, autoreset="next_step"))
     with pytest.raises(ValueError, match=r"no priorities; use jaxreplay.prioritized"):
-        replay.update_priorities(jr.Index(jnp.zeros(1, int), jnp.zeros(1, jnp.uint32)), np.ones(1))
+        replay.update_priorities(
+            jr.types.Index(jnp.zeros(1, int), jnp.zeros(1, jnp.uint32)), np.ones(1)
+        )
 
 
 @pytest.mark.parametrize(

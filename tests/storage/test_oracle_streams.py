@@ -16,7 +16,7 @@ import jaxreplay as jr
 from tests.conftest import SOAK
 from tests.support.oracle import Oracle
 
-FORMS = (("next_step", False), ("same_step", True), ("same_step", False))
+FORMS = jr.autoreset.FORMS
 BLOCK = 3
 PRIORITIES = (0.0, 0.3, 1.0, 2.5, 7.0, float("nan"), float("inf"), -1.0)
 # of at most 39 rows: all appear but once in 10^4 runs at most, with priorities within a factor of
@@ -27,7 +27,6 @@ DRAWS = 512
 @dataclasses.dataclass(frozen=True)
 class Config:
     autoreset: str
-    has_final_obs: bool
     allow_mask: bool
     n_step: int
     num_envs: int
@@ -55,7 +54,6 @@ class Config:
             num_envs=self.num_envs,
             length=self.length,
             autoreset=self.autoreset,
-            has_final_obs=self.has_final_obs,
             n_step=self.n_step,
             gamma=0.5,
         )
@@ -65,12 +63,12 @@ def _pool():
     """All three forms, with and without masks, n from 1 to 10, from the shortest stream that holds
     a window on; uniform and prioritized."""
     shapes = itertools.cycle([(1, 0), (3, 2), (2, 1), (1, 5), (3, 0)])
-    for (form, final), n_step in itertools.product(FORMS, range(1, 11)):
+    for form, n_step in itertools.product(FORMS, range(1, 11)):
         num_envs, spare = next(shapes)
-        shortest = n_step + (2 if final else 1)
+        shortest = n_step + (2 if form == "same_step" else 1)
         for prioritized in (False, True):
             allow_mask = bool((n_step + prioritized) % 2)
-            yield Config(form, final, allow_mask, n_step, num_envs, shortest + spare, prioritized)
+            yield Config(form, allow_mask, n_step, num_envs, shortest + spare, prioritized)
 
 
 POOL = tuple(_pool())
@@ -106,7 +104,7 @@ class Pair:
             reward=np.asarray(step["reward"], np.float32)[env],
             terminated=np.asarray(step["terminated"])[env],
             truncated=np.asarray(step["truncated"])[env],
-            final_obs=self._final(step, env) if self.config.has_final_obs else None,
+            final_obs=self._final(step, env) if self.config.autoreset == "same_step" else None,
             extras={"id": np.asarray(step["action"], np.int16)[env]},
         )
 
@@ -299,17 +297,13 @@ def test_streams_agree_with_the_oracle(config):
 
 def test_the_pool_is_what_it_says():
     assert len(POOL) <= 60
-    seen = {(c.autoreset, c.has_final_obs, c.allow_mask, c.n_step, c.prioritized) for c in POOL}
-    for (form, final), prioritized in itertools.product(FORMS, (False, True)):
-        mine = {
-            (allow_mask, n)
-            for f, has, allow_mask, n, p in seen
-            if (f, has, p) == (form, final, prioritized)
-        }
+    seen = {(c.autoreset, c.allow_mask, c.n_step, c.prioritized) for c in POOL}
+    for form, prioritized in itertools.product(FORMS, (False, True)):
+        mine = {(allow_mask, n) for f, allow_mask, n, p in seen if (f, p) == (form, prioritized)}
         assert {n for _, n in mine} == set(range(1, 11))
         assert {allow_mask for allow_mask, _ in mine} == {False, True}
-    for form, final in FORMS:
-        mine = [c for c in TRIED if (c.autoreset, c.has_final_obs) == (form, final)]
+    for form in FORMS:
+        mine = [c for c in TRIED if c.autoreset == form]
         assert {(c.prioritized, c.allow_mask) for c in mine} == set(
             itertools.product((False, True), repeat=2)
         )

@@ -70,7 +70,6 @@ def test_each_moment_is_as_if_the_episodes_ended_there(sampler, n_step, seed):
         num_envs=NUM_ENVS,
         length=LENGTH,
         autoreset="same_step",
-        has_final_obs=True,
         n_step=n_step,
         gamma=DISCOUNT,
     )

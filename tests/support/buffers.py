@@ -22,7 +22,6 @@ NUM_ENVS = 4
 class Case:
     name: str
     make: object  # (capacity, batch_size) -> replay
-    has_final_obs: bool = False
     is_items: bool = False
     # of the candidate, from the observations that the view reads
     image_of: object = lambda obs: obs["image"]
@@ -52,7 +51,9 @@ class Case:
             reward=jnp.asarray(r.normal(size=axes), jnp.float32),
             terminated=jnp.asarray(done < 0.1),
             truncated=jnp.asarray(done > 0.9),
-            final_obs=jax.tree.map(lambda x: x + 1, obs) if self.has_final_obs else None,
+            final_obs=jax.tree.map(lambda x: x + 1, obs)
+            if self.replay().autoreset == "same_step"
+            else None,
             extras={
                 "flag": jnp.asarray(r.random(axes) < 0.5),
                 "half": jnp.asarray(r.normal(size=(*axes, 1)), jnp.float16),
@@ -124,7 +125,7 @@ def noisy(item, key):
 
 def _views():
     """The buffers that read more than a transition, or transitions in another way."""
-    one = {"autoreset": "same_step"}
+    one, two = {"autoreset": "same_step"}, {"autoreset": "same_step_no_final_obs"}
     yield Case(
         "sequences prioritized, every second start",
         lambda shared: jr.sequences(
@@ -136,7 +137,6 @@ def _views():
             recurrent_state_key="half",
             sampler=jr.Prioritized(),
         ),
-        has_final_obs=True,
         image_of=lambda obs: obs["image"][:, 2],
         is_plain=False,
     )
@@ -156,7 +156,7 @@ def _views():
         image_of=lambda obs: obs["image"][:, -1],
         is_plain=False,
     )
-    yield Case("future_pairs", lambda shared: jr.future_pairs(**shared, **one), is_plain=False)
+    yield Case("future_pairs", lambda shared: jr.future_pairs(**shared, **two), is_plain=False)
     yield Case(
         "hindsight of final_obs, masked",
         lambda shared: jr.hindsight(
@@ -165,16 +165,14 @@ def _views():
             achieved_key="vector",
             desired_key="goal",
         ),
-        has_final_obs=True,
     )
     yield Case(
         "transitions queue",
         lambda shared: jr.transitions(**shared, **one, sampler=jr.Queue()),
-        has_final_obs=True,
     )
     yield Case(
         "transitions without replacement",
-        lambda shared: jr.transitions(**shared, **one, sampler=jr.WithoutReplacement()),
+        lambda shared: jr.transitions(**shared, **two, sampler=jr.WithoutReplacement()),
     )
     yield Case(
         "transitions recent",
@@ -184,7 +182,7 @@ def _views():
     )
     yield Case(
         "transitions by rank",
-        lambda shared: jr.transitions(**shared, **one, n_step=2, sampler=jr.RankBased()),
+        lambda shared: jr.transitions(**shared, **two, n_step=2, sampler=jr.RankBased()),
     )
     yield Case(
         "transform of prioritized",
@@ -199,17 +197,16 @@ CATALOG = (
     Case(
         "uniform final_obs, 3 steps",
         lambda shared: jr.uniform(**shared, autoreset="same_step", n_step=3),
-        has_final_obs=True,
     ),
     Case(
         "uniform masked, episodes",
         lambda shared: jr.uniform(
-            **shared, autoreset="same_step", allow_mask=True, track_episodes=True
+            **shared, autoreset="same_step_no_final_obs", allow_mask=True, track_episodes=True
         ),
     ),
     Case(
         "prioritized same_step, 3 steps",
-        lambda shared: jr.prioritized(**shared, autoreset="same_step", n_step=3),
+        lambda shared: jr.prioritized(**shared, autoreset="same_step_no_final_obs", n_step=3),
     ),
     Case(
         "prioritized next_step, minimum",
@@ -220,7 +217,6 @@ CATALOG = (
         lambda shared: jr.prioritized(
             **shared, autoreset="same_step", allow_mask=True, stratified=False, track_episodes=True
         ),
-        has_final_obs=True,
     ),
     Case(
         "prioritized items, composed by hand, as wide as on an accelerator",

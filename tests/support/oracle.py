@@ -30,9 +30,9 @@ class Transition:
 
 
 class Oracle:
-    def __init__(self, *, num_envs, length, autoreset, has_final_obs, n_step, gamma):
+    def __init__(self, *, num_envs, length, autoreset, n_step, gamma):
         self.length, self.n_step, self.gamma = length, n_step, gamma
-        self.autoreset, self.has_final_obs = autoreset, has_final_obs
+        self.autoreset = autoreset
         self.streams = [[] for _ in range(num_envs)]
         # a done before the last clear whose final row is still to come
         self.owed = [False] * num_envs
@@ -78,7 +78,7 @@ class Oracle:
         rows = self.streams[env]
         if self.autoreset == "next_step":
             rows.append(Row(row.obs, is_final=True) if self.owes_final_row(env) else row)
-        elif self.has_final_obs:
+        elif self.autoreset == "same_step":
             rows.append(row)
             if row.terminated or row.truncated:
                 rows.append(Row(final_obs, is_final=True))
@@ -103,9 +103,7 @@ class Oracle:
             following = rows[index + k + 1] if index + k + 1 < len(rows) else None
             reward += self.gamma**k * row.reward
             if row.terminated:
-                has_tail = following is not None and (
-                    self.autoreset == "next_step" or self.has_final_obs
-                )
+                has_tail = following is not None and self.autoreset != "same_step_no_final_obs"
                 return Transition(
                     first.obs,
                     first.action,

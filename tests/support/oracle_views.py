@@ -4,7 +4,7 @@
 def spans(oracle, rows):
     """(first, last or None) of each row's episode, as places in the list; None for a final row that
     opens one."""
-    has_tails = oracle.autoreset == "next_step" or oracle.has_final_obs
+    has_tails = oracle.autoreset != "same_step_no_final_obs"
     found, first = [], 0
     for index, row in enumerate(rows):
         if row.is_final and index == first:

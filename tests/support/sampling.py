@@ -44,7 +44,7 @@ def make_buffer(
         batch_size=batch_size,
         sampler=sampler,
         view=TransitionView(n_step=n_step, gamma=0.5),
-        autoreset="same_step",
+        autoreset="same_step_no_final_obs",
         allow_mask=allow_mask,
         min_size=min_size,
     )

@@ -101,7 +101,7 @@ def test_same_step_autoreset_with_final_obs_writes_the_tail_beside_the_step():
 
 def test_same_step_autoreset_without_final_obs_gives_up_the_truncated_transition():
     read = run(
-        "same_step",
+        "same_step_no_final_obs",
         [
             (1.0, 1, ""),
             (2.0, 2, "terminated"),
@@ -145,7 +145,7 @@ def test_three_steps_stop_at_each_kind_of_end():
 
 
 def test_a_termination_that_is_a_truncation_too_is_a_termination():
-    buffer = jr.uniform(capacity=8, num_envs=1, batch_size=1, autoreset="same_step")
+    buffer = jr.uniform(capacity=8, num_envs=1, batch_size=1, autoreset="same_step_no_final_obs")
     one = jnp.ones(1)
     step = jr.Step(obs=one, action=one, reward=one, terminated=one > 0, truncated=one > 0)
     state = buffer.add(buffer.init(jax.tree.map(lambda x: x[0], step)), step)
@@ -154,7 +154,12 @@ def test_a_termination_that_is_a_truncation_too_is_a_termination():
 
 
 def test_rewards_may_have_axes_of_their_own():
-    read = run("same_step", [(1.0, 1, ""), (2.0, 2, ""), (3.0, 3, "")], n_step=2, extra_axis=(2,))
+    read = run(
+        "same_step_no_final_obs",
+        [(1.0, 1, ""), (2.0, 2, ""), (3.0, 3, "")],
+        n_step=2,
+        extra_axis=(2,),
+    )
     assert read(0).reward == [2, 2]
 
 
@@ -169,7 +174,12 @@ def test_rewards_may_have_axes_of_their_own():
 )
 def test_a_floating_reward_keeps_its_dtype_and_an_integer_one_becomes_float32(dtype, expected):
     buffer = jr.uniform(
-        capacity=8, num_envs=1, batch_size=4, autoreset="same_step", n_step=2, gamma=0.5
+        capacity=8,
+        num_envs=1,
+        batch_size=4,
+        autoreset="same_step_no_final_obs",
+        n_step=2,
+        gamma=0.5,
     )
     zero = jnp.zeros((3, 1))
     steps = jr.Step(
@@ -185,16 +195,18 @@ def test_a_floating_reward_keeps_its_dtype_and_an_integer_one_becomes_float32(dt
 
 
 def test_discounts_are_exact_powers():
-    read = run("same_step", [(float(i), 0, "") for i in range(12)], n_step=10, gamma=0.99)
+    read = run(
+        "same_step_no_final_obs", [(float(i), 0, "") for i in range(12)], n_step=10, gamma=0.99
+    )
     assert read(0).discount == np.float32(0.99**10)
 
 
 def test_a_scalar_observation_and_no_extras_are_enough():
-    assert run("same_step", [(1.0, 1, ""), (2.0, 2, "")])(0).extras is None
+    assert run("same_step_no_final_obs", [(1.0, 1, ""), (2.0, 2, "")])(0).extras is None
 
 
 def test_the_smallest_stream_holds_one_window():
-    read = run("same_step", [(float(i), i, "") for i in range(5)], capacity=2)
+    read = run("same_step_no_final_obs", [(float(i), i, "") for i in range(5)], capacity=2)
     assert [summary(read(row)) for row in (0, 1)] == [None, (3, 3, 0.5, 4, 1)]
 
 

@@ -35,7 +35,6 @@ class Config:
     """A view in a buffer of short streams, with what the oracle has to say of it."""
 
     autoreset: str
-    has_final_obs: bool
     allow_mask: bool
     spare: int  # rows of a stream beyond one window
     view: Any
@@ -67,7 +66,6 @@ class Config:
             num_envs=self.num_envs,
             length=self.length,
             autoreset=self.autoreset,
-            has_final_obs=self.has_final_obs,
             n_step=getattr(transition_of(self.view), "n_step", 1),
             gamma=0.5,
         )
@@ -253,9 +251,7 @@ def sequences():
         itertools.cycle((0, 2, 4, 0, 1)),
         itertools.cycle((1, 1, 2, 6)),
     )
-    for (form, final), within, prioritized in itertools.product(
-        FORMS, (True, False), (False, True)
-    ):
+    for form, within, prioritized in itertools.product(FORMS, (True, False), (False, True)):
         view = jr.views.SequenceView(
             length=next(lengths),
             burn_in=next(burn_ins),
@@ -264,7 +260,7 @@ def sequences():
             recurrent_state_key="id" if prioritized else None,
         )
         sampler = jr.Prioritized() if prioritized else jr.Uniform()
-        yield Config(form, final, within != prioritized, next(strides), view, sampler)
+        yield Config(form, within != prioritized, next(strides), view, sampler)
 
 
 def stacks():
@@ -273,7 +269,7 @@ def stacks():
         itertools.cycle(("zero", "repeat")),
         itertools.cycle((None, "image", "image")),
     )
-    for (form, final), of, prioritized in itertools.product(
+    for form, of, prioritized in itertools.product(
         FORMS,
         (
             jr.views.TransitionView(gamma=0.5),
@@ -289,24 +285,20 @@ def stacks():
         view = jr.views.FrameStack(
             num_frames=next(frames), inner=of, pad=next(pads), key=leaf, axis=axis
         )
-        yield Config(
-            form, final, prioritized, 3, view, jr.Prioritized() if prioritized else jr.Uniform()
-        )
+        yield Config(form, prioritized, 3, view, jr.Prioritized() if prioritized else jr.Uniform())
 
 
 def pairs():
-    for (form, final), terminals, in_episodes in itertools.product(FORMS, (None, 2), (False, True)):
+    for form, terminals, in_episodes in itertools.product(FORMS, (None, 2), (False, True)):
         view = jr.views.FutureView(gamma=0.9, max_terminals=terminals)
         sampler = (
             jr.UniformEpisodes(unfinished=terminals is not None) if in_episodes else jr.Uniform()
         )
-        yield Config(form, final, in_episodes, 7, view, sampler)
+        yield Config(form, in_episodes, 7, view, sampler)
 
 
 def relabelled():
-    for strategy, (form, final) in itertools.product(
-        ("future", "final", "episode", "random"), FORMS[:2]
-    ):
+    for strategy, form in itertools.product(("future", "final", "episode", "random"), FORMS[:2]):
         n_step = 1 if strategy in ("final", "episode") else 3
         fn = reached if form == "next_step" else None
         view = jr.views.Hindsight(
@@ -316,7 +308,7 @@ def relabelled():
             strategy=strategy,
             relabel_fraction=0.7,
         )
-        yield Config(form, final, final, 6, view)
+        yield Config(form, form == "same_step", 6, view)
 
 
 POOLS = {
@@ -361,7 +353,7 @@ def histories(draw, config):
 @pytest.mark.parametrize(
     "config",
     TRIED,
-    ids=lambda config: f"{type(config.view).__name__}-{config.autoreset}-{config.has_final_obs}",
+    ids=lambda config: f"{type(config.view).__name__}-{config.autoreset}",
 )
 def test_views_agree_with_the_oracle(config):
     @hypothesis.seed(1000 * SOAK)

@@ -1,53 +1,30 @@
-"""Where an episode's final observation comes from: the three forms in which env libraries end an
-episode.
+"""What a row is, as bits: a step, its episode's first, a final row; and which rows a step writes.
 
 Observations are stored once: the next observation of a row is the next row of its stream. So every
 episode ends in a *final row*, which holds the final observation and is no transition: its action
-and reward are never read.
+and reward are never read. Where it comes from, the form of `autoreset` says:
 
-autoreset="next_step"
-    The row after a done is the final observation, and becomes the final row. Its own done flags
-    mean nothing. (Gymnasium 1.x vector envs by default.)
-autoreset="same_step", with final_obs
-    A done writes two rows: the step, and its final row. (Gymnasium's SAME_STEP, gymnax 1.x.)
-autoreset="same_step", without final_obs
-    A terminated row needs no final row, for nothing lies beyond it. A truncated row becomes the
-    final row itself, since its own observation is the last one known: one transition is given up
-    rather than a wrong target made. (Brax, and many pure-JAX wrappers.)
+`"next_step"`: the row after a done is the final observation, and becomes the final row. Its own
+done flags mean nothing.
+
+`"same_step"`: a done writes two rows: the step, and its final row.
+
+`"same_step_no_final_obs"`: a terminated row needs no final row, for nothing lies beyond it. A
+truncated row becomes the final row itself, since its own observation is the last one known: one
+transition is given up rather than a wrong target made.
 """
 
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxreplay._util.aliases import Autoreset
 
-FORMS: tuple[Autoreset, ...] = get_args(Autoreset)
-
 # What a row is, as bits of its flags: a uint8.
 TERMINATED, TRUNCATED, FINAL, FIRST, SKIPPED = 1, 2, 4, 8, 16
 # never drawn: a final row, or a transition between two that are `period` apart
 NO_CANDIDATE = FINAL | SKIPPED
-
-
-def form_error(where: str, got: object) -> str:
-    """The text for an `autoreset` that is missing or unknown."""
-    return (
-        f"{where}: autoreset={got!r}, but it must say what your env does when an episode ends; a "
-        "wrong answer corrupts targets silently:\n"
-        '  autoreset="next_step"  the step after a done only hands over the final observation; '
-        "the env resets then\n"
-        "                         (Gymnasium >= 1.0 vector envs by default)\n"
-        '  autoreset="same_step"  with Step.final_obs: the env resets within the step, and hands '
-        "the final observation beside it\n"
-        '                         (gymnax >= 1.0: info["final_observation"]; Gymnasium\'s '
-        "AutoresetMode.SAME_STEP)\n"
-        '  autoreset="same_step"  without final_obs: the env resets within the step and the final '
-        "observation is lost\n"
-        "                         (Brax, many pure-JAX wrappers; a truncated episode gives up its "
-        "last transition)"
-    )
 
 
 class Rows(NamedTuple):
@@ -59,8 +36,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(
-    form: str,
-    has_final_obs: bool,
+    form: Autoreset,
     terminated: jax.Array,
     truncated: jax.Array,
     mask: jax.Array,
@@ -69,8 +45,7 @@ def rows_of(
     """What each step of a block writes.
 
     Args:
-      form: one of `FORMS`.
-      has_final_obs: whether steps carry their final observation.
+      form: what the env does when an episode ends.
       terminated, truncated, mask: bool[T, E]; where `mask` is False the env took no step.
       last_flags: uint8[E], the flags of each stream's newest row.
     """
@@ -79,26 +54,26 @@ def rows_of(
     if form == "next_step":
         is_final = _alternate(done, mask, last_flags)
         bits = jnp.where(is_final, jnp.uint8(FINAL), bits)
-    elif has_final_obs:
+    elif form == "same_step":
         bits = jnp.stack([bits, jnp.full_like(bits, FINAL)], axis=1).reshape((-1, *bits.shape[1:]))
         mask = jnp.stack([mask, mask & done], axis=1).reshape((-1, *mask.shape[1:]))
     else:
         bits = jnp.where(truncated & ~terminated, bits | FINAL, bits)
-    closes = closes_episode(bits, form, has_final_obs)
-    first = _before(closes, mask, closes_episode(last_flags, form, has_final_obs))
+    closes = closes_episode(bits, form)
+    first = _before(closes, mask, closes_episode(last_flags, form))
     return Rows(bits + FIRST * first.astype(jnp.uint8), mask)
 
 
-def termination_has_final_row(form: str, has_final_obs: bool) -> bool:
+def termination_has_final_row(form: Autoreset) -> bool:
     """Whether a terminated row is followed by a final row, as every truncated one is (or is
     itself)."""
-    return form == "next_step" or has_final_obs
+    return form != "same_step_no_final_obs"
 
 
-def closes_episode(flags: jax.Array, form: str, has_final_obs: bool) -> jax.Array:
+def closes_episode(flags: jax.Array, form: Autoreset) -> jax.Array:
     """Whether a row is the last one of its episode: its final row or, where terminated rows have
     none, a terminated row."""
-    bits = FINAL if termination_has_final_row(form, has_final_obs) else FINAL | TERMINATED
+    bits = FINAL if termination_has_final_row(form) else FINAL | TERMINATED
     return (flags & bits) != 0
 
 
@@ -108,7 +83,7 @@ def owes_final_row(last_flags: jax.Array) -> jax.Array:
     return ((last_flags & (TERMINATED | TRUNCATED)) != 0) & ((last_flags & FINAL) == 0)
 
 
-def after_clear(form: str, last_flags: jax.Array) -> jax.Array:
+def after_clear(form: Autoreset | None, last_flags: jax.Array) -> jax.Array:
     """The newest row's flags once all rows are forgotten: as if a final row had been written, but
     for a final row that is still to come: uint8[E]."""
     return (
