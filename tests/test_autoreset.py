@@ -1,10 +1,17 @@
 """What an env does when an episode ends: said in each library's words, and what a wrong answer
 leaves behind."""
 
+import dataclasses
+import functools
+import warnings
+
 import gymnasium
+import jax
+import numpy as np
 import pytest
 
 import jaxreplay as jr
+from tests.conftest import SOAK
 
 Mode = gymnasium.vector.AutoresetMode
 SIZES = {"capacity": 64, "num_envs": 2, "batch_size": 4}
@@ -53,3 +60,186 @@ def test_each_library_has_one_of_the_values():
     assert libraries == {
         *("GYMNASIUM", "ENVPOOL", "GYMNAX", "JUMANJI", "GYMNAX_BEFORE_1", "BRAX", "CRAFTAX")
     }
+
+
+NUM_ENVS, NUM_STEPS = 4, 400
+
+
+@functools.cache
+def cart_pole(mode, seed, limit):
+    """Steps of a random policy, `[T, E, ...]`, as each mode gives them: `after` is what the next
+    action is chosen from, `final` the true next observation. `limit`: steps of an episode."""
+    envs = gymnasium.make_vec(
+        "CartPole-v1",
+        num_envs=NUM_ENVS,
+        vectorization_mode="sync",
+        vector_kwargs={"autoreset_mode": mode},
+        max_episode_steps=limit,
+    )
+    envs.action_space.seed(seed)
+    (obs, _), rows = envs.reset(seed=seed), []
+    was_done = np.zeros(NUM_ENVS, bool)
+    for _ in range(NUM_STEPS):
+        action = envs.action_space.sample()
+        after, reward, terminated, truncated, info = envs.step(action)
+        done, final = terminated | truncated, after.copy()
+        if mode == Mode.SAME_STEP:
+            for env in np.flatnonzero(done):
+                final[env] = info["final_obs"][env]
+        if mode == Mode.DISABLED and done.any():
+            after, _ = envs.reset(options={"reset_mask": done})
+        step = (obs, action, reward.astype(np.float32), terminated, truncated, final, after)
+        rows.append([np.array(part) for part in (*step, was_done)])
+        obs, was_done = after.copy(), done
+    names = ("obs", "action", "reward", "terminated", "truncated", "final", "after", "was_done")
+    return dict(zip(names, map(np.stack, zip(*rows, strict=True)), strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fed:
+    """How the steps of an env are handed over."""
+
+    mode: Mode
+    autoreset: str
+    final_obs: str | None = None  # of `cart_pole`
+    is_masked: bool = False  # leaves out the step after a done
+
+    def steps(self, seed, limit):
+        rows = cart_pole(self.mode, seed, limit)
+        step = {name: rows[name] for name in ("obs", "action", "reward", "terminated", "truncated")}
+        final = {} if self.final_obs is None else {"final_obs": rows[self.final_obs]}
+        return {**step, **final}, ~rows["was_done"] if self.is_masked else None
+
+    def buffer(self, wrap=lambda buffer: buffer, **options):
+        return wrap(
+            jr.uniform(
+                capacity=800 * NUM_ENVS,
+                num_envs=NUM_ENVS,
+                batch_size=32,
+                autoreset=self.autoreset,
+                allow_mask=self.is_masked,
+                **options,
+            )
+        )
+
+
+WRONG = {
+    "next step as same_step_no_final_obs": Fed(Mode.NEXT_STEP, "same_step_no_final_obs"),
+    "next step as same_step": Fed(Mode.NEXT_STEP, "same_step", "final"),
+    "the final observation masked out": Fed(Mode.NEXT_STEP, "next_step", is_masked=True),
+    "same step as next_step": Fed(Mode.SAME_STEP, "next_step"),
+    "reset by hand as next_step": Fed(Mode.DISABLED, "next_step"),
+    "final_obs of the reset": Fed(Mode.SAME_STEP, "same_step", "after"),
+    "final_obs of the reset by hand": Fed(Mode.DISABLED, "same_step", "after"),
+}
+RIGHT = {
+    "next step": Fed(Mode.NEXT_STEP, "next_step"),
+    "same step": Fed(Mode.SAME_STEP, "same_step", "final"),
+    "same step, final_obs not taken": Fed(Mode.SAME_STEP, "same_step_no_final_obs"),
+    "reset by hand": Fed(Mode.DISABLED, "same_step", "final"),
+    "reset by hand, final_obs not taken": Fed(Mode.DISABLED, "same_step_no_final_obs"),
+    "next step without its resets": Fed(Mode.NEXT_STEP, "same_step", "final", is_masked=True),
+    "next step without its resets, nor final_obs": Fed(
+        Mode.NEXT_STEP, "same_step_no_final_obs", is_masked=True
+    ),
+}
+LIMITS = (None, 12, 5)
+SEEDS = range(100 if SOAK else 2)
+
+
+def looks_wrong(fed, seed, limit, **options):
+    buffer = jr.jit(fed.buffer(**options))
+    steps, mask = fed.steps(seed, limit)
+    example = jax.tree.map(lambda leaf: leaf[0, 0], steps)
+    state = buffer.extend(buffer.init(example), steps, mask=mask)
+    return [line for line in jr.inspect(buffer.buffer, state).suspicious if "looks wrong" in line]
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_answer_is_seen_in_the_rows(name, limit):
+    expected = "final_obs" if "final_obs of" in name else f'autoreset="{WRONG[name].autoreset}"'
+    for seed in SEEDS:
+        assert [line.split(" looks")[0] for line in looks_wrong(WRONG[name], seed, limit)] == [
+            expected
+        ]
+
+
+@pytest.mark.parametrize("limit", [*LIMITS, 1])
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_answer_is_never_doubted(name, limit):
+    for seed in SEEDS:
+        assert looks_wrong(RIGHT[name], seed, limit) == []
+
+
+@pytest.mark.parametrize("name", ["next step", "same step", "next step as same_step"])
+def test_windows_and_views_change_nothing(name):
+    fed = (RIGHT | WRONG)[name]
+    stack = lambda buffer: jr.frame_stack(buffer, 3)
+    assert len(looks_wrong(fed, 0, 12, wrap=stack, n_step=3)) == (name in WRONG)
+
+
+@pytest.mark.parametrize("name", [*WRONG, *RIGHT])
+def test_a_replay_warns_once(name):
+    fed = (RIGHT | WRONG)[name]
+    steps, mask = fed.steps(0, 12)
+    replay = jr.Replay(fed.buffer())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for t in range(NUM_STEPS):
+            replay.add(
+                {key: leaf[t] for key, leaf in steps.items()},
+                mask=None if mask is None else mask[t],
+            )
+    assert ["looks wrong" in str(one.message) for one in caught] == [True] * (name in WRONG)
+    assert all(one.filename == __file__ for one in caught)
+
+
+def test_a_checkpoint_is_looked_at_alike(tmp_path):
+    checkpoint = pytest.importorskip("jaxreplay.checkpoint")
+    for name in ("next step as same_step", "same step as next_step", "same step"):
+        fed = (RIGHT | WRONG)[name]
+        steps, mask = fed.steps(0, 12)
+        replay = jr.Replay(fed.buffer(), seed=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            replay.add(steps, mask=mask)
+        replay.save(tmp_path / name)
+        doubted = [
+            [line for line in found.suspicious if "looks wrong" in line]
+            for found in (replay.inspect(), checkpoint.inspect(tmp_path / name))
+        ]
+        assert doubted[0] == doubted[1]
+        assert len(doubted[0]) == (name in WRONG)
+
+
+@pytest.mark.parametrize(
+    ("mode", "next_obs"),
+    [
+        (Mode.NEXT_STEP, "final"),
+        (Mode.SAME_STEP, "after"),
+        (Mode.DISABLED, "after"),
+        (Mode.SAME_STEP, "final"),
+        (Mode.DISABLED, "final"),
+    ],
+)
+def test_the_buffers_of_stable_baselines3_warn_once(mode, next_obs):
+    sb3 = pytest.importorskip("jaxreplay.sb3")
+    spaces = gymnasium.spaces
+    buffer = sb3.ReplayBuffer(
+        2000, spaces.Box(-np.inf, np.inf, (4,)), spaces.Discrete(2), n_envs=NUM_ENVS
+    )
+    rows = cart_pole(mode, 0, 12)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for t in range(NUM_STEPS):
+            buffer.add(
+                rows["obs"][t],
+                rows[next_obs][t],
+                rows["action"][t],
+                rows["reward"][t],
+                rows["terminated"][t] | rows["truncated"][t],
+                [{"TimeLimit.truncated": bool(flag)} for flag in rows["truncated"][t]],
+            )
+    is_right = next_obs == "final" and mode != Mode.NEXT_STEP
+    assert ["looks wrong" in str(one.message) for one in caught] == [True] * (not is_right)

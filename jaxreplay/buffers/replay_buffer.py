@@ -30,7 +30,7 @@ from jaxreplay.types import Index, Sample, T
 from jaxreplay.views import RowReader, View
 
 _FOR_THE_VIEW = 1  # the sampler draws its bits for purpose 0
-_METRIC_DRAWS = 256
+_METRIC_DRAWS = 128
 
 
 class BufferOptions(TypedDict, total=False):
@@ -456,7 +456,7 @@ class ReplayBuffer(Static, Generic[T]):
             size: int32; rows that can be drawn.
             fill: float32 in [0, 1]; rows written, as a part of the capacity.
             effective_sample_size: float32 in [0, 1]; (sum of weights)^2 / sum of squared weights,
-              as a part of 256 draws: 1 if all weigh alike, 0 if nothing can be drawn.
+              as a part of 128 draws: 1 if all weigh alike, 0 if nothing can be drawn.
             max_priority: float32; the largest priority so far.
             mean_priority: float32; (mean of priority ** alpha) ** (1 / alpha), over `size` rows.
             num_bad_priorities: uint32; NaN, infinite or negative ones, which were ignored.

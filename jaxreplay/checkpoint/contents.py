@@ -2,6 +2,7 @@
 buffer that it is of."""
 
 import dataclasses
+import re
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from jaxreplay.checkpoint.saved_rows import RowReader
 from jaxreplay.checkpoint.store import array_name, store_at
 from jaxreplay.checkpoint.zarr_arrays import Array
 from jaxreplay.inspection.contents import COUNTERS, Contents, leaf_bytes, numbers_in_order, spread
+from jaxreplay.inspection.resets import Resets, rows_around_resets
 from jaxreplay.storage import ring, stored_arrays
 
 _TREE = "sampler.tree.sums.0"
@@ -130,6 +132,7 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
         if reward is None or reward.shape
         else reward.read(reader, every).astype(np.float64),
         probability=probability,
+        resets=_resets_of(reader, manifest, held),
         counters={
             name: float(rest(f"sampler.{name}"))
             for name in COUNTERS
@@ -137,4 +140,26 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
         },
         rows=rows,
         values={name: leaf.read(reader, rows) for name, leaf in steps.items()},
+    )
+
+
+def _resets_of(reader: RowReader, manifest: Manifest, held: dict[str, _Leaf]) -> Resets | None:
+    declared = re.search(r"\bautoreset='(\w+)'", manifest.buffer)
+    if "flags" not in held or declared is None:
+        return None
+    env, _ = numbers_in_order(reader.first, reader.end)
+    flags = held["flags"].read(reader, np.arange(reader.num_rows))
+    obs = [leaf for name, leaf in held.items() if name.split(".")[:2] == ["steps", "obs"]]
+    row_bytes = sum(leaf_bytes(leaf.shape, leaf.stored) for leaf in obs)
+    around = rows_around_resets(flags, env, row_bytes)
+    reward = held.get("steps.reward")
+
+    def read(leaf: _Leaf) -> np.ndarray:
+        return leaf.read(reader, around.reshape(-1)).reshape(*around.shape, *leaf.shape)
+
+    return Resets(
+        declared[1],
+        flags[around],
+        None if reward is None or reward.shape else read(reward).astype(np.float64),
+        [read(leaf) for leaf in obs],
     )

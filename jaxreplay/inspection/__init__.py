@@ -10,7 +10,7 @@ from jaxreplay.inspection.plan import Plan as Plan
 
 def inspect(buffer: Any, state: Any = None, *, max_bytes: int = 2**28) -> Inspection:
     """What a buffer holds: streams, episodes, leaves, how rows are drawn, and what is suspicious
-    about it. Not for use under `jit`.
+    about it, such as resets that are not where `autoreset` says. Not for use under `jit`.
 
     Args:
       buffer: a `ReplayBuffer`. state: of it; it stays as it is. Or a `Replay` alone, which has its

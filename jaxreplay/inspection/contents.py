@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay._util.names import description, named, spec_text
+from jaxreplay._util.pow2 import power_above
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_state
+from jaxreplay.inspection.resets import Resets, rows_around_resets
 from jaxreplay.storage import ring, stored_arrays
 from jaxreplay.storage.sampleable import ReplayState, Sampleable
 
@@ -34,6 +36,7 @@ class Contents:
     flags: np.ndarray | None  # uint8[R], bits of `row_flags`; None for items
     reward: np.ndarray | None  # float64[R]; None where there is none, or it is no scalar
     probability: np.ndarray | None  # float64[R], of one draw; None where it is not known
+    resets: Resets | None  # None for items
     counters: dict[str, float]  # of the sampler
     rows: np.ndarray  # int64[K]: which of them have their values here
     values: dict[str, np.ndarray]  # of each leaf, [K, ...]
@@ -52,12 +55,8 @@ def contents_of(buffer: Any, state: Any, max_bytes: int) -> Contents:
             f"{type(state).__name__}"
         )
     check_state("inspect", buffer, state)
-    steps, heads = state.streams.steps, state.streams.heads
-    head, lap, filled = (
-        np.array(leaf).astype(np.int64) for leaf in (heads.position, heads.lap, heads.filled)
-    )
-    end = lap * buffer.length + head
-    first = end - filled
+    steps = state.streams.steps
+    first, end = _span(state)
     rows = rows_in_order(first, end, buffer.length)
     held = named({"steps": steps}, is_leaf=stored_arrays.is_compound)
 
@@ -95,6 +94,7 @@ def contents_of(buffer: Any, state: Any, max_bytes: int) -> Contents:
         flags=None if state.streams.flags is None else read(state.streams.flags, rows),
         reward=None if reward is None else read(reward, rows, np.float64),
         probability=np.concatenate(drawn or [np.zeros(0)]).astype(np.float64)[: len(rows)],
+        resets=resets_of(state),
         counters={
             name: float(leaf)
             for name, leaf in named(state.sampler)
@@ -103,6 +103,39 @@ def contents_of(buffer: Any, state: Any, max_bytes: int) -> Contents:
         rows=chosen,
         values={name: read(leaf, rows[chosen]) for name, leaf in held},
     )
+
+
+def resets_of(state: ReplayState) -> Resets | None:
+    """The rows around resets; None for items. The state stays as it is."""
+    layout, steps = state.layout, state.streams.steps
+    if layout.autoreset is None:
+        return None
+    first, end = _span(state)
+    env, _ = numbers_in_order(first, end)
+    rows = rows_in_order(first, end, layout.length)
+    flags = np.asarray(state.streams.flags)[rows]
+    obs = stored_arrays.stored_leaves(steps.obs)
+    row_bytes = sum(leaf_bytes(leaf.shape[1:], leaf.dtype) for leaf in obs)
+    around = rows_around_resets(flags, env, row_bytes)
+    if not len(around):
+        return Resets(layout.autoreset, flags[around], None, [])
+    reward = steps.reward if len(steps.reward.shape) == 1 else None
+    # of few sizes, each of which is compiled
+    chosen = rows[np.resize(around, (power_above(len(around)), around.shape[1]))]
+    read = [np.asarray(leaf)[: len(around)] for leaf in _take_all((*obs, reward), chosen)]
+    if reward is not None:
+        reward = read.pop().astype(np.float64)
+    return Resets(layout.autoreset, flags[around], reward, read)
+
+
+def _span(state: ReplayState) -> tuple[np.ndarray, np.ndarray]:
+    """The number of each stream's oldest row, and one more than the newest one's: int64[E]."""
+    heads = state.streams.heads
+    position, lap, filled = (
+        np.array(leaf).astype(np.int64) for leaf in (heads.position, heads.lap, heads.filled)
+    )
+    end = lap * state.layout.length + position
+    return end - filled, end
 
 
 COUNTERS = ("max_priority", "num_bad_priorities", "num_stale_updates")
@@ -135,6 +168,11 @@ def leaf_bytes(shape: tuple[int, ...], dtype: Any) -> int:
 @jax.jit
 def _take(leaf: Any, rows: jax.Array) -> jax.Array:
     return stored_arrays.read(leaf, rows)
+
+
+@jax.jit
+def _take_all(leaves: Any, rows: jax.Array) -> list[jax.Array]:
+    return [stored_arrays.read(leaf, rows) for leaf in leaves if leaf is not None]
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -9,6 +9,7 @@ from jaxreplay._util.names import printable
 from jaxreplay.inspection import measure
 from jaxreplay.inspection.contents import Contents
 from jaxreplay.inspection.page import page
+from jaxreplay.inspection.resets import wrong_autoreset
 from jaxreplay.inspection.text import text
 
 
@@ -94,6 +95,8 @@ def _suspicious(
                 else "is the same in all"
             )
             yield f"{name} {what} of {found['rows read']:,} rows"
+    if contents.resets is not None and (wrong := wrong_autoreset(contents.resets)):
+        yield wrong
     if episodes is not None and not episodes["whole"]:
         yield "no episode is held from its start to its end"
     if draws is None:

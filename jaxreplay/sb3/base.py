@@ -10,6 +10,7 @@ reset in the middle of an episode nothing is paired that does not belong togethe
 import contextlib
 import functools
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,8 @@ from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.buffers.jitted import method, program
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import is_alive
+from jaxreplay.inspection.contents import resets_of
+from jaxreplay.inspection.resets import ResetWatch
 from jaxreplay.samplers import Sampler
 from jaxreplay.samplers.uniform import Uniform
 from jaxreplay.sb3.arrays import TORCH_DTYPES, is_same, shaped
@@ -95,6 +98,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         )
         self._state = self._empty()
         self._forget()
+        self._watch = ResetWatch()
         self._seed: int | None = None
         self._num_draws = 0
         self._pid = os.getpid()
@@ -205,6 +209,13 @@ class DropInBuffer(buffers.ReplayBuffer):
             self.pos += 1
             if self.pos == self.buffer_size:
                 self.full, self.pos = True, 0
+        problem = self._watch.after_add(self.n_envs, lambda: resets_of(self._state))
+        if problem is not None:
+            warnings.warn(
+                f"add: {problem}. Stable-Baselines3's envs reset within the step, and next_obs is "
+                "the true one also there",
+                stacklevel=2,
+            )
 
     def _after_add(self, rows: jax.Array, infos: list[dict[str, Any]]) -> None:
         """Keep what a buffer has beside the rows. `rows`: int32[n_envs], where the transitions

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import operator
 import time
+import warnings
 from typing import Any
 
 import jax
@@ -14,6 +15,8 @@ from jaxreplay._util.aliases import Framework, PyTree
 from jaxreplay.buffers.jitted import method
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.inspection import Inspection, inspect
+from jaxreplay.inspection.contents import resets_of
+from jaxreplay.inspection.resets import ResetWatch
 from jaxreplay.samplers import ConsumingSampler
 from jaxreplay.stateful import host_arrays
 from jaxreplay.stateful.host_arrays import as_stored
@@ -94,6 +97,7 @@ class Replay:
         self._timeout = _WAIT if self._limiter else 0.0
         self._timeout = self._seconds("Replay", timeout)
         self._monitor = Monitor("this Replay")
+        self._watch = ResetWatch()
         self._is_closed = False
         self._prefetch = prefetch
         # ahead; or by calls that were interrupted, of samplers that consume
@@ -126,6 +130,8 @@ class Replay:
           priority: float[num_envs], float[time, num_envs], or one of one env.
           timeout: seconds to wait while samples lag behind inserts.
 
+        Warns once if episodes do not reset where `autoreset` says.
+
         Raises:
           TimeoutError: samples lagged behind too long; nothing was added.
         """
@@ -157,6 +163,9 @@ class Replay:
             if self._limiter is not None and self._owner.has_batch():
                 self._limiter.num_inserts += num_steps
             self._monitor.notify_all()
+            problem = self._watch.after_add(num_steps, lambda: resets_of(self._owner.state))
+        if problem is not None:
+            warnings.warn(f"add: {problem}", stacklevel=2)
 
     def sample(
         self,

@@ -13,7 +13,12 @@ from tests.conftest import SOAK
 
 T, E = 6, 2
 DISCOUNT, DECAY = 0.9, 0.7
-FORMS = ("next_step", "same_step with final_obs", "same_step with final_value", "same_step alone")
+FORMS = (
+    "next_step",
+    "same_step",
+    "same_step_no_final_obs with final_value",
+    "same_step_no_final_obs alone",
+)
 
 
 def rollout_of(form):
