@@ -2,6 +2,7 @@
 # make quick     lint, and a few tests of three buffers: for each change (under a minute, once it ran before)
 # make test      every check, sized for two cores
 # make examples  runs every example in full (6 minutes)
+# make recipes   runs the steps of env libraries that are not among the tests' own (Brax, Jumanji, Craftax, EnvPool)
 # make soak PART=NAME    the same checks at full size, a part of at most 20 minutes; PART=list names them
 # make aot DEVICE=NAME   compiles for a TPU or GPU that is not there, and checks what comes out; writes benchmarks/ACCELERATORS.md
 # make bench     side by side with flashbax, NumPy, orbax and Stable-Baselines3; writes benchmarks/*.md
@@ -15,7 +16,7 @@ PYTEST := -m pytest -q -n 2 --dist worksteal
 # gymnax 1.0.1 declares jax < 0.12 but runs on it, so that it is installed without its dependencies, and these are named here.
 EXAMPLES := optax matplotlib tqdm six gymnasium seaborn
 
-.PHONY: demo examples lint quick test test-oldest soak bench aot clean
+.PHONY: demo examples lint quick test test-oldest soak recipes bench aot clean
 $(VENV)/installed: Makefile pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt -e ".[test,dev,torch,sb3,tensordict,checkpoint,minari]" $(EXAMPLES)
@@ -105,6 +106,18 @@ soak:
 	@[ "$(PART)" = list ]
 endif
 
+# Env libraries bring much with them, so that they have an environment of their own.
+RECIPES := .venv-recipes
+$(RECIPES)/installed: Makefile pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(RECIPES)
+	$(RECIPES)/bin/pip --disable-pip-version-check -q install -c constraints.txt -e ".[test]" gymnasium six seaborn brax jumanji craftax envpool
+	$(RECIPES)/bin/pip --disable-pip-version-check -q install -c constraints.txt --no-deps gymnax
+	touch $@
+
+recipes: $(RECIPES)/installed
+	$(RECIPES)/bin/python -m pytest -q tests/test_examples.py -k steps_of_each_library
+	$(RECIPES)/bin/python examples/steps.py
+
 bench: $(VENV)/bench
 	$(BIN)/python benchmarks/run.py
 	$(BIN)/python benchmarks/checkpoints.py
@@ -131,4 +144,4 @@ aot:
 endif
 
 clean:
-	rm -rf $(VENV) $(AOT) $(OLDEST) out
+	rm -rf $(VENV) $(AOT) $(OLDEST) $(RECIPES) out

@@ -4,8 +4,8 @@ leaves behind."""
 import dataclasses
 import functools
 import warnings
+from typing import Any
 
-import gymnasium
 import jax
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ import pytest
 import jaxreplay as jr
 from tests.conftest import SOAK
 
+gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed")
 Mode = gymnasium.vector.AutoresetMode
 SIZES = {"capacity": 64, "num_envs": 2, "batch_size": 4}
 
@@ -99,7 +100,7 @@ def cart_pole(mode, seed, limit):
 class Fed:
     """How the steps of an env are handed over."""
 
-    mode: Mode
+    mode: Any
     autoreset: str
     final_obs: str | None = None  # of `cart_pole`
     is_masked: bool = False  # leaves out the step after a done

@@ -167,7 +167,7 @@ def test_what_is_stored_of_an_episode():
 def test_a_final_observation_that_nobody_has():
     """Same-step autoreset without it: a truncated row is the final row itself; behind a termination
     the last observation stands again."""
-    replay = buffer("same_step", 32)
+    replay = buffer("same_step_no_final_obs", 32)
     space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
     terminated, truncated = np.zeros((2, 12), bool)
     terminated[3] = truncated[8] = truncated[9] = True
@@ -291,6 +291,10 @@ def test_bad_input_is_refused():
     assert (
         int(buffer("same_step", 9).size(datasets.from_minari(dataset, buffer("same_step", 9)))) == 7
     )
+    without = buffer(
+        "same_step_no_final_obs", 7
+    )  # gives up the last step of each truncated episode
+    assert int(without.size(datasets.from_minari(dataset, without))) == 5
     for replay in (
         jr.items(capacity=16, batch_size=2),
         jr.uniform(capacity=16, num_envs=2, batch_size=2, autoreset="next_step"),

@@ -45,6 +45,33 @@ def run(tmp_path, capsys):
 
 
 @needs_gymnax
+def recipes():
+    spec = importlib.util.spec_from_file_location("steps", EXAMPLES / "steps.py")
+    steps = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(steps)
+    return [
+        pytest.param(
+            recipe,
+            id=recipe.__name__,
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec(library) is None, reason=f"{library} is not installed"
+            ),
+        )
+        for library, recipes in steps.RECIPES.items()
+        for recipe in recipes
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::Warning")  # of the libraries
+@pytest.mark.parametrize("recipe", recipes())
+def test_the_steps_of_each_library_reset_as_declared(recipe):
+    found = recipe(400)
+    assert found.streams["envs"] == 4
+    assert found.episodes["whole"] >= 50
+    assert found.episodes["lengths"]["largest"] <= 20  # the time limit of all recipes
+    assert not [line for line in found.suspicious if "looks wrong" in line]
+
+
 def test_dqn_trains(run):
     figures = run("dqn", "--steps", "1280", "--target", "0")
     assert figures["env steps"] == (320_000 if SOAK else 1280)

@@ -91,9 +91,7 @@ class ReplayBuffer(Static, Generic[T]):
             object.__setattr__(self, "platform", platforms.checked("ReplayBuffer", self.platform))
         checks.check_part("ReplayBuffer", "sampler", self.sampler, Sampler, "jaxreplay.Uniform()")
         checks.check_part("ReplayBuffer", "view", self.view, View, "jaxreplay.views.Item()")
-        rows_per_step = 2 if self.autoreset == "same_step" else 1
-        least = self.window.length - 1 + rows_per_step
-        checks.check_capacity("ReplayBuffer", self.capacity, self.num_envs, least)
+        checks.check_capacity("ReplayBuffer", self.capacity, self.num_envs, self.min_length)
         if self.view.needs_steps:
             form = autoreset.checked("ReplayBuffer", self.autoreset)
             object.__setattr__(self, "autoreset", form)
@@ -120,6 +118,11 @@ class ReplayBuffer(Static, Generic[T]):
     def length(self) -> int:
         """Rows of a stream."""
         return self.capacity // self.num_envs
+
+    @property
+    def min_length(self) -> int:
+        """Rows of the shortest stream that holds one window, and all rows of one more step."""
+        return self.window.length + (self.autoreset == "same_step")
 
     def layout(self, platform: str | None = None) -> Layout:
         """Return the layout of this buffer's states.

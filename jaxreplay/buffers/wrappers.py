@@ -21,7 +21,7 @@ def frame_stack(
     *,
     pad: str = "zero",
     key: str | None = None,
-    axis: int = 0,
+    axis: int = -1,
 ) -> ReplayBuffer[T]:
     """The same buffer, with frames stored once and stacked in every observation that is read.
 

@@ -32,14 +32,14 @@ class FrameStack(WrappedView[Any]):
       pad: frames before the episode's start: "zero", or "repeat" for its first frame.
       key: the name of the one leaf of the observation to stack, such as "image", or "camera.left"
         for one further down; None: all.
-      axis: where the axis of k frames comes in a leaf's own shape: 0 before the frame's axes, -1
-        after them.
+      axis: where the axis of k frames comes in a leaf's own shape: -1 after the frame's axes, as
+        flax's convolutions take them, 0 before these, as torch's do.
     """
 
     num_frames: int
     pad: str = "zero"
     key: str | None = None
-    axis: int = 0
+    axis: int = -1
 
     def _check(self) -> None:
         check_size("FrameStack", "num_frames", self.num_frames)

@@ -477,8 +477,8 @@ def test_states_over_several_devices(tmp_path):
         jnp.arange(12.0).reshape(4, 3),
         jnp.zeros(4),
         jnp.arange(4.0),
-        jnp.zeros(4, bool),
-        jnp.zeros(4, bool),
+        terminated=jnp.zeros(4, bool),
+        truncated=jnp.zeros(4, bool),
     )
     example = jax.tree.map(lambda leaf: leaf[0], step)
     wide = shardings(replay, example, 4)

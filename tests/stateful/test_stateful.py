@@ -134,9 +134,7 @@ def test_items_of_any_kind():
 def test_what_cannot_be_drawn_any_more_is_not_drawn():
     """A buffer that was sampleable may cease to be: by short episodes, by priorities of 0, by an
     episode without end."""
-    few = make(
-        num_envs=1, capacity=12, batch_size=4, min_size=10, autoreset="same_step_no_final_obs"
-    )
+    few = make(num_envs=1, capacity=12, batch_size=4, min_size=10, autoreset="same_step")
     for t in range(24):
         one = step(t, (1,))
         few.add(

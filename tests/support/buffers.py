@@ -153,7 +153,7 @@ def _views():
         lambda shared: jr.frame_stack(
             jr.uniform(**shared, autoreset="next_step", n_step=2), 3, key="image"
         ),
-        image_of=lambda obs: obs["image"][:, -1],
+        image_of=lambda obs: obs["image"][..., -1],
         is_plain=False,
     )
     yield Case("future_pairs", lambda shared: jr.future_pairs(**shared, **two), is_plain=False)
