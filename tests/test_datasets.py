@@ -294,7 +294,7 @@ def test_bad_input_is_refused():
     without = buffer(
         "same_step_no_final_obs", 7
     )  # gives up the last step of each truncated episode
-    assert int(without.size(datasets.from_minari(dataset, without))) == 5
+    assert int(without.size(datasets.from_minari(dataset, without))) == 7
     for replay in (
         jr.items(capacity=16, batch_size=2),
         jr.uniform(capacity=16, num_envs=2, batch_size=2, autoreset="next_step"),
