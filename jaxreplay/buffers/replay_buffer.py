@@ -459,7 +459,7 @@ class ReplayBuffer(Static, Generic[T]):
             size: int32; rows that can be drawn.
             fill: float32 in [0, 1]; rows written, as a part of the capacity.
             effective_sample_size: float32 in [0, 1]; (sum of weights)^2 / sum of squared weights,
-              as a part of 128 draws: 1 if all weigh alike, 0 if nothing can be drawn.
+              as a part of (up to) 128 draws: 1 if all weigh alike, 0 if nothing can be drawn.
             max_priority: float32; the largest priority so far.
             mean_priority: float32; (mean of priority ** alpha) ** (1 / alpha), over `size` rows.
             num_bad_priorities: uint32; NaN, infinite or negative ones, which were ignored.
@@ -476,7 +476,7 @@ class ReplayBuffer(Static, Generic[T]):
         is_valid = probability > 0
         weight = self.sampler.weight(state.sampler, rows, probability, is_valid, beta)
         filled = state.streams.heads.filled.sum(dtype=jnp.int32)
-        square_sum = _METRIC_DRAWS * jnp.square(weight).sum()
+        square_sum = is_valid.sum() * jnp.square(weight).sum()
         return {
             "size": self.sampler.size(state.sampler, rows),
             "fill": filled.astype(jnp.float32) / self.capacity,

@@ -207,6 +207,54 @@ def test_an_empty_buffer_is_flagged(case):
 
 
 @cases
+def test_weights_are_those_that_the_probabilities_give(case):
+    """Of each row that can be drawn, by hand: for a beta of the sampler's, and for traced ones of a
+    population."""
+    replay = case.replay()
+    state = case.filled(replay)
+    everything = jax.jit(replay.get)(state, jnp.arange(replay.capacity), jax.random.key(0))
+    probability = np.asarray(everything.probability, np.float64)
+    if not isinstance(replay.sampler, PrioritySampler):
+        np.testing.assert_array_equal(everything.weight, everything.is_valid)
+        batch = jitted_draw(replay)(state, jax.random.key(1))
+        np.testing.assert_array_equal(batch.weight, batch.is_valid)
+        return
+    betas = jnp.array([0.0, 0.3, 1.0])
+    by_beta = jax.jit(jax.vmap(lambda beta: replay.sample(state, jax.random.key(1), beta=beta)))
+    batches = [
+        (replay.sampler.beta, jax.jit(replay.sample)(state, jax.random.key(1))),
+        *(
+            (beta, jax.tree.map(lambda leaf, nth=nth: leaf[nth], by_beta(betas)))
+            for nth, beta in enumerate(betas.tolist())
+        ),
+    ]
+    for beta, batch in batches:
+        drawn = probability[np.asarray(batch.index.row)]
+        reference = {
+            "batch": drawn.min(),
+            "buffer": probability[probability > 0].min(),
+            None: 1 / int(replay.size(state)),
+        }[replay.sampler.normalize_weights]
+        np.testing.assert_allclose(batch.weight, (reference / drawn) ** beta, rtol=1e-4)
+
+
+@cases
+def test_metrics_are_there_and_finite(case):
+    replay = case.replay()
+    names = {"size", "fill", "effective_sample_size"}
+    if isinstance(replay.sampler, PrioritySampler):
+        names |= {"max_priority", "num_bad_priorities", "num_stale_updates"}
+    for state in (replay.init(case.example()), case.filled(replay)):
+        found = jax.jit(replay.metrics)(state)
+        assert names <= set(found) <= names | {"mean_priority"}
+        assert all(leaf.shape == () and np.isfinite(leaf) for leaf in found.values())
+        assert int(found["size"]) == int(replay.size(state))
+        assert 0 <= float(found["effective_sample_size"]) <= 1 + 1e-5
+        if not isinstance(replay.sampler, PrioritySampler):
+            assert float(found["effective_sample_size"]) == (int(found["size"]) > 0)
+
+
+@cases
 def test_what_memory_says_is_what_init_takes(case):
     replay = case.replay()
     state = replay.init(case.example())

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import jaxreplay as jr
-from jaxreplay import Rollout, gae
+from jaxreplay import Rollout
 from tests.conftest import SOAK
 
 T, E = 6, 2
@@ -101,16 +101,8 @@ def collect(form, state, steps, last_obs):
     )
     stored = rollout.steps(state)
     final_value = {FORMS[1]: stored.final_obs, FORMS[2]: stored.extras}.get(form)
-    next_value, mask = rollout.bootstrap(state, stored.obs, last_obs, final_value)
-    got = gae(
-        stored.reward,
-        stored.obs,
-        next_value,
-        terminated=stored.terminated,
-        truncated=stored.truncated,
-        gamma=DISCOUNT,
-        lambda_=DECAY,
-        mask=mask,
+    got, mask = rollout.advantages(
+        state, stored.obs, last_obs, final_value, gamma=DISCOUNT, lambda_=DECAY
     )
     return state, got, mask
 
