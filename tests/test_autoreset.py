@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
+from jaxreplay.inspection.contents import resets_of
+from jaxreplay.inspection.resets import wrong_autoreset
 from tests.conftest import SOAK
 
 gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed")
@@ -148,12 +150,13 @@ LIMITS = (None, 12, 5)
 SEEDS = range(100 if SOAK else 2)
 
 
-def looks_wrong(fed, seed, limit, **options):
+def doubt(fed, seed, limit, **options):
+    """What `inspect` says of it."""
     buffer = jr.jit(fed.buffer(**options))
     steps, mask = fed.steps(seed, limit)
     example = jax.tree.map(lambda leaf: leaf[0, 0], steps)
     state = buffer.extend(buffer.init(example), steps, mask=mask)
-    return [line for line in jr.inspect(buffer.buffer, state).suspicious if "looks wrong" in line]
+    return wrong_autoreset(resets_of(state))
 
 
 @pytest.mark.parametrize("limit", LIMITS)
@@ -161,23 +164,21 @@ def looks_wrong(fed, seed, limit, **options):
 def test_a_wrong_answer_is_seen_in_the_rows(name, limit):
     expected = "final_obs" if "final_obs of" in name else f'autoreset="{WRONG[name].autoreset}"'
     for seed in SEEDS:
-        assert [line.split(" looks")[0] for line in looks_wrong(WRONG[name], seed, limit)] == [
-            expected
-        ]
+        assert str(doubt(WRONG[name], seed, limit)).startswith(f"{expected} looks wrong")
 
 
 @pytest.mark.parametrize("limit", [*LIMITS, 1])
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_answer_is_never_doubted(name, limit):
     for seed in SEEDS:
-        assert looks_wrong(RIGHT[name], seed, limit) == []
+        assert doubt(RIGHT[name], seed, limit) is None
 
 
 @pytest.mark.parametrize("name", ["next step", "same step", "next step as same_step"])
 def test_windows_and_views_change_nothing(name):
     fed = (RIGHT | WRONG)[name]
     stack = lambda buffer: jr.frame_stack(buffer, 3)
-    assert len(looks_wrong(fed, 0, 12, wrap=stack, n_step=3)) == (name in WRONG)
+    assert (doubt(fed, 0, 12, wrap=stack, n_step=3) is not None) == (name in WRONG)
 
 
 @pytest.mark.parametrize("name", [*WRONG, *RIGHT])
