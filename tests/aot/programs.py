@@ -77,7 +77,7 @@ NUMBERS = (
     ),
     Case(
         "frame_stack",
-        lambda **shared: jr.frame_stack(jr.uniform(**shared), 4),
+        lambda **shared: jr.frame_stack(jr.uniform(**shared), 4, axis=0),
         _numbers(8),
         NUM_ROWS,
     ),
@@ -89,7 +89,7 @@ IMAGES = (
     Case("prioritized, images", jr.prioritized, _bytes(84, 84, 4), NUM_IMAGES),
     Case(
         "frame_stack, images",
-        lambda **shared: jr.frame_stack(jr.uniform(**shared), 4),
+        lambda **shared: jr.frame_stack(jr.uniform(**shared), 4, axis=0),
         _bytes(84, 84),
         2 * NUM_IMAGES,
     ),

@@ -39,6 +39,10 @@ def test_a_batch_has_exact_counts_and_each_item_its_source():
     assert batch.is_valid.all()
 
 
+def sample_at(states, beta):
+    return REPLAY.sample(states, jax.random.key(3), beta=beta)
+
+
 def test_members_keep_their_laws():
     """Each part is the member's own draw from its own key."""
     mine, keys = states(), jax.random.split(jax.random.key(3), 2)
@@ -54,6 +58,10 @@ def test_members_keep_their_laws():
         batch.probability, jnp.concatenate([part.probability for part in parts])
     )
     np.testing.assert_array_equal(batch.weight, jnp.concatenate([part.weight for part in parts]))
+    uniform, prioritized = np.split(np.asarray(jax.jit(sample_at)(mine, 0.7).weight), [200])
+    assert (uniform == 1).all()  # each member normalizes its own
+    probability = np.asarray(batch.probability[200:])
+    np.testing.assert_allclose(prioritized, (probability.min() / probability) ** 0.7, rtol=1e-5)
 
 
 def test_priorities_go_home():

@@ -118,11 +118,14 @@ class RankPair(Pair):
         assert float(sampler.max_priority) == np.float32(self.oracle.max_priority)
         assert int(sampler.num_bad_priorities) == self.oracle.num_bad_priorities
         assert int(sampler.num_stale_updates) == self.oracle.num_stale_updates
-        if self.config.sampler.normalize_weights == "buffer" and total:
-            smallest = min(m / total for m in mass.values() if m)
-            np.testing.assert_allclose(
-                batch.weight, (smallest / np.asarray(batch.probability)) ** 0.5, rtol=1e-5
-            )
+        if total:
+            drawn = np.asarray(batch.probability)
+            reference = {
+                "batch": drawn.min(),
+                "buffer": min(m / total for m in mass.values() if m),
+                None: 1 / len(mass),
+            }[self.config.sampler.normalize_weights]
+            np.testing.assert_allclose(batch.weight, (reference / drawn) ** 0.5, rtol=1e-5)
 
 
 POOL = (
@@ -140,7 +143,7 @@ POOL = (
         False,
         8,
         TransitionView(n_step=2, gamma=0.5),
-        RankBased(alpha=0.5),
+        RankBased(alpha=0.5, normalize_weights=None),
         num_envs=2,
     ),
     Config(
