@@ -245,3 +245,24 @@ def test_the_buffers_of_stable_baselines3_warn_once(mode, next_obs):
             )
     is_right = next_obs == "final" and mode != Mode.NEXT_STEP
     assert ["looks wrong" in str(one.message) for one in caught] == [True] * (not is_right)
+
+
+def test_observations_without_leaves_are_no_evidence():
+    number, flag = np.zeros((500, 1), np.float32), np.arange(500)[:, None] % 5 == 0
+    steps = jr.Step({}, number, number, terminated=flag, truncated=flag & False)
+    replay = jr.Replay(jr.uniform(capacity=600, batch_size=4, autoreset="next_step"))
+    replay.add(steps)
+    assert "looks wrong" not in str(replay.inspect())
+
+
+def test_resets_are_looked_for_in_the_newest_rows(monkeypatch):
+    """So that a look at a large buffer, just restored, costs no more than at a small one."""
+    monkeypatch.setattr("jaxreplay.inspection.contents._MOST_ROWS", 200)
+    fed = RIGHT["next step"]
+    buffer = jr.jit(fed.buffer())
+    steps, _ = fed.steps(0, 12)
+    state = buffer.extend(buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], steps)), steps)
+    found = resets_of(state)
+    assert 8 <= len(found.flags) <= 200 / 5
+    newest = np.asarray(state.streams.steps.obs[NUM_STEPS - 50 : NUM_STEPS])  # of the first env
+    assert np.isin(found.obs[0][:3], newest).all()

@@ -19,6 +19,7 @@ from jaxreplay.storage import ring, stored_arrays
 from jaxreplay.storage.sampleable import ReplayState, Sampleable
 
 _BLOCK_BYTES = 4 * 2**20
+_MOST_ROWS = 2**20  # in which resets are looked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,21 +107,24 @@ def contents_of(buffer: Any, state: Any, max_bytes: int) -> Contents:
 
 
 def resets_of(state: ReplayState) -> Resets | None:
-    """The rows around resets; None for items. The state stays as it is."""
+    """The rows around resets, among the newest million; None for items. The state stays as it
+    is."""
     layout, steps = state.layout, state.streams.steps
     if layout.autoreset is None:
         return None
     first, end = _span(state)
+    first = np.maximum(first, end - max(_MOST_ROWS // layout.num_envs, 1))
     env, _ = numbers_in_order(first, end)
     rows = rows_in_order(first, end, layout.length)
-    flags = np.asarray(state.streams.flags)[rows]
+    # Of few sizes, each of which is compiled.
+    size = power_above(len(rows))
+    flags = np.asarray(_take(state.streams.flags, np.resize(rows, size)))[: len(rows)]
     obs = stored_arrays.stored_leaves(steps.obs)
     row_bytes = sum(leaf_bytes(leaf.shape[1:], leaf.dtype) for leaf in obs)
     around = rows_around_resets(flags, env, row_bytes)
     if not len(around):
         return Resets(layout.autoreset, flags[around], None, [])
     reward = steps.reward if len(steps.reward.shape) == 1 else None
-    # of few sizes, each of which is compiled
     chosen = rows[np.resize(around, (power_above(len(around)), around.shape[1]))]
     read = [np.asarray(leaf)[: len(around)] for leaf in _take_all((*obs, reward), chosen)]
     if reward is not None:

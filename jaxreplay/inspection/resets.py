@@ -61,7 +61,7 @@ def wrong_autoreset(resets: Resets) -> str | None:
     is_first = (resets.flags & row_flags.FIRST) != 0
     chosen = ~is_first[:, _LAST] & ~is_first[:, _AFTER_FIRST]
     count = int(chosen.sum())
-    if count < LEAST_RESETS:
+    if count < LEAST_RESETS or not resets.obs:
         return None
     before, between, after = _changes([leaf[chosen] for leaf in resets.obs]).T
     is_early = (before > np.maximum(between, after)).mean() >= _MOST
