@@ -112,7 +112,7 @@ class Sample(Generic[T], Node):  # in this order: `flax` before 0.12 ends the ch
         def __getattr__(self, name: str) -> Any:
             if name in _SAMPLE_NAMES:
                 raise AttributeError(f"a Sample has no {name}; did you mean {_SAMPLE_NAMES[name]}?")
-            if not name.startswith("__") and hasattr(self.experience, name):
+            if not name.startswith("__") and hasattr(vars(self).get("experience"), name):
                 raise AttributeError(
                     f"a Sample has no {name}; did you mean batch.experience.{name}?"
                 )
