@@ -36,7 +36,7 @@ demo: $(VENV)/installed
 	$(BIN)/python examples/dqn.py
 
 examples: $(VENV)/installed
-	set -e; for example in dqn ppo recall bit_flip laplacian torch_dqn sb3_dict_sac resume; do echo "== $$example"; $(BIN)/python examples/$$example.py; done
+	set -e; for example in dqn ppo recall bit_flip laplacian torch_dqn sb3_dict_sac resume steps; do echo "== $$example"; $(BIN)/python examples/$$example.py; done
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
