@@ -1,5 +1,4 @@
-"""What an env does when an episode ends: the values of a buffer's `autoreset`, and which library
-does which.
+"""The values of a buffer's `autoreset`: what an env does when an episode ends, by library.
 
 `"next_step"`
     The step after a done ignores its action, and returns the first observation of the next episode.
@@ -13,7 +12,7 @@ does which.
 
 An env that you reset yourself is `"same_step"`; `final_obs` is what its `step` returned.
 
-The names below are these values, for the libraries that they are named after.
+Each name below is the value for the library that it is named after.
 """
 
 from typing import Any, get_args
@@ -33,14 +32,8 @@ FORMS: tuple[Autoreset, ...] = get_args(Autoreset)
 _GYMNASIUM_MODES: dict[str, Autoreset] = {
     "NEXT_STEP": "next_step",
     "SAME_STEP": "same_step",
-    "DISABLED": "same_step",  # whoever resets them has the final observation
+    "DISABLED": "same_step",  # the observation of a done is the final one
 }
-WHERE_FINAL_OBS_IS = (
-    '  gymnax >= 1.0: info["final_observation"]\n'
-    '  Gymnasium, AutoresetMode.SAME_STEP: info["final_obs"]\n'
-    '  Jumanji, AutoResetWrapper(env, next_obs_in_extras=True): extras["next_obs"]\n'
-    "  an env that you reset yourself: the observation that step returned"
-)
 
 
 def of(envs: Any) -> Autoreset:

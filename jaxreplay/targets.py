@@ -302,8 +302,8 @@ def _link(later, carry, delta):
 
 
 def importance_weights(batch: Any, beta: Any, *, reference: Any = None) -> jax.Array:
-    """Weights `(reference / probability) ** beta` that undo the bias of prioritized draws: what
-    `batch.weight` is, for a batch that has another beta or normalization.
+    """Compute the weights of a batch, `(reference / probability) ** beta`, for a beta or a
+    normalization other than that of `batch.weight`. They undo the bias of prioritized draws.
 
     Args:
       batch: the `Sample` that `sample` gave, that of a mixture too.
@@ -333,7 +333,7 @@ def importance_weights(batch: Any, beta: Any, *, reference: Any = None) -> jax.A
 def weights_of(
     probability: jax.Array, is_valid: jax.Array, beta: Any, reference: Any = None
 ) -> jax.Array:
-    """Return `importance_weights` of probabilities, float32[...].
+    """Return `importance_weights` of probabilities: float32[...].
 
     Computed by logarithms, so that no intermediate value overflows.
     """

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import jax
 
 from jaxreplay._util.aliases import PyTree
+from jaxreplay._util.hints import unknown_field
 from jaxreplay._util.struct import Node
 
 T = TypeVar("T")  # what a view makes of a row: a `Transition`, say
@@ -32,7 +33,7 @@ class Step(Node):
         ended; with `autoreset="same_step"`, which needs it.
       extras: pytree of further fields, handed back from the candidate row.
 
-    The flags and what follows them are keywords: two flags in the wrong order would pass unseen.
+    The flags, and all fields after them, are keyword arguments: their order cannot be confused.
     """
 
     obs: PyTree
@@ -110,33 +111,7 @@ class Sample(Generic[T], Node):  # in this order: `flax` before 0.12 ends the ch
     if not TYPE_CHECKING:  # a type checker knows the fields
 
         def __getattr__(self, name: str) -> Any:
-            if name in _SAMPLE_NAMES:
-                raise AttributeError(f"a Sample has no {name}; did you mean {_SAMPLE_NAMES[name]}?")
-            if not name.startswith("__") and hasattr(vars(self).get("experience"), name):
-                raise AttributeError(
-                    f"a Sample has no {name}; did you mean batch.experience.{name}?"
-                )
-            raise AttributeError(f"a Sample has no {name}")
-
-
-# What users of other libraries call a field of a batch, and what it is here.
-_SAMPLE_NAMES = {
-    "items": "batch.experience",
-    "indices": "batch.index",
-    "idx": "batch.index",
-    "probabilities": "batch.probability",
-    "priorities": "batch.probability",
-    "weights": "batch.weight",
-    "mask": "batch.is_valid",
-    "first": "batch.experience",
-    "second": "batch.experience.next_obs",
-    "observations": "batch.experience.obs",
-    "next_observations": "batch.experience.next_obs",
-    "actions": "batch.experience.action",
-    "rewards": "batch.experience.reward",
-    "done": "batch.experience.discount, which is 0 where an episode was terminated",
-    "dones": "batch.experience.discount, which is 0 where an episode was terminated",
-}
+            raise AttributeError(unknown_field(name, vars(self).get("experience")))
 
 
 class SequenceBatch(Node):

@@ -40,6 +40,13 @@ def test_gymnasiums_modes_are_taken_as_they_are(mode, form):
     assert jr.autoreset.of(envs) == form
 
 
+def test_a_mode_counts_its_final_rows_as_its_name_does():
+    """A stream must hold a window and the final row of its last step."""
+    for form in (Mode.SAME_STEP, "same_step"):
+        with pytest.raises(ValueError, match="one window needs 5; the smallest capacity is 10"):
+            jr.uniform(capacity=8, num_envs=2, batch_size=4, n_step=3, autoreset=form)
+
+
 @pytest.mark.parametrize("wrong", [None, "same", "SAME_STEP", 1, True])
 def test_any_other_value_is_answered_with_all_forms_and_libraries(wrong):
     for make in (
@@ -58,8 +65,9 @@ def test_envs_that_do_not_say_are_refused():
 
 
 def test_each_library_has_one_of_the_values():
-    named = {name: getattr(jr.autoreset, name) for name in dir(jr.autoreset) if name.isupper()}
-    libraries = {name for name, value in named.items() if value in jr.autoreset.FORMS}
+    names = {name for name in dir(jr.autoreset) if name.isupper() and name[0] != "_"}
+    libraries = names - {"FORMS"}
+    assert {getattr(jr.autoreset, name) for name in libraries} == set(jr.autoreset.FORMS)
     assert libraries == {
         *("GYMNASIUM", "ENVPOOL", "GYMNAX", "JUMANJI", "GYMNAX_BEFORE_1", "BRAX", "CRAFTAX")
     }
@@ -113,16 +121,14 @@ class Fed:
         final = {} if self.final_obs is None else {"final_obs": rows[self.final_obs]}
         return {**step, **final}, ~rows["was_done"] if self.is_masked else None
 
-    def buffer(self, wrap=lambda buffer: buffer, **options):
-        return wrap(
-            jr.uniform(
-                capacity=800 * NUM_ENVS,
-                num_envs=NUM_ENVS,
-                batch_size=32,
-                autoreset=self.autoreset,
-                allow_mask=self.is_masked,
-                **options,
-            )
+    def buffer(self, make=jr.uniform, **options):
+        return make(
+            capacity=800 * NUM_ENVS,
+            num_envs=NUM_ENVS,
+            batch_size=32,
+            autoreset=self.autoreset,
+            allow_mask=self.is_masked,
+            **options,
         )
 
 
@@ -175,10 +181,11 @@ def test_a_right_answer_is_never_doubted(name, limit):
 
 
 @pytest.mark.parametrize("name", ["next step", "same step", "next step as same_step"])
-def test_windows_and_views_change_nothing(name):
+def test_rows_with_further_flags_are_read_alike(name):
+    """With a period, the first row of an episode is a candidate and the others are marked."""
     fed = (RIGHT | WRONG)[name]
-    stack = lambda buffer: jr.frame_stack(buffer, 3)
-    assert (doubt(fed, 0, 12, wrap=stack, n_step=3) is not None) == (name in WRONG)
+    found = doubt(fed, 0, 12, make=jr.sequences, length=4, period=3)
+    assert (found is not None) == (name in WRONG)
 
 
 @pytest.mark.parametrize("name", [*WRONG, *RIGHT])

@@ -5,7 +5,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 
 PyTree: TypeAlias = Any  # nested containers of arrays, or of what stands for arrays
-Stored: TypeAlias = Any  # a pytree of stored leaves, [N, ...]: see `storage.arrays`
+Stored: TypeAlias = Any  # a pytree of stored leaves, [N, ...]: see `storage/stored_arrays.py`
 Specs: TypeAlias = Any  # a pytree of `jax.ShapeDtypeStruct`
 Key: TypeAlias = jax.Array  # of `jax.random.key`, or uint32[2]
 

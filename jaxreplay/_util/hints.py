@@ -1,9 +1,11 @@
-"""What users of other libraries call an argument, and what it is called here."""
+"""Errors for names that other libraries use, with the name here."""
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
-_OTHER_NAMES = {
+# Arguments of buffers.
+_OTHER_ARGUMENTS = {
     "discount": "gamma",
     "discount_factor": "gamma",
     "n_steps": "n_step",
@@ -29,14 +31,39 @@ _OTHER_NAMES = {
 }
 
 
+# Fields of a batch.
+_OTHER_FIELDS = {
+    "items": "batch.experience",
+    "indices": "batch.index",
+    "idx": "batch.index",
+    "probabilities": "batch.probability",
+    "weights": "batch.weight",
+    "mask": "batch.is_valid",
+    "first": "batch.experience",
+    "second": "batch.experience.next_obs",
+    "observations": "batch.experience.obs",
+    "next_observations": "batch.experience.next_obs",
+    "actions": "batch.experience.action",
+    "rewards": "batch.experience.reward",
+    "done": "batch.experience.discount, which is 0 where an episode was terminated",
+    "dones": "batch.experience.discount, which is 0 where an episode was terminated",
+}
+
+
 def unknown_arguments(where: str, unknown: Iterable[str], known: Iterable[str]) -> str:
     """Return the text for arguments that `where` does not take. `known`: those that it takes."""
     known = list(known)
     lines = []
     for name in unknown:
-        close = _OTHER_NAMES.get(name) or next(
-            iter(difflib.get_close_matches(name, known, 1)), None
-        )
-        hint = f"; did you mean {close}?" if close else f"; it takes {', '.join(known)}"
-        lines.append(f"{where} takes no {name}{hint}")
+        close = difflib.get_close_matches(name, known, 1)
+        meant = _OTHER_ARGUMENTS.get(name, *close)
+        takes = f"it takes {', '.join(known) or 'no arguments'}"
+        lines.append(f"{where} takes no {name}; {f'did you mean {meant}?' if meant else takes}")
     return "\n  ".join(lines)
+
+
+def unknown_field(name: str, experience: Any) -> str:
+    """Return the text for a field that a batch does not have. `experience`: its items."""
+    fields = getattr(experience, "__dataclass_fields__", {})
+    meant = f"batch.experience.{name}" if name in fields else _OTHER_FIELDS.get(name)
+    return f"a Sample has no {name}" + (f"; did you mean {meant}?" if meant else "")

@@ -42,7 +42,7 @@ class Static:
             return super().__new__(cls)
 
     def __repr__(self) -> str:
-        """The fields that are not as by default."""
+        """Show the fields that differ from their defaults."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         given = ((field, getattr(self, field.name)) for field in fields)
         shown = (f"{field.name}={value!r}" for field, value in given if value != field.default)
@@ -84,7 +84,7 @@ class Node(flax.struct.PyTreeNode):
         )
 
     def __repr__(self) -> str:
-        """Shapes and dtypes: `Index(row i32[8], lap u32[8])`."""
+        """Show shapes and dtypes: `Index(row i32[8], lap u32[8])`."""
         return short(self)
 
 

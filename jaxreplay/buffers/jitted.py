@@ -1,6 +1,5 @@
 """A buffer's methods compiled with the right donation, for loops that are not one big `jit`."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Generic, overload
@@ -117,9 +116,10 @@ class Jitted(Generic[T]):
         return self.buffer.init(example)
 
     def __getattr__(self, name: str) -> Any:
-        if name in {field.name for field in dataclasses.fields(self.buffer)}:
-            return getattr(self.buffer, name)
-        if not name.startswith("__") and hasattr(self.buffer, name):
+        buffer = vars(self).get("buffer")  # None while a copy is made
+        if name in getattr(buffer, "__dataclass_fields__", {}):
+            return getattr(buffer, name)
+        if not name.startswith("__") and hasattr(buffer, name):
             raise AttributeError(
                 f"jaxreplay.jit(buffer) has no {name}: it is on the buffer itself, buffer.{name}"
             )

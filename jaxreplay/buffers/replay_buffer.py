@@ -15,7 +15,7 @@ from jaxreplay._util.struct import Static
 from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.state_checks import check_donated, check_state
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler, Sampler
-from jaxreplay.storage import episodes, platforms
+from jaxreplay.storage import episodes, platforms, row_flags
 from jaxreplay.storage.episodes import Episodes
 from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.storage.sampleable import (
@@ -91,10 +91,10 @@ class ReplayBuffer(Static, Generic[T]):
             object.__setattr__(self, "platform", platforms.checked("ReplayBuffer", self.platform))
         checks.check_part("ReplayBuffer", "sampler", self.sampler, Sampler, "jaxreplay.Uniform()")
         checks.check_part("ReplayBuffer", "view", self.view, View, "jaxreplay.views.Item()")
-        checks.check_capacity("ReplayBuffer", self.capacity, self.num_envs, self.min_length)
         if self.view.needs_steps:
             form = autoreset.checked("ReplayBuffer", self.autoreset)
             object.__setattr__(self, "autoreset", form)
+        checks.check_capacity("ReplayBuffer", self.capacity, self.num_envs, self.min_length)
         if not self.view.needs_steps and (self.autoreset is not None or self.has_table):
             raise ValueError(
                 f"ReplayBuffer: {type(self.view).__name__} stores items, which have no episodes; "
@@ -121,8 +121,8 @@ class ReplayBuffer(Static, Generic[T]):
 
     @property
     def min_length(self) -> int:
-        """Rows of the shortest stream that holds one window, and all rows of one more step."""
-        return self.window.length + (self.autoreset == "same_step")
+        """Rows of the shortest stream: it holds one window, whose last step may write two rows."""
+        return self.window.length - 1 + row_flags.rows_per_step(self.autoreset)
 
     def layout(self, platform: str | None = None) -> Layout:
         """Return the layout of this buffer's states.
@@ -449,7 +449,7 @@ class ReplayBuffer(Static, Generic[T]):
     def metrics(
         self, state: ReplayState, *, beta: jax.Array | float | None = None
     ) -> dict[str, jax.Array]:
-        """Figures to log, also inside `jit`. Costs about as much as a sample.
+        """Return figures to log. Works inside `jit`, and costs about as much as a sample.
 
         Args:
           beta: as for `sample`.

@@ -271,7 +271,7 @@ class Rollout(Static):
         gamma: Any,
         lambda_: Any = 0.95,
     ) -> tuple[targets.Advantages, jax.Array]:
-        """Advantages and value targets of the steps held, by `gae`, and which can be learned from.
+        """Compute advantages and value targets of the steps held, by `gae`.
 
         Args:
           value, last_value, final_value: as for `bootstrap`.
@@ -279,8 +279,8 @@ class Rollout(Static):
           lambda_: number[] in [0, 1]: 0 looks one step ahead, 1 to the episode's end.
 
         Returns:
-          advantages: `advantage` and `target`, float[T, E] each. mask: bool[T, E]; the loss is the
-            mean over these.
+          advantages: `advantage` and `target`, float[T, E] each. mask: bool[T, E]; the steps to
+            learn from.
 
         Example:
           >>> import jax, jax.numpy as jnp, jaxreplay as jr

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import Autoreset, PyTree, Stored
 from jaxreplay._util.names import spec_text
-from jaxreplay.autoreset import WHERE_FINAL_OBS_IS
 from jaxreplay.storage import stored_arrays
 from jaxreplay.types import Step
 
@@ -24,6 +23,12 @@ _NEXT = (
     "the next observation is not stored beside each step: it is the next row; that after an "
     "episode's last step is final_obs, with "
     'autoreset="same_step", or with "next_step" the row after it'
+)
+_WHERE_FINAL_OBS_IS = (
+    '  gymnax >= 1.0: info["final_observation"]\n'
+    '  Gymnasium, AutoresetMode.SAME_STEP: info["final_obs"]\n'
+    '  Jumanji, AutoResetWrapper(env, next_obs_in_extras=True): extras["next_obs"]\n'
+    "  an env that you reset yourself: the observation that step returned"
 )
 BOOL_FLAGS = "write done flags as bool: x.astype(bool)"
 # What users of other libraries call a field, and what it is here.
@@ -113,8 +118,8 @@ def check_flags(where: str, step: Step) -> None:
 
 
 def step_of(where: str, step: PyTree, autoreset: Autoreset | None) -> Step:
-    """A step, from one or from a mapping, with a `final_obs` where `autoreset` says so, and only
-    there."""
+    """Return a step, from one or from a mapping; `final_obs` must come if `autoreset` reads it, and
+    only then."""
     step = as_step(where, step)
     if (step.final_obs is not None) == (autoreset == "same_step"):
         return step
@@ -122,7 +127,7 @@ def step_of(where: str, step: PyTree, autoreset: Autoreset | None) -> Step:
         raise ValueError(
             f'{where}: autoreset="same_step" needs the final_obs of every step: the observation '
             "after its action, read where the episode ended.\n"
-            f"It is with\n{WHERE_FINAL_OBS_IS}\n"
+            f"It is with\n{_WHERE_FINAL_OBS_IS}\n"
             'An env that resets within the step and loses it is "same_step_no_final_obs".'
         )
     reason = (

@@ -104,6 +104,7 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
             f"manifests/{manifest.folder}.json: rows: flags are uint8[], got "
             f"{manifest.rows['flags']}"
         )
+    flags = held["flags"].read(reader, every) if "flags" in held else None
     reward, probability = held.get("steps.reward"), None
     if _TREE in manifest.rest:  # its leaves lie by time, then env
         env, number = numbers_in_order(reader.first, reader.end)
@@ -127,12 +128,12 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
         first=reader.first,
         end=reader.end,
         leaves={name: text for name, text in manifest.rows.items() if name in steps},
-        flags=held["flags"].read(reader, every) if "flags" in held else None,
+        flags=flags,
         reward=None
         if reward is None or reward.shape
         else reward.read(reader, every).astype(np.float64),
         probability=probability,
-        resets=_resets_of(reader, manifest, held),
+        resets=_resets_of(reader, manifest, held, flags),
         counters={
             name: float(rest(f"sampler.{name}"))
             for name in COUNTERS
@@ -143,12 +144,14 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
     )
 
 
-def _resets_of(reader: RowReader, manifest: Manifest, held: dict[str, _Leaf]) -> Resets | None:
+def _resets_of(
+    reader: RowReader, manifest: Manifest, held: dict[str, _Leaf], flags: np.ndarray | None
+) -> Resets | None:
+    """Read the rows around resets; None for items. `flags`: uint8[R], of all rows in order."""
     declared = re.search(r"\bautoreset='(\w+)'", manifest.buffer)
-    if "flags" not in held or declared is None:
+    if flags is None or declared is None:
         return None
     env, _ = numbers_in_order(reader.first, reader.end)
-    flags = held["flags"].read(reader, np.arange(reader.num_rows))
     obs = [leaf for name, leaf in held.items() if name.split(".")[:2] == ["steps", "obs"]]
     row_bytes = sum(leaf_bytes(leaf.shape, leaf.stored) for leaf in obs)
     around = rows_around_resets(flags, env, row_bytes)

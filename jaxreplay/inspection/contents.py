@@ -61,20 +61,6 @@ def contents_of(buffer: Any, state: Any, max_bytes: int) -> Contents:
     rows = rows_in_order(first, end, buffer.length)
     held = named({"steps": steps}, is_leaf=stored_arrays.is_compound)
 
-    def read(leaf: Any, chosen: np.ndarray, dtype: Any = None) -> np.ndarray:
-        """Read rows of a leaf, a block at a time."""
-        size = max(
-            1, min(_BLOCK_BYTES // max(leaf_bytes(leaf.shape[1:], leaf.dtype), 1), len(chosen))
-        )
-        blocks = (chosen[start : start + size] for start in range(0, len(chosen), size))
-        found = [
-            np.asarray(_take(leaf, np.resize(block, size)))[: len(block)].astype(
-                dtype or leaf.dtype
-            )
-            for block in blocks
-        ]
-        return np.concatenate(found or [np.zeros((0, *leaf.shape[1:]), dtype or leaf.dtype)])
-
     row_bytes = sum(leaf_bytes(leaf.shape[1:], leaf.dtype) for _, leaf in held)
     chosen = spread(np.arange(len(rows)), max_bytes // max(row_bytes, 1))
     reward = next(
@@ -92,8 +78,8 @@ def contents_of(buffer: Any, state: Any, max_bytes: int) -> Contents:
         first=first,
         end=end,
         leaves={name: spec_text(leaf, 1) for name, leaf in held},
-        flags=None if state.streams.flags is None else read(state.streams.flags, rows),
-        reward=None if reward is None else read(reward, rows, np.float64),
+        flags=None if state.streams.flags is None else _read(state.streams.flags, rows),
+        reward=None if reward is None else _read(reward, rows).astype(np.float64),
         probability=np.concatenate(drawn or [np.zeros(0)]).astype(np.float64)[: len(rows)],
         resets=resets_of(state),
         counters={
@@ -102,13 +88,13 @@ def contents_of(buffer: Any, state: Any, max_bytes: int) -> Contents:
             if name in COUNTERS and not leaf.shape
         },
         rows=chosen,
-        values={name: read(leaf, rows[chosen]) for name, leaf in held},
+        values={name: _read(leaf, rows[chosen]) for name, leaf in held},
     )
 
 
 def resets_of(state: ReplayState) -> Resets | None:
-    """The rows around resets, among the newest million; None for items. The state stays as it
-    is."""
+    """Read the rows around resets, among the newest million rows; None for items. The state stays
+    as it is."""
     layout, steps = state.layout, state.streams.steps
     if layout.autoreset is None:
         return None
@@ -116,20 +102,18 @@ def resets_of(state: ReplayState) -> Resets | None:
     first = np.maximum(first, end - max(_MOST_ROWS // layout.num_envs, 1))
     env, _ = numbers_in_order(first, end)
     rows = rows_in_order(first, end, layout.length)
-    # Of few sizes, each of which is compiled.
-    size = power_above(len(rows))
-    flags = np.asarray(_take(state.streams.flags, np.resize(rows, size)))[: len(rows)]
+    flags = _read(state.streams.flags, rows)
     obs = stored_arrays.stored_leaves(steps.obs)
     row_bytes = sum(leaf_bytes(leaf.shape[1:], leaf.dtype) for leaf in obs)
     around = rows_around_resets(flags, env, row_bytes)
-    if not len(around):
-        return Resets(layout.autoreset, flags[around], None, [])
-    reward = steps.reward if len(steps.reward.shape) == 1 else None
-    chosen = rows[np.resize(around, (power_above(len(around)), around.shape[1]))]
-    read = [np.asarray(leaf)[: len(around)] for leaf in _take_all((*obs, reward), chosen)]
-    if reward is not None:
-        reward = read.pop().astype(np.float64)
-    return Resets(layout.autoreset, flags[around], reward, read)
+    chosen = rows[around]
+    has_reward = len(steps.reward.shape) == 1
+    return Resets(
+        layout.autoreset,
+        flags[around],
+        _read(steps.reward, chosen).astype(np.float64) if has_reward else None,
+        [_read(leaf, chosen) for leaf in obs],
+    )
 
 
 def _span(state: ReplayState) -> tuple[np.ndarray, np.ndarray]:
@@ -169,14 +153,20 @@ def leaf_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     return math.prod(shape) * np.dtype(dtype).itemsize
 
 
+def _read(leaf: Any, rows: np.ndarray) -> np.ndarray:
+    """Read rows int32[...] of a leaf, a block at a time: `[..., *row]`. Blocks have few sizes, each
+    of which is compiled."""
+    most = max(1, _BLOCK_BYTES // max(leaf_bytes(leaf.shape[1:], leaf.dtype), 1))
+    size, flat = min(most, power_above(rows.size)), rows.reshape(-1)
+    blocks = [flat[start : start + size] for start in range(0, len(flat), size)]
+    found = [np.asarray(_take(leaf, np.resize(block, size)))[: len(block)] for block in blocks]
+    values = np.concatenate(found or [np.zeros((0, *leaf.shape[1:]), leaf.dtype)])
+    return values.reshape(*rows.shape, *leaf.shape[1:])
+
+
 @jax.jit
 def _take(leaf: Any, rows: jax.Array) -> jax.Array:
     return stored_arrays.read(leaf, rows)
-
-
-@jax.jit
-def _take_all(leaves: Any, rows: jax.Array) -> list[jax.Array]:
-    return [stored_arrays.read(leaf, rows) for leaf in leaves if leaf is not None]
 
 
 @functools.partial(jax.jit, static_argnums=0)

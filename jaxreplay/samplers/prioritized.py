@@ -45,14 +45,14 @@ class Prioritized(PrioritySampler):
 
     Args:
       alpha: at least 0: 0 is uniform over the rows of positive priority.
-      stratified: one draw from each of B equal parts of the total mass, as in the paper, so that a
-        batch is in the order of the rows' positions in their rings; otherwise B independent draws.
       beta: how far weights correct the bias of the draws, at least 0: 0 not at all, 1 fully; unless
         `sample` says otherwise.
       normalize_weights: "batch" divides weights by the largest of the batch. "buffer" divides them
         by the largest that any row of the buffer could have, as the paper does; it keeps a second
         tree, about as costly to update as the first. None leaves them as they are,
         `(size * probability) ** -beta`.
+      stratified: one draw from each of B equal parts of the total mass, as in the paper, so that a
+        batch is in the order of the rows' positions in their rings; otherwise B independent draws.
       fan_out: children of a tree node; 0 chooses for the state's platform.
     """
 

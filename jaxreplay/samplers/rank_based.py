@@ -121,7 +121,7 @@ class RankBased(Prioritized):
         return state.replace(tree=tree)
 
     def metrics(self, state: PyTree, sampleable: Sampleable) -> dict[str, jax.Array]:
-        """As of `Prioritized`, without the mean: the tree has ranks, not priorities."""
+        """Return those of `Prioritized`, but no mean: the tree holds ranks."""
         metrics = super().metrics(state, sampleable)
         metrics.pop("mean_priority", None)
         return metrics

@@ -12,6 +12,7 @@ from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.struct import Static
 from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.storage.sampleable import Sampleable, WriteEffect
+from jaxreplay.targets import weights_of
 from jaxreplay.types import Index
 
 
@@ -129,18 +130,17 @@ class Sampler(Static):
         is_valid: jax.Array,
         beta: jax.Array | float | None,
     ) -> jax.Array:
-        """What each item counts in a loss: float32[...]; 0 where not valid.
+        """Return the weight of each item in a loss: float32[...]; 0 where not valid.
 
         Args:
           probability: float32[...], of each row drawn. is_valid: bool[...].
-          beta: how far the draws' bias is corrected, where a sampler corrects it; by default its
-            own.
+          beta: number[], how far weights correct the bias of the draws. Default: the sampler's.
         """
         del state, sampleable, probability, beta
         return is_valid.astype(jnp.float32)
 
     def metrics(self, state: PyTree, sampleable: Sampleable) -> dict[str, jax.Array]:
-        """What `ReplayBuffer.metrics` says of the sampler: scalars, by name."""
+        """Return the sampler's part of `ReplayBuffer.metrics`: scalars, by name."""
         del state, sampleable
         return {}
 
@@ -154,6 +154,18 @@ class PrioritySampler(Sampler):
         """The state with new priorities, float32[B], for drawn rows; it ignores what is bad or
         stale."""
         raise NotImplementedError(f"{type(self).__name__} has priorities, and must have update")
+
+    def weight(
+        self,
+        state: PyTree,
+        sampleable: Sampleable,
+        probability: jax.Array,
+        is_valid: jax.Array,
+        beta: jax.Array | float | None,
+    ) -> jax.Array:
+        """Return importance weights, divided by the largest of the batch. `beta`: 1 by default."""
+        del state, sampleable
+        return weights_of(probability, is_valid, 1.0 if beta is None else beta)
 
 
 class ConsumingSampler(Sampler):

@@ -212,8 +212,8 @@ class DropInBuffer(buffers.ReplayBuffer):
         problem = self._watch.after_add(self.n_envs, lambda: resets_of(self._state))
         if problem is not None:
             warnings.warn(
-                f"add: {problem}. Stable-Baselines3's envs reset within the step, and next_obs is "
-                "the true one also there",
+                f"add: {problem}. This buffer is for envs that reset within the step; next_obs is "
+                "the observation before the reset",
                 stacklevel=2,
             )
 

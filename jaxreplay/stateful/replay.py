@@ -242,7 +242,7 @@ class Replay:
             self._start_anew()
 
     def metrics(self, *, beta: float | None = None) -> dict[str, float]:
-        """Figures to log, as `ReplayBuffer.metrics` gives them; none before the first `add`."""
+        """Return the figures of `ReplayBuffer.metrics`; before the first `add`, none."""
         with self._monitor:
             if self._owner.state is None:
                 return {}

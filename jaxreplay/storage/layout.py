@@ -94,8 +94,8 @@ class Layout(Static):
 
     @functools.cached_property
     def rows_per_step(self) -> int:
-        """Rows that a step may write: 2 if its final row comes beside it, else 1."""
-        return 2 if self.autoreset == "same_step" else 1
+        """The most rows that a step writes."""
+        return row_flags.rows_per_step(self.autoreset)
 
     @functools.cached_property
     def lockstep(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a row is, as bits: a step, its episode's first, a final row; and which rows a step writes.
+"""Flags of a row: a step, its episode's first, a final row; and the rows that a step writes.
 
 Observations are stored once: the next observation of a row is the next row of its stream. So every
 episode ends in a *final row*, which holds the final observation and is no transition: its action
@@ -62,6 +62,11 @@ def rows_of(
     closes = closes_episode(bits, form)
     first = _before(closes, mask, closes_episode(last_flags, form))
     return Rows(bits + FIRST * first.astype(jnp.uint8), mask)
+
+
+def rows_per_step(form: Autoreset | None) -> int:
+    """Return the most rows that a step writes: 2 if its final row comes beside it, else 1."""
+    return 2 if form == "same_step" else 1
 
 
 def termination_has_final_row(form: Autoreset) -> bool:

@@ -1,5 +1,6 @@
 """`jaxreplay.jit`, and the warning where a call copies the buffer."""
 
+import copy
 import warnings
 
 import chex
@@ -83,6 +84,7 @@ def test_all_methods_are_there_and_agree():
     state = buffer.update_priorities(state, batch.index, np.array([2.0, 2.0, 2.0]))
     assert float(buffer.metrics(state)["max_priority"]) == 2
     assert buffer.sample(state, jax.random.key(0), beta=0.0).weight.tolist() == [1] * 4
+    assert copy.copy(buffer).capacity == 64
     assert (buffer.capacity, buffer.autoreset) == (64, "same_step_no_final_obs")
     assert int(buffer.size(buffer.clear(state))) == 0
 

@@ -658,7 +658,7 @@ def test_a_step_may_be_of_any_class_with_the_fields():
         (lambda: jr.items(max_length=9), "takes no max_length; did you mean capacity"),
         (lambda: jr.items(**SHARED, batch_siz=2), "takes no batch_siz; did you mean batch_size"),
         (lambda: jr.Prioritized(exponent=1.0), "Prioritized takes no exponent; did you mean alpha"),
-        (lambda: jr.Uniform(x=1), "Uniform takes no x"),
+        (lambda: jr.Uniform(x=1), "Uniform takes no x; it takes no arguments"),
         (lambda: jr.items(**SHARED).sample(32), r"buffer.sample\(state, jax.random.key\(0\)\)"),
         (lambda: jr.jit(jr.items(**SHARED)).sample(32), r"jaxreplay.Replay\(buffer\) keeps both"),
     ],
@@ -676,6 +676,7 @@ def test_the_words_of_other_libraries_are_answered(call, hint):
         ("num_steps", "did you mean batch.experience.num_steps?"),
         ("indices", "did you mean batch.index?"),
         ("weights", "did you mean batch.weight?"),
+        ("mask", "did you mean batch.is_valid?"),
         ("nothing", "a Sample has no nothing"),
     ],
 )
@@ -686,3 +687,11 @@ def test_a_batch_answers_the_names_of_other_libraries(name, hint):
         getattr(batch, name)
     assert not hasattr(batch, name)
     assert copy.deepcopy(batch) == batch
+
+
+def test_a_name_that_the_items_have_is_theirs():
+    """`mask` is another library's `is_valid`, but the steps to learn from are a sequence's own."""
+    buffer = jr.sequences(**{**SHARED, "capacity": 64}, length=2, autoreset="next_step")
+    batch = jax.eval_shape(buffer.sample, buffer.init(example()), jax.random.key(0))
+    with pytest.raises(AttributeError, match=re.escape("did you mean batch.experience.mask?")):
+        _ = batch.mask

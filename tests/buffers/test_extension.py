@@ -138,6 +138,7 @@ CHECKS = (
     test_contract.test_a_donated_state_is_reused_and_gone,
     test_contract.test_an_empty_block_changes_nothing,
     test_contract.test_an_empty_buffer_is_flagged,
+    test_contract.test_weights_are_those_that_the_probabilities_give,
     test_contract.test_what_memory_says_is_what_init_takes,
     test_contract.test_a_state_goes_through_serialization,
     test_contract.test_the_wrong_leaf_is_named,
