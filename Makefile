@@ -1,6 +1,7 @@
 # make demo      trains an agent and leaves a plot in out/
 # make quick     lint, and a few tests of three buffers: for each change (under a minute, once it ran before)
 # make test      every check, sized for two cores
+# make docs      builds the docs into out/docs, and runs every code cell
 # make examples  runs every example in full (6 minutes)
 # make recipes   runs the steps of env libraries that are not among the tests' own (Brax, Jumanji, Craftax, EnvPool)
 # make soak PART=NAME    the same checks at full size, a part of at most 20 minutes; PART=list names them
@@ -16,7 +17,7 @@ PYTEST := -m pytest -q -n 2 --dist worksteal
 # gymnax 1.0.1 declares jax < 0.12 but runs on it, so that it is installed without its dependencies, and these are named here.
 EXAMPLES := optax matplotlib tqdm six gymnasium seaborn
 
-.PHONY: demo examples lint quick test test-oldest soak recipes bench aot clean
+.PHONY: demo docs examples lint quick test test-oldest soak recipes bench aot clean
 $(VENV)/installed: Makefile pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt -e ".[test,dev,torch,sb3,tensordict,checkpoint,minari]" $(EXAMPLES)
@@ -34,6 +35,17 @@ $(VENV)/bench: $(VENV)/installed
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/dqn.py
+
+# What a page says is run: with flashbax and Stable-Baselines3 beside, and warnings are errors.
+DOCS := .venv-docs
+$(DOCS)/installed: Makefile pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip --disable-pip-version-check -q install -c constraints.txt -e ".[docs,torch,sb3,checkpoint,minari]" $(EXAMPLES) flashbax
+	$(DOCS)/bin/pip --disable-pip-version-check -q install -c constraints.txt --no-deps gymnax
+	touch $@
+
+docs: $(DOCS)/installed
+	$(DOCS)/bin/python -m sphinx -b html -q -E -W --keep-going docs out/docs
 
 examples: $(VENV)/installed
 	set -e; for example in dqn ppo recall bit_flip laplacian torch_dqn sb3_dict_sac resume steps; do echo "== $$example"; $(BIN)/python examples/$$example.py; done
@@ -75,7 +87,7 @@ AS_ON_ONE_CORE := contract in_place uniform prioritized views
 AS_ON_ONE_REST := resize checkpoint checkpoint_damage checkpoint_faults checkpoint_hostile checkpoint_rewind checkpoint_unwritten
 
 # Each file of tests is in one part.
-SOAK_core := types autoreset contract in_place layers laws uniform prioritized sum_tree queue mixture permutation errors x64 ecosystem
+SOAK_core := types autoreset docstrings contract in_place layers laws uniform prioritized sum_tree queue mixture permutation errors x64 ecosystem
 SOAK_samplers := extension rank_based recent without_replacement episodes targets donation plan state_check transitions fingerprint
 SOAK_oracle := oracle_streams
 SOAK_views := views
@@ -144,4 +156,4 @@ aot:
 endif
 
 clean:
-	rm -rf $(VENV) $(AOT) $(OLDEST) $(RECIPES) out
+	rm -rf $(VENV) $(AOT) $(OLDEST) $(RECIPES) $(DOCS) out

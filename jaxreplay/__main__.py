@@ -1,5 +1,5 @@
-"""The command line: `python -m jaxreplay plan`, the memory of a buffer before a run, and `inspect`,
-a look into a checkpoint."""
+"""Command line of jaxreplay: `plan` computes a buffer's memory before a run, and `inspect` shows a
+checkpoint's contents."""
 
 import argparse
 import dataclasses
@@ -22,7 +22,7 @@ from jaxreplay.inspection.plan import plan, step_of
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line, without what would steer a terminal, and the status for a wrong call."""
+        """Print the error in one line, control characters escaped, and exit with status 2."""
         sys.stderr.write(f"{self.prog}: {printable(' '.join(message.split()))}\n")
         raise SystemExit(2)
 
@@ -30,10 +30,12 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = _Parser(prog="python -m jaxreplay", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_plan(commands.add_parser("plan", help="the bytes of every leaf, and what fits"))
+    _add_plan(
+        commands.add_parser("plan", help="compute the bytes of every leaf, and whether they fit")
+    )
     _add_inspect(
         commands.add_parser(
-            "inspect", help="what a checkpoint holds, and what is suspicious about it"
+            "inspect", help="show what a checkpoint holds, and warn of what looks wrong"
         )
     )
     options = parser.parse_args(arguments)
@@ -52,53 +54,57 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="[NAME:][SHAPE:]DTYPE",
-        help="a leaf, such as image:84x84x3:uint8",
+        help="leaf of the observation, such as image:84x84x3:uint8",
     )
     parser.add_argument(
-        "--action", metavar="[SHAPE:]DTYPE", help="such as 8:float32, or int32; float32 by default"
+        "--action", metavar="[SHAPE:]DTYPE", help="such as 8:float32, or int32; default: float32"
     )
     parser.add_argument(
         "--env",
         metavar="ID",
-        help="a Gymnasium env, whose spaces are taken in the place of --obs and --action",
+        help="Gymnasium env, whose spaces replace --obs and --action",
     )
     parser.add_argument("--capacity", type=int, required=True, help="rows")
     parser.add_argument(
-        "--num-envs", type=int, default=1, help="streams, each a ring of capacity / num_envs rows"
+        "--num-envs", type=int, default=1, help="envs, each with a ring of capacity / num_envs rows"
     )
-    parser.add_argument("--n-step", type=int, default=1, help="of the transitions")
-    parser.add_argument("--prioritized", action="store_true", help="with a tree of priorities")
+    parser.add_argument("--n-step", type=int, default=1, help="steps of a transition")
+    parser.add_argument("--prioritized", action="store_true", help="include the tree of priorities")
     parser.add_argument(
         "--autoreset",
         choices=autoreset.FORMS,
         default="next_step",
-        help="what the env does when an episode ends",
+        help="how the env behaves when an episode ends",
     )
-    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_plan)
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", help="of a Checkpointer: a folder, or a URL")
-    parser.add_argument("--step", type=int, help="of the generation; by default the newest one")
+    parser.add_argument("path", help="folder or URL of a Checkpointer")
+    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--html", metavar="FILE", help="write a page with plots")
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="read every file of every generation; status 1, if one is not as it was written",
+        help="read every file of every checkpoint; exit with status 1 if one is damaged",
     )
     parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="SECONDS", help="of a request to a far store"
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="limit of a request to a remote store",
     )
     parser.set_defaults(run=_inspect)
 
 
 def _inspect(options: argparse.Namespace) -> tuple[str, int]:
-    from jaxreplay import checkpoint  # an extra
+    from jaxreplay import checkpoint  # needs jaxreplay[checkpoint]
 
     if options.verify and options.html is not None:
-        raise ValueError("--verify has no page; leave out --html")
+        raise ValueError("--verify writes no page; leave out --html")
     if options.verify:
         return _verify(options)
     found = checkpoint.inspect(options.path, step=options.step, timeout=options.timeout)
@@ -108,14 +114,14 @@ def _inspect(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def _verify(options: argparse.Namespace) -> tuple[str, int]:
-    from jaxreplay import checkpoint  # an extra
+    from jaxreplay import checkpoint  # needs jaxreplay[checkpoint]
 
     found = checkpoint.verify(options.path, timeout=options.timeout)
     if options.step is not None:
         found = [one for one in found if one.step in (options.step, None)]
         if all(one.step is None for one in found):
             raise FileNotFoundError(
-                f"there is no generation of step {options.step} under {options.path}"
+                f"there is no checkpoint of step {options.step} under {options.path}"
             )
     if options.json:
         text = json.dumps([{"step": one.step, "problems": one.problems} for one in found], indent=2)
@@ -124,7 +130,7 @@ def _verify(options: argparse.Namespace) -> tuple[str, int]:
         for one in found:
             name = "unreadable" if one.step is None else f"step {one.step}"
             lines += [
-                f"{name}: {'is broken' if one.problems else 'is whole'}",
+                f"{name}: {'is broken' if one.problems else 'is intact'}",
                 *(f"  {printable(problem)}" for problem in one.problems),
             ]
         text = "\n".join(lines)
@@ -137,9 +143,9 @@ def _plan(options: argparse.Namespace) -> tuple[str, int]:
     buffer = make(**sizes, n_step=options.n_step, autoreset=options.autoreset)
     name, action = _leaf_of("--action", options.action or "float32")
     if name is not None:
-        raise ValueError(f"--action: one leaf has no name, got {options.action!r}")
+        raise ValueError(f"--action: pass one leaf without a name, got {options.action!r}")
     if options.env is not None and (options.obs or options.action):
-        raise ValueError("--env: it brings its spaces; leave out --obs and --action")
+        raise ValueError("--env: the env's spaces are used; leave out --obs and --action")
     example = (
         step_of(_obs_of(options.obs), action, options.autoreset)
         if options.env is None
@@ -154,23 +160,23 @@ def _plan(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def _obs_of(texts: list[str]) -> Any:
-    """One leaf without a name, or a dict of those that have one."""
+    """Return the only leaf if it has no name, else a dict of leaves by name."""
     leaves = [_leaf_of("--obs", text) for text in texts]
     names = [name for name, _ in leaves]
     if not leaves:
-        raise ValueError("give the observation, by --obs for each leaf, or by --env")
+        raise ValueError("pass --obs for each leaf of the observation, or --env")
     if names == [None]:
         return leaves[0][1]
     if None in names or len(set(names)) < len(names):
         raise ValueError(
-            "--obs: each of several leaves needs a name of its own, as in image:84x84x3:uint8; "
+            "--obs: several leaves need different names, such as image:84x84x3:uint8; "
             f"got {', '.join(texts)}"
         )
     return dict(leaves)
 
 
 def _leaf_of(option: str, text: str) -> tuple[str | None, jax.ShapeDtypeStruct]:
-    """`uint8`, `84x84x3:uint8` or `image:84x84x3:uint8`."""
+    """Parse a leaf, such as `uint8`, `84x84x3:uint8` or `image:84x84x3:uint8`."""
     found = re.fullmatch(
         r"(?:(?P<name>[^:]*[^:x0-9-][^:]*):)?(?:(?P<shape>[0-9]+(?:x[0-9]+)*):)?(?P<dtype>[a-z][a-z0-9_]*)",
         text,

@@ -1,3 +1,3 @@
-"""The library's version, which checkpoints note."""
+"""The library's version, which checkpoints record."""
 
 __version__ = "0.1.0"

@@ -1,25 +1,26 @@
-"""The values of a buffer's `autoreset`: what an env does when an episode ends, by library.
+"""Values of a buffer's `autoreset`: how an env behaves when an episode ends.
 
 `"next_step"`
     The step after a done ignores its action, and returns the first observation of the next episode.
-    So the observation that came with the done is the next row: the final observation.
+    The observation returned with the done is the episode's final one, and becomes the next row.
 `"same_step"`
-    The env resets within the step that is done, and hands the final observation over beside the
-    first one of the next episode. Each step brings it as `final_obs`.
+    The env resets within the step that is done. That step returns the final observation as well as
+    the next episode's first one. Pass the final observation as `Step.final_obs`.
 `"same_step_no_final_obs"`
-    The env resets within the step that is done, and the final observation is lost. A truncated
-    episode gives up its last transition, rather than learn from a wrong one.
+    The env resets within the step that is done, and the final observation is lost. The last
+    transition of a truncated episode is dropped, because its next observation is unknown.
 
-An env that you reset yourself is `"same_step"`; `final_obs` is what its `step` returned.
+If you reset the env yourself, use `"same_step"`; `final_obs` is the observation that its `step`
+returned.
 
-Each name below is the value for the library that it is named after.
+Each constant is the value for the library in its name.
 """
 
 from typing import Any, get_args
 
 from jaxreplay._util.aliases import Autoreset
 
-GYMNASIUM: Autoreset = "next_step"  # vector envs of Gymnasium >= 1.0, unless made otherwise
+GYMNASIUM: Autoreset = "next_step"  # default of vector envs, Gymnasium >= 1.0
 ENVPOOL: Autoreset = "next_step"
 GYMNAX: Autoreset = "same_step"  # >= 1.0: final_obs is info["final_observation"]
 JUMANJI: Autoreset = "same_step"  # AutoResetWrapper(next_obs_in_extras=True): extras["next_obs"]
@@ -28,11 +29,11 @@ BRAX: Autoreset = "same_step_no_final_obs"  # its AutoResetWrapper, and MuJoCo P
 CRAFTAX: Autoreset = "same_step_no_final_obs"
 
 FORMS: tuple[Autoreset, ...] = get_args(Autoreset)
-# Gymnasium's AutoresetMode, by name: its enum is taken as it is.
+# Values by the names of Gymnasium's `AutoresetMode`, so that buffers accept the enum.
 _GYMNASIUM_MODES: dict[str, Autoreset] = {
     "NEXT_STEP": "next_step",
     "SAME_STEP": "same_step",
-    "DISABLED": "same_step",  # the observation of a done is the final one
+    "DISABLED": "same_step",  # the step that is done returns the final observation
 }
 
 
@@ -40,10 +41,13 @@ def of(envs: Any) -> Autoreset:
     """Return the value of `autoreset` for Gymnasium's vector envs.
 
     Args:
-      envs: a `gymnasium.vector.VectorEnv`, whose metadata has its `autoreset_mode`.
+      envs: A `gymnasium.vector.VectorEnv` with `autoreset_mode` in its metadata.
+
+    Returns:
+      "next_step", "same_step" or "same_step_no_final_obs".
 
     Raises:
-      ValueError: the envs do not say what they do.
+      ValueError: The metadata has no `autoreset_mode`.
 
     Example:
       >>> import jaxreplay as jr, gymnasium
@@ -53,17 +57,25 @@ def of(envs: Any) -> Autoreset:
     mode = (getattr(envs, "metadata", None) or {}).get("autoreset_mode")
     if mode is None:
         raise ValueError(
-            f"autoreset.of: a {type(envs).__name__} has no metadata['autoreset_mode']; only vector "
-            "envs of Gymnasium >= 1.1 have. Name the library's value, such as jr.autoreset.GYMNAX"
+            f"autoreset.of: a {type(envs).__name__} has no metadata['autoreset_mode'], which only "
+            "vector envs of Gymnasium >= 1.1 have. Pass a library's value, such as "
+            "autoreset=jr.autoreset.GYMNAX"
         )
     return checked("autoreset.of", mode)
 
 
 def checked(where: str, autoreset: Any) -> Autoreset:
-    """Return one of `FORMS`, from one or from Gymnasium's enum.
+    """Check a value of `autoreset`, and convert Gymnasium's enum.
+
+    Args:
+      where: Name of the caller, for the error.
+      autoreset: One of `FORMS`, or a `gymnasium.vector.AutoresetMode`.
+
+    Returns:
+      One of `FORMS`.
 
     Raises:
-      ValueError: it is missing, or none of these.
+      ValueError: `autoreset` is missing or none of these.
     """
     if type(autoreset).__name__ == "AutoresetMode":
         autoreset = _GYMNASIUM_MODES.get(autoreset.name, autoreset)
@@ -71,18 +83,18 @@ def checked(where: str, autoreset: Any) -> Autoreset:
         return autoreset
     raise ValueError(
         f"{where}: autoreset={autoreset!r}, but it must say what your env does when an episode "
-        "ends; a wrong answer corrupts targets silently:\n"
-        '  "next_step"               the step after a done only hands over the final observation; '
-        "the env resets then\n"
+        "ends; a wrong value corrupts targets silently:\n"
+        '  "next_step"               the env resets in the step after a done, which ignores its '
+        "action\n"
         "                            (Gymnasium >= 1.0 vector envs by default, EnvPool)\n"
-        '  "same_step"               the env resets within the step, and hands the final '
-        "observation beside it: Step.final_obs\n"
+        '  "same_step"               the env resets within the step that is done, and also returns '
+        "the final observation: Step.final_obs\n"
         "                            (gymnax >= 1.0, Jumanji, Gymnasium's AutoresetMode.SAME_STEP, "
         "envs that you reset yourself)\n"
-        '  "same_step_no_final_obs"  the env resets within the step and the final observation is '
-        "lost\n"
-        "                            (Brax, Craftax, many pure-JAX wrappers; a truncated episode "
-        "gives up its last transition)\n"
-        "jaxreplay.autoreset has the value of each library, and autoreset.of(envs) that of "
+        '  "same_step_no_final_obs"  the env resets within the step that is done, and the final '
+        "observation is lost\n"
+        "                            (Brax, Craftax, many pure-JAX wrappers; a truncated episode's "
+        "last transition is dropped)\n"
+        "Use a library's constant, such as jr.autoreset.BRAX, or jr.autoreset.of(envs) for "
         "Gymnasium's vector envs"
     )

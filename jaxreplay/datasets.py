@@ -1,5 +1,5 @@
-"""Minari datasets, in and out: episodes of T transitions and T + 1 observations, as streams store
-them; needs `jaxreplay[minari]`.
+"""Import and export of Minari datasets: episodes of T transitions and T + 1 observations, as a
+buffer stores them; needs `jaxreplay[minari]`.
 
     dataset = minari.load_dataset("D4RL/door/human-v2")
     capacity = required_capacity(dataset)
@@ -38,41 +38,49 @@ from jaxreplay.storage import ring, row_flags, stored_arrays
 from jaxreplay.storage.sampleable import ReplayState
 from jaxreplay.types import Step
 
-_MOST_STEPS = 1024  # that are added at once
-_MOST_BYTES = 16 * 2**20  # of episodes that are written at once, but for one that is larger
+_MOST_STEPS = 1024  # added at once
+_MOST_BYTES = 16 * 2**20  # of episodes written at once; a larger episode is written alone
 
 
 def required_capacity(dataset: Any) -> int:
-    """The rows that a `minari.MinariDataset` takes: one for each transition, and one for each
-    episode's final observation. An episode that has an end before its last step takes one more for
-    that, which only `from_minari` sees."""
+    """Return the number of rows that a dataset needs in a buffer.
+
+    Each transition needs one row, and each episode one more for its final observation. An end
+    before an episode's last step needs one more row, which only `from_minari` can count.
+
+    Args:
+      dataset: A `minari.MinariDataset`.
+    """
     return dataset.total_steps + dataset.total_episodes
 
 
 def from_minari(
     dataset: Any, buffer: ReplayBuffer, example: PyTree = None, *, progress: bool | None = None
 ) -> ReplayState:
-    """A buffer's state with all of a dataset's transitions. Beside it, an episode at a time and
-    some copies of it are in memory.
+    """Return a buffer's state with all transitions of a dataset.
 
-    Where the dataset has an end within an episode, another one begins there; an episode without an
-    end is truncated.
+    Memory holds the state, and one episode at a time with some copies of it. If a dataset's episode
+    has an end before its last step, the next step opens another episode. If an episode has no end,
+    its last step is truncated.
 
     Args:
-      dataset: a `minari.MinariDataset`. Its infos are left out.
-      buffer: of one env, since episodes follow each other; its `autoreset` may be any form.
-      example: as for `init`; by default the dataset's own shapes and dtypes, of 32 bits where these
-        have 64 and `jax_enable_x64` is off.
-      progress: whether to show a bar; None: if this is a terminal.
+      dataset: A `minari.MinariDataset`. Its infos are left out.
+      buffer: A `ReplayBuffer` of steps with `num_envs=1` and any `autoreset`.
+      example: One env's step, as for `buffer.init`. Default: the dataset's shapes and dtypes, cut
+        to 32 bits while `jax_enable_x64` is off.
+      progress: If True, show a progress bar. Default: only in a terminal.
+
+    Returns:
+      The state.
 
     Raises:
-      ValueError: the buffer is too small, or has no streams of steps; or a leaf does not fit the
-        example, or cannot be stored.
+      ValueError: The buffer is too small or does not store steps of one env, the dataset is empty,
+        or a leaf does not fit the example or cannot be stored.
     """
     if not isinstance(buffer, ReplayBuffer) or buffer.autoreset is None or buffer.num_envs != 1:
         raise ValueError(
-            "from_minari: buffer must be a ReplayBuffer of steps with num_envs=1: its episodes "
-            "follow each other"
+            "from_minari: buffer must be a ReplayBuffer of steps with num_envs=1, since a dataset "
+            "is one stream of episodes"
         )
     form, state, waiting, used = buffer.autoreset, None, [], 0
     if dataset.total_steps > buffer.capacity:
@@ -99,7 +107,7 @@ def from_minari(
             raise ValueError(
                 f"from_minari: capacity={buffer.capacity} is too small: episode {episode.id} ends "
                 f"in row {used:,}; required_capacity(dataset) is "
-                f"{required_capacity(dataset):,}, and each end within an episode takes one more"
+                f"{required_capacity(dataset):,}, and each end within an episode needs one more row"
             )
         example = _example_of(steps) if example is None else example
         state = buffer.init(example) if state is None else state
@@ -108,7 +116,7 @@ def from_minari(
             state, waiting = _extended(buffer, state, waiting, most)
     if state is None:
         raise ValueError("from_minari: the dataset has no transitions")
-    while waiting:  # in blocks of few sizes, each of which is compiled
+    while waiting:  # powers of two: each size of a block is compiled
         state, waiting = _extended(
             buffer, state, waiting, power_below(sum(len(steps.reward) for steps in waiting))
         )
@@ -123,44 +131,48 @@ def to_minari(
     include_partial: bool = False,
     **options: Any,
 ) -> Any:
-    """A new local dataset of a buffer's episodes, stream after stream, the oldest first. Few of
-    them are in memory at once.
+    """Write a buffer's episodes to a new local dataset.
 
-    The final observation of a terminated episode is its last one once more where the buffer does
-    not have it: always with `autoreset="same_step_no_final_obs"`, and for an end whose
-    final row is still to come. No target reads it. Narrow floats (bfloat16, 8 bits) become float32.
+    Episodes are written env by env, oldest first, a few at a time. Narrow floats (bfloat16, 8
+    bits) become float32. If the buffer lacks the final observation of a terminated episode, the
+    last observation is repeated; no target reads it. This always holds with
+    `autoreset="same_step_no_final_obs"`, and for an episode whose final row has not been added yet.
 
     Args:
-      include_partial: whether to take along what is stored of episodes that began before the oldest
-        row, or that go on. Those that go on are truncated at the newest row, which is their final
-        observation.
-      options: of `minari.create_dataset_from_buffers`, such as `env`, or both spaces. Images are
-        kept exactly, unless `jpeg_encoding=True`.
+      buffer: A `ReplayBuffer` of steps.
+      state: The buffer's state.
+      dataset_id: Minari's name of the new dataset, such as "mine/door-v0".
+      include_partial: If True, also write episodes whose start was overwritten, and unfinished
+        ones. Those are truncated at the newest row, which becomes their final observation.
+        Default: False.
+      options: Arguments of `minari.create_dataset_from_buffers`, such as `env`, or both spaces.
+        Images are stored losslessly, unless `jpeg_encoding=True`.
 
     Returns:
-      the `minari.MinariDataset`.
+      The `minari.MinariDataset`.
 
     Raises:
-      ValueError: there is no whole episode, or the buffer holds items, or there is such a dataset.
+      ValueError: The buffer holds items or no intact episode, the state belongs to another buffer,
+        or the dataset exists.
     """
     if not isinstance(buffer, ReplayBuffer) or buffer.autoreset is None:
         raise ValueError(
-            "to_minari: buffer must be a ReplayBuffer of steps: items have no episodes"
+            "to_minari: buffer must be a ReplayBuffer of steps, since items have no episodes"
         )
     if (
         not isinstance(state, ReplayState)
         or len(jax.tree.leaves(state.streams.flags)[0]) != buffer.capacity
     ):
         raise ValueError(
-            f"to_minari: the state is not of this buffer, which has {buffer.capacity} rows"
+            f"to_minari: the state belongs to another buffer; this one has {buffer.capacity} rows"
         )
     path = get_dataset_path(dataset_id)
     if path.exists():
-        raise ValueError(f"to_minari: there is a dataset {dataset_id} already: {path}")
+        raise ValueError(f"to_minari: pass another dataset_id, since {dataset_id} exists: {path}")
     batches = _batches(_episodes(buffer, state, include_partial))
     if (first := next(batches, None)) is None:
         raise ValueError(
-            f"to_minari: there is no {'transition' if include_partial else 'whole episode'} in "
+            f"to_minari: there is no {'transition' if include_partial else 'intact episode'} in "
             "the buffer"
         )
     try:
@@ -170,20 +182,20 @@ def to_minari(
         for batch in batches:
             dataset.update_dataset_from_buffer(batch)
     except BaseException:
-        shutil.rmtree(path, ignore_errors=True)  # a half would be taken for a whole
+        shutil.rmtree(path, ignore_errors=True)  # a partial dataset would look complete
         raise
     return dataset
 
 
 def _steps_of(episode: Any, form: str) -> Step:
-    """Leaves `[K, ...]`: the transitions and, with next-step autoreset, a step for each final
-    observation."""
+    """Convert an episode to K steps, leaves [K, ...]: its transitions and, with next-step
+    autoreset, one for each final observation."""
     reward, terminated, truncated = (
         np.asarray(x) for x in (episode.rewards, episode.terminations, episode.truncations)
     )
     length = len(reward)
     for part, expected in (("observations", length + 1), ("actions", length)):
-        # what is no array comes as a list
+        # Minari returns values that are no arrays as a list.
         for name, leaf in named(
             getattr(episode, part), is_leaf=lambda leaf: isinstance(leaf, list)
         ):
@@ -228,7 +240,7 @@ def _example_of(steps: Step) -> Step:
 
 
 def _fitted(steps: Step, example: PyTree, where: str) -> Step:
-    """In the example's dtypes; what does not fit is left as it is, for `extend` to name."""
+    """Cast to the example's dtypes. Leaves that do not fit stay, so that `extend` names them."""
     dtypes = {
         name: np.dtype(leaf.dtype) for name, leaf in named(checks.specs("from_minari", example))
     }
@@ -242,7 +254,7 @@ def _fitted(steps: Step, example: PyTree, where: str) -> Step:
             f"from_minari: {where}: {name}",
             leaf,
             dtype,
-            "as the example has it; give one with another dtype",
+            "the example's dtype; pass an example with another dtype",
         )
 
     return jax.tree.unflatten(
@@ -253,7 +265,7 @@ def _fitted(steps: Step, example: PyTree, where: str) -> Step:
 def _extended(
     buffer: ReplayBuffer, state: ReplayState, waiting: list[Step], size: int
 ) -> tuple[ReplayState, list[Step]]:
-    """The state with all whole blocks of `size` steps that wait, and the steps that are left."""
+    """Add the waiting steps in blocks of `size`; return the state and the steps that are left."""
     joined = jax.tree.map(lambda *include_partial: np.concatenate(include_partial), *waiting)
     whole = len(joined.reward) // size * size
     for start in range(0, whole, size):
@@ -266,7 +278,7 @@ def _extended(
 
 
 def _batches(episodes: Iterator[EpisodeBuffer]) -> Iterator[list[EpisodeBuffer]]:
-    """Some at a time: Minari goes through all of a dataset's files with each write."""
+    """Yield lists of episodes: each write by Minari goes through all of a dataset's files."""
     batch, num_bytes = [], 0
     for episode in episodes:
         batch.append(episode)
@@ -303,10 +315,10 @@ def _episodes(buffer: ReplayBuffer, state: ReplayState, include_partial: bool) -
 def _episode(
     steps: PyTree, flags: np.ndarray, row: np.ndarray, is_closed: bool, include_partial: bool
 ) -> Any:
-    """An episode of rows that follow each other, or None where there is nothing of it to give."""
+    """Convert consecutive rows to an episode, or return None if it has no step or is left out."""
     if not len(row) or not (include_partial or (is_closed and flags[0] & row_flags.FIRST)):
         return None
-    # The newest row of one that goes on is an observation alone.
+    # The newest row of an unfinished episode serves as its final observation.
     ends_in_tail = bool(flags[-1] & row_flags.FINAL) or not (
         is_closed or flags[-1] & row_flags.TERMINATED
     )
@@ -333,14 +345,14 @@ def _episode(
 
 
 def _read(stored: Stored, row: np.ndarray) -> Any:
-    """Values of rows int64[K], on the host."""
+    """Read rows, int64[K], to the host."""
     padded = np.resize(row, power_above(len(row))).astype(np.int32)  # few programs are compiled
     found = jax.tree.map(lambda leaf: np.asarray(leaf)[: len(row)], _take(stored, padded))
     return jax.tree.map(_plain, found)
 
 
 def _plain(values: np.ndarray) -> np.ndarray:
-    """In a dtype that NumPy itself has."""
+    """Cast to a dtype of NumPy's own."""
     if stored_arrays.carrier(values.dtype) is None:
         return values
     if jnp.issubdtype(values.dtype, jnp.floating):

@@ -1,15 +1,15 @@
-"""Targets and weights for a loss: advantages and value targets for on-policy learning, importance
-weights and priorities of sequences.
+"""Targets and weights for a loss: advantages, value targets, importance weights and priorities of
+sequences.
 
-Pure functions of arrays, with time first.
+All are pure functions of arrays. Axes: T time, E env, B batch.
 
-One convention for all of them. Arrays are `[T, E]`, or any other shapes that are equal, with time
-as axis 0. `value[t]` is what the critic says of the observation that action t was chosen from,
-`next_value[t]` of the one that it led to, at an episode's end the true final one: `next_values` and
-`Rollout.bootstrap` build it. `terminated` says that nothing lies beyond, `truncated` that the value
-goes on though the stream does not. Where `mask` is False there is no step: such a row gets 0,
-passes nothing on, and whatever it holds, NaN too, stays there. The results are constants to the
-learner: no gradient flows through them.
+Arrays of steps are `[T, E]`, or have any other common shape with time as axis 0. `value[t]` is the
+critic's value of the observation that action t was chosen from. `next_value[t]` is its value of the
+observation after action t, at an episode's end the true final one; `next_values` and
+`Rollout.bootstrap` compute it. Where `terminated`, the next value counts as 0. Where `truncated`,
+the next value is bootstrapped, and the next row belongs to another episode. Where `mask` is False
+there is no step: the result is 0, and no other row depends on this row, even if it holds NaN. No
+gradient flows through advantages and value targets.
 """
 
 from typing import Any, NamedTuple
@@ -20,18 +20,20 @@ from jax import export
 
 from jaxreplay._util.names import spec_text
 
-# Keeps a division by the spread of equal numbers finite; far below the spread of any advantages
-# worth learning from.
+# Keeps the division by a deviation of 0 finite; far below the deviation of useful advantages.
 _SMALLEST_DEVIATION = 1e-8
 
 
 class Advantages(NamedTuple):
-    """What a policy and a critic learn from: floating, at least float32, of the shape of the
-    values."""
+    """Advantages for a policy gradient, and value targets for a critic.
 
-    # [T, E]: how much better the action was than the critic expected; for a policy gradient
+    Attributes:
+      advantage: floating[T, E], at least float32. The action's return minus the critic's value.
+      target: floating[T, E], at least float32. The value that the critic should have predicted.
+    """
+
     advantage: jax.Array
-    target: jax.Array  # [T, E]: what the critic should have said
+    target: jax.Array
 
 
 export.register_namedtuple_serialization(Advantages, serialized_name="jaxreplay.targets.Advantages")
@@ -48,14 +50,24 @@ def gae(
     lambda_: Any = 0.95,
     mask: Any = None,
 ) -> Advantages:
-    """Generalized advantage estimates, and the lambda-returns that belong to them.
+    """Compute generalized advantage estimates and lambda-returns.
 
     Args:
       reward: number[T, E], undiscounted.
-      value, next_value: float[T, E], see above; `next_value` is not read where `terminated`.
-      terminated, truncated: bool[T, E].
-      gamma: in [0, 1]. lambda_: in [0, 1]: 0 looks one step ahead, 1 to the episode's end.
-      mask: bool[T, E]; by default all rows are steps.
+      value: float[T, E]. The critic's values of the observations that the actions were chosen from.
+      next_value: float[T, E]. The critic's values of the observations after the actions, as
+        computed by `next_values`. Ignored where `terminated`.
+      terminated: bool[T, E]. True where the task ended the episode.
+      truncated: bool[T, E]. True where the episode was cut, such as by a time limit.
+      gamma: Discount factor of one step, in [0, 1].
+      lambda_: Number in [0, 1]: 0 looks one step ahead, 1 to the episode's end. Default: 0.95.
+      mask: bool[T, E]. False where there is no step. Default: all rows are steps.
+
+    Returns:
+      `Advantages`, floating[T, E]. The target is advantage + value.
+
+    Raises:
+      ValueError: The shapes differ, or a flag or the mask is not bool.
 
     Example:
       >>> import jax.numpy as jnp
@@ -75,8 +87,9 @@ def gae(
       ... ).advantage.tolist()
       [0.75, -1.0, 0.0]
 
-    Source: Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage
-    Estimation" (2016), equation 16; the target is the lambda-return, advantage plus value.
+    References:
+      Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation"
+      (2016), equation 16.
     """
     reward, value, next_value, mask = _checked(
         "gae", reward, value, next_value, terminated, truncated, mask
@@ -101,16 +114,31 @@ def vtrace(
     c_clip: Any = 1.0,
     mask: Any = None,
 ) -> Advantages:
-    """V-trace: value targets and policy-gradient advantages from steps that an older policy took.
+    """Compute V-trace value targets and policy-gradient advantages from steps of an older policy.
 
     Args:
-      log_ratio: float[T, E], log probability of each action under the policy that learns less that
-        under the one that acted.
-      reward, value, next_value, terminated, truncated, gamma, lambda_, mask: as in `gae`.
-      rho_clip: the largest weight of a step's own error, which decides the policy whose value is
-        learned; inf for no bound.
-      c_clip: the largest weight of what comes after it, at most `rho_clip`; it decides how fast
-        targets settle, and their spread.
+      log_ratio: float[T, E]. Log probability of each action under the learning policy minus that
+        under the acting policy.
+      reward: number[T, E], undiscounted.
+      value: float[T, E]. The critic's values of the observations that the actions were chosen from.
+      next_value: float[T, E]. The critic's values of the observations after the actions, as
+        computed by `next_values`. Ignored where `terminated`.
+      terminated: bool[T, E]. True where the task ended the episode.
+      truncated: bool[T, E]. True where the episode was cut, such as by a time limit.
+      gamma: Discount factor of one step, in [0, 1].
+      lambda_: Number in [0, 1]: 0 looks one step ahead, 1 to the episode's end. Default: 1.
+      rho_clip: Upper bound of the ratio that weighs a step's own TD error. It decides the policy
+        whose value is learned. inf: no bound. Default: 1.
+      c_clip: Upper bound of the ratio that weighs later TD errors, at most `rho_clip`. It decides
+        the targets' convergence speed and variance. Default: 1.
+      mask: bool[T, E]. False where there is no step. Default: all rows are steps.
+
+    Returns:
+      `Advantages`, floating[T, E]. The advantage is rho * (r + gamma * v' - V), where v' is the
+      next step's target, or the next value where the stream was cut.
+
+    Raises:
+      ValueError: The shapes differ, or a flag or the mask is not bool.
 
     Example:
       >>> import jax.numpy as jnp
@@ -127,15 +155,14 @@ def vtrace(
       ... ).target.tolist()
       [1.5, 2.0]
 
-    Source: Espeholt et al., "IMPALA" (2018), equation 1 and section 4.2, with `lambda_` as in its
-    remark 2; the advantage is rho (r + gamma v' - V), where v' is the next step's target, or the
-    value of the observation where the stream was cut.
+    References:
+      Espeholt et al., "IMPALA" (2018), equation 1 and section 4.2; `lambda_` as in its remark 2.
     """
     reward, value, next_value, mask = _checked(
         "vtrace", reward, value, next_value, terminated, truncated, mask, log_ratio=log_ratio
     )
     log_ratio = jnp.where(mask, _at_least_float32(log_ratio), 0)
-    # Clipped as logarithms, where a ratio cannot overflow.
+    # Clip logarithms: the ratios themselves may overflow.
     rho, c = (
         jnp.exp(jnp.minimum(log_ratio, jnp.log(jnp.asarray(clip, value.dtype))))
         for clip in (rho_clip, c_clip)
@@ -155,15 +182,29 @@ def vtrace(
 def next_values(
     value: Any, last_value: Any, truncated: Any = None, final_value: Any = None
 ) -> jax.Array:
-    """The value of what each step led to: the next row's, and of the true final observation where
-    an episode was cut: `[T, E]`.
+    """Return the value of the observation after each step, for `gae` and `vtrace`.
+
+    It is the next row's value, or the true final observation's where the episode was truncated.
 
     Args:
-      value: float[T, E], of the observation of each row.
-      last_value: float[E], of the observation after the last row.
-      truncated: bool[T, E]. final_value: float[T, E], of each final observation, read only where
-        truncated. Leave both out where the row after a cut holds the final observation
-        (`autoreset="next_step"`).
+      value: float[T, E]. The critic's values of each row's observation.
+      last_value: float[E]. The critic's values of the observations after the last row.
+      truncated: bool[T, E]. True where the episode was cut. Default: for `autoreset="next_step"`,
+        where the row after a cut holds the final observation.
+      final_value: float[T, E]. The critic's values of the final observations, read only where
+        `truncated`. Pass it together with `truncated`. Default: as for `truncated`.
+
+    Returns:
+      float[T, E].
+
+    Raises:
+      ValueError: Only one of `truncated` and `final_value` was passed, or a shape is wrong.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxreplay.targets import next_values
+      >>> next_values(jnp.array([1.0, 2.0, 3.0]), last_value=jnp.array(4.0)).tolist()
+      [2.0, 3.0, 4.0]
     """
     value, last_value = jnp.asarray(value), jnp.asarray(last_value)
     _check_shapes("next_values", value.shape[1:], last_value=last_value)
@@ -179,32 +220,38 @@ def next_values(
 
 
 def normalize(advantage: Any, mask: Any = None) -> jax.Array:
-    """Shift and scale to mean 0 and standard deviation 1 over the rows of `mask`; 0 elsewhere, and
-    where all are equal.
+    """Shift and scale advantages to mean 0 and standard deviation 1.
 
     Args:
-      advantage: float[...]. mask: bool[...] of the same shape; by default all count.
+      advantage: float[...].
+      mask: bool[...] of the same shape. False for rows to leave out. Default: all rows count.
+
+    Returns:
+      floating[...], at least float32; 0 outside of the mask, and 0 if all advantages are equal.
     """
     advantage = _at_least_float32(advantage)
     mask = jnp.ones(advantage.shape, bool) if mask is None else jnp.asarray(mask)
     _check_shapes("normalize", advantage.shape, mask=mask)
     centered = advantage - masked_mean(advantage, mask)
-    # again: the mean of large equal numbers is off by their rounding, which is all that would be
-    # left
+    # Center twice: the mean of large equal numbers has a rounding error, which the division would
+    # blow up.
     centered = centered - masked_mean(centered, mask)
     deviation = jnp.sqrt(masked_mean(jnp.square(centered), mask))
     return jnp.where(mask, centered / (deviation + _SMALLEST_DEVIATION), 0)
 
 
 def masked_mean(x: Any, mask: Any) -> jax.Array:
-    """Return the mean over the elements where `mask` is True; 0 where none is.
+    """Return the mean over the elements where `mask` is True; 0 if none is.
 
     Args:
-      x: number[...]; what lies outside of the mask may be NaN.
+      x: number[...]. May be NaN outside of the mask.
       mask: bool[...] of the same shape.
 
     Returns:
       floating[], at least float32.
+
+    Raises:
+      ValueError: `mask` has another shape, or is not bool.
 
     Example:
       >>> import jax.numpy as jnp, jaxreplay as jr
@@ -214,14 +261,18 @@ def masked_mean(x: Any, mask: Any) -> jax.Array:
     x, mask = _at_least_float32(x), jnp.asarray(mask)
     if x.shape != mask.shape or mask.dtype != bool:
         raise ValueError(
-            f"masked_mean: mask must be bool{list(x.shape)}, as x is, got {spec_text(mask)}"
+            f"masked_mean: mask must be bool{list(x.shape)}, the shape of x, got {spec_text(mask)}"
         )
     return jnp.where(mask, x, 0).sum() / jnp.maximum(mask.sum(), 1)
 
 
 def _checked(where, reward, value, next_value, terminated, truncated, mask, **more):
-    """Reward, value and next value, at least float32, and the mask; or a ValueError for shapes that
-    would broadcast into nonsense."""
+    """Return reward, value and next value, at least float32, and the mask.
+
+    Raises:
+      ValueError: The shapes differ, and broadcasting would give wrong results; or a flag is not
+        bool.
+    """
     value = _at_least_float32(value)
     _check_shapes(
         where,
@@ -251,9 +302,8 @@ def _check_shapes(where: str, expected: tuple[int, ...], **arrays: Any) -> None:
     ]
     if bad:
         raise ValueError(
-            f"{where}: {'; '.join(bad)}, expected {list(expected)}, to go with the values; a "
-            "critic's last axis of 1 is taken off by "
-            "x.squeeze(-1), and further axes by vmap"
+            f"{where}: {'; '.join(bad)}, expected {list(expected)}, to match the values; write "
+            "x.squeeze(-1) for a critic's last axis of size 1, and use jax.vmap for further axes"
         )
 
 
@@ -267,11 +317,11 @@ def _constants(mask, advantage, target):
 
 
 def _sum_backwards(delta: jax.Array, carry: jax.Array) -> jax.Array:
-    """`sum[t] = delta[t] + carry[t] * sum[t + 1]` along axis 0; where carry is 0 nothing comes
-    through, not even NaN.
+    """Compute `sum[t] = delta[t] + carry[t] * sum[t + 1]` along axis 0. Where carry is 0, later
+    sums are ignored, even NaN.
 
-    A CPU takes a million steps one by one in 10 ms, in parallel in 23 after 4 s of compilation
-    (measured); an accelerator needs microseconds for each step of a loop.
+    On a CPU, a million steps take 10 ms in order, and 23 ms in parallel after 4 s of compilation
+    (measured). On an accelerator each step of a loop takes microseconds.
     """
     if not delta.shape[0]:
         return delta
@@ -302,26 +352,32 @@ def _link(later, carry, delta):
 
 
 def importance_weights(batch: Any, beta: Any, *, reference: Any = None) -> jax.Array:
-    """Compute the weights of a batch, `(reference / probability) ** beta`, for a beta or a
-    normalization other than that of `batch.weight`. They undo the bias of prioritized draws.
+    """Compute importance weights of a batch, `(reference / probability) ** beta`.
+
+    They correct the bias of prioritized sampling, as `batch.weight` does, with another beta or
+    another normalization.
 
     Args:
-      batch: the `Sample` that `sample` gave, that of a mixture too.
-      beta: number[], at least 0: 0 corrects nothing, 1 fully; usually raised to 1 over the run. It
-        may be traced.
-      reference: number[] or number[B], the probability that weighs 1. By default the batch's
-        smallest, in a mixture that of each item's member, so that the largest weight is 1.
-        `1 / size` does not normalize.
+      batch: A `Sample` of a buffer or mixture.
+      beta: number[], at least 0: 0 corrects nothing, 1 corrects fully. Usually annealed to 1; may
+        be traced.
+      reference: number[] or number[B]. The probability whose weight is 1; `1 / size` gives
+        unnormalized weights. Default: the smallest of the batch, or of each item's member in a
+        mixture, so that the largest weight is 1.
 
     Returns:
-      float32[B]; 0 where not valid.
+      float32[B]; 0 where invalid.
 
-    Source: Schaul et al., "Prioritized Experience Replay" (2016), section 3.4.
+    Raises:
+      ValueError: `batch` is no `Sample`.
+
+    References:
+      Schaul et al., "Prioritized Experience Replay" (2016), section 3.4.
     """
     if not hasattr(batch, "probability"):
         raise ValueError(
-            f"importance_weights: batch must be what sample gave, got a {type(batch).__name__}; "
-            "pass batch, not batch.experience"
+            f"importance_weights: batch must be a Sample, got a {type(batch).__name__}; pass "
+            "batch, not batch.experience"
         )
     if reference is None and batch.source is not None:
         possible = jnp.where(_is_drawn(batch.probability, batch.is_valid), batch.probability, 1)
@@ -333,14 +389,27 @@ def importance_weights(batch: Any, beta: Any, *, reference: Any = None) -> jax.A
 def weights_of(
     probability: jax.Array, is_valid: jax.Array, beta: Any, reference: Any = None
 ) -> jax.Array:
-    """Return `importance_weights` of probabilities: float32[...].
+    """Compute importance weights of probabilities, `(reference / probability) ** beta`.
 
-    Computed by logarithms, so that no intermediate value overflows.
+    The logarithms are subtracted, so that no intermediate value overflows.
+
+    Args:
+      probability: float32[...]. Probability that the sampler picks each row.
+      is_valid: bool[...] of the same shape.
+      beta: number[], at least 0.
+      reference: number[], or of the same shape. The probability whose weight is 1. Default: the
+        smallest one.
+
+    Returns:
+      float32[...]; 0 where invalid or of probability 0.
+
+    Raises:
+      ValueError: `beta` is not one number.
     """
     if jnp.ndim(beta) != 0:
         raise ValueError(
-            f"beta must be one number, got an array of shape {list(jnp.shape(beta))}; one for each "
-            "buffer of a population goes through vmap"
+            f"beta must be one number, got an array of shape {list(jnp.shape(beta))}; use jax.vmap "
+            "for one beta per buffer of a population"
         )
     is_drawn = _is_drawn(probability, is_valid)
     log_probability = jnp.log(jnp.where(is_drawn, probability, 1))
@@ -356,19 +425,32 @@ def _is_drawn(probability: jax.Array, is_valid: jax.Array) -> jax.Array:
 
 
 def sequence_priority(td_error: jax.Array, mask: jax.Array, max_weight: float = 0.9) -> jax.Array:
-    """`max_weight * max + (1 - max_weight) * mean` of the absolute errors of each sequence's steps.
+    """Return a priority for each sequence of TD errors, for `update_priorities`.
+
+    It is `max_weight * max + (1 - max_weight) * mean` of the absolute errors.
 
     Args:
-      td_error: float[B, T].
-      mask: bool[B, T], the steps that count: `batch.experience.mask`, where the burn-in is False
-        already. What lies outside may be NaN.
-      max_weight: eta, in [0, 1]; a mean alone would be near the same for all long sequences.
+      td_error: float[B, T]. May be NaN outside of the mask.
+      mask: bool[B, T]. True for steps that count: `batch.experience.mask`, which leaves out the
+        burn-in.
+      max_weight: Weight of the maximum, eta in the paper, in [0, 1]. The mean alone is nearly the
+        same for all long sequences. Default: 0.9.
 
     Returns:
       float32[B]; 0 where no step counts.
 
-    Source: Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning"
-    (2019), section 2.3.
+    Raises:
+      ValueError: The shapes differ.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxreplay as jr
+      >>> td_error, mask = jnp.array([[1.0, -3.0, 9.0]]), jnp.array([[True, True, False]])
+      >>> jr.sequence_priority(td_error, mask, max_weight=0.5).tolist()
+      [2.5]
+
+    References:
+      Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning"
+      (2019), section 2.3.
     """
     if td_error.shape != mask.shape:
         raise ValueError(

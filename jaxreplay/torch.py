@@ -1,10 +1,9 @@
-"""Batches for PyTorch, and tensors for a buffer, by DLPack, on the device where the data is; needs
-the extra `jaxreplay[torch]`.
+"""PyTorch batches from a buffer, and tensors as its input, by DLPack on the same device; needs the
+extra `jaxreplay[torch]`.
 
-A JAX array never changes, and JAX may read an input after the call has returned. A tensor changes
-whenever someone writes to it. So what goes to torch is shared, and is not to be written to; and
-what comes from torch is copied first, unless `share=True` says that nobody will write to it any
-more.
+JAX arrays are immutable, and JAX may read an input after the call has returned. Tensors are
+mutable. So `to_torch` shares memory, and its tensors must not be written to. `from_torch` copies,
+unless `share=True` promises that the tensors are no longer written to.
 """
 
 import dataclasses
@@ -32,8 +31,8 @@ except ImportError as error:
     raise ImportError("jaxreplay.torch needs PyTorch: pip install 'jaxreplay[torch]'") from error
 
 _STATES = (ReplayState, RolloutState, SumTreeState)
-_NARROW_BITS = 8  # numbers below this have no tensor type, or share their bytes
-_ALIGNMENT = 64  # bytes; at other addresses JAX takes a copy instead of the memory itself
+_NARROW_BITS = 8  # narrower numbers have no tensor type, or share bytes
+_ALIGNMENT = 64  # bytes; JAX copies from other addresses instead of sharing
 _CAST = {
     torch.int64: torch.int32,
     torch.uint64: torch.uint32,
@@ -43,22 +42,21 @@ _CAST = {
 
 
 def to_torch(tree: PyTree) -> Any:
-    """The same tree with a tensor for each array, on its device, over the same memory: nothing is
-    copied.
+    """Convert arrays to tensors that share their memory, on the same device.
 
-    Do not write to the tensors: JAX goes by arrays not changing. Clone one first. A sampled batch
-    is held by nobody else; so this is for batches. A leaf of a buffer's state is refused: while a
-    tensor holds it, each donated `add` would copy the whole leaf.
+    Use it for batches. Do not write to the tensors, since JAX arrays must not change; clone them
+    first. A buffer's state is refused: while a tensor shares a leaf, each donated `add` would copy
+    the whole leaf.
 
     Args:
-      tree: pytree of `jax.Array`s, each on one device, of bool, integers, floats or complex numbers
-        of at least 8 bits.
+      tree: Pytree of `jax.Array`s, each on one device. Dtypes are bool, or integers, floats and
+        complex numbers of at least 8 bits.
 
     Returns:
-      The tree; leaves `torch.Tensor`.
+      The same tree, with leaves `torch.Tensor`.
 
     Raises:
-      ValueError: names each leaf that has no tensor, why, and the way out.
+      ValueError: A leaf cannot become a tensor. Names each such leaf, the reason and the cure.
 
     Example:
       >>> import jax.numpy as jnp
@@ -71,21 +69,21 @@ def to_torch(tree: PyTree) -> Any:
 
 
 def from_torch(tree: PyTree, share: bool = False, cast: bool = False) -> Any:
-    """The same tree with an array for each tensor, on its device.
+    """Convert tensors to arrays on the same device.
 
     Args:
-      tree: pytree of `torch.Tensor`s. Gradients are left behind. Any strides.
-      share: False: each is one copy, that nobody else can write to. True: the tensor's own memory;
-        whoever writes to the tensor from then on corrupts the array. It must be dense, begin at a
-        multiple of 64 bytes, as torch allocates, and need no cast.
-      cast: whether 64-bit numbers become 32-bit ones where JAX has no 64-bit numbers
-        (`jax_enable_x64` is off), integers modulo 2^32.
+      tree: Pytree of `torch.Tensor`s of any strides. Gradients are dropped.
+      share: If False, copy each tensor. If True, share its memory: later writes to the tensor
+        corrupt the array. A shared tensor must be dense, need no cast, and begin at a multiple of
+        64 bytes, as torch allocates it. Default: False.
+      cast: If True, cast 64-bit numbers to 32 bits while `jax_enable_x64` is off, integers modulo
+        2**32. If False, they are an error. Default: False.
 
     Returns:
-      The tree; leaves `jax.Array`.
+      The same tree, with leaves `jax.Array`.
 
     Raises:
-      ValueError: names each leaf that has no array, why, and the way out.
+      ValueError: A leaf cannot become an array. Names each such leaf, the reason and the cure.
 
     Example:
       >>> import torch
@@ -100,17 +98,16 @@ def from_torch(tree: PyTree, share: bool = False, cast: bool = False) -> Any:
 
 
 class ReplayDataset(torch.utils.data.IterableDataset):
-    """The batches of a `Replay`, for a `DataLoader` or a `for` loop.
+    """Iterate over batches of a `Replay`, in a `DataLoader` or a `for` loop.
 
-    Batches are drawn where they are needed: give the loader `batch_size=None, num_workers=0`. To
-    draw ahead, make the `Replay` with `prefetch=n`: a process of its own would hold rows of its
-    own.
+    Batches are sampled in the process that holds the replay: pass `batch_size=None, num_workers=0`
+    to the loader. To sample in advance, make the `Replay` with `prefetch=n`.
 
     Args:
-      replay: a `jaxreplay.Replay` with `framework="torch"`.
-      num_batches: of one pass; None: without end.
-      transform: a function of a batch, such as `to_tensordict` (whose TensorDicts a loader takes
-        with `collate_fn=lambda batch: batch`).
+      replay: A `jaxreplay.Replay` with `framework="torch"`.
+      num_batches: Number of batches in one pass. Default: endless.
+      transform: Function of a batch, such as `to_tensordict`; for TensorDicts pass
+        `collate_fn=lambda batch: batch` to the loader. Default: batches as they are.
 
     Example:
       >>> import numpy as np, torch, jaxreplay as jr
@@ -139,8 +136,8 @@ class ReplayDataset(torch.utils.data.IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         if torch.utils.data.get_worker_info() is not None:
             raise RuntimeError(
-                "ReplayDataset: a worker process has not the rows; give the DataLoader "
-                "num_workers=0, the Replay prefetch=n"
+                "ReplayDataset: a DataLoader's worker processes cannot access the replay; use "
+                "DataLoader(num_workers=0) and Replay(prefetch=n)"
             )
         for _ in itertools.count() if self.num_batches is None else range(self.num_batches):
             batch = self.replay.sample()
@@ -148,22 +145,23 @@ class ReplayDataset(torch.utils.data.IterableDataset):
 
 
 def to_tensordict(batch: Sample) -> Any:
-    """A batch as a `tensordict.TensorDict`, over the same memory; transitions with the keys that
-    TorchRL's losses read.
+    """Convert a batch to a `tensordict.TensorDict` that shares its memory.
+
+    Transitions get the keys that TorchRL's losses read.
 
     Args:
-      batch: a `Sample` of arrays or tensors, B items.
+      batch: A `Sample` of arrays or tensors, B items.
 
     Returns:
-      TensorDict of batch size [B]. Of transitions: `action`; `observation`, or the observation's
-        own keys; `next` with the same and
-      `reward`, `terminated`, `done` [B, 1]; `steps_to_next_obs` [B, 1]; `extras`, if any. Of other
-        items: their fields. Beside them `index`
-      (of `row` and `lap`, for `Replay.update_priorities`), `probability` and `is_valid`.
+      TensorDict of batch size [B]. All batches have `index` (with `row` and `lap`, for
+      `Replay.update_priorities`), `probability` and `is_valid`. Transitions have `observation`, or
+      the observation's own keys; `action`; `steps_to_next_obs` [B, 1]; `extras`, if any; and
+      `next`, with the next observation, `reward`, `terminated` and `done` [B, 1]. Other items have
+      their fields.
 
     Raises:
-      ImportError: tensordict is not installed. ValueError: an observation has a key, or an item a
-        field, of a name that is used beside it.
+      ImportError: tensordict is not installed.
+      ValueError: The name of an observation's key, or of an item's field, is one of the keys above.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -202,8 +200,7 @@ def to_tensordict(batch: Sample) -> Any:
 
 
 def _columns(item: Transition) -> dict[str, Any]:
-    """A transition's fields, as TorchRL names them. Where nothing lies beyond a step its discount
-    is 0."""
+    """Return a transition's fields by TorchRL's names. A discount of 0 marks a termination."""
     terminated = item.discount[:, None] == 0
     reward = item.reward[:, None] if item.reward.ndim == 1 else item.reward
     own = {
@@ -221,8 +218,8 @@ def _columns(item: Transition) -> dict[str, Any]:
 def _joined(given: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     if both := sorted(given.keys() & own.keys()):
         raise ValueError(
-            f"to_tensordict: {', '.join(both)}: a batch has such names of its own; rename these "
-            "keys"
+            f"to_tensordict: {', '.join(both)}: reserved for the TensorDict's own entries; rename "
+            "these keys"
         )
     return given | own
 
@@ -233,8 +230,8 @@ def _observation(obs: PyTree) -> dict[str, Any]:
 
 
 def _by_name(tree: PyTree) -> Any:
-    """Dicts of tensors, from any tree of dataclasses, mappings and sequences; what is None is left
-    out."""
+    """Convert a tree of dataclasses, mappings and sequences to nested dicts of tensors, without
+    the entries that are None."""
     if isinstance(tree, torch.Tensor):
         return tree
     if dataclasses.is_dataclass(tree):
@@ -247,7 +244,7 @@ def _by_name(tree: PyTree) -> Any:
 
 
 def _check(where: str, tree: PyTree, reason_against: Any) -> None:
-    """A ValueError that names each leaf with a reason against it."""
+    """Raise a ValueError that names each leaf with a reason against it."""
     leaves = jax.tree.leaves(tree, is_leaf=_is_state)
     if not any(map(reason_against, leaves)):
         return
@@ -266,11 +263,11 @@ def _is_state(node: Any) -> bool:
 def _reason_against_array(leaf: Any) -> str | None:
     if isinstance(leaf, _STATES):
         return (
-            f"is a {type(leaf).__name__}: while a tensor holds its leaves each add would copy "
-            "them; pass what sample or get gave"
+            f"is a {type(leaf).__name__}: while tensors share its leaves, each add would copy "
+            "them; pass a batch from sample or get"
         )
     if isinstance(leaf, Tracer):
-        return "is being traced; return it from the jitted function, and convert it outside"
+        return "is being traced; return it from the jitted function and convert it outside"
     if not isinstance(leaf, jax.Array):
         return (
             f"is a {type(leaf).__name__}, not a jax.Array; write jnp.asarray(x), or "
@@ -279,7 +276,7 @@ def _reason_against_array(leaf: Any) -> str | None:
     if _is_key(leaf.dtype):
         return "is a typed key; pass jax.random.key_data(key)"
     if leaf.is_deleted():
-        return "was deleted, as by donation; use what the call returned"
+        return "was deleted, such as by donation; use the array that the call returned"
     if len(leaf.sharding.device_set) > 1:
         return (
             f"lies on {len(leaf.devices())} devices; take one with "
@@ -287,8 +284,8 @@ def _reason_against_array(leaf: Any) -> str | None:
         )
     if not _has_tensors(leaf.dtype):
         return (
-            f"is {leaf.dtype.name}, which torch has not; write x.astype(jnp.int8), or another "
-            "type of 8 bits"
+            f"is {leaf.dtype.name}, which torch does not have; write x.astype(jnp.int8), or "
+            "another dtype of at least 8 bits"
         )
     return None
 
@@ -309,12 +306,12 @@ def _reason_against_tensor(leaf: Any, *, share: bool, cast: bool) -> str | None:
     if leaf.layout != torch.strided or leaf.is_quantized:
         return f"is {leaf.layout}, not dense; write x.to_dense()"
     if leaf.device.type != "cpu" and jax.default_backend() == "cpu":
-        return f"is on {leaf.device}, but this JAX runs on the CPU alone; write x.cpu()"
+        return f"is on {leaf.device}, but JAX has only the CPU here; write x.cpu()"
     needs_cast = leaf.dtype in _CAST and not _has_64_bits()
     if needs_cast and not cast:
         return (
-            f"is {leaf.dtype}, which JAX would cut to 32 bits; pass cast=True, or turn "
-            "jax_enable_x64 on"
+            f"is {leaf.dtype}, which JAX would cut to 32 bits; pass cast=True, or call "
+            'jax.config.update("jax_enable_x64", True)'
         )
     if not share:
         return None
@@ -326,11 +323,11 @@ def _reason_against_tensor(leaf: Any, *, share: bool, cast: bool) -> str | None:
         or not leaf.detach().permute(_by_stride(leaf)).is_contiguous()
     ):
         return (
-            f"has strides {tuple(leaf.stride())} for the shape {tuple(leaf.shape)}: its memory "
-            "is not an array's; leave out share=True"
+            f"has strides {tuple(leaf.stride())} for the shape {tuple(leaf.shape)}: JAX cannot "
+            "share its memory; leave out share=True"
         )
     if torch.cuda.is_available() and leaf.is_pinned():
-        return "is pinned memory of the host, which JAX does not take; leave out share=True"
+        return "is in pinned host memory, which JAX cannot share; leave out share=True"
     if leaf.numel() and (beyond := leaf.data_ptr() & (_ALIGNMENT - 1)):
         return (
             f"begins {beyond} bytes past a multiple of {_ALIGNMENT}: JAX would copy it; leave "
@@ -340,13 +337,13 @@ def _reason_against_tensor(leaf: Any, *, share: bool, cast: bool) -> str | None:
 
 
 def _by_stride(tensor: torch.Tensor) -> list[int]:
-    """Axes from the largest stride to the smallest: a transposed array is dense in this order."""
+    """Return the axes by falling stride. In this order a transposed dense tensor is contiguous."""
     return sorted(range(tensor.dim()), key=lambda axis: (-tensor.stride(axis), axis))
 
 
 def _owned(tensor: torch.Tensor) -> torch.Tensor:
-    """One copy that only its array will know. (`from_dlpack(copy=True)` still shares the
-    memory.)"""
+    """Copy a tensor, so that its array alone refers to the memory. (`from_dlpack(copy=True)` still
+    shares it.)"""
     dtype = tensor.dtype if _has_64_bits() else _CAST.get(tensor.dtype, tensor.dtype)
     return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor.detach())
 

@@ -1,7 +1,7 @@
-"""What goes into a buffer and what comes out: every field's axes, dtype and unit.
+"""Types of a buffer's input and output, with each field's axes, dtype and unit.
 
-Axes: T time, E env, B batch. A pytree of observations may hold any number of leaves, each with its
-own trailing axes.
+Axes: T time, E env, B batch. An observation is a pytree of any number of leaves, each with its own
+trailing axes.
 """
 
 import dataclasses
@@ -13,27 +13,35 @@ from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.hints import unknown_field
 from jaxreplay._util.struct import Node
 
-T = TypeVar("T")  # what a view makes of a row: a `Transition`, say
+T = TypeVar("T")  # the type of a view's items, such as `Transition`
 
 
 class Step(Node):
-    """One step of every env: `add` takes leaves `[E, ...]`, `extend` takes `[T, E, ...]`, and
-    `init` takes one env's step `[...]`.
+    """One step of every env, the input of a buffer.
 
-    A mapping, dataclass or NamedTuple with these fields is taken wherever a `Step` is.
+    `add` takes leaves [E, ...] and `extend` takes leaves [T, E, ...]. `init` takes one env's step,
+    with leaves [...]. A mapping, dataclass or NamedTuple with these fields is accepted in place of
+    a `Step`.
 
-    Fields:
-      obs: pytree; the observation that the action was chosen from, so not the one that the env's
-        step returned.
-      action: pytree.
-      reward: float or int [E, ...]; received for this action, undiscounted.
-      terminated: bool[E]; the episode ended here by the task's own rules: there is no value beyond.
-      truncated: bool[E]; the episode was cut here, as by a time limit: its value goes on.
-      final_obs: pytree as obs; the observation after this action, read only where the episode
-        ended; with `autoreset="same_step"`, which needs it.
-      extras: pytree of further fields, handed back from the candidate row.
+    Args:
+      obs: Pytree with leaves [E, ...]. The observation that the action was chosen from, which is
+        not the one that the env's step returned.
+      action: Pytree with leaves [E, ...].
+      reward: Float or int [E, ...]. The reward for this action, undiscounted.
+      terminated: bool[E], keyword only. True where the task ended the episode: the value of later
+        states is 0.
+      truncated: bool[E], keyword only. True where the episode was cut, such as by a time limit: the
+        value of the final observation is bootstrapped.
+      final_obs: Pytree like `obs`, keyword only. The observation after this action. Required with
+        `autoreset="same_step"`, and read only where the episode ended. Default: not given.
+      extras: Pytree with leaves [E, ...], keyword only. Further fields, which samples return from
+        the candidate row. Default: no further fields.
 
-    The flags, and all fields after them, are keyword arguments: their order cannot be confused.
+    Example:
+      >>> import jax.numpy as jnp, jaxreplay as jr
+      >>> flag = jnp.zeros(2, bool)
+      >>> jr.Step(jnp.zeros((2, 3)), jnp.zeros(2), jnp.ones(2), terminated=flag, truncated=flag)
+      Step(obs f32[2,3], action f32[2], reward f32[2], terminated bool[2], truncated bool[2])
     """
 
     obs: PyTree
@@ -47,20 +55,21 @@ class Step(Node):
 
 
 class Transition(Node):
-    """An n-step transition, leaves `[B, ...]`: a target is `reward + discount * value(next_obs)`.
+    """An n-step transition. Its value target is `reward + discount * value(next_obs)`.
 
-    Source: Sutton and Barto, "Reinforcement Learning" (2018), section 7.1; `num_steps` is below n
-    where the episode ended sooner.
+    Attributes:
+      obs: Pytree with leaves [B, ...]. The observation of the candidate row.
+      action: Pytree with leaves [B, ...]. The action taken there.
+      reward: floating[B, ...]. The sum of gamma**j * r_j over `num_steps` steps.
+      discount: float32[B] in [0, 1]. gamma**num_steps, or 0 if one of these steps terminated.
+      next_obs: Pytree like `obs`. The observation after `num_steps` steps: the true final
+        observation where the episode was truncated. After a termination (discount 0) it may be a
+        placeholder.
+      num_steps: int32[B] in [1, n]. Less than n where the episode ended sooner.
+      extras: Pytree with leaves [B, ...]. The extras of the candidate row.
 
-    Fields:
-      obs: pytree; where the window starts. action: pytree; taken there.
-      reward: floating [B, ...]; the sum of gamma^j r_j over the window.
-      discount: float32[B], in [0, 1]; gamma^num_steps, and 0 where the window reached a
-        termination.
-      next_obs: pytree as obs; the observation after `num_steps` steps, the true final one at an
-        episode's end.
-      num_steps: int32[B], in 1 .. n.
-      extras: pytree; the candidate step's own.
+    References:
+      Sutton and Barto, "Reinforcement Learning" (2018), section 7.1.
     """
 
     obs: PyTree
@@ -73,32 +82,35 @@ class Transition(Node):
 
 
 class Index(Node):
-    """Names one stored row for good: an index drawn before its row was overwritten is known to be
-    stale.
+    """A permanent name of a stored row. It becomes stale when its row is overwritten, and the
+    buffer detects that.
 
-    Fields:
-      row: int32[B], in [0, capacity); env * (rows per stream) + position.
-      lap: uint32[B]; how often the stream had gone round when the row was written, modulo 2^32.
+    Attributes:
+      row: int32[B] in [0, capacity). Equals env * (rows per env) + position.
+      lap: uint32[B]. Number of times that the env's ring had wrapped when the row was written,
+        modulo 2**32.
     """
 
     row: jax.Array
     lap: jax.Array
 
 
-class Sample(Generic[T], Node):  # in this order: `flax` before 0.12 ends the chain of bases
-    """A batch of B items, and where they came from.
+class Sample(Generic[T], Node):  # Generic first: old `flax` calls no further base
+    """A batch of B items, with their indices, probabilities and weights.
 
-    Fields:
-      experience: pytree [B, ...]; the items, as the view makes them.
-      index: for `update_priorities` and `get`; of an item that is not valid, it names no row.
-      probability: float32[B]; what one draw has for this item, normalized over the buffer; 0 where
-        not valid.
-      weight: float32[B]; what to multiply each item's loss by: 1 for samplers without priorities,
-        the importance weight for those with them, 0 where not valid.
-      is_valid: bool[B]; False where there was nothing to draw: the item is finite and must weigh
-        nothing.
-      source: int32[B], of a mixture's batch; the number of each item's member, in the order in
-        which they were given. Index and probability are those in the member. None of one buffer.
+    Attributes:
+      experience: The items, a pytree with leaves [B, ...], such as a `Transition`.
+      index: `Index` with leaves [B], for `update_priorities` and `get`. The index of an invalid
+        item matches no row.
+      probability: float32[B]. Probability that the sampler picks the item's row, normalized over
+        the buffer; 0 where invalid.
+      weight: float32[B]. Factor for the item's loss: the importance weight of samplers with
+        priorities, 1 for other samplers, 0 where invalid.
+      is_valid: bool[B]. False where the buffer had no row to sample: the item has finite values and
+        must not count.
+      source: int32[B]. Number of each item's member in a mixture, in the order of the members.
+        `index` and `probability` refer to this member. Default: absent, for samples of one
+        buffer.
     """
 
     experience: T
@@ -115,22 +127,27 @@ class Sample(Generic[T], Node):  # in this order: `flax` before 0.12 ends the ch
 
 
 class SequenceBatch(Node):
-    """Steps in a row, leaves `[B, T, ...]`, T = burn_in + length; of `obs` and `is_first` T + 1,
-    the last being what the last step led to.
+    """Sequences of T = burn_in + length consecutive steps, leaves [B, T, ...].
 
-    Unroll a recurrent network from `recurrent_state`, or its initial one, and reset it before each
-    step where `is_first`: so the steps before an episode's start, which are 0, leave no trace.
-    Learn where `mask`: the burn-in has real steps that only warm the memory up. A truncated step is
-    bootstrapped from `obs[:, t + 1]`, as any other.
+    `obs` and `is_first` have T + 1 entries: the last one follows the last step.
 
-    Fields:
-      obs: pytree [B, T + 1, ...]; the true final one after an episode's last step, then 0.
-      action: pytree [B, T, ...]. reward: [B, T, ...]. terminated, truncated: bool[B, T]. All are 0
-        where no step is.
-      is_first: bool[B, T + 1]; the step opens an episode.
-      mask: bool[B, T]; a step to learn from: no burn-in, no padding, no final observation.
-      recurrent_state: pytree [B, ...]; the one stored with the first step; None unless asked for.
-      extras: pytree [B, T, ...], without the recurrent state.
+    Start the recurrent network from `recurrent_state`, or from its initial state. Reset it before
+    each step where `is_first`: this discards the zero steps before an episode's start. Compute the
+    loss where `mask`: burn-in steps are real steps that only warm up the recurrent state. Bootstrap
+    every step, truncated ones too, from `obs[:, t + 1]`.
+
+    Attributes:
+      obs: Pytree with leaves [B, T + 1, ...]. The entry after an episode's last step is the true
+        final observation; later ones are 0.
+      action: Pytree with leaves [B, T, ...]; 0 where there is no step.
+      reward: [B, T, ...]; 0 where there is no step.
+      terminated: bool[B, T]; False where there is no step.
+      truncated: bool[B, T]; False where there is no step.
+      is_first: bool[B, T + 1]. True where the step opens an episode.
+      mask: bool[B, T]. True for steps to learn from: no burn-in, padding or final observation.
+      recurrent_state: Pytree with leaves [B, ...]. The state stored with the first step; None
+        without `recurrent_state_key`.
+      extras: Pytree with leaves [B, T, ...], without the recurrent state; 0 where there is no step.
     """
 
     obs: PyTree
@@ -145,15 +162,17 @@ class SequenceBatch(Node):
 
 
 class Pair(Node):
-    """An observation and a later one, leaves `[B, ...]`.
+    """An observation and a later one of the same stream.
 
-    Fields:
-      obs: pytree. action: pytree; taken there.
-      future_obs: pytree as obs; the observation `num_steps` rows later, an episode's final one
-        included.
-      num_steps: int32[B], at least 1; 0, with the same observation, where none is known (see
-        `FutureView`). It counts rows: across episodes, final observations too.
-      extras: pytree; the candidate step's own.
+    Attributes:
+      obs: Pytree with leaves [B, ...].
+      action: Pytree with leaves [B, ...]. The action taken at `obs`.
+      future_obs: Pytree like `obs`. The observation `num_steps` rows later, which may be an
+        episode's final one.
+      num_steps: int32[B]. At least 1, or 0 with `future_obs` equal to `obs` where no later
+        observation is known (see `FutureView`). Counts rows, so that across episodes final
+        observations count too.
+      extras: Pytree with leaves [B, ...]. The extras of the candidate row.
     """
 
     obs: PyTree

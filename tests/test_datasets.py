@@ -152,7 +152,7 @@ def test_what_is_stored_of_an_episode():
     time = jnp.arange(13.0)[:, None] + jnp.array([0.0, 100.0])
     step = jr.Step(time, time, time, terminated=done, truncated=jnp.zeros((13, 2), bool))
     state = replay.extend(replay.init(jax.tree.map(lambda leaf: leaf[0, 0], step)), step)
-    with pytest.raises(ValueError, match="to_minari: there is no whole episode in the buffer"):
+    with pytest.raises(ValueError, match="to_minari: there is no intact episode in the buffer"):
         datasets.to_minari(replay, state, "parts/one-v0", **about)
     back = list(datasets.to_minari(replay, state, "parts/one-v0", include_partial=True, **about))
     assert [one.observations.tolist() for one in back] == [
@@ -271,7 +271,7 @@ def test_an_example_decides_the_dtypes():
     many.actions[:] = 200
     wide = made("example/wide-v0", [many], action_space=gymnasium.spaces.Discrete(300))
     wrong = {
-        r"obs.goal: .* cannot be stored as float16, as the example has it": (large, example),
+        r"obs.goal: .* cannot be stored as float16, the example's dtype": (large, example),
         "action: got": (dataset, example.replace(action=jnp.bool_(0))),
         "action: 200 cannot be stored as int8": (wide, example.replace(action=jnp.int8(0))),
     }
@@ -338,7 +338,9 @@ def test_a_write_that_fails_leaves_no_half_dataset(monkeypatch, tmp_path):
         list(datasets.to_minari(replay, state, "half/two-v0", data_format="hdf5", **ABOUT)),
         list(dataset),
     )
-    with pytest.raises(ValueError, match="to_minari: there is a dataset half/two-v0 already"):
+    with pytest.raises(
+        ValueError, match="to_minari: pass another dataset_id, since half/two-v0 exists"
+    ):
         datasets.to_minari(replay, state, "half/two-v0", data_format="hdf5", **ABOUT)
     assert len(minari.load_dataset("half/two-v0")) == 2
 

@@ -145,7 +145,7 @@ def test_what_is_shared_must_be_an_arrays_memory():
         assert got.unsafe_buffer_pointer() == tensor.data_ptr()
         np.testing.assert_array_equal(np.asarray(got), tensor.detach().numpy())
     for tensor in (x[:, ::2], x[0, 0].expand(5), torch.complex(x, x).conj()):
-        with pytest.raises(ValueError, match="its memory is not an array's; leave out share=True"):
+        with pytest.raises(ValueError, match="JAX cannot share its memory; leave out share=True"):
             from_torch(tensor, share=True)
     # what JAX does by itself
     assert (
@@ -182,7 +182,7 @@ def test_a_tensor_that_holds_a_leaf_makes_each_add_a_copy_so_that_states_are_ref
     assert view[:3].tolist() == [1, 1, 0]
     with pytest.raises(
         ValueError,
-        match=r"to_torch:\n  mine: is a ReplayState: while a tensor holds its leaves each add "
+        match=r"to_torch:\n  mine: is a ReplayState: while tensors share its leaves, each add "
         r"would copy them",
     ):
         to_torch({"mine": state})
@@ -223,7 +223,7 @@ def test_what_has_no_tensor_is_named_with_the_way_out():
         "rare",
     ]
     assert "pass jax.random.key_data(key)" in lines[2]
-    assert "int4, which torch has not; write x.astype" in lines[3]
+    assert "int4, which torch does not have; write x.astype" in lines[3]
     with pytest.raises(ValueError, match="is being traced; return it from the jitted function"):
         jax.jit(to_torch)(jnp.zeros(3))
     with pytest.raises(ValueError, match=r"the leaf: is a ndarray, not a torch.Tensor"):
@@ -338,7 +338,7 @@ def test_a_loader_hands_on_what_the_replay_draws():
         ReplayDataset(replay_of("numpy"))
     with pytest.raises(ValueError, match=r'takes a jaxreplay.Replay with framework="torch"'):
         ReplayDataset(replay.buffer)
-    with pytest.raises(TypeError, match=r"a Replay is not copied or pickled.*replay.save"):
+    with pytest.raises(TypeError, match=r"a Replay cannot be copied, pickled.*replay.save"):
         copy.deepcopy(replay)
 
 
@@ -372,7 +372,7 @@ def test_names_that_a_batch_has_of_its_own_are_refused():
 
     for name in ("action", "index", "next", "is_valid", "reward", "done"):
         with pytest.raises(
-            ValueError, match=f"to_tensordict: {name}: a batch has such names of its own"
+            ValueError, match=f"to_tensordict: {name}: reserved for the TensorDict's own"
         ):
             to_tensordict(replay(fine=np.ones(1), **{name: np.ones(1)}).sample())
     items = jr.Replay(jr.items(capacity=8, num_envs=1, batch_size=3), framework="torch")
@@ -384,7 +384,7 @@ def test_names_that_a_batch_has_of_its_own_are_refused():
 def test_a_worker_process_is_refused(monkeypatch):
     monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: object())
     with pytest.raises(
-        RuntimeError, match="give the DataLoader num_workers=0, the Replay prefetch=n"
+        RuntimeError, match=r"use DataLoader\(num_workers=0\) and Replay\(prefetch=n\)"
     ):
         next(iter(ReplayDataset(replay_of())))
 

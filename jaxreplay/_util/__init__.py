@@ -1,1 +1,1 @@
-"""Helpers that know nothing of replay: base classes, checks, random bits, names, signals."""
+"""Helpers independent of replay: base classes, checks, random bits, names, signals."""

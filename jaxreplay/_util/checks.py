@@ -1,5 +1,5 @@
-"""Errors at the public edge: every bad leaf by its key path, what came and what was expected, and
-how to mend it."""
+"""Checks of arguments: errors name every bad leaf by its key path, got and expected values, and the
+cure."""
 
 import inspect
 import os
@@ -14,7 +14,7 @@ from jaxreplay._util.names import name_of, named, spec_text
 
 
 def check_size(where: str, name: str, value: Any) -> None:
-    """A size must be an int of at least 1."""
+    """Raise a ValueError unless a size is an int of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise ValueError(f"{where}: {name} must be an int of at least 1, got {value!r}")
 
@@ -32,21 +32,21 @@ def checked_seconds(where: str, timeout: Any, least: float = 0.0) -> float:
 
 
 def check_callable(where: str, name: str, value: Any, arguments: tuple[str, ...]) -> None:
-    """A function of so many arguments; a wrong number would show deep inside of the first
-    sample."""
+    """Raise a ValueError unless a value is a function of these arguments. The first sample would
+    raise a less clear error."""
     call = f"{name}({', '.join(arguments)})"
     if not callable(value):
         raise ValueError(f"{where}: {name} must be a function, called as {call}, got {value!r}")
     try:
         inspect.signature(value).bind(*arguments)
     except TypeError as error:
-        raise ValueError(f"{where}: {name} is called as {call}, but cannot be: {error}") from None
-    except ValueError:  # what is not written in Python may have no signature
+        raise ValueError(f"{where}: {name} must accept the call {call}: {error}") from None
+    except ValueError:  # functions not written in Python may have no signature
         pass
 
 
 def check_part(where: str, name: str, value: Any, kind: type, example: str) -> None:
-    """An instance: a class in its place is the usual slip."""
+    """Raise a ValueError unless a value is an instance of `kind`; often it is a class instead."""
     if not isinstance(value, kind):
         package = ".".join(kind.__module__.split(".")[:2])
         raise ValueError(
@@ -56,7 +56,7 @@ def check_part(where: str, name: str, value: Any, kind: type, example: str) -> N
 
 
 def check_capacity(where: str, capacity: int, num_envs: int, smallest_length: int) -> None:
-    """The capacity must divide into streams, each long enough for one window."""
+    """Raise a ValueError unless the capacity divides into streams that are long enough."""
     check_size(where, "capacity", capacity)
     check_size(where, "num_envs", num_envs)
     if capacity % num_envs:
@@ -72,7 +72,7 @@ def check_capacity(where: str, capacity: int, num_envs: int, smallest_length: in
             f"{capacity // num_envs} rows, but one window needs "
             f"{smallest_length}; the smallest capacity is {smallest_length * num_envs}"
         )
-    if capacity > 2**30:  # positions of two rings are added before they wrap, in int32
+    if capacity > 2**30:  # int32: two positions are added before they wrap
         raise ValueError(
             f"{where}: capacity={capacity} is too large: rows are numbered by int32, so it must "
             f"be at most {2**30}"
@@ -80,12 +80,17 @@ def check_capacity(where: str, capacity: int, num_envs: int, smallest_length: in
 
 
 def cast(name: str, array: np.ndarray, dtype: Any, why: str) -> np.ndarray:
-    """Cast numbers to a dtype that holds them: integers keep their value, also as floats, and
-    finite numbers stay finite.
+    """Cast numbers to a dtype. Integers must keep their value, also as floats, and finite numbers
+    must stay finite.
+
+    Args:
+      name: Name of the array, for the error.
+      array: Array of numbers.
+      dtype: The new dtype.
+      why: End of the error's sentence: the reason for this dtype, and the cure.
 
     Raises:
-      ValueError: names the first number that the dtype does not hold, and says `why` it must be
-        this one.
+      ValueError: A number does not fit the dtype. Names the first one.
     """
     dtype = np.dtype(dtype)
     if array.dtype == dtype:
@@ -94,7 +99,7 @@ def cast(name: str, array: np.ndarray, dtype: Any, why: str) -> np.ndarray:
         new = array.astype(dtype)
         if jnp.issubdtype(array.dtype, np.integer):
             is_same = np.equal(new.astype(array.dtype), array)
-            if jnp.issubdtype(dtype, jnp.floating):  # one that is too large comes back as anything
+            if jnp.issubdtype(dtype, jnp.floating):  # too large ones come back as any integer
                 is_same &= new.astype(np.float64) < float(int(jnp.iinfo(array.dtype).max) + 1)
         else:
             is_same = np.isfinite(new) | ~np.isfinite(array)
@@ -106,8 +111,8 @@ def cast(name: str, array: np.ndarray, dtype: Any, why: str) -> np.ndarray:
 
 
 def specs(where: str, tree: PyTree) -> Any:
-    """Shape and dtype of every leaf, as JAX would hold it: NumPy's 64-bit values are 32-bit ones
-    unless x64 is on."""
+    """Return shape and dtype of every leaf as a JAX array: 64-bit values have 32 bits unless x64 is
+    on."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: _spec(where, path, leaf), tree)
 
 
@@ -115,7 +120,10 @@ def check_leaves(where: str, got: Any, expected: Specs, hint: str) -> None:
     """Raise a ValueError that names each leaf whose presence, shape or dtype is not as expected.
 
     Args:
-      expected: the same tree of `jax.ShapeDtypeStruct`s, or of anything with a shape and a dtype.
+      where: Name of the caller, for the error.
+      got: Pytree of arrays.
+      expected: The same tree, of leaves with a shape and a dtype.
+      hint: Last line of the error.
     """
     (found, structure), (wanted, expected_structure) = (
         jax.tree.flatten(got),
@@ -145,8 +153,8 @@ def check_leaves(where: str, got: Any, expected: Specs, hint: str) -> None:
 
 
 def _is_alike(leaf: Any, spec: Specs) -> bool:
-    """Return True for an array of JAX's own that has the shape and dtype of `spec`: it needs no
-    look at its name."""
+    """Return True for a JAX array with the shape and dtype of `spec`. Fast, as it builds no
+    name."""
     return isinstance(leaf, jax.Array) and (leaf.shape, leaf.dtype) == (
         getattr(spec, "shape", None),
         getattr(spec, "dtype", None),
@@ -154,8 +162,7 @@ def _is_alike(leaf: Any, spec: Specs) -> bool:
 
 
 def check_storable(where: str, tree: PyTree) -> None:
-    """A ValueError that names each leaf which is no array of numbers, or one that would lose
-    something on the way."""
+    """Raise a ValueError that names each leaf which is no array of numbers, or would lose data."""
     reasons = (
         (name_of(path) or "the leaf", reason_against(leaf))
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -165,11 +172,11 @@ def check_storable(where: str, tree: PyTree) -> None:
 
 
 def reason_against(leaf: Any) -> str | None:
-    """Why a leaf cannot be stored; None where it can."""
+    """Return the reason why a leaf cannot be stored, or None if it can."""
     if isinstance(leaf, np.ma.MaskedArray):
         return (
-            "a masked array would lose its mask: write x.filled(value), and store x.mask as a "
-            "leaf of its own where it matters"
+            "a masked array would lose its mask: write x.filled(value), and store x.mask as "
+            "another leaf if you need it"
         )
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
@@ -184,10 +191,10 @@ def reason_against(leaf: Any) -> str | None:
         return (
             None
             if dtype.isnative
-            else "its bytes are in the other order: write x.astype(x.dtype.newbyteorder('='))"
+            else "its byte order is not native: write x.astype(x.dtype.newbyteorder('='))"
         )
     what = f"an array of {dtype}" if isinstance(leaf, np.ndarray) else f"a {type(leaf).__name__}"
-    return f"{what} cannot be stored, only numbers that JAX has, and arrays of them"
+    return f"{what} cannot be stored, only numbers of JAX's dtypes, and arrays of them"
 
 
 def _spec(where: str, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -198,12 +205,12 @@ def _spec(where: str, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def check_not_forked(what: str, pid: int) -> None:
-    """A RuntimeError in a process that was forked off the one with this pid: JAX's threads, which
-    do the work, were not."""
+    """Raise a RuntimeError unless this process has the given pid. A forked process has no JAX
+    threads, which do the work."""
     if os.getpid() != pid:
         raise RuntimeError(
-            f"{what} was made in process {pid}, and this one, {os.getpid()}, was forked off it: "
-            "JAX's threads are not here, and a call "
+            f"{what} was made in process {pid}, and this process, {os.getpid()}, was forked from "
+            "it. A forked process has no JAX threads, so that a call "
             'would never return. Start processes with multiprocessing.get_context("spawn"), and '
-            "make what they need in them"
+            "create their objects in them"
         )

@@ -1,10 +1,10 @@
-"""Errors for names that other libraries use, with the name here."""
+"""Texts of errors for unknown names, with the right name for those of other libraries."""
 
 import difflib
 from collections.abc import Iterable
 from typing import Any
 
-# Arguments of buffers.
+# Arguments of buffers in other libraries, and here.
 _OTHER_ARGUMENTS = {
     "discount": "gamma",
     "discount_factor": "gamma",
@@ -31,7 +31,7 @@ _OTHER_ARGUMENTS = {
 }
 
 
-# Fields of a batch.
+# Fields of a batch in other libraries, and here.
 _OTHER_FIELDS = {
     "items": "batch.experience",
     "indices": "batch.index",
@@ -51,7 +51,7 @@ _OTHER_FIELDS = {
 
 
 def unknown_arguments(where: str, unknown: Iterable[str], known: Iterable[str]) -> str:
-    """Return the text for arguments that `where` does not take. `known`: those that it takes."""
+    """Return the text for unknown arguments of `where`. `known`: the arguments that it takes."""
     known = list(known)
     lines = []
     for name in unknown:
@@ -63,7 +63,7 @@ def unknown_arguments(where: str, unknown: Iterable[str], known: Iterable[str]) 
 
 
 def unknown_field(name: str, experience: Any) -> str:
-    """Return the text for a field that a batch does not have. `experience`: its items."""
+    """Return the text for an unknown field of a batch. `experience`: the batch's items."""
     fields = getattr(experience, "__dataclass_fields__", {})
     meant = f"batch.experience.{name}" if name in fields else _OTHER_FIELDS.get(name)
     return f"a Sample has no {name}" + (f"; did you mean {meant}?" if meant else "")

@@ -1,5 +1,8 @@
-"""Names: of leaves by their key path, as errors, files and tables write them, such as
-`streams.steps.obs.image`, and of configurations, the same in each process."""
+"""Names of leaves and configurations, for errors, files and tables.
+
+A leaf's name is its key path, such as `streams.steps.obs.image`. A configuration's name is the same
+in each process.
+"""
 
 import dataclasses
 import functools
@@ -14,7 +17,7 @@ from jaxreplay._util.aliases import PyTree, Specs
 
 
 def name_of(path: Any) -> str:
-    """Of a JAX key path; a tree that is one leaf has none."""
+    """Return a JAX key path as text; empty for a tree of a single leaf."""
     return ".".join(map(_text, path))
 
 
@@ -27,18 +30,17 @@ def _text(key: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """A name, or other text out of a file, for a terminal or a page: what moves the cursor, or is
-    not seen, is escaped."""
+    """Escape control and invisible characters in text from a file, for a terminal or a page."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
 
 
 def named(tree: PyTree, is_leaf: Any = None) -> list[tuple[str, Any]]:
-    """Each leaf with its name, in the tree's order.
+    """Return pairs of each leaf's name and the leaf, in the tree's order.
 
     Raises:
-      ValueError: two have the same one, such as those of `{"a": {"b": x}, "a.b": y}`.
+      ValueError: Two leaves have the same name, as in `{"a": {"b": x}, "a.b": y}`.
     """
     leaves = [
         (name_of(path), leaf)
@@ -47,15 +49,13 @@ def named(tree: PyTree, is_leaf: Any = None) -> list[tuple[str, Any]]:
     if len(names := [name for name, _ in leaves]) > len(set(names)):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(
-            f"two leaves are named {twice}: rename a key, so that they differ by more than where "
-            "the dots come from"
+            f"two leaves are named {twice}: one of them has dots in its key; rename this key"
         )
     return leaves
 
 
 def spec_text(spec: Specs, num_axes: int = 0) -> str:
-    """Return dtype and shape as errors, files and tables write them, such as `float32[3, 4]`;
-    without the first `num_axes` axes."""
+    """Return dtype and shape as `float32[3, 4]`, without the first `num_axes` axes."""
     return f"{np.dtype(spec.dtype).name}{list(spec.shape[num_axes:])}"
 
 
@@ -63,7 +63,7 @@ _SHORT = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
 
 
 def short(tree: PyTree) -> str:
-    """Return a pytree as a `repr` shows it, each array by dtype and shape, such as `f32[3,4]`."""
+    """Return a `repr` of a pytree, with each array as dtype and shape, such as `f32[3,4]`."""
     if isinstance(tree, dict):
         return f"{{{', '.join(f'{key}: {short(leaf)}' for key, leaf in tree.items())}}}"
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
@@ -84,13 +84,13 @@ def short(tree: PyTree) -> str:
 
 
 def has_shapes(tree: PyTree) -> bool:
-    """Tell whether each leaf is an array, or the shape of one."""
+    """Return whether a tree has leaves, and each has a shape."""
     leaves = jax.tree.leaves(tree)
     return bool(leaves) and all(hasattr(leaf, "shape") for leaf in leaves)
 
 
 def short_bytes(tree: PyTree) -> str:
-    """Return the bytes of all leaves as a `repr` shows them, such as `16 kB`."""
+    """Return the total size of all leaves as text, such as `16 kB`."""
     size = float(sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)))
     unit, *larger = ("B", "kB", "MB", "GB", "TB")
     while size >= 1000 and larger:
@@ -99,7 +99,8 @@ def short_bytes(tree: PyTree) -> str:
 
 
 def description(config: Any) -> str:
-    """As its `repr`, but each function by its name: an address is another one in each process."""
+    """Return a `repr` of a configuration with each function by its name, not by its address, which
+    differs between processes."""
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         fields = [
             f"{field.name}={description(getattr(config, field.name))}"

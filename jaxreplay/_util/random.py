@@ -1,8 +1,8 @@
-"""Randomness by arithmetic: a sample draws its random bits once, in one array, and derives the rest
-here.
+"""Random numbers by arithmetic: a sample generates its random bits once, in one array, and derives
+all other random numbers from them.
 
-Most of a small sample's time would otherwise go into generating bits: a threefry call costs about
-as much as reading the batch.
+Generating bits would otherwise take most of a small sample's time: a Threefry call costs about as
+much as reading the batch.
 """
 
 import math
@@ -12,19 +12,23 @@ import jax.numpy as jnp
 
 from jaxreplay._util.aliases import Key
 
-# the counters' high word: no block is one that `jax.random` takes from the same key
+# High word of the counters, so that no block coincides with one of `jax.random` for the same key.
 _DOMAIN = 0x6A72706C
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-_GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: the increments of a Weyl sequence
+_GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: increment of a Weyl sequence
 
 
 def words(key: Key, batch_size: int, purpose: int = 0) -> tuple[jax.Array, jax.Array]:
-    """64 random bits an item, as two uint32[B]: others for each small int `purpose`. Consumes the
-    key.
+    """Return 64 random bits for each item, as two uint32[B]. Consumes the key.
 
-    For JAX's default keys this is JAX's own cipher, written out: one block an item gives both
-    words, and XLA compiles it without a loop, where `jax.random.bits` runs five rounds of one on a
-    CPU (a fused loop of 47 us took 35 so, measured).
+    For JAX's default keys this is JAX's own cipher, written without a loop: one block per item
+    gives both words. On a CPU `jax.random.bits` has a loop of five iterations; without it a fused
+    loop took 35 us instead of 47 (measured).
+
+    Args:
+      key: Random key, consumed.
+      batch_size: B.
+      purpose: Small int; each value gives other bits.
     """
     words = jax.random.key_data(key)
     if words.shape == (2,):
@@ -35,14 +39,17 @@ def words(key: Key, batch_size: int, purpose: int = 0) -> tuple[jax.Array, jax.A
         )
     else:  # a key of another generator
         high, low = jax.random.bits(jax.random.fold_in(key, purpose), (2, batch_size), jnp.uint32)
-    # XLA would write the whole cipher into each of its uses: jax 0.12 compiled one sample for more
-    # than ten minutes (0.10: for 6 s, now 3).
+    # Without the barrier XLA copies the whole cipher into each of its uses: jax 0.12 compiled one
+    # sample for more than ten minutes (jax 0.10: 6 s; with the barrier 3 s).
     return jax.lax.optimization_barrier((high, low))
 
 
 def _threefry(key: Key, left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 with 20 rounds. Source: Salmon et al., "Parallel Random Numbers: As Easy as 1,
-    2, 3" (2011), section 4.2."""
+    """Compute Threefry-2x32 with 20 rounds.
+
+    References:
+      Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011), section 4.2.
+    """
     schedule = key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA)
     left, right = left + schedule[0], right + schedule[1]
     injections = ((1, 2), (2, 0), (0, 1), (1, 2), (2, 0))
@@ -55,17 +62,19 @@ def _threefry(key: Key, left: jax.Array, right: jax.Array) -> tuple[jax.Array, j
 
 
 def fraction(word: jax.Array) -> jax.Array:
-    """float32[...] in [0, 1), a multiple of 2^-24, from the word's top bits."""
+    """Return float32[...] in [0, 1), a multiple of 2**-24, from the word's top bits."""
     return (word >> 8).astype(jnp.float32) * jnp.float32(2**-24)
 
 
 def below(high: jax.Array, low: jax.Array, bound: jax.Array) -> jax.Array:
-    """An int32[...] in `[0, bound)`: the top of the 96-bit product of 64 random bits and the bound.
+    """Return a uniform int32[...] in `[0, bound)`, the top of the product of 64 random bits and
+    `bound`.
 
-    Each value's probability is off by less than `2^-64`, that is by `bound / 2^64` of itself.
+    Each value's probability has an error below 2**-64, a relative error of bound / 2**64.
 
-    Source: Lemire, "Fast Random Integer Generation in an Interval" (2019), without its rejection
-    step, which 64 bits make idle.
+    References:
+      Lemire, "Fast Random Integer Generation in an Interval" (2019), without its rejection step,
+      which is unnecessary with 64 bits.
     """
     bound = bound.astype(jnp.uint32)
     _, carried = _multiply(low, bound)
@@ -75,23 +84,25 @@ def below(high: jax.Array, low: jax.Array, bound: jax.Array) -> jax.Array:
 
 
 def remix(high: jax.Array, low: jax.Array, round_number: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Fresh bits for another try, a different bijection of the first ones in each round."""
+    """Return other bits for each round of a retry, by a different bijection of the first bits."""
     step = (round_number.astype(jnp.uint32) + 1) * jnp.uint32(_GOLDEN)
     high = avalanche(high ^ avalanche(low + step))
     return high, avalanche(low + high)
 
 
 def avalanche(word: jax.Array) -> jax.Array:
-    """A bijection in which every bit depends on all. Source: Appleby, MurmurHash3's 32-bit
-    finalizer."""
+    """Apply a bijection in which every bit depends on all bits.
+
+    References:
+      Appleby, MurmurHash3's 32-bit finalizer.
+    """
     word = (word ^ (word >> 16)) * jnp.uint32(0x85EBCA6B)
     word = (word ^ (word >> 13)) * jnp.uint32(0xC2B2AE35)
     return word ^ (word >> 16)
 
 
 def _multiply(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The low and the high word of a 32 x 32-bit product, by halves: there is no uint64 without
-    x64."""
+    """Return the low and high words of a 32 x 32-bit product, by halves: uint64 needs x64."""
     a_low, a_high, b_low, b_high = a & 0xFFFF, a >> 16, b & 0xFFFF, b >> 16
     cross = a_high * b_low + ((a_low * b_low) >> 16)
     middle = (cross & 0xFFFF) + a_low * b_high
@@ -101,17 +112,20 @@ def _multiply(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 def geometric(
     gamma: float, bound: jax.Array, high: jax.Array, low: jax.Array, *, clip: bool = False
 ) -> jax.Array:
-    """k in `1 .. bound`, int32[...]; 0 where `bound` is 0.
+    """Return int32[...] k in [1, bound] of a geometric distribution; 0 where `bound` is 0.
 
-    P(k) is in proportion to `gamma ** (k - 1)`: the geometric law, truncated at the bound. With
-    `clip` it is the untruncated one, and what lies beyond the bound falls on it. By the inverse of
-    the distribution function, with log1p and expm1, so that it holds in float32 for every gamma;
-    the last step is clipped, since a fraction next to 1 may round beyond.
+    P(k) is proportional to `gamma ** (k - 1)`. The inverse distribution function is computed by
+    log1p and expm1, which are exact enough in float32 for every gamma. The result is clipped, since
+    a fraction next to 1 may round beyond the bound.
 
     Args:
-      gamma: static, in [0, 1]: at 0 always 1, and at 1 uniform, or with `clip` always the bound.
+      gamma: Static number in [0, 1]: 0 gives 1, and 1 the uniform distribution, or the bound with
+        `clip`.
       bound: int32[...].
-      high, low: uint32[...], 64 random bits.
+      high: uint32[...], random bits.
+      low: uint32[...], random bits.
+      clip: If False, the distribution is truncated at the bound. If True, it is not, and larger k
+        become the bound. Default: False.
     """
     if gamma == 1:
         return bound if clip else jnp.where(bound > 0, below(high, low, bound) + 1, 0)
@@ -119,7 +133,7 @@ def geometric(
         return jnp.minimum(bound, 1)
     log = math.log(gamma)
     mass = jnp.float32(1) if clip else -jnp.expm1(bound.astype(jnp.float32) * jnp.float32(log))
-    # The fraction by 48 bits, in two parts: those of the second fill in below the first's.
+    # A fraction of 48 bits: those of `low` follow those of `high`.
     part = jnp.minimum(
         fraction(high) + fraction(low) * jnp.float32(2**-24), jnp.float32(1 - 2**-24)
     )

@@ -1,10 +1,10 @@
-"""Signals that wait until a change is done: Ctrl-C between a donated call and the binding of its
-result would lose every row.
+"""Delay of signals until a state is updated.
 
-A state is handed over to a call, and its memory used anew; the call's result is the only state
-there is. Python runs the handler of a signal between any two of its steps, so also between the end
-of the call and the assignment. So the handlers of the main thread, where alone they run, wait until
-that is done.
+Ctrl-C between a donated call and the assignment of its result would lose every row.
+
+After a call that donates a state, its result is the only state. Python may run a signal's handler
+between any two bytecodes, so also between the call and the assignment. The handlers, which run in
+the main thread only, are therefore delayed until the assignment is done.
 """
 
 import itertools
@@ -14,25 +14,24 @@ from typing import Any
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGBREAK")
 _SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
-_TRIES = 1000  # to put handlers back: more than anybody presses Ctrl-C meanwhile
-# blocks, a power of two, after which it is asked anew which signals have handlers: that takes a
-# microsecond for each
+_TRIES = 1000  # to restore the handlers; each Ctrl-C meanwhile takes one
+# Number of blocks, a power of two, after which the signals with handlers are looked up again, which
+# takes a microsecond for each signal.
 _EVERY = 128
 
 
 class defer_interrupts:  # noqa: N801
-    """Ctrl-C, or another signal with a handler in Python, is raised after the block, not in the
-    middle of it.
+    """Delay Ctrl-C, and other signals with a handler in Python, until the end of the block.
 
-    For a loop around `jaxreplay.jit`, so that the rows are there after a Ctrl-C, to be saved or
-    gone on with:
+    Use it in a loop around `jaxreplay.jit`. After a Ctrl-C the rows still exist: save them, or
+    continue.
 
         with jr.defer_interrupts():
             state = buffer.add(state, step)
 
-    The assignment must be in the block. It may be long, and have others in it; what happens within
-    is done to the end, so keep endless waits out. In another thread than the main one, where Python
-    runs no handlers, it does nothing.
+    The block must contain the assignment. It may be long, and may contain other such blocks. It
+    always runs to its end, so keep endless waits out. Outside of the main thread, where Python runs
+    no handlers, it has no effect.
 
     Example:
       >>> import signal, jaxreplay as jr
@@ -46,20 +45,20 @@ class defer_interrupts:  # noqa: N801
     """
 
     def __init__(self) -> None:
-        self._handlers: dict[int, Any] = {}  # of the signals that wait
-        self._caught: dict[int, Any] = {}  # the frames that they came in
+        self._handlers: dict[int, Any] = {}  # of the delayed signals, by number
+        self._caught: dict[int, Any] = {}  # frames of the signals that came, by number
 
     def __enter__(self) -> "defer_interrupts":
         if threading.get_ident() == threading.main_thread().ident:
             try:
                 for number in (numbers := _signals()):
-                    # that of another signal may raise before the next line is done
+                    # Another signal's handler may raise before the next line is done.
                     if len(numbers) > 1:
                         self._handlers[number] = signal.getsignal(number)
                     self._handlers[number] = signal.signal(number, self._catch)
-            except ValueError:  # no handler may be set: the interpreter is not the main one
+            except ValueError:  # subinterpreters cannot set handlers
                 pass
-            except BaseException:  # by the handler of another one
+            except BaseException:  # another signal's handler raised
                 self._put_back()
                 raise
         return self
@@ -71,8 +70,8 @@ class defer_interrupts:  # noqa: N801
             self.deliver()
 
     def deliver(self) -> None:
-        """Run the handlers of the signals that came so far, each once. They may raise, so that
-        nothing may be half done now."""
+        """Run the handlers of the signals that came so far, each once. They may raise, so call it
+        only between updates."""
         if not self._caught:
             return
         caught, self._caught = self._caught, {}
@@ -83,7 +82,7 @@ class defer_interrupts:  # noqa: N801
                     handler(number, frame)
                 elif handler == signal.SIG_DFL:
                     signal.raise_signal(number)
-            except BaseException as raised:  # the others are to run, too
+            except BaseException as raised:  # the other handlers run, too
                 error = raised
         if error is not None:
             raise error
@@ -92,13 +91,13 @@ class defer_interrupts:  # noqa: N801
         self._caught[number] = frame
 
     def _put_back(self) -> None:
-        """The handlers. One that is there again may be run, and raise, before the others are, so
-        that signals are held back meanwhile."""
+        """Restore the handlers. Signals are blocked meanwhile, since a restored handler could run,
+        and raise, before the others are restored."""
         if len(self._handlers) > 1 and hasattr(signal, "pthread_sigmask"):
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # as it is
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # reads the mask
             try:
                 signal.pthread_sigmask(signal.SIG_BLOCK, self._handlers)
-            finally:  # one that came before may be run here, and raise
+            finally:  # the handler of an earlier signal may run here, and raise
                 try:
                     self._put_each_back()
                 finally:
@@ -108,11 +107,11 @@ class defer_interrupts:  # noqa: N801
 
     def _put_each_back(self) -> None:
         left, error, tries = list(self._handlers), None, 0
-        while left and tries < _TRIES:  # at the end of the program none may be put back
+        while left and tries < _TRIES:  # at exit of the interpreter restoring may never succeed
             tries += 1
             try:
                 replaced = signal.signal(left[-1], self._handlers[left[-1]])
-                # somebody has set another one meanwhile, or this is the second try
+                # The block set another handler, or this is the second try: keep it.
                 if replaced != self._catch:
                     signal.signal(left[-1], replaced)
                 left.pop()
@@ -127,7 +126,7 @@ _handled: tuple[int, ...] = ()
 
 
 def _signals() -> tuple[int, ...]:
-    """The signals that are to wait: those that had handlers when it was last asked."""
+    """Return the signals to delay: those with handlers at the last lookup."""
     global _handled
     if not next(_num_blocks) & (_EVERY - 1):
         _handled = tuple(number for number in _SIGNALS if callable(signal.getsignal(number)))

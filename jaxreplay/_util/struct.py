@@ -1,5 +1,4 @@
-"""Base classes: `Static` for configurations, which are static under `jit`, and `Node` for nodes of
-pytrees."""
+"""Base classes: `Static` for configurations and `Node` for nodes of pytrees."""
 
 import collections
 import dataclasses
@@ -14,17 +13,17 @@ from jax import export
 from jaxreplay._util.hints import unknown_arguments
 from jaxreplay._util.names import short
 
-_STATICS: dict[str, type] = {}  # by name, to be read again
-# how often a class of that name was defined
+_STATICS: dict[str, type] = {}  # by name, for `_read_again`
+# number of definitions of a class, by name
 _NODES: collections.Counter[str] = collections.Counter()
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Static:
-    """A frozen, hashable configuration; each class below it is a dataclass with keyword arguments,
+    """A frozen, hashable configuration. Each subclass becomes a dataclass with keyword arguments,
     and a pytree without leaves.
 
-    Its value is part of what `jit` compiles for, so that equal ones share one compilation.
+    `jit` compiles once for equal configurations.
     """
 
     def __init_subclass__(cls, **options: Any):
@@ -56,22 +55,22 @@ class Static:
                 name, got = type(self).__name__, type(getattr(self, field.name)).__name__
                 raise ValueError(
                     f"{name}: {field.name} is a {got}, but a configuration holds plain Python "
-                    "values alone, so that it is "
-                    "hashable and two equal ones share one compilation; write e.g. "
+                    "values, which are "
+                    "hashable, so that equal ones share one compilation; write "
                     f"{field.name}=float(x) or int(x)"
                 ) from None
         self._check()
 
     def _check(self) -> None:
-        """Raise a ValueError for values that a subclass cannot take; by default none."""
+        """Raise a ValueError for invalid values. For subclasses to override."""
 
 
 class Node(flax.struct.PyTreeNode):
     """A node of a pytree with named fields.
 
-    `jax.export` can write programs that take or return it, and read them again. Its static fields,
-    plain values and configurations, go into the file as JSON. A class that is defined again, as in
-    a notebook, gets a number behind its name there.
+    `jax.export` can write and read programs that take or return it. Its static fields, plain values
+    and configurations, are written as JSON. If a class is defined again, as in a notebook, its
+    serialized name gets a number.
     """
 
     def __init_subclass__(cls, **options: Any):
@@ -89,13 +88,13 @@ class Node(flax.struct.PyTreeNode):
 
 
 def static_field() -> Any:
-    """Declare a field of a node that is static: no leaf of the pytree."""
+    """Declare a static field of a node, which is no leaf of the pytree."""
     return flax.struct.field(pytree_node=False)
 
 
 def _name(kind: type) -> str:
-    """Return the name of a class in files: with its package, so that a user's own class of that
-    name is another one."""
+    """Return a class's name in files, with its package, so that user classes of the same name
+    differ."""
     return f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
 
 

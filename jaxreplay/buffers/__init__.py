@@ -1,4 +1,4 @@
-"""Buffers: the pure functions over a state, the named ones, and what wraps them."""
+"""Buffers: `ReplayBuffer`, the named buffers, `Rollout`, `Mixture`, and wrappers of buffers."""
 
 from jaxreplay.buffers.jitted import Jitted as Jitted
 from jaxreplay.buffers.memory import Memory as Memory

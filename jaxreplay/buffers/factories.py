@@ -1,5 +1,4 @@
-"""Named buffers: each composes storage, a sampler and a view in a few lines; compose a new one in
-the same way."""
+"""Named buffers. Each composes storage, a sampler and a view in a few lines."""
 
 from typing import Literal, Unpack
 
@@ -20,13 +19,23 @@ _UNIFORM = Uniform()
 
 
 def items(*, sampler: Sampler = _UNIFORM, **shared: Unpack[BufferOptions]) -> ReplayBuffer[PyTree]:
-    """Independent items, any pytree, each sampleable at once.
+    """Make a buffer of independent items: any pytree, each sampleable at once.
 
     Args:
-      sampler: which are drawn.
-      shared: `capacity`, items held; `num_envs`, items that one `add` brings, each in a stream of
-        its own; `batch_size`, and the others of `BufferOptions` but `autoreset` and
-        `track_episodes`.
+      sampler: Chooses the items of a sample. Default: `Uniform()`.
+      capacity: Number of items that the buffer holds. A multiple of `num_envs`.
+      num_envs: Number of items that one `add` brings; each goes to a ring of its own. Default: 1.
+      batch_size: Number of items in a sample.
+      autoreset: Leave it out: items have no episodes.
+      allow_mask: Let `add` and `extend` take a mask of the items that are to be stored. Default:
+        False.
+      min_size: Number of items from which on `can_sample` is True. Default: 1.
+      track_episodes: Leave it out: items have no episodes.
+      platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
+        Default: the platform of JAX's default device.
+
+    Returns:
+      A buffer whose samples hold items, leaves [B, ...].
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -46,11 +55,28 @@ def transitions(
     sampler: Sampler = _UNIFORM,
     **shared: Unpack[BufferOptions],
 ) -> ReplayBuffer[Transition]:
-    """n-step transitions from streams of steps, drawn by any sampler.
+    """Make a buffer of n-step transitions that are sampled by any sampler.
 
     Args:
-      n_step, gamma: see `TransitionView`. sampler: which transitions are drawn.
-      shared: `capacity`, `batch_size`, `autoreset`, and the others of `BufferOptions`.
+      n_step: Number of steps n of a transition, at least 1. Default: 1.
+      gamma: Discount of one step, in [0, 1]. Default: 0.99.
+      sampler: Chooses the transitions of a sample. Default: `Uniform()`.
+      capacity: Rows of all envs together, the final row of each episode included. A multiple of
+        `num_envs`.
+      num_envs: Number of parallel envs. Each has a ring of `capacity / num_envs` rows. Default: 1.
+      batch_size: Number of items in a sample.
+      autoreset: What the env does when an episode ends: "next_step", "same_step" or
+        "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
+        value of each env library. Required.
+      allow_mask: Let `add` and `extend` take a mask of the envs that took a step. Default: False.
+      min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
+      track_episodes: Keep the table that `episode_table` needs, 8 bytes a row, or 12 with
+        "same_step_no_final_obs". Default: False.
+      platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
+        Default: the platform of JAX's default device.
+
+    Returns:
+      A buffer whose samples hold `Transition`s, leaves [B, ...].
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -77,11 +103,27 @@ def transitions(
 def uniform(
     *, n_step: int = 1, gamma: float = 0.99, **shared: Unpack[BufferOptions]
 ) -> ReplayBuffer[Transition]:
-    """n-step transitions from streams of steps, drawn uniformly over all that are complete.
+    """Make a buffer of n-step transitions that are sampled uniformly.
 
     Args:
-      n_step, gamma: see `TransitionView`.
-      shared: `capacity`, `batch_size`, `autoreset`, and the others of `BufferOptions`.
+      n_step: Number of steps n of a transition, at least 1. Default: 1.
+      gamma: Discount of one step, in [0, 1]. Default: 0.99.
+      capacity: Rows of all envs together, the final row of each episode included. A multiple of
+        `num_envs`.
+      num_envs: Number of parallel envs. Each has a ring of `capacity / num_envs` rows. Default: 1.
+      batch_size: Number of items in a sample.
+      autoreset: What the env does when an episode ends: "next_step", "same_step" or
+        "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
+        value of each env library. Required.
+      allow_mask: Let `add` and `extend` take a mask of the envs that took a step. Default: False.
+      min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
+      track_episodes: Keep the table that `episode_table` needs, 8 bytes a row, or 12 with
+        "same_step_no_final_obs". Default: False.
+      platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
+        Default: the platform of JAX's default device.
+
+    Returns:
+      A buffer whose samples hold `Transition`s, leaves [B, ...].
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -116,12 +158,38 @@ def prioritized(
     stratified: bool = True,
     **shared: Unpack[BufferOptions],
 ) -> ReplayBuffer[Transition]:
-    """n-step transitions from streams of steps, drawn in proportion to priority ** alpha.
+    """Make a buffer of n-step transitions that are sampled in proportion to priority ** alpha.
+
+    A new row gets the largest priority so far, unless `add` is given one.
 
     Args:
-      alpha, beta, normalize_weights, stratified: see `Prioritized`.
-      n_step, gamma: see `TransitionView`.
-      shared: `capacity`, `batch_size`, `autoreset`, and the others of `BufferOptions`.
+      n_step: Number of steps n of a transition, at least 1. Default: 1.
+      gamma: Discount of one step, in [0, 1]. Default: 0.99.
+      alpha: Exponent of priorities, at least 0. With 0, all rows of positive priority are equally
+        probable. Default: 0.6.
+      beta: Exponent of importance weights, at least 0: 0 corrects nothing, 1 corrects the bias of
+        prioritized sampling fully. `sample` takes another value. Default: 0.4.
+      normalize_weights: "batch" divides weights by the largest of the batch. "buffer" divides them
+        by the largest of the whole buffer, as the paper does; updates of priorities take about
+        twice as long. None leaves them as `(size * probability) ** -beta`. Default: "batch".
+      stratified: Sample once from each of B equal parts of the total, as in the paper. Batches then
+        come in the order of rows in the rings. False: B independent samples. Default: True.
+      capacity: Rows of all envs together, the final row of each episode included. A multiple of
+        `num_envs`.
+      num_envs: Number of parallel envs. Each has a ring of `capacity / num_envs` rows. Default: 1.
+      batch_size: Number of items in a sample.
+      autoreset: What the env does when an episode ends: "next_step", "same_step" or
+        "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
+        value of each env library. Required.
+      allow_mask: Let `add` and `extend` take a mask of the envs that took a step. Default: False.
+      min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
+      track_episodes: Keep the table that `episode_table` needs, 8 bytes a row, or 12 with
+        "same_step_no_final_obs". Default: False.
+      platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
+        Default: the platform of JAX's default device.
+
+    Returns:
+      A buffer whose samples hold `Transition`s, leaves [B, ...].
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -140,6 +208,9 @@ def prioritized(
       >>> state = buffer.update_priorities(state, batch.index, jnp.abs(td_error) + 0.01)
       >>> batch.weight.tolist()
       [1.0, 1.0, 1.0, 1.0]
+
+    References:
+      Schaul et al., "Prioritized Experience Replay" (2016).
     """
     sampler = Prioritized(
         alpha=alpha, beta=beta, normalize_weights=normalize_weights, stratified=stratified
@@ -157,13 +228,36 @@ def sequences(
     sampler: Sampler = _UNIFORM,
     **shared: Unpack[BufferOptions],
 ) -> ReplayBuffer[SequenceBatch]:
-    """Sequences of steps, for recurrent agents (R2D2) and world models (Dreamer).
+    """Make a buffer of sequences of steps, for recurrent agents (R2D2) and world models (Dreamer).
 
     Args:
-      length, burn_in, period, cross_episodes, recurrent_state_key: see `SequenceView`.
-      sampler: over starts: `Uniform()`, or `Prioritized()`, with `sequence_priority` for the
-        priorities.
-      shared: `capacity`, `batch_size`, `autoreset`, and the others of `BufferOptions`.
+      length: Number of steps to learn from, at least 1.
+      burn_in: Number of steps before them that warm a recurrent state up. Default: 0.
+      period: Number of transitions from one possible start to the next, counted from each episode's
+        start, or without a break if `cross_episodes`. Default: 1.
+      cross_episodes: True: a sequence continues into the next episode, whose first step is flagged
+        by `is_first`; a final row takes one step, which is masked. False: a sequence stops at the
+        end of its episode, and the rest is 0 and masked. Default: False.
+      recurrent_state_key: Key in `extras` of the recurrent state, which is read at a sequence's
+        first step alone. Default: no recurrent state is read.
+      sampler: Chooses the starts of sequences: `Uniform()`, or `Prioritized()` with priorities from
+        `sequence_priority`. Default: `Uniform()`.
+      capacity: Rows of all envs together, the final row of each episode included. A multiple of
+        `num_envs`.
+      num_envs: Number of parallel envs. Each has a ring of `capacity / num_envs` rows. Default: 1.
+      batch_size: Number of items in a sample.
+      autoreset: What the env does when an episode ends: "next_step", "same_step" or
+        "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
+        value of each env library. Required.
+      allow_mask: Let `add` and `extend` take a mask of the envs that took a step. Default: False.
+      min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
+      track_episodes: Keep the table that `episode_table` needs, 8 bytes a row, or 12 with
+        "same_step_no_final_obs". Default: False.
+      platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
+        Default: the platform of JAX's default device.
+
+    Returns:
+      A buffer whose samples hold `SequenceBatch`es, leaves [B, T, ...].
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -186,6 +280,10 @@ def sequences(
       (2, 6)
       >>> batch.experience.mask[0].tolist()  # episodes of one step: no burn-in, nothing after it
       [False, False, True, False, False]
+
+    References:
+      Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning"
+      (2019).
     """
     view = SequenceView(
         length=length,
@@ -204,13 +302,35 @@ def future_pairs(
     max_terminals: int | None = None,
     **shared: Unpack[BufferOptions],
 ) -> ReplayBuffer[Pair]:
-    """Pairs at a geometric horizon: uniform over complete episodes, then over the steps of the one
-    drawn, then a later row of it.
+    """Make a buffer of pairs: a step, and an observation from later in its episode.
+
+    A sample chooses an episode uniformly, then a step of it uniformly, then a later row at a
+    geometric horizon.
 
     Args:
-      gamma, beyond, max_terminals: see `FutureView`. With `max_terminals`, episodes are drawn too
-        that have not ended, or whose first rows are overwritten.
-      shared: `capacity`, `batch_size`, `autoreset`, and the others of `BufferOptions`.
+      gamma: Parameter of the geometric distribution, in [0, 1]: P(k rows later) is in proportion to
+        `gamma ** (k - 1)`. With 0, it is always the next observation. Default: 0.99.
+      beyond: "truncate" leaves out horizons beyond the episode's end; "clip" replaces them with the
+        end. Default: "truncate".
+      max_terminals: Number of episode ends up to which horizons may reach, into later episodes of
+        the env. Unfinished episodes, and those whose first rows are overwritten, are then sampled
+        too. Default: horizons end with their episode, which must be complete.
+      capacity: Rows of all envs together, the final row of each episode included. A multiple of
+        `num_envs`.
+      num_envs: Number of parallel envs. Each has a ring of `capacity / num_envs` rows. Default: 1.
+      batch_size: Number of items in a sample.
+      autoreset: What the env does when an episode ends: "next_step", "same_step" or
+        "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
+        value of each env library. Required.
+      allow_mask: Let `add` and `extend` take a mask of the envs that took a step. Default: False.
+      min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
+      track_episodes: Keep the table that `episode_table` needs, 8 bytes a row, or 12 with
+        "same_step_no_final_obs". Default: False.
+      platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
+        Default: the platform of JAX's default device.
+
+    Returns:
+      A buffer whose samples hold `Pair`s, leaves [B, ...].
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -235,10 +355,18 @@ def future_pairs(
 
 
 def rollout(*, length: int, num_envs: int, autoreset: Autoreset | None = None) -> Rollout:
-    """The steps that one policy took, for on-policy learning: filled, learned from, and cleared.
+    """Make a buffer for on-policy learning: fill it with the steps of one policy, learn, clear it.
 
     Args:
-      length, num_envs, autoreset: see `Rollout`. `autoreset` must be given.
+      length: Number of rows of each env, one a step. With `autoreset="next_step"`, final rows take
+        some of them.
+      num_envs: Number of parallel envs.
+      autoreset: What the env does when an episode ends: "next_step", "same_step" or
+        "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
+        value of each env library. Default: an error that explains the three.
+
+    Returns:
+      A `Rollout`, whose `init` makes the state.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr

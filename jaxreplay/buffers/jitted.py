@@ -1,4 +1,4 @@
-"""A buffer's methods compiled with the right donation, for loops that are not one big `jit`."""
+"""Compiled methods of a buffer with donated states, for loops that are not one big `jit`."""
 
 import functools
 from collections.abc import Callable
@@ -24,25 +24,24 @@ _CPU_OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 def program(
     function: Callable[..., Any], *, changes: bool = False, static: tuple[str, ...] = ()
 ) -> Callable[..., Any]:
-    """Compile `function(buffer, state, ...)`. Inside of another `jit` it is called as it is, and
-    compiled there.
+    """Compile `function(buffer, state, ...)`. Inside another `jit`, that one compiles it.
 
-    On a CPU its small steps run in order. By default XLA hands them from core to core: an add to
-    one env took 97 us that way, and 36 in order (two cores, jax 0.10.2).
+    On a CPU, XLA by default moves small operations from core to core. Here they run in order: an
+    `add` to one env took 36 us instead of 97 us (two cores, jax 0.10.2).
 
     Args:
-      function: pure; a buffer, a state, and further arguments.
-      changes: whether it returns a new state, so that `state` is donated.
-      static: names of its static arguments.
+      function: Pure function of a buffer, a state, and further arguments.
+      changes: Donate `state`, for functions that return a new one. Default: False.
+      static: Names of static arguments. Default: none.
 
     Returns:
-      A function of the same arguments.
+      A function with the same arguments.
     """
 
     @functools.cache
     def compiled() -> Any:
-        # The configuration is a leafless pytree: its value is part of the compilation's key, so
-        # that equal ones share it.
+        # The buffer is a pytree without leaves. Its value is part of the compilation's key, so
+        # equal buffers share one compilation.
         return jax.jit(
             function, donate_argnums=1 if changes else (), static_argnames=static, **options_here()
         )
@@ -61,8 +60,8 @@ def program(
 
 @functools.cache
 def options_here() -> dict[str, Any]:
-    """Return the options of `jax.jit` for a CPU; none on other platforms, or if this JAX or XLA
-    does not know them."""
+    """Return options of `jax.jit` for CPUs; {} on other platforms, or if JAX or XLA rejects
+    them."""
     options: dict[str, Any] = {"compiler_options": _CPU_OPTIONS}
     if jax.default_backend() != "cpu":
         return {}
@@ -75,8 +74,8 @@ def options_here() -> dict[str, Any]:
 
 @functools.cache
 def method(name: str) -> Callable[..., Any]:
-    """Compile a method of any buffer: `method(name)(buffer, state, ...)` returns
-    `buffer.name(state, ...)`."""
+    """Compile a method of any buffer: `method("add")(buffer, state, ...)` returns
+    `buffer.add(state, ...)`."""
 
     def call(buffer: Any, state: Any, *arguments: Any, **options: Any) -> Any:
         return getattr(buffer, name)(state, *arguments, **options)
@@ -86,13 +85,20 @@ def method(name: str) -> Callable[..., Any]:
 
 
 class Jitted(Generic[T]):
-    """A buffer's methods, compiled; see `jit`."""
+    """Compiled methods of a buffer, as `jaxreplay.jit` returns them. T is time, E env, B batch.
+
+    Methods that return a new state donate the old one. For a `Mixture`, `state` is the dict of its
+    members' states.
+
+    Args:
+      buffer: A `ReplayBuffer`, `Rollout` or `Mixture`.
+    """
 
     def __init__(self, buffer: Any):
         self.buffer = buffer
 
     def _call(self, name: str, state: Any, *arguments: Any, **options: Any) -> Any:
-        # a rollout takes no mask, a mixture no batch size
+        # a rollout has no argument `mask`, a mixture no `batch_size`
         given = {key: value for key, value in options.items() if value is not None}
         try:
             return method(name)(self.buffer, state, *_owned(name, arguments), **_owned(name, given))
@@ -106,13 +112,19 @@ class Jitted(Generic[T]):
             raise
 
     def _step(self, step: PyTree) -> Any:
-        """Return a step as a pytree, and an item as it is."""
+        """Return a step as a pytree; an item is returned unchanged."""
         return (
             step if getattr(self.buffer, "autoreset", None) is None else step_checks.by_field(step)
         )
 
     def init(self, example: PyTree) -> Any:
-        """Not compiled: there is nothing to fuse, and a state that does not fit is refused here."""
+        """Return an empty state. Not compiled, so that a lack of memory is an error before
+        anything is allocated.
+
+        Args:
+          example: One env's step (leaves without the env axis) or one item: arrays or
+            `jax.ShapeDtypeStruct`s.
+        """
         return self.buffer.init(example)
 
     def __getattr__(self, name: str) -> Any:
@@ -126,19 +138,56 @@ class Jitted(Generic[T]):
         raise AttributeError(name)
 
     def add(self, state: Any, step: PyTree, mask: Any = None, priority: Any = None) -> Any:
-        """Donates `state`."""
+        """Append one step of every env.
+
+        Args:
+          state: The buffer's state. Donated: use the returned state instead.
+          step: Pytree with leaves [E, ...].
+          mask: bool[E], False where an env took no step; needs `allow_mask=True`. With
+            `autoreset="next_step"`, never mask the step after a done. Default: every env took one.
+          priority: float[E], at least 0. Default: the largest priority so far.
+
+        Returns:
+          The new state.
+        """
         return self._call("add", state, self._step(step), mask=mask, priority=priority)
 
     def extend(self, state: Any, steps: PyTree, mask: Any = None, priority: Any = None) -> Any:
-        """Donates `state`. Compiles for each number of steps."""
+        """Append a block of steps. Compiles once for each number of steps.
+
+        Args:
+          state: The buffer's state. Donated: use the returned state instead.
+          steps: Pytree with leaves [T, E, ...], oldest first.
+          mask: bool[T, E], as for `add`. Default: every env took every step.
+          priority: float[T, E], at least 0. Default: the largest priority so far.
+
+        Returns:
+          The new state.
+        """
         return self._call("extend", state, self._step(steps), mask=mask, priority=priority)
 
     def update_priorities(self, state: Any, index: Any, priority: Any) -> Any:
-        """Donates `state`. Compiles for each number of rows."""
+        """Set the priorities of sampled rows. Compiles once for each number of rows.
+
+        Args:
+          state: The buffer's state. Donated: use the returned state instead.
+          index: `batch.index` of a sample, leaves [B]; for a mixture, the batch itself.
+          priority: float[B], at least 0. A row with priority 0 is never sampled again.
+
+        Returns:
+          The new state.
+        """
         return self._call("update_priorities", state, index, priority)
 
     def clear(self, state: Any) -> Any:
-        """Donates `state`."""
+        """Remove all rows.
+
+        Args:
+          state: The buffer's state. Donated: use the returned state instead.
+
+        Returns:
+          The new state.
+        """
         return self._call("clear", state)
 
     def sample(
@@ -149,35 +198,106 @@ class Jitted(Generic[T]):
         *,
         beta: Any = None,
     ) -> Sample[T]:
-        """Compiles for each batch size."""
+        """Sample a batch with replacement. Compiles once for each batch size.
+
+        Args:
+          state: The buffer's state.
+          key: Random key, consumed. Required: the default raises an error that shows the call.
+          batch_size: Number of items. Static. Default: the buffer's batch size.
+          beta: float[], at least 0, the exponent of importance weights; may be traced. Default: the
+            sampler's beta.
+
+        Returns:
+          A batch of items, leaves [B, ...].
+        """
         return self._call("sample", state, key, batch_size=batch_size, beta=beta)
 
     def pop(self, state: Any, key: Key, batch_size: int | None = None) -> tuple[Any, Sample[T]]:
-        """Donates `state`. Compiles for each batch size."""
+        """Sample and consume a batch (Queue, WithoutReplacement). Compiles once for each batch
+        size.
+
+        Args:
+          state: The buffer's state. Donated: use the returned state instead.
+          key: Random key, consumed.
+          batch_size: Number of items. Static. Default: the buffer's batch size.
+
+        Returns:
+          The new state, and a batch of items, leaves [B, ...].
+        """
         return self._call("pop", state, key, batch_size=batch_size)
 
     def rerank(self, state: Any) -> Any:
-        """Donates `state`."""
+        """Rank the sampleable rows by their priorities (RankBased). It sorts the whole buffer.
+
+        Args:
+          state: The buffer's state. Donated: use the returned state instead.
+
+        Returns:
+          The new state.
+        """
         return self._call("rerank", state)
 
     def get(self, state: Any, index: Any, key: Key | None = None, *, beta: Any = None) -> Sample[T]:
-        """Compiles for each number of rows."""
+        """Return the items of given rows. Compiles once for each number of rows.
+
+        Args:
+          state: The buffer's state.
+          index: `batch.index` of a sample, or row numbers int32[B].
+          key: Random key, consumed. Required for a view that is random (goals, horizons,
+            augmentations). Default: no key.
+          beta: float[], at least 0, the exponent of importance weights; may be traced. Default: the
+            sampler's beta.
+
+        Returns:
+          A batch of items, leaves [B, ...].
+        """
         return self._call("get", state, index, key=key, beta=beta)
 
     def can_add(self, state: Any, num_steps: int = 1) -> jax.Array:
+        """Return whether more steps overwrite only consumed rows (Queue, WithoutReplacement), or
+        whether a rollout has room for them: bool[].
+
+        Args:
+          state: The buffer's state.
+          num_steps: Number of steps of every env. Default: 1.
+        """
         return self._call("can_add", state, num_steps)
 
     def size(self, state: Any) -> jax.Array:
+        """Return the number of sampleable rows: int32[].
+
+        Args:
+          state: The buffer's state.
+        """
         return self._call("size", state)
 
     def can_sample(self, state: Any) -> jax.Array:
+        """Return whether a sample is valid, bool[]: `min_size` rows are sampleable, and one has a
+        positive priority. For a mixture, this holds for every member.
+
+        Args:
+          state: The buffer's state.
+        """
         return self._call("can_sample", state)
 
     def age(self, state: Any, index: Any) -> jax.Array:
-        """Compiles for each number of rows."""
+        """Return the number of rows that were written after each row in its env's ring, final rows
+        included: int32[B]. Compiles once for each number of rows.
+
+        Args:
+          state: The buffer's state.
+          index: `batch.index` of a sample, leaves [B].
+        """
         return self._call("age", state, index)
 
     def metrics(self, state: Any, *, beta: Any = None) -> dict[str, jax.Array]:
+        """Return scalars to log, by name, such as `size` and `fill`.
+
+        Args:
+          state: The buffer's state.
+          beta: float[], at least 0, the exponent of importance weights; may be traced. Default: the
+            sampler's beta.
+        """
         return self._call("metrics", state, beta=beta)
 
 
@@ -186,16 +306,25 @@ def jit(buffer: ReplayBuffer[T]) -> Jitted[T]: ...
 @overload
 def jit(buffer: Any) -> Jitted[Any]: ...
 def jit(buffer: Any) -> Jitted[Any]:
-    """The methods of `buffer` jitted, with the state donated where it changes: for a loop that is
-    not one big `jit`.
+    """Compile the methods of a buffer, for loops that are not one big `jit`.
 
-    A `Rollout` and a `Mixture` may be handed over too: the methods that they have are jitted alike.
-    The buffer's arguments, such as `capacity`, are attributes here too. What is not here, such as
-    `memory`, `episode_table` or a rollout's `steps`, is on `.buffer`, the buffer itself.
+    Methods that return a new state donate the old one, which changes the buffer in place. Equal
+    buffers share one compilation.
 
-    Equal configurations share one compilation. NumPy input is copied first: JAX may read an array
-    after the call has returned, when an env that reuses its observation array has already written
-    the next one into it.
+    The buffer's arguments, such as `capacity`, are attributes of the result, too. Other members,
+    such as `memory`, `episode_table` or a rollout's `steps`, are on `.buffer`, the buffer itself.
+
+    NumPy input is copied first. JAX may read an array after the call has returned. By then, an env
+    that reuses its observation array may have written the next observation into it.
+
+    Args:
+      buffer: A `ReplayBuffer`, `Rollout` or `Mixture`.
+
+    Returns:
+      An object with the buffer's methods, compiled.
+
+    Raises:
+      ValueError: `buffer` is not a buffer.
 
     Example:
       >>> import jax.numpy as jnp, jaxreplay as jr
@@ -214,6 +343,8 @@ def jit(buffer: Any) -> Jitted[Any]:
 
 
 def _owned(where: str, tree: PyTree) -> Any:
+    """Copy NumPy arrays, which an env may overwrite before JAX reads them."""
+
     def own(leaf: Any) -> Any:
         if isinstance(leaf, np.ma.MaskedArray):
             checks.check_storable(where, tree)

@@ -1,4 +1,4 @@
-"""What a buffer takes, before anything is allocated."""
+"""Memory that a buffer needs, known before anything is allocated."""
 
 import dataclasses
 import math
@@ -16,13 +16,19 @@ from jaxreplay.storage.stored_arrays import TiledArray
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of a buffer's state, leaf by leaf. `str()` gives a table."""
+    """Memory in bytes of a buffer's state, leaf by leaf. `str()` returns a table.
 
-    leaves: dict[str, int]  # key path in the state -> bytes
-    capacity: int  # rows
+    Attributes:
+      leaves: Bytes of each leaf, by its key path in the state, such as "streams.steps.obs".
+      capacity: Number of rows.
+    """
+
+    leaves: dict[str, int]
+    capacity: int
 
     @property
     def total(self) -> int:
+        """Bytes of all leaves together."""
         return sum(self.leaves.values())
 
     def __str__(self) -> str:
@@ -36,7 +42,7 @@ class Memory:
 
 
 def memory_of(state: Any, capacity: int) -> Memory:
-    """The bytes of a state, or of the shapes of one (`jax.eval_shape`)."""
+    """Return the memory of a state, or of its shapes (`jax.eval_shape`)."""
     whole = named(state, is_leaf=lambda node: isinstance(node, TiledArray))
     return Memory(
         {name: sum(map(_num_bytes, jax.tree.leaves(leaf))) for name, leaf in whole}, capacity
@@ -44,8 +50,7 @@ def memory_of(state: Any, capacity: int) -> Memory:
 
 
 def check_fits(where: str, memory: Memory) -> None:
-    """Raise a MemoryError where the default device cannot hold the state beside what it holds
-    already."""
+    """Raise a MemoryError if the state exceeds the free memory of the default device."""
     free = free_bytes()
     if free is not None and memory.total > free:
         largest = sorted(memory.leaves.items(), key=lambda item: -item[1])[:3]
@@ -64,7 +69,7 @@ def _num_bytes(leaf: Any) -> int:
 
 
 def free_bytes() -> int | None:
-    """Free bytes of the default device; None where it does not say."""
+    """Return the free bytes of the default device, or None if it does not report them."""
     device = platforms.default_device()
     stats = device.memory_stats()
     if stats is not None and "bytes_limit" in stats:
@@ -73,15 +78,15 @@ def free_bytes() -> int | None:
 
 
 def free_host_bytes() -> int | None:
-    """What the system can hand out without swapping, and this container may take; or all there is,
-    where the system does not say."""
+    """Return the bytes that this process can allocate without swapping, within the limit of its
+    container; None if unknown. If the system reports no free memory, its total memory counts."""
     known = [size for size in (_free_in_system(), _free_in_container()) if size is not None]
     return min(known, default=None)
 
 
 def _free_in_container() -> int | None:
-    """Of a control group of Linux, version 2, that has a limit; files that it only caches do not
-    count."""
+    """Return the free bytes under the limit of a Linux control group (version 2), or None if it
+    has no limit. Its inactive file cache counts as free."""
     try:
         limit, used = (
             pathlib.Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip()
@@ -92,11 +97,12 @@ def _free_in_container() -> int | None:
             for line in pathlib.Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
         )["inactive_file"]
         return max(int(limit) - int(used) + int(cached), 0)
-    except (OSError, KeyError, ValueError):  # there is none, or its limit is "max"
+    except (OSError, KeyError, ValueError):  # no control group, or its limit is "max"
         return None
 
 
 def _free_in_system() -> int | None:
+    """Return the system's available bytes, else its total bytes, or None if both are unknown."""
     try:
         with open("/proc/meminfo") as lines:
             fields = dict(line.split(":", 1) for line in lines)

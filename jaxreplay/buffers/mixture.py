@@ -1,5 +1,4 @@
-"""Batches from several buffers, in fixed parts: offline and online data, or a buffer for each
-task."""
+"""Batches with fixed parts from several buffers: offline and online data, or one buffer a task."""
 
 from typing import Any
 
@@ -16,16 +15,29 @@ from jaxreplay.types import Sample
 
 
 class Mixture(Static):
-    """Several buffers, of which each gives a fixed number of a batch's items.
+    """Several buffers, each of which gives a fixed number of a batch's items. B is the batch size.
 
-    It has no state of its own: `states` is a dict of the members', by name. Initialize each member,
-    add to it and look into it as ever. The members' own `batch_size` is not used.
-
-    Source: symmetric sampling, as in Ball et al., "Efficient Online Reinforcement Learning with
-    Offline Data" (2023), section 4.1.
+    A mixture has no state of its own: its methods take `states`, a dict of each member's state by
+    name. Call `init`, `add` and all other methods on the members. Their own `batch_size` is unused.
 
     Args:
-      members: (name, buffer, items of a batch) of each.
+      members: A tuple of (name, buffer, number of items in a batch), one for each member.
+
+    Raises:
+      ValueError: There is no member, a member is not a `ReplayBuffer`, its number of items is less
+        than 1, or its sampler consumes rows.
+
+    Example:
+      >>> import jaxreplay as jr
+      >>> items = jr.items(capacity=10, batch_size=1)
+      >>> buffer = jr.Mixture(members=(("offline", items, 2), ("online", items, 1)))
+      >>> states = {"offline": items.init(0.0), "online": items.init(0.0)}
+      >>> bool(buffer.can_sample(states))
+      False
+
+    References:
+      Ball et al., "Efficient Online Reinforcement Learning with Offline Data" (2023), section 4.1
+      (symmetric sampling).
     """
 
     members: tuple[tuple[str, ReplayBuffer, int], ...]
@@ -45,24 +57,30 @@ class Mixture(Static):
             checks.check_size("Mixture", name, size)
             if isinstance(buffer.sampler, ConsumingSampler):
                 raise ValueError(
-                    f"Mixture: {name}: {type(buffer.sampler).__name__} hands out each row once; "
-                    "take from that buffer itself"
+                    f"Mixture: {name}: {type(buffer.sampler).__name__} consumes rows, which a "
+                    "mixture cannot; call buffer.pop(state, key) on that buffer itself"
                 )
 
     def sample(
         self, states: dict[str, Any], key: Key, *, beta: jax.Array | float | None = None
     ) -> Sample:
-        """Draw from every member, one after another. Where one cannot be sampled yet, its items
-        alone are not valid.
+        """Sample a batch: the first member's items, then the second's, and so on.
+
+        If a member cannot be sampled yet, its items have `is_valid=False` and weight 0.
 
         Args:
-          states: name -> the member's state.
-          key: consumed.
-          beta: as for `ReplayBuffer.sample`, of every member. Each normalizes the weights of its
-            own items.
+          states: A dict of each member's state by name.
+          key: Random key, consumed.
+          beta: float[], at least 0, the exponent of importance weights in every member: 0 corrects
+            nothing, 1 corrects the bias of prioritized sampling fully. May be traced. Each member
+            normalizes the weights of its own items. Default: each sampler's beta.
+
+        Returns:
+          A batch with leaves [B, ...]. Its `source` is the number of each item's member.
 
         Raises:
-          ValueError: the members' items differ in a leaf.
+          ValueError: A leaf of the items differs between members in shape or dtype, or `states` has
+            other names.
         """
         self._check_names(states)
         keys = jax.random.split(key, len(self.members))
@@ -78,7 +96,7 @@ class Mixture(Static):
                 f"sample: {name}",
                 one,
                 first,
-                f"All members' items must be alike; compare {self._names[0]}'s.",
+                f"All members' items must have the shapes and dtypes of {self._names[0]}'s.",
             )
         joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *batches)
         return joined.replace(source=self._source())
@@ -86,14 +104,24 @@ class Mixture(Static):
     def update_priorities(
         self, states: dict[str, Any], batch: Sample, priority: jax.Array
     ) -> dict[str, Any]:
-        """New priorities for a batch's rows, each in its own member; members without priorities
-        stay as they are. Takes `states` over.
+        """Set the priorities of a batch's rows, each in its own member.
+
+        Members without priorities stay unchanged. Stale indices and invalid priorities are ignored
+        and counted in the members' states.
 
         Args:
-          batch: what `sample` gave. priority: float[B], at least 0.
+          states: A dict of each member's state by name. Donated: jit with `donate_argnums=0`, else
+            each member with priorities is copied.
+          batch: The batch that the mixture's `sample` returned.
+          priority: float[B], at least 0. A row with priority 0 is never sampled again; add a small
+            constant to TD errors.
+
+        Returns:
+          The new states, a dict.
 
         Raises:
-          ValueError: `priority` is not one number for each item.
+          ValueError: `batch` is not a mixture's batch, `priority` is not one number for each item,
+            or `states` has other names.
         """
         self._check_names(states)
         if not isinstance(batch, Sample) or batch.source is None:
@@ -103,8 +131,8 @@ class Mixture(Static):
                 else f"a {type(batch).__name__}"
             )
             raise ValueError(
-                "update_priorities: batch must be what the mixture's sample returned, whole, got "
-                f"{got}"
+                "update_priorities: batch must be the whole batch that the mixture's sample "
+                f"returned, not a part of it such as batch.index; got {got}"
             )
         priority = as_priority("update_priorities", priority, batch.source.shape)
         states, start = dict(states), 0
@@ -119,7 +147,11 @@ class Mixture(Static):
         return states
 
     def can_sample(self, states: dict[str, Any]) -> jax.Array:
-        """Whether every member can be sampled: bool[]."""
+        """Return whether every member can be sampled: bool[].
+
+        Args:
+          states: A dict of each member's state by name.
+        """
         self._check_names(states)
         return jnp.all(
             jnp.stack([buffer.can_sample(states[name]) for name, buffer, _ in self.members])
@@ -147,10 +179,18 @@ class Mixture(Static):
 
 
 def mix(**members: tuple[ReplayBuffer, int]) -> Mixture:
-    """Batches with a fixed number of items from each of several buffers.
+    """Mix several buffers: each batch has a fixed number of items from each of them.
 
     Args:
-      members: name=(buffer, items of a batch).
+      members: `name=(buffer, number of items in a batch)`, one for each member. The items of all
+        members have the same shapes and dtypes.
+
+    Returns:
+      A `Mixture`, whose methods take a dict of each member's state by name.
+
+    Raises:
+      ValueError: A member is not a pair of a `ReplayBuffer` and a positive number, or its sampler
+        consumes rows.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr

@@ -1,4 +1,4 @@
-"""The buffer: check, write, tell the sampler; draw, read the view."""
+"""The replay buffer: check the input, write rows, tell the sampler; sample rows, read the view."""
 
 import dataclasses
 import functools
@@ -29,50 +29,63 @@ from jaxreplay.storage.streams import Streams
 from jaxreplay.types import Index, Sample, T
 from jaxreplay.views import RowReader, View
 
-_FOR_THE_VIEW = 1  # the sampler draws its bits for purpose 0
+_FOR_THE_VIEW = 1  # the purpose of its random bits; the sampler has purpose 0
 _METRIC_DRAWS = 128
 
 
 class BufferOptions(TypedDict, total=False):
-    """Options of every named buffer; `ReplayBuffer` has more on each."""
+    """Options of every named buffer, with the meaning and defaults that `ReplayBuffer` has."""
 
-    capacity: Required[int]  # rows in all, a multiple of `num_envs`
-    num_envs: int  # streams; by default 1
-    batch_size: Required[int]  # items of a sample
-    # "next_step", "same_step" or "same_step_no_final_obs"; must be given, but for items, which have
-    # None
+    capacity: Required[int]
+    num_envs: int
+    batch_size: Required[int]
     autoreset: Autoreset | None
-    allow_mask: bool  # whether `add` takes a mask of the envs that took a step; by default False
-    min_size: int  # rows that `can_sample` waits for; by default 1
-    # whether to keep what `episode_table` needs, 8 bytes a row; by default False
+    allow_mask: bool
+    min_size: int
     track_episodes: bool
-    # "cpu", "gpu" or "tpu", that states are laid out for; by default that of new arrays
     platform: str | None
 
 
 class ReplayBuffer(Static, Generic[T]):
-    """A replay buffer: storage in streams, a sampler, and a view. It is static configuration; its
-    methods are pure.
+    """A replay buffer, composed of storage, a sampler and a view.
 
-    State comes first, a key next, and the key is consumed. Jit the methods that return a state with
-    `donate_argnums=0` (`jaxreplay.jit` does), and in a loop add before you sample: then nothing
-    costs more than the rows it touches.
+    The buffer is static configuration, hashable and without arrays; the state has all arrays. Its
+    methods are pure functions of the state. Axes: T time, E env (`num_envs`), B batch.
+
+    Methods that return a state donate the old one: jit them with `donate_argnums=0`, as
+    `jaxreplay.jit` does, and go on with the state that they return. In a loop, add before you
+    sample. Then no call costs more than the rows that it touches.
 
     Args:
-      capacity: rows in all, the final observations of episodes included; a multiple of `num_envs`.
-      num_envs: streams, each a ring of `capacity / num_envs` rows.
-      batch_size: items of a sample, unless the call says otherwise.
-      sampler: which sampleable rows are drawn.
-      view: what is read around them.
-      autoreset: what the env does when an episode ends: "next_step", "same_step" or
-        "same_step_no_final_obs" (`jaxreplay.autoreset` says which libraries do which), or
-        Gymnasium's `AutoresetMode`. None for a view that takes items.
-      allow_mask: whether `add` and `extend` take a mask of the envs that took a step.
-      min_size: sampleable rows that `can_sample` waits for, at least 1.
-      track_episodes: whether to keep what `episode_table` needs, 8 bytes a row.
-      platform: what `init` lays states out for: "cpu", "gpu" or "tpu". None: that of the device
-        that new arrays go to then. A state stays what it was made for; to compile for a device that
-        is not there, name its platform.
+      capacity: Rows of all envs together, the final row of each episode included. A multiple of
+        `num_envs`.
+      num_envs: Number of parallel envs. Each has a ring of `capacity / num_envs` rows. Default: 1.
+      batch_size: Number of items in a sample, if `sample` is given no other.
+      sampler: Chooses the rows of a sample.
+      view: Reads an item around each row.
+      autoreset: What the env does when an episode ends: "next_step", "same_step" or
+        "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
+        value of each env library. Default: None, for a view of items, which have no episodes.
+      allow_mask: Let `add` and `extend` take a mask of the envs that took a step. Default: False.
+      min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
+      track_episodes: Keep the table that `episode_table` needs, 8 bytes a row, or 12 with
+        "same_step_no_final_obs". Default: False.
+      platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
+        Default: the platform of JAX's default device when `init` is called.
+
+    Raises:
+      ValueError: An argument is out of range, or does not fit the view.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxreplay as jr
+      >>> buffer = jr.ReplayBuffer(
+      ...     capacity=8, batch_size=2, sampler=jr.Prioritized(alpha=1.0), view=jr.views.Item()
+      ... )
+      >>> state = buffer.init({"x": 0.0})
+      >>> state = buffer.add(state, {"x": jnp.array([1.0])}, priority=jnp.array([0.0]))
+      >>> state = buffer.add(state, {"x": jnp.array([2.0])}, priority=jnp.array([3.0]))
+      >>> buffer.sample(state, jax.random.key(0)).experience["x"].tolist()
+      [2.0, 2.0]
     """
 
     capacity: int
@@ -98,8 +111,7 @@ class ReplayBuffer(Static, Generic[T]):
         if not self.view.needs_steps and (self.autoreset is not None or self.has_table):
             raise ValueError(
                 f"ReplayBuffer: {type(self.view).__name__} stores items, which have no episodes; "
-                "leave out autoreset and track_episodes, "
-                "and draw rows, not episodes"
+                "leave out autoreset and track_episodes, and sample rows, not episodes"
             )
         checks.check_size("ReplayBuffer", "batch_size", self.batch_size)
         checks.check_size("ReplayBuffer", "min_size", self.min_size)
@@ -111,24 +123,24 @@ class ReplayBuffer(Static, Generic[T]):
 
     @functools.cached_property
     def window(self) -> Window:
-        """What must be known around a row before it is drawn."""
+        """Rows around a row that must be known before it can be sampled."""
         return self.sampler.window(self.view.window)
 
     @property
     def length(self) -> int:
-        """Rows of a stream."""
+        """Number of rows in each env's ring."""
         return self.capacity // self.num_envs
 
     @property
     def min_length(self) -> int:
-        """Rows of the shortest stream: it holds one window, whose last step may write two rows."""
+        """Smallest possible `length`: one window, whose last step may write two rows."""
         return self.window.length - 1 + row_flags.rows_per_step(self.autoreset)
 
     def layout(self, platform: str | None = None) -> Layout:
         """Return the layout of this buffer's states.
 
         Args:
-          platform: by default the buffer's, or that of the device that new arrays go to.
+          platform: "cpu", "gpu" or "tpu". Default: the buffer's, or that of JAX's default device.
         """
         return Layout(
             num_envs=self.num_envs,
@@ -142,20 +154,25 @@ class ReplayBuffer(Static, Generic[T]):
 
     @property
     def has_table(self) -> bool:
-        """Whether the state has an episode table: where it is asked for, or the view or the sampler
-        looks episodes up."""
+        """True if the state has an episode table: `track_episodes` is set, or the view or the
+        sampler looks episodes up.
+        """
         return self.track_episodes or self.window.needs_episodes or not self.window.is_bounded
 
     def init(self, example: PyTree) -> ReplayState:
-        """An empty buffer.
+        """Make an empty state.
 
         Args:
-          example: one env's step (leaves without the env axis) or one item: arrays, or
-            `jax.ShapeDtypeStruct`s. Only structure, shapes and dtypes are read.
+          example: One env's step (a `Step`, or a mapping, dataclass or NamedTuple with its fields,
+            leaves without the env axis) or one item. Arrays or `jax.ShapeDtypeStruct`s: only
+            structure, shapes and dtypes are read.
+
+        Returns:
+          The state, on JAX's default device.
 
         Raises:
-          ValueError: the example is no step, or a flag is not bool.
-          MemoryError: the device cannot hold the buffer.
+          ValueError: `example` is not a step, or a flag is not bool.
+          MemoryError: The device has too little memory for the buffer.
         """
         example = self._example("init", example)
         self.view.check("init", self.layout(), example)
@@ -164,7 +181,11 @@ class ReplayBuffer(Static, Generic[T]):
         return self._empty(example)
 
     def memory(self, example: PyTree) -> memory.Memory:
-        """The bytes that `init(example)` will take, leaf by leaf, with nothing allocated."""
+        """Return the memory in bytes that `init` will take, leaf by leaf, and allocate nothing.
+
+        Args:
+          example: One env's step or one item, as for `init`.
+        """
         example = self._example("memory", example)
         return memory.memory_of(jax.eval_shape(lambda: self._empty(example)), self.capacity)
 
@@ -179,7 +200,12 @@ class ReplayBuffer(Static, Generic[T]):
         return example
 
     def _empty(self, example: PyTree, platform: str | None = None) -> ReplayState:
-        """Return a state without rows. `example`: of `_example`. `platform`: as for `layout`."""
+        """Return a state without rows.
+
+        Args:
+          example: As `_example` returns it.
+          platform: As for `layout`.
+        """
         layout = self.layout(platform)
         return ReplayState(
             streams=Streams.empty(layout, example),
@@ -197,13 +223,20 @@ class ReplayBuffer(Static, Generic[T]):
         """Append one step of every env.
 
         Args:
-          state: donated; jit with `donate_argnums=0`, or the whole buffer is copied.
-          step: leaves `[num_envs, ...]`, of the example's dtypes.
-          mask: bool[num_envs], False where an env took no step, by default nowhere; needs
-            `allow_mask=True`. With `autoreset="next_step"` never mask the step after a done: it
-            brings the final observation.
-          priority: float[num_envs], for samplers that have priorities; by default the largest so
-            far.
+          state: Donated: jit with `donate_argnums=0`, else the whole buffer is copied.
+          step: A `Step`, or a mapping, dataclass or NamedTuple with its fields, or items; leaves
+            [E, ...] with the dtypes of the example.
+          mask: bool[E], False where an env took no step; needs `allow_mask=True`. With
+            `autoreset="next_step"`, never mask the step after a done: it brings the final
+            observation. Default: every env took a step.
+          priority: float[E], at least 0, for samplers with priorities. Default: the largest
+            priority so far.
+
+        Returns:
+          The new state.
+
+        Raises:
+          ValueError: An argument does not fit the buffer; the error names the leaf.
         """
         state = check_donated("add", self, state)
         step, mask, priority = self._checked(
@@ -214,12 +247,22 @@ class ReplayBuffer(Static, Generic[T]):
     def extend(
         self, state: ReplayState, steps: PyTree, mask: Any = None, priority: Any = None
     ) -> ReplayState:
-        """Append a block of steps, as `lax.scan` stacks them: the same as `add` for each, oldest
-        first. `state` is donated.
+        """Append a block of steps, as `lax.scan` stacks them.
+
+        The result equals that of one `add` for each step, oldest first. If a ring is shorter than
+        the block, the newest steps stay.
 
         Args:
-          steps: leaves `[time, num_envs, ...]`; of more steps than a stream holds, the newest stay.
-          mask: bool[time, num_envs]. priority: float[time, num_envs].
+          state: Donated: jit with `donate_argnums=0`, else the whole buffer is copied.
+          steps: As for `add`, with leaves [T, E, ...].
+          mask: bool[T, E], as for `add`. Default: every env took every step.
+          priority: float[T, E], as for `add`. Default: the largest priority so far.
+
+        Returns:
+          The new state.
+
+        Raises:
+          ValueError: An argument does not fit the buffer; the error names the leaf.
         """
         state = check_donated("extend", self, state)
         first = jax.tree.leaves(steps)[:1]
@@ -233,7 +276,7 @@ class ReplayBuffer(Static, Generic[T]):
             "a block of steps, leaves [time, num_envs, ...]",
             time,
         )
-        # A write must reach neither the rows that wait for their window, nor those that the newest
+        # A write must overwrite neither rows that wait for their window, nor rows that the newest
         # ones look back to.
         most = (self.length - self.window.length + 1) // state.layout.rows_per_step
         num_full, rest = divmod(time[0], most)
@@ -257,18 +300,28 @@ class ReplayBuffer(Static, Generic[T]):
         *,
         beta: jax.Array | float | None = None,
     ) -> Sample[T]:
-        """Draw a batch with replacement. Before `can_sample` its items are finite, `is_valid` is
-        False and `weight` is 0.
+        """Sample a batch, with replacement.
+
+        While `can_sample` is False, all items are finite, with `is_valid` False and `weight` 0.
 
         Args:
-          key: consumed; must be given.
-          batch_size: static; by default the buffer's.
-          beta: number[], how far weights correct the bias of prioritized draws, in [0, 1]; may be
-            traced; by default the sampler's. Samplers without priorities ignore it.
+          state: The buffer's state.
+          key: Random key, consumed. Default: an error that says how to make one.
+          batch_size: Number of items B, static. Default: the buffer's.
+          beta: float[], at least 0: how far `weight` corrects the bias of prioritized sampling, 0
+            not at all, 1 fully. May be traced. Samplers without priorities ignore it. Default: the
+            sampler's.
+
+        Returns:
+          The items, their indices, probabilities and weights, leaves [B, ...].
+
+        Raises:
+          ValueError: The sampler consumes rows: use `pop`.
+          TypeError: There is no key.
         """
         if isinstance(self.sampler, ConsumingSampler):
             raise ValueError(
-                f"sample: {type(self.sampler).__name__} hands out each row once: state, batch = "
+                f"sample: {type(self.sampler).__name__} consumes rows: state, batch = "
                 "buffer.pop(state, key)"
             )
         return self._draw("sample", state, key, batch_size, beta)[1]
@@ -276,16 +329,24 @@ class ReplayBuffer(Static, Generic[T]):
     def pop(
         self, state: ReplayState, key: Key, batch_size: int | None = None
     ) -> tuple[ReplayState, Sample[T]]:
-        """Draw a batch from a sampler that hands out each row once. `state` is donated. What
-        falls short of a batch is not valid.
+        """Sample a batch, and consume its rows; for `Queue` and `WithoutReplacement`.
+
+        If fewer than B rows are left, the rest of the batch has `is_valid` False.
 
         Args:
-          key: consumed.
-          batch_size: static; by default the buffer's.
+          state: Donated: jit with `donate_argnums=0`.
+          key: Random key, consumed.
+          batch_size: Number of items B, static. Default: the buffer's.
+
+        Returns:
+          The new state, and the batch, leaves [B, ...].
+
+        Raises:
+          ValueError: The sampler does not consume rows: use `sample`.
         """
         if not isinstance(self.sampler, ConsumingSampler):
             raise ValueError(
-                f"pop: {type(self.sampler).__name__} draws with replacement: batch = "
+                f"pop: {type(self.sampler).__name__} samples with replacement: batch = "
                 "buffer.sample(state, key)"
             )
         state = check_donated("pop", self, state)
@@ -310,7 +371,7 @@ class ReplayBuffer(Static, Generic[T]):
         rows = Sampleable.of(state)
         can_sample = self._can_sample(state, rows)
         sampler, row, probability = self.sampler.sample(state.sampler, rows, key, batch_size)
-        # before `can_sample` nothing is handed out, so nothing is taken
+        # while `can_sample` is False the batch is invalid, so nothing is consumed
         if isinstance(self.sampler, ConsumingSampler):
             sampler = jax.tree.map(
                 lambda new, old: jnp.where(can_sample, new, old), sampler, state.sampler
@@ -330,8 +391,9 @@ class ReplayBuffer(Static, Generic[T]):
         key: Key | None,
         beta: jax.Array | float | None,
     ) -> Sample[T]:
-        """Read the items of rows, int32[...]. One that is not valid gets a lap that no row has: a
-        later update by it is ignored."""
+        """Read the items of rows, int32[...]. An invalid item gets a lap that no row has, so that a
+        later update by its index is ignored.
+        """
 
         def item(row: jax.Array, words: Any) -> Any:
             own = None if words is None else jnp.stack(words)
@@ -363,19 +425,27 @@ class ReplayBuffer(Static, Generic[T]):
         *,
         beta: jax.Array | float | None = None,
     ) -> Sample[T]:
-        """The items of rows that were drawn before, or of row numbers; `is_valid` is False where a
-        row is not sampleable, out of range, or was overwritten since. A sampleable row of priority
-        0 is valid, with probability and weight 0.
+        """Read rows that were sampled before, or rows by number.
+
+        `is_valid` is False where a row is not sampleable, out of range, or overwritten since. A
+        sampleable row of priority 0 is valid, with probability and weight 0.
 
         Args:
-          index: `batch.index`, or int32[B] rows.
-          key: consumed; for a view that draws (goals, horizons, augmentations), which draws anew.
-          beta: as for `sample`.
+          state: The buffer's state.
+          index: `batch.index` of a sample, leaves [B], or row numbers, int32[B].
+          key: Random key, consumed. Required for a view that is random (goals, horizons,
+            augmentations): these are sampled anew. Default: None.
+          beta: float[], as for `sample`. Default: the sampler's.
+
+        Returns:
+          The items, their indices, probabilities and weights, leaves [B, ...].
+
+        Raises:
+          ValueError: The view is random and there is no key, or `index` is not of integers.
         """
         if self.view.is_random and key is None:
             raise ValueError(
-                f"get: {type(self.view).__name__} draws what it reads: give get(state, index, "
-                "key) a key"
+                f"get: {type(self.view).__name__} is random: buffer.get(state, index, key)"
             )
         state = check_state("get", self, state)
         rows, lap = (index.row, index.lap) if isinstance(index, Index) else (index, None)
@@ -386,42 +456,73 @@ class ReplayBuffer(Static, Generic[T]):
         return self._read(state, members, current, probability, is_valid, key, beta)
 
     def update_priorities(self, state: ReplayState, index: Index, priority: Any) -> ReplayState:
-        """Give drawn rows new priorities, such as absolute TD errors. `state` is donated.
+        """Set the priorities of sampled rows, such as absolute TD errors.
 
-        Bad priorities and stale or foreign rows are ignored and counted in the state; of several
-        priorities for one row the largest wins.
+        Stale indices and invalid priorities (NaN, infinite, negative) are ignored and counted in
+        the state. If a row appears more than once, its largest priority counts.
 
         Args:
-          index: `batch.index`.
-          priority: float[B], at least 0; a row of priority 0 is never drawn.
+          state: Donated: jit with `donate_argnums=0`, else the whole buffer is copied.
+          index: `batch.index` of a sample, leaves [B].
+          priority: float[B], at least 0. A row with priority 0 is never sampled again: add a small
+            constant to TD errors.
+
+        Returns:
+          The new state.
+
+        Raises:
+          ValueError: The sampler has no priorities, or an argument has another type or shape.
         """
         state = check_donated("update_priorities", self, state)
         sampler = self._need_priorities("update_priorities")
         if not isinstance(index, Index):
             raise ValueError(
                 "update_priorities: index must be the batch.index of a sample, got "
-                f"{type(index).__name__}; a bare row number cannot tell "
-                "whether the row was overwritten since it was drawn"
+                f"{type(index).__name__}; a bare row number cannot tell whether the row was "
+                "overwritten since it was sampled"
             )
         priority = step_checks.as_priority("update_priorities", priority, jnp.shape(index.row))
         flat = jax.tree.map(lambda leaf: jnp.asarray(leaf).reshape(-1), (index, priority))
         return state.replace(sampler=sampler.update(state.sampler, Sampleable.of(state), *flat))
 
     def can_add(self, state: ReplayState, num_steps: int = 1) -> jax.Array:
-        """Whether `num_steps` more steps of every env overwrite nothing that is still to be taken:
-        bool[]."""
+        """Return whether more steps overwrite only rows that were consumed; for `Queue` and
+        `WithoutReplacement`.
+
+        Args:
+          state: The buffer's state.
+          num_steps: Number of steps of every env. Default: 1.
+
+        Returns:
+          bool[].
+
+        Raises:
+          ValueError: The sampler does not consume rows.
+        """
         if not isinstance(self.sampler, ConsumingSampler):
             raise ValueError(
-                f"can_add: {type(self.sampler).__name__} hands out nothing once: there is nothing "
-                "to wait for"
+                f"can_add: it is for samplers that consume rows (Queue, WithoutReplacement); "
+                f"{type(self.sampler).__name__} samples with replacement, so that an add loses "
+                "nothing"
             )
         state = check_state("can_add", self, state)
         rows = num_steps * state.layout.rows_per_step
         return self.sampler.can_add(state.sampler, Sampleable.of(state), rows)
 
     def rerank(self, state: ReplayState) -> ReplayState:
-        """Rank the sampleable rows by their priorities, for a rank-based sampler: a sort of the
-        whole buffer. `state` is donated."""
+        """Rank the sampleable rows by their priorities; for `RankBased`.
+
+        It sorts the whole buffer, so call it rarely.
+
+        Args:
+          state: Donated: jit with `donate_argnums=0`, else the whole buffer is copied.
+
+        Returns:
+          The new state.
+
+        Raises:
+          ValueError: The sampler has no ranks.
+        """
         state = check_donated("rerank", self, state)
         rerank = getattr(self.sampler, "rerank", None)
         if rerank is None:
@@ -431,13 +532,21 @@ class ReplayBuffer(Static, Generic[T]):
         return state.replace(sampler=rerank(state.sampler, Sampleable.of(state)))
 
     def size(self, state: ReplayState) -> jax.Array:
-        """Rows that can be drawn: int32[]; of a sampler that hands out each row once, those that
-        are left."""
+        """Return the number of sampleable rows, int32[]; consumed rows do not count.
+
+        Args:
+          state: The buffer's state.
+        """
         state = check_state("size", self, state)
         return self.sampler.size(state.sampler, Sampleable.of(state))
 
     def can_sample(self, state: ReplayState) -> jax.Array:
-        """Whether there are `min_size` rows that can be drawn, and mass to draw from: bool[]."""
+        """Return whether a sample is valid, bool[]: `min_size` rows are sampleable, and one has a
+        positive priority.
+
+        Args:
+          state: The buffer's state.
+        """
         state = check_state("can_sample", self, state)
         return self._can_sample(state, Sampleable.of(state))
 
@@ -449,24 +558,24 @@ class ReplayBuffer(Static, Generic[T]):
     def metrics(
         self, state: ReplayState, *, beta: jax.Array | float | None = None
     ) -> dict[str, jax.Array]:
-        """Return figures to log. Works inside `jit`, and costs about as much as a sample.
+        """Return figures to log, inside `jit` too. It costs about as much as a sample.
 
         Args:
-          beta: as for `sample`.
+          state: The buffer's state.
+          beta: float[], as for `sample`. Default: the sampler's.
 
         Returns:
-          Scalars, by name:
-            size: int32; rows that can be drawn.
-            fill: float32 in [0, 1]; rows written, as a part of the capacity.
-            effective_sample_size: float32 in [0, 1]; (sum of weights)^2 / sum of squared weights,
-              as a part of (up to) 128 draws: 1 if all weigh alike, 0 if nothing can be drawn.
-            max_priority: float32; the largest priority so far.
-            mean_priority: float32; (mean of priority ** alpha) ** (1 / alpha), over `size` rows.
-            num_bad_priorities: uint32; NaN, infinite or negative ones, which were ignored.
-            num_stale_updates: uint32; updates that named no row that can be drawn, which were
-              ignored.
-          The last four are there for samplers with priorities; the mean neither for rank-based ones
-          nor for alpha 0.
+          Scalars by name.
+          `size`, int32: sampleable rows.
+          `fill`, float32 in [0, 1]: rows written, as a part of the capacity.
+          `effective_sample_size`, float32 in [0, 1]: (sum of weights)^2 / sum of squared weights,
+          as a part of up to 128 samples: 1 if all weights are equal, 0 if nothing is sampleable.
+          For samplers with priorities also
+          `max_priority`, float32: the largest priority so far;
+          `mean_priority`, float32: (mean of priority ** alpha) ** (1 / alpha) over `size` rows,
+          but for `RankBased` and alpha 0;
+          `num_bad_priorities`, uint32: priorities that were ignored as NaN, infinite or negative;
+          `num_stale_updates`, uint32: updates that were ignored as their row is not sampleable.
         """
         state = check_state("metrics", self, state)
         rows = Sampleable.of(state)
@@ -486,14 +595,27 @@ class ReplayBuffer(Static, Generic[T]):
         }
 
     def age(self, state: ReplayState, index: Index) -> jax.Array:
-        """Rows of its stream that were written after each drawn row, final rows included: int32[B],
-        0 for the newest."""
+        """Return how many rows of its env were written after each row, final rows included.
+
+        Args:
+          state: The buffer's state.
+          index: `batch.index` of a sample, leaves [B].
+
+        Returns:
+          int32[B], 0 for the newest row.
+        """
         state = check_state("age", self, state)
         return state.streams.age(index.row)
 
     def clear(self, state: ReplayState) -> ReplayState:
-        """Forget every row; donates `state`. No index drawn before is valid after; the stored
-        steps stay where they are, unread."""
+        """Remove all rows. No index of an earlier sample is valid afterwards.
+
+        Args:
+          state: Donated.
+
+        Returns:
+          The new state.
+        """
         state = check_state("clear", self, state)
         return state.replace(
             streams=state.streams.clear(),
@@ -504,24 +626,32 @@ class ReplayBuffer(Static, Generic[T]):
         )
 
     def episode_table(self, state: ReplayState) -> Episodes:
-        """Look-ups of episode ends around stored rows; needs `track_episodes=True`."""
+        """Return look-ups of the episode ends around stored rows.
+
+        Args:
+          state: The buffer's state.
+
+        Raises:
+          ValueError: The buffer keeps no table: make it with `track_episodes=True`.
+        """
         state = check_state("episode_table", self, state)
         if state.episodes is None:
             raise ValueError(
-                "episodes: this buffer keeps no episode table; make it with track_episodes=True"
+                "episode_table: this buffer keeps none; make it with track_episodes=True"
             )
         return Episodes(state.streams, state.episodes)
 
     def _write(
         self, state: ReplayState, steps: PyTree, mask: jax.Array | None, priority: jax.Array | None
     ) -> ReplayState:
-        """Write a block of steps, leaves `[T, E, ...]`: few enough to overwrite no row that waits,
-        nor one that a new row looks back to."""
+        """Write a block of steps, leaves [T, E, ...]. It is short enough to overwrite neither a row
+        that waits for its window, nor one that a new row looks back to.
+        """
         layout, window = state.layout, self.window
         before = Sampleable.of(state)
         if state.num_expired is not None:
-            # Always so, which XLA cannot know: the write then depends on the flags that the last
-            # one read, and copies none.
+            # This is always True, which XLA does not know. The write now depends on the flags that
+            # the last sample read, so that XLA copies none.
             is_ready = jnp.broadcast_to(
                 state.num_expired >= 0, (jax.tree.leaves(steps)[0].shape[0], layout.num_envs)
             )
@@ -535,8 +665,8 @@ class ReplayBuffer(Static, Generic[T]):
         )
         after = state.replace(streams=counted, num_pending=num_pending, episodes=table)
         if layout.traits.in_line:
-            # The least of the two is the first one, in a way that XLA cannot know: else it would
-            # keep a copy of what is counted on.
+            # The minimum is always the first of the two, which XLA does not know. Without it XLA
+            # keeps a copy of the counts.
             waited = (
                 before.num_pending
                 if window.after is None
@@ -550,7 +680,7 @@ class ReplayBuffer(Static, Generic[T]):
         )
         after = after.replace(num_expired=count_expired(after.streams))
         effect = effect_of(before, Sampleable.of(after), written) if window.is_bounded else None
-        if priority is not None and layout.rows_per_step == 2:  # a final row has none
+        if priority is not None and layout.rows_per_step == 2:  # 0 for final rows
             priority = jnp.stack([priority, jnp.zeros_like(priority)], axis=1).reshape(
                 -1, layout.num_envs
             )
@@ -565,8 +695,12 @@ class ReplayBuffer(Static, Generic[T]):
         return self.sampler
 
     def _checked(self, where, state, steps, mask, priority, what, time) -> tuple[Any, Any, Any]:
-        """Steps, mask and priority of an `add` (time is ()) or an `extend` (time is (T,)), or a
-        ValueError that names what is wrong."""
+        """Return steps, mask and priority as arrays, or raise a ValueError that names the leaf.
+
+        Args:
+          what: What is expected, for errors.
+          time: () for `add`, (T,) for `extend`.
+        """
         axes = (*time, self.num_envs)
         if self.autoreset is not None:
             steps = step_checks.step_of(where, steps, self.autoreset)
@@ -581,8 +715,8 @@ class ReplayBuffer(Static, Generic[T]):
 
 
 def _counted_first(state: ReplayState, *others: Any) -> tuple[Any, ...]:
-    """Keep all counting before all writing, in one kernel: XLA would fuse into each write the
-    counting that it needs."""
+    """Finish all counting before all writing, in one kernel. Otherwise XLA fuses the counting into
+    each write again."""
     rows = {name: getattr(state.streams, name) for name in ("steps", "flags", "candidate_number")}
     table = (
         {

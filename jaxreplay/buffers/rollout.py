@@ -1,5 +1,4 @@
-"""The on-policy buffer: the steps that one policy took, learned from a few times and then
-dropped."""
+"""The on-policy buffer: the steps of one policy, used for a few epochs and then cleared."""
 
 import functools
 import math
@@ -23,26 +22,32 @@ from jaxreplay.storage import ring, row_flags, stored_arrays
 from jaxreplay.types import Step
 
 _LARGEST = np.iinfo(np.int32).max
-_MOST_ROWS = 2**30  # they are numbered by int32, and a block may reach past the end
+_MOST_ROWS = 2**30  # row numbers are int32, and a block of steps may reach past the end
 
 
 class RolloutState(Node):
-    """What a rollout holds; T time, E env. `add`, `extend`, `from_trajectories` and `clear` take it
-    over: donate it to them."""
+    """State of a rollout. T is time, E env.
 
-    steps: PyTree  # as stored, leaves [T, E, ...]; `rollout.steps(state)` reads them
-    # bool[T, E]: True for a step; False for a final observation, and where nothing is written
-    mask: jax.Array
-    position: jax.Array  # int32[], in [0, T]: rows of time written
-    # int32[]: rows of time that came when there was no room, since `init`; it stops at its largest
-    # value
-    num_dropped: jax.Array
-    # uint8[E], flags of the newest row (`storage/row_flags.py`); None unless "next_step": no row
-    # depends on it
-    last: jax.Array | None
+    `add`, `extend`, `from_trajectories` and `clear` donate it: use the state that they return.
+
+    Attributes:
+      steps: Stored steps, pytree with leaves [T, E, ...]. Read them with `rollout.steps(state)`.
+      mask: bool[T, E], True for a step, False for a final row and for rows that are not written.
+      position: int32[], in [0, T]; number of rows of time that are written.
+      num_dropped: int32[], number of rows of time that were dropped since `init`, because the
+        rollout was full. It stops at 2^31 - 1.
+      last: uint8[E], flags of each env's newest row with `autoreset="next_step"`; else None.
+    """
+
+    steps: PyTree
+    mask: jax.Array  # bool[T, E]
+    position: jax.Array  # int32[]
+    num_dropped: jax.Array  # int32[]
+    last: jax.Array | None  # uint8[E], flags of `storage/row_flags.py`
 
     def __repr__(self) -> str:
-        """`RolloutState(128 rows x 4 envs, obs f32[3], 16 kB)`; of a population, how many first."""
+        """Return `RolloutState(128 rows x 4 envs, obs f32[3], 16 kB)`, for example. Under `vmap`,
+        the sizes of the leading axes come first."""
         if not has_shapes(self):
             return super().__repr__()
         *population, length, num_envs = self.mask.shape
@@ -54,28 +59,46 @@ class RolloutState(Node):
 
 
 class Rollout(Static):
-    """`length` steps of `num_envs` envs, in preallocated arrays `[time, num_envs, ...]`. Static
-    configuration with pure methods.
+    """Buffer for on-policy learning: preallocated arrays of `length` rows of time by `num_envs`.
 
-    Act and `add` until it is full, learn from `steps`, `bootstrap` and minibatches, then `clear`
-    and go on. Jit `add`, `extend` and `clear` with `donate_argnums=0`: then they change the arrays
-    in place.
+    The rollout is static configuration, hashable and without arrays; the state has all arrays. Its
+    methods are pure functions of the state. Axes: T time (`length`), E env (`num_envs`), B items
+    of a minibatch.
 
-    The value of an episode's final observation, where the episode was truncated, comes from where
-    `autoreset` says (`bootstrap`):
+    Act and `add` until it is full, learn from `steps`, `advantages` and minibatches, then `clear`
+    and repeat. Jit `add`, `extend` and `clear` with `donate_argnums=0`, as `jaxreplay.jit` does:
+    then they change the arrays in place.
 
-    - `"next_step"`: the row after a done is the final observation: a row of the rollout whose
-      `mask` is False.
-    - `"same_step"`: the learner brings it, as `final_value`, computed from `final_obs`.
-    - `"same_step_no_final_obs"`: the learner may bring it, computed while acting and carried in
-      `extras`. Else the truncated step is left out of learning, and its own observation's value
-      stands in for what the step before it led to: one step is given up rather than a wrong target
-      made.
+    A truncated step is bootstrapped from the value of its episode's final observation. `autoreset`
+    decides where that value comes from:
+
+    - `"next_step"`: The row after a done is the final row. `value` has its value, and `mask` is
+      False there.
+    - `"same_step"`: Pass `final_value`, the critic's value of `final_obs`.
+    - `"same_step_no_final_obs"`: Pass `final_value` if you computed it while acting, and stored it
+      in `extras`. Without it, the truncated step is masked, because its next observation is
+      unknown. The step before it is bootstrapped from the truncated step's own observation.
 
     Args:
-      length: rows of time, final observations included. num_envs: envs that step together.
-      autoreset: what the env does when an episode ends: "next_step", "same_step" or
-        "same_step_no_final_obs"; see `jaxreplay.autoreset`.
+      length: Number of rows of time. With `autoreset="next_step"`, final rows take some of them.
+      num_envs: Number of parallel envs.
+      autoreset: What the env does when an episode ends: "next_step", "same_step" or
+        "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
+        value of each env library. Default: an error that explains the three.
+
+    Raises:
+      ValueError: `length` or `num_envs` is less than 1, their product exceeds 2^30, or `autoreset`
+        is missing or unknown.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxreplay as jr
+      >>> rollout = jr.Rollout(length=3, num_envs=1, autoreset="same_step_no_final_obs")
+      >>> zeros = jnp.zeros(1)
+      >>> step = jr.Step(zeros, zeros, zeros + 1, terminated=zeros > 0, truncated=zeros > 0)
+      >>> state = rollout.init(jax.tree.map(lambda x: x[0], step))
+      >>> state = rollout.add(rollout.add(state, step), step)
+      >>> int(rollout.num_steps(state)), bool(rollout.can_add(state, 2))
+      (2, False)
     """
 
     length: int
@@ -94,15 +117,19 @@ class Rollout(Static):
         object.__setattr__(self, "autoreset", form)
 
     def init(self, example: PyTree) -> RolloutState:
-        """An empty rollout.
+        """Make an empty state.
 
         Args:
-          example: one env's step, leaves without leading axes: arrays or `jax.ShapeDtypeStruct`s;
-            with `final_obs`, if steps bring it.
+          example: One env's step (a `Step`, or a mapping, dataclass or NamedTuple with its fields),
+            leaves without the env axis. Arrays or `jax.ShapeDtypeStruct`s: only structure, shapes
+            and dtypes are read. With `autoreset="same_step"` it has `final_obs`.
+
+        Returns:
+          The state, on JAX's default device.
 
         Raises:
-          ValueError: the example is no step, or a flag is not bool. MemoryError: the device cannot
-            hold the rollout.
+          ValueError: `example` is not a step, or a flag is not bool.
+          MemoryError: The device has too little memory for the rollout.
         """
         example = self._example("init", example)
         if not isinstance(jnp.zeros(()), Tracer):  # while tracing, nothing is allocated yet
@@ -110,15 +137,29 @@ class Rollout(Static):
         return self._init(example)
 
     def memory(self, example: PyTree) -> memory.Memory:
-        """The bytes that `init(example)` will take, leaf by leaf, with nothing allocated."""
+        """Return the memory in bytes that `init` will take, leaf by leaf, and allocate nothing.
+
+        Args:
+          example: One env's step, as for `init`.
+        """
         example = self._example("memory", example)
         return memory.memory_of(
             jax.eval_shape(lambda: self._init(example)), self.length * self.num_envs
         )
 
     def add(self, state: RolloutState, step: PyTree) -> RolloutState:
-        """Append one step of every env, leaves `[num_envs, ...]`. Where there is no room it is
-        dropped, and counted in `num_dropped`."""
+        """Append one step of every env.
+
+        If the rollout is full, the step is dropped and counted in `state.num_dropped`.
+
+        Args:
+          state: Donated: jit with `donate_argnums=0`, else the whole rollout is copied.
+          step: A `Step`, or a mapping, dataclass or NamedTuple with its fields; leaves [E, ...]
+            with the dtypes of the example.
+
+        Returns:
+          The new state.
+        """
         state = self._take_over("add", state)
         step = self._checked(
             "add", state, step, (), "one step of every env, leaves [num_envs, ...]"
@@ -126,8 +167,17 @@ class Rollout(Static):
         return self._write(state, jax.tree.map(lambda leaf: leaf[None], step))
 
     def extend(self, state: RolloutState, steps: PyTree) -> RolloutState:
-        """Append a block of steps, leaves `[time, num_envs, ...]`, as `lax.scan` stacks them: the
-        same as `add` for each, oldest first."""
+        """Append a block of steps, as `lax.scan` stacks them.
+
+        The result equals that of one `add` for each step, oldest first.
+
+        Args:
+          state: Donated: jit with `donate_argnums=0`, else the whole rollout is copied.
+          steps: As for `add`, with one more axis in front: time, of any length.
+
+        Returns:
+          The new state.
+        """
         state = self._take_over("extend", state)
         first = jax.tree.leaves(steps)[:1]
         time = (jnp.shape(first[0]) or (0,))[:1] if first else (0,)
@@ -139,34 +189,39 @@ class Rollout(Static):
     def from_trajectories(
         self, state: RolloutState, trajectories: Iterable[Any], *, chunk_bytes: int = CHUNK_BYTES
     ) -> RolloutState:
-        """Put trajectories of any lengths into the rollout, in place of what it held. `state` is
-        donated. Not for use under `jit`.
+        """Replace the contents of the rollout by trajectories of any lengths. Call it outside of
+        `jit`.
 
-        They lie one after the other in the one stream of a rollout with `num_envs=1` and
-        `autoreset="next_step"`. All are checked before the first is written. Beside the rollout
-        this takes one chunk of memory, and compiles once, whatever the lengths. Beside its bytes
-        each trajectory costs some 0.1 ms: with many tiny ones that is most of the time.
+        The rollout must have `num_envs=1` and `autoreset="next_step"`. Trajectories are stored one
+        after the other. All are checked before the first is written. The call needs one chunk of
+        memory in addition to the rollout, and compiles once for all lengths. Each trajectory costs
+        about 0.1 ms in addition to copying its bytes, which dominates if there are many tiny ones.
 
-        A trajectory is an episode, or a part of one. Where it ends with neither flag, it is
-        truncated there. Where it does not end in a termination and the final observation is not
-        known, its last step becomes that observation, and is given up. One without a step leaves no
-        row.
+        A trajectory is an episode or a part of one. If its last step has neither flag, it is
+        truncated there. If it does not end in a termination and has no final observation, its last
+        step becomes the final row, and is not learned from. Without steps, it adds no row.
 
         Args:
-          trajectories: steps or mappings of NumPy arrays `[L, ...]`, L different in each; those of
-            obs may be `[L + 1, ...]`, the last being the final observation, and then those of
-            extras too. An iterator is read to its end first.
-          chunk_bytes: memory on the host for one chunk; on an accelerator it is taken there too.
+          state: Donated: use the returned state instead.
+          trajectories: `Step`s or mappings of NumPy arrays, leaves [L, ...]; L may differ between
+            trajectories. Leaves of `obs` may be [L + 1, ...], with the final observation at the
+            end; then leaves of `extras` may be, too. An iterator is read to its end first.
+          chunk_bytes: Bytes of host memory for one chunk. On an accelerator, the chunk takes as
+            much device memory. Default: 16 MiB.
+
+        Returns:
+          The new state.
 
         Raises:
-          ValueError: names the trajectory and the leaf; nothing was written.
+          ValueError: The rollout has another form, or a trajectory does not fit; the error names
+            the trajectory and the leaf. Nothing is written then.
         """
         if (self.num_envs, self.autoreset) != (1, "next_step"):
             raise ValueError(
-                f"from_trajectories: needs a rollout of one stream, got num_envs={self.num_envs}, "
-                f"autoreset={self.autoreset!r}; make it "
-                'with num_envs=1, autoreset="next_step", and length = all steps together, and a '
-                "final observation for each trajectory"
+                f"from_trajectories: needs a rollout of one env, got num_envs={self.num_envs}, "
+                f"autoreset={self.autoreset!r}; make it with "
+                'num_envs=1, autoreset="next_step", and length = number of all steps + number of '
+                "trajectories, for their final observations"
             )
         checks.check_size("from_trajectories", "chunk_bytes", chunk_bytes)
         state = self._check_state("from_trajectories", state)
@@ -174,7 +229,7 @@ class Rollout(Static):
         state = _clear(self, state)
         steps, mask = write_trajectories((state.steps, state.mask), checked, chunk_bytes)
         position = jnp.int32(sum(trajectory.num_rows for trajectory in checked))
-        # As if a final row had been written: what `add` brings next opens an episode.
+        # As after a final row: the next step that is added begins an episode.
         return state.replace(
             steps=steps,
             mask=mask,
@@ -183,10 +238,16 @@ class Rollout(Static):
         )
 
     def clear(self, state: RolloutState) -> RolloutState:
-        """Begin the next rollout; donates `state`. Stored steps stay where they are, unread.
+        """Remove all steps, to begin the next rollout.
 
-        Where a done still owes its final observation (`autoreset="next_step"`), the next row is
-        still that.
+        Episodes continue. With `autoreset="next_step"`, if the newest row was a done, the next row
+        is its final row.
+
+        Args:
+          state: Donated: use the returned state instead.
+
+        Returns:
+          The new state.
         """
         state = self._check_state("clear", state)
         last = None if state.last is None else row_flags.after_clear("next_step", state.last)
@@ -195,32 +256,49 @@ class Rollout(Static):
         )
 
     def can_add(self, state: RolloutState, num_steps: int = 1) -> jax.Array:
-        """Whether there is room for so many more steps of every env: bool[]."""
+        """Return whether there is room for more steps of every env: bool[].
+
+        Args:
+          state: The rollout's state.
+          num_steps: Number of steps of every env. Default: 1.
+        """
         state = self._check_state("can_add", state)
         return state.position + num_steps <= self.length
 
     def steps(self, state: RolloutState) -> Step:
-        """What was added, leaves `[time, num_envs, ...]`. From `state.position` on it is old, or
-        zeros, and `state.mask` False."""
+        """Return the steps, leaves [T, E, ...].
+
+        From row `state.position` on, they are old steps or zeros, and `state.mask` is False.
+
+        Args:
+          state: The rollout's state.
+        """
         state = self._check_state("steps", state)
         return stored_arrays.tree_map(stored_arrays.values, state.steps)
 
     def bootstrap(
         self, state: RolloutState, value: Any, last_value: Any, final_value: Any = None
     ) -> tuple[jax.Array, jax.Array]:
-        """What each step led to, and which steps can be learned from: `next_value` and `mask` for
-        `gae` and `vtrace`.
+        """Compute `next_value` and `mask` for `gae` and `vtrace`, with correct bootstrapping at
+        truncations.
 
         Args:
-          value: float[T, E], the critic's, of each row's obs, final observations among them.
-          last_value: float[E], of the observation that came after the newest row. After
-            `from_trajectories` nothing did: zeros.
-          final_value: float[T, E], of each step's own final observation, read only where it was
-            truncated. Must be given for "same_step", may be for "same_step_no_final_obs".
+          state: The rollout's state.
+          value: float[T, E], the critic's value of each row's observation, final rows included.
+          last_value: float[E], the critic's value of the observation after the newest row. After
+            `from_trajectories` there is none: pass zeros.
+          final_value: float[T, E], the critic's value of each step's final observation, read only
+            where the step was truncated. Required with "same_step"; optional with
+            "same_step_no_final_obs". Default: none.
 
         Returns:
-          next_value: float[T, E]. mask: bool[T, E]; False for final observations, rows not written,
-            and truncated steps given up.
+          `next_value`, float[T, E], and `mask`, bool[T, E], True for the steps to learn from. It is
+          False for final rows, for rows that are not written, and for truncated steps of
+          "same_step_no_final_obs" without `final_value`.
+
+        Raises:
+          ValueError: An array has another shape, `value` is not floating, or `final_value` is
+            missing with "same_step" or given with "next_step".
         """
         state = self._check_state("bootstrap", state)
         if self.autoreset == "next_step" and final_value is not None:
@@ -251,7 +329,7 @@ class Rollout(Static):
                 "critic gives them"
             )
         last_value = jnp.asarray(last_value).astype(value.dtype)
-        # the first row not written, if there is one
+        # the first row that is not written; dropped if the rollout is full
         value = value.at[state.position].set(last_value, mode="drop")
         if final_value is not None:
             return targets.next_values(
@@ -271,16 +349,22 @@ class Rollout(Static):
         gamma: Any,
         lambda_: Any = 0.95,
     ) -> tuple[targets.Advantages, jax.Array]:
-        """Compute advantages and value targets of the steps held, by `gae`.
+        """Compute advantages and value targets of all steps, by generalized advantage estimation.
 
         Args:
-          value, last_value, final_value: as for `bootstrap`.
-          gamma: number[] in [0, 1], the discount factor.
-          lambda_: number[] in [0, 1]: 0 looks one step ahead, 1 to the episode's end.
+          state: The rollout's state.
+          value: float[T, E], the critic's value of each row's observation, final rows included.
+          last_value: float[E], the critic's value of the observation after the newest row. After
+            `from_trajectories` there is none: pass zeros.
+          final_value: float[T, E], the critic's value of each step's final observation, read only
+            where the step was truncated. Required with "same_step"; optional with
+            "same_step_no_final_obs". Default: none.
+          gamma: float[] in [0, 1], the discount of one step.
+          lambda_: float[] in [0, 1]: 0 looks one step ahead, 1 to the episode's end. Default: 0.95.
 
         Returns:
-          advantages: `advantage` and `target`, float[T, E] each. mask: bool[T, E]; the steps to
-            learn from.
+          An `Advantages` with `advantage` and `target`, float[T, E] each, and `mask`, bool[T, E],
+          True for the steps to learn from.
 
         Example:
           >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -288,7 +372,7 @@ class Rollout(Static):
           >>> zeros = jnp.zeros((3, 1))
           >>> steps = jr.Step(zeros, zeros, zeros + 1, terminated=zeros > 0, truncated=zeros > 0)
           >>> state = rollout.extend(rollout.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
-          >>> value, last_value = zeros, jnp.array([8.0])  # the critic's
+          >>> value, last_value = zeros, jnp.array([8.0])  # the critic's values
           >>> found, mask = rollout.advantages(state, value, last_value, gamma=0.5, lambda_=1.0)
           >>> found.target[:, 0].tolist()
           [2.75, 3.5, 5.0]
@@ -308,34 +392,52 @@ class Rollout(Static):
         return found, mask
 
     def is_first(self, state: RolloutState) -> jax.Array:
-        """Where a recurrent policy's memory starts anew: bool[T, E]. Before the first row, it is
-        the one kept while acting: False."""
-        # a final observation is the last of its episode
+        """Return True where a step begins an episode, so that a recurrent policy resets its memory
+        before it: bool[T, E].
+
+        Row 0 is False: it continues from the memory that was kept while acting.
+
+        Args:
+          state: The rollout's state.
+        """
+        # the row after a final row begins an episode
         is_over = state.steps.terminated | state.steps.truncated | ~state.mask
         return state.mask & jnp.concatenate([jnp.zeros((1, self.num_envs), bool), is_over[:-1]])
 
     def mean_reward(self, state: RolloutState) -> jax.Array:
-        """Mean reward of the steps held, 0 where there are none: floating[...], of the trailing
-        axes of a reward."""
+        """Return the mean reward of all steps, 0 if there are none: float[...], with the axes that
+        rewards have after [T, E].
+
+        Args:
+          state: The rollout's state.
+        """
         reward = self.steps(state).reward
         mask = state.mask.reshape(state.mask.shape + (1,) * (reward.ndim - 2))
         reward = reward.astype(jnp.promote_types(reward.dtype, jnp.float32))
         return jnp.where(mask, reward, 0).sum(axis=(0, 1)) / jnp.maximum(self.num_steps(state), 1)
 
     def num_steps(self, state: RolloutState) -> jax.Array:
-        """Steps held, of all envs together, final observations not counted: int32[]."""
+        """Return the number of steps of all envs together, without final rows: int32[].
+
+        Args:
+          state: The rollout's state.
+        """
         return state.mask.sum(dtype=jnp.int32)
 
     def minibatches(self, key: Key, *, num_epochs: int, num_minibatches: int) -> jax.Array:
-        """Shuffled rows for epochs of minibatches of single steps: each row exactly once in an
-        epoch, in an order of its own.
+        """Return shuffled row numbers for epochs of minibatches of single steps.
+
+        Each epoch has every row once, in a new order. Final rows and rows that are not written are
+        among them: multiply the loss by the mask. Scan over the result and call `minibatch`.
 
         Args:
-          key: consumed.
+          key: Random key, consumed.
+          num_epochs: Number of passes over all rows.
+          num_minibatches: Number of minibatches in an epoch. It must divide `length * num_envs`.
 
         Returns:
-          int32[num_epochs * num_minibatches, length * num_envs / num_minibatches], in the order of
-            use, for `minibatch`: scan over it.
+          int32[num_epochs * num_minibatches, B], in the order of use, with
+          B = `length * num_envs / num_minibatches`.
         """
         return shuffled(
             "minibatches",
@@ -347,20 +449,32 @@ class Rollout(Static):
         )
 
     def env_minibatches(self, key: Key, *, num_epochs: int, num_minibatches: int) -> jax.Array:
-        """Shuffled envs for epochs of minibatches of whole streams, for recurrent policies; see
-        `is_first`.
+        """Return shuffled env numbers for epochs of minibatches of whole envs, for recurrent
+        policies.
+
+        Each epoch has every env once, in a new order. Scan over the result and call
+        `env_minibatch`. `is_first` tells where to reset the policy's memory.
+
+        Args:
+          key: Random key, consumed.
+          num_epochs: Number of passes over all envs.
+          num_minibatches: Number of minibatches in an epoch. It must divide `num_envs`.
 
         Returns:
-          int32[num_epochs * num_minibatches, num_envs / num_minibatches], in the order of use, for
-            `env_minibatch`.
+          int32[num_epochs * num_minibatches, B], in the order of use, with
+          B = `num_envs / num_minibatches`.
         """
         return shuffled(
             "env_minibatches", key, self.num_envs, "num_envs", num_epochs, num_minibatches
         )
 
     def minibatch(self, tree: PyTree, index: jax.Array) -> Any:
-        """The rows of one minibatch, `[B, ...]`, of leaves `[time, num_envs, ...]`. `index`:
-        int32[B], one row of `minibatches`."""
+        """Return the rows of one minibatch, leaves [B, ...].
+
+        Args:
+          tree: Pytree with leaves [T, E, ...], such as steps, advantages and the mask.
+          index: int32[B], one row of `minibatches`.
+        """
         self._check_axes("minibatch", tree)
         rows = self.length * self.num_envs
         return jax.tree.map(
@@ -368,8 +482,12 @@ class Rollout(Static):
         )
 
     def env_minibatch(self, tree: PyTree, index: jax.Array) -> Any:
-        """The streams of one minibatch, `[time, B, ...]`, of leaves `[time, num_envs, ...]`.
-        `index`: one row of `env_minibatches`."""
+        """Return the envs of one minibatch, leaves [T, B, ...].
+
+        Args:
+          tree: Pytree with leaves [T, E, ...], such as steps, advantages and the mask.
+          index: int32[B], one row of `env_minibatches`.
+        """
         self._check_axes("env_minibatch", tree)
         return jax.tree.map(lambda leaf: leaf.at[:, index].get(mode="promise_in_bounds"), tree)
 
@@ -383,7 +501,7 @@ class Rollout(Static):
         rows = lambda leaf: stored_arrays.zeros(
             self.length, jax.ShapeDtypeStruct((self.num_envs, *leaf.shape), leaf.dtype)
         )
-        # As if a final row had been written: the first row opens an episode.
+        # As after a final row: the first row begins an episode.
         last = jnp.full((self.num_envs,), row_flags.FINAL, jnp.uint8)
         return RolloutState(
             steps=jax.tree.map(rows, example),
@@ -399,11 +517,11 @@ class Rollout(Static):
         return state
 
     def _check_state(self, where: str, state: RolloutState) -> RolloutState:
-        """The state, with JAX's arrays in place of NumPy's; a ValueError, where it is of another
-        rollout."""
+        """Return the state with JAX arrays in place of NumPy arrays, or raise a ValueError if it is
+        not of this rollout."""
         if not isinstance(state, RolloutState):
             raise ValueError(
-                f"{where}: the state must be what init gave or the last call returned, got a "
+                f"{where}: the state must be a RolloutState, as init and add return it, got a "
                 f"{type(state).__name__}"
             )
         check_not_deleted(where, state)
@@ -412,14 +530,14 @@ class Rollout(Static):
         return as_arrays(state)
 
     def _write(self, state: RolloutState, steps: Step) -> RolloutState:
-        """Leaves `[K, E, ...]`, checked."""
+        """Write checked steps, leaves [K, E, ...]."""
         num_steps, mask, last = len(steps.terminated), jnp.ones(steps.terminated.shape, bool), None
         if state.last is not None:
             flags, _ = row_flags.rows_of(
                 "next_step", steps.terminated, steps.truncated, mask, state.last
             )
             mask, last = (flags & row_flags.FINAL) == 0, flags[-1]
-        row = state.position + ring.arange(num_steps)  # those past the end are dropped
+        row = state.position + ring.arange(num_steps)  # rows past the end are dropped
         put = lambda leaf, values: stored_arrays.write(leaf, row, values)
         num_dropped = jnp.maximum(state.position + num_steps - self.length, 0)
         return state.replace(
@@ -442,7 +560,8 @@ class Rollout(Static):
             where,
             steps,
             expected,
-            f"{where} takes {what}, here {list(axes)}, as the example given to init has them.",
+            f"{where} takes {what}, here {list(axes)}; further axes and dtypes are those of the "
+            "example given to init.",
         )
         return jax.tree.map(jnp.asarray, steps)
 
@@ -460,14 +579,14 @@ class Rollout(Static):
             )
 
 
-# a leaf that is not read is reused all the same
+# `keep_unused`: otherwise leaves that are not read are not donated
 @functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
 def _clear(rollout: Rollout, state: RolloutState) -> RolloutState:
     return rollout.clear(state)
 
 
 def _row_of(state: RolloutState) -> Step:
-    """One env's step, from the stored ones: shapes and dtypes."""
+    """Return shapes and dtypes of one env's step, from the stored steps."""
     return stored_arrays.tree_map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), state.steps
     )
@@ -476,15 +595,19 @@ def _row_of(state: RolloutState) -> Step:
 def shuffled(
     where: str, key: Key, num_items: int, name: str, num_epochs: int, num_minibatches: int
 ) -> jax.Array:
-    """Numbers of things, int32[num_epochs * num_minibatches, num_items / num_minibatches], in the
-    order of use.
+    """Return shuffled numbers in [0, num_items) for epochs of minibatches, in the order of use:
+    int32[num_epochs * num_minibatches, num_items / num_minibatches].
 
     Args:
-      where: for errors. key: consumed. name: what `num_items` is, for errors.
+      where: Name of the method, for errors.
+      key: Random key, consumed.
+      num_items: Number of items to shuffle.
+      name: Name of `num_items`, for errors.
+      num_epochs: Number of epochs. Each has every item once.
+      num_minibatches: Number of minibatches in an epoch.
 
     Raises:
-      ValueError: the things do not divide into so many minibatches; it names the nearest numbers
-        that they do divide into.
+      ValueError: `num_minibatches` does not divide `num_items`; the error has the nearest divisors.
     """
     checks.check_size(where, "num_epochs", num_epochs)
     checks.check_size(where, "num_minibatches", num_minibatches)

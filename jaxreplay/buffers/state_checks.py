@@ -1,8 +1,8 @@
-"""Checks of states: one of another configuration would be read in the wrong places without a word,
-one that was donated is gone, and one that is changed outside of `jit` is copied.
+"""Checks of states: made by another configuration, already donated, or changed outside of `jit`.
 
-All of it is known while tracing: shapes, dtypes, the structure, and the `Layout` that a state
-carries. It costs nothing at run time.
+A state of another configuration would be read at wrong rows without an error. All checks use what
+is known while tracing: shapes, dtypes, the structure, and the state's `Layout`. They cost nothing
+in a compiled function.
 """
 
 import dataclasses
@@ -23,27 +23,27 @@ from jaxreplay.storage.sampleable import ReplayState
 
 
 def check_donated(where: str, buffer: Any, state: Any) -> Any:
-    """`check_state` for a method that changes the state, and a warning where that copies a large
-    one."""
+    """Check a state that a method changes, and warn if the call copies a large one."""
     state = check_state(where, buffer, state)
     warn_of_copy(buffer, where, state, stacklevel=4)
     return state
 
 
 def check_state(where: str, buffer: Any, state: Any) -> Any:
-    """Return the state, with JAX's arrays in place of NumPy's.
+    """Return the state with JAX arrays in place of NumPy arrays.
 
     Args:
-      where: the method. buffer: a `ReplayBuffer`. state: arrays, or tracers, or
-        `jax.ShapeDtypeStruct`s.
+      where: Name of the method, for errors.
+      buffer: A `ReplayBuffer`.
+      state: Its leaves are arrays, tracers or `jax.ShapeDtypeStruct`s.
 
     Raises:
-      ValueError: it is no state of this buffer; each leaf, or part of the configuration, that
-        differs is named.
+      ValueError: The state is not of this buffer. The error names each leaf, or each part of the
+        configuration, that differs.
     """
     if not isinstance(state, ReplayState):
         raise ValueError(
-            f"{where}: the state must be a ReplayState, what init gave or the last call returned, "
+            f"{where}: the state must be a ReplayState, as init and add return it, "
             f"got {_kind(state)}; the state comes first"
         )
     found, structure = jax.tree.flatten(state)
@@ -59,7 +59,7 @@ def check_state(where: str, buffer: Any, state: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _problem(buffer: Any, structure: Any, specs: tuple[Any, ...]) -> str:
-    """What is wrong, or nothing. The same for all states of these shapes."""
+    """Return what is wrong with a state, or "". Cached: all states with these shapes are alike."""
     state = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*spec) for spec in specs])
     layout = state.layout
     if layout != (expected := buffer.layout(buffer.platform or layout.platform)):
@@ -71,14 +71,14 @@ def _problem(buffer: Any, structure: Any, specs: tuple[Any, ...]) -> str:
         got = (
             " and ".join("none" if not shape else f"{shape[0]:,}" for shape in sorted(rows)) or "no"
         )
-        return f"its stored steps have {got} rows, of a buffer with capacity={buffer.capacity}"
+        return f"its stored steps have {got} rows, but the buffer has capacity={buffer.capacity}"
     try:
         expected = jax.eval_shape(
             functools.partial(buffer._empty, platform=layout.platform),
             _example_of(layout, state.streams.steps),
         )
         check_leaves(
-            "", state, expected, "A state restored from a file must be of an equal configuration."
+            "", state, expected, "A restored state needs a buffer with the same configuration."
         )
     except (ValueError, TypeError, AttributeError) as error:
         return str(error).lstrip(":\n ")
@@ -86,7 +86,7 @@ def _problem(buffer: Any, structure: Any, specs: tuple[Any, ...]) -> str:
 
 
 def _example_of(layout: Layout, steps: PyTree) -> Any:
-    """One env's step, or an item, from the stored ones."""
+    """Return shapes and dtypes of one env's step, or of an item, from the stored rows."""
     row = stored_arrays.tree_map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), steps
     )
@@ -98,7 +98,7 @@ def _example_of(layout: Layout, steps: PyTree) -> Any:
 
 
 def _differences(got: Any, expected: Specs) -> list[str]:
-    """Of two configurations of one kind, field by field."""
+    """Return a line for each field that differs between two configurations."""
     if type(got) is not type(expected) or not dataclasses.is_dataclass(expected):
         return [f"it has {got!r}, this buffer {expected!r}"]
     lines = []
@@ -115,6 +115,7 @@ def _differences(got: Any, expected: Specs) -> list[str]:
 
 
 def _kind(state: Any) -> str:
+    """Return the type of a wrong state, for errors."""
     if isinstance(state, dict | tuple | list):
         return f"a {type(state).__name__} of {len(state)}"
     return f"a {type(state).__name__}"
@@ -125,15 +126,23 @@ _warned: set[tuple[Any, str]] = set()
 
 
 class CopyWarning(UserWarning):
-    """An eager `add`, `extend` or `update_priorities` copied a large buffer, which a jitted and
-    donated one would change in place."""
+    """A large buffer was copied, because a method that changes it was called outside of `jit`.
+
+    With `jax.jit(buffer.add, donate_argnums=0)` or `jaxreplay.jit(buffer)`, the buffer is changed
+    in place.
+    """
 
 
 def warn_of_copy(buffer: Any, method: str, state: Any, stacklevel: int = 3) -> None:
-    """Warn, once for each configuration and method, where a large state is changed outside of
-    `jit`: eager operations donate nothing.
+    """Warn if a large state is changed outside of `jit`, where nothing is donated.
 
-    `stacklevel`: of the user's call, which the warning names.
+    It warns once for each buffer and method.
+
+    Args:
+      buffer: The buffer.
+      method: Name of its method.
+      state: The state, with arrays or tracers.
+      stacklevel: Number of stack frames up to the user's call, which the warning names. Default: 3.
     """
     leaves = jax.tree.leaves(state)
     if any(isinstance(leaf, Tracer) for leaf in leaves) or (buffer, method) in _warned:
@@ -152,28 +161,27 @@ def warn_of_copy(buffer: Any, method: str, state: Any, stacklevel: int = 3) -> N
 
 
 def check_not_deleted(where: str, tree: PyTree) -> None:
-    """A ValueError for arrays that were donated; XLA's own error says nothing of why."""
+    """Raise a ValueError if an array was donated: XLA's own error does not explain the cause."""
     if any(
         isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
         for leaf in jax.tree.leaves(tree)
     ):
         raise ValueError(
-            f"{where}: this state was handed to a call that took it over, so that its memory is "
-            "used anew; go on with the one that the "
-            "call returned: state = buffer.add(state, step)"
+            f"{where}: this state was donated to an earlier call, so its memory is in use by the "
+            "state that the call returned. Use that one: state = buffer.add(state, step)"
         )
 
 
 def as_arrays(state: Any) -> Any:
-    """Return a state with JAX's arrays in place of NumPy's, which `jax.device_get` and
-    `flax.serialization` give."""
+    """Return a state with JAX arrays in place of NumPy arrays, which `jax.device_get` and
+    `flax.serialization` return."""
     if not any(isinstance(leaf, np.ndarray | np.generic) for leaf in jax.tree.leaves(state)):
         return state
     return jax.tree.map(jnp.asarray, state)
 
 
 def is_alive(state: Any) -> bool:
-    """Whether a state can still be used after a call that was to take it over failed."""
+    """Return whether a state can still be used after a call failed to which it was donated."""
     try:
         return not any(leaf.is_deleted() for leaf in jax.tree.leaves(jax.block_until_ready(state)))
     except Exception:

@@ -1,4 +1,4 @@
-"""What `add` and `extend` take, checked against what the buffer stores."""
+"""Checks of the arguments of `add` and `extend` against the rows that the buffer stores."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,28 +16,28 @@ from jaxreplay.types import Step
 _STEP_FIELDS = tuple(field.name for field in dataclasses.fields(Step))
 _REQUIRED_FIELDS = _STEP_FIELDS[:5]
 _DONE = (
-    "done is two flags here: terminated, where there is no value beyond, and truncated, where "
-    "the episode was cut, as by a time limit"
+    "done is two flags here: terminated, if the task itself ended, so that the value after it is "
+    "0, and truncated, if the episode was cut, such as by a time limit"
 )
 _NEXT = (
-    "the next observation is not stored beside each step: it is the next row; that after an "
-    "episode's last step is final_obs, with "
-    'autoreset="same_step", or with "next_step" the row after it'
+    "leave out the next observation: it is the obs of the next row. After an episode's last step "
+    'it is final_obs, with autoreset="same_step", or the obs of the next row, with "next_step"'
 )
 _WHERE_FINAL_OBS_IS = (
     '  gymnax >= 1.0: info["final_observation"]\n'
     '  Gymnasium, AutoresetMode.SAME_STEP: info["final_obs"]\n'
     '  Jumanji, AutoResetWrapper(env, next_obs_in_extras=True): extras["next_obs"]\n'
-    "  an env that you reset yourself: the observation that step returned"
+    "  an env that you reset yourself: the observation that env.step returned"
 )
 BOOL_FLAGS = "write done flags as bool: x.astype(bool)"
-# What users of other libraries call a field, and what it is here.
+# Field names of other libraries, and how to write them here.
 _OTHER_NAMES = (
     dict.fromkeys(("done", "dones", "is_done"), _DONE)
     | dict.fromkeys(("next_obs", "next_observation", "next_observations", "next_state"), _NEXT)
     | dict.fromkeys(("observation", "observations", "state"), "the observation is called obs")
     | dict.fromkeys(
-        ("mask", "priority"), "mask and priority are arguments of add and extend, beside the step"
+        ("mask", "priority"),
+        "mask and priority are arguments of add and extend: add(..., mask=mask)",
     )
     | {"actions": "the action is called action", "rewards": "the reward is called reward"}
     | {
@@ -52,8 +52,8 @@ _OTHER_NAMES = (
 
 
 def by_field(step: PyTree) -> Any:
-    """Return the fields of a dataclass or NamedTuple by name, and anything else as it is. A
-    dataclass may be no pytree."""
+    """Return the fields of a dataclass or NamedTuple as a dict, because a dataclass need not be a
+    pytree. Anything else is returned unchanged."""
     if dataclasses.is_dataclass(step) and not isinstance(step, Step | type):
         return {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
     as_dict = getattr(step, "_asdict", None)
@@ -61,7 +61,7 @@ def by_field(step: PyTree) -> Any:
 
 
 def as_step(where: str, step: PyTree) -> Step:
-    """Return a `Step`, from one, or from a mapping, dataclass or NamedTuple with its fields."""
+    """Return a `Step`, made from a `Step`, mapping, dataclass or NamedTuple."""
     if isinstance(step, Step):
         return step
     step = by_field(step)
@@ -87,8 +87,9 @@ def as_step(where: str, step: PyTree) -> Step:
 
 
 def check_flags(where: str, step: Step) -> None:
-    """`terminated` and `truncated` of an example must be bool scalars: a float 0.0 would pass for
-    one unseen."""
+    """Raise a ValueError if the flags of an example are not bool scalars, `reward` is not one
+    array, or `final_obs` differs from `obs` in a leaf. A float flag would otherwise go unnoticed.
+    """
     expected = {
         "terminated": jax.ShapeDtypeStruct((), bool),
         "truncated": jax.ShapeDtypeStruct((), bool),
@@ -97,8 +98,8 @@ def check_flags(where: str, step: Step) -> None:
     found, hints = jax.tree.leaves(checks.specs(where, flags)), []
     if any(flag.shape for flag in found):
         hints.append(
-            "an example is one env's step, without the env axis: jax.tree.map(lambda x: x[0], "
-            "step), if step is one of every env"
+            "an example is one env's step, without the env axis: write jax.tree.map(lambda x: "
+            "x[0], step)"
         )
     if any(flag.dtype != bool for flag in found):
         hints.append(BOOL_FLAGS)
@@ -118,39 +119,49 @@ def check_flags(where: str, step: Step) -> None:
 
 
 def step_of(where: str, step: PyTree, autoreset: Autoreset | None) -> Step:
-    """Return a step, from one or from a mapping; `final_obs` must come if `autoreset` reads it, and
-    only then."""
+    """Return a `Step`. Raise a ValueError unless it has `final_obs` exactly if
+    `autoreset="same_step"`, which alone reads it."""
     step = as_step(where, step)
     if (step.final_obs is not None) == (autoreset == "same_step"):
         return step
     if autoreset == "same_step":
         raise ValueError(
             f'{where}: autoreset="same_step" needs the final_obs of every step: the observation '
-            "after its action, read where the episode ended.\n"
-            f"It is with\n{_WHERE_FINAL_OBS_IS}\n"
-            'An env that resets within the step and loses it is "same_step_no_final_obs".'
+            "after its action, read only where the episode ended.\n"
+            f"It is in\n{_WHERE_FINAL_OBS_IS}\n"
+            'If your env does not return it, use autoreset="same_step_no_final_obs".'
         )
     reason = (
-        "the row after a done is the final observation, and no other is read"
+        "reads the final observation from the row after a done"
         if autoreset == "next_step"
-        else "no final observation is read"
+        else "reads no final observation"
     )
     raise ValueError(
-        f"{where}: final_obs was given, but with autoreset={autoreset!r} {reason}. Where the row "
-        "after a done opens the next episode, and final_obs comes beside it, that is "
-        'autoreset="same_step"; else leave final_obs out'
+        f"{where}: final_obs was given, but autoreset={autoreset!r} {reason}. If your env resets "
+        "within the step and returns the final observation separately, use "
+        'autoreset="same_step"; otherwise leave out final_obs'
     )
 
 
 def check_block(
     where: str, steps: PyTree, stored: Stored, axes: tuple[int, ...], what: str
 ) -> None:
-    """A ValueError that names every leaf which is not as the stored ones, with `axes` in the place
-    of their rows."""
+    """Raise a ValueError that names every leaf whose shape or dtype does not fit the stored one.
+
+    Args:
+      where: Name of the method, for errors.
+      steps: Steps or items.
+      stored: The stored leaves, [N, ...].
+      axes: Leading axes that the leaves of `steps` must have in place of N.
+      what: Description of the expected steps, for errors.
+    """
     expected = stored_arrays.tree_map(
         lambda leaf: jax.ShapeDtypeStruct(axes + leaf.shape[1:], leaf.dtype), stored
     )
-    hint = f"{where} takes {what}, here {list(axes)}, as the example given to init has them."
+    hint = (
+        f"{where} takes {what}, here {list(axes)}; further axes and dtypes are those of the "
+        "example given to init."
+    )
     if isinstance(steps, Step):
         if any(
             jnp.result_type(flag) != jnp.bool_
@@ -164,6 +175,7 @@ def check_block(
 
 
 def check_mask(where: str, mask: Any, is_masked: bool, axes: tuple[int, ...]) -> None:
+    """Raise a ValueError unless the buffer takes masks and the mask is bool[axes]."""
     if not is_masked:
         raise ValueError(
             f"{where}: a mask was given, but this buffer was made without allow_mask=True"
@@ -177,7 +189,7 @@ def check_mask(where: str, mask: Any, is_masked: bool, axes: tuple[int, ...]) ->
 
 
 def as_priority(where: str, priority: Any, shape: tuple[int, ...]) -> jax.Array:
-    """float32[shape], from any real numbers."""
+    """Return real numbers of this shape as float32[shape], or raise a ValueError."""
     priority = jnp.asarray(priority)
     if (
         priority.shape != shape
@@ -192,14 +204,14 @@ def as_priority(where: str, priority: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def as_rows(where: str, index: Any, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """Row numbers of any integer dtype as int32[...] in `[0, capacity)`, and which were in it:
-    bool[...]."""
+    """Return row numbers as int32[...] in [0, capacity), and True where they were in that range,
+    bool[...]. Numbers out of range become 0."""
     row = jnp.asarray(index)
     if not jnp.issubdtype(row.dtype, jnp.integer):
         raise ValueError(
             f"{where}: index must be a jaxreplay.types.Index or integer rows, got {row.dtype.name}"
         )
-    # a narrow one cannot be compared with the capacity
+    # narrower dtypes cannot hold the capacity, which they are compared with
     row = row if row.dtype.itemsize >= 4 else row.astype(jnp.int32)
     is_valid = (row >= 0) & (row < capacity)
     return jnp.where(is_valid, row, 0).astype(jnp.int32), is_valid

@@ -1,9 +1,9 @@
-"""Ragged trajectories from workers, streamed into preallocated arrays through one small chunk.
+"""Ragged trajectories from workers, written into preallocated arrays through one small chunk.
 
-They lie back to back in one stream, in the layout of `autoreset="next_step"`: the steps of a
-trajectory, then a final row with its final observation. Nothing is concatenated, on the host or on
-the device: rows are gathered in a chunk of fixed size, which one compiled and donated function
-writes to a traced place, so that the lengths matter to no compiler.
+They are stored back to back, in the layout of `autoreset="next_step"`: the steps of a trajectory,
+then a final row with its final observation. Nothing is concatenated on host or device. Rows are
+gathered in a chunk of fixed size, and one compiled function, which donates the arrays, writes it
+at a traced row. So no length needs a compilation of its own.
 """
 
 import functools
@@ -20,37 +20,45 @@ from jaxreplay._util.aliases import PyTree
 from jaxreplay.buffers import step_checks
 from jaxreplay.types import Step
 
-# By chunks of 4 to 32 MiB, which stay in a cache, 1 GB went in in 0.15 to 0.2 s; by 64 MiB in 0.3
-# (measured, two CPU cores).
+# Chunks of 4 to 32 MiB stay in a cache: 1 GB was written in 0.15 to 0.2 s, and in 0.3 s with chunks
+# of 64 MiB (measured, two CPU cores).
 CHUNK_BYTES = 2**24
-# From this alignment on, a CPU backend reads a NumPy array where it lies; else it copies it first,
-# and the chunk would be there twice.
+# With this alignment a CPU backend reads a NumPy array in place. Otherwise it copies the array
+# first, and the chunk takes its memory twice.
 _ALIGNMENT = 64
 _WHERE = "from_trajectories"
 
 
 class Trajectory(NamedTuple):
-    """A trajectory as rows of the stream: `num_steps` steps and, where `num_rows` is one more, its
-    final row."""
+    """A trajectory as rows to be written: its steps and, if it has one, its final row.
 
-    # (Step, mask): NumPy leaves, views of what was handed over; one that ends sooner goes on with
-    # zeros, a longer one is cut
+    Attributes:
+      rows: (Step, mask), NumPy leaves [L, ...], views of the input. Leaves shorter than `num_rows`
+        are padded with zeros, longer ones are cut. The flags in it are all False.
+      num_steps: Number of steps.
+      num_rows: Number of rows: `num_steps`, or one more with a final row.
+      is_terminated: Flag of the last step, kept here to save an array of flags.
+      is_truncated: Flag of the last step.
+    """
+
     rows: Any
     num_steps: int
     num_rows: int
-    # the two flags of the last step; `rows` have none, so that no array of flags need be made
     is_terminated: bool
     is_truncated: bool
 
 
 def check_trajectories(trajectories: Iterable[Any], row: Step, length: int) -> list[Trajectory]:
-    """All trajectories as rows, or a ValueError that names the first bad one; no array is copied.
+    """Return all trajectories as rows, without a copy of any array.
 
     Args:
-      trajectories: steps or mappings, with leaves [L, ...], or [L + 1, ...] for those of obs, and
-        then of extras.
-      row: the specs of one row, without leading axes.
-      length: rows that there are for all of them together.
+      trajectories: Steps or mappings with leaves [L, ...]. Leaves of `obs`, and then of `extras`,
+        may be [L + 1, ...].
+      row: Shapes and dtypes of one row, without leading axes.
+      length: Number of rows that there is room for.
+
+    Raises:
+      ValueError: A trajectory does not fit; the error names the first one.
     """
     if isinstance(trajectories, Step | Mapping):
         raise ValueError(
@@ -66,34 +74,36 @@ def check_trajectories(trajectories: Iterable[Any], row: Step, length: int) -> l
             raise ValueError(
                 f"{where}: does not fit: with it there are {total} rows, final observations "
                 f"included, but the rollout has length={length}; "
-                "make it longer, or hand over fewer trajectories at a time"
+                "make it longer, or pass fewer trajectories"
             )
     return checked
 
 
 def write_trajectories(target: Any, trajectories: list[Trajectory], chunk_bytes: int) -> Any:
-    """Write the rows of all trajectories, one after the other, from row 0 on. Returns `target`,
-    which is donated.
+    """Write the rows of all trajectories, one after the other, from row 0 on.
 
     Args:
-      target: (Step, mask) as stored, leaves [T, 1, ...]. What lies beyond the last row may be
-        overwritten by zeros or by other rows.
-      chunk_bytes: memory of the host that is taken on the way, or that of one row where that is
-        more.
+      target: (Step, mask) as stored, leaves [T, 1, ...]. Donated. Rows after the last written one
+        may be overwritten with zeros or other rows.
+      trajectories: As `check_trajectories` returns them.
+      chunk_bytes: Bytes of the host's memory for one chunk. A chunk has at least one row.
+
+    Returns:
+      The new `target`.
     """
     stored, structure = jax.tree.flatten(target)
     if any(isinstance(leaf, Tracer) for leaf in stored):
         raise ValueError(
-            f"{_WHERE}: reads arrays of the host chunk by chunk: call it outside of jit; it "
-            "compiles its own writes"
+            f"{_WHERE}: it copies NumPy arrays chunk by chunk and compiles its own writes: call it "
+            "outside of jit"
         )
     row_bytes = sum(leaf.nbytes for leaf in stored) // len(stored[0])
     size = min(len(stored[0]), max(1, chunk_bytes // max(1, row_bytes)))
     chunk = [_aligned_zeros((size, *leaf.shape[2:]), leaf.dtype) for leaf in stored]
     chunk_tree = jax.tree.unflatten(structure, chunk)
 
-    # The first chunk is the short one: what it writes beyond its rows is overwritten, and the last
-    # one ends exactly at the last row.
+    # The first chunk is the short one: the rows that it writes too many are overwritten, and the
+    # last chunk ends exactly at the last row.
     start, filled, wanted = (
         0,
         0,
@@ -114,13 +124,14 @@ def write_trajectories(target: Any, trajectories: list[Trajectory], chunk_bytes:
             done, filled = done + count, filled + count
             if filled == wanted:
                 target = _write_chunk(target, chunk_tree, np.int32(start))
-                jax.block_until_ready(target)  # until then the chunk is being read, where it lies
+                jax.block_until_ready(target)  # until then JAX reads the chunk in place
                 start, filled, wanted = start + wanted, 0, size
     return target
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _write_chunk(target, chunk, start):
+    """Write a chunk, leaves [K, ...], to `target`, leaves [T, 1, ...], from row `start` on."""
     return jax.tree.map(
         lambda leaf, rows: jax.lax.dynamic_update_slice_in_dim(leaf, rows[:, None], start, axis=0),
         target,
@@ -129,6 +140,7 @@ def _write_chunk(target, chunk, start):
 
 
 def _as_rows(where: str, trajectory: Any, row: Step) -> Trajectory:
+    """Return a trajectory as rows, or raise a ValueError if it does not fit."""
     step = step_checks.as_step(where, trajectory)
     checks.check_storable(where, step)
     if step.final_obs is not None:
@@ -144,19 +156,20 @@ def _as_rows(where: str, trajectory: Any, row: Step) -> Trajectory:
     is_terminated, is_truncated = (
         bool(flag[-1:].any()) for flag in (step.terminated, step.truncated)
     )
-    # the last observation known is the last step's own: that step is given up
+    # The last known observation is the last step's own, so that step becomes the final row.
     if not has_final and not is_terminated:
         num_steps, has_final = max(num_steps - 1, 0), True
-    # a final observation of no step says nothing
+    # without steps, the final observation is not stored
     num_rows = num_steps + has_final if num_steps else 0
-    # of any length in one byte
+    # broadcast: one byte, whatever the length
     no, yes = (np.broadcast_to(np.bool_(flag), num_steps) for flag in (False, True))
     rows = (step.replace(terminated=no, truncated=no), yes)
     return Trajectory(rows, num_steps, num_rows, is_terminated, is_truncated or not is_terminated)
 
 
 def _check_leaves(where: str, step: Step, num_steps: int, row: Step) -> None:
-    """Leaves of obs may all have a row more, the final one, and then those of extras too."""
+    """Raise a ValueError for leaves of other lengths, shapes or dtypes. Leaves of `obs` may all
+    have one more row, the final one; then those of `extras` may, too."""
     first_obs = jax.tree.leaves(step.obs)[:1]
     most = (
         num_steps + 1 if first_obs and np.shape(first_obs[0])[:1] == (num_steps + 1,) else num_steps
@@ -192,8 +205,8 @@ def _check_leaves(where: str, step: Step, num_steps: int, row: Step) -> None:
 
 
 def _fits(tree: PyTree, row: Any, lengths: tuple[int, ...]) -> bool:
-    """Whether all is well beyond doubt: there may be many thousands of short trajectories, and
-    `check_leaves` takes its time."""
+    """Return True if all leaves certainly fit. This is faster than `check_leaves`, which matters
+    for thousands of short trajectories."""
     leaves, structure = jax.tree.flatten(tree)
     specs, expected = jax.tree.flatten(row)
     return structure == expected and all(
@@ -206,23 +219,27 @@ def _fits(tree: PyTree, row: Any, lengths: tuple[int, ...]) -> bool:
 
 
 def _check_end(where: str, step: Step) -> None:
+    """Raise a ValueError if a flag is set before the last step."""
     for name, flag in {"terminated": step.terminated, "truncated": step.truncated}.items():
         if flag[:-1].any():
             raise ValueError(
                 f"{where}: {name} is set at step {int(flag.argmax())}, but there are {len(flag)} "
-                "steps; a trajectory is one episode, or a "
-                "part of one: hand over what comes after as a trajectory of its own"
+                "steps; a trajectory is one episode, or a part of one: pass the steps after a done "
+                "as another trajectory"
             )
 
 
 def _short_first(num_rows: int, size: int) -> int:
-    """Rows of the first chunk, in 1 .. size, such that all others are full."""
+    """Return the number of rows of the first chunk, in 1 .. size, such that all others are full."""
     return num_rows - (num_rows - 1) // size * size
 
 
 def _copy_rows(rows: np.ndarray, source: np.ndarray) -> None:
-    """Where the stored leaf holds the bits of a narrow float (`storage/stored_arrays.py`), so do
-    `rows`; else NumPy converts what is wider."""
+    """Copy rows, and fill the rest with zeros.
+
+    If the stored leaf holds the bits of a narrow float (`storage/stored_arrays.py`), the bits are
+    copied. Otherwise NumPy converts wider dtypes.
+    """
     if rows.dtype.kind == "u" and jnp.issubdtype(source.dtype, jnp.floating):
         source = source.view(rows.dtype)
     rows[: len(source)] = source
@@ -230,6 +247,7 @@ def _copy_rows(rows: np.ndarray, source: np.ndarray) -> None:
 
 
 def _aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Return zeros whose memory begins at a multiple of `_ALIGNMENT` bytes."""
     num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data & (_ALIGNMENT - 1)

@@ -1,4 +1,4 @@
-"""A buffer whose items are read in another way: each puts a view around that of any buffer."""
+"""Wrappers that change how a buffer's items are read. Each wraps the buffer's view in another."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,10 +23,26 @@ def frame_stack(
     key: str | None = None,
     axis: int = -1,
 ) -> ReplayBuffer[T]:
-    """The same buffer, with frames stored once and stacked in every observation that is read.
+    """Store single frames, and stack the newest ones in every observation of a sample.
+
+    A stack ends at its episode's start. Rows whose earlier frames are overwritten are not sampled.
 
     Args:
-      num_frames, pad, key, axis: see `FrameStack`.
+      buffer: A buffer of steps. It is not changed.
+      num_frames: Number of frames in a stack, at least 1. The oldest comes first.
+      pad: Frames before the episode's start: "zero" for zeros, or "repeat" for copies of its first
+        frame. Default: "zero".
+      key: Name of the one leaf of the observation to stack, such as "image", or "camera.left" for a
+        nested one. Default: all leaves are stacked.
+      axis: Axis of the frames in the stacked leaf. -1 puts it after the frame's axes, as flax's
+        convolutions take them, 0 before them, as PyTorch's do. Default: -1.
+
+    Returns:
+      A new buffer. Its `init`, `add` and `extend` take single frames.
+
+    References:
+      Mnih et al., "Human-level control through deep reinforcement learning" (2015), methods,
+      "Preprocessing".
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -61,11 +77,35 @@ def hindsight(
     achieved_key: str = "achieved_goal",
     desired_key: str = "desired_goal",
 ) -> ReplayBuffer[T]:
-    """The same buffer, where a part of the items has a goal that was reached.
+    """Hindsight experience replay: relabel a fraction of the samples with goals that were achieved.
+
+    Observations are mappings, as in Gymnasium's goal envs. Each sample has one goal, in all of its
+    observations. Rewards of relabeled samples are computed again for the new goal.
 
     Args:
-      reward_fn, terminated_fn, strategy, relabel_fraction, achieved_key, desired_key: see
-        `Hindsight`.
+      buffer: A buffer of steps within one episode, such as transitions, with another `autoreset`
+        than "same_step_no_final_obs". It is not changed.
+      reward_fn: Pure function `reward_fn(achieved, goal, step)` that returns the reward of one
+        step: achieved is the goal that the step achieved, goal the new goal, and step the stored
+        `Step` with its former goal. The result has the stored reward's shape, and a dtype that the
+        stored dtype can hold.
+      terminated_fn: Pure function like `reward_fn` that returns whether the step terminates the
+        episode, bool[]. n-step targets and sequences then stop at that step. Default: terminations
+        stay as stored, so steps that reach the new goal are bootstrapped from.
+      strategy: Row where the new goal was achieved, chosen uniformly. "future": among later rows of
+        the episode; "episode": among all its rows; "random": among all stored rows; "final": always
+        the episode's last row. Default: "future".
+      relabel_fraction: Fraction of samples to relabel, in [0, 1]; k / (k + 1) in the paper's terms.
+        Default: 0.8.
+      achieved_key: Key in the observation of the goal that was achieved. Default: "achieved_goal".
+      desired_key: Key in the observation of the goal. Default: "desired_goal".
+
+    Returns:
+      A new buffer.
+
+    References:
+      Andrychowicz et al., "Hindsight Experience Replay" (2017), sections 3.2 and 4.5. The paper
+      stores relabeled copies; here samples are relabeled.
 
     Example:
       >>> import jax.numpy as jnp, jaxreplay as jr
@@ -87,12 +127,16 @@ def hindsight(
 
 
 def transform(buffer: ReplayBuffer[S], function: Callable[[S, Key], T]) -> ReplayBuffer[T]:
-    """The same buffer, with every item changed as it is drawn: augmented, normalized, cast.
+    """Change every item as it is sampled: augment, normalize or cast it.
 
     Args:
-      function: pure; `function(item, key)` for one item, without a batch axis, and a key of its
-        own. It comes last: also where `frame_stack` or `hindsight` is put around the result, the
-        item has its stacks and new goals.
+      buffer: The buffer to sample from. It is not changed.
+      function: Pure function `function(item, key)` that returns the new item. The item has no batch
+        axis; the key is its own. It is applied last: the item has its frame stacks and new goals,
+        even if `frame_stack` or `hindsight` wraps the result.
+
+    Returns:
+      A new buffer.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr

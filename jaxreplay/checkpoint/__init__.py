@@ -1,12 +1,13 @@
-"""Checkpoints of a buffer that never double its memory: in chunks, only what is new, whole or not
-at all; needs `jaxreplay[checkpoint]`.
+"""Checkpoints of a buffer; needs `jaxreplay[checkpoint]`.
+
+Saves write only new rows, are atomic, and work in chunks, so they never hold a second buffer.
 
     checkpointer = Checkpointer("run/replay", buffer)
     checkpointer.save(state, step)
     state = checkpointer.restore(example)
 
-A loop goes on meanwhile with `save(state, step, blocking=False)`, and `advance(state)` before each
-`add`.
+To save in the background, call `save(state, step, blocking=False)`, and `advance(state)` before
+each `add`.
 """
 
 from typing import Any
@@ -54,11 +55,21 @@ def save(
     metadata: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """Write a state, all of it, under a path; what was there stays until this is whole. For saves
-    on top of each other: `Checkpointer`.
+    """Write a complete checkpoint of a state under a path.
+
+    The previous checkpoint is kept until the new one is complete. For repeated saves, which write
+    only new rows, use a `Checkpointer`.
 
     Args:
-      options: of a `Checkpointer`; `max_to_keep` is 1.
+      path: Folder, URL or TensorStore specification, as the `path` of a `Checkpointer`.
+      buffer: The `ReplayBuffer` or `Rollout` that the state belongs to.
+      state: The buffer's state. It stays valid.
+      step: 64-bit integer that names the checkpoint. Default: the newest step under the path plus
+        1, and 0 if the path is empty.
+      metadata: JSON-compatible dict to store with the checkpoint, nested at most 100 deep.
+        Default: an empty dict.
+      options: More arguments of `Checkpointer`: `max_to_keep` (default here: 1), `chunk_bytes`,
+        `compression_level`, `progress` and `timeout`.
     """
     with Checkpointer(path, buffer, **{"max_to_keep": 1, **options}) as checkpointer:
         checkpointer.save(state, step, metadata=metadata)
@@ -75,8 +86,34 @@ def restore(
     sharding: Any = None,
     **options: Any,
 ) -> Any:
-    """The newest state that was saved under a path, or that of a step. See `Checkpointer.restore`;
-    `options` are of a `Checkpointer`."""
+    """Restore the newest intact checkpoint under a path, or the one of a step.
+
+    The rows, and everything that later operations depend on, are bit-identical to the saved ones.
+
+    Args:
+      path: Folder, URL or TensorStore specification, as the `path` of a `Checkpointer`.
+      buffer: The `ReplayBuffer` or `Rollout` that was saved, configured equally. `batch_size`,
+        `min_size` and `platform` may differ.
+      example: One step of one env, or one item, as for `buffer.init`: pytree of arrays or
+        `jax.ShapeDtypeStruct`s.
+      step: Step of the checkpoint to restore. Default: the newest intact checkpoint.
+      resize: Whether the checkpoint may have another capacity. Each env keeps its newest rows that
+        fit, with their priorities. Default: False.
+      allow_partial: Whether a checkpoint with damaged rows may be restored without them, with a
+        warning. Default: False.
+      sharding: Placement of the state's leaves, in the form of `out_shardings` of `jax.jit`.
+        Default: the default device.
+      options: More arguments of `Checkpointer`: `progress` and `timeout`. (`max_to_keep`,
+        `chunk_bytes` and `compression_level` are accepted, and have no effect on a restore.)
+
+    Returns:
+      A new state.
+
+    Raises:
+      FileNotFoundError: The path has no checkpoint, or none of that step.
+      ValueError: The checkpoint belongs to another buffer, or its steps have other leaves.
+      CorruptCheckpointError: No checkpoint is intact, or the one of that step is damaged.
+    """
     return Checkpointer(path, buffer, **options).restore(
         example, step, resize=resize, allow_partial=allow_partial, sharding=sharding
     )
@@ -85,19 +122,25 @@ def restore(
 def inspect(
     path: Any, *, step: int | None = None, max_bytes: int = 2**28, timeout: float = 60.0
 ) -> Inspection:
-    """What the newest generation under a path holds, or that of a step: as `jaxreplay.inspect`,
-    without the buffer that it is of.
+    """Inspect a checkpoint as `jaxreplay.inspect` does a state, without the buffer's code.
 
-    How rows are drawn is told of samplers by priority only. It checks what it reads; only a
-    restore, or `verify`, reads everything.
+    Sampling probabilities are reported for samplers by priority only. Files that are read are
+    checked; `restore` and `verify` read all files.
 
     Args:
-      path, timeout: as of a `Checkpointer`. max_bytes: of the steps' values that are looked at, at
-        most.
+      path: Folder, URL or TensorStore specification, as the `path` of a `Checkpointer`.
+      step: Step of the checkpoint. Default: the newest checkpoint.
+      max_bytes: Limit in bytes on the stored steps that are read. If there are more, rows spread
+        evenly over the buffer are read. Default: 256 MiB.
+      timeout: Seconds that a request to an object store may take. Default: 60.
+
+    Returns:
+      The figures, and suspicious findings, as an `Inspection`.
 
     Raises:
-      FileNotFoundError: there is none. ValueError: it is of a rollout. CorruptCheckpointError: an
-        array is missing, or not as it was written.
+      FileNotFoundError: The path has no checkpoint, or none of that step.
+      ValueError: The checkpoint is of a `Rollout`.
+      CorruptCheckpointError: A file is missing or damaged.
     """
     manifest = None
     while True:
@@ -105,23 +148,27 @@ def inspect(
         try:
             return inspection_of(contents_of(store, manifest, max_bytes))
         except CorruptCheckpointError:
-            # else the run has deleted it meanwhile, for a newer one
+            # otherwise try again: the run may have deleted it for a newer checkpoint
             if before is not None and before.folder == manifest.folder:
                 raise
 
 
 def verify(path: Any, *, progress: bool | None = None, timeout: float = 60.0) -> list[Verified]:
-    """What is wrong with each generation under a path: as `Checkpointer.verify`, without the buffer
-    that they are of.
+    """Read all files of all checkpoints under a path and compare them with their checksums.
 
     Args:
-      path, progress, timeout: as of a `Checkpointer`.
+      path: Folder, URL or TensorStore specification, as the `path` of a `Checkpointer`.
+      progress: Whether to show a progress bar. Default: only if stderr is a terminal.
+      timeout: Seconds that a request to an object store may take. Default: 60.
+
+    Returns:
+      A `Verified` for each checkpoint, newest first, with its problems.
 
     Raises:
-      FileNotFoundError: there is none.
+      FileNotFoundError: The path has no checkpoint.
     """
     store = store_at(path, timeout)
     found = verifying.verified(store, Generations(store, max_to_keep=1), bars(progress))
     if not found:
-        raise FileNotFoundError(f"verify: there is no generation under {store.name}")
+        raise FileNotFoundError(f"verify: there is no checkpoint under {store.name}")
     return found

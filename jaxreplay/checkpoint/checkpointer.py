@@ -1,4 +1,4 @@
-"""Saves of one run, each on top of the one before, and the way back."""
+"""`Checkpointer`: incremental saves of one run, and restores."""
 
 import contextlib
 import copy
@@ -28,32 +28,41 @@ from jaxreplay.checkpoint.salvage import MissingRows
 from jaxreplay.checkpoint.saving import Saving
 from jaxreplay.checkpoint.store import store_at
 from jaxreplay.checkpoint.verifying import Verified
+from jaxreplay.storage import row_flags
 
 _MIB = 2**20
 _SMALL = 8 * _MIB  # bytes that `advance` copies at a time
 
 
 class Checkpointer:
-    """Saves a buffer's state under a path, and restores it exactly.
+    """Save a buffer's state under a path, and restore it bit-identically.
 
-    A save writes the rows that came since the one before, and everything else whole: priorities,
-    heads, episode tables. It is there once its manifest is, which is written last; until then the
-    one before it can be restored, whatever happens. Beside the state a save and a restore take at
-    most three chunks of memory. A rollout is written whole each time.
+    A save writes the rows added since the previous save. Everything else is written completely each
+    time: priorities, heads, episode tables, and all of a `Rollout`. A checkpoint becomes visible
+    when its manifest is written, as the last file. If a save fails, the previous checkpoint is
+    kept. Besides the state, a save or restore takes at most three chunks of memory.
+
+    After a restore, the attributes `step`, `metadata` and `missing_rows` describe the restored
+    checkpoint; before, they are None, {} and [].
 
     Args:
-      path: of one run. From its first save on this object alone writes to it, until `close`, or
-        until it or its process is gone; who only reads needs no leave. A folder, or a URL that
-        TensorStore opens: "gs://bucket/replay"; or TensorStore's specification of a store:
-        {"driver": "s3", "bucket": "runs", "path": "replay", "endpoint": "http://127.0.0.1:9000",
-        "aws_region": "us-east-1"}.
-      buffer: the buffer whose states are saved, or a rollout.
-      max_to_keep: generations that stay, the newest ones.
-      chunk_bytes: what rows on their way may take. A file has half of it at the most; one row at
-        least.
-      compression_level: of zstd compression, from 1 (fast) to 22; None: not compressed.
-      progress: whether to show a bar; None: if this is a terminal.
-      timeout: seconds that a request to a far store may take.
+      path: Where the checkpoints of one run are kept. A folder; a URL that TensorStore opens, such
+        as "gs://bucket/replay"; an open `tensorstore.KvStore`; or TensorStore's specification of
+        one: {"driver": "s3", "bucket": "runs", "path": "replay",
+        "endpoint": "http://127.0.0.1:9000", "aws_region": "us-east-1"}. The first save claims the
+        path for this object, until `close` or until the object or its process ends. Reading needs
+        no claim.
+      buffer: The `ReplayBuffer` or `Rollout` whose states are saved.
+      max_to_keep: Number of newest checkpoints to keep. Default: 3.
+      chunk_bytes: Memory in bytes for rows that are being copied or written. A file holds at most
+        half of it, but at least one row. Default: 64 MiB.
+      compression_level: Level of zstd compression, from 1 (fast) to 22, or None to write without
+        compression. Default: 1.
+      progress: Whether to show a progress bar. Default: only if stderr is a terminal.
+      timeout: Seconds that a request to an object store may take. Default: 60.
+
+    Raises:
+      ValueError: An argument is invalid.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -80,8 +89,8 @@ class Checkpointer:
         if not isinstance(buffer, ReplayBuffer | Rollout):
             raise ValueError(
                 "Checkpointer: buffer must be a ReplayBuffer or a Rollout, got "
-                f"{type(buffer).__name__}; of jaxreplay.jit(buffer) give the "
-                "buffer itself, and each part of a mixture has a path of its own"
+                f"{type(buffer).__name__}; instead of jaxreplay.jit(buffer) pass "
+                "buffer; for a mixture use one Checkpointer and one path per part"
             )
         checks.check_size("Checkpointer", "max_to_keep", max_to_keep)
         checks.check_size("Checkpointer", "chunk_bytes", chunk_bytes)
@@ -91,30 +100,30 @@ class Checkpointer:
         self.path: str = self._store.name
         self._generations = Generations(self._store, max_to_keep)
         self._chunk_bytes, self._level, self._bar = chunk_bytes, compression_level, bars(progress)
-        self._base: Manifest | None = None  # what the state at hand goes on from
+        self._base: Manifest | None = None  # which the current state continues
         self._saving: Saving | None = None
         self._has_saved = False
-        # what is wrong with groups, by their folders, until they are written again
+        # damage found in groups, by the group's folder, until the group is written again
         self._damaged: dict[str, str] = {}
         self._rounds = Rounds(self._store)
-        self.step: int | None = None  # of the generation that was restored, and
-        self.metadata: dict[str, Any] = {}  # its metadata
-        # the rows that it had, and that were not salvaged
+        self.step: int | None = None  # of the restored checkpoint
+        self.metadata: dict[str, Any] = {}  # of the restored checkpoint
+        # rows that a partial restore left out
         self.missing_rows: list[MissingRows] = []
 
     def all_steps(self) -> list[int]:
-        """Of the generations that there are, the newest last. Only a restore finds out whether one
-        is whole."""
+        """Return the steps of the existing checkpoints, newest last. Only their manifests are
+        checked."""
         return [manifest.step for manifest in reversed(self._generations.read()[0])]
 
     def latest_step(self) -> int | None:
-        """Return the step of the newest generation; None where there is none."""
+        """Return the step of the newest checkpoint, or None if there is none."""
         return steps[-1] if (steps := self.all_steps()) else None
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save that does not wait is under way: until an `advance` or
-        `wait_until_finished` finds that it is there."""
+        """True from `save(..., blocking=False)` until `advance` or `wait_until_finished` finds the
+        save complete or failed."""
         return self._saving is not None
 
     def save(
@@ -125,23 +134,31 @@ class Checkpointer:
         blocking: bool = True,
         metadata: dict[str, Any] | None = None,
     ) -> None:
-        """Write a generation.
+        """Write a checkpoint.
+
+        A background save that is still running is finished first. If the save fails, the existing
+        checkpoints are kept.
 
         Args:
-          state: the more it has of the one that was last saved or restored here, the less is
-            written.
-          step: an integer of 64 bits; by default one more than the newest one. It takes the place
-            of a generation of the same step.
-          blocking: False: return soon, and copy the rows by and by: call `advance` before each
-            `add`, and `wait_until_finished` before a `clear` and at the end. A save that is under
-            way is finished first. Of priorities and episode tables, up to 20 bytes a row, a copy is
-            written; where they are more than `chunk_bytes`, they are written before this returns.
-          metadata: JSON, nested at most 100 deep; `restore` leaves them in `metadata`.
+          state: The buffer's state. It stays valid. Rows that it has in common with the state that
+            was last saved or restored here are not written again.
+          step: 64-bit integer that names the checkpoint. A checkpoint of the same step is replaced.
+            Default: the newest step plus 1, and 0 for the first save.
+          blocking: Whether to return only after the checkpoint is written. If False, rows are
+            copied step by step: call `advance` before each `add`, and `wait_until_finished` before
+            a `clear` and at the end. Priorities and episode tables (up to 20 bytes a row) are
+            copied first; if they have more than `chunk_bytes`, they are written before this
+            returns. Default: True.
+          metadata: JSON-compatible dict to store with the checkpoint, nested at most 100 deep.
+            After a restore it is the attribute `metadata`. Default: an empty dict.
 
         Raises:
-          PathInUseError: somebody else writes to the path. RuntimeError, OSError, ValueError: it
-            could not be written. The generations that
-          were there still are.
+          PathInUseError: Another process or `Checkpointer` writes to the path.
+          OSError: The checkpoint could not be written, for example because the disk is full.
+          RuntimeError: Rows were overwritten before they were copied, or the process was forked.
+          ValueError: `state` belongs to another buffer, the path has checkpoints of another buffer,
+            `step` exceeds 64 bits, or `metadata` is nested too deep.
+          TypeError: `step` is no integer, or `metadata` is not JSON-compatible.
         """
         self._check_state("save", state)
         metadata, step = (
@@ -166,7 +183,7 @@ class Checkpointer:
                 self.advance(state, 0)
                 return
             self.wait_until_finished(state)
-            if self._damaged:  # what was written before is, and the state has it still
+            if self._damaged:  # older files are damaged: write their rows again, from the state
                 self._begin(state, step, blocking, metadata, self._generations.read()[0])
                 self.wait_until_finished(state)
 
@@ -179,11 +196,11 @@ class Checkpointer:
         generations: list[Manifest],
     ) -> None:
         if self._base is not None and self._base.folder not in _folders(generations):
-            self._base = None  # somebody else has deleted it
+            self._base = None  # it was deleted by another process
         places = (
             rows.views_of(rows.split(state)[0]) if blocking and not self._store.is_far else None
         )
-        # of rows that are copied, more groups are on their way
+        # if rows are copied, more groups are in memory at once
         group_bytes = self._chunk_bytes // (4 if places is None else 2)
         known = set(self._damaged)
         plan = planning.planned(
@@ -206,7 +223,7 @@ class Checkpointer:
         )
         bar = self._bar(f"save {step}", plan.num_bytes)
         try:
-            with defer_interrupts():  # threads that are not known of would never end
+            with defer_interrupts():  # an interrupt here would leave threads that nothing ends
                 self._saving = Saving(
                     self._store,
                     plan,
@@ -220,10 +237,10 @@ class Checkpointer:
                     progress=bar.update,
                 )
         finally:
-            places = None  # a view that stays, as in an error's traceback, makes the next add copy
+            places = None  # a view left in an error's traceback would make the next add copy
 
     def _commit(self, manifest: Manifest, bar: Any) -> None:
-        """What is done once all of a generation is written."""
+        """Write the manifest of a complete checkpoint, and delete checkpoints that are not kept."""
         self._generations.commit(manifest)
         self._base, self._has_saved = manifest, True
         folders = {group.folder for group in manifest.groups}
@@ -235,14 +252,19 @@ class Checkpointer:
         self._generations.collect([manifest, *others], None)
 
     def advance(self, state: Any, num_steps: int = 1) -> None:
-        """Copy some rows for a save that does not wait: those first that will be overwritten first.
-        Nothing, where there is none.
+        """Copy some rows for a background save, those first that will be overwritten first.
+
+        Does nothing if no save is running. An error of the save is raised here.
 
         Args:
-          state: as it is before the next `add` or `extend`. num_steps: what that adds to a stream.
+          state: The buffer's state before the next `add` or `extend`. It stays valid.
+          num_steps: Number of steps that the next call adds per env. Default: 1.
 
         Raises:
-          what the save failed with.
+          OSError: The checkpoint could not be written.
+          PathInUseError: Another writer has taken the path.
+          RuntimeError: `state` is from another run, or rows were overwritten or cleared before they
+            were copied.
         """
         if self._saving is None:
             return
@@ -251,27 +273,45 @@ class Checkpointer:
                 self._saving.join()
                 self._end()
             elif not self._saving.is_copied:
-                self._saving.advance(state, num_steps * state.layout.rows_per_step)
+                rows_per_step = row_flags.rows_per_step(self.buffer.autoreset)
+                self._saving.advance(state, num_steps * rows_per_step)
 
     def wait_until_finished(self, state: Any) -> None:
-        """Copy what a save that does not wait still needs, and wait until it is there. Raises what
-        it failed with."""
+        """Copy all rows that a background save still needs, and wait until it is complete.
+
+        Does nothing if no save is running. An error of the save is raised here.
+
+        Args:
+          state: The buffer's current state. It stays valid.
+
+        Raises:
+          OSError: The checkpoint could not be written.
+          PathInUseError: Another writer has taken the path.
+          RuntimeError: `state` is from another run, or rows were overwritten or cleared before they
+            were copied.
+        """
         if self._saving is not None:
             with self._ending():
                 self._saving.finish(state)
                 self._end()
 
     def close(self) -> None:
-        """Wait for a save whose rows are all copied; one that needs more of them is given up, with
-        a RuntimeError. Others may write to the path from then on, and so may this object again, if
-        none does."""
+        """End a background save and release the path to other writers.
+
+        A save whose rows are all copied is completed; any other is cancelled. The object can still
+        be used: its next save claims the path again.
+
+        Raises:
+          RuntimeError: A save was cancelled, because it needed more rows.
+          OSError: The save could not be written.
+        """
         try:
             if self._saving is not None:
                 saving, self._saving = self._saving, None
                 if not saving.is_copied:
                     saving.abandon()
                     raise RuntimeError(
-                        "close: a save was not finished, and is given up; call "
+                        "close: a save was incomplete and is cancelled; call "
                         "wait_until_finished(state) first"
                     )
                 saving.join()
@@ -282,7 +322,8 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        """After an error a save that is not copied is given up, and the error goes on."""
+        """Close. After an error, cancel a save that needs more rows, and let the error
+        propagate."""
         if kind is not None and self._saving is not None and not self._saving.is_copied:
             self._abandon()
         self.close()
@@ -296,30 +337,38 @@ class Checkpointer:
         allow_partial: bool = False,
         sharding: Any = None,
     ) -> Any:
-        """The newest generation, or that of a step, as a new state. Where the newest is broken, an
-        older one is read, with a warning.
+        """Restore the newest intact checkpoint, or the one of a step, as a new state.
 
-        `step` and `metadata` are then those of what was read. Let an old state go before: this one
-        takes its own memory. The rows that it holds, and what decides the next operations, are as
-        they were, to the last bit. Rows that were cleared are zeros.
+        If the newest checkpoint is damaged, an older one is restored, with a warning. The rows, and
+        everything that later operations depend on, are bit-identical to the saved ones; cleared
+        rows are zeros. The new state takes its own memory: delete an old state first.
+
+        The attributes `step`, `metadata` and `missing_rows` are set from the restored checkpoint.
 
         Args:
-          example: as for `init`: one env's step, or item; arrays, or `jax.ShapeDtypeStruct`s. step:
-            of the generation.
-          resize: whether the generation may be of another capacity: each stream has the newest rows
-            that fit, with their priorities. An index that was drawn before names other rows: drop
-            it.
-          allow_partial: whether a generation of which rows are damaged may be read without them.
-            Their streams close up, and an episode that lost rows is as one that was truncated
-            there, so that nothing is paired that did not follow each other. `missing_rows` has
-            which are gone.
-          sharding: where the state's leaves go, as `jax.jit` takes `out_shardings`: of one device,
-            or of many. Whether they fit there is not asked beforehand.
+          example: One step of one env, or one item, as for `buffer.init`: pytree of arrays or
+            `jax.ShapeDtypeStruct`s.
+          step: Step of the checkpoint to restore. Default: the newest intact checkpoint.
+          resize: Whether the checkpoint may have another capacity. Each env keeps its newest rows
+            that fit, with their priorities. Discard `batch.index` of earlier samples: it refers to
+            other rows now. Default: False.
+          allow_partial: Whether a checkpoint with damaged rows may be restored without them, with a
+            warning. The gaps are closed, and an episode that lost rows counts as truncated there,
+            so steps are paired only if they followed each other. `missing_rows` lists the lost
+            rows. Default: False.
+          sharding: Placement of the state's leaves, in the form of `out_shardings` of `jax.jit`.
+            If it is given, free memory is not checked beforehand. Default: the default device.
+
+        Returns:
+          A new state.
 
         Raises:
-          FileNotFoundError: there is none. ValueError: it is of another buffer, or of other steps;
-            every leaf that differs is named.
-          CorruptCheckpointError: what is stored is missing or damaged; it is named.
+          FileNotFoundError: There is no checkpoint, or none of that step.
+          ValueError: The checkpoint belongs to another buffer, or its steps have other leaves; the
+            error names every leaf that differs.
+          CorruptCheckpointError: No checkpoint is intact, or the one of that step is damaged; the
+            error names the files.
+          RuntimeError: A background save is running, or the process was forked.
         """
         check_not_forked("this Checkpointer", self._pid)
         if self._saving is not None:
@@ -346,25 +395,28 @@ class Checkpointer:
         return found.state
 
     def verify(self) -> list[Verified]:
-        """Read every file of every generation, the newest first, and compare it with what was
-        written."""
+        """Read all files of all checkpoints and compare them with their checksums.
+
+        Returns:
+          A `Verified` for each checkpoint, newest first, with its problems.
+        """
         return verifying.verified(self._store, self._generations, self._bar)
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
-        """An error ends the save that is under way."""
+        """Cancel the running save on an error."""
         check_not_forked("this Checkpointer", self._pid)
         try:
             yield
         except BaseException:
             self._abandon()
-            if not self._has_saved:  # somebody else may
+            if not self._has_saved:  # free the path for other writers
                 self._release()
             raise
 
     def _abandon(self) -> None:
         saving, self._saving = self._saving, None
-        self._generations.forget()  # it has left files
+        self._generations.forget()  # the save may have left files
         if saving is not None:
             saving.abandon()
 
@@ -373,7 +425,7 @@ class Checkpointer:
         self._store.release()
 
     def _end(self) -> None:
-        """Of a save that is there."""
+        """Forget a complete save, and warn of damage that it found."""
         self._saving = None
         self._warn(self._damaged.keys(), stacklevel=5)
 
@@ -382,8 +434,8 @@ class Checkpointer:
         for folder in sorted(folders):
             problem = self._damaged[folder]
             warnings.warn(
-                f"save: {problem}: damaged since it was written; its rows, which are here, are "
-                "written again",
+                f"save: {problem}: damaged since it was written; its rows are still in the buffer "
+                "and are written again",
                 stacklevel=stacklevel,
             )
 
@@ -392,25 +444,23 @@ class Checkpointer:
         if isinstance(self.buffer, ReplayBuffer):
             check_state(where, self.buffer, state)
         else:
-            self.buffer.steps(state)  # which says it, too
+            self.buffer.steps(state)  # raises the same error
 
 
 def _folders(generations: list[Manifest]) -> list[str]:
-    """Names of generations: no two have the same."""
+    """Return the folder name of each checkpoint, which is unique."""
     return [manifest.folder for manifest in generations]
 
 
 def _checked_step(step: Any) -> int:
     low, high = STEPS
     if not low <= operator.index(step) <= high:
-        raise ValueError(
-            f"save: step must be an integer of 64 bits, got {step}; give it as save(state, step)"
-        )
+        raise ValueError(f"save: step must be a 64-bit integer, got {step}; call save(state, step)")
     return operator.index(step)
 
 
 def _checked_metadata(metadata: Any) -> dict[str, Any]:
-    """Return a copy, as a restore will have it."""
+    """Return a copy of the metadata as a restore will return it."""
     try:
         own: dict[str, Any] = json.loads(json.dumps(metadata))
         schema.metadata("save: metadata", own)

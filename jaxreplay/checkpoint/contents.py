@@ -1,5 +1,4 @@
-"""What a generation holds, for an inspection: read from its files a group at a time, without the
-buffer that it is of."""
+"""Contents of a checkpoint, for an inspection: read group by group, without the buffer's code."""
 
 import dataclasses
 import re
@@ -23,19 +22,24 @@ _TREE = "sampler.tree.sums.0"
 
 
 def generation_of(path: Any, step: int | None, timeout: float) -> tuple[Files, Manifest]:
-    """The newest generation under a path, or that of a step. `timeout`: seconds that a request to a
-    far store may take.
+    """Return the store and the manifest of the newest checkpoint under a path, or of a step's.
+
+    Args:
+      path: Path, URL or specification, as for `store_at`.
+      step: Step of the checkpoint, or None for the newest.
+      timeout: Seconds that a request to an object store may take.
 
     Raises:
-      FileNotFoundError: there is none. ValueError: it is of a rollout. CorruptCheckpointError:
-        there is none that can be read.
+      FileNotFoundError: There is no checkpoint, or none of that step.
+      ValueError: The checkpoint is of a rollout.
+      CorruptCheckpointError: There is none, and some manifests cannot be read.
     """
     store = store_at(path, timeout)
     generations, problems = Generations(store, max_to_keep=1).read()
     manifest = next((one for one in generations if step in (None, one.step)), None)
     if manifest is None:
         what = (
-            f"there is no generation{'' if step is None else f' of step {step}'} under {store.name}"
+            f"there is no checkpoint{'' if step is None else f' of step {step}'} under {store.name}"
         )
         raise (
             CorruptCheckpointError("; ".join([what, *problems]))
@@ -44,7 +48,7 @@ def generation_of(path: Any, step: int | None, timeout: float) -> tuple[Files, M
         )
     if not manifest.rows:
         raise ValueError(
-            f"{store.name} has no rows of a replay buffer, but a "
+            f"{store.name} is no checkpoint of a replay buffer, but of a "
             f"{printable(manifest.buffer.partition('(')[0])}"
         )
     return store, manifest
@@ -52,10 +56,10 @@ def generation_of(path: Any, step: int | None, timeout: float) -> tuple[Files, M
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """A leaf of the rows: as it is written, and what it means."""
+    """A leaf of the rows: its array in the files, and its real dtype and shape."""
 
-    array: str  # its name in a group
-    stored: np.dtype
+    array: str  # name of its array in a group
+    stored: np.dtype  # dtype of the array
     dtype: np.dtype
     shape: tuple[int, ...]  # of a row
 
@@ -79,10 +83,10 @@ class _Leaf:
 
 
 def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
-    """Of a generation. At most `max_bytes` of the steps' values are looked at.
+    """Read a checkpoint's contents, with at most `max_bytes` of the steps' values.
 
     Raises:
-      CorruptCheckpointError: an array is missing, or not as it was written.
+      CorruptCheckpointError: A file is missing or damaged.
     """
     reader = RowReader(store, manifest)
     held = {name: _Leaf.of(name, text) for name, text in manifest.rows.items()}
@@ -101,12 +105,12 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
 
     if "flags" in held and (held["flags"].dtype, held["flags"].shape) != (np.uint8, ()):
         raise CorruptCheckpointError(
-            f"manifests/{manifest.folder}.json: rows: flags are uint8[], got "
+            f"manifests/{manifest.folder}.json: rows: flags must be uint8[], got "
             f"{manifest.rows['flags']}"
         )
     flags = held["flags"].read(reader, every) if "flags" in held else None
     reward, probability = held.get("steps.reward"), None
-    if _TREE in manifest.rest:  # its leaves lie by time, then env
+    if _TREE in manifest.rest:  # the tree's leaves are ordered by time, then env
         env, number = numbers_in_order(reader.first, reader.end)
         leaf = ring.position_of(number, manifest.length) * len(reader.end) + env
         tree = rest(_TREE)
@@ -116,7 +120,7 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
             or tree.dtype.kind != "f"
         ):
             raise CorruptCheckpointError(
-                f"manifests/{manifest.folder}.json: rest: {_TREE} is no tree of these rows, got "
+                f"manifests/{manifest.folder}.json: rest: {_TREE} must be a tree of the rows, got "
                 f"{manifest.rest[_TREE]}"
             )
         mass = tree[leaf].astype(np.float64)
@@ -147,7 +151,11 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
 def _resets_of(
     reader: RowReader, manifest: Manifest, held: dict[str, _Leaf], flags: np.ndarray | None
 ) -> Resets | None:
-    """Read the rows around resets; None for items. `flags`: uint8[R], of all rows in order."""
+    """Read the rows around resets; return None for items.
+
+    Args:
+      flags: uint8[R], of all rows in order.
+    """
     declared = re.search(r"\bautoreset='(\w+)'", manifest.buffer)
     if flags is None or declared is None:
         return None

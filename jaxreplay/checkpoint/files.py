@@ -1,66 +1,74 @@
-"""What a store of files has: those of a local folder (`folder.py`), and of anything that
-TensorStore opens (`object_store.py`)."""
+"""`Files`: the interface of a store of files.
+
+It is implemented by local folders (`folder.py`) and by what TensorStore opens (`object_store.py`).
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-LARGE = 2**20  # bytes of a file that is worth a thread
-MOST_BYTES = 2**28  # of a file that is read whole
+LARGE = 2**20  # bytes from which on a file is worth a thread
+MOST_BYTES = 2**28  # largest file that is read completely into memory
 
 
 class CorruptCheckpointError(ValueError):
-    """Something stored is missing, cut short, or other than it was written; it is named."""
+    """A stored file is missing, truncated or changed since it was written; the error names it."""
 
 
 class MissingError(CorruptCheckpointError):
-    """A file that does not exist."""
+    """A stored file does not exist."""
 
 
 class PathInUseError(RuntimeError):
-    """Somebody else writes under the path; the message says who."""
+    """Another process or `Checkpointer` writes to the path; the error names it."""
 
 
 class Files:
-    """Names are paths below the store's own. A file that holds an array is never changed."""
+    """A store of files, whose names are paths relative to the store's own path.
 
-    # whether each file takes a while to come, so that those that belong together are asked for
-    # together
+    A file that holds an array is never changed.
+    """
+
+    # True if each request takes long, so that several files are requested at once
     is_far: ClassVar[bool] = False
     name: str
 
     def claim(self, is_successor: bool) -> None:
-        """Be the only one that writes here, until `release`. Nothing, if that is so already.
+        """Claim the store for this writer until `release`. Does nothing if it is claimed already.
 
         Args:
-          is_successor: whether what another one wrote is gone on with, which that one's claim must
-            not hinder if it may be dead.
+          is_successor: Whether this writer continues the newest checkpoint of another writer. If
+            that writer may be dead, its claim is then replaced.
 
         Raises:
-          PathInUseError: another one writes here.
+          PathInUseError: Another writer has claimed the store.
         """
         raise NotImplementedError
 
     def check_claim(self) -> None:
-        """Raises an OSError or a PathInUseError, if what was claimed is another one's by now, or
-        gone."""
+        """Check that the claim still holds.
+
+        Raises:
+          OSError: The claimed store is gone.
+          PathInUseError: Another writer has taken the claim over.
+        """
         raise NotImplementedError
 
     def release(self) -> None:
-        """Others may write here again."""
+        """Release the claim, so that others may write."""
         raise NotImplementedError
 
     def write(self, name: str, parts: Sequence[Any]) -> None:
-        """A new file, of buffers of bytes one after another. It is safe after `sync`."""
+        """Write a new file from buffers of bytes, one after another. It is durable after `sync`."""
         raise NotImplementedError
 
     def expect(self, name: str) -> None:
-        """Say that a file will be read soon."""
+        """Prefetch a file that will be read soon."""
         raise NotImplementedError
 
     def forget(self, name: str) -> None:
-        """A file that was expected, or all in a folder, will not be read after all."""
+        """Cancel `expect` for a file, or for all files in a folder."""
         raise NotImplementedError
 
     def read(
@@ -69,27 +77,28 @@ class Files:
         parts_of: Callable[[int], Sequence[Any]],
         tell: Callable[[Any], Any] = lambda _: None,
     ) -> None:
-        """Fill arrays of bytes, one after another, with a file's.
+        """Read a file into arrays of bytes, one after another.
 
         Args:
-          parts_of: gives them, told how many bytes the file has. tell: called with each piece that
-            was read, in turn, while a cache has it.
+          parts_of: Function from the file's size in bytes to the arrays to fill.
+          tell: Called with each piece right after it was read, in order, while it is still in the
+            CPU's cache.
 
         Raises:
-          CorruptCheckpointError: there is no such file, or it is shorter now. OSError: it cannot be
-            read at the moment.
+          CorruptCheckpointError: The file is missing, or shorter than the arrays.
+          OSError: The file cannot be read at the moment.
         """
         raise NotImplementedError
 
     def get(self, name: str) -> bytes:
-        """A short file."""
+        """Return the content of a short file."""
         content = np.empty(0, np.uint8)
 
         def parts_of(size: int) -> list[np.ndarray]:
             nonlocal content
             if size > MOST_BYTES:
                 raise CorruptCheckpointError(
-                    f"{name} has {size:,} bytes, more than such a file can have"
+                    f"{name} has {size:,} bytes, more than the limit for such a file"
                 )
             content = np.empty(size, np.uint8)
             return [content]
@@ -98,19 +107,24 @@ class Files:
         return content.tobytes()
 
     def sync(self, folder: str) -> None:
-        """Wait until all that was written in a folder is safe."""
+        """Wait until all files written in a folder are durable."""
         raise NotImplementedError
 
     def put(self, name: str, content: bytes, after: Sequence[str]) -> None:
-        """Write a file, whole or not at all, once what is in some folders is there: their names
-        alone, which are not in `sync`."""
+        """Write a file atomically.
+
+        Args:
+          name: Name of the file.
+          content: Its bytes.
+          after: Folders whose lists of names are made durable first; `sync` does not cover them.
+        """
         raise NotImplementedError
 
     def entries(self, folder: str) -> list[str]:
-        """Files and folders in a folder, in the order of names; also what a killed process left
-        unfinished."""
+        """List the files and folders in a folder, sorted by name, including incomplete ones of
+        killed processes."""
         raise NotImplementedError
 
     def delete(self, name: str) -> None:
-        """A file, or a folder with all that is in it."""
+        """Delete a file, or a folder and all that it contains."""
         raise NotImplementedError

@@ -1,15 +1,15 @@
-"""Fingerprints of rows: they tell if a state still has the rows that an earlier save has written.
+"""Fingerprints of rows, which tell whether a state still has the rows that an earlier save wrote.
 
-Each row has a hash of its stream, its number there and its values, and the fingerprint of some rows
-is the sum of theirs, modulo 2^32.
+A row's hash covers its stream, its number there and its values. The fingerprint of several rows is
+the sum of their hashes, modulo 2^32.
 
-Of a leaf whose rows have more than 256 elements, 64 of each row are hashed, spread over it, and
-other ones in the next row: after as many rows as there are 64ths all have had their turn. Rows that
-differ anywhere else have the same fingerprint once in 2^32.
+If a leaf has rows of more than 256 elements, 64 elements of each row are hashed, spread over it.
+The next row hashes other elements; after ceil(elements / 64) rows each element had its turn. Rows
+that differ in a hashed element have equal fingerprints with a probability of 2^-32.
 
-Source: the sum of hashes is MSet-Add-Hash of Clarke et al., "Incremental Multiset Hash Functions
-and Their Application to Memory Integrity Checking" (2003), without a secret: it is for accidents,
-not against attacks.
+References:
+  Clarke et al., "Incremental Multiset Hash Functions and Their Application to Memory Integrity
+  Checking" (2003): MSet-Add-Hash, here without a secret, against accidents and not attacks.
 """
 
 import math
@@ -26,18 +26,18 @@ from jaxreplay.checkpoint.rows import Picked
 from jaxreplay.storage import ring, stored_arrays
 from jaxreplay.storage.sampleable import ReplayState
 
-_BLOCK = 4096  # rows at a time: one program is compiled
-_MOST_ELEMENTS = 256  # of a row of one leaf, that are all hashed
-# of a larger one: so many runs of so many elements, since to read a lone one costs as much as to
-# read its neighbors
+_BLOCK = 4096  # rows at a time, so that one program is compiled
+_MOST_ELEMENTS = 256  # the largest row of a leaf of which all elements are hashed
+# runs of a larger row, and elements of a run: reading one element costs as much as reading its
+# neighbors, too
 _RUNS, _RUN = 8, 8
-# odd: a multiple of each tells 2^32 things apart
+# odd, so that multiples of each are distinct modulo 2^32
 _GOLDEN, _FOR_NUMBERS, _FOR_STREAMS = 0x9E3779B9, 0x27D4EB2F, 0x165667B1
 
 
 def of_rows(state: ReplayState, picked: Picked) -> jax.Array:
-    """Compute the fingerprint of rows that a state has, at least one: uint32[]. It is the same on
-    every platform."""
+    """Compute the fingerprint of one or more rows of a state: uint32[], the same on every
+    platform."""
     stored, total = rows.split(state)[0], jnp.uint32(0)
     columns = (
         rows.rows_at(picked, state.layout.length),
@@ -67,11 +67,13 @@ def _add(
 
 
 def hashes(stored: Any, row: jax.Array, number: jax.Array, env: jax.Array) -> jax.Array:
-    """Hash stored rows: uint32[K]. No more of them is read than is hashed.
+    """Hash stored rows: uint32[K]. Only elements that are hashed are read.
 
     Args:
-      stored: stored leaves, `[N, ...]`. row: int32[K], in bounds.
-      env: uint32[K], the stream of each row. number: uint32[K], its number there.
+      stored: Stored leaves, `[N, ...]`.
+      row: int32[K], the rows' indices, in bounds.
+      number: uint32[K], each row's number in its stream.
+      env: uint32[K], each row's stream.
     """
     content, num_words = jnp.zeros_like(number), 0
     for leaf in stored_arrays.stored_leaves(stored):
@@ -83,7 +85,7 @@ def hashes(stored: Any, row: jax.Array, number: jax.Array, env: jax.Array) -> ja
             if size <= _MOST_ELEMENTS
             else stored_arrays.read_elements(leaf, row, _places(size, number))
         )
-        # Each word's place in the row is part of what is hashed.
+        # The salt makes the hash depend on each word's place in the row.
         salt = np.arange(num_words, num_words + words.shape[-1], dtype=np.uint32) * np.uint32(
             _GOLDEN
         )
@@ -95,8 +97,8 @@ def hashes(stored: Any, row: jax.Array, number: jax.Array, env: jax.Array) -> ja
 
 
 def _places(size: int, number: jax.Array) -> jax.Array:
-    """Choose the elements of each row to hash: int32[K, P]. Runs of them, evenly spread, move on
-    with each row, until all had a turn."""
+    """Choose P elements of each row to hash: int32[K, P]. Evenly spread runs of elements move on
+    with each row, until all had their turn."""
     num_turns = -(-size // (_RUNS * _RUN))
     _, turn = ring.split(number, num_turns)
     nth_run, within = (places.reshape(-1) for places in np.mgrid[:_RUNS, :_RUN].astype(np.int32))

@@ -1,5 +1,4 @@
-"""Files in a local folder. Nothing is buffered here: what is written goes out of the caller's
-memory, and what is read into it."""
+"""Files in a local folder, written from and read into the caller's memory without a buffer."""
 
 import contextlib
 import ctypes
@@ -15,27 +14,27 @@ from typing import Any
 from jaxreplay.checkpoint.files import LARGE, CorruptCheckpointError, Files, MissingError
 from jaxreplay.checkpoint.lock import Lock
 
-# other errors may be well the next time
+# errors that a retry does not cure
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)
-# bytes that are read or written at a time, and given to the disk at once: it has nothing to do
-# otherwise until `sync`
+# bytes that are read or written at a time; each written piece goes to the disk at once, which would
+# be idle until `sync` otherwise
 _PIECE = 2**20
 
 
 class Folder(Files):
-    """A local one, which need not be there yet."""
+    """Local folder, created by `claim` if it does not exist."""
 
     def __init__(self, path: str):
         self._path = pathlib.Path(path).absolute()
         self.name = str(self._path)
         parents = list(self._path.parents)
         is_there = [parent.is_dir() for parent in parents]
-        # those that are made with it, and theirs
+        # the parents that `claim` creates, and the one above them
         self._above = parents[: is_there.index(True) + 1] if True in is_there else []
         self._lock = Lock(self._path / "writer.lock")
 
     def claim(self, is_successor: bool) -> None:
-        """A dead writer's lock is gone with it."""
+        """Claim the folder by a file lock, which ends with its process."""
         del is_successor
         self._check_no_file()
         self._path.mkdir(parents=True, exist_ok=True)
@@ -62,13 +61,13 @@ class Folder(Files):
     def _new(self, path: str) -> io.FileIO:
         try:
             return open(path, "wb", buffering=0)
-        except FileNotFoundError:  # the first one in its folder
+        except FileNotFoundError:  # the first file in its folder
             os.makedirs(os.path.dirname(path), exist_ok=True)
             return open(path, "wb", buffering=0)
 
     def expect(self, name: str) -> None:
-        """A small one comes meanwhile. A large one would then lie in small pages, slower to
-        copy."""
+        """Have the system read a small file in advance. A large file would lie in small pages,
+        which are slower to copy."""
         if hasattr(os, "posix_fadvise"):
             with (
                 contextlib.suppress(OSError),
@@ -78,7 +77,7 @@ class Folder(Files):
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
     def forget(self, name: str) -> None:
-        """Nothing: what the system has read it may drop."""
+        """Do nothing: the system may drop what it has read."""
 
     def read(
         self,
@@ -91,7 +90,7 @@ class Folder(Files):
                 if (size := os.fstat(file.fileno()).st_size) >= LARGE and hasattr(
                     os, "posix_fadvise"
                 ):
-                    # the system reads further ahead
+                    # makes the system read further ahead
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
                 for part in parts_of(size):
                     left = part
@@ -142,7 +141,7 @@ class Folder(Files):
 
 
 def _fsync(path: Any) -> None:
-    """Wait until the disk has a file, or a folder's names, where the system can wait for these."""
+    """Wait until a file, or a folder's list of names, is on the disk (no folder on Windows)."""
     is_folder, is_windows = os.path.isdir(path), os.name == "nt"
     if is_folder and is_windows:
         return
@@ -157,8 +156,8 @@ def _fsync(path: Any) -> None:
 
 
 def _begin_to_write_out(descriptor: int, start: int, size: int) -> None:
-    """Tell the system that the disk may have these bytes of a file now, where it can be told; and
-    wait for nothing."""
+    """Start to write bytes of a file to the disk, without waiting. Systems without
+    `sync_file_range` do nothing."""
     if call := _sync_file_range():
         call(descriptor, ctypes.c_int64(start), ctypes.c_int64(size), 2)  # SYNC_FILE_RANGE_WRITE
 

@@ -1,4 +1,4 @@
-"""The generations under a path: which there are, which stay, and what belongs to none of them."""
+"""The checkpoints under a path: list, commit, and delete what is no longer needed."""
 
 import re
 import secrets
@@ -8,30 +8,34 @@ from collections.abc import Iterable
 from jaxreplay.checkpoint.files import MOST_BYTES, CorruptCheckpointError, Files, MissingError
 from jaxreplay.checkpoint.manifest import Manifest, checksum_of
 
-# What is named otherwise is somebody else's. Format 1 had no second part.
+# Files with other names are never deleted. Format 1 had no second part.
 _OWN = re.compile(r"([0-9]{10})(-[0-9a-f]{8})?(-[0-9]{6}|\.json.*)?")
 _MANIFEST = re.compile(r"[0-9]{10}(-[0-9a-f]{8})?\.json")
 _TRIES = 20
 
 
 class Generations:
-    """Each is there once its manifest is, which is written last."""
+    """Checkpoints under a path. Each becomes visible with its manifest, which is written last."""
 
     def __init__(self, store: Files, max_to_keep: int):
         self._store, self._keep = store, max_to_keep
-        # in the names of its files, so that no two runs' are alike
+        # part of file names, so that two runs never use the same ones
         self._run = secrets.token_hex(4)
-        self._number = 0  # the last one that was in a name
-        # by the names of those that were read last, with their checksums
+        self._number = 0  # the last one used in a name
+        # checksums and manifests of the last `read`, by file name
         self._known: dict[str, tuple[bytes, Manifest]] = {}
-        # files and folders, by kind; None where another one may have written since
+        # files and folders, by kind; None if others may have written since they were listed
         self._listed: dict[str, set[str]] | None = None
 
     def read(self) -> tuple[list[Manifest], list[str]]:
-        """Those that are committed, the newest first, one for each step; and what is wrong with
-        others.
+        """Read all manifests.
 
-        Where a manifest cannot be read now, and so nothing is known of it, that is an error.
+        Returns:
+          The manifests, newest first, one for each step; and a line for each damaged one.
+
+        Raises:
+          OSError: A manifest cannot be read at the moment; it may be intact.
+          ValueError: A manifest has another format.
         """
         names, tries = self._manifests(), 0
         while True:
@@ -42,8 +46,8 @@ class Generations:
                     manifest = self._manifest(f"manifests/{name}")
                     found.setdefault(manifest.step, manifest)
                 except CorruptCheckpointError as error:
-                    # Deleted since it was listed, for a newer one: then that is to be read. (A name
-                    # may also stand for nothing.)
+                    # If it was deleted since it was listed, a newer one has replaced it: list
+                    # again. (A name may also be listed without a file, such as a broken link.)
                     is_gone |= isinstance(error, MissingError)
                     problems.append(str(error))
             before, tries = names, tries + 1
@@ -56,7 +60,7 @@ class Generations:
                 return list(found.values()), problems
 
     def _manifest(self, name: str) -> Manifest:
-        """Read the file each time, since it may be damaged meanwhile, and parse it once."""
+        """Read a manifest's file each time, since it may be damaged meanwhile; parse it once."""
         content = self._store.get(name)
         checksum, (known, manifest) = checksum_of(name, content), self._known.get(name, (b"", None))
         if manifest is None or checksum != known:
@@ -65,13 +69,13 @@ class Generations:
         return manifest
 
     def _manifests(self) -> list[str]:
-        """Names, the newest first."""
+        """Return the manifests' names, newest first."""
         return [
             name for name in reversed(self._store.entries("manifests")) if _MANIFEST.fullmatch(name)
         ]
 
     def next_folder(self) -> str:
-        """Later in the order of names than any manifest, and than any folder of this run."""
+        """Return a folder name that sorts after all manifests and all folders of this run."""
         numbers = (
             int(own[1])
             for name in self._store.entries("manifests")
@@ -81,18 +85,19 @@ class Generations:
         return f"{self._number:010}-{self._run}"
 
     def commit(self, manifest: Manifest) -> None:
-        """Write the manifest, which makes it a generation, and read it back: nothing older is
-        deleted before that.
+        """Write a manifest, which makes its checkpoint visible, and read it back.
+
+        Older checkpoints are deleted only after this.
 
         Raises:
-          ValueError: this library could not read the manifest. CorruptCheckpointError: the store
-            gives other bytes back.
+          ValueError: The manifest is too large to be read, or holds values that cannot be read.
+          CorruptCheckpointError: The store returns other bytes than were written.
         """
         name, content = f"manifests/{manifest.folder}.json", manifest.to_bytes()
         if len(content) > MOST_BYTES:
             raise ValueError(
-                f"save: the manifest would have {len(content):,} bytes, more than the "
-                f"{MOST_BYTES:,} that are read"
+                f"save: the manifest would have {len(content):,} bytes, more than the limit of "
+                f"{MOST_BYTES:,} bytes"
             )
         self._known[name] = checksum_of(name, content), Manifest.from_bytes(name, content)
         self._store.check_claim()
@@ -101,15 +106,18 @@ class Generations:
             raise CorruptCheckpointError(f"{name} is not as it was written")
 
     def forget(self) -> None:
-        """Have the next `collect` list what is there: others may write meanwhile, or a save has
-        left files."""
+        """Make the next `collect` list the store again: others may have written, or a save has left
+        files."""
         self._listed = None
 
     def collect(self, generations: Iterable[Manifest], base: Manifest | None) -> None:
-        """Delete what neither the newest ones have nor `base`: older ones, and what saves that
-        ended on the way have left.
+        """Delete older checkpoints, and files that incomplete saves have left.
 
-        What cannot be deleted now stays until the next time, with a warning.
+        A file that cannot be deleted now stays until the next call, with a warning.
+
+        Args:
+          generations: All manifests, newest first; the newest `max_to_keep` are kept.
+          base: A manifest to keep in any case, or None.
         """
         kept = [*list(generations)[: self._keep], *([] if base is None else [base])]
         used = {
@@ -117,13 +125,13 @@ class Generations:
             "rest": {manifest.folder for manifest in kept},
             "rows": {group.folder for manifest in kept for group in manifest.groups},
         }
-        # Listed before it is known that nobody else writes here: what another one has written since
-        # is not in these. Later on there is nothing more than what this one wrote: of what a far
-        # store has, a listing may be hundreds of requests.
+        # List before the claim is checked: files that another writer adds afterwards are not listed
+        # and so not deleted. The list is kept, since only this writer adds files from then on, and
+        # listing an object store may take hundreds of requests.
         if self._listed is None:
             self._listed = {kind: set(self._store.entries(kind)) for kind in used}
         self._store.check_claim()
-        for kind, names in used.items():  # manifests first: none may lack what it names
+        for kind, names in used.items():  # manifests first: each needs the files that it names
             for name in sorted(self._listed[kind] - names):
                 if _OWN.fullmatch(name):
                     try:
@@ -131,7 +139,7 @@ class Generations:
                         self._listed[kind].discard(name)
                     except (OSError, ValueError, RuntimeError) as error:
                         warnings.warn(
-                            f"{kind}/{name} is not needed any more, but cannot be deleted: {error}",
+                            f"{kind}/{name} is no longer needed, but cannot be deleted: {error}",
                             stacklevel=2,
                         )
             self._listed[kind] |= names

@@ -1,5 +1,5 @@
-"""Rows out of a generation's groups into a state: the newest groups first, each row once, some
-groups at a time."""
+"""Reading of rows from a checkpoint's groups into a state: newest groups first, each row once, a
+few groups at a time."""
 
 import collections
 import math
@@ -22,16 +22,18 @@ from jaxreplay.checkpoint.store import array_name
 from jaxreplay.checkpoint.zarr_arrays import Array, Buffers
 from jaxreplay.storage import ring
 
-_AHEAD = 2**29  # bytes that a system may read before they are asked for
+_AHEAD = 2**29  # bytes that the system may read in advance
 
 
 class Ahead:
-    """The groups of a generation that are to be read; and a thread that tells the system of them
-    before they are, from now on.
+    """Groups to be read of a checkpoint. A thread announces them to the system in advance.
 
     Args:
-      specs: of the rows of a buffer with streams of `length`: the newest that they hold are read.
-      holes: rows that are left out, and the groups whose rows they are; the others close up.
+      store: The checkpoint's files.
+      manifest: The checkpoint's manifest.
+      specs: Shapes and dtypes of the new state's rows.
+      length: Rows in each stream's ring of the new state. The newest rows that fit are read.
+      holes: Rows that are left out, and their groups. The remaining rows close up.
     """
 
     def __init__(self, store: Files, manifest: Manifest, specs: Any, length: int, holes: Holes):
@@ -48,22 +50,29 @@ class Ahead:
         )
         largest = int(manifest.groups.num_rows().max(initial=1)) * row_bytes
         self._room = threading.Semaphore(max(1, _AHEAD // max(1, largest)))
-        self._is_over = store.is_far  # who reads these asks for them
+        self._is_over = store.is_far  # there, `GroupReader.begin` requests the files
         self._thread = threading.Thread(
             target=self._run, args=(named(specs),), name="jaxreplay-ahead", daemon=True
         )
         self._thread.start()
 
     def __iter__(self) -> Iterator[Group]:
-        """Iterate over the groups of which rows are read, the newest first."""
+        """Iterate over the groups with rows to be read, newest first."""
         for group, is_left_out in reversed(self._groups):
             low, high = group.range()
             if not is_left_out and ((low < high) & (high > self._first)).any():
                 yield group
 
     def places_of(self, env: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Select rows that are read, by stream and number, int64[K] both: a mask, bool[K], and
-        where these lie in the state, int32[...]."""
+        """Select the rows that are read.
+
+        Args:
+          env: int64[K], the stream of each row.
+          number: int64[K], its number there.
+
+        Returns:
+          A mask of the rows that are read, bool[K], and their indices in the state, int32[...].
+        """
         is_read = number >= self._first[env]
         if self._holes.folders:
             age, is_lost = self._holes.age_of(env, self._end[env] - 1 - number)
@@ -75,13 +84,13 @@ class Ahead:
         self._room.release()
 
     def clear_others(self, places: list[np.ndarray]) -> None:
-        """Zeros for the rows that are not read."""
+        """Fill the rows that are not read with zeros, in the memory of each leaf."""
         missing, head = self.length - self._held, ring.position_of(self._end, self.length)
         for env in np.flatnonzero(missing).tolist():
             start, count = env * self.length, min(int(missing[env]), self.length - int(head[env]))
             for place in places:
                 place[start + head[env] :][:count] = 0
-                place[start:][: missing[env] - count] = 0  # it goes on at the stream's start
+                place[start:][: missing[env] - count] = 0  # wraps around to the stream's start
 
     def close(self) -> None:
         self._is_over = True
@@ -102,12 +111,15 @@ def _expect(store: Files, group: Group, leaves: list[tuple[str, Any]]) -> None:
 
 
 class GroupReader:
-    """Reads groups' rows into their places. Large chunks are read by threads, meanwhile all else by
-    who asks for it.
+    """Reader of groups' rows into a state's memory. Threads read large chunks, and meanwhile the
+    caller reads the rest.
 
     Args:
-      leaves: of the state's rows, with their names. places: the memory of each; None: the rows are
-        returned.
+      store: The checkpoint's files.
+      leaves: Names, shapes and dtypes of the leaves of the state's rows.
+      places: The memory of each leaf, or None to return the rows instead.
+      ahead: The groups to be read.
+      pool: The threads.
     """
 
     def __init__(
@@ -130,8 +142,8 @@ class GroupReader:
         """Begin to read a group.
 
         Returns:
-          a function that waits for it: the rows' places, int32[K], and, where there are no arrays
-            for them, their values, `[K, ...]` each.
+          A function that waits for the group. It returns the rows' indices in the state, int32[K],
+          and, if `places` is None, their values, `[K, ...]` for each leaf.
         """
         if self._store.is_far:
             _expect(self._store, group, self._leaves)
@@ -164,7 +176,7 @@ class GroupReader:
     def _read(
         self, array: Array, place: np.ndarray | None, index: np.ndarray, is_taken: np.ndarray
     ) -> np.ndarray | None:
-        """Rows of one leaf: straight into their places, where these lie in long runs."""
+        """Read rows of one leaf: without a copy if their indices form long runs."""
         is_whole = len(index) == len(is_taken)
         if place is None:
             values = array.read(self._buffers())
@@ -187,7 +199,14 @@ class GroupReader:
 
 
 def flags_of(store: Files, manifest: Manifest, env: np.ndarray, number: np.ndarray) -> np.ndarray:
-    """The flags of some rows, which must be there: uint8[K]. `env`, `number`: int64[K]."""
+    """Return the flags of rows that the checkpoint has: uint8[K].
+
+    Args:
+      store: The checkpoint's files.
+      manifest: The checkpoint's manifest.
+      env: int64[K], the stream of each row.
+      number: int64[K], its number there.
+    """
     found = np.zeros(len(env), np.uint8)
     for group in manifest.groups:
         low, high = group.range()
@@ -201,7 +220,7 @@ def flags_of(store: Files, manifest: Manifest, env: np.ndarray, number: np.ndarr
 
 
 def _done(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """As if a thread had run it."""
+    """Call a function at once, and return its result as a future."""
     future: Future[Any] = Future()
     future.set_result(function(*args))
     return future
@@ -210,7 +229,7 @@ def _done(function: Callable[..., Any], *args: Any) -> Future[Any]:
 def in_turn(
     read: GroupReader, groups: Iterable[Group], at_once: int
 ) -> Iterator[tuple[np.ndarray, list[Any]]]:
-    """What is read of each group, in turn; so many of them are under way."""
+    """Iterate over what `read` reads of each group. `at_once`: groups that are read at a time."""
     waiting: collections.deque[tuple[Group, Callable[[], tuple[np.ndarray, list[Any]]]]] = (
         collections.deque()
     )
@@ -223,6 +242,6 @@ def in_turn(
             waiting.append((group, read.begin(group)))
         while waiting:
             yield read.wait(*waiting.popleft())
-    finally:  # after an error nothing is kept that was asked for
+    finally:  # after an error, drop what was requested
         for group in filter(None, [begun, *(group for group, _ in waiting)]):
             read.forget(group)

@@ -1,9 +1,9 @@
-"""Groups of rows, a few arrays of files each. Arithmetic tells which rows a group has, so that no
-list of them is kept or written.
+"""Groups of rows: a group's rows share a folder, with one array for each leaf.
 
-At a save, the distance of a row is how many more rows its stream may get before this one is
-overwritten. A group has the rows that a save writes of some neighboring streams, between two
-distances. In its files they lie stream after stream, the oldest of each first.
+The rows of a group are computed from a few numbers, so no list of them is kept or written. At a
+save, the distance of a row is how many more rows its stream may get before the row is overwritten.
+A group has the rows that a save writes of neighboring streams, between two distances. Its arrays
+hold stream after stream, and each stream's oldest row first.
 """
 
 import dataclasses
@@ -16,24 +16,22 @@ import numpy as np
 from jaxreplay.checkpoint.files import CorruptCheckpointError
 from jaxreplay.checkpoint.rows import Picked
 
-MOST_ROWS = 2**22  # of a group: their numbers take sixteen bytes each, while it is read
-Seals = dict[str, list[int]]  # of arrays, by the leaf's name: see `zarr_arrays.py`
+MOST_ROWS = 2**22  # of a group: while it is read, each row takes 16 bytes for its numbers
+Seals = dict[str, list[int]]  # checksums of arrays, by leaf: see `zarr_arrays.py`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Save:
-    """The rows that one save wrote: of each of E streams, those with the numbers from `since` to
-    before `end`."""
+    """Rows that one save wrote: the numbers `since` to `end - 1` of each of E streams."""
 
-    folder: str  # of the generation
-    length: int  # rows of a stream at that time
+    folder: str  # of the checkpoint
+    length: int  # rows in each stream's ring at that time
     since: np.ndarray  # int64[E]
     end: np.ndarray  # int64[E]
 
 
 class Group(NamedTuple):
-    """Rows of a save: of the streams from `env` to before `env_stop`, with distances from `start`
-    to before `stop`."""
+    """Rows of a save: streams `env` to `env_stop - 1`, distances `start` to `stop - 1`."""
 
     save: Save
     number: int  # in the name of its folder
@@ -41,10 +39,10 @@ class Group(NamedTuple):
     stop: int
     env: int
     env_stop: int
-    # of its rows (`fingerprint.py`); this and the next are known once it is written
+    # of its rows (`fingerprint.py`); it and the fields below are set once the group is written
     fingerprint: int = 0
-    leaves: tuple[str, ...] = ()  # that have an array here
-    sums: Any = ()  # uint32[leaves, 2]: their seals
+    leaves: tuple[str, ...] = ()  # leaves with an array in this group
+    sums: Any = ()  # uint32[leaves, 2]: the seals of their arrays
 
     @property
     def folder(self) -> str:
@@ -60,13 +58,13 @@ class Group(NamedTuple):
         return int((high - low).sum())
 
     def range(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first number of each stream that it has, and one more than the last: int64[E]
-        both, equal where it has none."""
+        """Return the first number of each stream's rows, and one more than the last: int64[E] both,
+        equal for a stream without rows."""
         return _ranges(self.save.since, self.save.end, self.save.length, *self[2:6])
 
     def rows(self) -> Picked:
-        """Return its rows, in the order of its files. Raises a CorruptCheckpointError, if it cannot
-        have so many."""
+        """Return the rows in the order of the arrays. Raises a CorruptCheckpointError if there are
+        more than `MOST_ROWS`."""
         low, high = self.range()
         count = high - low
         if (num_rows := count.sum()) > MOST_ROWS:
@@ -80,16 +78,16 @@ class Group(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Groups(Sequence[Group]):
-    """Groups in columns: as a list they would take some hundred bytes each."""
+    """Groups stored as columns: a list of `Group` would take some hundred bytes for each."""
 
     saves: list[Save]
-    columns: np.ndarray  # int64[G, 7]: the index of its save, and the other numbers of each
+    columns: np.ndarray  # int64[G, 7]: index of the group's save, and its next six fields
     leaves: tuple[str, ...]
     sums: np.ndarray  # uint32[G, leaves, 2]
 
     @classmethod
     def of(cls, groups: Iterable[Group]) -> "Groups":
-        """Put groups that are written, all with arrays of the same leaves, in columns."""
+        """Return written groups as columns. All have arrays of the same leaves."""
         groups = list(groups)
         saves: dict[Save, int] = {}
         columns = [(saves.setdefault(group.save, len(saves)), *group[1:7]) for group in groups]
@@ -110,20 +108,30 @@ class Groups(Sequence[Group]):
         return Group._make((self.saves[save], *numbers, self.leaves, self.sums[at]))
 
     def check_apart(self, end: np.ndarray) -> None:
-        """Raise a CorruptCheckpointError, if a row is in two groups, or is not before `end`,
-        int64[E]: the groups' order is that of their rows."""
+        """Check that groups are in the order of their rows and no row is in two groups.
+
+        Args:
+          end: int64[E], one more than the number of each stream's newest row.
+
+        Raises:
+          CorruptCheckpointError: Groups overlap, are out of order, or have rows past `end`.
+        """
         for group in reversed(self):
             low, high = group.range()
             if ((low < high) & (high > end)).any():
                 raise CorruptCheckpointError(
-                    f"rows/{group.folder} has rows of a later group, or rows that the generation "
+                    f"rows/{group.folder} has rows of a later group, or rows that the checkpoint "
                     "does not have"
                 )
             end = np.where(low < high, low, end)
 
     def num_rows(self, first: Any = 0, end: Any = 2**62) -> np.ndarray:
-        """Count the rows of each group, int64[G]: all, or those with the numbers from `first` to
-        before `end`, int64[E] both."""
+        """Count the rows of each group, int64[G].
+
+        Args:
+          first: int64[E], the first number of each stream that counts. Default: 0.
+          end: int64[E], one more than the last number. Default: no limit.
+        """
         counts = [np.zeros(0, np.int64)]
         if len(self):
             since, ends = (
@@ -147,7 +155,7 @@ class Groups(Sequence[Group]):
 def _ranges(
     since: Any, end: Any, length: Any, start: Any, stop: Any, env: Any, env_stop: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`Group.range` of one group or, with an axis before that of the streams, of many."""
+    """Return `Group.range` of one group, or of many if there is an axis before the streams'."""
     oldest, stream = end - length, np.arange(end.shape[-1])  # the distance of the oldest is 0
     low = np.maximum(since, oldest + start)
     high = np.maximum(np.minimum(end, oldest + stop), low)
@@ -156,11 +164,13 @@ def _ranges(
 
 
 def cut(save: Save, most: int, num_rewritten: int = 0) -> Iterator[Group]:
-    """Divide the rows of a save into groups of at most `most`, numbered from 0 on: those first that
-    will be overwritten first.
+    """Divide the rows of a save into groups, numbered from 0 on in the order of overwriting.
 
-    The newest `num_rewritten` rows of each stream, which may be other ones at the next save, are in
-    groups of their own.
+    Args:
+      save: The save.
+      most: The largest number of rows in a group.
+      num_rewritten: Newest rows of each stream that may be rewritten before the next save. They are
+        in separate groups. Default: 0.
     """
     num_envs = len(save.end)
     if not num_envs:
@@ -179,7 +189,7 @@ def cut(save: Save, most: int, num_rewritten: int = 0) -> Iterator[Group]:
         if held and (held + total > most or at == border):
             yield Group(save, number, begun, at, 0, num_envs)
             number, held = number + 1, 0
-        if total > most:  # one row of each stream is too many
+        if total > most:  # one row of each stream is more than a group may have
             for env, env_stop in itertools.pairwise(
                 [0, *np.flatnonzero(count)[most::most].tolist(), num_envs]
             ):

@@ -1,4 +1,4 @@
-"""Whether a generation and a buffer belong together: compared leaf by leaf."""
+"""Check that a checkpoint fits a buffer, leaf by leaf."""
 
 import dataclasses
 import re
@@ -14,8 +14,10 @@ from jaxreplay.storage import platforms, stored_arrays
 
 
 def identity(buffer: Any) -> str:
-    """What decides the meaning of a state: not how many items are drawn, when, and with which
-    weights, nor what it is laid out for."""
+    """Return the text of the configuration that decides a state's meaning.
+
+    It leaves out the batch size, the minimum size, the importance weights and the platform.
+    """
     sizes = {
         field.name: 1
         for field in dataclasses.fields(buffer)
@@ -29,7 +31,7 @@ def identity(buffer: Any) -> str:
 
 
 def described(state: Any) -> tuple[dict[str, str], dict[str, str]]:
-    """Dtype and shape: of a row of each leaf that has rows, and of each other leaf."""
+    """Return the dtype and shape of a row of each leaf with rows, and of each other leaf."""
     stored, rest = rows.split(state)
     stored_leaves = named(stored, is_leaf=stored_arrays.is_compound)
     return (
@@ -39,7 +41,7 @@ def described(state: Any) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def at_capacity_of(manifest: Manifest, buffer: Any) -> Any:
-    """The buffer with the capacity that a generation has."""
+    """Return the buffer with the checkpoint's capacity, if its configuration allows that."""
     if not manifest.rows or not isinstance(buffer, ReplayBuffer):
         return buffer
     try:
@@ -51,8 +53,18 @@ def at_capacity_of(manifest: Manifest, buffer: Any) -> Any:
 def check_fits(
     manifest: Manifest, buffer: Any, example: Any, resize: bool, problems: list[str]
 ) -> Any:
-    """The buffer that a generation is of: this one or, where `resize` allows it, one of another
-    capacity. Else a ValueError. `problems`: why no newer generation was taken."""
+    """Return the buffer that wrote a checkpoint: the given one, or that of another capacity.
+
+    Args:
+      manifest: The checkpoint's manifest.
+      buffer: The buffer that restores.
+      example: One env's step or item, as for `init`.
+      resize: Whether the checkpoint may be of another capacity.
+      problems: Problems of checkpoints that could not be read before, for the error.
+
+    Raises:
+      ValueError: The checkpoint is of another buffer, or has other leaves, shapes or dtypes.
+    """
     own, before = buffer, at_capacity_of(manifest, buffer)
     if manifest.buffer == identity(before) and (resize or identity(own) == identity(before)):
         buffer = before
@@ -65,12 +77,14 @@ def check_fits(
             f"  {identity(own)}",
         ]
         if manifest.buffer == identity(before):
-            lines.append("of another capacity, resize=True takes the newest rows that fit")
+            lines.append(
+                "the capacity differs: restore(..., resize=True) keeps the newest rows that fit"
+            )
         raise ValueError(
             "\n".join(
                 [
                     *lines,
-                    *(["and this is broken:"] if problems else []),
+                    *(["these checkpoints are damaged:"] if problems else []),
                     *(f"  {problem}" for problem in problems),
                 ]
             )
@@ -90,13 +104,19 @@ def check_fits(
             f"{expected.get(name, 'nothing')}"
             for name in names
         ]
-    raise ValueError("\n  ".join([f"restore: step {manifest.step} holds other steps:", *lines]))
+    raise ValueError(
+        "\n  ".join(
+            [f"restore: step {manifest.step} has leaves of other shapes or dtypes:", *lines]
+        )
+    )
 
 
 def _on_its_platform(manifest: Manifest, buffer: Any, example: Any) -> Any:
-    """The buffer, for the platform that a generation was laid out for, this one's first; None where
-    its leaves are others on each. Rows are written in their plain form, but a tree is as wide as
-    its platform wants it."""
+    """Return the buffer for the platform of a checkpoint's layout, or None if no platform fits.
+
+    The buffer's own platform is tried first. Rows are stored in a form common to all platforms, but
+    the width of a sampler's tree depends on the platform.
+    """
     if described(jax.eval_shape(buffer.init, example)) == (manifest.rows, manifest.rest):
         return buffer
     for platform in platforms.PLATFORMS if isinstance(buffer, ReplayBuffer) else ():
@@ -109,16 +129,26 @@ def _on_its_platform(manifest: Manifest, buffer: Any, example: Any) -> Any:
 def check_path(
     where: str, generations: list[Manifest], draft: Manifest, buffer: Any, goes_on: bool
 ) -> None:
-    """A ValueError, where a path has another buffer's generations: they are not deleted for this
-    one's. `goes_on`: from one of them, so that they may be of other capacities."""
+    """Check that a path has no checkpoints of another buffer, which a save would delete.
+
+    Args:
+      where: The path.
+      generations: The path's checkpoints, newest first.
+      draft: The checkpoint to be saved.
+      buffer: The buffer that saves.
+      goes_on: Whether the state continues from one of them. Its capacity may then differ.
+
+    Raises:
+      ValueError: The path has checkpoints of another buffer.
+    """
     own = {
         draft.buffer,
         *([identity(at_capacity_of(generations[0], buffer))] if goes_on and generations else []),
     }
     if generations and (generations[0].rows != draft.rows or generations[0].buffer not in own):
         raise ValueError(
-            f"save: {where} has the generations of another buffer, or of other steps; give each a "
-            "path of its own:\n"
+            f"save: {where} has checkpoints of another buffer, or of steps with other leaves; use "
+            "another path for each buffer:\n"
             f"  {printable(generations[0].buffer)}, {generations[0].rows}\nthis one is:\n  "
             f"{draft.buffer}, {draft.rows}"
         )

@@ -1,5 +1,5 @@
-"""Who writes under a path: one process, and one object of it. A lock of the operating system, which
-is gone with its process."""
+"""Lock of a path for one writer: one object of one process. It is a lock of the operating system,
+which ends with its process."""
 
 import contextlib
 import datetime
@@ -22,28 +22,26 @@ except ImportError:  # Windows
     fcntl = None
 
 _BUSY = (errno.EAGAIN, errno.EACCES, errno.EWOULDBLOCK, errno.EDEADLK)
-# what file systems without any say
+# errors of file systems without locks
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
 
 
 def whoami() -> dict[str, Any]:
-    """Of this process, for others to read."""
+    """Describe this process for the errors of other processes."""
     since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     program = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "python"
     return {"host": socket.gethostname(), "pid": os.getpid(), "program": program, "since": since}
 
 
 def held_by(where: str, holder: Any) -> PathInUseError:
-    """The error for who comes second. `holder`: what `whoami` gave there, or anything that was read
-    in its place."""
+    """Return the error for a second writer. `holder`: the first writer's `whoami()`, or whatever
+    was read in its place."""
     known = {
         name: str(holder[name])[:100]
         for name in ("host", "pid", "program", "since")
         if isinstance(holder, dict) and name in holder
     }
-    who = (
-        ", ".join(f"{name} {value}" for name, value in known.items()) or "somebody who left no name"
-    )
+    who = ", ".join(f"{name} {value}" for name, value in known.items()) or "an unknown process"
     mine = whoami()
     is_own = (known.get("host"), known.get("pid")) == (mine["host"], str(mine["pid"]))
     cure = "close() that Checkpointer first" if is_own else "give each run a path of its own"
@@ -54,18 +52,21 @@ def held_by(where: str, holder: Any) -> PathInUseError:
 
 
 class Lock:
-    """Of a file, which says who has it. The file stays: to delete it would let two have one of the
-    same name."""
+    """Lock of a file that names its holder.
+
+    The file is never deleted: otherwise two processes could hold locks of two files of that name.
+    """
 
     def __init__(self, path: pathlib.Path):
         self._path = path
         self._descriptor: int | None = None
-        self._has_none = False  # where the file system has no locks
+        self._has_none = False  # True where the file system has no locks
         _all.add(self)
 
     def acquire(self, where: str) -> None:
-        """Nothing, if it is held already. Raises a PathInUseError, if somebody else has it."""
-        with defer_interrupts():  # a lock that is not known of would be held for ever
+        """Take the lock, unless it is held already. Raises a PathInUseError if another writer holds
+        it."""
+        with defer_interrupts():  # an interrupt before it is recorded would leave it held for ever
             self._acquire(where)
 
     def _acquire(self, where: str) -> None:
@@ -87,20 +88,20 @@ class Lock:
                 raise
             if not self._has_none:
                 warnings.warn(
-                    f"{where}: this file system has no locks, so that a second writer is not "
-                    "noticed",
+                    f"{where}: this file system has no locks, so a second writer is not "
+                    "detected; make sure that only one process writes here",
                     stacklevel=2,
                 )
             self._has_none = True
         self._descriptor = descriptor
-        with contextlib.suppress(OSError):  # the name is a courtesy
+        with contextlib.suppress(OSError):  # the lock is held without the holder's name, too
             os.ftruncate(descriptor, 0)
             os.lseek(descriptor, 0, os.SEEK_SET)
             os.write(descriptor, json.dumps(whoami()).encode())
 
     def check(self, where: str) -> None:
-        """Raises an OSError, if the file that was locked is not the one that is there: what was
-        written beside it may be gone, too."""
+        """Raise an OSError if the locked file is gone or replaced: the files beside it may be gone,
+        too."""
         if self._descriptor is None or not self._is_current():
             raise OSError(
                 errno.ENOENT, f"{where} was deleted, or replaced, while it was written to"
@@ -120,7 +121,7 @@ class Lock:
             return False
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # as at the end of the program
+        with contextlib.suppress(Exception):  # at exit, parts of Python may be gone
             if self._descriptor is not None:
                 os.close(self._descriptor)
 
@@ -131,7 +132,7 @@ def _lock(descriptor: int) -> None:
     else:
         import msvcrt
 
-        os.lseek(descriptor, 2**20, os.SEEK_SET)  # beyond what others read
+        os.lseek(descriptor, 2**20, os.SEEK_SET)  # past the holder's name, which others read
         msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
 
 
@@ -147,7 +148,8 @@ _all: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
-    """A forked process has its parent's locks too, and they would outlive the parent."""
+    """Release the locks that a forked process shares with its parent: they would outlive the
+    parent."""
     for lock in list(_all):
         lock.release()
 

@@ -1,7 +1,7 @@
-"""What a generation holds, and where: the file whose appearance makes it one.
+"""Manifest of a checkpoint: the file that says what it holds and where, and makes it visible.
 
-What is read is checked before anything goes by it: a manifest may be damaged, of another version,
-or made up.
+All fields are checked before they are used: a manifest may be damaged, of another version, or
+forged.
 """
 
 import dataclasses
@@ -16,29 +16,29 @@ from jaxreplay.checkpoint import schema
 from jaxreplay.checkpoint.files import CorruptCheckpointError
 from jaxreplay.checkpoint.groups import Groups, Save, Seals
 
-FORMAT = 6  # of the files, and of what the leaves of a state mean
-STEPS = -(2**63), 2**63 - 1  # the smallest one that there is, and the largest
+FORMAT = 6  # of the files, and of the meaning of a state's leaves
+STEPS = -(2**63), 2**63 - 1  # the smallest and the largest step
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Manifest:
-    """A generation. A row's number counts the rows of its stream from the first one on, overwritten
+    """Content of a checkpoint. A row's number counts all rows that its stream ever got, overwritten
     ones included."""
 
-    # of its own arrays; later generations' come after it in the order of names. The manifest's
-    # name, too: no two are alike
+    # unique name of the folder of its arrays, and of the manifest; names of later checkpoints sort
+    # after it
     folder: str
     step: int
     buffer: str
     library: str
-    length: int  # rows of a stream
-    first: list[int]  # the number of the oldest row of each stream
-    end: list[int]  # one more than the newest one's
+    length: int  # rows in each stream's ring
+    first: list[int]  # number of the oldest row of each stream
+    end: list[int]  # one more than the number of its newest row
     rows: dict[str, str]  # dtype and shape of a row, by leaf
     rest: dict[str, str]  # dtype and shape of every other leaf
-    seals: Seals  # of the rest
-    groups: Groups  # each row is in one of them, and the older rows of a stream are in earlier ones
-    metadata: dict[str, Any]  # the user's own
+    seals: Seals  # checksums of the other leaves' arrays
+    groups: Groups  # each row is in one; a stream's older rows are in earlier groups
+    metadata: dict[str, Any]  # the user's
 
     def to_bytes(self) -> bytes:
         groups = self.groups
@@ -59,8 +59,12 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, name: str, content: bytes) -> "Manifest":
-        """Raises a CorruptCheckpointError that names the file, and what is wrong in it; a
-        ValueError, where it is of another format."""
+        """Parse and check a manifest.
+
+        Raises:
+          CorruptCheckpointError: The file is damaged or a field is invalid; the text names both.
+          ValueError: The file has another format.
+        """
         body = _body(name, content)
         try:
             fields = json.loads(bytes(body))
@@ -78,7 +82,7 @@ class Manifest:
         schema.check_fields(name, fields, _FIELDS)
         if f"manifests/{fields['folder']}.json" != name:
             raise CorruptCheckpointError(
-                f"{name} is that of another generation, {fields['folder']}"
+                f"{name} belongs to another checkpoint, {fields['folder']}"
             )
         _check_numbers(name, fields)
         return cls(
@@ -87,8 +91,8 @@ class Manifest:
 
 
 def checksum_of(name: str, content: bytes) -> bytes:
-    """Return the checksum in its first line. Raises a CorruptCheckpointError, if the file is not as
-    it was written."""
+    """Return the checksum in a manifest's first line. Raises a CorruptCheckpointError if the file
+    is damaged."""
     _body(name, content)
     return content[:8]
 
@@ -130,21 +134,21 @@ _SAVE_FIELDS = {
 
 
 def _short(numbers: np.ndarray) -> int | list[int]:
-    """Write one number for all streams, if they have the same: those that step together do."""
+    """Return one number if all streams have the same one, as streams that step together do."""
     return int(numbers[0]) if len(numbers) and (numbers == numbers[0]).all() else numbers.tolist()
 
 
 def _check_numbers(name: str, fields: dict[str, Any]) -> None:
-    """Check that the numbers of rows are possible together."""
+    """Check that `first`, `end` and `length` are consistent."""
     first, end = (np.array(fields[which], np.int64) for which in ("first", "end"))
     if len(first) != len(end) or (first > end).any() or (end - first > fields["length"]).any():
         raise CorruptCheckpointError(
-            f"{name}: first, end: these are not the rows of streams of {fields['length']}"
+            f"{name}: first, end: impossible for streams with a length of {fields['length']}"
         )
 
 
 def _groups(where: str, fields: dict[str, Any], num_envs: int) -> Groups:
-    """Return the groups, once their numbers are known to be possible."""
+    """Check the fields of groups and return the groups."""
     schema.check_fields(where, fields, _GROUPS_FIELDS)
     saves = [
         _save(f"{where}: saves[{place}]", one, num_envs)
@@ -155,8 +159,8 @@ def _groups(where: str, fields: dict[str, Any], num_envs: int) -> Groups:
         leaves
     ):
         raise CorruptCheckpointError(
-            f"{where}: columns, sums: have {len(fields['columns'])} and {len(fields['sums'])} "
-            f"numbers, of {len(leaves)} leaves"
+            f"{where}: columns, sums: {len(fields['columns'])} and {len(fields['sums'])} "
+            f"numbers do not fit {len(leaves)} leaves"
         )
     columns = np.array(fields["columns"], np.int64).reshape(-1, 7)
     save, number, start, stop, env, env_stop, _ = columns.T
@@ -172,7 +176,7 @@ def _groups(where: str, fields: dict[str, Any], num_envs: int) -> Groups:
     )
     if not is_possible.all():
         raise CorruptCheckpointError(
-            f"{where}: columns: group {int(np.argmin(is_possible))} is of no rows that there are"
+            f"{where}: columns: group {int(np.argmin(is_possible))} has rows that cannot exist"
         )
     return Groups(
         saves,
@@ -189,13 +193,13 @@ def _save(where: str, fields: dict[str, Any], num_envs: int) -> Save:
         numbers = np.array(fields[name], np.int64)
         if numbers.ndim and len(numbers) != num_envs:
             raise CorruptCheckpointError(
-                f"{where}: {name}: has {len(numbers)} streams, not {num_envs}"
+                f"{where}: {name}: got {len(numbers)} streams, expected {num_envs}"
             )
         vectors[name] = np.broadcast_to(numbers, (num_envs,))
     if (vectors["since"] > vectors["end"]).any() or (
         vectors["end"] - vectors["since"] > fields["length"]
     ).any():
         raise CorruptCheckpointError(
-            f"{where}: since, end: these are not the rows of streams of {fields['length']}"
+            f"{where}: since, end: impossible for streams with a length of {fields['length']}"
         )
     return Save(fields["folder"], fields["length"], **vectors)

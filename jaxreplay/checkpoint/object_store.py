@@ -1,5 +1,4 @@
-"""Files in a store that TensorStore opens: a bucket of Google or Amazon, or of what speaks as these
-do. The methods are `Folder`'s."""
+"""Files in a store that TensorStore opens, such as a bucket of Google Cloud Storage or S3."""
 
 import contextlib
 import functools
@@ -31,17 +30,18 @@ _TRANSIENT = (
     ),
     *("FAILED_PRECONDITION", "UNKNOWN", "UNIMPLEMENTED"),
 )
-# Often enough for a bad moment, and an end that says what was wrong; alone TensorStore goes on for
-# a quarter of an hour.
+# Enough for a short outage, and then an error with its cause: by default TensorStore retries for a
+# quarter of an hour.
 _RETRIES = {"max_retries": 6, "initial_delay": "200ms", "max_delay": "8s"}
 
 
 class Objects(Files):
-    """What takes long is under way until it is waited for.
+    """Files of a TensorStore key-value store. Writes and expected reads run in the background.
 
     Args:
-      spec: a URL, or TensorStore's specification of a key-value store, which has what a URL cannot
-        say. timeout: seconds that a request may take.
+      spec: A URL, an open `ts.KvStore`, or TensorStore's specification of a key-value store, which
+        has options that a URL lacks.
+      timeout: Seconds that a request may take.
     """
 
     is_far: ClassVar[bool] = True
@@ -65,15 +65,17 @@ class Objects(Files):
         self._written: dict[str, Any] = {}  # futures, by name
         self._expected: dict[str, Any] = {}
         self._token = secrets.token_hex(8)  # of this writer
-        self._claim: bytes | None = None  # the version of the file that has it
-        self._has_none = False  # where the store cannot tell of two writers
+        self._claim: bytes | None = None  # version of the file with this writer's claim
+        self._has_none = False  # True where the store cannot detect a second writer
         self._must_ask = self.name.lower().startswith("s3:")
         _live[self._token] = self
 
     def claim(self, is_successor: bool) -> None:
-        """Of a writer that did not end with `release` nothing tells whether it is alive, unless it
-        was on this machine. Who goes on with what it wrote takes its place, and anybody else is
-        refused. Who was replaced finds out before its next generation counts.
+        """Claim the store by a file with this writer's token.
+
+        If the last writer ended without `release`, only its own machine can tell whether it is
+        alive. A successor, which has restored its checkpoint, replaces it; any other writer is
+        refused. The replaced writer gets an error before its next checkpoint becomes visible.
         """
         if self._has_none:
             return
@@ -93,13 +95,13 @@ class Objects(Files):
     def release(self) -> None:
         version, self._claim = self._claim, None
         if version is not None:
-            with contextlib.suppress(Exception):  # another one has it, or will replace it
+            with contextlib.suppress(Exception):  # another writer has the claim or will replace it
                 self._write_claim({"has_ended": True}, version)
 
     def _is_free(self, holder: Any) -> bool:
-        """Whether nobody writes here; `holder`: what the last one has left, None if there was
-        none."""
-        # ours, of a claim that was interrupted
+        """Return whether no other process writes here. `holder`: the claim that the last writer
+        left, or None."""
+        # an equal token: this writer's own claim, which was interrupted
         if holder is None or holder.get("has_ended") or holder.get("token") == self._token:
             return True
         if holder.get("process") == _PROCESS:
@@ -113,7 +115,7 @@ class Objects(Files):
         self._written[name] = self._files.write(name, b"".join(parts))
 
     def expect(self, name: str) -> None:
-        """What comes is held in memory until it is read."""
+        """Begin to read a file. Its content is held in memory until it is read."""
         self._expected[name] = self._files.read(name)
 
     def forget(self, name: str) -> None:
@@ -140,7 +142,7 @@ class Objects(Files):
     def sync(self, folder: str) -> None:
         futures = {name: self._written.pop(name) for name in _under(folder, self._written)}
         errors = []
-        for name, future in futures.items():  # all of them have ended then
+        for name, future in futures.items():  # after an error, wait for the others too
             try:
                 self._wait(f"to write {name}", future)
             except Exception as error:
@@ -149,13 +151,13 @@ class Objects(Files):
             raise errors[0]
 
     def put(self, name: str, content: bytes, after: Sequence[str]) -> None:
-        """A name is used once: there is none yet."""
+        """Write a file at once: names are used only once, so no older file is replaced."""
         del after
         self._wait(f"to write {name}", self._files.write(name, content))
 
     def entries(self, folder: str) -> list[str]:
-        # two listings that lack credentials block, in TensorStore, all that the process asks of S3
-        # after them
+        # in TensorStore, two listings without credentials block all later S3 requests of the
+        # process, so the first request is a read
         if self._must_ask:
             self._fetch(_WRITER)
             self._must_ask = False
@@ -167,7 +169,7 @@ class Objects(Files):
         )
 
     def delete(self, name: str) -> None:
-        with contextlib.suppress(Exception):  # of a save that was given up
+        with contextlib.suppress(Exception):  # writes of an abandoned save
             self.sync(name)
         self._wait(f"to delete {name}", self._files.write(name, None))
         self._wait(
@@ -176,8 +178,7 @@ class Objects(Files):
         )
 
     def _holder(self) -> tuple[Any, bytes]:
-        """Who writes here, or was the last to; None where nobody was. And the version of the file
-        that says so, or of none."""
+        """Return the claim of the current or last writer, or None, and the version of its file."""
         found = self._fetch(_WRITER)
         if found.state != "value":
             return None, found.stamp.generation
@@ -188,7 +189,7 @@ class Objects(Files):
         return holder if isinstance(holder, dict) else {}, found.stamp.generation
 
     def _write_claim(self, more: dict[str, Any], version: bytes) -> bytes:
-        """Replace this version of the file, or none. Returns the new one."""
+        """Write the claim if the file still has this version. Return the new version."""
         content = json.dumps(
             {**whoami(), "process": _PROCESS, "token": self._token, **more}
         ).encode()
@@ -200,35 +201,35 @@ class Objects(Files):
             if "UNIMPLEMENTED" not in str(error) and "NotImplemented" not in str(error):
                 raise
             warnings.warn(
-                f"{self.name}: this store has no conditional writes, so that a second writer is "
-                "not noticed",
+                f"{self.name}: this store has no conditional writes, so a second writer is not "
+                "detected; make sure that only one process writes here",
                 stacklevel=2,
             )
             self._has_none = True
             return b""
         if written:
             return written
-        holder, found = self._holder()  # ours, if the answer to a first try was lost
+        holder, found = self._holder()  # its own claim, if the answer to a first try was lost
         if holder is None or holder.get("token") != self._token:
             raise held_by(self.name, holder)
         return found
 
     def _fetch(self, name: str, future: Any = None) -> Any:
-        """Read a file. Raises a CorruptCheckpointError, if the store refuses it for good."""
+        """Read a file. Raises a CorruptCheckpointError if the store refuses it permanently."""
         try:
             return self._wait(f"for {name}", future or self._files.read(name))
         except _RefusedError as error:
             raise CorruptCheckpointError(f"{name}: {error.__cause__}") from error.__cause__
 
     def _wait(self, what: str, future: Any) -> Any:
-        """The result of a request."""
+        """Wait for the result of a request. `what`: the request, for the error."""
         try:
             return future.result(timeout=self._timeout)
         except TimeoutError as error:
             future.cancel()
             raise TimeoutError(
-                f"{self.name}: no answer {what} in {self._timeout:g} s, as timeout= has it: is "
-                "the server there, are there credentials?"
+                f"{self.name}: no answer {what} within {self._timeout:g} s: check the "
+                "server and the credentials, or raise timeout="
             ) from error
         except (ValueError, OSError, RuntimeError, NotImplementedError) as error:
             kind = OSError if any(word in str(error) for word in _TRANSIENT) else _RefusedError
@@ -241,11 +242,11 @@ class Objects(Files):
 
 
 class _RefusedError(OSError):
-    """A request that will not do better the next time."""
+    """Failure of a request that would fail again."""
 
 
-_PROCESS = secrets.token_hex(8)  # a number of a process may be used again
-# of this process, by their tokens
+_PROCESS = secrets.token_hex(8)  # the system may reuse a process's pid
+# open stores of this process, by token
 _live: weakref.WeakValueDictionary[str, Objects] = weakref.WeakValueDictionary()
 
 
@@ -265,7 +266,7 @@ def _under(folder: str, names: dict[str, Any]) -> list[str]:
 
 @functools.cache
 def _context() -> Any:
-    """One for all, so that "memory://" is the same memory everywhere."""
+    """Return the one shared context, so that "memory://" is the same memory everywhere."""
     return ts.Context(
         {
             "cache_pool": {"total_bytes_limit": 0},

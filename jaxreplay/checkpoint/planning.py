@@ -1,4 +1,4 @@
-"""What a save writes: which rows, on top of which generation, in which groups."""
+"""Plan of a save: which rows to write, in which groups, and which groups to reuse."""
 
 import dataclasses
 import itertools
@@ -17,37 +17,44 @@ from jaxreplay.checkpoint.identity import described, identity
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.rows import Span
 
-_BOOKKEEPING = 64  # bytes of a row's numbers, while it is on its way
-# of all streams and saves that a manifest names: it has two vectors of each save. Past these all is
-# written anew
+_BOOKKEEPING = 64  # bytes of a row's numbers, while it is being copied or written
+# Largest number of streams * saves in a manifest, which has two vectors for each save. Above it
+# nothing is reused, and all rows are written again.
 _MOST_NUMBERS = 2**21
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Of one save.
+    """Plan of one save; E streams.
 
-    Args:
-      draft: what is known of the generation before it is written.
-      kept: groups of an earlier generation; those that are written again, for they are damaged,
-        among them.
-      again: how many new groups take the place of each of these, by its folder.
-      groups: that are to be written, each with how many rows its streams may get before one of it
-        is lost: first those that take the place of others.
-      group_rows: rows of a group, at most. row_bytes: of one. num_bytes: that are written.
+    Attributes:
+      draft: The manifest, without what is known only after writing: seals and groups.
+      kept: Reused groups of an earlier checkpoint, including the damaged ones in `again`.
+      again: Number of new groups that replace each damaged group, by the damaged group's folder.
+      groups: Groups to write, each with the number of rows that its streams may get before one of
+        its rows is overwritten. Groups that replace damaged ones come first.
+      end: int64[E], number of each stream's newest row, plus 1.
+      group_rows: Largest number of rows of a group.
+      row_bytes: Bytes of a row.
+      num_bytes: Bytes to write.
     """
 
     draft: Manifest
     kept: list[Group]
     again: dict[str, int]
     groups: Iterator[tuple[int, Group]]
-    end: np.ndarray  # int64[E]: one more than the number of each stream's newest row
+    end: np.ndarray
     group_rows: int
     row_bytes: int
     num_bytes: int
 
     def manifest(self, written: list[Group], seals: Seals) -> Manifest:
-        """The generation, once its groups are written, in the order of the plan."""
+        """Return the complete manifest.
+
+        Args:
+          written: The new groups, in the order of the plan.
+          seals: Seals of all arrays but the rows'.
+        """
         new = iter(written)
         groups = [
             itertools.islice(new, self.again[group.folder])
@@ -71,13 +78,15 @@ def planned(
     group_bytes: int,
     damaged: dict[str, str],
 ) -> Plan:
-    """The plan of a save.
+    """Plan a save.
 
     Args:
-      store: where `base` lies, the generation that the state may go on from.
-      damaged: a problem of each damaged group, by its folder: they are written again. Those that
-        are found here are added.
-      folder: of the new generation. group_bytes: of a group, at most.
+      store: The store that has `base`.
+      base: Manifest of the checkpoint that the state may continue, or None.
+      folder: Name of the new checkpoint's folder.
+      group_bytes: Largest number of bytes of a group.
+      damaged: A problem of each damaged group, by its folder; these are written again. Damage that
+        is found here is added.
     """
     stored, rest = rows.split(state)
     stored_leaves, rest_bytes = (
@@ -128,7 +137,7 @@ def planned(
         draft=draft,
         kept=kept,
         again=dict(zip(again, map(len, cuts), strict=True)),
-        # Oldest first: these are overwritten before any that is newer than all that is kept.
+        # Groups that replace damaged ones come first: their rows are older, and overwritten sooner.
         groups=_numbered(
             itertools.chain(*cuts, cut(saves[-1], group_rows, num_rewritten)), span, length
         ),
@@ -140,8 +149,8 @@ def planned(
 
 
 def _numbered(groups: Iterable[Group], span: Span, length: int) -> Iterator[tuple[int, Group]]:
-    """Groups of several saves with numbers that no two have; and with the distance, as of now, of
-    the row that is lost first."""
+    """Number the groups of several saves consecutively. Yield each with the number of rows that its
+    streams may get before one of its rows is overwritten."""
     for number, group in enumerate(groups):
         low, high = group.range()
         has_rows = low < high

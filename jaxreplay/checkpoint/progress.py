@@ -1,4 +1,4 @@
-"""A bar that shows how far a save or a restore is."""
+"""Progress bars of saves and restores."""
 
 import functools
 import sys
@@ -9,8 +9,11 @@ from tqdm import tqdm
 
 
 def bars(is_shown: bool | None) -> Callable[..., "tqdm[Any]"]:
-    """A function of a title, a total and a unit that makes one. `is_shown`: None: if this is a
-    terminal."""
+    """Return a function of a title, a total and a unit that makes a progress bar.
+
+    Args:
+      is_shown: Whether to show the bar, or None to show it only if stderr is a terminal.
+    """
     return functools.partial(_bar, None if is_shown is None else not is_shown)
 
 

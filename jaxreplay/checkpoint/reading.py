@@ -1,5 +1,5 @@
-"""Which generation is restored: the newest that is whole or, where that is wanted, the newest of
-which something can be salvaged."""
+"""Choose the checkpoint to restore: the newest intact one or, for a partial restore, the newest
+readable one."""
 
 import warnings
 from collections.abc import Callable
@@ -18,6 +18,8 @@ from jaxreplay.checkpoint.salvage import MissingRows
 
 
 class Restored(NamedTuple):
+    """A restored state, its checkpoint's manifest, and the rows that were lost."""
+
     state: Any
     manifest: Manifest
     lost: list[MissingRows]
@@ -34,16 +36,20 @@ def restored(
     sharding: Any,
     bar: Callable[..., Any],
 ) -> Restored:
-    """As of `Checkpointer.restore`. `bar`: makes a progress bar of a title and a number of
-    bytes."""
+    """Restore a state; the arguments from `buffer` to `sharding` are those of
+    `Checkpointer.restore`.
+
+    Args:
+      bar: Makes a progress bar from a title and a number of bytes.
+    """
     while True:
         found, problems = generations.read()
         for manifest in found:
             if step is None or manifest.step == step:
                 with (
                     defer_interrupts()
-                    # while JAX compares buffers, it takes an interrupt for an error of theirs:
-                    # here, and in `restoring`
+                    # JAX would report an interrupt during its comparison of buffers as an error of
+                    # the buffers, here and in `restoring`
                 ):
                     before, num_bytes = (
                         check_fits(manifest, buffer, example, resize, problems),
@@ -64,7 +70,7 @@ def restored(
                         state = reading.state(buffer, before, example, sharding, set(damaged))
                 except CorruptCheckpointError as error:
                     if manifest.folder not in {one.folder for one in generations.read()[0]}:
-                        break  # another process has deleted it meanwhile, for newer ones
+                        break  # another process has deleted it meanwhile: read again
                     problems.append(f"step {manifest.step}: {error}")
                     continue
                 lost = reading.holes.lost(np.asarray(manifest.end))
@@ -74,17 +80,17 @@ def restored(
                         sum(manifest.end) - sum(manifest.first),
                     )
                     problems += [
-                        f"{count:,} of its {total:,} rows, which are lost:",
+                        f"{count:,} of its {total:,} rows are lost:",
                         *damaged.values(),
                     ]
                 if problems:
                     lines = [
-                        f"restore: step {manifest.step} was read, since this is broken:",
+                        f"restore: step {manifest.step} was restored; this is damaged:",
                         *problems,
                     ]
                     warnings.warn("\n  ".join(lines), stacklevel=3)
                 return Restored(state, manifest, lost)
-        # else there are others by now
+        # otherwise other checkpoints exist by now: try these
         if [one.folder for one in generations.read()[0]] == [one.folder for one in found]:
             break
     if problems:
@@ -98,6 +104,6 @@ def restored(
             "\n  ".join([f"restore: {what} under {store.name} can be restored{others}:", *problems])
         )
     raise FileNotFoundError(
-        f"restore: there is no generation{'' if step is None else f' of step {step}'} under "
+        f"restore: there is no checkpoint{'' if step is None else f' of step {step}'} under "
         f"{store.name}"
     )

@@ -1,11 +1,11 @@
-"""The state of a buffer for one of another capacity: the newest rows of each stream that fit, and
-all that belongs to them.
+"""Resize: convert a state to another capacity. Each stream (an env's ring of rows) keeps its newest
+rows that fit, and everything that belongs to them.
 
-A row keeps its number in its stream, and lies at the remainder of the number by the length. So what
-counts candidates or ages stays as it is: candidate numbers, a queue's next row, what waits for its
-window. What is kept by places is made anew: the episode table is told of the rows once more, the
-oldest first, and a sampler is told what it had for each of them (`Sampler.put_per_row`). All of it
-goes in blocks, so that nothing is as large as the buffer but its new state.
+A row keeps its number in its stream, and its position is the number modulo the length. So all that
+counts candidates or ages is unchanged: candidate numbers, a queue's next row, pending rows. What is
+kept per position is rebuilt: the episode table is written again from the rows, oldest first, and
+the sampler gets back its values per row (`Sampler.put_per_row`). This happens in blocks, so that
+only the new state is as large as the buffer.
 """
 
 import functools
@@ -20,15 +20,17 @@ from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.sampleable import ReplayState, Sampleable, count_expired
 from jaxreplay.storage.streams import Streams, Written, of_stream
 
-_BLOCK = 2**13  # rows that the episode table, or a sampler, is told of at a time
+_BLOCK = 2**13  # rows that the episode table or a sampler gets at a time
 
 
 def with_heads(after: Layout, streams: Streams, num_lost: np.ndarray) -> Streams:
-    """Move the heads of streams to another layout; the rows are to follow. On the host, where there
-    are 64 bits.
+    """Move the heads of streams to another layout; the rows are moved later. This runs on the host,
+    which has 64-bit integers.
 
     Args:
-      num_lost: int64[E], rows of each stream that are not there any more.
+      after: The new layout.
+      streams: Streams with the old layout.
+      num_lost: int64[E], number of lost rows of each stream.
     """
     heads = streams.heads
     end = np.asarray(heads.lap).astype(np.int64) * streams.layout.length + np.asarray(
@@ -40,8 +42,8 @@ def with_heads(after: Layout, streams: Streams, num_lost: np.ndarray) -> Streams
 
 
 def parted(before: Any, old: ReplayState) -> tuple[ReplayState, dict[str, Any]]:
-    """Divide a state of `before` into what `resized` takes, and what its sampler keeps for each
-    row. Both may be of shapes alone."""
+    """Divide a state of the buffer `before` into what `resized` takes, and its sampler's values per
+    row, by name. The leaves may be shapes."""
     per_row = before.sampler.per_row(old.sampler)
     return old.replace(
         sampler=_with(old.sampler, dict.fromkeys(before.sampler.PER_ROW)), episodes=None
@@ -54,19 +56,20 @@ def _with(state: Any, fields: dict[str, Any]) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0)
 def resized(after: Any, old: ReplayState, streams: Streams) -> ReplayState:
-    """Return a resized state without its rows, which have `None` in their place. What the sampler
-    keeps for each row is to be `moved`.
+    """Return a resized state whose rows are None. The sampler's values per row are still missing:
+    `moved` sets them.
 
     Args:
-      after: the buffer with another capacity.
-      old: its rows are not read. streams: `with_heads`, and the rows in their places.
+      after: The buffer with the new capacity.
+      old: The old state, from `parted`. Its rows are not read.
+      streams: The result of `with_heads`, with the rows in their places.
     """
     fresh = after.sampler.init(streams.layout)
     sampler = _with(old.sampler, {name: getattr(fresh, name) for name in after.sampler.PER_ROW})
     if jax.tree.map(jnp.shape, sampler) != jax.tree.map(jnp.shape, fresh):
         raise NotImplementedError(
-            f"{type(after.sampler).__name__} keeps something for each row, which must be named in "
-            "PER_ROW"
+            f"{type(after.sampler).__name__} keeps values per row: name these fields of its state "
+            "in PER_ROW"
         )
     return old.replace(
         streams=streams.replace(steps=None, flags=None, candidate_number=None),
@@ -90,21 +93,26 @@ def moved(
     values: jax.Array,
     holes: tuple[jax.Array, jax.Array],
 ) -> Any:
-    """Put what a sampler had for some rows before into its state, which is donated: of its leaf
-    `name`, the places from `start` on.
+    """Put old values per row into a sampler's new state.
 
     Args:
-      after: the buffer with another capacity.
-      old: the heads of then. state: as it is now, with its rows, and without a sampler. values:
-        `[K]`.
-      holes: the age of the newest row, and the number of rows, of runs of rows that are lost:
-        int32[E, H] each.
+      after: The buffer with the new capacity.
+      old: The old streams' heads.
+      sampler: The sampler's new state. Donated.
+      state: The new state, with its rows and without a sampler.
+      name: Name of the values, as in `Sampler.per_row`.
+      start: int32[], old place (position * E + env) of the first value.
+      values: [K], old values of consecutive places.
+      holes: Age of the newest row, and number of rows, of each run of lost rows: int32[E, H] each.
+
+    Returns:
+      The sampler's state.
     """
     members = Sampleable.of(state)
     size = min(_BLOCK, len(values))
 
     def tell(nth: jax.Array, sampler: Any) -> Any:
-        # the last block begins earlier, and says some of it again
+        # the last block begins earlier, and puts some values again
         first = jnp.minimum(nth * size, len(values) - size)
         place = jnp.minimum(start + first + ring.arange(size), old.layout.capacity)
         row = _row_now(old, state.streams, place, holes)
@@ -118,8 +126,8 @@ def moved(
 def _row_now(
     old: Streams, streams: Streams, place: jax.Array, holes: tuple[jax.Array, jax.Array]
 ) -> jax.Array:
-    """Which rows those at places, by time, then env, are now: int32[K]; the new capacity for those
-    that are gone, or were none."""
+    """Return the new rows of old places, int32[K]: the new capacity for a place without a row, and
+    for a row that is not kept. A place is position * E + env."""
     before, after = old.layout, streams.layout
     is_place = place < before.capacity
     time, env = ring.split(jnp.where(is_place, place, 0), before.num_envs)
@@ -133,13 +141,13 @@ def _row_now(
 
 
 def _episodes(streams: Streams) -> episodes.EpisodeState:
-    """The table that a buffer has which was told of the stored rows alone."""
+    """Return the episode table of the stored rows."""
     layout = streams.layout
     size = max(1, min(_BLOCK // layout.num_envs, layout.length))
     num_blocks = -(-layout.length // size)
 
     def tell(nth: jax.Array, table: episodes.EpisodeState) -> episodes.EpisodeState:
-        newer = (num_blocks - 1 - nth) * size  # rows of later blocks
+        newer = (num_blocks - 1 - nth) * size  # number of rows in later blocks
         age = jnp.broadcast_to(size - 1 - ring.arange(size)[:, None], (size, layout.num_envs))
         is_written = newer + age < streams.filled
         position = layout.wrap(streams.head - 1 - jnp.minimum(newer + age, layout.length - 1))

@@ -1,5 +1,5 @@
-"""A state from what a generation holds, filled in place: beside the state there are never more than
-a few chunks."""
+"""Read a checkpoint into a new state, which is filled in place: besides the state this takes only a
+few chunks of memory."""
 
 import functools
 import math
@@ -24,15 +24,17 @@ from jaxreplay.checkpoint.zarr_arrays import Array
 from jaxreplay.storage import platforms
 from jaxreplay.storage.stored_arrays import is_plain
 
-# that read large chunks; with more they wait for each other, as they do where they read small ones
+# Threads that read large chunks. More of them, or threads for small chunks, wait for each other.
 _THREADS = 2
 
 
 class Reading:
-    """Reads a generation into a new state.
+    """Read a checkpoint into a new state.
 
     Args:
-      progress: called with the bytes that were read.
+      store: The store to read from.
+      manifest: The checkpoint's manifest.
+      progress: Called with the number of bytes read.
     """
 
     def __init__(self, store: Files, manifest: Manifest, progress: Callable[[int], Any]):
@@ -42,15 +44,18 @@ class Reading:
     def state(
         self, buffer: Any, before: Any, example: Any, sharding: Any, damaged: set[str]
     ) -> Any:
-        """A new state of a buffer. Of which rows are left out, `holes` tells then.
+        """Return a new state, and set `holes` to the rows that are left out.
 
         Args:
-          before: the buffer that the generation is of: as `buffer`, or of another capacity.
-            sharding: None, or as `out_shardings`.
-          damaged: the folders of groups that are not read; what they have is lost.
+          buffer: The buffer to restore for.
+          before: The buffer that was saved. Only its capacity and platform may differ from
+            `buffer`.
+          example: One env's step, or an item.
+          sharding: Placement of the leaves, as `out_shardings`, or None.
+          damaged: Folders of damaged groups. They are not read, and their rows are lost.
 
         Raises:
-          CorruptCheckpointError: an array is missing, or not as it was written; it is named.
+          CorruptCheckpointError: A file is missing or damaged; the error names it.
         """
         old = None
         with defer_interrupts():
@@ -60,7 +65,7 @@ class Reading:
                 before.capacity != buffer.capacity or before.platform != buffer.platform or damaged
             ):
                 old = resize.parted(before, rows.split(jax.eval_shape(before.init, example))[1])
-                # A sampler that cannot move what it has says so before anything is read.
+                # A sampler that cannot be resized raises its error before anything is read.
                 jax.eval_shape(functools.partial(resize.resized, buffer), old[0], shape.streams)
             stored, rest = self._begun(buffer, example, sharding)
         if old is None:
@@ -83,11 +88,14 @@ class Reading:
         specs: Any,
         damaged: set[str],
     ) -> Any:
-        """Rows, and the rest, of a buffer of another capacity, or without the rows that are
-        damaged.
+        """Restore into another capacity or platform, or without damaged rows.
 
         Args:
-          old: the rest as it was, but for what the sampler has of each row: `by_place`, its shapes.
+          old: The saved rest, without the sampler's values per row.
+          by_place: Shapes of the sampler's values per row, by name.
+
+        Returns:
+          The rows, and the rest.
         """
         if damaged:
             read_flags = functools.partial(flags_of, self._store, self._manifest)
@@ -118,7 +126,7 @@ class Reading:
         return stored, rest.replace(sampler=sampler)
 
     def _begun(self, buffer: Any, example: Any, sharding: Any) -> tuple[Any, Any]:
-        """Rows that are to be filled, and what the rest is like."""
+        """Return rows to be filled, and the shapes of the rest."""
         if sharding is None and platforms.default_device().platform == "cpu":
             memory.check_fits("restore", buffer.memory(example))
             stored, rest = rows.split(jax.eval_shape(buffer.init, example))
@@ -133,7 +141,7 @@ class Reading:
         return stored, jax.tree.map(_spec, rest)
 
     def _rest(self, specs: Any) -> Any:
-        """All but the rows."""
+        """Read everything but the rows."""
         return jax.tree.unflatten(
             jax.tree.structure(specs), [self._leaf(name, spec) for name, spec in named(specs)]
         )
@@ -154,8 +162,8 @@ class Reading:
     def _pieces(
         self, name: str, leaf: Any, place: np.ndarray | None = None
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """What is written of a leaf, read into its `place` if that is given, a chunk at a time,
-        each with its first index."""
+        """Read a leaf chunk by chunk, into its memory `place` if that is given; yield each chunk's
+        first index and its values."""
         array = self._array(name, leaf)
         for number in range(len(array)):
             start = number * array.chunk_rows
@@ -180,12 +188,12 @@ class Reading:
         )
 
     def _rows(self, stored: Any, specs: Any, length: int) -> Any:
-        """New rows, which are donated, with those that are read."""
+        """Read all rows into `stored`, new rows, which are donated."""
         described = named(specs)
         found = named(stored) if is_plain(stored) else []
         places = [place for _, leaf in found if (place := rows.memory_of(leaf)) is not None]
         is_here = len(places) == len(described)
-        # of others, what is under way takes memory
+        # if rows are not read in place, each group that is being read takes memory
         at_once = _THREADS + (is_here and not self._store.is_far)
         ahead = Ahead(self._store, self._manifest, specs, length, self.holes)
         try:
@@ -208,7 +216,7 @@ class Reading:
             ahead.close()
         if missing:
             raise CorruptCheckpointError(
-                f"{missing:,} rows of the generation are in none of its groups"
+                f"{missing:,} rows of the checkpoint are in none of its groups"
             )
         if is_here:
             ahead.clear_others(places)

@@ -1,8 +1,7 @@
-"""Reuse of an earlier generation's groups: rows that a state has in common with it are not written
-again.
+"""Reuse of an earlier checkpoint's groups: rows that it shares with a state are not written again.
 
-Rows are compared, so that it does not matter how the state came by them. A state that went back,
-and on another way, has other rows from the fork on.
+The rows themselves are compared, so the state's history does not matter. If a state was rewound and
+continued differently, its rows differ from there on.
 """
 
 import itertools
@@ -27,23 +26,27 @@ def kept_of(
     group_rows: int,
     damaged: dict[str, str],
 ) -> tuple[np.ndarray, list[Group]]:
-    """Divide a state's rows into those to be written and those that an earlier generation has.
+    """Divide a state's rows into those to be written and those that an earlier checkpoint has.
 
-    Groups are compared with the state from the oldest on; rows from the first one that differs are
-    written. The newest groups are written again with what is new while they are no larger: so there
-    are never many small ones. So are the newest rows of each stream, which may be other ones by
-    now.
+    Groups are compared with the state, oldest first. From the first group that differs on, rows are
+    written. Each stream's newest rows may have changed since, and are written again. The newest
+    groups are written again with the new rows while they have no more rows than these, and than
+    half of `group_rows`: small groups stay few.
 
     Args:
-      store: the files of the generation. base: that generation.
-      span: the rows that the state holds. group_rows: the largest number of rows of a group.
-      damaged: a problem of each damaged group, by its folder; those that are found here are added.
+      store: The earlier checkpoint's files.
+      base: The earlier checkpoint.
+      state: The state.
+      span: The rows that the state holds.
+      group_rows: The largest number of rows in a group.
+      damaged: The problem of each damaged group, by folder. Damaged groups that are found here are
+        added.
 
     Returns:
-      the number from which on each stream's rows are to be written, int64[E]; the groups that have
-        the rows before.
+      The first number of each stream's rows to be written, int64[E], and the groups that have the
+      rows before it.
     """
-    if (span.first < base.first).any():  # it has rows that the generation never had
+    if (span.first < base.first).any():  # the state has older rows than the checkpoint
         return span.first, []
     since, kept = np.clip(np.array(base.end) - rows.num_rewritten(state), span.first, span.end), []
     same = list(
@@ -66,7 +69,7 @@ def kept_of(
 
 
 def held_of(group: Group, span: Span, folder: str, length: int) -> Save:
-    """Select the rows of a group that are still held, to be written again in its place."""
+    """Return the save that writes a group's rows again, as far as the state still holds them."""
     low, high = group.range()
     first = np.maximum(low, span.first)
     return Save(folder, length, first, np.maximum(high, first))
@@ -75,11 +78,10 @@ def held_of(group: Group, span: Span, folder: str, length: int) -> Save:
 def _has(
     store: Files, state: ReplayState, group: Group, span: Span, damaged: dict[str, str]
 ) -> bool:
-    """Return True if a state has the rows of a group that lie in `span`, and none of its rows lies
-    after that.
+    """Return True if the state has the group's rows that lie in `span`, and none lies after `span`.
 
-    A whole group is compared by its fingerprint; one with rows before `span` by its files. A
-    damaged group counts as the same: it is written again from the state.
+    A group whose rows all lie in `span` is compared by its fingerprint, one with rows before `span`
+    by its files. A damaged group counts as equal: it is written again from the state.
     """
     low, high = group.range()
     if ((low < high) & (high > span.end)).any():
@@ -91,7 +93,7 @@ def _has(
     if is_held.all():
         return int(fingerprint.of_rows(state, picked)) == group.fingerprint
     index = rows.rows_at(Picked(picked.env[is_held], picked.number[is_held]), state.layout.length)
-    # few programs are compiled
+    # padded, so that few programs are compiled
     own, _ = rows.read(state, pow2.padded(index, pow2.power_above(len(is_held)), index[-1]))
     try:
         for name, leaf in named(own):

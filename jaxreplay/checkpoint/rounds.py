@@ -1,31 +1,30 @@
-"""What saves look at of older ones: damage to a group that generations share is found while its
-rows are still here."""
+"""Checks of older groups at each save: damage to a group that checkpoints share is found while the
+buffer still has its rows."""
 
 from jaxreplay.checkpoint import verifying
 from jaxreplay.checkpoint.files import Files
 from jaxreplay.checkpoint.planning import Plan
 
 _LITTLE = 8 * 2**20  # bytes that any save may read
-_SAVES = 4  # after which a larger group is looked at, however little they wrote
+_SAVES = 4  # saves after which a larger group is checked, even if they wrote little
 
 
 class Rounds:
-    """Whether groups that a new generation shares with older ones are still as they were written:
-    one at a save, all in turn.
+    """Check of the groups that a new checkpoint shares with older ones: one at a save, in turn.
 
-    A large one waits until as much was written as it has, or for the fourth save, so that a small
-    save does not read it each time.
+    A large group waits until as many bytes were written as it has, or for the fourth save. So small
+    saves do not read large groups each time.
     """
 
     def __init__(self, store: Files):
         self._store = store
-        # folders of groups; one that was looked at, or is new, comes last
+        # folders of groups; a checked or new group goes to the end
         self._turns: list[str] = []
-        self._num_saves = self._num_bytes = 0  # since one was
+        self._num_saves = self._num_bytes = 0  # since the last check
 
     def look(self, plan: Plan) -> dict[str, str]:
-        """What is wrong with a group, by its folder; nothing, where it is whole, or none is read
-        now."""
+        """Return the problem of a damaged group, by its folder: empty if the checked group is
+        intact or no group is due."""
         groups = {group.folder: group for group in plan.kept if group.folder not in plan.again}
         if not groups:
             return {}

@@ -1,10 +1,9 @@
-"""Which rows a state holds, in the order in which they came, and how they are copied out of it and
-into another.
+"""Rows of a state, in the order in which they were added, and copies out of a state and into one.
 
-A row is written once, and then overwritten. So a save takes only the rows that came since the last
-one, and whatever takes long may still read a row after others came, until the ring has gone round.
-Each row has a number in its stream: it counts on when the head goes round, so that the ring
-position is the number modulo the length.
+A row does not change until it is overwritten. So a save writes only the rows since the last save,
+and may still read a row after later adds, until the ring wraps around. Each row has a number in its
+stream that keeps counting when the head wraps around: the ring position is the number modulo the
+length.
 """
 
 import ctypes
@@ -22,26 +21,25 @@ from jaxreplay._util.names import named
 from jaxreplay.storage import ring, stored_arrays
 from jaxreplay.storage.sampleable import ReplayState
 
-_RUN = 2**15  # bytes in a row from which on a call to the system of their own is faster than a copy
+_RUN = 2**15  # contiguous bytes from which on a system call of their own is faster than a copy
 
 
 class Span(NamedTuple):
-    """The rows of each of E streams that a state holds: the numbers from `first` to before `end`,
-    int64[E]."""
+    """Rows of each of E streams that a state holds: the numbers `first` to `end - 1`, int64[E]."""
 
     first: np.ndarray
     end: np.ndarray
 
 
 class Picked(NamedTuple):
-    """Some rows, int64[K] each: their streams, and their numbers there."""
+    """Selected rows: their streams, and their numbers there, int64[K] each."""
 
     env: np.ndarray
     number: np.ndarray
 
 
 def split(state: Any) -> tuple[Any, Any]:
-    """The rows, which do not change once they are written, and everything else. Only a
+    """Split a state into its rows, which do not change once written, and the rest. Only a
     `ReplayState` has rows."""
     if not isinstance(state, ReplayState):
         return {}, state
@@ -57,8 +55,8 @@ def split(state: Any) -> tuple[Any, Any]:
 
 
 def specs_of(shape: Any) -> Any:
-    """Of the rows of a state, or of the shapes of one: their plain form, which is the same on every
-    platform (`storage/stored_arrays.py`)."""
+    """Return the shapes and dtypes of a state's rows in their plain form, which is the same on
+    every platform (`storage/stored_arrays.py`)."""
     stored, _ = split(shape)
     return stored and {**stored, "steps": stored_arrays.plain_specs(stored["steps"])}
 
@@ -68,19 +66,19 @@ def join(rows: Any, rest: Any) -> Any:
 
 
 def ends_of(heads: Any, length: int) -> np.ndarray:
-    """The number of the next row of each stream, int64[E]. `heads`: `heads_of` a state."""
+    """Return the number of the next row of each stream, int64[E]. `heads`: `heads_of(state)`."""
     return np.asarray(heads[1]).astype(np.int64) * length + np.asarray(heads[0])
 
 
 def span_of(heads: Any, length: int) -> Span:
-    """`heads`: `heads_of` a state."""
+    """Return the rows that a state holds. `heads`: `heads_of(state)`."""
     end = ends_of(heads, length)
     return Span(end - np.asarray(heads[2]), end)
 
 
 def num_rewritten(state: ReplayState) -> int:
-    """The newest rows of a stream that may be other ones yet: a step and its final row, which an
-    episode that goes on takes back."""
+    """Count a stream's newest rows that may still change: a step and its final row, which is taken
+    back if the episode continues."""
     return 2 if state.layout.may_take_back else 0
 
 
@@ -94,8 +92,8 @@ def rows_at(picked: Picked, length: int) -> np.ndarray:
 
 
 def long_runs(index: np.ndarray, row_bytes: int) -> list[slice] | None:
-    """Rows in runs of one after another, where these are so long that it is better not to copy them
-    together first; None otherwise."""
+    """Return the runs of consecutive rows if they are so long that reading or writing each run is
+    faster than copying all rows together first, or None."""
     starts = np.flatnonzero(np.diff(index, prepend=-2) != 1)
     if len(index) * row_bytes < _RUN * len(starts):
         return None
@@ -104,21 +102,26 @@ def long_runs(index: np.ndarray, row_bytes: int) -> list[slice] | None:
 
 
 def heads_of(state: ReplayState) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Copies: an array on the host that shares a leaf's memory would make the next add copy that
-    leaf."""
+    """Return copies of the heads. If a host array shared a leaf's memory, the next add would copy
+    that leaf."""
     return copied(_heads(state))
 
 
 @jax.jit
 def read(state: ReplayState, index: jax.Array) -> tuple[Any, Any]:
-    """The rows, which must be in bounds, in their plain form, and the heads as of now."""
+    """Return rows in their plain form, and the current heads. `index`: int32[K], in bounds."""
     rows, _ = split(state)
     return stored_arrays.read_plain(rows, index), _heads(state)
 
 
 def put(rows: Any, index: np.ndarray, values: Any) -> Any:
-    """New rows that nobody else has, with plain values at int32[K]; those past the end are dropped.
-    They are donated."""
+    """Write values in plain form to rows, which are donated, and return the rows.
+
+    Args:
+      rows: The rows of a new state.
+      index: int32[K]. Rows past the end are dropped.
+      values: Leaves [K, ...].
+    """
     size = pow2.power_above(len(index))  # few programs are compiled
     if size > len(index):
         values = jax.tree.map(lambda leaf: np.resize(leaf, (size, *leaf.shape[1:])), values)
@@ -128,10 +131,9 @@ def put(rows: Any, index: np.ndarray, values: Any) -> Any:
 
 
 def memory_of(leaf: jax.Array) -> np.ndarray | None:
-    """The memory of a new array that nobody else has, to be written to; None, where it is not all
-    in this process's memory.
+    """Return a new array's memory, to be written to, or None if it is not on one CPU device.
 
-    By a program, each value would be copied three times.
+    A jitted program would copy each value three times.
     """
     if not _is_here(leaf):
         return None
@@ -144,11 +146,13 @@ def memory_of(leaf: jax.Array) -> np.ndarray | None:
 
 
 def views_of(rows: Any) -> dict[str, np.ndarray] | None:
-    """The memory of a state's rows, by name, to be read; None, where it is not all in this
-    process's, or not plain, or there are none.
+    """Return views of the rows' memory by name, to be read.
 
-    While there is a view, an add copies the leaf. It is of the leaf's only part, and not of the
-    leaf itself, which would keep it.
+    While a view exists, an add copies the leaf. The views are of each leaf's only shard: a leaf
+    would keep a view of itself.
+
+    Returns:
+      The views, or None if the rows are not on one CPU device, not in plain form, or do not exist.
     """
     found = named(rows)
     if (
@@ -166,7 +170,8 @@ def _is_here(leaf: jax.Array) -> bool:
 
 
 def _in_place(function: Any, tree: Any, *arguments: Any) -> Any:
-    """A function of arrays that are donated; what is spread over devices stays so."""
+    """Call a function that consumes its first argument's memory. Leaves on several devices keep
+    their sharding."""
     shardings = [
         leaf.sharding if len(leaf.sharding.device_set) > 1 else None
         for leaf in jax.tree.leaves(tree)
@@ -182,18 +187,18 @@ def _jitted(function: Any, structure: Any, shardings: tuple[Any, ...]) -> Any:
 
 
 def _write(rows: Any, index: jax.Array, values: Any) -> Any:
-    """Rows past the end are dropped."""
+    """Write values to rows. Rows past the end are dropped."""
     return stored_arrays.write_plain(rows, index, values)
 
 
 def chunk_rows(leaf: Any, num_bytes: int) -> int:
-    """Rows along the first axis that make up as many bytes, at least 1."""
+    """Return how many rows along the first axis fit in `num_bytes`, at least 1."""
     row_bytes = max(math.prod(leaf.shape[1:]) * np.dtype(leaf.dtype).itemsize, 1)
     return max(1, min(leaf.shape[0] if leaf.shape else 1, num_bytes // row_bytes))
 
 
 def pieces(leaf: jax.Array, num_rows: int) -> Iterator[jax.Array]:
-    """The whole leaf in copies of so many rows; a scalar in one."""
+    """Iterate over copies of `num_rows` rows each of a leaf, or over one copy of a scalar."""
     if not leaf.ndim:
         yield copied(leaf)
         return
@@ -212,8 +217,8 @@ def _piece(leaf: jax.Array, start: jax.Array, size: int) -> jax.Array:
 
 
 def put_piece(leaf: jax.Array, start: int, values: np.ndarray) -> jax.Array:
-    """An array, which is donated, with values from `start` on along its first axis; a scalar
-    with another value."""
+    """Write values from `start` on along an array's first axis, or a scalar's value. The array is
+    donated."""
     return _in_place(_put_piece if leaf.ndim else _put_scalar, leaf, start, values)
 
 

@@ -1,13 +1,18 @@
-"""A generation without the rows that are damaged: what is left of each stream closes up, and is as
-a stream may be.
+"""Partial restore: a checkpoint without its damaged rows.
 
-The last row before a gap ends its episode, as a row does whose truncation is known and whose final
-observation is not: it becomes a final row, and gives up its transition. The first row after the gap
-opens an episode; a final row there, whose step is lost, is left out, too. So no window, stack or
-pair reaches across. Candidate numbers of the older rows go up by what was lost, so that they still
-count the candidates. Where newest rows are lost, those that were waiting for them are left out with
-them. Envs that always step together lose the same rows, since one head is all that they have. Items
-that are read in windows, which have no episodes to end, keep one run of rows: the newest.
+The gaps ("holes") that they leave in each stream (an env's ring of rows) are closed, so that the
+result is a valid stream:
+
+- The last row before a gap ends its episode. It becomes a final row and loses its transition, as
+  after a truncation whose final observation is unknown.
+- The first row after a gap begins an episode. If it is a final row, whose step is lost, it is left
+  out too. So no window, stack or pair reaches across a gap.
+- Candidate numbers of rows older than a gap increase, so that they stay consecutive.
+- If a pending row is lost (one whose window is not complete yet), all pending rows are left out.
+- Envs that always step together share one head, so they lose the same rows.
+- Items that are sampled in windows have no episodes to end, so only the newest run of rows is kept.
+
+E is the number of streams. The age of a row is the number of newer rows in its stream.
 """
 
 import dataclasses
@@ -28,8 +33,15 @@ from jaxreplay.storage.streams import Streams
 
 
 class MissingRows(NamedTuple):
-    """Rows of a stream that are gone: their numbers in it, from the first row that it ever had
-    on."""
+    """Rows of one env that a partial restore left out.
+
+    A row's number counts the rows written for its env, from 0 on, including overwritten ones.
+
+    Attributes:
+      env: Index of the env.
+      first: Number of the oldest of these rows.
+      last: Number of the newest of these rows.
+    """
 
     env: int
     first: int
@@ -38,12 +50,11 @@ class MissingRows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Holes:
-    """What each of E streams has lost, H holes at most, the newest first. An age is the number of
-    rows of the stream that are newer."""
+    """Lost rows of E streams: at most H holes for each stream, newest first."""
 
-    folders: frozenset[str]  # of the groups that are damaged
-    start: np.ndarray  # int64[E, H]: the age of the newest row of each hole
-    size: np.ndarray  # int64[E, H]: its rows; 0 where there is none
+    folders: frozenset[str]  # of the damaged groups
+    start: np.ndarray  # int64[E, H]: age of the newest row of each hole
+    size: np.ndarray  # int64[E, H]: number of rows of each hole; 0 for no hole
 
     @classmethod
     def none(cls, num_envs: int) -> "Holes":
@@ -51,17 +62,24 @@ class Holes:
 
     @property
     def is_newest_lost(self) -> np.ndarray:
-        """Of each stream: bool[E]."""
+        """True for streams whose newest row is lost: bool[E]."""
         return ((self.start == 0) & (self.size > 0)).any(axis=1)
 
     @property
     def num_lost(self) -> np.ndarray:
-        """Rows of each stream: int64[E]."""
+        """Number of lost rows of each stream: int64[E]."""
         return self.size.sum(axis=1)
 
     def age_of(self, env: np.ndarray, age: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The ages that rows have once the holes are closed, int64[K]; and whether they are lost,
-        bool[K]."""
+        """Convert ages of rows to ages after the holes are closed.
+
+        Args:
+          env: int64[K], streams of the rows.
+          age: int64[K], ages of the rows before.
+
+        Returns:
+          Ages after, int64[K]; and whether the rows are lost, bool[K].
+        """
         now, is_lost = age.copy(), np.zeros(age.shape, bool)
         for start, size in zip(self.start.T, self.size.T, strict=True):
             now -= np.where(age >= start[env] + size[env], size[env], 0)
@@ -69,7 +87,11 @@ class Holes:
         return now, is_lost
 
     def lost(self, end: np.ndarray) -> list[MissingRows]:
-        """`end`: int64[E], one more than the number of each stream's newest row."""
+        """List the lost rows by their numbers.
+
+        Args:
+          end: int64[E], number of each stream's newest row, plus 1.
+        """
         found = np.argwhere(self.size > 0).tolist()
         return [
             MissingRows(
@@ -84,18 +106,20 @@ class Holes:
 def holes_of(
     manifest: Manifest, damaged: Iterable[str], buffer: Any, old: ReplayState, flags_of: Any
 ) -> Holes:
-    """What a generation has lost with some of its groups.
+    """Find the rows that a checkpoint has lost with its damaged groups.
 
     Args:
-      damaged: their folders. buffer: the buffer that the generation is of. old: its state, without
-        rows.
-      flags_of: a function of envs and numbers, int64[K], of rows that are not lost, that gives
-        their flags, uint8[K].
+      manifest: The checkpoint's manifest.
+      damaged: Folders of the damaged groups.
+      buffer: The buffer that was saved.
+      old: Its state, without rows.
+      flags_of: Function from envs and numbers of intact rows, int64[K] each, to their flags,
+        uint8[K].
     """
     folders = frozenset(damaged)
     end, first = np.array(manifest.end, np.int64), np.array(manifest.first, np.int64)
     gaps = _gaps(manifest, folders, first, end)
-    if old.layout.lockstep:  # one head for all
+    if old.layout.lockstep:  # one head for all streams
         together = _joined([gap for some in gaps for gap in some])
         gaps = [together] * len(end)
     pending = (
@@ -121,8 +145,10 @@ def holes_of(
 def _gaps(
     manifest: Manifest, folders: frozenset[str], first: np.ndarray, end: np.ndarray
 ) -> list[list[tuple[int, int]]]:
-    """For each stream the ages from which on, and up to which, rows are in no group that is whole;
-    the newest first."""
+    """Return each stream's ranges of ages whose rows are in no intact group, newest first.
+
+    A range (begin, stop) has the ages from `begin` to before `stop`, as in the functions below.
+    """
     gaps: list[list[tuple[int, int]]] = [[] for _ in end]
     reached = end.copy()  # rows from this number on are accounted for
     for group in reversed(manifest.groups):
@@ -143,7 +169,7 @@ def _gaps(
 
 
 def _joined(gaps: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Those that touch made one, in order."""
+    """Sort ranges of ages, and merge those that touch or overlap."""
     made: list[tuple[int, int]] = []
     for begin, stop in sorted(gaps):
         if made and begin <= made[-1][1]:
@@ -154,7 +180,7 @@ def _joined(gaps: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _all_but_the_newest(gaps: list[tuple[int, int]], filled: int) -> list[tuple[int, int]]:
-    """Gaps that leave one run of rows."""
+    """Extend the gaps so that only the newest run of rows is left."""
     newest = gaps[0] if gaps[0][0] else (gaps[1] if len(gaps) > 1 else None)
     return gaps if newest is None else _joined([*gaps, (newest[0], filled)])
 
@@ -162,7 +188,7 @@ def _all_but_the_newest(gaps: list[tuple[int, int]], filled: int) -> list[tuple[
 def _without_lone_tails(
     gaps: list[list[tuple[int, int]]], end: np.ndarray, flags_of: Any, together: bool
 ) -> list[list[tuple[int, int]]]:
-    """Each gap one row longer, where the row after it is a final row."""
+    """Extend each gap by one row if the row after it is a final row."""
     found = [
         (env, number)
         for env, own in enumerate(gaps)
@@ -183,33 +209,32 @@ def _without_lone_tails(
 
 
 class Part(NamedTuple):
-    """A run of rows of one stream that is left, by ages once the holes are closed, and by what
-    candidate numbers were before."""
+    """A run of remaining rows of one stream, between two holes."""
 
     env: int
-    newest: int
-    oldest: int
-    is_cut: bool  # whether rows after it are lost
-    follows: bool  # whether rows before it are lost, and older ones are left
-    first: int  # the candidate number of the oldest row
-    end: int  # that of what would come after the newest one
-    shift: int  # how much its candidate numbers go up, modulo 2^32
+    newest: int  # age of its newest row, after the holes are closed
+    oldest: int  # age of its oldest row, after the holes are closed
+    is_cut: bool  # whether a hole follows its newest row
+    follows: bool  # whether a hole precedes its oldest row, with older rows left
+    first: int  # candidate number of its oldest row, before
+    end: int  # candidate number of the row that would follow its newest one, before
+    shift: int  # by how much its candidate numbers increase, modulo 2^32
 
 
 class CandidateNumbers(NamedTuple):
-    """Of streams whose rows have closed up."""
+    """Candidate numbers of streams whose holes are closed."""
 
     parts: list[Part]
-    end: np.ndarray  # uint32[E]: of the next row of each stream, as before
+    end: np.ndarray  # uint32[E]: candidate number of the next row of each stream, unchanged
 
     def now(self, candidate_number: np.ndarray) -> np.ndarray:
-        """What a candidate number of before is now, or that of the next row that is left:
-        uint32[E].
+        """Convert one old candidate number of each stream to the new one, uint32[E]. That of a lost
+        row becomes that of the next remaining row.
 
         Args:
-          candidate number: uint32[E], such as that of the next row to hand out.
+          candidate_number: uint32[E], for example of the next row to consume.
         """
-        left = np.zeros(len(self.end), np.int64)  # rows from this one on
+        left = np.zeros(len(self.end), np.int64)  # remaining candidates from this number on
         for part in self.parts:
             left[part.env] += min(
                 max(_signed(part.end - int(candidate_number[part.env])), 0),
@@ -219,12 +244,12 @@ class CandidateNumbers(NamedTuple):
 
 
 def closed(state: Streams, holes: Holes) -> tuple[Streams, CandidateNumbers]:
-    """Streams whose rows have closed up, with episodes and candidate numbers that are as they must
-    be.
+    """Return valid streams, with episodes and candidate numbers adjusted to the closed holes.
 
     Args:
-      state: its rows lie where `Holes.age_of` says; `filled` counts those that are left. It is
-        donated.
+      state: Streams whose rows lie at the ages that `Holes.age_of` returns, and whose `filled`
+        counts the remaining rows. Donated.
+      holes: The lost rows.
     """
     layout, has_flags = state.layout, state.flags is not None
     num_envs = layout.num_envs
@@ -243,7 +268,7 @@ def closed(state: Streams, holes: Holes) -> tuple[Streams, CandidateNumbers]:
         else np.ones(len(runs), bool)
     )
     parts: list[Part] = []
-    following: dict[int, int] = {}  # the candidate number that comes after the parts so far, by env
+    following: dict[int, int] = {}  # by env: the candidate number that follows the part
     for number, (env, newest, oldest, is_cut, follows) in enumerate(runs):
         is_candidate = not flags[number] & row_flags.NO_CANDIDATE and (closes[number] or not is_cut)
         first, stop = (
@@ -274,8 +299,8 @@ def closed(state: Streams, holes: Holes) -> tuple[Streams, CandidateNumbers]:
 
 
 def _runs(holes: Holes, env: int, filled: int) -> list[tuple[int, int, bool, bool]]:
-    """Of a stream, the newest first: the ages of the newest and the oldest row, once closed;
-    whether it is cut, and whether it follows."""
+    """Return the runs of remaining rows of a stream, newest first: `newest`, `oldest`, `is_cut` and
+    `follows` of each `Part`."""
     edges, lost = [], 0
     for start, size in zip(holes.start[env].tolist(), holes.size[env].tolist(), strict=True):
         if size:
@@ -289,7 +314,7 @@ def _runs(holes: Holes, env: int, filled: int) -> list[tuple[int, int, bool, boo
 
 
 def _rows_of_ages(layout: Layout, head: np.ndarray, runs: list[Any], which: int) -> np.ndarray:
-    """int32[P]: a row of each run, by the age in its field of that number."""
+    """Return a row of each run, int32[P]: the newest (`which` is 1) or the oldest (2)."""
     env, age = (np.array([run[field] for run in runs], np.int64) for field in (0, which))
     return (env * layout.length + ring.position_of(head[env] - 1 - age, layout.length)).astype(
         np.int32
@@ -299,8 +324,8 @@ def _rows_of_ages(layout: Layout, head: np.ndarray, runs: list[Any], which: int)
 def _at(
     state: Streams, newest: np.ndarray, oldest: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The flags and the candidate number of the newest row of each run, and the candidate number of
-    the oldest one."""
+    """Return flags and candidate numbers of the newest rows of runs, and candidate numbers of the
+    oldest."""
     return tuple(
         np.asarray(leaf) for leaf in _gathered(state.flags, state.candidate_number, newest, oldest)
     )  # type: ignore[return-value]
@@ -309,8 +334,7 @@ def _at(
 def _of_items(
     holes: Holes, end: np.ndarray, runs: list[Any]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same of items, each of which is a candidate, and has its number for its candidate
-    number."""
+    """Return the same for items. Each is a candidate, so its candidate number is its number."""
     env, newest, oldest = (np.array([run[field] for run in runs], np.int64) for field in range(3))
     gone = np.zeros(len(runs), np.int64)  # newer rows that are lost
     lost_before = np.cumsum(holes.size, axis=1) - holes.size
@@ -321,8 +345,8 @@ def _of_items(
 
 
 def _shifts(parts: list[Part], num_envs: int, num_holes: int) -> tuple[np.ndarray, np.ndarray]:
-    """The ages from which on candidate numbers go up, int32[E, H], and by how much: uint32[E, H +
-    1], from the newest rows on."""
+    """Return the ages at which the shift of candidate numbers changes, int32[E, H], and the shifts,
+    uint32[E, H + 1], from the newest rows on."""
     edges, shift = (
         np.full((num_envs, num_holes), np.iinfo(np.int32).max, np.int32),
         np.zeros((num_envs, num_holes + 1), np.uint32),
@@ -337,7 +361,7 @@ def _shifts(parts: list[Part], num_envs: int, num_holes: int) -> tuple[np.ndarra
 
 
 def _signed(difference: int) -> int:
-    """Of two candidate numbers, which are modulo 2^32."""
+    """Return the signed difference of two candidate numbers, which are modulo 2^32."""
     return (difference + 2**31 & 0xFFFFFFFF) - 2**31
 
 
@@ -353,8 +377,15 @@ def _gathered(
 def _patched(
     state: Streams, final_rows: jax.Array, firsts: jax.Array, edges: jax.Array, shift: jax.Array
 ) -> Streams:
-    """Rows int32[P] that become final rows, and that open episodes; the capacity for none. `edges`,
-    `shift`: of `_shifts`."""
+    """Set flags and candidate numbers of rows next to holes.
+
+    Args:
+      state: Donated.
+      final_rows: int32[P], rows that become final rows; the capacity for none.
+      firsts: int32[P], rows that begin episodes; the capacity for none.
+      edges: int32[E, H], from `_shifts`.
+      shift: uint32[E, H + 1], from `_shifts`.
+    """
     assert state.flags is not None
     assert state.candidate_number is not None
     flags = state.flags

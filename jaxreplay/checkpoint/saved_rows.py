@@ -1,5 +1,4 @@
-"""Rows of a generation by their place in the order in which they came, whatever groups they are
-in."""
+"""Access to a checkpoint's rows by their place in the order of adding, across groups."""
 
 from typing import Any
 
@@ -12,12 +11,16 @@ from jaxreplay.checkpoint.zarr_arrays import array_of, described
 
 
 class RowReader:
-    """Finds each row that a generation holds: stream after stream, the oldest of each first. Eight
-    bytes of memory a row.
+    """Reader of a checkpoint's rows by index: stream after stream, each stream's oldest row first.
+
+    It takes eight bytes of memory for each row.
+
+    Args:
+      store: The checkpoint's files.
+      manifest: The checkpoint's manifest.
 
     Raises:
-      CorruptCheckpointError: a row is in no group, or an array is missing, or not as it was
-        written.
+      CorruptCheckpointError: A row is in no group, or an array is missing or damaged.
     """
 
     def __init__(self, store: Files, manifest: Manifest):
@@ -26,14 +29,15 @@ class RowReader:
             np.asarray(numbers, np.int64) for numbers in (manifest.first, manifest.end)
         )
         self.num_rows = int((self.end - self.first).sum())
-        # int64[E]: of each stream's first row
+        # int64[E]: the index of each stream's first row
         self._offset = np.cumsum(self.end - self.first) - (self.end - self.first)
-        for group in manifest.groups:  # so much memory is right, where all of them are there
+        # a forged manifest could ask for any amount of memory: first check that its groups exist
+        for group in manifest.groups:
             for leaf in group.leaves[:1]:
                 described(store, array_name("rows", group.folder, leaf), group.seals[leaf])
         missing = self.num_rows - int(manifest.groups.num_rows().sum())
         if missing <= 0:
-            # the number of the group, from 1 on
+            # each row's group, counted from 1, and its place there
             self._group, self._place = np.zeros((2, self.num_rows), np.int32)
             for at, group in enumerate(manifest.groups, 1):
                 env, number = group.rows()
@@ -43,11 +47,18 @@ class RowReader:
             missing = int((self._group == 0).sum())
         if missing > 0:
             raise CorruptCheckpointError(
-                f"{missing:,} rows of the generation are in none of its groups"
+                f"{missing:,} rows of the checkpoint are in none of its groups"
             )
 
     def read(self, name: str, shape: tuple[int, ...], dtype: Any, rows: np.ndarray) -> np.ndarray:
-        """Values of rows int64[K]: `[K, *shape]`. `name`: of the leaf's array."""
+        """Read values of one leaf: `[K, *shape]`.
+
+        Args:
+          name: The leaf's name.
+          shape: The shape of a row.
+          dtype: The leaf's dtype.
+          rows: int64[K], the rows' indices.
+        """
         values = np.zeros((len(rows), *shape), dtype)
         if values.size:
             for at, chosen in self.by_group(rows):
@@ -56,7 +67,11 @@ class RowReader:
         return values
 
     def by_group(self, rows: np.ndarray) -> list[tuple[int, np.ndarray]]:
-        """The groups that rows int64[K] are in, and for each which of the rows: int64[...]."""
+        """Return the groups that have rows, and each one's positions in `rows`, int64[...].
+
+        Args:
+          rows: int64[K], the rows' indices.
+        """
         if not len(rows):
             return []
         order = np.argsort(self._group[rows], kind="stable")

@@ -1,5 +1,5 @@
-"""One save under way: rows are copied out of the state, a group at a time, or left there, and
-threads write them."""
+"""A running save: rows are copied from the state group by group, or read in place, and threads
+write them."""
 
 import atexit
 import queue
@@ -23,19 +23,22 @@ from jaxreplay.checkpoint.trim import Trimmer
 
 
 class Saving:
-    """Copies in the caller's thread, and writes in its own: two, since one alone does not keep a
-    disk busy.
+    """A running save. It copies in the caller's thread and writes in two of its own, since one
+    alone does not keep a disk busy.
 
     Args:
-      store: where to. plan: what is written.
-      rest: everything but the rows; dropped when it is written. is_own: whether nobody else has it,
-        so that no `advance` waits for that.
-      chunk_bytes: of an array's chunk, at most. level: of the compression.
-      places: the memory of the rows, by name, where nobody writes to it until the save is there:
-        none is copied; None: as of each state.
-      check: called in a thread while the disk takes the last of it. commit: called in one when all
-        is written, with the groups, and the seals of the rest's arrays.
-      progress: called in a thread, in one at a time, with the bytes that were written.
+      store: The store to write to.
+      plan: The rows to write.
+      rest: Everything but the rows; dropped as soon as it is written.
+      is_own: Whether `rest` is a copy. If not, `advance` waits until `rest` is written.
+      chunk_bytes: Largest number of bytes of an array's chunk.
+      level: Level of zstd compression, or None.
+      places: Memory of the rows, by name, if it does not change until the save is complete; the
+        rows are then read in place. None to copy them from the states that are passed.
+      check: Called in a thread after the last write, while the disk still syncs.
+      commit: Called in a thread when all is written, with the groups and the seals of the arrays of
+        `rest`.
+      progress: Called with the number of bytes written, by one thread at a time.
     """
 
     def __init__(
@@ -62,14 +65,14 @@ class Saving:
         self._group_rows, self._chunk_bytes, self._level = plan.group_rows, chunk_bytes, level
         self._places, self._check, self._commit, self._progress = places, check, commit, progress
         self._copied: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._room = threading.Semaphore(1)  # for one group that waits to be written
-        self._num_announced = 0  # rows that a stream may have got since
+        self._room = threading.Semaphore(1)  # one group may wait to be written
+        self._num_announced = 0  # rows that a stream may have got since the save began
         self._is_own = is_own
-        self._groups: dict[int, Group] = {}  # that are written, by number
+        self._groups: dict[int, Group] = {}  # groups that are written, by number
         self._trim = Trimmer()
-        self._lock = threading.Lock()  # for what is told of progress
-        self._is_rest_written = threading.Event()  # or given up
-        # folders that are written, and may not be on the disk yet
+        self._lock = threading.Lock()  # around calls of `progress`
+        self._is_rest_written = threading.Event()  # or the save has failed
+        # folders that are written, but perhaps not on the disk yet
         self._to_sync: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._sync_room = threading.Semaphore(2)
         self._error: BaseException | None = None
@@ -84,7 +87,7 @@ class Saving:
         try:
             for thread in (self._syncer, self._helper, self._thread):
                 thread.start()
-        except BaseException:  # those that have begun end
+        except BaseException:  # end the threads that have started
             self._give_up()
             self._to_sync.put(None)
             raise
@@ -98,12 +101,12 @@ class Saving:
 
     @property
     def is_copied(self) -> bool:
-        """Whether the state is not needed any more."""
+        """True if the save needs no more of the state."""
         return self._next is None and (self._is_own or self._is_rest_written.is_set())
 
     def advance(self, state: Any, num_rows: int) -> None:
-        """Copy a group, if there is room for one, and whatever is lost when `num_rows` more are
-        added to each stream."""
+        """Copy a group if there is room for one, and all rows that are overwritten when `num_rows`
+        more are added to each stream."""
         if not self._is_own:
             self._is_rest_written.wait()
         self._num_announced += num_rows
@@ -114,30 +117,29 @@ class Saving:
             self._copy(state)
 
     def finish(self, state: Any) -> None:
-        """Copy what is left, and wait until it is written."""
+        """Copy the remaining rows, and wait until all is written."""
         while self._next is not None:
             self._room.acquire()
             self._copy(state)
         self.join()
 
     def join(self) -> None:
-        """Wait for the thread, which must have everything, and raise what it raised."""
+        """Wait for the threads, after all rows are copied, and raise the save's error."""
         self._thread.join()
         atexit.unregister(self._at_exit)
         self._raise_error()
 
     def abandon(self) -> None:
-        """Nothing of it will be there. The threads end, also if an interrupt ends the wait for
-        them."""
+        """Cancel the save, and wait for its threads. They end even if the wait is interrupted."""
         self._give_up()
         self._thread.join()
         atexit.unregister(self._at_exit)
 
     def _give_up(self) -> None:
         with defer_interrupts():
-            self._error = self._error or RuntimeError("the save was given up")
+            self._error = self._error or RuntimeError("the save was cancelled")
             self._next = None
-            self._copied.put(None)  # one too many does no harm
+            self._copied.put(None)  # a second None does no harm
 
     def _at_exit(self) -> None:
         is_copied = self.is_copied
@@ -146,8 +148,8 @@ class Saving:
         self._thread.join()
         if not is_copied:
             warnings.warn(
-                "a checkpoint was not finished, and is given up; call wait_until_finished(state), "
-                "or close(), before the end",
+                "a checkpoint was incomplete and is cancelled; call wait_until_finished(state) "
+                "before the program ends",
                 stacklevel=1,
             )
         elif self._error is not None:
@@ -173,7 +175,7 @@ class Saving:
             self._copied.put(None)
 
     def _run(self, rest: list[tuple[str, Any]]) -> None:
-        """What the first thread does."""
+        """Run the first thread: write `rest` and groups, and commit."""
         seals: Seals = {}
         while rest:
             name, leaf = rest.pop()
@@ -184,23 +186,22 @@ class Saving:
         self._write_groups()
         self._try(self._check)
         self._helper.join()
-        self._places = None  # a view that stays makes the next add copy
+        self._places = None  # a remaining view would make the next add copy
         self._to_sync.put(None)
         self._syncer.join()
         self._try(self._commit, [self._groups[number] for number in sorted(self._groups)], seals)
 
     def _write_groups(self) -> None:
-        """What both threads do, until there are no more. After an error they still take what comes:
-        nobody may wait for them in vain."""
+        """Write groups until there are no more, in both threads. After an error groups are still
+        taken from the queue, so that the caller never blocks."""
         while (item := self._copied.get()) is not None:
             self._room.release()
             self._try(self._write_group, *item)
             del item
-        self._copied.put(None)  # for the other one
+        self._copied.put(None)  # for the other thread
 
     def _sync(self, folder: str) -> None:
-        """The disk takes a group while the next one is written, and is not further behind than
-        that."""
+        """Sync a folder in the background, while others are written; at most two are pending."""
         self._sync_room.acquire()
         self._to_sync.put(folder)
 
@@ -217,7 +218,7 @@ class Saving:
                 self._error = error
 
     def _write_leaf(self, name: str, leaf: Any, seals: Seals) -> None:
-        """In pieces, each a chunk."""
+        """Write a leaf of `rest` piece by piece, each as a chunk."""
         if not leaf.size:
             return
         where, num_rows = (
@@ -233,7 +234,7 @@ class Saving:
         seals[name] = writer.seals
 
     def _write_group(self, group: Group, total: Any, values: Any, heads: Any) -> None:
-        """Each leaf in one chunk."""
+        """Write a group of rows, each leaf as one chunk."""
         picked = group.rows()
         count, num_bytes, seals = len(picked.env), 0, {}
         if self._places is None:
@@ -275,24 +276,24 @@ class Saving:
             self._progress(num_bytes)
 
     def _check_in_time(self, picked: Picked, heads: Any) -> None:
-        """Whether the state that the rows were read from still had them."""
+        """Raise a RuntimeError if the state, from which rows were copied, no longer had them."""
         ends = rows.ends_of(heads, self._length)
         ends = ends[picked.env]
         if (ends < self._end[picked.env]).any():
             raise RuntimeError(
-                "advance, wait_until_finished: this state is not of the run that is being saved: "
+                "advance, wait_until_finished: this state is not from the run that is being saved: "
                 "it has fewer rows"
             )
         if (ends > picked.number + self._length).any():
             raise RuntimeError(
-                "rows were overwritten, or cleared, before they were copied: call "
+                "rows were overwritten or cleared before they were copied: call "
                 "advance(state) before each add, with its num_steps, and "
                 "wait_until_finished(state) before a clear"
             )
 
 
 class _Block(NamedTuple):
-    """Rows of one leaf, as arrays of bytes one after another."""
+    """Rows of one leaf, as a sequence of arrays of bytes."""
 
     shape: tuple[int, ...]  # of a row
     dtype: np.dtype
@@ -304,7 +305,7 @@ class _Block(NamedTuple):
 
     @classmethod
     def of_rows(cls, place: np.ndarray, index: np.ndarray) -> "_Block":
-        """Out of all rows: no copy, where they lie in long runs."""
+        """Select rows of a leaf's memory, without a copy if they lie in long runs."""
         runs = rows.long_runs(index, place[0].nbytes)
         return (
             cls.of(place[index])

@@ -1,4 +1,8 @@
-"""Checks of what was read: each names the field, and says what it should be."""
+"""Checks of fields that were read: each error names the field, and what was expected and got.
+
+A check takes the field's name (`where`) and its value. It raises a CorruptCheckpointError if the
+value is invalid.
+"""
 
 import re
 from collections.abc import Callable
@@ -12,20 +16,25 @@ from jaxreplay.checkpoint.files import CorruptCheckpointError
 
 _FOLDER = re.compile(r"[0-9]{10}-[0-9a-f]{8}")
 _SPEC = re.compile(r"([a-z][a-z0-9_]{0,30})\[([0-9]{1,12}(?:, [0-9]{1,12}){0,60})?\]")
-MOST_DEPTH = 100  # of the dicts and lists of metadata, one in another
-_MOST_BYTES = 2**50  # of a row, or of an array
+MOST_DEPTH = 100  # nested dicts and lists of metadata
+_MOST_BYTES = 2**50  # of a row or an array
 Check = Callable[[str, Any], None]
 
 
 def check(where: str, value: Any, kind: type) -> None:
-    """A CorruptCheckpointError, if it is not of that type."""
+    """Check that a value has a type; a bool is no int."""
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise CorruptCheckpointError(f"{where}: expected {kind.__name__}, got {_shown(value)}")
 
 
 def check_fields(where: str, fields: Any, checks: dict[str, Any]) -> None:
-    """A CorruptCheckpointError, if it is not a dict with these fields, and no others, or one is not
-    as its check wants it: a type, or a function."""
+    """Check that a value is a dict with exactly these fields, each valid.
+
+    Args:
+      where: The dict's name.
+      fields: The dict.
+      checks: A type or a check, by field.
+    """
     check(where, fields, dict)
     if fields.keys() != checks.keys():
         missing, more = (
@@ -50,7 +59,7 @@ def integer(low: int, high: int) -> Check:
 
 
 def integers(low: int, high: int) -> Check:
-    """A list of them; there may be very many."""
+    """Return a check of a list of integers, which is fast for long lists."""
     one_by_one = list_of(integer(low, high))
 
     def run(where: str, value: Any) -> None:
@@ -81,7 +90,7 @@ def dict_of(item: Any) -> Check:
 
 
 def name(where: str, value: Any) -> None:
-    """The name of a leaf, which is in that of a file."""
+    """Check the name of a leaf, which becomes part of a file's name."""
     check(where, value, str)
     try:
         value.encode()
@@ -90,12 +99,12 @@ def name(where: str, value: Any) -> None:
 
 
 def folder(where: str, value: Any) -> None:
-    """The name of a generation, which leads nowhere else."""
+    """Check the name of a checkpoint's folder: it cannot lead to another folder."""
     _match(where, value, _FOLDER, "a name such as 0000000001-0123abcd")
 
 
 def metadata(where: str, value: Any) -> None:
-    """JSON that is not nested so deep that Python cannot copy it."""
+    """Check that JSON is not nested too deeply for Python to copy it."""
     check(where, value, dict)
     level = [value]
     for _ in range(MOST_DEPTH):
@@ -111,13 +120,13 @@ def metadata(where: str, value: Any) -> None:
 
 
 def spec(where: str, value: Any) -> None:
-    """A dtype and a shape, such as `uint8[84, 84]`."""
+    """Check the text of a dtype and a shape, such as `uint8[84, 84]`."""
     _match(where, value, _SPEC, "a dtype and a shape, such as float32[3, 2]")
     dtype_and_shape(where, value)
 
 
 def dtype_and_shape(where: str, text: str) -> tuple[np.dtype, tuple[int, ...]]:
-    """Of a `spec`."""
+    """Return the dtype and the shape of a `spec`."""
     found = _SPEC.fullmatch(text)
     assert found is not None
     shape = tuple(int(size) for size in (found[2] or "").split(", ") if size)
@@ -126,7 +135,7 @@ def dtype_and_shape(where: str, text: str) -> tuple[np.dtype, tuple[int, ...]]:
     except TypeError:
         raise CorruptCheckpointError(f"{where}: there is no dtype {found[1]}") from None
     if not jnp.issubdtype(dtype, np.number) and dtype != np.bool_:
-        raise CorruptCheckpointError(f"{where}: {found[1]} is no dtype of numbers")
+        raise CorruptCheckpointError(f"{where}: {found[1]} is no numeric dtype")
     num_bytes = dtype.itemsize
     for size in shape:
         num_bytes *= size
@@ -148,7 +157,7 @@ def _match(where: str, value: Any, pattern: re.Pattern[str], expected: str) -> N
 
 
 def _shown(value: Any) -> str:
-    """The beginning of it, whatever it is."""
+    """Return the beginning of any value's text, for an error."""
     try:
         text = (
             repr(value)
@@ -156,5 +165,5 @@ def _shown(value: Any) -> str:
             else type(value).__name__
         )
     except ValueError:  # an integer of very many digits
-        text = "a number of very many digits"
+        text = "an integer with too many digits to print"
     return printable(text[:60])

@@ -1,4 +1,4 @@
-"""The store of files under a path, a URL or a specification."""
+"""`store_at`: open the store of files at a path, URL or TensorStore specification."""
 
 import hashlib
 import os
@@ -14,20 +14,22 @@ from jaxreplay.checkpoint.files import Files
 from jaxreplay.checkpoint.folder import Folder
 from jaxreplay.checkpoint.object_store import Objects
 
-_SCHEMES = ("file", "gs", "s3", "http", "https", "memory")  # of URLs, as they are mistyped
-_MOST_NAME = 200  # bytes of a file's name; most systems take 255, and some parts are added
+_SCHEMES = ("file", "gs", "s3", "http", "https", "memory")  # of URLs, to recognize mistyped ones
+_MOST_NAME = 200  # bytes of a file's name; most systems allow 255, and a suffix is added
 
 
 def store_at(path: Any, timeout: float = 60.0) -> Files:
-    """What lies under a path or URL, such as "runs/replay", "memory://replay/" or
-    "s3://bucket/replay/".
+    """Open the store at a path or URL.
 
     Args:
-      path: also a mapping, TensorStore's specification of a key-value store, or one that is open.
-        timeout: seconds that a request to a far store may take.
+      path: A path or URL, such as "runs/replay", "memory://replay/" or "s3://bucket/replay/"; or
+        TensorStore's specification of a key-value store, as a mapping; or an open
+        `tensorstore.KvStore`.
+      timeout: Seconds that a request to an object store may take. Default: 60.
 
     Raises:
-      ValueError: it is none of these. OSError: the store cannot be opened.
+      ValueError: `path` is none of these.
+      OSError: The store cannot be opened.
     """
     checks.checked_seconds("checkpoint", timeout, 0.001)
     if isinstance(path, Mapping | ts.KvStore):
@@ -52,25 +54,27 @@ def store_at(path: Any, timeout: float = 60.0) -> Files:
         )
     if scheme in _SCHEMES:
         raise ValueError(
-            f"{text!r} is no URL: it must begin with {scheme}://{'/' * (scheme == 'file')}"
+            f"{text!r} is not a URL: it must begin with {scheme}://{'/' * (scheme == 'file')}"
         )
     return Folder(text)
 
 
 def _local_path(url: str, slashes: str, rest: str) -> str:
-    """Of a URL of a file, which may name this machine as its host, and no other."""
+    """Return the local path of a `file:` URL, whose host may only be this machine."""
     host, slash, path = ("", "/", rest) if slashes == "///" else rest.partition("/")
     if host.lower() not in ("", "localhost") or not slash:
         raise ValueError(
-            f"{url!r} names the host {host!r}: a file of this machine is file:///path, or a path "
+            f"{url!r} names the host {host!r}: for a local path write file:///path, or the path "
             "without file:"
         )
     return urllib.parse.unquote(f"/{path}")
 
 
 def array_name(kind: str, folder: str, leaf: str) -> str:
-    """Where a leaf's array lies; a slash in its name opens no folder, and a very long name is cut,
-    and told apart by its hash."""
+    """Return the name of a leaf's array in the store.
+
+    A slash in the leaf's name is escaped. A very long name is cut, and a hash makes it unique.
+    """
     name = urllib.parse.quote(leaf, safe="")
     if len(name) > _MOST_NAME:
         name = f"{name[:_MOST_NAME]}~{hashlib.sha256(leaf.encode()).hexdigest()[:32]}"

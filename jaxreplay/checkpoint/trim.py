@@ -1,15 +1,15 @@
-"""Freed memory given back to the system: beside large arrays, what an allocator keeps for later
-adds up to more than is in use."""
+"""Return of freed memory to the system: apart from large arrays, the C allocator may keep more
+freed memory than is in use."""
 
 import ctypes
 import functools
 from typing import Any
 
-_EVERY = 32 * 2**20  # bytes that pass through; giving back takes some milliseconds
+_EVERY = 32 * 2**20  # written bytes between two calls, which take some milliseconds each
 
 
 class Trimmer:
-    """Counts bytes that were written."""
+    """Counter of written bytes that returns freed memory from time to time."""
 
     def __init__(self):
         self._num_bytes = 0
@@ -23,7 +23,7 @@ class Trimmer:
 
 @functools.cache
 def _trim() -> Any:
-    """The C library's, where it has one."""
+    """Return `malloc_trim` of the C library, or a function that does nothing."""
     try:
         return ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError, TypeError):

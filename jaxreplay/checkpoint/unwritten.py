@@ -1,12 +1,13 @@
-"""Arrays in this process's memory that nobody has written yet, for who writes all of them: zeros
-would cost as much as to read a file.
+"""Uninitialized arrays on the CPU, for callers that write every element: filling them with zeros
+would cost as much as reading a file.
 
-XLA has no operation that leaves its result as it is. So one is registered that does nothing, by
-XLA's foreign function interface: memory that XLA has allocated, so that a later program may take it
-over in place. Of a large array the system is asked for large pages; of small ones it gives 250,000
-a GB, which alone takes longer than to copy a file into them.
+XLA has no operation that leaves its result uninitialized. So one that does nothing is registered
+with XLA's foreign function interface. XLA allocates the memory, so a later program can reuse it in
+place when it is donated. For large arrays the system is asked for large pages: with small ones it
+would set up 250,000 pages a GB, which alone takes longer than copying a file into them.
 
-Source: XLA's xla/ffi/api/c_api.h, whose structures these are.
+References:
+  XLA's xla/ffi/api/c_api.h, which defines these structures.
 """
 
 import ctypes
@@ -18,18 +19,17 @@ import jax
 import jax.numpy as jnp
 import jaxlib.version
 
-# versions of jaxlib, from and to before, whose structures are known to be these; with others there
-# are zeros
+# versions of jaxlib (from, before) that are known to have these structures; others get zeros
 _KNOWN = (0, 10), (0, 13)
 _LARGE = 2**26  # bytes; smaller arrays are zeros
 _PAGE = 2**21  # bytes of a large page
 _TARGET = "jaxreplay_unwritten"
-_METADATA = 1  # the kind of extension by which a function is asked what it is
+_METADATA = 1  # type of the extension that asks a function for its version
 
 
 def like(tree: Any) -> Any:
-    """New arrays of these shapes and dtypes, on the default device, which is a CPU: the large ones
-    with any content, the others zeros."""
+    """Return new arrays of the tree's shapes and dtypes on the default device, which must be a CPU.
+    Large arrays have arbitrary content, others are zeros."""
     leaves, structure = jax.tree.flatten(tree)
     large = [leaf for leaf in leaves if _num_bytes(leaf) >= _LARGE] if _is_there() else []
     found = iter(_allocated(tuple((leaf.shape, leaf.dtype) for leaf in large)))
@@ -97,14 +97,14 @@ class _MetadataExtension(ctypes.Structure):
 
 
 class _Call(ctypes.Structure):
-    """Only its beginning."""
+    """Beginning of XLA's call frame."""
 
     _fields_ = [("struct_size", ctypes.c_size_t), ("extension", ctypes.POINTER(_Extension))]
 
 
 @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_Call))
 def _write_nothing(call: Any) -> None:
-    """Returns no error. When it is registered it is asked for its version, 0.1."""
+    """Return no error. At registration, XLA asks for the version of its interface, 0.1."""
     extension = call.contents.extension
     if extension and extension.contents.type == _METADATA:
         metadata = ctypes.cast(
@@ -121,6 +121,6 @@ def _is_there() -> bool:
         jax.ffi.register_ffi_target(
             _TARGET, jax.ffi.pycapsule(ctypes.cast(_write_nothing, ctypes.c_void_p)), platform="cpu"
         )
-    except Exception:  # whatever it is, zeros will do
+    except Exception:  # zeros are correct, too
         return False
     return True

@@ -1,4 +1,4 @@
-"""Whether what is stored is still as it was written."""
+"""Verification: compare all stored files with their checksums."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,24 +12,28 @@ from jaxreplay.checkpoint.zarr_arrays import check_files
 
 
 class Verified(NamedTuple):
-    """A generation whose files were all read."""
+    """Result of verifying one checkpoint.
 
-    step: int | None  # None of those whose manifests cannot be read
-    # nothing, where it is whole; else each file that is missing or damaged, or the first of a group
-    # of rows
+    Attributes:
+      step: The checkpoint's step. None for the entry that collects all unreadable manifests.
+      problems: One line for each missing or damaged file (of a group of rows only for the first
+        one); empty if the checkpoint is intact.
+    """
+
+    step: int | None
     problems: list[str]
 
 
 def problem_of_group(store: Files, group: Group) -> str | None:
-    """What is wrong with the files of a group; None, if nothing is. All of them are read."""
+    """Read all files of a group, and return the first problem, or None if it is intact."""
     return _problem(store, "rows", group.folder, group.seals)
 
 
 def verified(store: Files, generations: Generations, bar: Callable[..., Any]) -> list[Verified]:
-    """What is wrong with each generation, the newest first. Files that they share are read once.
+    """Verify each checkpoint, newest first. Files that several share are read once.
 
     Args:
-      bar: makes a progress bar of a title, a total and a unit.
+      bar: Makes a progress bar from a title, a total and a unit.
     """
     while True:
         manifests, problems = generations.read()
@@ -40,7 +44,7 @@ def verified(store: Files, generations: Generations, bar: Callable[..., Any]) ->
                 strict=True,
             )
         )
-        # of those that a run has deleted meanwhile nothing is known
+        # leave out checkpoints that a run has deleted meanwhile
         if any(one.problems for one in found.values()):
             left = {manifest.folder for manifest in generations.read()[0]}
             found = {

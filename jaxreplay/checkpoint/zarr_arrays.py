@@ -1,12 +1,13 @@
-"""Arrays as files, in zarr's third format, which many tools read: chunks along the first axis, zstd
-or not, each with a checksum.
+"""Arrays as files in zarr's third format, which many tools read.
 
-An array is written once. Whoever writes it keeps its seals, the checksums of its description and of
-each chunk, and hands them in to read the array again: a file that is whole, but another one than
-was written here, is told by them. Chunks go from and to the caller's memory, with no copy on the
-way where nothing is compressed.
+Chunks lie along the first axis, are compressed with zstd or not at all, and have a checksum each.
 
-Source: the Zarr core specification, version 3, with its codecs bytes, zstd and crc32c.
+An array is written once. Its seals are the checksums of its description and of each chunk, kept
+elsewhere. By them a reader detects an intact file that is not the one written here.
+Uncompressed chunks are written from and read into the caller's memory without a copy.
+
+References:
+  The Zarr core specification, version 3, with its codecs bytes, zstd and crc32c.
 """
 
 import collections
@@ -27,27 +28,26 @@ from jaxreplay.checkpoint.groups import Group
 from jaxreplay.checkpoint.store import array_name
 
 _DESCRIPTION = "zarr.json"
-_PIECE = 2**20  # bytes that are read at a time, where nothing is kept
-_RESIDUE = 0x48674BC7  # the CRC-32C of anything that is followed by its own CRC-32C
-# by which zstd makes anything smaller: a block of 128 KiB takes four bytes at the least
+_PIECE = 2**20  # bytes that `check_files` reads at a time
+_RESIDUE = 0x48674BC7  # the CRC-32C of any bytes that are followed by their own CRC-32C
+# the largest ratio by which zstd compresses: a block of 128 KiB takes at least four bytes
 _MOST_RATIO = 2**15
 
 
 def bytes_of(values: np.ndarray) -> np.ndarray:
-    """The same memory, which lies in one piece, as uint8[nbytes]."""
+    """Return a view of contiguous memory as uint8[nbytes]."""
     return values.reshape(-1).view(np.uint8)
 
 
 class Buffers:
-    """Memory of one thread that is used again and again: memory that is new costs as much as to
-    read a file."""
+    """Reusable memory of one thread: allocating new memory costs as much as reading a file."""
 
     def __init__(self):
         self._buffers = collections.defaultdict(lambda: np.empty(0, np.uint8))
 
     def __call__(self, name: str, size: int) -> np.ndarray:
-        """uint8[size], whose content is anything: the memory that was given for this name before,
-        where that is enough."""
+        """Return uint8[size] with arbitrary content: earlier memory of this name, if it is large
+        enough."""
         if len(self._buffers[name]) < size:
             self._buffers.pop(name)
             self._buffers[name] = np.empty(size, np.uint8)
@@ -55,11 +55,15 @@ class Buffers:
 
 
 class Writer:
-    """A new array.
+    """Writer of a new array.
 
     Args:
-      name: its folder. chunk_rows: of a chunk, along the first axis. level: of zstd; None: not
-        compressed.
+      store: The files.
+      name: The array's folder.
+      shape: The array's shape.
+      dtype: The array's dtype.
+      chunk_rows: Size of a chunk along the first axis.
+      level: Compression level of zstd, or None to write without compression.
     """
 
     def __init__(
@@ -73,15 +77,14 @@ class Writer:
     ):
         self._store, self._name, self._ndim, self._level = store, name, len(shape), level
         description = _described(shape, np.dtype(dtype), chunk_rows, level).encode()
-        self.seals = [zlib.crc32(description)]  # and of each chunk that is written
+        self.seals = [zlib.crc32(description)]  # `write` appends the checksum of each chunk
         self._chunk_bytes = (
             math.prod((chunk_rows, *shape[1:]) if shape else ()) * np.dtype(dtype).itemsize
         )
         store.write(f"{name}/{_DESCRIPTION}", [description])
 
     def write(self, parts: Sequence[Any]) -> None:
-        """The next chunk, of arrays of bytes one after another. One that is less than a chunk, the
-        last, ends with zeros."""
+        """Write the next chunk from consecutive arrays of bytes. Zeros fill up the last chunk."""
         missing = self._chunk_bytes - sum(map(len, parts))
         parts = [*parts, np.zeros(missing, np.uint8)] if missing else parts
         if self._level is not None:
@@ -98,11 +101,17 @@ class Writer:
 
 
 class Array:
-    """One that was written.
+    """Reader of a written array.
+
+    Args:
+      store: The files.
+      name: The array's folder.
+      shape: The expected shape.
+      dtype: The expected dtype.
+      seals: The `seals` of its `Writer`.
 
     Raises:
-      CorruptCheckpointError: its description is missing, or not as it was written, or another one
-        than is expected.
+      CorruptCheckpointError: The description is missing, damaged, or of another shape or dtype.
     """
 
     def __init__(
@@ -127,21 +136,21 @@ class Array:
         )
         if len(seals) != 1 + len(self):
             raise CorruptCheckpointError(
-                f"{name}: has {len(self)} chunks, and the manifest {len(seals) - 1}"
+                f"{name}: has {len(self)} chunks, expected {len(seals) - 1}"
             )
 
     def __len__(self) -> int:
-        """Chunks."""
+        """Return the number of chunks."""
         return -(-self._shape[0] // self.chunk_rows) if self._shape else 1
 
     def read(self, buffers: Buffers | None = None) -> np.ndarray:
-        """All of it, in memory of its own. `buffers`: as of `read_chunk`."""
+        """Return the whole array in new memory. `buffers`: memory of the thread that reads."""
         content = np.empty(0, np.uint8)
         for number in range(len(self)):
 
             def parts(number: int = number) -> list[np.ndarray]:
                 nonlocal content
-                if not number:  # not before the first file is known to be as long as it must be
+                if not number:  # allocated only once the first file is known to have a valid size
                     content = np.empty(math.prod(self._shape) * self._dtype.itemsize, np.uint8)
                 return [content[number * self.chunk_bytes : (number + 1) * self.chunk_bytes]]
 
@@ -151,15 +160,15 @@ class Array:
     def read_chunk(
         self, number: int, parts: Callable[[], Sequence[Any]], buffers: Buffers | None = None
     ) -> None:
-        """Fill arrays of bytes, one after another, with a chunk: the last one without the zeros at
-        its end.
+        """Fill consecutive arrays of bytes with a chunk, without the zeros that fill it up.
 
         Args:
-          parts: gives them, once the file's length is known to be possible. buffers: of the thread
-            that reads, for a file that is compressed; None: new ones.
+          number: The chunk's number, from 0 on.
+          parts: Returns the arrays. It is called once the file is known to have a valid size.
+          buffers: Memory of the reading thread for a compressed file, or None to allocate it.
 
         Raises:
-          CorruptCheckpointError: the chunk is missing, or not as it was written.
+          CorruptCheckpointError: The chunk is missing or damaged, or is not the one written here.
         """
         name, checksum, expected = (
             f"{self._name}/{_key(number, len(self._shape))}",
@@ -204,21 +213,21 @@ class Array:
             )
         if self._is_compressed and not (self.chunk_bytes <= (size - 4) * _MOST_RATIO and size > 4):
             raise CorruptCheckpointError(
-                f"{name} has {size:,} bytes, too few for {self.chunk_bytes:,} that were compressed"
+                f"{name} has {size:,} bytes, too few to decompress to {self.chunk_bytes:,} bytes"
             )
 
 
 class Description(NamedTuple):
-    """What an array's own file says of it."""
+    """Content of an array's description file."""
 
     shape: list[int]
     dtype: str
-    chunk_rows: int  # of an array with axes
+    chunk_rows: int  # 1 for a scalar
     is_compressed: bool
 
 
 def described(store: Files, name: str, seals: Sequence[int]) -> Description:
-    """Raises a CorruptCheckpointError, if it is missing, or not as it was written."""
+    """Read an array's description. Raises a CorruptCheckpointError if it is missing or damaged."""
     where = f"{name}/{_DESCRIPTION}"
     content = store.get(where)
     if not seals or zlib.crc32(content) != seals[0]:
@@ -232,7 +241,7 @@ def described(store: Files, name: str, seals: Sequence[int]) -> Description:
         )
     except (ValueError, KeyError, TypeError, IndexError, RecursionError, AttributeError) as error:
         raise CorruptCheckpointError(
-            f"{where} describes no array: {type(error).__name__}"
+            f"{where} is no description of an array: {type(error).__name__}"
         ) from None
     sizes = (
         [*shape, *chunk_shape]
@@ -246,13 +255,16 @@ def described(store: Files, name: str, seals: Sequence[int]) -> Description:
         and list(chunk_shape[1:]) == shape[1:]
     )
     if not is_possible or codecs not in (["bytes", "crc32c"], ["bytes", "zstd", "crc32c"]):
-        raise CorruptCheckpointError(f"{where} describes no array that was written here")
+        raise CorruptCheckpointError(f"{where} describes an array that jaxreplay does not write")
     return made
 
 
 def check_files(store: Files, name: str, seals: Sequence[int]) -> None:
-    """Read all of an array, a piece at a time, and keep nothing. Raises a CorruptCheckpointError,
-    if a file is missing, or not as it was written."""
+    """Read a whole array piece by piece to check it, and keep nothing.
+
+    Raises:
+      CorruptCheckpointError: A file is missing or damaged, or is not the one written here.
+    """
     found = described(store, name, seals)
     piece, expected = np.empty(_PIECE, np.uint8), np.empty(4, np.uint8)
     for number, seal in enumerate(seals[1:]):
@@ -273,7 +285,7 @@ def check_files(store: Files, name: str, seals: Sequence[int]) -> None:
 
 
 def expect(store: Files, name: str, ndim: int) -> None:
-    """Say that an array of one chunk will be read soon."""
+    """Tell the store that an array of one chunk will be read soon."""
     store.expect(f"{name}/{_DESCRIPTION}")
     store.expect(f"{name}/{_key(0, ndim)}")
 
@@ -296,7 +308,7 @@ def _described(shape: tuple[int, ...], dtype: np.dtype, chunk_rows: int, level: 
                 "name": "regular",
                 "configuration": {"chunk_shape": (chunk_rows, *shape[1:]) if shape else ()},
             },
-            # one folder an array
+            # with "." all chunks lie in the array's one folder
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
             "fill_value": [0.0, 0.0] if dtype.kind == "c" else np.zeros((), dtype).item(),
             "codecs": [*codecs, {"name": "crc32c"}],
@@ -309,19 +321,28 @@ def _key(number: int, ndim: int) -> str:
 
 
 def _check_seal(name: str, checksum: int, end: np.ndarray, seal: int) -> None:
-    """Of a file: the checksum of all of it, its last four bytes, and what these were when it was
-    written."""
+    """Check a chunk's file that was read.
+
+    Args:
+      name: The file.
+      checksum: CRC-32C of the whole file, its own checksum included.
+      end: The last four bytes, which are that checksum.
+      seal: The checksum at the time of writing.
+    """
     if checksum != _RESIDUE:
         raise CorruptCheckpointError(f"{name} is not as it was written")
     if int.from_bytes(end.tobytes(), "little") != seal:
-        raise CorruptCheckpointError(f"{name} is another file than the one that was written here")
+        raise CorruptCheckpointError(f"{name} is intact, but is not the file that was written here")
 
 
 def array_of(store: Files, group: Group, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Find the array of one leaf of a group's rows, `[K, *shape]`. Raises a CorruptCheckpointError,
-    if the group has none of this name."""
+    """Return the array of one leaf of a group's K rows, `[K, *shape]`.
+
+    Raises:
+      CorruptCheckpointError: The group has no array of this name.
+    """
     if name not in group.seals:
-        raise CorruptCheckpointError(f"rows/{group.folder} has no {name}")
+        raise CorruptCheckpointError(f"rows/{group.folder} has no array {name}")
     return Array(
         store,
         array_name("rows", group.folder, name),

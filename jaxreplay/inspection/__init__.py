@@ -1,5 +1,5 @@
-"""A look inside a buffer: `jaxreplay.inspect`, and `python -m jaxreplay inspect PATH` for a
-checkpoint."""
+"""Statistics and likely mistakes of a buffer's contents: `jaxreplay.inspect`, and for checkpoints
+`python -m jaxreplay inspect PATH`."""
 
 from typing import Any
 
@@ -9,15 +9,20 @@ from jaxreplay.inspection.plan import Plan as Plan
 
 
 def inspect(buffer: Any, state: Any = None, *, max_bytes: int = 2**28) -> Inspection:
-    """What a buffer holds: streams, episodes, leaves, how rows are drawn, and what is suspicious
-    about it, such as resets that are not where `autoreset` says. Not for use under `jit`.
+    """Return statistics of a buffer's contents, and a list of what is suspicious about them.
+
+    They cover streams, leaves, episodes and the sampler. NaN values, or resets at other steps than
+    `autoreset` says, are among what is suspicious. Do not call it under `jit`.
 
     Args:
-      buffer: a `ReplayBuffer`. state: of it; it stays as it is. Or a `Replay` alone, which has its
-        own.
-      max_bytes: of the steps' values; at most so many are read and held in memory, from rows spread
-        over the whole buffer. Flags, scalar rewards and probabilities are read of every row: that
-        takes some 100 bytes of the host's memory a row.
+      buffer: A `ReplayBuffer`, or a `Replay`, which has its own state.
+      state: The buffer's state, which is not donated. Default: for a `Replay`, its own state.
+      max_bytes: Bound on the bytes of steps that are read and held in host memory. Beyond it, a
+        subset of rows is read, spread over the whole buffer. Flags, scalar rewards and
+        probabilities are read for every row: about 100 bytes of host memory a row. Default: 2**28.
+
+    Returns:
+      The figures. `print` shows a text; `to_html` gives a page with plots.
 
     Example:
       >>> import jax.numpy as jnp, jaxreplay as jr

@@ -1,5 +1,5 @@
-"""What an inspection looks at: rows of a buffer in the order in which they came, from a state or
-from files, a block at a time."""
+"""The input of an inspection: rows of a buffer in the order in which they were added, read in
+blocks."""
 
 import dataclasses
 import functools
@@ -19,37 +19,50 @@ from jaxreplay.storage import ring, stored_arrays
 from jaxreplay.storage.sampleable import ReplayState, Sampleable
 
 _BLOCK_BYTES = 4 * 2**20
-_MOST_ROWS = 2**20  # in which resets are looked for
+_MOST_ROWS = 2**20  # searched for resets
 
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
     """The R rows that a buffer holds, stream after stream, the oldest of each first; E streams."""
 
-    buffer: str  # its description
-    source: str  # the path and the step of a checkpoint; "" of a state
-    length: int  # rows of a stream
-    # int64[E]: the number of each stream's oldest row; they count on, and rows lie at their
-    # remainder by `length`
+    buffer: str  # description of the buffer
+    source: str  # path and step of a checkpoint; "" for a state
+    length: int  # rows of a stream's ring
+    # int64[E]: number of each stream's oldest row. All rows ever written are counted, so a row's
+    # position in the ring is its number modulo `length`.
     first: np.ndarray
-    end: np.ndarray  # int64[E]: one more than the newest one's
-    leaves: dict[str, str]  # dtype and shape of a row, by name
+    end: np.ndarray  # int64[E]: number of each stream's newest row, plus 1
+    leaves: dict[str, str]  # dtype and shape of a row's leaf, by its path
     flags: np.ndarray | None  # uint8[R], bits of `row_flags`; None for items
-    reward: np.ndarray | None  # float64[R]; None where there is none, or it is no scalar
-    probability: np.ndarray | None  # float64[R], of one draw; None where it is not known
+    reward: np.ndarray | None  # float64[R]; None without rewards, or if they are not scalar
+    probability: np.ndarray | None  # float64[R], in one draw; None if it is not known
     resets: Resets | None  # None for items
-    counters: dict[str, float]  # of the sampler
-    rows: np.ndarray  # int64[K]: which of them have their values here
-    values: dict[str, np.ndarray]  # of each leaf, [K, ...]
+    counters: dict[str, float]  # scalars of the sampler's state
+    rows: np.ndarray  # int64[K], in [0, R): the rows whose values were read
+    values: dict[str, np.ndarray]  # [K, ...] by the leaf's path
 
     @property
     def num_rows(self) -> int:
+        """Number of rows R that are stored."""
         return int((self.end - self.first).sum())
 
 
 def contents_of(buffer: Any, state: Any, max_bytes: int) -> Contents:
-    """Of a state, which stays as it is: rows are copied, and at most `max_bytes` of their
-    values."""
+    """Copy the contents of a state, which is not donated.
+
+    Args:
+      buffer: A `ReplayBuffer`.
+      state: The buffer's state.
+      max_bytes: Bound on the bytes of steps that are copied. Beyond it, a subset of rows is copied,
+        spread over the whole buffer.
+
+    Returns:
+      The contents.
+
+    Raises:
+      ValueError: `buffer` is not a `ReplayBuffer`, or `state` is missing or of another buffer.
+    """
     if not isinstance(buffer, ReplayBuffer) or state is None:
         raise ValueError(
             f"inspect: expected a ReplayBuffer and its state, got {type(buffer).__name__} and "
@@ -93,8 +106,10 @@ def contents_of(buffer: Any, state: Any, max_bytes: int) -> Contents:
 
 
 def resets_of(state: ReplayState) -> Resets | None:
-    """Read the rows around resets, among the newest million rows; None for items. The state stays
-    as it is."""
+    """Read the rows around resets, among the newest 2**20 rows; return None for items.
+
+    The state is not donated.
+    """
     layout, steps = state.layout, state.streams.steps
     if layout.autoreset is None:
         return None
@@ -117,7 +132,7 @@ def resets_of(state: ReplayState) -> Resets | None:
 
 
 def _span(state: ReplayState) -> tuple[np.ndarray, np.ndarray]:
-    """The number of each stream's oldest row, and one more than the newest one's: int64[E]."""
+    """Return the numbers of each stream's oldest row, and of its newest row plus 1: int64[E]."""
     heads = state.streams.heads
     position, lap, filled = (
         np.array(leaf).astype(np.int64) for leaf in (heads.position, heads.lap, heads.filled)
@@ -130,32 +145,33 @@ COUNTERS = ("max_priority", "num_bad_priorities", "num_stale_updates")
 
 
 def rows_in_order(first: np.ndarray, end: np.ndarray, length: int) -> np.ndarray:
-    """Where the rows lie, stream after stream, the oldest first: int32[R]."""
+    """Return the rows in order, stream after stream, the oldest first: int32[R]."""
     env, number = numbers_in_order(first, end)
     return (env * length + ring.position_of(number, length)).astype(np.int32)
 
 
 def numbers_in_order(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The streams of rows, and their numbers there: int64[R] each."""
+    """Return the stream of each row, and its number in that stream: int64[R] both."""
     count = end - first
     env = np.repeat(np.arange(len(count)), count)
     return env, np.arange(count.sum()) - np.repeat(np.cumsum(count) - count - first, count)
 
 
 def spread(rows: np.ndarray, most: int) -> np.ndarray:
-    """At most so many of them, and at least one if there is one, evenly from the first to the
-    last."""
+    """Return at most `most` of the rows, spread evenly from the first to the last. If there are
+    rows, it returns at least one."""
     most = max(most, 1)
     return rows if len(rows) <= most else rows[np.linspace(0, len(rows) - 1, most).astype(np.int64)]
 
 
 def leaf_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    """Return the bytes of an array."""
     return math.prod(shape) * np.dtype(dtype).itemsize
 
 
 def _read(leaf: Any, rows: np.ndarray) -> np.ndarray:
-    """Read rows int32[...] of a leaf, a block at a time: `[..., *row]`. Blocks have few sizes, each
-    of which is compiled."""
+    """Read rows int32[...] of a leaf, a block at a time: `[..., *row]`. Blocks have few different
+    sizes, because each size is compiled."""
     most = max(1, _BLOCK_BYTES // max(leaf_bytes(leaf.shape[1:], leaf.dtype), 1))
     size, flat = min(most, power_above(rows.size)), rows.reshape(-1)
     blocks = [flat[start : start + size] for start in range(0, len(flat), size)]
@@ -171,7 +187,7 @@ def _take(leaf: Any, rows: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _probability(buffer: ReplayBuffer, state: ReplayState, rows: jax.Array) -> jax.Array:
-    """0 where a row is not sampleable."""
+    """Return each row's probability in one draw, 0 where it is not sampleable: float32[...]."""
     members = Sampleable.of(state)
     return jnp.where(
         members.contains(rows), buffer.sampler.probability(state.sampler, members, rows), 0

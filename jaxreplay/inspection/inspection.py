@@ -1,4 +1,4 @@
-"""What was found in a buffer, as a value, text or JSON, and what of it is suspicious."""
+"""The result of an inspection: figures, likely mistakes, and their form as text, JSON or HTML."""
 
 import dataclasses
 import json
@@ -15,24 +15,44 @@ from jaxreplay.inspection.text import text
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-    """Figures of a buffer's contents. `str()` gives a text, `to_json()` all of them, `to_html()` a
-    page with plots."""
+    """Figures of a buffer's contents. `str()` gives a text.
 
-    buffer: str  # its description
-    source: str  # the path and the step of a checkpoint; "" of a state
+    Figures of many values, such as lengths of episodes, are a dict of quantiles, and a histogram
+    with the lists "edges" and "counts".
+
+    Attributes:
+      buffer: Description of the buffer.
+      source: Path and step of a checkpoint, or "" for a state.
+      streams: Figures of all envs together, by name: number of envs, number of rows, capacity, fill
+        as a fraction, and rows of the fullest and of the emptiest env.
+      leaves: Figures of each leaf by its path in the step, such as "steps.obs": dtype and shape,
+        rows that were read, least, mean and largest value, values that are not finite, and elements
+        that are the same in all rows.
+      episodes: Figures of episodes, by name: how many are stored as a whole, are unfinished, are
+        cut at their start, or terminated; lengths in steps, and undiscounted returns if rewards are
+        scalar. The last three are of whole episodes alone. None for items.
+      draws: Figures of sampling, by name: sampleable rows, their probabilities relative to uniform
+        sampling, ages of sampled rows, and effective sample size with importance weights, as a
+        fraction of the batch. None if probabilities are not known.
+      counters: Scalars of the sampler's state, by name, such as "max_priority".
+      suspicious: Likely mistakes, one line of text each.
+    """
+
+    buffer: str
+    source: str
     streams: dict[str, Any]
     leaves: dict[str, dict[str, Any]]
-    episodes: dict[str, Any] | None  # None for items, which have none
-    draws: dict[str, Any] | None  # None where the probabilities are not known
-    counters: dict[str, float]  # of the sampler
+    episodes: dict[str, Any] | None
+    draws: dict[str, Any] | None
+    counters: dict[str, float]
     suspicious: list[str]
 
     def to_json(self) -> str:
-        """A figure that is not finite is null."""
+        """Return all figures as JSON. Figures that are not finite become null."""
         return json.dumps(_finite(dataclasses.asdict(self)), indent=1, allow_nan=False)
 
     def to_html(self) -> str:
-        """One page that needs nothing else: no network, no script."""
+        """Return an HTML page with plots. It needs no network and no script."""
         return page(_printable(dataclasses.asdict(self)))
 
     def __str__(self) -> str:
@@ -56,6 +76,11 @@ def _finite(found: Any) -> Any:
 
 
 def inspection_of(contents: Contents) -> Inspection:
+    """Return the figures of a buffer's contents.
+
+    Args:
+      contents: Rows of the buffer, read from a state or from a checkpoint.
+    """
     leaves = measure.leaf_figures(contents)
     episodes = None if contents.flags is None else measure.episode_figures(contents)
     draws = None if contents.probability is None else measure.draw_figures(contents)
@@ -77,7 +102,7 @@ def _suspicious(
     episodes: dict[str, Any] | None,
     draws: dict[str, Any] | None,
 ):
-    """One line each."""
+    """Yield what is suspicious, one line of text each."""
     if not contents.num_rows:
         yield "the buffer is empty"
         return
@@ -98,7 +123,7 @@ def _suspicious(
     if contents.resets is not None and (wrong := wrong_autoreset(contents.resets)):
         yield wrong
     if episodes is not None and not episodes["whole"]:
-        yield "no episode is held from its start to its end"
+        yield "no episode is stored from its start to its end"
     if draws is None:
         return
     count, shared = (
@@ -106,23 +131,23 @@ def _suspicious(
         draws.get("rows that share their probability", 0),
     )
     if not count:
-        yield "no row can be drawn"
+        yield "no row is sampleable"
     elif "max_priority" in contents.counters:
         if shared == count > 1:
             yield (
-                f"all {count:,} rows are equally likely: priorities are equal, or do not count "
-                "(alpha 0, or no rerank yet)"
+                f"all {count:,} rows are equally likely: priorities are equal, or have no effect "
+                "(alpha=0, or no rerank yet)"
             )
         elif shared > 1 and shared >= count / 10:
             yield (
-                f"{shared:,} of {count:,} rows share one probability, as rows do that were "
-                "never updated, or whose errors are equal"
+                f"{shared:,} of {count:,} rows share one probability: their priorities were never "
+                "updated, or are equal"
             )
     for name, what in (
         ("num_bad_priorities", "priorities were NaN, infinite or negative"),
         (
             "num_stale_updates",
-            "updates named no row that can be drawn (from a sample before `can_sample`, or "
+            "updates named rows that are not sampleable (sampled before `can_sample`, or "
             "overwritten since)",
         ),
     ):

@@ -1,5 +1,4 @@
-"""The figures of an inspection: of streams, leaves, episodes, draws, and what is suspicious about
-them."""
+"""The figures of an inspection: streams, leaves, episodes and draws."""
 
 from typing import Any
 
@@ -12,8 +11,10 @@ _BINS = 30
 
 
 def leaf_figures(contents: Contents) -> dict[str, dict[str, Any]]:
-    """Return the figures of each leaf, over the rows that were read. A row that only brings a final
-    observation has nothing else."""
+    """Return the figures of each leaf, over the rows that were read.
+
+    Rows that are only a final observation count for `steps.obs` alone.
+    """
     flags, figures = contents.flags, {}
     is_step = np.ones(len(contents.rows), bool) if flags is None else _is_step(flags[contents.rows])
     with np.errstate(over="ignore", invalid="ignore"):
@@ -25,15 +26,15 @@ def leaf_figures(contents: Contents) -> dict[str, dict[str, Any]]:
 
 
 def _is_step(flags: np.ndarray) -> np.ndarray:
-    """Whether a row is more than a final observation: bool[...]."""
+    """Return True for rows with a step, False for final observations alone: bool[...]."""
     return ((flags & row_flags.FINAL) == 0) | (
         (flags & (row_flags.TERMINATED | row_flags.TRUNCATED)) != 0
     )
 
 
 def _of_values(values: np.ndarray) -> dict[str, Any]:
-    """Return the figures of some rows of a leaf. Integers are compared as they are, complex numbers
-    by their absolute value."""
+    """Return the figures of some rows of a leaf. Integers are compared without conversion to float,
+    complex numbers by their absolute value."""
     values = np.abs(values) if values.dtype.kind == "c" else values
     is_whole = values.dtype.kind in "uib"
     values = values if is_whole else values.astype(np.float64)
@@ -55,6 +56,7 @@ def _of_values(values: np.ndarray) -> dict[str, Any]:
 
 
 def stream_figures(contents: Contents) -> dict[str, Any]:
+    """Return the numbers of envs and rows, and how full the buffer is."""
     filled = contents.end - contents.first
     return {
         "envs": len(filled),
@@ -67,8 +69,11 @@ def stream_figures(contents: Contents) -> dict[str, Any]:
 
 
 def episode_figures(contents: Contents) -> dict[str, Any]:
-    """Of those that are held from their first row to their end. A row that only brings a final
-    observation is no step."""
+    """Return the figures of episodes.
+
+    Lengths and returns are of episodes that are stored from start to end. A row that is only a
+    final observation is not counted as a step.
+    """
     flags = contents.flags
     assert flags is not None
     env, _ = numbers_in_order(contents.first, contents.end)
@@ -103,8 +108,8 @@ def episode_figures(contents: Contents) -> dict[str, Any]:
 
 
 def draw_figures(contents: Contents) -> dict[str, Any]:
-    """How rows are drawn: how much more often than evenly, how old they are, and what the
-    importance weights leave of a batch."""
+    """Return the figures of sampling: probabilities relative to uniform ones, ages of sampled rows,
+    and the effective sample size with importance weights."""
     probability = contents.probability
     assert probability is not None
     env, number = numbers_in_order(contents.first, contents.end)
@@ -135,7 +140,10 @@ def draw_figures(contents: Contents) -> dict[str, Any]:
 
 
 def _effective(share: np.ndarray, ratio: np.ndarray, beta: float) -> float:
-    """Of a large batch, the part that as many equal weights would be worth: (E w)^2 / E w^2."""
+    """Return the effective sample size of a large batch, as a fraction: (E w)^2 / E w^2.
+
+    Weights are w = ratio ** -beta; `share` has the probability of each row.
+    """
     weight = ratio**-beta
     return float((share * weight).sum() ** 2 / (share * weight**2).sum())
 
@@ -144,7 +152,7 @@ _QUANTILES = {"least": 0.0, "quarter": 0.25, "median": 0.5, "three quarters": 0.
 
 
 def quantiles(values: np.ndarray) -> dict[str, float]:
-    """Of no values: nothing."""
+    """Return quantiles and mean, or {} if `values` is empty."""
     if not len(values):
         return {}
     found = np.quantile(values, list(_QUANTILES.values()))
@@ -155,8 +163,8 @@ def quantiles(values: np.ndarray) -> dict[str, float]:
 
 
 def histogram(values: np.ndarray, weights: np.ndarray | None = None) -> dict[str, Any]:
-    """Counts, or sums of weights, and the edges between them, one more; whole numbers have bins of
-    whole numbers."""
+    """Return n counts, or sums of weights, and the n + 1 edges of their bins. Bins of integers
+    contain equally many integers each."""
     if not len(values):
         return {"edges": [], "counts": []}
     low, high = float(values.min()), float(values.max())

@@ -1,5 +1,4 @@
-"""An inspection as one HTML page: its plots are inline SVG, so that it needs neither a script nor
-the network."""
+"""An inspection as one HTML page. Plots are inline SVG: it needs no script and no network."""
 
 import html
 from typing import Any
@@ -29,7 +28,7 @@ _WIDTH, _HEIGHT = 300, 130
 
 
 def page(found: dict[str, Any]) -> str:
-    """`found`: the fields of an `Inspection`."""
+    """Return the page. `found` has the fields of an `Inspection`."""
     alarms = found["suspicious"]
     parts = [
         "<h1>A look inside</h1>",
@@ -110,7 +109,7 @@ def _plots(figures: dict[str, Any]) -> str:
 
 
 def _plot(name: str, found: dict[str, list[float]]) -> str:
-    """Bars, with the first and the last edge below them."""
+    """Return a histogram as SVG bars, with the first and the last edge below them."""
     edges, counts = found["edges"], found["counts"]
     most, width = max(counts) or 1, _WIDTH / len(counts)
     bars = "".join(

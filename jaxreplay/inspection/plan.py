@@ -1,5 +1,5 @@
-"""The memory of a run before it begins: bytes of every leaf, what storing each next observation
-would take, and what fits."""
+"""The memory of a buffer before it is allocated: bytes of each leaf, bytes with next observations
+stored twice, and the largest capacity that fits."""
 
 import dataclasses
 from typing import Any
@@ -18,18 +18,28 @@ _MOST_ROWS = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Bytes of a buffer beside those of the machine. `str()` gives a table."""
+    """Memory of a buffer, compared with the free memory of the machine. `str()` gives a table.
+
+    Attributes:
+      memory: Bytes of the buffer's state, leaf by leaf.
+      naive: Bytes of the same rows if each next observation were stored beside its observation.
+      free_host: Free bytes of the host, or None if the system does not report them.
+      free_device: Free bytes of the default device, or None if the device does not report them.
+      device: Kind of the default device, such as "cpu".
+      largest_capacity: Largest capacity in rows that fits on the default device, or None if its
+        free memory is not known.
+    """
 
     memory: Memory
-    naive: int  # bytes of the same rows with each next observation stored beside its observation
-    free_host: int | None  # bytes that the system can hand out; None where it does not say
-    free_device: int | None  # bytes of the default device
-    device: str  # its kind
-    largest_capacity: int | None  # rows that fit there; None where it does not say
+    naive: int
+    free_host: int | None
+    free_device: int | None
+    device: str
+    largest_capacity: int | None
 
     @property
     def fits(self) -> bool | None:
-        """Whether the default device has room for it; None where it does not say."""
+        """True if the buffer fits on the default device; None if its free memory is not known."""
         return None if self.free_device is None else self.memory.total <= self.free_device
 
     def __str__(self) -> str:
@@ -58,10 +68,18 @@ class Plan:
 
 
 def plan(buffer: ReplayBuffer, example: PyTree) -> Plan:
-    """What a buffer will take, and whether this machine has it. Nothing is allocated.
+    """Compute the memory that a buffer will take, and whether it fits. Nothing is allocated.
 
     Args:
-      example: as for `init`: one env's step, or item.
+      buffer: A `ReplayBuffer`.
+      example: One env's step, without the env axis, or one item, as for `init`: a pytree of arrays
+        or `jax.ShapeDtypeStruct`s. Only structure, shapes and dtypes are read.
+
+    Returns:
+      Bytes that the buffer takes and that are free. `print` shows a table.
+
+    Raises:
+      ValueError: `buffer` is not a `ReplayBuffer`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -74,7 +92,7 @@ def plan(buffer: ReplayBuffer, example: PyTree) -> Plan:
     if not isinstance(buffer, ReplayBuffer):
         raise ValueError(
             f"plan: expected a ReplayBuffer, got {type(buffer).__name__}; "
-            "print(rollout.memory(example)) tells of a rollout"
+            "for a rollout, use print(rollout.memory(example))"
         )
     taken, free = buffer.memory(example), memory.free_bytes()
     return Plan(
@@ -88,7 +106,7 @@ def plan(buffer: ReplayBuffer, example: PyTree) -> Plan:
 
 
 def _obs_bytes(buffer: ReplayBuffer, example: PyTree) -> int:
-    """Of the observations of all rows."""
+    """Return the bytes of the observations of all rows; 0 for items."""
     if buffer.autoreset is None:
         return 0
     names = [name for name in buffer.memory(example).leaves if name.startswith("streams.steps.obs")]
@@ -96,7 +114,10 @@ def _obs_bytes(buffer: ReplayBuffer, example: PyTree) -> int:
 
 
 def _largest_capacity(buffer: ReplayBuffer, example: PyTree, free: int) -> int:
-    """By bisection: trees grow in steps."""
+    """Return the largest capacity whose state takes at most `free` bytes; 0 if none does.
+
+    By bisection: trees grow in steps, so bytes are no linear function of the capacity.
+    """
 
     def takes(length: int) -> int:
         return dataclasses.replace(buffer, capacity=length * buffer.num_envs).memory(example).total
@@ -111,7 +132,8 @@ def _largest_capacity(buffer: ReplayBuffer, example: PyTree, free: int) -> int:
 
 
 def step_of(obs: PyTree, action: PyTree, autoreset: Autoreset) -> dict[str, Any]:
-    """An example from the specs of an observation and an action, with scalar rewards."""
+    """Return an example of a step from the specs of an observation and an action. Rewards are
+    scalar."""
     flag = jax.ShapeDtypeStruct((), bool)
     return {
         "obs": obs,

@@ -1,8 +1,8 @@
-"""Finds a wrong `autoreset` in the rows: episodes then reset one row early or late.
+"""Detect a wrong `autoreset` from stored rows: the env then resets one row early or late.
 
-At a reset the observation jumps: it changes by more than from step to step. That belongs between an
-episode's last row, which is the final row where there is one, and the first row of the next. If the
-largest of three changes is the one before the last row, or after the first, `autoreset` is wrong:
+At a reset the observation jumps: it changes more than from step to step. The jump belongs between
+an episode's last row (the final row, if there is one) and the first row of the next episode. If it
+comes before the last row, or after the first row, `autoreset` is wrong:
 
     declared          the env resets                the largest change
     "same_step..."    in the next step              after the first row, whose reward is 0
@@ -18,34 +18,35 @@ import numpy as np
 
 from jaxreplay.storage import row_flags
 
-LEAST_RESETS = 20  # fewer are no evidence
-MOST_RESETS = 200  # the rows around so many are read
-_MOST_BYTES = 2**24  # of observations
-_MOST_ELEMENTS = 4096  # of a leaf are compared
-_BEFORE_LAST, _LAST, _FIRST, _AFTER_FIRST = range(4)  # the rows of a reset
-# The part of resets where a wrong change is the largest one. On CartPole with a random policy (4
-# envs, 400 steps, 100 seeds, episodes of at most 5, 12 and 500 steps) it is at least 0.9 where the
-# declaration is wrong, and at most 0.11 where it is right.
+LEAST_RESETS = 20  # fewer resets are not enough evidence
+MOST_RESETS = 200  # rows are read around at most this many resets
+_MOST_BYTES = 2**24  # of observations that are read
+_MOST_ELEMENTS = 4096  # of an observation's leaf that are compared
+_BEFORE_LAST, _LAST, _FIRST, _AFTER_FIRST = range(4)  # the rows around a reset
+# At least this fraction of resets must jump at a wrong place. On CartPole with a random policy (4
+# envs, 400 steps, 100 seeds, episodes of at most 5, 12 and 500 steps) the fraction is at least 0.9
+# if `autoreset` is wrong, and at most 0.11 if it is right.
 _CLEAR = 0.75
-_RARE = 0.05  # at most this part counts as none
+_RARE = 0.05  # a smaller fraction counts as none
 
 
 @dataclasses.dataclass(frozen=True)
 class Resets:
     """The four rows around K resets."""
 
-    autoreset: str  # as declared
+    autoreset: str  # the buffer's
     flags: np.ndarray  # uint8[K, 4]
-    reward: np.ndarray | None  # float64[K, 4]; None if it is no scalar
-    obs: list[np.ndarray]  # [K, 4, ...] of each leaf
+    reward: np.ndarray | None  # float64[K, 4]; None if rewards are not scalar
+    obs: list[np.ndarray]  # [K, 4, ...] for each leaf
 
 
 def rows_around_resets(flags: np.ndarray, env: np.ndarray, row_bytes: int) -> np.ndarray:
-    """Return where the rows around resets are, evenly spread: int64[K, 4].
+    """Return the indices of the four rows around each reset, evenly spread: int64[K, 4].
 
     Args:
-      flags: uint8[R], of rows in order, stream after stream. env: int[R], their streams.
-      row_bytes: bytes of a row's observation.
+      flags: uint8[R]; flags of rows in order, stream after stream.
+      env: int[R]; the stream of each row.
+      row_bytes: Bytes of a row's observation.
     """
     first = np.flatnonzero(flags & row_flags.FIRST)
     first = first[(first >= _FIRST) & (first < len(flags) - 1)]
@@ -56,8 +57,8 @@ def rows_around_resets(flags: np.ndarray, env: np.ndarray, row_bytes: int) -> np
 
 
 def wrong_autoreset(resets: Resets) -> str | None:
-    """Return the evidence for a wrong `autoreset`, in one line; None if there is none."""
-    # In an episode of one row, the change before it, or after it, is no step.
+    """Return the evidence for a wrong `autoreset` in one line, or None without evidence."""
+    # Around an episode of one row, the change before or after it is another reset, not a step.
     is_first = (resets.flags & row_flags.FIRST) != 0
     chosen = ~is_first[:, _LAST] & ~is_first[:, _AFTER_FIRST]
     count, form = int(chosen.sum()), resets.autoreset
@@ -66,7 +67,7 @@ def wrong_autoreset(resets: Resets) -> str | None:
     before, between, after = _changes([leaf[chosen] for leaf in resets.obs]).T
     early = (before > np.maximum(between, after)).mean()
     late = (after > np.maximum(before, between)).mean()
-    rewarded, of_rewards = np.zeros(4), ""  # the part of each row that has a reward
+    rewarded, of_rewards = np.zeros(4), ""  # fraction of resets whose row has a reward
     if resets.reward is not None:
         rewarded = (resets.reward[chosen] != 0).mean(axis=0)
         of_rewards = "; {:.0%} of these rows have a reward"
@@ -95,8 +96,8 @@ def wrong_autoreset(resets: Resets) -> str | None:
 
 
 def _changes(obs: list[np.ndarray]) -> np.ndarray:
-    """Return how much the observation changes from row to row, each element by its mean change:
-    float64[K, 3]."""
+    """Return the change of the observation from row to row: float64[K, 3]. It is a sum over
+    elements, each divided by its mean change."""
     total = np.zeros((len(obs[0]), 3))
     for leaf in obs:
         values = leaf.reshape(*leaf.shape[:2], -1)
@@ -109,7 +110,7 @@ def _changes(obs: list[np.ndarray]) -> np.ndarray:
 
 
 def _is_same(obs: list[np.ndarray]) -> np.ndarray:
-    """Tell at which resets the last and the first row have the same observation: bool[K]."""
+    """Return True for resets whose last and first row have the same observation: bool[K]."""
     same = np.ones(len(obs[0]), bool)
     for leaf in obs:
         same &= (leaf[:, _LAST] == leaf[:, _FIRST]).reshape(len(leaf), -1).all(axis=1)
@@ -117,20 +118,21 @@ def _is_same(obs: list[np.ndarray]) -> np.ndarray:
 
 
 class ResetWatch:
-    """Tells the owner of a state, once, that `autoreset` is wrong.
+    """Report a wrong `autoreset` to the owner of a state, once.
 
-    It looks after 256 steps, and again each time that these have doubled, until it has seen enough
-    resets. Between two looks an `add` costs one comparison.
+    It examines the rows after 256 steps, and again after twice as many, until it has seen
+    `MOST_RESETS` resets. At other times an `add` costs one comparison.
     """
 
     def __init__(self) -> None:
         self._num_steps, self._next_look = 0, 256.0
 
     def after_add(self, num_steps: int, look: Callable[[], Resets | None]) -> str | None:
-        """Count the steps of an `add`, and return what is wrong, or None.
+        """Count the steps of an `add`, and return the evidence for a wrong `autoreset`, or None.
 
         Args:
-          look: returns the rows around resets; None for items.
+          num_steps: Number of steps that were added, over all envs.
+          look: Returns the rows around resets, or None for items.
         """
         self._num_steps += num_steps
         if self._num_steps < self._next_look:

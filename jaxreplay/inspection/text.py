@@ -1,16 +1,16 @@
-"""An inspection as text: a line a figure, and a table of the leaves."""
+"""An inspection as text: one line for each figure, and a table of the leaves."""
 
 import math
 from typing import Any
 
-# of a leaf's figures
+# figures of a leaf
 COLUMNS = ("spec", "least", "mean", "largest", "not finite", "constant elements", "rows read")
-# titles, and fields that may be empty
+# titles of sections, and the fields of `Inspection` that they show if not empty
 SECTIONS = (("episodes", "episodes"), ("draws", "draws"), ("sampler", "counters"))
 
 
 def text(found: dict[str, Any]) -> str:
-    """`found`: the fields of an `Inspection`."""
+    """Return the text. `found` has the fields of an `Inspection`."""
     lines = [
         found["buffer"],
         *([found["source"]] if found["source"] else []),
@@ -35,7 +35,7 @@ def text(found: dict[str, Any]) -> str:
 
 
 def number(value: Any) -> str:
-    """A figure of any kind; whole numbers without a point."""
+    """Format a figure of any type; whole numbers have no decimal point."""
     if (
         isinstance(value, float)
         and math.isfinite(value)
@@ -49,11 +49,12 @@ def number(value: Any) -> str:
 
 
 def singles(figures: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures that are one value."""
     return {name: value for name, value in figures.items() if not isinstance(value, dict)}
 
 
 def groups(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Figures that belong together, such as quantiles."""
+    """Return the figures that are several values with names, such as quantiles."""
     return {
         name: value
         for name, value in figures.items()
@@ -62,6 +63,7 @@ def groups(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def histograms(figures: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
+    """Return the figures that are histograms with at least one bin."""
     return {
         name: value
         for name, value in figures.items()

@@ -1,4 +1,4 @@
-"""Samplers: which sampleable rows a batch is made of."""
+"""Samplers choose which of the sampleable rows form a batch."""
 
 from jaxreplay.samplers.episodes import UniformEpisodes as UniformEpisodes
 from jaxreplay.samplers.prioritized import Prioritized as Prioritized

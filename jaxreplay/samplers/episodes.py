@@ -1,5 +1,5 @@
-"""Uniform over episodes, then over the steps of the one drawn: a step of a short episode is drawn
-as often as all of a long one's share."""
+"""Uniform sampling of an episode, then of a row in it. Episodes are equally probable, so rows of
+short episodes are sampled more often."""
 
 import dataclasses
 
@@ -16,12 +16,31 @@ from jaxreplay.storage.streams import of_stream
 
 
 class UniformEpisodes(Sampler):
-    """An episode, every one alike, then one of its sampleable rows, every one alike; with
-    replacement. O(1), however long the episodes.
+    """Sample an episode uniformly, then one of its sampleable rows uniformly, with replacement.
+
+    The time does not depend on the lengths of episodes.
 
     Args:
-      unfinished: whether episodes are drawn too that have not ended, or whose first rows are
-        overwritten. Otherwise only complete ones.
+      unfinished: Also sample episodes that have not ended, and episodes whose first rows are
+        overwritten. Default: False, only complete episodes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxreplay as jr
+      >>> buffer = jr.transitions(
+      ...     capacity=8,
+      ...     batch_size=4,
+      ...     autoreset="same_step_no_final_obs",
+      ...     sampler=jr.UniformEpisodes(),
+      ... )
+      >>> done = jnp.array([False, False, True, True])[:, None]  # episodes of 3 steps and of 1
+      >>> time = jnp.arange(4.0)[:, None]
+      >>> steps = jr.Step(
+      ...     obs=time, action=time, reward=time, terminated=done, truncated=done & False
+      ... )
+      >>> state = buffer.init(jax.tree.map(lambda x: x[0, 0], steps))
+      >>> state = jax.jit(buffer.extend)(state, steps)
+      >>> print(buffer.get(state, jnp.arange(4)).probability * 6)  # 1/2 * 1/3, and 1/2 * 1/1
+      [1. 1. 1. 3.]
     """
 
     unfinished: bool = False
@@ -34,10 +53,10 @@ class UniformEpisodes(Sampler):
         )
         if window.period != 1 or not is_run:
             raise ValueError(
-                "UniformEpisodes: the sampleable rows of an episode must be one run, which they "
-                "are not for a view with a period or across "
-                "episodes or, with unfinished=True, with a look-back or a look-ahead of more than "
-                "a row; use the sampler Uniform"
+                "UniformEpisodes: the sampleable rows of an episode must be contiguous. They are "
+                "not if the view has a period above 1; with unfinished=False, if it crosses "
+                "episodes; with unfinished=True, if it reads rows before the candidate or more "
+                "than one row after it. Use sampler=jaxreplay.Uniform()"
             )
         return dataclasses.replace(
             window if self.unfinished else window.widened(before=None, after=None),
@@ -60,10 +79,12 @@ class UniformEpisodes(Sampler):
         return _probability(count.sum(dtype=jnp.int32), self._size_of(sampleable, row))
 
     def _stored(self, sampleable: Sampleable) -> tuple[jax.Array, jax.Array]:
-        """Episodes of each stream, from its oldest on, that come before the first one to draw from,
-        and those to draw from: int32[E] each.
+        """Count each stream's oldest episodes to skip, and the episodes to sample from.
 
-        Only the oldest and the newest one may have no sampleable row.
+        Only the oldest and the newest episode may have no sampleable row.
+
+        Returns:
+          int32[E], the number of skipped episodes; int32[E], the number of episodes after these.
         """
         env = sampleable.layout.envs()
         count = sampleable.episodes.num_episodes()
@@ -76,12 +97,13 @@ class UniformEpisodes(Sampler):
         return skipped, jnp.maximum(count - skipped - is_empty(count - 1), 0)
 
     def _size_of(self, sampleable: Sampleable, row: jax.Array) -> jax.Array:
-        """Sampleable rows of each row's episode, a run from its first row on: int32[...]."""
+        """Count the sampleable rows of each row's episode, contiguous from its first row:
+        int32[...]."""
         layout, streams, episodes = sampleable.layout, sampleable.streams, sampleable.episodes
         env, _ = layout.split(row)
         before, after = episodes.steps_from_start(row), episodes.steps_to_end(row)
-        # A final row may be the last row, and the newest rows may be pending; what is cut are whole
-        # episodes.
+        # The last row may be a final row, and the newest rows may be pending. Expired rows are
+        # whole episodes.
         size = before + after + sampleable.is_candidate(layout.ahead(row, after))
         age = streams.age(layout.ahead(row, -before))
         size = jnp.minimum(size, age + 1 - of_stream(sampleable.num_pending, env))
@@ -90,7 +112,7 @@ class UniformEpisodes(Sampler):
 
 
 def _probability(total: jax.Array, size: jax.Array) -> jax.Array:
-    """Of one row of an episode that has `size` rows to draw from, where there are `total` episodes:
-    float32[...]."""
+    """Return the probability of a row, given the number of episodes and the number of sampleable
+    rows in its episode: float32[...]."""
     product = jnp.maximum(total, 1).astype(jnp.float32) * jnp.maximum(size, 1).astype(jnp.float32)
     return jnp.where((total > 0) & (size > 0), 1 / product, 0)

@@ -1,9 +1,7 @@
-"""Proportional prioritized sampling: a row is drawn with probability priority ** alpha / sum.
+"""Proportional prioritized sampling: the probability of a row is priority ** alpha, divided by the
+sum over all sampleable rows.
 
-Source: Schaul et al., "Prioritized Experience Replay" (2016), section 3.3, algorithm 1. Where we
-differ: a priority of 0 means never drawn (the paper adds a constant to every priority; do so before
-the call), and new rows keep the priority that they had when they were added until they become
-sampleable.
+The mass of a row, here and in the sum tree, is its priority ** alpha.
 """
 
 from typing import Any, Literal
@@ -23,37 +21,62 @@ from jaxreplay.storage.sampleable import Sampleable, WriteEffect
 from jaxreplay.targets import weights_of
 from jaxreplay.types import Index
 
-SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest number that no processor flushes to 0
+SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest float32 that no processor flushes to 0
 _MAX_COUNT = np.uint32(2**32 - 1)
-_LARGEST_TOTAL = 2.0**120  # of all masses: the reciprocal of a larger one may be flushed to 0
+_LARGEST_TOTAL = 2.0**120  # of all masses; the reciprocal of a larger total may be flushed to 0
 
 
 class PrioritizedState(Node):
-    # mass of each row; leaves are ordered by time, then env; 0 for a row that is not sampleable
+    # priority ** alpha of each row, 0 for rows that are not sampleable; leaves are ordered by
+    # position, then env
     tree: SumTreeState
-    # float32[lookahead, E]: masses of each stream's newest rows, the newest last; None without a
-    # look-ahead
+    # float32[lookahead, E]: priority ** alpha of each stream's newest rows, the newest last; None
+    # without a look-ahead
     pending_mass: jax.Array | None
     max_priority: jax.Array  # float32[]: the largest priority so far, at first 1
-    num_bad_priorities: jax.Array  # uint32[]: NaN, infinite or negative ones; stays at its maximum
-    # uint32[]: updates to rows overwritten, out of range, or not sampleable; stays at its maximum
+    # uint32[]: ignored priorities, which were NaN, infinite or negative; stays at its maximum
+    num_bad_priorities: jax.Array
+    # uint32[]: ignored updates of rows that were overwritten, out of range, or not sampleable;
+    # stays at its maximum
     num_stale_updates: jax.Array
 
 
 class Prioritized(PrioritySampler):
-    """Rows in proportion to priority ** alpha.
+    """Sample rows in proportion to priority ** alpha.
+
+    A row with priority 0 is never sampled. The paper adds a constant to every priority; add it
+    before the call. A row keeps the priority that it was added with until it becomes sampleable. By
+    default that is the largest priority so far.
 
     Args:
-      alpha: at least 0: 0 is uniform over the rows of positive priority.
-      beta: how far weights correct the bias of the draws, at least 0: 0 not at all, 1 fully; unless
-        `sample` says otherwise.
+      alpha: Exponent of priorities, at least 0. With 0, all rows of positive priority are equally
+        probable. Default: 0.6.
+      beta: Exponent of importance weights, at least 0: 0 corrects nothing, 1 corrects the bias of
+        prioritized sampling fully. `buffer.sample(beta=...)` overrides it. Default: 0.4.
       normalize_weights: "batch" divides weights by the largest of the batch. "buffer" divides them
-        by the largest that any row of the buffer could have, as the paper does; it keeps a second
-        tree, about as costly to update as the first. None leaves them as they are,
-        `(size * probability) ** -beta`.
-      stratified: one draw from each of B equal parts of the total mass, as in the paper, so that a
-        batch is in the order of the rows' positions in their rings; otherwise B independent draws.
-      fan_out: children of a tree node; 0 chooses for the state's platform.
+        by the largest that any row of the buffer could have, as the paper does. It keeps a second
+        tree, which takes about as long to update as the first. None leaves weights as
+        `(size * probability) ** -beta`. Default: "batch".
+      stratified: Sample once from each of B equal parts of the total, as in the paper. Batches then
+        come in the order of the rows' positions in their rings. False: B independent samples.
+        Default: True.
+      fan_out: Number of children of a node in the sum tree. Default: 0, which chooses 8 on a CPU,
+        32 on a GPU and 128 on a TPU.
+
+    Raises:
+      ValueError: `alpha` or `beta` is negative or not finite, or `normalize_weights` is unknown.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxreplay as jr
+      >>> buffer = jr.items(capacity=4, batch_size=2, sampler=jr.Prioritized(alpha=1.0))
+      >>> state = buffer.init(jnp.int32(0))
+      >>> priority = jnp.array([[1.0], [2.0], [5.0]])
+      >>> state = buffer.extend(state, jnp.array([[7], [8], [9]]), priority=priority)
+      >>> print(buffer.get(state, jnp.arange(3)).probability)
+      [0.125 0.25  0.625]
+
+    References:
+      Schaul et al., "Prioritized Experience Replay" (2016), section 3.3, algorithm 1.
     """
 
     alpha: float = 0.6
@@ -80,13 +103,14 @@ class Prioritized(PrioritySampler):
         if not window.is_bounded:
             raise ValueError(
                 f"{type(self).__name__}: this view's window reaches to the end of the episode, so "
-                "that rows become sampleable by whole "
-                "episodes, which a tree of priorities would pay for with a write of any length; "
-                "draw uniformly, or take goals from any row"
+                "rows become sampleable by whole episodes, but priorities need a window of fixed "
+                "length. Use sampler=jaxreplay.Uniform(), or a view with a fixed window: "
+                'jaxreplay.hindsight(..., strategy="random") or FutureView(max_terminals=1)'
             )
         return window
 
     def init(self, layout: Layout) -> PrioritizedState:
+        """Return a state without priorities, whose largest priority is 1."""
         return PrioritizedState(
             tree=self._tree(layout).init(),
             pending_mass=jnp.zeros((layout.window.after, layout.num_envs), jnp.float32)
@@ -98,7 +122,8 @@ class Prioritized(PrioritySampler):
         )
 
     def clear(self, state: PrioritizedState) -> PrioritizedState:
-        """No mass, and 1 for the largest priority; the counts of what was ignored stay."""
+        """Return the state without priorities, and with 1 as the largest. The counts of ignored
+        priorities and updates stay."""
         minima = (
             None
             if state.tree.minima is None
@@ -113,14 +138,16 @@ class Prioritized(PrioritySampler):
     def observe(
         self, state: PrioritizedState, effect: WriteEffect | None, priority: jax.Array | None
     ) -> PrioritizedState:
+        """Give new rows their priority: the given one or, if missing or invalid, the largest so
+        far."""
         assert effect is not None
         state, given = give(state, effect.is_written, priority)
         mass = jnp.where(effect.is_candidate, self._mass(effect.layout, given), 0)
         if state.pending_mass is not None:
             lookahead = len(state.pending_mass)
             mass = jnp.concatenate([state.pending_mass, mass])
-            # Each stream's newest rows wait on, in the order of their age; a row that was written
-            # before moves up by what came after.
+            # Each stream's newest rows keep waiting, ordered by age. Rows of earlier writes move up
+            # by the number of rows written after them.
             is_row = jnp.concatenate([jnp.ones_like(state.pending_mass, bool), effect.is_written])
             age = effect.age[: len(is_row)]
             place = jnp.where(is_row & (age < lookahead), lookahead - 1 - age, lookahead)
@@ -133,6 +160,7 @@ class Prioritized(PrioritySampler):
         return state.replace(tree=self._write(state.tree, effect, mass))
 
     def per_row(self, state: PrioritizedState) -> dict[str, jax.Array]:
+        """Return the leaves of the tree."""
         return {"tree.sums.0": state.tree.sums[0]}
 
     def put_per_row(
@@ -143,7 +171,7 @@ class Prioritized(PrioritySampler):
         row: jax.Array,
         values: jax.Array,
     ) -> PrioritizedState:
-        """Each row keeps its mass; where the capacity does not let it, the largest mass."""
+        """Write masses of rows, clipped to the largest mass that the new capacity allows."""
         layout = sampleable.layout
         is_sampleable = (row < layout.capacity) & sampleable.contains(
             jnp.minimum(row, layout.capacity - 1)
@@ -156,9 +184,16 @@ class Prioritized(PrioritySampler):
         )
 
     def _write(self, tree: SumTreeState, effect: WriteEffect, mass: jax.Array) -> SumTreeState:
-        """Rows that became sampleable gain their mass; others that are written have none, nor have
-        those whose look-back is overwritten. Rows that go on waiting, or stay sampleable, keep
-        theirs."""
+        """Write the masses that an effect changes into the tree.
+
+        Rows that became sampleable get their mass. Other written rows, and rows whose look-back is
+        overwritten, get 0. Rows that keep waiting, or stay sampleable, keep theirs.
+
+        Args:
+          tree: The tree.
+          effect: The effect of the write.
+          mass: float32[V, E], masses of the first V rows of `effect.row`, at most all of them.
+        """
         mass = jnp.pad(mass, ((0, effect.row.shape[0] - mass.shape[0]), (0, 0)))
         mass = jnp.where(effect.became_sampleable, mass, 0)
         changed = effect.became_sampleable | effect.is_gone
@@ -201,7 +236,9 @@ class Prioritized(PrioritySampler):
         is_valid: jax.Array,
         beta: jax.Array | float | None,
     ) -> jax.Array:
-        reference = None  # the probability whose weight is 1; by default the batch's smallest
+        """Return importance weights, divided as `normalize_weights` says. By default beta is that
+        of the sampler."""
+        reference = None  # the probability whose weight is 1; None is the smallest of the batch
         if self.normalize_weights == "buffer":
             tree = self._tree(sampleable.layout)
             reference = _normalized(tree.minimum(state.tree), tree.total(state.tree))
@@ -210,12 +247,16 @@ class Prioritized(PrioritySampler):
         return weights_of(probability, is_valid, self.beta if beta is None else beta, reference)
 
     def metrics(self, state: PrioritizedState, sampleable: Sampleable) -> dict[str, jax.Array]:
+        """Return the largest and the mean priority, and the counts of what was ignored.
+
+        The mean is `(mean of priority ** alpha) ** (1 / alpha)`. With alpha 0 it is left out.
+        """
         metrics = {
             "max_priority": state.max_priority,
             "num_bad_priorities": state.num_bad_priorities,
             "num_stale_updates": state.num_stale_updates,
         }
-        if self.alpha:  # else the tree knows which are positive, and no more
+        if self.alpha:  # with alpha 0, the tree has only 0 and 1
             total = self._tree(sampleable.layout).total(state.tree)
             mean = total / jnp.maximum(self.size(state, sampleable), 1)
             metrics["mean_priority"] = mean ** (1 / self.alpha)
@@ -224,11 +265,11 @@ class Prioritized(PrioritySampler):
     def update(
         self, state: PrioritizedState, sampleable: Sampleable, index: Index, priority: jax.Array
     ) -> PrioritizedState:
-        """New priorities, float32[B], for the rows drawn as `index`.
+        """Set the priorities of sampled rows.
 
-        A row that is out of range, overwritten since, or not sampleable is ignored and counted; so
-        is a priority that is NaN, infinite or negative: the row keeps its own. Of several
-        priorities for one row the largest wins.
+        Rows that are out of range, overwritten since, or not sampleable are ignored and counted. So
+        are priorities that are NaN, infinite or negative: the row keeps its own. If a row appears
+        more than once, its largest priority counts.
         """
         state, leaf, priority = accept(state, sampleable, index, priority)
         return state.replace(
@@ -246,8 +287,8 @@ class Prioritized(PrioritySampler):
         )
 
     def _mass(self, layout: Layout, priority: jax.Array) -> jax.Array:
-        """priority ** alpha, such that a positive one stays positive and the sum over all rows
-        stays finite: float32[...]."""
+        """Return priority ** alpha, clipped so that positive values stay positive and the sum over
+        all rows stays finite: float32[...]."""
         mass = jnp.clip(
             jnp.maximum(priority, SMALLEST) ** self.alpha,
             SMALLEST,
@@ -257,35 +298,42 @@ class Prioritized(PrioritySampler):
 
 
 def _normalized(mass: jax.Array, total: jax.Array) -> jax.Array:
-    """The probability of a mass; that of a positive one is positive: float32[...]."""
+    """Return the probability of each mass, positive for positive ones: float32[...]."""
     probability = jnp.maximum(mass / jnp.where(total > 0, total, 1), SMALLEST)
     return jnp.where((total > 0) & (mass > 0), probability, 0)
 
 
 def leaf_of(layout: Layout, row: jax.Array) -> jax.Array:
-    """Return the leaf of each row: int32[...]. Leaves lie by time, then env, so that what all envs
-    write together is one range of the tree; a row past the end stays there."""
+    """Return the leaf of each row: int32[...]; the capacity for rows from the capacity on.
+
+    Leaves are ordered by position, then env, so that rows that all envs write together are one
+    range of the tree.
+    """
     env, position = layout.split(row)
     return jnp.where(row < layout.capacity, position * layout.num_envs + env, layout.capacity)
 
 
 def is_positive(priority: jax.Array) -> jax.Array:
-    """Tell which priorities are positive, by their bits: a processor that flushes subnormal numbers
-    compares them as 0. bool[...]."""
+    """Return whether each priority is positive: bool[...].
+
+    It tests the bits, since a processor that flushes subnormal numbers compares them as 0.
+    """
     return jax.lax.bitcast_convert_type(priority, jnp.int32) > 0
 
 
 def give(
     state: PrioritizedState, is_new: jax.Array, priority: jax.Array | None
 ) -> tuple[Any, jax.Array]:
-    """Give rows that were written a priority, float32[K, E]: the one given or, if there is none or
-    it is bad, the largest so far.
+    """Return the priorities of new rows: the given ones or, if missing or invalid, the largest so
+    far.
 
     Args:
-      is_new: bool[K, E], whether a row was written. priority: float32[K, E].
+      state: The sampler's state.
+      is_new: bool[K, E], whether a row was written.
+      priority: float32[K, E], the given priorities, or None.
 
     Returns:
-      The state, and the priorities.
+      The new state; float32[K, E], the priorities.
     """
     if priority is None:
         return state, jnp.broadcast_to(state.max_priority, is_new.shape)
@@ -294,7 +342,7 @@ def give(
         jnp.max(jnp.where(is_new & is_good, priority, state.max_priority), axis=1)
     )
     largest = jnp.maximum(largest, state.max_priority)
-    before = jnp.concatenate([state.max_priority[None], largest[:-1]])  # as of the row's own step
+    before = jnp.concatenate([state.max_priority[None], largest[:-1]])  # of each row's step
     state = state.replace(
         max_priority=largest[-1],
         num_bad_priorities=_count(state.num_bad_priorities, is_new & ~is_good),
@@ -305,11 +353,13 @@ def give(
 def accept(
     state: PrioritizedState, sampleable: Sampleable, index: Index, priority: jax.Array
 ) -> tuple[Any, jax.Array, jax.Array]:
-    """Accept an update. Returns the state, the leaves to write, int32[B], and their priorities,
-    float32[B].
+    """Check an update, and count what is ignored.
 
-    A row that is out of range, overwritten since, or not sampleable is ignored and counted; so is a
-    priority that is NaN, infinite or negative. Its leaf is the capacity, and its priority 0.
+    Ignored are rows that are out of range, overwritten since, or not sampleable, and priorities
+    that are NaN, infinite or negative. Their leaf is the capacity, and their priority 0.
+
+    Returns:
+      The new state; int32[B], the leaves to write; float32[B], their priorities.
     """
     layout = sampleable.layout
     is_in_range = (index.row >= 0) & (index.row < layout.capacity)

@@ -1,5 +1,5 @@
-"""First in, first out: each row is handed out once, in the order of time, as on-policy learners
-want their data."""
+"""First in, first out: each row is consumed once, in the order of time, as on-policy learners need
+it."""
 
 from collections.abc import Callable
 
@@ -19,27 +19,39 @@ _MAX_COUNT = np.uint32(2**32 - 1)
 
 
 class QueueState(Node):
-    # uint32[E], modulo 2^32: the candidate number of the next row to hand out, or of one before it
-    # that is lost
+    # uint32[E], modulo 2^32: candidate number of the next row to consume; that row may be lost by
+    # now
     next: jax.Array
-    # uint32[]: rows overwritten, or their look-back, before they were taken, up to the last take;
-    # stays at its maximum
+    # uint32[]: rows lost before the last `pop`: they, or their look-back, were overwritten before
+    # they were consumed; stays at its maximum
     lost: jax.Array
-    # bool[]: since the last take, so that what is gone since then was not lost
+    # bool[]: the buffer was cleared since the last `pop`, so that missing rows do not count as lost
     is_cleared: jax.Array
 
 
 class Queue(ConsumingSampler):
-    """Every sampleable row once, the oldest first. Streams take turns.
+    """Consume every sampleable row once, the oldest first. Envs take turns.
 
-    A batch of B is the B rows that come first by their place in their stream's queue, then by env;
-    within the batch they lie by env, then by time. What the queue cannot fill is not valid, with
-    probability 0; a row that is handed out has probability 1.
+    A batch takes equally many rows from each env, or all that the env has. If they do not divide
+    evenly, the first envs give one more. The items of a batch are ordered by env, then by time.
+    Consumed rows have probability 1. If too few rows are left, the other items are not valid,
+    with probability 0.
 
-    A row that is overwritten before it was taken is lost, and counted in the state by the next take
-    (but for one after a `clear`, which cannot tell what was lost from what was cleared). `can_add`
-    says beforehand whether an add would lose any. Taken or lost, fewer than 2^32 rows of a stream
-    may go by between two takes.
+    A row that is overwritten before it was consumed is lost. The next `pop` counts lost rows in the
+    state, except after a `clear`: it cannot tell lost rows from cleared ones. `buffer.can_add`
+    tells beforehand whether an `add` would lose rows. Between two calls of `pop`, fewer than 2^32
+    rows of an env may be added.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxreplay as jr
+      >>> buffer = jr.items(capacity=4, batch_size=2, sampler=jr.Queue())
+      >>> state = buffer.extend(buffer.init(jnp.int32(0)), jnp.array([[7], [8], [9]]))
+      >>> state, batch = buffer.pop(state, jax.random.key(0))
+      >>> batch.experience.tolist()
+      [7, 8]
+      >>> state, batch = buffer.pop(state, jax.random.key(0))
+      >>> batch.is_valid.tolist()  # one row was left
+      [True, False]
     """
 
     def init(self, layout: Layout) -> QueueState:
@@ -50,18 +62,19 @@ class Queue(ConsumingSampler):
         )
 
     def clear(self, state: QueueState) -> QueueState:
-        """The candidate numbers go on: the rows that are forgotten lie before the first sampleable
-        one from now on."""
+        """Return the state after a clear. Forgotten rows have smaller candidate numbers than the
+        sampleable rows from now on, so `next` stays."""
         return state.replace(is_cleared=jnp.ones_like(state.is_cleared))
 
     def after_loss(
         self, state: QueueState, candidate_number_now: Callable[[np.ndarray], np.ndarray]
     ) -> QueueState:
-        """What was taken stays so; what is lost is not counted in `lost`."""
+        """Return the state for the remaining rows. Consumed rows stay consumed; damaged rows do not
+        count as lost."""
         return state.replace(next=jnp.asarray(candidate_number_now(np.asarray(state.next))))
 
     def size(self, state: QueueState, sampleable: Sampleable) -> jax.Array:
-        """Rows left to take."""
+        """Return the number of rows left to consume."""
         return _left(state, sampleable)[0].sum(dtype=jnp.int32)
 
     def sample(self, state: QueueState, sampleable: Sampleable, key: Key, batch_size: int) -> Draw:
@@ -83,7 +96,7 @@ class Queue(ConsumingSampler):
         return Draw(state, row, is_taken.astype(jnp.float32))
 
     def probability(self, state: QueueState, sampleable: Sampleable, row: jax.Array) -> jax.Array:
-        """1 for a row that is left to take, else 0."""
+        """Return 1 for a row that is left to consume, else 0."""
         env, _ = sampleable.layout.split(row)
         end = sampleable.first_candidate_number() + sampleable.count().astype(jnp.uint32)
         is_left = (
@@ -93,22 +106,23 @@ class Queue(ConsumingSampler):
         return is_left.astype(jnp.float32)
 
     def can_add(self, state: QueueState, sampleable: Sampleable, num_rows: int) -> jax.Array:
-        """Whether `num_rows` more rows of each stream overwrite neither a row that is still to be
-        taken, now or once its window is known, nor what the first of these looks back to: bool[].
-        Where none is waiting, the next row is one, with all that its view may read.
+        """Return whether `num_rows` more rows of each stream overwrite no row that is needed.
 
-        An episode that fills its stream blocks for ever, where the view waits for the episode's
-        end.
+        Rows to be consumed are needed, now or once their windows are known, and so is the look-back
+        of the oldest of them. If there are none, the look-back of the next new row is needed.
+
+        If the view waits for the end of the episode, and an episode fills its stream, the result
+        stays False forever.
         """
         layout, streams = sampleable.layout, sampleable.streams
         held, next_candidate_number = streams.filled, streams.next_candidate_number
-        # candidates of each stream whose look-back is stored
+        # candidates of each stream whose look-back is intact
         whole = next_candidate_number - sampleable.first_candidate_number()
         waiting = jnp.minimum(next_candidate_number - state.next, whole)
         row = sampleable.select(
             layout.envs(), jnp.where(waiting > 0, whole - waiting, 0).astype(jnp.int32)
         )
-        place = held - 1 - streams.age(row)  # from the stream's oldest row on
+        place = held - 1 - streams.age(row)  # counted from the stream's oldest row
         needed = jnp.where(
             waiting > 0, place - sampleable.look_back(row), held - (layout.window.before or 0)
         )
@@ -116,26 +130,26 @@ class Queue(ConsumingSampler):
 
 
 def _left(state: QueueState, sampleable: Sampleable) -> tuple[jax.Array, jax.Array]:
-    """Rows of each stream that are left to take, int32[E], and candidates that never can be since
-    they are gone, uint32[E]."""
+    """Count the rows of each stream that are left to consume, int32[E], and its lost candidates,
+    uint32[E]."""
     count = sampleable.count().astype(jnp.uint32)
-    # the newest of these are stored
+    # The newest `count` of these are sampleable; the others are lost.
     untaken = sampleable.first_candidate_number() + count - state.next
     left = jnp.minimum(untaken, count)
     return left.astype(jnp.int32), untaken - left
 
 
 def _turns(left: jax.Array, wanted: jax.Array, most: int) -> jax.Array:
-    """How many rows each stream gives to a batch when they take turns, the first streams first:
-    int32[E].
+    """Return the number of rows that each stream gives to a batch when they take turns: int32[E].
 
-    All give `level` rows, or what they have, and the first ones one more.
+    Each stream gives `level` rows or all that it has. The first streams give one more.
 
     Args:
-      left: int32[E], rows that each has. wanted: int32[], of all together. most: that one stream
-        can be asked for.
+      left: int32[E], rows that each stream has.
+      wanted: int32[], rows that all streams give together.
+      most: The most rows that one stream may give, static.
     """
-    level = jnp.int32(0)  # the largest one that does not give too many: bit by bit
+    level = jnp.int32(0)  # the largest level that does not give too many, found bit by bit
     for bit in reversed(range(most.bit_length())):
         higher = level + (1 << bit)
         level = jnp.where(jnp.minimum(left, higher).sum(dtype=jnp.int32) <= wanted, higher, level)

@@ -1,11 +1,5 @@
-"""Rank-based prioritized sampling: a row is drawn by the rank of its priority, so that a few huge
-errors cannot take over the batch.
-
-Source: Schaul et al., "Prioritized Experience Replay" (2016), section 3.3, the second variant.
-Where we differ: draws are exact in proportion to rank ** -alpha, where the paper cuts that law into
-segments of about equal probability; and ranks change only in `rerank`, where the paper keeps them
-roughly up to date in a heap that it sorts from time to time.
-"""
+"""Rank-based prioritized sampling: the rank of a row's priority decides its probability, so that a
+few huge errors cannot dominate the batch."""
 
 import jax
 import jax.numpy as jnp
@@ -27,25 +21,55 @@ from jaxreplay.types import Index
 
 
 class RankBasedState(PrioritizedState):
-    """The masses in the tree are those of the ranks, or 1 for a row that became sampleable since
-    these were taken."""
+    """State whose tree has rank ** -alpha of each row, or 1 for rows that became sampleable since
+    the last `rerank`."""
 
-    # float32[N], in the order of the leaves: each row's own, which gives it its rank in the next
-    # `rerank`
+    # float32[N], in the order of the leaves: each row's priority, which decides its rank in the
+    # next `rerank`
     priority: jax.Array
 
 
 class RankBased(Prioritized):
-    """Rows in proportion to rank ** -alpha, where rank 1 has the largest priority.
+    """Sample rows in proportion to rank ** -alpha, where rank 1 has the largest priority.
 
-    Ranks are as of the last `rerank`. A priority that is updated is only recorded, 0 as well, and
-    acts with the next one. A row that becomes sampleable meanwhile is drawn as rank 1 is, unless it
-    was added with priority 0. In a `rerank`, rows of equal priority rank by their row numbers, and
-    rows of priority 0 have no rank: they are not drawn until a later one.
+    Ranks change only in `buffer.rerank`. Until then, updated priorities are recorded without
+    effect, 0 included. A row that becomes sampleable meanwhile is sampled like rank 1, unless it
+    was added with priority 0. `rerank` orders rows of equal priority by row number. Rows of
+    priority 0 get no rank, and are not sampled until a later `rerank` finds a positive priority.
+
+    The distribution is exact, where the paper cuts it into segments of about equal probability. The
+    paper keeps ranks roughly up to date in a heap, which it sorts from time to time.
 
     Args:
-      alpha: at least 0: 0 is uniform over the rows of positive priority.
-      beta, normalize_weights, stratified, fan_out: as for `Prioritized`.
+      alpha: Exponent of ranks, at least 0. With 0, all rows of positive priority are equally
+        probable. Default: 0.7.
+      beta: Exponent of importance weights, at least 0: 0 corrects nothing, 1 corrects the bias of
+        prioritized sampling fully. `buffer.sample(beta=...)` overrides it. Default: 0.5.
+      normalize_weights: "batch" divides weights by the largest of the batch. "buffer" divides them
+        by the largest that any row of the buffer could have, as the paper does. It keeps a second
+        tree, which takes about as long to update as the first. None leaves weights as
+        `(size * probability) ** -beta`. Default: "batch".
+      stratified: Sample once from each of B equal parts of the total, as in the paper. Batches then
+        come in the order of the rows' positions in their rings. False: B independent samples.
+        Default: True.
+      fan_out: Number of children of a node in the sum tree. Default: 0, which chooses 8 on a CPU,
+        32 on a GPU and 128 on a TPU.
+
+    Raises:
+      ValueError: `alpha` or `beta` is negative or not finite, or `normalize_weights` is unknown.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxreplay as jr
+      >>> buffer = jr.items(capacity=4, batch_size=2, sampler=jr.RankBased(alpha=1.0))
+      >>> state = buffer.init(jnp.int32(0))
+      >>> priority = jnp.array([[0.5], [1000.0]])
+      >>> state = buffer.extend(state, jnp.array([[7], [8]]), priority=priority)
+      >>> state = buffer.rerank(state)
+      >>> print(buffer.get(state, jnp.arange(2)).probability * 3)  # 1/2 and 1/1, over their sum
+      [1. 2.]
+
+    References:
+      Schaul et al., "Prioritized Experience Replay" (2016), section 3.3, the second variant.
     """
 
     alpha: float = 0.7
@@ -73,7 +97,7 @@ class RankBased(Prioritized):
     def put_per_row(
         self, state: PyTree, sampleable: Sampleable, name: str, row: jax.Array, values: jax.Array
     ) -> PrioritizedState:
-        """Each row keeps its priority, and the rank that it has until the next `rerank`."""
+        """Write priorities of rows, or the masses of their ranks."""
         if name != "priority":
             return super().put_per_row(state, sampleable, name, row, values)
         leaf = leaf_of(sampleable.layout, row)
@@ -84,8 +108,11 @@ class RankBased(Prioritized):
     def update(
         self, state: PyTree, sampleable: Sampleable, index: Index, priority: jax.Array
     ) -> RankBasedState:
-        """Record new priorities, float32[B], for the rows drawn as `index`; what is bad or stale is
-        ignored as by `Prioritized`, and of several priorities for one row the largest wins."""
+        """Record priorities of sampled rows for the next `rerank`.
+
+        Stale indices and invalid priorities are ignored and counted. If a row appears more than
+        once, its largest priority counts.
+        """
         state, leaf, priority = accept(state, sampleable, index, priority)
         recorded = (
             state.priority.at[leaf]
@@ -96,14 +123,22 @@ class RankBased(Prioritized):
         return state.replace(priority=recorded)
 
     def rerank(self, state: PyTree, sampleable: Sampleable) -> RankBasedState:
-        """Rank all sampleable rows by their priorities: O(n log n), and the one operation that
-        makes arrays of one number a row.
+        """Rank all sampleable rows by their priorities.
 
-        In a compiled loop, `jax.lax.cond(is_time, buffer.rerank, lambda state: state, state)`
-        leaves the stored steps in place.
+        It sorts the N rows in O(N log N), and is the only operation of a sampler that allocates
+        arrays [N]. In a compiled loop,
+        `jax.lax.cond(is_time, buffer.rerank, lambda state: state, state)` does not copy the stored
+        steps.
+
+        Args:
+          state: The sampler's state.
+          sampleable: The sampleable rows.
+
+        Returns:
+          The new state.
         """
         layout = sampleable.layout
-        # of each leaf
+        # the row of each leaf
         row = layout.row(layout.envs(), ring.arange(layout.length)[:, None]).reshape(-1)
         is_ranked = sampleable.contains(row) & (state.priority > 0)
         _, row = jax.lax.sort((jnp.where(is_ranked, -state.priority, jnp.inf), row), num_keys=2)
@@ -121,17 +156,17 @@ class RankBased(Prioritized):
         return state.replace(tree=tree)
 
     def metrics(self, state: PyTree, sampleable: Sampleable) -> dict[str, jax.Array]:
-        """Return those of `Prioritized`, but no mean: the tree holds ranks."""
+        """Return the metrics of `Prioritized` without `mean_priority`: the tree holds ranks."""
         metrics = super().metrics(state, sampleable)
         metrics.pop("mean_priority", None)
         return metrics
 
     def _mass(self, layout: Layout, priority: jax.Array) -> jax.Array:
-        """Return 1 for a row of positive priority, else 0: float32[...]."""
+        """Return 1 for each positive priority, else 0: float32[...]."""
         return is_positive(priority).astype(jnp.float32)
 
 
 def _recordable(priority: jax.Array) -> jax.Array:
-    """A positive priority as one that stays positive in comparisons, which may take a subnormal
-    number for 0."""
+    """Return priorities whose positive values compare as positive, where a subnormal number may
+    compare as 0: float32[...]."""
     return jnp.where(is_positive(priority), jnp.maximum(priority, SMALLEST), 0)

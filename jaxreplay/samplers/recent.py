@@ -1,4 +1,4 @@
-"""Recent rows more often: geometric in a row's age, over all streams at once."""
+"""Sampling that prefers recent rows: geometric in the age of a row, over all streams together."""
 
 import math
 
@@ -17,15 +17,26 @@ _SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest number that no proc
 
 
 class Recent(Sampler):
-    """A row with `a` newer sampleable rows in its stream is drawn in proportion to decay ** a, with
-    replacement.
+    """Sample rows in proportion to decay ** a, with replacement, where `a` is the number of newer
+    sampleable rows in the row's stream.
 
-    A stream is drawn in proportion to the sum over its rows, then the row by the inverse of its
-    distribution function: a binary search is all that depends on the capacity.
+    The stream is sampled in proportion to the sum over its rows, then the row by inverting the
+    distribution function. The only cost that depends on the capacity is a binary search.
 
     Args:
-      decay: in (0, 1]: 1 is uniform; 0.999 draws half of the rows from the newest 693 of each
-        stream.
+      decay: Decay of the probability from one row to the next older one, in (0, 1]. With 1, all
+        rows are equally probable. With 0.999, half of the samples are among the newest 693 rows of
+        each stream.
+
+    Raises:
+      ValueError: `decay` is not in (0, 1].
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxreplay as jr
+      >>> buffer = jr.items(capacity=8, batch_size=4, sampler=jr.Recent(decay=0.5))
+      >>> state = buffer.extend(buffer.init(jnp.int32(0)), jnp.arange(5)[:, None])
+      >>> (buffer.get(state, jnp.arange(5)).probability * 31).round().tolist()
+      [1.0, 2.0, 4.0, 8.0, 16.0]
     """
 
     decay: float
@@ -37,8 +48,8 @@ class Recent(Sampler):
     def sample(self, state: PyTree, sampleable: Sampleable, key: Key, batch_size: int) -> Draw:
         high, low = random.words(key, batch_size)
         count = sampleable.count()
-        # A tree never draws a stream without rows, whatever the rounding, and tells small streams
-        # apart where a sum's 24 bits do not.
+        # A tree never samples a stream without rows, whatever the rounding. It also resolves
+        # streams with few rows, for which the 24 bits of one float32 sum are too few.
         tree = SumTree.on(sampleable.layout.traits, sampleable.layout.num_envs)
         mass = self._mass(count)
         env, _ = tree.find(
@@ -60,7 +71,7 @@ class Recent(Sampler):
         )
 
     def _mass(self, count: jax.Array) -> jax.Array:
-        """The sum of decay ** a over the rows of each stream: float32[E]."""
+        """Return the sum of decay ** a over the rows of each stream: float32[E]."""
         count = count.astype(jnp.float32)
         return (
             count
@@ -69,7 +80,10 @@ class Recent(Sampler):
         )
 
     def _probability(self, count: jax.Array, newer: jax.Array) -> jax.Array:
-        """Of a row with so many newer ones; never 0 but where there is no row: float32[B]."""
+        """Return the probability of a row with `newer` newer rows in its stream: float32[B].
+
+        It is positive unless no row is sampleable.
+        """
         total = self._mass(count).sum()
         share = jnp.exp(
             newer.astype(jnp.float32) * jnp.float32(math.log(self.decay))

@@ -1,5 +1,15 @@
-"""What a sampler is: it is told which rows became sampleable and which were overwritten, and never
-sees the data."""
+"""The protocol of samplers, which choose the rows of a batch.
+
+Axes in this package: N rows in the buffer (`layout.capacity`); E streams, each the ring of one env
+(`layout.num_envs`); B batch; K rows that one write may add to a stream.
+
+A sampler sees which rows are sampleable, and never the stored data. Its methods get a `Sampleable`:
+
+    sampleable.count()           int32[E], the number of sampleable rows of each stream
+    sampleable.select(env, nth)  int32[...], the nth sampleable row of each stream, oldest first
+    sampleable.contains(row)     bool[...], whether each row in [0, N) is sampleable
+    sampleable.layout            sizes of the buffer; `split(row)` gives each row's env and position
+"""
 
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple
@@ -17,110 +27,272 @@ from jaxreplay.types import Index
 
 
 class Draw(NamedTuple):
-    """A batch of B rows, and the sampler's state after the draw."""
+    """Rows of a batch, and the sampler's state after it.
 
-    state: PyTree  # unchanged, unless the sampler consumes
-    row: jax.Array  # int32[B], in [0, capacity)
-    # float32[B]: what one draw has for each; 0 where there was nothing to draw
+    Attributes:
+      state: Pytree, the sampler's state. `buffer.pop` keeps it; `buffer.sample` drops it. Return it
+        unchanged unless the sampler consumes rows.
+      row: int32[B], the rows, in [0, N). A row may occur more than once.
+      probability: float32[B], the probability with which one item of a batch is this row. An item
+        with probability 0 is not valid: there was no row to sample.
+    """
+
+    state: PyTree
+    row: jax.Array
     probability: jax.Array
 
 
 class Sampler(Static):
-    """A frozen, hashable configuration with pure methods over a state of its own: any pytree.
+    """Base class of samplers: frozen, hashable configuration with pure methods.
 
-    It must have `sample` and `probability`. What it leaves out is as here: without a state, for any
-    window, over all sampleable rows.
+    Implement `sample` and `probability`. The other methods have defaults for a sampler that has no
+    state, works with every view, and samples from all sampleable rows. For priorities, subclass
+    `PrioritySampler`; to consume rows, subclass `ConsumingSampler`.
+
+    A subclass is a dataclass. Its parameters are annotated fields with hashable Python values, such
+    as `decay: float = 0.9`. They are static under `jit`.
+
+    A sampler may have a state, a pytree of arrays. Methods that return a state must keep its
+    structure, shapes and dtypes. All methods but `window` and `after_loss` may run under `jit`.
+
+    If fields of the state hold a number for each row, name them in `PER_ROW`, and implement
+    `per_row` and `put_per_row`. Checkpoints can then be restored into a buffer of another capacity.
+    Such a state needs a `replace` method, as a `flax.struct.PyTreeNode` has.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxreplay as jr
+      >>> class Newest(jr.samplers.Sampler):
+      ...     '''Sample the newest sampleable row of a random env.'''
+      ...
+      ...     def size(self, state, sampleable):
+      ...         return (sampleable.count() > 0).sum(dtype=jnp.int32)
+      ...
+      ...     def sample(self, state, sampleable, key, batch_size):
+      ...         env = jax.random.randint(key, (batch_size,), 0, sampleable.layout.num_envs)
+      ...         row = self.newest(sampleable, env)
+      ...         return jr.samplers.Draw(state, row, self.probability(state, sampleable, row))
+      ...
+      ...     def probability(self, state, sampleable, row):
+      ...         env, _ = sampleable.layout.split(row)
+      ...         is_newest = sampleable.contains(row) & (row == self.newest(sampleable, env))
+      ...         return jnp.where(is_newest, 1 / sampleable.layout.num_envs, 0)
+      ...
+      ...     def newest(self, sampleable, env):
+      ...         return sampleable.select(env, jnp.maximum(sampleable.count()[env] - 1, 0))
+      >>> buffer = jr.items(capacity=8, batch_size=2, sampler=Newest())
+      >>> state = buffer.extend(buffer.init(jnp.int32(0)), jnp.arange(5)[:, None])
+      >>> buffer.sample(state, jax.random.key(0)).experience.tolist()
+      [4, 4]
     """
 
-    # fields of its state with a number for each row, which `init` makes anew for another capacity
+    # Fields of the state that hold a number for each row. For another capacity they are made anew
+    # by `init`, and filled by `put_per_row`.
     PER_ROW: ClassVar[tuple[str, ...]] = ()
 
     def window(self, window: Window) -> Window:
-        """What must be known around a row: the view's window, or more. A ValueError for a window
-        that it cannot serve."""
+        """Return the rows around a candidate that must be stored before it can be sampled.
+
+        Called when the buffer is made.
+
+        Args:
+          window: The rows around a candidate that the view reads.
+
+        Returns:
+          `window` or a wider one. Use `dataclasses.replace(window, needs_episodes=True)` if the
+          sampler reads `sampleable.episodes`. By default `window`.
+
+        Raises:
+          ValueError: The sampler does not work with this window.
+        """
         return window
 
     def init(self, layout: Layout) -> PyTree:
-        """The state for an empty buffer."""
+        """Return the state for an empty buffer.
+
+        Args:
+          layout: Sizes of the buffer: `capacity` N, `num_envs` E, and `length`, the N / E rows of
+            each stream.
+
+        Returns:
+          A pytree of arrays. By default `()`, no state.
+        """
         del layout
         return ()
 
     def clear(self, state: PyTree) -> PyTree:
-        """The state for a buffer whose rows are all forgotten."""
+        """Return the state for a buffer whose rows were all forgotten by `buffer.clear`.
+
+        Candidate numbers continue from where they were.
+
+        Args:
+          state: The sampler's state.
+
+        Returns:
+          The new state. By default `state`.
+        """
         return state
 
     def observe(
         self, state: PyTree, effect: WriteEffect | None, priority: jax.Array | None
     ) -> PyTree:
-        """The state after a write.
+        """Return the state after a write.
+
+        `add` calls it once, `extend` once for each block of steps that it writes.
 
         Args:
-          effect: None where the window is not bounded.
-          priority: float32[K, E] for the rows written, or None; only given to samplers that have
-            priorities.
+          state: The sampler's state.
+          effect: The change of each row: `became_sampleable` and `is_gone`, bool[W, E], of the rows
+            `row`, int32[W, E], and `is_written`, bool[K, E]. W counts all rows of a stream that the
+            write may have changed. None if the window is unbounded.
+          priority: float32[K, E], the priorities given to `add`. They may be NaN or negative, and
+            mean nothing where `is_written` is False. Final rows that `autoreset="same_step"` adds
+            have 0. None if `add` was given none, and always unless the sampler is a
+            `PrioritySampler`.
+
+        Returns:
+          The new state. By default `state`.
         """
         del effect, priority
         return state
 
     def per_row(self, state: PyTree) -> dict[str, jax.Array]:
-        """Return what it keeps for each row, `[N or more]`, ordered by time, then env, by its name
-        in the state.
+        """Return the arrays of the state that hold a number for each row.
 
-        `put_per_row` is given it a part at a time. The state may be of shapes alone.
+        A restore into a buffer of another capacity passes their values to `put_per_row`.
+
+        Args:
+          state: The sampler's state. Its leaves may be `jax.ShapeDtypeStruct`s, so return leaves as
+            they are.
+
+        Returns:
+          Arrays [N] by the path of the leaf in the state, such as "count" or "tree.sums.0". The row
+          at `position` of stream `env` is entry `position * E + env`. Entries from N on are
+          padding. By default {}.
+
+        Raises:
+          NotImplementedError: `PER_ROW` names fields, but the subclass does not implement this.
         """
         del state
         if self.PER_ROW:
             raise NotImplementedError(
-                f"{type(self).__name__} has {', '.join(self.PER_ROW)} for each row, and must have "
-                "per_row"
+                f"{type(self).__name__}: PER_ROW names {', '.join(self.PER_ROW)}, so the sampler "
+                "must implement per_row(state)"
             )
         return {}
 
     def put_per_row(
         self, state: PyTree, sampleable: Sampleable, name: str, row: jax.Array, values: jax.Array
     ) -> PyTree:
-        """Put what rows had before into the state of a buffer of another capacity. All else, such
-        as candidate numbers and ages, is as it was.
+        """Write the numbers of M rows into the state for a buffer of another capacity.
+
+        A restore calls it for one block of rows after the other. Blocks may overlap.
 
         Args:
-          sampleable: the rows as they are now. name: of what `per_row` gave.
-          row: int32[K], which rows these are now, all different; the capacity for those that are
-            gone. values: `[K]`.
+          state: The sampler's state. Fields in `PER_ROW` are those of `init` and the blocks so far;
+            the others have their old values.
+          sampleable: The sampleable rows of the new buffer.
+          name: Key of `per_row`'s result.
+          row: int32[M], the rows in the new buffer, all different. The new capacity stands for rows
+            that are no longer stored; ignore these.
+          values: [M], the values that `per_row` returned for these rows of the old buffer.
+
+        Returns:
+          The new state.
+
+        Raises:
+          NotImplementedError: `PER_ROW` names fields, but the subclass does not implement this.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has {name} for each row, and must have put_per_row"
+            f"{type(self).__name__}: PER_ROW names fields, and per_row returns {name}, so the "
+            "sampler must implement put_per_row(state, sampleable, name, row, values)"
         )
 
     def after_loss(
         self, state: PyTree, candidate_number_now: Callable[[np.ndarray], np.ndarray]
     ) -> PyTree:
-        """Return the state, without what is kept for each row, for a buffer that has lost rows out
-        of its midst.
+        """Return the state for a buffer that lost damaged rows in a partial restore.
+
+        It runs on the host, before `put_per_row`. The remaining rows of a stream are numbered anew.
 
         Args:
-          candidate_number_now: gives what a candidate number of before is now, or that of the next
-            row that is left: uint32[E] to uint32[E].
+          state: The sampler's state. Fields in `PER_ROW` are None.
+          candidate_number_now: Function from uint32[E] to uint32[E]. It maps a candidate number of
+            each stream to the row's new one. A lost row is mapped to the next remaining row.
+
+        Returns:
+          The new state. By default `state`.
         """
         del candidate_number_now
         return state
 
     def size(self, state: PyTree, sampleable: Sampleable) -> jax.Array:
-        """Rows that can be drawn now: int32[]."""
+        """Return the number of rows that can be sampled now.
+
+        Args:
+          state: The sampler's state.
+          sampleable: The sampleable rows.
+
+        Returns:
+          int32[], by default the number of all sampleable rows.
+        """
         del state
         return sampleable.count().sum(dtype=jnp.int32)
 
     def can_sample(self, state: PyTree) -> jax.Array:
-        """Whether there is mass to draw from, where there are rows that can be drawn: bool[]."""
+        """Return False if the state prevents sampling, such as when all priorities are 0.
+
+        `buffer.can_sample` also requires that `size` is at least `min_size`.
+
+        Args:
+          state: The sampler's state.
+
+        Returns:
+          bool[], by default True.
+        """
         del state
         return jnp.asarray(True)
 
     def sample(self, state: PyTree, sampleable: Sampleable, key: Key, batch_size: int) -> Draw:
-        """Draw a batch of `batch_size` rows. `key`: consumed."""
-        raise NotImplementedError(f"{type(self).__name__} is a sampler, and must have sample")
+        """Sample a batch of rows.
+
+        It is also called if no row can be sampled. It then returns any rows in [0, N), with
+        probability 0.
+
+        Args:
+          state: The sampler's state.
+          sampleable: The sampleable rows.
+          key: Random key; consumed.
+          batch_size: Number of rows B, static.
+
+        Returns:
+          A `Draw` of the sampler's state, the rows, int32[B], and their probabilities, float32[B].
+
+        Raises:
+          NotImplementedError: The subclass does not implement this.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__}: a sampler must implement "
+            "sample(state, sampleable, key, batch_size)"
+        )
 
     def probability(self, state: PyTree, sampleable: Sampleable, row: jax.Array) -> jax.Array:
-        """What one draw would have for each sampleable row: float32[B]."""
-        raise NotImplementedError(f"{type(self).__name__} is a sampler, and must have probability")
+        """Return the probability with which one item of the next batch is each row.
+
+        Args:
+          state: The sampler's state.
+          sampleable: The sampleable rows.
+          row: int32[...], in [0, N).
+
+        Returns:
+          float32[...], of the shape of `row`. The buffer ignores it for rows that are not
+          sampleable.
+
+        Raises:
+          NotImplementedError: The subclass does not implement this.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__}: a sampler must implement probability(state, sampleable, row)"
+        )
 
     def weight(
         self,
@@ -130,30 +302,66 @@ class Sampler(Static):
         is_valid: jax.Array,
         beta: jax.Array | float | None,
     ) -> jax.Array:
-        """Return the weight of each item in a loss: float32[...]; 0 where not valid.
+        """Return the weight of each item in the loss, `batch.weight`.
 
         Args:
-          probability: float32[...], of each row drawn. is_valid: bool[...].
-          beta: number[], how far weights correct the bias of the draws. Default: the sampler's.
+          state: The sampler's state.
+          sampleable: The sampleable rows.
+          probability: float32[...], the probability of each item's row.
+          is_valid: bool[...], whether each item is valid.
+          beta: number[], the exponent of importance weights, may be traced. None stands for the
+            sampler's default.
+
+        Returns:
+          float32[...], 0 where not valid. By default 1 where valid.
         """
         del state, sampleable, probability, beta
         return is_valid.astype(jnp.float32)
 
     def metrics(self, state: PyTree, sampleable: Sampleable) -> dict[str, jax.Array]:
-        """Return the sampler's part of `ReplayBuffer.metrics`: scalars, by name."""
+        """Return the figures that the sampler adds to `buffer.metrics`.
+
+        Args:
+          state: The sampler's state.
+          sampleable: The sampleable rows.
+
+        Returns:
+          Scalars by name. By default {}.
+        """
         del state, sampleable
         return {}
 
 
 class PrioritySampler(Sampler):
-    """A sampler with priorities, so that `add` takes them; it must also have `update`."""
+    """Base class of samplers with priorities, which also implement `update`.
+
+    With it `add` and `extend` take `priority`, and the buffer has `update_priorities`.
+    """
 
     def update(
         self, state: PyTree, sampleable: Sampleable, index: Index, priority: jax.Array
     ) -> PyTree:
-        """The state with new priorities, float32[B], for drawn rows; it ignores what is bad or
-        stale."""
-        raise NotImplementedError(f"{type(self).__name__} has priorities, and must have update")
+        """Return the state with new priorities for sampled rows.
+
+        Ignore stale indices and invalid priorities. An index is live if its row is in [0, N) and
+        sampleable, and `sampleable.streams.index(row).lap == index.lap`.
+
+        Args:
+          state: The sampler's state.
+          sampleable: The sampleable rows.
+          index: `batch.index` of a sample, leaves [B], not checked. A row may occur more than once.
+          priority: float32[B], the new priorities. They may be NaN, infinite or negative.
+
+        Returns:
+          The new state.
+
+        Raises:
+          NotImplementedError: The subclass does not implement this.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__}: a sampler with priorities must implement "
+            "update(state, sampleable, index, priority)"
+        )
 
     def weight(
         self,
@@ -163,23 +371,41 @@ class PrioritySampler(Sampler):
         is_valid: jax.Array,
         beta: jax.Array | float | None,
     ) -> jax.Array:
-        """Return importance weights, divided by the largest of the batch. `beta`: 1 by default."""
+        """Return importance weights, divided by the largest of the batch. By default beta is 1."""
         del state, sampleable
         return weights_of(probability, is_valid, 1.0 if beta is None else beta)
 
 
 class ConsumingSampler(Sampler):
-    """A sampler that hands out each row once: drawing changes its state, so that a buffer has
-    `pop` and not `sample`."""
+    """Base class of samplers that consume rows, which also implement `can_add`.
+
+    Its `sample` returns a new state, which marks the rows as consumed. The buffer has `pop` instead
+    of `sample`.
+    """
 
     def can_add(self, state: PyTree, sampleable: Sampleable, num_rows: int) -> jax.Array:
-        """Whether as many more rows of each stream overwrite nothing that is still to be taken:
-        bool[]."""
+        """Return whether more rows can be written without overwriting rows still to be consumed.
+
+        Args:
+          state: The sampler's state.
+          sampleable: The sampleable rows.
+          num_rows: Number of rows to be written to each stream, static.
+
+        Returns:
+          bool[].
+
+        Raises:
+          NotImplementedError: The subclass does not implement this.
+        """
         raise NotImplementedError(
-            f"{type(self).__name__} hands out each row once, and must have can_add"
+            f"{type(self).__name__}: a sampler that consumes rows must implement "
+            "can_add(state, sampleable, num_rows)"
         )
 
 
 def uniform_probability(total: jax.Array) -> jax.Array:
-    """Of one thing among `total` that are alike: float32[...], 0 where there are none."""
+    """Return the probability of one of `total` equally probable rows, 0 if `total` is 0.
+
+    float32[...], of the shape of `total`.
+    """
     return jnp.where(total > 0, 1 / jnp.maximum(total, 1).astype(jnp.float32), 0)

@@ -1,16 +1,8 @@
-"""A segment tree of float32 masses that cannot drift: draw a leaf in proportion to its mass, in
-O(log capacity).
+"""A sum tree: sample a leaf in proportion to its mass, in O(log capacity).
 
-Every parent is recomputed from its children, never moved by a difference, so that the tree's total
-is its leaves' sum after any history. The tree is wide: a node has `fan_out` children, which lie
-side by side, so a level is one short read. It is usable on its own:
-
-    tree = SumTree(capacity=1_000)
-    state = tree.set(tree.init(), index, mass)
-    leaf, mass = tree.find(state, jax.random.uniform(key, (256,)))
-
-Source: Schaul et al., "Prioritized Experience Replay" (2016), appendix B.2.1, which has the binary
-tree.
+The sums cannot drift. Every parent is recomputed from its children, never changed by a difference,
+so that the total is the sum of the leaves after any number of updates. The tree is wide: a node has
+`fan_out` children, which lie side by side, so that a level takes one short read.
 """
 
 import functools
@@ -24,32 +16,53 @@ from jaxreplay.storage import platforms, ring
 _LARGEST_FRACTION = 1 - 2.0**-24  # the largest float32 below 1
 # a linear congruential step modulo 2^32: fresh top bits for each level
 _MULTIPLIER, _INCREMENT = 747796405, 2891336453
-_MOST_IN_LINE = 32  # children; 128 took a compiler 12 s
-# up to this, a prefix sum is unrolled: half the time of the parallel form on a CPU
+_MOST_IN_LINE = 32  # children; with 128, XLA compiled for 12 s
+# Prefix sums of up to so many children are unrolled: half the time of the parallel form on a CPU.
 _UNROLLED_FAN_OUT = 16
 
 
 class SumTreeState(Node):
-    """Levels from the leaves to the root's children, each padded to a multiple of the fan-out."""
+    """Levels of a tree, from the leaves to the children of the root.
 
-    # float32[n]: each level's masses; a node of one level is the sum of its fan_out nodes of the
-    # level before
+    The size n of each level is padded to a multiple of the fan-out.
+
+    Attributes:
+      sums: Tuple of float32[n], the masses of each level's nodes. Leaves come first; a node of a
+        later level is the sum of its `fan_out` children in the level before.
+      minima: Tuple of float32[n], the smallest positive mass below each node, inf if there is none.
+        It begins with the parents of the leaves. None if the tree keeps no minima.
+    """
+
     sums: tuple[jax.Array, ...]
-    # float32[n]: smallest positive mass below each node, from the leaves' parents on; inf: none
     minima: tuple[jax.Array, ...] | None
 
 
 class SumTree(Static):
-    """A tree over leaves `0 .. capacity - 1`; a mass is finite and at least 0.
+    """A sum tree over the leaves `0 .. capacity - 1`, whose masses are finite and at least 0.
 
     Args:
-      capacity: number of leaves.
-      fan_out: children a node; with 0 `init` chooses what suits where its state will live: 8 on a
-        CPU, 32 on a GPU, 128 on a TPU.
-      has_minimum: whether to keep what `minimum` needs.
-      in_line: whether a node's children are read and added one after another, without a reduction:
-        of that a GPU makes one kernel a level, where it has three, and a CPU takes five times as
-        long.
+      capacity: Number of leaves, at least 1.
+      fan_out: Number of children of a node, at least 2. Default: 0, with which `init` chooses by
+        JAX's default device: 8 on a CPU, 32 on a GPU, 128 on a TPU.
+      has_minimum: Keep the smallest positive mass below each node, for `minimum`. Default: False.
+      in_line: Read and add the children of a node one after another, without a reduction. A GPU
+        then runs one kernel a level instead of three; a CPU takes five times as long. Default:
+        False.
+
+    Raises:
+      ValueError: `capacity` is below 1, or `fan_out` is 1 or negative.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxreplay as jr
+      >>> tree = jr.samplers.SumTree(capacity=1000)
+      >>> state = tree.set(tree.init(), jnp.array([3, 500]), jnp.array([2.0, 6.0]))
+      >>> leaf, mass = tree.find(state, jax.random.uniform(jax.random.key(0), (256,)))
+      >>> sorted(set(leaf.tolist()))
+      [3, 500]
+
+    References:
+      Schaul et al., "Prioritized Experience Replay" (2016), appendix B.2.1, which has the binary
+      tree.
     """
 
     capacity: int
@@ -67,13 +80,25 @@ class SumTree(Static):
     def on(
         cls, traits: platforms.Traits, capacity: int, fan_out: int = 0, *, has_minimum: bool = False
     ) -> "SumTree":
-        """As it suits a platform. `fan_out`: 0 chooses."""
+        """Make a tree in the form that is fast on a platform.
+
+        Args:
+          traits: Traits of the platform, `layout.traits` in a sampler.
+          capacity: Number of leaves, at least 1.
+          fan_out: Number of children of a node, at least 2. Default: 0, which chooses 8 on a CPU,
+            32 on a GPU and 128 on a TPU.
+          has_minimum: Keep the smallest positive mass below each node, for `minimum`. Default:
+            False.
+
+        Returns:
+          The tree.
+        """
         fan_out = fan_out or traits.fan_out
         in_line = traits.in_line and fan_out <= _MOST_IN_LINE
         return cls(capacity=capacity, fan_out=fan_out, has_minimum=has_minimum, in_line=in_line)
 
     def init(self) -> SumTreeState:
-        """All masses 0."""
+        """Return a state where all masses are 0."""
         sizes = self._level_sizes(self.fan_out or platforms.traits_of(platforms.default()).fan_out)
         return SumTreeState(
             sums=tuple(jnp.zeros((n,), jnp.float32) for n in sizes),
@@ -83,13 +108,18 @@ class SumTree(Static):
         )
 
     def set(self, state: SumTreeState, index: jax.Array, mass: jax.Array) -> SumTreeState:
-        """Give leaves new masses.
+        """Set the masses of leaves.
 
-        An index outside `[0, capacity)` is ignored, and so is a mass that is not finite or is
-        negative; of several masses for one leaf the largest wins, in whatever order they come.
+        An index outside of `[0, capacity)` is ignored. So is a mass that is negative or not finite.
+        If a leaf appears more than once, its largest mass counts, in any order.
 
         Args:
-          index: int32[B]. mass: float32[B].
+          state: The tree's state.
+          index: int32[B], the leaves.
+          mass: float32[B], their new masses.
+
+        Returns:
+          The new state.
         """
         self._check_state("set", state)
         is_valid = (
@@ -100,15 +130,24 @@ class SumTree(Static):
             & self._is_ready(state)
         )
         index, mass = _index(state, is_valid, index), mass.astype(jnp.float32)
-        # Zero, then the maximum. The zeros must depend on the masses, or XLA copies the leaves
-        # between the two scatters (measured).
+        # Set to zero, then take the maximum. The zeros must depend on the masses: otherwise XLA
+        # copies the leaves between the two scatters (measured).
         leaves = state.sums[0].at[index].set(jnp.where(mass < 0, mass, 0), mode="drop")
         leaves = leaves.at[index].max(mass, mode="drop")
         return self._with_parents(state, leaves, jnp.where(is_valid, index, 0))
 
     def set_unique(self, state: SumTreeState, index: jax.Array, mass: jax.Array) -> SumTreeState:
-        """`set` for valid masses and distinct indices, but for those that are `capacity` or more,
-        which are ignored."""
+        """Set the masses of different leaves. It is faster than `set`, and does not check masses.
+
+        Args:
+          state: The tree's state.
+          index: int32[B], the leaves, at least 0 and all different. Indices of `capacity` or more
+            are ignored, and may repeat.
+          mass: float32[B], their new masses, finite and at least 0.
+
+        Returns:
+          The new state.
+        """
         self._check_state("set_unique", state)
         is_valid = (index < self.capacity) & self._is_ready(state)
         leaves = (
@@ -121,12 +160,18 @@ class SumTree(Static):
     def set_range(
         self, state: SumTreeState, start: jax.Array, mass: jax.Array, where: jax.Array
     ) -> SumTreeState:
-        """`set_unique` for the leaves `start, start + 1, ...`, which go on at 0 after the last:
-        neighbours share their parents.
+        """Set the masses of neighbouring leaves `start, start + 1, ...`, which wrap around to 0.
+
+        It is faster than `set_unique`, since neighbours share their parents.
 
         Args:
-          start: int32[], in `[0, capacity)`. mass: float32[L], L at most the capacity. where:
-            bool[L], False keeps a leaf's mass.
+          state: The tree's state.
+          start: int32[], in `[0, capacity)`, the first leaf.
+          mass: float32[L], the new masses, finite and at least 0; L is at most the capacity.
+          where: bool[L]. False keeps the mass of a leaf.
+
+        Returns:
+          The new state.
         """
         self._check_state("set_range", state)
         length = mass.shape[0]
@@ -139,23 +184,48 @@ class SumTree(Static):
         fan_out = _fan_out(state)
         nodes = -(-self.capacity // fan_out)
         first, _ = ring.split(jnp.where(self._is_ready(state), start, 0), fan_out)
-        # Of `length` neighbours, three parents may be cut: at either end, and the last one of a
-        # capacity that is no multiple.
+        # Up to three parents of the neighbours may be partly covered: one at either end, and the
+        # last one of all if the capacity is no multiple of the fan-out.
         width = min((length - 1) // fan_out + 3, nodes)
         return self._with_parents(state, leaves, None, first, width)
 
     def get(self, state: SumTreeState, index: jax.Array) -> jax.Array:
-        """Masses of leaves in `[0, capacity)`: float32[...]."""
+        """Return the masses of leaves.
+
+        Args:
+          state: The tree's state.
+          index: int32[...], the leaves, in `[0, capacity)`.
+
+        Returns:
+          float32[...], of the shape of `index`.
+        """
         self._check_state("get", state)
         return state.sums[0].at[index].get(mode="promise_in_bounds")
 
     def total(self, state: SumTreeState) -> jax.Array:
-        """The sum of all masses: float32[]."""
+        """Return the sum of all masses.
+
+        Args:
+          state: The tree's state.
+
+        Returns:
+          float32[].
+        """
         self._check_state("total", state)
         return self._sum(state.sums[-1].reshape(1, -1))[0]
 
     def minimum(self, state: SumTreeState) -> jax.Array:
-        """The smallest positive mass: float32[]; inf where there is none."""
+        """Return the smallest positive mass.
+
+        Args:
+          state: The tree's state.
+
+        Returns:
+          float32[], inf if there is no positive mass.
+
+        Raises:
+          ValueError: The tree was made without `has_minimum=True`.
+        """
         self._check_state("minimum", state)
         if state.minima is None:
             raise ValueError(
@@ -168,20 +238,21 @@ class SumTree(Static):
     def find(
         self, state: SumTreeState, target: jax.Array, word: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """The leaf in which each target lies when the masses are laid end to end, and its mass.
+        """Find the leaf in which each target lies if all masses are laid end to end.
 
-        The descent never enters a node without mass, whatever the target and the rounding. A
-        float32 target has 24 bits, too few to reach a million leaves evenly: with `word`, 32
-        further random bits an item, each level fills in the bits below those that are left.
+        The search never enters a node without mass, whatever the target and the rounding. A float32
+        target has 24 bits, too few to reach a million leaves evenly. With the further random bits
+        of `word`, each level fills in the bits that the target lacks.
 
         Args:
-          target: float32[B], in [0, 1], as a fraction of the total. word: uint32[B].
+          state: The tree's state.
+          target: float32[B], in [0, 1], as a fraction of the total.
+          word: uint32[B], 32 more random bits for each target. Default: no more bits.
 
         Returns:
-          The leaf, int32[B], and its mass, float32[B]; mass 0 where the tree is empty. The leaf
-            depends on the mass in the program, so a
-          later write to the leaf is ordered after this read, and XLA need not copy the tree in
-            between.
+          int32[B], the leaves; float32[B], their masses, 0 if the tree is empty. In the program,
+          the leaf depends on the mass. A later write to the leaf is therefore ordered after this
+          read, so XLA need not copy the tree.
         """
         node = jnp.zeros(target.shape, jnp.int32)
         mass = jnp.broadcast_to(self.total(state), target.shape)
@@ -202,27 +273,35 @@ class SumTree(Static):
         return jnp.where(mass >= 0, node, self.capacity), mass
 
     def _check_state(self, where: str, state: SumTreeState) -> None:
-        """A ValueError for the state of a tree of another shape, in which a leaf would be sought in
-        the wrong place."""
+        """Raise a ValueError for the state of a tree of another shape, where leaves lie
+        elsewhere."""
         sizes = [level.shape for level in state.sums]
         fan_out = self.fan_out or _fan_out(state)
         is_own = fan_out > 1 and sizes == [(size,) for size in self._level_sizes(fan_out)]
         if not is_own or (state.minima is not None) != self.has_minimum:
             raise ValueError(
                 f"SumTree.{where}: the state is not of this tree, {self}: its levels have "
-                f"{[size[0] for size in sizes]} nodes"
+                f"{[size[0] for size in sizes]} nodes; use the state of this tree's init()"
             )
 
     def _choose(
         self, children: jax.Array, rest: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The last child with mass that begins at or before `rest`, what is left of `rest` in it,
-        and its mass: [B] each."""
+        """Choose the last child with mass that begins at or before `rest`.
+
+        Args:
+          children: float32[B, fan_out], masses of the children, laid end to end.
+          rest: float32[B], the target's distance from the start of the first child.
+
+        Returns:
+          int32[B], the child; float32[B], the target's distance from its start; float32[B], its
+          mass.
+        """
         kth = ring.arange(children.shape[1])
         begins = self._begins(children)
         child = jnp.max(jnp.where((children > 0) & (begins <= rest[:, None]), kth, 0), axis=1)
-        # Reductions: XLA does not compute them again in each of their uses. Selects unrolled over
-        # the children took 5x as long.
+        # XLA does not compute reductions again in each of their uses. Selects unrolled over the
+        # children took 5x as long.
         is_chosen = kth == child[:, None]
         begin, mass = (
             jnp.sum(jnp.where(is_chosen, values, 0), axis=1) for values in (begins, children)
@@ -232,7 +311,7 @@ class SumTree(Static):
     def _choose_in_line(
         self, children: list[jax.Array], rest: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """`_choose`, child by child: [B] each."""
+        """Return the result of `_choose`, computed child by child, without reductions."""
         child, end, begin, mass = jnp.zeros(rest.shape, jnp.int32), *([jnp.zeros_like(rest)] * 3)
         for kth, own in enumerate(children):
             is_later = (own > 0) & (end <= rest)
@@ -245,7 +324,7 @@ class SumTree(Static):
         return child, jnp.clip(rest - begin, 0, mass * _LARGEST_FRACTION), mass
 
     def _begins(self, children: jax.Array) -> jax.Array:
-        """Where each child begins when they are laid end to end: [B, fan_out]."""
+        """Return the start of each child if they are laid end to end: [B, fan_out]."""
         if children.shape[1] > _UNROLLED_FAN_OUT:
             return jnp.cumsum(children, axis=1) - children
         begins = [jnp.zeros_like(children[:, 0])]
@@ -261,8 +340,15 @@ class SumTree(Static):
         first: jax.Array | None = None,
         width: int = 0,
     ) -> SumTreeState:
-        """Recompute the parents of leaves `index`, or of `width` neighbouring parents from `first`
-        on, level by level."""
+        """Recompute parents level by level, from changed leaves up.
+
+        Args:
+          state: The tree's state before the change.
+          leaves: float32[n], the changed leaves.
+          index: int32[B], the leaves whose parents are recomputed. None for a range of parents.
+          first: int32[], the first parent of the range.
+          width: Number of parents in the range.
+        """
         sums, minima, fan_out = [leaves], [], _fan_out(state)
         for depth in range(1, len(state.sums)):
             nodes = sums[-1].shape[0] // fan_out
@@ -277,7 +363,7 @@ class SumTree(Static):
             def recomputed(values, children, reduce, join, parents=parents):
                 if self.in_line:
                     new = [_child(children, parents, fan_out, kth) for kth in range(fan_out)]
-                    while len(new) > 1:  # by pairs, which rounds less than one after another
+                    while len(new) > 1:  # by pairs: smaller rounding errors than one by one
                         new = [
                             functools.reduce(join, new[kth : kth + 2])
                             for kth in range(0, len(new), 2)
@@ -308,12 +394,12 @@ class SumTree(Static):
         )
 
     def _is_ready(self, state: SumTreeState) -> jax.Array:
-        """True, in a way that XLA cannot know: what is written where this holds is ordered after
-        every read that the tree was made from.
+        """Return True, computed from the state so that XLA cannot know it: bool[].
 
-        The root depends on the reads of all levels below. Without this, the write of a level would
-        not depend on an earlier call's read of it, and XLA would copy the level in between
-        (measured: two updates in one program, 100 us more at 1 M leaves).
+        The root depends on the reads of all levels below. A write under this condition is therefore
+        ordered after every read that produced the state. Otherwise the write of a level would not
+        depend on an earlier call's read of it, and XLA would copy the level in between (measured:
+        two updates in one program, 100 us more at 1 M leaves).
         """
         roots = [state.sums[-1][0]] + (
             [] if state.minima is None or not state.minima else [state.minima[-1][0]]
@@ -332,23 +418,26 @@ class SumTree(Static):
 
 
 def _fan_out(state: SumTreeState) -> int:
-    """The root's children: a state remembers how wide it is."""
+    """Return the fan-out of the tree of a state, the number of the root's children."""
     return state.sums[-1].shape[0]
 
 
 def _child(level: jax.Array, node: jax.Array, fan_out: int, kth: int) -> jax.Array:
-    """Of each node: [B]."""
+    """Return the value of each node's `kth` child: [B]."""
     return level.at[node * fan_out + kth].get(mode="promise_in_bounds")
 
 
 def _index(state: SumTreeState, is_valid: jax.Array, index: jax.Array) -> jax.Array:
-    """Invalid indices point past the padded leaves, where a write is dropped."""
+    """Move invalid indices past the padded leaves, where a write is dropped: int32[B]."""
     return jnp.where(is_valid, index, state.sums[0].shape[0])
 
 
 def _fill_in(word: jax.Array, rest: jax.Array, mass: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The next word, and `rest`, a multiple of about `2^-24 mass`, with a random part of that step
-    added: float32[B]."""
+    """Fill in the low bits of `rest`, which is a multiple of about 2^-24 * mass.
+
+    Returns:
+      uint32[B], the next word; float32[B], `rest` plus a random part of that step.
+    """
     word = word * jnp.uint32(_MULTIPLIER) + jnp.uint32(_INCREMENT)
     return word, rest + mass * ((word >> 8).astype(jnp.float32) * 2.0**-48)
 

@@ -1,4 +1,4 @@
-"""Uniform sampling, exact over the sampleable rows, with no state of its own."""
+"""Uniform sampling: exact over the sampleable rows, and without a state."""
 
 import jax
 import jax.numpy as jnp
@@ -12,22 +12,28 @@ from jaxreplay.storage.streams import written_row
 
 _MAX_REDRAWS = 16
 _TRIES_AT_ONCE = 4  # on an accelerator
-# where fewer than one row in so many is a candidate, rows are selected by candidate number at once
+# With a longer period, candidates are too rare to be found by trying.
 _MOST_TRIES = 4
 
 
 class Uniform(Sampler):
-    """Every sampleable row alike, with replacement.
+    """Sample uniformly from the sampleable rows, with replacement.
 
-    A row is drawn among all that are written, and drawn again where it is no transition or still
-    waits for its window. At least half of a stream's rows are transitions but for pathological
-    streams, so a few rounds do; what is left after 16 of them is selected by candidate number,
-    which is exact and costs a binary search. (A list of the sampleable rows would be exact at once,
-    and cost every sample another random read: 41-48 us for the fused loop against 30, measured.)
+    Each item tries random written rows until one is sampleable. At least half of a stream's rows
+    are transitions except in pathological streams, so a few rounds are enough. After 16 rounds, the
+    remaining items are selected by candidate number, which is exact and takes a binary search. (A
+    stored list of the sampleable rows needs no second try, but one more random read an item: 41-48
+    us for the fused loop instead of 30, measured.)
 
-    On an accelerator there is no loop whose end only the device knows, nor a branch, for which a
-    GPU would wait for its host: four rows are drawn at once, and the one that is selected by
-    candidate number is for where all of them fail.
+    An accelerator tries four rows at once, and selects by candidate number where all four fail. The
+    program has no loop of unknown length, and on a GPU no branch: a GPU would wait for its host.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxreplay as jr
+      >>> buffer = jr.items(capacity=8, batch_size=4, sampler=jr.Uniform())
+      >>> state = buffer.extend(buffer.init(jnp.int32(0)), jnp.arange(5)[:, None])
+      >>> print(buffer.sample(state, jax.random.key(0)).probability)
+      [0.2 0.2 0.2 0.2]
     """
 
     def sample(self, state: PyTree, sampleable: Sampleable, key: Key, batch_size: int) -> Draw:
@@ -75,10 +81,10 @@ class Uniform(Sampler):
             )
             return jax.lax.while_loop(is_short, select, carry)
 
-        # Two draws at once, so that few batches go on to the loop; in one read: two took 1 to 2 us
-        # more.
+        # Two tries at once, so that few batches enter the loop. They share one read: two reads took
+        # 1 to 2 us more.
         carry = jnp.uint32(1), *_first_drawn(sampleable, high, low, 2)
-        # Loops rather than a cond, which would run both branches under vmap. This one and that of
+        # Loops instead of a cond, which would run both branches under vmap. This loop and that of
         # `select` run at most once.
         _, row, _ = jax.lax.while_loop(is_short, complete, carry)
         return Draw(state, row, probability)
@@ -92,13 +98,23 @@ class Uniform(Sampler):
 def _first_drawn(
     sampleable: Sampleable, high: jax.Array, low: jax.Array, num_tries: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The first sampleable row of several draws, or the last one where none is: int32[B], bool[B].
-    In one read."""
+    """Return the first sampleable row of several tries, or the last row if none is sampleable.
+
+    All tries share one read.
+
+    Args:
+      high: uint32[B], random bits of each item.
+      low: uint32[B], more random bits.
+      num_tries: Number of tries.
+
+    Returns:
+      int32[B], the rows; bool[B], whether each is sampleable.
+    """
     tries = [
         (high, low),
         *(random.remix(high, low, jnp.uint32(nth)) for nth in range(num_tries - 1)),
     ]
-    # one by one: the tries go into the kernel that chooses among them
+    # One by one, XLA fuses the tries into the kernel that chooses among them.
     if sampleable.layout.traits.in_line:
         rows = [written_row(sampleable.streams, *words) for words in tries]
         is_drawn = [sampleable.contains(row) for row in rows]

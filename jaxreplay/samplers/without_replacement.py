@@ -1,5 +1,5 @@
-"""Without replacement: passes over the sampleable rows, each in a random order of its own, as in
-epochs of supervised learning."""
+"""Sampling without replacement, in passes over the sampleable rows, like the epochs of supervised
+learning."""
 
 from collections.abc import Callable
 
@@ -18,39 +18,49 @@ from jaxreplay.storage.platforms import Traits
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.search import split_by
 
-_MAX_ROUNDS = 8  # a batch of rows is examined in each
+_MAX_ROUNDS = 8  # each examines the next `batch_size` rows of the pass
 
 
 class WithoutReplacementState(Node):
     """A pass over the rows that were sampleable when it began, in the order of a permutation."""
 
-    key: Key  # uint32[2]: of the permutation
-    position: jax.Array  # int32[], in [0, rows of the pass]: the next one to examine
+    key: Key  # uint32[2]: determines the permutation
+    position: jax.Array  # int32[], in [0, rows of the pass]: place in the order of the next row
     # uint32[E], modulo 2^32: the candidate number of each stream's first row of the pass
     first: jax.Array
-    # int32[E]: rows of each stream in the pass; candidate numbers follow each other
+    # int32[E]: rows of each stream in the pass; their candidate numbers are consecutive
     num_rows: jax.Array
 
 
 class WithoutReplacement(ConsumingSampler):
-    """Every sampleable row at most once a pass, in an order that each pass draws anew. The order is
+    """Sample every sampleable row at most once a pass. Each pass has a new random order, which is
     computed, not stored.
 
-    A pass is over the rows that are sampleable when it begins. Rows that are added meanwhile wait
-    for the next one; rows that are overwritten meanwhile, or their look-back, are skipped. A new
-    pass begins when the last one is used up, or when no more than an eighth of its rows are still
-    sampleable, so that the search for them stays short: none of these waits longer for it than for
-    the next pass. (In the second case a row that was just handed out may come again soon.)
+    A pass covers the rows that are sampleable when it begins. Rows that are added later wait for
+    the next pass. Rows are skipped if they, or their look-back, were overwritten meanwhile.
 
-    A batch is of one pass, so that the last one of a pass may be short; so may one with many rows
-    to skip, which are looked for among 8 batches of rows. What falls short is not valid. While
-    there is a sampleable row, a batch has at least one.
+    A new pass begins when the last one is used up. It also begins when at most an eighth of the
+    pass's rows are still sampleable, which keeps the search for them short. The new pass covers the
+    remaining rows, and a row that was sampled shortly before may come again.
 
-    The probability is that of uniform draws, which the batches are when seen one at a time.
+    All items of a batch are of one pass, so the last batch of a pass may have items that are not
+    valid. So may a batch that skips many rows: the search stops after 8 * B rows. While a row is
+    sampleable, a batch has at least one valid item.
+
+    Probabilities are those of uniform sampling, which is how a single batch is distributed.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxreplay as jr
+      >>> buffer = jr.items(capacity=4, batch_size=2, sampler=jr.WithoutReplacement())
+      >>> state = buffer.extend(buffer.init(jnp.int32(0)), jnp.arange(4)[:, None])
+      >>> state, first = buffer.pop(state, jax.random.key(0))
+      >>> state, second = buffer.pop(state, jax.random.key(1))
+      >>> sorted(first.experience.tolist() + second.experience.tolist())
+      [0, 1, 2, 3]
     """
 
     def init(self, layout: Layout) -> WithoutReplacementState:
-        """A pass that is used up."""
+        """Return a pass that is used up."""
         rows = jnp.zeros((layout.num_envs,), jnp.int32)
         return WithoutReplacementState(
             jnp.zeros((2,), jnp.uint32), jnp.int32(0), rows.astype(jnp.uint32), rows
@@ -66,13 +76,13 @@ class WithoutReplacement(ConsumingSampler):
         state: WithoutReplacementState,
         candidate_number_now: Callable[[np.ndarray], np.ndarray],
     ) -> WithoutReplacementState:
-        """The pass is given up: its order was one of rows that are not there any more."""
+        """Return a pass that is used up: the order of the old one includes lost rows."""
         del candidate_number_now
         return self.clear(state)
 
     def size(self, state: WithoutReplacementState, sampleable: Sampleable) -> jax.Array:
-        """Sampleable rows, which is what a new pass would hold: those left in the present one are
-        not counted."""
+        """Return the number of sampleable rows, the length of a new pass. The current pass may have
+        fewer rows left."""
         del state
         return sampleable.count().sum(dtype=jnp.int32)
 
@@ -105,7 +115,7 @@ class WithoutReplacement(ConsumingSampler):
             state = jax.tree.map(lambda new, old: jnp.where(is_over, new, old), fresh, state)
             env, nth, is_left = _candidates(state, fresh, batch_size, sampleable.layout.traits)
             place = taken + jnp.cumsum(is_left, dtype=jnp.int32) - is_left
-            # what comes after the last one that fits is for the next batch
+            # rows beyond the last one that fits are for the next batch
             fits = place < batch_size
             put = jnp.where(is_left & fits, place, batch_size)
             rows = jax.tree.map(
@@ -143,14 +153,18 @@ class WithoutReplacement(ConsumingSampler):
     def can_add(
         self, state: WithoutReplacementState, sampleable: Sampleable, num_rows: int
     ) -> jax.Array:
-        """Always: a pass has no claim on its rows, it skips what is overwritten."""
+        """Return True: a pass skips overwritten rows, so nothing has to wait."""
         del state, sampleable, num_rows
         return jnp.asarray(True)
 
 
 def _is_over(state: WithoutReplacementState, fresh: WithoutReplacementState) -> jax.Array:
-    """Whether a pass is used up, or has lost seven eighths of its rows; `fresh` is one that would
-    begin now: bool[]."""
+    """Return whether a pass is used up, or has lost seven eighths of its rows: bool[].
+
+    Args:
+      state: The pass.
+      fresh: A pass that would begin now.
+    """
     num_rows = state.num_rows.sum(dtype=jnp.int32)
     gone = jnp.clip(ring.difference(fresh.first, state.first), 0, state.num_rows)
     return (state.position >= num_rows) | (num_rows - gone.sum(dtype=jnp.int32) <= num_rows >> 3)
@@ -159,8 +173,18 @@ def _is_over(state: WithoutReplacementState, fresh: WithoutReplacementState) -> 
 def _candidates(
     state: WithoutReplacementState, fresh: WithoutReplacementState, batch_size: int, traits: Traits
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The next rows of a pass: int32[B] stream and place among its sampleable rows now; bool[B],
-    whether there is one, still sampleable."""
+    """Return the next rows of a pass.
+
+    Args:
+      state: The pass.
+      fresh: A pass that would begin now.
+      batch_size: Number of rows B.
+      traits: Traits of the platform.
+
+    Returns:
+      int32[B], the stream of each row; int32[B], its place among the stream's sampleable rows now;
+      bool[B], whether the pass has such a row and it is still sampleable.
+    """
     position = state.position + ring.arange(batch_size)
     num_rows = state.num_rows.sum(dtype=jnp.int32)
     is_one = position < num_rows

@@ -1,8 +1,8 @@
-"""Replay buffers for Stable-Baselines3, with its own interface: observations stored once, timeouts
-right, drawn on the device.
+"""Replay buffers with Stable-Baselines3's interface.
 
-Pass one as `replay_buffer_class=`, with options in `replay_buffer_kwargs=`; the algorithms run on
-them as they are.
+They store each observation once, bootstrap correctly at timeouts, and sample on the device. Pass
+one as `replay_buffer_class=`, and its options in `replay_buffer_kwargs=`. The algorithms run
+unchanged.
 
     model = SAC("MultiInputPolicy", env, replay_buffer_class=jaxreplay.sb3.DictReplayBuffer)
 """

@@ -1,4 +1,4 @@
-"""Arrays as Stable-Baselines3 hands them over, checked, and in the dtypes that are stored."""
+"""Checks of the arrays that Stable-Baselines3 passes, and their dtypes."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 
 from jaxreplay._util.aliases import PyTree
 
-# What hands back the 64-bit numbers that were stored in 32 bits.
+# Dtypes of samples, for the 64-bit numbers that are stored in 32 bits.
 TORCH_DTYPES = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.uint64): torch.uint64,
@@ -17,7 +17,7 @@ TORCH_DTYPES = {
 
 
 def shaped(where: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Of that shape, axes of length 1 aside: one env needs no axis."""
+    """Return the array in this shape, if only axes of length 1 differ: one env needs no axis."""
     if array.shape == shape:
         return array
     if [size for size in array.shape if size != 1] != [size for size in shape if size != 1]:
@@ -29,8 +29,8 @@ def shaped(where: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def is_same(announced: Any, obs: PyTree, n_envs: int) -> np.ndarray:
-    """Of which environments the observation is, bit for bit, the one that was announced:
-    bool[n_envs]."""
+    """Return where an env's observation is bit-identical to the announced one, bool[n_envs];
+    True if none was announced."""
     same = np.ones(n_envs, bool)
     if announced is not None:
         for before, now in zip(jax.tree.leaves(announced), jax.tree.leaves(obs), strict=True):

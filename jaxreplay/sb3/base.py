@@ -1,10 +1,9 @@
-"""What the drop-in buffers share: Stable-Baselines3's calls on the outside, streams on the device
-within.
+"""The base of the drop-in buffers: Stable-Baselines3's methods, over rows on the device.
 
-Stable-Baselines3 hands over whole transitions. Here the observation after a step is stored as the
-next step's own, or as the end of its episode (`storage/provisional.py`). Whether a step goes on
-from the one before is told by comparing its observation with the one that was announced: after a
-reset in the middle of an episode nothing is paired that does not belong together.
+Stable-Baselines3 passes each transition with its next observation. Here that observation is stored
+as the next step's own, or as the final row of its episode (`storage/provisional.py`). A step
+continues the episode if its observation equals the last next observation. So after a reset in the
+middle of an episode, no transition pairs observations of two episodes.
 """
 
 import contextlib
@@ -48,19 +47,24 @@ class DropInBuffer(buffers.ReplayBuffer):
     """The base of the drop-in buffers.
 
     Args:
-      buffer_size: transitions in all, as of Stable-Baselines3; the end of each episode that is
-        stored takes the place of one.
-      observation_space, action_space: Dict observations too. 64-bit numbers are stored in 32 bits,
-        unless `jax_enable_x64` is on, and come out as 64-bit ones.
-      device: where batches go. n_envs: environments that step together.
-      optimize_memory_usage: always so here; it must not be set.
-      handle_timeout_termination: whether a step with `TimeLimit.truncated` in its info is
-        bootstrapped from.
-      storage_device: the platform whose first device holds the rows, such as "cpu"; JAX's default
-        device if None.
+      buffer_size: Number of transitions over all envs. Each final row that is stored takes the
+        place of one.
+      observation_space: Observation space of one env; may be a Dict. 64-bit numbers are stored in
+        32 bits, unless `jax_enable_x64` is set, and sampled in 64 bits.
+      action_space: Action space of one env; 64-bit integers likewise.
+      device: PyTorch device of sampled batches. Default: "auto", a GPU if there is one.
+      n_envs: Number of parallel envs. Default: 1.
+      optimize_memory_usage: Must be False: observations are always stored once. Default: False.
+      handle_timeout_termination: Count a step with `TimeLimit.truncated` in its info as truncated,
+        with `dones` 0; else it counts as terminated. Default: True.
+      storage_device: Platform whose first device stores the rows, such as "cpu" for the host's
+        memory. Default: JAX's default device.
+
+    Raises:
+      ValueError: `optimize_memory_usage` is set.
     """
 
-    copy_info_dict = False  # whether the steps' infos are kept: hindsight's
+    copy_info_dict = False  # True keeps the steps' infos, for `HerReplayBuffer`
 
     def __init__(
         self,
@@ -73,7 +77,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         handle_timeout_termination: bool = True,
         storage_device: str | None = None,
     ):
-        # Not those of ReplayBuffer, which allocate: the base of all buffers.
+        # BaseBuffer's: that of ReplayBuffer allocates arrays
         super(buffers.ReplayBuffer, self).__init__(
             buffer_size, observation_space, action_space, device, n_envs=n_envs
         )
@@ -86,7 +90,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         self.optimize_memory_usage = False
         self.handle_timeout_termination = handle_timeout_termination
         self.storage_device = storage_device
-        # A row more for the end of the newest episode; at the least, what one window takes.
+        # one row more, for the final row of the newest episode; at least one window
         view = self._view()
         sizes: Any = {
             "capacity": max(self.buffer_size, view.window.length) * n_envs + n_envs,
@@ -117,30 +121,33 @@ class DropInBuffer(buffers.ReplayBuffer):
         return None if self.storage_device is None else jax.devices(self.storage_device)[0]
 
     def _forget(self) -> None:
-        """There is no step that the next one could go on from."""
+        """Reset the host's record of the rows: the next step begins an episode in each env."""
         self._announced: Any = None
         self._may_go_on, self._was_first = np.zeros((2, self.n_envs), bool)
-        # transitions of each stream, on the device
+        # int32[n_envs], transitions in each env's ring, on the device
         self._counts: Any = np.zeros(self.n_envs, np.int32)
         self.pos, self.full = 0, False
         self._is_torn = False
 
     def memory(self) -> str:
-        """The bytes that the rows take, leaf by leaf."""
+        """Return a table of the rows' memory in bytes, leaf by leaf."""
         return str(self._replay.memory(self._example()))
 
     @property
     def nbytes(self) -> int:
+        """Memory of the rows in bytes."""
         return self._replay.memory(self._example()).total
 
     @property
     def _owner(self) -> np.ndarray:
-        """Number of transitions that each stream holds: int32[n_envs]."""
+        """Number of transitions in each env's ring: int32[n_envs]."""
         return np.asarray(self._counts)
 
     def size(self) -> int:
-        """Transitions held for each environment; their mean where episodes of different lengths
-        leave room for more or fewer."""
+        """Return the number of transitions stored for each env, rounded down from their mean.
+
+        Envs differ in it if their rings hold different numbers of final rows.
+        """
         return int(self._owner.sum() // self.n_envs)
 
     def reset(self) -> None:
@@ -162,12 +169,23 @@ class DropInBuffer(buffers.ReplayBuffer):
         done: np.ndarray,
         infos: list[dict[str, Any]],
     ) -> None:
-        """Append one transition of each environment, as Stable-Baselines3's algorithms do.
+        """Append one transition of each env.
+
+        It warns once if the envs seem not to reset within the step, or if `next_obs` seems to be
+        taken after the reset.
 
         Args:
-          obs, next_obs: arrays `[n_envs, ...]`, or dicts of them; `next_obs` is the true one also
-            where the episode ended.
-          action, reward, done: `[n_envs, ...]`. infos: one dict for each environment.
+          obs: Observation before the step, [n_envs, ...], or a dict of such arrays.
+          next_obs: Observation after the step, as `obs`. At the end of an episode, its final
+            observation.
+          action: [n_envs, ...].
+          reward: float[n_envs].
+          done: bool[n_envs], True at the end of an episode.
+          infos: One dict for each env. `TimeLimit.truncated` tells a timeout.
+
+        Raises:
+          ValueError: An array does not fit the spaces or the number of envs.
+          RuntimeError: An earlier call was interrupted: call `reset()`.
         """
         self._check_whole()
         obs, next_obs = self._stored("obs", obs), self._stored("next_obs", next_obs)
@@ -218,16 +236,30 @@ class DropInBuffer(buffers.ReplayBuffer):
             )
 
     def _after_add(self, rows: jax.Array, infos: list[dict[str, Any]]) -> None:
-        """Keep what a buffer has beside the rows. `rows`: int32[n_envs], where the transitions
-        lie."""
-
-    def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
-        """Transitions, each one held as likely as any other. Draws from NumPy's generator as
-        Stable-Baselines3's own buffer does, so that equal seeds give equal batches, until the first
-        row is overwritten.
+        """Store what a subclass keeps beside the rows.
 
         Args:
-          batch_size: transitions. env: normalizes observations and rewards.
+          rows: int32[n_envs], the rows of the new transitions.
+          infos: One dict for each env.
+        """
+
+    def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
+        """Sample transitions uniformly, with replacement.
+
+        It uses NumPy's generator as Stable-Baselines3's buffer does. Equal seeds give equal batches
+        until the first row is overwritten.
+
+        Args:
+          batch_size: Number of transitions B.
+          env: Normalizes observations and rewards. Default: they are as stored.
+
+        Returns:
+          `ReplayBufferSamples`, or `DictReplayBufferSamples` for Dict observations: tensors
+          [B, ...] on `device`.
+
+        Raises:
+          ValueError: The buffer is empty.
+          RuntimeError: An earlier call was interrupted: call `reset()`.
         """
         self._check_not_empty()
         counts = self._owner
@@ -239,8 +271,8 @@ class DropInBuffer(buffers.ReplayBuffer):
         return self._read(nth - (ends - counts)[env_indices], env_indices, env)
 
     def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> Any:
-        """The transitions with these numbers in their stream, 0 the oldest that is held, each of an
-        environment drawn anew."""
+        """Return transitions by number in an env's ring, 0 the oldest one stored, each of a random
+        env."""
         env_indices = np.random.randint(0, self.n_envs, size=len(batch_inds))
         if len(bad := batch_inds[(batch_inds < 0) | (batch_inds >= self._owner[env_indices])]):
             raise IndexError(
@@ -250,7 +282,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         return self._read(batch_inds, env_indices, env)
 
     def _read(self, nth: np.ndarray, env_indices: np.ndarray, env: VecNormalize | None) -> Any:
-        # JAX compares buffers, and would take an interrupt in that for an error of theirs
+        # JAX compares buffers, and reports an interrupt meanwhile as an error of `__eq__`
         with defer_interrupts():
             return self._samples(
                 _get(self._replay, self._state, env_indices.astype(np.int32), nth.astype(np.int32)),
@@ -258,7 +290,7 @@ class DropInBuffer(buffers.ReplayBuffer):
             )
 
     def _samples(self, item: Any, env: VecNormalize | None) -> Any:
-        """What Stable-Baselines3 learns from: of an `SB3Batch`."""
+        """Return an `SB3Batch` as Stable-Baselines3's samples."""
         if env is None:
             obs, next_obs, action, done, reward = to_torch(
                 (item.obs, item.next_obs, item.action, item.done, item.reward)
@@ -299,11 +331,11 @@ class DropInBuffer(buffers.ReplayBuffer):
         return self._cast(obs, self.observation_space.dtype)
 
     def _cast(self, tensor: torch.Tensor, dtype: Any = None) -> torch.Tensor:
-        """On the device, and in 64 bits again where the space has them."""
+        """Move a tensor to `device`, in 64 bits if the space's dtype has them."""
         return tensor.to(self.device, TORCH_DTYPES.get(dtype, tensor.dtype))
 
     def _next_draw(self) -> tuple[np.uint32, np.uint32]:
-        """A seed, from NumPy's generator, and the number of the draw."""
+        """Return a seed and this sample's number. NumPy's generator gives the seed, once."""
         if self._seed is None:
             self._seed = int(np.random.randint(2**31))
         self._num_draws = (self._num_draws + 1) & 0xFFFFFFFF
@@ -311,8 +343,10 @@ class DropInBuffer(buffers.ReplayBuffer):
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Rows and what the host knows of them change together, or the buffer says that they did
-        not. A signal waits meanwhile."""
+        """Change the rows and the host's record of them together.
+
+        Signals wait meanwhile. If only one of both was changed, later calls raise.
+        """
         with defer_interrupts():
             before, self._is_torn = self._state, True
             try:
@@ -326,8 +360,8 @@ class DropInBuffer(buffers.ReplayBuffer):
         check_not_forked(f"this {type(self).__name__}", self._pid)
         if self._is_torn:
             raise RuntimeError(
-                f"{type(self).__name__}: a change was interrupted, and what it wrote is not "
-                "known; call reset()"
+                f"{type(self).__name__}: an earlier call was interrupted while it changed the "
+                "rows; remove them all with buffer.reset()"
             )
 
     def _check_not_empty(self) -> None:
@@ -339,7 +373,7 @@ class DropInBuffer(buffers.ReplayBuffer):
             )
 
     def _flat(self, action: np.ndarray) -> np.ndarray:
-        """Each env's in one axis, where they are as many as they should be."""
+        """Return the actions as [n_envs, action_dim]; unchanged if they have another size."""
         is_alive = action.size == self.n_envs * self.action_dim and (
             self.n_envs == 1 or len(action) == self.n_envs
         )
@@ -349,7 +383,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         if name in _THEIR_ARRAYS:
             raise AttributeError(
                 f"{type(self).__name__} has no array of {name}: steps are stored once, on the "
-                "device; draw a sample"
+                "device; use sample(batch_size)"
             )
         raise AttributeError(name)
 
@@ -378,7 +412,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         )
 
     def _stored(self, where: str, obs: Any) -> Any:
-        """A copy, of the space's shapes and dtypes: the caller may reuse its arrays."""
+        """Return a copy with the space's shapes and dtypes: the caller may reuse its arrays."""
         if not isinstance(self.observation_space, spaces.Dict):
             array = np.array(obs, self.observation_space.dtype)
             return fit(where, shaped(where, array, (self.n_envs, *self.obs_shape)))
@@ -410,8 +444,12 @@ class DropInBuffer(buffers.ReplayBuffer):
 def _add(
     buffer: ReplayBuffer, state: Any, step: Step, goes_on: Any, was_first: Any
 ) -> tuple[Any, jax.Array, jax.Array]:
-    """Add a step. Returns the state, the transitions that each stream holds, and the row of its
-    newest one: int32[E] both."""
+    """Add a step.
+
+    Returns:
+      The state, the number of transitions in each env's ring, and the row of the newest one,
+      int32[E] both.
+    """
     state = provisional.add(buffer, state, step, goes_on, was_first)
     layout, position = state.layout, state.streams.heads.position
     # the final row comes after it
@@ -420,12 +458,12 @@ def _add(
 
 @program
 def _get(buffer: ReplayBuffer, state: Any, env: jax.Array, nth: jax.Array) -> Any:
-    """Read the `nth` transition of each stream `env`, int32[B] both; 0 is the oldest that is
-    held."""
+    """Read the `nth` transition in the ring of each `env`, int32[B] both; 0 is the oldest one
+    stored."""
     return buffer.get(state, _transitions(state).select(env, nth)).experience
 
 
 def _transitions(state: Any) -> Sampleable:
-    """Return the set of all transitions, also those around which a view may not read."""
+    """Return the set of all transitions, also those whose window is not complete."""
     none = jnp.zeros((state.layout.num_envs,), jnp.int32)
     return Sampleable(state.streams, state.episodes, none, none)

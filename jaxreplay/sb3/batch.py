@@ -1,5 +1,4 @@
-"""The view of the drop-in buffers: n-step transitions in the columns that Stable-Baselines3 learns
-from."""
+"""The view of the drop-in buffers: n-step transitions in Stable-Baselines3's columns."""
 
 from typing import Any
 
@@ -14,14 +13,16 @@ from jaxreplay.views.transition import TransitionView
 
 
 class SB3Batch(Node):
-    """Leaves `[B, ...]`.
+    """A batch of B transitions of at most n steps.
 
-    Fields:
-      obs, next_obs: pytree. action: [B, ...].
-      reward: float32[B, 1], the sum of gamma^j r_j over the window. rewards: float32[B, n], what it
-        sums, 0 past the window.
+    Attributes:
+      obs: Pytree with leaves [B, ...].
+      action: [B, ...].
+      reward: float32[B, 1], the sum of gamma**j * r_j over the window.
+      rewards: float32[B, n], the rewards r_j, 0 past the window.
       done: float32[B, 1], 1 where the window reached a termination.
-      num_steps: int32[B, 1].
+      next_obs: Pytree with leaves [B, ...].
+      num_steps: int32[B, 1], steps in the window.
     """
 
     obs: PyTree
@@ -34,8 +35,13 @@ class SB3Batch(Node):
 
 
 class SB3View(TransitionView):
-    """As `TransitionView`, whose `discount` is the gamma here; a target takes gamma^num_steps and
-    `done` in its place."""
+    """n-step transitions as an `SB3Batch`. Targets use gamma**num_steps and `done` in place of
+    `TransitionView`'s `discount`.
+
+    Args:
+      n_step: Most steps of a transition. Default: 1.
+      gamma: Discount factor in [0, 1] of one step. Default: 0.99.
+    """
 
     n_step: int = 1
 

@@ -1,5 +1,4 @@
-"""The drop-in buffers for Stable-Baselines3: each says what is drawn, and what is read around
-it."""
+"""The drop-in buffers for Stable-Baselines3: each chooses a sampler and a view."""
 
 import functools
 import operator
@@ -22,7 +21,24 @@ from jaxreplay.types import Index, Sample
 
 
 class ReplayBuffer(DropInBuffer):
-    """Uniform replay of one-step transitions. See `DropInBuffer` for the arguments.
+    """Uniform replay of one-step transitions.
+
+    Stable-Baselines3 passes all arguments but the last two, which are options for
+    `replay_buffer_kwargs`:
+
+    - `buffer_size`: Number of transitions over all envs. Each final row that is stored takes
+      the place of one.
+    - `observation_space`: Observation space of one env; may be a Dict. 64-bit numbers are
+      stored in 32 bits, unless `jax_enable_x64` is set, and sampled in 64 bits.
+    - `action_space`: Action space of one env; 64-bit integers likewise.
+    - `device`: PyTorch device of sampled batches. Default: "auto", a GPU if there is one.
+    - `n_envs`: Number of parallel envs. Default: 1.
+    - `optimize_memory_usage`: Must be False: observations are always stored once. Default:
+      False.
+    - `handle_timeout_termination`: Count a step with `TimeLimit.truncated` in its info as
+      truncated, with `dones` 0; else it counts as terminated. Default: True.
+    - `storage_device`: Platform whose first device stores the rows, such as "cpu" for the
+      host's memory. Default: JAX's default device.
 
     Example:
       >>> import numpy as np
@@ -45,8 +61,32 @@ class ReplayBuffer(DropInBuffer):
 
 
 class DictReplayBuffer(DropInBuffer):
-    """`ReplayBuffer` for Dict observations: half the bytes of one that stores each next observation
-    beside its observation."""
+    """Uniform replay of one-step transitions with Dict observations.
+
+    It takes about half the memory of a buffer that stores each transition's next observation too.
+
+    Args:
+      buffer_size: Number of transitions over all envs. Each final row that is stored takes the
+        place of one.
+      observation_space: Observation space of one env, a Dict. 64-bit numbers are stored in 32 bits,
+        unless `jax_enable_x64` is set, and sampled in 64 bits.
+      *args: What Stable-Baselines3 passes by position:
+
+        - `action_space`: Action space of one env; 64-bit integers likewise.
+      **kwargs: What Stable-Baselines3 passes by name, the last two from `replay_buffer_kwargs`:
+
+        - `device`: PyTorch device of sampled batches. Default: "auto", a GPU if there is one.
+        - `n_envs`: Number of parallel envs. Default: 1.
+        - `optimize_memory_usage`: Must be False: observations are always stored once. Default:
+          False.
+        - `handle_timeout_termination`: Count a step with `TimeLimit.truncated` in its info as
+          truncated, with `dones` 0; else it counts as terminated. Default: True.
+        - `storage_device`: Platform whose first device stores the rows, such as "cpu" for the
+          host's memory. Default: JAX's default device.
+
+    Raises:
+      ValueError: The observation space is not a Dict, or `optimize_memory_usage` is set.
+    """
 
     def __init__(
         self, buffer_size: int, observation_space: spaces.Space, *args: Any, **kwargs: Any
@@ -60,12 +100,34 @@ class DictReplayBuffer(DropInBuffer):
 
 
 class NStepReplayBuffer(DropInBuffer):
-    """Uniform replay of n-step transitions; their windows end where the episode does, and at the
-    newest step.
+    """Uniform replay of n-step transitions.
+
+    A transition has fewer than n steps if its episode ends sooner, or if later steps are not there
+    yet. Dict observations are supported.
 
     Args:
-      n_steps: the most steps of a window. gamma: the discount factor, in [0, 1], the model's own.
-      further ones: see `DropInBuffer`. Dict observations too.
+      *args: What Stable-Baselines3 passes by position:
+
+        - `buffer_size`: Number of transitions over all envs. Each final row that is stored takes
+          the place of one.
+        - `observation_space`: Observation space of one env; may be a Dict. 64-bit numbers are
+          stored in 32 bits, unless `jax_enable_x64` is set, and sampled in 64 bits.
+        - `action_space`: Action space of one env; 64-bit integers likewise.
+      n_steps: Most steps of a transition. Default: 3.
+      gamma: Discount factor in [0, 1] of one step; must be the model's. Default: 0.99.
+      **kwargs: What Stable-Baselines3 passes by name, the last two from `replay_buffer_kwargs`:
+
+        - `device`: PyTorch device of sampled batches. Default: "auto", a GPU if there is one.
+        - `n_envs`: Number of parallel envs. Default: 1.
+        - `optimize_memory_usage`: Must be False: observations are always stored once. Default:
+          False.
+        - `handle_timeout_termination`: Count a step with `TimeLimit.truncated` in its info as
+          truncated, with `dones` 0; else it counts as terminated. Default: True.
+        - `storage_device`: Platform whose first device stores the rows, such as "cpu" for the
+          host's memory. Default: JAX's default device.
+
+    Raises:
+      ValueError: `n_steps` or `gamma` is out of range, or `optimize_memory_usage` is set.
     """
 
     def __init__(self, *args: Any, n_steps: int = 3, gamma: float = 0.99, **kwargs: Any):
@@ -80,7 +142,7 @@ class NStepReplayBuffer(DropInBuffer):
         return super()._samples(item, env)._replace(discounts=self.to_torch(discounts))
 
     def _normalized_reward(self, item: PyTree, env: VecNormalize) -> np.ndarray:
-        # Each one is normalized, and clipped, before the sum, as by Stable-Baselines3.
+        # as in Stable-Baselines3, each reward is normalized and clipped before the sum
         steps = np.arange(self.n_steps, dtype=np.float32)
         rewards = (
             self._normalize_reward(np.asarray(item.rewards), env)
@@ -91,32 +153,66 @@ class NStepReplayBuffer(DropInBuffer):
 
 
 class PrioritizedSamples(NamedTuple):
-    """As Stable-Baselines3's samples, and what priorities need. B transitions."""
+    """Stable-Baselines3's samples of B transitions, with weights and indices for priorities.
+
+    Attributes:
+      observations: Observations, [B, ...], or a dict of such tensors.
+      actions: Actions, [B, action_dim].
+      next_observations: Observations after the last step of each transition, as `observations`.
+      dones: float32[B, 1], 1 where the transition ends in a termination.
+      rewards: float32[B, 1], the sum of gamma**j * r_j over the steps of each transition.
+      discounts: float32[B, 1], gamma**k for a transition of k steps.
+      weights: float32[B, 1], importance weights; the largest of the batch is 1.
+      indices: The transitions' rows, for `update_priorities`, leaves [B].
+    """
 
     observations: Any
     actions: torch.Tensor
     next_observations: Any
-    dones: torch.Tensor  # float32[B, 1]
-    rewards: torch.Tensor  # float32[B, 1]
-    discounts: torch.Tensor  # float32[B, 1]: gamma^k, of the steps that were summed
-    weights: torch.Tensor  # float32[B, 1]: importance weights, the batch's largest is 1
-    indices: Index  # for update_priorities
+    dones: torch.Tensor
+    rewards: torch.Tensor
+    discounts: torch.Tensor
+    weights: torch.Tensor
+    indices: Index
 
 
 class PrioritizedReplayBuffer(NStepReplayBuffer):
-    """Replay in proportion to priority ** alpha; new transitions have the largest priority so far.
+    """Replay of n-step transitions in proportion to priority ** alpha.
 
-    An algorithm must use the weights and hand back priorities: `PrioritizedDQN` does.
-    Stable-Baselines3's own take neither, and would learn from a biased stream.
-
-    Source: Schaul et al., "Prioritized Experience Replay" (2016).
+    New transitions have the largest priority so far. The algorithm must use the weights and call
+    `update_priorities`, as `PrioritizedDQN` does. Stable-Baselines3's own algorithms do neither,
+    and would learn from a biased distribution.
 
     Args:
-      alpha: the exponent of priorities, at least 0; 0 is uniform.
-      beta: the exponent of the weights, in [0, 1]; an attribute, to be raised towards 1 as learning
-        goes on.
-      epsilon: added to every priority that is handed back, so that none is 0.
-      n_steps, gamma: see `NStepReplayBuffer`. Further ones: see `DropInBuffer`.
+      *args: What Stable-Baselines3 passes by position:
+
+        - `buffer_size`: Number of transitions over all envs. Each final row that is stored takes
+          the place of one.
+        - `observation_space`: Observation space of one env; may be a Dict. 64-bit numbers are
+          stored in 32 bits, unless `jax_enable_x64` is set, and sampled in 64 bits.
+        - `action_space`: Action space of one env; 64-bit integers likewise.
+      alpha: Exponent of priorities, at least 0; 0 samples uniformly. Default: 0.6.
+      beta: Exponent of the weights, at least 0; 1 corrects the bias fully. An attribute, to be
+        raised towards 1 while learning. Default: 0.4.
+      epsilon: Added to every priority in `update_priorities`, so that none is 0. Default: 1e-6.
+      n_steps: Most steps of a transition. Default: 1.
+      gamma: Discount factor in [0, 1] of one step; must be the model's. Default: 0.99.
+      **kwargs: What Stable-Baselines3 passes by name, the last two from `replay_buffer_kwargs`:
+
+        - `device`: PyTorch device of sampled batches. Default: "auto", a GPU if there is one.
+        - `n_envs`: Number of parallel envs. Default: 1.
+        - `optimize_memory_usage`: Must be False: observations are always stored once. Default:
+          False.
+        - `handle_timeout_termination`: Count a step with `TimeLimit.truncated` in its info as
+          truncated, with `dones` 0; else it counts as terminated. Default: True.
+        - `storage_device`: Platform whose first device stores the rows, such as "cpu" for the
+          host's memory. Default: JAX's default device.
+
+    Raises:
+      ValueError: An option is out of range, or `optimize_memory_usage` is set.
+
+    References:
+      Schaul et al., "Prioritized Experience Replay" (2016).
     """
 
     def __init__(
@@ -136,11 +232,7 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         return Prioritized(alpha=self.alpha, beta=self.beta)
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> PrioritizedSamples:
-        """Transitions in proportion to their priorities, with weights.
-
-        Args:
-          batch_size: transitions. env: normalizes observations and rewards.
-        """
+        """Sample transitions in proportion to priority ** alpha, with their weights."""
         self._check_not_empty()
         with defer_interrupts():
             batch = _draw(
@@ -148,8 +240,8 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
             )
         if not np.asarray(batch.is_valid).all():
             raise ValueError(
-                "PrioritizedReplayBuffer: every priority is 0, so that nothing can be drawn; give "
-                "a positive epsilon"
+                "PrioritizedReplayBuffer: every priority is 0, so nothing can be sampled; use a "
+                "positive epsilon"
             )
         samples = self._samples(batch.experience, env)
         return PrioritizedSamples(
@@ -157,11 +249,17 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         )
 
     def update_priorities(self, indices: Index, priorities: Any) -> None:
-        """Give drawn transitions new priorities, such as absolute TD errors. Those overwritten
-        since are left out.
+        """Set the priorities of sampled transitions, such as absolute TD errors.
+
+        Transitions that were overwritten since are ignored.
 
         Args:
-          indices: the batch's. priorities: B numbers, at least 0: a tensor or an array.
+          indices: `indices` of a sample, leaves [B].
+          priorities: float[B] or float[B, 1], at least 0, a tensor or an array.
+
+        Raises:
+          ValueError: `indices` or `priorities` has another type or shape.
+          RuntimeError: An earlier call was interrupted: call `reset()`.
         """
         if isinstance(priorities, torch.Tensor):
             priorities = priorities.detach().float().cpu().numpy()

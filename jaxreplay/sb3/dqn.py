@@ -1,5 +1,4 @@
-"""DQN with prioritized replay: what Stable-Baselines3's DQN leaves out, the weights and the way
-back of the priorities."""
+"""DQN with prioritized replay: weighted losses, and new priorities after each gradient step."""
 
 from typing import Any
 
@@ -12,18 +11,55 @@ from jaxreplay.sb3.buffers import PrioritizedReplayBuffer
 
 
 class PrioritizedDQN(DQN):
-    """Stable-Baselines3's DQN, learning from a `PrioritizedReplayBuffer`: its losses are weighted,
-    and its TD errors the new priorities.
+    """Stable-Baselines3's DQN with a `PrioritizedReplayBuffer`.
 
-    Source: Schaul et al., "Prioritized Experience Replay" (2016), algorithm 1; double Q-learning
-    there, here SB3's own targets.
+    Losses are multiplied by the importance weights, and absolute TD errors are the new priorities.
+    Targets are those of Stable-Baselines3's DQN; the paper uses double Q-learning.
 
     Args:
-      beta: exponent of the importance weights, a number, or a function of the remaining progress,
-        from 1 at the start to 0 at the end; by default it rises from 0.4 to 1 as in the paper.
-      further ones: see `stable_baselines3.DQN`. With `n_steps`, targets take as many steps. A
-        `replay_buffer_class` is a `PrioritizedReplayBuffer`; it gets the model's `n_steps` and
-        `gamma`, unless `replay_buffer_kwargs` has others.
+      *args: What `stable_baselines3.DQN` takes by position:
+
+        - `policy`: "MlpPolicy", "CnnPolicy", "MultiInputPolicy", or a `DQNPolicy` class.
+        - `env`: The env, a `VecEnv`, or the id of a registered env.
+      beta: Exponent of the importance weights: a number, or a function of the remaining progress,
+        which falls from 1 to 0. Default: it rises linearly from 0.4 to 1, as in the paper.
+      **kwargs: Options of `stable_baselines3.DQN`; the defaults are those of version 2.9:
+
+        - `learning_rate`: A number, or a function of the remaining progress. Default: 1e-4.
+        - `buffer_size`: Number of transitions in the buffer, over all envs. Default: 1_000_000.
+        - `learning_starts`: Env steps before training starts. Default: 100.
+        - `batch_size`: Transitions of a gradient step. Default: 32.
+        - `tau`: Fraction by which an update moves the target network towards the network, in
+          [0, 1]. Default: 1.
+        - `gamma`: Discount factor of one step. Default: 0.99.
+        - `train_freq`: Env steps between two trainings, or a pair such as (2, "episode").
+          Default: 4.
+        - `gradient_steps`: Gradient steps of a training; -1 takes as many as env steps. Default: 1.
+        - `replay_buffer_class`: `PrioritizedReplayBuffer`, or a subclass. Default:
+          `PrioritizedReplayBuffer`.
+        - `replay_buffer_kwargs`: Options of the buffer: `alpha`, `epsilon`, `storage_device`,
+          `handle_timeout_termination`, and `n_steps` and `gamma` in place of the model's. Default:
+          none.
+        - `optimize_memory_usage`: Must be False: observations are always stored once. Default:
+          False.
+        - `n_steps`: Most steps of a transition and its target. Default: 1.
+        - `target_update_interval`: Steps between two updates of the target network. Default: 10000.
+        - `exploration_fraction`: Fraction of the training in which exploration falls. Default: 0.1.
+        - `exploration_initial_eps`: Probability of a random action at the start. Default: 1.
+        - `exploration_final_eps`: Probability of a random action at the end. Default: 0.05.
+        - `max_grad_norm`: Largest norm of the gradient; larger ones are clipped. Default: 10.
+        - `stats_window_size`: Episodes that logged means are over. Default: 100.
+        - `tensorboard_log`: Folder of the TensorBoard log. Default: none is written.
+        - `policy_kwargs`: Arguments of the policy. Default: none.
+        - `verbose`: 0 prints nothing, 1 infos, 2 debug messages. Default: 0.
+        - `seed`: Seed of the random generators. Default: none is set.
+        - `device`: PyTorch device of the networks. Default: "auto", a GPU if there is one.
+
+    Raises:
+      ValueError: `replay_buffer_class` is not a `PrioritizedReplayBuffer`.
+
+    References:
+      Schaul et al., "Prioritized Experience Replay" (2016), algorithm 1.
 
     Example:
       >>> from jaxreplay.sb3 import PrioritizedDQN
@@ -48,12 +84,18 @@ class PrioritizedDQN(DQN):
             )
         num_steps, kwargs = self.n_steps, self.replay_buffer_kwargs
         self.replay_buffer_kwargs = {"n_steps": num_steps, "gamma": self.gamma, **kwargs}
-        # else DQN warns that it leaves n-step targets to the buffer's class, as is meant here
+        # else DQN warns that the buffer's class must make n-step targets, as it does here
         self.n_steps = 1
         super()._setup_model()
         self.n_steps, self.replay_buffer_kwargs = num_steps, kwargs
 
     def train(self, gradient_steps: int, batch_size: int = 100) -> None:
+        """Take gradient steps on weighted losses, and update the priorities after each.
+
+        Args:
+          gradient_steps: Number of gradient steps.
+          batch_size: Number of transitions of each. Default: 100.
+        """
         self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
         buffer = self.replay_buffer

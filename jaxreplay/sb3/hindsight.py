@@ -1,5 +1,4 @@
-"""Hindsight experience replay for Stable-Baselines3, over the same spaces, with observations stored
-once."""
+"""Hindsight experience replay for Stable-Baselines3, with observations stored once."""
 
 import copy
 import dataclasses
@@ -26,24 +25,43 @@ from jaxreplay.views.hindsight import Hindsight
 
 
 class HerReplayBuffer(DropInBuffer, TheirHerReplayBuffer):
-    """Transitions, a part of them with goals that were achieved later in their episode. Rewards
-    come from the env's `compute_reward`.
+    """Hindsight experience replay: a part of each batch has goals that its episodes achieved.
 
-    As of Stable-Baselines3's own: k of k + 1 transitions of a batch have new goals, in whole
-    numbers, and the goals of "future" begin with what the transition itself achieved. Where it
-    differs: of an episode that goes on, what was achieved so far can be drawn, so that learning may
-    start before one has ended; and an episode whose first steps are overwritten still is, but by
-    "episode".
-
-    Source: Andrychowicz et al., "Hindsight Experience Replay" (2017).
+    The env's `compute_reward` gives the rewards for new goals. As in Stable-Baselines3's buffer,
+    int(B k / (k + 1)) of B transitions have new goals, and a "future" goal may be the one that the
+    transition itself achieved. There are two differences. Unfinished episodes are sampled, with the
+    goals achieved so far, so learning may start before an episode has ended. Episodes whose first
+    steps were overwritten are sampled, except with "episode".
 
     Args:
-      buffer_size, observation_space, action_space, device, n_envs, handle_timeout_termination,
-        storage_device: see `DropInBuffer`.
-      env: computes rewards. n_sampled_goal: k. goal_selection_strategy: "future", "final" or
-        "episode".
-      copy_info_dict: whether `compute_reward` gets the steps' infos, which are then kept on the
-        host; else empty ones.
+      buffer_size: Number of transitions over all envs. Each final row that is stored takes the
+        place of one.
+      observation_space: Observation space of one env: a Dict with "observation", "achieved_goal"
+        and "desired_goal". 64-bit numbers are stored in 32 bits, unless `jax_enable_x64` is set,
+        and sampled in 64 bits.
+      action_space: Action space of one env; 64-bit integers likewise.
+      env: The `VecEnv` whose first env computes rewards by
+        `compute_reward(achieved_goal, desired_goal, infos)`. Stable-Baselines3 passes it.
+      device: PyTorch device of sampled batches. Default: "auto", a GPU if there is one.
+      n_envs: Number of parallel envs. Default: 1.
+      optimize_memory_usage: Must be False: observations are always stored once. Default: False.
+      handle_timeout_termination: Count a step with `TimeLimit.truncated` in its info as truncated,
+        with `dones` 0; else it counts as terminated. Default: True.
+      n_sampled_goal: k, the number of transitions with new goals for each one with its own.
+        Default: 4.
+      goal_selection_strategy: Where a new goal was achieved: "future", by the transition or a later
+        one of its episode; "final", by the last one; "episode", at any observation of the episode.
+        Default: "future".
+      copy_info_dict: Keep the steps' infos on the host, and pass them to `compute_reward`, which
+        else gets empty dicts. Default: False.
+      storage_device: Platform whose first device stores the rows, such as "cpu" for the host's
+        memory. Default: JAX's default device.
+
+    Raises:
+      ValueError: The strategy is none of the three, or `optimize_memory_usage` is set.
+
+    References:
+      Andrychowicz et al., "Hindsight Experience Replay" (2017).
     """
 
     def __init__(
@@ -101,11 +119,7 @@ class HerReplayBuffer(DropInBuffer, TheirHerReplayBuffer):
                 self.infos[place] = info
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
-        """Transitions, the first of them with their own goals, the last with new ones.
-
-        Args:
-          batch_size: transitions. env: normalizes observations and rewards.
-        """
+        """Sample transitions uniformly: first those with their own goals, then those with new."""
         self._check_not_empty()
         checks.check_size("sample", "batch_size", batch_size)
         batch_size = operator.index(batch_size)
@@ -116,8 +130,8 @@ class HerReplayBuffer(DropInBuffer, TheirHerReplayBuffer):
             )
         if not np.asarray(is_valid).all():
             raise ValueError(
-                "HerReplayBuffer: no episode is held from its first step on; its strategy needs a "
-                "larger buffer_size"
+                "HerReplayBuffer: no episode is stored from its first step on, as the strategy "
+                "needs it; use a larger buffer_size"
             )
         if num_new:
             new = jax.tree.map(
@@ -130,7 +144,7 @@ class HerReplayBuffer(DropInBuffer, TheirHerReplayBuffer):
         return self._samples(item, env)
 
     def _rewards_again(self, next_obs: PyTree, obs: PyTree, row: np.ndarray) -> np.ndarray:
-        """What the env gives for what each step achieved and the new goals: float32[B, 1]."""
+        """Return the env's rewards for the achieved and the new goals: float32[B, 1]."""
         if self.env is None:
             raise ValueError(
                 "HerReplayBuffer: there is no env to compute rewards; call set_env(env) first"
@@ -147,26 +161,28 @@ class HerReplayBuffer(DropInBuffer, TheirHerReplayBuffer):
         return np.asarray(rewards, np.float32).reshape(-1, 1)
 
     def truncate_last_trajectory(self) -> None:
-        """The episodes that are being written end here, as by a truncation: the next step opens
-        others. As after loading, by default."""
+        """End the unfinished episodes, as a truncation does: the next step begins new ones.
+
+        Stable-Baselines3 calls it after loading, unless `truncate_last_traj=False`.
+        """
         if self._may_go_on.any():
             warnings.warn(
-                "The episodes that were being written end with the buffer's last step, as "
-                "truncated ones. Where the env goes on with the "
-                "same ones, load with truncate_last_traj=False.",
+                "Unfinished episodes now end with the buffer's last step, as truncated ones. If "
+                "the envs continue them, load the buffer with truncate_last_traj=False.",
                 stacklevel=2,
             )
         self._may_go_on = np.zeros(self.n_envs, bool)
 
 
 def _stored_reward(achieved: Any, goal: Any, step: PyTree) -> jax.Array:
-    """The env computes the new one, outside."""
+    """Return the stored reward: the env computes those for new goals on the host."""
     return step.reward
 
 
 @functools.partial(program, static=("num_own", "num_new"))
 def _draw(buffer: Any, state: Any, seed: Any, draw: Any, num_own: int, num_new: int) -> Any:
-    """Items, rows, and whether they are any: with their own goals, then with new ones."""
+    """Sample items with their own goals, then items with new ones: items [B, ...], row int32[B],
+    is_valid bool[B]."""
 
     def part(ratio, size):
         view = dataclasses.replace(buffer.view, relabel_fraction=ratio)

@@ -1,1 +1,1 @@
-"""A buffer with a state of its own, for loops that are not jitted."""
+"""A buffer that keeps its own state, for loops that are not jitted."""

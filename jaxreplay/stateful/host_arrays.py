@@ -1,5 +1,7 @@
-"""Arrays of NumPy, PyTorch and JAX, in and out: what comes in is copied, and brought into the
-dtypes of the first step; what goes out is shared."""
+"""Conversion between NumPy, PyTorch and JAX arrays.
+
+Inputs are copied, and cast to the dtypes of the first step. Outputs share memory.
+"""
 
 import dataclasses
 import sys
@@ -17,12 +19,11 @@ from jaxreplay.buffers.replay_buffer import ReplayBuffer
 
 NAMES: tuple[Framework, ...] = get_args(Framework)
 OUTSIDE = (
-    "A Replay has a state of its own, so that it cannot be called inside of jit, scan or vmap: it "
-    "would be changed once, when the function "
-    "is traced, and not when it runs. Use the buffer's methods there, which are pure: state = "
-    "replay.buffer.add(state, step)"
+    "A Replay keeps its own state, so it cannot be called inside of jit, scan or vmap: it would "
+    "change once, when the function is traced, and not when it runs. Use the buffer's methods "
+    "there, which are pure: state = replay.buffer.add(state, step)"
 )
-# Dtypes that JAX takes as they are, and those that may fit into the 32 bits that it has by default.
+# Dtypes that JAX stores unchanged, and 64-bit ones with their 32-bit dtype in JAX by default.
 _PLAIN = frozenset(
     map(
         np.dtype,
@@ -44,30 +45,30 @@ _NARROWER = {
     np.dtype(wide): np.dtype(narrow)
     for wide, narrow in (("int64", "int32"), ("uint64", "uint32"), ("float64", "float32"))
 }
-_FAR_FROM_INFINITE = 1e38  # in float32
+_FAR_FROM_INFINITE = 1e38  # smaller numbers stay finite in float32
 
 
 def own(where: str, tree: PyTree) -> Any:
-    """The same tree of arrays that nobody else will write to, 64-bit numbers in the 32 bits that
-    JAX has by default.
+    """Return the tree with arrays that the caller cannot change, and with 64-bit numbers in 32 bits
+    where JAX's default has those.
 
-    A JAX array never changes, and is taken as it is. NumPy arrays, numbers and tensors of the host
-    are copied: JAX may read an input after the call returned, when an env has already written its
-    next observation to it. A tensor on an accelerator is copied there.
+    JAX arrays never change, and are returned as they are. NumPy arrays, numbers and tensors on the
+    host are copied: JAX may read an input after the call returned, when an env has already written
+    its next observation to it. A tensor on an accelerator is copied there.
 
     Raises:
-      ValueError: a number does not fit, or a leaf is no array; it is named.
+      ValueError: A number does not fit, or a leaf is not an array. The error names the leaf.
     """
     leaves, structure = jax.tree.flatten(tree)
     own = [_own_plainly(leaf) for leaf in leaves]
-    if any(leaf is None for leaf in own):  # the names take longer than all else
+    if any(leaf is None for leaf in own):  # with key paths, which take longer than all else
         return jax.tree_util.tree_map_with_path(lambda path, leaf: _own(where, path, leaf), tree)
     return jax.tree.unflatten(structure, own)
 
 
 def fit(name: str, array: np.ndarray) -> np.ndarray:
-    """64-bit numbers in the 32 bits that JAX has by default. A ValueError names numbers that do not
-    fit."""
+    """Cast 64-bit numbers to the 32 bits that JAX has by default; a ValueError names a number that
+    does not fit."""
     if array.dtype.kind not in "biufc":
         return array
     return checks.cast(
@@ -79,7 +80,7 @@ def fit(name: str, array: np.ndarray) -> np.ndarray:
 
 
 def to_framework(framework: Framework, tree: PyTree) -> Any:
-    """The same tree in the arrays of a framework, over the same memory: not to be written to."""
+    """Return the tree in a framework's arrays, which share its memory: do not write to them."""
     if framework == "jax":
         return tree
     if framework == "numpy":
@@ -90,7 +91,7 @@ def to_framework(framework: Framework, tree: PyTree) -> Any:
 
 
 def _own_plainly(leaf: Any) -> Any:
-    """A leaf that asks for no care, or None."""
+    """Return a copy of a leaf of the frequent kinds that is known to fit, else None."""
     if type(leaf) is not np.ndarray:
         return leaf if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) else None
     if leaf.dtype in _PLAIN:
@@ -131,16 +132,16 @@ def _on_host(name: str, tensor: Any) -> np.ndarray:
 
 
 def _is_tensor(leaf: Any) -> bool:
-    """Without an import: where torch is not loaded there are no tensors."""
+    """Return whether a leaf is a tensor, without an import: before torch is loaded, none is."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(leaf, torch.Tensor)
 
 
 @dataclasses.dataclass(frozen=True)
 class StepFormat:
-    """Of a step, or an item, of one env."""
+    """Structure and dtypes of one env's step, or of an item."""
 
-    has_flags: bool
+    has_flags: bool  # a step, not an item
     structure: Any  # of the tree
     dtypes: tuple[Any, ...]  # of its leaves
     first_ndim: int  # axes of the first leaf
@@ -149,7 +150,7 @@ class StepFormat:
     def of(cls, buffer: ReplayBuffer, example: PyTree) -> "StepFormat":
         specs = checks.specs("init", as_stored("init", buffer, example))
         leaves, structure = jax.tree.flatten(specs)
-        named(specs)  # says where two have one name
+        named(specs)  # raises if two leaves have one name
         return cls(
             buffer.autoreset is not None,
             structure,
@@ -158,8 +159,8 @@ class StepFormat:
         )
 
     def fit(self, step: PyTree) -> tuple[Any, tuple[int, ...]]:
-        """The step in the format's dtypes, and its leading axes: `()`, `(num_envs,)` or
-        `(time, num_envs)`."""
+        """Return the step in the format's dtypes, and the lengths of its leading axes: (), (E,) or
+        (T, E)."""
         leaves, structure = jax.tree.flatten(step)
         if structure == self.structure and any(
             leaf.dtype != dtype for leaf, dtype in zip(leaves, self.dtypes, strict=True)
@@ -173,8 +174,8 @@ class StepFormat:
 
 
 def _cast(path: Any, leaf: Any, dtype: Any) -> Any:
-    """A leaf in the dtype, where that is of the same kind or wider; a ValueError for a number that
-    it cannot hold."""
+    """Cast a leaf to a dtype of the same kind or a wider one; a ValueError names a number that it
+    cannot hold. Other leaves are returned as they are."""
     if leaf.dtype == dtype or not np.can_cast(leaf.dtype, dtype, "same_kind"):
         return leaf
     return checks.cast(
@@ -183,13 +184,13 @@ def _cast(path: Any, leaf: Any, dtype: Any) -> Any:
 
 
 def as_stored(where: str, buffer: ReplayBuffer, step: PyTree) -> Any:
-    """A `Step`, from one or from a mapping, where the buffer holds steps; an item as it is."""
+    """Return a `Step`, made of a mapping if it is one, for a buffer of steps; an item as it is."""
     return step if buffer.autoreset is None else step_checks.step_of(where, step, buffer.autoreset)
 
 
 def example_of(buffer: ReplayBuffer, step: PyTree, env: int | None) -> Any:
-    """One env's step, from the first that is added. Integer rewards become floating ones: the next
-    may be no integer."""
+    """Return the shapes and dtypes of one env's step, from the first that is added. Integer rewards
+    become float32, because later rewards may be fractions."""
     if buffer.autoreset is None:
         num_axes = int(env is None)
     else:

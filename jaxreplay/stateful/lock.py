@@ -1,5 +1,5 @@
-"""One call at a time, from any thread; no signal in the middle of one; and none in a forked
-process, where it would hang."""
+"""A lock for calls from many threads. Signals wait until a call ends; in a forked process, where a
+call would hang, it raises."""
 
 import os
 import threading
@@ -8,21 +8,21 @@ from typing import Any
 from jaxreplay._util.checks import check_not_forked
 from jaxreplay._util.signals import defer_interrupts
 
-_TICK = 0.05  # seconds after which a wait of the main thread looks for signals
+_TICK = 0.05  # seconds between checks for signals, while the main thread waits
 
 
 class Monitor:
-    """A lock, to be held by `with`, and a condition to wait for.
+    """A reentrant lock, used in `with`, and a condition to wait for.
 
     Args:
-      what: whose, for errors.
+      what: Name of the object that it guards, for errors.
     """
 
     def __init__(self, what: str):
         self._what, self._pid = what, os.getpid()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._blocks: list[defer_interrupts] = []  # of who has the lock
+        self._blocks: list[defer_interrupts] = []  # of the thread that has the lock
 
     def __enter__(self) -> "Monitor":
         check_not_forked(self._what, self._pid)
@@ -43,10 +43,9 @@ class Monitor:
         block.__exit__()
 
     def wait(self, seconds: float) -> None:
-        """Let others have the lock until one of them has changed something, or so long. A signal's
-        handler runs meanwhile, and may raise.
+        """Release the lock until another thread calls `notify_all`, or for so many seconds.
 
-        It may return sooner.
+        It may return sooner. Signal handlers run meanwhile, and may raise.
         """
         blocks, self._blocks = self._blocks, []
         try:

@@ -1,5 +1,4 @@
-"""One state, held where nobody else sees it: each change donates it, and one that fails on the way
-says so."""
+"""The state of a `Replay`: each change donates it, and an error says so if a change lost it."""
 
 import functools
 import operator
@@ -26,12 +25,12 @@ from jaxreplay.types import Sample
 if TYPE_CHECKING:
     from jaxreplay.checkpoint import Checkpointer
 
-_METADATA = "replay"  # what all that belongs to the state is noted under
-_OWN_LENGTHS = 4  # of blocks, beside the powers of two, that have a program of their own
+_METADATA = "replay"  # key of the replay's metadata in a checkpoint
+_OWN_LENGTHS = 4  # lengths of blocks, other than powers of two, that get a program of their own
 
 
 class StateOwner:
-    """The state and the key of a buffer. Not for two threads at once: `Replay` has the lock."""
+    """State and random key of a buffer. It is not thread-safe: `Replay` has the lock."""
 
     def __init__(self, buffer: ReplayBuffer, seed: int, device: Any):
         self.buffer = buffer
@@ -40,16 +39,16 @@ class StateOwner:
         self._num_draws = 0
         self._block_lengths: set[int] = set()
         self._checkpointer: Any = None  # of the last save or load
-        self._path: Any = None  # its own
+        self._path: Any = None  # of that checkpointer
         self.forget()
 
     @property
     def state(self) -> Any:
-        """None before there was an example. RuntimeError if it was lost."""
+        """The state; None before there was an example. It raises RuntimeError if it was lost."""
         if self._lost is not None:
             raise RuntimeError(
-                f"the rows were lost {self._lost}; load a file that was saved, or make another "
-                "Replay"
+                f"the rows were lost {self._lost}; restore saved ones with replay.load(path), or "
+                "make another Replay"
             )
         return self._state
 
@@ -61,18 +60,18 @@ class StateOwner:
         self._state = jax.device_put(state, self._device)
 
     def forget(self) -> None:
-        """As before there was an example: the first step was none."""
+        """Drop the state and the example: the next step added is the example."""
         self._state: Any = None
-        self._example: Any = None  # of a step: shapes and dtypes
-        self._format: Any = None  # of steps
-        self._can_sample: bool | None = None  # asked of the device once after each change
-        self._lost: str | None = None
+        self._example: Any = None  # shapes and dtypes of one env's step
+        self._format: Any = None  # StepFormat
+        self._can_sample: bool | None = None  # read from the device once after each change
+        self._lost: str | None = None  # when, for the error
 
     def calls_of(
         self, step: PyTree, env: int | None, mask: Any, priority: Any
     ) -> tuple[int, list[Any]]:
-        """How many steps of an env there are at most, and what `change` is to be called with, one
-        after another, to add them."""
+        """Return how many steps there are over all envs, and the arguments of each call of `change`
+        that adds them."""
         if self.state is None:
             self.init(example_of(self.buffer, step, env))
         step, axes = self._format.fit(step)
@@ -89,7 +88,7 @@ class StateOwner:
                 )
             if axes or mask is not None:
                 raise ValueError(
-                    "add: with env= a step is one env's, without an env axis or a mask; got the "
+                    "add: with env= the step is of one env, without an env axis or a mask; got the "
                     f"leading axes {list(axes)}"
                 )
             if not self.buffer.allow_mask:
@@ -112,15 +111,14 @@ class StateOwner:
         return num_steps, [(method("add"), step, mask, priority)]
 
     def _parts_of(self, block: Any) -> Iterator[Any]:
-        """Divide a block, leaves `[T, ...]`, into parts whose lengths have programs: itself, or
-        powers of two, the largest first.
+        """Yield a block, leaves [T, ...], in parts whose lengths have programs.
 
-        The first few lengths that are no power of two have programs of their own. A program takes a
-        second or more to compile, and some MiB for good; blocks may be of any length, as
-        trajectories are.
+        The block is one part, or has parts whose lengths are powers of two, the largest first. The
+        first few other lengths get programs of their own. Blocks may have any length, as
+        trajectories do, but a program takes a second or more to compile, and some MiB for good.
         """
         found = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(block)}
-        # of different lengths: an error, which the program raises
+        # the program raises an error for leaves of different lengths
         (length,) = (*found.pop(), 0)[:1] if len(found) == 1 else (0,)
         has_program = length in {0, pow2.power_below(length), *self._block_lengths}
         if not has_program and len(self._block_lengths) < _OWN_LENGTHS:
@@ -136,20 +134,21 @@ class StateOwner:
             start = part.stop
 
     def put(self, tree: PyTree) -> Any:
-        """On the device that holds the rows, where one was named."""
+        """Move arrays to the device that stores the rows, if one was named."""
         return tree if self._device is None else jax.device_put(tree, self._device)
 
     def change(self, function: Any, *arguments: Any, **options: Any) -> Any:
         """Replace the state by the one that a program returns. The old one is donated.
 
-        If the program fails before it has begun, the rows stay; if it fails later, they are lost.
+        If the program fails before it uses the donated memory, the rows stay. If it fails later,
+        they are lost.
 
         Args:
-          function: of the buffer, the state, and the arguments; returns a state, or a state and
-            something else.
+          function: Called as function(buffer, state, *arguments, **options); returns a state, or a
+            state and another result.
 
         Returns:
-          What the program returns beside the state, or None.
+          The other result, or None.
         """
         try:
             made = function(self.buffer, self.state, *arguments, **options)
@@ -158,18 +157,18 @@ class StateOwner:
             self._state, self._can_sample = state, None
         except BaseException as error:
             if self._state is not None and not is_alive(self._state):
-                self._lost = f"in {error!r}"
+                self._lost = f"in a call that raised {error!r}"
             raise
         return other
 
     def ask(self, function: Any, *arguments: Any, **options: Any) -> Any:
-        """Return what a program returns of the state, which stays as it is."""
+        """Return the result of a program that only reads the state."""
         answer = function(self.buffer, self.state, *arguments, **options)
         _check_not_traced(answer)
         return answer
 
     def draw(self, batch_size: int, beta: float | None) -> Sample:
-        """Draw a batch, which a sampler that consumes takes out of the state."""
+        """Sample a batch; a `ConsumingSampler` removes its rows from the state."""
         checks.check_size("sample", "batch_size", batch_size)
         self._num_draws = (self._num_draws + 1) & 0xFFFFFFFF
         given = (self._key, np.uint32(self._num_draws))
@@ -180,7 +179,7 @@ class StateOwner:
         return batch if self._device is None else jax.device_put(batch, default_device())
 
     def has_batch(self) -> bool:
-        """Whether the buffer can sample."""
+        """Return whether the buffer can sample."""
         if self._state is None or self._lost is not None:
             return False
         if self._can_sample is None:
@@ -191,7 +190,12 @@ class StateOwner:
         return 0 if self.state is None else int(self.ask(method("size")))
 
     def save(self, path: Any, metadata: dict[str, Any]) -> None:
-        """Write the state under a path. `metadata`: JSON, kept beside it."""
+        """Write the state under a path.
+
+        Args:
+          path: As for `Replay.save`.
+          metadata: JSON, stored with the state.
+        """
         if self.state is None:
             raise ValueError("save: nothing was added yet, so there is nothing to save")
         with self._checkpointer_at(path) as checkpointer:
@@ -200,17 +204,18 @@ class StateOwner:
             )
 
     def load(self, path: Any) -> dict[str, Any]:
-        """Take the state that was saved under a path.
+        """Replace the state by the one that was saved under a path.
 
-        If memory has no room for two states, all that is stored is read first. If that is intact,
-        the old state is given up.
+        If memory has no room for two states, all files are read first. If they are intact, the old
+        state is freed before the new one is read.
 
         Returns:
-          The metadata; none, if the state was saved by a `Checkpointer` alone.
+          The metadata; {} if a `Checkpointer`, not a `Replay`, saved the state.
         """
         if self._example is None:
             raise ValueError(
-                "load: what a step looks like is not known yet; make the Replay with example="
+                "load: the shapes of a step are not known yet; make the replay with "
+                "jaxreplay.Replay(buffer, example=step)"
             )
         checkpointer = self._checkpointer_at(path)
         with jax.default_device(self._device):
@@ -220,9 +225,13 @@ class StateOwner:
                 if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
                     raise
                 state = None
-            if state is None:  # outside of the handler, whose traceback may hold on to memory
+            if state is None:  # after the handler, whose traceback may keep memory alive
                 _check_whole(checkpointer)
-                self._state, self._can_sample, self._lost = None, None, "while others were loaded"
+                self._state, self._can_sample, self._lost = (
+                    None,
+                    None,
+                    "while saved ones were loaded",
+                )
                 state = checkpointer.restore(self._example)
         found = checkpointer.metadata.get(_METADATA)
         metadata = found if isinstance(found, dict) else {}
@@ -237,11 +246,11 @@ class StateOwner:
         return metadata
 
     def _checkpointer_at(self, path: Any) -> "Checkpointer":
-        """Return the checkpointer of before, if the path is the same: it writes only what is new.
-        Between two saves the path is free.
+        """Return the checkpointer for a path.
 
-        A TensorStore specification has more in it than the path that it is named by, and is
-        compared whole.
+        If the path is that of the last save or load, it is the same one, which writes only what is
+        new. Between two saves, other processes may write to the path. A TensorStore specification
+        is compared in full, because the path that it is named by is only a part of it.
         """
         from jaxreplay.checkpoint import Checkpointer  # an extra
 
@@ -260,7 +269,7 @@ def _check_whole(checkpointer: "Checkpointer") -> None:
         raise CorruptCheckpointError(
             "\n  ".join(
                 [
-                    f"load: nothing under {checkpointer.path} is whole:",
+                    f"load: no checkpoint under {checkpointer.path} is intact:",
                     *(p for one in found for p in one.problems),
                 ]
             )
@@ -268,14 +277,14 @@ def _check_whole(checkpointer: "Checkpointer") -> None:
 
 
 def _check_not_traced(result: Any) -> None:
-    """Raise a ValueError for a call inside of `jit`, whose `result` has tracers."""
+    """Raise a ValueError if `result` has tracers: the call is inside of `jit`."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(result)):
         raise ValueError(OUTSIDE)
 
 
 def _on_host(leaf: Any) -> Any:
-    """Return an array as NumPy's, if that takes no copy: a slice of a JAX array is a program for
-    each length."""
+    """Return an array as NumPy's, if that takes no copy. A slice of a JAX array would compile a
+    program for each length."""
     if isinstance(leaf, jax.Array) and {device.platform for device in leaf.devices()} != {"cpu"}:
         return leaf
     return np.asarray(leaf)

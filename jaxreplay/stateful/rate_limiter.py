@@ -1,4 +1,4 @@
-"""How far samples may run ahead of inserts, and inserts ahead of samples."""
+"""Limits of how far samples run ahead of inserts, and inserts ahead of samples."""
 
 import dataclasses
 from typing import Any
@@ -6,15 +6,19 @@ from typing import Any
 
 @dataclasses.dataclass
 class RatioLimiter:
-    """Keeps `num_samples` within one batch of `ratio * num_inserts`, both counted since sampling
-    became possible.
+    """Keep `num_samples` within one batch of `ratio * num_inserts`.
 
-    Never are both sides stopped: where samples must wait, inserts need not. As Reverb's
-    sample-to-insert limiter (Cassirer et al., "Reverb: A Framework for Experience Replay", 2021),
-    with a margin of one batch.
+    Both are counted once a batch can be sampled. At least one side may always proceed: if samples
+    must wait, inserts need not. The limiter is Reverb's, with a margin of one batch.
 
     Args:
-      ratio: items drawn for each step inserted, positive. batch_size: items of a batch.
+      ratio: Number of items sampled for each step inserted, positive.
+      batch_size: Number of items in a batch.
+      num_inserts: Number of steps inserted. Default: 0.
+      num_samples: Number of items sampled. Default: 0.
+
+    References:
+      Cassirer et al., "Reverb: A Framework for Experience Replay" (2021).
     """
 
     ratio: float
@@ -27,8 +31,11 @@ class RatioLimiter:
             raise ValueError(f"samples_per_insert must be a positive number, got {self.ratio}")
 
     def resume(self, saved: dict[str, Any] | None) -> None:
-        """Go on from the counts of another limiter, given as a dict of its fields; from none where
-        that had another ratio."""
+        """Resume from a saved limiter's counts, or from 0 if its ratio or batch size differs.
+
+        Args:
+          saved: Fields of the saved limiter, or None.
+        """
         fields = saved if isinstance(saved, dict) else {}
         is_alike = (fields.get("ratio"), fields.get("batch_size")) == (self.ratio, self.batch_size)
         num_inserts, num_samples = fields.get("num_inserts"), fields.get("num_samples")

@@ -1,4 +1,4 @@
-"""A replay with a state of its own, for loops that are not jitted: PyTorch, NumPy, many threads."""
+"""`Replay` keeps its own state, for loops that are not jitted: PyTorch, NumPy, many threads."""
 
 import collections
 import dataclasses
@@ -25,28 +25,38 @@ from jaxreplay.stateful.owner import StateOwner
 from jaxreplay.stateful.rate_limiter import RatioLimiter
 from jaxreplay.types import Index, Sample
 
-_WAIT = 60.0  # seconds, where threads wait for each other
+_WAIT = 60.0  # seconds, if samples_per_insert is given
 
 
 class Replay:
-    """Owns the state, the key and a lock of a `ReplayBuffer`: `add`, `sample`, `update_priorities`
-    from any thread.
+    """A `ReplayBuffer` that keeps its own state and random key, and is safe to use from any thread.
+
+    It takes NumPy, PyTorch and JAX arrays. If a call fails after the state was donated, the rows
+    are lost. Later calls then raise RuntimeError, until a `load` succeeds. Axes: T time, E env
+    (`num_envs`), B batch.
 
     Args:
-      buffer: what `jaxreplay.uniform`, `prioritized`, `sequences`, ... made.
-      example: one env's step, or item; by default the first `add` is the example.
-      seed: of what is drawn.
-      framework: what batches are made of: "jax", "numpy" (read-only views) or "torch" (not to be
-        written to).
-      device: what holds the rows: a `jax.Device`, or a platform such as "cpu" for the host's
-        memory; sampled batches go to JAX's default device. None: that one.
-      prefetch: batches that are drawn ahead, as each `sample` ends: the device works on them while
-        the caller learns. Their priorities are older by as many batches; they count as drawn, so
-        that what was not yet handed out is not in a saved file: rows too, of a sampler that hands
-        out each once.
-      samples_per_insert: items drawn for each step inserted; who is ahead waits. None: nobody does.
-      timeout: seconds that a call waits for other threads; by default 60 where `samples_per_insert`
-        is given, else 0.
+      buffer: A `ReplayBuffer`, as `jaxreplay.uniform`, `prioritized`, `sequences`, ... make it.
+      example: One env's step, or one item; only structure, shapes and dtypes are read. A `load`
+        before the first `add` needs it. Default: the first step added.
+      seed: Seed of the random key. It is not saved: resume with the same seed to get the same
+        samples. Default: 0.
+      framework: Kind of arrays in a batch: "jax", "numpy" (read-only views) or "torch" (do not
+        write to the tensors). Default: "jax".
+      device: Device that stores the rows: a `jax.Device`, or a platform such as "cpu" for the
+        host's memory. Batches go to JAX's default device. Default: JAX's default device.
+      prefetch: Number of batches that are sampled in advance, at the end of each `sample`: the
+        device works on them while the caller learns. Their priorities are older by as many batches.
+        They count as sampled, and are not saved; nor are their rows, if the sampler consumes rows.
+        Default: 0.
+      samples_per_insert: Number of items to sample for each step inserted, counted once a batch can
+        be sampled. The side that is ahead waits. Default: no limit.
+      timeout: Seconds that a call waits for other threads. Default: 60 if `samples_per_insert` is
+        given, else 0.
+
+    Raises:
+      ValueError: An argument is out of range, or `buffer` is not a `ReplayBuffer`.
+      ImportError: `framework="torch"`, and PyTorch is not installed.
 
     Example:
       >>> import numpy as np, jaxreplay as jr
@@ -84,7 +94,7 @@ class Replay:
             raise ValueError(
                 f"Replay: framework must be one of {host_arrays.NAMES}, got {framework!r}"
             )
-        host_arrays.to_framework(framework, ())  # says at once which extra is missing
+        host_arrays.to_framework(framework, ())  # raises if the extra is not installed
         if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
             raise ValueError(f"Replay: prefetch must be an int of at least 0, got {prefetch!r}")
         self.framework: Framework = framework
@@ -100,13 +110,14 @@ class Replay:
         self._watch = ResetWatch()
         self._is_closed = False
         self._prefetch = prefetch
-        # ahead; or by calls that were interrupted, of samplers that consume
+        # prefetched; or consumed by a `sample` that was interrupted before it returned
         self._drawn: collections.deque[Sample] = collections.deque()
         if example is not None:
             self._owner.init(example)
 
     @property
     def buffer(self) -> ReplayBuffer:
+        """The `ReplayBuffer`, whose methods are pure functions of a state."""
         return self._owner.buffer
 
     def add(
@@ -119,21 +130,28 @@ class Replay:
         timeout: Any = None,
         **fields: Any,
     ):
-        """Append one step of every env, of one env, or a block of steps. Arrays are copied: their
-        owner may use them again.
+        """Append one step of every env, a block of steps, or one step of one env.
+
+        Arrays are copied, so the caller may reuse them. It warns once if episodes do not reset
+        where `autoreset` says.
 
         Args:
-          step: a `Step`, or a mapping, dataclass or NamedTuple with its fields; an item; or the
-            fields as keywords. Leaves `[num_envs, ...]`, or `[time, num_envs, ...]`: a block. Of
-            one env: leaves `[...]`; say which by `env`, where there are several.
-          mask: bool[num_envs], or bool[time, num_envs]: the envs that took a step.
-          priority: float[num_envs], float[time, num_envs], or one of one env.
-          timeout: seconds to wait while samples lag behind inserts.
-
-        Warns once if episodes do not reset where `autoreset` says.
+          step: A `Step`, or a mapping, dataclass or NamedTuple with its fields, or items. Leaves
+            [E, ...], or [T, E, ...] for a block, or [...] for one env. Default: `fields`.
+          env: Index of the env that took the step, if `step` is of one env. It needs
+            `allow_mask=True`. Default: every env, or the only one.
+          mask: bool[E] or bool[T, E], False where an env took no step; needs `allow_mask=True`.
+            Default: every env took every step.
+          priority: float[E], float[T, E], or float[] for one env, at least 0, for samplers with
+            priorities. Default: the largest priority so far.
+          timeout: Seconds to wait while samples lag behind inserts. Default: the replay's.
+          **fields: Fields of the step, in place of `step`: `obs=..., action=..., ...`.
 
         Raises:
-          TimeoutError: samples lagged behind too long; nothing was added.
+          ValueError: Both `step` and `fields` are given, or neither, or one does not fit the
+            buffer.
+          TimeoutError: Samples lagged behind for `timeout` seconds. Nothing was added.
+          RuntimeError: The replay is closed, or its rows were lost.
         """
         if (step is None) == (not fields):
             raise ValueError(
@@ -157,7 +175,7 @@ class Replay:
                 for call in calls:
                     self._changing(self._owner.change, *call)
             except BaseException:
-                if is_first:  # what was refused is no example for others
+                if is_first:  # a rejected step must not fix the format of later ones
                     self._owner.forget()
                 raise
             if self._limiter is not None and self._owner.has_batch():
@@ -174,15 +192,24 @@ class Replay:
         *,
         beta: float | None = None,
     ) -> Sample:
-        """A batch, in the arrays of the framework.
+        """Sample a batch. If the sampler consumes rows, the batch's rows are consumed.
 
         Args:
-          batch_size: by default the buffer's. timeout: seconds to wait while nothing can be drawn.
-          beta: how far weights correct the bias of prioritized draws, in [0, 1]; by default the
-            sampler's. A batch that was drawn ahead has that of the call which drew it.
+          batch_size: Number of items B. With `prefetch`, only the buffer's is
+            allowed. Default: the buffer's.
+          timeout: Seconds to wait while no batch can be sampled. Default: the replay's.
+          beta: At least 0: how far `weight` corrects the bias of prioritized sampling, 0 not at
+            all, 1 fully. A prefetched batch has the `beta` of the call that requested it. Default:
+            the sampler's.
+
+        Returns:
+          The items, their indices, probabilities and weights, leaves [B, ...], in arrays of the
+          framework.
 
         Raises:
-          TimeoutError: nothing could be drawn in time.
+          ValueError: `batch_size` is less than 1, or is not the buffer's, with `prefetch`.
+          TimeoutError: No batch could be sampled within `timeout` seconds.
+          RuntimeError: The replay is closed, or its rows were lost.
         """
         batch = None
         try:
@@ -200,15 +227,22 @@ class Replay:
             return host_arrays.to_framework(self.framework, batch)
         except BaseException:
             if batch is not None and isinstance(self.buffer.sampler, ConsumingSampler):
-                self._drawn.appendleft(batch)  # its rows are handed out by the next call
+                self._drawn.appendleft(batch)  # its rows are consumed: the next call returns them
             raise
 
     def update_priorities(self, index: Any, priority: Any) -> None:
-        """Give drawn rows new priorities, such as absolute TD errors. Rows overwritten since are
-        ignored.
+        """Set the priorities of sampled rows, such as absolute TD errors.
+
+        Rows that were overwritten since are ignored.
 
         Args:
-          index: a batch's, or a mapping with its `row` and `lap`. priority: float[B], at least 0.
+          index: `batch.index` of a sample, or a mapping with its `row` and `lap`, leaves [B].
+          priority: float[B], at least 0. A row with priority 0 is never sampled again: add a small
+            constant to TD errors.
+
+        Raises:
+          ValueError: The sampler has no priorities, or an argument has another shape.
+          RuntimeError: The replay is closed, or its rows were lost.
         """
         if not isinstance(index, Index):
             index = Index(row=index["row"], lap=index["lap"])
@@ -224,17 +258,17 @@ class Replay:
             self._monitor.notify_all()
 
     def __len__(self) -> int:
-        """Rows that can be drawn."""
+        """Return the number of sampleable rows."""
         with self._monitor:
             return self._owner.size()
 
     def can_sample(self) -> bool:
-        """Whether a batch could be drawn now."""
+        """Return whether `sample` would return a batch now."""
         with self._monitor:
             return not self._is_closed and self._has_sample()
 
     def clear(self) -> None:
-        """Forget every row, and what was drawn ahead."""
+        """Remove all rows and all prefetched batches."""
         with self._monitor:
             self._check_open()
             if self._owner.state is not None:
@@ -242,7 +276,12 @@ class Replay:
             self._start_anew()
 
     def metrics(self, *, beta: float | None = None) -> dict[str, float]:
-        """Return the figures of `ReplayBuffer.metrics`; before the first `add`, none."""
+        """Return the figures of `ReplayBuffer.metrics` as floats; {} before the first `add`.
+
+        Args:
+          beta: At least 0, as for `sample`; it changes `effective_sample_size`. Default: the
+            sampler's.
+        """
         with self._monitor:
             if self._owner.state is None:
                 return {}
@@ -250,28 +289,36 @@ class Replay:
         return {name: leaf.item() for name, leaf in jax.device_get(found).items()}
 
     def inspect(self, *, max_bytes: int = 2**28) -> Inspection:
-        """Inspect the rows, as `jaxreplay.inspect` does. Other calls wait meanwhile.
+        """Return an `Inspection` of the rows, as `jaxreplay.inspect` does.
+
+        Other calls wait meanwhile.
 
         Args:
-          max_bytes: of the steps' values that are read, from rows spread over the whole buffer.
+          max_bytes: Most bytes of the steps' values that are read, from rows spread over the whole
+            buffer. Default: 2**28.
+
+        Raises:
+          ValueError: Nothing was added yet.
         """
         with self._monitor:
             if self._owner.state is None:
-                raise ValueError("inspect: nothing was added yet, so there is nothing to see")
+                raise ValueError("inspect: nothing was added yet, so there is nothing to inspect")
             return inspect(self.buffer, self._owner.state, max_bytes=max_bytes)
 
     def save(self, path: Any) -> None:
-        """Write everything under a path, as `checkpoint.Checkpointer` does; what was there is
-        replaced once that is whole.
+        """Write a checkpoint of the state under a path, as `checkpoint.Checkpointer` does.
 
-        Calls wait meanwhile. A save to the path of the one before, or of the last load, writes only
-        what is new. Needs `jaxreplay[checkpoint]`.
+        Once it is complete, it replaces the checkpoint under that path. Other calls wait meanwhile.
+        A save to the path of the last save or load writes only what is new. It needs
+        `jaxreplay[checkpoint]`.
 
         Args:
-          path: a folder, or a URL.
+          path: A folder, or a URL such as "gs://bucket/replay", or TensorStore's specification of a
+            store.
 
         Raises:
-          PathInUseError: another replay, or a Checkpointer, is writing there.
+          ValueError: Nothing was added yet.
+          PathInUseError: Another replay, or a `Checkpointer`, writes to the path.
         """
         with self._monitor:
             self._owner.save(
@@ -279,13 +326,25 @@ class Replay:
             )
 
     def load(self, path: Any) -> None:
-        """Take everything that `save`, or a Checkpointer, wrote for an equal buffer. What the
-        replay held is gone then, also what was lost.
+        """Replace the state by one that `save`, or a `Checkpointer`, wrote for an equal buffer.
 
-        A load that fails leaves it as it was. Where memory has no room for both, the files are all
-        read first, to see that they are whole. Episodes that were being written go on with the next
-        `add`: restore the envs too. Where they are reset instead, save after a step that ends every
-        episode; else the last step before is paired with the first one after.
+        If the load fails, the replay keeps its state. If memory cannot hold both states, all files
+        are verified first, then the old state is freed; if a file breaks after that, the rows are
+        lost. A load also recovers a replay whose rows were lost.
+
+        Unfinished episodes continue with the next `add`, so restore the envs too. If you reset them
+        instead, save after a step that ends every episode. Otherwise the last step before the save
+        is paired with the first one after it.
+
+        Args:
+          path: A folder, or a URL such as "gs://bucket/replay", or TensorStore's specification of a
+            store.
+
+        Raises:
+          ValueError: The shapes of a step are not known yet, the files are of another buffer, or
+            they are damaged (`CorruptCheckpointError`).
+          FileNotFoundError: There is no checkpoint under the path.
+          RuntimeError: The replay is closed.
         """
         with self._monitor:
             self._check_open()
@@ -295,7 +354,10 @@ class Replay:
             self._start_anew()
 
     def close(self) -> None:
-        """End every call that waits, with a RuntimeError. The rows can still be saved."""
+        """End every waiting call with a RuntimeError.
+
+        Later calls that sample, change or load rows raise it too. The rows can still be saved.
+        """
         with self._monitor:
             self._is_closed = True
             self._monitor.notify_all()
@@ -308,12 +370,12 @@ class Replay:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a Replay is not copied or pickled, nor sent to another process; replay.save(path) "
-            "writes its rows to a file"
+            "a Replay cannot be copied, pickled or sent to another process; save its rows with "
+            "replay.save(path)"
         )
 
     def _start_anew(self) -> None:
-        """Without what was drawn before."""
+        """Drop the prefetched batches, and wake waiting calls."""
         self._drawn.clear()
         self._monitor.notify_all()
 
@@ -321,14 +383,14 @@ class Replay:
         try:
             return call(*arguments)
         except BaseException:
-            self._monitor.notify_all()  # what waits learns that the rows are lost, if they are
+            self._monitor.notify_all()  # waiting calls check whether the rows are lost
             raise
 
     def _has_sample(self) -> bool:
         return bool(self._drawn) or self._may_sample()
 
     def _next(self, batch_size: int | None, beta: float | None) -> Sample:
-        """A batch that was drawn before, or a new one."""
+        """Return a prefetched batch, or sample a new one."""
         if self._drawn and len(self._drawn[0].is_valid) == (batch_size or self.buffer.batch_size):
             return self._drawn.popleft()
         return self._draw(batch_size, beta)
@@ -341,8 +403,8 @@ class Replay:
         return batch
 
     def _wait(self, where: str, is_ready: Any, timeout: float | None, why: Any) -> None:
-        """Until something is so, or a TimeoutError that says why not; the lock is free
-        meanwhile."""
+        """Wait until `is_ready()`, with the lock released; after `timeout`, raise a TimeoutError
+        with the text `why()`."""
         seconds, end = self._seconds(where, timeout), None
         while True:
             self._check_open()
@@ -356,7 +418,7 @@ class Replay:
             self._monitor.wait(min(left, 3600.0))
 
     def _seconds(self, where: str, timeout: float | None) -> float:
-        """What a call waits for others: what it says, or else the replay's own."""
+        """Return the seconds that a call waits: its own `timeout`, or the replay's."""
         if timeout is None:
             return self._timeout
         return checks.checked_seconds(where, timeout)
@@ -371,7 +433,7 @@ class Replay:
         if self._owner.has_batch():
             return "inserts lag behind: add, or raise samples_per_insert"
         return (
-            f"nothing can be drawn yet, {len(self)} rows of at least {self.buffer.min_size}: "
+            f"no batch can be sampled yet, {len(self)} rows of at least {self.buffer.min_size}: "
             "add steps first, or wait with timeout="
         )
 

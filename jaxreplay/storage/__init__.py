@@ -1,1 +1,1 @@
-"""How rows lie: streams, their layout and arrays, episodes, and the rows that can be sampled."""
+"""Storage of rows: streams, their layout and arrays, episodes, and the set of sampleable rows."""

@@ -1,16 +1,18 @@
-"""Episodes: every look-up is O(1), without a scan, a sort or a bound on their number or length.
+"""Episode tables. Each look-up is O(1), with no scan, no sort, and no bound on the number or length
+of episodes.
 
-Each row has the ordinal of its episode in its stream, modulo the stream's length; a table per
-stream has, for each ordinal, the position of that episode's last row, written when it ends. A
-stream of `length` rows holds at most `length` episodes, so no two that are stored share an ordinal.
-An entry of the table is read only for an episode that has ended and whose last row is stored.
+Each row has the ordinal of its episode in its stream, modulo the stream's length. A table per
+stream maps each ordinal to the position of that episode's last row; the entry is written when the
+episode ends. A stream of `length` rows holds at most `length` episodes, so stored episodes have
+different ordinals. An entry is read only if its episode has ended and its last row is stored.
 
-A final row that opens an episode (the first step was truncated, and its final observation is not
-known) ends none: there was no transition. It is no row of any episode. Where that can happen, a
-second table has the position of each episode's first row; elsewhere that is the row after the last
-one of the episode before.
+A final row may open an episode: if the first step was truncated and its final observation is
+unknown. Such a row is no transition, ends no episode and belongs to none. Where that can happen, a
+second table has the position of each episode's first row. Elsewhere an episode begins with the row
+after the last row of the previous episode.
 
-Eight bytes a row, or twelve, kept only where a view, a sampler or the buffer's maker asks for them.
+The tables take 8 bytes a row, or 12 with the second one. They are kept only if the view, the
+sampler or `track_episodes` asks for them.
 """
 
 import dataclasses
@@ -26,18 +28,20 @@ from jaxreplay.storage.streams import Streams, Written, from_each_on, of_stream
 
 
 class EpisodeState(Node):
+    """Episode tables of E streams with N rows in all."""
+
     ordinal: jax.Array  # int32[N], in [0, length): each row's episode
-    # int32[N], env * length + ordinal -> the position of that episode's last row
+    # int32[N]: env * length + ordinal -> position of that episode's last row
     end_position: jax.Array
-    current: jax.Array  # int32[E], in [0, length): the ordinal of the next row
+    current: jax.Array  # int32[E], in [0, length): ordinal of the next row
     is_open: jax.Array  # bool[E]: the newest row's episode has not ended
-    # int32[N], as `end_position`, of its first row; None where episodes follow each other without a
-    # gap
+    # int32[N]: env * length + ordinal -> position of that episode's first row; None if each episode
+    # begins right after the previous one
     start_position: jax.Array | None
 
 
 def init(layout: Layout) -> EpisodeState:
-    """Return a table without episodes."""
+    """Return tables without episodes."""
     positions = jnp.zeros((layout.capacity,), jnp.int32)
     return EpisodeState(
         ordinal=positions,
@@ -49,25 +53,25 @@ def init(layout: Layout) -> EpisodeState:
 
 
 def clear(state: EpisodeState) -> EpisodeState:
-    """Forget every episode; an unfinished one does not go on."""
+    """Forget every episode. An unfinished one does not continue."""
     return state.replace(
         current=jnp.zeros_like(state.current), is_open=jnp.zeros_like(state.is_open)
     )
 
 
 class Entries(NamedTuple):
-    """What a write puts into the table, for each row that it writes: int32[K, E] each."""
+    """Table entries that a write of K rows a stream sets: int32[K, E] each."""
 
     row: jax.Array  # capacity where nothing is written
     position: jax.Array
     ordinal: jax.Array
-    # the entry of `EpisodeState.end_position` that is the position; capacity for none
+    # place in `EpisodeState.end_position` that is set to `position`; capacity for none
     end_position: jax.Array
-    start_position: jax.Array | None  # the same of `EpisodeState.start_position`
+    start_position: jax.Array | None  # the same for `EpisodeState.start_position`
 
 
 def advance(layout: Layout, state: EpisodeState, written: Written) -> tuple[EpisodeState, Entries]:
-    """Return the table after a write, but for what is to be `put`, which is noted."""
+    """Count a write. Return the tables with new counters, and the entries for `write` to set."""
     assert written.flags is not None
     is_first, is_final = ((written.flags & bit) != 0 for bit in (row_flags.FIRST, row_flags.FINAL))
     closes = written.is_written & layout.closes_episode(written.flags) & ~(is_first & is_final)
@@ -92,7 +96,7 @@ def advance(layout: Layout, state: EpisodeState, written: Written) -> tuple[Epis
 
 
 def write(state: EpisodeState, entries: Entries) -> EpisodeState:
-    """What was noted, into a table that was counted."""
+    """Set the entries that `advance` returned, in the tables that it returned."""
 
     def at(table, entry, values):
         return table.at[entry].set(values, mode="drop", unique_indices=True)
@@ -108,11 +112,15 @@ def write(state: EpisodeState, entries: Entries) -> EpisodeState:
 
 @dataclasses.dataclass(frozen=True)
 class Episodes:
-    """The episodes of a buffer's state. All look-ups take rows int32[...] that are stored, and are
-    elementwise.
+    """Look-ups of the episodes in a buffer's state, by stored rows. They are elementwise.
 
-    A final row that opens an episode is in none: it is 0 rows from an end and from a start, and not
-    complete; ends ahead are counted as those of the row after it.
+    A final row that opens an episode (a first step that was truncated, with its final observation
+    unknown) belongs to no episode. It is 0 rows from a start and from an end, and is not complete.
+    Its `ends_ahead` is that of the next row.
+
+    Args:
+      streams: The stored rows, E streams.
+      table: The state's episode tables.
     """
 
     streams: Streams
@@ -120,11 +128,20 @@ class Episodes:
 
     @property
     def layout(self) -> Layout:
+        """Layout of the state."""
         return self.streams.layout
 
     def steps_to_end(self, row: jax.Array) -> jax.Array:
-        """Rows from each row to the last one of its episode, or to the newest where it has not
-        ended: int32[...], 0 at that row."""
+        """Count the rows from each row to its episode's last row.
+
+        If the episode has not ended, count to the stream's newest row.
+
+        Args:
+          row: int32[...], stored rows.
+
+        Returns:
+          int32[...]; 0 for the last row itself.
+        """
         env, position, ordinal = self._locate(row)
         end = jnp.where(self._has_ended(env, ordinal), self._end(env, ordinal), self._newest(env))
         return jnp.where(
@@ -132,19 +149,31 @@ class Episodes:
         )
 
     def steps_from_start(self, row: jax.Array) -> jax.Array:
-        """Rows from the first one of its episode to each row, or from the oldest one stored where
-        the first is overwritten: int32[...]."""
+        """Count the rows from each row's episode start to the row.
+
+        If the episode's first row is overwritten, count from its oldest stored row.
+
+        Args:
+          row: int32[...], stored rows.
+
+        Returns:
+          int32[...]; 0 for the first row itself.
+        """
         env, position, ordinal = self._locate(row)
         from_start = ring.forward(self._start(env, ordinal), position, self.layout.length)
         return jnp.where(self._is_in_none(env, position), 0, from_start)
 
     def kth_end(self, row: jax.Array, k: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-        """Rows from each row to the end of its k-th episode, counted from its own as 1, and whether
-        that has ended.
+        """Count the rows from each row to the k-th episode end ahead.
+
+        Args:
+          row: int32[...], stored rows.
+          k: int32[...] or int; 1 is the end of the row's own episode.
 
         Returns:
-          int32[...], the rows ahead, up to the newest row where there are fewer ends; bool[...],
-            whether there are k ends ahead.
+          Number of rows ahead: int32[...]. If fewer than k episodes have ended, it reaches to the
+            stream's newest row.
+          Whether k episodes have ended, from the row's own on: bool[...].
         """
         env, position, ordinal = self._locate(row)
         exists = (k >= 1) & (k <= self.ends_ahead(row))
@@ -153,7 +182,14 @@ class Episodes:
         return ring.forward(position, end, self.layout.length), exists
 
     def ends_ahead(self, row: jax.Array) -> jax.Array:
-        """Episodes that have ended, from each row's own on: int32[...]."""
+        """Count the episodes that have ended, from each row's own on.
+
+        Args:
+          row: int32[...], stored rows.
+
+        Returns:
+          int32[...].
+        """
         env, _, ordinal = self._locate(row)
         is_open = self._of(self.table.is_open, env)
         return (
@@ -162,7 +198,14 @@ class Episodes:
         )
 
     def is_complete(self, row: jax.Array) -> jax.Array:
-        """Whether each row's episode has ended and is stored from its first row on: bool[...]."""
+        """Return whether each row's episode has ended and its first row is still stored.
+
+        Args:
+          row: int32[...], in [0, capacity). A row that is not written gives False.
+
+        Returns:
+          bool[...].
+        """
         env, position, ordinal = self._locate(row)
         oldest = self._oldest(env)
         is_intact = (ordinal != self._ordinal(env, oldest)) | self._has(
@@ -176,10 +219,10 @@ class Episodes:
         )
 
     def num_unfinished(self) -> jax.Array:
-        """Stored rows of each stream's unfinished episode: int32[E], 0 where there is none."""
+        """Count the stored rows of each stream's unfinished episode: int32[E], 0 for none."""
         env = self.layout.envs()
         newest = self._newest(env)
-        # A final row that opens an episode is no row of it.
+        # A final row that opens an episode does not belong to it.
         is_open = (
             self.table.is_open
             & ~self._has(env, newest, row_flags.FINAL)
@@ -188,7 +231,7 @@ class Episodes:
         return jnp.where(is_open, self.steps_from_start(self.layout.row(env, newest)) + 1, 0)
 
     def num_headless(self) -> jax.Array:
-        """Stored rows of each stream's oldest episode, where its first row is stored no more:
+        """Count the stored rows of each stream's oldest episode if its start is overwritten:
         int32[E], else 0."""
         env = self.layout.envs()
         oldest = self._oldest(env)
@@ -196,30 +239,39 @@ class Episodes:
         return jnp.where(is_intact, 0, self.steps_to_end(self.layout.row(env, oldest)) + 1)
 
     def range_of(self, env: jax.Array, nth: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The first and the last row of each stream's `nth` stored episode, from its oldest on,
-        which is 0: int32[...] each."""
+        """Return the first and the last stored row of an episode.
+
+        Args:
+          env: int32[...], the episode's stream.
+          nth: int32[...], number of the episode among those that its stream holds; 0 is the oldest.
+
+        Returns:
+          First row and last row: int32[...] each.
+        """
         ordinal = self.layout.wrap(self._ordinal(env, self._oldest(env)) + nth)
         end = jnp.where(self._has_ended(env, ordinal), self._end(env, ordinal), self._newest(env))
         return self.layout.row(env, self._start(env, ordinal)), self.layout.row(env, end)
 
     def num_episodes(self) -> jax.Array:
-        """Episodes of which each stream holds a row, the unfinished and the headless ones too:
-        int32[E]."""
+        """Count the episodes of which each stream holds a row: int32[E].
+
+        Unfinished episodes and those whose start is overwritten count.
+        """
         env = self.layout.envs()
         oldest, newest = (
             self._ordinal(env, position) for position in (self._oldest(env), self._newest(env))
         )
-        # A final row that opens an episode is no row of it.
+        # A final row that opens an episode does not belong to it.
         is_one = ~self.table.is_open | ~self._has(env, self._newest(env), row_flags.FINAL)
         return jnp.where(
             self.streams.filled > 0, ring.forward(oldest, newest, self.layout.length) + is_one, 0
         )
 
     def _start(self, env: jax.Array, ordinal: jax.Array) -> jax.Array:
-        """The position of the first stored row of an episode."""
+        """Return the position of an episode's first stored row."""
         oldest = self._oldest(env)
-        # Of the oldest episode alone the start may be gone; what is stored of it begins with the
-        # oldest row.
+        # Only the oldest episode's start may be overwritten. Its stored part begins with the
+        # stream's oldest row.
         is_oldest = ordinal == self._ordinal(env, oldest)
         if self.table.start_position is None:
             start = self.layout.wrap(self._end(env, self.layout.wrap(ordinal - 1)) + 1)
@@ -229,7 +281,7 @@ class Episodes:
         return jnp.where(is_oldest, oldest, start)
 
     def _is_in_none(self, env: jax.Array, position: jax.Array) -> Any:
-        """Whether a row is a final row that opens an episode."""
+        """Return whether a row is a final row that opens an episode: it belongs to no episode."""
         if self.table.start_position is None:
             return jnp.bool_(False)
         return self._has(env, position, row_flags.FIRST) & self._has(env, position, row_flags.FINAL)

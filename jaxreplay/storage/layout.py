@@ -1,5 +1,5 @@
-"""The layout of a state: static facts that decide where each row lies, what it means, and which
-rows around it are read, its window."""
+"""Layout of a state: static facts that decide where each row lies, what it means, and which rows
+around it are read (its window)."""
 
 import dataclasses
 import functools
@@ -15,19 +15,24 @@ from jaxreplay.storage.platforms import Traits, traits_of
 
 
 class Window(Static):
-    """The rows around a candidate, in time. A look-back never crosses the start of the candidate's
-    episode; where it stops there, it is whole.
+    """Rows around a candidate, in time, that must be known before it can be sampled.
+
+    The look-back never crosses the start of the candidate's episode. If that start is fewer than
+    `before` rows back, the look-back is complete with these.
 
     Args:
-      before: rows before the candidate, or None: from its episode's start.
-      after: rows after the candidate, or None: to its episode's end. Fewer are enough where the
-        episode ends sooner, unless `crosses_episodes`.
-      crosses_episodes: whether the rows after it go on into later episodes.
-      period: candidates are every `period`-th transition: of each episode or, with
-        `crosses_episodes`, of the stream.
-      needs_final_obs: whether the observation after a terminated step is read, so that its final
-        row must be written first.
-      needs_episodes: whether ends of episodes are looked up, though the window is bounded.
+      before: Number of rows before the candidate, or None for all since its episode's start.
+        Default: 0.
+      after: Number of rows after the candidate, or None for all up to its episode's end. If the
+        episode ends sooner, fewer are enough, unless `crosses_episodes` is set. Default: 0.
+      crosses_episodes: Let the rows after the candidate continue into later episodes. Default:
+        False.
+      period: Make a candidate of every `period`-th transition only: of each episode or, with
+        `crosses_episodes`, of the stream. Default: 1.
+      needs_final_obs: The view reads the observation after a terminated step, so that its final row
+        must be written first. Default: False.
+      needs_episodes: The view or the sampler looks up ends of episodes, though the window is
+        bounded. Default: False.
     """
 
     before: int | None = 0
@@ -39,39 +44,44 @@ class Window(Static):
 
     @property
     def is_bounded(self) -> bool:
-        """Whether it reads a number of rows that is known beforehand, and so needs no episode
-        table."""
+        """True if the number of rows is known beforehand, so that no episode table is needed."""
         return self.before is not None and self.after is not None
 
     @property
     def length(self) -> int:
-        """Rows that the shortest stream must hold for one window."""
+        """Number of rows that a stream must hold, at least, for one window."""
         return (self.before or 0) + (1 if self.after is None else self.after) + 1
 
     def widened(self, before: int | None = 0, after: int | None = 0) -> "Window":
-        """At least so many rows before and after."""
+        """Return a window with at least as many rows before and after the candidate.
+
+        Args:
+          before: Number of rows before, or None for all since the episode's start. Default: 0.
+          after: Number of rows after, or None for all up to the episode's end. Default: 0.
+        """
         return dataclasses.replace(
             self, before=_larger(self.before, before), after=_larger(self.after, after)
         )
 
 
 def _larger(a: int | None, b: int | None) -> int | None:
+    """Return the larger number, where None means unbounded."""
     return None if a is None or b is None else max(a, b)
 
 
 class Layout(Static):
-    """The layout that a state was made for, and carries: `num_envs` streams, each a ring of
-    `length` rows; row = env * length + position.
+    """Layout that a state was made for, and carries.
+
+    Each of `num_envs` streams is a ring of `length` rows: row = env * length + position.
 
     Args:
-      num_envs: streams. length: rows of each.
-      autoreset: what the env does when an episode ends, or None where rows are items without an
-        order.
-      allow_mask: whether some envs may take no step.
-      window: what must be known around a row before it can be drawn.
-      platform: "cpu", "gpu" or "tpu": what the arrays are laid out for.
-      alpha: of the priorities in the sampler's tree, each of which is stored as priority ** alpha;
-        None: it has none.
+      num_envs: Number of streams.
+      length: Number of rows of each stream.
+      autoreset: What the env does when an episode ends, or None if rows are items without an order.
+      allow_mask: Some envs may take no step.
+      window: Rows that must be known around a row before it can be sampled.
+      platform: "cpu", "gpu" or "tpu": the arrays are laid out for it.
+      alpha: The sampler's `alpha`, on which the numbers in its tree depend, or None if it has none.
     """
 
     num_envs: int
@@ -89,34 +99,33 @@ class Layout(Static):
 
     @functools.cached_property
     def capacity(self) -> int:
-        """Rows of all streams."""
+        """Number of rows of all streams."""
         return self.num_envs * self.length
 
     @functools.cached_property
     def rows_per_step(self) -> int:
-        """The most rows that a step writes."""
+        """Largest number of rows that a step writes."""
         return row_flags.rows_per_step(self.autoreset)
 
     @functools.cached_property
     def lockstep(self) -> bool:
-        """True if all streams always step together: no mask leaves one out, and no episode's end
-        takes a second row."""
+        """True if all streams always step together: no mask leaves one out, and no episode end
+        writes a second row."""
         return not self.allow_mask and self.rows_per_step == 1
 
     @functools.cached_property
     def may_take_back(self) -> bool:
-        """True if each stream's newest row, a final row, may be taken back
+        """True if a stream's newest row, if it is a final row, may be removed again
         (`storage/provisional.py`)."""
         return self.rows_per_step == 2 and not self.allow_mask
 
     @functools.cached_property
     def termination_has_final_row(self) -> bool:
-        """True if a terminated row is followed by a final row, as every truncated one is (or is
-        itself)."""
+        """True if a final row follows a terminated row."""
         return self.autoreset is not None and row_flags.termination_has_final_row(self.autoreset)
 
     def closes_episode(self, flags: jax.Array) -> jax.Array:
-        """Tell which rows are the last ones of their episodes: bool[...]. `flags`: uint8[...]."""
+        """Return which rows are the last of their episodes: bool[...], from flags uint8[...]."""
         assert self.autoreset is not None
         return row_flags.closes_episode(flags, self.autoreset)
 
@@ -141,7 +150,7 @@ class Layout(Static):
         return lap * jnp.uint32(self.length) + position.astype(jnp.uint32)
 
     def ahead(self, row: jax.Array, offset: ArrayLike) -> jax.Array:
-        """Return the rows `offset` rows forward in their stream: int32[...]. `offset`: from
-        `-length` to `length - 1`."""
+        """Return the rows that lie `offset` rows forward in their stream: int32[...]. The offset is
+        in `[-length, length)`."""
         env, position = self.split(row)
         return self.row(env, self.wrap(position + offset))

@@ -1,11 +1,11 @@
-"""Steps that bring their next observation, sampleable at once: each episode ends for now, and goes
-on with the next step.
+"""Steps that come with their next observation and are sampleable at once: each `add` ends every
+episode provisionally, and the next one continues it.
 
-Some libraries hand over whole transitions, with the next observation of every step, and draw them
-right away. Stored once, a next observation is the row after its step. So each `add` ends every
-episode with a final row, as a truncation does, and the next one takes the final rows of those that
-go on back. In between, the buffer is like any other: its newest rows are complete, their windows
-end at the final row.
+Some libraries add whole transitions, with the next observation of every step, and sample them right
+away. Observations are stored once: a next observation is the row after its step. So each `add` ends
+every episode with a final row, as a truncation does. The next `add` removes the final rows of the
+episodes that continue. In between, the buffer is like any other: the windows of its newest rows are
+complete and end at the final row.
 """
 
 from typing import Any
@@ -21,25 +21,38 @@ from jaxreplay.storage.sampleable import ReplayState
 def add(
     buffer: Any, state: ReplayState, step: PyTree, goes_on: jax.Array, was_first: jax.Array
 ) -> ReplayState:
-    """Append one step of every env, the newest of its episode for now. `state` is donated.
+    """Append one step of every env, with a final row after it.
 
     Args:
-      buffer: a `ReplayBuffer` with `autoreset="same_step"` and no mask.
-      step: leaves `[num_envs, ...]`, with `final_obs`; `truncated` wherever it is not terminated.
-      goes_on: bool[num_envs]; whether the step belongs to the same episode as the stream's newest
-        one, which was not ended in earnest.
-      was_first: bool[num_envs]; whether that newest one was its episode's first.
+      buffer: A `ReplayBuffer` with `autoreset="same_step"` and no mask.
+      state: The buffer's state. Donated: use the returned state instead.
+      step: Leaves [num_envs, ...], with `final_obs`. `truncated` is True wherever `terminated` is
+        not.
+      goes_on: bool[num_envs]; True where the step continues the episode of the stream's newest
+        step, whose end was only provisional.
+      was_first: bool[num_envs]; True where that newest step was its episode's first.
+
+    Returns:
+      The new state.
     """
     return buffer.add(reopen(state, goes_on, was_first), step)
 
 
 def reopen(state: ReplayState, mask: jax.Array, was_first: jax.Array) -> ReplayState:
-    """Take the newest row back, a final row, where `mask`, bool[num_envs], says that the episode
-    goes on: with the next step.
+    """Remove each stream's newest row, a final row, where the episode continues with the next step.
 
-    Until that is written the state is not to be read: rows that are sampleable by now stay so,
-    though their final row is gone. `state` is donated. (The step's flags are made anew from
-    `was_first`: to read them here would make XLA copy all flags before the next write.)
+    Do not read the state until that step is written: rows that are sampleable by now stay so,
+    although their final row is gone.
+
+    Args:
+      state: The buffer's state. Donated.
+      mask: bool[num_envs]; True where the episode continues.
+      was_first: bool[num_envs]; True where the stream's newest step was its episode's first. The
+        step's flags are made anew from it: if they were read, XLA would copy all flags before the
+        next write.
+
+    Returns:
+      The new state.
     """
     before, layout = state.streams, state.layout
     assert before.flags is not None
@@ -61,7 +74,7 @@ def reopen(state: ReplayState, mask: jax.Array, was_first: jax.Array) -> ReplayS
 
 
 def _reopened(layout: Any, table: Any, mask: jax.Array) -> Any:
-    """The last episode of each stream is the current one again."""
+    """Make each stream's last episode the current one again where `mask` is True."""
     return table.replace(
         current=jnp.where(mask, layout.wrap(table.current - 1), table.current),
         is_open=table.is_open | mask,

@@ -1,17 +1,17 @@
-"""Flags of a row: a step, its episode's first, a final row; and the rows that a step writes.
+"""Flags of rows (terminated, truncated, final, first, skipped), and the rows that a step writes.
 
-Observations are stored once: the next observation of a row is the next row of its stream. So every
-episode ends in a *final row*, which holds the final observation and is no transition: its action
-and reward are never read. Where it comes from, the form of `autoreset` says:
+Observations are stored once: the next observation of a row is in the next row of its stream. So an
+episode ends in a *final row*, which has the final observation and is no transition: its action and
+reward are never read. The form of `autoreset` decides where it comes from:
 
-`"next_step"`: the row after a done is the final observation, and becomes the final row. Its own
-done flags mean nothing.
+`"next_step"`: the row after a done has the final observation and becomes the final row. Its own
+done flags are ignored.
 
 `"same_step"`: a done writes two rows: the step, and its final row.
 
-`"same_step_no_final_obs"`: a terminated row needs no final row, for nothing lies beyond it. A
-truncated row becomes the final row itself, since its own observation is the last one known: one
-transition is given up rather than a wrong target made.
+`"same_step_no_final_obs"`: a terminated row needs no final row, since its target reads no next
+observation. A truncated row becomes the final row itself, since its observation is the last one
+known: its transition is dropped, because its next observation is unknown.
 """
 
 from typing import NamedTuple
@@ -21,15 +21,15 @@ import jax.numpy as jnp
 
 from jaxreplay._util.aliases import Autoreset
 
-# What a row is, as bits of its flags: a uint8.
+# Bits of a row's flags, a uint8.
 TERMINATED, TRUNCATED, FINAL, FIRST, SKIPPED = 1, 2, 4, 8, 16
-# never drawn: a final row, or a transition between two that are `period` apart
+# Never sampled: a final row, or a transition between two candidates that are `period` apart.
 NO_CANDIDATE = FINAL | SKIPPED
 
 
 class Rows(NamedTuple):
-    """The rows that a block of steps writes, in the order of time. K is T, or 2 T where a step may
-    write its final row beside it."""
+    """Rows that a block of T steps of E envs writes, in the order of time. K is T, or 2 T if a step
+    may write its final row, too."""
 
     flags: jax.Array  # uint8[K, E]
     is_written: jax.Array  # bool[K, E]
@@ -42,12 +42,14 @@ def rows_of(
     mask: jax.Array,
     last_flags: jax.Array,
 ) -> Rows:
-    """What each step of a block writes.
+    """Return the rows that each step of a block writes.
 
     Args:
-      form: what the env does when an episode ends.
-      terminated, truncated, mask: bool[T, E]; where `mask` is False the env took no step.
-      last_flags: uint8[E], the flags of each stream's newest row.
+      form: What the env does when an episode ends.
+      terminated: bool[T, E].
+      truncated: bool[T, E].
+      mask: bool[T, E]; False where the env took no step.
+      last_flags: uint8[E], flags of each stream's newest row.
     """
     bits = TERMINATED * terminated.astype(jnp.uint8) + TRUNCATED * truncated.astype(jnp.uint8)
     done = terminated | truncated
@@ -65,32 +67,36 @@ def rows_of(
 
 
 def rows_per_step(form: Autoreset | None) -> int:
-    """Return the most rows that a step writes: 2 if its final row comes beside it, else 1."""
+    """Return the largest number of rows that a step writes: 2 if it may write its final row, too,
+    else 1."""
     return 2 if form == "same_step" else 1
 
 
 def termination_has_final_row(form: Autoreset) -> bool:
-    """Whether a terminated row is followed by a final row, as every truncated one is (or is
-    itself)."""
+    """Return whether a final row follows a terminated row. (After a truncated row there is always
+    one, or it is one itself.)"""
     return form != "same_step_no_final_obs"
 
 
 def closes_episode(flags: jax.Array, form: Autoreset) -> jax.Array:
-    """Whether a row is the last one of its episode: its final row or, where terminated rows have
-    none, a terminated row."""
+    """Return whether a row is the last one of its episode: a final row or, if terminated rows have
+    none after them, a terminated row."""
     bits = FINAL if termination_has_final_row(form) else FINAL | TERMINATED
     return (flags & bits) != 0
 
 
 def owes_final_row(last_flags: jax.Array) -> jax.Array:
-    """With next-step autoreset: whether the next row is the newest one's final row. `last`:
-    uint8[E]; bool[E]."""
+    """Return whether each stream's next row is a final row, with next-step autoreset: bool[E], from
+    the flags of its newest row, uint8[E]."""
     return ((last_flags & (TERMINATED | TRUNCATED)) != 0) & ((last_flags & FINAL) == 0)
 
 
 def after_clear(form: Autoreset | None, last_flags: jax.Array) -> jax.Array:
-    """The newest row's flags once all rows are forgotten: as if a final row had been written, but
-    for a final row that is still to come: uint8[E]."""
+    """Return the newest row's flags after a clear: uint8[E].
+
+    They are those of a final row, so that the next row opens an episode. If the next row is still
+    to be a final row, they stay as they are.
+    """
     return (
         jnp.where(owes_final_row(last_flags), last_flags, FINAL)
         if form == "next_step"
@@ -99,14 +105,14 @@ def after_clear(form: Autoreset | None, last_flags: jax.Array) -> jax.Array:
 
 
 def _alternate(done: jax.Array, mask: jax.Array, last_flags: jax.Array) -> jax.Array:
-    """Whether each row is a final row: the row before it is done and no final row itself, so in a
-    run of dones every other row is one.
+    """Return whether each row is a final row, with next-step autoreset: bool[T, E].
 
-    A row maps "am I a final row" to "is the next one a final row", which is one of three maps of a
-    bit; maps compose, so a scan over time is a parallel one.
+    A row is a final row if the row before it is done and no final row itself. In a run of dones
+    every other row is one.
     """
-    # The map as (image of False, image of True): not done -> (0, 0), done -> (1, 0), masked -> (0,
-    # 1).
+    # Each row maps "this row is a final row" to "the next row is a final row". Such maps of a bit
+    # compose, so that the scan over time is parallel. As (image of False, image of True): not done
+    # -> (0, 0), done -> (1, 0), masked -> (0, 1).
     maps = (mask & done, ~mask)
     image_of_false, image_of_true = jax.lax.associative_scan(
         lambda f, g: (jnp.where(f[0], g[1], g[0]), jnp.where(f[1], g[1], g[0])), maps, axis=0
@@ -117,7 +123,7 @@ def _alternate(done: jax.Array, mask: jax.Array, last_flags: jax.Array) -> jax.A
 
 
 def _before(value: jax.Array, mask: jax.Array, initial: jax.Array) -> jax.Array:
-    """For each row, `value` of the row written before it in its stream: bool[K, E]."""
+    """Return for each row the `value` of the row written before it in its stream: bool[K, E]."""
     seen, latest = jax.lax.associative_scan(
         lambda a, b: (a[0] | b[0], jnp.where(b[0], b[1], a[1])), (mask, value), axis=0
     )

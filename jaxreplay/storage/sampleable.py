@@ -1,15 +1,14 @@
-"""Which rows can be drawn: one rule for every sampler.
+"""The set of sampleable rows: one rule for every sampler.
 
-A row is sampleable when it is a candidate (a transition, and one that `period` does not skip) and
-its view's whole window is known: its look-ahead is written, or its episode ended before; its
-look-back is not overwritten, or its episode began after. So the same row always yields the same
-target.
+A row is sampleable if it is a candidate (a transition that `period` does not skip) and its whole
+window is known. That is, its look-ahead is written or reaches its episode's end, and its look-back
+is not overwritten or reaches its episode's start. So the same row always yields the same target.
 
-Within a stream rows become sampleable, and cease to be, in the order of time. So the sampleable
-rows of a stream are its candidates without those among the newest `num_pending` rows and the oldest
-`num_expired` ones, and no list of them is kept: a row's candidate number (`streams.py`) says how
-many candidates lie before it. Candidate numbers go on through wraps and clears, and those of a
-stream's sampleable rows are one run: a candidate number names a row for good.
+Within a stream, rows become sampleable, and stop being so, in the order of time. So the sampleable
+rows of a stream are its candidates without its newest `num_pending` and its oldest `num_expired`
+rows. No list of them is kept: a row's candidate number (`streams.py`) counts the candidates before
+it. Candidate numbers continue through wraps and clears, so that each belongs to one row only. Those
+of a stream's sampleable rows are consecutive.
 """
 
 import dataclasses
@@ -28,26 +27,49 @@ from jaxreplay.storage.streams import Streams, Written, of_stream
 
 
 class ReplayState(Node):
-    """Everything that a buffer holds; E streams. A method that returns a new one donates
-    the old one."""
+    """State of a buffer: a pytree of arrays, made by `buffer.init`.
+
+    Methods that return a new state reuse the old one's memory: jit them with `donate_argnums=0`,
+    and use the returned state instead. E is the number of envs.
+
+    Attributes:
+      streams: The stored steps, with flags and counters of each env's ring of rows.
+      num_pending: int32[E], number of each env's newest rows whose window is not complete yet, or
+        None if the episode table has it.
+      num_expired: int32[E], number of each env's oldest rows whose look-back is overwritten, or
+        None without a bounded look-back.
+      sampler: The sampler's own state: any pytree.
+      episodes: The episode table. None unless `track_episodes` is set, or the view or the sampler
+        looks episodes up.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxreplay as jr
+      >>> buffer = jr.uniform(capacity=1000, num_envs=4, batch_size=8, autoreset="next_step")
+      >>> zero, false = jnp.float32(0), jnp.bool_(False)
+      >>> example = jr.Step(
+      ...     obs=jnp.zeros(3), action=zero, reward=zero, terminated=false, truncated=false
+      ... )
+      >>> state = buffer.init(example)
+      >>> state
+      ReplayState(4 envs x 250 rows, obs f32[3], 25.1 kB)
+      >>> state.layout.capacity
+      1000
+    """
 
     streams: Streams
-    # int32[E]: newest rows of each stream whose window is not known yet; None if the episode table
-    # tells
-    num_pending: jax.Array | None
-    # int32[E]: oldest rows of each stream whose look-back is overwritten; None without a bounded
-    # look-back
-    num_expired: jax.Array | None
+    num_pending: jax.Array | None  # int32[E]
+    num_expired: jax.Array | None  # int32[E]
     sampler: Any
-    # None unless `track_episodes`, or the view or the sampler looks episodes up
     episodes: EpisodeState | None
 
     @property
     def layout(self) -> Layout:
+        """Layout that the state was made for."""
         return self.streams.layout
 
     def __repr__(self) -> str:
-        """`ReplayState(4 envs x 250 rows, obs f32[3], 16 kB)`; of a population, how many first."""
+        """Show sizes, such as `ReplayState(4 envs x 250 rows, obs f32[3], 16 kB)`. For states that
+        are stacked by `vmap`, their number comes first."""
         if not has_shapes(self):
             return super().__repr__()
         layout, steps = self.layout, self.streams.steps
@@ -63,45 +85,47 @@ class ReplayState(Node):
 
 
 class WriteEffect(NamedTuple):
-    """What one write did to the set of sampleable rows: all that a sampler is ever told.
+    """Effect of one write on the set of sampleable rows: all that a sampler observes of it.
 
-    Axes: W = look-ahead + K + look-back rows in the order of time: those that may have been
-    waiting, those written, and the oldest of those that stay, whose look-back may have been
-    overwritten. E streams. A row that has become sampleable does so once, until it is overwritten
-    or cut; a written row takes the place of an old one, which is gone.
+    Axes: E streams; K rows that a stream may have got; W = look-ahead + K + look-back rows in the
+    order of time. The W rows are those that may have been pending, those written, and the oldest
+    ones, whose look-back may have been overwritten.
 
-    With a period, or across episodes, rows that are no candidates wait among the others. A sampler
-    that follows rows one by one must remember of the written ones which are: to read their flags
-    here would make XLA copy all flags before the next write.
+    A row becomes sampleable once, and stays so until it is overwritten or expires. A written row
+    takes the place of an old one, which is gone.
+
+    With a period, or across episodes, rows that are no candidates may be pending, too. A sampler
+    that follows rows one by one must remember which of the written rows are candidates. If their
+    flags were read here, XLA would copy all flags before the next write.
     """
 
     layout: Layout
     row: jax.Array  # int32[W, E]; capacity where there is none
-    became_sampleable: jax.Array  # bool[W, E]: the window is complete
-    is_written: jax.Array  # bool[K, E]: of the K rows that a stream may have got, those that it did
-    # bool[K, E]: of these, those that may be drawn once their window is complete
-    is_candidate: jax.Array
-    is_gone: jax.Array  # bool[W, E]: written, or cut
+    became_sampleable: jax.Array  # bool[W, E]: the window became complete
+    is_written: jax.Array  # bool[K, E]
+    is_candidate: jax.Array  # bool[K, E]: written, and sampleable once the window is complete
+    is_gone: jax.Array  # bool[W, E]: overwritten by a new row, or expired
     age: jax.Array  # int32[W, E]: rows of its stream written after it
-    # int32[] or int32[E]: the ring position of `row[0]`; a scalar says that `row` is one range of
+    # int32[] or int32[E]: ring position of `row[0]`; if it is a scalar, `row` is the same range of
     # every stream
     start: jax.Array
 
 
 def count_pending(layout: Layout, num_pending: jax.Array, written: Written) -> jax.Array:
-    """Count the newest rows of each stream whose window is not known after a write, by a bounded
-    look-ahead: int32[E].
+    """Count the newest rows of each stream whose window is not complete after a write: int32[E].
 
     Args:
-      num_pending: int32[E], the same before the write.
+      layout: Layout of the state, with a bounded look-ahead.
+      num_pending: int32[E], their number before the write.
+      written: The rows that were written.
     """
     window = layout.window
     assert window.after is not None
     if window.crosses_episodes or written.flags is None:
         since = layout.length
     else:
-        # A termination and a final row complete every window that reaches them: rows wait only
-        # since the newest of these.
+        # A final row completes every window that reaches it, and so does a termination if no final
+        # observation is read. Only rows after the newest of these are pending.
         ends = row_flags.FINAL if window.needs_final_obs else row_flags.FINAL | row_flags.TERMINATED
         completes = written.is_written & ((written.flags & ends) != 0)
         since = jnp.min(jnp.where(completes, written.age, layout.length), axis=0)
@@ -109,14 +133,14 @@ def count_pending(layout: Layout, num_pending: jax.Array, written: Written) -> j
 
 
 def count_expired(streams: Streams) -> jax.Array | None:
-    """The oldest rows of each stream whose look-back is overwritten: int32[E]; None where no
-    bounded look-back is read."""
+    """Count the oldest rows of each stream whose look-back is overwritten: int32[E], or None if the
+    window has no bounded look-back."""
     layout, filled = streams.layout, streams.filled
     if not (before := layout.window.before):
         return None
     place = ring.arange(before)[:, None]
     position = layout.wrap(streams.head - filled + place)
-    # The next start of an episode ends what is cut.
+    # Rows from the next episode start on have their whole look-back.
     is_start = streams.has(layout.row(layout.envs(), position), row_flags.FIRST)
     return jnp.min(
         jnp.where(is_start & (place < filled), place, jnp.minimum(before, filled)), axis=0
@@ -124,8 +148,8 @@ def count_expired(streams: Streams) -> jax.Array | None:
 
 
 def effect_of(before: "Sampleable", after: "Sampleable", written: Written) -> WriteEffect:
-    """What a write did to the sampleable rows, for a bounded window. `before` and `after`: these
-    rows before and after it."""
+    """Return the effect of a write, from the sampleable rows before and after it. The window must
+    be bounded."""
     layout, window = after.layout, after.layout.window
     assert window.before is not None
     assert window.after is not None
@@ -168,19 +192,18 @@ def effect_of(before: "Sampleable", after: "Sampleable", written: Written) -> Wr
 
 @dataclasses.dataclass(frozen=True)
 class Sampleable:
-    """The set of sampleable rows of a buffer's state."""
+    """The set of sampleable rows of a buffer's state, E streams."""
 
     streams: Streams
     table: EpisodeState | None
-    num_pending: jax.Array  # int32[E]: the newest rows of each stream whose look-ahead is not known
-    # int32[E]: the oldest rows of each stream whose look-back is overwritten
-    num_expired: jax.Array
+    num_pending: jax.Array  # int32[E]: newest rows of each stream whose look-ahead is not known
+    num_expired: jax.Array  # int32[E]: oldest rows of each stream whose look-back is overwritten
 
     @classmethod
     def of(cls, state: ReplayState) -> "Sampleable":
-        """Return the set of a state."""
+        """Return the set of sampleable rows of a state."""
         num_pending, num_expired, streams = state.num_pending, state.num_expired, state.streams
-        if num_pending is None:  # to the episode's end
+        if num_pending is None:  # the window reaches to the episode's end
             num_pending = _episodes(streams, state.episodes).num_unfinished()
         if num_expired is None:
             num_expired = (
@@ -199,18 +222,18 @@ class Sampleable:
         return _episodes(self.streams, self.table)
 
     def count(self) -> jax.Array:
-        """Sampleable rows of each stream: int32[E]."""
+        """Count the sampleable rows of each stream: int32[E]."""
         window, filled = self.layout.window, self.streams.heads.filled
         if self.streams.flags is None:
             return filled - self.num_pending
         from_oldest = self._candidates_since(filled - self.num_expired)
-        # what is pending are candidates
+        # then every pending row is a candidate
         if window.is_bounded and not window.crosses_episodes and window.period == 1:
             return jnp.maximum(from_oldest - self.num_pending, 0)
         return jnp.maximum(from_oldest - self._candidates_since(self.num_pending), 0)
 
     def contains(self, row: jax.Array) -> jax.Array:
-        """Whether each row, in `[0, capacity)`, is sampleable: bool[...]."""
+        """Return whether each row, in `[0, capacity)`, is sampleable: bool[...]."""
         env, _ = self.layout.split(row)
         age = self.streams.age(row)
         return (
@@ -220,15 +243,18 @@ class Sampleable:
         )
 
     def is_candidate(self, row: jax.Array) -> jax.Array:
-        """Whether each row, if it is written, may be drawn at all: bool[...]."""
+        """Return whether each row, if it is written, is a candidate: bool[...]."""
         return ~self.streams.has(row, row_flags.NO_CANDIDATE)
 
     def select(self, env: jax.Array, nth: jax.Array) -> jax.Array:
-        """The `nth` sampleable row of each stream `env`, oldest first: int32[...]. `nth` must be
-        below the stream's count.
+        """Return the `nth` sampleable row of each stream `env`, oldest first: int32[...].
 
-        A binary search over the stream's candidate numbers, among as many rows as the stream has
-        that are no candidates: log2 of that number of reads.
+        It is a binary search over candidate numbers. With m rows in the stream that are no
+        candidates, it searches m + 1 rows by about log2(m) reads.
+
+        Args:
+          env: int32[...], streams.
+          nth: int32[...], in [0, count of the stream).
         """
         layout, num_intact = self.layout, self._num_intact(env)
         oldest = layout.wrap(of_stream(self.streams.head, env) - num_intact)
@@ -239,19 +265,18 @@ class Sampleable:
             return self._select_in_line(env, nth, oldest, base, num_intact)
 
         def halve(_, bounds):
-            # the row sought is among the rows `low .. high - 1`, counted from the oldest
+            # The row sought is among the rows `low .. high - 1`, counted from the oldest. If more
+            # than `nth` candidates lie before `middle`, it lies before `middle`.
             low, high = bounds
             middle = low + (high - low) // 2
-            # The candidates before `middle`: the row sought lies before it if they are more than
-            # `nth`.
             is_before = (
                 ring.difference(self._candidate_number(env, layout.wrap(oldest + middle)), base)
                 > nth
             )
             return jnp.where(is_before, low, middle), jnp.where(is_before, middle, high)
 
-        # Rows that are no candidates: final rows, and what a period leaves out. (Clipped, since the
-        # candidate numbers of an empty stream mean nothing.)
+        # Rows that are no candidates: final rows, and those that a period skips. Clipped, since
+        # candidate numbers of an empty stream are meaningless.
         others = jnp.clip(
             num_intact - ring.difference(of_stream(self.streams.next_candidate_number, env), base),
             0,
@@ -272,8 +297,17 @@ class Sampleable:
         base: jax.Array,
         num_intact: jax.Array,
     ) -> jax.Array:
-        """The last row with at most `nth` candidates before it, from the oldest on: without a loop,
-        for accelerators."""
+        """Return the last row with at most `nth` candidates between the oldest row and it.
+
+        It has no loop, for accelerators.
+
+        Args:
+          env: int32[...], streams.
+          nth: int32[...], in [0, count of the stream).
+          oldest: int32[...], position of the stream's oldest intact row.
+          base: uint32[...], candidate number of that row.
+          num_intact: int32[...], number of the stream's intact rows.
+        """
         length, end = self.layout.length, self.layout.row(env + 1, jnp.int32(0))
         first = end - length + oldest
 
@@ -288,8 +322,10 @@ class Sampleable:
         return self.layout.row(env, self.layout.wrap(oldest + place))
 
     def first_candidate_number(self) -> jax.Array:
-        """Return the candidate number of each stream's oldest sampleable row, or of the next
-        candidate whose look-back will be whole: uint32[E]."""
+        """Return the candidate number of each stream's oldest sampleable row: uint32[E].
+
+        If there is none, return that of the next candidate whose look-back will be intact.
+        """
         return self._candidate_number_of_newest(self.streams.heads.filled - self.num_expired)
 
     def look_back(self, row: jax.Array) -> jax.Array:
@@ -300,14 +336,14 @@ class Sampleable:
         return self.streams.rows_before(row, before) if before else jnp.zeros_like(row)
 
     def _candidates_since(self, num_rows: jax.Array) -> jax.Array:
-        """Candidates among the newest rows of each stream: int32[E]."""
+        """Count the candidates among the newest `num_rows` rows of each stream: int32[E]."""
         return ring.difference(
             self.streams.next_candidate_number, self._candidate_number_of_newest(num_rows)
         )
 
     def _candidate_number_of_newest(self, num_rows: jax.Array) -> jax.Array:
-        """The candidate number of the oldest of the newest `num_rows` rows; of the next row where
-        there are none: uint32[E]."""
+        """Return the candidate number of the oldest of each stream's newest `num_rows` rows, or of
+        the next row if `num_rows` is 0: uint32[E]."""
         if self.streams.candidate_number is None:
             return self.streams.next_candidate_number - num_rows.astype(jnp.uint32)
         position = self.layout.wrap(self.streams.heads.position - num_rows)
@@ -318,7 +354,7 @@ class Sampleable:
         )
 
     def _num_intact(self, env: jax.Array) -> jax.Array:
-        """Count the rows of each stream that are written, and not cut: int32[...]."""
+        """Count the rows of each stream that are written and not expired: int32[...]."""
         filled = of_stream(self.streams.filled, env)
         return (
             filled if self.layout.window.before == 0 else filled - of_stream(self.num_expired, env)

@@ -1,4 +1,4 @@
-"""Searches in sorted values and in running sums: which stream has the n-th of all rows."""
+"""Searches in sorted values and running sums, such as for the stream of the n-th of all rows."""
 
 from collections.abc import Callable
 
@@ -11,13 +11,15 @@ from jaxreplay.storage.platforms import Traits
 def last_slot(
     passes: Callable[[jax.Array], jax.Array], like: jax.Array, size: int, num_ways: int
 ) -> jax.Array:
-    """The largest slot that passes, of those in `[0, size)`, where all before one that passes do,
-    and 0 always does: int32, as `like`.
+    """Return the largest slot in `[0, size)` that passes: int32[...], shaped as `like`.
 
+    Slot 0 always passes. If a slot passes, so do all slots before it.
 
     Args:
-      passes: of slots in `[1, size)`, shaped as `like`; bool of that shape. num_ways: parts that
-        each step divides into, at least 2.
+      passes: Test of slots int32[...] in `[1, size)`, shaped as `like`. Returns bool[...].
+      like: Array of the result's shape [...].
+      size: Number of slots.
+      num_ways: Number of parts that each step divides the slots into, at least 2.
     """
     slot, step = jnp.zeros(like.shape, jnp.int32), 1
     while step < size:
@@ -33,8 +35,8 @@ def last_slot(
 
 
 def split_by(count: jax.Array, nth: jax.Array, traits: Traits) -> tuple[jax.Array, jax.Array]:
-    """The `nth` of all things, as a stream and a place in it, where stream e has `count[e]` of
-    them: int32[...] each."""
+    """Return the stream of the `nth` of all items, and its place there: int32[...] each. Stream e
+    has `count[e]` items."""
     ends = jnp.cumsum(count, dtype=jnp.int32)
     if traits.in_line:
         env = last_slot(lambda slot: ends[slot - 1] <= nth, nth, count.shape[0], traits.num_ways)

@@ -1,12 +1,12 @@
-"""One stored leaf: zeros, a masked write of rows in place, and a read of rows, for every dtype.
+"""Stored leaves of every dtype: zeros, a masked write of rows in place, and a read of rows.
 
-XLA on a CPU computes on few of the narrow dtypes: it widens the whole array before a scatter into
-bfloat16, an 8-bit float or int4, and narrows it after, so that every write would cost O(capacity).
-These are stored as their bits, and only the rows that go in or come out are converted.
+On CPUs, XLA widens a whole array of bfloat16, 8-bit floats or int4 before a scatter, and narrows it
+after. Every write would cost O(capacity). Such arrays are stored as their bits, and only the rows
+that are written or read are converted.
 
-On a TPU a row lies in the parts that are written in place there (`tiles.py`). What leaves this file
-is always the plain form: `shape` and `dtype` of a stored leaf are those of its values, and the
-plain form of rows, which checkpoints keep, has neither tiles nor parts.
+On a TPU a row lies in parts that are written in place there (`tiles.py`). Other modules see only
+the plain form: `shape` and `dtype` of a stored leaf are those of its values, and the plain form of
+rows, which checkpoints keep, has no tiles.
 """
 
 from typing import Any
@@ -25,9 +25,9 @@ _PLAIN_FLOATS = (np.dtype("float16"), np.dtype("float32"), np.dtype("float64"))
 
 
 class BitsArray(Node):
-    """An array of a dtype that XLA does not scatter into in place."""
+    """Array of a dtype into which XLA does not scatter in place, stored as bits."""
 
-    bits: Any  # [N, ...], an array or a `TiledArray`
+    bits: Any  # [N, ...]; an array or a `TiledArray`
     dtype: Any = static_field()  # of the values
 
     @property
@@ -36,7 +36,7 @@ class BitsArray(Node):
 
 
 class TiledArray(Node):
-    """An array whose rows lie in parts, as they are in place on a TPU."""
+    """Array whose rows lie in parts, which a TPU writes in place."""
 
     tiles: tuple[jax.Array, ...]  # [N, ...] each
     row: tuple[int, ...] = static_field()  # the shape of a row
@@ -52,8 +52,13 @@ class TiledArray(Node):
 
 
 def zeros(num_rows: int, row: Any, has_tiles: bool = False) -> jax.Array | BitsArray | TiledArray:
-    """Return `num_rows` rows of zeros. `row`: has the shape and dtype of one. `has_tiles`: whether
-    rows lie in tiles, as on a TPU."""
+    """Return `num_rows` rows of zeros.
+
+    Args:
+      num_rows: Number of rows N.
+      row: Array or `jax.ShapeDtypeStruct` with the shape and dtype of a row.
+      has_tiles: Store rows in tiles, as on a TPU. Default: False.
+    """
     dtype = np.dtype(row.dtype)
     if (bits := carrier(dtype)) is not None:
         return BitsArray(zeros(num_rows, jax.ShapeDtypeStruct(row.shape, bits), has_tiles), dtype)  # type: ignore[arg-type]
@@ -67,7 +72,7 @@ def zeros(num_rows: int, row: Any, has_tiles: bool = False) -> jax.Array | BitsA
 
 
 def write(leaf: jax.Array | BitsArray | TiledArray, row: jax.Array, values: jax.Array) -> PyTree:
-    """Write `values`, `[*row.shape, ...]`, to distinct rows; those past the end are dropped."""
+    """Write `values`, `[*row.shape, ...]`, to distinct rows. Rows past the end are dropped."""
     if isinstance(leaf, BitsArray):
         return leaf.replace(bits=write(leaf.bits, row, _encode(values, leaf.bits.dtype)))
     if isinstance(leaf, TiledArray):
@@ -83,22 +88,22 @@ def write(leaf: jax.Array | BitsArray | TiledArray, row: jax.Array, values: jax.
 
 
 def read(leaf: jax.Array | BitsArray | TiledArray, row: jax.Array) -> jax.Array:
-    """Read rows, which must be in bounds: `[*row.shape, ...]`."""
+    """Read rows int32[...], which must be in bounds: `[*row.shape, ...]`."""
     if isinstance(leaf, BitsArray):
         return _decode(read(leaf.bits, row), leaf.dtype)
     if isinstance(leaf, TiledArray):
         return tiles.decoded(
             [read(part, row) for part in leaf.tiles], leaf.row, leaf.dtype, leaf.rule
         )
-    # a lone row would be a slice, which under vmap has two coordinates: a TPU then lays the whole
-    # leaf anew
+    # A single row would be read by a slice, which has two coordinates under vmap. A TPU would then
+    # copy the whole leaf into another layout.
     if not jnp.ndim(row):
         return leaf.at[row[None]].get(mode="promise_in_bounds")[0]
     return leaf.at[row].get(mode="promise_in_bounds")
 
 
 def values(leaf: jax.Array | BitsArray | TiledArray) -> jax.Array:
-    """Every row: `[N, ...]`, an array as it lies."""
+    """Return every row: `[N, ...]`. A leaf that is a plain array is returned itself."""
     if isinstance(leaf, BitsArray):
         return _decode(values(leaf.bits), leaf.dtype)
     return (
@@ -111,8 +116,13 @@ def values(leaf: jax.Array | BitsArray | TiledArray) -> jax.Array:
 def read_elements(
     leaf: jax.Array | BitsArray | TiledArray, row: jax.Array, place: jax.Array
 ) -> jax.Array:
-    """Read some elements of rows, which must be in bounds: `[K, P]`. `row`: int32[K]. `place`:
-    int32[K, P], in the flat row."""
+    """Read P elements of each of K rows, which must be in bounds: `[K, P]`.
+
+    Args:
+      leaf: Stored leaf.
+      row: int32[K].
+      place: int32[K, P], places of the elements in the flat row.
+    """
     if isinstance(leaf, BitsArray):
         return _decode(read_elements(leaf.bits, row, place), leaf.dtype)
     if isinstance(leaf, TiledArray):
@@ -123,33 +133,33 @@ def read_elements(
 
 
 def stored_leaves(tree: PyTree) -> list[Any]:
-    """`jax.tree.leaves` of stored leaves."""
+    """Return the stored leaves of a tree."""
     return jax.tree.leaves(tree, is_leaf=is_compound)
 
 
 def tree_map(function: Any, stored: Stored, *rest: PyTree) -> PyTree:
-    """`jax.tree.map` over stored leaves, and over the values that belong to each."""
+    """Map a function over stored leaves, and the values in `rest` that belong to each."""
     return jax.tree.map(function, stored, *rest, is_leaf=is_compound)
 
 
 def plain_specs(stored: Stored) -> PyTree:
-    """Shapes and dtypes of stored leaves in their plain form."""
+    """Return shapes and dtypes of stored leaves in their plain form."""
     return _map_arrays(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), stored)
 
 
 def read_plain(stored: Stored, row: jax.Array) -> PyTree:
-    """Rows int32[K] of stored leaves, which must be in bounds, in their plain form."""
+    """Read rows int32[K] of stored leaves in their plain form. They must be in bounds."""
     return _map_arrays(lambda leaf: read(leaf, row), stored)
 
 
 def write_plain(stored: Stored, row: jax.Array, values: Any) -> PyTree:
-    """Write rows in their plain form to stored leaves, at distinct rows int32[K]; those past the
+    """Write values in their plain form to distinct rows int32[K] of stored leaves. Rows past the
     end are dropped."""
     return _map_arrays(lambda leaf, new: write(leaf, row, new), stored, values)
 
 
 def is_plain(stored: Stored) -> bool:
-    """Whether stored leaves are in their plain form."""
+    """Return whether stored leaves are in their plain form."""
     return not any(
         isinstance(leaf, TiledArray)
         for leaf in jax.tree.leaves(stored, is_leaf=lambda node: isinstance(node, TiledArray))
@@ -157,19 +167,19 @@ def is_plain(stored: Stored) -> bool:
 
 
 def _map_arrays(function: Any, stored: Stored, *rest: PyTree) -> PyTree:
-    """Over the arrays of the plain form."""
+    """Map a function over the arrays of the plain form."""
     return jax.tree.map(function, stored, *rest, is_leaf=lambda node: isinstance(node, TiledArray))
 
 
 def num_bits(dtype: np.dtype) -> int:
-    """Return the bits of a number, which may be less than 8. The dtype must not be bool."""
+    """Return the number of bits of a value, possibly less than 8. The dtype must not be bool."""
     return int((jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits)
 
 
 def carrier(dtype: np.dtype) -> PyTree:
-    """The dtype that holds the bits, or None where XLA works on the dtype itself."""
+    """Return the dtype that stores the values' bits, or None if they are stored as they are."""
     if jnp.issubdtype(dtype, jnp.floating) and dtype not in _PLAIN_FLOATS:
-        # below a byte: widened, which is exact
+        # Floats of less than a byte are widened, which is exact.
         return {16: jnp.uint16, 8: jnp.uint8}.get(num_bits(dtype), jnp.float16)
     if jnp.issubdtype(dtype, jnp.integer) and num_bits(dtype) < 8:
         return jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8
@@ -177,7 +187,7 @@ def carrier(dtype: np.dtype) -> PyTree:
 
 
 def is_compound(leaf: Any) -> bool:
-    """Whether a node of a tree is a stored leaf that has leaves of its own."""
+    """Return whether a node of a tree is a stored leaf that has leaves of its own."""
     return isinstance(leaf, BitsArray | TiledArray)
 
 
@@ -190,7 +200,7 @@ def _encode(values: jax.Array, carrier: Any) -> jax.Array:
 
 
 def decode_on_host(bits: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The values that are held as such bits, without a device."""
+    """Return the values that are stored as `bits`, without a device."""
     return bits.view(dtype) if _is_bitcast(dtype) else bits.astype(dtype)
 
 
@@ -203,7 +213,8 @@ def _is_bitcast(dtype: Any) -> bool:
 
 
 def short_rows(stored: Stored, num_axes: int) -> str:
-    """Return what a row has, as a `repr` shows it. `num_axes`: those before a row's own."""
+    """Return dtypes and shapes of a row, as a `repr` shows them. Leaves have `num_axes` axes before
+    a row's own."""
 
     def row_of(leaf: Any) -> Any:
         is_tiled = isinstance(getattr(leaf, "bits", leaf), TiledArray)

@@ -1,33 +1,33 @@
-"""Storage: every env is a stream, a ring of rows of its own, and all streams lie in one array a
-leaf.
+"""Streams: each env has a ring of rows of its own, its stream. All streams share an array per leaf.
 
-Leaves are `[num_envs * length, ...]`, env-major: row = env * length + position, so a stream's
-neighbours in time are neighbours in memory. Each write is one masked scatter a leaf; a row that is
-not written points past the end. (A `lax.cond` around the write would become a select over the whole
-buffer under `vmap`, and a strided `dynamic_update_slice` took 13 us where the scatter takes 2.)
+Leaves are `[num_envs * length, ...]`, env-major: row = env * length + position. So a stream's
+neighbours in time are neighbours in memory. Each write is one masked scatter per leaf; a row that
+is not written points past the end. (A `lax.cond` around the write would become a select over the
+whole buffer under `vmap`. A strided `dynamic_update_slice` took 13 us where the scatter takes 2.)
 
-The streams know nothing of sampling. Beside a step's own leaves they keep, for each row, flags that
-say what it is (`row_flags.py`), and its candidate number, from which `sampleable.py` counts and
-finds rows without keeping a list of them. The two are apart since samples read the flags alone: at
-one byte a row those of a million rows stay in a core's cache.
+Streams do not depend on sampling. For each row they keep a step's leaves, flags (`row_flags.py`)
+and a candidate number, from which `sampleable.py` counts and finds rows without a list of them.
+Flags and numbers are separate arrays, since samples read only the flags: at one byte a row, those
+of a million rows stay in a core's cache.
 
-Glossary, for the whole library:
+Glossary, for the whole library. E is the number of envs, N the number of rows of all streams:
 
-    row               where a step lies in the arrays: int32, in [0, N)
-    position          where a row lies in the ring of its stream: int32, in [0, length)
-    head              the position of the next write
-    lap               how often the head of a stream went round: uint32
-    number            how many rows of its stream were written before a row, overwritten ones
-                      too: uint32
-    age               how many rows of its stream were written after a row: int32, 0 for the newest
-    candidate         a row that may be sampled once its window is known: a transition, and no
-                      final row
-    candidate number  how many candidates of its stream were written before a row: uint32
-    final row         the row of an episode's final observation, which is no transition
-    window            the rows around a candidate that its view reads
-    sampleable        of a candidate: its window is known, and still stored
-    pending           of the newest rows: their window is not known yet
-    expired           of the oldest rows: a part of their window is overwritten
+    row               place of a step in the arrays: int32, in [0, N)
+    position          place of a row in the ring of its stream: int32, in [0, length)
+    head              position of the next write
+    lap               number of times that a stream's head went round: uint32
+    number            number of rows that were written to the stream before a row, overwritten
+                      ones too: uint32
+    age               number of rows that were written to the stream after a row: int32, 0 for the
+                      newest
+    candidate         row that may be sampled once its window is known: a transition, and no final
+                      row
+    candidate number  number of candidates that were written to the stream before a row: uint32
+    final row         row with an episode's final observation; it is no transition
+    window            rows around a candidate that its view reads
+    sampleable        candidate whose window is known and still stored
+    pending           newest rows, whose window is not known yet
+    expired           oldest rows, of whose window a part is overwritten
 """
 
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ from jaxreplay.types import Index, Step
 
 
 class Written(NamedTuple):
-    """The rows that one call wrote, in the order of time. K rows a stream at the most."""
+    """Rows that one call wrote, in the order of time: at most K rows in each of E streams."""
 
     row: jax.Array  # int32[K, E]; capacity where nothing is written
     is_written: jax.Array  # bool[K, E]
@@ -55,8 +55,12 @@ class Written(NamedTuple):
     candidate_number: jax.Array | None = None  # uint32[K, E]; None for plain items
 
     def of_newest(self, values: jax.Array, before: jax.Array) -> jax.Array:
-        """Return the newest row's value of each stream, `[E]`: out of those written, `[K, E]`, or
-        the one before the write."""
+        """Return the value of each stream's newest row after the write: [E].
+
+        Args:
+          values: [K, E], of the written rows.
+          before: [E], of the newest rows before the write; kept if a stream got no row.
+        """
         newest = jnp.where(self.is_written & (self.age == 0), values, 0).sum(
             axis=0, dtype=before.dtype
         )
@@ -64,36 +68,43 @@ class Written(NamedTuple):
 
 
 class Heads(Node):
-    """The heads of all streams; equal, if these always step together. (A GPU counts a step in one
-    kernel, if all of it is [E].)"""
+    """Heads of all streams. They are equal if all streams always step together.
 
-    position: jax.Array  # int32[E], in [0, length): of the next write
-    filled: jax.Array  # int32[E], in [0, length]: rows written
-    lap: jax.Array  # uint32[E]: how often the head went round
+    They are stored for each stream all the same: a GPU counts a step in one kernel if all numbers
+    are [E].
+    """
+
+    position: jax.Array  # int32[E], in [0, length): position of the next write
+    filled: jax.Array  # int32[E], in [0, length]: number of rows that are stored
+    lap: jax.Array  # uint32[E]: number of times that the head went round
 
 
 class Streams(Node):
-    """E streams of N = num_envs * length rows in all: the rows, and what is known of each stream. A
-    write donates it."""
+    """Rows and counters of E streams, N = num_envs * length rows in all. A write donates them."""
 
-    # the stored leaves, [N, ...]: a Step whose done flags live in `flags`, or an item as it came
+    # stored leaves [N, ...]: of a Step, without done flags, which are in `flags`; or of an item
     steps: PyTree
-    flags: jax.Array | None  # uint8[N], bits of `row_flags`; None, and so the next, for plain items
-    # uint32[N], modulo 2^32: candidates of the stream before each row
+    flags: jax.Array | None  # uint8[N]: bits of `row_flags`; None for plain items
+    # uint32[N], modulo 2^32: candidates of the stream before each row; None for plain items
     candidate_number: jax.Array | None
     heads: Heads
-    last_flags: jax.Array | None  # uint8[E]: flags of the newest row
-    # uint32[E], modulo 2^32: candidates ever written; the candidate number of the next row
+    last_flags: jax.Array | None  # uint8[E]: flags of the newest row; None for plain items
+    # uint32[E], modulo 2^32: number of candidates that were ever written, which is the candidate
+    # number of the next row; None for plain items
     num_candidates: jax.Array | None
-    # int32[E], in [0, period): transitions from the newest candidate to the next row; None where
-    # every one is
+    # int32[E], in [0, period): number of transitions since the newest candidate, itself included,
+    # modulo the period; None if every transition is a candidate
     phase: jax.Array | None
     layout: Layout = static_field()
 
     @classmethod
     def empty(cls, layout: Layout, example: PyTree) -> "Streams":
-        """Return streams without rows. `example`: one env's step, or one item: shapes and
-        dtypes."""
+        """Return streams without rows.
+
+        Args:
+          layout: Layout of the streams.
+          example: Shapes and dtypes of one env's step, or of one item.
+        """
         stored = example if layout.autoreset is None else _stored(example)
         has_flags = layout.autoreset is not None
 
@@ -119,7 +130,7 @@ class Streams(Node):
 
     @property
     def head(self) -> jax.Array:
-        """The position of the next write: int32[E], or int32[] where all step together."""
+        """Position of the next write: int32[E], or int32[] if all streams step together."""
         return self._of_all(self.heads.position)
 
     @property
@@ -134,18 +145,18 @@ class Streams(Node):
 
     @property
     def next_number(self) -> jax.Array:
-        """The number of each stream's next row, modulo 2^32: uint32[E]. A row's position is its
-        number modulo the length."""
+        """Number of each stream's next row, modulo 2^32: uint32[E]. A row's position is its number
+        modulo the length."""
         return self.layout.number(self.heads.lap, self.heads.position)
 
     @property
     def next_candidate_number(self) -> jax.Array:
-        """The candidate number of the next candidate that will be written to each stream:
-        uint32[E]. Of items, every one is a candidate."""
+        """Candidate number of the next candidate that is written to each stream: uint32[E]. Every
+        item is a candidate."""
         return self.next_number if self.num_candidates is None else self.num_candidates
 
     def with_heads(self, **heads: Any) -> "Streams":
-        """Replace `position`, `filled` or `lap`, by one for each stream, or one for all."""
+        """Replace `position`, `filled` or `lap`, by an array [E] or one value for all streams."""
         new = {
             name: jnp.broadcast_to(jnp.asarray(value, old.dtype), old.shape)
             for name, value in heads.items()
@@ -154,13 +165,15 @@ class Streams(Node):
         return self.replace(heads=self.heads.replace(**new))
 
     def clear(self) -> "Streams":
-        """Forget every row; the stored steps stay as they are, and no index drawn before is valid
-        after.
+        """Forget every row. The stored steps stay as they are; indices of earlier samples become
+        stale.
 
-        Where a done still owes its final row (`autoreset="next_step"`), the next row is that final
-        row: it would pair with the next episode.
+        If the newest row is done and its final row is not written yet (`autoreset="next_step"`),
+        the next row is that final row. Otherwise it would count as a transition into the next
+        episode.
         """
-        # The laps by two: the rows from the head on count as of the lap before.
+        # Add two laps: rows from the head on count as written in the lap before the head's, and no
+        # earlier index has that lap.
         return self.with_heads(position=0, filled=0, lap=self.heads.lap + jnp.uint32(2)).replace(
             last_flags=None
             if self.last_flags is None
@@ -169,11 +182,14 @@ class Streams(Node):
         )
 
     def advance(self, steps: PyTree, mask: jax.Array | None) -> tuple["Streams", Written]:
-        """Append a block of steps, leaves `[T, num_envs, ...]`, but for the rows themselves, which
-        are to be `put`.
+        """Count a block of steps, whose rows `write` then writes.
 
-        `mask`: bool[T, num_envs], False where an env took no step. T times `rows_per_step` must not
-        exceed the length.
+        Args:
+          steps: Leaves [T, num_envs, ...]. T * `rows_per_step` must not exceed the length.
+          mask: bool[T, num_envs], False where an env took no step; or None if all envs took all.
+
+        Returns:
+          The streams with new counters, and the rows to be written.
         """
         layout, state = self.layout, self
         num_steps = jax.tree.leaves(steps)[0].shape[0]
@@ -198,8 +214,8 @@ class Streams(Node):
             num_rows = nth[-1] + 1
         age = num_rows - 1 - nth
         new = state._advanced(num_rows)
-        # From the new head back, here and in what follows: of what is counted on XLA would keep a
-        # copy, where a later kernel reads it.
+        # Rows, and candidate numbers below, are counted back from the new counts. If they were
+        # counted forward from the old ones, XLA would keep a copy of these for later kernels.
         row = layout.row(layout.envs(), layout.wrap(new.heads.position - 1 - age))
         written = Written(
             jnp.where(is_written, row, layout.capacity), is_written, flags, age, num_rows
@@ -217,15 +233,16 @@ class Streams(Node):
     def _skipped(
         self, phase: jax.Array, flags: jax.Array, is_written: jax.Array
     ) -> tuple["Streams", jax.Array]:
-        """Mark the transitions between candidates: flags uint8[K, E]."""
+        """Mark the transitions between candidates. Return the streams with the new phase, and the
+        flags uint8[K, E]."""
         window = self.layout.window
         is_transition = is_written & ((flags & row_flags.FINAL) == 0)
-        # of this block, each row's own included
+        # transitions of this block up to each row, itself included
         through = jnp.cumsum(is_transition, axis=0, dtype=jnp.int32)
         before = through - is_transition
         starts = is_written & ((flags & row_flags.FIRST) != 0) & (not window.crosses_episodes)
-        # Counted from the row's episode's start, where that is in the block; else on from the rows
-        # before it.
+        # Count from the start of the row's episode if that is in the block, else from the phase
+        # before the block.
         latest_start = jax.lax.cummax(jnp.where(starts, before, -1), axis=0)
         since = jnp.where(latest_start >= 0, before - latest_start, before + phase)
         _, place = ring.split(since, window.period)
@@ -235,7 +252,7 @@ class Streams(Node):
         )
 
     def write(self, steps: PyTree, written: Written) -> "Streams":
-        """Write the rows of a block that was counted."""
+        """Write the rows of a block of steps, in the streams that `advance` returned."""
 
         def write(stored, new, row):
             return stored_arrays.tree_map(
@@ -245,7 +262,7 @@ class Streams(Node):
         if self.flags is None:
             return self.replace(steps=write(self.steps, steps, written.row))
         new = _stored(steps)
-        if self.layout.rows_per_step == 2:  # a final row is read for its observation alone
+        if self.layout.rows_per_step == 2:  # of a final row, only the observation is read
             pairs = written.row.reshape(-1, 2, self.layout.num_envs)
             rest = write(self.steps.replace(obs=()), new.replace(obs=()), pairs[:, 0])
             stored = rest.replace(obs=write(self.steps.obs, _with_final_obs(steps), written.row))
@@ -258,6 +275,7 @@ class Streams(Node):
         )
 
     def _advanced(self, num_rows: jax.Array) -> "Streams":
+        """Return the streams with heads that are int32[E] rows further on."""
         length, end = self.layout.length, self.heads.position + num_rows
         heads = Heads(
             ring.wrap(end, length),
@@ -267,41 +285,43 @@ class Streams(Node):
         return self.replace(heads=heads)
 
     def has(self, row: jax.Array, flag: int) -> jax.Array:
-        """Tell which rows have a flag, or one of several: bool[...]. An item has none."""
+        """Return whether each row has a flag, or one of several: bool[...]. Items have no flags."""
         return (
             jnp.zeros(row.shape, bool) if self.flags is None else (_at(self.flags, row) & flag) != 0
         )
 
     def candidate_number_of(self, row: jax.Array) -> jax.Array:
-        """Return the candidate number of each stored row: uint32[...]. `row`: in
-        `[0, capacity)`."""
+        """Return the candidate number of each stored row, in `[0, capacity)`: uint32[...]."""
         if self.candidate_number is not None:
             return _at(self.candidate_number, row)
         _, position = self.layout.split(row)
         return self.layout.number(self.index(row).lap, position)
 
     def rows_before(self, row: jax.Array, most: int) -> jax.Array:
-        """Rows before each row that belong to its episode, `most` at the most: int32[...]. The
-        first row has none before it."""
+        """Count the rows before each row that belong to its episode, up to `most`: int32[...]. It
+        is 0 for an episode's first row."""
         places = ring.arange(most).reshape((most,) + (1,) * row.ndim)
         goes_on = ~self.has(self.layout.ahead(row, -places), row_flags.FIRST)
         return jnp.cumprod(goes_on, axis=0, dtype=jnp.int32).sum(axis=0, dtype=jnp.int32)
 
     def age(self, row: jax.Array) -> jax.Array:
-        """Rows of its stream written after each row: 0 for the newest. For a row never written, at
-        least `filled`. int32[...]."""
+        """Count the rows of its stream that were written after each row: int32[...].
+
+        It is 0 for the newest row, and at least `filled` for a row that is not written.
+        """
         env, position = self.layout.split(row)
         return self.layout.wrap(of_stream(self.head, env) - 1 - position)
 
     def is_written(self, row: jax.Array) -> jax.Array:
-        """Whether each row, in `[0, capacity)`, holds a step. bool[...]."""
+        """Return whether each row, in `[0, capacity)`, holds a step: bool[...]."""
         env, _ = self.layout.split(row)
         return self.age(row) < of_stream(self.filled, env)
 
     def index(self, row: jax.Array) -> Index:
-        """The rows' names: row and lap."""
+        """Return the index of each row: row and lap."""
         env, position = self.layout.split(row)
-        ahead = position >= of_stream(self.head, env)  # written before the head last went round
+        # Such a row was written before the head last went round.
+        ahead = position >= of_stream(self.head, env)
         return Index(row=row, lap=of_stream(self.lap, env) - ahead.astype(jnp.uint32))
 
     def _of_all(self, per_stream: jax.Array) -> jax.Array:
@@ -309,12 +329,12 @@ class Streams(Node):
 
 
 def of_stream(per_stream: jax.Array, env: jax.Array) -> jax.Array:
-    """Return the value of each stream `env`; a scalar serves all."""
+    """Return the value of each stream `env`. A scalar is the value of all streams."""
     return per_stream if per_stream.ndim == 0 else _at(per_stream, env)
 
 
 def from_each_on(is_one: jax.Array) -> jax.Array:
-    """Count those that are True from each row on, itself included: uint32[K, E]."""
+    """Count the True values from each row on, itself included: uint32[K, E]."""
     return jnp.flip(jnp.cumsum(jnp.flip(is_one, axis=0), axis=0, dtype=jnp.uint32), axis=0)
 
 
@@ -323,13 +343,14 @@ def _at(values: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _stored(step: Step) -> Step:
-    """A step as it is stored: its done flags go into `flags`, and a final observation into the
-    `obs` of a row of its own."""
+    """Return a step as it is stored: without done flags, which are stored in `flags`, and without
+    its final observation, which is stored in the `obs` of a final row."""
     return step.replace(terminated=None, truncated=None, final_obs=None)
 
 
 def _with_final_obs(steps: Step) -> Any:
-    """The observations of a block and, after each, its final one: leaves [2 T, E, ...]."""
+    """Return the observations of a block, each followed by the final one of its step: leaves
+    [2 T, E, ...]."""
 
     def joined(obs: jax.Array, final_obs: jax.Array) -> jax.Array:
         return jnp.stack([obs, final_obs], axis=1).reshape((-1, *obs.shape[1:]))
@@ -338,10 +359,15 @@ def _with_final_obs(steps: Step) -> Any:
 
 
 def written_row(streams: Streams, high: jax.Array, low: jax.Array) -> jax.Array:
-    """A row among all that are written, uniformly: int32[...], the bits' shape; any row where there
-    are none."""
+    """Sample a row uniformly from all that are written: int32[...]. If none is, return any row.
+
+    Args:
+      streams: The streams to sample from.
+      high: uint32[...], random bits.
+      low: uint32[...], more random bits.
+    """
     layout, filled = streams.layout, streams.filled
-    if layout.lockstep:  # all streams hold the same number: no search for the stream
+    if layout.lockstep:  # all streams hold the same number of rows: no search for the stream
         age, env = ring.split(random.below(high, low, filled * layout.num_envs), layout.num_envs)
     else:
         env, age = split_by(

@@ -1,19 +1,20 @@
-"""How a row lies on a TPU, so that XLA writes and reads it where it is: a static rule by its shape
-and dtype.
+"""Tiles: a row's form on a TPU, in which XLA writes and reads it in place. It depends only on the
+row's shape and dtype.
 
-A TPU holds arrays in tiles of 8 x 128 words. Rows of 8 bits an element, and rows that fill no whole
-number of tiles, are laid anew by XLA around every write: the whole buffer is copied, twice. Found
-by compiling for a v5e (jax 0.10.2) what is in place:
+A TPU stores arrays in tiles of 8 x 128 words. XLA copies the whole buffer into another layout and
+back around every write if rows have 8 bits an element or do not fill whole tiles. Compiling for a
+v5e (jax 0.10.2) showed which rows are written in place:
 
-- of 16 and 32 bits: rows of at most 48 elements, which it stores as columns, and rows of a multiple
-  of 128;
-- of 8 bits: whole tiles of 8 x 128, that is of 1,024 elements; and 32-bit words of four elements
+- with 16 or 32 bits an element: rows of at most 48 elements, which it stores as columns, and rows
+  of a multiple of 128 elements;
+- with 8 bits an element: whole tiles of 8 x 128 = 1,024 elements, and 32-bit words of four elements
   each.
 
-So a row is cut into parts that are in place. A part is filled up with zeros where that takes at
-most `_MOST_FILLER` more; else what is left over goes into a part of its own, or several of at most
-48 columns. (64 floats in two parts of 32: 256 MB and 13 k cycles for a loop over 1 M rows; filled
-up to 128: 512 MB and 11.7 k; as they come: 5 M cycles, and 512 MB of copies.)
+So a row is cut into parts that are written in place. It is padded with zeros to a multiple of 128
+or 1,024 elements if that multiplies its size by at most `_MOST_FILLER`. Otherwise the rest goes
+into a part of its own, or into several of at most 48 columns. (Compiled loop over 1 M rows of 64
+floats: 256 MB and 13 k cycles in two parts of 32; 512 MB and 11.7 k cycles padded to 128; 5 M
+cycles, and 512 MB of copies, as plain arrays.)
 """
 
 import dataclasses
@@ -29,11 +30,12 @@ _MOST_FILLER = 1.15
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Some elements of the flat row, one after another.
+    """A part of a row: consecutive elements of the flat row.
 
     Args:
-      size: how many. shape: of what is stored of each row; what it has beyond `size` elements is
-        zeros. is_words: four 8-bit elements are one uint32.
+      size: Number of elements.
+      shape: Shape in which the part is stored. It is padded with zeros beyond `size` elements.
+      is_words: Store four 8-bit elements as one uint32. Default: False.
     """
 
     size: int
@@ -42,8 +44,11 @@ class Tile:
 
 
 def tiles_of(shape: tuple[int, ...], dtype: np.dtype) -> tuple[Tile, ...] | None:
-    """The parts of a row; None where it is in place as it is, or no part would be: a scalar, an
-    empty row, numbers of 64 bits."""
+    """Return the parts of a row, or None if it is stored as a plain array.
+
+    That is a row that is written in place as it is, or one of which no part would be: a scalar, an
+    empty row, or elements of 64 bits.
+    """
     size = math.prod(shape)
     if not shape or not size or dtype.itemsize > 4 or jnp.issubdtype(dtype, jnp.complexfloating):
         return None
@@ -52,7 +57,7 @@ def tiles_of(shape: tuple[int, ...], dtype: np.dtype) -> tuple[Tile, ...] | None
 
 
 def encoded(values: jax.Array, shape: tuple[int, ...], tiles: tuple[Tile, ...]) -> list[jax.Array]:
-    """Rows as they are stored: of `[..., *shape]`, for each part `[..., *part.shape]`."""
+    """Return rows `[..., *shape]` as they are stored: for each part `[..., *part.shape]`."""
     axes = values.shape[: values.ndim - len(shape)]
     flat = values.reshape((*axes, -1))
     flat = flat.astype(jnp.uint8) if flat.dtype == jnp.bool_ else flat
@@ -71,7 +76,7 @@ def encoded(values: jax.Array, shape: tuple[int, ...], tiles: tuple[Tile, ...]) 
 def decoded(
     stored: list[jax.Array], shape: tuple[int, ...], dtype: np.dtype, tiles: tuple[Tile, ...]
 ) -> jax.Array:
-    """What was `encoded`: `[..., *shape]`."""
+    """Return rows `[..., *shape]` from their parts: the inverse of `encoded`."""
     pieces = []
     for piece, tile in zip(stored, tiles, strict=True):
         axes = piece.shape[: piece.ndim - len(tile.shape)]
@@ -83,13 +88,14 @@ def decoded(
 
 
 def stored_dtype(tile: Tile, dtype: np.dtype) -> np.dtype:
+    """Return the dtype in which a part of a row is stored."""
     if tile.is_words:
         return np.dtype(np.uint32)
     return np.dtype(np.uint8) if dtype == np.bool_ else dtype
 
 
 def _columns(size: int) -> list[Tile]:
-    """Of elements of 16 or 32 bits."""
+    """Return the parts of a row of `size` elements of 16 or 32 bits."""
     if size <= _MOST_COLUMNS:
         return [Tile(size, (size,))]
     filled = -(-size // _LANES) * _LANES
@@ -104,7 +110,7 @@ def _columns(size: int) -> list[Tile]:
 
 
 def _tiles(size: int) -> list[Tile]:
-    """Of elements of 8 bits."""
+    """Return the parts of a row of `size` elements of 8 bits."""
     filled = -(-size // _TILE) * _TILE
     if filled <= _MOST_FILLER * size:
         return [Tile(size, (filled // _LANES, _LANES))]
@@ -120,8 +126,11 @@ def _tiles(size: int) -> list[Tile]:
 
 
 def _words(size: int) -> list[Tile]:
-    """Columns of words; a few that would take eight go apart, where fewer than eight take what
-    four, two or one do."""
+    """Return the parts of `size` words.
+
+    If 9 to 20 words end with 1 to 4 beyond a multiple of 8, these would take 8 columns. They go
+    into a part of their own, where they take 1, 2 or 4.
+    """
     few = size & (_COLUMNS - 1)
     if few == size or few not in (1, 2, 3, 4) or size > 2 * _COLUMNS + 4:
         return _columns(size)

@@ -1,4 +1,4 @@
-"""Views: what is read around a sampled row."""
+"""Views make the items of a batch from sampled rows and the rows around them."""
 
 from jaxreplay.storage.layout import Window as Window
 from jaxreplay.views.frame_stack import FrameStack as FrameStack

@@ -1,4 +1,4 @@
-"""Stacks of the newest frames, rebuilt from frames that are stored once."""
+"""Stacks of the newest frames. Each frame is stored once; samples rebuild the stacks."""
 
 import dataclasses
 from typing import Any
@@ -19,21 +19,24 @@ PADS = ("zero", "repeat")
 
 
 class FrameStack(WrappedView[Any]):
-    """Another view, where every observation is the stack of the newest frames up to it, the oldest
-    first.
+    """Replace every observation that a view reads by a stack of the newest frames, oldest first.
 
-    A stack never reaches over its episode's start, nor over frames that are overwritten: such a row
-    is not drawn. Source: Mnih et al., "Human-level control through deep reinforcement learning"
-    (2015), methods, "Preprocessing".
+    A stack never contains frames from before its episode's start. A row whose stack would need
+    overwritten frames is not sampled.
 
     Args:
-      num_frames: k, at least 1.
-      inner: the view that reads the stacks, such as a `TransitionView`.
-      pad: frames before the episode's start: "zero", or "repeat" for its first frame.
-      key: the name of the one leaf of the observation to stack, such as "image", or "camera.left"
-        for one further down; None: all.
-      axis: where the axis of k frames comes in a leaf's own shape: -1 after the frame's axes, as
-        flax's convolutions take them, 0 before these, as torch's do.
+      num_frames: Number of frames k in a stack, at least 1.
+      inner: The view that reads the stacks, such as a `TransitionView`.
+      pad: Frames before the episode's start: "zero" for zeros, "repeat" for copies of the first
+        frame. Default: "zero".
+      key: Name of the one leaf of the observation to stack, such as "image", or "camera.left" for a
+        nested leaf. Default: all leaves are stacked.
+      axis: Position of the axis of k frames in a stacked leaf. -1 puts it after the frame's axes,
+        as flax's convolutions take them; 0 puts it before these, as torch's do. Default: -1.
+
+    References:
+      Mnih et al., "Human-level control through deep reinforcement learning" (2015), methods,
+      "Preprocessing".
     """
 
     num_frames: int
@@ -47,18 +50,19 @@ class FrameStack(WrappedView[Any]):
             raise ValueError(f"FrameStack: pad must be one of {PADS}, got {self.pad!r}")
         if not self.inner.needs_steps:
             raise ValueError(
-                f"FrameStack: {type(self.inner).__name__} reads no observations; give a view of "
-                "steps"
+                f"FrameStack: inner is a {type(self.inner).__name__}, which has no observations; "
+                "give a view of steps, such as jaxreplay.views.TransitionView()"
             )
         if self.inner.reads_any_row:
             raise ValueError(
-                "FrameStack: its view reads rows drawn anywhere, whose earlier frames may be "
-                "overwritten; write "
-                "jaxreplay.hindsight(jaxreplay.frame_stack(buffer, k), ...), the stack inside"
+                "FrameStack: inner reads random rows, whose earlier frames may be overwritten; "
+                "put the stack inside: "
+                "jaxreplay.hindsight(jaxreplay.frame_stack(buffer, k), ...)"
             )
 
     @property
     def window(self) -> Window:
+        """Window of `inner`, with `num_frames - 1` more rows before it."""
         window = self.inner.window
         before = None if window.before is None else window.before + self.num_frames - 1
         return dataclasses.replace(window, before=before)
@@ -86,6 +90,8 @@ class FrameStack(WrappedView[Any]):
 
 @dataclasses.dataclass(frozen=True)
 class _Stacks(WrappedReader):
+    """A reader whose observations are stacks."""
+
     view: FrameStack | None = None
 
     def obs(self, offset: ArrayLike) -> PyTree:
@@ -110,9 +116,10 @@ class _Stacks(WrappedReader):
 
 
 def _against(mask: jax.Array, leaf: jax.Array) -> jax.Array:
+    """Append axes of size 1 to a mask, so that it broadcasts against a leaf."""
     return mask.reshape(mask.shape + (1,) * (leaf.ndim - mask.ndim))
 
 
 def _moved(stack: jax.Array, start: int, axis: int) -> jax.Array:
-    """The axis of frames from `start`, before the frame's own axes, to its place among them."""
+    """Move the axis of frames from `start`, before the frame's own axes, to `axis` among them."""
     return jnp.moveaxis(stack, start, axis if axis < 0 else start + axis)

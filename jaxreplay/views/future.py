@@ -14,25 +14,26 @@ BEYOND = ("truncate", "clip")
 
 
 class FutureView(View[Pair]):
-    """A step and the observation k rows later, P(k) in proportion to `gamma ** (k - 1)` for k = 1
-    .. n.
+    """Make pairs of a step and the observation k rows later, where k in 1 .. n is random.
 
-    n is the number of rows to the end of the episode, its final observation included. Where a
-    terminated row has no final observation (`autoreset="same_step_no_final_obs"`), nothing
-    is later than it, and k is 0.
-
-    Source: the truncated law is that of Gomez et al., "Proper Laplacian Representation Learning"
-    (2024); the clipped one that of Park et al., "OGBench: Benchmarking Offline Goal-Conditioned RL"
-    (2025).
+    P(k) is in proportion to `gamma ** (k - 1)`. n is the number of rows to the end of the episode,
+    its final row included. A terminated row without a final row
+    (`autoreset="same_step_no_final_obs"`) is the last one of its episode: there k is 0.
 
     Args:
-      gamma: in [0, 1]: at 0 always the next observation, at 1 any later one alike.
-      beyond: what becomes of horizons beyond n: "truncate" leaves them out, so that P(k) = g^(k-1)
-        (1-g) / (1-g^n); "clip" gives them n.
-      max_terminals: None: n is bounded by the episode's end, which must be known. m: by the m-th
-        end strictly ahead or, where there are fewer, by the last of them, or by the newest row
-        where there is none. Horizons then reach into later episodes of the stream, and an
-        unfinished episode may be drawn.
+      gamma: Parameter of the geometric distribution, in [0, 1]. With 0, k is always 1. With 1, all
+        k are equally probable, or k is always n with `beyond="clip"`. Default: 0.99.
+      beyond: Treatment of horizons beyond n. "truncate" leaves them out:
+        P(k) = gamma^(k-1) (1-gamma) / (1-gamma^n). "clip" replaces them by n. Default: "truncate".
+      max_terminals: Number m of episode ends, at least 1, up to which horizons may reach. They then
+        reach into later episodes of the env, and unfinished episodes may be sampled. n ends at the
+        m-th end strictly ahead, or at the last of fewer ends, or without any at the newest row.
+        Default: n ends with the row's own episode, which must have ended.
+
+    References:
+      Gomez et al., "Proper Laplacian Representation Learning" (2024), for the truncated
+      distribution.
+      Park et al., "OGBench: Benchmarking Offline Goal-Conditioned RL" (2025), for the clipped one.
     """
 
     gamma: float = 0.99
@@ -72,11 +73,11 @@ class FutureView(View[Pair]):
         )
 
     def _bound(self, reader: RowReader) -> jax.Array:
-        """n: int32[]."""
+        """Return n, the largest horizon: int32[]."""
         to_end = reader.episodes.steps_to_end(reader.row)
         if self.max_terminals is None:
             return to_end
-        # a row that is an end itself has it behind, not ahead
+        # the end of a row that is an end itself is not strictly ahead
         at_end = (to_end == 0).astype(jnp.int32)
         last = jnp.minimum(self.max_terminals + at_end, reader.episodes.ends_ahead(reader.row))
         bound, _ = reader.episodes.kth_end(reader.row, jnp.where(last > at_end, last, 0))

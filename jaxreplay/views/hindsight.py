@@ -1,4 +1,4 @@
-"""Hindsight experience replay: what was reached stands in for the goal."""
+"""Hindsight experience replay: an achieved goal replaces the desired one."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -21,29 +21,34 @@ STRATEGIES = ("future", "final", "episode", "random")
 
 
 class Hindsight(WrappedView[Any]):
-    """Another view, where a part of the items has another goal, with the rewards that it would have
-    brought.
+    """Relabel a fraction of a view's items with goals that were achieved.
 
-    Observations are mappings as those of Gymnasium's goal envs. An item has one goal, drawn anew in
-    each sample; it is put into all the observations that `of` reads, and every reward that it reads
-    is computed again.
-
-    Source: Andrychowicz et al., "Hindsight Experience Replay" (2017), sections 3.2 and 4.5. There
-    relabelled copies are stored.
+    Observations are mappings like those of Gymnasium's goal envs. Each sample chooses a new goal
+    for each relabelled item. The goal replaces the desired one in all observations that `inner`
+    reads, and all rewards that it reads are computed anew.
 
     Args:
-      inner: the view that reads them, such as a `TransitionView`.
-      reward_fn: pure; `reward_fn(achieved, goal, step)`, for one step: what was achieved by it, the
-        goal, and the stored `Step`, with the goal that it had. It gives what the stored reward's
-        shape and dtype can hold.
-      terminated_fn: as `reward_fn`: whether the step terminates the episode, computed again for
-        relabelled items: then n-step targets and sequences stop there. None: as stored, so that a
-        step which reaches its new goal goes on, and is bootstrapped from.
-      strategy: where the goal was achieved: "future": by a later step of the episode, all alike;
-        "final": by its last one; "episode": at any of its rows; "random": at any row stored.
-      relabel_fraction: the fraction of items that are relabelled, in [0, 1]: k / (k + 1) in the
-        paper's terms.
-      achieved_key, desired_key: the keys in the observation of what was achieved and of the goal.
+      inner: The view that reads the relabelled steps, such as a `TransitionView`. It must not cross
+        episodes.
+      reward_fn: Pure function `reward_fn(achieved, goal, step)` that returns the reward of one step
+        for a new goal. `achieved` is the achieved goal after the step, `goal` the new goal, and
+        `step` the stored `Step` with its old goal. The stored reward's shape and dtype must be able
+        to hold the result.
+      terminated_fn: Pure function `terminated_fn(achieved, goal, step)` that returns a bool[]: True
+        if the step terminates the episode for a new goal. n-step targets and sequences then stop
+        there. Default: flags stay as stored, so a step that achieves its new goal is bootstrapped
+        from.
+      strategy: Rows that a new goal is taken from, each with the same probability. "future": later
+        rows of the episode. "final": the last row of the episode. "episode": all rows of the
+        episode. "random": all stored rows. Final rows are among them. Default: "future".
+      relabel_fraction: Probability that an item is relabelled, in [0, 1]; k / (k + 1) in the
+        paper's terms. Default: 0.8.
+      achieved_key: Key in the observation of the achieved goal. Default: "achieved_goal".
+      desired_key: Key in the observation of the desired goal. Default: "desired_goal".
+
+    References:
+      Andrychowicz et al., "Hindsight Experience Replay" (2017), sections 3.2 and 4.5. There,
+      relabelled copies are stored.
     """
 
     reward_fn: Callable[[Any, Any, Step], Any]
@@ -68,17 +73,18 @@ class Hindsight(WrappedView[Any]):
             check_callable("Hindsight", name, getattr(self, name), ("achieved", "goal", "step"))
         if self.achieved_key == self.desired_key:
             raise ValueError(
-                f"Hindsight: achieved_key and desired_key are both {self.achieved_key!r}, but a "
-                "goal and what was achieved are two leaves"
+                f"Hindsight: achieved_key and desired_key are both {self.achieved_key!r}, but must "
+                "name two parts of the observation: the achieved goal and the desired one"
             )
         if not self.inner.needs_steps or self.inner.window.crosses_episodes:
             raise ValueError(
-                "Hindsight: one goal belongs to one episode; give a view of steps within one, "
-                f"not {self.inner}"
+                "Hindsight: inner must be a view of steps that does not cross episodes, such as "
+                f"jaxreplay.views.TransitionView(), got {self.inner}"
             )
 
     @property
     def window(self) -> Window:
+        """Window of `inner`, widened to the rows that goals are taken from."""
         if self.strategy == "random":
             return dataclasses.replace(self.inner.window, needs_final_obs=True)
         return self.inner.window.widened(
@@ -87,6 +93,7 @@ class Hindsight(WrappedView[Any]):
 
     @property
     def is_random(self) -> bool:
+        """True: goals are chosen at random."""
         return True
 
     @property
@@ -107,7 +114,7 @@ class Hindsight(WrappedView[Any]):
                     else "no mapping"
                 )
             )
-        hint = "Hindsight puts what was achieved in the goal's place: the same leaves."
+        hint = "Hindsight replaces the desired goal by an achieved one: both need the same leaves."
         check_leaves(
             where,
             {self.desired_key: example.obs[self.desired_key]},
@@ -116,16 +123,17 @@ class Hindsight(WrappedView[Any]):
         )
         if not layout.termination_has_final_row:
             raise ValueError(
-                f"{where}: Hindsight needs what the last step of an episode achieved, which "
-                'autoreset="same_step_no_final_obs" loses; bring final_obs, with "same_step"'
+                f"{where}: Hindsight needs the final observation of each episode, which "
+                'autoreset="same_step_no_final_obs" does not store; use autoreset="same_step" and '
+                "give each step its final_obs"
             )
         super().check(where, layout, example)
 
     def read(self, reader: RowReader) -> Any:
         high, _ = reader.random_words(0)
         is_relabelled = random.fraction(high) < self.relabel_fraction
-        # What the view below draws, such as a horizon or a goal of its own, must not depend on
-        # whether this goal is new.
+        # Random choices of `inner`, such as a horizon or a goal of its own, must be independent of
+        # whether this item is relabelled.
         inner = reader.at(bits=jnp.stack(reader.random_words(2)))
         return self.inner.read(
             _Relabelled.around(
@@ -149,6 +157,8 @@ class Hindsight(WrappedView[Any]):
 
 @dataclasses.dataclass(frozen=True)
 class _Relabelled(WrappedReader):
+    """A reader of steps with a new goal."""
+
     view: Any = None  # Hindsight
     is_relabelled: Any = None  # bool[]
     goal: Any = None  # pytree
@@ -174,7 +184,7 @@ class _Relabelled(WrappedReader):
         )
 
     def _again(self, function: Callable, offset: ArrayLike, stored: jax.Array) -> jax.Array:
-        """What `function` gives for each step with the new goal, where that is used."""
+        """Return `function` of each step with the new goal, or `stored` if it stays as it is."""
 
         def one(offset):
             return jnp.asarray(
@@ -195,12 +205,12 @@ class _Relabelled(WrappedReader):
             got, expected = (spec_text(x, offset.ndim) for x in (new, stored))
             raise ValueError(
                 f"Hindsight: {name} gave {got} for one step, but stored is {expected}, which "
-                "cannot hold it"
+                "cannot hold it; return a value of the stored shape and dtype"
             )
         return jnp.where(self.is_relabelled, new.astype(stored.dtype), stored)
 
 
 def _kind(dtype: Any) -> int:
-    """Of two dtypes, values of the one with the larger kind may be lost in the other."""
+    """Return the rank of a dtype's kind. A cast to a kind of lower rank may change values."""
     kinds = (jnp.bool_, jnp.unsignedinteger, jnp.signedinteger, jnp.floating, jnp.complexfloating)
     return next(number for number, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind))

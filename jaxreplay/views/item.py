@@ -1,4 +1,4 @@
-"""The row itself."""
+"""A view of the sampled row alone."""
 
 from jaxreplay._util.aliases import PyTree
 from jaxreplay.views.row_reader import RowReader
@@ -6,7 +6,7 @@ from jaxreplay.views.view import View
 
 
 class Item(View[PyTree]):
-    """What was stored, as it was stored: sampleable at once."""
+    """Return each sampled row as it was stored: any pytree. Rows are sampleable at once."""
 
     @property
     def needs_steps(self) -> bool:

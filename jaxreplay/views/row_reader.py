@@ -1,5 +1,5 @@
-"""One row and its neighbours in time, read lazily: what a view does not ask for is never
-gathered."""
+"""A sampled row and its neighbours in time, read lazily: arrays that a view does not ask for are
+never gathered."""
 
 import dataclasses
 from typing import Any
@@ -18,54 +18,123 @@ from jaxreplay.types import Step
 
 @dataclasses.dataclass(frozen=True)
 class RowReader:
-    """A row of a buffer's streams. `offset`: rows forward in time, int32[...], from `-length` to
-    `length - 1`.
+    """A sampled row, and access to the rows around it in its env's ring. `View.read` gets one.
 
-    Whether a neighbour belongs to the row's episode, or is written at all, is for the view to know:
-    see `rows_after`. A view that changes what another one reads hands it a reader with some of
-    these methods changed.
+    Most methods take an `offset`: the number of rows forward in time from the sampled row. 0 is the
+    row itself, -1 the row before it. An offset is a Python int or an int32 array of any shape, from
+    `-length` to `length - 1`, where `length` is the number of rows in the ring. An array reads one
+    row for each offset. Results have the axes of `offset` first, written [...] below; there is no
+    batch axis.
+
+    Observations are stored once: the observation after the step at offset `t` is `obs(t + 1)`. An
+    episode ends with a final row, which holds the final observation (`termination_has_final_row`
+    names the exception). A final row is no transition: do not use its action, reward and extras.
+
+    Methods do not check offsets. Even within the view's window, a neighbour may belong to another
+    episode or may not be written yet, and then `read` must mask its values. To find the episode's
+    start, use `rows_before` or `is_first`. To find its end, use `is_terminated` and `is_final`. To
+    find the newest row, use `rows_after`.
+
+    Attributes:
+      streams: The stored rows of all envs.
+      row: int32[]; number of the sampled row in the buffer: env * length + position in the ring.
+      table: The table that `episodes` needs. Default: the buffer keeps no table.
+      bits: uint32[2]; random bits of this item alone, for views with `is_random`. Default: no bits.
     """
 
     streams: Streams
     row: jax.Array  # int32[]
-    table: EpisodeState | None = None  # where the window is not bounded, or the buffer keeps one
-    # uint32[2]: random bits of this item's own, for a view that draws
-    bits: jax.Array | None = None
+    table: EpisodeState | None = None
+    bits: jax.Array | None = None  # uint32[2]
 
     def item(self) -> PyTree:
-        """The stored item, or step, of the row."""
+        """Return the sampled row as it is stored: a pytree without env and batch axes.
+
+        Rows of steps lack the flags, which are stored apart: use `step` for them.
+        """
         return self._read(self.streams.steps, 0)
 
     def obs(self, offset: ArrayLike) -> PyTree:
+        """Return observations: pytree as `Step.obs`, leaves [...] followed by the leaf's own axes.
+
+        Args:
+          offset: int or int32[...]; rows forward in time.
+        """
         return self._read(self.streams.steps.obs, offset)
 
     def action(self, offset: ArrayLike) -> PyTree:
+        """Return actions: pytree as `Step.action`, leaves [...] followed by the leaf's own axes.
+
+        Args:
+          offset: int or int32[...]; rows forward in time.
+        """
         return self._read(self.streams.steps.action, offset)
 
     def reward(self, offset: ArrayLike) -> PyTree:
+        """Return rewards in their stored dtype: [...], followed by a reward's own axes, if any.
+
+        Args:
+          offset: int or int32[...]; rows forward in time.
+        """
         return self._read(self.streams.steps.reward, offset)
 
     def extras(self, offset: ArrayLike) -> PyTree:
+        """Return extras: pytree as `Step.extras`, leaves [...] followed by the leaf's own axes.
+
+        The result is None if steps have no extras.
+
+        Args:
+          offset: int or int32[...]; rows forward in time.
+        """
         return self._read(self.streams.steps.extras, offset)
 
     def is_terminated(self, offset: ArrayLike) -> jax.Array:
+        """Return True where a step terminated its episode: bool[...].
+
+        Args:
+          offset: int or int32[...]; rows forward in time.
+        """
         return self.has(row_flags.TERMINATED, offset)
 
     def is_truncated(self, offset: ArrayLike) -> jax.Array:
+        """Return True where a step truncated its episode: bool[...].
+
+        Args:
+          offset: int or int32[...]; rows forward in time.
+        """
         return self.has(row_flags.TRUNCATED, offset)
 
     def is_final(self, offset: ArrayLike) -> jax.Array:
+        """Return True for final rows: bool[...]. A final row holds an episode's final observation.
+
+        Args:
+          offset: int or int32[...]; rows forward in time.
+        """
         return self.has(row_flags.FINAL, offset)
 
     def is_first(self, offset: ArrayLike) -> jax.Array:
-        """Whether a row opens an episode."""
+        """Return True for the first row of each episode: bool[...].
+
+        Args:
+          offset: int or int32[...]; rows forward in time.
+        """
         return self.has(row_flags.FIRST, offset)
 
     def has(self, flag: int, offset: ArrayLike) -> jax.Array:
+        """Return True where a row has a flag: bool[...].
+
+        Args:
+          flag: Bit of `jaxreplay.storage.row_flags`. If several are joined by `|`, one is enough.
+          offset: int or int32[...]; rows forward in time.
+        """
         return (self._read(self.streams.flags, offset) & flag) != 0
 
     def step(self, offset: ArrayLike) -> Step:
-        """A stored step, whole."""
+        """Return a `Step` without `final_obs`, leaves [...] followed by the leaf's own axes.
+
+        Args:
+          offset: int or int32[...]; rows forward in time.
+        """
         return Step(
             obs=self.obs(offset),
             action=self.action(offset),
@@ -76,35 +145,67 @@ class RowReader:
         )
 
     def rows_before(self, offset: ArrayLike, most: int) -> jax.Array:
-        """Rows before a row that belong to its episode, `most` at the most: int32[...]."""
+        """Return the number of rows before a row in its episode, 0 to `most`: int32[...].
+
+        It is 0 for the first row of an episode.
+
+        Args:
+          offset: int or int32[...]; rows forward in time.
+          most: Number of rows that are examined, at least 0. They must be in the view's window.
+        """
         return self.streams.rows_before(self.streams.layout.ahead(self.row, offset), most)
 
     def rows_after(self) -> jax.Array:
-        """Rows of the stream that were written after the row: int32[]."""
+        """Return the number of rows written after the sampled row: int32[], 0 for the newest row.
+
+        Rows of later episodes count. `obs(t)` with `t > 0` is written if `t <= rows_after()`.
+        """
         return self.streams.age(self.row)
 
     @property
     def episodes(self) -> Episodes:
-        """Look-ups of episode ends around rows."""
+        """Look-ups of episodes by row, such as `episodes.steps_to_end(reader.row)`: int32[].
+
+        They need a view whose window has `before=None`, `after=None` or `needs_episodes=True`.
+        """
         assert self.table is not None
         return Episodes(self.streams, self.table)
 
     @property
     def termination_has_final_row(self) -> bool:
-        """Whether a terminated row's successor, once written, holds the final observation."""
+        """True if a terminated row is followed by a final row, once that is written.
+
+        It is False with `autoreset="same_step_no_final_obs"`: a terminated row is then followed by
+        the next episode. A Python bool.
+        """
         return self.streams.layout.termination_has_final_row
 
     def random_words(self, purpose: int) -> tuple[jax.Array, jax.Array]:
-        """64 random bits of this item's own, as two uint32[]: others for each purpose."""
+        """Return 64 random bits of this item: two words, uint32[] each. Needs `is_random`.
+
+        Args:
+          purpose: Number of the random choice, at least 0. Other numbers give other bits; the same
+            number gives the same bits.
+        """
         assert self.bits is not None
         return random.remix(self.bits[0], self.bits[1], jnp.uint32(purpose))
 
     def random_row(self, purpose: int) -> "RowReader":
-        """A row among all that are stored, uniformly."""
+        """Return a reader of a row that is chosen uniformly among all stored rows of all envs.
+
+        Final rows are among them. The view needs `is_random` and `reads_any_row`.
+
+        Args:
+          purpose: Number of the random choice, as for `random_words`, at least 0.
+        """
         return self.at(row=written_row(self.streams, *self.random_words(purpose)))
 
     def at(self, **changes: Any) -> "RowReader":
-        """With another row, or other bits."""
+        """Return a reader of another row, or with other random bits.
+
+        Args:
+          changes: New values of attributes: `row`, int32[], or `bits`, uint32[2].
+        """
         return dataclasses.replace(self, **changes)
 
     def _read(self, stored: Stored, offset: ArrayLike) -> PyTree:
@@ -114,12 +215,60 @@ class RowReader:
 
 @dataclasses.dataclass(frozen=True)
 class WrappedReader(RowReader):
-    """A reader that reads through another one; a view overrides what it changes."""
+    """Base class of readers that change what another reader, `inner`, reads for a `WrappedView`.
+
+    A subclass overrides methods and calls `self.inner` for the values to be changed. It is made by
+    `around`. Only `obs`, `reward`, `is_terminated` and `at` forward to `inner`. The other methods
+    read the stored rows: they do not see changes that `inner` makes to actions, extras or flags.
+
+    Attributes:
+      streams: The stored rows of all envs.
+      row: int32[]; number of the sampled row in the buffer.
+      table: The table that `episodes` needs. Default: the buffer keeps no table.
+      bits: uint32[2]; random bits of this item alone. Default: no bits.
+      inner: The reader that is wrapped; `around` sets it. Default: none, and the methods that
+        forward to it fail.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxreplay as jr
+      >>> class ClippedReader(jr.views.WrappedReader):
+      ...     def reward(self, offset):
+      ...         return jnp.clip(self.inner.reward(offset), -1, 1)
+      >>> class Clipped(jr.views.WrappedView):
+      ...     def read(self, reader):
+      ...         return self.inner.read(ClippedReader.around(reader))
+      >>> buffer = jr.ReplayBuffer(
+      ...     capacity=8,
+      ...     batch_size=4,
+      ...     sampler=jr.Uniform(),
+      ...     autoreset="next_step",
+      ...     view=Clipped(inner=jr.views.TransitionView(n_step=2, gamma=1.0)),
+      ... )
+      >>> step = jr.Step(
+      ...     obs=jnp.float32(0),
+      ...     action=jnp.int32(0),
+      ...     reward=jnp.float32(9),
+      ...     terminated=jnp.bool_(False),
+      ...     truncated=jnp.bool_(False),
+      ... )
+      >>> steps = jax.tree.map(lambda leaf: jnp.full((4, 1), leaf), step)  # [T, E]
+      >>> buffer = jr.jit(buffer)
+      >>> state = buffer.extend(buffer.init(step), steps)
+      >>> buffer.get(state, jnp.arange(1)).experience.reward.tolist()
+      [2.0]
+    """
 
     inner: RowReader | None = None
 
     @classmethod
     def around(cls, inner: RowReader, **fields: Any) -> PyTree:
+        """Return a reader of this class around another reader, at the same row.
+
+        Args:
+          inner: The reader to be wrapped.
+          fields: Values of the fields that the subclass adds. Such a subclass is decorated with
+            `dataclasses.dataclass(frozen=True)`, and its fields have defaults.
+        """
         shared = {field.name: getattr(inner, field.name) for field in dataclasses.fields(RowReader)}
         return cls(**shared, inner=inner, **fields)
 

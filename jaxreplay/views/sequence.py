@@ -1,5 +1,5 @@
-"""Sequences for recurrent agents and world models, with a burn-in, a mask, and flags that say where
-to reset."""
+"""Sequences for recurrent agents and world models, with a burn-in, a mask, and flags for resets of
+the recurrent state."""
 
 from typing import Any
 
@@ -17,26 +17,27 @@ from jaxreplay.views.view import View
 
 
 class SequenceView(View[SequenceBatch]):
-    """The `length` steps from a row on, to learn from, and up to `burn_in` steps before it, to warm
-    a recurrent state up.
+    """Make sequences: `length` steps from each sampled row, and up to `burn_in` steps before it.
 
-    The burn-in stops at the episode's start, where there is nothing to warm up: so every step of
-    every episode is learned from, however short the episode.
-
-    Source: Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning"
-    (2019), sections 2.3 and 3; there the burn-in is the first part of a sequence of fixed steps,
-    and the first steps of an episode are never learned from.
+    Losses use the `length` steps; the burn-in warms a recurrent state up. The burn-in stops at the
+    episode's start, where the state needs no warm-up. So the loss covers every step of every
+    episode, however short the episode.
 
     Args:
-      length: steps to learn from, at least 1.
-      burn_in: steps before them.
-      period: transitions from one possible start to the next, counted from each episode's start, or
-        on and on across episodes.
-      cross_episodes: False: a sequence stops at its episode's end; the rest is 0 and masked. True:
-        it goes on into the next episode, whose first step is flagged; an episode's final
-        observation takes a step, which is masked.
-      recurrent_state_key: the key in `extras` of what is read of a sequence's first step alone;
-        None: nothing is.
+      length: Number of steps to learn from, at least 1.
+      burn_in: Number of steps before them that warm a recurrent state up, at least 0. Default: 0.
+      period: Number of transitions from one possible start to the next, at least 1. They are
+        counted from each episode's start, or without a break if `cross_episodes`. Default: 1.
+      cross_episodes: True: a sequence continues into the next episode, whose first step is flagged
+        by `is_first`; a final row takes one step, which is masked. False: a sequence stops at the
+        end of its episode, and the rest is 0 and masked. Default: False.
+      recurrent_state_key: Key in `extras` of the recurrent state, which is read at a sequence's
+        first step alone. Default: no recurrent state is read.
+
+    References:
+      Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning"
+      (2019), sections 2.3 and 3. There, the burn-in is the first part of a sequence of fixed
+      length, and the first steps of an episode are never learned from.
     """
 
     length: int
@@ -70,7 +71,7 @@ class SequenceView(View[SequenceBatch]):
             has = (
                 f"they have {', '.join(example.extras)}"
                 if isinstance(example.extras, dict)
-                else "there is no mapping of them"
+                else "they are not a mapping"
             )
             raise ValueError(
                 f"{where}: recurrent_state_key={self.recurrent_state_key!r} is no key of the "
@@ -87,7 +88,7 @@ class SequenceView(View[SequenceBatch]):
         steps, is_real, extras = steps[:-1], is_step[:-1], reader.extras(steps[:-1])
         recurrent_state = None
         if self.recurrent_state_key is not None:
-            # Read on its own: XLA would gather those of all steps to take the first.
+            # A separate read: otherwise XLA would gather the states of all steps to take the first.
             recurrent_state = _zero(reader.extras(steps[0])[self.recurrent_state_key], is_real[0])
             extras = {
                 key: value for key, value in extras.items() if key != self.recurrent_state_key
@@ -105,21 +106,21 @@ class SequenceView(View[SequenceBatch]):
         )
 
     def _after(self, reader: RowReader) -> jax.Array:
-        """Which of the rows from the row on are read: bool[length + 1]."""
+        """Return which rows, from the sampled one on, the sequence reads: bool[length + 1]."""
         if self.cross_episodes:
             return jnp.ones(self.length + 1, bool)
         later = jnp.arange(1, self.length + 1, dtype=jnp.int32)
-        # Past an episode's end lies the first row of the next, or nothing yet.
+        # After an episode's end lies the first row of the next, or a row that is not written yet.
         goes_on = ~reader.is_first(later) & (reader.rows_after() >= later)
-        # Past its final observation too, though a wrapped reader, with another goal, may end an
-        # episode in its midst.
+        # A wrapped reader, with another goal, may terminate an episode before its stored end. The
+        # sequence then stops after the next row, which holds the final observation.
         goes_on &= ~self._follows_end(reader)[self.burn_in : -1]
         return jnp.concatenate(
             [jnp.ones(1, bool), jnp.cumprod(goes_on, dtype=jnp.int32).astype(bool)]
         )
 
     def _follows_end(self, reader: RowReader) -> jax.Array:
-        """Which rows come next after a termination, from the candidate on: bool[T + 1]."""
+        """Return True for rows right after a termination, unless `cross_episodes`: bool[T + 1]."""
         ends = reader.is_terminated(jnp.arange(self.length, dtype=jnp.int32)) & (
             not self.cross_episodes
         )
@@ -127,7 +128,7 @@ class SequenceView(View[SequenceBatch]):
 
 
 def _zero(tree: PyTree, keep: jax.Array) -> Any:
-    """0 where `keep`, over the first axes, is False."""
+    """Return the leaves with 0 where `keep`, bool over their first axes, is False."""
 
     def zero(leaf):
         return jnp.where(

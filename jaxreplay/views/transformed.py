@@ -1,4 +1,4 @@
-"""Items changed at sample time, such as by augmentation."""
+"""Items that are changed when they are sampled, such as by augmentation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,26 +12,29 @@ from jaxreplay.views.view import WrappedView
 
 
 class Transformed(WrappedView[Any]):
-    """Another view's items, each through a function with a key of its own.
+    """Apply a function to each item of a view, with a random key for each item.
 
-    It comes last, in whatever order views are wrapped: the item has its stacks and new goals.
+    The function always runs last. If `FrameStack` or `Hindsight` wraps this view, items still have
+    their stacks and new goals.
 
     Args:
-      inner: the view that reads them.
-      transform: pure; `transform(item, key)` for one item, without a batch axis.
+      inner: The view that makes the items, such as a `TransitionView`.
+      transform: Pure function `transform(item, key)` that returns the new item, any pytree. `item`
+        has no batch axis; `key` is a `jax.random.key`.
     """
 
     transform: Callable[[Any, jax.Array], Any]
 
     @property
     def is_random(self) -> bool:
+        """True: each item gets a key."""
         return True
 
     def _check(self) -> None:
         check_callable("Transformed", "transform", self.transform, ("item", "key"))
 
     def read(self, reader: RowReader) -> Any:
-        # The item's own bits are a key; what the view below draws from is another.
+        # Bits of their own for `inner`, so that its random choices are independent of the key.
         key = jax.random.wrap_key_data(jnp.stack(reader.random_words(0)), impl="threefry2x32")
         return self.transform(
             self.inner.read(reader.at(bits=jnp.stack(reader.random_words(1)))), key

@@ -1,4 +1,4 @@
-"""n-step transitions that never cross an episode's end nor the write head."""
+"""n-step transitions. They never cross the end of an episode or the write position of the ring."""
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +13,19 @@ from jaxreplay.views.view import View
 
 
 class TransitionView(View[Transition]):
-    """The n steps from a row on, or fewer where its episode ends sooner.
+    """Make transitions over n steps from each sampled row, or fewer if the episode ends sooner.
 
-    A window that is cut by a termination has discount 0; one that is cut by a truncation bootstraps
-    from the final observation, at its own number of steps. Source: Sutton and Barto (2018), section
-    7.1; the cut at a truncation as in Pardo et al., "Time Limits in Reinforcement Learning" (2018).
+    If a termination is among the steps, the discount is 0. If a truncation ends them, the target
+    bootstraps from the final observation, with `gamma ** num_steps`.
 
     Args:
-      n_step: n, at least 1.
-      gamma: in [0, 1], for one step.
+      n_step: Number of steps n of a transition, at least 1. Default: 1.
+      gamma: Discount of one step, in [0, 1]. Default: 0.99.
+
+    References:
+      Sutton and Barto, "Reinforcement Learning" (2018), section 7.1.
+      Pardo et al., "Time Limits in Reinforcement Learning" (2018), for the bootstrap at a
+      truncation.
     """
 
     n_step: int = 1
@@ -39,14 +43,14 @@ class TransitionView(View[Transition]):
     def read(self, reader: RowReader) -> Transition:
         steps = ring.arange(self.n_step)
         is_terminated = reader.is_terminated(steps)
-        # The window goes on past a step unless that terminated, or is followed by a final row: [n -
-        # 1].
+        # bool[n - 1]: the window continues past a step unless that terminated, or a final row
+        # follows it.
         goes_on = ~is_terminated[:-1] & ~reader.is_final(steps[1:])
         is_inside = jnp.concatenate([jnp.ones(1, bool), jnp.cumsum(~goes_on) == 0])
         num_steps = is_inside.sum(dtype=jnp.int32)
         ends = jnp.any(is_inside & is_terminated)
-        # A terminated row's final row may come a step later, or never: its own observation stands
-        # in for one that no target reads.
+        # A terminated row's final row may come a step later, or never. The row's own observation is
+        # then a placeholder: with discount 0, no target depends on it.
         has_next = (reader.rows_after() >= num_steps) & reader.termination_has_final_row | ~ends
         powers = self.gamma ** np.arange(self.n_step + 1)
         return Transition(
@@ -61,8 +65,10 @@ class TransitionView(View[Transition]):
 
 
 def _weighted_sum(reward: jax.Array, weights: np.ndarray, is_inside: jax.Array) -> jax.Array:
-    """Sum over the first axis in float32 or wider, in the reward's own dtype if that is a floating
-    one. What lies outside is left out by a select, so that a NaN there stays there."""
+    """Sum over the first axis in float32 or wider. The result has the reward's dtype, if floating.
+
+    A select leaves out steps outside of the window, so that a NaN there does not reach the sum.
+    """
     dtype = reward.dtype if jnp.issubdtype(reward.dtype, jnp.floating) else jnp.float32
     shape = (-1,) + (1,) * (reward.ndim - 1)
     wide = jnp.float64 if dtype == jnp.float64 else jnp.float32

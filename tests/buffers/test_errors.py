@@ -168,9 +168,9 @@ def test_a_step_must_have_its_fields():
     [
         (
             "done",
-            "done is two flags here: terminated, where there is no value beyond, and truncated",
+            "done is two flags here: terminated, if the task itself ended, so that the value",
         ),
-        ("next_obs", "the next observation is not stored beside each step: it is the next row"),
+        ("next_obs", "leave out the next observation: it is the obs of the next row"),
         ("observations", "the observation is called obs"),
         ("mask", "mask and priority are arguments of add and extend"),
     ],
@@ -282,7 +282,8 @@ def test_a_final_obs_that_would_not_be_read_is_refused():
         replay = make(form)
         with pytest.raises(
             ValueError,
-            match=r"init: final_obs was given.*comes beside it, that is autoreset=\"same_step\"",
+            match=r"init: final_obs was given.*returns the final observation separately, use "
+            r"autoreset=\"same_step\"",
         ):
             replay.init(example(final_obs=step()["obs"]))
         with pytest.raises(ValueError, match="add: final_obs was given"):
@@ -350,7 +351,7 @@ def test_leaves_that_cannot_be_stored_are_named():
 @pytest.mark.parametrize(
     ("leaf", "reason"),
     [
-        (np.array(["a", "b"]), "an array of <U1 cannot be stored, only numbers that JAX has"),
+        (np.array(["a", "b"]), "an array of <U1 cannot be stored, only numbers of JAX's dtypes"),
         (np.array([None, 1]), "an array of object cannot be stored"),
         (np.zeros(2, [("x", float)]), "cannot be stored, only numbers"),
         (np.zeros(2, "M8[s]"), r"an array of datetime64\[s\] cannot be stored"),
@@ -359,7 +360,7 @@ def test_leaves_that_cannot_be_stored_are_named():
             np.ma.array([1.0, 2.0], mask=[0, 1], dtype=np.float32),
             r"a masked array would lose its mask: write x.filled\(value\)",
         ),
-        (np.zeros(2, ">f4"), "its bytes are in the other order"),
+        (np.zeros(2, ">f4"), "its byte order is not native"),
     ],
 )
 def test_what_would_be_lost_is_named_on_every_way_in(leaf, reason):
@@ -489,12 +490,12 @@ def test_functions_of_other_arguments_are_refused():
     replay = jr.uniform(**SHARED, autoreset="next_step")
     with pytest.raises(
         ValueError,
-        match=r"reward_fn is called as reward_fn\(achieved, goal, step\), but cannot be: too many",
+        match=r"reward_fn must accept the call reward_fn\(achieved, goal, step\): too many",
     ):
         jr.hindsight(replay, lambda achieved, goal: 0.0)  # pyright: ignore
     with pytest.raises(
         ValueError,
-        match=r"transform is called as transform\(item, key\), but cannot be: missing a required "
+        match=r"transform must accept the call transform\(item, key\): missing a required "
         r"argument: 'more'",
     ):
         jr.transform(replay, lambda item, key, more: item)  # pyright: ignore
@@ -550,8 +551,8 @@ def test_what_a_view_does_not_find_is_named():
     )
     with pytest.raises(
         ValueError,
-        match=r"recurrent_state_key='h' is no key of the step's extras: there is no mapping of "
-        r"them; store it",
+        match=r"recurrent_state_key='h' is no key of the step's extras: they are not a mapping; "
+        r"store it",
     ):
         recurrent.init(example())
     with pytest.raises(
@@ -570,7 +571,7 @@ def test_stacks_go_inside_of_goals_from_anywhere():
     anywhere = jr.hindsight(replay, minus_one, strategy="random")
     with pytest.raises(
         ValueError,
-        match=r"FrameStack: its view reads rows drawn anywhere.*write "
+        match=r"FrameStack: inner reads random rows.*put the stack inside: "
         r"jaxreplay.hindsight\(jaxreplay.fr",
     ):
         jr.frame_stack(jr.transform(anywhere, lambda item, key: item), 2)
@@ -590,7 +591,7 @@ def test_float_flags_name_the_cure(name):
     )
     with pytest.raises(ValueError, match=match):
         replay.add(state, step.replace(**{name: zero}))
-    with pytest.raises(ValueError, match=r"as the example given to init has them.$"):
+    with pytest.raises(ValueError, match=r"those of the example given to init\.$"):
         replay.add(state, step.replace(reward=jnp.zeros((2, 1))))
 
 

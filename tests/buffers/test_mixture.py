@@ -121,16 +121,13 @@ def test_wrong_members_are_named():
         jr.transform(REPLAY, lambda item, key: item)  # pyright: ignore
     with pytest.raises(
         ValueError,
-        match="update_priorities: batch must be what the mixture's sample returned, whole, got a "
-        "Index",
+        match=r"update_priorities: batch must be the whole batch .*; got a Index",
     ):
         REPLAY.update_priorities(
             states(), jax.jit(REPLAY.sample)(states(), jax.random.key(0)).index, jnp.ones(500)
         )  # pyright: ignore
     batch = jax.jit(REPLAY.sample)(states(), jax.random.key(0)).replace(source=None)
-    with pytest.raises(
-        ValueError, match="the mixture's sample returned, whole, got a batch of one buffer"
-    ):
+    with pytest.raises(ValueError, match=r"the mixture's sample returned, .* got a batch of one"):
         REPLAY.update_priorities(states(), batch, jnp.ones(500))
 
 

@@ -155,7 +155,7 @@ def test_an_extend_by_a_buffer_of_another_capacity_pairs_no_wrong_rows():
     )
     with pytest.raises(
         ValueError,
-        match=r"extend: .*: its stored steps have 64 rows, of a buffer with capacity=128",
+        match=r"extend: .*: its stored steps have 64 rows, but the buffer has capacity=128",
     ):
         METHODS["extend"](large, state)
     other = flax.serialization.from_bytes(
@@ -276,14 +276,11 @@ def test_a_state_that_was_handed_over_says_so():
         for name in names:
             with pytest.raises(
                 ValueError,
-                match=f"{name}: this state was handed to a call that took it over, .*go on with "
-                "the one",
+                match=f"{name}: this state was donated to an earlier call, .*Use that one: state =",
             ):
                 METHODS[name](which, state)
     mixture = jr.mix(a=(replay, 4))
-    with pytest.raises(
-        ValueError, match="sample: this state was handed to a call that took it over"
-    ):
+    with pytest.raises(ValueError, match="sample: this state was donated to an earlier call"):
         jr.jit(mixture).sample({"a": state}, KEY)
 
 
@@ -310,14 +307,12 @@ def test_a_state_of_another_rollout_is_refused():
         rollout.add(jr.rollout(length=4, num_envs=2, autoreset="next_step").init(EXAMPLE), STEP)
     with pytest.raises(
         ValueError,
-        match="add: the state must be what init gave or the last call returned, got a Step",
+        match="add: the state must be a RolloutState, as init and add return it, got a Step",
     ):
         rollout.add(STEP, state)
     buffer = jr.jit(rollout)
     buffer.add(state, STEP)
-    with pytest.raises(
-        ValueError, match="extend: this state was handed to a call that took it over"
-    ):
+    with pytest.raises(ValueError, match="extend: this state was donated to an earlier call"):
         buffer.extend(state, steps)
 
 

@@ -310,7 +310,7 @@ def test_the_wrong_call_is_shown():
         ROLLOUT.from_trajectories(empty(), trajectory_of(3))
     with pytest.raises(
         ValueError,
-        match=r"needs a rollout of one stream, got num_envs=2, autoreset='same_step'; make it "
+        match=r"needs a rollout of one env, got num_envs=2, autoreset='same_step'; make it "
         r"with num_envs=1",
     ):
         Rollout(length=4, num_envs=2, autoreset="same_step").from_trajectories(empty(), [])

@@ -216,8 +216,8 @@ def test_what_is_not_ours_stays(tmp_path):
     other = jr.items(capacity=64, num_envs=4, batch_size=8, allow_mask=True)
     with pytest.raises(
         ValueError,
-        match="has the generations of another buffer, or of other steps; give each a path of its "
-        "own",
+        match="has checkpoints of another buffer, or of steps with other leaves; use another path "
+        "for each buffer",
     ):
         checkpoint.save(tmp_path, other, other.init(EXAMPLE))
     # what is drawn is no matter
@@ -364,14 +364,14 @@ def test_a_save_without_pumps_is_refused_and_the_one_before_stays(tmp_path):
     state = added(replay, state, 36, 16)
     with pytest.raises(
         RuntimeError,
-        match=r"rows were overwritten, or cleared, before .*: call advance\(state\) before each "
+        match=r"rows were overwritten or cleared before .*: call advance\(state\) before each "
         r"add, with its num_steps",
     ):
         checkpointer.wait_until_finished(state)
     assert checkpointer.all_steps() == [20]
     assert numbers(replay, checkpointer.restore(EXAMPLE)) == expected(replay, 20)
     checkpointer.save(state, 52, blocking=False)
-    with pytest.raises(RuntimeError, match="this state is not of the run that is being saved"):
+    with pytest.raises(RuntimeError, match="this state is not from the run that is being saved"):
         checkpointer.wait_until_finished(replay.init(EXAMPLE))
     checkpointer.save(state, 52, blocking=False)
     with pytest.raises(RuntimeError, match=r"and wait_until_finished\(state\) before a clear"):
@@ -383,7 +383,7 @@ def test_a_save_without_pumps_is_refused_and_the_one_before_stays(tmp_path):
         _ = 1 / 0
     assert checkpointer.all_steps() == [20]
     checkpointer.save(state, 52, blocking=False)
-    with pytest.raises(RuntimeError, match="a save was not finished, and is given up"):
+    with pytest.raises(RuntimeError, match="a save was incomplete and is cancelled"):
         checkpointer.close()
     checkpointer.save(state, 52)
     assert numbers(replay, checkpointer.restore(EXAMPLE)) == expected(replay, 52)
@@ -418,10 +418,10 @@ def test_beside_the_state_there_are_few_chunks(gigabytes, row, tmp_path):
 
 def test_the_example_and_the_buffer_must_fit(tmp_path):
     replay = items()
-    with pytest.raises(FileNotFoundError, match="there is no generation under /"):
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint under /"):
         checkpoint.restore(tmp_path, replay, EXAMPLE)
     checkpoint.save(tmp_path, replay, added(replay, replay.init(EXAMPLE), 0, 5), step=5)
-    with pytest.raises(FileNotFoundError, match="there is no generation of step 6"):
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint of step 6"):
         checkpoint.restore(tmp_path, replay, EXAMPLE, step=6)
     with pytest.raises(
         ValueError, match=r"step 5 is of another buffer:\n.*capacity=64.*\n.*\n.*capacity=128"
@@ -510,7 +510,8 @@ def test_narrow_numbers_are_told_apart(tmp_path):
         checkpoint.restore(tmp_path, replay, jnp.zeros(3, jnp.float8_e4m3fn))
 
 
-def test_a_rollout_is_saved_too(tmp_path):
+@pytest.mark.parametrize("chunk_bytes", [64, 2**20])  # less than the state, and more
+def test_a_rollout_is_saved_too(tmp_path, chunk_bytes):
     rollout = jr.rollout(length=5, num_envs=2, autoreset="next_step")
     zeros = jnp.zeros(2)
     step = jr.Step(
@@ -518,7 +519,7 @@ def test_a_rollout_is_saved_too(tmp_path):
     )
     example = jax.tree.map(lambda x: x[0], step)
     state = rollout.add(rollout.add(rollout.init(example), step), step)
-    checkpointer = Checkpointer(tmp_path, rollout)
+    checkpointer = Checkpointer(tmp_path, rollout, chunk_bytes=chunk_bytes)
     for number, wait in enumerate((True, False)):
         checkpointer.save(state, number, blocking=wait)
         checkpointer.advance(state)

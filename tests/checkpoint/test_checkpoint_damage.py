@@ -104,7 +104,7 @@ def test_a_damaged_group_that_is_partly_overwritten_is_written_again(tmp_path):
         with pytest.warns(
             UserWarning,
             match=f"save: rows/{oldest.folder}/steps.number.*: damaged since it was written; its "
-            "rows, which are here",
+            "rows are still in the buffer",
         ):
             checkpointer.save(state, 65)
         assert oldest.folder not in {group.folder for group in checkpointer._base.groups}
@@ -173,7 +173,7 @@ def test_verify_names_what_is_broken_in_each_generation(shared, capsys):
         (40, []),
     ]
     main(["inspect", "--verify", str(path)])
-    assert capsys.readouterr().out == "step 48: is whole\nstep 44: is whole\nstep 40: is whole\n"
+    assert capsys.readouterr().out == "step 48: is intact\nstep 44: is intact\nstep 40: is intact\n"
     for broken in files_of(path):
         flipped(broken)
         found = checkpointer.verify()
@@ -195,10 +195,10 @@ def test_verify_names_what_is_broken_in_each_generation(shared, capsys):
     with pytest.raises(SystemExit):
         main(["inspect", "--verify", "--json", "--step", "44", str(path)])
     assert capsys.readouterr().out.count('"step": ') == 1
-    with pytest.raises(FileNotFoundError, match="there is no generation"):
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
         checkpoint.verify(path / "nothing")
     for arguments, said in (
-        (["--step", "9"], "there is no generation of step 9"),
+        (["--step", "9"], "there is no checkpoint of step 9"),
         (["--html", "x"], "leave out --html"),
     ):
         with pytest.raises(SystemExit) as ended:
@@ -223,8 +223,9 @@ def test_saves_find_damage_and_mend_it(shared):
         num_saves += 1
         assert num_saves <= num_groups + 1
     assert file.parent.parent.name in str(caught[0].message)
-    assert "damaged since it was written; its rows, which are here, are written again" in str(
-        caught[0].message
+    assert (
+        "damaged since it was written; its rows are still in the buffer and are written again"
+        in str(caught[0].message)
     )
     assert restored(buffer, path) == end
     newest = checkpointer.verify()[0]
@@ -332,7 +333,7 @@ def test_only_what_is_lost_is_left_out(shared):
         checkpointer.restore(EXAMPLE)
     with pytest.warns(
         UserWarning,
-        match=r"of its 192 rows, which are lost:\n  rows/.*steps.number/c.0 is not as it was "
+        match=r"of its 192 rows are lost:\n  rows/.*steps.number/c.0 is not as it was "
         r"written",
     ):
         state = checkpointer.restore(EXAMPLE, allow_partial=True)
@@ -359,7 +360,7 @@ def test_when_the_rest_is_broken_an_older_generation_is_salvaged(shared):
     flipped(file)
     flipped(next((path / "rest").glob("*3-*/streams.heads.position/c.0")))
     checkpointer = Checkpointer(path, buffer)
-    with pytest.warns(UserWarning, match=r"step 48: rest/(.|\n)*rows, which are lost"):
+    with pytest.warns(UserWarning, match=r"step 48: rest/(.|\n)*rows are lost"):
         checkpointer.restore(EXAMPLE, allow_partial=True)
     assert checkpointer.step == 44
 

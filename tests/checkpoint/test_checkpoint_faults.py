@@ -121,7 +121,7 @@ def test_what_is_damaged_is_never_taken_for_whole(tmp_path):
             # nothing tells it from a save that was killed
             is_never_done = file.parent.name == "manifests" and not file.exists()
             assert (
-                any("step 20 was read, since this is broken" in str(one.message) for one in caught)
+                any("step 20 was restored; this is damaged" in str(one.message) for one in caught)
                 != is_never_done
             )
     # The newest is whole where only what the older one alone has was hit.
@@ -203,7 +203,7 @@ def test_it_is_said_what_was_restored(tmp_path):
     other = Checkpointer(tmp_path, buffer)
     with pytest.warns(
         UserWarning,
-        match="restore: step 1 was read, since this is broken:\n  step 2: "
+        match="restore: step 1 was restored; this is damaged:\n  step 2: "
         "rest/.*streams.heads.position/zarr.json",
     ):
         other.restore(EXAMPLE)
@@ -243,7 +243,7 @@ else:
     [
         ("well", ""),
         ("fails", "the last checkpoint was not written: no space left"),
-        ("unfinished", "was not finished, and is given up"),
+        ("unfinished", "a checkpoint was incomplete and is cancelled"),
     ],
 )
 def test_the_end_of_a_program_waits_and_says_what_failed(how, said, tmp_path):

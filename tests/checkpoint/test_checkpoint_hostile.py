@@ -265,8 +265,8 @@ def tried(call):
             found = error
     if isinstance(found, ValueError) and not isinstance(found, CorruptCheckpointError):
         assert re.search(
-            "of another buffer|holds other steps|in format|of a rollout|no rows of a replay "
-            "buffer|restore:|inspect:",
+            "of another buffer|has leaves of other|in format|of a rollout|no checkpoint of "
+            "a replay buffer|restore:|inspect:",
             str(found),
         ), found
     for text in [
@@ -348,7 +348,7 @@ def test_a_newest_manifest_that_cannot_be_read_blocks_neither_restores_nor_saves
         checkpointer = Checkpointer(tmp_path, buffer)
         with pytest.warns(
             UserWarning,
-            match=rf"restore: step 16 was read, since this is broken:\n  manifests/{newest.name}",
+            match=rf"restore: step 16 was restored; this is damaged:\n  manifests/{newest.name}",
         ):
             checkpointer.restore(example)
     with checkpointer:

@@ -149,7 +149,7 @@ def test_a_row_is_in_one_group_or_the_manifest_is_refused(how, tmp_path):
     file.write_bytes(dataclasses.replace(manifest, groups=found, end=end).to_bytes())
     with pytest.raises(
         CorruptCheckpointError,
-        match="has rows of a later group, or rows that the generation does not have",
+        match="has rows of a later group, or rows that the checkpoint does not have",
     ):
         checkpoint.restore(tmp_path, replay, EXAMPLE)
 
@@ -206,7 +206,7 @@ def test_a_step_has_64_bits(tmp_path):
     checkpointer.save(state, -(2**63))
     checkpointer.save(state, 2**63 - 1)
     for step in (2**63, 2**64, -(2**63) - 1, None):  # by default one more than the last
-        with pytest.raises(ValueError, match="step must be an integer of 64 bits"):
+        with pytest.raises(ValueError, match="step must be a 64-bit integer"):
             checkpointer.save(state, step)
     assert checkpointer.all_steps() == [2**63 - 1]
     assert numbers(replay, checkpointer.restore(EXAMPLE)) == expected(replay, 5)

@@ -56,12 +56,12 @@ def test_one_folder_has_many_names(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("gs:/bucket/x", "is no URL: it must begin with gs://"),
-        ("s3:/bucket", "is no URL: it must begin with s3://"),
-        ("S3:/bucket", "is no URL: it must begin with s3://"),
-        ("s3:bucket", "is no URL: it must begin with s3://"),
-        ("file:/x", "is no URL: it must begin with file:///"),
-        ("memory:x", "is no URL: it must begin with memory://"),
+        ("gs:/bucket/x", "is not a URL: it must begin with gs://"),
+        ("s3:/bucket", "is not a URL: it must begin with s3://"),
+        ("S3:/bucket", "is not a URL: it must begin with s3://"),
+        ("s3:bucket", "is not a URL: it must begin with s3://"),
+        ("file:/x", "is not a URL: it must begin with file:///"),
+        ("memory:x", "is not a URL: it must begin with memory://"),
         ("file://elsewhere/x", "names the host 'elsewhere'"),
         ("", "a path must have a name"),
         (b"", "a path must have a name"),
@@ -164,8 +164,8 @@ def test_a_server_that_is_down_is_said_to_be_in_time(credentials):
 def test_a_server_that_does_not_answer_is_said_to_be_in_time(credentials):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         said = (
-            r"s3://bucket/run: no answer .* in 1 s, as timeout= has it: is the server there, "
-            r"are there credentials\?"
+            r"s3://bucket/run: no answer .* within 1 s: check the server and the credentials, "
+            r"or raise timeout="
         )
         check_says_so_in_time(spec_at(silent.getsockname()[1]), 1.0, said)
 

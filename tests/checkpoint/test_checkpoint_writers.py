@@ -289,7 +289,7 @@ def test_no_two_runs_give_their_files_one_name(tmp_path):
         patch.setattr(lock, "_lock", no_lock)
         with pytest.warns(
             UserWarning,
-            match="this file system has no locks, so that a second writer is not noticed",
+            match="this file system has no locks, so a second writer is not detected",
         ):
             one.save(states[0], 1)
         with pytest.warns(UserWarning, match="no locks"):
@@ -412,7 +412,7 @@ def test_a_store_without_conditional_writes_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpointer._store, "_wait", wait)
     with pytest.warns(
         UserWarning,
-        match="this store has no conditional writes, so that a second writer is not noticed",
+        match="this store has no conditional writes, so a second writer is not detected",
     ):
         checkpointer.save(state, 1)
     with warnings.catch_warnings():

@@ -302,11 +302,11 @@ def test_a_resized_run_goes_on_under_its_path(tmp_path):
     checkpoint.save(tmp_path, buffer, added(buffer, buffer.init(EXAMPLE), 0, 40), step=40)
     with pytest.raises(
         ValueError,
-        match=r"of another buffer:\n.*capacity=64.*\n.*\n.*capacity=128.*\nof another capacity, "
-        r"resize=True takes",
+        match=r"of another buffer:\n.*capacity=64.*\n.*\n.*capacity=128.*\nthe capacity differs: "
+        r"restore\(..., resize=True\) keeps the newest rows",
     ):
         checkpoint.restore(tmp_path, larger, EXAMPLE)
-    with pytest.raises(ValueError, match="has the generations of another buffer"):
+    with pytest.raises(ValueError, match="has checkpoints of another buffer"):
         checkpoint.save(tmp_path, larger, larger.init(EXAMPLE))
     checkpointer = Checkpointer(tmp_path, larger)
     state = checkpointer.restore(EXAMPLE, resize=True)
@@ -334,7 +334,7 @@ def test_a_resized_run_goes_on_under_its_path(tmp_path):
         file.write_bytes(b"broken")
     with pytest.raises(
         ValueError,
-        match=r"step 50 is of another buffer:(.|\n)*and this is broken:\n  step 53: rest/",
+        match=r"step 50 is of another buffer:(.|\n)*these checkpoints are damaged:\n  step 53: ",
     ):
         checkpoint.restore(tmp_path, smaller, EXAMPLE)
 
@@ -434,9 +434,9 @@ class Told(SaidToCount):
 @pytest.mark.parametrize(
     ("sampler", "text"),
     [
-        (Counting(), "Counting keeps something for each row, which must be named in PER_ROW"),
-        (SaidToCount(), "SaidToCount has count for each row, and must have per_row"),
-        (Told(), "Told has count for each row, and must have put_per_row"),
+        (Counting(), "Counting keeps values per row: name these fields of its state in PER_ROW"),
+        (SaidToCount(), "SaidToCount: PER_ROW names count, so the sampler must implement per_row"),
+        (Told(), "per_row returns count, so the sampler must implement put_per_row"),
     ],
 )
 def test_a_sampler_must_say_how_its_rows_move(sampler, text, tmp_path):

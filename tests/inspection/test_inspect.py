@@ -168,7 +168,7 @@ def test_a_checkpoint_says_what_the_state_says(case, tmp_path):
         found = json.loads(checkpoint.inspect(tmp_path, step=number).to_json())
         if not isinstance(replay.sampler, PrioritySampler):  # files do not say how rows are drawn
             assert found["draws"] is None
-            draws = ("no row can be drawn",)
+            draws = ("no row is sampleable",)
             inside |= {
                 "draws": None,
                 "suspicious": [line for line in inside["suspicious"] if line not in draws],
@@ -223,8 +223,8 @@ def test_what_is_odd_is_named(tmp_path):
     }
     found = jr.inspect(one, one.extend(state, steps))
     assert found.suspicious == [
-        "no episode is held from its start to its end",
-        "all 8 rows are equally likely: priorities are equal, or do not count (alpha 0, or no "
+        "no episode is stored from its start to its end",
+        "all 8 rows are equally likely: priorities are equal, or have no effect (alpha=0, or no "
         "rerank yet)",
     ]
     with pytest.raises(
@@ -491,12 +491,12 @@ def test_a_browser_shows_the_page(prioritized, tmp_path):
     ("arguments", "text"),
     [
         ("", "the following arguments are required: path"),
-        ("{path}/nowhere", "there is no generation under .*nowhere"),
-        ("{path}/run --step 9", "there is no generation of step 9 under"),
+        ("{path}/nowhere", "there is no checkpoint under .*nowhere"),
+        ("{path}/run --step 9", "there is no checkpoint of step 9 under"),
         ("{path}/run --step many", "argument --step: invalid int value: 'many'"),
-        ("{path}/broken", "there is no generation under .*; manifests/.* is not as it was written"),
+        ("{path}/broken", "there is no checkpoint under .*; manifests/.* is not as it was written"),
         ("{path}/less", "rows/.* is missing"),
-        ("{path}/rollout", "has no rows of a replay buffer, but a Rollout"),
+        ("{path}/rollout", "is no checkpoint of a replay buffer, but of a Rollout"),
         ("{path}/file", "is a file, not the folder of a Checkpointer"),
         ("{path}/run --html {path}/no/folder.html", "No such file or directory"),
     ],

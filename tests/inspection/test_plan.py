@@ -92,7 +92,7 @@ def test_the_command_says_what_python_says(capsys):
     [
         ("", "the following arguments are required: command"),
         ("plan --obs uint8", "the following arguments are required: --capacity"),
-        ("plan --capacity 100", "give the observation, by --obs for each leaf, or by --env"),
+        ("plan --capacity 100", "pass --obs for each leaf of the observation, or --env"),
         ("plan --capacity many --obs uint8", "argument --capacity: invalid int value: 'many'"),
         (
             "plan --capacity 100 --obs image:84y84:uint8",
@@ -107,15 +107,15 @@ def test_the_command_says_what_python_says(capsys):
         ("plan --capacity 100 --obs a:b:float32", "--obs: 'a:b:float32' is not "),
         (
             "plan --capacity 100 --obs uint8 --action a:2:float32",
-            "--action: one leaf has no name, got 'a:2:float32'",
+            "--action: pass one leaf without a name, got 'a:2:float32'",
         ),
         (
             "plan --capacity 100 --obs uint8 --env CartPole-v1",
-            "--env: it brings its spaces; leave out --obs and --action",
+            "--env: the env's spaces are used; leave out --obs and --action",
         ),
         (
             "plan --capacity 100 --obs uint8 --obs float32",
-            "each of several leaves needs a name of its own",
+            "several leaves need different names",
         ),
         (
             "plan --capacity 100 --obs uint8 --num-envs 3",

@@ -443,7 +443,7 @@ def test_an_interrupted_add_leaves_the_rows_or_says_that_they_are_not_known(when
     for call in (lambda: ours.add(*steps[2]), lambda: ours.sample(2)):
         with pytest.raises(
             RuntimeError,
-            match=r"a change was interrupted, and what it wrote is not known; call reset",
+            match=r"an earlier call was interrupted while it changed the rows.*reset",
         ):
             call()
     ours.reset()

@@ -113,7 +113,7 @@ def test_where_no_episode_is_whole_a_strategy_that_needs_one_says_so():
     fill(buffer, 60, length=100)
     with pytest.raises(
         ValueError,
-        match="no episode is held from its first step on; its strategy needs a larger buffer_size",
+        match=r"no episode is stored from its first step on.*use a larger buffer_size",
     ):
         buffer.sample(5)
 

@@ -48,7 +48,7 @@ def test_priorities_of_any_kind_and_of_none():
     ours.update_priorities(batch.indices, np.zeros(20))
     with pytest.raises(
         ValueError,
-        match="every priority is 0, so that nothing can be drawn; give a positive epsilon",
+        match="every priority is 0, so nothing can be sampled; use a positive epsilon",
     ):
         ours.sample(4)
 

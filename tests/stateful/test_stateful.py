@@ -160,7 +160,7 @@ def test_what_cannot_be_drawn_any_more_is_not_drawn():
         assert t != 5 or endless.can_sample()
     for replay in (few, zero, endless):
         assert not replay.can_sample()
-        with pytest.raises(TimeoutError, match="nothing can be drawn yet"):
+        with pytest.raises(TimeoutError, match="no batch can be sampled yet"):
             replay.sample()
     zero.update_priorities(batch.index, np.ones(100))
     assert zero.can_sample()
@@ -360,7 +360,7 @@ def test_rows_that_are_handed_out_once():
     assert len(rows) == len(set(rows.tolist())) == 9
     assert seen[2].is_valid.sum() == 1
     assert not replay.can_sample()
-    with pytest.raises(TimeoutError, match="nothing can be drawn yet, 0 rows of at least 1"):
+    with pytest.raises(TimeoutError, match="no batch can be sampled yet, 0 rows of at least 1"):
         replay.sample()
 
 
@@ -370,7 +370,7 @@ def test_an_empty_replay_says_what_is_missing():
     assert not replay.can_sample()
     with pytest.raises(
         TimeoutError,
-        match="after 0 s: nothing can be drawn yet, 0 rows of at least 5: add steps first",
+        match="after 0 s: no batch can be sampled yet, 0 rows of at least 5: add steps first",
     ):
         replay.sample()
     for t in range(3):
@@ -458,7 +458,7 @@ def test_a_failed_add_leaves_the_rows_or_says_that_they_are_lost(tmp_path, monke
         lambda: replay.save(tmp_path / "x"),
     ):
         with pytest.raises(
-            RuntimeError, match=r"the rows were lost in MemoryError.*load a file that was saved"
+            RuntimeError, match=r"the rows were lost in a call that raised MemoryError.*replay.load"
         ):
             call()
     assert not replay.can_sample()
@@ -556,7 +556,7 @@ def test_a_file_that_is_not_this_replay_s_is_refused(tmp_path):
     replay, path = make(), tmp_path / "replay"
     with pytest.raises(ValueError, match="save: nothing was added yet"):
         replay.save(path)
-    with pytest.raises(ValueError, match="load: what a step looks like is not known yet"):
+    with pytest.raises(ValueError, match="load: the shapes of a step are not known yet"):
         replay.load(path)
     for t in range(4):
         replay.add(step(t))
@@ -569,7 +569,7 @@ def test_a_file_that_is_not_this_replay_s_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"steps.action: stored int32\[\], expected int8\[\]"):
         other.load(path)
     assert len(other) == 0
-    with pytest.raises(FileNotFoundError, match="there is no generation under"):
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint under"):
         replay.load(tmp_path / "nothing")
     (tmp_path / "file").write_text("of 0.1")
     for call in (replay.load, replay.save):
@@ -633,7 +633,7 @@ def test_rows_that_are_lost_while_others_are_loaded_are_said_to_be(tmp_path, mon
         patch.setattr(memory, "free_bytes", free_bytes)
         with pytest.raises(ValueError, match="is not as it was written"):
             replay.load(path)
-    with pytest.raises(RuntimeError, match="the rows were lost while others were loaded"):
+    with pytest.raises(RuntimeError, match="the rows were lost while saved ones were loaded"):
         replay.sample()
     mends[0]()
     replay.load(path)

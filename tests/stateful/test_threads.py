@@ -157,7 +157,7 @@ def test_batches_that_were_drawn_ahead_are_the_same(prefetch):
         ):
             ahead.sample(4)
         ahead.clear()
-        with pytest.raises(TimeoutError, match="nothing can be drawn yet"):
+        with pytest.raises(TimeoutError, match="no batch can be sampled yet"):
             ahead.sample(timeout=0.05)
     with pytest.raises(RuntimeError, match="this Replay is closed"):
         ahead.sample()
@@ -179,7 +179,7 @@ def test_a_failed_load_wakes_what_waits(tmp_path, monkeypatch):
 
     def wait():
         waiting.set()
-        with pytest.raises(RuntimeError, match="the rows were lost while others were loaded"):
+        with pytest.raises(RuntimeError, match="the rows were lost while saved ones were loaded"):
             replay.sample()
 
     def load():
@@ -302,7 +302,7 @@ if (pid := os.fork()) == 0:
             call()
             print("returned", call)
         except RuntimeError as error:
-            assert "was forked off it" in str(error) and "spawn" in str(error), error
+            assert "was forked from it" in str(error) and "spawn" in str(error), error
     sys.stdout.flush()
     os._exit(0)  # JAX's own end crashes here
 assert os.waitpid(pid, 0)[1] == 0
