@@ -2,7 +2,7 @@
 # make quick     lint, and a few tests of three buffers: for each change (under a minute, once it ran before)
 # make test      every check, sized for two cores
 # make docs      builds the docs into out/docs, and runs every code cell
-# make examples  runs every example in full (6 minutes)
+# make examples  runs every example in full (20 minutes)
 # make recipes   runs the steps of env libraries that are not among the tests' own (Brax, Jumanji, Craftax, EnvPool)
 # make soak PART=NAME    the same checks at full size, a part of at most 20 minutes; PART=list names them
 # make aot DEVICE=NAME   compiles for a TPU or GPU that is not there, and checks what comes out; writes benchmarks/ACCELERATORS.md
@@ -48,7 +48,7 @@ docs: $(DOCS)/installed
 	$(DOCS)/bin/python -m sphinx -b html -q -E -W --keep-going docs out/docs
 
 examples: $(VENV)/installed
-	set -e; for example in dqn ppo recall bit_flip laplacian torch_dqn sb3_dict_sac resume steps; do echo "== $$example"; $(BIN)/python examples/$$example.py; done
+	set -e; for example in dqn_minimal dqn ppo sac atari_frame_stack r2d2 her offline_to_online purejaxrl_dqn torch_dqn sb3_dict_sac resume steps laplacian; do echo "== $$example"; $(BIN)/python examples/$$example.py; done
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -87,7 +87,7 @@ AS_ON_ONE_CORE := contract in_place uniform prioritized views
 AS_ON_ONE_REST := resize checkpoint checkpoint_damage checkpoint_faults checkpoint_hostile checkpoint_rewind checkpoint_unwritten
 
 # Each file of tests is in one part.
-SOAK_core := types autoreset docstrings contract in_place layers laws uniform prioritized sum_tree queue mixture permutation errors x64 ecosystem
+SOAK_core := types autoreset docstrings newcomer_errors contract in_place layers laws uniform prioritized sum_tree queue mixture permutation errors x64 ecosystem
 SOAK_samplers := extension rank_based recent without_replacement episodes targets donation plan state_check transitions fingerprint
 SOAK_oracle := oracle_streams
 SOAK_views := views

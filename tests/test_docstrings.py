@@ -47,10 +47,9 @@ def public_objects():
             is_ours = getattr(value, "__module__", "").startswith("jaxreplay")
             if not (inspect.isclass(value) or inspect.isfunction(value)) or not is_ours:
                 continue
-            if "__all__" not in vars(module) and value.__module__ != module_name:
-                package = getattr(module, "__path__", None)
-                if not package or not value.__module__.startswith(module_name + "."):
-                    continue
+            is_package = hasattr(module, "__path__")
+            if "__all__" not in vars(module) and not is_package and value.__module__ != module_name:
+                continue  # imported for its own use
             if value in seen:
                 continue
             seen.add(value)

@@ -59,6 +59,13 @@ def spec_text(spec: Specs, num_axes: int = 0) -> str:
     return f"{np.dtype(spec.dtype).name}{list(spec.shape[num_axes:])}"
 
 
+def kind_of(value: Any) -> str:
+    """Return what a wrong value is, for errors: `an array int32[8]`, or `a list`."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"an array {spec_text(value)}"
+    return f"a {type(value).__name__}"
+
+
 _SHORT = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
 
 

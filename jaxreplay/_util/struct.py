@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import inspect
 import json
 from typing import TYPE_CHECKING, Any, dataclass_transform
 
@@ -11,7 +12,7 @@ import numpy as np
 from jax import export
 
 from jaxreplay._util.hints import unknown_arguments
-from jaxreplay._util.names import short
+from jaxreplay._util.names import kind_of, short
 
 _STATICS: dict[str, type] = {}  # by name, for `_read_again`
 # number of definitions of a class, by name
@@ -29,6 +30,8 @@ class Static:
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
         dataclasses.dataclass(frozen=True, kw_only=True, repr=False)(cls)
+        of_init = inspect.signature(cls.__init__)  # `help` would show that of `__new__`
+        cls.__signature__ = of_init.replace(parameters=[*of_init.parameters.values()][1:])
         jax.tree_util.register_static(cls)
         _STATICS[_name(cls)] = cls
 
@@ -52,12 +55,11 @@ class Static:
             try:
                 hash(getattr(self, field.name))
             except TypeError:
-                name, got = type(self).__name__, type(getattr(self, field.name)).__name__
+                got = kind_of(getattr(self, field.name))
                 raise ValueError(
-                    f"{name}: {field.name} is a {got}, but a configuration holds plain Python "
-                    "values, which are "
-                    "hashable, so that equal ones share one compilation; write "
-                    f"{field.name}=float(x) or int(x)"
+                    f"{type(self).__name__}: {field.name} is {got}, but a configuration holds "
+                    "plain Python values, which are hashable, so that equal ones share one "
+                    f"compilation; write {field.name}=float(x) or int(x)"
                 ) from None
         self._check()
 

@@ -97,6 +97,9 @@ class Jitted(Generic[T]):
     def __init__(self, buffer: Any):
         self.buffer = buffer
 
+    def __repr__(self) -> str:
+        return f"jaxreplay.jit({self.buffer!r})"
+
     def _call(self, name: str, state: Any, *arguments: Any, **options: Any) -> Any:
         # a rollout has no argument `mask`, a mixture no `batch_size`
         given = {key: value for key, value in options.items() if value is not None}

@@ -208,5 +208,8 @@ def mix(**members: tuple[ReplayBuffer, int]) -> Mixture:
     """
     for name, member in members.items():
         if not isinstance(member, tuple) or len(member) != 2:
-            raise ValueError(f"mix: {name} must be (buffer, items of a batch), got {member!r}")
+            raise ValueError(
+                f"mix: {name} must be (buffer, number of items), such as (buffer, 128), got "
+                f"{member!r}"
+            )
     return Mixture(members=tuple((name, buffer, size) for name, (buffer, size) in members.items()))

@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jaxreplay import autoreset
 from jaxreplay._util import checks, random
 from jaxreplay._util.aliases import Autoreset, Key, PyTree
+from jaxreplay._util.names import kind_of
 from jaxreplay._util.struct import Static
 from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.state_checks import check_donated, check_state
@@ -478,7 +479,7 @@ class ReplayBuffer(Static, Generic[T]):
         if not isinstance(index, Index):
             raise ValueError(
                 "update_priorities: index must be the batch.index of a sample, got "
-                f"{type(index).__name__}; a bare row number cannot tell whether the row was "
+                f"{kind_of(index)}; a bare row number cannot tell whether the row was "
                 "overwritten since it was sampled"
             )
         priority = step_checks.as_priority("update_priorities", priority, jnp.shape(index.row))

@@ -14,3 +14,5 @@ from jaxreplay.samplers.sampler import (
 from jaxreplay.samplers.sum_tree import SumTree as SumTree, SumTreeState as SumTreeState
 from jaxreplay.samplers.uniform import Uniform as Uniform
 from jaxreplay.samplers.without_replacement import WithoutReplacement as WithoutReplacement
+from jaxreplay.storage.layout import Layout as Layout
+from jaxreplay.storage.sampleable import Sampleable as Sampleable, WriteEffect as WriteEffect

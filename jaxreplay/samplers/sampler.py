@@ -8,6 +8,7 @@ A sampler sees which rows are sampleable, and never the stored data. Its methods
     sampleable.count()           int32[E], the number of sampleable rows of each stream
     sampleable.select(env, nth)  int32[...], the nth sampleable row of each stream, oldest first
     sampleable.contains(row)     bool[...], whether each row in [0, N) is sampleable
+    sampleable.age(row)          int32[...], the number of newer rows in the row's stream
     sampleable.layout            sizes of the buffer; `split(row)` gives each row's env and position
 """
 
@@ -61,25 +62,26 @@ class Sampler(Static):
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
-      >>> class Newest(jr.samplers.Sampler):
-      ...     '''Sample the newest sampleable row of a random env.'''
+      >>> class Latest(jr.samplers.Sampler):
+      ...     '''Sample the newest sampleable row of a random env that has one.'''
       ...
       ...     def size(self, state, sampleable):
       ...         return (sampleable.count() > 0).sum(dtype=jnp.int32)
       ...
       ...     def sample(self, state, sampleable, key, batch_size):
-      ...         env = jax.random.randint(key, (batch_size,), 0, sampleable.layout.num_envs)
-      ...         row = self.newest(sampleable, env)
+      ...         has_rows = jnp.log((sampleable.count() > 0).astype(jnp.float32))
+      ...         env = jax.random.categorical(key, has_rows, shape=(batch_size,))
+      ...         row = self.latest(sampleable, env)
       ...         return jr.samplers.Draw(state, row, self.probability(state, sampleable, row))
       ...
       ...     def probability(self, state, sampleable, row):
       ...         env, _ = sampleable.layout.split(row)
-      ...         is_newest = sampleable.contains(row) & (row == self.newest(sampleable, env))
-      ...         return jnp.where(is_newest, 1 / sampleable.layout.num_envs, 0)
+      ...         is_latest = sampleable.contains(row) & (row == self.latest(sampleable, env))
+      ...         return jnp.where(is_latest, 1 / self.size(state, sampleable), 0)
       ...
-      ...     def newest(self, sampleable, env):
+      ...     def latest(self, sampleable, env):
       ...         return sampleable.select(env, jnp.maximum(sampleable.count()[env] - 1, 0))
-      >>> buffer = jr.items(capacity=8, batch_size=2, sampler=Newest())
+      >>> buffer = jr.items(capacity=8, batch_size=2, sampler=Latest())
       >>> state = buffer.extend(buffer.init(jnp.int32(0)), jnp.arange(5)[:, None])
       >>> buffer.sample(state, jax.random.key(0)).experience.tolist()
       [4, 4]

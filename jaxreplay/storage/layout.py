@@ -125,7 +125,11 @@ class Layout(Static):
         return self.autoreset is not None and row_flags.termination_has_final_row(self.autoreset)
 
     def closes_episode(self, flags: jax.Array) -> jax.Array:
-        """Return which rows are the last of their episodes: bool[...], from flags uint8[...]."""
+        """Return which rows are the last of their episodes: bool[...].
+
+        Args:
+          flags: uint8[...], of the rows.
+        """
         assert self.autoreset is not None
         return row_flags.closes_episode(flags, self.autoreset)
 
@@ -134,23 +138,45 @@ class Layout(Static):
         return ring.arange(self.num_envs)
 
     def row(self, env: jax.Array, position: jax.Array) -> jax.Array:
-        """Return the row at a position of a stream: int32[...]."""
+        """Return the row at a position of a stream: int32[...].
+
+        Args:
+          env: int32[...], streams.
+          position: int32[...], in [0, length).
+        """
         return env * self.length + position
 
     def split(self, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the stream and the position of each row: int32[...] both."""
+        """Return the stream and the position in its ring of each row: int32[...] both.
+
+        Args:
+          row: int32[...], in [0, capacity).
+        """
         return ring.split(row, self.length)
 
     def wrap(self, position: jax.Array) -> jax.Array:
-        """Put a position from `[-length, 2 * length)` back on the ring."""
+        """Return positions in [0, length) for positions that left the ring: int32[...].
+
+        Args:
+          position: int32[...], in [-length, 2 * length).
+        """
         return ring.wrap(position, self.length)
 
     def number(self, lap: jax.Array, position: jax.Array) -> jax.Array:
-        """Number a row in its stream, overwritten rows counted, modulo 2^32: uint32[...]."""
+        """Return the number of rows that were written before a row in its stream: uint32[...].
+
+        Args:
+          lap: uint32[...], how often the ring was filled before the row was written.
+          position: int32[...], the row's position in the ring.
+        """
         return lap * jnp.uint32(self.length) + position.astype(jnp.uint32)
 
     def ahead(self, row: jax.Array, offset: ArrayLike) -> jax.Array:
-        """Return the rows that lie `offset` rows forward in their stream: int32[...]. The offset is
-        in `[-length, length)`."""
+        """Return the rows that lie some rows forward in their stream: int32[...].
+
+        Args:
+          row: int32[...], in [0, capacity).
+          offset: int32[...], in [-length, length).
+        """
         env, position = self.split(row)
         return self.row(env, self.wrap(position + offset))

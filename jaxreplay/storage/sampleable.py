@@ -97,17 +97,27 @@ class WriteEffect(NamedTuple):
     With a period, or across episodes, rows that are no candidates may be pending, too. A sampler
     that follows rows one by one must remember which of the written rows are candidates. If their
     flags were read here, XLA would copy all flags before the next write.
+
+    Attributes:
+      layout: Sizes of the buffer.
+      row: int32[W, E], the rows; the capacity where there is none.
+      became_sampleable: bool[W, E], True where the window became complete.
+      is_written: bool[K, E], True where a row was written.
+      is_candidate: bool[K, E], True for written rows that are sampleable once their window is
+        complete.
+      is_gone: bool[W, E], True for rows that were overwritten or expired.
+      age: int32[W, E], number of rows of the stream that were written after the row.
+      start: int32[] or int32[E], position of `row[0]` in the ring. If it is a scalar, `row` is the
+        same range of every stream.
     """
 
     layout: Layout
-    row: jax.Array  # int32[W, E]; capacity where there is none
-    became_sampleable: jax.Array  # bool[W, E]: the window became complete
-    is_written: jax.Array  # bool[K, E]
-    is_candidate: jax.Array  # bool[K, E]: written, and sampleable once the window is complete
-    is_gone: jax.Array  # bool[W, E]: overwritten by a new row, or expired
-    age: jax.Array  # int32[W, E]: rows of its stream written after it
-    # int32[] or int32[E]: ring position of `row[0]`; if it is a scalar, `row` is the same range of
-    # every stream
+    row: jax.Array
+    became_sampleable: jax.Array
+    is_written: jax.Array
+    is_candidate: jax.Array
+    is_gone: jax.Array
+    age: jax.Array
     start: jax.Array
 
 
@@ -192,16 +202,27 @@ def effect_of(before: "Sampleable", after: "Sampleable", written: Written) -> Wr
 
 @dataclasses.dataclass(frozen=True)
 class Sampleable:
-    """The set of sampleable rows of a buffer's state, E streams."""
+    """The set of sampleable rows of a buffer's state; E streams, each the ring of one env.
+
+    Attributes:
+      streams: The stored rows.
+      table: The table behind `episodes`, or None.
+      num_pending: int32[E], number of each stream's newest rows whose look-ahead is not known.
+      num_expired: int32[E], number of each stream's oldest rows whose look-back is overwritten.
+    """
 
     streams: Streams
     table: EpisodeState | None
-    num_pending: jax.Array  # int32[E]: newest rows of each stream whose look-ahead is not known
-    num_expired: jax.Array  # int32[E]: oldest rows of each stream whose look-back is overwritten
+    num_pending: jax.Array
+    num_expired: jax.Array
 
     @classmethod
     def of(cls, state: ReplayState) -> "Sampleable":
-        """Return the set of sampleable rows of a state."""
+        """Return the set of sampleable rows of a state.
+
+        Args:
+          state: A buffer's state.
+        """
         num_pending, num_expired, streams = state.num_pending, state.num_expired, state.streams
         if num_pending is None:  # the window reaches to the episode's end
             num_pending = _episodes(streams, state.episodes).num_unfinished()
@@ -215,14 +236,16 @@ class Sampleable:
 
     @property
     def layout(self) -> Layout:
+        """Sizes of the buffer."""
         return self.streams.layout
 
     @property
     def episodes(self) -> Episodes:
+        """Look-ups of episodes, if the sampler's window has `needs_episodes=True`."""
         return _episodes(self.streams, self.table)
 
     def count(self) -> jax.Array:
-        """Count the sampleable rows of each stream: int32[E]."""
+        """Return the number of sampleable rows of each stream: int32[E]."""
         window, filled = self.layout.window, self.streams.heads.filled
         if self.streams.flags is None:
             return filled - self.num_pending
@@ -233,7 +256,11 @@ class Sampleable:
         return jnp.maximum(from_oldest - self._candidates_since(self.num_pending), 0)
 
     def contains(self, row: jax.Array) -> jax.Array:
-        """Return whether each row, in `[0, capacity)`, is sampleable: bool[...]."""
+        """Return whether each row is sampleable: bool[...].
+
+        Args:
+          row: int32[...], in [0, capacity).
+        """
         env, _ = self.layout.split(row)
         age = self.streams.age(row)
         return (
@@ -243,8 +270,20 @@ class Sampleable:
         )
 
     def is_candidate(self, row: jax.Array) -> jax.Array:
-        """Return whether each row, if it is written, is a candidate: bool[...]."""
+        """Return whether each row, if it is written, is a candidate: bool[...].
+
+        Args:
+          row: int32[...], in [0, capacity).
+        """
         return ~self.streams.has(row, row_flags.NO_CANDIDATE)
+
+    def age(self, row: jax.Array) -> jax.Array:
+        """Return the number of rows of its stream that were written after each row: int32[...].
+
+        Args:
+          row: int32[...], in [0, capacity).
+        """
+        return self.streams.age(row)
 
     def select(self, env: jax.Array, nth: jax.Array) -> jax.Array:
         """Return the `nth` sampleable row of each stream `env`, oldest first: int32[...].
@@ -329,7 +368,11 @@ class Sampleable:
         return self._candidate_number_of_newest(self.streams.heads.filled - self.num_expired)
 
     def look_back(self, row: jax.Array) -> jax.Array:
-        """Count the rows before each stored row that its window reads: int32[...]."""
+        """Return the number of rows before each stored row that its window reads: int32[...].
+
+        Args:
+          row: int32[...], in [0, capacity).
+        """
         before = self.layout.window.before
         if before is None:
             return self.episodes.steps_from_start(row)

@@ -218,8 +218,8 @@ class WrappedReader(RowReader):
     """Base class of readers that change what another reader, `inner`, reads for a `WrappedView`.
 
     A subclass overrides methods and calls `self.inner` for the values to be changed. It is made by
-    `around`. Only `obs`, `reward`, `is_terminated` and `at` forward to `inner`. The other methods
-    read the stored rows: they do not see changes that `inner` makes to actions, extras or flags.
+    `around`. Methods that are not overridden return what `inner` returns; `item`, `has` and
+    `rows_before` read the stored rows.
 
     Attributes:
       streams: The stored rows of all envs.
@@ -275,11 +275,26 @@ class WrappedReader(RowReader):
     def obs(self, offset: ArrayLike) -> PyTree:
         return self._inner.obs(offset)
 
+    def action(self, offset: ArrayLike) -> PyTree:
+        return self._inner.action(offset)
+
     def reward(self, offset: ArrayLike) -> PyTree:
         return self._inner.reward(offset)
 
+    def extras(self, offset: ArrayLike) -> PyTree:
+        return self._inner.extras(offset)
+
     def is_terminated(self, offset: ArrayLike) -> jax.Array:
         return self._inner.is_terminated(offset)
+
+    def is_truncated(self, offset: ArrayLike) -> jax.Array:
+        return self._inner.is_truncated(offset)
+
+    def is_final(self, offset: ArrayLike) -> jax.Array:
+        return self._inner.is_final(offset)
+
+    def is_first(self, offset: ArrayLike) -> jax.Array:
+        return self._inner.is_first(offset)
 
     def at(self, **changes: Any) -> RowReader:
         return dataclasses.replace(self, inner=self._inner.at(**changes), **changes)

@@ -400,3 +400,62 @@ def test_a_sequence_stops_where_its_new_goal_ends_the_episode():
         assert mask.tolist() == [False] * 2 + [True] * steps + [False] * (5 - steps)
         assert np.flatnonzero(ends[2:]).tolist() == ([length - 1] if length <= 5 else [])
         assert obs[2:].tolist() == [*range(start, start + steps + 1)] + [0] * (5 - steps)
+
+
+class _Marked(jr.views.WrappedReader):
+    """Each value with its sign turned, each flag with the other value."""
+
+    def obs(self, offset):
+        return -self.inner.obs(offset)
+
+    def action(self, offset):
+        return -self.inner.action(offset)
+
+    def reward(self, offset):
+        return -self.inner.reward(offset)
+
+    def extras(self, offset):
+        return -self.inner.extras(offset)
+
+    def is_terminated(self, offset):
+        return ~self.inner.is_terminated(offset)
+
+    def is_truncated(self, offset):
+        return ~self.inner.is_truncated(offset)
+
+    def is_final(self, offset):
+        return ~self.inner.is_final(offset)
+
+    def is_first(self, offset):
+        return ~self.inner.is_first(offset)
+
+
+class _Marks(jr.views.WrappedView):
+    def read(self, reader):
+        return self.inner.read(_Marked.around(reader))
+
+
+class _All(jr.views.View):
+    window = jr.views.Window()
+
+    def read(self, reader):
+        step = reader.step(0)
+        return step, reader.is_final(0), reader.is_first(0)
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_what_a_reader_changes_passes_through_other_wrappers(is_inside):
+    def stack(view):
+        return jr.views.FrameStack(num_frames=1, axis=0, inner=view)
+
+    view = stack(_Marks(inner=_All())) if is_inside else _Marks(inner=stack(_All()))
+    buffer = jr.ReplayBuffer(
+        capacity=4, batch_size=1, sampler=jr.Uniform(), view=view, autoreset="next_step"
+    )
+    one, flag = jnp.ones((2, 1)), jnp.zeros((2, 1), bool)
+    steps = jr.Step(obs=one, action=one, reward=one, terminated=flag, truncated=flag, extras=one)
+    state = buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], steps))
+    item = buffer.get(buffer.extend(state, steps), jnp.array([0])).experience
+    step, is_final, is_first = jax.tree.map(lambda leaf: leaf.item(), item)
+    assert (step.obs, step.action, step.reward, step.extras) == (-1, -1, -1, -1)
+    assert (step.terminated, step.truncated, is_final, is_first) == (True, True, True, False)

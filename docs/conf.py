@@ -1,0 +1,119 @@
+"""Configuration of the docs: `make docs` builds them, with warnings as errors."""
+
+import importlib
+import inspect
+import os
+import pathlib
+import re
+import sys
+
+HERE = pathlib.Path(__file__).parent
+# Code cells import the drawings of this folder, and the examples.
+PATHS = [str(HERE), str(HERE.parent / "examples")]
+sys.path[:0] = PATHS
+os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from sphinx.errors import ExtensionError  # noqa: E402
+
+import jaxreplay  # noqa: E402
+
+project = "jaxreplay"
+copyright = "the authors of jaxreplay"
+release = version = jaxreplay.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.intersphinx",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+exclude_patterns = ["_build", "README.md"]
+nitpicky = False
+
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+nb_execution_mode = "force"
+nb_execution_timeout = 300
+nb_execution_raise_on_error = True
+nb_execution_show_tb = True
+nb_merge_streams = True
+
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+napoleon_custom_sections = ["References"]
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+intersphinx_mapping = {}
+
+html_theme = "sphinx_book_theme"
+html_title = "jaxreplay"
+html_theme_options = {
+    "repository_url": "https://github.com/jaxreplay/jaxreplay",
+    "use_repository_button": True,
+    "use_download_button": False,
+    "show_navbar_depth": 1,
+    "show_toc_level": 2,
+}
+
+
+def _as_literals(app, what, name, obj, options, lines):
+    """Docstrings have names in single backticks, as Markdown; reStructuredText wants two."""
+    text = re.sub(r"(?<!`)`([^`]+)`(?!`)(\w?)", _literal, "\n".join(lines))
+    text = re.sub(r"^( +\w+)_: ", r"\1\\_: ", text, flags=re.MULTILINE)  # else a reference
+    lines[:] = text.split("\n")
+
+
+def _literal(match):
+    return f"``{match[1]}``" + (f"\\ {match[2]}" if match[2] else "")
+
+
+def _check_api(app, error):
+    """Raise an error for a public name that no page of the API describes."""
+    described = app.env.domaindata["py"]["objects"]
+    packages = ("", ".buffers", ".checkpoint", ".inspection", ".samplers", ".sb3", ".views")
+    modules = (".autoreset", ".datasets", ".targets", ".torch", ".types")
+    public = [
+        f"jaxreplay{module}.{name}"
+        for module in packages + modules
+        for name, value in vars(importlib.import_module("jaxreplay" + module)).items()
+        if _is_public(sys.modules["jaxreplay" + module], name, value, module in packages)
+    ]
+    pages = {name.rpartition(".")[2] for name in described}
+    missing = [name for name in public if name.rpartition(".")[2] not in pages]
+    if missing and not error:
+        raise ExtensionError(f"not on a page of the API: {', '.join(missing)}")
+
+
+def _is_public(module, name, value, is_package):
+    if not (inspect.isclass(value) or inspect.isfunction(value)):
+        return False
+    if hasattr(module, "__all__"):
+        return name in module.__all__
+    if is_package:
+        return inspect.isclass(value) and value.__module__.startswith("jaxreplay")
+    return value.__module__ == module.__name__ and not name.startswith("_")
+
+
+def _short_types(app, what, name, obj, options, signature, returned):
+    """Return a signature with the names that users know."""
+    return tuple(
+        text
+        and text.replace("jax.jaxlib._jax.Array", "jax.Array").replace(
+            "jaxlib._jax.Array", "jax.Array"
+        )
+        for text in (signature, returned)
+    )
+
+
+def setup(app):
+    app.connect("autodoc-process-signature", _short_types)
+    app.connect("autodoc-process-docstring", _as_literals, priority=1)
+    app.connect("build-finished", _check_api)
