@@ -1,29 +1,27 @@
-"""The shape of a world from random walks: eigenvectors of its Laplacian, learned from pairs at a
-geometric horizon.
+"""Eigenvectors of a world's Laplacian, learned from pairs at a geometric horizon.
 
-    python examples/laplacian.py --seed 0  # 45 s on two CPU cores; writes out/laplacian.png
+    python examples/laplacian.py   # 2 minutes on two CPU cores; writes out/laplacian.png
 
-Random walks through four rooms fill a `jr.future_pairs` buffer. It draws an episode, one of its
-steps, and the observation k steps later, P(k) in proportion to discount^(k - 1) up to the episode's
-end; a draw costs the same however long episodes are. From such pairs alone a network learns
-functions of the place, each orthogonal to those before it: what varies slowest along a walk comes
-first.
+Copy `BUFFER` and `loss`. Random walks through four rooms fill a `jr.future_pairs` buffer. A sample
+chooses an episode, one of its steps, and the observation k steps later, with P(k) in proportion to
+gamma ** (k - 1) up to the episode's end. From such pairs, a network learns functions of the place.
+Each is orthogonal to those before it, and those that vary most slowly along a walk come first.
 
-A random walk is as likely to go from one cell to another as back, so that the exact eigenvectors
-are those of its transition matrix, and the exact eigenvalues follow from the law that pairs are
-drawn by. The table compares what was learned with both.
+The random walk is symmetric. The exact eigenvectors are therefore those of its transition matrix,
+and the exact eigenvalues follow from the distribution of the pairs. The table compares both with
+the learned ones.
 
-Source: Gomez, Bowling and Machado, "Proper Laplacian Representation Learning" (2024), section 4.
-Where we differ: the weight of the barrier does not grow, and the rates fall to 0.
+References:
+  Gomez, Bowling and Machado, "Proper Laplacian Representation Learning" (2024), section 4.
+  Here the weight of the barrier is constant, and the learning rates decay to 0.
 """
 
-import argparse
 import functools
-import pathlib
 import sys
 import time
 from typing import Any
 
+import _common as common
 import flax.linen as nn
 import flax.struct
 import jax
@@ -51,23 +49,22 @@ ROOMS = """
 IS_FREE = np.array([[cell == " " for cell in line] for line in ROOMS.split("\n")[1:-1]])
 NUM_CELLS = int(IS_FREE.sum())
 NUM_ENVS, EPISODE_LENGTH = 64, 100
-DISCOUNT = 0.9  # of the horizon
-NUM_VECTORS = 6  # learned; the first is constant, and neither plotted nor in the table
+GAMMA = 0.9  # of the horizon
+NUM_VECTORS = 6  # the first is constant, and therefore neither plotted nor in the table
 BARRIER = 2.0  # weight of the squared error of orthogonality
-# at which the multipliers follow that error; this rate and the next fall to 0 linearly
-DUAL_RATE = 0.02
+DUAL_RATE = 0.02  # of the multipliers; both rates decay to 0 linearly
 LEARNING_RATE = 1e-3
-CHUNKS = 20  # of a run: after each the progress bar moves
+CHUNKS = 20  # of a run: the progress bar moves after each
 
 BUFFER = jr.future_pairs(
-    capacity=262_144, num_envs=NUM_ENVS, batch_size=1_024, gamma=DISCOUNT, autoreset="same_step"
+    capacity=262_144, num_envs=NUM_ENVS, batch_size=1_024, gamma=GAMMA, autoreset="same_step"
 )
 OPTIMIZER = optax.scale_by_adam()
 NETWORK = nn.Sequential([nn.Dense(128), nn.relu, nn.Dense(128), nn.relu, nn.Dense(NUM_VECTORS)])
 
 
 class Carry(flax.struct.PyTreeNode):
-    """All that changes while learning. D = NUM_VECTORS."""
+    """The state of learning. D = NUM_VECTORS."""
 
     params: Any
     opt_state: Any
@@ -77,8 +74,8 @@ class Carry(flax.struct.PyTreeNode):
 
 
 def neighbors():
-    """Return the cell that each of four moves leads to; a wall holds one back: int32[NUM_CELLS,
-    4]."""
+    """Return the cell that each of four moves leads to, int32[NUM_CELLS, 4]. A move into a wall
+    stays in its cell."""
     number = np.full(IS_FREE.shape, -1)
     number[IS_FREE] = np.arange(NUM_CELLS)
     cells = np.argwhere(IS_FREE)
@@ -89,22 +86,23 @@ def neighbors():
 
 
 def exact():
-    """Eigenvalues of the Laplacian that pairs are drawn from, ascending, float64[D], and
-    eigenvectors, float64[NUM_CELLS, D]."""
+    """Return the eigenvalues of the Laplacian that pairs are sampled from, ascending, float64[D],
+    and its eigenvectors, float64[NUM_CELLS, D]."""
     walk = np.zeros((NUM_CELLS, NUM_CELLS))
     np.add.at(walk, (np.arange(NUM_CELLS)[:, None], neighbors()), 0.25)
     values, vectors = (x[..., ::-1][..., :NUM_VECTORS] for x in np.linalg.eigh(walk))
     kept = 0
-    for bound in range(1, EPISODE_LENGTH + 1):  # steps to the end, all alike: k = 1 .. bound
+    for bound in range(1, EPISODE_LENGTH + 1):  # steps to the end, equally often: k = 1 .. bound
         horizons = np.arange(1, bound + 1)
-        law = DISCOUNT**horizons / np.sum(DISCOUNT**horizons)
-        kept = kept + law @ values ** horizons[:, None] / EPISODE_LENGTH
+        distribution = GAMMA**horizons / np.sum(GAMMA**horizons)
+        kept = kept + distribution @ values ** horizons[:, None] / EPISODE_LENGTH
     return 1 - kept, vectors
 
 
 @functools.partial(jax.jit, static_argnames="num_episodes")
 def collect(key, num_episodes):
-    """A buffer with so many walks of each env; every one starts in any cell."""
+    """Return a buffer's state with so many walks of each env. Each walk starts in a random
+    cell."""
     moves = jnp.asarray(neighbors())
 
     def step(carry, x):
@@ -137,13 +135,14 @@ def collect(key, num_episodes):
 
 
 def functions(params, cell):
-    """The learned functions at each cell: float32[B, D]."""
+    """Return the learned functions at each cell, float32[B, D]."""
     return NETWORK.apply(params, jax.nn.one_hot(cell, NUM_CELLS))
 
 
 @functools.partial(jax.jit, static_argnames="num_steps")
 def learn(carry, buffer_state, total_steps, num_steps):
-    """The carry after so many gradient steps, and the loss of each, float32[num_steps]."""
+    """Return the carry after so many gradient steps, and the squared error of orthogonality of
+    each, float32[num_steps]."""
 
     def step(carry, _):
         key, sample_key = jax.random.split(carry.key)
@@ -160,13 +159,13 @@ def learn(carry, buffer_state, total_steps, num_steps):
 
 
 def loss(params, multipliers, pairs):
-    """The augmented Lagrangian, float32[], and how far the functions are from orthonormal,
-    float32[D, D], lower triangular."""
+    """Return the augmented Lagrangian, float32[], and the error of orthonormality, float32[D, D],
+    lower triangular."""
     here, there = functions(params, pairs.obs), functions(params, pairs.future_obs)
     smoothness = 0.5 * jnp.square(here - there).mean(axis=0).sum()
-    # A function answers for those before it, not they for it: else any rotation of all would do as
-    # well.
-    # Of two halves, as the square of one mean is no mean of squares.
+    # Each function has a gradient from those before it, and not from those after it: otherwise any
+    # rotation of all functions would be a solution.
+    # The product of two halves of the batch is an unbiased estimate; the square of one mean is not.
     one, other = (
         jnp.tril(half.T @ jax.lax.stop_gradient(half) / len(half) - jnp.eye(NUM_VECTORS))
         for half in jnp.split(here, 2)
@@ -178,12 +177,8 @@ def loss(params, multipliers, pairs):
 
 
 def compare(carry):
-    """Compare what was learned with what is exact.
-
-    Returns:
-      Eigenvalues, learned and exact, [D]; vectors of unit length and one sign, learned and exact,
-        [NUM_CELLS, D].
-    """
+    """Return learned and exact eigenvalues, [D], and learned and exact vectors of unit length and
+    equal sign, [NUM_CELLS, D]."""
     values, vectors = exact()
     learned = np.asarray(functions(carry.params, jnp.arange(NUM_CELLS)))
     learned = learned / np.linalg.norm(learned, axis=0)
@@ -210,28 +205,9 @@ def plot(path, learned_values, values, learned, vectors):
 
 
 def main(argv=None):
-    """Walk, learn, compare, plot and print a table; returns its figures, and whether the claim
-    holds."""
-    parser = argparse.ArgumentParser(
-        description="Laplacian eigenvectors from pairs at a geometric horizon."
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--steps", type=int, default=12_000, help="gradient steps, rounded down to whole chunks"
-    )
+    parser = common.parser(__doc__, out="out/laplacian.png", steps=12_000)
     parser.add_argument("--episodes", type=int, default=40, help="walks of each env")
-    parser.add_argument(
-        "--target",
-        type=float,
-        default=0.95,
-        help="the exit status is 1 where a vector has a smaller cosine",
-    )
-    parser.add_argument(
-        "--out",
-        type=pathlib.Path,
-        default=pathlib.Path("out/laplacian.png"),
-        help="where the plot goes",
-    )
+    parser.add_argument("--target", type=float, default=0.95, help="of the smallest cosine")
     args = parser.parse_args(argv)
     began = time.perf_counter()
     walk_key, network_key, key = jax.random.split(jax.random.key(args.seed), 3)
@@ -254,22 +230,16 @@ def main(argv=None):
     print("eigenvector    learned λ    exact λ    cosine")
     for i in range(1, NUM_VECTORS):
         print(f"{i:11} {learned_values[i]:12.4f} {values[i]:10.4f} {cosine[i]:9.4f}")
-    figures = {
-        "gradient_steps": int(carry.step),
-        "pairs_drawn": int(carry.step) * BUFFER.batch_size,
-        "smallest_cosine": round(float(cosine.min()), 4),
-        "seconds": round(time.perf_counter() - began, 1),
-        "plot": str(args.out),
-    }
-    for name, value in figures.items():
-        print(f"{name.replace('_', ' '):18}", value if isinstance(value, str) else f"{value:,}")
-    return figures | {"reached": figures["smallest_cosine"] >= args.target}
+    smallest = round(float(cosine.min()), 4)
+    return common.report(
+        smallest >= args.target,
+        gradient_steps=int(carry.step),
+        pairs_sampled=int(carry.step) * BUFFER.batch_size,
+        smallest_cosine=smallest,
+        seconds=round(time.perf_counter() - began, 1),
+        plot=str(args.out),
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(
-        0
-        if main()["reached"]
-        else "not reached: a cosine is below the target, which is for a full run; the eigenvalues "
-        "settle last"
-    )
+    sys.exit(0 if main()["reached"] else "not reached: a cosine is below the target")

@@ -1,18 +1,21 @@
-"""A run that is killed goes on as if it had not been: the agent in orbax's CheckpointManager, its
-buffer in jaxreplay's Checkpointer.
+"""Kill a run and resume it with bit-identical returns: orbax for the agent, `Checkpointer` for the
+buffer.
 
-    python examples/resume.py        # a minute on two CPU cores
+    python examples/resume.py   # 2 minutes on two CPU cores
 
-The training of `dqn.py` runs twice: once from end to end, and once in a process that is killed two
-times, wherever it happens to be, and started again. The returns of all chunks must be equal to the
-last bit.
+Copy `Saves`. `save` writes the buffer first, and then the agent under the same step. A step that
+orbax has is therefore complete in both. If a kill leaves a step in one of them, the next run writes
+it again. Each save of the buffer writes the rows added since the previous save.
 
-What to look at: `save` writes the buffer first and the agent after it, under the same step, so that
-a step which orbax has is there in both; what a kill between the two has left is replaced later. The
-buffer's save writes only the rows that came since the one before.
+The training of `dqn.py` runs twice: once without a break, and once in a process that is killed two
+times and started again. The returns of all chunks must be equal.
+
+References:
+  https://orbax.readthedocs.io, for `CheckpointManager`.
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import random
@@ -22,6 +25,7 @@ import subprocess
 import sys
 import time
 
+import _common as common
 import dqn
 import jax
 import numpy as np
@@ -32,41 +36,37 @@ from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError
 
 
 class Saves:
-    """Both checkpoints of a run, in one folder."""
+    """The checkpoints of a run: the agent's and the buffer's, in one folder."""
 
     def __init__(self, folder):
         options = ocp.CheckpointManagerOptions(max_to_keep=2)
         self._agent = ocp.CheckpointManager(folder.absolute() / "agent", options=options)
-        self._checkpointer = Checkpointer(
-            folder / "replay", dqn.BUFFER, max_to_keep=3, progress=False
-        )
+        self._replay = Checkpointer(folder / "replay", dqn.BUFFER, max_to_keep=3, progress=False)
 
     def save(self, step, carry):
-        self._checkpointer.save(carry.buffer_state, step)
+        self._replay.save(carry.buffer_state, step)
         self._agent.save(step, args=ocp.args.StandardSave(_without_buffer(carry)))
         self._agent.wait_until_finished()
 
     def restore(self, carry):
-        """The newest step that is there in both, and the carry; 0 and the one given, where there is
-        none."""
-        steps = set(self._agent.all_steps()) & set(self._checkpointer.all_steps())
+        """Return the newest step that both have, and its carry; 0 and the given one without any."""
+        steps = set(self._agent.all_steps()) & set(self._replay.all_steps())
         if not steps:
             return 0, carry
-        wanted = _without_buffer(carry)
-        del carry  # before the buffer comes back: there is one at a time
+        agent = _without_buffer(carry)
+        del carry  # frees its buffer before another one is read
         for step in sorted(steps, reverse=True):
             try:
-                buffer_state = self._checkpointer.restore(dqn.example_step(), step)
+                buffer_state = self._replay.restore(dqn.EXAMPLE, step)
             except CorruptCheckpointError as error:
                 print(error, file=sys.stderr)
                 continue
             for newer in steps:
                 if newer > step:
                     self._agent.delete(newer)
-            agent = self._agent.restore(step, args=ocp.args.StandardRestore(wanted))
-            return step, agent.replace(
-                buffer_state=buffer_state, key=jax.random.wrap_key_data(agent.key)
-            )
+            agent = self._agent.restore(step, args=ocp.args.StandardRestore(agent))
+            key = jax.random.wrap_key_data(agent.key)
+            return step, agent.replace(buffer_state=buffer_state, key=key)
         raise SystemExit("no step can be restored")
 
 
@@ -74,41 +74,39 @@ def _without_buffer(carry):
     return carry.replace(buffer_state=None, key=jax.random.key_data(carry.key))
 
 
+@functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
+def train(carry, total, iterations):
+    """Return the carry of one seed after so many iterations."""
+    return jax.lax.scan(lambda c, _: (dqn.iteration(c, total), None), carry, length=iterations)[0]
+
+
 def work(folder, chunks, iterations, seed):
-    """Train from the newest save on, and say each chunk's return."""
+    """Train from the newest save on, and print each chunk's return."""
     saves = Saves(folder)
     init_key, evaluation_key = jax.random.split(jax.random.key(seed))
-    start, carry = saves.restore(dqn.init(init_key))
+    start, carry = saves.restore(jax.jit(dqn.init)(init_key))
+    evaluate = jax.jit(dqn.evaluate)
     for chunk in range(start, chunks):
-        carry, _ = dqn.train(carry, chunks * iterations * dqn.NUM_ENVS, iterations)
-        mean = float(dqn.evaluate(carry.params, jax.random.fold_in(evaluation_key, chunk)))
+        carry = train(carry, chunks * iterations, iterations)
+        mean = float(evaluate(carry, jax.random.fold_in(evaluation_key, chunk)))
         print(json.dumps({"chunk": chunk, "return": mean}), flush=True)
         saves.save(chunk + 1, carry)
 
 
 def run(folder, args, kills, bar):
-    """The return of each chunk, of a run whose process is killed so often."""
-    script = [
-        sys.executable,
-        __file__,
-        "--work",
-        "--folder",
-        folder,
-        "--chunks",
-        args.chunks,
-        "--iterations",
-        args.iterations,
-    ]
+    """Return the returns of each chunk, by its number, of a run that is killed `kills` times."""
+    options = {"chunks": args.chunks, "iterations": args.iterations, "seed": args.seed}
+    command = [sys.executable, __file__, "--work", "--folder", str(folder)]
+    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
     chance, returns = random.Random(args.seed), {}
     for number in range(kills + 1):
-        command = [str(part) for part in [*script, "--seed", args.seed]]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             for begun, line in enumerate(process.stdout, 1):
                 found = json.loads(line)
                 returns.setdefault(found["chunk"], []).append(found["return"])
                 bar.update()
                 if number < kills and begun > args.chunks // (kills + 1):
-                    time.sleep(chance.random() * 0.2)  # somewhere in the save, or in the next chunk
+                    time.sleep(chance.random() * 0.2)  # during the save, or in the next chunk
                     process.send_signal(signal.SIGKILL)
                     break
         if number == kills and process.returncode:
@@ -117,50 +115,38 @@ def run(folder, args, kills, bar):
 
 
 def main(argv=None):
-    """Returns the figures that it prints, and whether all returns are equal."""
-    parser = argparse.ArgumentParser(description="A run that is killed, and goes on.")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--chunks", type=int, default=12, help="of the run: after each an evaluation and a save"
-    )
-    parser.add_argument(
-        "--iterations", type=int, default=1_000, help="of a chunk, a step of 16 envs each"
-    )
+    parser.add_argument("--chunks", type=int, default=12, help="each with an evaluation and a save")
+    parser.add_argument("--iterations", type=int, default=500, help="of a chunk")
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument(
-        "--folder",
-        type=pathlib.Path,
-        default=pathlib.Path("out/resume"),
-        help="where the checkpoints go",
+        "--folder", type=pathlib.Path, default=pathlib.Path("out/resume"), help="for checkpoints"
     )
-    parser.add_argument("--work", action="store_true", help="one process of a run")
+    parser.add_argument("--work", action="store_true", help="be one process of a run")
     args = parser.parse_args(argv)
     if args.work:
         work(args.folder, args.chunks, args.iterations, args.seed)
         return {"reached": True}
-    for name in ("whole", "killed"):
+    for name in ("unbroken", "killed"):
         shutil.rmtree(args.folder / name, ignore_errors=True)
     with tqdm(total=2 * args.chunks, unit="chunk") as bar:
-        whole = run(args.folder / "whole", args, 0, bar)
+        unbroken = run(args.folder / "unbroken", args, 0, bar)
         killed = run(args.folder / "killed", args, args.kills, bar)
-    # A chunk that was lost in a kill came twice, and was the same.
-    is_equal = sorted(whole) == sorted(killed) and all(
-        set(killed[chunk]) == set(whole[chunk]) for chunk in whole
+    # A chunk that was lost in a kill has two returns, which must be equal, too.
+    is_equal = sorted(unbroken) == sorted(killed) and all(
+        set(killed[chunk]) == set(unbroken[chunk]) for chunk in unbroken
     )
-    figures = {
-        "chunks": len(whole),
-        "chunks of the killed run": sum(map(len, killed.values())),
-        "last return": round(whole[args.chunks - 1][0], 1),
-        "largest difference": max(
-            (float(np.ptp([*whole[chunk], *killed.get(chunk, [])])) for chunk in whole),
-            default=float("nan"),
-        ),
-        "folder": str(args.folder),
-    }
-    for name, value in figures.items():
-        print(f"{name:26}", value if isinstance(value, str) else f"{value:,}")
-    return figures | {"reached": is_equal}
+    spread = [np.ptp([*unbroken[chunk], *killed.get(chunk, [])]) for chunk in unbroken]
+    return common.report(
+        is_equal,
+        chunks=len(unbroken),
+        chunks_of_the_killed_run=sum(map(len, killed.values())),
+        last_return=round(unbroken[args.chunks - 1][0], 1),
+        largest_difference=float(max(spread, default=np.nan)),
+        folder=str(args.folder),
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(0 if main()["reached"] else "not reached: the returns of the killed run are others")
+    sys.exit(0 if main()["reached"] else "not reached: the returns of the killed run differ")

@@ -1,27 +1,27 @@
-"""Stable-Baselines3's SAC on observations of an image and a vector, in half the memory of its own
-buffer.
+"""Stable-Baselines3's SAC on an image and a vector, in half the memory of its own buffer.
 
-    python examples/sb3_dict_sac.py --seed 0  # 2 minutes on two cores; writes out/sb3_dict_sac.png
+    python examples/sb3_dict_sac.py   # 3 minutes on two CPU cores; writes out/sb3_dict_sac.png
 
-A point moves in a square, and is to come to a spot that only the image shows; the vector says where
-the point is. What to look at: SAC is Stable-Baselines3's own, and `replay_buffer_class=` is all
-that differs. Its `DictReplayBuffer` stores each observation twice, as what was seen and as what was
-seen next, and refuses `optimize_memory_usage`. Here it is stored once, and yet the last observation
-of each episode, which ends by a time limit, is the true one, and is bootstrapped from.
+Copy `replay_buffer_class=jaxreplay.sb3.DictReplayBuffer`: the rest of SAC is Stable-Baselines3's.
+Its own `DictReplayBuffer` stores each observation twice, as the current one and as the next one,
+and does not accept `optimize_memory_usage`. Here each observation is stored once. The last
+observation of each episode, which is cut by a time limit, is still the true one.
 
-Source: Haarnoja et al., "Soft Actor-Critic Algorithms and Applications" (2018).
+A point moves in a square towards a spot. Only the image shows the spot; the vector is the point's
+position.
+
+References:
+  Haarnoja et al., "Soft Actor-Critic Algorithms and Applications" (2018).
 """
 
-import argparse
-import pathlib
 import sys
 import time
 
+import _common as common
 import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
-from matplotlib.figure import Figure
 from stable_baselines3 import SAC
 from stable_baselines3.common import buffers
 from stable_baselines3.common.callbacks import BaseCallback
@@ -30,16 +30,16 @@ from tqdm import tqdm
 
 import jaxreplay.sb3
 
-SIZE = 36  # pixels of the square's edge: the least that Stable-Baselines3's CNN takes
+SIZE = 36  # pixels of the square's edge: the smallest that Stable-Baselines3's CNN accepts
 SPOT = 8  # pixels of the spot's edge
 STEPS = 20  # of an episode
-SPEED = 0.25  # of the square's edge of 2, at the most, in one step
+SPEED = 0.25  # largest distance of a step; the square's edge is 2
 NUM_ENVS = 4
-EPISODES = 100  # of an evaluation
+EPISODES = 100  # in an evaluation
 
 
 class Spot(gymnasium.Env):
-    """The reward of a step is minus the distance to the spot."""
+    """An env whose reward is minus the distance to the spot."""
 
     observation_space = spaces.Dict(
         image=spaces.Box(0, 255, (SIZE, SIZE, 3), np.uint8),
@@ -65,7 +65,7 @@ class Spot(gymnasium.Env):
 
 
 class Progress(BaseCallback):
-    """A progress bar, and the mean return of the latest episodes."""
+    """Show a progress bar with the mean return of the latest episodes."""
 
     def _on_training_start(self):
         self.bar = tqdm(total=self.locals["total_timesteps"], unit="step")
@@ -91,7 +91,7 @@ def make_envs(num_envs, seed):
 
 
 def evaluate(model, seed):
-    """The mean return of an episode, acting without noise."""
+    """Return the mean return of an episode without noise in the actions."""
     envs = make_envs(EPISODES, seed)
     obs, total = envs.reset(), 0.0
     for _ in range(STEPS):
@@ -102,7 +102,7 @@ def evaluate(model, seed):
 
 
 def bytes_of_theirs(buffer):
-    """What Stable-Baselines3's own buffer of the same size takes for a transition."""
+    """Return the memory in bytes of a transition in Stable-Baselines3's own buffer."""
     theirs = buffers.DictReplayBuffer(
         buffer.buffer_size * buffer.n_envs,
         buffer.observation_space,
@@ -120,43 +120,16 @@ def bytes_of_theirs(buffer):
     return sum(leaf.nbytes for leaf in leaves) / (theirs.buffer_size * theirs.n_envs)
 
 
-def plot(returns, model, path):
-    figure = Figure(figsize=(9, 3.5), layout="constrained")
-    curve, picture = figure.subplots(1, 2)
-    curve.plot(*zip(*returns, strict=True))
-    curve.set(
-        xlabel="env steps",
-        ylabel="return, mean of 100 episodes",
-        title="SAC, with the image stored once",
-    )
-    envs = make_envs(1, 7)
-    obs = envs.reset()
-    path_taken = [obs["position"][0]]
-    picture.imshow(obs["image"][0], extent=(-1, 1, 1, -1))
-    for _ in range(STEPS - 1):
-        obs, _, _, _ = envs.step(model.predict(obs, deterministic=True)[0])
-        path_taken.append(obs["position"][0])
-    picture.plot(*zip(*path_taken, strict=True), "r.-")
-    picture.set(title="what it sees, and where it goes")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+def main(argv=None):
+    parser = common.parser(__doc__, out="out/sb3_dict_sac.png", steps=12_000)
+    parser.add_argument("--target", type=float, default=-8.0, help="of the mean return")
+    args = parser.parse_args(argv)
 
-
-def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=12_000, help="env steps")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--target", type=float, default=-8.0, help="mean return that counts as solved"
-    )
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/sb3_dict_sac.png"))
-    options = parser.parse_args(arguments)
-
-    torch.set_num_threads(1)  # for layers as small as these a second one costs more than it brings
+    torch.set_num_threads(1)  # a second thread slows layers of this size down
     start = time.perf_counter()
     model = SAC(
         "MultiInputPolicy",
-        make_envs(NUM_ENVS, options.seed),
+        make_envs(NUM_ENVS, args.seed),
         replay_buffer_class=jaxreplay.sb3.DictReplayBuffer,
         buffer_size=20_000,
         learning_starts=400,
@@ -164,27 +137,30 @@ def main(arguments=None):
         learning_rate=1e-3,
         gamma=0.9,
         policy_kwargs={"net_arch": [64, 64]},
-        seed=options.seed,
+        seed=args.seed,
         device="cpu",
     )
-    before = evaluate(model, options.seed + 1_000)
+    before = evaluate(model, args.seed + 1_000)
     progress = Progress()
-    model.learn(options.steps, callback=progress)
-    after = evaluate(model, options.seed + 1_000)
-    plot(progress.returns, model, options.out)
+    model.learn(args.steps, callback=progress)
+    after = evaluate(model, args.seed + 1_000)
     buffer = model.replay_buffer
     ours = buffer.nbytes / (buffer.buffer_size * buffer.n_envs)
     theirs = bytes_of_theirs(buffer)
-    print(f"  env steps                  {options.steps:,}")
-    print(f"  seconds                    {time.perf_counter() - start:.1f}")
-    print(f"  return before              {before:.1f}")
-    print(f"  return after               {after:.1f}")
-    print(f"  bytes a transition         {ours:,.0f}")
-    print(f"  bytes of SB3s              {theirs:,.0f}")
-    print(f"  transitions held           {buffer.size() * buffer.n_envs:,}")
-    print(f"  plot                       {options.out}")
-    return {"reached": after >= options.target and ours < 0.55 * theirs, "return": after}
+    curves = {"SAC": tuple(np.array(progress.returns).T)}
+    common.plot(args.out, {"title": "Return, mean of 100 episodes", "curves": curves})
+    return common.report(
+        after >= args.target and ours < 0.55 * theirs,
+        env_steps=args.steps,
+        seconds=round(time.perf_counter() - start, 1),
+        return_before=round(before, 1),
+        return_after=round(after, 1),
+        bytes_a_transition=round(ours),
+        bytes_of_SB3s=round(theirs),
+        transitions_held=buffer.size() * buffer.n_envs,
+        plot=str(args.out),
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(not main()["reached"])
+    sys.exit(0 if main()["reached"] else "not reached: return >= the target, in half the memory")

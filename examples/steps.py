@@ -1,11 +1,13 @@
-"""How a `jr.Step` is made of what the envs of each library return, both flags and the final
-observation among them.
+"""Make a `jr.Step` from the output of each env library, with both flags and the final observation.
 
-    python examples/steps.py            # runs those that are installed, and looks at the rows
-    make recipes                        # installs all of them first
+    python examples/steps.py   # runs the libraries that are installed, and inspects the rows
+    make recipes               # installs all of them first
 
-Each recipe makes envs, and adds the steps of a random policy to a buffer; what differs between
-libraries is in `step = jr.Step(...)`.
+Copy `step = jr.Step(...)` of your library. Each recipe makes envs, and adds the steps of a random
+policy to a buffer.
+
+References:
+  Pardo et al., "Time Limits in Reinforcement Learning" (2018), for the two flags.
 """
 
 import argparse
@@ -25,7 +27,7 @@ def buffer_of(autoreset):
 
 
 def gymnasium_next_step(num_steps):
-    """Gymnasium's vector envs: the observation of a done is the final one; the next step resets."""
+    """Gymnasium's vector envs: a done returns the final observation, and the next step resets."""
     import gymnasium
 
     envs = gymnasium.make_vec("CartPole-v1", num_envs=NUM_ENVS, max_episode_steps=20)
@@ -42,7 +44,7 @@ def gymnasium_next_step(num_steps):
 
 
 def gymnasium_same_step(num_steps):
-    """Gymnasium's vector envs with `SAME_STEP`: the final observations are in the info, of the envs
+    """Gymnasium's vector envs with `SAME_STEP`: the info has the final observations of the envs
     that are done."""
     import gymnasium
 
@@ -71,7 +73,7 @@ def gymnasium_same_step(num_steps):
 
 
 def envpool(num_steps):
-    """EnvPool: as Gymnasium's vector envs."""
+    """EnvPool: the same as Gymnasium's vector envs."""
     import envpool
 
     envs = envpool.make_gymnasium("CartPole-v1", num_envs=NUM_ENVS, seed=0, max_episode_steps=20)
@@ -114,11 +116,11 @@ def gymnax(num_steps):
         return (buffer.add(state, step), next_obs, env_state), None
 
     obs, env_state = reset(jax.random.split(jax.random.key(0), NUM_ENVS), params)
-    return looked_at(buffer, act, obs, env_state, jnp.int32(0), num_steps)
+    return inspected(buffer, act, obs, env_state, jnp.int32(0), num_steps)
 
 
 def brax(num_steps):
-    """Brax, and MuJoCo Playground with its wrappers: `done` is 1 for a truncation too, and the
+    """Brax, and MuJoCo Playground with its wrappers: `done` is 1 for truncations too, and the
     final observation is lost."""
     from brax import envs
 
@@ -141,7 +143,7 @@ def brax(num_steps):
 
     env_state = env.reset(jax.random.key(0))
     action = jnp.zeros(env.action_size)
-    return looked_at(buffer, act, env_state.obs, env_state, action, num_steps)
+    return inspected(buffer, act, env_state.obs, env_state, action, num_steps)
 
 
 def jumanji(num_steps):
@@ -169,12 +171,12 @@ def jumanji(num_steps):
         return (buffer.add(state, step), timestep.observation, env_state), None
 
     env_state, timestep = env.reset(jax.random.split(jax.random.key(0), NUM_ENVS))
-    return looked_at(buffer, act, timestep.observation, env_state, jnp.int32(0), num_steps)
+    return inspected(buffer, act, timestep.observation, env_state, jnp.int32(0), num_steps)
 
 
 def craftax(num_steps):
-    """Craftax, and gymnax before 1.0: a bare `done`. The clock of the state before the step tells
-    whether it was the time limit; the final observation is lost."""
+    """Craftax, and gymnax before 1.0: `done` is the only flag, and the final observation is lost.
+    The clock of the state before the step shows the time limit."""
     from craftax.craftax_env import make_craftax_env_from_name
 
     env = make_craftax_env_from_name("Craftax-Classic-Symbolic-v1", auto_reset=True)
@@ -200,11 +202,11 @@ def craftax(num_steps):
         return (buffer.add(state, step), next_obs, env_state), None
 
     obs, env_state = reset(jax.random.split(jax.random.key(0), NUM_ENVS), params)
-    return looked_at(buffer, act, obs, env_state, jnp.int32(0), num_steps)
+    return inspected(buffer, act, obs, env_state, jnp.int32(0), num_steps)
 
 
-def looked_at(buffer, act, obs, env_state, action, num_steps):
-    """Run `act`, and inspect the rows. `action`: one env's."""
+def inspected(buffer, act, obs, env_state, action, num_steps):
+    """Run `act`, and inspect the rows. `action` is one env's."""
     one = lambda tree: jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree
     )
@@ -233,7 +235,7 @@ RECIPES = {
 
 
 def main(args=None):
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--num-steps", type=int, default=400, help="of each env")
     options = parser.parse_args(args)
     for library, recipes in RECIPES.items():
