@@ -13,6 +13,16 @@ PATHS = [str(HERE), str(HERE.parent / "examples")]
 sys.path[:0] = PATHS
 os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The pages share compiled programs: of all their small operations, too.
+OUT = HERE.parent / "out"
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(OUT / "xla")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+# Each kernel would warn that it listens on this machine.
+os.environ["IPYTHONDIR"] = str(OUT / "ipython")
+PROFILE = OUT / "ipython" / "profile_default"
+PROFILE.mkdir(parents=True, exist_ok=True)
+(PROFILE / "ipython_kernel_config.py").write_text("c.IPKernelApp.log_level = 'ERROR'\n")
 
 from sphinx.errors import ExtensionError  # noqa: E402
 
