@@ -11,6 +11,7 @@ import re
 import textwrap
 import typing
 
+import jax
 import pytest
 
 import jaxreplay
@@ -235,3 +236,29 @@ def test_every_docstring_begins_with_a_verb_or_the_thing(path):
         if isinstance(node, nodes)
     ]
     assert not [f"{name}: {doc.splitlines()[0]}" for name, doc in docs if ODD_START.match(doc)]
+
+
+def _bad(array: jax.Array, number: int = 3) -> int:
+    """Of a thing.
+
+    Fields:
+      array: One.
+
+    Args:
+      array: Numbers.
+      other: Another.
+    """
+    raise ValueError(array, number)
+
+
+def test_a_bad_docstring_is_noticed():
+    assert set(complaints("jaxreplay.gae", _bad)) == {
+        "begins with Of",
+        "a section Fields",
+        "array has no shape",
+        "number has no entry",
+        "other is no argument",
+        "does not say what it returns",
+        "ValueError is not in Raises",
+        "has no example",
+    }
