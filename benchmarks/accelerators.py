@@ -1,9 +1,10 @@
-"""What the compilers make of a training step for accelerators that are not there: writes
-ACCELERATORS.md. `make aot` installs them first.
+"""The compilers' figures of a training step for absent accelerators: writes ACCELERATORS.md.
+
+`make aot` installs the compilers first.
 
 python benchmarks/accelerators.py v5e H100        # other devices keep their tables
 
-flashbax is compiled in the same way, in the same run: its flat buffers, with rows as it wants them.
+flashbax's flat buffers, with rows in its own form, are compiled in the same way in the same run.
 """
 
 import importlib.metadata
@@ -43,7 +44,7 @@ the host, one CUDA graph.
 
 
 def of_flashbax(case: Case, platform: str) -> dict[str, Any]:
-    """Its programs for the same rows, by operation; none for the buffers that it lacks."""
+    """Map operations to flashbax's programs for the same rows; empty for buffers that it lacks."""
     sizes = {
         "max_length": case.capacity,
         "min_length": NUM_ENVS,
@@ -99,10 +100,10 @@ def of_flashbax(case: Case, platform: str) -> dict[str, Any]:
 
 
 def figures(device: str, program: Any) -> str:
-    """Cells of a row."""
+    """Return the cells of a row."""
     try:
         found = devices.compiled(device, *program)
-    except Exception as error:  # as where the device's memory does not hold it
+    except Exception as error:  # for example, the rows exceed the device's memory
         words = str(error).replace("\n", " ").replace("|", "/")
         return f"not compiled: {words[:90]} | | | |"
     mega = lambda size: f"{size / 1e6:,.1f}"

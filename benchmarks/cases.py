@@ -1,5 +1,5 @@
-"""What is measured: every row of the results, and in each row the columns that are measured side by
-side."""
+"""The measured cases: every row of the results, and in each row the columns that are measured side
+by side."""
 
 import dataclasses
 
@@ -10,28 +10,27 @@ ONE_THREAD = ", one thread"  # after a library's name: its process gives XLA one
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One thing to time in one library. It crosses to the worker as JSON, so that its fields are
-    plain."""
+    """One thing to time in one library. Its fields are plain, since the worker gets it as JSON."""
 
-    # "uniform", "prioritized" or "items"; of look-ups "episodes", "two terminals", "hindsight" or
+    # "uniform", "prioritized" or "items"; for look-ups "episodes", "two terminals", "hindsight" or
     # "sequences"
     buffer: str
-    # "add", "sample", "update" or "fused": all that a training step does with its buffer; "look
-    # up"; "ragged"; "crossing"; "sb3 add" or "sb3 sample"
+    # "add", "sample", "update" or "fused" (all buffer operations of a training step); "look up";
+    # "ragged"; "crossing"; "sb3 add" or "sb3 sample"
     operation: str
     mode: str  # "call": one jitted call after another; "scan": iterations of one compiled loop
     capacity: int
     obs: str = "vector"  # "vector": float32[8]; "image": uint8[84, 84, 4]
-    form: str = ""  # a variant: see the file that prepares the case
+    form: str = ""  # a variant, explained in the file that prepares the case
     iterations: int = 512
     num_envs: int = NUM_ENVS
-    episode_length: int = 0  # steps of every episode; 0: ends lie at random
+    episode_length: int = 0  # steps of every episode; 0: dones are random
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A line of a table: `columns` are timed in turn, round after round. Each is (library,
-    case)."""
+    """A line of a table. Its columns, each (library, case), are timed in turn, round after
+    round."""
 
     # "main", "threads", "forms", "flat", "image", "lengths", "numpy", "ragged", "crossing" or "sb3"
     table: str
@@ -48,7 +47,7 @@ class Sizes:
     """Capacities in rows."""
 
     main: tuple[int, ...] = (100_000, 1_000_000)
-    # in the second, all envs' rows fall into the same cache sets
+    # With the second sizes, the rows of all envs fall into the same cache sets.
     flat: tuple[tuple[int, int], ...] = ((16_000, 4_000_000), (2**14, 2**22))
     image: int = 20_000
     lengths: tuple[int, int, int] = (10, 1_000, 100_000)  # steps of an episode
@@ -138,7 +137,7 @@ def _threads(capacity: int) -> list[Row]:
 
 
 def _forms(capacity: int) -> list[Row]:
-    """The fused loop of buffers that flashbax has no counterpart to, beside the plain one."""
+    """The fused loop of buffers for which flashbax has no counterpart, beside the plain buffer."""
     rows = []
     for buffer in _OPERATIONS:
         plain = _case(buffer, "fused", "scan", capacity)
@@ -158,7 +157,7 @@ def _forms(capacity: int) -> list[Row]:
 
 
 def _flat(small: int, large: int) -> list[Row]:
-    """The cost of a write must not grow with the capacity: a hidden copy would show here as a
+    """Writes at two capacities. Their cost must not grow; a hidden copy would show as a
     factor of hundreds."""
     rows = []
     for buffer, operation in (
@@ -194,8 +193,8 @@ def _image(capacity: int) -> list[Row]:
 
 
 def _lengths(capacity: int, lengths: tuple[int, ...]) -> list[Row]:
-    """The cost of a look-up must not grow with an episode's length: the same rows, in episodes of
-    different lengths."""
+    """The same rows, in episodes of different lengths; the cost of a look-up must not grow with the
+    length."""
     rows = []
     for buffer in ("episodes", "hindsight", "sequences"):
         for mode in ("call", "scan"):
@@ -211,7 +210,7 @@ def _lengths(capacity: int, lengths: tuple[int, ...]) -> list[Row]:
 
 
 def _numpy() -> list[Row]:
-    """100 episodes of 100 steps, each with its final observation, in one stream that they fill."""
+    """A full stream of 100 episodes of 100 steps, each with its final observation."""
     rows = []
     for buffer, name in (
         ("episodes", "to the episode's end"),
@@ -245,7 +244,7 @@ def _ragged(num_steps: int) -> Row:
 
 
 def _crossings() -> list[Row]:
-    """jaxreplay's way first, then what a user writes without it."""
+    """jaxreplay's functions first, then the code that a user writes without it."""
     rows = []
     for name, forms in (
         ("JAX to PyTorch", ("to_torch", "numpy", "dlpack")),

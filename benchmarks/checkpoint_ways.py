@@ -20,8 +20,8 @@ _CHUNK = 64 * 2**20
 
 
 def prepare(way: str, num_rows: int) -> tuple[list[Any], Callable, Callable, Any]:
-    """A state, in a list; functions that save one under a path and restore it; and, of ours,
-    `_More`."""
+    """Return a state, in a list; functions that save a state under a path and restore it; and for
+    jaxreplay `_More`, else None."""
     return {"plain": _plain, "pickle": _pickle, "orbax": _orbax, "vault": _vault}.get(
         way, _jaxreplay
     )(way, num_rows)
@@ -54,7 +54,7 @@ def steps_of(count: int, seed: int) -> dict[str, Any]:
 
 
 def filled(num_rows: int) -> tuple[Any, Any, Any]:
-    """A buffer, an example of its steps, and a full state."""
+    """Return a buffer, an example of its steps, and a full state."""
     buffer = jr.uniform(capacity=num_rows, num_envs=NUM_ENVS, batch_size=32, autoreset="next_step")
     example = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), steps_of(1, 0)
@@ -67,7 +67,7 @@ def filled(num_rows: int) -> tuple[Any, Any, Any]:
 
 
 class _More:
-    """A hundredth of the rows, and a save of them on top."""
+    """Add a hundredth of the rows, and save them on top of a checkpoint."""
 
     def __init__(self, buffer: Any, level: int | None):
         self._extend, self._count = jr.jit(buffer).extend, buffer.length // 100
@@ -99,7 +99,7 @@ def _jaxreplay(way: str, num_rows: int) -> tuple[list[Any], Callable, Callable, 
 
 def _plain(_: str, num_rows: int) -> tuple[list[Any], Callable, Callable, None]:
     _, _, state = filled(num_rows)
-    # of its own: no copy is made of it in the timed part
+    # Copied here, so that the timed part makes no copy.
     leaves = [np.array(leaf) for leaf in jax.tree.leaves(state)]
     shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
 
@@ -175,7 +175,7 @@ def _vault(_: str, num_rows: int) -> tuple[list[Any], Callable, Callable, None]:
         jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[2:], leaf.dtype), steps_of(1, 0))
     )
     add, block = jax.jit(buffer.add, donate_argnums=0), max(length // 50, 1)
-    # one step short of full: its own index does not go round, so that all of it is written
+    # One step short of full: the Vault's index does not wrap, and all of the buffer is written.
     for seed in range(length // block):
         count = min(block, length - 1 - seed * block)
         state = add(state, jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), steps_of(count, seed)))

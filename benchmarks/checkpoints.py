@@ -3,9 +3,9 @@ write of the same bytes in chunks.
 
 python benchmarks/checkpoints.py [--quick]        # writes CHECKPOINTS.md next to this file
 
-Each way runs in processes of its own, in turn, round after round; in each it saves and restores
-twice, and the second time counts: of three restores from the disk and three from the system's
-memory the medians.
+Each way runs in processes of its own, in turn, round after round. Each process saves and restores
+twice, and the second time counts. It restores three times from the disk and three times from the
+system's memory; the medians count.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from typing import Any
 
 from checkpoint_ways import filled, num_rows_of, prepare, state_bytes, steps_of
 
-_RESTORES = 3  # of each kind: to get new memory takes a while at times
+_RESTORES = 3  # from the disk, and from memory; allocating new memory is slow at times
 _HERE = pathlib.Path(__file__).resolve().parent
 _WAYS = {
     "plain": "a plain write in chunks",
@@ -134,10 +134,10 @@ def _measured(way: str, gigabytes: float, folder: pathlib.Path) -> dict[str, flo
 
 
 def _taken(function: Callable[[], Any]) -> tuple[float, int, Any]:
-    """Seconds until the disk has everything, the most memory beside what there was, and what the
-    function returns."""
+    """Return the seconds until the disk has everything, the peak memory beyond that at the start,
+    and the function's result."""
     before = _memory("VmRSS")
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     start = time.perf_counter()
     result = function()
     os.sync()
@@ -150,7 +150,7 @@ def _memory(field: str) -> int:
 
 
 def _evict(path: pathlib.Path) -> None:
-    """Files out of the system's memory, so that the next read is from the disk."""
+    """Drop files from the system's memory, so that the next read is from the disk."""
     for file in _files(path):
         descriptor = os.open(file, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -166,8 +166,8 @@ def _size(path: pathlib.Path) -> int:
 
 
 def _loop(_: str, gigabytes: float, folder: pathlib.Path) -> dict[str, float]:
-    """A loop of adds and samples: its iterations alone, and those under a save that does not wait,
-    in microseconds."""
+    """Time a loop of adds and samples, in microseconds per iteration, alone and during a
+    nonblocking save."""
     import itertools
 
     import jax

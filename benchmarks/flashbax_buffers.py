@@ -1,5 +1,4 @@
-"""flashbax as `workload.py` takes it: flat buffers, with the tree update that it has for the
-backend."""
+"""flashbax's flat buffers in the form of `workload.py`, with its tree update for the backend."""
 
 import flashbax
 import jax
@@ -9,8 +8,11 @@ from workload import Drawn
 
 
 class Library:
-    """Forms: "" carries the experience alone through a loop; "carried" the whole sample, its
-    probabilities too; "weights" has a loss."""
+    """flashbax's calls.
+
+    Forms: "" carries only the experience through a loop; "carried" the whole sample, with its
+    probabilities; "weights" has a loss.
+    """
 
     def __init__(self, case: Case):
         self._carries_all = case.form == "carried"
@@ -35,8 +37,8 @@ class Library:
 
     def sample(self, state, key) -> Drawn:
         batch = self._buffer.sample(state, key)
-        # Where the probabilities are carried on but do not feed the update, XLA copies the whole
-        # tree in each iteration.
+        # If probabilities are carried but do not affect the update, XLA copies the whole tree in
+        # each iteration.
         return Drawn(
             kept=batch if self._carries_all else batch.experience,
             reward=batch.experience.first["reward"],
@@ -48,6 +50,6 @@ class Library:
         return self._buffer.set_priorities(state, index, priority)
 
     def weight(self, state, drawn: Drawn) -> jax.Array:
-        """Compute importance weights as its users do: it has no function for them."""
+        """Compute importance weights in users' code, since flashbax has no function for them."""
         weight = (1 / drawn.probability) ** 0.4
         return weight / jnp.max(weight)

@@ -1,4 +1,4 @@
-"""jaxreplay as `workload.py` takes it."""
+"""jaxreplay in the form of `workload.py`."""
 
 import jax
 from cases import BATCH_SIZE, NUM_ENVS, Case
@@ -8,12 +8,12 @@ import jaxreplay as jr
 
 
 class Library:
-    """Forms: "" has envs that step together, as flashbax does, and no final observations; the
-    others change one thing each.
+    """jaxreplay's calls.
 
-    "next_step", "final_obs" and "n_step=3" are of the buffer; "weights" and "buffer_max" use
-    importance weights in a loss; "carried" carries the whole sample through a loop, not the items
-    alone.
+    Forms: "" has envs that step together, as in flashbax, and no final observations. Each other
+    form changes one thing: "next_step", "final_obs" and "n_step=3" change the buffer; "weights" and
+    "buffer_max" use importance weights in a loss; "carried" carries the whole sample through a
+    loop, and not only the items.
     """
 
     def __init__(self, case: Case):

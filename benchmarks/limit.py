@@ -1,9 +1,9 @@
-"""What the memory allows: NumPy moving the same bytes, with no draw, no checks and no tree.
+"""The limit set by memory: NumPy moves the same bytes, without sampling, checks or a tree.
 
-An add is `np.copyto` of a step's leaves to neighbouring rows; a sample is `np.take` of the sampled
-leaves at random rows that were drawn before; an update of priorities writes them to their rows.
-Forms of a sample: "into" arrays that are used again (also the default), or "fresh" ones in each
-call, as JAX returns them.
+An add is `np.copyto` of a step's leaves to adjacent rows. A sample is `np.take` of the sampled
+leaves at random rows, chosen before. An update of priorities writes them to their rows. Forms of a
+sample: "into" reused arrays (the default, too), or "fresh" arrays in each call, as JAX returns
+them.
 """
 
 import itertools
@@ -14,12 +14,12 @@ from cases import BATCH_SIZE, NUM_ENVS, Case
 from steps import random_obs, random_steps
 from timing import stopwatch
 
-# different ones: a million rows, so that a cache does not remember the last time round
+# Different batches, a million rows in all: the cache does not hold those of the last cycle.
 _BATCHES = 4096
 
 
 class Storage:
-    """Rows by time, then env: what one step writes lies together."""
+    """Rows ordered by time, then env: the rows of one step are adjacent."""
 
     def __init__(self, case: Case):
         rng = np.random.default_rng(1)
@@ -74,8 +74,10 @@ def prepare(case: Case) -> Callable[[], float]:
 
 
 def _take(case: Case, storage: Storage) -> Callable[[np.ndarray], object]:
-    """The leaves of a sample; a transition also takes its next observation, and one flag stands for
-    its discount."""
+    """Return a function that takes the leaves of a sample.
+
+    A transition also takes its next observation; one flag stands for its discount.
+    """
     leaves = [leaf for name, leaf in storage.leaves.items() if name != "truncated"]
     next_obs = [] if case.buffer == "items" else [storage.leaves["obs"]]
     if case.form == "fresh":
@@ -86,7 +88,7 @@ def _take(case: Case, storage: Storage) -> Callable[[np.ndarray], object]:
     into = [np.zeros((BATCH_SIZE, *leaf.shape[1:]), leaf.dtype) for leaf in leaves + next_obs]
 
     def take_into(rows: np.ndarray) -> None:
-        # "clip": NumPy buffers `out` where it might have to raise.
+        # Without mode="clip", NumPy buffers `out`, because it might have to raise.
         for leaf, out in zip(leaves, into, strict=False):
             np.take(leaf, rows, axis=0, out=out, mode="clip")
         for leaf in next_obs:

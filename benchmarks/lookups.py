@@ -1,5 +1,5 @@
-"""Look-ups in episodes, in jaxreplay: what is timed is `sample` of a full buffer whose episodes all
-have one length."""
+"""Look-ups in episodes by jaxreplay: times `sample` of a full buffer whose episodes have one
+length."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,8 +29,8 @@ def prepare(case: Case) -> Callable[[], float]:
 
 
 def _buffer_of(case: Case) -> jr.ReplayBuffer:
-    """The rows are those of the steps and, as the envs reset in the next step, of a final
-    observation after each episode."""
+    """Return the case's buffer, with a row for each step and, for next-step autoreset, a final row
+    after each episode."""
     sizes: dict[str, Any] = {
         "capacity": case.capacity,
         "num_envs": case.num_envs,

@@ -1,9 +1,10 @@
-"""The same pairs from the same arrays, in NumPy: the positions of all ends were found before, and a
-batch is done at once.
+"""The same pairs from the same arrays, in NumPy.
 
-Forms: "sort" finds the next ends of each sampled row by sorting its distances to all ends, as is
-often seen; "search" by a binary search, which is the best that we know of, where rows lie in one
-stream that never wraps.
+All ends are known before, and a batch is computed at once.
+
+Forms: "sort", which is common, finds the next ends of each sampled row by sorting its distances to
+all ends. "search" is a binary search, the best way that we know for rows in one stream that never
+wraps.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ class Lookup:
     def __init__(self, case: Case):
         steps = episode_steps(case)
         self.obs, self.action = steps["obs"][:, 0], steps["action"][:, 0]
-        # the rows of the final observations
+        # rows of the final observations
         self.ends = np.flatnonzero((steps["terminated"] | steps["truncated"])[:, 0]) + 1
         self.starts = np.concatenate([[0], self.ends[:-1] + 1])
         self.rng = np.random.default_rng(0)
@@ -31,7 +32,7 @@ class Lookup:
         episode = self.rng.integers(len(self.ends), size=BATCH_SIZE)
         row = self.rng.integers(self.starts[episode], self.ends[episode])
         num_ahead = self.find(row) - row
-        # The truncated geometric law, inverted.
+        # Inverse of the truncated geometric distribution function.
         drawn = np.log1p(
             self.rng.random(BATCH_SIZE) * np.expm1(num_ahead * np.log(DISCOUNT))
         ) / np.log(DISCOUNT)
@@ -39,8 +40,8 @@ class Lookup:
         return self.obs[row], self.action[row], self.obs[row + horizon], horizon
 
     def _by_sort(self, row: np.ndarray) -> np.ndarray:
-        """The row of the end that bounds each horizon: the last of the `num_ahead` next ones that
-        are there."""
+        """Return the row of the end that bounds each horizon: the last of the next `num_ahead`
+        ends, or of those that exist."""
         distance = self.ends - row[:, None]
         ahead = np.sort(np.where(distance > 0, distance, len(self.obs)), axis=1)[
             :, : self.num_ahead

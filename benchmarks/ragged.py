@@ -15,8 +15,8 @@ _WIDTH = 64
 
 
 def prepare(case: Case) -> Callable[[], float]:
-    """Forms: "streamed" by jaxreplay; "joined": each leaf goes through `np.concatenate`, and is
-    then copied to the device."""
+    """Prepare a form: "streamed" by jaxreplay, or "joined": `np.concatenate` of each leaf, and a
+    copy to the device."""
     many = _trajectories(case.capacity)
     return stopwatch(
         _streaming(many) if case.form == "streamed" else lambda: _join(many), iterations=1

@@ -4,8 +4,8 @@
 Writes RESULTS.md and results.json next to this file.
 
 Each library runs in a process of its own. All columns of a row are prepared first, then timed in
-turn, round after round, so that whatever else the machine does hits them alike. With --quick the
-sizes are small: to see that it runs, not for its figures.
+turn, round after round, so that other load on the machine affects them alike. `--quick` has small
+sizes: it shows that the benchmark runs, and its figures mean nothing.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def measure(workers: dict[str, Worker], row: Row, rounds: int) -> report.Result:
         workers[library].answer()
     times: dict[str, list[float]] = {name: [] for name in row.columns}
     for number in range(rounds):
-        # Every other round backwards, so that none always follows the same neighbor.
+        # Every other round is reversed, so that the column before a column changes.
         for name in list(row.columns)[:: -1 if number % 2 else 1]:
             times[name].append(workers[row.columns[name][0]].ask(measure=name))
     for library in {library for library, _ in row.columns.values()}:

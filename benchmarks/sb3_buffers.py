@@ -1,5 +1,4 @@
-"""The drop-in buffers and Stable-Baselines3's own: one call after another, of an `add` or a
-`sample`."""
+"""The drop-in buffers and Stable-Baselines3's own: one call of `add` or `sample` after another."""
 
 from collections.abc import Callable
 
@@ -33,7 +32,7 @@ class _Env:
 
 
 def prepare(case: Case) -> Callable[[], float]:
-    """Forms: "ours", "theirs"."""
+    """Prepare a form: "ours" or "theirs"."""
     torch.set_num_threads(1)
     options = {"env": _Env()} if case.buffer == "HerReplayBuffer" else {}
     theirs = (
@@ -55,7 +54,8 @@ def prepare(case: Case) -> Callable[[], float]:
 
 
 def _adder(buffer) -> Callable[[], None]:
-    """One env whose episodes have 100 steps, and whose observations follow each other."""
+    """Return a call that adds a step of one env; episodes have 100 steps, and observations are
+    consecutive."""
     space = buffer.observation_space
     space.seed(0)
     two = [

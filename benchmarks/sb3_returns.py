@@ -22,7 +22,7 @@ _SEEDS = range(5)
 _OPTIONS = {
     "learning_rate": 2.3e-3,
     "batch_size": 64,
-    "buffer_size": 60_000,  # more than the steps and the episodes' ends: nothing is overwritten
+    "buffer_size": 60_000,  # more than the steps and final observations: nothing is overwritten
     "learning_starts": 1_000,
     "target_update_interval": 10,
     "train_freq": 256,

@@ -1,11 +1,11 @@
-"""Random steps, the same for every library, as NumPy arrays with leaves `[time, num_envs, ...]`."""
+"""Random steps as NumPy arrays with leaves `[time, num_envs, ...]`, the same for every library."""
 
 from typing import Any
 
 import numpy as np
 from cases import NUM_ENVS, Case
 
-_DONE_FRACTION = 0.01  # half of them terminations, half truncations
+_DONE_FRACTION = 0.01  # half of the dones are terminations, half truncations
 _IMAGE_STEPS = 24  # 43 MB
 
 
@@ -26,8 +26,11 @@ def random_steps(case: Case, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def episode_steps(case: Case) -> dict[str, Any]:
-    """Return as many rows as the buffer holds, in episodes of one length, each with its final
-    observation; half are truncated."""
+    """Return as many rows as the buffer has, in episodes of one length, each with its final
+    observation.
+
+    Half of the episodes are truncated.
+    """
     rng = np.random.default_rng(0)
     axes = (case.capacity // case.num_envs, case.num_envs)
     time = np.broadcast_to(np.arange(axes[0])[:, None], axes)

@@ -1,16 +1,19 @@
-"""Timing of what repeats."""
+"""Timing of repeated work."""
 
 import math
 import time
 from collections.abc import Callable
 
-# a measurement lasts at least this long, against the clock's grain and single interruptions
+# A measurement lasts at least this long, which limits the effect of the clock's resolution and of
+# single interruptions.
 _MIN_SECONDS = 0.05
 
 
 def stopwatch(run: Callable[[], None], iterations: int) -> Callable[[], float]:
-    """A function that measures microseconds per iteration of `run`, which does `iterations` of them
-    and waits for the last."""
+    """Return a function that measures microseconds per iteration of `run`.
+
+    `run` does `iterations` of them, and waits for the last.
+    """
     run()  # compiles
     start = time.perf_counter()
     run()

@@ -15,8 +15,11 @@ _ITERATIONS = 200
 
 
 def prepare(case: Case) -> Callable[[], float]:
-    """Forms: `to_torch` and `from_torch` of jaxreplay; "numpy" and "dlpack", what a user writes
-    without it, with no check; "copied": to JAX by `jnp.array`."""
+    """Prepare a form.
+
+    Forms: "to_torch", "from_torch" and "shared" are jaxreplay's. "numpy" and "dlpack" are a user's
+    code without it, with no checks. "copied" goes to JAX by `jnp.array`.
+    """
     arrays = [
         jax.block_until_ready(jnp.full((BATCH_SIZE, 8), number, jnp.float32)) for number in range(8)
     ]

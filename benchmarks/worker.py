@@ -1,8 +1,8 @@
-"""One library in a process of its own: `python worker.py LIBRARY`, told by `run.py` over its pipes
-what to do, one JSON object a line.
+"""One library in a process of its own: `python worker.py LIBRARY`.
 
-{"prepare": NAME, "case": {...}} fills a buffer and compiles; {"measure": NAME} answers with
-microseconds per iteration; {"drop": true} forgets everything prepared.
+`run.py` sends one JSON object a line through a pipe. {"prepare": NAME, "case": {...}} fills a
+buffer and compiles; {"measure": NAME} answers with microseconds per iteration; {"drop": true}
+forgets everything prepared.
 """
 
 import gc
@@ -62,7 +62,7 @@ def _prepare(library: str, case: Case) -> Callable[[], float]:
 
 
 def _answers():
-    """The pipe to the parent; what a library prints goes to stderr instead."""
+    """Return the pipe to the parent, and redirect the library's prints to stderr."""
     pipe = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     return pipe

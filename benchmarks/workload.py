@@ -1,9 +1,8 @@
 """The timed programs, the same for each JAX library.
 
-Each keeps one filled buffer alive and changes it in place: states are donated. `Case.mode` says
-what an iteration is: "call": one jitted call, dispatch included; many calls are made one after
-another and waited for once, at the end. "scan": one iteration of a `lax.scan` in one jitted
-program.
+Each keeps one filled buffer alive and changes it in place: states are donated. `Case.mode` defines
+an iteration. "call": one jitted call, with its dispatch; many calls follow each other, and the last
+is waited for. "scan": one iteration of a `lax.scan` in one jitted program.
 """
 
 from collections.abc import Callable
@@ -17,14 +16,14 @@ from timing import stopwatch
 
 
 class Drawn(NamedTuple):
-    """A batch in the common form."""
+    """A sampled batch, in a form common to all libraries."""
 
-    kept: Any  # pytree: what the loop carries on, so that each of its leaves is really computed
+    kept: Any  # pytree, carried through the loop so that each of its leaves is computed
     reward: Any  # float32[B]
     index: Any
     probability: Any  # float32[B]
-    is_valid: Any = None  # bool[B], where the library says
-    weight: Any = None  # float32[B], where the library says
+    is_valid: Any = None  # bool[B], if the library has it
+    weight: Any = None  # float32[B], if the library has it
 
 
 class Library(Protocol):
@@ -38,7 +37,7 @@ class Library(Protocol):
 
 
 def prepare(library: Library, case: Case) -> Callable[[], float]:
-    """Fill a buffer and compile; the returned function measures microseconds per iteration."""
+    """Fill a buffer and compile; return a function that measures microseconds per iteration."""
     steps = jax.tree.map(jnp.asarray, random_steps(case))
     keys = jax.random.split(jax.random.key(1), case.iterations)
     state = _filled(library, case, steps)
@@ -62,7 +61,7 @@ def prepare(library: Library, case: Case) -> Callable[[], float]:
 
 
 def reading(case: Case, apply: Callable, state: Any, xs: Any) -> Callable[[], None]:
-    """Runs `apply(state, x)` for each x; each result replaces the one before."""
+    """Return a function that runs `apply(state, x)` for each x and keeps the last result."""
     if case.mode == "scan":
         first = jax.tree.map(
             lambda spec: jnp.zeros(spec.shape, spec.dtype), jax.eval_shape(apply, state, xs[0])
@@ -84,8 +83,10 @@ def reading(case: Case, apply: Callable, state: Any, xs: Any) -> Callable[[], No
 
 
 def _filled(library: Library, case: Case, steps: Any) -> Any:
-    """A buffer that went round once: memory that was never written may be one shared page of zeros,
-    and reads too fast."""
+    """Return the state of a buffer that has wrapped once.
+
+    Memory that was never written may be one shared page of zeros, which is read too fast.
+    """
     add_all = jax.jit(
         lambda state, steps: jax.lax.scan(
             lambda state, step: (library.add(state, step), None), state, steps
@@ -100,7 +101,7 @@ def _filled(library: Library, case: Case, steps: Any) -> Any:
 
 
 def _updates(library: Library, state: Any, keys: jax.Array) -> tuple[Any, jax.Array]:
-    """Drawn indices and new priorities, leaves `[iterations, B]`."""
+    """Return sampled indices and new priorities, leaves `[iterations, B]`."""
     draw_all = jax.jit(
         lambda state, keys: jax.lax.map(lambda key: library.sample(state, key).index, keys)
     )
@@ -109,7 +110,8 @@ def _updates(library: Library, state: Any, keys: jax.Array) -> tuple[Any, jax.Ar
 
 
 def _fused(library: Library, case: Case) -> Callable:
-    """Add, sample, and where the buffer has priorities new ones from what was sampled."""
+    """Return a step that adds, samples and, for a prioritized buffer, sets priorities from the
+    sample."""
 
     def apply(carry: Any, x: Any) -> Any:
         state, _, loss = carry
@@ -121,7 +123,7 @@ def _fused(library: Library, case: Case) -> Callable:
         if case.buffer == "prioritized":
             priority = jnp.abs(drawn.reward) + 0.5
             if case.form not in ("weights", "buffer_max", "carried"):
-                priority += 0 * drawn.probability  # keeps in use what nothing else reads
+                priority += 0 * drawn.probability  # so that XLA computes them
             state = library.update(state, drawn.index, priority)
         return state, drawn.kept, loss
 
@@ -129,7 +131,7 @@ def _fused(library: Library, case: Case) -> Callable:
 
 
 def _changing(case: Case, apply: Callable, carry: Any, xs: Any) -> Callable[[], None]:
-    """Runs `carry = apply(carry, x)` for each x."""
+    """Return a function that runs `carry = apply(carry, x)` for each x."""
     if case.mode == "scan":
         program = jax.jit(
             lambda carry, xs: jax.lax.scan(lambda carry, x: (apply(carry, x), None), carry, xs)[0],

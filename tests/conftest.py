@@ -1,5 +1,8 @@
-"""Settings shared by all tests. JAXREPLAY_SOAK=1 runs every check at its full size (`make soak`);
-JAXREPLAY_PLATFORM=gpu or tpu runs them over states that are laid out for it."""
+"""Settings shared by all tests.
+
+`JAXREPLAY_SOAK=1` runs every check at its full size (`make soak`). `JAXREPLAY_PLATFORM=gpu`
+or `tpu` runs the tests with states laid out for that platform.
+"""
 
 import gc
 import itertools
@@ -18,12 +21,13 @@ from jaxreplay.storage import platforms  # noqa: E402
 
 SOAK = os.environ.get("JAXREPLAY_SOAK") == "1"
 PLATFORM = os.environ.get("JAXREPLAY_PLATFORM")
-# of rows that are saved: what lies in tiles is copied, and a file is half as large
+# A factor for `chunk_bytes`: with tiled leaves (TPU) rows are copied, and a file has half the
+# bytes.
 COPIES = 2 if PLATFORM == "tpu" else 1
-# they set what the compilers want before JAX is imported
+# These two set the compilers' environment before JAX is imported.
 collect_ignore = ["aot/devices.py", "aot/programs.py"]
-# HLO is optimized as ever, machine code is not: a third less to compile. The soak has the default,
-# as have other processes.
+# HLO is optimized as usual, machine code is not: compiling takes a third less time. The soak and
+# other processes have the default.
 IS_QUICK = not SOAK and "JAXREPLAY_AOT" not in os.environ
 jax.config.update("jax_disable_most_optimizations", IS_QUICK)
 
@@ -36,19 +40,19 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("jaxreplay")
 
-# torch's: one for each test process, or they wait for each other
+# PyTorch gets one thread in each test process; with more, the processes wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# as of what a script starts in the background: the tests of Ctrl-C need it
+# Scripts start background processes with SIGINT ignored; the tests of Ctrl-C need the handler.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-if PLATFORM:  # states are laid out for it, on whatever device these tests run
+if PLATFORM:  # states are laid out for PLATFORM, on whatever device the tests run
     platforms.default = lambda: PLATFORM
 
 _MOST_MAPPINGS = 30_000
 _EVERY, _num_tests = 8, itertools.count()
-# tracing makes many objects, and few that die: a tenth of the time went into looking for these
+# Tracing makes many objects of which few die: collecting garbage took a tenth of the time.
 gc.set_threshold(200_000, 20, 50)
 
 
@@ -62,7 +66,7 @@ def pytest_configure(config):
 
 @pytest.fixture
 def optimized():
-    """Programs that run for long are compiled as users have them."""
+    """Compile with all optimizations, as for users: for programs that run for long."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", IS_QUICK)
@@ -70,7 +74,7 @@ def optimized():
 
 @pytest.fixture(autouse=True)
 def _signals_stay():
-    """No test leaves a handler of Ctrl-C behind, or a signal that is held back."""
+    """Check that a test leaves SIGINT's handler and the blocked signals as they were."""
 
     def now():
         held_back = (
@@ -89,10 +93,12 @@ def _signals_stay():
 
 @pytest.fixture(autouse=True)
 def _few_mappings():
-    """Forgets compiled programs before they are too many: each is some mappings of memory, and past
-    65,530 Linux has XLA crash."""
+    """Clear JAX's caches before the process has too many memory mappings.
+
+    Each compiled program takes some; XLA crashes at Linux's limit of 65,530.
+    """
     yield
-    if next(_num_tests) % _EVERY:  # to count them takes some 30 ms
+    if next(_num_tests) % _EVERY:  # counting takes about 30 ms
         return
     try:
         with open("/proc/self/maps") as lines:

@@ -1,5 +1,5 @@
-"""What an env does when an episode ends: said in each library's words, and what a wrong answer
-leaves behind."""
+"""The autoreset modes of Gymnasium and other libraries, and the warnings about a wrong
+`autoreset`."""
 
 import dataclasses
 import functools
@@ -78,8 +78,11 @@ NUM_ENVS, NUM_STEPS = 4, 400
 
 @functools.cache
 def cart_pole(mode, seed, limit):
-    """Steps of a random policy, `[T, E, ...]`, as each mode gives them: `after` is what the next
-    action is chosen from, `final` the true next observation. `limit`: steps of an episode."""
+    """Steps of a random policy, `[T, E, ...]`, in a given autoreset mode.
+
+    `after` is the observation that the next action is chosen from, `final` the true next
+    observation. `limit` is the maximal number of steps of an episode.
+    """
     envs = gymnasium.make_vec(
         "CartPole-v1",
         num_envs=NUM_ENVS,
@@ -108,12 +111,12 @@ def cart_pole(mode, seed, limit):
 
 @dataclasses.dataclass(frozen=True)
 class Fed:
-    """How the steps of an env are handed over."""
+    """How the steps of an env are passed to the buffer."""
 
     mode: Any
     autoreset: str
-    final_obs: str | None = None  # of `cart_pole`
-    is_masked: bool = False  # leaves out the step after a done
+    final_obs: str | None = None  # key of `cart_pole`'s result
+    is_masked: bool = False  # the step after a done is masked out
 
     def steps(self, seed, limit):
         rows = cart_pole(self.mode, seed, limit)
@@ -157,7 +160,7 @@ SEEDS = range(100 if SOAK else 2)
 
 
 def doubt(fed, seed, limit, **options):
-    """What `inspect` says of it."""
+    """Return the warning that `inspect` gives for these steps, or None."""
     buffer = jr.jit(fed.buffer(**options))
     steps, mask = fed.steps(seed, limit)
     example = jax.tree.map(lambda leaf: leaf[0, 0], steps)
@@ -263,7 +266,7 @@ def test_observations_without_leaves_are_no_evidence():
 
 
 def test_resets_are_looked_for_in_the_newest_rows(monkeypatch):
-    """So that a look at a large buffer, just restored, costs no more than at a small one."""
+    """Inspecting a large restored buffer takes no longer than inspecting a small one."""
     monkeypatch.setattr("jaxreplay.inspection.contents._MOST_ROWS", 200)
     fed = RIGHT["next step"]
     buffer = jr.jit(fed.buffer())
@@ -271,5 +274,5 @@ def test_resets_are_looked_for_in_the_newest_rows(monkeypatch):
     state = buffer.extend(buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], steps)), steps)
     found = resets_of(state)
     assert 8 <= len(found.flags) <= 200 / 5
-    newest = np.asarray(state.streams.steps.obs[NUM_STEPS - 50 : NUM_STEPS])  # of the first env
+    newest = np.asarray(state.streams.steps.obs[NUM_STEPS - 50 : NUM_STEPS])  # the first env's
     assert np.isin(found.obs[0][:3], newest).all()

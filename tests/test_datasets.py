@@ -1,5 +1,5 @@
-"""Minari datasets: what comes back from a buffer is what went in, and every transition is one of
-the dataset's."""
+"""Minari datasets: the round trip is exact, and every sampled transition is one of the
+dataset's."""
 
 import dataclasses
 import subprocess
@@ -19,7 +19,7 @@ from minari.data_collector.episode_buffer import EpisodeBuffer
 import jaxreplay as jr
 from jaxreplay import datasets
 
-# what it would like to be told about a dataset
+# Minari's recommendations for a dataset's metadata.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:minari.utils")
 
 SPACE = gymnasium.spaces.Dict(
@@ -46,14 +46,14 @@ def _here(tmp_path, monkeypatch):
 
 
 def episode(number, length, end="terminations"):
-    """T transitions, T + 1 observations: numbers that say where they come from."""
+    """Return T transitions and T + 1 observations, whose numbers tell episode and step."""
     names = 10_000 * number + np.arange(length + 1)
     flags = {"terminations": [False] * length, "truncations": [False] * length}
     if end and length:
         flags[end] = [False] * (length - 1) + [True]
     return EpisodeBuffer(
         observations={
-            # which no JPEG keeps
+            # Noise, which JPEG would change.
             "image": np.random.default_rng(number).integers(
                 0, 256, (length + 1, 32, 32, 3), np.uint8
             ),
@@ -106,10 +106,10 @@ def test_there_and_back(form):
     state = datasets.from_minari(dataset, replay)
     assert int(state.streams.filled.sum()) == replay.capacity == sum(lengths) + len(lengths)
     assert int(replay.size(state)) == sum(lengths)
-    assert state.streams.steps.obs["goal"].dtype == jnp.float32  # of 32 bits, as everywhere
+    assert state.streams.steps.obs["goal"].dtype == jnp.float32  # float64 is stored as float32
     batch = replay.sample(state, jax.random.key(0), 4096).experience
     start, end = np.asarray(batch.obs["goal"])[:, 0], np.asarray(batch.next_obs["goal"])[:, 0]
-    np.testing.assert_array_equal(end - start, 1)  # of one episode, and its true next one
+    np.testing.assert_array_equal(end - start, 1)  # same episode, true next observation
     np.testing.assert_array_equal(batch.reward, start)
     np.testing.assert_array_equal(batch.action, start % 10_000 % 5)
     number = (start // 10_000).astype(int)
@@ -125,7 +125,8 @@ def test_there_and_back(form):
 
 @FORMS
 def test_ends_in_the_middle_and_none_at_the_end(form):
-    """An end within an episode begins another one; what stops without an end is truncated."""
+    """A done within an episode begins another one; an episode that stops without one is
+    truncated."""
     first, second = episode(1, 9, None), episode(2, 5, None)
     first.terminations[3] = first.truncations[6] = True
     dataset = made("middle/one-v0", [first, second])
@@ -144,7 +145,8 @@ def test_ends_in_the_middle_and_none_at_the_end(form):
 
 
 def test_what_is_stored_of_an_episode():
-    """Of three episodes in a ring that went round: the first is beheaded, the last goes on."""
+    """Three episodes in a ring that has wrapped: the first has lost its beginning, the last
+    continues."""
     replay = jr.uniform(capacity=2 * 10, num_envs=2, batch_size=4, autoreset="next_step")
     space = gymnasium.spaces.Box(-np.inf, np.inf, (), np.float32)
     about = {**ABOUT, "observation_space": space, "action_space": space, "data_format": "hdf5"}
@@ -165,8 +167,8 @@ def test_what_is_stored_of_an_episode():
 
 
 def test_a_final_observation_that_nobody_has():
-    """Same-step autoreset without it: a truncated row is the final row itself; behind a termination
-    the last observation stands again."""
+    """Same-step autoreset without `final_obs`: a truncated row becomes the final row itself; after
+    a termination the last observation is repeated."""
     replay = buffer("same_step_no_final_obs", 32)
     space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
     terminated, truncated = np.zeros((2, 12), bool)
@@ -234,8 +236,8 @@ def test_any_tree_of_observations():
 
 
 def test_an_end_whose_tail_is_still_to_come():
-    """A terminated step is the newest row: its transition is whole, but for an observation that no
-    target reads."""
+    """The newest row is a terminated step: its transition is intact, except for the next
+    observation, which no target reads."""
     replay = buffer("next_step", 8)
     space = gymnasium.spaces.Box(-np.inf, np.inf, (), np.float32)
     time = jnp.arange(3.0)[:, None]
@@ -291,9 +293,7 @@ def test_bad_input_is_refused():
     assert (
         int(buffer("same_step", 9).size(datasets.from_minari(dataset, buffer("same_step", 9)))) == 7
     )
-    without = buffer(
-        "same_step_no_final_obs", 7
-    )  # gives up the last step of each truncated episode
+    without = buffer("same_step_no_final_obs", 7)  # drops the last step of each truncated episode
     assert int(without.size(datasets.from_minari(dataset, without))) == 7
     for replay in (
         jr.items(capacity=16, batch_size=2),
@@ -333,7 +333,7 @@ def test_a_write_that_fails_leaves_no_half_dataset(monkeypatch, tmp_path):
         datasets.to_minari(replay, state, "half/two-v0", data_format="hdf5")
     monkeypatch.undo()
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
-    monkeypatch.setattr(datasets, "_MOST_BYTES", 1)  # an episode at a time
+    monkeypatch.setattr(datasets, "_MOST_BYTES", 1)  # one episode at a time
     assert_equal(
         list(datasets.to_minari(replay, state, "half/two-v0", data_format="hdf5", **ABOUT)),
         list(dataset),
@@ -346,8 +346,7 @@ def test_a_write_that_fails_leaves_no_half_dataset(monkeypatch, tmp_path):
 
 
 def test_one_episode_at_a_time_is_in_memory(monkeypatch):
-    """The dataset is never in memory as a whole: what waits to be added is less than a block and an
-    episode."""
+    """The steps that wait to be added are fewer than a block and an episode together."""
     dataset = made("stream/one-v0", [episode(n, 400) for n in range(8)])
     waiting, extended = [], datasets._extended
 

@@ -1,4 +1,5 @@
-"""The house: each package imports only from those before it, and a call reads few functions."""
+"""The architecture: a package imports only from earlier packages, and a call enters few
+functions."""
 
 import ast
 import pathlib
@@ -12,8 +13,8 @@ import pytest
 import jaxreplay
 
 ROOT = pathlib.Path(jaxreplay.__file__).parent
-# Each package, or file of the top, may import from those before it, samplers and views not from
-# each other.
+# A package, or a file at the top level, may import from the earlier lines. Samplers and views do
+# not import from each other.
 PACKAGES = (
     ("_util", "_version"),
     ("types", "autoreset"),
@@ -57,7 +58,7 @@ def modules():
 
 
 def imports(path):
-    """The package's modules that a file imports."""
+    """Yield the package's modules that a file imports."""
     names = {name for name, _ in modules()}
     for node in ast.walk(ast.parse(path.read_text())):
         if (
@@ -109,7 +110,7 @@ def test_no_package_has_a_circle():
 
 
 def lines_of_code(path):
-    """Lines but for blank ones, comments and docstrings."""
+    """Count the lines without blank lines, comments and docstrings."""
     source = path.read_text()
     nodes = [
         node
@@ -139,12 +140,12 @@ def test_the_remainder_operator_is_used_in_one_file():
             for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)
         ]
-        # Capacities are divided once, in Python, where they are checked.
+        # These two files divide capacities once, in Python, when they check them.
         assert not uses or name in ("storage.ring", "_util.checks"), f"{name}: lines {uses}"
 
 
-# Functions of the package that one eager call enters, and modules that they are in: who reads a
-# call reads so much.
+# Maximal numbers of the package's functions that one eager call enters, and of their modules. They
+# bound how much code a reader of the call has to read.
 MOST_STOPS = {
     ("uniform", "add"): (45, 13),
     ("uniform", "sample"): (76, 15),
@@ -182,7 +183,7 @@ def test_a_call_enters_few_functions(kind, name):
         ):
             entered.add((code.co_filename, code.co_qualname))
 
-    getattr(buffer, name)(state, *arguments)  # what is known once is found out
+    getattr(buffer, name)(state, *arguments)  # the first call fills caches
     before = sys.getprofile()
     sys.setprofile(enters)
     try:
@@ -196,7 +197,7 @@ def test_a_call_enters_few_functions(kind, name):
 
 def test_the_top_level_shows_what_users_type():
     assert len(jaxreplay.__all__) <= 45
-    # where they were imported
+    # Submodules become attributes once a test has imported them.
     modules = {"checkpoint", "datasets", "sb3", "storage", "stateful", "torch"}
     assert {name for name in dir(jaxreplay) if not name.startswith("_")} - modules == set(
         jaxreplay.__all__

@@ -1,4 +1,4 @@
-"""Advantages and targets against sums that are written out as the papers have them, in float64."""
+"""Advantages and targets compared with float64 sums that are written out as in the papers."""
 
 import math
 
@@ -18,7 +18,7 @@ FORMS = {"in order": targets._sum_in_order, "in parallel": targets._sum_in_paral
 
 
 def of_stream(function, *stream, **options):
-    """`gae` or `vtrace`, with the flags last."""
+    """Call `gae` or `vtrace` with the flags as keyword arguments."""
     *numbers, terminated, truncated = stream
     return function(*numbers, terminated=terminated, truncated=truncated, **options)
 
@@ -34,7 +34,7 @@ jitted_vtrace = jax.jit(
 
 
 def stream_of(kinds, seed=0):
-    """Reward, value, next value, terminated, truncated and mask from a list of T * E characters."""
+    """Return reward, value, next value, terminated, truncated and mask from T * E characters."""
     kinds = np.array(list(kinds)).reshape(T, E)
     reward, value, next_value = (
         np.random.default_rng(seed).normal(size=(3, T, E)).astype(np.float32)
@@ -49,20 +49,22 @@ def stream_of(kinds, seed=0):
     )
 
 
-# A step, one that terminates, one that is cut, one that is both, and no step.
+# ".": a step; "T": terminated; "C": truncated; "B": both; "-": masked out.
 streams = st.lists(st.sampled_from("...TCB-"), min_size=T * E, max_size=T * E).map(stream_of)
 
 
 def follows(t, env, terminated, truncated, mask):
-    """Whether the step after step t belongs to its episode, and is one."""
+    """Return whether step t + 1 exists and belongs to the episode of step t."""
     return (
         not terminated[t][env] and not truncated[t][env] and t + 1 < len(mask) and mask[t + 1][env]
     )
 
 
 def oracle(reward, value, next_value, terminated, truncated, mask, rho=None, c=None):
-    """Advantages and targets as sums of errors over the rest of an episode; without `rho` and `c`
-    those of `gae`, with them of `vtrace`."""
+    """Return advantages and targets as sums of errors over the rest of an episode.
+
+    Without `rho` and `c` they are those of `gae`, with them those of `vtrace`.
+    """
     target, advantage = np.zeros((T, E)), np.zeros((T, E))
     ones = np.ones((T, E))
     weight, trace = (ones, ones) if rho is None else (rho, c)
@@ -86,7 +88,7 @@ def oracle(reward, value, next_value, terminated, truncated, mask, rho=None, c=N
             target[start][env] = value[start][env] + total
             advantage[start][env] = total
             if rho is not None:
-                # The next step's target less its value, on top of what the step led to.
+                # V-trace adds (the next step's target - its value) to the next value.
                 more = (
                     target[start + 1][env] - value[start + 1][env]
                     if follows(start, env, terminated, truncated, mask)
@@ -147,7 +149,7 @@ def test_no_steps_have_no_advantages():
 
 
 def test_by_hand():
-    """Three steps, the second of which is cut and led to a value of 10."""
+    """Three steps; the second is truncated, with a final value of 10."""
     no = jnp.zeros(3, bool)
     value = jnp.array([1.0, 2.0, 3.0])
     cut = no.at[1].set(True)

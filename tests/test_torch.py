@@ -1,5 +1,5 @@
-"""Arrays to tensors and back: what is shared is the same memory, what is copied is nobody else's,
-and nothing is cut without a word."""
+"""Arrays to tensors and back: shared memory is the same memory, copies are independent, and no
+number is narrowed silently."""
 
 import copy
 import os
@@ -43,7 +43,7 @@ def array(dtype, shape=(3, 4)):
 
 
 def raw(x):
-    """The bytes of a tensor or an array."""
+    """Return the bytes of a tensor or an array."""
     return (
         x.contiguous().view(torch.uint8).numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
     ).tobytes()
@@ -99,7 +99,7 @@ def test_64_bit_numbers_go_whole_where_jax_has_them():
 @pytest.mark.parametrize("dtype", SIXTY_FOUR)
 def test_64_bit_numbers_are_never_cut_without_a_word(dtype):
     tensor = torch.arange(3).to(getattr(torch, dtype))
-    # what JAX does by itself
+    # JAX's own behavior: it narrows silently.
     assert jax.dlpack.from_dlpack(tensor).dtype.itemsize == tensor.element_size() // 2
     with pytest.raises(
         ValueError,
@@ -147,7 +147,7 @@ def test_what_is_shared_must_be_an_arrays_memory():
     for tensor in (x[:, ::2], x[0, 0].expand(5), torch.complex(x, x).conj()):
         with pytest.raises(ValueError, match="JAX cannot share its memory; leave out share=True"):
             from_torch(tensor, share=True)
-    # what JAX does by itself
+    # JAX's own behavior: it copies silently.
     assert (
         jax.dlpack.from_dlpack(x.reshape(-1)[1:]).unsafe_buffer_pointer()
         != x.reshape(-1)[1:].data_ptr()
@@ -159,7 +159,7 @@ def test_what_is_shared_must_be_an_arrays_memory():
 
 
 def test_a_tensor_that_is_written_to_corrupts_what_shares_it_and_nothing_else():
-    """Also where one asks JAX for a copy."""
+    """JAX's `copy=True` shares the memory all the same."""
     tensor = torch.zeros(1000)
     asked = jax.dlpack.from_dlpack(tensor, copy=True)
     shared, owned = from_torch(tensor, share=True), from_torch(tensor)
@@ -178,7 +178,7 @@ def test_a_tensor_that_holds_a_leaf_makes_each_add_a_copy_so_that_states_are_ref
     assert state.streams.steps.unsafe_buffer_pointer() == pointer
     view = torch.from_dlpack(state.streams.steps)
     state = add(state, jnp.ones(1))
-    assert state.streams.steps.unsafe_buffer_pointer() != pointer  # the hazard
+    assert state.streams.steps.unsafe_buffer_pointer() != pointer  # the add copied the leaf
     assert view[:3].tolist() == [1, 1, 0]
     with pytest.raises(
         ValueError,
@@ -291,12 +291,12 @@ def test_the_library_works_without_torch_and_the_bridge_says_what_to_install():
 def test_the_streams_of_a_card_wait_for_each_other():
     big = jnp.ones((4096, 4096))
     for _ in range(20):
-        result = to_torch(big @ big)  # still being computed when it is handed over
+        result = to_torch(big @ big)  # still being computed when it is passed on
         assert float(result.min()) == 4096
         assert float(from_torch(result * 2).max()) == 8192
 
 
-# Batches for loops.
+# Batches for training loops.
 
 
 def replay_of(framework="torch", **options):

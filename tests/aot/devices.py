@@ -1,5 +1,5 @@
-"""Compiling for accelerators that are not there: a TPU by libtpu, a GPU by JAX's CUDA plugin and a
-description of the device."""
+"""Compile for absent accelerators: a TPU by libtpu, a GPU by JAX's CUDA plugin and a description of
+the device."""
 
 import dataclasses
 import functools
@@ -21,9 +21,9 @@ import jax  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
-jax.config.update("jax_platforms", "cpu")  # where JAX was imported before
+jax.config.update("jax_platforms", "cpu")  # takes effect even if JAX was imported before
 TPUS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-# The public figures of each: what XLA's GpuTargetConfigProto asks for.
+# Public figures of each GPU, in the form of XLA's GpuTargetConfigProto.
 _GPU = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -57,7 +57,11 @@ GPUS = tuple(_FIGURES)
 
 @functools.cache
 def device(name: str) -> Any:
-    """Raises what the compiler's absence makes JAX raise."""
+    """Return a device to compile for.
+
+    Raises:
+      Exception: JAX's error, if the compiler is not installed.
+    """
     if name in TPUS:
         return topologies.get_topology_desc(platform="tpu", topology_name=TPUS[name]).devices[0]
     config = _GPU.format(name=name, **_FIGURES[name])
@@ -67,7 +71,7 @@ def device(name: str) -> Any:
 
 
 def why_not(name: str) -> str | None:
-    """Why nothing can be compiled for a device here."""
+    """Return why nothing can be compiled for a device here, or None."""
     try:
         device(name)
     except Exception as error:
@@ -77,13 +81,16 @@ def why_not(name: str) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A program for a device.
+    """A program compiled for a device.
 
-    Args:
-      text: optimized HLO. seconds: to compile. temporary, held, aliased: bytes of its own memory,
-        of its arguments, and of those that its results take over. accessed: bytes, as XLA counts
-        them; None where it does not. thunks: what a GPU is told to do, line by line; none
-      for a TPU.
+    Attributes:
+      text: Optimized HLO.
+      seconds: Time to compile.
+      temporary: Bytes of the program's own memory.
+      held: Bytes of its arguments.
+      aliased: Bytes of the arguments that its results reuse.
+      accessed: Bytes accessed, as XLA counts them; None if XLA does not count them.
+      thunks: The commands of a GPU program, one a line; empty for a TPU.
     """
 
     text: str
@@ -110,7 +117,7 @@ class Compiled:
 def compiled(
     name: str, function: Callable[..., Any], arguments: tuple[Any, ...], donated: int | None = None
 ) -> Compiled:
-    """`arguments`: trees of shapes and dtypes."""
+    """Compile a function for arguments that are trees of shapes and dtypes."""
     where = SingleDeviceSharding(device(name))
     specs = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), arguments

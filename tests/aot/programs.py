@@ -1,4 +1,4 @@
-"""What is compiled: each buffer's calls, and the fused loop of acting, adding, sampling and
+"""The programs to compile: each buffer's calls, and the fused loop of acting, adding, sampling and
 updating."""
 
 import dataclasses
@@ -18,10 +18,14 @@ Program = tuple[Callable[..., Any], tuple[Any, ...], int | None]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A buffer with its rows.
+    """A buffer and its rows.
 
-    Args:
-      make: of `(capacity, num_envs, batch_size)` and so on. obs: of one env. capacity: rows.
+    Attributes:
+      name: Name of the case.
+      make: Factory of the buffer, with the arguments `capacity`, `num_envs`, `batch_size` and so
+        on.
+      obs: One env's observation.
+      capacity: Number of rows.
     """
 
     name: str
@@ -98,7 +102,8 @@ CASES = {case.name: case for case in (*NUMBERS, *IMAGES)}
 
 
 def programs(case: Case, platform: str, batch_size: int) -> dict[str, Program]:
-    """By name: a function, its arguments' shapes and dtypes, and which of them it takes over."""
+    """Map each program's name to a function, its arguments' shapes and dtypes, and the number of
+    the donated argument."""
     buffer = case.replay(platform, batch_size)
     state = jax.eval_shape(buffer.init, case.example())
     step = jax.tree.map(
@@ -136,7 +141,7 @@ def iteration(buffer: Any, carry: Any, step: Any, key: Any) -> Any:
 
 
 def storage(case: Case, platform: str) -> Any:
-    """The stored leaves' shapes and dtypes."""
+    """Return the shapes and dtypes of the stored leaves."""
     return jax.eval_shape(case.replay(platform, 1).init, case.example()).streams.steps
 
 

@@ -1,8 +1,7 @@
-"""What the compilers make of every buffer, for accelerators that are not there. `make aot` runs
-these; elsewhere they are skipped.
+"""Checks of every buffer's compiled programs, for absent accelerators. Only `make aot` runs them.
 
-The rows are a million, or as many images as fit into a v5e: XLA brings smaller leaves whole into
-vector memory, which looks like a copy.
+There are a million rows, or as many images as fit into a v5e: XLA moves smaller leaves as a whole
+into vector memory, which looks like a copy.
 """
 
 import functools
@@ -21,7 +20,7 @@ import devices
 import jax
 from programs import CASES, IMAGES, NUMBERS, compile_case, programs
 
-FEW = os.environ["JAXREPLAY_AOT"] == "libtpu"  # the TPU alone, three programs
+FEW = os.environ["JAXREPLAY_AOT"] == "libtpu"  # only the TPU, and three programs
 KERNELS = json.loads(pathlib.Path(__file__).with_name("kernels.json").read_text())
 DEVICES = {"v5e": "tpu"} if FEW else {"v5e": "tpu", "H100": "gpu"}
 BATCH_SIZES = (256,) if FEW else (256, 4096)
@@ -74,8 +73,12 @@ def _built(device, platform, case, name, batch_size):
 
 
 def copies(text, num_bytes):
-    """Instructions that make an array so large by anything but a write in place. What XLA keeps in
-    a TPU's vector memory for a while does not count: of larger leaves it brings nothing there."""
+    """Return the instructions that make an array of `num_bytes` or more, other than writes in
+    place.
+
+    Arrays that XLA keeps in a TPU's vector memory for a while do not count: it moves no leaf of
+    this size there.
+    """
     found = []
     for line in text.splitlines():
         match = INSTRUCTION.match(line)
@@ -116,7 +119,7 @@ def _sample(case, platform, batch_size):
 
 
 def leaf_bytes(case, platform, batch_size):
-    """Of the largest stored leaf."""
+    """Return the bytes of the largest stored leaf."""
     _, (state, *_), _ = programs(case, platform, batch_size)["add"]
     return max(map(bytes_of, jax.tree.leaves(state.streams.steps)))
 
@@ -126,12 +129,12 @@ def test_no_program_copies_the_buffer(device, platform, case, name, batch_size):
     program = built(device, platform, case, name, batch_size)
     tenth = leaf_bytes(case, platform, batch_size) // 10
     items = jax.eval_shape(*_sample(case, platform, batch_size)).experience
-    # A large batch may itself be more than a tenth, and be laid anew.
+    # A large batch may itself exceed a tenth, and change its layout.
     assert not copies(program.text, max(tenth, 2 * max(map(bytes_of, jax.tree.leaves(items)))))
     _, arguments, donated = programs(case, platform, batch_size)[name]
     inputs, batch = bytes_of(arguments[1:]), bytes_of(items)
-    # Beside what a call is given or gives, of which a TPU fills rows of 8 numbers up to 128, in two
-    # or three arrays at a time, and a scan's inputs, which it may lay anew.
+    # Allow temporary memory for the call's arguments and results. A TPU pads rows of 8 numbers to
+    # 128, in two or three arrays at a time, and may change the layout of a scan's inputs.
     filled = 40 if case in NUMBERS else 2
     room = {
         "extend": 4 * inputs,
@@ -145,7 +148,8 @@ def test_no_program_copies_the_buffer(device, platform, case, name, batch_size):
 
 @pytest.mark.parametrize(("device", "platform", "case", "name", "batch_size"), list(cases()))
 def test_no_loop_waits_for_the_host(device, platform, case, name, batch_size):
-    """But a scan's own, whose length is known; and the whole of an iteration is one CUDA graph."""
+    """Only the scan itself loops, with a known length; on a GPU one CUDA graph holds a whole
+    iteration."""
     program = built(device, platform, case, name, batch_size)
     loops = [line for line in program.text.splitlines() if re.search(r" while\(", line)]
     assert all("known_trip_count" in line or platform == "tpu" for line in loops)

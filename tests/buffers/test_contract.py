@@ -1,4 +1,4 @@
-"""What every buffer of the catalog promises."""
+"""Contract that every buffer of the catalog fulfills."""
 
 import re
 
@@ -24,7 +24,7 @@ def assert_same(got, expected, name=""):
 
 
 def operations(case, replay):
-    """Name -> function of (state, seed) that returns a state or a batch."""
+    """Return name -> function of (state, seed) that returns a state or a batch."""
     add = lambda state, seed: replay.add(state, case.step(seed), *case.mask(replay, seed))
     extend = lambda state, seed: replay.extend(
         state, case.step(seed, 7), *case.mask(replay, seed, 7)
@@ -54,7 +54,7 @@ def test_an_abstract_example_is_enough(case):
     assert_same(replay.init(case.example()), replay.init(jax.tree.map(np.asarray, concrete)))
 
 
-# One primitive after another, each compiled by itself: slow.
+# Eager mode compiles each primitive by itself, which is slow.
 @pytest.mark.parametrize("case", CATALOG if SOAK else KINDS[1:4], ids=lambda case: case.name)
 def test_jit_equals_eager(case):
     replay = case.replay()
@@ -152,7 +152,7 @@ def test_a_donated_state_is_reused_and_gone(case):
 
 @kinds
 def test_extend_equals_add_for_each_step(case):
-    """Blocks shorter and longer than a stream, which has 16 rows."""
+    """Blocks are shorter and longer than a stream, which has 16 rows."""
     replay = case.replay()
     add, extend = jax.jit(replay.add), jax.jit(replay.extend)
     get = jax.jit(lambda state: replay.get(state, jnp.arange(replay.capacity), jax.random.key(1)))
@@ -208,8 +208,8 @@ def test_an_empty_buffer_is_flagged(case):
 
 @cases
 def test_weights_are_those_that_the_probabilities_give(case):
-    """Of each row that can be drawn, by hand: for a beta of the sampler's, and for traced ones of a
-    population."""
+    """Weights follow from the probabilities of all rows, for the sampler's beta and for the traced
+    betas of a population."""
     replay = case.replay()
     state = case.filled(replay)
     everything = jax.jit(replay.get)(state, jnp.arange(replay.capacity), jax.random.key(0))
@@ -315,8 +315,7 @@ def test_min_size_is_waited_for(case):
 
 @cases
 def test_items_are_the_steps_that_were_added(case):
-    """Every row of the batch holds the numbers of one step that was added, and none is older than
-    the stream is long."""
+    """Each sampled row equals one added step, and is among its stream's newest 16 rows."""
     replay = case.replay(batch_size=512)
     steps = [case.step(seed) for seed in range(30)]
     state, add = replay.init(case.example()), jax.jit(replay.add)

@@ -1,4 +1,4 @@
-"""`jaxreplay.jit`, and the warning where a call copies the buffer."""
+"""`jaxreplay.jit`, and the warning about a call that copies the buffer."""
 
 import copy
 import warnings
@@ -46,8 +46,7 @@ def test_a_small_state_a_jitted_one_and_a_sample_do_not_warn():
 
 
 def test_an_env_that_reuses_its_array_corrupts_nothing():
-    """JAX may read a NumPy argument after the call has returned: from 100 KiB on, when it is not
-    aligned."""
+    """JAX may read an unaligned NumPy argument of 100 KiB or more after the call has returned."""
     size = 40_000
     replay = jr.items(capacity=64, batch_size=2)
     buffer = jr.jit(replay)

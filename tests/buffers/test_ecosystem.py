@@ -1,4 +1,4 @@
-"""A state is a pytree of arrays: what saves pytrees saves it, to the last bit."""
+"""A state is a pytree of arrays: libraries that save pytrees restore it bit-identically."""
 
 import flax.serialization
 import jax
@@ -18,7 +18,7 @@ def filled(case):
 
 
 def test_no_state_has_an_array_without_elements():
-    """Orbax refuses one, so what a buffer does without is None."""
+    """Orbax refuses empty arrays, so unused parts of a state are None."""
     sizes = {
         case.name: {
             leaf.size

@@ -1,5 +1,4 @@
-"""Bad input gets an error that names what is wrong and how to mend it; nothing is broadcast, and
-nothing is lost."""
+"""Errors of bad input name what is wrong and the fix; nothing is broadcast, and nothing is lost."""
 
 import collections
 import copy
@@ -76,7 +75,7 @@ def test_a_stream_must_hold_one_window():
         jr.uniform(**SHARED, autoreset="next_step", n_step=5)
     jr.uniform(**SHARED, autoreset="same_step_no_final_obs", n_step=3)
     with pytest.raises(ValueError, match="one window needs 5; the smallest capacity is 10"):
-        # a step may bring its final row beside it
+        # a final row may follow each step
         jr.uniform(**SHARED, autoreset="same_step", n_step=3)
 
 
@@ -188,7 +187,7 @@ def test_a_name_of_another_library_is_explained(name, hint):
 
 @pytest.mark.parametrize("make", [jr.uniform, jr.prioritized])
 def test_an_example_with_the_env_axis_is_told_so(make):
-    """The commonest mistake: the first step of all envs in place of one env's."""
+    """Passing the first step of all envs in place of one env's is the commonest mistake."""
     replay = make(**SHARED, autoreset="same_step_no_final_obs")
     with pytest.raises(
         ValueError,
@@ -270,8 +269,8 @@ def test_final_obs_comes_with_same_step_and_must(make):
 
 
 def test_a_final_obs_that_would_not_be_read_is_refused():
-    """Who has one most likely mistook the form, and then the next episode's first observation would
-    be taken for the final one."""
+    """A given final_obs most likely means that the form is wrong: the next episode's first
+    observation would be taken for the final one."""
     for make, form in itertools.product(
         (
             lambda form: jr.uniform(**SHARED, autoreset=form),
@@ -375,7 +374,7 @@ def test_what_would_be_lost_is_named_on_every_way_in(leaf, reason):
         lambda: jr.jit(replay).extend(jax.tree.map(jnp.copy, state), {"a": {"x": leaf[None]}}),
         lambda: jr.Replay(replay, example=example).add({"a": {"x": leaf}}),
     )
-    # a Replay puts bytes into order
+    # a Replay corrects the byte order
     for way in ways[: -1 if leaf.dtype == np.dtype(">f4") else None]:
         with pytest.raises(ValueError, match=rf"(?s)(init|add|extend): *.*a.x: .*{reason}"):
             way()
@@ -406,7 +405,7 @@ def test_a_buffer_that_does_not_fit_is_refused_before_it_is_allocated():
     ):
         replay.init(spec)
     assert replay.memory(spec).leaves["streams.steps.image"] == 4_000_000 * 2**30
-    jax.eval_shape(replay.init, spec)  # nothing is allocated: no complaint
+    jax.eval_shape(replay.init, spec)  # no error, since nothing is allocated
 
 
 def test_numpy_input_of_64_bits_is_taken_as_jax_takes_it():
@@ -419,7 +418,7 @@ GOAL = {"achieved_goal": jnp.zeros(2), "desired_goal": jnp.zeros(2)}
 
 
 def relabel(reward, reward_fn, **options):
-    """Samples with new goals of steps whose rewards are as `reward`."""
+    """Return a sample with new goals, from steps whose rewards have the dtype of `reward`."""
     replay = jr.hindsight(
         jr.uniform(capacity=8, num_envs=1, batch_size=2, autoreset="next_step"),
         reward_fn,
@@ -566,7 +565,7 @@ def test_what_a_view_does_not_find_is_named():
 
 
 def test_stacks_go_inside_of_goals_from_anywhere():
-    """Around them, a stack could reach over the write head."""
+    """A stack around such goals could read past the write head."""
     replay = jr.uniform(capacity=8, num_envs=1, batch_size=2, autoreset="next_step")
     anywhere = jr.hindsight(replay, minus_one, strategy="random")
     with pytest.raises(
@@ -691,7 +690,7 @@ def test_a_batch_answers_the_names_of_other_libraries(name, hint):
 
 
 def test_a_name_that_the_items_have_is_theirs():
-    """`mask` is another library's `is_valid`, but the steps to learn from are a sequence's own."""
+    """`mask` is another library's `is_valid`, but sequences have a `mask` of their own."""
     buffer = jr.sequences(**{**SHARED, "capacity": 64}, length=2, autoreset="next_step")
     batch = jax.eval_shape(buffer.sample, buffer.init(example()), jax.random.key(0))
     with pytest.raises(AttributeError, match=re.escape("did you mean batch.experience.mask?")):

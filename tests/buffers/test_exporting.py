@@ -1,5 +1,5 @@
-"""Programs that take and return states can be exported for several platforms at once, written down,
-and read again."""
+"""Programs that take and return states can be exported for several platforms at once, serialized
+and deserialized."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ ALL = ("cpu", "cuda", "tpu")
 
 
 def methods(case, buffer):
-    """Name -> (method, its arguments after the state)."""
+    """Return name -> (method, its arguments after the state)."""
     block = (case.step(3, time=5), *case.mask(buffer, 3, 5))
     found = {
         "add": (buffer.add, (case.step(), *case.mask(buffer, 0))),
@@ -39,8 +39,8 @@ def methods(case, buffer):
     return found
 
 
-# One for each platform that has all operations; of the other kinds those that take the whole state,
-# and return it or a batch.
+# One kind a platform is tested with all operations, the other kinds only with those that take the
+# entire state and return it or a batch.
 _WHOLE = {
     "uniform masked, episodes": "gpu",
     "prioritized same_step, 3 steps": "tpu",
@@ -97,7 +97,7 @@ def test_rollouts_and_mixtures_are_exported():
 
 
 def test_no_kind_of_state_is_forgotten():
-    """Every pytree class of the library is a `Node`, which registers itself."""
+    """Every pytree class of the library is a `Node`, which registers itself for export."""
 
     def below(kind):
         return {one for child in kind.__subclasses__() for one in (child, *below(child))}
@@ -110,7 +110,7 @@ def test_no_kind_of_state_is_forgotten():
 
 
 class Layout(jr.views.View):
-    """A user's class with the name of one of the library's."""
+    """A user's class with the name of a class of the library."""
 
 
 def test_a_user_s_class_of_the_same_name_is_another_one():
@@ -123,7 +123,7 @@ def test_a_user_s_class_of_the_same_name_is_another_one():
 
 
 def test_a_node_may_be_defined_again():
-    """A cell of a notebook runs twice: programs of either class can be written, and read again."""
+    """A notebook cell may run twice: programs of both classes are serialized and deserialized."""
 
     def define():
         class Again(struct.Node):

@@ -1,5 +1,4 @@
-"""A sampler and a view written as a user would, outside of the library, pass the tests that every
-buffer passes."""
+"""A sampler and a view from outside the library pass the tests that every buffer passes."""
 
 from typing import Any
 
@@ -20,13 +19,13 @@ from tests.support.buffers import Case
 
 
 class Counts(Node):
-    tree: SumTreeState  # the mass of each row that can be drawn, 1 / (1 + count)
-    count: jax.Array  # float32[N]: how often each row was learned from
+    tree: SumTreeState  # the mass of each sampleable row, 1 / (1 + count)
+    count: jax.Array  # float32[N]: updates of each row
 
 
 class LeastLearned(PrioritySampler):
-    """Sample rows in proportion to 1 / (1 + n), where n counts the updates that named the row. The
-    given priorities are ignored."""
+    """Sample rows in proportion to 1 / (1 + n), where n is the row's number of updates. The given
+    priorities are ignored."""
 
     PER_ROW = ("tree", "count")
 
@@ -92,23 +91,23 @@ class LeastLearned(PrioritySampler):
         )
 
     def _is_ready(self, state):
-        """Return True, which XLA cannot know: the tree depends on counts that were read, so that
-        they are written later, and not copied."""
+        """Return True, unknown to XLA: a write that depends on it comes after the read of the tree,
+        and needs no copy."""
         return state.tree.sums[-1][0] >= 0
 
     def _tree(self, layout):
         return SumTree.on(layout.traits, layout.capacity)
 
     def _place(self, layout, row):
-        """Return the place of each row, ordered by time, then env: int32[...]; the capacity for no
-        row."""
+        """Return int32[...], each row's place in the order of time, then env; `capacity` for a row
+        out of range."""
         env, position = layout.split(row)
         return jnp.where(row < layout.capacity, position * layout.num_envs + env, layout.capacity)
 
 
 class Delta(Node):
     obs: Any
-    effect: Any  # to the next observation, or 0 where the episode ended
+    effect: Any  # change to the next observation, or 0 where the episode ended
 
 
 class DeltaView(jr.views.View):

@@ -1,5 +1,4 @@
-"""Nothing costs O(capacity): every operation, alone, in a scan, and under vmap, and the fused
-training loop."""
+"""No operation costs O(capacity): alone, in a scan, under vmap, and in the fused training loop."""
 
 import functools
 
@@ -12,7 +11,7 @@ from tests.support.buffers import CATALOG, KINDS
 from tests.support.hlo import check_in_place, large_temporaries
 
 CAPACITY = 1 << 17
-SMALL = CAPACITY  # elements: a leaf of one number a row
+SMALL = CAPACITY  # elements of a leaf with one number a row
 STEPS = 5
 POPULATION = 16
 
@@ -20,8 +19,10 @@ kinds = pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
 
 
 def operations(case, buffer, state):
-    """Name -> (function of the state and a key that returns (state, anything), whether it changes
-    the state)."""
+    """Return name -> (function, changes).
+
+    `function(state, key)` returns (state, anything); `changes` is True if it changes the state.
+    """
     step, mask = case.step(), case.mask(buffer, 0)
     block = (case.step(3, time=STEPS), *case.mask(buffer, 3, STEPS))
     found = {
@@ -53,7 +54,7 @@ def operations(case, buffer, state):
 
 
 def reads(buffer, state, key):
-    """Everything that leaves the state as it is."""
+    """Return the results of all methods that leave the state unchanged."""
     rows = jnp.arange(8) + jax.random.randint(key, (8,), 0, 9)
     got = [buffer.get(state, rows, key), buffer.metrics(state), buffer.can_sample(state)]
     got.append(
@@ -67,7 +68,7 @@ def reads(buffer, state, key):
 
 
 def fused(buffer, step, mask, state, key):
-    """Act, add, sample, learn, update: with everything that a batch has in use."""
+    """Add, sample or pop, and update priorities; the entire batch is used."""
     state = buffer.add(state, step, *mask)
     if isinstance(buffer.sampler, ConsumingSampler):
         state, batch = buffer.pop(state, key)
@@ -119,7 +120,7 @@ def test_operations_are_in_place_for_a_population(case):
     one = jax.tree.map(lambda leaf: leaf[0], states)
     keys = jax.random.split(jax.random.key(0), POPULATION)
     for name, (function, changes) in operations(case, buffer, one).items():
-        if changes:  # in a scan too: a cond under vmap would be a select over the buffers
+        if changes:  # scanned as well: under vmap, a cond would become a select over the buffers
             run = lambda states, keys, function=function: jax.lax.scan(
                 lambda s, _: (jax.vmap(function)(s, keys)[0], None), states, None, 3
             )
@@ -144,7 +145,7 @@ def test_clear_never_touches_the_stored_steps(case):
 
 
 def test_the_judge_sees_a_copy():
-    """A sample before an add, and a cond around one, are the traps that the judge is for."""
+    """Sampling before an add makes a copy that the check must find."""
     case = CATALOG[2]
     buffer = case.replay(CAPACITY)
     state = buffer.init(case.example())

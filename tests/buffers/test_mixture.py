@@ -1,4 +1,4 @@
-"""Mixtures: exact counts, the members' own laws, and priorities that find their way home."""
+"""Mixtures: exact counts, the members' own distributions, and priorities that reach a member."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def sample_at(states, beta):
 
 
 def test_members_keep_their_laws():
-    """Each part is the member's own draw from its own key."""
+    """Each part of a batch equals the member's own sample with its own key."""
     mine, keys = states(), jax.random.split(jax.random.key(3), 2)
     batch = jax.jit(REPLAY.sample)(mine, jax.random.key(3))
     parts = [
@@ -59,7 +59,7 @@ def test_members_keep_their_laws():
     )
     np.testing.assert_array_equal(batch.weight, jnp.concatenate([part.weight for part in parts]))
     uniform, prioritized = np.split(np.asarray(jax.jit(sample_at)(mine, 0.7).weight), [200])
-    assert (uniform == 1).all()  # each member normalizes its own
+    assert (uniform == 1).all()  # each member normalizes its own weights
     probability = np.asarray(batch.probability[200:])
     np.testing.assert_allclose(prioritized, (probability.min() / probability) ** 0.7, rtol=1e-5)
 
@@ -132,7 +132,7 @@ def test_wrong_members_are_named():
 
 
 def test_a_members_unlikely_item_does_not_silence_the_others():
-    """The largest weight is that of the member's own part."""
+    """Weights are normalized by the largest weight of the same member."""
     probability, source = jnp.array([0.25, 0.25, 0.5, 1e-6, 0.0]), jnp.array([0, 0, 1, 1, 2])
     index = jr.types.Index(row=source, lap=source.astype(jnp.uint32))
     batch = jr.Sample(

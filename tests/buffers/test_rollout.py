@@ -1,5 +1,5 @@
-"""The on-policy buffer: what it stores, what it makes of the three ways to end an episode, and that
-nothing is copied or lost."""
+"""The on-policy buffer: its stored steps, the three ways to end an episode, and no copies or lost
+steps."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ def rollout_of(form, length=T, num_envs=E):
 
 
 def step_of(seed=0, time=None, form=FORMS[1], num_envs=E):
-    """A random step of every env, or a block of them, with leaves of many dtypes."""
+    """Return a random step of every env, or a block of `time` steps, with leaves of many dtypes."""
     axes, r = (num_envs,) if time is None else (time, num_envs), np.random.default_rng(seed)
     obs = {
         "vector": jnp.asarray(r.normal(size=(*axes, 3)), jnp.bfloat16),
@@ -178,7 +178,7 @@ def test_a_donated_state_is_reused_and_gone():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_writes_are_in_place_alone_in_a_scan_and_for_a_population(form, monkeypatch):
-    # What XLA makes of a scatter of one row; where it is not in place, there is a copy beside it.
+    # The check accepts scatters. If a scatter is not in place, XLA adds a copy, which it refuses.
     length, population = 1 << 14, 8
     rollout, one, block = rollout_of(form, length), step_of(form=form), step_of(0, 5, form)
     state = rollout.init(example_of(form))
@@ -237,8 +237,8 @@ def test_minibatches_hold_each_row_once_an_epoch_in_a_new_order():
 
 
 def test_any_order_of_an_epoch_is_as_likely():
-    """Of 4 envs, 24 orders in 4800 epochs: chi-square with 23 degrees of freedom is below 58.6 but
-    for 6 in 100 000 seeds."""
+    """Chi-square over the 24 orders of 4 envs in 4800 epochs, with 23 degrees of freedom, reaches
+    58.6 for 6 of 100 000 seeds."""
     rollout = rollout_of(FORMS[1], num_envs=4)
     orders = rollout.env_minibatches(jax.random.key(3), num_epochs=4800, num_minibatches=1)
     _, counts = np.unique(np.asarray(orders), axis=0, return_counts=True)
@@ -353,8 +353,8 @@ def test_a_bootstrap_that_cannot_be_right_is_refused():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_memory_starts_anew_where_an_episode_does(form):
-    """In one env the steps end at row 1, and at rows 3 and 4; with next_step the row after an end
-    is the final observation."""
+    """Done flags of one env are set at rows 1, 3 and 4. With next_step, the row after an end is the
+    final row."""
     rollout = rollout_of(form, num_envs=1)
     done = jnp.array([False, True, False, True, True, False])[:, None]
     block = step_of(0, T, form, num_envs=1).replace(terminated=done, truncated=done & ~done)

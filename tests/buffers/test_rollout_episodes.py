@@ -1,5 +1,4 @@
-"""The three ways to end an episode: a rollout's advantages are those of the episodes, whatever ends
-where."""
+"""Advantages of a rollout are those of its episodes, for all three ways to end an episode."""
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +25,18 @@ def rollout_of(form):
 
 
 class World:
-    """One env, whose observation is its value: the critic is the identity. `kinds`: whether each
-    transition goes on, terminates, is cut."""
+    """One env whose observation is its value, so that the critic is the identity.
+
+    `kinds` has one letter for each transition: "." continues the episode, "T" terminates it, "C"
+    truncates it, "B" does both.
+    """
 
     def __init__(self, kinds, seed, form):
         r = np.random.default_rng(seed)
         n = len(kinds)
         self.kinds, self.form = kinds, form
         self.reward, self.start, self.final = r.normal(size=(3, n + 1)).astype(np.float32)
-        self.now, self.shows_final = 0, False  # the transition that comes next
+        self.now, self.shows_final = 0, False  # the next transition
 
     def obs(self):
         return self.final[self.now - 1] if self.shows_final else self.start[self.now]
@@ -43,8 +45,8 @@ class World:
         return self.start[n + 1] if self.kinds[n] == "." else self.final[n]
 
     def step(self):
-        """The step that the env's loop adds, and which transition it is; None for a final
-        observation."""
+        """Return the step that the env's loop adds, and its transition number, which is None for a
+        final observation."""
         obs, n = self.obs(), self.now
         if self.shows_final:
             self.shows_final = False
@@ -61,7 +63,7 @@ class World:
 
 
 def oracle(world, transitions):
-    """Transition -> (advantage, target), for those of one rollout, by sums of errors in float64."""
+    """Return transition -> (advantage, target) for one rollout, by sums of errors in float64."""
     gives_up = world.form == FORMS[3]
     expected = {}
     for start in transitions:
@@ -118,8 +120,7 @@ jitted_collect = jax.jit(collect, static_argnums=0)
     seed=st.integers(0, 99),
 )
 def test_advantages_are_those_of_the_episodes(form, kinds, num_steps, seed):
-    """Three rollouts one after the other, the last one not full: whatever ends where, no target
-    reaches over an episode's end."""
+    """In three successive rollouts, the last one not full, no target crosses an episode's end."""
     rollout = rollout_of(form)
     worlds = [World(kinds[env::E], seed + env, form) for env in range(E)]
     scalar, flag = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), bool)

@@ -1,4 +1,4 @@
-"""A state is read by the buffer that it is of, and by no other: each method says what differs."""
+"""A buffer accepts only its own states: for any other state, each method names the difference."""
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ METHODS = {
 
 
 def buffer_for(method, **sizes):
-    """One that has the method."""
+    """Return a buffer that has the method."""
     made = {**SHARED, "autoreset": "next_step", "track_episodes": True, **sizes}
     if method in ("pop", "can_add"):
         return jr.transitions(**made, sampler=jr.Queue())
@@ -93,7 +93,7 @@ def test_what_differs_is_named_though_all_shapes_be_alike(change, named):
 
 @pytest.mark.parametrize("sampler", [jr.Prioritized, jr.RankBased])
 def test_priorities_under_another_alpha_are_not_read(sampler):
-    """They are stored as priority ** alpha, and could not be told from others."""
+    """States store priority ** alpha, which does not reveal alpha."""
     one, other = (
         jr.transitions(**SHARED, autoreset="next_step", sampler=sampler(alpha=alpha))
         for alpha in (4.0, 0.0)
@@ -114,7 +114,7 @@ def test_priorities_under_another_alpha_are_not_read(sampler):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_takes_a_state_of_numpy_arrays(method):
-    """As `jax.device_get` and `flax.serialization.from_bytes` give it."""
+    """`jax.device_get` and `flax.serialization.from_bytes` return such states."""
     replay, call = buffer_for(method), METHODS[method]
     state = jax.jit(METHODS["extend"], static_argnums=0)(replay, replay.init(EXAMPLE))
     on_host = jax.device_get(state)
@@ -147,8 +147,7 @@ def test_a_rollout_takes_a_state_of_numpy_arrays():
 
 
 def test_an_extend_by_a_buffer_of_another_capacity_pairs_no_wrong_rows():
-    """As after a restore by another library, with a changed configuration: the state's arrays are
-    the old ones."""
+    """Restoring with another library into a changed configuration keeps the old state's arrays."""
     small, large = (uniform(capacity=capacity) for capacity in (64, 128))
     state = flax.serialization.from_bytes(
         large.init(EXAMPLE), flax.serialization.to_bytes(small.init(EXAMPLE))
@@ -243,8 +242,8 @@ def test_what_is_no_state_is_refused():
 
 @pytest.mark.parametrize("case", CATALOG, ids=lambda case: case.name)
 def test_states_of_every_buffer_are_their_own(case):
-    """Alone, in a vmap, and abstract ones; no other buffer of the catalog takes them, unless it
-    differs in nothing that counts."""
+    """A buffer accepts its state alone, in a vmap, and under eval_shape; buffers of items and of
+    steps refuse each other's."""
     replay = case.replay()
     state = case.filled(replay)
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state)

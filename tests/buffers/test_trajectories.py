@@ -1,5 +1,4 @@
-"""Ragged trajectories in one stream: what lies where, that learning from it is learning from each,
-and what it costs."""
+"""Ragged trajectories in one stream: their rows, learning as from each alone, and the cost."""
 
 import json
 import subprocess
@@ -18,22 +17,24 @@ from jaxreplay.buffers import trajectories
 from tests.conftest import SOAK
 
 LENGTH = 40
-# of `trajectory_of`: obs, action, reward, flags, extras and the mask
+# Bytes of a row of `trajectory_of`: obs, action, reward, flags, extras and the mask
 ROW_BYTES = 8 + 4 + 4 + 1 + 1 + 4 + 1
 ROLLOUT = Rollout(length=LENGTH, num_envs=1, autoreset="next_step")
 DISCOUNT, DECAY = 0.9, 0.7
 
 
 def trajectory_of(num_steps, end="", final=True, seed=0):
-    """`end`: "T" terminated, "C" truncated, "" cut by the worker. The first number of an
-    observation is its value."""
+    """Return a random trajectory, where the first number of an observation is its value.
+
+    `end` is "T" if it is terminated, "C" if truncated, "TC" if both, "" if the worker cut it.
+    """
     r = np.random.default_rng(seed)
     flags = np.zeros((2, num_steps), bool)
     flags[:, -1:] = [["T" in end], ["C" in end]]
     rows = num_steps + final
     return {
         "obs": {"x": r.normal(size=(rows, 2)).astype(np.float32)},
-        "action": r.integers(0, 9, num_steps),  # int64, as NumPy has it
+        "action": r.integers(0, 9, num_steps),  # int64, NumPy's default
         "reward": r.normal(size=num_steps),  # float64
         "terminated": flags[0],
         "truncated": flags[1],
@@ -50,10 +51,10 @@ def empty():
 
 
 def expected_rows(trajectory):
-    """Obs, reward, terminated, truncated, mask and extras of each row that a trajectory takes."""
+    """Return (obs, reward, terminated, truncated, mask, extras) of each row of a trajectory."""
     x, reward, extras = trajectory["obs"]["x"], trajectory["reward"], trajectory["extras"]
     num_steps, terminated = len(reward), bool(trajectory["terminated"][-1:].any())
-    # its last observation is the last that is known: the step there is given up
+    # Without a final observation, the last observation becomes the final row; its step is dropped.
     if len(x) == num_steps and not terminated:
         num_steps -= 1
     rows = [[x[t], reward[t], False, False, True, extras[t]] for t in range(num_steps)]
@@ -157,7 +158,7 @@ def test_a_second_batch_takes_the_place_of_the_first():
     )
     state = ROLLOUT.from_trajectories(state, [trajectory_of(4, "T", final=False)], chunk_bytes=100)
     assert state.mask[:, 0].tolist() == [True] * 4 + [False] * 36
-    # And what is added then opens an episode: it is no final observation.
+    # The next added step begins an episode: it is not taken for a final observation.
     step = jax.tree.map(lambda x: jnp.asarray(x[0], jnp.asarray(x).dtype)[None], trajectory_of(1))
     assert ROLLOUT.add(state, step).mask[:6, 0].tolist() == [True] * 5 + [False]
 
@@ -225,7 +226,7 @@ def test_the_state_is_taken_over_and_reused_and_the_arrays_are_not():
 
 
 def test_a_chunk_is_not_filled_again_while_it_is_being_read():
-    """A backend reads an aligned array where it lies, after the call has returned."""
+    """A backend may read an aligned array in place after the call has returned."""
     many = [
         {
             **trajectory_of(n, "T", final=False),

@@ -1,4 +1,4 @@
-"""What a type checker knows: `make lint` checks this file, and the tests run it."""
+"""Types that a type checker infers: `make lint` checks this file, and the tests run it."""
 
 from typing import Any, assert_type
 

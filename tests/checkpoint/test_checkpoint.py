@@ -1,5 +1,5 @@
-"""Checkpoints: a restored state goes on to the last bit, a save writes what is new, and in bounded
-memory."""
+"""Tests of saving and restoring: a restored state continues bit-identically, a save writes only new
+rows, and memory is bounded."""
 
 import functools
 import json
@@ -33,8 +33,10 @@ kinds = pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
 
 @functools.cache
 def go_on(case, replay, num_steps):
-    """A function of a state: add, draw, and update the priorities, so often. The state after it,
-    and all that was drawn."""
+    """Return a jitted function of a state: add, sample and update priorities `num_steps` times.
+
+    It returns the final state and, of each step, the batch and the buffer's size.
+    """
     steps = case.step(5, time=num_steps)
     masks = case.mask(replay, 6, num_steps)
 
@@ -57,8 +59,8 @@ def go_on(case, replay, num_steps):
 
 @kinds
 def test_a_restored_state_goes_on_to_the_last_bit(case, tmp_path):
-    """Saved in the middle of episodes, before the ring is full, after it went round, and after a
-    clear; each on top of the one before."""
+    """Save in the middle of episodes: before the ring is full, after it wrapped around, and after a
+    clear. Each save builds on the one before."""
     replay = case.replay(capacity=480)
     run, checkpointer = (
         go_on(case, replay, 50),
@@ -69,7 +71,7 @@ def test_a_restored_state_goes_on_to_the_last_bit(case, tmp_path):
         checkpointer.save(state, number)
         states.append(state)
         written = checkpointer._base
-        # each row once
+        # each row is in one group
         assert (
             written.groups.num_rows(np.array(written.first)).sum()
             == (np.array(written.end) - written.first).sum()
@@ -99,7 +101,7 @@ def test_every_new_row_is_in_one_group_and_those_first_that_go_first(data):
     ):
         picked = group.rows()
         assert len({*(picked.number >= end[picked.env] - num_rewritten).tolist()}) == 1
-        # rows that may be written before it is lost
+        # rows that may be added before the row is overwritten
         distance = picked.number + length - end[picked.env]
         assert 1 <= len(picked.env) == group.num_rows <= most
         assert distance.min() >= nearest_before
@@ -130,10 +132,10 @@ def test_a_save_writes_what_is_new_and_forgets_what_is_old(tmp_path):
     state = added(replay, state, 2000, 20)
     checkpointer.save(state, 2020)
     assert size_of(tmp_path) - full < 0.05 * full
-    for end in range(2500, 9000, 500):  # round the ring, several times
+    for end in range(2500, 9000, 500):  # several times around the ring
         state = added(replay, state, end - 500 if end > 2500 else 2020, 500 if end > 2500 else 480)
         checkpointer.save(state, end)
-        assert size_of(tmp_path) < 2 * full  # what is overwritten is deleted
+        assert size_of(tmp_path) < 2 * full  # overwritten rows are deleted
     assert checkpointer.all_steps() == [8000, 8500]
     for end in (8000, 8500):
         assert numbers(replay, Checkpointer(tmp_path, replay).restore(EXAMPLE, end)) == expected(
@@ -156,13 +158,13 @@ def test_a_run_that_goes_back_does_not_mix_with_the_one_it_left(tmp_path):
     for number in (1, 2):
         Checkpointer(tmp_path, replay).save(fresh, number)
     assert numbers(replay, checkpointer.restore(EXAMPLE, 2)) == expected(replay, 30)
-    # less than was saved here before: all of it
+    # fewer rows than were saved here before
     checkpointer.save(added(replay, replay.init(EXAMPLE), 0, 3), 3)
     assert numbers(replay, checkpointer.restore(EXAMPLE, 3)) == expected(replay, 3)
 
 
 def test_only_rows_of_the_same_history_are_left_out(tmp_path):
-    """A state that was made anew, and one that went another way, have rows of the same numbers."""
+    """Save states with equal row numbers and different rows: another branch and a fresh run."""
     replay = items()
     checkpointer = Checkpointer(tmp_path, replay)
     start = added(replay, replay.init(EXAMPLE), 0, 8)
@@ -182,7 +184,7 @@ def test_others_may_delete_what_a_save_would_go_on_from(tmp_path):
     states = [added(replay, replay.init(EXAMPLE), 0, 4)]
     checkpointer.save(states[0], 4)
     checkpointer.close()
-    checkpoint.save(tmp_path, replay, states[0], step=5)  # keeps one: not that of step 4
+    checkpoint.save(tmp_path, replay, states[0], step=5)  # keeps one checkpoint, so deletes step 4
     checkpointer.save(added(replay, jax.tree.map(jnp.copy, states[0]), 4, 2), 6)
     assert numbers(replay, Checkpointer(tmp_path, replay).restore(EXAMPLE)) == expected(replay, 6)
     wide = Checkpointer(tmp_path / "x", replay, max_to_keep=3)
@@ -220,7 +222,7 @@ def test_what_is_not_ours_stays(tmp_path):
         "for each buffer",
     ):
         checkpoint.save(tmp_path, other, other.init(EXAMPLE))
-    # what is drawn is no matter
+    # settings of sampling may differ
     again = jr.items(capacity=64, num_envs=4, batch_size=100, min_size=7)
     assert numbers(again, checkpoint.restore(tmp_path, again, EXAMPLE)) == expected(again, 4)
 
@@ -234,7 +236,7 @@ def test_small_saves_do_not_pile_up(tmp_path):
         state = added(replay, state, end - 1, 1)
         checkpointer.save(state, end)
     assert len(checkpointer._base.groups) < 12
-    for end in range(last + 1, last + 11):  # nothing new
+    for end in range(last + 1, last + 11):  # no new rows
         checkpointer.save(state, end)
     assert len(checkpointer._base.groups) < 12
     assert numbers(replay, checkpointer.restore(EXAMPLE)) == expected(replay, last)
@@ -243,8 +245,8 @@ def test_small_saves_do_not_pile_up(tmp_path):
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("chunk_bytes", [400, 3000])
 def test_streams_of_different_speed(wait, chunk_bytes, tmp_path):
-    """One env is far ahead of the others, the last one has nothing; a group holds fewer rows than
-    there are envs, or more."""
+    """Save streams of very different lengths, two of them empty. Groups have fewer or more rows
+    than there are envs."""
     replay = jr.items(capacity=8 * 30, num_envs=8, batch_size=8, allow_mask=True)
     add, checkpointer = jr.jit(replay).add, Checkpointer(tmp_path, replay, chunk_bytes=chunk_bytes)
     state, r = replay.init(EXAMPLE), np.random.default_rng(0)
@@ -276,10 +278,10 @@ def test_a_save_that_does_not_wait_is_of_the_state_that_it_was_given(num_envs, t
     pointers = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.streams.steps)}
     checkpointer.save(state, 1500, blocking=False)
     assert checkpointer.is_saving
-    for t in range(1500, 2600):  # the whole ring is overwritten meanwhile
+    for t in range(1500, 2600):  # overwrites the whole ring during the save
         checkpointer.advance(state)
         state = buffer.add(state, step(t, num_envs))
-    # in place all the time
+    # every add was in place
     assert {
         leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.streams.steps)
     } == pointers
@@ -295,8 +297,8 @@ def test_a_save_that_does_not_wait_is_of_the_state_that_it_was_given(num_envs, t
 @pytest.mark.parametrize(("num_envs", "row_bytes"), [(1, 100), (4, 100), (4, 40_000)])
 @pytest.mark.parametrize("level", [None, 1])
 def test_a_save_that_waits_leaves_the_rows_in_place(num_envs, row_bytes, level, tmp_path):
-    """It writes them from where they are, also over the ring's end; afterwards it holds none of
-    that, so that adds do not copy."""
+    """Write rows from the state's memory, also across the ring's end. The save then releases that
+    memory, so adds stay in place."""
     replay = items(capacity=64 * num_envs, num_envs=num_envs)
     buffer, checkpointer = (
         jr.jit(replay),
@@ -322,8 +324,8 @@ def test_a_save_that_waits_leaves_the_rows_in_place(num_envs, row_bytes, level, 
 
 @pytest.mark.parametrize("chunk_bytes", [4096, 2**20])
 def test_priorities_are_those_of_the_call(chunk_bytes, tmp_path, monkeypatch):
-    """Of a save that does not wait, also where nothing else is new: of more than a chunk of them
-    there is no copy."""
+    """Save priorities with `blocking=False`, also without new rows. If they are larger than a
+    chunk, they are not copied."""
     zero = jnp.zeros(1)
     step = jr.Step(obs=zero, action=zero, reward=zero, terminated=zero > 0, truncated=zero > 0)
     example = jax.tree.map(lambda leaf: leaf[0], step)
@@ -340,7 +342,7 @@ def test_priorities_are_those_of_the_call(chunk_bytes, tmp_path, monkeypatch):
         write(name, parts)
 
     monkeypatch.setattr(checkpointer._store, "write", slow)
-    for number in range(3):  # the first one has rows
+    for number in range(3):  # only the first save has new rows
         wanted = bits(rows.split(state)[1])
         checkpointer.save(state, number, blocking=False)
         batch = buffer.sample(state, jax.random.key(number))
@@ -379,7 +381,7 @@ def test_a_save_without_pumps_is_refused_and_the_one_before_stays(tmp_path):
             added(replay, replay.clear(jax.tree.map(jnp.copy, state)), 0, 1)
         )
     checkpointer.save(state, 52, blocking=False)
-    with pytest.raises(ZeroDivisionError), checkpointer:  # an error of the caller's goes on
+    with pytest.raises(ZeroDivisionError), checkpointer:  # the caller's error propagates
         _ = 1 / 0
     assert checkpointer.all_steps() == [20]
     checkpointer.save(state, 52, blocking=False)
@@ -399,7 +401,7 @@ def test_a_save_without_pumps_is_refused_and_the_one_before_stays(tmp_path):
 )
 def test_beside_the_state_there_are_few_chunks(gigabytes, row, tmp_path):
     script = pathlib.Path(checkpointed_run.__file__).parent / "checkpoint_memory.py"
-    # what compiling takes is counted
+    # memory for compiling counts too
     environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "0"}
     done = subprocess.run(
         [sys.executable, script, tmp_path, str(gigabytes), str(row)],
@@ -468,7 +470,7 @@ def test_notes_and_names_of_any_kind(tmp_path):
     other = Checkpointer(f"file://{tmp_path}/x/", replay)
     assert bits(other.restore(example)) == bits(state)
     assert other.metadata == {"episodes": 3}
-    other.metadata["episodes"] = 4  # the caller's own
+    other.metadata["episodes"] = 4  # the caller's copy
     other.restore(example)
     assert other.metadata == {"episodes": 3}
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
@@ -486,7 +488,7 @@ def test_notes_and_names_of_any_kind(tmp_path):
 
 
 def test_very_long_names_of_leaves(tmp_path):
-    """Longer than a file's may be; those that begin alike stay apart."""
+    """Save leaves whose names are too long for file names, and differ only at the end."""
     replay = jr.items(capacity=4, batch_size=2)
     example = {
         f"{'n' * 300}{end}": np.float32(value)
@@ -510,7 +512,7 @@ def test_narrow_numbers_are_told_apart(tmp_path):
         checkpoint.restore(tmp_path, replay, jnp.zeros(3, jnp.float8_e4m3fn))
 
 
-@pytest.mark.parametrize("chunk_bytes", [64, 2**20])  # less than the state, and more
+@pytest.mark.parametrize("chunk_bytes", [64, 2**20])  # smaller and larger than the state
 def test_a_rollout_is_saved_too(tmp_path, chunk_bytes):
     rollout = jr.rollout(length=5, num_envs=2, autoreset="next_step")
     zeros = jnp.zeros(2)

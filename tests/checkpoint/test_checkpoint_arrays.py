@@ -1,4 +1,4 @@
-"""The files of a checkpoint's arrays: what other tools read, and what they have written."""
+"""Tests of the array files of checkpoints: other tools can read them, and their files are read."""
 
 import zlib
 
@@ -28,7 +28,7 @@ DTYPES = (
     "complex64",
     "float8_e5m2",
 )
-SHAPES = ((), (1,), (7,), (10, 3), (9, 2, 1, 3))  # none is empty: nothing is written of those
+SHAPES = ((), (1,), (7,), (10, 3), (9, 2, 1, 3))  # not empty: empty arrays have no files
 
 
 def values_of(shape, dtype):
@@ -141,7 +141,7 @@ def test_what_is_broken_is_named(level, path, tmp_path):
             check_files(store, "a", seals)
     store.write("a/c.1.0", [content])
     store.sync("a")
-    store.expect("a/c.0.0")  # what is there, and what is not
+    store.expect("a/c.0.0")  # one file exists, the other does not
     store.expect("a/c.9.0")
     np.testing.assert_array_equal(
         Array(store, "a", values.shape, values.dtype, seals).read(), values
@@ -153,8 +153,7 @@ def test_what_is_broken_is_named(level, path, tmp_path):
 
 @pytest.mark.parametrize("path", ["folder", "memory://expected"])
 def test_what_was_expected_is_read_once(path, tmp_path):
-    """What a far store has sent ahead is not kept for a later reading, nor after nobody wants it
-    any more."""
+    """Expect files, then read or forget them: a later read gets the new content."""
     store = store_at(tmp_path / path if path == "folder" else path)
     for name in ("a/b", "a/c", "ab"):
         store.write(name, [b"before"])

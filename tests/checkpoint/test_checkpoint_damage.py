@@ -1,5 +1,5 @@
-"""Damaged checkpoints: a file in another's place, damage that generations share, and what is left
-without the broken rows."""
+"""Tests of damaged checkpoints: swapped files, damage that several checkpoints share, and partial
+restores."""
 
 import collections
 import itertools
@@ -36,7 +36,11 @@ def flipped(file, place=-1):
 
 
 def restored(buffer, path, **options):
-    """What a fresh Checkpointer reads, checked against what was written; None, if it is refused."""
+    """Restore with a fresh Checkpointer and check the rows.
+
+    Returns:
+      The restored step, or None if the restore is refused.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         checkpointer = Checkpointer(path, buffer)
@@ -48,13 +52,13 @@ def restored(buffer, path, **options):
     return checkpointer.step
 
 
-# A file in another's place.
+# Swapped files.
 
 
 @pytest.mark.parametrize("level", [None, 1])
 def test_a_file_in_another_s_place_is_never_read_as_its_own(level, tmp_path):
-    """Any two files swapped, of equal size where there are some; or one over another, as a copy
-    that was restored in part leaves it."""
+    """Swap two files, mostly of equal size or name, or copy one over the other. A backup that was
+    restored only in part has the same effect."""
     buffer, path = items(), tmp_path / "run"
     checkpointer, state = (
         Checkpointer(path, buffer, chunk_bytes=2000, compression_level=level, max_to_keep=3),
@@ -83,12 +87,12 @@ def test_a_file_in_another_s_place_is_never_read_as_its_own(level, tmp_path):
         other.write_bytes(contents[1])
     assert restored(buffer, path) == 36
     assert set(outcomes) <= {None, 28, 32, 36}
-    assert outcomes[None] > 10  # of all generations
+    assert outcomes[None] > 10  # no checkpoint could be restored
     assert outcomes[32] > 3
 
 
 def test_a_damaged_group_that_is_partly_overwritten_is_written_again(tmp_path):
-    """A save compares what it still has of such a group with its files."""
+    """Damage a group whose older rows are overwritten: the save compares its other rows."""
     buffer = items(capacity=256)
     checkpointer, state = (
         Checkpointer(tmp_path, buffer, chunk_bytes=8000),
@@ -114,8 +118,7 @@ def test_a_damaged_group_that_is_partly_overwritten_is_written_again(tmp_path):
 
 
 def test_an_older_copy_of_the_newest_files_is_told(tmp_path):
-    """A backup's chunk, array, group, or manifest over what is there now, of the same name where
-    there is one."""
+    """Replace the newest chunk, array or group by a backup's, and the manifest by an older one."""
     buffer, path, backup = items(), tmp_path / "run", tmp_path / "backup"
     for copy, start, count in ((backup, 500, 3), (path, 0, 4)):
         with Checkpointer(copy, buffer, chunk_bytes=2000) as checkpointer:
@@ -143,12 +146,12 @@ def test_an_older_copy_of_the_newest_files_is_told(tmp_path):
     assert restored(buffer, path) == 4
 
 
-# Damage that generations share.
+# Damage that several checkpoints share.
 
 
 @pytest.fixture
 def shared(tmp_path):
-    """Three generations over the same groups, and one group that is theirs all."""
+    """Three checkpoints that share groups, and a file of a group that all of them have."""
     buffer, path = items(capacity=256), tmp_path / "run"
     checkpointer, state = (
         Checkpointer(path, buffer, chunk_bytes=16_000, progress=False),
@@ -203,13 +206,13 @@ def test_verify_names_what_is_broken_in_each_generation(shared, capsys):
     ):
         with pytest.raises(SystemExit) as ended:
             main(["inspect", "--verify", str(path), *arguments])
-        assert ended.value.code == 2  # what was not looked at is not whole
+        assert ended.value.code == 2  # not checked is not intact
         assert said in capsys.readouterr().err
 
 
 def test_saves_find_damage_and_mend_it(shared):
-    """One group a save, in turn: before all groups were looked at, the damage is found, said, and
-    its rows are written again."""
+    """Each save checks one group, in turn: within one round damage is found, reported, and its rows
+    are written again."""
     buffer, path, checkpointer, state, file = shared
     flipped(file)
     assert restored(buffer, path) is None
@@ -264,13 +267,13 @@ def test_saves_read_a_large_group_once_as_much_was_written_and_at_each_fourth(tm
             state, end = added(buffer, state, end, count), end + count
             checkpointer.save(state)
             assert len(read) == expected_reads, (count, read)
-    # in turn, the oldest first, while they are there
+    # in turn, oldest first, while the groups exist
     assert read == [group.folder for group in files if group.folder in read]
     assert numbers(buffer, Checkpointer(tmp_path, buffer).restore(EXAMPLE)) == expected(buffer, end)
 
 
 def test_damage_is_found_however_many_groups_are_new(tmp_path):
-    """Also in a group that was looked at before, while each save adds another."""
+    """Find damage in a group that was checked before, while each save adds a group."""
     buffer = items(capacity=4096)
     checkpointer, state, end = (
         Checkpointer(tmp_path, buffer, chunk_bytes=16_000, progress=False),
@@ -346,7 +349,7 @@ def test_only_what_is_lost_is_left_out(shared):
     left = [[1_000_000 * env + t for t in range(48) if (env, t) not in gone] for env in range(4)]
     assert numbers(buffer, state) == left
     assert sum(map(len, left)) + len(gone) == 192
-    # It goes on, is saved whole, and is restored as any other.
+    # The state continues, and its next checkpoint is intact.
     more = added(buffer, state, 48, 3)
     checkpointer.save(more, 51)
     assert checkpointer.verify()[0].problems == []
@@ -379,12 +382,14 @@ def test_when_all_rows_are_lost_nothing_is_left_but_the_buffer(shared):
     ]
 
 
-# Salvage, of every kind of buffer.
+# Partial restores of every kind of buffer.
 
 
 def marked(case, num_steps, num_envs, start=0, seed=1):
-    """Steps whose leaves hold which row they are of: 1000 * (1 + env) + number, exactly; 0 is of
-    none."""
+    """Return steps whose leaves hold the row's exact name, 1000 * (1 + env) + number.
+
+    0 is no row's name.
+    """
     steps = case.step(seed, time=num_steps)
     name = 1000 * (1 + np.arange(num_envs))[None] + start + np.arange(num_steps)[:, None]
     digits = np.stack([name // 256, name % 256], -1)
@@ -402,7 +407,10 @@ def marked(case, num_steps, num_envs, start=0, seed=1):
 
 
 def names_in(case, item):
-    """Which rows an item was made of: all from the first one that it shows to the last one."""
+    """Return the names of the rows of an item: all from the smallest to the largest found in it.
+
+    With hindsight, only the names found in it.
+    """
     found = set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(item):
         name = jax.tree_util.keystr(path)
@@ -418,8 +426,7 @@ def names_in(case, item):
 
 
 def all_items(buffer, state):
-    """Of each row that can be drawn, its place: the item that is read there, and its
-    probability."""
+    """Return the item and the probability of each sampleable row, by its place in the buffer."""
     batch = everything(buffer)(state, 1)
     items, probability = jax.device_get((batch.experience, batch.probability))
     one = lambda place: jax.tree.map(lambda leaf: leaf[place], items)
@@ -434,8 +441,8 @@ salvaged = pytest.mark.parametrize("case", CATALOG if SOAK else KINDS, ids=lambd
 @salvaged
 @pytest.mark.parametrize("seed", range(8 if SOAK else 1))
 def test_what_is_salvaged_is_as_it_was_and_pairs_nothing_across_a_gap(case, seed, tmp_path):
-    """After groups were broken at random: what is drawn is made of rows that followed each other,
-    and far from a gap it is as it was."""
+    """Damage random groups and restore in part: items have consecutive rows only, and far from a
+    gap they are unchanged."""
     r = random.Random(f"{case.name} {seed}")
     buffer = case.replay(capacity=240)
     extend = jax.jit(buffer.extend)
@@ -469,7 +476,7 @@ def test_what_is_salvaged_is_as_it_was_and_pairs_nothing_across_a_gap(case, seed
         got = checkpointer.restore(case.example(), allow_partial=True)
     jax.eval_shape(buffer.add, got, case.step(), *case.mask(buffer, 0))
     check_salvaged(case, buffer, state, got, checkpointer.missing_rows)
-    # It goes on, around the ring and over its gaps.
+    # The state continues, around the ring and over its gaps.
     more = extend(got, marked(case, 25, 4, start, 99), *case.mask(buffer, 7, 25))
     lost = lost_names(case, buffer, state, got)
     for item, _ in all_items(buffer, more).values():
@@ -480,13 +487,13 @@ def test_what_is_salvaged_is_as_it_was_and_pairs_nothing_across_a_gap(case, seed
         assert bool(np.asarray(batch.is_valid).all()) or isinstance(
             buffer.sampler, ConsumingSampler
         )
-    # And is saved, also in a buffer of another capacity.
+    # It can be saved and restored.
     checkpoint.save(tmp_path / "again", buffer, more)
     assert bits(checkpoint.restore(tmp_path / "again", buffer, case.example())) == bits(more)
 
 
 def stored_names(case, state):
-    """What each place holds."""
+    """Return the row name at each place of the buffer."""
     leaf = stored_arrays.read_plain(state.streams.steps, jnp.arange(state.layout.capacity))
     return (
         np.asarray(leaf["image"]).reshape(-1, 6)[:, :2] @ [256, 1]
@@ -496,7 +503,7 @@ def stored_names(case, state):
 
 
 def held_names(case, buffer, state):
-    """Of each stream, what its rows hold, the oldest first."""
+    """Return the row names of each stream, oldest first."""
     span = rows.span_of(rows.heads_of(state), buffer.length)
     by_env = stored_names(case, state).reshape(buffer.num_envs, -1)
     return [
@@ -553,7 +560,7 @@ def check_salvaged(case, buffer, before, after, lost):
             and not case.name.startswith("sequences")
         ):
             assert name in read_after, name
-    # Priorities are to each other as they were.
+    # Ratios of priorities are unchanged.
     both = [name for name in read_after if read_before[name][2] > 0 and read_after[name][2] > 0]
     if isinstance(buffer.sampler, PrioritySampler) and both and "rank" not in case.name:
         ratio = np.array([read_after[name][2] / read_before[name][2] for name in both])

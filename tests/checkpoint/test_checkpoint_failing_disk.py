@@ -1,5 +1,5 @@
-"""A disk on which each operation of each kind of save and restore fails once: what was saved stays,
-and all go on."""
+"""Tests of a disk on which any one operation of a save or restore fails: earlier checkpoints stay
+intact, and the run can continue."""
 
 import builtins
 import contextlib
@@ -28,7 +28,7 @@ from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, PathInUse
 
 
 class Disk:
-    """Counts what is asked of the disk, and lets one thing fail."""
+    """Count the operations of the disk, and let one fail."""
 
     def __init__(self, monkeypatch):
         self.count, self.fails_at, self.how, self.failed = 0, None, errno.EIO, "nothing"
@@ -87,7 +87,7 @@ class Disk:
                     disk._asked("write")
                 except OSError as error:
                     raw.write(half)
-                    if disk.how == errno.EINTR:  # stands for a short write, which is no error
+                    if disk.how == errno.EINTR:  # EINTR stands for a short write, which is no error
                         return len(half)
                     raise error from None
                 return raw.write(content)
@@ -126,7 +126,7 @@ REPLAY = items(capacity=64)
 
 
 class Run:
-    """A run under a path, as far as it has come."""
+    """A run with checkpoints under a path: its state, and its number of steps."""
 
     def __init__(self, path, ends):
         self.checkpointer = Checkpointer(path, REPLAY, chunk_bytes=2000, max_to_keep=2)
@@ -144,7 +144,11 @@ class Run:
 
 
 def whole(path, among, resume=False):
-    """Which of some states a fresh object reads."""
+    """Restore with a fresh Checkpointer, and check the rows.
+
+    Returns:
+      The restored step, one of `among`; with `resume`, the Checkpointer and the state.
+    """
     with quiet():
         checkpointer = Checkpointer(path, REPLAY)
         state = checkpointer.restore(EXAMPLE)
@@ -154,7 +158,7 @@ def whole(path, among, resume=False):
 
 
 def trials(count, r, hows=(errno.EIO, errno.ENOSPC, errno.EINTR)):
-    """Which operations fail, and how: in the soak each in each way."""
+    """Return the operations to fail, and how: a sample of 12, or in the soak all."""
     every = [(number, how) for number in range(count) for how in hows]
     return every if SOAK else r.sample(every, min(12, len(every)))
 
@@ -188,12 +192,12 @@ def test_a_save_that_fails_anywhere_leaves_what_there_was(kind, disk, tmp_path):
             is_saved, among = False, {*before[-2:], run.end}
         else:
             is_saved, among = True, {run.end}
-        # a short one is no error
+        # a short read or write is no error
         assert how != errno.EINTR or is_saved or disk.failed not in ("write", "read")
         disk.fails_at = None
         if is_saved or run.checkpointer.all_steps():
             whole(path, among)
-        # The same object goes on; and then a fresh one.
+        # The same object continues, and then a fresh one.
         run.step(3)
         run.save(wait)
         whole(path, {run.end})

@@ -1,5 +1,5 @@
-"""Checkpoints when something goes wrong: killed, full, damaged, interrupted; nothing that is broken
-is taken for whole."""
+"""Tests of kills, full disks, damage and interrupts: a damaged checkpoint is never restored as
+intact."""
 
 import contextlib
 import os
@@ -67,7 +67,7 @@ def test_an_interrupt_leaves_no_thread(tmp_path, monkeypatch):
         patch.setattr(checkpointer._store, "write", fails)
         with pytest.raises(OSError, match="the disk is full"):
             checkpointer.save(state, 22)
-        with contextlib.suppress(OSError):  # perhaps so soon
+        with contextlib.suppress(OSError):  # save itself may raise the error
             checkpointer.save(state, 23, blocking=False)
             with pytest.raises(OSError, match="the disk is full"):
                 checkpointer.wait_until_finished(state)
@@ -80,8 +80,8 @@ def test_an_interrupt_leaves_no_thread(tmp_path, monkeypatch):
 
 
 def test_what_is_damaged_is_never_taken_for_whole(tmp_path):
-    """Bits flipped, files cut short, and files gone, anywhere: an error that names it, or the
-    generation before."""
+    """Flip bits, truncate files and delete files: the restore raises an error, or warns and returns
+    the checkpoint before."""
     buffer, source = items(), tmp_path / "source"
     checkpointer = Checkpointer(source, buffer, chunk_bytes=1000)
     state = added(buffer, buffer.init(EXAMPLE), 0, 20)
@@ -118,21 +118,20 @@ def test_what_is_damaged_is_never_taken_for_whole(tmp_path):
         assert numbers(buffer, restored) == expected(buffer, end)
         outcomes.append(end)
         if end == 20:
-            # nothing tells it from a save that was killed
+            # a missing manifest looks like a save that was killed
             is_never_done = file.parent.name == "manifests" and not file.exists()
             assert (
                 any("step 20 was restored; this is damaged" in str(one.message) for one in caught)
                 != is_never_done
             )
-    # The newest is whole where only what the older one alone has was hit.
+    # Step 25 is restored where the damage is to files that only step 20 uses.
     assert outcomes.count("refused") > 5
     assert outcomes.count(20) > 5
 
 
 @pytest.mark.parametrize("how", ["wait", "advance"])
 def test_a_run_that_is_killed_leaves_a_generation_that_is_whole(how, tmp_path):
-    """Wherever it is killed, in a save or in the deletion of what is old; each run goes on from
-    what the one before has left."""
+    """Kill runs at random moments, in saves and deletions; each resumes from the one before."""
     r, buffer, ends = random.Random(how), checkpointed_run.REPLAY, [0]
     for _ in range(100 if SOAK else 5):
         script = [sys.executable, checkpointed_run.__file__, tmp_path, how]
@@ -147,7 +146,7 @@ def test_a_run_that_is_killed_leaves_a_generation_that_is_whole(how, tmp_path):
         assert numbers(buffer, state) == expected(buffer, ends[-1])
         assert ends[-1] >= ends[-2]
     assert ends[-1] > 5
-    checkpointer.save(state, 10**9)  # what was left behind is gone
+    checkpointer.save(state, 10**9)  # deletes the files that killed runs left
     folders = {path.name[:19] for kind in ("rest", "rows") for path in (tmp_path / kind).iterdir()}
     assert {manifest.folder for manifest in checkpointer._generations.read()[0]} <= folders
     assert len(list((tmp_path / "rest").iterdir())) <= 3
@@ -199,7 +198,7 @@ def test_it_is_said_what_was_restored(tmp_path):
     newest = sorted((tmp_path / "rest").iterdir())[-1]
     description = newest / "streams.heads.position" / "zarr.json"
     description.unlink()
-    description.symlink_to(description)  # cannot be read, and not because it is gone
+    description.symlink_to(description)  # exists, but cannot be read
     other = Checkpointer(tmp_path, buffer)
     with pytest.warns(
         UserWarning,

@@ -1,5 +1,5 @@
-"""Checkpoints from somebody else, whose checksums are right and whose content is not: own errors,
-no large memory, no path outside."""
+"""Tests of hostile checkpoints with valid checksums and wrong content: they give the library's own
+errors, use little memory, and no path outside is read."""
 
 import contextlib
 import copy
@@ -23,11 +23,11 @@ from jaxreplay import checkpoint
 from jaxreplay.__main__ import main
 from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, folder
 
-# but for the end of a line
+# control characters, except the newline
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
-_MOST_MORE = 2**30  # bytes of memory that reading may take
+_MOST_MORE = 2**30  # bytes; `limited` allows twice as much
 
-NESTED = "@nested@"  # stands for a list in a list, and so on
+NESTED = "@nested@"  # stands for 100,000 nested lists
 STRANGE = [
     *(
         None,
@@ -106,7 +106,7 @@ STRANGE = [
 
 
 def nodes(tree, path=()):
-    """Each place in a tree of JSON."""
+    """Yield the path of each node of a JSON tree."""
     yield path
     for key, value in (
         tree.items()
@@ -125,7 +125,7 @@ def at(tree, path):
 
 
 def changed(r, tree):
-    """A copy that is changed at some places, most often in one, and many of them near the root."""
+    """Return a copy with random changes, mostly one, and often near the root."""
     tree = copy.deepcopy(tree)
     for _ in range(r.choice([1, 1, 1, 2, 5])):
         path = r.choice(
@@ -225,7 +225,7 @@ def memory_of_process():
 
 @pytest.fixture
 def limited():
-    """Whoever takes more than a little memory has a MemoryError."""
+    """Limit the process's memory to 2 GiB more than it has, so that larger allocations fail."""
     resource = pytest.importorskip("resource")
     if not pathlib.Path("/proc/self/status").exists():
         yield
@@ -238,7 +238,7 @@ def limited():
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Every path that is read."""
+    """Return a set to which every path that is read is added."""
     paths = set()
     real_read, real_listdir = folder.Folder.read, folder.Folder.entries
 
@@ -256,7 +256,10 @@ def asked(monkeypatch):
 
 
 def tried(call):
-    """What came of it: a value, or an own error, whose text is fit for a terminal."""
+    """Return the call's result or its error, which must be the library's own.
+
+    Texts of errors and warnings must be fit for a terminal.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -290,7 +293,7 @@ def test_made_up_metadata_gives_own_errors(buffer, example, tmp_path, limited, a
     tree = json.loads(before[manifests[-1]].split(b"\n", 1)[1])
     r, outcomes = random.Random(str(buffer)), {"whole": 0, "refused": 0}
     for trial in range(1700 if SOAK else 60):
-        if trial % 4 == 3:  # the description of an array, whose seal in the manifests is right
+        if trial % 4 == 3:  # an array's description, with its checksum in the manifests updated
             file = r.choice(described)
             text = as_text(changed(r, json.loads(before[file]))).encode(errors="replace")
             file.write_bytes(text)
@@ -370,8 +373,7 @@ def test_a_newer_library_s_generation_is_neither_skipped_nor_deleted(tmp_path):
 
 
 def test_no_folder_outside_is_followed(tmp_path, asked):
-    """Not by a manifest, whose name for a group leads elsewhere, though what lies there is a whole
-    group."""
+    """Let a manifest's group name lead to an intact group outside: it is refused."""
     buffer, example = next(buffers())
     path = tmp_path / "a" / "run"
     saved(path, buffer, example, 20)
@@ -390,7 +392,7 @@ def test_no_folder_outside_is_followed(tmp_path, asked):
 
 
 def test_a_size_is_compared_with_the_file_before_memory_is_taken(tmp_path, limited):
-    """An array that says it has terabytes, in its description and in the manifest."""
+    """Let the manifests claim 2**40 rows a stream: a restore and `inspect` refuse it."""
     buffer, example = next(buffers())
     state = saved(tmp_path, buffer, example, 20)
     del state
@@ -429,7 +431,7 @@ def test_a_name_that_no_file_can_have_is_refused(where, tmp_path):
 
 
 def test_rows_of_leaves_without_elements_are_saved(tmp_path):
-    """No file has anything of them."""
+    """Save rows whose only leaf has no elements, so no file has data of them."""
     buffer, example = (
         jr.items(capacity=8, num_envs=2, batch_size=2),
         {"x": np.zeros((0, 3), np.float32)},

@@ -1,5 +1,5 @@
-"""Ctrl-C in a save, a restore, or a close: at any line of it, what was saved stays, no thread and
-no memory is left, and all goes on."""
+"""Tests of Ctrl-C at any line of a save, a restore or a close: checkpoints stay intact, no thread
+or memory is left over, and the run can continue."""
 
 import gc
 import pathlib
@@ -23,7 +23,7 @@ pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed
 import jaxreplay as jr
 from jaxreplay.checkpoint import Checkpointer
 
-# Between `open` and the block that closes it, Python itself leaves that to the collection.
+# An interrupt between `open` and its block leaves the file to the garbage collector, which warns.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -34,13 +34,12 @@ LIBRARY = str(pathlib.Path(jr.__file__).parent)
 
 
 def is_ours(frame):
-    """Whether a frame is of this library; what others do when they are interrupted at a line is for
-    them to say."""
+    """Return whether a frame is of this library: interrupts in other libraries are not tested."""
     return frame.f_code.co_filename.startswith(LIBRARY) and frame.f_code.co_name != "__del__"
 
 
 def moments(call, r, most):
-    """Lines of a call, at each of which it is to be interrupted: its last one is the largest."""
+    """Return numbers of executed lines at which to interrupt a call: all, or a sample of `most`."""
     low, high = 0, 1
     while interrupted_at(call, high, counts=is_ours):
         low, high = high, 4 * high
@@ -55,7 +54,7 @@ def moments(call, r, most):
 
 
 def check_goes_on(checkpointer, state, end, among, num_threads):
-    """What is there is one of some states, whole; and the same object saves the next one."""
+    """Check that the newest checkpoint is intact and in `among`, and that the next save works."""
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     for _ in range(100):
         if threading.active_count() <= num_threads:
@@ -106,14 +105,14 @@ def test_an_interrupt_at_any_line_of_a_save_leaves_what_there_was(kind, tmp_path
         save()
 
     fresh()
-    num_threads = threading.active_count()  # with the one of the progress bars
+    num_threads = threading.active_count()  # includes the progress bars' thread
     for nth in moments(fresh, r, None if SOAK else 12):
         begin()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             interrupted_at(save, nth, counts=is_ours)
         assert checkpointer is not None
-        # it came before or after what a save does, as it might between two calls
+        # a save is still running if the interrupt came before or after the work of a call
         if checkpointer.is_saving:
             assert kind in ("does not wait", "advance")
             checkpointer.wait_until_finished(second)
@@ -137,7 +136,7 @@ def test_an_interrupt_before_what_a_call_does_leaves_a_save_under_way(tmp_path):
 
 
 def test_an_interrupt_at_a_random_moment_of_a_save_leaves_what_there_was(tmp_path):
-    """Also in what waits, and in what others do: a timer sends it."""
+    """Interrupt by a timer, so also while a call waits, and in other libraries."""
     r, states = random.Random(0), [added(REPLAY, REPLAY.init(EXAMPLE), 0, 30)]
     states.append(added(REPLAY, jax.tree.map(jnp.copy, states[0]), 30, 7))
     checkpointer = Checkpointer(tmp_path, REPLAY, chunk_bytes=1000)
@@ -201,8 +200,7 @@ def test_an_interrupt_at_any_line_of_a_replay_s_load_leaves_its_rows(tmp_path):
 )
 @pytest.mark.parametrize("wait", [True, False])
 def test_interrupted_saves_hold_no_memory(wait, tmp_path):
-    """Interrupted while their threads begin, which once held on to a copy of the buffer each
-    time."""
+    """Interrupt saves while their threads start: each once kept a copy of the buffer."""
     replay = jr.items(capacity=1024, batch_size=8)
     state = jr.jit(replay).extend(replay.init(jnp.zeros(2**14)), jnp.ones((1024, 1, 2**14)))
     checkpointer = Checkpointer(tmp_path, replay, chunk_bytes=2**21, compression_level=None)
@@ -236,7 +234,7 @@ def test_interrupted_saves_hold_no_memory(wait, tmp_path):
 
 
 def moments_of_starts(call):
-    """The lines of a call, by their numbers, while its threads begin."""
+    """Return the numbers of the lines that a call executes while its threads start."""
     found, count, inside = [], 0, False
 
     def trace(frame, event, _):

@@ -1,5 +1,5 @@
-"""Manifests of large checkpoints: how much memory they take, and that no generation is given up for
-one that cannot be read."""
+"""Tests of manifests: large ones use little memory, and no checkpoint is deleted for a newer one
+that cannot be read."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ MIB = 2**20
 
 
 def made_up(num_groups, num_envs, num_saves, length=2**20):
-    """A manifest of streams that step apart, whose groups were written in some saves."""
+    """Return a manifest of streams of different lengths, with groups of `num_saves` saves."""
     r = np.random.default_rng(0)
     end = np.sort(r.integers(0, length, (num_saves + 1, num_envs)), axis=0)
     saves = [
@@ -67,7 +67,7 @@ def read(manifest, content):
 
 
 def test_a_manifest_of_many_groups_and_streams_that_step_apart_is_small():
-    """It has two numbers of each stream for each save, and not for each group."""
+    """Store two numbers per stream and save, not per stream and group."""
     manifest = made_up(num_groups=10_000, num_envs=4096, num_saves=100)
     content = manifest.to_bytes()
     assert len(content) < 32 * 10**6
@@ -89,7 +89,7 @@ def test_a_manifest_of_many_groups_and_streams_that_step_apart_is_small():
 
 
 def test_what_is_kept_of_a_manifest_of_many_groups_is_small():
-    """200 GB in groups of 8 MiB are 28,000 of them."""
+    """Keep manifests of 28,000 groups: 200 GB in groups of 8 MiB have as many."""
     manifest = made_up(num_groups=28_000, num_envs=1, num_saves=1000)
     content = manifest.to_bytes()
     tracemalloc.start()
@@ -104,8 +104,7 @@ def test_what_is_kept_of_a_manifest_of_many_groups_is_small():
 
 
 def test_a_made_up_manifest_of_very_many_groups_costs_little(tmp_path):
-    """Its groups have the same rows, and are not there: a restore and an inspection say so at
-    once."""
+    """List groups that have the same rows and no files: a restore and `inspect` fail at once."""
     replay = items(capacity=64)
     with Checkpointer(tmp_path, replay) as checkpointer:
         checkpointer.save(added(replay, replay.init(EXAMPLE), 0, 10), 1)
@@ -141,7 +140,7 @@ def test_a_row_is_in_one_group_or_the_manifest_is_refused(how, tmp_path):
     manifest = Manifest.from_bytes(f"manifests/{file.name}", file.read_bytes())
     found, end = manifest.groups, list(manifest.end)
     assert len(found) > 2
-    if how == "twice":  # as many rows as there should be: one group in place of another
+    if how == "twice":  # the number of rows is right: one group replaces another
         places = [*range(len(found) - 2), len(found) - 1, len(found) - 1]
         found = groups.Groups(found.saves, found.columns[places], found.leaves, found.sums[places])
     else:
@@ -205,7 +204,7 @@ def test_a_step_has_64_bits(tmp_path):
     )
     checkpointer.save(state, -(2**63))
     checkpointer.save(state, 2**63 - 1)
-    for step in (2**63, 2**64, -(2**63) - 1, None):  # by default one more than the last
+    for step in (2**63, 2**64, -(2**63) - 1, None):  # None: one more than the last step
         with pytest.raises(ValueError, match="step must be a 64-bit integer"):
             checkpointer.save(state, step)
     assert checkpointer.all_steps() == [2**63 - 1]
@@ -239,7 +238,7 @@ def test_metadata_that_is_nested_too_deep_is_refused(tmp_path):
 
 
 def test_all_is_written_anew_before_a_manifest_is_too_large(tmp_path, monkeypatch):
-    """Each save whose rows are still there adds two numbers of each stream."""
+    """Save often: each save whose rows are still held adds two numbers per stream."""
     replay = items(capacity=4096)
     monkeypatch.setattr(planning, "_MOST_NUMBERS", 5 * 4)
     checkpointer, state, counts = (
@@ -257,7 +256,7 @@ def test_all_is_written_anew_before_a_manifest_is_too_large(tmp_path, monkeypatc
 
 
 def test_a_far_store_is_listed_once_by_a_run(monkeypatch):
-    """Of 200 GB a listing of all rows is hundreds of requests."""
+    """List rows once per run: with 200 GB, a listing takes hundreds of requests."""
     listed, entries = [], Objects.entries
     monkeypatch.setattr(
         Objects, "entries", lambda self, name: (listed.append(name), entries(self, name))[1]
@@ -279,7 +278,7 @@ def test_a_far_store_is_listed_once_by_a_run(monkeypatch):
         for one in checkpointer._generations.read()[0]
         for name in (group.folder for group in one.groups)
     }
-    assert set(entries(checkpointer._store, "rows")) == names  # what is not needed is deleted
+    assert set(entries(checkpointer._store, "rows")) == names  # other groups are deleted
 
 
 def test_what_a_failed_save_has_left_is_deleted_by_the_next(tmp_path, monkeypatch):

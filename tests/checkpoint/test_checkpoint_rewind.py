@@ -1,5 +1,5 @@
-"""A state that went back and took another way: what was saved of the first way is never taken for
-the second one's."""
+"""Tests of states that were rewound and continued differently: saved rows of the first branch are
+never restored as rows of the second."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jaxreplay.storage import provisional
 
 
 def run(buffer, add, state, seed, num_steps, num_values):
-    """Steps of few distinct values, so that two ways have most rows in common."""
+    """Add steps with few distinct values, so that two branches share many rows by chance."""
     r = np.random.default_rng(seed)
     for _ in range(num_steps):
         values = r.integers(0, num_values, buffer.num_envs).astype(np.float32)
@@ -40,8 +40,8 @@ def rows_of(state):
 @pytest.mark.parametrize("kind", ["items", "uniform", "prioritized", "masked", "final_obs"])
 @pytest.mark.parametrize("num_envs", [1, 3])
 def test_a_rewind_saves_the_second_way(kind, num_envs, tmp_path):
-    """A copy, ten steps, a save; back to the copy, ten other steps, a save: the second is restored,
-    in each of many rounds."""
+    """Save two branches from one state, each up to 11 steps long: the second is restored, in every
+    round."""
     sizes = {"capacity": 32 * num_envs, "num_envs": num_envs, "batch_size": 4}
     if kind == "items":
         buffer = jr.items(**sizes)
@@ -83,8 +83,7 @@ def test_a_rewind_saves_the_second_way(kind, num_envs, tmp_path):
 
 
 def test_a_run_that_goes_on_shares_what_it_has_saved(tmp_path):
-    """The fingerprint tells ways apart, and does not take one way for two: saves of one run stay
-    small."""
+    """Save one run repeatedly: the fingerprint recognizes its saved rows, so saves stay small."""
     buffer = jr.items(capacity=64, batch_size=4)
     add, state = jr.jit(buffer).add, buffer.init(np.zeros((), np.float32))
     checkpointer = Checkpointer(tmp_path, buffer, chunk_bytes=2000, progress=False)
@@ -99,7 +98,7 @@ def test_a_run_that_goes_on_shares_what_it_has_saved(tmp_path):
 
 
 def test_a_newer_group_that_happens_to_be_the_same_is_not_kept_alone(tmp_path):
-    """The last rows of two ways are equal, those before them are not."""
+    """Save states whose last rows are equal and whose earlier rows differ."""
     buffer, example = jr.items(capacity=64, num_envs=2, batch_size=4), np.zeros((), np.float32)
     checkpointer = Checkpointer(tmp_path, buffer, chunk_bytes=2000, progress=False)
     for way in range(3):
@@ -112,8 +111,8 @@ def test_a_newer_group_that_happens_to_be_the_same_is_not_kept_alone(tmp_path):
 
 @pytest.mark.parametrize("num_envs", [1, 3])
 def test_rows_that_are_taken_back_are_saved_as_they_became(num_envs, tmp_path):
-    """Episodes that end for now and go on, with a save after each step: the newest final row of one
-    save is another row in the next."""
+    """Save after each step while provisional episode ends are revoked: the newest final row of one
+    save becomes another row in the next."""
     buffer = jr.uniform(
         capacity=16 * num_envs, num_envs=num_envs, batch_size=4, autoreset="same_step"
     )
@@ -146,8 +145,7 @@ def test_rows_that_are_taken_back_are_saved_as_they_became(num_envs, tmp_path):
 
 
 def test_what_both_ways_have_is_written_once(tmp_path):
-    """A run goes back before its last save, by its checkpoint or by a copy, and saves: what is
-    older than the fork stays."""
+    """Rewind a run by a copy or a checkpoint, and save: groups older than the fork are reused."""
     buffer, example = jr.items(capacity=512, batch_size=4), np.zeros((), np.float32)
     add, state = jr.jit(buffer).add, buffer.init(example)
     checkpointer = Checkpointer(tmp_path, buffer, chunk_bytes=2000, progress=False)

@@ -1,5 +1,4 @@
-"""Where checkpoints lie: how a place is named, and object stores that are down, slow, or cut an
-answer short."""
+"""Tests of stores: names of paths, and object stores that are down, slow, or truncate answers."""
 
 import contextlib
 import http.client
@@ -28,7 +27,7 @@ from jaxreplay.__main__ import main
 from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, PathInUseError
 from jaxreplay.checkpoint.store import store_at
 
-# How a place is named.
+# Names of paths.
 
 
 def test_one_folder_has_many_names(tmp_path, monkeypatch):
@@ -114,7 +113,7 @@ def test_a_timeout_is_a_number_of_seconds(timeout, tmp_path):
             call()
 
 
-# A server that is not there, or does not answer.
+# Servers that are down or do not answer.
 
 
 @pytest.fixture
@@ -221,7 +220,7 @@ def test_the_command_line_says_it_in_a_line(capsys, credentials):
         assert said.startswith("python -m jaxreplay: ")
 
 
-# What is asked for ahead is given up after an error.
+# Reads in advance are cancelled after an error.
 
 
 def test_after_a_broken_file_nothing_is_kept_that_was_asked_for(tmp_path):
@@ -248,16 +247,18 @@ def test_after_a_broken_file_nothing_is_kept_that_was_asked_for(tmp_path):
     assert numbers(buffer, checkpointer.restore(EXAMPLE)) == expected(buffer, 60)
 
 
-# A server that speaks as S3 does, on this machine; and one between that cuts, refuses and delays.
+# An S3 server on this machine, and a proxy that truncates, refuses and delays.
 
 
 class Between(http.server.BaseHTTPRequestHandler):
-    """Hands each request on; some get a 500, half an answer, none, or one that comes late, also
-    after it was carried out."""
+    """Proxy that forwards requests. Some get an error, half an answer, none, or a late one.
+
+    A request without an answer may have been carried out.
+    """
 
     protocol_version = "HTTP/1.1"
     target = 0
-    share = 0.0  # of requests that something happens to
+    share = 0.0  # of requests that fail or are late
     counts: dict[str, int] = {}  # noqa: RUF012
     r = random.Random(0)
 
@@ -283,7 +284,7 @@ class Between(http.server.BaseHTTPRequestHandler):
         there.close()
         if how == "late":
             time.sleep(0.2)
-        if how == "none":  # it is done, and nobody is told
+        if how == "none":  # carried out, without an answer
             self.close_connection = True
             return
         self.send_response(found.status)
@@ -313,7 +314,7 @@ class Between(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def server():
-    """The port of a server with an empty bucket."""
+    """Port of a server with an empty bucket."""
     moto = pytest.importorskip("moto.server", reason="moto is not installed: make soak installs it")
     if not SOAK:
         pytest.skip("runs in make soak")
@@ -364,8 +365,8 @@ def test_a_run_is_saved_to_a_server_and_restored(server):
 
 
 def test_over_a_bad_line_what_is_saved_is_whole(between):
-    """A save ends well, or with an error and what was there still is; a restore gives a state that
-    was saved, or an error."""
+    """Save and restore over a failing connection: a save succeeds, or fails and keeps what was
+    saved; a restore returns a saved state or fails."""
     port, line = between
     buffer, place, r = items(capacity=256), {**spec_at(port, "bad line")}, random.Random(0)
     state, end, outcomes, good = (
@@ -379,7 +380,7 @@ def test_over_a_bad_line_what_is_saved_is_whole(between):
         line.share = r.choice([0.01, 0.03, 0.1, 0.6])
         state, end = added(buffer, state, end, 5), end + 5
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what cannot be deleted now
+            warnings.simplefilter("ignore")  # about files that cannot be deleted now
             try:
                 checkpointer.save(state, end, blocking=number % 2 == 0)
                 checkpointer.wait_until_finished(state)
@@ -387,7 +388,7 @@ def test_over_a_bad_line_what_is_saved_is_whole(between):
                 good = {end}
             except (OSError, PathInUseError, RuntimeError):
                 outcomes["not saved"] += 1
-                good.add(end)  # perhaps its last file is there, and the answer was lost
+                good.add(end)  # the manifest may be written and only its answer lost
         if number % 3 == 0:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -436,7 +437,7 @@ def test_two_writers_to_a_server_never_mix(between):
         threads = [threading.Thread(target=run, args=(start, barrier)) for start in states]
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
-        with contextlib.suppress(FileNotFoundError):  # both were refused
+        with contextlib.suppress(FileNotFoundError):  # neither has saved yet
             line.share = 0.0
             found = numbers(buffer, Checkpointer(place, buffer).restore(EXAMPLE))
             assert found in [numbers(buffer, state) for state in states.values()]

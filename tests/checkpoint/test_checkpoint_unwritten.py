@@ -1,5 +1,4 @@
-"""Memory that a restore takes without writing it first: what it does not fill is zero all the
-same."""
+"""Tests of uninitialized memory for restores: rows that a restore does not fill are zero."""
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +18,9 @@ on_a_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="of the hos
 
 @on_a_cpu
 def test_the_memory_is_xlas_and_is_taken_over_in_place():
-    """Of every dtype, large and small; a scalar; and nothing is written to it until it is."""
-    assert unwritten._is_there()  # with the versions that are tested
+    """Allocate large and small arrays of several dtypes: they keep what is written to them, and a
+    donated large array is reused in place."""
+    assert unwritten._is_there()  # supported with the tested versions
     large = unwritten._LARGE
     like = {
         "bytes": jax.ShapeDtypeStruct((large // 64, 64), jnp.uint8),
@@ -60,7 +60,7 @@ def test_the_memory_is_xlas_and_is_taken_over_in_place():
 @pytest.mark.parametrize("is_there", [True, False])
 @pytest.mark.parametrize("count", [0, 1, 11, 16, 21])
 def test_what_is_not_filled_is_zero(is_there, count, tmp_path, monkeypatch):
-    """Of streams that are empty, begun, full, and that went round after a clear."""
+    """Restore streams that are empty, partly filled or full, and streams filled after a clear."""
     buffer = items(capacity=64)
     state = added(buffer, buffer.init(EXAMPLE), 0, count)
     cleared = added(buffer, buffer.clear(jax.tree.map(jnp.copy, state)), count, 5)

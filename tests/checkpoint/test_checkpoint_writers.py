@@ -1,5 +1,5 @@
-"""Who writes under a path: one, by name; a second is refused at once, what a dead one left is gone
-on with, and nobody's rows are mixed."""
+"""Tests of the single writer of a path: a second one is refused at once and told of the first,
+a dead one is succeeded, and rows of two runs never mix."""
 
 import contextlib
 import gc
@@ -55,7 +55,7 @@ def test_a_second_writer_is_refused_and_told_who_is_the_first(where):
     for wait in (True, False):
         with pytest.raises(PathInUseError, match=said):
             other.save(state, 5, blocking=wait)
-    assert numbers(replay, other.restore(EXAMPLE)) == expected(replay, 4)  # readers need no leave
+    assert numbers(replay, other.restore(EXAMPLE)) == expected(replay, 4)  # readers need no lock
     assert [found.problems for found in other.verify()] == [[]]
     with pytest.raises(PathInUseError, match="two writers would mix their files"):
         checkpoint.save(where, replay, state)
@@ -71,7 +71,8 @@ def test_a_second_writer_is_refused_and_told_who_is_the_first(where):
 
 
 def test_who_is_gone_holds_nothing(where):
-    """Dropped, left by an error before it had saved, or left by one in a block."""
+    """Release the path of a Checkpointer that is deleted, fails before its save, or fails in a
+    `with` block."""
     replay = items()
     state = added(replay, replay.init(EXAMPLE), 0, 4)
     one = Checkpointer(where, replay)
@@ -160,7 +161,7 @@ def test_a_forked_child_is_refused_and_does_not_keep_its_parent_s_lock(tmp_path)
             mine.save(state, 4)
         parent.kill()
         parent.wait()
-        mine.save(state, 4)  # the child is still there
+        mine.save(state, 4)  # the child is still alive
         os.killpg(parent.pid, 9)
 
 
@@ -194,8 +195,10 @@ print(num_saved, num_refused)
 
 
 def checked(replay, state, starts, may_be_full=False):
-    """Whose run a state is of: it begins at its start, or, where its rings may be full, later, and
-    then they are."""
+    """Check that all rows are of one run, and return its start.
+
+    The rows begin at the start; with `may_be_full` also later, if the rings are full.
+    """
     found = numbers(replay, state)
     first = found[0][0]
     is_full = may_be_full and len(found[0]) == replay.capacity // replay.num_envs
@@ -209,8 +212,7 @@ def checked(replay, state, starts, may_be_full=False):
 
 
 def test_two_processes_that_write_to_one_path_never_mix(tmp_path):
-    """Each saves whenever it is not refused, and a reader comes between. What is read is one run's,
-    whole."""
+    """Save from two processes while a reader restores: each restored state is one run's, intact."""
     replay, rounds, seen = checkpointed_run.REPLAY, 200 if SOAK else 20, []
     with (
         running(IN_TURN, tmp_path, 0, rounds) as one,
@@ -226,7 +228,7 @@ def test_two_processes_that_write_to_one_path_never_mix(tmp_path):
                         may_be_full=True,
                     )
                 )
-            except FileNotFoundError:  # at the start
+            except FileNotFoundError:  # before the first save
                 assert not seen
                 time.sleep(0.01)
         said = [tuple(map(int, run.stdout.read().split())) for run in (one, other)]
@@ -276,8 +278,8 @@ def test_two_threads_that_write_to_one_path_never_mix(kind, where):
 
 
 def test_no_two_runs_give_their_files_one_name(tmp_path):
-    """Where there are no locks, as on some network drives, nothing that one run writes is
-    overwritten by another, and it is said."""
+    """Save two runs without locks, as on some network drives: they warn, and neither overwrites
+    files of the other."""
     replay = items()
     one, other = Checkpointer(tmp_path, replay), Checkpointer(tmp_path, replay)
     states = [added(replay, replay.init(EXAMPLE), start, 4) for start in (0, 500)]
@@ -302,8 +304,10 @@ def test_no_two_runs_give_their_files_one_name(tmp_path):
 
 @pytest.fixture
 def delay_of_commit(monkeypatch):
-    """Of a checkpointer; returns an event. Its saves do not count before this is set, however late
-    the test comes."""
+    """Return a function that delays the commits of a Checkpointer, and returns an event.
+
+    A save commits when the event is set, or after 60 seconds.
+    """
 
     def of(checkpointer):
         may, commit = threading.Event(), checkpointer._generations.commit
@@ -329,8 +333,8 @@ def test_a_path_that_is_deleted_meanwhile_is_not_said_to_be_saved(tmp_path, dela
     assert checkpointer.all_steps() == [4]
 
 
-# Object stores, where nothing dies with its process: the file that says who writes is written on
-# the condition that it is as it was.
+# Object stores have no locks that end with a process. The file that names the writer is written on
+# the condition that it is unchanged.
 
 
 def left(where):
@@ -355,7 +359,7 @@ def test_who_goes_on_with_what_a_dead_machine_left_takes_its_place(monkeypatch):
     mine = Checkpointer(where, replay)
     restored = mine.restore(EXAMPLE)
     mine.save(added(replay, restored, 4, 1), 5)
-    with monkeypatch.context() as patch:  # it was alive after all
+    with monkeypatch.context() as patch:  # the other writer was alive after all
         patch.setattr(object_store, "whoami", lambda: elsewhere)
         patch.setattr(object_store, "_PROCESS", "another")
         with pytest.raises(PathInUseError, match=rf"pid {os.getpid()}"):
@@ -365,7 +369,7 @@ def test_who_goes_on_with_what_a_dead_machine_left_takes_its_place(monkeypatch):
 
 
 def test_a_writer_that_was_replaced_in_a_save_does_not_count(monkeypatch, delay_of_commit):
-    """Between the start of its save and the end another one has taken its place."""
+    """Replace a writer while its save runs."""
     where, replay = "memory://replaced", items()
     elsewhere = {"host": "elsewhere", "pid": 7, "program": "train.py", "since": "2030-01-01"}
     other, state = Checkpointer(where, replay), added(replay, replay.init(EXAMPLE), 0, 4)

@@ -1,5 +1,5 @@
-"""The fingerprint of rows: the same however they came, and another one wherever anything
-differs."""
+"""Tests of the fingerprint of rows: independent of how rows were added, and different wherever any
+row differs."""
 
 import itertools
 
@@ -21,7 +21,7 @@ cases = pytest.mark.parametrize("case", CATALOG, ids=lambda case: case.name)
 
 
 def held(buffer, state):
-    """All rows that a state has."""
+    """Return all rows that a state holds."""
     span = span_of(heads_of(state), buffer.length)
     rows = [
         (env, number)
@@ -73,7 +73,13 @@ DTYPES = (
 
 
 def hashes_of(tree, number, env=0):
-    """Of the rows of leaves [K, ...], as they are stored. `number`: uint32[K]."""
+    """Return the hashes of K stored rows.
+
+    Args:
+      tree: Rows, leaves [K, ...].
+      number: uint32[K].
+      env: The env of all rows.
+    """
     stored = jax.tree.map(
         lambda leaf: stored_arrays.write(
             stored_arrays.zeros(len(leaf), leaf[0], False), jnp.arange(len(leaf)), leaf
@@ -117,7 +123,7 @@ def test_every_element_of_every_dtype_counts(dtype, shape):
     if dtype == "complex64":
         assert hash_of(tree_of(zeros + 1j)) not in seen
     if dtype == "float32" and shape:
-        assert hash_of(tree_of(zeros * -1)) not in seen  # by its bits
+        assert hash_of(tree_of(zeros * -1)) not in seen  # -0.0 has other bits than 0.0
 
 
 @pytest.mark.skipif(jax.dtypes.canonicalize_dtype("int64") == np.int64, reason="x64 is on")
@@ -134,7 +140,7 @@ def test_a_swap_of_equal_things_shows():
     assert (
         len({hash_of((one, two)), hash_of((two, one)), hash_of(jnp.stack([two, one])[None])}) == 2
     )
-    for num_envs in (1, 3):  # between rows of a stream, and between streams
+    for num_envs in (1, 3):  # swaps of rows in a stream, and between streams
         buffer = jr.items(capacity=6, num_envs=num_envs, batch_size=1)
         states = [
             buffer.extend(buffer.init(jnp.float32(0)), jnp.asarray(values).reshape(-1, num_envs))
@@ -144,7 +150,7 @@ def test_a_swap_of_equal_things_shows():
 
 
 def test_flags_and_ranks_count():
-    """Two ways to the same values: an episode more, before or among the rows."""
+    """Hash states of equal values: no episode ends, or one ends before or among the held rows."""
     buffer, flag, zero = (
         jr.uniform(capacity=8, batch_size=1, autoreset="next_step"),
         np.zeros(1, bool),
@@ -198,11 +204,11 @@ def test_it_is_the_same_on_every_platform(leaf):
 
 
 def test_rows_share_a_hash_as_rarely_as_by_chance():
-    """Of 200,000 rows of two small numbers, which differ in few bits: 4.7 pairs are expected to
-    have one of 2^32 hashes."""
+    """Hash 200,000 rows of two small numbers, which differ in few bits. With 2^32 hashes, 4.7 pairs
+    are expected to collide."""
     pairs = np.stack(np.meshgrid(np.arange(500), np.arange(400)), -1).reshape(-1, 2)
     for dtype in (np.float32, np.int32):
         hashes = hashes_of(jnp.asarray(pairs.astype(dtype)), jnp.zeros(len(pairs), jnp.uint32))
-        assert len(pairs) - len(np.unique(hashes)) < 20  # by chance once in 10^7
+        assert len(pairs) - len(np.unique(hashes)) < 20  # exceeded by chance once in 10^7
     signs = np.where((np.arange(2**14)[:, None] >> np.arange(14)) & 1, 1, -1).astype(np.float32)
     assert len(np.unique(hashes_of(jnp.asarray(signs), jnp.zeros(2**14, jnp.uint32)))) > 2**14 - 5

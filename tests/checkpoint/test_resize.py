@@ -1,4 +1,4 @@
-"""A checkpoint restored into a buffer of another capacity: the newest rows that fit, and everything
+"""Tests of restores into a buffer of another capacity: the newest rows that fit are kept, with all
 that belongs to them."""
 
 import dataclasses
@@ -34,8 +34,10 @@ def at(buffer, capacity):
 
 
 def run(case, buffer, num_steps):
-    """A state after so many steps, with priorities of its own where it has any, and the same at
-    another capacity."""
+    """Return a state after `num_steps` steps, with random priorities where the sampler has any.
+
+    Its steps and priorities do not depend on the capacity.
+    """
     steps = case.step(1, time=num_steps)
     given = case.mask(buffer, 2, num_steps)
     if isinstance(buffer.sampler, PrioritySampler):
@@ -47,7 +49,7 @@ def run(case, buffer, num_steps):
 
 
 def names(buffer, state):
-    """The stream and the number of each sampleable row."""
+    """Return the names of sampleable rows: pairs (stream, number in it)."""
     is_valid = np.asarray(everything(buffer)(state, 1).is_valid)
     env, position = np.divmod(np.flatnonzero(is_valid), buffer.length)
     first = rows.span_of(rows.heads_of(state), buffer.length).first
@@ -58,7 +60,7 @@ def names(buffer, state):
 
 
 def items_of(buffer, state, which):
-    """What is read of rows by their names, and their probabilities."""
+    """Return the items and the probabilities of rows, by their names."""
     env, number = np.array(which, int).reshape(-1, 2).T
     batch, index = everything(buffer)(state, 1), env * buffer.length + number % buffer.length
     return jax.tree.map(lambda leaf: np.asarray(leaf)[index], (batch.experience, batch.probability))
@@ -67,8 +69,8 @@ def items_of(buffer, state, which):
 @kinds
 @pytest.mark.parametrize("num_steps", [30, 130])
 def test_a_smaller_buffer_is_as_if_it_had_been_fed_the_same(case, num_steps, tmp_path):
-    """Its rows, and what every row reads and is drawn with, are those of a buffer that had its
-    capacity from the first step on."""
+    """Compare rows, items and probabilities with a buffer that had the smaller capacity from the
+    first step on."""
     large, small = case.replay(capacity=240), case.replay(capacity=96)
     checkpoint.save(tmp_path, large, run(case, large, num_steps))
     got, wanted = (
@@ -115,8 +117,7 @@ def test_a_larger_buffer_has_every_row_and_keeps_more(case, tmp_path):
 @pytest.mark.parametrize("capacity", [16, 400])
 @pytest.mark.parametrize("ranked", [False, True])
 def test_priorities_come_along(capacity, ranked, tmp_path):
-    """Updated ones, those of rows that still wait for their window, and the ranks as of the last
-    `rerank`."""
+    """Restore updated priorities, priorities of pending rows, and ranks of the last `rerank`."""
     buffer = jr.prioritized(
         capacity=100, num_envs=2, batch_size=32, autoreset="same_step_no_final_obs", n_step=3
     )
@@ -142,7 +143,7 @@ def test_priorities_come_along(capacity, ranked, tmp_path):
     got = checkpoint.restore(tmp_path, other, example, resize=True)
     kept = names(other, got)
     assert kept == [name for name in which if name in set(kept)]
-    assert len(kept) == (len(which) if capacity > 100 else 2 * 5)  # of 8 rows a stream, 3 wait
+    assert len(kept) == (len(which) if capacity > 100 else 2 * 5)  # of each 8 rows, 3 pending
     for field in ("max_priority", "num_stale_updates", "num_bad_priorities"):
         assert bits(getattr(got.sampler, field)) == bits(getattr(state.sampler, field))
     assert np.asarray(jitted_draw(other)(got, jax.random.key(0)).is_valid).all()
@@ -160,7 +161,7 @@ def test_priorities_come_along(capacity, ranked, tmp_path):
         tree = jr.RankBased(normalize_weights="buffer")._tree(got.layout)
         smallest = tree.minimum(got.sampler.tree) / tree.total(got.sampler.tree)
         assert float(smallest) == pytest.approx(now[now > 0].min(), rel=1e-5)
-    # Those that waited have their window now, and their own priorities.
+    # Pending rows have their window now, and their own priorities.
     more = jax.tree.map(lambda leaf: leaf[:3], step)
     state, got = (jax.jit(one.extend)(its, more) for one, its in ((buffer, state), (other, got)))
     if ranked:
@@ -179,9 +180,9 @@ def test_priorities_come_along(capacity, ranked, tmp_path):
 @pytest.mark.parametrize("capacity", [2 * 17, 2 * 60])
 @pytest.mark.parametrize("autoreset", jr.autoreset.FORMS)
 def test_episodes_are_as_before(autoreset, capacity, tmp_path, monkeypatch):
-    """Of every stored row; with final rows that open an episode, and told of in blocks of which the
-    oldest is cut."""
-    monkeypatch.setattr(resize, "_BLOCK", 8)  # four rows of each of two streams
+    """Compare the episode table at every stored row. It is rebuilt in blocks, of which the oldest
+    is partial, and final rows may come first."""
+    monkeypatch.setattr(resize, "_BLOCK", 8)  # four rows in each of two streams
     buffer = jr.uniform(
         capacity=2 * 30, num_envs=2, batch_size=4, autoreset=autoreset, track_episodes=True
     )
@@ -265,8 +266,8 @@ def test_after_a_clear_and_when_the_laps_begin_anew(tmp_path):
     "kind", [jr.Queue(), jr.WithoutReplacement()], ids=["queue", "without replacement"]
 )
 def test_what_is_handed_out_once_is_not_handed_out_again(kind, tmp_path):
-    """Rows that were taken before; of those that do not fit, a queue counts the ones that were
-    not."""
+    """Restore after a pop: popped rows stay popped. A queue counts rows that do not fit as lost,
+    but not popped ones."""
     buffer = jr.ReplayBuffer(
         capacity=40, num_envs=2, batch_size=4, sampler=kind, view=jr.views.Item(), autoreset=None
     )
@@ -313,7 +314,7 @@ def test_a_resized_run_goes_on_under_its_path(tmp_path):
     assert [row[-16:] for row in numbers(larger, state)] == expected(buffer, 40)
     state = added(larger, state, 40, 10)
     checkpointer.save(state, 50)
-    assert len(checkpointer._base.groups) == 2  # the rows that were there are not written again
+    assert len(checkpointer._base.groups) == 2  # the restored rows are not written again
     assert numbers(larger, Checkpointer(tmp_path, larger).restore(EXAMPLE)) == [
         row[-26:] for row in expected(larger, 50)
     ]
@@ -322,7 +323,7 @@ def test_a_resized_run_goes_on_under_its_path(tmp_path):
         assert numbers(smaller, narrow.restore(EXAMPLE, step, resize=True)) == expected(
             smaller, end
         )
-    state = added(smaller, narrow.restore(EXAMPLE, 40, resize=True), 40, 13)  # not from the newest
+    state = added(smaller, narrow.restore(EXAMPLE, 40, resize=True), 40, 13)  # an older step
     checkpointer.close()
     narrow.save(state, 53, blocking=False)
     narrow.wait_until_finished(state)
@@ -378,7 +379,7 @@ RANKED = [
     ids=lambda value: getattr(value, "name", value),
 )
 def test_no_program_takes_memory_for_each_row(case, is_ranked):
-    """Beside what it is given and what it returns; of shapes alone."""
+    """Compile from shapes, and bound the memory beside arguments and results."""
     small, large = case.replay(capacity=240 * 8000), case.replay(capacity=240 * 16000)
     if is_ranked:
         small, large = (
@@ -407,7 +408,7 @@ def test_no_program_takes_memory_for_each_row(case, is_ranked):
             programs.append(resize.moved.lower(after, *given))
         for program in programs:
             memory = program.compile().memory_analysis()
-            # 2 to 4 bytes a row; wide nodes of a tree
+            # 8 MiB are 2 to 4 bytes a row; trees of other platforms have wide nodes
             assert memory.temp_size_in_bytes < (12 if PLATFORM else 8) * 2**20
 
 
@@ -416,7 +417,7 @@ class Counts(Node):
 
 
 class Counting(Uniform):
-    """Keeps a number for each row, and does not say so."""
+    """Keep a number per row without naming it in `PER_ROW`."""
 
     def init(self, layout):
         return Counts(jnp.zeros(layout.capacity))
@@ -449,7 +450,7 @@ def test_a_sampler_must_say_how_its_rows_move(sampler, text, tmp_path):
 
 
 def test_states_over_several_devices(tmp_path):
-    """Saved from four devices; restored to four, two and one, and there into another capacity."""
+    """Save from four devices; restore to four, two and one, and to two with another capacity."""
     program = """
     import sys
     import jax, jax.numpy as jnp, numpy as np

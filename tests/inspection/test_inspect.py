@@ -1,5 +1,5 @@
-"""The look inside: its figures are those that a plain loop over the same steps counts, from a state
-and from files alike."""
+"""The inspection of states and checkpoints: its figures equal those of a plain loop over the same
+steps."""
 
 import html.parser
 import json
@@ -50,8 +50,8 @@ def stream(num_steps, seed=0):
 
 
 def episodes_of(steps, env):
-    """Next-step autoreset: (length, return, whether terminated) of each finished episode, and the
-    row where each begins, one env's."""
+    """Return (length, return, is_terminated) of one env's finished episodes, and the rows where
+    episodes begin, with next-step autoreset."""
     found, start, is_final, length, total = [], 0, False, 0, 0.0
     for t in range(len(steps["reward"])):
         if is_final:
@@ -110,7 +110,7 @@ def test_the_figures_are_those_that_a_loop_counts(prioritized):
         for t in range(70 - LENGTH, 70)
         if not is_final(steps, t, env)
     ]
-    assert found.leaves["steps.action"]["rows read"] == len(actions)  # a final observation has none
+    assert found.leaves["steps.action"]["rows read"] == len(actions)  # final rows have no action
     assert found.leaves["steps.action"]["mean"] == pytest.approx(np.mean(actions))
     held = steps["obs"]["a"][-LENGTH:]
     figures = found.leaves["steps.obs.a"]
@@ -135,7 +135,7 @@ def test_the_figures_are_those_that_a_loop_counts(prioritized):
 
 
 def test_draws_are_described_as_they_fall(prioritized):
-    """Ages and the effective size against many samples."""
+    """The ages and the effective sample size are those of many samples."""
     replay, state, _ = prioritized
     found = jr.inspect(replay, state).draws
     batch = replay.sample(state, jax.random.key(9), batch_size=50_000)
@@ -158,7 +158,7 @@ def test_draws_are_described_as_they_fall(prioritized):
 
 @pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
 def test_a_checkpoint_says_what_the_state_says(case, tmp_path):
-    """Of every kind of buffer, half full and after it went round."""
+    """Every kind of buffer, partly filled and after it has wrapped."""
     replay = case.replay()
     checkpointer = Checkpointer(tmp_path, replay, chunk_bytes=2048)
     state = replay.init(case.example())
@@ -166,7 +166,7 @@ def test_a_checkpoint_says_what_the_state_says(case, tmp_path):
         inside = json.loads(jr.inspect(replay, state).to_json())
         checkpointer.save(state, number)
         found = json.loads(checkpoint.inspect(tmp_path, step=number).to_json())
-        if not isinstance(replay.sampler, PrioritySampler):  # files do not say how rows are drawn
+        if not isinstance(replay.sampler, PrioritySampler):  # files do not say how rows are sampled
             assert found["draws"] is None
             draws = ("no row is sampleable",)
             inside |= {
@@ -175,7 +175,7 @@ def test_a_checkpoint_says_what_the_state_says(case, tmp_path):
             }
         for name in ("streams", "episodes", "counters", "suspicious"):
             assert found[name] == inside[name], name
-        for name, figures in found["leaves"].items():  # in another order
+        for name, figures in found["leaves"].items():  # the sums have another order
             assert figures.pop("mean", 0) == pytest.approx(
                 inside["leaves"][name].pop("mean", 0), rel=1e-6, abs=1e-9
             )
@@ -234,7 +234,7 @@ def test_what_is_odd_is_named(tmp_path):
 
 
 def test_what_was_overwritten_is_not_looked_at():
-    """With final_obs, a final row has no reward of its own: what it holds is another step's."""
+    """With `final_obs`, a final row has no reward of its own: the stored one is another step's."""
     replay = jr.uniform(capacity=20, num_envs=1, batch_size=4, autoreset="same_step")
     example = {**EXAMPLE, "obs": np.float32(0), "final_obs": np.float32(0)}
 
@@ -311,7 +311,7 @@ def test_numbers_that_are_too_large_for_figures(tmp_path):
 
 
 def test_a_run_may_save_meanwhile(prioritized, tmp_path, monkeypatch):
-    """What is looked at is deleted, and a newer one is there."""
+    """The inspected checkpoint is deleted meanwhile, and a newer one exists."""
     replay, state, _ = prioritized
     checkpoint.save(tmp_path, replay, state, step=1)
     reader = checkpoint.contents.RowReader
@@ -353,7 +353,7 @@ def test_a_run_that_keeps_one_generation_may_be_looked_at_at_any_moment(prioriti
 
 
 def test_a_checkpoint_is_looked_at_without_a_device(prioritized, tmp_path):
-    """That of a run which has all of the accelerator's memory."""
+    """A run may occupy all of the accelerator's memory while its checkpoint is inspected."""
     replay = jr.items(capacity=2, batch_size=2)
     checkpoint.save(
         tmp_path,
@@ -382,7 +382,7 @@ def test_few_bytes_are_read_where_few_are_asked_for(prioritized, tmp_path):
 
 
 def test_the_state_is_not_held(prioritized):
-    """A look must not make the next add copy what it looked at."""
+    """An inspection must not make the next add copy the leaves."""
     replay, state, _ = prioritized
     state = jax.tree.map(jnp.copy, state)
     found, buffer = jr.inspect(replay, state), jr.jit(replay)
@@ -395,7 +395,7 @@ def test_the_state_is_not_held(prioritized):
 
 
 class Page(html.parser.HTMLParser):
-    """Which tags there are, that each is closed, and what a page would fetch."""
+    """Collect a page's tags, text and links, and check that each tag is closed."""
 
     def __init__(self):
         super().__init__()
@@ -422,7 +422,7 @@ def test_the_page_is_whole_and_needs_nothing_else(prioritized, tmp_path, capsys)
     checkpoint.save(tmp_path / "run", replay, state, step=3)
     main(["inspect", str(tmp_path / "run"), "--html", str(tmp_path / "page.html")])
     text = capsys.readouterr().out
-    # these are no matter of a state
+    # These arguments do not affect the state, and the output for a checkpoint lacks them.
     head = re.sub(
         r" batch_size=8,| min_size=1,|, platform=None| beta=0.4,| normalize_weights='batch',",
         "",

@@ -1,4 +1,4 @@
-"""The plan: its total is what `init` allocates, and its command line answers bad input in one
+"""The plan: its total is what `init` allocates, and its command line reports bad input in one
 line."""
 
 import dataclasses

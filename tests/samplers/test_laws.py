@@ -1,5 +1,5 @@
-"""The laws of horizons, goals and episodes: chi-square with independent draws; each fixed key fails
-by chance once in 10^4."""
+"""Distributions of horizons, goals and episodes: chi-square with independent draws; each fixed key
+fails by chance once in 10^4."""
 
 import functools
 
@@ -21,7 +21,7 @@ LEAST = 1e-4
 
 
 def law_of(discount, n, clip=False):
-    """P(1 .. n), in float64."""
+    """Return the probabilities of 1, ..., n in float64."""
     if clip:
         law = np.array(
             [discount ** (k - 1) * (1 - discount) for k in range(1, n)] + [discount ** (n - 1)]
@@ -32,8 +32,10 @@ def law_of(discount, n, clip=False):
 
 
 def check(counts, law):
-    """Values of fewer than 10 expected draws are taken together; values of probability 0 must not
-    come."""
+    """Compare counts with a distribution by chi-square.
+
+    Values with fewer than 10 expected draws are pooled; values of probability 0 must not occur.
+    """
     expected = law * counts.sum()
     assert counts[law == 0].sum() == 0
     rare = expected < 10
@@ -52,7 +54,7 @@ def check(counts, law):
 @pytest.mark.parametrize("case", CATALOG if SOAK else KINDS, ids=lambda case: case.name)
 def test_draws_are_as_probable_as_they_say(case):
     """Draws match `probability`, with updated priorities if the sampler has any. A sampler that
-    consumes gives each row once."""
+    consumes returns each row once."""
     buffer = case.replay()
     state = case.filled(buffer)
     if isinstance(buffer.sampler, ConsumingSampler):
@@ -82,7 +84,7 @@ def test_draws_are_as_probable_as_they_say(case):
 
 
 def taken_of(buffer, state, size):
-    """Take batches until a pass has given all its rows, and return these."""
+    """Pop batches until a pass has returned all its rows, and return these."""
     rows, pop = [], jitted(buffer, "pop")
     for number in range(4 * size):
         state, batch = pop(state, jax.random.key(number))
@@ -121,8 +123,10 @@ def test_no_bits_lead_past_the_bound(discount, clip):
 
 
 def stream(lengths, **options):
-    """Episodes of these lengths in a stream; each step's observation is (episode, place), the final
-    one's too."""
+    """Return a buffer and a state with episodes of these lengths in one stream.
+
+    Each observation is (episode, place), also the final one.
+    """
     num_rows = sum(lengths) + len(lengths)
     buffer = jr.future_pairs(
         capacity=num_rows + 4, num_envs=1, batch_size=DRAWS, autoreset="next_step", **options
@@ -174,8 +178,8 @@ def test_pairs_have_the_law_of_their_horizon_and_never_cross_an_episode(beyond):
 
 
 def test_the_second_terminal_bounds_a_horizon_where_several_lie_ahead():
-    """At discount 1 horizons are uniform up to the bound: the second end ahead, else the first,
-    else the newest row."""
+    """At discount 1, horizons are uniform up to the second end ahead, else the first end, else the
+    newest row."""
     buffer, state = stream((2, 3, 4), gamma=1.0, max_terminals=2)
     items = jax.tree.map(np.asarray, jax.jit(buffer.sample)(state, jax.random.key(1)).experience)
     for (episode, place), bound in {(0, 0): 6, (0, 1): 5, (1, 1): 7, (2, 0): 4, (2, 3): 1}.items():
@@ -184,8 +188,8 @@ def test_the_second_terminal_bounds_a_horizon_where_several_lie_ahead():
 
 
 def hindsight(strategy, ratio, length=9):
-    """Goals from one episode of so many steps, beside another one; the goal achieved at row t is
-    t."""
+    """Sample relabelled items from an episode of `length` steps and another one; row t achieves
+    goal t."""
     buffer = jr.uniform(capacity=40, num_envs=1, batch_size=DRAWS, autoreset="next_step")
     buffer = jr.hindsight(
         buffer,
@@ -227,7 +231,7 @@ def test_the_ratio_is_the_fraction_of_new_goals():
 
 
 def test_what_nested_views_draw_is_independent():
-    """Of two goals and a horizon, each is what it would be alone, whatever the others are."""
+    """Two goals and a horizon each have the same distribution for all values of the others."""
     time = jnp.arange(41, dtype=jnp.int32)[:, None]
     obs = {
         "one": time,

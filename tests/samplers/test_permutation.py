@@ -11,7 +11,7 @@ from scipy import stats
 
 from jaxreplay.samplers.permutation import permute
 
-# One compilation a shape of the index serves all sizes: they are traced.
+# Sizes are traced, so each shape of the index is compiled once.
 one_key = jax.jit(permute)
 many_keys = jax.jit(jax.vmap(permute, in_axes=(0, None, None)))
 KEYS = jax.random.bits(jax.random.key(0), (100_000, 2), jnp.uint32)
@@ -22,7 +22,7 @@ def images(index, size):
 
 
 def check_even(counts):
-    """Chi-square over independent keys, which are fixed: by chance this fails once in 10^4."""
+    """Check counts by chi-square; the fixed, independent keys fail by chance once in 10^4."""
     assert stats.chisquare(counts).pvalue > 1e-4
 
 
@@ -58,7 +58,7 @@ def test_all_permutations_are_alike(size):
 
 @pytest.mark.parametrize("size", [7, 1000, 2**20])
 def test_an_index_goes_everywhere(size):
-    """From one index, and from another; of a large size, by the image's top ten bits."""
+    """Images of each of two indices are even; for a large size, by the image's top ten bits."""
     image = images([0, 1, 2, size // 2, size - 1], size)
     width = size // 1024 if size > 1024 else 1
     check_even(np.bincount(image[:, 0] // width, minlength=size // width))
@@ -66,8 +66,8 @@ def test_an_index_goes_everywhere(size):
 
 
 def test_neighbors_do_not_stay_together():
-    """The images of two neighbors: all pairs alike. The steps between those of three: all alike
-    that are the steps of three images."""
+    """All pairs of images of two neighbors are equally likely, and so are all possible pairs of
+    steps between the images of three neighbors."""
     size = 40
     image = images([5, 6, 7, 8, 9], size)
     check_even(table(image[:, 0], image[:, 1], size)[~np.eye(size, dtype=bool)])
@@ -82,14 +82,13 @@ def table(first, second, size):
 
 
 def test_keys_give_orders_of_their_own():
-    """Even keys that differ in one bit: as many indices stay as of a random permutation, one on
-    average."""
+    """Keys that differ in one bit share as few images as random permutations: one on average."""
     index = jnp.arange(300, dtype=jnp.int32)
     base = np.asarray(one_key(KEYS[0], index, jnp.int32(300)))
     for bit in range(0, 64, 9):
         other = KEYS[0] ^ jnp.array([(1 << bit) & 0xFFFFFFFF, 1 << bit >> 32], jnp.uint32)
         same = (np.asarray(one_key(other, index, jnp.int32(300))) == base).sum()
-        assert same <= 8  # more in one of 10^6
+        assert same <= 8  # exceeded by chance once in 10^6
 
 
 def test_it_holds_with_64_bit_numbers_and_without_jit():

@@ -1,4 +1,4 @@
-"""Prioritized sampling: its laws, and what hostile input may and may not change."""
+"""Prioritized sampling: its distribution, and the effects of hostile input."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxreplay.targets import importance_weights
 
 NAN, INF = float("nan"), float("inf")
 
-# A buffer is a leafless pytree: its methods are jitted once for all that are equal.
+# A buffer is a pytree without leaves, so equal buffers share their jitted methods.
 add, update, get, clear, metrics = (
     jax.jit(getattr(jr.ReplayBuffer, name))
     for name in ("add", "update_priorities", "get", "clear", "metrics")
@@ -20,7 +20,7 @@ sample = jax.jit(jr.ReplayBuffer.sample, static_argnums=3)
 
 
 def flat(values):
-    """A step of as many envs as there are rewards."""
+    """Return a step of as many envs as there are rewards."""
     values = jnp.asarray(values, jnp.float32)
     return jr.Step(
         obs=values, action=values, reward=values, terminated=values < -99, truncated=values < -99
@@ -28,7 +28,8 @@ def flat(values):
 
 
 def make_buffer(priorities, *, length=4, **config):
-    """One sampleable row a stream with these priorities, and one more row that waits."""
+    """Return a buffer and a state; each stream has one sampleable row, with its priority,
+    and a waiting row."""
     config = {"alpha": 1.0, "stratified": False, "batch_size": 8, **config}
     buffer = jr.prioritized(
         capacity=length * len(priorities),
@@ -87,7 +88,7 @@ def test_stratified_draws_are_right_on_average():
         np.asarray(draw(jax.random.split(jax.random.key(0), 20_000))).ravel() // 4, minlength=5
     )
     # Strata only lower the variance: 4 standard deviations of independent draws is a wide bound,
-    # failed by chance in 10^4 cases once.
+    # which fails by chance once in 10^4.
     expected = priority / 10 * counts.sum()
     assert (np.abs(counts - expected) <= 4 * np.sqrt(np.maximum(expected, 0))).all()
 
@@ -151,7 +152,7 @@ def test_rows_that_were_never_written_or_still_wait_are_ignored():
 def test_a_late_update_of_an_overwritten_row_is_ignored():
     buffer, state = make_buffer([1.0, 2.0])
     late = index_of(buffer, state, [0, 1])
-    for _ in range(4):  # once round: each row number names another step now
+    for _ in range(4):  # a full lap: each row number now names another step
         state = add(buffer, state, flat([0.0, 0.0]), priority=jnp.array([1.0, 1.0]))
     changed = update(buffer, state, late, jnp.array([100.0, 100.0]))
     assert int(changed.sampler.num_stale_updates) == 2
@@ -160,8 +161,7 @@ def test_a_late_update_of_an_overwritten_row_is_ignored():
 
 
 def test_laps_wrap_around():
-    """A run of 2^32 laps: the counter starts again at 0, and rows of the lap before are still told
-    apart."""
+    """After 2^32 laps the counter restarts at 0; indices of the previous lap are still stale."""
     buffer, state = make_buffer([1.0, 2.0])
     state = state.replace(streams=state.streams.with_heads(lap=jnp.uint32(2**32 - 1)))
     early = index_of(buffer, state, [0, 1])
@@ -175,7 +175,7 @@ def test_laps_wrap_around():
 
 
 def test_ranks_wrap_around():
-    """2^32 transitions a stream: the count starts again at 0, and sizes and draws stay right."""
+    """After 2^32 transitions a stream's count restarts at 0; sizes and samples stay correct."""
     buffer = jr.uniform(capacity=10, num_envs=1, batch_size=500, autoreset="same_step_no_final_obs")
     state = buffer.init(jax.tree.map(lambda x: x[0], flat([0.0])))
     state = state.replace(
@@ -205,7 +205,7 @@ def test_new_rows_have_the_largest_priority_so_far():
     buffer, state = make_buffer([1.0, 4.0])
     state = update(buffer, state, index_of(buffer, state, [0]), jnp.array([9.0]))
     state = update(buffer, state, index_of(buffer, state, [0]), jnp.array([1.0]))
-    state = add(buffer, state, flat([0.0, 0.0]))  # by default: 9
+    state = add(buffer, state, flat([0.0, 0.0]))  # default priority: 9
     state = add(buffer, state, flat([0.0, 0.0]))
     np.testing.assert_allclose(
         get(buffer, state, jnp.array([2, 6])).probability, 9 / (1 + 4 + 1 + 1 + 9 + 9), rtol=1e-6
@@ -275,7 +275,7 @@ def test_importance_weights_by_hand():
     for beta in (0, 0.5, 1.0):
         for given, expected in (
             ({}, [0.25, 0.5, 1]),
-            ({"reference": 1 / 4}, [0.5, 1, 2]),  # of 4 rows, so not normalized
+            ({"reference": 1 / 4}, [0.5, 1, 2]),  # for 4 rows: not normalized
             ({"reference": 1 / 16}, [0.125, 0.25, 0.5]),
         ):
             weight = importance_weights(batch, beta, **given)
@@ -299,7 +299,7 @@ def test_importance_weights_refuse_what_is_no_batch_or_no_number():
 @pytest.mark.parametrize("normalize_weights", ["batch", "buffer", None])
 @pytest.mark.parametrize("beta", [None, 0.0, 1.0])
 def test_weights_are_those_of_the_paper(normalize_weights, beta):
-    """Of priorities 3, 0, 1, 4 and alpha 0.5, computed by hand; under jit with a traced beta."""
+    """Weights for priorities 3, 0, 1, 4 and alpha 0.5 match those by hand; beta is traced."""
     buffer, state = make_buffer(
         [3.0, 0.0, 1.0, 4.0], alpha=0.5, beta=0.7, normalize_weights=normalize_weights
     )
@@ -331,7 +331,7 @@ def test_metrics_by_hand():
     state = update(buffer, state, late, jnp.ones(1))
     mass = np.sqrt([3.0, 0.0, 1.0, 4.0])
     found = metrics(buffer, state)
-    # of draws with probability q: (E 1/q)^2 / E 1/q^2, over the three rows that can be drawn
+    # for probabilities q: (E 1/q)^2 / E 1/q^2, over the three rows with positive priority
     effective = 3**2 / (mass.sum() * (1 / mass[mass > 0]).sum())
     expected = {
         "size": 4,
@@ -353,7 +353,7 @@ def test_metrics_by_hand():
 
 @pytest.mark.parametrize("num_envs", [2, 127, 1023])
 def test_a_buffer_full_of_huge_priorities_can_be_sampled(num_envs):
-    """Neither does the total overflow, nor does its reciprocal vanish."""
+    """The total does not overflow, and its reciprocal stays positive."""
     buffer, state = make_buffer([3e38] * num_envs, length=2)
     batch = sample(buffer, state, jax.random.key(0), 8)
     assert batch.is_valid.all()
@@ -370,8 +370,8 @@ def test_a_positive_priority_has_a_positive_probability_beside_a_huge_one():
 
 
 def test_the_index_of_an_invalid_item_names_no_row():
-    """A sample before there is anything to draw hands out some row's number; an update by it is
-    ignored, also once that row is sampleable."""
+    """A sample of a buffer without sampleable rows returns some row number. Updates with it are
+    ignored, even once that row is sampleable."""
     buffer = jr.prioritized(
         capacity=4, num_envs=1, batch_size=2, autoreset="same_step_no_final_obs", alpha=1.0
     )

@@ -1,4 +1,4 @@
-"""The queue: each row once, in turns, and nothing lost unseen."""
+"""The queue consumes each row once, streams take turns, and lost rows are counted."""
 
 import itertools
 
@@ -44,7 +44,7 @@ STEPS = (1, 4)
 
 
 class QueuePair(ViewPair):
-    """A buffer and the oracle, and which of the oracle's rows were taken or lost."""
+    """A buffer, an oracle, and the oracle's rows that were consumed or lost."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -56,12 +56,14 @@ class QueuePair(ViewPair):
         self.is_cleared = True
 
     def _keep(self):
-        """Rows are told apart by their ids, which must not be used again."""
+        """Keep all rows alive: rows are identified by their ids, which must not be reused."""
         self.kept += [row for rows in self.oracle.streams for row in rows]
 
     def left(self, **window):
-        """Places of rows of each stream that are left, in the order of time: sampleable ones, or
-        with another window."""
+        """Return the indices of each stream's remaining candidates, in the order of time.
+
+        `window` replaces fields of the buffer's window.
+        """
         window = {
             field: getattr(self.config.window, field)
             for field in ("before", "after", "crosses_episodes", "period", "needs_final_obs")
@@ -180,8 +182,7 @@ def test_the_queue_agrees_with_the_oracle(case):
 
 
 def test_streams_take_turns():
-    """Three rows of stream 0, one of stream 1, five of stream 2: four rows are the first of each
-    stream, and the second of stream 0."""
+    """With 3, 1 and 5 rows, a batch of 4 has each stream's first and the second of stream 0."""
     buffer, state = make_buffer(Queue(), num_envs=3, allow_mask=True)
     for time in range(6):
         mask = jnp.array([time < 4, time < 2, True])
@@ -221,7 +222,7 @@ def test_a_stream_that_holds_one_item_hands_it_out_once():
 
 @pytest.mark.parametrize("lap", [0, 2**30 - 2, 2**32 - 2])
 def test_items_are_queued_across_wraps_and_clears(lap):
-    """Items have no counter of their own: laps and positions make up for one, also where they wrap
+    """Items have no candidate numbers; laps and positions replace them, also where they wrap
     around."""
     buffer = ReplayBuffer(
         capacity=8,
@@ -258,7 +259,7 @@ def test_items_are_queued_across_wraps_and_clears(lap):
 
 
 def test_ranks_wrap_around():
-    """2^32 transitions a stream: the counter starts again at 0, and the queue goes on."""
+    """After 2^32 transitions a stream's counter restarts at 0, and the queue continues."""
     buffer, state = make_buffer(Queue(), num_envs=2, length=6)
     start = jnp.full(2, 2**32 - 9, jnp.uint32)
     state = state.replace(
@@ -270,7 +271,7 @@ def test_ranks_wrap_around():
         assert int(size(buffer, state)) == (0 if time == 0 else 2)
         state, batch = pop(buffer, state, jax.random.key(0), 3)
         assert rewards(batch) == ([] if time == 0 else [10 * time - 10, 10 * time - 9])
-    # of 11 untaken transitions of each stream, 5 are stored
+    # 5 of the 10 transitions of each stream are still stored
     state = fed(buffer, state, range(30, 40))
     state, _ = pop(buffer, state, jax.random.key(0), 1)
     assert (int(size(buffer, state)), int(state.sampler.lost)) == (9, 10)

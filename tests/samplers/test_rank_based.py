@@ -1,5 +1,4 @@
-"""Rank-based sampling: ranks as of the last rerank, and what hostile input may and may not
-change."""
+"""Rank-based sampling: ranks of the last rerank, and the effects of hostile input."""
 
 import itertools
 
@@ -39,7 +38,7 @@ update, rerank, get = (
 
 
 class RankPair(Pair):
-    """A buffer and the oracle, and the mass of each row that was ranked."""
+    """A buffer, an oracle, and rank ** -alpha of each ranked row."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -57,8 +56,8 @@ class RankPair(Pair):
         for rows in self.oracle.streams:
             for row in rows:
                 self.first.setdefault(id(row), row.priority)
-                # Rows are told apart by their ids. Python uses that of a row which is gone again: a
-                # new one would have its rank.
+                # Rows are identified by their ids, and Python reuses the id of a deleted row: a new
+                # row would have its rank.
                 self.kept.append(row)
 
     def rerank(self):
@@ -72,8 +71,8 @@ class RankPair(Pair):
         self.state = rerank(self.config.replay, self.state)
 
     def mass(self):
-        """Row number -> mass: a row that became sampleable since the last rerank has that of rank
-        1."""
+        """Return row number -> rank ** -alpha, or 0 for priority 0. A row that became sampleable
+        after the last rerank has rank 1."""
         return {
             number: self.ranked.get(id(row), 1.0 if self.first[id(row)] > 0 else 0.0)
             for number, (row, _) in self.oracle.sampleable().items()
@@ -90,7 +89,7 @@ class RankPair(Pair):
         return batch
 
     def update(self, which, priorities):
-        """New priorities for rows of an earlier draw, which may be overwritten by now."""
+        """Update priorities of the rows of an earlier sample, which may be overwritten by now."""
         if self.drawn:
             index, rows = self.drawn[which % len(self.drawn)]
             priorities = list(itertools.islice(itertools.cycle(priorities), 64))
@@ -223,8 +222,7 @@ WRITES = {
 @pytest.mark.parametrize("writes", WRITES)
 @pytest.mark.parametrize("config", POOL, ids=range(len(POOL)))
 def test_the_law_of_ranks_holds_after_each_kind_of_write_between_two_reranks(config, writes):
-    """Rows that were ranked keep their rank's mass, new ones have that of rank 1, and nothing is
-    left of a row that is gone."""
+    """Ranked rows keep their rank, new rows have rank 1, and removed rows leave nothing behind."""
     envs = config.num_envs
     pair = RankPair(config)
     for t in range(7):
@@ -246,7 +244,8 @@ def test_the_law_of_ranks_holds_after_each_kind_of_write_between_two_reranks(con
 
 
 def ranked(priorities, **config):
-    """One sampleable row a stream with these priorities, ranked; the next row of each waits."""
+    """Return a buffer and a state; each stream has one ranked row, with its priority, and a
+    waiting row."""
     buffer, state = make_buffer(
         RankBased(**{"alpha": 1.0, "stratified": False, **config}),
         num_envs=len(priorities),
@@ -269,7 +268,7 @@ def normalized(mass):
 
 
 def test_draws_follow_the_law():
-    """Independent draws; a fixed key that by chance fails once in 10^4."""
+    """Chi-square of independent draws; the fixed key fails by chance once in 10^4."""
     r = np.random.default_rng(0)
     priority = r.permutation(40) ** 3.0
     buffer, state = ranked(priority, alpha=0.7)
@@ -322,7 +321,7 @@ def test_an_update_acts_at_the_next_rerank():
 
 def test_a_new_row_is_drawn_as_the_first_rank_is_unless_its_priority_is_0():
     buffer, state = ranked([1.0, 2.0, 3.0])
-    # the row before it waited
+    # This add makes the waiting rows sampleable.
     state = add(buffer, state, step_of([0.0] * 3), None, jnp.array([0.1, 0.0, 5.0]))
     state = add(buffer, state, step_of([0.0] * 3))
     mass = np.zeros((3, 4))
@@ -366,7 +365,7 @@ def test_stale_and_foreign_rows_are_ignored_and_counted():
         row=jnp.array([-1, 12, 2**31 - 1], jnp.int32), lap=jnp.zeros(3, jnp.uint32)
     )
     state = update(buffer, state, foreign, jnp.full(3, 9.0))
-    state = fed(buffer, state, range(3))  # the first rows are overwritten now
+    state = fed(buffer, state, range(3))  # overwrites the first rows
     recorded = np.asarray(state.sampler.priority)
     state = update(buffer, state, late, jnp.full(3, 9.0))
     np.testing.assert_array_equal(state.sampler.priority, recorded)
@@ -430,8 +429,7 @@ def test_jit_equals_eager_and_vmap_equals_a_loop():
 
 def test_it_is_in_place():
     def loop(buffer, state, key):
-        """Two adds, a sample, and two updates in one program: no write but is ordered after the
-        reads before it."""
+        """Add twice, sample, update twice: each write must come after the reads before it."""
         priority = jax.random.uniform(key, (8,))
         state = buffer.add(
             buffer.add(state, step_of(priority[:4])), step_of(priority[4:]), None, priority[:4]
@@ -465,7 +463,7 @@ def test_a_loop_that_reranks_now_and_then_never_copies_the_stored_steps():
         lambda state, keys: jax.lax.scan(iteration, (state, jnp.int32(0)), keys), donate_argnums=0
     )
     text = loop.lower(state, jax.random.split(jax.random.key(0), 3)).compile().as_text()
-    assert large_temporaries(text, capacity)  # the rerank's own
+    assert large_temporaries(text, capacity)  # made by rerank
     assert not large_temporaries(text, 8 * capacity)
 
 

@@ -1,4 +1,4 @@
-"""Recent rows: the law is geometric in a row's age, and exact over streams of any fill."""
+"""Recent rows: probabilities are geometric in a row's age, and exact over streams of any fill."""
 
 import hypothesis
 import jax
@@ -29,7 +29,7 @@ from tests.views.test_views import Config, ViewPair
 
 
 def law(counts, decay):
-    """The probability of each row, oldest first, of streams that have so many: a list of lists."""
+    """Return a list of row probabilities, oldest first, for each stream of `counts` rows."""
     mass = [[decay**age for age in reversed(range(count))] for count in counts]
     total = sum(map(sum, mass))
     return [[m / total for m in stream] for stream in mass]
@@ -37,7 +37,7 @@ def law(counts, decay):
 
 class RecentPair(ViewPair):
     def pop(self, batch_size):
-        """A sample: this sampler takes nothing."""
+        """Sample instead: this sampler consumes nothing."""
         batch = sample(self.config.replay, self.state, jax.random.key(self.clock), batch_size)
         expected = self.expected()
         assert np.asarray(batch.is_valid).tolist() == [bool(expected)] * batch_size
@@ -47,7 +47,7 @@ class RecentPair(ViewPair):
             )
 
     def expected(self):
-        """Row number -> probability."""
+        """Return row number -> probability."""
         streams = [[] for _ in self.oracle.streams]
         for env, position, _ in sorted(
             self.config.anchors(self.oracle), key=lambda reader: reader[2]
@@ -105,8 +105,8 @@ def test_probabilities_agree_with_the_oracle(case):
 
 @pytest.mark.parametrize("decay", [0.2, 0.95])
 def test_draws_follow_the_law(decay):
-    """Three streams of 0, 3 and 19 rows; independent draws, and a fixed key that by chance fails
-    once in 10^4."""
+    """Chi-square of independent draws from streams of 0, 3 and 19 rows; the fixed key fails by
+    chance once in 10^4."""
     buffer, state = make_buffer(Recent(decay=decay), num_envs=3, length=20, allow_mask=True)
     for time in range(33):
         state = add(buffer, state, step_of([1.0] * 3), jnp.array([False, time < 4, True]))
@@ -118,7 +118,7 @@ def test_draws_follow_the_law(decay):
     batch = sample(buffer, state, jax.random.key(2), 200_000)
     counts = np.bincount(batch.index.row, minlength=60)
     assert counts[flat == 0].sum() == 0
-    # Rows that come up less than five times are one class with the rarest of the others.
+    # Rows with fewer than 5 expected draws are pooled with the rarest of the others.
     order = np.argsort(-flat)
     split = max(1, (flat * 200_000 >= 5).sum() - 1)
     classes = [

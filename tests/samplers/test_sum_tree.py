@@ -1,5 +1,5 @@
-"""The segment tree on its own: exact parents, a descent that never enters a node without mass,
-hostile input, a long run."""
+"""The sum tree alone: exact parents, a search that never enters a node without mass, hostile input,
+and a long run."""
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,8 @@ def tree_of(mass, **config):
 
 
 def check_parents(tree, state, leaves):
-    """Every level is the sum, or the positive minimum, of the one below, and the total is the
-    float64 sum."""
+    """Check that each level holds the sums of the level below, and that the total and the positive
+    minimum are those of the leaves, in float64."""
     np.testing.assert_array_equal(np.asarray(state.sums[0])[: tree.capacity], leaves)
     np.testing.assert_allclose(tree.total(state), leaves.sum(dtype=np.float64), rtol=1e-6)
     for below, above in zip(state.sums, state.sums[1:], strict=False):
@@ -86,7 +86,7 @@ def test_of_duplicates_the_largest_wins_in_any_order():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_find_returns_the_leaf_in_which_the_target_lies(form):
-    mass = np.array([0, 1, 0, 3, 0, 0, 4, 0, 0, 8, 0], np.float32)  # sixteen in all
+    mass = np.array([0, 1, 0, 3, 0, 0, 4, 0, 0, 8, 0], np.float32)  # total: 16
     tree, state = tree_of(mass, **form)
     leaf, found = tree.find(state, jnp.array([0, 0.5, 1, 3.99, 4, 7.5, 8, 15.99, 16]) / 16)
     assert leaf.tolist() == [1, 1, 3, 3, 6, 6, 9, 9, 9]
@@ -131,8 +131,7 @@ def test_one_leaf_with_all_the_mass_is_always_found():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_leaf_is_found_in_proportion_to_its_mass(form):
-    """Chi-square with independent draws: a p-value under 1e-4 would happen by chance in one of 10^4
-    keys; the key is fixed."""
+    """Chi-square with independent draws; the fixed key fails by chance once in 10^4."""
     mass = np.random.default_rng(0).gamma(0.5, size=500).astype(np.float32)
     tree, state = tree_of(mass, **form)
     target, word = (
@@ -150,8 +149,8 @@ def test_a_leaf_is_found_in_proportion_to_its_mass(form):
 
 
 def test_the_last_levels_are_as_even_as_the_first():
-    """With 4 M equal leaves a float32 target alone has 4 steps a leaf. Counted by the place among
-    eight siblings: the further random bits make these equally likely."""
+    """For 4 M equal leaves, a float32 target alone has 4 steps a leaf. The additional random bits
+    make the eight siblings of a node equally likely."""
     capacity = 1 << 22
     tree = jr.samplers.SumTree(capacity=capacity, fan_out=8)
     state = tree.set_range(tree.init(), jnp.int32(0), jnp.ones(capacity), jnp.ones(capacity, bool))
@@ -168,9 +167,9 @@ def test_the_last_levels_are_as_even_as_the_first():
 
 
 def test_a_long_run_does_not_drift():
-    """Priority updates on a half filled tree: afterwards the root is the leaves' sum, and no draw
-    is of a leaf without mass. A tree of float32 differences drifts by 1e-4 in 40 000 such updates,
-    and then returns leaves never written."""
+    """After updates of a half-filled tree, the root is the leaves' sum, and only leaves with mass
+    are found. A tree of float32 differences drifts by 1e-4 in 40 000 such updates, and then returns
+    leaves that were never written."""
     capacity, batch, calls = (1_000_000, 256, 3907) if SOAK else (20_000, 256, 400)  # 10^6 updates
     draws = 10_000_000 if SOAK else 300_000
     tree = jr.samplers.SumTree(capacity=capacity)

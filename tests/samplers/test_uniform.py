@@ -13,7 +13,7 @@ from jaxreplay.storage import platforms
 
 @pytest.fixture(params=platforms.PLATFORMS)
 def _on_each_platform(request, monkeypatch):
-    """A draw has another form on each."""
+    """Make each platform the default: the sampling code differs between platforms."""
     monkeypatch.setattr(platforms, "default", lambda: request.param)
 
 
@@ -21,7 +21,7 @@ on_each_platform = pytest.mark.usefixtures("_on_each_platform")
 
 
 def stream(autoreset, terminated, truncated, *, capacity, n_step=1):
-    """A buffer of one stream that was fed these done flags."""
+    """Return a buffer of one stream, and its state after steps with these done flags."""
     buffer = jr.uniform(
         capacity=capacity, num_envs=1, batch_size=1, autoreset=autoreset, n_step=n_step
     )
@@ -38,7 +38,7 @@ def sampleable_rows(buffer, state):
 
 
 def check_law(buffer, state, draws):
-    """Independent draws, chi-square; a fixed key that by chance fails once in 10^4."""
+    """Check independent draws by chi-square; the fixed key fails by chance once in 10^4."""
     rows = sampleable_rows(buffer, state)
     batch = jax.jit(buffer.sample, static_argnames="batch_size")(
         state, jax.random.key(3), batch_size=draws
@@ -108,7 +108,7 @@ def test_below_is_exact_at_its_edges():
     for bound in (1, 2, 3, 1000, 2**31 - 1):
         assert int(random.below(top, top, jnp.int32(bound))) == bound - 1
         assert int(random.below(jnp.uint32(0), jnp.uint32(0), jnp.int32(bound))) == 0
-    # 2^64 words over 3 values: the first ends at floor(2^64 / 3) = 0x5555555555555555.
+    # 2^64 words map to 3 values; the first value's end at floor(2^64 / 3) = 0x5555555555555555.
     third = jnp.uint32(0x55555555)
     assert int(random.below(third, third, jnp.int32(3))) == 0
     assert int(random.below(third, third + 1, jnp.int32(3))) == 1
@@ -127,8 +127,8 @@ def test_below_agrees_with_the_96_bit_product():
 
 
 def test_remixed_bits_are_even_where_the_first_ones_are_not():
-    """A redraw happens just for those first bits that hit a final row, a narrow range: what follows
-    must not be narrow too."""
+    """First bits that need a redraw are those of final rows, a narrow range; remixed bits must be
+    even over the full range."""
     high = (jnp.uint32(5) << 27) + jnp.arange(4096, dtype=jnp.uint32)
     low = jnp.arange(4096, dtype=jnp.uint32) * jnp.uint32(12345)
     for round_number in range(4):
@@ -138,8 +138,8 @@ def test_remixed_bits_are_even_where_the_first_ones_are_not():
 
 
 def test_the_cipher_is_the_one_jax_has():
-    """Against the known answer of the reference implementation, and against `jax.random` on the
-    same counters."""
+    """Threefry agrees with known answers of the reference implementation, and with `jax.random` on
+    the same counters."""
     zero, ones = jnp.zeros(1, jnp.uint32), jnp.full(1, 2**32 - 1, jnp.uint32)
     assert [int(x[0]) for x in random._threefry(jnp.zeros(2, jnp.uint32), zero, zero)] == [
         0x6B200159,

@@ -1,5 +1,5 @@
-"""Passes over the sampleable rows: each row once, in an order of the pass's own, while rows come
-and go."""
+"""Passes over the sampleable rows: each row once, in a new order for each pass, while rows come and
+go."""
 
 import hypothesis
 import jax
@@ -31,12 +31,11 @@ from tests.support.sampling import (
 from tests.views.test_views import Config, ViewPair
 
 order_of = jax.jit(permute)
-LARGEST = 64  # rows of a pass in these tests: one compilation serves all
+LARGEST = 64  # at least the rows of any pass here: one compilation serves all
 
 
 class PassPair(ViewPair):
-    """A buffer and the oracle, and the pass as a list of the oracle's rows in the order in which
-    they are handed out."""
+    """A buffer, an oracle, and the pass as a list of the oracle's rows in their order."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -82,7 +81,7 @@ class PassPair(ViewPair):
         )
 
     def _begin(self, now):
-        """The rows by env, then time, permuted by the key that the pass has."""
+        """Begin a pass: order the rows by env, then time, and permute them by the pass's key."""
         rows = [self.oracle.streams[env][index] for env, index in sorted(now.values())]
         index = jnp.minimum(jnp.arange(LARGEST, dtype=jnp.int32), len(rows) - 1)
         order = order_of(self.state.sampler.key, index, jnp.int32(len(rows)))
@@ -133,7 +132,7 @@ def test_passes_agree_with_the_oracle(case):
 
 
 def passes(buffer, state, number, key=0):
-    """The rewards of each of the next passes, of which none has begun."""
+    """Return the state and the rewards of each of the next passes; none of them has begun."""
     found = []
     for which in range(number):
         taken = []
@@ -175,7 +174,8 @@ def test_rows_that_are_added_wait_for_the_next_pass():
 
 
 def test_orders_are_all_alike():
-    """A first pass over 4 rows: 24 orders; fixed keys that by chance fail once in 10^4."""
+    """The 24 orders of a first pass over 4 rows are equally likely; the fixed keys fail by chance
+    once in 10^4."""
     buffer, state = make_buffer(WithoutReplacement(), num_envs=2, length=12)
     state = fed(buffer, state, range(3))
     draw = jax.jit(jax.vmap(lambda key: buffer.pop(state, key, 4)[1].index.row))
@@ -186,8 +186,8 @@ def test_orders_are_all_alike():
 
 
 def test_a_pass_that_lost_almost_all_its_rows_gives_way_to_a_new_one():
-    """10 rows of a pass over 11 are overwritten: what is left of it is 1 row, and the next batch is
-    full of the 11 that are there now."""
+    """If 10 of a pass's 11 rows are overwritten, a new pass over the 11 current rows fills the next
+    batch."""
     buffer, state = make_buffer(WithoutReplacement(), length=12)
     state, _ = pop(buffer, fed(buffer, state, range(12)), jax.random.key(0), 4)
     state = fed(buffer, state, range(12, 22))
@@ -199,8 +199,7 @@ def test_a_pass_that_lost_almost_all_its_rows_gives_way_to_a_new_one():
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_a_batch_has_a_row_while_there_is_one(batch_size):
-    """However many rows of the pass are gone: every number of adds between two takes, in passes of
-    11 rows."""
+    """Batches are never empty, for 0 to 12 adds between two pops, in passes of 11 rows."""
     buffer, state = make_buffer(WithoutReplacement(), length=12)
     state, time = fed(buffer, state, range(3)), 3
     for turn in range(60):
@@ -215,7 +214,7 @@ def test_ranks_wrap_around():
         streams=state.streams.replace(num_candidates=jnp.full(2, 2**32 - 5, jnp.uint32))
     )
     state, seen = fed(buffer, state, range(8)), []
-    for seed in range(4):  # of 14 rows, 4 at a time; meanwhile 3 of each stream are overwritten
+    for seed in range(4):  # 4 rows a pop, of 18; by the end 4 of each stream are overwritten
         state, batch = pop(
             buffer, fed(buffer, state, range(8 + 2 * seed, 10 + 2 * seed)), jax.random.key(seed), 4
         )
@@ -247,7 +246,7 @@ def test_one_item():
     state = buffer.init(jnp.float32(0))
     for value in (3.0, 4.0):
         state = add(buffer, state, jnp.array([value]))
-        for seed in range(2):  # a pass each
+        for seed in range(2):  # one pass each
             state, batch = pop(buffer, state, jax.random.key(seed), 2)
             assert (batch.experience[0], batch.is_valid.tolist(), batch.probability[0]) == (
                 value,

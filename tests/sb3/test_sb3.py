@@ -1,5 +1,5 @@
-"""The drop-in buffers beside Stable-Baselines3's own: equal seeds, equal batches, equal runs, half
-the bytes."""
+"""The drop-in buffers beside Stable-Baselines3's own: with equal seeds the same batches and the
+same runs, in half the bytes."""
 
 import copy
 import functools
@@ -47,7 +47,7 @@ def test_equal_seeds_give_equal_batches(observation, action, n_envs):
     ours, other = pair(kind_of(spaces_[0]), *spaces_, n_envs=n_envs)
     for t, step in enumerate(stream(*spaces_, n_envs, 60)):
         ours.add(*step)
-        other.add(*copy.deepcopy(step))  # it changes what it is given
+        other.add(*copy.deepcopy(step))  # it modifies its arguments
         assert (ours.size(), ours.pos, ours.full) == (other.size(), other.pos, other.full)
         if t % 7 == 0:
             np.random.seed(t)
@@ -57,7 +57,8 @@ def test_equal_seeds_give_equal_batches(observation, action, n_envs):
 
 
 def test_one_env_needs_no_axis():
-    """As theirs: what fits by its number of elements is taken."""
+    """Stable-Baselines3 accepts arrays with the right number of elements, and so does the
+    drop-in."""
     ours, other = pair("ReplayBuffer", VECTOR, ACTIONS["box"])
     for obs, next_obs, action, reward, done, infos in stream(VECTOR, ACTIONS["box"], 1, 20):
         for buffer in (ours, other):
@@ -67,7 +68,7 @@ def test_one_env_needs_no_axis():
 
 
 def test_an_image_in_another_layout_is_refused():
-    """Theirs cannot broadcast it; of as many elements, it would be taken for another image."""
+    """Stable-Baselines3 cannot broadcast it; reshaping it would store another image."""
     ours = sb3.ReplayBuffer(10, spaces.Box(0, 255, (3, 4, 4), np.uint8), ACTIONS["box"])
     obs = np.zeros((1, 4, 4, 3), np.uint8)
     with pytest.raises(
@@ -117,7 +118,7 @@ def test_every_transition_is_the_same(kind, handle_timeout_termination):
         other.add(*step)
     everything = np.arange(steps)
     got, expected = ours._get_samples(everything), other._get_samples(everything)
-    if kind == "NStepReplayBuffer":  # sums in another order
+    if kind == "NStepReplayBuffer":  # it sums in another order
         torch.testing.assert_close(got.rewards, expected.rewards, rtol=1e-6, atol=1e-6)
         got = got._replace(rewards=expected.rewards)
     same(got, expected)
@@ -125,7 +126,8 @@ def test_every_transition_is_the_same(kind, handle_timeout_termination):
 
 @pytest.mark.parametrize("n_steps", [1, 2, 5])
 def test_n_steps_end_as_theirs(n_steps):
-    """At terminations, at timeouts, at the newest step, and with rewards normalized one by one."""
+    """N-step windows end at terminations, timeouts and the newest step; each reward is
+    normalized."""
     ours, other = pair(
         "NStepReplayBuffer", VECTOR, ACTIONS["box"], n_envs=2, n_steps=n_steps, gamma=0.9
     )
@@ -204,8 +206,8 @@ def test_after_the_ring_went_round_each_transition_is_drawn_alike(buffer_size):
             assert batch.dones[:, 0].bool().tolist() == [dones[float(x)] for x in obs]
             assert ours.full == (t + 1 >= ours.buffer_size)
             values, counts = np.unique(obs.numpy(), return_counts=True)
-            assert len(values) == int(ours._owner.sum())  # all that are held
-            for env in range(3):  # and they are the newest of each env
+            assert len(values) == int(ours._owner.sum())  # all stored steps
+            for env in range(3):  # the newest ones of each env
                 of_env = values[(values >= 1000 * env) & (values < 1000 * (env + 1))]
                 assert of_env.tolist() == list(
                     range(1000 * env + t + 1 - len(of_env), 1000 * env + t + 1)
@@ -215,7 +217,8 @@ def test_after_the_ring_went_round_each_transition_is_drawn_alike(buffer_size):
 
 
 def test_bytes_of_a_transition():
-    """Image 84x84x3 uint8, vector 31 float32, action 8: what is allocated, on both sides."""
+    """The allocated bytes of both buffers: image uint8[84, 84, 3], vector float32[31], action
+    float32[8]."""
     space = spaces.Dict(
         image=spaces.Box(0, 255, (84, 84, 3), np.uint8), vector=spaces.Box(-1, 1, (31,))
     )
@@ -240,7 +243,7 @@ def test_an_env_may_reuse_its_array(num_bytes):
     space = spaces.Box(0, 255, (num_bytes,), np.uint8)
     ours = sb3.ReplayBuffer(12, space, ACTIONS["box"])
     memory = np.empty(2 * num_bytes + 1, np.uint8)
-    for offset in (0, 1):  # an address that is a multiple of 64 perhaps, and one that is not
+    for offset in (0, 1):  # one of the two addresses at most is a multiple of 64
         obs, next_obs = (
             memory[offset + i * num_bytes :][:num_bytes].reshape(1, -1) for i in (0, 1)
         )
@@ -257,8 +260,8 @@ def test_an_env_may_reuse_its_array(num_bytes):
 
 @pytest.mark.parametrize("algorithm", ["SAC", "TD3", "DQN", "DQN, 3 steps"])
 def test_whole_runs_are_the_same(algorithm):
-    """Unmodified algorithms: the same losses, update for update, so the same parameters to the last
-    bit."""
+    """Unmodified algorithms: the losses of all updates are the same, and the parameters are
+    bit-identical."""
     updates = 1000 if SOAK else 60
     make, env_id = {"SAC": (SAC, "Pendulum-v1"), "TD3": (TD3, "Pendulum-v1")}.get(
         algorithm, (DQN, "CartPole-v1")
@@ -463,7 +466,7 @@ def test_rows_may_lie_on_a_named_platform():
         sb3.ReplayBuffer(50, VECTOR, ACTIONS["box"], storage_device="abacus")
 
 
-# Without the extra, and in place.
+# The missing extra, and calls in place.
 
 
 def test_without_stable_baselines3_the_error_names_the_extra():

@@ -1,5 +1,5 @@
-"""Hindsight replay for Stable-Baselines3: goals that were reached later in the episode, rewards
-that the env gives for them."""
+"""Hindsight replay for Stable-Baselines3: goals achieved later in the episode, and the env's
+rewards for them."""
 
 import pickle
 import warnings
@@ -27,7 +27,7 @@ ACTION = spaces.Box(-1, 1, (2,))
 
 
 class Env:
-    """Gives the distance as a reward, and notes what it was asked."""
+    """Return the negative distance as a reward, and record the infos of each call."""
 
     def __init__(self):
         self.infos = []
@@ -44,8 +44,10 @@ def make(size=1000, **options):
 
 
 def fill(buffer, steps, length=10, timeout=False, start=0):
-    """Episodes of as many steps; what is achieved counts up, 1000 for each env; every desired goal
-    is -1."""
+    """Add `steps` steps in episodes of `length`.
+
+    Achieved goals count up, env i's from 1000 * i; every desired goal is -1.
+    """
     n = buffer.n_envs
     for t in range(start, start + steps):
         achieved = (1000.0 * np.arange(n) + t)[:, None]
@@ -54,7 +56,8 @@ def fill(buffer, steps, length=10, timeout=False, start=0):
             "achieved_goal": achieved,
             "desired_goal": np.full((n, 1), -1.0),
         }
-        # An episode's last achievement is 0.5 beyond its last step: the next one starts elsewhere.
+        # An episode's last achieved goal is 0.5 beyond its last step: the next episode begins
+        # elsewhere.
         done = np.full(n, (t + 1) % length == 0)
         next_achieved = achieved + np.where(done, 0.5, 1.0)[:, None]
         next_obs = {**obs, "observation": next_achieved, "achieved_goal": next_achieved}
@@ -71,13 +74,13 @@ def test_goals_are_of_the_episode(strategy, n_envs):
     obs, goal = (batch.observations[key][:, 0] for key in ("achieved_goal", "desired_goal"))
     assert torch.equal(batch.next_observations["desired_goal"][:, 0], goal)
     is_new = goal != -1
-    assert is_new.tolist() == [False] * 200 + [True] * 800  # four of five, in whole numbers
+    assert is_new.tolist() == [False] * 200 + [True] * 800  # exactly four of five
     assert torch.equal(batch.rewards[~is_new][:, 0].double(), obs[~is_new] % 1000)
     achieved = batch.next_observations["achieved_goal"][:, 0]
     assert torch.equal(batch.rewards[is_new][:, 0].double(), -(achieved - goal)[is_new].abs())
     assert torch.equal(batch.dones[:, 0].bool(), obs % 10 == 9)
     obs, goal = obs[is_new], goal[is_new]
-    assert torch.equal((goal / 10).floor(), (obs / 10).floor())  # of the same env and episode
+    assert torch.equal((goal / 10).floor(), (obs / 10).floor())  # same env and episode
     if strategy == "future":
         assert (goal > obs).all()
         ahead = torch.where(goal % 1 == 0, goal, goal + 0.5)[obs % 10 == 4] - 4
@@ -130,7 +133,7 @@ def test_infos_are_those_of_the_steps(copy_info_dict):
         ].tolist()
     else:
         assert buffer.env.infos == [{}] * 40
-    assert not batch.dones.any()  # timeouts are bootstrapped from
+    assert not batch.dones.any()  # timeouts are bootstrapped
 
 
 @pytest.mark.parametrize(
@@ -190,7 +193,7 @@ def test_an_episode_may_end_where_the_buffer_was_saved():
         buffer.truncate_last_trajectory()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        buffer.truncate_last_trajectory()  # nothing is left to end
+        buffer.truncate_last_trajectory()  # no episode is left to truncate
     for each, longest in ((buffer, 5), (goes_on, 9.5)):
         fill(each, 5, start=15)
         batch = each.sample(4000)
@@ -199,7 +202,7 @@ def test_an_episode_may_end_where_the_buffer_was_saved():
 
 
 def test_dqn_learns_to_flip_bits():
-    """The paper's example, with Stable-Baselines3's DQN and env as they are."""
+    """The bit-flipping example of the paper, with Stable-Baselines3's unmodified DQN and env."""
     bits, steps = (8, 12_000) if SOAK else (4, 1500)
     env = make_vec_env(lambda: BitFlippingEnv(n_bits=bits, continuous=False), n_envs=1, seed=0)
     model = DQN(

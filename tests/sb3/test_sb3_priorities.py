@@ -1,5 +1,5 @@
-"""Prioritized replay for Stable-Baselines3: what is drawn, what comes back, and the DQN that does
-both."""
+"""Prioritized replay for Stable-Baselines3: sampled rows, weights and priorities, and the DQN that
+uses them."""
 
 import numpy as np
 import pytest
@@ -21,19 +21,21 @@ def test_priorities_decide_what_is_drawn():
     for step in numbered(1, 4):
         ours.add(*step)
     seen = ours.sample(64)
-    assert set(seen.observations[:, 0].tolist()) == {0, 1, 2, 3}  # new ones alike
+    assert set(seen.observations[:, 0].tolist()) == {0, 1, 2, 3}  # new rows have equal priorities
     assert seen.weights.tolist() == [[1]] * 64
     assert seen.discounts[:, 0].tolist() == pytest.approx([0.99] * 64)
-    ours.update_priorities(seen.indices, (seen.observations[:, 0] + 1) ** 2)  # mass 1, 2, 3, 4
+    # priority ** alpha is 1, 2, 3 and 4
+    ours.update_priorities(seen.indices, (seen.observations[:, 0] + 1) ** 2)
     batch = ours.sample(8000)
     counts = np.bincount(batch.observations[:, 0].long(), minlength=4)
     assert np.abs(counts - 8000 * np.arange(1, 5) / 10).max() <= 1  # stratified
-    expected = (1 / (batch.observations + 1)) ** 0.7  # batch's largest: of mass 1
+    # relative to the batch's largest weight, that of priority ** alpha = 1
+    expected = (1 / (batch.observations + 1)) ** 0.7
     torch.testing.assert_close(batch.weights, expected)
     for step in list(numbered(1, 5))[4:]:
         ours.add(*step)
     share = (ours.sample(8000).observations == 4).float().mean()
-    assert share == pytest.approx(4 / 14, abs=0.01)  # as the largest so far
+    assert share == pytest.approx(4 / 14, abs=0.01)  # a new row has the largest priority so far
 
 
 def test_priorities_of_any_kind_and_of_none():
@@ -84,7 +86,7 @@ def test_prioritized_dqn_learns_from_weighted_losses():
     before = params_of(model)
     model.learn(60)
     assert not torch.equal(before, params_of(model))
-    assert model.replay_buffer.beta == pytest.approx(1.0, abs=0.02)  # risen
+    assert model.replay_buffer.beta == pytest.approx(1.0, abs=0.02)  # annealed
     masses = np.asarray(model.replay_buffer._state.sampler.tree.sums[0])
     assert len(np.unique(masses[masses > 0])) > 10
 
@@ -138,7 +140,7 @@ def test_prioritized_dqn_is_saved_and_goes_on(tmp_path):
 
 
 def test_prioritized_dqn_with_alpha_0_and_beta_0_is_dqn():
-    """Uniform draws, and weights of 1: each loss is that of DQN on the same batch."""
+    """Sampling is uniform and weights are 1: each loss is that of DQN on the same batch."""
     batches = []
 
     class Recorded(sb3.PrioritizedReplayBuffer):

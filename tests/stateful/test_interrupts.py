@@ -1,5 +1,4 @@
-"""Ctrl-C at any moment: it is raised, and no row is lost, none is there twice, and nothing hangs
-afterwards."""
+"""Ctrl-C at any moment: it is raised, no row is lost or stored twice, and no later call hangs."""
 
 import _thread
 import dataclasses
@@ -25,7 +24,7 @@ LENGTH = 64
 
 
 def items(**options):
-    """Of one number each, so that one sees which came."""
+    """Return a replay whose items are single numbers, so that each row can be told apart."""
     buffer = jr.ReplayBuffer(
         capacity=LENGTH,
         num_envs=1,
@@ -38,7 +37,7 @@ def items(**options):
 
 
 def held(replay):
-    """The numbers that are there, the oldest first."""
+    """Return the stored numbers, the oldest first."""
     streams = replay._owner.state.streams
     return np.roll(streams.steps, -int(streams.head))[LENGTH - int(streams.filled) :].tolist()
 
@@ -48,8 +47,8 @@ def add(replay, number):
 
 
 def check_goes_on(replay, num_added):
-    """After an interrupt of the call that was to add the next number, or of another one: the row is
-    there, whole, or it is not."""
+    """Check the replay after an interrupt: the row of the next number is stored intact or not at
+    all, and all calls still work."""
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     numbers = held(replay)
     assert (
@@ -69,8 +68,10 @@ def check_goes_on(replay, num_added):
 
 
 def each_moment(make_call, most=10**6):
-    """Interrupt a call at each of its lines, in turn; `make_call()` gives what is called, and a
-    check of what is there then."""
+    """Interrupt a call at each of its lines in turn, and return the number of interrupts.
+
+    `make_call()` returns the call, and a function that checks what is stored afterwards.
+    """
     nth, num_interrupted = 1, 0
     while nth < most:
         call, check = make_call()
@@ -120,7 +121,7 @@ def test_an_interrupt_at_any_line_of_a_call_loses_nothing(what):
         assert held(replay)[-1] == 1
 
     def check_taken():
-        """What the interrupted call has drawn comes with the next one."""
+        """Items that the interrupted call has sampled come with the next call."""
         while replay.can_sample():
             batch = replay.sample()
             taken.update(batch.experience[batch.is_valid].tolist())
@@ -175,12 +176,11 @@ def test_an_interrupt_at_any_line_of_a_drop_in_buffer_s_add_loses_nothing(kind):
     "kind", ["Replay", "ReplayBuffer", "PrioritizedReplayBuffer", "HerReplayBuffer", "Checkpointer"]
 )
 def test_an_interrupt_while_buffers_are_compared_is_one(kind, tmp_path):
-    """JAX finds a compiled program by comparing the buffer with others, and takes what is raised in
-    that for an error of theirs."""
+    """JAX finds a compiled program by comparing buffers, and treats what `__eq__` raises as an
+    error of the buffer."""
 
     def calls():
-        """Of another buffer each time, which is equal to the one before: the calls of it, after
-        each other."""
+        """Return calls in sequence, on a new buffer that equals the previous one."""
         if kind == "Replay":
             replay = items()
             for number in range(8):
@@ -248,11 +248,13 @@ def test_an_interrupt_while_buffers_are_compared_is_one(kind, tmp_path):
         return found
 
     def is_of_a_buffer(frame):
-        """Not of JAX, which as a whole is not made for interrupts: nothing is lost there, but other
-        errors come out."""
+        """Return whether a frame is a buffer's `__eq__`.
+
+        JAX itself is not made for interrupts: nothing is lost there, but other errors come out.
+        """
         return frame.f_code.co_name == "__eq__" and frame.f_code.co_filename == "<string>"
 
-    for call in calls():  # compiled
+    for call in calls():  # compiles
         call()
     num_interrupted = 0
     for which in range(len(calls())):
@@ -264,8 +266,8 @@ def test_an_interrupt_while_buffers_are_compared_is_one(kind, tmp_path):
 
 
 def run_until_interrupted(act, seconds):
-    """Go on with `act(t)` until Ctrl-C comes, after so many seconds. Returns how many calls had
-    returned."""
+    """Call `act(t)` until Ctrl-C comes after `seconds`, and return the number of completed
+    calls."""
     has_begun, t = threading.Event(), 0
 
     def interrupt():
@@ -286,8 +288,7 @@ def run_until_interrupted(act, seconds):
 
 @pytest.mark.parametrize("owner", ["Replay", "SB3", "jit"])
 def test_an_interrupt_at_a_random_moment_loses_nothing(owner):
-    """Of a loop of adds, samples and updates; in the soak 2,000 times and more for each kind of
-    owner."""
+    """A loop of adds, samples and updates; the soak interrupts each kind of owner 2,000 times."""
     r = random.Random(owner)
     for _ in range(2000 if SOAK else 60):
         seconds = r.random() * 0.02
@@ -347,9 +348,9 @@ def test_an_interrupt_at_a_random_moment_loses_nothing(owner):
 
 
 def test_who_waits_is_interrupted_at_once():
-    """For samples that lag behind, and for another thread that has the lock."""
+    """A call may wait for samples that lag behind, or for another thread that has the lock."""
     replay = make(samples_per_insert=1.0, timeout=60.0)
-    replay.add(step(0))  # compiled, and there, before an interrupt comes
+    replay.add(step(0))  # compiled and stored before the interrupt comes
     start = time.monotonic()
 
     def run_ahead():
@@ -384,7 +385,7 @@ def test_who_waits_is_interrupted_at_once():
 
 
 def test_a_handler_that_saves_sees_whole_rows(tmp_path):
-    """As of a preempted job: SIGTERM ends the run, by an exception or by a save in the handler."""
+    """A preempted job gets SIGTERM: its handler saves, or ends the run by an exception."""
     replay, seen = items(), []
 
     def leave(number, frame):
@@ -393,7 +394,7 @@ def test_a_handler_that_saves_sees_whole_rows(tmp_path):
 
     before = signal.signal(signal.SIGTERM, leave)
     try:
-        for number in range(200):  # the handlers that there are, are found after a while
+        for number in range(200):  # handlers are looked up again only after a number of calls
             add(replay, number)
         call = lambda: add(replay, 200)
         for nth in range(1, 10**6):
@@ -460,10 +461,10 @@ def test_other_handlers_stay_as_they_are():
             assert calls == []
         assert calls == [signal.SIGINT]
         with jr.defer_interrupts():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # set in the block: it stays
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a handler set in the block is kept
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         with jr.defer_interrupts():
-            signal.raise_signal(signal.SIGINT)  # ignored, as without the block
+            signal.raise_signal(signal.SIGINT)  # ignored, as it is without the block
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         with jr.defer_interrupts():

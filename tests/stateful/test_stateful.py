@@ -1,5 +1,4 @@
-"""The replay that owns its state: every way in, every framework out, many threads, and what happens
-when something fails."""
+"""`Replay`, which owns its state: all forms of input, all frameworks of output, and failures."""
 
 import contextlib
 import functools
@@ -24,7 +23,7 @@ from tests.support.compilations import count_programs
 from tests.support.hlo import check_in_place
 from tests.support.replays import NUM_ENVS, check_same, make, rows_of, step
 
-# Ways in.
+# Input.
 
 
 def to_torch(tree):
@@ -78,8 +77,8 @@ def test_blocks_single_envs_and_masks():
 
 
 def test_blocks_of_changing_lengths_share_programs():
-    """The first four that are no power of two have their own, all others those of the powers of
-    two; what is stored is the same."""
+    """The first four lengths that are no power of two have their own programs; all others use those
+    of the powers of two. The stored rows are the same."""
     by_block, by_step = (make(num_envs=1, capacity=100, sampler=jr.Prioritized()) for _ in range(2))
     with count_programs("extend") as extended:
         for length in (1, 2, 4, 8, 5, 6, 7, 9, *range(1, 60, 1 if SOAK else 7)):
@@ -132,8 +131,8 @@ def test_items_of_any_kind():
 
 
 def test_what_cannot_be_drawn_any_more_is_not_drawn():
-    """A buffer that was sampleable may cease to be: by short episodes, by priorities of 0, by an
-    episode without end."""
+    """A buffer can stop being sampleable: by short episodes, priorities of 0, or an episode without
+    end."""
     few = make(num_envs=1, capacity=12, batch_size=4, min_size=10, autoreset="same_step")
     for t in range(24):
         one = step(t, (1,))
@@ -270,7 +269,7 @@ def test_narrow_numbers_are_not_cut():
 
 
 def test_an_integer_keeps_its_last_bit_or_is_refused():
-    """A float leaf holds every integer up to its precision, and not all beyond."""
+    """A float leaf holds every integer up to its precision, and only some beyond."""
     replay = make(num_envs=1, example=step(0, ()))
     for number in (2**24, 2**24 + 2, -(2**24), 2**31 - 128):
         replay.add({**step(0, ()), "reward": number})
@@ -281,7 +280,7 @@ def test_an_integer_keeps_its_last_bit_or_is_refused():
             replay.add({**step(0, ()), "reward": number})
     fresh = make(num_envs=1)
     with pytest.raises(ValueError, match="add: reward: 16777217 cannot be stored as float32"):
-        # the first one, too, of which floating rewards are made
+        # also as the first reward, from which the leaf gets its dtype float32
         fresh.add({**step(0, ()), "reward": 16777217})
     for dtype in (np.int8, np.uint16, np.int64, np.uint64):
         top = np.iinfo(dtype).max
@@ -296,7 +295,7 @@ def test_an_integer_keeps_its_last_bit_or_is_refused():
 @pytest.mark.parametrize("num_bytes", [1024, 96 * 1024, 100 * 1024, 10 * 2**20])
 def test_an_env_may_reuse_its_array(num_bytes):
     memory = np.empty(num_bytes + 64, np.uint8)
-    for beyond in (0, 1):  # of a multiple of 64 bytes
+    for beyond in (0, 1):  # bytes past a multiple of 64
         replay = make(num_envs=1, capacity=12)
         obs = memory[(beyond - memory.ctypes.data) % 64 :][:num_bytes].reshape(1, -1)
         for t in range(8):
@@ -315,7 +314,7 @@ def test_an_env_may_reuse_its_array(num_bytes):
         )
 
 
-# Ways out.
+# Output.
 
 
 def test_frameworks_give_the_same_batch():
@@ -399,7 +398,7 @@ def test_a_call_inside_of_jit_says_so_and_changes_nothing(what):
     for t in range(4):
         replay.add(step(t))
     before = rows_of(replay)
-    replay._owner._can_sample = None  # as after an add: asked anew
+    replay._owner._can_sample = None  # unknown, as after an add
     index = {"row": np.zeros(2, np.int32), "lap": np.zeros(2, np.uint32)}
     calls = {
         "add": lambda x: replay.add(step(4)),
@@ -422,7 +421,7 @@ def test_a_call_inside_of_jit_says_so_and_changes_nothing(what):
     assert replay.sample().is_valid.any()
 
 
-# What fails on the way.
+# Failures.
 
 
 def test_a_failed_add_leaves_the_rows_or_says_that_they_are_lost(tmp_path, monkeypatch):
@@ -498,7 +497,7 @@ def test_a_saved_replay_goes_on_as_if_never_stopped(tmp_path):
 
 
 def test_a_buffer_with_functions_is_loaded_by_another_process(tmp_path):
-    """A function's `repr` has its address: another one in each process."""
+    """A function's `repr` contains its address, which differs in each process."""
     code = """
 import functools, sys, numpy as np, jaxreplay as jr
 
@@ -581,7 +580,7 @@ def test_a_file_that_is_not_this_replay_s_is_refused(tmp_path):
 
 
 def damaged(path):
-    """A function that makes it whole again."""
+    """Damage a saved file, and return a function that repairs it."""
     file = next(path.rglob("steps.reward/c.0"))
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -590,7 +589,7 @@ def damaged(path):
 
 @pytest.mark.parametrize("has_room", [True, False])
 def test_a_load_that_fails_leaves_the_rows(has_room, tmp_path, monkeypatch):
-    """Also where there is no room for both: all of it is read before the rows are let go."""
+    """If memory is too small for both, all files are verified before the rows are freed."""
     replay, path = make(), tmp_path / "replay"
     for t in range(4):
         replay.add(step(t))
@@ -616,7 +615,7 @@ def test_a_load_that_fails_leaves_the_rows(has_room, tmp_path, monkeypatch):
 
 
 def test_rows_that_are_lost_while_others_are_loaded_are_said_to_be(tmp_path, monkeypatch):
-    """A file that breaks after it was read, where there is no room for both."""
+    """Memory is too small for both, and a file breaks after it was verified."""
     replay, path = make(), tmp_path / "replay"
     for t in range(4):
         replay.add(step(t))
@@ -655,16 +654,17 @@ def test_a_save_on_top_of_one_writes_what_is_new(tmp_path):
     assert any(file in before for file in path.rglob("steps.reward/c.0"))
     other.load(path)
     other.add(step(401))
-    other.save(path)  # goes on from what the first one has written
+    other.save(path)  # continues from the other's checkpoint
     assert any(file in before for file in path.rglob("steps.reward/c.0"))
     replay.add(step(1000))
-    replay.save(path)  # which is not there any more
+    replay.save(path)  # its own checkpoint is gone
     other.load(path)
     check_same(replay, other)
 
 
 def test_places_that_are_named_alike_are_told_apart(monkeypatch):
-    """Two servers may have buckets of one name; a save goes on from one to the same place alone."""
+    """Two servers may have buckets of one name; a save continues only from one to the same
+    place."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     spec = {"driver": "s3", "bucket": "runs", "path": "x", "aws_region": "us-east-1"}
@@ -694,7 +694,7 @@ def test_a_checkpointer_s_generation_can_be_loaded_and_a_replay_s_restored(tmp_p
 
 @pytest.mark.parametrize("leaf", ["steps.reward", "flags"])
 def test_a_forged_leaf_is_not_loaded(leaf, tmp_path):
-    """A file of another shape, with right checksums, in the place of a leaf's."""
+    """A leaf's files are replaced by those of another shape, with valid checksums."""
     replay, path = make(), tmp_path / "replay"
     for t in range(4):
         replay.add(step(t))
@@ -710,7 +710,7 @@ def test_a_forged_leaf_is_not_loaded(leaf, tmp_path):
         np.testing.assert_array_equal(x, y)
 
 
-# Devices, and what is not installed.
+# Devices, and missing extras.
 
 
 def test_rows_lie_where_they_are_told():

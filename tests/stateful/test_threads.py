@@ -1,4 +1,4 @@
-"""Many threads on one replay: no torn row, no side that starves, no call that hangs."""
+"""Many threads on one replay: rows are intact, neither side starves, and no call hangs."""
 
 import gc
 import os
@@ -19,11 +19,11 @@ from jaxreplay.stateful.rate_limiter import RatioLimiter
 from tests.conftest import SOAK
 from tests.support.replays import make, rows_of, step
 
-LONG = 120.0  # seconds: what never takes so long, unless it hangs
+LONG = 120.0  # seconds; only a call that hangs takes longer
 
 
 def in_threads(*functions):
-    """Run them all, and raise what any of them raised; none may hang."""
+    """Run the functions in threads, check that all end, and raise the first error of theirs."""
     errors = []
 
     def run(function):
@@ -46,7 +46,7 @@ def in_threads(*functions):
 
 def test_nothing_is_torn_and_the_ratio_holds():
     """8 threads add and 4 sample; each row carries the checksum of its bytes, and both counts are
-    compared at every change."""
+    compared after every sample."""
     ratio, batch_size = 4.0, 32
     buffer = jr.items(capacity=8 * 50, num_envs=8, batch_size=batch_size, allow_mask=True)
     example = {
@@ -58,13 +58,12 @@ def test_nothing_is_torn_and_the_ratio_holds():
     start, added, drawn, distances = time.monotonic(), [0] * 8, [], []
 
     def is_over():
-        """By what was done, not by the clock: a machine may be slow. The soak goes on for a
-        minute."""
+        """Count the work, since a machine may be slow; the soak also runs for a minute."""
         return len(drawn) >= 60 and min(added) > 5 and (not SOAK or time.monotonic() > start + 60)
 
     def adder(env):
         r = np.random.default_rng(env)
-        memory = np.empty(1000, np.uint8)  # used again and again
+        memory = np.empty(1000, np.uint8)  # reused for every step
         while not is_over():
             memory[:] = r.integers(0, 256, 1000)
             memory[0] = env
@@ -75,7 +74,7 @@ def test_nothing_is_torn_and_the_ratio_holds():
                     timeout=0.2,
                 )
             except TimeoutError:
-                continue  # at the end, when the samplers have gone
+                continue  # at the end, when the samplers have stopped
             memory[:] = 0
             added[env] += 1
 
@@ -84,7 +83,7 @@ def test_nothing_is_torn_and_the_ratio_holds():
             try:
                 batch = replay.sample(timeout=0.2)
             except TimeoutError:
-                continue  # or the adders
+                continue  # at the end, when the adders have stopped
             items = batch.experience
             assert batch.is_valid.all()
             assert (items["bytes"][:, 0] == items["env"]).all()
@@ -120,7 +119,7 @@ def test_the_limiter_never_stops_both_sides():
 
 def test_who_is_ahead_waits_and_says_why():
     replay = make(num_envs=1, samples_per_insert=4.0, timeout=0.05)
-    replay.add(step(0, (1,)))  # no row can be drawn: the ratio is not counted yet
+    replay.add(step(0, (1,)))  # no row is sampleable: the ratio is not counted yet
     replay.add(step(1, (1,)))
     replay.add(step(2, (1,)))
     before = rows_of(replay)
@@ -169,7 +168,7 @@ def test_a_failed_load_wakes_what_waits(tmp_path, monkeypatch):
     replay.save(tmp_path / "replay")
 
     def free_bytes():
-        """No room for both; and the file breaks between the two times that it is read."""
+        """Leave no room for both, and damage a file between its two reads."""
         if replay._owner._state is not None:
             return 1
         next((tmp_path / "replay").rglob("steps.reward/c.0")).write_bytes(b"broken")
@@ -221,7 +220,7 @@ def test_closing_ends_what_waits():
     in_threads(wait, wait, close)
     with pytest.raises(RuntimeError, match="this Replay is closed"):
         replay.add(step(0))
-    replay.close()  # again
+    replay.close()  # a second close has no effect
 
 
 def test_a_worker_that_dies_leaves_no_lock():

@@ -19,8 +19,8 @@ from tests.support.oracle import Oracle
 FORMS = jr.autoreset.FORMS
 BLOCK = 3
 PRIORITIES = (0.0, 0.3, 1.0, 2.5, 7.0, float("nan"), float("inf"), -1.0)
-# of at most 39 rows: all appear but once in 10^4 runs at most, with priorities within a factor of
-# 25
+# At most 39 rows are sampleable, with priorities within a factor of 25: a batch misses one of them
+# in at most 1 of 10^4 runs.
 DRAWS = 512
 
 
@@ -60,8 +60,8 @@ class Config:
 
 
 def _pool():
-    """All three forms, with and without masks, n from 1 to 10, from the shortest stream that holds
-    a window on; uniform and prioritized."""
+    """Yield configurations of all three forms, with and without masks, n from 1 to 10, uniform and
+    prioritized. Streams are at least as long as one window."""
     shapes = itertools.cycle([(1, 0), (3, 2), (2, 1), (1, 5), (3, 0)])
     for form, n_step in itertools.product(FORMS, range(1, 11)):
         num_envs, spare = next(shapes)
@@ -75,8 +75,8 @@ POOL = tuple(_pool())
 
 
 def step_of(oracle, clock, codes):
-    """A step of every env from four bits each: took a step, terminated, truncated; every
-    observation is another number."""
+    """Return a step of every env from four-bit codes of mask, terminated and truncated; all
+    observations differ."""
     envs = range(len(codes))
     return {
         "obs": [float(clock * 16 + env) for env in envs],
@@ -89,7 +89,7 @@ def step_of(oracle, clock, codes):
 
 
 class Pair:
-    """A buffer and the oracle, fed alike."""
+    """A buffer and an oracle that receive the same steps."""
 
     def __init__(self, config):
         self.config, self.oracle, self.clock, self.drawn = config, config.oracle(), 0, []
@@ -152,7 +152,7 @@ class Pair:
         return batch
 
     def update(self, which, priorities):
-        """New priorities for rows of an earlier draw, which may be overwritten by now."""
+        """Update priorities of the rows of an earlier sample, which may be overwritten by now."""
         index, rows = self.drawn[which % len(self.drawn)]
         priorities = list(itertools.islice(itertools.cycle(priorities), DRAWS))
         self.oracle.update(rows, priorities)
@@ -229,9 +229,9 @@ def _array(values, dtype):
     return None if values is None else np.asarray(values, dtype)
 
 
-# A configuration costs some seconds to compile, a stream of steps little: few configurations, each
-# with many streams. The soak has all. Four of each form, by (n, whether prioritized): with and
-# without priorities and masks, and small, middle and large n.
+# A configuration takes seconds to compile, a stream little to run. So a few configurations are
+# tested with many streams each; the soak tests all. Each form has four of (n_step, prioritized):
+# with and without priorities and masks, and small, middle and large n.
 _SOME = (
     ((1, False), (10, False), (3, True), (2, True)),
     ((3, False), (2, False), (1, True), (10, True)),

@@ -1,5 +1,5 @@
-"""Where a state lives decides how it is laid out, and nothing else: not which backend traces, not
-what is read out of it."""
+"""The layout of a state depends on its platform alone, not on the backend that traces, and all
+layouts return the same values."""
 
 import dataclasses
 
@@ -54,7 +54,7 @@ def values_of(shape, dtype, num_rows):
     return jnp.asarray(content).astype(dtype)
 
 
-# Parts are by the size of an element: the other dtypes of a size, in some shapes.
+# Tiles depend on the size of an element: other dtypes of the same size are tested in two shapes.
 _MANY = ("float32", "float16", "uint8")
 ROWS = [
     (shape, dtype)
@@ -66,7 +66,7 @@ ROWS = [
 
 @jax.jit
 def there_and_back(values, rows, kept, place):
-    """Rows that are put into tiles, and all ways to read them."""
+    """Write rows into tiles, and read them in every way."""
     empty = stored_arrays.zeros(
         9, jax.ShapeDtypeStruct(values.shape[1:], values.dtype), has_tiles=True
     )
@@ -108,7 +108,7 @@ def test_a_row_comes_out_of_its_parts_as_it_went_in(shape, dtype):
 
 
 def columns_of(part):
-    """What a TPU holds for each row: columns by eights, or one, two or four."""
+    """Return the number of columns that a TPU holds for each row: 1, 2, 4 or a multiple of 8."""
     width = int(np.prod(part.shape))
     return next((few for few in (1, 2, 4) if width <= few), -(-width // 8) * 8)
 
@@ -157,8 +157,8 @@ def test_a_tree_is_as_wide_as_its_platform_wants_it_whatever_traces(platform, wi
 
 
 def test_a_state_stays_what_it_was_made_for():
-    """A buffer without a platform takes states of every one; one with a platform says what
-    differs."""
+    """A buffer without a platform accepts states of all platforms; a buffer with one names the
+    difference."""
     case = next(case for case in KINDS if case.name == "prioritized same_step, 3 steps")
     buffer = case.replay()
     state = on_tpu(buffer).init(case.example())
@@ -185,7 +185,7 @@ def test_the_default_is_that_of_the_device_that_new_arrays_go_to():
 
 @pytest.mark.parametrize("case", KINDS if SOAK else KINDS[1:4], ids=lambda case: case.name)
 def test_what_is_read_is_the_same_on_every_platform(case):
-    """Rows by their numbers, and which may be drawn; draws themselves take other ways."""
+    """Reads by row number and probabilities agree; the sampled rows may differ."""
     found = []
     for platform in platforms.PLATFORMS:
         buffer = dataclasses.replace(case.replay(), platform=platform)
@@ -231,7 +231,7 @@ def test_a_checkpoint_goes_from_one_platform_to_another(case, before, after, tmp
         (expected.experience, expected.index, expected.is_valid)
     )
     np.testing.assert_allclose(got.probability, expected.probability, rtol=1e-5)
-    # It goes on as the other does.
+    # Both states continue alike.
     step, mask = case.step(7), case.mask(buffer, 7)
     expected, got = (
         get(r, jax.jit(r.add)(s, step, *mask)) for r, s in ((buffer, state), (other, restored))

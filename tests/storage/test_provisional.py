@@ -1,5 +1,5 @@
-"""Episodes that end for now and go on with the next step: at each moment the buffer is as if they
-had ended in earnest."""
+"""Episodes that end provisionally and continue with the next step: after each add, the buffer is as
+if they had ended for good."""
 
 import functools
 
@@ -50,7 +50,7 @@ def step_of(obs, reward, terminated, truncated, final_obs):
 
 @functools.cache
 def programs(buffer):
-    """What is asked of a state at each moment, and an update: compiled once for all seeds."""
+    """Return the queries after each add, and a priority update, compiled once for all seeds."""
 
     def asked(state):
         row = jnp.arange(buffer.capacity)
@@ -164,7 +164,7 @@ def test_laps_go_back_with_the_head():
     buffer = make("prioritized", 1, length=4, num_envs=1)
     flag, zero = np.ones(1, bool), np.zeros(1)
     state = buffer.init(jax.tree.map(lambda x: x[0], step_of(zero, zero, flag, flag, zero)))
-    for t in range(3):  # the third step's final row opens the second lap
+    for t in range(3):  # the third step's final row begins the second lap
         state = add(
             buffer,
             state,
@@ -180,8 +180,7 @@ def test_laps_go_back_with_the_head():
 
 
 def test_flags_are_as_if_written_once():
-    """A step that is not its episode's newest any more is not truncated, and the first one is still
-    the first."""
+    """Only an episode's newest step is truncated, and its first step stays the first."""
     buffer = make("uniform", 1, num_envs=1)
     flag, zero = np.ones(1, bool), np.zeros(1)
     plain, state = (

@@ -1,5 +1,5 @@
-"""The catalog as tests see it: each buffer with a step to feed it. A new sampler or view adds a
-line here, and every contract holds it."""
+"""The catalog of buffers, each with steps to add. A new sampler or view adds a line here, and all
+contract tests run over it."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ class Case:
     name: str
     make: object  # (capacity, batch_size) -> replay
     is_items: bool = False
-    # of the candidate, from the observations that the view reads
+    # the candidate's image, from the observations that the view reads
     image_of: object = lambda obs: obs["image"]
     is_plain: bool = True  # items keep the stored leaves' shapes
 
@@ -31,7 +31,7 @@ class Case:
         return self.make({"capacity": capacity, "num_envs": NUM_ENVS, "batch_size": batch_size})
 
     def step(self, seed=0, time=None):
-        """A random step of every env, or a block of them."""
+        """Return a random step of every env, or a block of `time` steps."""
         axes = (NUM_ENVS,) if time is None else (time, NUM_ENVS)
         r = np.random.default_rng(seed)
         if self.is_items:
@@ -64,12 +64,12 @@ class Case:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.step())
 
     def filled(self, buffer, steps=40):
-        """A state after some steps, on its own memory."""
-        # copies: a test may donate them
+        """Return a state after some steps, in memory of its own."""
+        # Copies, since a test may donate them.
         return jax.tree.map(jnp.array, _filled(self, buffer, steps))
 
     def mask(self, buffer, seed, time=None):
-        """() or (mask,): which envs took a step."""
+        """Return () or (mask,), a mask of the envs that took a step."""
         shape = (NUM_ENVS,) if time is None else (time, NUM_ENVS)
         return (
             (jnp.asarray(np.random.default_rng(seed).random(shape) < 0.8),)
@@ -87,7 +87,7 @@ def _filled(case, buffer, steps):
 
 
 def draw(buffer, state, key):
-    """A batch, from a sampler of either kind."""
+    """Return a batch, by `pop` or `sample`."""
     return (
         buffer.pop(state, key)[1]
         if isinstance(buffer.sampler, ConsumingSampler)
@@ -97,19 +97,19 @@ def draw(buffer, state, key):
 
 @functools.cache
 def jitted_draw(buffer):
-    """The same, which leaves the state to the caller."""
+    """Jit `draw`, without donating the state."""
     return jax.jit(lambda state, key: draw(buffer, state, key))
 
 
 @functools.cache
 def jitted(buffer, method):
-    """A method of a buffer, compiled once for all tests, which leaves the state to the caller."""
+    """Jit a buffer's method once for all tests, without donating the state."""
     return jax.jit(getattr(buffer, method))
 
 
 @functools.cache
 def everything(buffer):
-    """A program of a state and a seed that reads all rows."""
+    """Return a program that reads all rows, given a state and a seed."""
     return jax.jit(
         lambda state, seed: buffer.get(state, jnp.arange(buffer.capacity), jax.random.key(seed))
     )
@@ -124,7 +124,7 @@ def noisy(item, key):
 
 
 def _views():
-    """The buffers that read more than a transition, or transitions in another way."""
+    """The buffers whose items are more than a transition, or other forms of it."""
     one, two = {"autoreset": "same_step"}, {"autoreset": "same_step_no_final_obs"}
     yield Case(
         "sequences prioritized, every second start",
@@ -228,8 +228,8 @@ CATALOG = (
     *_views(),
 )
 
-# One of each kind: slow checks of what does not differ within a kind run over these, and in the
-# soak over all.
+# One buffer of each kind. Slow checks that are alike within a kind run over these, and in the soak
+# over all buffers.
 _KINDS = (
     "items",
     "uniform masked, episodes",

@@ -1,5 +1,7 @@
-"""Peak memory beside the state, of saves, a restore and a resize, in JSON: `python
-checkpoint_memory.py PATH GIGABYTES ROW_BYTES`."""
+"""Print as JSON the peak memory of saves, a restore and a resize, beside the state.
+
+Usage: `python checkpoint_memory.py PATH GIGABYTES ROW_BYTES`.
+"""
 
 import ctypes
 import gc
@@ -15,23 +17,23 @@ from jaxreplay.checkpoint import Checkpointer
 
 
 def memory(field):
-    """Bytes that this process has (VmRSS), or had at the most (VmHWM)."""
+    """Return this process's resident memory in bytes: now (VmRSS), or its peak (VmHWM)."""
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def peak(function):
-    """Bytes beside those that there were before, and what the function returns."""
+    """Call a function; return its peak memory in bytes beyond the memory before, and its result."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what is freed is not counted as there
+    ctypes.CDLL(None).malloc_trim(0)  # returns freed memory to the system
     before = memory("VmRSS")
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     result = function()
     return memory("VmHWM") - before, result
 
 
 def filled(replay, example, count):
-    """Rows that no compression makes small, a block of them at a time."""
+    """Return a state of random rows, which do not compress; they are added in blocks."""
     block = max(count // 200, 1)
     fill = jax.jit(
         lambda state, key: replay.extend(
@@ -46,8 +48,10 @@ def filled(replay, example, count):
 
 
 def resized(path, count, row):
-    """Of a save that does not wait, and of a restore into a larger buffer; of one with all that is
-    kept for each row."""
+    """Return the peak memory of a save with `blocking=False` and of a restore into a larger buffer.
+
+    The buffer has all that can be kept per row: priorities, a mask and episodes.
+    """
     example = {"obs": ((row,), jnp.uint8), "action": ((), jnp.float32), "reward": ((), jnp.float32)}
     example |= {"terminated": ((), bool), "truncated": ((), bool)}
     example = jr.Step(**{name: jax.ShapeDtypeStruct(*leaf) for name, leaf in example.items()})
@@ -84,7 +88,7 @@ def resized(path, count, row):
 def main(path, gigabytes, row):
     example = jax.ShapeDtypeStruct((row,), jnp.uint8)
     small = jr.items(capacity=int(0.3e9) // row if row > 1000 else 1 << 20, batch_size=1)
-    # what is loaded and compiled once
+    # loads and compiles what later calls share
     warm = Checkpointer(f"{path}/small", small, compression_level=None)
     warm.save(filled(small, example, small.capacity))
     warm.restore(example)
@@ -116,7 +120,7 @@ def main(path, gigabytes, row):
 if __name__ == "__main__":
     path, gigabytes, row = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
     found = main(path, gigabytes, row)
-    resized(f"{path}/resized/small", 10_000, 20)  # what is loaded once
+    resized(f"{path}/resized/small", 10_000, 20)  # loads what the measured call shares
     found["save_later"], found["resize"] = resized(
         f"{path}/resized/large", 8_000_000 if row < 1000 else 1_000_000, 20
     )

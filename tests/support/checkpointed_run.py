@@ -1,5 +1,7 @@
-"""A run that saves after every few steps, until it is killed:
-`python checkpointed_run.py PATH wait|advance`. Says "saved" once it does."""
+"""Run that saves regularly until it is killed, and prints "saved" and its step at each save.
+
+Usage: `python checkpointed_run.py PATH wait|advance`.
+"""
 
 import sys
 
@@ -19,7 +21,7 @@ EXAMPLE = {
 
 
 def step(t, num_envs):
-    """Of env e at time t the number 1000000 * e + t, and bytes of it."""
+    """Return a step: for env e at time t, the number 1000000 * e + t, and bytes derived from it."""
     number = 1_000_000 * np.arange(num_envs, dtype=np.int32) + t
     return {
         "number": number,
@@ -28,7 +30,7 @@ def step(t, num_envs):
 
 
 def numbers(replay, state):
-    """What each stream holds, the newest last, checked against its bytes."""
+    """Return the numbers in each stream, oldest first, after a check against their bytes."""
     stored = jax.device_get(
         stored_arrays.read_plain(state.streams.steps, jnp.arange(replay.capacity))
     )
@@ -39,7 +41,7 @@ def numbers(replay, state):
 
 
 def expected(replay, end):
-    """The same, of a run that has taken so many steps."""
+    """Return the numbers that a run of `end` steps holds in each stream, oldest first."""
     start = max(0, end - replay.capacity // replay.num_envs)
     return [[1_000_000 * env + t for t in range(start, end)] for env in range(replay.num_envs)]
 

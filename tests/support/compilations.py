@@ -24,7 +24,7 @@ _PROGRAMS, _READ = (
 def folder() -> pathlib.Path:
     """Return the folder of this Python, JAX and processor."""
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib")]
-    # programs use what the processor can do
+    # Programs use the instructions of the processor.
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
         versions += sorted({line for line in lines if line.startswith(("flags", "Features"))})
     key = hashlib.sha256(
@@ -42,7 +42,7 @@ def root() -> pathlib.Path:
 
 
 def use_cache() -> None:
-    """Have JAX keep programs, in this process and in those that it starts. Call this before JAX is
+    """Have JAX cache programs, in this process and its children. Call this before JAX is
     imported."""
     if os.environ.get("JAXREPLAY_CACHE") != "off":
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder()))
@@ -51,8 +51,8 @@ def use_cache() -> None:
 
 
 def trim(most_bytes: int = _MOST_BYTES) -> None:
-    """Delete the programs that were read least lately, if there are more than `most_bytes` of them:
-    down to half of that."""
+    """If the programs have more than `most_bytes`, delete the least recently read ones until half
+    of that is left."""
     found = []
     for path in root().glob("*/*"):
         with contextlib.suppress(OSError):
@@ -69,8 +69,8 @@ def trim(most_bytes: int = _MOST_BYTES) -> None:
 
 @contextlib.contextmanager
 def count_programs(function):
-    """Give a function that says how many programs of a function of that name were compiled, or read
-    from the cache, in the block."""
+    """Yield a function that counts the programs compiled for `function`, or read from the cache, in
+    the block."""
     import jax.monitoring
 
     counts = collections.Counter()
@@ -87,7 +87,7 @@ def count_programs(function):
 
 
 class Counter:
-    """Count the programs of all test processes, and say so at the end."""
+    """Count the programs of all test processes, and print the counts at the end."""
 
     def __init__(self) -> None:
         self.counts: collections.Counter[str] = collections.Counter()

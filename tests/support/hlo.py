@@ -1,11 +1,11 @@
-"""What a compiled program does to large arrays: the one judge of "in place"."""
+"""Checks of what a compiled program does with large arrays: the one definition of "in place"."""
 
 import math
 import re
 
 import jax
 
-# Each of these names an existing array, or changes one in place.
+# These operations name an existing array, or change one in place.
 IN_PLACE = {
     "parameter",
     "tuple",
@@ -23,7 +23,7 @@ INSTRUCTION = re.compile(
 
 
 def large_temporaries(text, num_elements):
-    """The instructions of an optimized HLO module that make an array of at least `num_elements`:
+    """Return an optimized HLO module's instructions that make an array of at least `num_elements`:
     copies, broadcasts, iotas, and fusions that do more than a scatter."""
     bad = []
     roots = _roots(text)
@@ -43,7 +43,7 @@ def large_temporaries(text, num_elements):
 
 
 def _largest(shape):
-    """Elements of the largest array in a type such as `f32[4,2]{1,0}` or a tuple of them."""
+    """Return the elements of the largest array in a type such as `f32[4,2]{1,0}`, or in a tuple."""
     return max(
         (
             math.prod(map(int, filter(None, dims.split(","))))
@@ -54,7 +54,7 @@ def _largest(shape):
 
 
 def _roots(text):
-    """Computation name -> opcode of its root."""
+    """Map each computation's name to the opcode of its root."""
     roots, current = {}, None
     for line in text.splitlines():
         header = re.match(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$", line)
@@ -67,8 +67,8 @@ def _roots(text):
 
 
 def check_in_place(function, arguments, *, num_elements, donated=None, compiler_options=None):
-    """Compile, and fail on any large array made on the way, on large temporary memory, and on a
-    donated state that is not reused."""
+    """Compile, and fail if the program makes large arrays, has large temporary memory, or does not
+    reuse a donated state."""
     jitted = jax.jit(
         function,
         donate_argnums=() if donated is None else donated,
@@ -78,7 +78,7 @@ def check_in_place(function, arguments, *, num_elements, donated=None, compiler_
     bad = large_temporaries(compiled.as_text(), num_elements)
     assert not bad, "\n".join(["arrays as large as the storage are made:", *bad])
     memory = compiled.memory_analysis()
-    # Less than a leaf of one float32 a row; what a batch takes is far below.
+    # Less than a float32 leaf of one number a row; a batch takes far less.
     assert memory.temp_size_in_bytes < 4 * num_elements, (
         f"{memory.temp_size_in_bytes} bytes of temporary memory"
     )

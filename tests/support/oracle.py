@@ -1,5 +1,4 @@
-"""A replay of lists of rows that anyone can believe at sight: what the library must agree with, and
-nothing fast.
+"""The reference that the library must agree with: a slow, simple replay of lists of rows.
 
 Every stream is the list of all rows ever written; the newest `length` of them are stored.
 """
@@ -34,9 +33,9 @@ class Oracle:
         self.length, self.n_step, self.gamma = length, n_step, gamma
         self.autoreset = autoreset
         self.streams = [[] for _ in range(num_envs)]
-        # a done before the last clear whose final row is still to come
+        # A done came before the last clear, and its final row after the clear is still to come.
         self.owed = [False] * num_envs
-        self.began_with_a_tail = [False] * num_envs  # and that was
+        self.began_with_a_tail = [False] * num_envs  # the first row after the clear is a final row
         self.max_priority = 1.0
         self.num_bad_priorities = self.num_stale_updates = 0
 
@@ -47,7 +46,7 @@ class Oracle:
         self.max_priority = 1.0
 
     def owes_final_row(self, env):
-        """Whether the next row of an env is the final row of its last one, with next-step
+        """Return whether an env's next row is the final row of its last one, with next-step
         autoreset."""
         rows = self.streams[env]
         if not rows:
@@ -59,7 +58,7 @@ class Oracle:
         )
 
     def add(self, obs, action, reward, terminated, truncated, final_obs, mask=None, priority=None):
-        """One step of every env; each argument is a list over envs."""
+        """Add one step of every env; each argument is a list over envs."""
         envs = [env for env in range(len(self.streams)) if mask is None or mask[env]]
         default = self.max_priority
         if priority is not None:
@@ -87,12 +86,13 @@ class Oracle:
             rows.append(row)
 
     def stored(self, env):
-        """(position in the ring, index in the list) of each stored row."""
+        """Return (position in the ring, index in the list) of each stored row."""
         count = len(self.streams[env])
         return [(index % self.length, index) for index in range(max(0, count - self.length), count)]
 
     def transition(self, env, index):
-        """The n-step transition from a row on, or None where it is not sampleable."""
+        """Return the n-step transition that begins at a row, or None if the row is not
+        sampleable."""
         rows = self.streams[env]
         first = rows[index]
         if first.is_final or index < len(rows) - self.length:
@@ -120,7 +120,7 @@ class Oracle:
                 )
 
     def sampleable(self):
-        """Row number in the buffer -> (row, its transition)."""
+        """Map the row number in the buffer to (row, its transition), for sampleable rows."""
         found = {}
         for env, rows in enumerate(self.streams):
             for position, index in self.stored(env):
@@ -130,7 +130,7 @@ class Oracle:
         return found
 
     def probabilities(self, alpha):
-        """Row number -> probability of one draw, for sampleable rows."""
+        """Map the row number to the probability of one draw, for sampleable rows."""
         mass = {
             number: row.priority**alpha if row.priority > 0 else 0.0
             for number, (row, _) in self.sampleable().items()
@@ -139,8 +139,8 @@ class Oracle:
         return {number: m / total if total else 0.0 for number, m in mass.items()}
 
     def update(self, rows, priorities):
-        """New priorities for rows as they were drawn (Row objects, or None for nonsense): the
-        largest of several wins."""
+        """Set new priorities of sampled rows (Row objects, or None for an invalid index). If a row
+        appears more than once, its largest priority counts."""
         live = {id(row) for row, _ in self.sampleable().values()}
         accepted = {}
         for row, priority in zip(rows, priorities, strict=True):

@@ -1,9 +1,9 @@
-"""What each view must read, from the oracle's lists of rows: by walking them, one row at a time."""
+"""Expected items of each view, read from the oracle's lists one row at a time."""
 
 
 def spans(oracle, rows):
-    """(first, last or None) of each row's episode, as places in the list; None for a final row that
-    opens one."""
+    """Return (first, last or None), indices in the list, of each row's episode; None for a final
+    row that begins an episode."""
     has_tails = oracle.autoreset != "same_step_no_final_obs"
     found, first = [], 0
     for index, row in enumerate(rows):
@@ -17,8 +17,8 @@ def spans(oracle, rows):
 
 
 def anchors(oracle, *, before=0, after=0, crosses_episodes=False, period=1, needs_final_obs=False):
-    """(env, position, index) of every sampleable row; `before` and `after` None: the whole
-    episode."""
+    """Yield (env, position, index) of every candidate. `before` or `after` of None: back to the
+    episode's beginning, or on to its end."""
     for env, rows in enumerate(oracle.streams):
         episode = spans(oracle, rows)
         oldest = max(0, len(rows) - oracle.length)
@@ -40,7 +40,7 @@ def anchors(oracle, *, before=0, after=0, crosses_episodes=False, period=1, need
 
 
 def reaches_end(rows, index, after, needs_final_obs):
-    """Whether the episode's end is known, and within `after` rows."""
+    """Return whether the episode's end is known, and within `after` rows."""
     ahead = enumerate(rows[index : index + after + 1])
     return any(
         row.is_final or (row.terminated and k < after and not needs_final_obs) for k, row in ahead
@@ -48,8 +48,8 @@ def reaches_end(rows, index, after, needs_final_obs):
 
 
 def sequence(oracle, env, index, *, length, burn_in, cross_episodes):
-    """One dict a step, from `burn_in` steps before the candidate on to the observation after the
-    last step; None where nothing is."""
+    """Return a dict for each step, from `burn_in` steps before the candidate to the observation
+    after the last step; None where there is no row."""
     rows = oracle.streams[env]
     episode = spans(oracle, rows)
     first, last = episode[index]
@@ -78,7 +78,7 @@ def sequence(oracle, env, index, *, length, burn_in, cross_episodes):
 
 
 def stack(oracle, env, index, num_frames, pad):
-    """The observations of a stack that ends at a row, the oldest first; None for a frame of
+    """Return the observations of a stack that ends at a row, the oldest first; None for a frame of
     zeros."""
     rows = oracle.streams[env]
     episode = spans(oracle, rows)
@@ -90,7 +90,7 @@ def stack(oracle, env, index, num_frames, pad):
 
 
 def horizon(oracle, env, index, max_terminals=None):
-    """Rows from one to the farthest that may be drawn with it."""
+    """Return the number of rows from a row to the farthest one that may be sampled with it."""
     rows = oracle.streams[env]
     episode = spans(oracle, rows)
     if max_terminals is None:

@@ -1,4 +1,4 @@
-"""Replays that own their state, and steps for them that count up."""
+"""`Replay` objects, and steps for them that count up."""
 
 import jax
 import numpy as np
@@ -38,7 +38,7 @@ def step(t, axes=(NUM_ENVS,)):
 
 
 def rows_of(replay):
-    """Everything that is stored, leaf by leaf."""
+    """Return all stored leaves."""
     return [np.asarray(leaf) for leaf in jax.tree.leaves(replay._owner.state)]
 
 

@@ -1,4 +1,4 @@
-"""What the tests of samplers share: buffers of plain steps, their methods jitted once, random
+"""Shared by the tests of samplers: buffers of plain steps, their methods jitted once, random
 histories, and common checks."""
 
 import functools
@@ -14,7 +14,7 @@ from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.views.transition import TransitionView
 from tests.support.hlo import check_in_place
 
-# A buffer is a leafless pytree: its methods are jitted once for all that are equal.
+# A buffer is a pytree without leaves: its methods are jitted once for all equal buffers.
 add, clear, size = (jax.jit(getattr(ReplayBuffer, name)) for name in ("add", "clear", "size"))
 pop, sample = (jax.jit(getattr(ReplayBuffer, name), static_argnums=3) for name in ("pop", "sample"))
 can_add = jax.jit(ReplayBuffer.can_add, static_argnums=2)
@@ -22,13 +22,13 @@ can_add = jax.jit(ReplayBuffer.can_add, static_argnums=2)
 
 @jax.jit
 def probability_of_all(buffer, state):
-    """Of every row, meant for those that are sampleable."""
+    """Return the probability of every row; meaningful for sampleable rows only."""
     rows = jnp.arange(buffer.capacity, dtype=jnp.int32)
     return buffer.sampler.probability(state.sampler, Sampleable.of(state), rows)
 
 
 def step_of(values):
-    """A step of as many envs as there are values, in an episode without end."""
+    """Return a step of `len(values)` envs, in an episode without end."""
     values = jnp.asarray(values, jnp.float32)
     return jr.Step(
         obs=values, action=values, reward=values, terminated=values < -99, truncated=values < -99
@@ -52,7 +52,7 @@ def make_buffer(
 
 
 def fed(buffer, state, times):
-    """A state after steps whose rewards are 10 * time + env."""
+    """Return a state after steps whose rewards are 10 * time + env."""
     for time in times:
         state = add(buffer, state, step_of(10.0 * time + np.arange(buffer.num_envs)))
     return state
@@ -67,8 +67,8 @@ def assert_same(got, expected):
 
 
 def check_jit_and_vmap(buffer, states, batch_size=4):
-    """What the sampler draws is the same with jit and without; with vmap it is that of each state
-    on its own."""
+    """Check that samples are the same with and without jit, and with vmap the same as for each
+    state alone."""
 
     def draw(state):
         return buffer.sampler.sample(
@@ -83,8 +83,8 @@ def check_jit_and_vmap(buffer, states, batch_size=4):
 
 
 def check_all_in_place(sampler, functions):
-    """Functions of (replay, state, key) that return (state, anything): alone, in a scan, and under
-    vmap in a scan."""
+    """Check functions of (replay, state, key) that return (state, anything): alone, in a scan, and
+    under vmap in a scan."""
     capacity, population = 1 << 17, 16
     large, state = make_buffer(sampler, num_envs=4, length=capacity // 4)
     small, one = make_buffer(sampler, num_envs=4, length=capacity // 4 // population)
@@ -110,7 +110,8 @@ def check_all_in_place(sampler, functions):
 
 
 def add_and_pop(buffer, state, key):
-    """The order of a training loop, with all that is known of the state."""
+    """Add and pop, in the order of a training loop, with all that the buffer tells about the
+    state."""
     step = step_of(jax.random.uniform(key, (4,)))
     state, batch = buffer.pop(buffer.add(state, step), key)
     return state, (batch, buffer.size(state), buffer.can_add(state))
@@ -119,7 +120,7 @@ def add_and_pop(buffer, state, key):
 @st.composite
 def histories(draw, pool, batch_size=3):
     config = draw(st.sampled_from(pool))
-    # Mostly plain steps, so that streams fill up with episodes of several rows; 1: none taken, 2
+    # Mostly plain steps, so that streams fill up with episodes of several rows. Code 1: no step; 2
     # and 4: the episode ends.
     codes = st.lists(
         st.sampled_from((0, 0, 0, 0, 0, 1, 2, 4)),

@@ -1,4 +1,5 @@
-"""What Stable-Baselines3's algorithms hand to a buffer, and comparisons with its own buffers."""
+"""Arguments that Stable-Baselines3's algorithms pass to a buffer, and comparisons with its
+buffers."""
 
 import jax
 import numpy as np
@@ -30,10 +31,10 @@ ACTIONS = {
 
 
 def stack(space, n_envs):
-    """An observation of every env, or an action."""
+    """Return an observation, or an action, of every env."""
     if isinstance(space, spaces.Dict):
         return {key: stack(inner, n_envs) for key, inner in space.spaces.items()}
-    # What 32 bits hold, so that nothing is rounded.
+    # 32-bit numbers, so that nothing is rounded.
     samples = [np.asarray(space.sample()) for _ in range(n_envs)]
     return np.stack(
         [x.astype(np.float32).astype(x.dtype) if x.dtype == np.float64 else x for x in samples]
@@ -41,14 +42,14 @@ def stack(space, n_envs):
 
 
 def choose(mask, new, old):
-    """New observations where the mask says so."""
+    """Return the new observations where the mask is True, else the old ones."""
     return jax.tree.map(
         lambda a, b: np.where(mask.reshape((-1,) + (1,) * (a.ndim - 1)), a, b), new, old
     )
 
 
 def stream(observation_space, action_space, n_envs, steps, seed=0, reset=0.05):
-    """What an algorithm hands over, with ends, timeouts, and resets that no step announces."""
+    """Yield arguments of `add`, with terminations, timeouts, and resets that no step announces."""
     r = np.random.default_rng(seed)
     observation_space.seed(seed)
     action_space.seed(seed)
@@ -63,7 +64,7 @@ def stream(observation_space, action_space, n_envs, steps, seed=0, reset=0.05):
 
 
 def same(a, b):
-    """Two batches of samples, to the last bit."""
+    """Check that two batches are bit-identical."""
     for name in a._fields:
         for x, y in zip(leaves_of(getattr(a, name)), leaves_of(getattr(b, name)), strict=True):
             assert (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device), name
@@ -92,8 +93,8 @@ def kind_of(space):
 
 
 def numbered(n_envs, steps, seed=0):
-    """Steps whose observations count up, one number for each (env, step), with ends at random: then
-    a transition proves itself."""
+    """Yield steps whose observations count up, distinct for each (env, step), with random dones:
+    each transition can then be recognized."""
     r = np.random.default_rng(seed)
     for t in range(steps):
         obs = (1000 * np.arange(n_envs) + t + 0.0)[:, None]

@@ -1,5 +1,4 @@
-"""Transitions that can be checked by hand: what each autoreset form stores, and what it hands
-back."""
+"""Transitions checked by hand: the stored rows and returned items of each autoreset form."""
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +11,10 @@ NAN = float("nan")
 
 
 def run(autoreset, rows, *, n_step=1, gamma=0.5, capacity=16, extra_axis=()):
-    """Feed one env: rows of (obs, reward, "" | "terminated" | "truncated"[, final_obs]). Returns a
-    function from a row to its item."""
+    """Add one env's rows of (obs, reward, "" | "terminated" | "truncated"[, final_obs]).
+
+    Return a function from row number to item.
+    """
     buffer = jr.uniform(
         capacity=capacity, num_envs=1, batch_size=4, autoreset=autoreset, n_step=n_step, gamma=gamma
     )
@@ -65,10 +66,10 @@ def test_next_step_autoreset_turns_the_row_after_a_done_into_its_tail():
     )
     assert summary(read(0)) == (1, 1, 0.5, 2, 1)
     assert summary(read(1)) == (2, 2, 0, 3, 1)  # the true final observation
-    # the final row; its own done flag means nothing, or 10 would be a final row too
+    # the final row: its done flag is ignored, otherwise 10 would be a final row too
     assert read(2) is None
     assert summary(read(3)) == (10, 4, 0.5, 11, 1)
-    # truncated: the value goes on from the final observation
+    # truncated: the target bootstraps from the final observation
     assert summary(read(4)) == (11, 5, 0.5, 12, 1)
 
 
@@ -113,9 +114,9 @@ def test_same_step_autoreset_without_final_obs_gives_up_the_truncated_transition
     )
     assert [summary(read(row)) for row in range(5)] == [
         (1, 1, 0.5, 2, 1),
-        (2, 2, 0, 2, 1),  # nothing lies beyond: its own observation, finite and of the right shape
+        (2, 2, 0, 2, 1),  # next_obs is unknown: the own obs, finite and of the right shape
         (10, 4, 0.5, 11, 1),
-        None,  # 11 is the last observation known: the final row
+        None,  # 11 is the last known observation: the final row
         (20, 6, 0.5, 21, 1),
     ]
 
@@ -141,7 +142,7 @@ def test_three_steps_stop_at_each_kind_of_end():
     assert summary(read(4)) == (10, 8 + 16 / 2, 0.25, 12, 2)  # bootstraps after two steps
     assert summary(read(5)) == (11, 16, 0.5, 12, 1)
     assert summary(read(7)) == (20, 32 + 64 / 2 + 128 / 4, 0.125, 23, 3)
-    assert read(8) is None  # its window is not known yet
+    assert read(8) is None  # its window is not complete yet
 
 
 def test_a_termination_that_is_a_truncation_too_is_a_termination():
@@ -211,7 +212,7 @@ def test_the_smallest_stream_holds_one_window():
 
 
 def test_clear_between_a_done_and_its_tail_makes_no_pair_across_episodes():
-    """The env still hands over the final observation after the clear."""
+    """The env still returns the final observation after the clear."""
     buffer = jr.uniform(capacity=8, num_envs=1, batch_size=4, autoreset="next_step")
 
     def step(obs, truncated=False):

@@ -32,7 +32,7 @@ def reached(achieved, goal, step):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A view in a buffer of short streams, with what the oracle has to say of it."""
+    """A view in a buffer of short streams, with its oracle and the oracle's candidates."""
 
     autoreset: str
     allow_mask: bool
@@ -80,12 +80,12 @@ class Config:
 
 
 def transition_of(view):
-    """The innermost view."""
+    """Return the innermost view."""
     return transition_of(view.inner) if hasattr(view, "inner") else view
 
 
 class ViewPair(Pair):
-    """A buffer and the oracle, fed alike."""
+    """A buffer and an oracle that receive the same steps."""
 
     def _step(self, step, env=slice(None)):
         plain = super()._step(step, env)
@@ -214,7 +214,7 @@ def check_hindsight(config, oracle, env, index, item):
     }[view.strategy]()
     goal = float(item.obs["desired_goal"][0])
     assert item.next_obs["desired_goal"][0] == goal if goal != -plain.obs else True
-    # not relabelled; the goals of steps are told apart by their sign
+    # not relabelled: stored goals are negative, new goals are not
     if goal == -plain.obs and view.relabel_fraction < 1:
         assert (item.reward, item.discount, item.num_steps) == (
             plain.reward,
@@ -317,8 +317,8 @@ POOLS = {
     "pairs": tuple(pairs()),
     "relabelled": tuple(relabelled()),
 }
-# A configuration costs some seconds to compile, a stream of steps little: few configurations, each
-# with many streams. The soak has all.
+# A configuration takes seconds to compile, a stream little to run. So a few configurations are
+# tested with many streams each; the soak tests all.
 _SOME = {
     "sequences": (0, 5, 6, 11),
     "stacks": (0, 4, 5, 8),
@@ -369,8 +369,7 @@ def test_views_agree_with_the_oracle(config):
 
 
 def test_a_sequence_stops_where_its_new_goal_ends_the_episode():
-    """Goals are later rows; what the last step that is learned from led to is the only one that may
-    be the goal."""
+    """New goals are later rows; among the steps to learn from, only the last may reach its goal."""
     buffer = jr.sequences(
         capacity=64, num_envs=1, batch_size=400, length=5, burn_in=2, autoreset="next_step"
     )
@@ -403,7 +402,7 @@ def test_a_sequence_stops_where_its_new_goal_ends_the_episode():
 
 
 class _Marked(jr.views.WrappedReader):
-    """Each value with its sign turned, each flag with the other value."""
+    """Reader that negates each value and inverts each flag."""
 
     def obs(self, offset):
         return -self.inner.obs(offset)
