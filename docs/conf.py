@@ -29,7 +29,7 @@ from sphinx.errors import ExtensionError  # noqa: E402
 import jaxreplay  # noqa: E402
 
 project = "jaxreplay"
-copyright = "the authors of jaxreplay"
+author = copyright = "The jaxreplay authors"
 release = version = jaxreplay.__version__
 
 extensions = [

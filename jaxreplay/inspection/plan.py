@@ -123,6 +123,7 @@ def _largest_capacity(buffer: ReplayBuffer, example: PyTree, free: int) -> int:
         return dataclasses.replace(buffer, capacity=length * buffer.num_envs).memory(example).total
 
     low, high = buffer.min_length, _MOST_ROWS // buffer.num_envs
+    low = max(low, -(-buffer.min_size // buffer.num_envs))
     if takes(low) > free:
         return 0
     while low < high:

@@ -276,7 +276,7 @@ class Replay:
             self._start_anew()
 
     def metrics(self, *, beta: float | None = None) -> dict[str, float]:
-        """Return the figures of `ReplayBuffer.metrics` as floats; {} before the first `add`.
+        """Return the figures of `ReplayBuffer.metrics` as numbers; {} before the first `add`.
 
         Args:
           beta: At least 0, as for `sample`; it changes `effective_sample_size`. Default: the
@@ -309,8 +309,8 @@ class Replay:
         """Write a checkpoint of the state under a path, as `checkpoint.Checkpointer` does.
 
         Once it is complete, it replaces the checkpoint under that path. Other calls wait meanwhile.
-        A save to the path of the last save or load writes only what is new. It needs
-        `jaxreplay[checkpoint]`.
+        A save to the path of the last save or load writes only what is new. The path is claimed
+        during the save only: give each run a path of its own. It needs `jaxreplay[checkpoint]`.
 
         Args:
           path: A folder, or a URL such as "gs://bucket/replay", or TensorStore's specification of a
@@ -318,7 +318,7 @@ class Replay:
 
         Raises:
           ValueError: Nothing was added yet.
-          PathInUseError: Another replay, or a `Checkpointer`, writes to the path.
+          PathInUseError: Another replay is saving to the path now, or a `Checkpointer` has it.
         """
         with self._monitor:
             self._owner.save(

@@ -36,8 +36,11 @@ def test_the_total_is_what_init_allocates(case):
     assert made.fits
 
 
-def test_the_largest_capacity_is_the_largest(monkeypatch):
-    buffer = jr.prioritized(capacity=64, num_envs=4, batch_size=8, autoreset="next_step")
+@pytest.mark.parametrize("min_size", [1, 30])
+def test_the_largest_capacity_is_the_largest(monkeypatch, min_size):
+    buffer = jr.prioritized(
+        capacity=64, num_envs=4, batch_size=8, autoreset="next_step", min_size=min_size
+    )
     example = {
         "obs": np.zeros(100),
         "action": 0,
@@ -51,7 +54,8 @@ def test_the_largest_capacity_is_the_largest(monkeypatch):
         takes = lambda capacity: (
             dataclasses.replace(buffer, capacity=capacity).memory(example).total
         )
-        assert takes(max(made.largest_capacity + 4, 8)) > free
+        least = max(8, -(-min_size // 4) * 4)
+        assert takes(max(made.largest_capacity + 4, least)) > free
         assert not made.largest_capacity or takes(made.largest_capacity) <= free
         assert made.fits == (made.memory.total <= free)
     monkeypatch.setattr("jaxreplay.buffers.memory.free_bytes", lambda: None)
