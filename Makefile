@@ -36,7 +36,7 @@ $(VENV)/bench: $(VENV)/installed
 demo: $(VENV)/installed
 	$(BIN)/python examples/dqn.py
 
-# What a page says is run: with flashbax and Stable-Baselines3 beside, and warnings are errors.
+# Every code cell runs, some beside flashbax and Stable-Baselines3. Warnings are errors.
 DOCS := .venv-docs
 $(DOCS)/installed: Makefile pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DOCS)

@@ -186,6 +186,52 @@ def train(
     }
 
 
+def train_to_target(
+    doc: str,
+    argv: Any,
+    *,
+    name: str,
+    steps: int,
+    target: float,
+    logs: dict[str, Any],
+    memory: Any,
+    **training: Any,
+) -> dict[str, Any]:
+    """Parse arguments, train one agent with three seeds, plot its returns, and report.
+
+    Args:
+      doc: Docstring of the example.
+      argv: Arguments of the command line, or None for the process' own.
+      name: Of the agent; its plot is out/name.png.
+      steps: Default number of env steps.
+      target: Default mean return to be reached.
+      logs: Panel beside the returns: "title", and labels by the names of what `chunk` returned.
+      memory: `memory(example)` of the buffer.
+      training: Arguments of `train`.
+    """
+    made = parser(doc, out=f"out/{name.lower()}.png", steps=steps, seeds=3)
+    made.add_argument("--target", type=float, default=target, help="of the mean return")
+    args = made.parse_args(argv)
+    run = train(args, **training)
+    curves = {logs[log]: (run["steps"], run["logs"][log]) for log in logs if log != "title"}
+    returns = {name: (run["steps"], run["returns"])}
+    panels = [
+        {"title": "Return, mean of 100 episodes", "curves": returns},
+        {"title": logs["title"], "curves": curves},
+    ]
+    plot(args.out, *panels)
+    final = round(float(run["returns"][-1].mean()), 1)
+    return report(
+        final >= args.target,
+        env_steps=int(run["steps"][-1]),
+        steps_per_second=run["steps_per_second"],
+        evaluation_return=final,
+        seconds=run["seconds"],
+        buffer_bytes=memory.total,
+        plot=str(args.out),
+    )
+
+
 def plot(path: pathlib.Path, *panels: dict[str, Any]) -> None:
     """Write a figure with a panel beside the other.
 

@@ -111,25 +111,18 @@ def evaluate(carry, key):
 
 
 def main(argv=None):
-    parser = common.parser(__doc__, out="out/dqn.png", steps=320_000, seeds=3)
-    parser.add_argument("--target", type=float, default=475.0, help="of the mean return")
-    args = parser.parse_args(argv)
-    run = common.train(args, init, train, evaluate, steps_per_iteration=NUM_ENVS)
-    steps, logs, returns = run["steps"], run["logs"], run["returns"]
-    panels = [
-        {"title": "Return, mean of 100 episodes", "curves": {"DQN": (steps, returns)}},
-        {"title": "Mean priority", "curves": {"prioritized": (steps, logs["mean_priority"])}},
-    ]
-    common.plot(args.out, *panels)
-    final = round(float(returns[-1].mean()), 1)
-    return common.report(
-        final >= args.target,
-        env_steps=int(steps[-1]),
-        steps_per_second=run["steps_per_second"],
-        evaluation_return=final,
-        seconds=run["seconds"],
-        buffer_bytes=BUFFER.memory(EXAMPLE).total,
-        plot=str(args.out),
+    return common.train_to_target(
+        __doc__,
+        argv,
+        name="DQN",
+        steps=320_000,
+        target=475.0,
+        logs={"title": "Mean priority", "mean_priority": "prioritized"},
+        memory=BUFFER.memory(EXAMPLE),
+        init=init,
+        chunk=train,
+        evaluation=evaluate,
+        steps_per_iteration=NUM_ENVS,
     )
 
 

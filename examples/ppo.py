@@ -143,27 +143,22 @@ def evaluate(carry, key):
 
 
 def main(argv=None):
-    parser = common.parser(__doc__, out="out/ppo.png", steps=327_680, seeds=3)
-    parser.add_argument("--target", type=float, default=475.0, help="of the mean return")
-    args = parser.parse_args(argv)
-    train = common.scanned(iteration)
-    run = common.train(args, init, train, evaluate, steps_per_iteration=NUM_ENVS * LENGTH)
-    steps, logs, returns = run["steps"], run["logs"], run["returns"]
-    labels = {"entropy": "entropy / entropy of random actions", "clipped": "clipped ratios"}
-    panels = [
-        {"title": "Return, mean of 100 episodes", "curves": {"PPO": (steps, returns)}},
-        {"title": "Policy", "curves": {labels[name]: (steps, logs[name]) for name in labels}},
-    ]
-    common.plot(args.out, *panels)
-    final = round(float(returns[-1].mean()), 1)
-    return common.report(
-        final >= args.target,
-        env_steps=int(steps[-1]),
-        steps_per_second=run["steps_per_second"],
-        evaluation_return=final,
-        seconds=run["seconds"],
-        rollout_bytes=ROLLOUT.memory(EXAMPLE).total,
-        plot=str(args.out),
+    return common.train_to_target(
+        __doc__,
+        argv,
+        name="PPO",
+        steps=327_680,
+        target=475.0,
+        logs={
+            "title": "Policy",
+            "entropy": "entropy / entropy of random actions",
+            "clipped": "clipped ratios",
+        },
+        memory=ROLLOUT.memory(EXAMPLE),
+        init=init,
+        chunk=common.scanned(iteration),
+        evaluation=evaluate,
+        steps_per_iteration=NUM_ENVS * LENGTH,
     )
 
 

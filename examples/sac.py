@@ -145,26 +145,18 @@ def evaluate(carry, key):
 
 
 def main(argv=None):
-    parser = common.parser(__doc__, out="out/sac.png", steps=24_000, seeds=3)
-    parser.add_argument("--target", type=float, default=-200.0, help="of the mean return")
-    args = parser.parse_args(argv)
-    train = common.scanned(iteration)
-    run = common.train(args, init, train, evaluate, steps_per_iteration=NUM_ENVS)
-    steps, logs, returns = run["steps"], run["logs"], run["returns"]
-    common.plot(
-        args.out,
-        {"title": "Return, mean of 100 episodes", "curves": {"SAC": (steps, returns)}},
-        {"title": "Temperature", "curves": {"alpha": (steps, logs["alpha"])}},
-    )
-    final = round(float(returns[-1].mean()), 1)
-    return common.report(
-        final >= args.target,
-        env_steps=int(steps[-1]),
-        steps_per_second=run["steps_per_second"],
-        evaluation_return=final,
-        seconds=run["seconds"],
-        buffer_bytes=BUFFER.memory(EXAMPLE).total,
-        plot=str(args.out),
+    return common.train_to_target(
+        __doc__,
+        argv,
+        name="SAC",
+        steps=24_000,
+        target=-200.0,
+        logs={"title": "Temperature", "alpha": "alpha"},
+        memory=BUFFER.memory(EXAMPLE),
+        init=init,
+        chunk=common.scanned(iteration),
+        evaluation=evaluate,
+        steps_per_iteration=NUM_ENVS,
     )
 
 

@@ -35,7 +35,7 @@ MODULES = ["jaxreplay", *(f"jaxreplay.{name}" for name in PACKAGES)]
 ODD_START = re.compile(r"(Of|What|Where|Whether|As|Beside|Who|That)\b")
 SECTIONS = ("Args", "Attributes", "Returns", "Raises", "Example", "References")
 ARRAY = re.compile(r"\b(Array|ndarray|Tensor)\b")
-PER_ENV = {"mask", "priority", "reward", "terminated", "truncated", "value", "next_value"}
+ARRAYS = {"mask", "priority", "reward", "terminated", "truncated", "value", "next_value"}
 
 
 def public_objects():
@@ -177,7 +177,7 @@ def complaints(name, value):
         text = known[parameter]
         said = str(annotation)
         is_array = ARRAY.search(said) and "Callable" not in said and parameter != "key"
-        if (is_array or parameter in PER_ENV) and not re.search(r"\[.*\]", text):
+        if (is_array or parameter in ARRAYS) and not re.search(r"\[.*\]", text):
             yield f"{parameter} has no shape"
         if default is not inspect.Parameter.empty and not re.search(r"[Dd]efault", text):
             yield f"{parameter} has no default"
@@ -212,6 +212,20 @@ def is_property(name):
 def test_a_public_docstring_explains_itself(name):
     found = list(complaints(name, PUBLIC[name]))
     assert not found, f"{name}: " + "; ".join(found)
+
+
+def test_a_configuration_shows_its_arguments():
+    shown = inspect.signature(jaxreplay.Prioritized).parameters
+    assert [*shown] == ["alpha", "beta", "normalize_weights", "stratified", "fan_out"]
+    assert shown["alpha"].default == 0.6
+
+
+def test_every_public_name_is_found():
+    for name in jaxreplay.__all__:
+        value = getattr(jaxreplay, name)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert f"jaxreplay.{name}" in PUBLIC
+    assert {"jaxreplay.samplers.Sampler.sample", "jaxreplay.ReplayBuffer.length"} <= {*PUBLIC}
 
 
 def test_shared_options_are_explained_alike():

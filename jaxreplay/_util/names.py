@@ -60,10 +60,11 @@ def spec_text(spec: Specs, num_axes: int = 0) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """Return what a wrong value is, for errors: `an array int32[8]`, or `a list`."""
+    """Return what a wrong value is, for errors: `an array int32[8]`, or `a list of 3`."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"an array {spec_text(value)}"
-    return f"a {type(value).__name__}"
+    size = f" of {len(value)}" if isinstance(value, dict | tuple | list) else ""
+    return f"a {type(value).__name__}{size}"
 
 
 _SHORT = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import Key
+from jaxreplay._util.names import kind_of
 from jaxreplay._util.struct import Static
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.step_checks import as_priority
@@ -125,11 +126,7 @@ class Mixture(Static):
         """
         self._check_names(states)
         if not isinstance(batch, Sample) or batch.source is None:
-            got = (
-                "a batch of one buffer"
-                if isinstance(batch, Sample)
-                else f"a {type(batch).__name__}"
-            )
+            got = "a batch of one buffer" if isinstance(batch, Sample) else kind_of(batch)
             raise ValueError(
                 "update_priorities: batch must be the whole batch that the mixture's sample "
                 f"returned, not a part of it such as batch.index; got {got}"

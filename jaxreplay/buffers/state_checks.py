@@ -17,6 +17,7 @@ from jax.core import Tracer
 
 from jaxreplay._util.aliases import PyTree, Specs
 from jaxreplay._util.checks import check_leaves
+from jaxreplay._util.names import kind_of
 from jaxreplay.storage import stored_arrays
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.sampleable import ReplayState
@@ -44,7 +45,7 @@ def check_state(where: str, buffer: Any, state: Any) -> Any:
     if not isinstance(state, ReplayState):
         raise ValueError(
             f"{where}: the state must be a ReplayState, as init and add return it, "
-            f"got {_kind(state)}; the state comes first"
+            f"got {kind_of(state)}; the state comes first"
         )
     found, structure = jax.tree.flatten(state)
     check_not_deleted(where, found)
@@ -112,13 +113,6 @@ def _differences(got: Any, expected: Specs) -> list[str]:
                 else [f"{field.name}: the state's is {other!r}, this buffer's {mine!r}"]
             )
     return lines
-
-
-def _kind(state: Any) -> str:
-    """Return the type of a wrong state, for errors."""
-    if isinstance(state, dict | tuple | list):
-        return f"a {type(state).__name__} of {len(state)}"
-    return f"a {type(state).__name__}"
 
 
 _LARGE_BYTES = 2**24

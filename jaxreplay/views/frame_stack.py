@@ -50,7 +50,7 @@ class FrameStack(WrappedView[Any]):
             raise ValueError(f"FrameStack: pad must be one of {PADS}, got {self.pad!r}")
         if not self.inner.needs_steps:
             raise ValueError(
-                f"FrameStack: inner is a {type(self.inner).__name__}, which has no observations; "
+                f"FrameStack: inner={type(self.inner).__name__} has no observations; "
                 "give a view of steps, such as jaxreplay.views.TransitionView()"
             )
         if self.inner.reads_any_row:

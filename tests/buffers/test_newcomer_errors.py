@@ -149,7 +149,3 @@ def test_a_mistake_is_answered(typed, names):
     said = str(caught.value)
     for line in MISTAKES[typed].strip().splitlines():
         assert line.strip() in said
-
-
-def test_thirty_mistakes_are_in_the_table():
-    assert len(MISTAKES) >= 30
