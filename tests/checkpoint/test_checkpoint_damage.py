@@ -415,7 +415,8 @@ def names_in(case, item):
     for path, leaf in jax.tree_util.tree_leaves_with_path(item):
         name = jax.tree_util.keystr(path)
         if "image" in name:
-            digits = leaf.astype(int).reshape(-1, 6 if case.is_items else 4)
+            frames = np.moveaxis(leaf, -1, 0) if "frame_stack" in case.name else leaf
+            digits = frames.astype(int).reshape(-1, 6 if case.is_items else 4)
             found |= set((256 * digits[:, 0] + digits[:, 1]).tolist())
         elif "vector" in name:
             found |= set(leaf.reshape(-1, 5)[:, 0].astype(int).tolist())
