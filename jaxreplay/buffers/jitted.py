@@ -14,10 +14,12 @@ from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay.buffers import step_checks
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_not_deleted
+from jaxreplay.storage.sampleable import ReplayState
 from jaxreplay.types import Sample, T
 
-# methods that donate the state
-_CHANGES = frozenset({"add", "extend", "update_priorities", "clear", "pop", "rerank"})
+# methods that donate the state; of the last two, only the sampler's part of it
+_CHANGES = frozenset({"add", "extend", "clear", "pop"})
+_CHANGES_SAMPLER = frozenset({"update_priorities", "rerank"})
 _CPU_OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 
@@ -81,7 +83,50 @@ def method(name: str) -> Callable[..., Any]:
         return getattr(buffer, name)(state, *arguments, **options)
 
     call.__name__ = call.__qualname__ = name
+    if name in _CHANGES_SAMPLER:
+        return _sampler_method(call)
     return program(call, changes=name in _CHANGES, static=("batch_size",))
+
+
+def _sampler_method(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a method that changes only the sampler's part of a state.
+
+    The rows go in, and the new state shares them with the old one. To take each array of the rows
+    out of the program again would cost 2 us an array.
+    """
+
+    def change(buffer: Any, samplers: Any, rows: Any, *arguments: Any, **options: Any) -> Any:
+        return _samplers(call(buffer, _with_samplers(rows, samplers), *arguments, **options))
+
+    change.__name__ = change.__qualname__ = call.__name__
+    compiled = program(change, changes=True)
+
+    @functools.wraps(call)
+    def run(buffer: Any, state: Any, *arguments: Any, **options: Any) -> Any:
+        states = jax.tree.leaves(state, is_leaf=_is_state)
+        if not all(map(_is_state, states)):
+            return call(buffer, state, *arguments, **options)  # its error says what is wrong
+        rows = _with_samplers(state, [None] * len(states))
+        return _with_samplers(
+            state, compiled(buffer, _samplers(state), rows, *arguments, **options)
+        )
+
+    return run
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, ReplayState)
+
+
+def _samplers(state: Any) -> list[Any]:
+    """Return the sampler's part of a state, or of each member's state of a mixture."""
+    return [one.sampler for one in jax.tree.leaves(state, is_leaf=_is_state)]
+
+
+def _with_samplers(state: Any, samplers: list[Any]) -> Any:
+    """Return a state, or the dict of a mixture's states, with other sampler's parts."""
+    rest = iter(samplers)
+    return jax.tree.map(lambda one: one.replace(sampler=next(rest)), state, is_leaf=_is_state)
 
 
 class Jitted(Generic[T]):
@@ -103,8 +148,9 @@ class Jitted(Generic[T]):
     def _call(self, name: str, state: Any, *arguments: Any, **options: Any) -> Any:
         # a rollout has no argument `mask`, a mixture no `batch_size`
         given = {key: value for key, value in options.items() if value is not None}
+        arguments, given = _owned(name, (arguments, given))
         try:
-            return method(name)(self.buffer, state, *_owned(name, arguments), **_owned(name, given))
+            return method(name)(self.buffer, state, *arguments, **given)
         except TypeError:
             for argument in (*arguments, *given.values()):
                 checks.check_storable(name, argument)
@@ -347,6 +393,8 @@ def jit(buffer: Any) -> Jitted[Any]:
 
 def _owned(where: str, tree: PyTree) -> Any:
     """Copy NumPy arrays, which an env may overwrite before JAX reads them."""
+    if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree)):
+        return tree
 
     def own(leaf: Any) -> Any:
         if isinstance(leaf, np.ma.MaskedArray):

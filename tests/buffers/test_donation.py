@@ -63,6 +63,42 @@ def test_an_env_that_reuses_its_array_corrupts_nothing():
     )
 
 
+@pytest.mark.parametrize("name", ["update_priorities", "rerank"])
+def test_a_change_of_priorities_moves_the_samplers_part_alone(name):
+    """The rows stay where they are: the new state has the old one's arrays, which live on."""
+    make = jr.prioritized if name == "update_priorities" else jr.items
+    options = (
+        {"autoreset": "same_step_no_final_obs"}
+        if name == "update_priorities"
+        else {"sampler": jr.RankBased()}
+    )
+    buffer = jr.jit(make(capacity=64, num_envs=2, batch_size=4, **options))
+    zeros = jnp.zeros((5, 2))
+    steps = (
+        zeros
+        if name == "rerank"
+        else jr.Step(
+            obs=zeros, action=zeros, reward=zeros, terminated=zeros > 0, truncated=zeros > 0
+        )
+    )
+    old = buffer.extend(buffer.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
+    arguments = (
+        (buffer.sample(old, jax.random.key(0)).index, jnp.arange(4.0))
+        if name == "update_priorities"
+        else ()
+    )
+    eager = getattr(buffer.buffer, name)(jax.tree.map(jnp.array, old), *arguments)
+    new = getattr(buffer, name)(old, *arguments)
+    chex.assert_trees_all_equal(new, eager)
+    for before, after in zip(
+        jax.tree.leaves(old.streams), jax.tree.leaves(new.streams), strict=True
+    ):
+        assert before is after
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old.sampler) if leaf.size > 1)
+    with pytest.raises(ValueError, match="this state was donated"):
+        buffer.sample(old, jax.random.key(0))
+
+
 def test_all_methods_are_there_and_agree():
     replay = jr.prioritized(
         capacity=64, num_envs=2, batch_size=4, autoreset="same_step_no_final_obs"
