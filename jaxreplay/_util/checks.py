@@ -1,6 +1,7 @@
 """Checks of arguments: errors name every bad leaf by its key path, got and expected values, and the
 cure."""
 
+import functools
 import inspect
 import os
 from typing import Any
@@ -8,9 +9,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxreplay._util.aliases import PyTree, Specs
 from jaxreplay._util.names import name_of, named, spec_text
+
+
+def is_tracing() -> bool:
+    """Return whether the call is inside of `jit` or `scan`."""
+    return isinstance(_probe()(), Tracer)
+
+
+@functools.cache
+def _probe() -> Any:
+    return jax.jit(lambda: 0)
 
 
 def check_size(where: str, name: str, value: Any) -> None:

@@ -7,7 +7,6 @@ between any two bytecodes, so also between the call and the assignment. The hand
 the main thread only, are therefore delayed until the assignment is done.
 """
 
-import itertools
 import signal
 import threading
 from typing import Any
@@ -121,13 +120,14 @@ class defer_interrupts:  # noqa: N801
             raise error
 
 
-_num_blocks = itertools.count()
+_num_blocks = 0  # of the main thread
 _handled: tuple[int, ...] = ()
 
 
 def _signals() -> tuple[int, ...]:
     """Return the signals to delay: those with handlers at the last lookup."""
-    global _handled
-    if not next(_num_blocks) & (_EVERY - 1):
+    global _handled, _num_blocks
+    if not _num_blocks & (_EVERY - 1):
         _handled = tuple(number for number in _SIGNALS if callable(signal.getsignal(number)))
+    _num_blocks += 1  # after the lookup: an interrupt between the two looks them up again
     return _handled

@@ -5,9 +5,7 @@ from collections.abc import Callable
 from typing import Any, Generic, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import Key, PyTree
@@ -53,7 +51,7 @@ def program(
         try:
             return compiled()(*arguments, **options)
         except ValueError:
-            if not isinstance(jnp.zeros(()), Tracer):
+            if not checks.is_tracing():
                 raise
         return function(*arguments, **options)
 

@@ -6,7 +6,6 @@ from typing import Any, Generic, Required, TypedDict
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
 from jaxreplay import autoreset
 from jaxreplay._util import checks, random
@@ -177,7 +176,7 @@ class ReplayBuffer(Static, Generic[T]):
         """
         example = self._example("init", example)
         self.view.check("init", self.layout(), example)
-        if not isinstance(jnp.zeros(()), Tracer):  # while tracing, nothing is allocated yet
+        if not checks.is_tracing():  # while tracing, nothing is allocated yet
             memory.check_fits("init", self.memory(example))
         return self._empty(example)
 

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from jaxreplay import autoreset, targets
 from jaxreplay._util import checks
@@ -132,7 +131,7 @@ class Rollout(Static):
           MemoryError: The device has too little memory for the rollout.
         """
         example = self._example("init", example)
-        if not isinstance(jnp.zeros(()), Tracer):  # while tracing, nothing is allocated yet
+        if not checks.is_tracing():  # while tracing, nothing is allocated yet
             memory.check_fits("init", self.memory(example))
         return self._init(example)
 

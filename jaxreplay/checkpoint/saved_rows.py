@@ -1,5 +1,6 @@
 """Access to a checkpoint's rows by their place in the order of adding, across groups."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -59,11 +60,14 @@ class RowReader:
           dtype: The leaf's dtype.
           rows: int64[K], the rows' indices.
         """
+        groups, parts = self._manifest.groups, []
+        for at, chosen in self.by_group(rows) if math.prod(shape) else ():
+            array = array_of(self._store, groups[at], name, shape, dtype)
+            parts.append((chosen, array.read()[self._place[rows[chosen]]]))
+        # only now is it known that the rows have this shape: a forged one could ask for any memory
         values = np.zeros((len(rows), *shape), dtype)
-        if values.size:
-            for at, chosen in self.by_group(rows):
-                array = array_of(self._store, self._manifest.groups[at], name, shape, dtype)
-                values[chosen] = array.read()[self._place[rows[chosen]]]
+        for chosen, part in parts:
+            values[chosen] = part
         return values
 
     def by_group(self, rows: np.ndarray) -> list[tuple[int, np.ndarray]]:

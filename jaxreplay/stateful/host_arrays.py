@@ -141,6 +141,7 @@ def _is_tensor(leaf: Any) -> bool:
 class StepFormat:
     """Structure and dtypes of one env's step, or of an item."""
 
+    specs: Any  # shapes and dtypes of its leaves
     has_flags: bool  # a step, not an item
     structure: Any  # of the tree
     dtypes: tuple[Any, ...]  # of its leaves
@@ -152,6 +153,7 @@ class StepFormat:
         leaves, structure = jax.tree.flatten(specs)
         named(specs)  # raises if two leaves have one name
         return cls(
+            specs,
             buffer.autoreset is not None,
             structure,
             tuple(leaf.dtype for leaf in leaves),

@@ -17,8 +17,9 @@ from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.buffers.jitted import method, program
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import is_alive
-from jaxreplay.samplers import ConsumingSampler
-from jaxreplay.stateful.host_arrays import OUTSIDE, StepFormat, example_of
+from jaxreplay.samplers import ConsumingSampler, PrioritySampler
+from jaxreplay.stateful.host_arrays import OUTSIDE, StepFormat, example_of, own
+from jaxreplay.stateful.staging import Staging
 from jaxreplay.storage.platforms import default_device
 from jaxreplay.types import Sample
 
@@ -30,7 +31,10 @@ _OWN_LENGTHS = 4  # lengths of blocks, other than powers of two, that get a prog
 
 
 class StateOwner:
-    """State and random key of a buffer. It is not thread-safe: `Replay` has the lock."""
+    """State and random key of a buffer, and the steps that wait to be added to it.
+
+    It is not thread-safe: `Replay` has the lock.
+    """
 
     def __init__(self, buffer: ReplayBuffer, seed: int, device: Any):
         self.buffer = buffer
@@ -44,18 +48,29 @@ class StateOwner:
 
     @property
     def state(self) -> Any:
-        """The state; None before there was an example. It raises RuntimeError if it was lost."""
+        """The state, with all steps added; None before there was an example. It raises
+        RuntimeError if it was lost."""
+        self.check_not_lost()
+        self.flush()
+        return self._state
+
+    @property
+    def has_example(self) -> bool:
+        """True if the shapes of a step are known."""
+        return self._staging is not None
+
+    def check_not_lost(self) -> None:
         if self._lost is not None:
             raise RuntimeError(
                 f"the rows were lost {self._lost}; restore saved ones with replay.load(path), or "
                 "make another Replay"
             )
-        return self._state
 
     def init(self, example: PyTree) -> None:
         with jax.default_device(self._device):
             state = self.buffer.init(example)
         self._format = StepFormat.of(self.buffer, example)
+        self._staging = Staging(self._format.specs, self.buffer.num_envs)
         self._example = jax.eval_shape(lambda: example)
         self._state = jax.device_put(state, self._device)
 
@@ -64,15 +79,63 @@ class StateOwner:
         self._state: Any = None
         self._example: Any = None  # shapes and dtypes of one env's step
         self._format: Any = None  # StepFormat
+        self._staging: Any = None  # Staging, of the steps that wait to be added
         self._can_sample: bool | None = None  # read from the device once after each change
         self._lost: str | None = None  # when, for the error
+
+    def leaves_of(self, step: PyTree, mask: Any, priority: Any) -> list[np.ndarray] | None:
+        """Return the leaves of one step of all envs, for `stage`, or None if it cannot wait on the
+        host: it is not of NumPy arrays or tensors there, or does not fit."""
+        if self._staging is None or checks.is_tracing():
+            return None
+        axes = (self.buffer.num_envs,)
+        if mask is not None and not (
+            self.buffer.allow_mask and _is_plain(mask, axes) and mask.dtype == bool
+        ):
+            return None
+        if priority is not None and not (
+            isinstance(self.buffer.sampler, PrioritySampler)
+            and _is_plain(priority, axes)
+            and priority.dtype.kind in "fiu"
+        ):
+            return None
+        return self._staging.leaves_of(step, lambda: self._format.fit(own("add", step))[0])
+
+    def stage(self, leaves: list[np.ndarray], mask: Any, priority: Any) -> int:
+        """Copy a step to those that wait on the host to be added. Return how many steps that are
+        over all envs."""
+        if not self._staging.has_room(mask, priority):
+            self.flush()
+        self._staging.put(leaves, mask, priority)
+        self._can_sample = None
+        return self.buffer.num_envs if mask is None else int(mask.sum())
+
+    def flush(self) -> None:
+        """Add the steps that wait."""
+        for part in self._waiting():
+            self._add(_extend, part)
+
+    def _add(self, function: Any, part: Any, *arguments: Any, **options: Any) -> Any:
+        """Replace the state by the one that a program returns, which adds a part of the steps that
+        wait. Return the program's other result, or None."""
+        other = self._change(function, part, *arguments, **options)
+        if part is not None:
+            self._staging.drop(_length_of(part))
+        return other
+
+    def _waiting(self) -> list[Any]:
+        """Return the steps that wait, their masks and their priorities, in parts that `extend` has
+        programs for."""
+        if self._staging is None or not len(self._staging):
+            return []
+        return list(self._parts_of(self.put(self._staging.waiting())))
 
     def calls_of(
         self, step: PyTree, env: int | None, mask: Any, priority: Any
     ) -> tuple[int, list[Any]]:
         """Return how many steps there are over all envs, and the arguments of each call of `change`
         that adds them."""
-        if self.state is None:
+        if not self.has_example:
             self.init(example_of(self.buffer, step, env))
         step, axes = self._format.fit(step)
         step, mask, priority = self.put((step, mask, priority))
@@ -105,9 +168,7 @@ class StateOwner:
             )
         num_steps = int(np.prod(axes)) if mask is None else int(np.sum(mask))
         if len(axes) == 2:
-            return num_steps, [
-                (method("extend"), *part) for part in self._parts_of((step, mask, priority))
-            ]
+            return num_steps, [(_extend, part) for part in self._parts_of((step, mask, priority))]
         return num_steps, [(method("add"), step, mask, priority)]
 
     def _parts_of(self, block: Any) -> Iterator[Any]:
@@ -117,9 +178,7 @@ class StateOwner:
         first few other lengths get programs of their own. Blocks may have any length, as
         trajectories do, but a program takes a second or more to compile, and some MiB for good.
         """
-        found = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(block)}
-        # the program raises an error for leaves of different lengths
-        (length,) = (*found.pop(), 0)[:1] if len(found) == 1 else (0,)
+        length = _length_of(block)
         has_program = length in {0, pow2.power_below(length), *self._block_lengths}
         if not has_program and len(self._block_lengths) < _OWN_LENGTHS:
             self._block_lengths.add(length)
@@ -150,8 +209,13 @@ class StateOwner:
         Returns:
           The other result, or None.
         """
+        self.check_not_lost()
+        self.flush()
+        return self._change(function, *arguments, **options)
+
+    def _change(self, function: Any, *arguments: Any, **options: Any) -> Any:
         try:
-            made = function(self.buffer, self.state, *arguments, **options)
+            made = function(self.buffer, self._state, *arguments, **options)
             state, other = made if isinstance(made, tuple) else (made, None)
             _check_not_traced(state)
             self._state, self._can_sample = state, None
@@ -167,20 +231,38 @@ class StateOwner:
         _check_not_traced(answer)
         return answer
 
-    def draw(self, batch_size: int, beta: float | None) -> Sample:
-        """Sample a batch; a `ConsumingSampler` removes its rows from the state."""
+    def draw(self, batch_size: int, beta: float | None) -> Sample | None:
+        """Sample a batch, or return None if the buffer cannot sample.
+
+        A `ConsumingSampler` removes the batch's rows from the state. The steps that wait are added
+        by the same program.
+        """
         checks.check_size("sample", "batch_size", batch_size)
-        self._num_draws = (self._num_draws + 1) & 0xFFFFFFFF
-        given = (self._key, np.uint32(self._num_draws))
-        if isinstance(self.buffer.sampler, ConsumingSampler):
-            batch = self.change(_take, *given, batch_size=batch_size)
+        self.check_not_lost()
+        if not self.has_example or self._can_sample is False:
+            return None
+        consumes = isinstance(self.buffer.sampler, ConsumingSampler)
+        number = (self._num_draws + 1) & 0xFFFFFFFF
+        given = (self._key, np.uint32(number), beta)
+        *parts, last = self._waiting() or [None]
+        for part in parts:
+            self._add(_extend, part)
+        if last is None and not consumes:
+            batch, can_sample = self.ask(_sample, *given, batch_size=batch_size)
         else:
-            batch = self.ask(_sample, *given, beta, batch_size=batch_size)
+            batch, can_sample = self._add(_add_and_sample, last, *given, batch_size=batch_size)
+        if self._can_sample is None:  # the device is waited for once after each change
+            self._can_sample = bool(can_sample)
+        if not self._can_sample:
+            return None
+        if consumes:
+            self._can_sample = None
+        self._num_draws = number
         return batch if self._device is None else jax.device_put(batch, default_device())
 
     def has_batch(self) -> bool:
         """Return whether the buffer can sample."""
-        if self._state is None or self._lost is not None:
+        if not self.has_example or self._lost is not None:
             return False
         if self._can_sample is None:
             self._can_sample = bool(self.ask(method("can_sample")))
@@ -196,7 +278,7 @@ class StateOwner:
           path: As for `Replay.save`.
           metadata: JSON, stored with the state.
         """
-        if self.state is None:
+        if self.state is None:  # adds the steps that wait
             raise ValueError("save: nothing was added yet, so there is nothing to save")
         with self._checkpointer_at(path) as checkpointer:
             checkpointer.save(
@@ -218,6 +300,8 @@ class StateOwner:
                 "jaxreplay.Replay(buffer, example=step)"
             )
         checkpointer = self._checkpointer_at(path)
+        if self._lost is None:
+            self.flush()  # a load that fails keeps them
         with jax.default_device(self._device):
             try:
                 state = checkpointer.restore(self._example)
@@ -241,6 +325,7 @@ class StateOwner:
                 None,
                 None,
             )
+            self._staging.drop(len(self._staging))
             if isinstance(num_draws := metadata.get("num_draws"), int):
                 self._num_draws = num_draws & 0xFFFFFFFF
         return metadata
@@ -301,15 +386,51 @@ def _add_to_one(
     return buffer.add(state, step, jnp.arange(num_envs) == env, priority)
 
 
+@functools.partial(program, changes=True)
+def _extend(buffer: ReplayBuffer, state: Any, block: Any) -> Any:
+    return buffer.extend(state, *block)
+
+
 @functools.partial(program, static=("batch_size",))
 def _sample(
     buffer: ReplayBuffer, state: Any, key: Key, draw: jax.Array, beta: Any, batch_size: int
-) -> Sample:
-    return buffer.sample(state, jax.random.fold_in(key, draw), batch_size, beta=beta)
+) -> tuple[Sample, jax.Array]:
+    """Return a batch, and whether the buffer can sample."""
+    batch = buffer.sample(state, jax.random.fold_in(key, draw), batch_size, beta=beta)
+    return batch, buffer.can_sample(state)
 
 
 @functools.partial(program, changes=True, static=("batch_size",))
-def _take(
-    buffer: ReplayBuffer, state: Any, key: Key, draw: jax.Array, batch_size: int
-) -> tuple[Any, Sample]:
-    return buffer.pop(state, jax.random.fold_in(key, draw), batch_size)
+def _add_and_sample(
+    buffer: ReplayBuffer,
+    state: Any,
+    block: Any,
+    key: Key,
+    draw: jax.Array,
+    beta: Any,
+    batch_size: int,
+) -> tuple[Any, tuple[Sample, jax.Array]]:
+    """Add a block of steps, or None, then sample, or `pop` if the sampler consumes rows.
+
+    Returns:
+      The state; a batch, and whether the buffer could sample.
+    """
+    if block is not None:
+        state = buffer.extend(state, *block)
+    can_sample, key = buffer.can_sample(state), jax.random.fold_in(key, draw)
+    if isinstance(buffer.sampler, ConsumingSampler):
+        state, batch = buffer.pop(state, key, batch_size)
+    else:
+        batch = buffer.sample(state, key, batch_size, beta=beta)
+    return state, (batch, can_sample)
+
+
+def _length_of(block: Any) -> int:
+    """Return T of a block with leaves [T, ...]; 0 for leaves of different lengths, for which the
+    program raises an error."""
+    found = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(block)}
+    return (*found.pop(), 0)[0] if len(found) == 1 else 0
+
+
+def _is_plain(array: Any, shape: tuple[int, ...]) -> bool:
+    return type(array) is np.ndarray and array.shape == shape

@@ -35,6 +35,10 @@ class Replay:
     are lost. Later calls then raise RuntimeError, until a `load` succeeds. Axes: T time, E env
     (`num_envs`), B batch.
 
+    Steps of NumPy arrays, or of tensors on the host, wait there, up to 64 of them. The next call
+    that needs the rows adds them all in one program; `sample` does so in the program that samples.
+    Every call sees all steps that were added before it.
+
     Args:
       buffer: A `ReplayBuffer`, as `jaxreplay.uniform`, `prioritized`, `sequences`, ... make it.
       example: One env's step, or one item; only structure, shapes and dtypes are read. A `load`
@@ -157,21 +161,27 @@ class Replay:
             raise ValueError(
                 "add: give a step, or its fields as keywords: add(obs=..., action=..., ...)"
             )
-        step = host_arrays.own(
-            "add", as_stored("add", self.buffer, fields if step is None else step)
-        )
-        own = host_arrays.own("add", {"mask": mask, "priority": priority})
+        step = as_stored("add", self.buffer, fields if step is None else step)
+        given = {"mask": mask, "priority": priority}
+        if mask is not None or priority is not None:
+            given = host_arrays.own("add", given)
         with self._monitor:
             self._check_open()
-            is_first = self._owner.state is None
+            self._owner.check_not_lost()
+            is_first, num_steps, calls = not self._owner.has_example, 0, []
             try:
-                num_steps, calls = self._owner.calls_of(step, env, **own)
+                leaves = None if env is not None else self._owner.leaves_of(step, **given)
+                if leaves is None:
+                    step = host_arrays.own("add", step)
+                    num_steps, calls = self._owner.calls_of(step, env, **given)
                 self._wait(
                     "add",
                     self._may_insert,
                     timeout,
                     lambda: "samples lag behind: sample, or lower samples_per_insert",
                 )
+                if leaves is not None:
+                    num_steps = self._changing(self._owner.stage, leaves, **given)
                 for call in calls:
                     self._changing(self._owner.change, *call)
             except BaseException:
@@ -219,10 +229,17 @@ class Replay:
                         "sample: with prefetch every batch has the buffer's "
                         f"{self.buffer.batch_size} items, not {batch_size}"
                     )
-                self._wait("sample", self._has_sample, timeout, self._why_no_sample)
-                batch = self._next(batch_size, beta)
-                while len(self._drawn) < self._prefetch and self._may_sample():
-                    self._drawn.append(self._draw(None, beta))
+
+                def has_batch() -> bool:
+                    nonlocal batch
+                    batch = self._next(batch_size, beta)
+                    return batch is not None
+
+                self._wait("sample", has_batch, timeout, self._why_no_sample)
+                while len(self._drawn) < self._prefetch:
+                    if (ahead := self._draw(None, beta)) is None:
+                        break
+                    self._drawn.append(ahead)
                 self._monitor.notify_all()
             return host_arrays.to_framework(self.framework, batch)
         except BaseException:
@@ -271,7 +288,7 @@ class Replay:
         """Remove all rows and all prefetched batches."""
         with self._monitor:
             self._check_open()
-            if self._owner.state is not None:
+            if self._owner.has_example:
                 self._changing(self._owner.change, method("clear"))
             self._start_anew()
 
@@ -283,7 +300,7 @@ class Replay:
             sampler's.
         """
         with self._monitor:
-            if self._owner.state is None:
+            if not self._owner.has_example:
                 return {}
             found = self._owner.ask(method("metrics"), beta=beta)
         return {name: leaf.item() for name, leaf in jax.device_get(found).items()}
@@ -379,9 +396,9 @@ class Replay:
         self._drawn.clear()
         self._monitor.notify_all()
 
-    def _changing(self, call: Any, *arguments: Any) -> Any:
+    def _changing(self, call: Any, *arguments: Any, **options: Any) -> Any:
         try:
-            return call(*arguments)
+            return call(*arguments, **options)
         except BaseException:
             self._monitor.notify_all()  # waiting calls check whether the rows are lost
             raise
@@ -389,16 +406,19 @@ class Replay:
     def _has_sample(self) -> bool:
         return bool(self._drawn) or self._may_sample()
 
-    def _next(self, batch_size: int | None, beta: float | None) -> Sample:
-        """Return a prefetched batch, or sample a new one."""
+    def _next(self, batch_size: int | None, beta: float | None) -> Sample | None:
+        """Return a prefetched batch, or sample a new one; None if none can be sampled now."""
         if self._drawn and len(self._drawn[0].is_valid) == (batch_size or self.buffer.batch_size):
             return self._drawn.popleft()
         return self._draw(batch_size, beta)
 
-    def _draw(self, batch_size: int | None, beta: float | None) -> Sample:
+    def _draw(self, batch_size: int | None, beta: float | None) -> Sample | None:
+        """Sample a batch, or return None if none can be sampled now."""
+        if self._limiter is not None and not self._limiter.may_sample():
+            return None
         size = self.buffer.batch_size if batch_size is None else operator.index(batch_size)
         batch = self._owner.draw(size, beta)
-        if self._limiter is not None:
+        if batch is not None and self._limiter is not None:
             self._limiter.num_samples += size
         return batch
 
@@ -408,7 +428,7 @@ class Replay:
         seconds, end = self._seconds(where, timeout), None
         while True:
             self._check_open()
-            _ = self._owner.state  # RuntimeError if it was lost meanwhile
+            self._owner.check_not_lost()  # it may be lost meanwhile
             if is_ready():
                 return
             end = time.monotonic() + seconds if end is None else end

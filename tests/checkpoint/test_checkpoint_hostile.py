@@ -139,7 +139,7 @@ def changed(r, tree):
             continue
         parent, key, how = at(tree, path[:-1]), path[-1], r.random()
         if how < 0.6:
-            parent[key] = r.choice(STRANGE)
+            parent[key] = copy.deepcopy(r.choice(STRANGE))  # may become a node, and be changed
         elif how < 0.7:
             del parent[key]
         elif how < 0.8 and isinstance(parent, list):
