@@ -127,6 +127,10 @@ class ResetWatch:
     def __init__(self) -> None:
         self._num_steps, self._next_look = 0, 256.0
 
+    def is_due(self, num_steps: int) -> bool:
+        """Return whether an `add` of so many steps leads to a look at the rows."""
+        return self._num_steps + num_steps >= self._next_look
+
     def after_add(self, num_steps: int, look: Callable[[], Resets | None]) -> str | None:
         """Count the steps of an `add`, and return the evidence for a wrong `autoreset`, or None.
 

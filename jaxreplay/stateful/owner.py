@@ -101,6 +101,10 @@ class StateOwner:
             return None
         return self._staging.leaves_of(step, lambda: self._format.fit(own("add", step))[0])
 
+    def may_stage_quickly(self, mask: Any, priority: Any) -> bool:
+        """Return whether `stage` would only copy a step."""
+        return self._lost is None and self._staging.has_room(mask, priority)
+
     def stage(self, leaves: list[np.ndarray], mask: Any, priority: Any) -> int:
         """Copy a step to those that wait on the host to be added. Return how many steps that are
         over all envs."""

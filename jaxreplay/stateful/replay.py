@@ -165,6 +165,8 @@ class Replay:
         given = {"mask": mask, "priority": priority}
         if mask is not None or priority is not None:
             given = host_arrays.own("add", given)
+        if env is None and self._limiter is None and self._add_quickly(step, **given):
+            return
         with self._monitor:
             self._check_open()
             self._owner.check_not_lost()
@@ -194,6 +196,22 @@ class Replay:
             problem = self._watch.after_add(num_steps, lambda: resets_of(self._owner.state))
         if problem is not None:
             warnings.warn(f"add: {problem}", stacklevel=2)
+
+    def _add_quickly(self, step: PyTree, mask: Any, priority: Any) -> bool:
+        """Copy a step to those that wait, if that is all there is to do, and return whether it was.
+
+        An interrupt meanwhile leaves a whole step or none, so signals need not wait.
+        """
+        with self._monitor.without_delay():
+            leaves = self._owner.leaves_of(step, mask, priority)
+            if leaves is None or self._is_closed or self._watch.is_due(self.buffer.num_envs):
+                return False
+            if not self._owner.may_stage_quickly(mask, priority):
+                return False
+            num_steps = self._owner.stage(leaves, mask, priority)
+            self._watch.after_add(num_steps, lambda: None)
+            self._monitor.notify_all()
+            return True
 
     def sample(
         self,

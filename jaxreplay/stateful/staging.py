@@ -1,9 +1,10 @@
 """Steps that wait on the host, so that one program adds many of them, and then samples.
 
-A step of NumPy arrays is copied into a block of the host's memory, which takes a few microseconds.
-A program of its own for each step would take 50 to 100.
+A copy of a step of NumPy arrays takes a few microseconds. A program of its own for each step would
+take 50 to 100.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +18,9 @@ _MOST_BYTES = 2**22
 
 
 class Staging:
-    """A block of steps of all envs that are not added yet.
+    """Steps of all envs that are not added yet, in the order of time.
 
-    JAX may read arrays of the host after a call has returned. So no part of a block is written
-    twice: after the last step comes a new block.
+    Either all have a mask, or none has; and likewise for priorities.
 
     Args:
       example: One env's step or one item, leaves with `shape` and `dtype`.
@@ -30,116 +30,81 @@ class Staging:
     def __init__(self, example: PyTree, num_envs: int):
         specs, self._structure = jax.tree.flatten(example)
         self._num_envs = num_envs
-        self._shapes = [(num_envs, *spec.shape) for spec in specs]
-        self._dtypes = [np.dtype(spec.dtype) for spec in specs]
-        num_bytes = sum(
-            int(np.prod(shape)) * dtype.itemsize
-            for shape, dtype in zip(self._shapes, self._dtypes, strict=True)
-        )
-        self._size = min(max(_MOST_BYTES // max(num_bytes, 1), 1), _MOST_STEPS)
-        self._start = self._stop = self._size  # the steps that wait; at first there is no block
-        self._num_latest = 1  # number of steps that were added together last
-        self._leaves: list[np.ndarray] = []  # [size, E, ...]
-        self._mask: np.ndarray | None = None  # bool[size, E]; None if no step has a mask
-        self._priority: np.ndarray | None = None  # float32[size, E]; None if no step has one
+        self._specs = [((num_envs, *spec.shape), np.dtype(spec.dtype)) for spec in specs]
+        num_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._specs)
+        self._most = min(max(_MOST_BYTES // max(num_bytes, 1), 1), _MOST_STEPS)
+        self._steps: list[Any] = []  # each a list of leaves, a mask or None, priorities or None
 
     def __len__(self) -> int:
         """Return the number of steps that wait."""
-        return self._stop - self._start
+        return len(self._steps)
 
     def leaves_of(self, step: PyTree, cast: Callable[[], PyTree]) -> list[np.ndarray] | None:
-        """Return the leaves of a step of all envs in the dtypes of the block, or None if it does
-        not fit. One env needs no axis.
+        """Return the leaves of a step of all envs as they are stored, or None if it does not fit.
+        One env needs no axis.
 
         Args:
           step: A step or an item.
-          cast: Returns the step in NumPy arrays of these dtypes, if its values allow.
+          cast: Returns the step in NumPy arrays of the stored dtypes, if its values allow.
         """
         leaves, structure = jax.tree.flatten(step)
-        if structure != self._structure or not self._has_shapes(leaves):
+        if structure != self._structure:
             return None
         if self._is_plain(leaves):
             return leaves
+        has_axis = self._num_envs > 1 or np.ndim(leaves[0]) == len(self._specs[0][0])
+        for leaf, (shape, _) in zip(leaves, self._specs, strict=True):
+            if isinstance(leaf, jax.Array) or np.shape(leaf) != shape[0 if has_axis else 1 :]:
+                return None
         leaves = jax.tree.leaves(cast())
+        if not has_axis:
+            leaves = [leaf[None] for leaf in leaves]
         return leaves if self._is_plain(leaves) else None
 
-    def _has_shapes(self, leaves: list[Any]) -> bool:
-        """Return whether all leaves are on the host, and are of one step of all envs."""
-        shapes = self._shapes
-        if self._num_envs == 1 and np.ndim(leaves[0]) < len(shapes[0]):
-            shapes = [shape[1:] for shape in shapes]
-        return all(
-            (
-                type(leaf) is np.ndarray
-                or (not isinstance(leaf, jax.Array) and not hasattr(leaf, "__jax_array__"))
-            )
-            and np.shape(leaf) == shape
-            for leaf, shape in zip(leaves, shapes, strict=True)
-        )
-
     def _is_plain(self, leaves: list[Any]) -> bool:
-        return all(
-            type(leaf) is np.ndarray and leaf.dtype == dtype
-            for leaf, dtype in zip(leaves, self._dtypes, strict=True)
-        )
+        for leaf, (shape, dtype) in zip(leaves, self._specs, strict=True):
+            if type(leaf) is not np.ndarray or leaf.dtype != dtype or leaf.shape != shape:
+                return False
+        return True
 
     def has_room(self, mask: Any, priority: Any) -> bool:
-        """Return whether a step can wait together with those that wait already: all have a mask or
-        a priority, or none has."""
-        if self._stop == self._size:
-            return not len(self)
-        return not len(self) or (
-            (mask is None) == (self._mask is None)
-            and (priority is None) == (self._priority is None)
+        """Return whether a step can wait together with those that wait already."""
+        if not self._steps:
+            return True
+        _, its_mask, its_priority = self._steps[0]
+        return (
+            len(self._steps) < self._most
+            and (mask is None) == (its_mask is None)
+            and (priority is None) == (its_priority is None)
         )
 
     def put(self, leaves: list[np.ndarray], mask: Any, priority: Any) -> None:
-        """Copy a step into the block; there must be room.
+        """Copy a step to those that wait, at once: an interrupt leaves a whole step or none.
 
         Args:
           leaves: As `leaves_of` returns them.
-          mask: bool[E], or None.
-          priority: [E], real numbers, or None.
+          mask: bool[E], or None; not copied.
+          priority: [E], real numbers, or None; not copied.
         """
-        if not len(self):
-            self._begin(mask is not None, priority is not None)
-        stop = self._stop
-        for block, leaf in zip(self._leaves, leaves, strict=True):
-            block[stop] = leaf
-        if self._mask is not None:
-            self._mask[stop] = mask
-        if self._priority is not None:
-            self._priority[stop] = priority
-        self._stop = stop + 1
+        self._steps.append(([leaf.copy() for leaf in leaves], mask, priority))
 
     def waiting(self) -> tuple[PyTree, np.ndarray | None, np.ndarray | None]:
         """Return the steps that wait, oldest first, their mask and their priorities, leaves
-        [T, E, ...]."""
-        part = slice(self._start, self._stop)
+        [T, E, ...]. JAX may read them after a call has returned: nobody else has them."""
+        leaves, mask, priority = zip(*self._steps, strict=True)
         return (
-            jax.tree.unflatten(self._structure, [leaf[part] for leaf in self._leaves]),
-            None if self._mask is None else self._mask[part],
-            None if self._priority is None else self._priority[part],
+            jax.tree.unflatten(self._structure, map(_stacked, zip(*leaves, strict=True))),
+            _stacked(mask),
+            _stacked(priority),
         )
 
     def drop(self, num_steps: int) -> None:
         """Forget the oldest of the steps that wait: they are added."""
-        self._num_latest = max(num_steps, 1)
-        self._start += num_steps
+        del self._steps[:num_steps]
 
-    def _begin(self, has_mask: bool, has_priority: bool) -> None:
-        """Make a new block, unless the old one has the same parts, and room for as many steps as
-        were added together last."""
-        is_alike = has_mask == (self._mask is not None) and has_priority == (
-            self._priority is not None
-        )
-        if self._stop + self._num_latest <= self._size and is_alike:
-            return
-        self._leaves = [
-            np.empty((self._size, *shape), dtype)
-            for shape, dtype in zip(self._shapes, self._dtypes, strict=True)
-        ]
-        axes = (self._size, self._num_envs)
-        self._mask = np.empty(axes, bool) if has_mask else None
-        self._priority = np.empty(axes, np.float32) if has_priority else None
-        self._start = self._stop = 0
+
+def _stacked(arrays: Any) -> np.ndarray | None:
+    """Return arrays [E, ...] as one [T, E, ...], or None if they are None."""
+    if arrays[0] is None:
+        return None
+    return arrays[0][None] if len(arrays) == 1 else np.stack(arrays)

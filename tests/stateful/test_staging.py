@@ -136,7 +136,7 @@ def test_large_steps_do_not_wait_for_long():
     replay = jr.Replay(jr.items(capacity=8, batch_size=2))
     for t in range(8):
         replay.add(np.full((1, 3 * 2**20), t, np.uint8))
-    assert replay._owner._staging._leaves[0].nbytes <= 2**22
+        assert len(replay._owner._staging) <= 1
     assert replay.sample().experience.shape == (2, 3 * 2**20)
     assert sorted(np.asarray(replay._owner.state.streams.steps)[:, 0].tolist()) == list(range(8))
 
