@@ -65,7 +65,7 @@ def to_torch(tree: PyTree) -> Any:
       tensor([0., 1., 2.])
     """
     _check("to_torch", tree, _reason_against_array)
-    return jax.tree.map(torch.from_dlpack, tree)
+    return jax.tree.map(_tensor_of, tree)
 
 
 def from_torch(tree: PyTree, share: bool = False, cast: bool = False) -> Any:
@@ -241,6 +241,25 @@ def _by_name(tree: PyTree) -> Any:
     else:
         pairs = [(str(place), value) for place, value in enumerate(tree)]
     return {name: _by_name(value) for name, value in pairs if value is not None}
+
+
+def _tensor_of(array: jax.Array) -> torch.Tensor:
+    """Return a tensor that shares an array's memory."""
+    (device,) = array.sharding.device_set
+    if device.platform == "cpu" and _passes_numpy(array.dtype):
+        return torch.from_dlpack(np.asarray(array))  # takes half the time
+    return torch.from_dlpack(array)
+
+
+@functools.cache
+def _passes_numpy(dtype: Any) -> bool:
+    """Return whether NumPy hands read-only arrays of this dtype to PyTorch, without a copy."""
+    array = np.zeros(1, dtype)
+    array.flags.writeable = False
+    try:
+        return torch.from_dlpack(array).data_ptr() == array.ctypes.data
+    except (BufferError, TypeError, ValueError):
+        return False
 
 
 def _check(where: str, tree: PyTree, reason_against: Any) -> None:

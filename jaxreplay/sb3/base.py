@@ -11,7 +11,7 @@ import functools
 import os
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from jaxreplay.samplers.uniform import Uniform
 from jaxreplay.sb3.arrays import TORCH_DTYPES, is_same, shaped
 from jaxreplay.sb3.batch import SB3View
 from jaxreplay.stateful.host_arrays import fit
+from jaxreplay.stateful.staging import BlockLengths, most_steps, stacked
 from jaxreplay.storage import provisional
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.torch import to_torch
@@ -41,6 +42,22 @@ from jaxreplay.types import Step
 from jaxreplay.views import View
 
 _THEIR_ARRAYS = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
+
+
+class _Newest(NamedTuple):
+    """What is known of the newest step of each env."""
+
+    announced: Any  # its next observation, leaves [n_envs, ...]; None before the first step
+    may_go_on: np.ndarray  # bool[n_envs]: its episode may continue with the next step
+    was_first: np.ndarray  # bool[n_envs]: it was its episode's first
+
+
+class _Waiting(NamedTuple):
+    """A step that waits on the host, so that one program adds many."""
+
+    step: Step  # leaves [n_envs, ...]
+    goes_on: np.ndarray  # bool[n_envs]: it continues the episode of the step before it
+    newest: _Newest
 
 
 class DropInBuffer(buffers.ReplayBuffer):
@@ -100,7 +117,8 @@ class DropInBuffer(buffers.ReplayBuffer):
         self._replay = ReplayBuffer(
             **sizes, autoreset="same_step", sampler=self._sampler(), view=view
         )
-        self._state = self._empty()
+        self._rows = self._empty()  # the state without the steps that wait
+        self._lengths = BlockLengths()
         self._forget()
         self._watch = ResetWatch()
         self._seed: int | None = None
@@ -122,8 +140,9 @@ class DropInBuffer(buffers.ReplayBuffer):
 
     def _forget(self) -> None:
         """Reset the host's record of the rows: the next step begins an episode in each env."""
-        self._announced: Any = None
-        self._may_go_on, self._was_first = np.zeros((2, self.n_envs), bool)
+        none = np.zeros(self.n_envs, bool)
+        self._newest_row = _Newest(None, none, none)
+        self._waiting: list[_Waiting] = []
         # int32[n_envs], transitions in each env's ring, on the device
         self._counts: Any = np.zeros(self.n_envs, np.int32)
         self.pos, self.full = 0, False
@@ -141,7 +160,19 @@ class DropInBuffer(buffers.ReplayBuffer):
     @property
     def _owner(self) -> np.ndarray:
         """Number of transitions in each env's ring: int32[n_envs]."""
+        self._flush()
         return np.asarray(self._counts)
+
+    @property
+    def _state(self) -> Any:
+        """The state, with all steps added."""
+        self._flush()
+        return self._rows
+
+    @property
+    def _newest(self) -> "_Newest":
+        """What is known of each env's newest step."""
+        return self._waiting[-1].newest if self._waiting else self._newest_row
 
     def size(self) -> int:
         """Return the number of transitions stored for each env, rounded down from their mean.
@@ -153,10 +184,8 @@ class DropInBuffer(buffers.ReplayBuffer):
     def reset(self) -> None:
         check_not_forked(f"this {type(self).__name__}", self._pid)
         with defer_interrupts():
-            self._state = (
-                method("clear")(self._replay, self._state)
-                if is_alive(self._state)
-                else self._empty()
+            self._rows = (
+                method("clear")(self._replay, self._rows) if is_alive(self._rows) else self._empty()
             )
             self._forget()
 
@@ -198,7 +227,8 @@ class DropInBuffer(buffers.ReplayBuffer):
                 (self.n_envs,),
             )
             timeout &= self.handle_timeout_termination
-        goes_on = self._may_go_on & is_same(self._announced, obs, self.n_envs)
+        before = self._newest
+        goes_on = before.may_go_on & is_same(before.announced, obs, self.n_envs)
         step = Step(
             obs=obs,
             action=fit(
@@ -214,19 +244,16 @@ class DropInBuffer(buffers.ReplayBuffer):
             truncated=timeout | ~done,
             final_obs=next_obs,
         )
-        with self._changing():
-            self._state, self._counts, rows = _add(
-                self._replay, self._state, step, goes_on, self._was_first
-            )
-            self._announced, self._may_go_on, self._was_first = (
-                next_obs,
-                ~(done | timeout),
-                ~goes_on,
-            )
-            self._after_add(rows, infos)
-            self.pos += 1
-            if self.pos == self.buffer_size:
-                self.full, self.pos = True, 0
+        newest = _Newest(next_obs, ~(done | timeout), ~goes_on)
+        if len(self._waiting) >= self._most_waiting:
+            self._flush()
+        # at once, so that an interrupt leaves a whole step or none
+        self._waiting.append(_Waiting(step, goes_on, newest))
+        self.pos += 1
+        if self.pos == self.buffer_size:
+            self.full, self.pos = True, 0
+        if self.copy_info_dict:
+            self._store_infos(self._flush(), infos)
         problem = self._watch.after_add(self.n_envs, lambda: resets_of(self._state))
         if problem is not None:
             warnings.warn(
@@ -235,11 +262,35 @@ class DropInBuffer(buffers.ReplayBuffer):
                 stacklevel=2,
             )
 
-    def _after_add(self, rows: jax.Array, infos: list[dict[str, Any]]) -> None:
-        """Store what a subclass keeps beside the rows.
+    @functools.cached_property
+    def _most_waiting(self) -> int:
+        return most_steps(
+            self.n_envs * sum(leaf.nbytes for leaf in jax.tree.leaves(self._example()))
+        )
+
+    def _flush(self) -> jax.Array | None:
+        """Add the steps that wait, unless an interrupt tore the rows. Return the rows of the newest
+        transitions, int32[n_envs], or None if nothing waited."""
+        rows = None
+        for length in self._lengths.parts_of(0 if self._is_torn else len(self._waiting)):
+            part = self._waiting[:length]
+            if not part:
+                break
+            steps, goes_on, newest = zip(*part, strict=True)
+            block = jax.tree.map(lambda *leaves: stacked(leaves), *steps)
+            with self._changing():
+                self._rows, self._counts, rows = _add(
+                    self._replay, self._rows, block, stacked(goes_on), self._newest_row.was_first
+                )
+                self._newest_row = newest[-1]
+                del self._waiting[:length]
+        return rows
+
+    def _store_infos(self, rows: jax.Array | None, infos: list[dict[str, Any]]) -> None:
+        """Store the infos of a step, for a subclass with `copy_info_dict`.
 
         Args:
-          rows: int32[n_envs], the rows of the new transitions.
+          rows: int32[n_envs], the rows of the step's transitions.
           infos: One dict for each env.
         """
 
@@ -348,11 +399,11 @@ class DropInBuffer(buffers.ReplayBuffer):
         Signals wait meanwhile. If only one of both was changed, later calls raise.
         """
         with defer_interrupts():
-            before, self._is_torn = self._state, True
+            before, self._is_torn = self._rows, True
             try:
                 yield
             except BaseException:
-                self._is_torn = self._state is not before or not is_alive(before)
+                self._is_torn = self._rows is not before or not is_alive(before)
                 raise
             self._is_torn = False
 
@@ -425,10 +476,11 @@ class DropInBuffer(buffers.ReplayBuffer):
         return stored
 
     def __getstate__(self) -> dict[str, Any]:
+        self._flush()
         state: Any = super().__getstate__()
         return {
             **{name: value for name, value in state.items() if name != "_pid"},
-            "_state": jax.tree.map(np.asarray, self._state),
+            "_rows": jax.tree.map(np.asarray, self._rows),
             "_counts": self._owner,
         }
 
@@ -436,21 +488,21 @@ class DropInBuffer(buffers.ReplayBuffer):
         vars(self).update(state)
         if hasattr(super(), "__setstate__"):
             super().__setstate__(state)  # type: ignore[misc]
-        self._state = jax.device_put(self._state, self._rows_on())
+        self._rows = jax.device_put(self._rows, self._rows_on())
         self._pid = os.getpid()
 
 
 @functools.partial(program, changes=True)
 def _add(
-    buffer: ReplayBuffer, state: Any, step: Step, goes_on: Any, was_first: Any
+    buffer: ReplayBuffer, state: Any, steps: Step, goes_on: Any, was_first: Any
 ) -> tuple[Any, jax.Array, jax.Array]:
-    """Add a step.
+    """Add a block of steps, as `provisional.extend` does.
 
     Returns:
       The state, the number of transitions in each env's ring, and the row of the newest one,
       int32[E] both.
     """
-    state = provisional.add(buffer, state, step, goes_on, was_first)
+    state = provisional.extend(buffer, state, steps, goes_on, was_first)
     layout, position = state.layout, state.streams.heads.position
     # the final row comes after it
     return state, _transitions(state).count(), layout.row(layout.envs(), layout.wrap(position - 2))

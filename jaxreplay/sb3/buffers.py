@@ -265,10 +265,9 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
             priorities = priorities.detach().float().cpu().numpy()
         priorities = np.array(priorities, np.float32).reshape(-1) + np.float32(self.epsilon)
         self._check_whole()
+        self._flush()
         with self._changing():
-            self._state = method("update_priorities")(
-                self._replay, self._state, indices, priorities
-            )
+            self._rows = method("update_priorities")(self._replay, self._rows, indices, priorities)
 
 
 @functools.partial(program, static=("batch_size",))

@@ -113,10 +113,9 @@ class HerReplayBuffer(DropInBuffer, TheirHerReplayBuffer):
             relabel_fraction=1.0,
         )
 
-    def _after_add(self, rows: jax.Array, infos: list[dict[str, Any]]) -> None:
-        if self.copy_info_dict:
-            for place, info in zip(np.asarray(rows).tolist(), infos, strict=True):
-                self.infos[place] = info
+    def _store_infos(self, rows: jax.Array | None, infos: list[dict[str, Any]]) -> None:
+        for place, info in zip(np.asarray(rows).tolist(), infos, strict=True):
+            self.infos[place] = info
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Sample transitions uniformly: first those with their own goals, then those with new."""
@@ -165,13 +164,14 @@ class HerReplayBuffer(DropInBuffer, TheirHerReplayBuffer):
 
         Stable-Baselines3 calls it after loading, unless `truncate_last_traj=False`.
         """
-        if self._may_go_on.any():
+        self._flush()
+        if self._newest_row.may_go_on.any():
             warnings.warn(
                 "Unfinished episodes now end with the buffer's last step, as truncated ones. If "
                 "the envs continue them, load the buffer with truncate_last_traj=False.",
                 stacklevel=2,
             )
-        self._may_go_on = np.zeros(self.n_envs, bool)
+        self._newest_row = self._newest_row._replace(may_go_on=np.zeros(self.n_envs, bool))
 
 
 def _stored_reward(achieved: Any, goal: Any, step: PyTree) -> jax.Array:

@@ -69,8 +69,10 @@ def own(where: str, tree: PyTree) -> Any:
 def fit(name: str, array: np.ndarray) -> np.ndarray:
     """Cast 64-bit numbers to the 32 bits that JAX has by default; a ValueError names a number that
     does not fit."""
-    if array.dtype.kind not in "biufc":
+    if array.dtype in _PLAIN or array.dtype.kind not in "biufc":
         return array
+    if (narrow := _own_plainly(array)) is not None:
+        return narrow
     return checks.cast(
         name,
         array,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxreplay._util import checks, pow2
+from jaxreplay._util import checks
 from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.buffers.jitted import method, program
@@ -19,7 +19,7 @@ from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import is_alive
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from jaxreplay.stateful.host_arrays import OUTSIDE, StepFormat, example_of, own
-from jaxreplay.stateful.staging import Staging
+from jaxreplay.stateful.staging import BlockLengths, Staging
 from jaxreplay.storage.platforms import default_device
 from jaxreplay.types import Sample
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from jaxreplay.checkpoint import Checkpointer
 
 _METADATA = "replay"  # key of the replay's metadata in a checkpoint
-_OWN_LENGTHS = 4  # lengths of blocks, other than powers of two, that get a program of their own
 
 
 class StateOwner:
@@ -41,7 +40,7 @@ class StateOwner:
         self._device = jax.devices(device)[0] if isinstance(device, str) else device
         self._key = jax.random.key(seed)
         self._num_draws = 0
-        self._block_lengths: set[int] = set()
+        self._lengths = BlockLengths()
         self._checkpointer: Any = None  # of the last save or load
         self._path: Any = None  # of that checkpointer
         self.forget()
@@ -176,25 +175,16 @@ class StateOwner:
         return num_steps, [(method("add"), step, mask, priority)]
 
     def _parts_of(self, block: Any) -> Iterator[Any]:
-        """Yield a block, leaves [T, ...], in parts whose lengths have programs.
-
-        The block is one part, or has parts whose lengths are powers of two, the largest first. The
-        first few other lengths get programs of their own. Blocks may have any length, as
-        trajectories do, but a program takes a second or more to compile, and some MiB for good.
-        """
-        length = _length_of(block)
-        has_program = length in {0, pow2.power_below(length), *self._block_lengths}
-        if not has_program and len(self._block_lengths) < _OWN_LENGTHS:
-            self._block_lengths.add(length)
-            has_program = True
-        if has_program:
+        """Yield a block, leaves [T, ...], in parts whose lengths have programs."""
+        parts, start = self._lengths.parts_of(_length_of(block)), 0
+        if len(parts) == 1:
             yield block
             return
-        block, start = jax.tree.map(_on_host, block), 0
-        while start < length:
-            part = slice(start, start + pow2.power_below(length - start))
+        block = jax.tree.map(_on_host, block)
+        for length in parts:
+            part = slice(start, start + length)
             yield jax.tree.map(lambda leaf, part=part: leaf[part], block)
-            start = part.stop
+            start += length
 
     def put(self, tree: PyTree) -> Any:
         """Move arrays to the device that stores the rows, if one was named."""

@@ -11,10 +11,43 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxreplay._util import pow2
 from jaxreplay._util.aliases import PyTree
 
 _MOST_STEPS = 64
 _MOST_BYTES = 2**22
+_OWN_LENGTHS = 4  # lengths of blocks, other than powers of two, that get a program of their own
+
+
+class BlockLengths:
+    """Lengths of blocks that have programs: powers of two, and the first few others.
+
+    Blocks may have any length, as trajectories do, but a program takes a second or more to compile,
+    and some MiB for good.
+    """
+
+    def __init__(self) -> None:
+        self._own: set[int] = set()
+
+    def parts_of(self, length: int) -> list[int]:
+        """Return the lengths of the parts that a block is divided into, the largest first."""
+        largest = pow2.power_below(length)
+        if length not in {0, largest, *self._own} and len(self._own) < _OWN_LENGTHS:
+            self._own.add(length)
+        if length in {0, largest, *self._own}:
+            return [length]
+        powers = (1 << bit for bit in reversed(range(length.bit_length())))
+        return [power for power in powers if length & power]
+
+
+def most_steps(num_bytes: int) -> int:
+    """Return how many steps of so many bytes may wait."""
+    return min(max(_MOST_BYTES // max(num_bytes, 1), 1), _MOST_STEPS)
+
+
+def stacked(arrays: Any) -> np.ndarray:
+    """Return arrays [...] as one [T, ...]."""
+    return arrays[0][None] if len(arrays) == 1 else np.stack(arrays)
 
 
 class Staging:
@@ -31,8 +64,9 @@ class Staging:
         specs, self._structure = jax.tree.flatten(example)
         self._num_envs = num_envs
         self._specs = [((num_envs, *spec.shape), np.dtype(spec.dtype)) for spec in specs]
-        num_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._specs)
-        self._most = min(max(_MOST_BYTES // max(num_bytes, 1), 1), _MOST_STEPS)
+        self._most = most_steps(
+            sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._specs)
+        )
         self._steps: list[Any] = []  # each a list of leaves, a mask or None, priorities or None
 
     def __len__(self) -> int:
@@ -93,18 +127,11 @@ class Staging:
         [T, E, ...]. JAX may read them after a call has returned: nobody else has them."""
         leaves, mask, priority = zip(*self._steps, strict=True)
         return (
-            jax.tree.unflatten(self._structure, map(_stacked, zip(*leaves, strict=True))),
-            _stacked(mask),
-            _stacked(priority),
+            jax.tree.unflatten(self._structure, map(stacked, zip(*leaves, strict=True))),
+            None if mask[0] is None else stacked(mask),
+            None if priority[0] is None else stacked(priority),
         )
 
     def drop(self, num_steps: int) -> None:
         """Forget the oldest of the steps that wait: they are added."""
         del self._steps[:num_steps]
-
-
-def _stacked(arrays: Any) -> np.ndarray | None:
-    """Return arrays [E, ...] as one [T, E, ...], or None if they are None."""
-    if arrays[0] is None:
-        return None
-    return arrays[0][None] if len(arrays) == 1 else np.stack(arrays)

@@ -18,24 +18,29 @@ from jaxreplay.storage import row_flags, stored_arrays
 from jaxreplay.storage.sampleable import ReplayState
 
 
-def add(
-    buffer: Any, state: ReplayState, step: PyTree, goes_on: jax.Array, was_first: jax.Array
+def extend(
+    buffer: Any, state: ReplayState, steps: PyTree, goes_on: jax.Array, was_first: jax.Array
 ) -> ReplayState:
-    """Append one step of every env, with a final row after it.
+    """Append a block of steps of every env, with a final row after the last one of each episode.
+
+    The result equals that of one call for each step.
 
     Args:
       buffer: A `ReplayBuffer` with `autoreset="same_step"` and no mask.
       state: The buffer's state. Donated: use the returned state instead.
-      step: Leaves [num_envs, ...], with `final_obs`. `truncated` is True wherever `terminated` is
-        not.
-      goes_on: bool[num_envs]; True where the step continues the episode of the stream's newest
-        step, whose end was only provisional.
-      was_first: bool[num_envs]; True where that newest step was its episode's first.
+      steps: Leaves [T, num_envs, ...], with `final_obs`. `truncated` is True wherever `terminated`
+        is not.
+      goes_on: bool[T, num_envs]; True where the step continues the episode of the step before it,
+        whose end was only provisional.
+      was_first: bool[num_envs]; True where the stream's newest step was its episode's first.
 
     Returns:
       The new state.
     """
-    return buffer.add(reopen(state, goes_on, was_first), step)
+    goes_on = jnp.asarray(goes_on)
+    is_continued = jnp.concatenate([goes_on[1:], jnp.zeros_like(goes_on[:1])])
+    steps = steps.replace(truncated=steps.truncated & ~is_continued)
+    return buffer.extend(reopen(state, goes_on[0], was_first), steps)
 
 
 def reopen(state: ReplayState, mask: jax.Array, was_first: jax.Array) -> ReplayState:

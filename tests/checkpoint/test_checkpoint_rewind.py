@@ -12,7 +12,7 @@ pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed
 
 import jaxreplay as jr
 from jaxreplay.checkpoint import Checkpointer
-from jaxreplay.storage import provisional
+from tests.support.buffers import add_step
 
 
 def run(buffer, add, state, seed, num_steps, num_values):
@@ -118,7 +118,7 @@ def test_rows_that_are_taken_back_are_saved_as_they_became(num_envs, tmp_path):
     )
     r, add, flag = (
         np.random.default_rng(0),
-        jax.jit(provisional.add, static_argnums=0),
+        jax.jit(add_step, static_argnums=0),
         np.zeros(num_envs, bool),
     )
     zero = np.zeros((), np.float32)

@@ -331,6 +331,40 @@ def test_a_buffer_is_saved_and_goes_on(kind, tmp_path):
     assert torch.equal(got.rewards, expected.rewards)
 
 
+@pytest.mark.parametrize(
+    ("kind", "n_envs"),
+    [("NStepReplayBuffer", 1), ("DictReplayBuffer", 3), ("PrioritizedReplayBuffer", 3)],
+)
+def test_steps_that_wait_are_as_if_added_at_once(kind, n_envs):
+    import pickle
+
+    space = DICT if kind == "DictReplayBuffer" else VECTOR
+    waits, at_once = (
+        getattr(sb3, kind)(60 * n_envs, space, ACTIONS["box"], n_envs=n_envs) for _ in range(2)
+    )
+    r = np.random.default_rng(0)
+    for number, step in enumerate(stream(space, ACTIONS["box"], n_envs, 230)):
+        waits.add(*step)
+        at_once.add(*step)
+        at_once._flush()
+        assert len(waits._waiting) <= 64
+        if number == 150:
+            assert waits._waiting
+            waits = pickle.loads(pickle.dumps(waits))
+        if number < 70 or r.random() < 0.8:
+            continue
+        batches = []
+        for buffer in (waits, at_once):
+            np.random.seed(number)
+            batches.append(buffer.sample(8))
+            if kind == "PrioritizedReplayBuffer":
+                buffer.update_priorities(batches[-1].indices, batches[-1].rewards.abs())
+        jax.tree.map(np.testing.assert_array_equal, *batches)
+        assert waits.size() == at_once.size()
+    for x, y in zip(jax.tree.leaves(waits._state), jax.tree.leaves(at_once._state), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_a_model_saves_its_buffer(tmp_path):
     model = SAC(
         "MlpPolicy",
@@ -429,18 +463,17 @@ def test_an_interrupted_add_leaves_the_rows_or_says_that_they_are_not_known(when
             jax.tree.map(lambda leaf: leaf.delete(), state)
         raise KeyboardInterrupt
 
+    ours.size()
     with monkeypatch.context() as patch:
-        patch.setattr(
-            *(
-                (ours, "_after_add", lambda *_: fails(None, None))
-                if when == "after"
-                else (base, "_add", fails)
-            )
-        )
+        if when == "after":
+            record = property(lambda self: vars(self)["_newest_row"], fails)
+            patch.setattr(sb3.ReplayBuffer, "_newest_row", record, raising=False)
+        else:
+            patch.setattr(base, "_add", fails)
+        ours.add(*steps[1])  # waits
         with pytest.raises(KeyboardInterrupt):
-            ours.add(*steps[1])
+            ours.sample(2)
     if when == "before":
-        ours.add(*steps[1])
         assert ours.size() == 2
         return
     for call in (lambda: ours.add(*steps[2]), lambda: ours.sample(2)):
@@ -477,11 +510,11 @@ def test_without_stable_baselines3_the_error_names_the_extra():
 
 def test_an_add_and_a_sample_are_in_place():
     ours = sb3.NStepReplayBuffer(1 << 16, VECTOR, ACTIONS["box"], n_envs=2)
-    step = jax.tree.map(lambda leaf: np.zeros((2, *leaf.shape), leaf.dtype), ours._example())
-    flags, rows, size = np.zeros(2, bool), np.zeros(8, np.int32), {"num_elements": 1 << 16}
+    steps = jax.tree.map(lambda leaf: np.zeros((4, 2, *leaf.shape), leaf.dtype), ours._example())
+    flags, rows, size = np.zeros((4, 2), bool), np.zeros(8, np.int32), {"num_elements": 1 << 16}
     check_in_place(
         functools.partial(base._add.__wrapped__, ours._replay),
-        (ours._state, step, flags, flags),
+        (ours._state, steps, flags, flags[0]),
         donated=0,
         **options_here(),
         **size,

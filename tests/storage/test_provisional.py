@@ -12,6 +12,7 @@ import jaxreplay as jr
 from jaxreplay.buffers.jitted import program
 from jaxreplay.storage import provisional
 from tests.conftest import SOAK
+from tests.support.buffers import add_step
 from tests.support.hlo import check_in_place
 from tests.support.oracle import Oracle
 
@@ -149,15 +150,44 @@ def test_an_add_is_in_place(sampler, n_step, num_envs):
     state = buffer.init(jax.tree.map(lambda x: x[0], step))
 
     def twice(state, goes_on):
-        return provisional.add(
-            buffer, provisional.add(buffer, state, step, goes_on, goes_on), step, goes_on, goes_on
+        return add_step(
+            buffer, add_step(buffer, state, step, goes_on, goes_on), step, goes_on, goes_on
         )
 
     for run in (
-        lambda state, goes_on: provisional.add(buffer, state, step, goes_on, goes_on),
+        lambda state, goes_on: add_step(buffer, state, step, goes_on, goes_on),
         twice,
     ):
         check_in_place(run, (state, jnp.ones(num_envs, bool)), num_elements=capacity, donated=0)
+
+
+@cases
+@pytest.mark.parametrize("seed", range(20 if SOAK else 1))
+def test_a_block_is_as_one_call_for_each_step(sampler, n_step, seed):
+    """Blocks of several lengths, some longer than a ring, with ends of all kinds in the middle."""
+    buffer, r = make(sampler, n_step), np.random.default_rng(seed)
+    one = np.zeros(1)
+    example = jax.tree.map(lambda x: x[0], step_of(one, one, one > 0, one > 0, one))
+    state, by_step, time = buffer.init(example), buffer.init(example), 0
+    may_go_on = was_first = np.zeros(NUM_ENVS, bool)
+    for length in r.choice([1, 2, 5, 11], 40):
+        steps, first = [], was_first
+        for _ in range(length):
+            goes_on = may_go_on & (r.random(NUM_ENVS) < 0.8)
+            terminated, truncated = r.random((2, NUM_ENVS)) < 0.1
+            obs = 10 * time + np.arange(NUM_ENVS)
+            step = step_of(obs, obs, terminated, truncated | ~terminated, obs + 5)
+            by_step = add(buffer, by_step, step, goes_on, was_first)
+            steps.append((step, goes_on))
+            may_go_on, was_first, time = ~terminated & ~truncated, ~goes_on, time + 1
+        block = jax.tree.map(lambda *leaves: np.stack(leaves), *steps)
+        state = extend(buffer, state, *block, first)
+        for (path, x), y in zip(
+            jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(by_step), strict=True
+        ):
+            name = jax.tree_util.keystr(path)
+            if name != ".sampler.pending_mass":  # after a final row, no row waits for its window
+                np.testing.assert_array_equal(x, y, err_msg=name)
 
 
 def test_laps_go_back_with_the_head():
@@ -200,4 +230,5 @@ def test_flags_are_as_if_written_once():
         np.testing.assert_array_equal(x, y)
 
 
-add = program(provisional.add, changes=True)
+add = program(add_step, changes=True)
+extend = program(provisional.extend, changes=True)

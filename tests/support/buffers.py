@@ -12,6 +12,7 @@ import jaxreplay as jr
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.samplers import ConsumingSampler
 from jaxreplay.samplers.prioritized import Prioritized
+from jaxreplay.storage import provisional
 from jaxreplay.views.item import Item
 from tests.conftest import SOAK
 
@@ -244,3 +245,9 @@ KINDS = CATALOG if SOAK else tuple(case for case in CATALOG if case.name in _KIN
 
 def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def add_step(buffer, state, step, goes_on, was_first):
+    """Append one step of every env, whose episodes end provisionally, as a block of one step."""
+    block, goes_on = jax.tree.map(lambda leaf: leaf[None], (step, goes_on))
+    return provisional.extend(buffer, state, block, goes_on, was_first)
