@@ -50,6 +50,9 @@ class _Newest(NamedTuple):
     announced: Any  # its next observation, leaves [n_envs, ...]; None before the first step
     may_go_on: np.ndarray  # bool[n_envs]: its episode may continue with the next step
     was_first: np.ndarray  # bool[n_envs]: it was its episode's first
+    # int64[n_envs]: rows that were written to each ring so far, final rows included
+    num_rows: np.ndarray
+    num_steps: int  # steps of each env so far
 
 
 class _Waiting(NamedTuple):
@@ -141,7 +144,7 @@ class DropInBuffer(buffers.ReplayBuffer):
     def _forget(self) -> None:
         """Reset the host's record of the rows: the next step begins an episode in each env."""
         none = np.zeros(self.n_envs, bool)
-        self._newest_row = _Newest(None, none, none)
+        self._newest_row = _Newest(None, none, none, np.zeros(self.n_envs, np.int64), 0)
         self._waiting: list[_Waiting] = []
         # int32[n_envs], transitions in each env's ring, on the device
         self._counts: Any = np.zeros(self.n_envs, np.int32)
@@ -160,6 +163,9 @@ class DropInBuffer(buffers.ReplayBuffer):
     @property
     def _owner(self) -> np.ndarray:
         """Number of transitions in each env's ring: int32[n_envs]."""
+        newest = self._newest
+        if newest.num_rows.max() <= self._replay.length:  # none is overwritten yet
+            return np.full(self.n_envs, newest.num_steps, np.int32)
         self._flush()
         return np.asarray(self._counts)
 
@@ -244,7 +250,13 @@ class DropInBuffer(buffers.ReplayBuffer):
             truncated=timeout | ~done,
             final_obs=next_obs,
         )
-        newest = _Newest(next_obs, ~(done | timeout), ~goes_on)
+        newest = _Newest(
+            next_obs,
+            ~(done | timeout),
+            ~goes_on,
+            before.num_rows + 2 - goes_on,
+            before.num_steps + 1,
+        )
         if len(self._waiting) >= self._most_waiting:
             self._flush()
         # at once, so that an interrupt leaves a whole step or none
@@ -253,7 +265,8 @@ class DropInBuffer(buffers.ReplayBuffer):
         if self.pos == self.buffer_size:
             self.full, self.pos = True, 0
         if self.copy_info_dict:
-            self._store_infos(self._flush(), infos)
+            rows, _ = self._flush()
+            self._store_infos(rows, infos)
         problem = self._watch.after_add(self.n_envs, lambda: resets_of(self._state))
         if problem is not None:
             warnings.warn(
@@ -268,23 +281,35 @@ class DropInBuffer(buffers.ReplayBuffer):
             self.n_envs * sum(leaf.nbytes for leaf in jax.tree.leaves(self._example()))
         )
 
-    def _flush(self) -> jax.Array | None:
-        """Add the steps that wait, unless an interrupt tore the rows. Return the rows of the newest
-        transitions, int32[n_envs], or None if nothing waited."""
-        rows = None
-        for length in self._lengths.parts_of(0 if self._is_torn else len(self._waiting)):
+    def _flush(self, chosen: tuple[np.ndarray, np.ndarray] | None = None) -> tuple[Any, Any]:
+        """Add the steps that wait, unless an interrupt tore the rows.
+
+        Args:
+          chosen: Streams and numbers of transitions, int32[B] both, to be read by the program that
+            adds the last steps. Default: none.
+
+        Returns:
+          The rows of the newest transitions, int32[n_envs], and the transitions; None for both if
+          nothing waited.
+        """
+        rows = items = None
+        lengths = self._lengths.parts_of(len(self._waiting)) if self._waiting else []
+        for length in () if self._is_torn else lengths:
             part = self._waiting[:length]
-            if not part:
-                break
             steps, goes_on, newest = zip(*part, strict=True)
             block = jax.tree.map(lambda *leaves: stacked(leaves), *steps)
             with self._changing():
-                self._rows, self._counts, rows = _add(
-                    self._replay, self._rows, block, stacked(goes_on), self._newest_row.was_first
+                self._rows, self._counts, rows, items = _add(
+                    self._replay,
+                    self._rows,
+                    block,
+                    stacked(goes_on),
+                    self._newest_row.was_first,
+                    chosen if length == len(self._waiting) else None,
                 )
                 self._newest_row = newest[-1]
                 del self._waiting[:length]
-        return rows
+        return rows, items
 
     def _store_infos(self, rows: jax.Array | None, infos: list[dict[str, Any]]) -> None:
         """Store the infos of a step, for a subclass with `copy_info_dict`.
@@ -335,10 +360,11 @@ class DropInBuffer(buffers.ReplayBuffer):
     def _read(self, nth: np.ndarray, env_indices: np.ndarray, env: VecNormalize | None) -> Any:
         # JAX compares buffers, and reports an interrupt meanwhile as an error of `__eq__`
         with defer_interrupts():
-            return self._samples(
-                _get(self._replay, self._state, env_indices.astype(np.int32), nth.astype(np.int32)),
-                env,
-            )
+            chosen = env_indices.astype(np.int32), nth.astype(np.int32)
+            _, items = self._flush(chosen)
+            if items is None:
+                items = _get(self._replay, self._rows, *chosen)
+            return self._samples(items, env)
 
     def _samples(self, item: Any, env: VecNormalize | None) -> Any:
         """Return an `SB3Batch` as Stable-Baselines3's samples."""
@@ -494,25 +520,29 @@ class DropInBuffer(buffers.ReplayBuffer):
 
 @functools.partial(program, changes=True)
 def _add(
-    buffer: ReplayBuffer, state: Any, steps: Step, goes_on: Any, was_first: Any
-) -> tuple[Any, jax.Array, jax.Array]:
-    """Add a block of steps, as `provisional.extend` does.
+    buffer: ReplayBuffer, state: Any, steps: Step, goes_on: Any, was_first: Any, chosen: Any
+) -> tuple[Any, jax.Array, jax.Array, Any]:
+    """Add a block of steps, as `provisional.extend` does, and read transitions.
 
     Returns:
-      The state, the number of transitions in each env's ring, and the row of the newest one,
-      int32[E] both.
+      The state; the number of transitions in each env's ring, and the row of the newest one,
+      int32[E] both; the items of `chosen`, or None.
     """
     state = provisional.extend(buffer, state, steps, goes_on, was_first)
     layout, position = state.layout, state.streams.heads.position
     # the final row comes after it
-    return state, _transitions(state).count(), layout.row(layout.envs(), layout.wrap(position - 2))
+    rows = layout.row(layout.envs(), layout.wrap(position - 2))
+    items = None if chosen is None else _items(buffer, state, *chosen)
+    return state, _transitions(state).count(), rows, items
 
 
-@program
-def _get(buffer: ReplayBuffer, state: Any, env: jax.Array, nth: jax.Array) -> Any:
+def _items(buffer: ReplayBuffer, state: Any, env: jax.Array, nth: jax.Array) -> Any:
     """Read the `nth` transition in the ring of each `env`, int32[B] both; 0 is the oldest one
     stored."""
     return buffer.get(state, _transitions(state).select(env, nth)).experience
+
+
+_get = program(_items)
 
 
 def _transitions(state: Any) -> Sampleable:

@@ -514,13 +514,13 @@ def test_an_add_and_a_sample_are_in_place():
     flags, rows, size = np.zeros((4, 2), bool), np.zeros(8, np.int32), {"num_elements": 1 << 16}
     check_in_place(
         functools.partial(base._add.__wrapped__, ours._replay),
-        (ours._state, steps, flags, flags[0]),
+        (ours._state, steps, flags, flags[0], (rows, rows)),
         donated=0,
         **options_here(),
         **size,
     )
     check_in_place(
-        functools.partial(base._get.__wrapped__, ours._replay),
+        functools.partial(base._items, ours._replay),
         (ours._state, rows, rows),
         **options_here(),
         **size,
