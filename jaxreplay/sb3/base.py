@@ -45,7 +45,7 @@ _THEIR_ARRAYS = ("observations", "next_observations", "actions", "rewards", "don
 
 
 class _Newest(NamedTuple):
-    """What is known of the newest step of each env."""
+    """The newest step of each env, as far as it is needed to add the next one."""
 
     announced: Any  # its next observation, leaves [n_envs, ...]; None before the first step
     may_go_on: np.ndarray  # bool[n_envs]: its episode may continue with the next step
@@ -177,7 +177,7 @@ class DropInBuffer(buffers.ReplayBuffer):
 
     @property
     def _newest(self) -> "_Newest":
-        """What is known of each env's newest step."""
+        """The newest step of each env."""
         return self._waiting[-1].newest if self._waiting else self._newest_row
 
     def size(self) -> int:
