@@ -93,38 +93,20 @@ def _sampler_method(call: Callable[..., Any]) -> Callable[..., Any]:
     out of the program again would cost 2 us an array.
     """
 
-    def change(buffer: Any, samplers: Any, rows: Any, *arguments: Any, **options: Any) -> Any:
-        return _samplers(call(buffer, _with_samplers(rows, samplers), *arguments, **options))
+    def change(buffer: Any, sampler: Any, rows: Any, *arguments: Any, **options: Any) -> Any:
+        return call(buffer, rows.replace(sampler=sampler), *arguments, **options).sampler
 
     change.__name__ = change.__qualname__ = call.__name__
-    compiled = program(change, changes=True)
+    of_sampler, of_state = program(change, changes=True), program(call, changes=True)
 
     @functools.wraps(call)
     def run(buffer: Any, state: Any, *arguments: Any, **options: Any) -> Any:
-        states = jax.tree.leaves(state, is_leaf=_is_state)
-        if not all(map(_is_state, states)):
-            return call(buffer, state, *arguments, **options)  # its error says what is wrong
-        rows = _with_samplers(state, [None] * len(states))
-        return _with_samplers(
-            state, compiled(buffer, _samplers(state), rows, *arguments, **options)
-        )
+        if not isinstance(state, ReplayState):  # the states of a mixture
+            return of_state(buffer, state, *arguments, **options)
+        rows = state.replace(sampler=None)
+        return rows.replace(sampler=of_sampler(buffer, state.sampler, rows, *arguments, **options))
 
     return run
-
-
-def _is_state(node: Any) -> bool:
-    return isinstance(node, ReplayState)
-
-
-def _samplers(state: Any) -> list[Any]:
-    """Return the sampler's part of a state, or of each member's state of a mixture."""
-    return [one.sampler for one in jax.tree.leaves(state, is_leaf=_is_state)]
-
-
-def _with_samplers(state: Any, samplers: list[Any]) -> Any:
-    """Return a state, or the dict of a mixture's states, with other sampler's parts."""
-    rest = iter(samplers)
-    return jax.tree.map(lambda one: one.replace(sampler=next(rest)), state, is_leaf=_is_state)
 
 
 class Jitted(Generic[T]):
