@@ -15,8 +15,9 @@ from jaxreplay.buffers.state_checks import check_not_deleted
 from jaxreplay.storage.sampleable import ReplayState
 from jaxreplay.types import Sample, T
 
-# methods that donate the state; of the last two, only the sampler's part of it
+# methods that donate the state
 _CHANGES = frozenset({"add", "extend", "clear", "pop"})
+# methods that donate the sampler's part of the state alone
 _CHANGES_SAMPLER = frozenset({"update_priorities", "rerank"})
 _CPU_OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
@@ -128,8 +129,8 @@ class Jitted(Generic[T]):
     def _call(self, name: str, state: Any, *arguments: Any, **options: Any) -> Any:
         # a rollout has no argument `mask`, a mixture no `batch_size`
         given = {key: value for key, value in options.items() if value is not None}
-        arguments, given = _owned(name, (arguments, given))
         try:
+            arguments, given = _owned(name, (arguments, given))
             return method(name)(self.buffer, state, *arguments, **given)
         except TypeError:
             for argument in (*arguments, *given.values()):

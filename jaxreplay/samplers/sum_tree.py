@@ -302,7 +302,7 @@ class SumTree(Static):
         # XLA does not compute reductions again in each of their uses. Selects unrolled over the
         # children took 5x as long.
         child = jnp.max(jnp.where((children > 0) & (begins <= rest[:, None]), kth, 0), axis=1)
-        if children.shape[1] > _UNROLLED_FAN_OUT:  # the width of a TPU, which reads elements slowly
+        if children.shape[1] > _UNROLLED_FAN_OUT:  # as on a TPU, which reads elements slowly
             is_chosen = kth == child[:, None]
             begin, mass = (
                 jnp.sum(jnp.where(is_chosen, values, 0), axis=1) for values in (begins, children)

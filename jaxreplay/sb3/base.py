@@ -120,7 +120,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         self._replay = ReplayBuffer(
             **sizes, autoreset="same_step", sampler=self._sampler(), view=view
         )
-        self._rows = self._empty()  # the state without the steps that wait
+        self._added_state = self._empty()  # the state without the steps that wait
         self._lengths = BlockLengths()
         self._forget()
         self._watch = ResetWatch()
@@ -144,7 +144,7 @@ class DropInBuffer(buffers.ReplayBuffer):
     def _forget(self) -> None:
         """Reset the host's record of the rows: the next step begins an episode in each env."""
         none = np.zeros(self.n_envs, bool)
-        self._newest_row = _Newest(None, none, none, np.zeros(self.n_envs, np.int64), 0)
+        self._added_newest = _Newest(None, none, none, np.zeros(self.n_envs, np.int64), 0)
         self._waiting: list[_Waiting] = []
         # int32[n_envs], transitions in each env's ring, on the device
         self._counts: Any = np.zeros(self.n_envs, np.int32)
@@ -161,7 +161,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         return self._replay.memory(self._example()).total
 
     @property
-    def _owner(self) -> np.ndarray:
+    def _num_transitions(self) -> np.ndarray:
         """Number of transitions in each env's ring: int32[n_envs]."""
         newest = self._newest
         if newest.num_rows.max() <= self._replay.length:  # none is overwritten yet
@@ -173,25 +173,27 @@ class DropInBuffer(buffers.ReplayBuffer):
     def _state(self) -> Any:
         """The state, with all steps added."""
         self._flush()
-        return self._rows
+        return self._added_state
 
     @property
     def _newest(self) -> "_Newest":
         """The newest step of each env."""
-        return self._waiting[-1].newest if self._waiting else self._newest_row
+        return self._waiting[-1].newest if self._waiting else self._added_newest
 
     def size(self) -> int:
         """Return the number of transitions stored for each env, rounded down from their mean.
 
         Envs differ in it if their rings hold different numbers of final rows.
         """
-        return int(self._owner.sum() // self.n_envs)
+        return int(self._num_transitions.sum() // self.n_envs)
 
     def reset(self) -> None:
         check_not_forked(f"this {type(self).__name__}", self._pid)
         with defer_interrupts():
-            self._rows = (
-                method("clear")(self._replay, self._rows) if is_alive(self._rows) else self._empty()
+            self._added_state = (
+                method("clear")(self._replay, self._added_state)
+                if is_alive(self._added_state)
+                else self._empty()
             )
             self._forget()
 
@@ -259,14 +261,19 @@ class DropInBuffer(buffers.ReplayBuffer):
         )
         if len(self._waiting) >= self._most_waiting:
             self._flush()
-        # at once, so that an interrupt leaves a whole step or none
-        self._waiting.append(_Waiting(step, goes_on, newest))
-        self.pos += 1
-        if self.pos == self.buffer_size:
-            self.full, self.pos = True, 0
-        if self.copy_info_dict:
-            rows, _ = self._flush()
-            self._store_infos(rows, infos)
+        waiting = _Waiting(step, goes_on, newest)
+        if self.copy_info_dict:  # the step and its infos change together
+            with defer_interrupts():
+                self._waiting.append(waiting)
+                try:
+                    rows, _ = self._flush()
+                finally:
+                    self._waiting.clear()
+                self._store_infos(rows, infos)
+        else:  # an interrupt leaves an intact step or none
+            self._waiting.append(waiting)
+        num_laps, self.pos = divmod(newest.num_steps, self.buffer_size)
+        self.full = num_laps > 0
         problem = self._watch.after_add(self.n_envs, lambda: resets_of(self._state))
         if problem is not None:
             warnings.warn(
@@ -299,15 +306,15 @@ class DropInBuffer(buffers.ReplayBuffer):
             steps, goes_on, newest = zip(*part, strict=True)
             block = jax.tree.map(lambda *leaves: stacked(leaves), *steps)
             with self._changing():
-                self._rows, self._counts, rows, items = _add(
+                self._added_state, self._counts, rows, items = _add(
                     self._replay,
-                    self._rows,
+                    self._added_state,
                     block,
                     stacked(goes_on),
-                    self._newest_row.was_first,
+                    self._added_newest.was_first,
                     chosen if length == len(self._waiting) else None,
                 )
-                self._newest_row = newest[-1]
+                self._added_newest = newest[-1]
                 del self._waiting[:length]
         return rows, items
 
@@ -338,7 +345,7 @@ class DropInBuffer(buffers.ReplayBuffer):
           RuntimeError: An earlier call was interrupted: call `reset()`.
         """
         self._check_not_empty()
-        counts = self._owner
+        counts = self._num_transitions
         if (counts == counts[0]).all():
             return self._get_samples(np.random.randint(0, counts[0], size=batch_size), env)
         ends = np.cumsum(counts)
@@ -350,10 +357,12 @@ class DropInBuffer(buffers.ReplayBuffer):
         """Return transitions by number in an env's ring, 0 the oldest one stored, each of a random
         env."""
         env_indices = np.random.randint(0, self.n_envs, size=len(batch_inds))
-        if len(bad := batch_inds[(batch_inds < 0) | (batch_inds >= self._owner[env_indices])]):
+        if len(
+            bad := batch_inds[(batch_inds < 0) | (batch_inds >= self._num_transitions[env_indices])]
+        ):
             raise IndexError(
                 f"{type(self).__name__}: there is no transition {bad[0]}: the streams hold "
-                f"{self._owner.tolist()}"
+                f"{self._num_transitions.tolist()}"
             )
         return self._read(batch_inds, env_indices, env)
 
@@ -363,7 +372,7 @@ class DropInBuffer(buffers.ReplayBuffer):
             chosen = env_indices.astype(np.int32), nth.astype(np.int32)
             _, items = self._flush(chosen)
             if items is None:
-                items = _get(self._replay, self._rows, *chosen)
+                items = _get(self._replay, self._added_state, *chosen)
             return self._samples(items, env)
 
     def _samples(self, item: Any, env: VecNormalize | None) -> Any:
@@ -425,11 +434,11 @@ class DropInBuffer(buffers.ReplayBuffer):
         Signals wait meanwhile. If only one of both was changed, later calls raise.
         """
         with defer_interrupts():
-            before, self._is_torn = self._rows, True
+            before, self._is_torn = self._added_state, True
             try:
                 yield
             except BaseException:
-                self._is_torn = self._rows is not before or not is_alive(before)
+                self._is_torn = self._added_state is not before or not is_alive(before)
                 raise
             self._is_torn = False
 
@@ -443,7 +452,7 @@ class DropInBuffer(buffers.ReplayBuffer):
 
     def _check_not_empty(self) -> None:
         self._check_whole()
-        if not self._owner.any():
+        if not self._num_transitions.any():
             raise ValueError(
                 f"{type(self).__name__}: there is nothing to sample yet; add transitions first, "
                 "or raise learning_starts"
@@ -506,15 +515,15 @@ class DropInBuffer(buffers.ReplayBuffer):
         state: Any = super().__getstate__()
         return {
             **{name: value for name, value in state.items() if name != "_pid"},
-            "_rows": jax.tree.map(np.asarray, self._rows),
-            "_counts": self._owner,
+            "_added_state": jax.tree.map(np.asarray, self._added_state),
+            "_counts": self._num_transitions,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         if hasattr(super(), "__setstate__"):
             super().__setstate__(state)  # type: ignore[misc]
-        self._rows = jax.device_put(self._rows, self._rows_on())
+        self._added_state = jax.device_put(self._added_state, self._rows_on())
         self._pid = os.getpid()
 
 

@@ -267,7 +267,9 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         self._check_whole()
         self._flush()
         with self._changing():
-            self._rows = method("update_priorities")(self._replay, self._rows, indices, priorities)
+            self._added_state = method("update_priorities")(
+                self._replay, self._added_state, indices, priorities
+            )
 
 
 @functools.partial(program, static=("batch_size",))

@@ -165,13 +165,13 @@ class HerReplayBuffer(DropInBuffer, TheirHerReplayBuffer):
         Stable-Baselines3 calls it after loading, unless `truncate_last_traj=False`.
         """
         self._flush()
-        if self._newest_row.may_go_on.any():
+        if self._added_newest.may_go_on.any():
             warnings.warn(
                 "Unfinished episodes now end with the buffer's last step, as truncated ones. If "
                 "the envs continue them, load the buffer with truncate_last_traj=False.",
                 stacklevel=2,
             )
-        self._newest_row = self._newest_row._replace(may_go_on=np.zeros(self.n_envs, bool))
+        self._added_newest = self._added_newest._replace(may_go_on=np.zeros(self.n_envs, bool))
 
 
 def _stored_reward(achieved: Any, goal: Any, step: PyTree) -> jax.Array:

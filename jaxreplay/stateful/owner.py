@@ -82,10 +82,16 @@ class StateOwner:
         self._can_sample: bool | None = None  # read from the device once after each change
         self._lost: str | None = None  # when, for the error
 
-    def leaves_of(self, step: PyTree, mask: Any, priority: Any) -> list[np.ndarray] | None:
-        """Return the leaves of one step of all envs, for `stage`, or None if it cannot wait on the
-        host: it is not of NumPy arrays or tensors there, or does not fit."""
-        if self._staging is None or checks.is_tracing():
+    def stage(self, step: PyTree, mask: Any, priority: Any) -> int | None:
+        """Copy one step of all envs to those that wait on the host. Return how many steps that are
+        over all envs.
+
+        Return None, and copy nothing, if the step is to be added at once: it is not of NumPy arrays
+        or tensors on the host, it does not fit, or there is no room.
+        """
+        if self._staging is None or self._lost is not None or checks.is_tracing():
+            return None
+        if not self._staging.has_room(mask, priority):
             return None
         axes = (self.buffer.num_envs,)
         if mask is not None and not (
@@ -98,17 +104,9 @@ class StateOwner:
             and priority.dtype.kind in "fiu"
         ):
             return None
-        return self._staging.leaves_of(step, lambda: self._format.fit(own("add", step))[0])
-
-    def may_stage_quickly(self, mask: Any, priority: Any) -> bool:
-        """Return whether `stage` would only copy a step."""
-        return self._lost is None and self._staging.has_room(mask, priority)
-
-    def stage(self, leaves: list[np.ndarray], mask: Any, priority: Any) -> int:
-        """Copy a step to those that wait on the host to be added. Return how many steps that are
-        over all envs."""
-        if not self._staging.has_room(mask, priority):
-            self.flush()
+        leaves = self._staging.leaves_of(step, lambda: self._format.fit(own("add", step))[0])
+        if leaves is None:
+            return None
         self._staging.put(leaves, mask, priority)
         self._can_sample = None
         return self.buffer.num_envs if mask is None else int(mask.sum())

@@ -170,20 +170,16 @@ class Replay:
         with self._monitor:
             self._check_open()
             self._owner.check_not_lost()
-            is_first, num_steps, calls = not self._owner.has_example, 0, []
+            is_first = not self._owner.has_example
             try:
-                leaves = None if env is not None else self._owner.leaves_of(step, **given)
-                if leaves is None:
-                    step = host_arrays.own("add", step)
-                    num_steps, calls = self._owner.calls_of(step, env, **given)
+                step = host_arrays.own("add", step)
+                num_steps, calls = self._owner.calls_of(step, env, **given)
                 self._wait(
                     "add",
                     self._may_insert,
                     timeout,
                     lambda: "samples lag behind: sample, or lower samples_per_insert",
                 )
-                if leaves is not None:
-                    num_steps = self._changing(self._owner.stage, leaves, **given)
                 for call in calls:
                     self._changing(self._owner.change, *call)
             except BaseException:
@@ -203,12 +199,11 @@ class Replay:
         An interrupt meanwhile leaves a whole step or none, so signals need not wait.
         """
         with self._monitor.without_delay():
-            leaves = self._owner.leaves_of(step, mask, priority)
-            if leaves is None or self._is_closed or self._watch.is_due(self.buffer.num_envs):
+            if self._is_closed or self._watch.is_due(self.buffer.num_envs):
                 return False
-            if not self._owner.may_stage_quickly(mask, priority):
+            num_steps = self._owner.stage(step, mask, priority)
+            if num_steps is None:
                 return False
-            num_steps = self._owner.stage(leaves, mask, priority)
             self._watch.after_add(num_steps, lambda: None)
             self._monitor.notify_all()
             return True
@@ -414,9 +409,9 @@ class Replay:
         self._drawn.clear()
         self._monitor.notify_all()
 
-    def _changing(self, call: Any, *arguments: Any, **options: Any) -> Any:
+    def _changing(self, call: Any, *arguments: Any) -> Any:
         try:
-            return call(*arguments, **options)
+            return call(*arguments)
         except BaseException:
             self._monitor.notify_all()  # waiting calls check whether the rows are lost
             raise

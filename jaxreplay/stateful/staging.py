@@ -31,10 +31,11 @@ class BlockLengths:
 
     def parts_of(self, length: int) -> list[int]:
         """Return the lengths of the parts that a block is divided into, the largest first."""
-        largest = pow2.power_below(length)
-        if length not in {0, largest, *self._own} and len(self._own) < _OWN_LENGTHS:
+        has_program = length in {0, pow2.power_below(length), *self._own}
+        if not has_program and len(self._own) < _OWN_LENGTHS:
             self._own.add(length)
-        if length in {0, largest, *self._own}:
+            has_program = True
+        if has_program:
             return [length]
         powers = (1 << bit for bit in reversed(range(length.bit_length())))
         return [power for power in powers if length & power]
@@ -118,7 +119,7 @@ class Staging:
         )
 
     def put(self, leaves: list[np.ndarray], mask: Any, priority: Any) -> None:
-        """Copy a step to those that wait, at once: an interrupt leaves a whole step or none.
+        """Copy a step to those that wait. An interrupt leaves an intact step or none.
 
         Args:
           leaves: As `leaves_of` returns them.
@@ -130,7 +131,7 @@ class Staging:
 
     def waiting(self) -> tuple[PyTree, np.ndarray | None, np.ndarray | None]:
         """Return the steps that wait, oldest first, their mask and their priorities, leaves
-        [T, E, ...]. JAX may read them after a call has returned: nobody else has them."""
+        [T, E, ...]. The arrays are new, since JAX may read them after a call has returned."""
         leaves, mask, priority = zip(*self._steps, strict=True)
         return (
             jax.tree.unflatten(self._structure, map(stacked, zip(*leaves, strict=True))),

@@ -2,8 +2,8 @@
 episode provisionally, and the next one continues it.
 
 Some libraries add whole transitions, with the next observation of every step, and sample them right
-away. Observations are stored once: a next observation is the row after its step. So each `add` ends
-every episode with a final row, as a truncation does. The next `add` removes the final rows of the
+away. Observations are stored once: a next observation is the row after its step. So each call ends
+every episode with a final row, as a truncation does. The next call removes the final rows of the
 episodes that continue. In between, the buffer is like any other: the windows of its newest rows are
 complete and end at the final row.
 """
@@ -21,9 +21,9 @@ from jaxreplay.storage.sampleable import ReplayState
 def extend(
     buffer: Any, state: ReplayState, steps: PyTree, goes_on: jax.Array, was_first: jax.Array
 ) -> ReplayState:
-    """Append a block of steps of every env, with a final row after the last one of each episode.
+    """Append a block of steps of every env, with a final row after the last step of each episode.
 
-    The result equals that of one call for each step.
+    The rows, and all that can be sampled, equal those of one call for each step.
 
     Args:
       buffer: A `ReplayBuffer` with `autoreset="same_step"` and no mask.

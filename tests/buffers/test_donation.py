@@ -63,30 +63,15 @@ def test_an_env_that_reuses_its_array_corrupts_nothing():
     )
 
 
-@pytest.mark.parametrize("name", ["update_priorities", "rerank"])
-def test_a_change_of_priorities_moves_the_samplers_part_alone(name):
+@pytest.mark.parametrize(
+    ("name", "sampler"), [("update_priorities", jr.Prioritized()), ("rerank", jr.RankBased())]
+)
+def test_a_change_of_priorities_moves_the_samplers_part_alone(name, sampler):
     """The rows stay where they are: the new state has the old one's arrays, which live on."""
-    make = jr.prioritized if name == "update_priorities" else jr.items
-    options = (
-        {"autoreset": "same_step_no_final_obs"}
-        if name == "update_priorities"
-        else {"sampler": jr.RankBased()}
-    )
-    buffer = jr.jit(make(capacity=64, num_envs=2, batch_size=4, **options))
-    zeros = jnp.zeros((5, 2))
-    steps = (
-        zeros
-        if name == "rerank"
-        else jr.Step(
-            obs=zeros, action=zeros, reward=zeros, terminated=zeros > 0, truncated=zeros > 0
-        )
-    )
-    old = buffer.extend(buffer.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
-    arguments = (
-        (buffer.sample(old, jax.random.key(0)).index, jnp.arange(4.0))
-        if name == "update_priorities"
-        else ()
-    )
+    buffer = jr.jit(jr.items(capacity=64, num_envs=2, batch_size=4, sampler=sampler))
+    old = buffer.extend(buffer.init(jnp.float32(0)), jnp.zeros((5, 2)))
+    index = buffer.sample(old, jax.random.key(0)).index
+    arguments = (index, jnp.arange(4.0)) if name == "update_priorities" else ()
     eager = getattr(buffer.buffer, name)(jax.tree.map(jnp.array, old), *arguments)
     new = getattr(buffer, name)(old, *arguments)
     chex.assert_trees_all_equal(new, eager)

@@ -281,6 +281,16 @@ def tried(call):
     return found
 
 
+def test_rows_of_a_forged_size_are_not_allocated(tmp_path, limited):
+    buffer, example = next(buffers())
+    saved(tmp_path, buffer, example, 20)
+    manifest = max((tmp_path / "manifests").iterdir())
+    text = manifest.read_text().split("\n", 1)[1]
+    assert "float32[3]" in text
+    manifest.write_bytes(sealed(text.replace("float32[3]", "float32[99999999999]")))
+    assert isinstance(tried(lambda: checkpoint.inspect(tmp_path)), CorruptCheckpointError)
+
+
 @pytest.mark.parametrize(
     ("buffer", "example"), list(buffers()), ids=["items", "prioritized", "rollout"]
 )

@@ -206,7 +206,7 @@ def test_after_the_ring_went_round_each_transition_is_drawn_alike(buffer_size):
             assert batch.dones[:, 0].bool().tolist() == [dones[float(x)] for x in obs]
             assert ours.full == (t + 1 >= ours.buffer_size)
             values, counts = np.unique(obs.numpy(), return_counts=True)
-            assert len(values) == int(ours._owner.sum())  # all stored steps
+            assert len(values) == int(ours._num_transitions.sum())  # all stored steps
             for env in range(3):  # the newest ones of each env
                 of_env = values[(values >= 1000 * env) & (values < 1000 * (env + 1))]
                 assert of_env.tolist() == list(
@@ -466,8 +466,8 @@ def test_an_interrupted_add_leaves_the_rows_or_says_that_they_are_not_known(when
     ours.size()
     with monkeypatch.context() as patch:
         if when == "after":
-            record = property(lambda self: vars(self)["_newest_row"], fails)
-            patch.setattr(sb3.ReplayBuffer, "_newest_row", record, raising=False)
+            record = property(lambda self: vars(self)["_added_newest"], fails)
+            patch.setattr(sb3.ReplayBuffer, "_added_newest", record, raising=False)
         else:
             patch.setattr(base, "_add", fails)
         ours.add(*steps[1])  # waits

@@ -9,6 +9,7 @@ import pytest
 
 from tests.conftest import SOAK
 from tests.support.hlo import check_in_place
+from tests.support.interrupting import interrupted_at
 
 pytest.importorskip("stable_baselines3", reason="the sb3 extra is not installed")
 import torch
@@ -19,7 +20,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.envs import BitFlippingEnv
 
 from jaxreplay import sb3
-from jaxreplay.sb3 import hindsight
+from jaxreplay.sb3 import base, hindsight
 
 ONE = spaces.Box(-np.inf, np.inf, (1,), np.float64)
 SPACE = spaces.Dict(observation=ONE, achieved_goal=ONE, desired_goal=ONE)
@@ -134,6 +135,40 @@ def test_infos_are_those_of_the_steps(copy_info_dict):
     else:
         assert buffer.env.infos == [{}] * 40
     assert not batch.dones.any()  # timeouts are bootstrapped
+
+
+def test_an_interrupt_at_any_line_of_an_add_leaves_each_row_its_own_infos():
+    buffer = make(35, copy_info_dict=True)
+    fill(buffer, 60)
+    for start, nth in enumerate(range(1, 10**4, 1 if SOAK else 3), 60):
+        was = interrupted_at(
+            lambda start=start: fill(buffer, 1, start=start),
+            nth,
+            counts=lambda frame: frame.f_code.co_filename != __file__,
+        )
+        buffer.env.infos.clear()
+        batch = buffer.sample(50)
+        assert [info["number"] for info in buffer.env.infos] == batch.observations["observation"][
+            10:, 0
+        ].tolist()
+        if was is None:
+            break
+    assert nth > 100
+
+
+def test_a_failed_add_leaves_no_step_without_its_infos(monkeypatch):
+    buffer = make(35, copy_info_dict=True)
+    fill(buffer, 20)
+
+    def fails(*arguments):
+        raise MemoryError("no room for a program")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(base, "_add", fails)
+        with pytest.raises(MemoryError):
+            fill(buffer, 1, start=20)
+    fill(buffer, 1, start=21)
+    assert buffer.size() == 21
 
 
 @pytest.mark.parametrize(

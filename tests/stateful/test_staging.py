@@ -24,19 +24,13 @@ if SOAK:
     }
 
 
-class AtOnce:
-    """The same calls, but each step is on the device before it is added, and is added at once."""
-
-    def __init__(self, **options):
-        self.replay = make(**options)
-
-    def add(self, given, **options):
-        self.replay.add(jax.tree.map(jnp.asarray, given), **options)
-        assert not len(self.replay._owner._staging)
+def on_device(given):
+    """Return a step on the device, which is added at once."""
+    return jax.tree.map(jnp.asarray, given)
 
 
-def calls_of(replay, r, num_envs, masked, priorities):
-    """Return a random change of a replay, and what it shows afterwards."""
+def random_call(r, num_envs, masked, priorities):
+    """Return a random call: a function of a replay, and of how to hand a step to its `add`."""
     kind = r.choice(["add"] * 8 + ["block", "sample", "sample", "update", "len", "clear"])
     t = int(r.integers(1000))
     options = {}
@@ -50,12 +44,12 @@ def calls_of(replay, r, num_envs, masked, priorities):
         # other dtypes that hold the same values are cast
         given["reward"] = given["reward"].astype(r.choice([np.float32, np.float64]))
         given["action"] = given["action"].astype(r.choice([np.int32, np.int64]))
-        return lambda replay: replay.add(given, **options)
+        return lambda replay, hand: replay.add(hand(given), **options)
     return {
-        "sample": lambda replay: sampled(replay),
-        "update": lambda replay: updated(replay, priorities),
-        "len": lambda replay: (len(replay), replay.can_sample(), replay.metrics()),
-        "clear": lambda replay: replay.clear(),
+        "sample": lambda replay, _: sampled(replay),
+        "update": lambda replay, _: updated(replay, priorities),
+        "len": lambda replay, _: (len(replay), replay.can_sample(), replay.metrics()),
+        "clear": lambda replay, _: replay.clear(),
     }[kind]
 
 
@@ -77,18 +71,18 @@ def updated(replay, priorities):
 @pytest.mark.parametrize("seed", range(20 if SOAK else 1))
 def test_all_is_as_if_each_step_were_added_at_once(name, seed):
     options = BUFFERS[name]
-    waits, at_once = make(**options), AtOnce(**options)
+    waits, at_once = make(**options), make(**options)
     num_envs = options.get("num_envs", NUM_ENVS)
     priorities = isinstance(options.get("sampler"), jr.Prioritized)
     r = np.random.default_rng(seed)
     for replay in (waits, at_once):
         replay.add(step(0, (num_envs,)))
     for _ in range(100):
-        call = calls_of(waits, r, num_envs, options.get("allow_mask", False), priorities)
-        is_add = call.__name__ == "<lambda>" and "given" in call.__code__.co_freevars
-        found = [call(waits), call(at_once if is_add else at_once.replay)]
+        call = random_call(r, num_envs, options.get("allow_mask", False), priorities)
+        found = [call(waits, lambda given: given), call(at_once, on_device)]
         jax.tree.map(np.testing.assert_array_equal, *found)
-    check_same(waits, at_once.replay)
+        assert not len(at_once._owner._staging)
+    check_same(waits, at_once)
 
 
 def test_a_loop_runs_one_program_for_its_adds_and_its_sample(monkeypatch):
@@ -142,16 +136,16 @@ def test_large_steps_do_not_wait_for_long():
 
 
 def test_the_caller_may_reuse_its_arrays():
-    replay, at_once = make(), AtOnce()
+    replay, at_once = make(), make()
     memory = jax.tree.map(np.copy, step(0))
     for t in range(30):
         jax.tree.map(lambda own, new: np.copyto(own, new), memory, step(t))
         replay.add(memory)
-        at_once.add(step(t))
+        at_once.add(on_device(step(t)))
         if t % 7 == 6:
             replay.sample()
     jax.tree.map(lambda own: own.fill(1), memory)
-    check_same(replay, at_once.replay)
+    check_same(replay, at_once)
 
 
 @pytest.mark.parametrize(
@@ -168,20 +162,20 @@ def test_the_caller_may_reuse_its_arrays():
     ],
 )
 def test_an_error_comes_from_the_add_that_caused_it_and_nothing_is_lost(change, options, match):
-    replay, at_once = make(), AtOnce()
+    replay, at_once = make(), make()
     for t in range(6):
         replay.add(step(t))
-        at_once.add(step(t))
+        at_once.add(on_device(step(t)))
         with pytest.raises(ValueError, match=match):
             replay.add({**step(9), **change}, **options)
-    check_same(replay, at_once.replay)
+    check_same(replay, at_once)
 
 
 def test_a_failed_program_loses_no_step_that_waits(monkeypatch):
-    replay, at_once = make(), AtOnce()
+    replay, at_once = make(), make()
     for t in range(6):
         replay.add(step(t))
-        at_once.add(step(t))
+        at_once.add(on_device(step(t)))
 
     def fails(*arguments, **options):
         raise MemoryError("no room for a program")
@@ -193,7 +187,7 @@ def test_a_failed_program_loses_no_step_that_waits(monkeypatch):
             with pytest.raises(MemoryError):
                 call()
     assert replay.sample().is_valid.all()
-    check_same(replay, at_once.replay)
+    check_same(replay, at_once)
 
 
 def test_a_load_replaces_steps_that_wait(tmp_path):
