@@ -6,6 +6,8 @@ so that the total is the sum of the leaves after any number of updates. The tree
 """
 
 import functools
+import itertools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -22,19 +24,28 @@ _UNROLLED_FAN_OUT = 16
 
 
 class SumTreeState(Node):
-    """Levels of a tree, from the leaves to the children of the root.
+    """Masses of the leaves and of all nodes above them but the root.
 
-    The size n of each level is padded to a multiple of the fan-out.
+    The size n of each level is padded to a multiple of the fan-out. Levels share an array, since
+    each array of a state takes 2 us of a call. The lowest two have arrays of their own: XLA reads
+    an array of 512 KiB or more with several threads. So has the highest, which every write reads
+    first (`SumTree._is_ready`).
 
     Attributes:
-      sums: Tuple of float32[n], the masses of each level's nodes. Leaves come first; a node of a
-        later level is the sum of its `fan_out` children in the level before.
-      minima: Tuple of float32[n], the smallest positive mass below each node, inf if there is none.
-        It begins with the parents of the leaves. None if the tree keeps no minima.
+      sums: Tuple of up to four arrays float32[n]: the masses of the leaves; the sums of their
+        parents; the sums of the levels above, one after another; the sums of the children of the
+        root. A node is the sum of its `fan_out` children in the level before.
+      minima: Tuple of float32[n], the smallest positive mass below each node of `sums[1:]`, inf if
+        there is none. None if the tree keeps no minima.
     """
 
     sums: tuple[jax.Array, ...]
     minima: tuple[jax.Array, ...] | None
+
+    @property
+    def fan_out(self) -> int:
+        """Number of children of a node."""
+        return self.sums[-1].shape[0]
 
 
 class SumTree(Static):
@@ -99,7 +110,8 @@ class SumTree(Static):
 
     def init(self) -> SumTreeState:
         """Return a state where all masses are 0."""
-        sizes = self._level_sizes(self.fan_out or platforms.traits_of(platforms.default()).fan_out)
+        fan_out = self.fan_out or platforms.traits_of(platforms.default()).fan_out
+        sizes = self._array_sizes(fan_out)
         return SumTreeState(
             sums=tuple(jnp.zeros((n,), jnp.float32) for n in sizes),
             minima=tuple(jnp.full((n,), jnp.inf, jnp.float32) for n in sizes[1:])
@@ -181,12 +193,11 @@ class SumTree(Static):
             .at[_index(state, where & self._is_ready(state), index)]
             .set(mass, unique_indices=True, mode="drop")
         )
-        fan_out = _fan_out(state)
-        nodes = -(-self.capacity // fan_out)
-        first, _ = ring.split(jnp.where(self._is_ready(state), start, 0), fan_out)
+        nodes = -(-self.capacity // state.fan_out)
+        first, _ = ring.split(jnp.where(self._is_ready(state), start, 0), state.fan_out)
         # Up to three parents of the neighbours may be partly covered: one at either end, and the
         # last one of all if the capacity is no multiple of the fan-out.
-        width = min((length - 1) // fan_out + 3, nodes)
+        width = min((length - 1) // state.fan_out + 3, nodes)
         return self._with_parents(state, leaves, None, first, width)
 
     def get(self, state: SumTreeState, index: jax.Array) -> jax.Array:
@@ -212,7 +223,7 @@ class SumTree(Static):
           float32[].
         """
         self._check_state("total", state)
-        return self._sum(state.sums[-1].reshape(1, -1))[0]
+        return state.sums[-1].sum()
 
     def minimum(self, state: SumTreeState) -> jax.Array:
         """Return the smallest positive mass.
@@ -231,8 +242,8 @@ class SumTree(Static):
             raise ValueError(
                 "SumTree.minimum: this tree keeps no minima; make it with has_minimum=True"
             )
-        if len(state.sums) == 1:
-            return jnp.min(_positive(state.sums[0]))
+        if not state.minima:
+            return _smallest(state.sums[-1], axis=0)
         return jnp.min(state.minima[-1])
 
     def find(
@@ -257,17 +268,18 @@ class SumTree(Static):
         node = jnp.zeros(target.shape, jnp.int32)
         mass = jnp.broadcast_to(self.total(state), target.shape)
         rest = target.astype(jnp.float32) * mass
-        fan_out = _fan_out(state)
-        for level in reversed(state.sums):
+        fan_out = state.fan_out
+        for which, start, _ in reversed(self._levels(fan_out)):
+            level, first = state.sums[which], start // fan_out
             if word is not None:
                 word, rest = _fill_in(word, rest, mass)
             if self.in_line:
                 child, rest, mass = self._choose_in_line(
-                    [_child(level, node, fan_out, kth) for kth in range(fan_out)], rest
+                    [_child(level, first + node, fan_out, kth) for kth in range(fan_out)], rest
                 )
             else:
                 child, rest, mass = self._choose(
-                    level.reshape(-1, fan_out).at[node].get(mode="promise_in_bounds"), rest
+                    level.reshape(-1, fan_out).at[first + node].get(mode="promise_in_bounds"), rest
                 )
             node = node * fan_out + child
         return jnp.where(mass >= 0, node, self.capacity), mass
@@ -275,13 +287,14 @@ class SumTree(Static):
     def _check_state(self, where: str, state: SumTreeState) -> None:
         """Raise a ValueError for the state of a tree of another shape, where leaves lie
         elsewhere."""
-        sizes = [level.shape for level in state.sums]
-        fan_out = self.fan_out or _fan_out(state)
-        is_own = fan_out > 1 and sizes == [(size,) for size in self._level_sizes(fan_out)]
+        sizes = [array.size for array in state.sums]
+        is_own = self.fan_out in (0, state.fan_out) and sizes == self._array_sizes(state.fan_out)
         if not is_own or (state.minima is not None) != self.has_minimum:
             raise ValueError(
-                f"SumTree.{where}: the state is not of this tree, {self}: its levels have "
-                f"{[size[0] for size in sizes]} nodes; use the state of this tree's init()"
+                f"SumTree.{where}: the state is not of this tree, {self}: its fan_out is "
+                f"{state.fan_out}, it has {sizes[0]} leaves and "
+                f"{'no' if state.minima is None else 'their'} minima; use the state of this tree's "
+                "init()"
             )
 
     def _choose(
@@ -355,49 +368,28 @@ class SumTree(Static):
           first: int32[], the first parent of the range.
           width: Number of parents in the range.
         """
-        sums, minima, fan_out = [leaves], [], _fan_out(state)
-        for depth in range(1, len(state.sums)):
-            nodes = sums[-1].shape[0] // fan_out
+        fan_out, levels = state.fan_out, self._levels(state.fan_out)
+        sums = [leaves, *state.sums[1:]]
+        minima = None if state.minima is None else [leaves, *state.minima]
+        for (below, first_child, size), (level, start, _) in itertools.pairwise(levels):
+            num_parents = size // fan_out
             if index is not None:
                 index, _ = ring.split(index, fan_out)
                 parents = index
-            elif width >= nodes:
-                parents = ring.arange(nodes)
+            elif width >= num_parents:
+                parents = ring.arange(num_parents)
             else:
-                parents = ring.wrap(_not_none(first) + ring.arange(width), nodes)
-
-            def recomputed(values, children, reduce, join, parents=parents):
-                if self.in_line:
-                    new = [_child(children, parents, fan_out, kth) for kth in range(fan_out)]
-                    while len(new) > 1:  # by pairs: smaller rounding errors than one by one
-                        new = [
-                            functools.reduce(join, new[kth : kth + 2])
-                            for kth in range(0, len(new), 2)
-                        ]
-                    return values.at[parents].set(new[0], mode="promise_in_bounds")
-                new = reduce(
-                    children.reshape(-1, fan_out).at[parents].get(mode="promise_in_bounds")
-                )
-                return values.at[parents].set(new, mode="promise_in_bounds")
-
-            sums.append(recomputed(state.sums[depth], sums[-1], self._sum, jnp.add))
-            if state.minima is not None:
-                below = leaves if depth == 1 else minima[-1]
-                smallest = lambda children: jnp.min(_positive(children), axis=1)
-                minima.append(
-                    recomputed(
-                        state.minima[depth - 1],
-                        below,
-                        smallest,
-                        lambda a, b: jnp.minimum(_positive(a), _positive(b)),
-                    )
-                )
+                parents = ring.wrap(_not_none(first) + ring.arange(width), num_parents)
+            at, group = start + parents, first_child // fan_out + parents
+            new = self._reduced(sums[below], group, fan_out, jnp.sum, jnp.add)
+            sums[level] = sums[level].at[at].set(new, mode="promise_in_bounds")
+            if minima is not None:
+                new = self._reduced(minima[below], group, fan_out, _smallest, _smaller)
+                minima[level] = minima[level].at[at].set(new, mode="promise_in_bounds")
             if index is None:
                 first, _ = ring.split(_not_none(first), fan_out)
                 width = (width - 1) // fan_out + 3
-        return SumTreeState(
-            sums=tuple(sums), minima=None if state.minima is None else tuple(minima)
-        )
+        return state.replace(sums=tuple(sums), minima=None if minima is None else tuple(minima[1:]))
 
     def _is_ready(self, state: SumTreeState) -> jax.Array:
         """Return True, computed from the state so that XLA cannot know it: bool[].
@@ -407,25 +399,52 @@ class SumTree(Static):
         depend on an earlier call's read of it, and XLA would copy the level in between (measured:
         two updates in one program, 100 us more at 1 M leaves).
         """
-        roots = [state.sums[-1][0]] + (
-            [] if state.minima is None or not state.minima else [state.minima[-1][0]]
-        )
+        roots = [state.sums[-1][0]]
+        if state.minima:
+            roots.append(state.minima[-1][0])
         return jnp.min(jnp.stack(roots)) >= 0
 
-    def _sum(self, children: jax.Array) -> jax.Array:
-        return children.sum(axis=1)
+    def _reduced(
+        self,
+        values: jax.Array,
+        group: jax.Array,
+        fan_out: int,
+        reduce: Callable[..., jax.Array],
+        join: Callable[[jax.Array, jax.Array], jax.Array],
+    ) -> jax.Array:
+        """Reduce groups of `fan_out` neighbours: float32[B].
 
-    def _level_sizes(self, fan_out: int) -> list[int]:
+        Args:
+          values: float32[n].
+          group: int32[B], in `[0, n / fan_out)`.
+          fan_out: Number of values of a group.
+          reduce: Reduction over an axis.
+          join: The same of two values.
+        """
+        if not self.in_line:
+            children = values.reshape(-1, fan_out)
+            return reduce(children.at[group].get(mode="promise_in_bounds"), axis=1)
+        new = [_child(values, group, fan_out, kth) for kth in range(fan_out)]
+        while len(new) > 1:  # by pairs: smaller rounding errors than one by one
+            new = [functools.reduce(join, new[kth : kth + 2]) for kth in range(0, len(new), 2)]
+        return new[0]
+
+    def _levels(self, fan_out: int) -> list[tuple[int, int, int]]:
+        """Return where each level lies, from the leaves up: its array, its start there, and its
+        size."""
         sizes, nodes = [], self.capacity
         while not sizes or nodes > 1:
             nodes = -(-nodes // fan_out)
             sizes.append(nodes * fan_out)
-        return sizes
+        levels, top = [], len(sizes) - 1
+        for depth, size in enumerate(sizes):
+            start = sum(sizes[2:depth]) if depth < top else 0
+            levels.append((min(depth, 3 if depth == top else 2), start, size))
+        return levels
 
-
-def _fan_out(state: SumTreeState) -> int:
-    """Return the fan-out of the tree of a state, the number of the root's children."""
-    return state.sums[-1].shape[0]
+    def _array_sizes(self, fan_out: int) -> list[int]:
+        """Return the size of each array of sums."""
+        return list({which: start + size for which, start, size in self._levels(fan_out)}.values())
 
 
 def _child(level: jax.Array, node: jax.Array, fan_out: int, kth: int) -> jax.Array:
@@ -435,7 +454,7 @@ def _child(level: jax.Array, node: jax.Array, fan_out: int, kth: int) -> jax.Arr
 
 def _index(state: SumTreeState, is_valid: jax.Array, index: jax.Array) -> jax.Array:
     """Move invalid indices past the padded leaves, where a write is dropped: int32[B]."""
-    return jnp.where(is_valid, index, state.sums[0].shape[0])
+    return jnp.where(is_valid, index, state.sums[0].size)
 
 
 def _fill_in(word: jax.Array, rest: jax.Array, mass: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -450,6 +469,14 @@ def _fill_in(word: jax.Array, rest: jax.Array, mass: jax.Array) -> tuple[jax.Arr
 
 def _positive(mass: jax.Array) -> jax.Array:
     return jnp.where(mass > 0, mass, jnp.inf)
+
+
+def _smallest(masses: jax.Array, axis: int) -> jax.Array:
+    return jnp.min(_positive(masses), axis)
+
+
+def _smaller(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.minimum(_positive(a), _positive(b))
 
 
 def _not_none(value: jax.Array | None) -> jax.Array:
