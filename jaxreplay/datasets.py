@@ -293,8 +293,8 @@ def _batches(episodes: Iterator[EpisodeBuffer]) -> Iterator[list[EpisodeBuffer]]
 
 
 def _episodes(buffer: ReplayBuffer, state: ReplayState, include_partial: bool) -> Iterator[Any]:
-    layout, heads = state.layout, state.streams.heads
-    head, filled = np.array(heads.position), np.array(heads.filled)
+    layout, counters = state.layout, state.streams.counters
+    head, filled = np.array(counters.position), np.array(counters.filled)
     for env in range(buffer.num_envs):
         row = env * layout.length + ring.position_of(
             head[env] - filled[env] + np.arange(filled[env]), layout.length

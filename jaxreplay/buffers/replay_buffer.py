@@ -209,10 +209,6 @@ class ReplayBuffer(Static, Generic[T]):
         layout = self.layout(platform)
         return ReplayState(
             streams=Streams.empty(layout, example),
-            num_pending=None
-            if self.window.after is None
-            else jnp.zeros((self.num_envs,), jnp.int32),
-            num_expired=jnp.zeros((self.num_envs,), jnp.int32) if self.window.before else None,
             sampler=self.sampler.init(layout),
             episodes=episodes.init(layout) if self.has_table else None,
         )
@@ -584,7 +580,7 @@ class ReplayBuffer(Static, Generic[T]):
         )
         is_valid = probability > 0
         weight = self.sampler.weight(state.sampler, rows, probability, is_valid, beta)
-        filled = state.streams.heads.filled.sum(dtype=jnp.int32)
+        filled = state.streams.counters.filled.sum(dtype=jnp.int32)
         square_sum = is_valid.sum() * jnp.square(weight).sum()
         return {
             "size": self.sampler.size(state.sampler, rows),
@@ -619,8 +615,6 @@ class ReplayBuffer(Static, Generic[T]):
         state = check_state("clear", self, state)
         return state.replace(
             streams=state.streams.clear(),
-            num_pending=None if state.num_pending is None else jnp.zeros_like(state.num_pending),
-            num_expired=None if state.num_expired is None else jnp.zeros_like(state.num_expired),
             sampler=self.sampler.clear(state.sampler),
             episodes=state.episodes and episodes.clear(state.episodes),
         )
@@ -649,21 +643,21 @@ class ReplayBuffer(Static, Generic[T]):
         """
         layout, window = state.layout, self.window
         before = Sampleable.of(state)
-        if state.num_expired is not None:
+        if window.before:
             # This is always True, which XLA does not know. The write now depends on the flags that
             # the last sample read, so that XLA copies none.
             is_ready = jnp.broadcast_to(
-                state.num_expired >= 0, (jax.tree.leaves(steps)[0].shape[0], layout.num_envs)
+                before.num_expired >= 0, (jax.tree.leaves(steps)[0].shape[0], layout.num_envs)
             )
             mask = is_ready if mask is None else mask & is_ready
         counted, written = state.streams.advance(steps, mask)
-        num_pending = (
-            None if state.num_pending is None else count_pending(layout, state.num_pending, written)
-        )
+        if window.after is not None:
+            num_pending = count_pending(layout, before.num_pending, written)
+            counted = counted.with_counters(num_pending=num_pending)
         table, noted = (
             episodes.advance(layout, state.episodes, written) if state.episodes else (None, None)
         )
-        after = state.replace(streams=counted, num_pending=num_pending, episodes=table)
+        after = state.replace(streams=counted, episodes=table)
         if layout.traits.in_line:
             # The minimum is always the first of the two, which XLA does not know. Without it XLA
             # keeps a copy of the counts.
@@ -674,11 +668,11 @@ class ReplayBuffer(Static, Generic[T]):
             )
             after, written, noted, waited = _counted_first(after, written, noted, waited)
             before = dataclasses.replace(before, num_pending=waited)
+        streams = after.streams.write(steps, written)
         after = after.replace(
-            streams=after.streams.write(steps, written),
+            streams=streams.with_counters(num_expired=count_expired(streams)),
             episodes=after.episodes and noted and episodes.write(after.episodes, noted),
         )
-        after = after.replace(num_expired=count_expired(after.streams))
         effect = effect_of(before, Sampleable.of(after), written) if window.is_bounded else None
         if priority is not None and layout.rows_per_step == 2:  # 0 for final rows
             priority = jnp.stack([priority, jnp.zeros_like(priority)], axis=1).reshape(

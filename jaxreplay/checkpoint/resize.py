@@ -32,13 +32,13 @@ def with_heads(after: Layout, streams: Streams, num_lost: np.ndarray) -> Streams
       streams: Streams with the old layout.
       num_lost: int64[E], number of lost rows of each stream.
     """
-    heads = streams.heads
-    end = np.asarray(heads.lap).astype(np.int64) * streams.layout.length + np.asarray(
-        heads.position
+    before = streams.counters
+    end = np.asarray(before.lap).astype(np.int64) * streams.layout.length + np.asarray(
+        before.position
     )
     position, lap = ring.position_of(end, after.length), (end // after.length).astype(np.uint32)
-    filled = np.minimum(np.asarray(heads.filled) - num_lost, after.length)
-    return streams.with_heads(position=position, filled=filled, lap=lap).replace(layout=after)
+    filled = np.minimum(np.asarray(before.filled) - num_lost, after.length)
+    return streams.with_counters(position=position, filled=filled, lap=lap).replace(layout=after)
 
 
 def parted(before: Any, old: ReplayState) -> tuple[ReplayState, dict[str, Any]]:
@@ -71,12 +71,14 @@ def resized(after: Any, old: ReplayState, streams: Streams) -> ReplayState:
             f"{type(after.sampler).__name__} keeps values per row: name these fields of its state "
             "in PER_ROW"
         )
-    return old.replace(
-        streams=streams.replace(steps=None, flags=None, candidate_number=None),
+    counted = streams.with_counters(
         num_pending=None
-        if old.num_pending is None
-        else jnp.minimum(old.num_pending, streams.filled),
+        if (pending := streams.counters.num_pending) is None
+        else jnp.minimum(pending, streams.filled),
         num_expired=count_expired(streams),
+    )
+    return old.replace(
+        streams=counted.replace(steps=None, flags=None, candidate_number=None),
         episodes=_episodes(streams) if after.has_table else None,
         sampler=sampler,
     )

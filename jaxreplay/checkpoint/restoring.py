@@ -102,12 +102,12 @@ class Reading:
             self.holes = salvage.holes_of(self._manifest, damaged, before, old, read_flags)
         streams = resize.with_heads(buffer.layout(), old.streams, self.holes.num_lost)
         streams = streams.replace(**self._rows(stored, specs, buffer.length))
-        sampler, pending = old.sampler, old.num_pending
         if damaged:
             streams, candidate_numbers = salvage.closed(streams, self.holes)
-            sampler = before.sampler.after_loss(sampler, candidate_numbers.now)
-            pending = None if pending is None else jnp.where(self.holes.is_newest_lost, 0, pending)
-        old = old.replace(sampler=sampler, num_pending=pending)
+            if (pending := streams.counters.num_pending) is not None:
+                pending = jnp.where(self.holes.is_newest_lost, 0, pending)
+                streams = streams.with_counters(num_pending=pending)
+            old = old.replace(sampler=before.sampler.after_loss(old.sampler, candidate_numbers.now))
         with defer_interrupts():
             rest = resize.resized(buffer, old, streams)
         sampler, (stored, _) = rest.sampler, rows.split(old.replace(streams=streams))

@@ -83,8 +83,8 @@ def num_rewritten(state: ReplayState) -> int:
 
 
 def _heads(state: ReplayState) -> tuple[jax.Array, jax.Array, jax.Array]:
-    heads = state.streams.heads
-    return heads.position, heads.lap, heads.filled
+    counters = state.streams.counters
+    return counters.position, counters.lap, counters.filled
 
 
 def rows_at(picked: Picked, length: int) -> np.ndarray:

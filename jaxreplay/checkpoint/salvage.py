@@ -124,8 +124,8 @@ def holes_of(
         gaps = [together] * len(end)
     pending = (
         None
-        if old.num_pending is None or not buffer.window.is_bounded
-        else np.asarray(old.num_pending)
+        if old.streams.counters.num_pending is None or not buffer.window.is_bounded
+        else np.asarray(old.streams.counters.num_pending)
     )
     for env, own in enumerate(gaps):
         if own and pending is not None and own[0][0] < pending[env]:
@@ -255,7 +255,7 @@ def closed(state: Streams, holes: Holes) -> tuple[Streams, CandidateNumbers]:
     num_envs = layout.num_envs
     head, filled, end = (
         np.asarray(x)
-        for x in (state.heads.position, state.heads.filled, state.next_candidate_number)
+        for x in (state.counters.position, state.counters.filled, state.next_candidate_number)
     )
     runs = [(env, *run) for env in range(num_envs) for run in _runs(holes, env, int(filled[env]))]
     rows_at = [_rows_of_ages(layout, head, runs, which) for which in (1, 2)]
@@ -284,11 +284,9 @@ def closed(state: Streams, holes: Holes) -> tuple[Streams, CandidateNumbers]:
     is_cut, follows = (
         np.array([getattr(part, name) for part in parts], bool) for name in ("is_cut", "follows")
     )
-    last_flags = np.asarray(state.last_flags)
+    last_flags = np.asarray(state.counters.last_flags)
     cleared = np.asarray(row_flags.after_clear(layout.autoreset, jnp.asarray(last_flags)))
-    state = state.replace(
-        last_flags=jnp.asarray(np.where(holes.is_newest_lost, cleared, last_flags))
-    )
+    state = state.with_counters(last_flags=np.where(holes.is_newest_lost, cleared, last_flags))
     final_rows, firsts = (
         np.where(is_one, row, layout.capacity)
         for is_one, row in ((is_cut & ~closes, rows_at[0]), (follows, rows_at[1]))

@@ -133,9 +133,10 @@ def resets_of(state: ReplayState) -> Resets | None:
 
 def _span(state: ReplayState) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of each stream's oldest row, and of its newest row plus 1: int64[E]."""
-    heads = state.streams.heads
+    counters = state.streams.counters
     position, lap, filled = (
-        np.array(leaf).astype(np.int64) for leaf in (heads.position, heads.lap, heads.filled)
+        np.array(leaf).astype(np.int64)
+        for leaf in (counters.position, counters.lap, counters.filled)
     )
     end = lap * state.layout.length + position
     return end - filled, end

@@ -538,7 +538,7 @@ def _add(
       int32[E] both; the items of `chosen`, or None.
     """
     state = provisional.extend(buffer, state, steps, goes_on, was_first)
-    layout, position = state.layout, state.streams.heads.position
+    layout, position = state.layout, state.streams.counters.position
     # the final row comes after it
     rows = layout.row(layout.envs(), layout.wrap(position - 2))
     items = None if chosen is None else _items(buffer, state, *chosen)

@@ -114,6 +114,27 @@ class Layout(Static):
         return not self.allow_mask and self.rows_per_step == 1
 
     @functools.cached_property
+    def streams_apart(self) -> slice | int:
+        """Index of the streams whose heads differ: the first stream alone if all step together."""
+        return 0 if self.lockstep else slice(None)
+
+    @functools.cached_property
+    def counter_names(self) -> tuple[str, ...]:
+        """Names of the counters of each stream, in the order of `Streams.packed_counters`."""
+        of_steps = ("last_flags", "num_candidates") if self.autoreset is not None else ()
+        window = self.window
+        of_window = (
+            ("phase", window.period > 1),
+            ("num_pending", window.after is not None),
+            ("num_expired", bool(window.before)),
+        )
+        return (
+            *("position", "filled", "lap"),
+            *of_steps,
+            *(name for name, is_kept in of_window if is_kept),
+        )
+
+    @functools.cached_property
     def may_take_back(self) -> bool:
         """True if a stream's newest row, if it is a final row, may be removed again
         (`storage/provisional.py`)."""

@@ -61,17 +61,17 @@ def reopen(state: ReplayState, mask: jax.Array, was_first: jax.Array) -> ReplayS
     """
     before, layout = state.streams, state.layout
     assert before.flags is not None
-    assert before.last_flags is not None
+    last_flags = before.counters.last_flags
+    assert last_flags is not None
     newest = layout.row(layout.envs(), layout.wrap(before.head - 2))
     flags = jnp.asarray(was_first).astype(jnp.uint8) * jnp.uint8(row_flags.FIRST)
-    heads = before.with_heads(
+    after = before.with_counters(
         position=jnp.where(mask, layout.wrap(before.head - 1), before.head),
         filled=before.filled - mask,
         lap=before.lap - (mask & (before.head == 0)).astype(jnp.uint32),
-    )
-    after = heads.replace(
-        flags=stored_arrays.write(before.flags, jnp.where(mask, newest, layout.capacity), flags),
-        last_flags=jnp.where(mask, flags, before.last_flags),
+        last_flags=jnp.where(mask, flags, last_flags),
+    ).replace(
+        flags=stored_arrays.write(before.flags, jnp.where(mask, newest, layout.capacity), flags)
     )
     return state.replace(
         streams=after, episodes=state.episodes and _reopened(layout, state.episodes, mask)

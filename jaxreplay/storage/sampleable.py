@@ -34,10 +34,6 @@ class ReplayState(Node):
 
     Attributes:
       streams: The stored steps, with flags and counters of each env's ring of rows.
-      num_pending: int32[E], number of each env's newest rows whose window is not complete yet, or
-        None if the episode table has it.
-      num_expired: int32[E], number of each env's oldest rows whose look-back is overwritten, or
-        None without a bounded look-back.
       sampler: The sampler's own state: any pytree.
       episodes: The episode table. None unless `track_episodes` is set, or the view or the sampler
         looks episodes up.
@@ -57,8 +53,6 @@ class ReplayState(Node):
     """
 
     streams: Streams
-    num_pending: jax.Array | None  # int32[E]
-    num_expired: jax.Array | None  # int32[E]
     sampler: Any
     episodes: EpisodeState | None
 
@@ -73,7 +67,7 @@ class ReplayState(Node):
         if not has_shapes(self):
             return super().__repr__()
         layout, steps = self.layout, self.streams.steps
-        population = self.streams.heads.position.shape[:-1]
+        population = self.streams.packed_counters.shape[:-2]
         sizes = [
             *map(str, population),
             f"{layout.num_envs} env{'s' * (layout.num_envs != 1)}",
@@ -223,7 +217,8 @@ class Sampleable:
         Args:
           state: A buffer's state.
         """
-        num_pending, num_expired, streams = state.num_pending, state.num_expired, state.streams
+        streams = state.streams
+        num_pending, num_expired = streams.counters.num_pending, streams.counters.num_expired
         if num_pending is None:  # the window reaches to the episode's end
             num_pending = _episodes(streams, state.episodes).num_unfinished()
         if num_expired is None:
@@ -246,7 +241,7 @@ class Sampleable:
 
     def count(self) -> jax.Array:
         """Return the number of sampleable rows of each stream: int32[E]."""
-        window, filled = self.layout.window, self.streams.heads.filled
+        window, filled = self.layout.window, self.streams.counters.filled
         if self.streams.flags is None:
             return filled - self.num_pending
         from_oldest = self._candidates_since(filled - self.num_expired)
@@ -365,7 +360,7 @@ class Sampleable:
 
         If there is none, return that of the next candidate whose look-back will be intact.
         """
-        return self._candidate_number_of_newest(self.streams.heads.filled - self.num_expired)
+        return self._candidate_number_of_newest(self.streams.counters.filled - self.num_expired)
 
     def look_back(self, row: jax.Array) -> jax.Array:
         """Return the number of rows before each stored row that its window reads: int32[...].
@@ -389,7 +384,7 @@ class Sampleable:
         the next row if `num_rows` is 0: uint32[E]."""
         if self.streams.candidate_number is None:
             return self.streams.next_candidate_number - num_rows.astype(jnp.uint32)
-        position = self.layout.wrap(self.streams.heads.position - num_rows)
+        position = self.layout.wrap(self.streams.counters.position - num_rows)
         return jnp.where(
             num_rows > 0,
             self._candidate_number(self.layout.envs(), position),

@@ -5,8 +5,8 @@ neighbours in time are neighbours in memory. Each write is one masked scatter pe
 is not written points past the end. (A `lax.cond` around the write would become a select over the
 whole buffer under `vmap`. A strided `dynamic_update_slice` took 13 us where the scatter takes 2.)
 
-Streams do not depend on sampling. For each row they keep a step's leaves, flags (`row_flags.py`)
-and a candidate number, from which `sampleable.py` counts and finds rows without a list of them.
+For each row, streams keep a step's leaves, flags (`row_flags.py`) and a candidate number, from
+which `sampleable.py` counts and finds rows without a list of them.
 Flags and numbers are separate arrays, since samples read only the flags: at one byte a row, those
 of a million rows stay in a core's cache.
 
@@ -67,16 +67,40 @@ class Written(NamedTuple):
         return jnp.where(self.num_rows > 0, newest, before)
 
 
-class Heads(Node):
-    """Heads of all streams. They are equal if all streams always step together.
+class Counters(NamedTuple):
+    """Counters of each stream; None for those that are not in `layout.counter_names`.
 
-    They are stored for each stream all the same: a GPU counts a step in one kernel if all numbers
-    are [E].
+    The first three are equal for all streams if these always step together. They are stored for
+    each stream all the same: a GPU counts a step in one kernel if all numbers are [E].
     """
 
     position: jax.Array  # int32[E], in [0, length): position of the next write
     filled: jax.Array  # int32[E], in [0, length]: number of rows that are stored
     lap: jax.Array  # uint32[E]: number of times that the head went round
+    last_flags: jax.Array | None = None  # uint8[E]: flags of the newest row; None for plain items
+    # uint32[E], modulo 2^32: number of candidates that were ever written, which is the candidate
+    # number of the next row; None for plain items
+    num_candidates: jax.Array | None = None
+    # int32[E], in [0, period): number of transitions since the newest candidate, itself included,
+    # modulo the period; None if every transition is a candidate
+    phase: jax.Array | None = None
+    # int32[E]: number of newest rows whose window is not complete yet; None if the episode table
+    # has it
+    num_pending: jax.Array | None = None
+    # int32[E]: number of oldest rows whose look-back is overwritten; None without a bounded one
+    num_expired: jax.Array | None = None
+
+
+_DTYPES = Counters(
+    position=jnp.int32,
+    filled=jnp.int32,
+    lap=jnp.uint32,
+    last_flags=jnp.uint8,
+    num_candidates=jnp.uint32,
+    phase=jnp.int32,
+    num_pending=jnp.int32,
+    num_expired=jnp.int32,
+)
 
 
 class Streams(Node):
@@ -87,14 +111,9 @@ class Streams(Node):
     flags: jax.Array | None  # uint8[N]: bits of `row_flags`; None for plain items
     # uint32[N], modulo 2^32: candidates of the stream before each row; None for plain items
     candidate_number: jax.Array | None
-    heads: Heads
-    last_flags: jax.Array | None  # uint8[E]: flags of the newest row; None for plain items
-    # uint32[E], modulo 2^32: number of candidates that were ever written, which is the candidate
-    # number of the next row; None for plain items
-    num_candidates: jax.Array | None
-    # int32[E], in [0, period): number of transitions since the newest candidate, itself included,
-    # modulo the period; None if every transition is a candidate
-    phase: jax.Array | None
+    # uint32[C, E]: the counters in `layout.counter_names`, in one array, since each array of a
+    # state takes 2 us of a call
+    packed_counters: jax.Array
     layout: Layout = static_field()
 
     @classmethod
@@ -108,61 +127,71 @@ class Streams(Node):
         stored = example if layout.autoreset is None else _stored(example)
         has_flags = layout.autoreset is not None
 
-        def zeros(size: int, dtype: Any, where: bool = True) -> Any:
-            return jnp.zeros((size,), dtype) if where else None
-
-        capacity, num_envs = layout.capacity, layout.num_envs
-        return cls(
+        capacity = layout.capacity
+        empty = cls(
             steps=jax.tree.map(
                 lambda leaf: stored_arrays.zeros(capacity, leaf, layout.traits.has_tiles), stored
             ),
-            flags=zeros(capacity, jnp.uint8, has_flags),
-            candidate_number=zeros(capacity, jnp.uint32, has_flags),
-            heads=Heads(
-                zeros(num_envs, jnp.int32), zeros(num_envs, jnp.int32), zeros(num_envs, jnp.uint32)
-            ),
-            # As if a final row had been written: the first row opens an episode.
-            last_flags=jnp.full((num_envs,), row_flags.FINAL, jnp.uint8) if has_flags else None,
-            num_candidates=zeros(num_envs, jnp.uint32, has_flags),
-            phase=zeros(num_envs, jnp.int32, layout.window.period > 1),
+            flags=jnp.zeros((capacity,), jnp.uint8) if has_flags else None,
+            candidate_number=jnp.zeros((capacity,), jnp.uint32) if has_flags else None,
+            packed_counters=jnp.zeros((len(layout.counter_names), layout.num_envs), jnp.uint32),
             layout=layout,
+        )
+        # As if a final row had been written: the first row opens an episode.
+        return empty.with_counters(last_flags=row_flags.FINAL) if has_flags else empty
+
+    @property
+    def counters(self) -> Counters:
+        """Counters of all streams."""
+        return Counters(
+            **{
+                name: jax.lax.index_in_dim(self.packed_counters, nth, -2, keepdims=False).astype(
+                    getattr(_DTYPES, name)
+                )
+                for nth, name in enumerate(self.layout.counter_names)
+            }
         )
 
     @property
     def head(self) -> jax.Array:
         """Position of the next write: int32[E], or int32[] if all streams step together."""
-        return self._of_all(self.heads.position)
+        return self.counters.position[self.layout.streams_apart]
 
     @property
     def filled(self) -> jax.Array:
         """Number of rows that are stored: int32[E] or int32[], as `head`."""
-        return self._of_all(self.heads.filled)
+        return self.counters.filled[self.layout.streams_apart]
 
     @property
     def lap(self) -> jax.Array:
         """Number of times that the head went round: uint32[E] or uint32[], as `head`."""
-        return self._of_all(self.heads.lap)
+        return self.counters.lap[self.layout.streams_apart]
 
     @property
     def next_number(self) -> jax.Array:
         """Number of each stream's next row, modulo 2^32: uint32[E]. A row's position is its number
         modulo the length."""
-        return self.layout.number(self.heads.lap, self.heads.position)
+        counters = self.counters
+        return self.layout.number(counters.lap, counters.position)
 
     @property
     def next_candidate_number(self) -> jax.Array:
         """Candidate number of the next candidate that is written to each stream: uint32[E]. Every
         item is a candidate."""
-        return self.next_number if self.num_candidates is None else self.num_candidates
+        number = self.counters.num_candidates
+        return self.next_number if number is None else number
 
-    def with_heads(self, **heads: Any) -> "Streams":
-        """Replace `position`, `filled` or `lap`, by an array [E] or one value for all streams."""
-        new = {
-            name: jnp.broadcast_to(jnp.asarray(value, old.dtype), old.shape)
-            for name, value in heads.items()
-            for old in (getattr(self.heads, name),)
-        }
-        return self.replace(heads=self.heads.replace(**new))
+    def with_counters(self, **new: Any) -> "Streams":
+        """Replace counters, by an array [E] or one value for all streams. None keeps one; values of
+        counters that the streams do not have are ignored."""
+        packed, rows = self.packed_counters, []
+        for nth, name in enumerate(self.layout.counter_names):
+            if (value := new.get(name)) is None:
+                rows.append(jax.lax.index_in_dim(packed, nth))
+            else:
+                row = jnp.asarray(value, getattr(_DTYPES, name)).astype(jnp.uint32)
+                rows.append(jnp.broadcast_to(row, (1, packed.shape[1])))
+        return self.replace(packed_counters=jnp.concatenate(rows))
 
     def clear(self) -> "Streams":
         """Forget every row. The stored steps stay as they are; indices of earlier samples become
@@ -174,11 +203,17 @@ class Streams(Node):
         """
         # Add two laps: rows from the head on count as written in the lap before the head's, and no
         # earlier index has that lap.
-        return self.with_heads(position=0, filled=0, lap=self.heads.lap + jnp.uint32(2)).replace(
+        counters = self.counters
+        return self.with_counters(
+            position=0,
+            filled=0,
+            lap=counters.lap + jnp.uint32(2),
             last_flags=None
-            if self.last_flags is None
-            else row_flags.after_clear(self.layout.autoreset, self.last_flags),
-            phase=None if self.phase is None else jnp.zeros_like(self.phase),
+            if counters.last_flags is None
+            else row_flags.after_clear(self.layout.autoreset, counters.last_flags),
+            phase=0,
+            num_pending=0,
+            num_expired=0,
         )
 
     def advance(self, steps: PyTree, mask: jax.Array | None) -> tuple["Streams", Written]:
@@ -191,21 +226,17 @@ class Streams(Node):
         Returns:
           The streams with new counters, and the rows to be written.
         """
-        layout, state = self.layout, self
+        layout, state, before = self.layout, self, self.counters
         num_steps = jax.tree.leaves(steps)[0].shape[0]
         mask = jnp.ones((num_steps, layout.num_envs), bool) if mask is None else mask
         flags, is_written = None, mask
         if layout.autoreset is not None:
-            assert self.last_flags is not None
+            assert before.last_flags is not None
             flags, is_written = row_flags.rows_of(
-                layout.autoreset,
-                steps.terminated,
-                steps.truncated,
-                mask,
-                self.last_flags,
+                layout.autoreset, steps.terminated, steps.truncated, mask, before.last_flags
             )
-            if self.phase is not None:
-                state, flags = self._skipped(self.phase, flags, is_written)
+            if before.phase is not None:
+                state, flags = self._skipped(before.phase, flags, is_written)
         if layout.lockstep:  # the positions are known without looking at the block
             nth = jnp.broadcast_to(ring.arange(num_steps)[:, None], is_written.shape)
             num_rows = jnp.full((layout.num_envs,), num_steps, jnp.int32)
@@ -213,19 +244,24 @@ class Streams(Node):
             nth = jnp.cumsum(is_written, axis=0, dtype=jnp.int32) - 1
             num_rows = nth[-1] + 1
         age = num_rows - 1 - nth
-        new = state._advanced(num_rows)
+        end = before.position + num_rows
+        new = state.with_counters(
+            position=ring.wrap(end, layout.length),
+            filled=jnp.minimum(before.filled + num_rows, layout.length),
+            lap=before.lap + (end >= layout.length).astype(jnp.uint32),
+        )
         # Rows, and candidate numbers below, are counted back from the new counts. If they were
         # counted forward from the old ones, XLA would keep a copy of these for later kernels.
-        row = layout.row(layout.envs(), layout.wrap(new.heads.position - 1 - age))
+        row = layout.row(layout.envs(), layout.wrap(new.counters.position - 1 - age))
         written = Written(
             jnp.where(is_written, row, layout.capacity), is_written, flags, age, num_rows
         )
         if flags is not None:
             is_candidate = is_written & ((flags & row_flags.NO_CANDIDATE) == 0)
             count = self.next_candidate_number + is_candidate.sum(axis=0, dtype=jnp.uint32)
-            assert self.last_flags is not None
-            new = new.replace(
-                last_flags=written.of_newest(flags, self.last_flags), num_candidates=count
+            assert before.last_flags is not None
+            new = new.with_counters(
+                last_flags=written.of_newest(flags, before.last_flags), num_candidates=count
             )
             written = written._replace(candidate_number=count - from_each_on(is_candidate))
         return new, written
@@ -247,7 +283,7 @@ class Streams(Node):
         since = jnp.where(latest_start >= 0, before - latest_start, before + phase)
         _, place = ring.split(since, window.period)
         _, phase = ring.split((since + is_transition)[-1], window.period)
-        return self.replace(phase=phase), jnp.where(
+        return self.with_counters(phase=phase), jnp.where(
             is_transition & (place != 0), flags | row_flags.SKIPPED, flags
         )
 
@@ -273,16 +309,6 @@ class Streams(Node):
             flags=write(self.flags, written.flags, written.row),
             candidate_number=write(self.candidate_number, written.candidate_number, written.row),
         )
-
-    def _advanced(self, num_rows: jax.Array) -> "Streams":
-        """Return the streams with heads that are int32[E] rows further on."""
-        length, end = self.layout.length, self.heads.position + num_rows
-        heads = Heads(
-            ring.wrap(end, length),
-            jnp.minimum(self.heads.filled + num_rows, length),
-            self.heads.lap + (end >= length).astype(jnp.uint32),
-        )
-        return self.replace(heads=heads)
 
     def has(self, row: jax.Array, flag: int) -> jax.Array:
         """Return whether each row has a flag, or one of several: bool[...]. Items have no flags."""
@@ -323,9 +349,6 @@ class Streams(Node):
         # Such a row was written before the head last went round.
         ahead = position >= of_stream(self.head, env)
         return Index(row=row, lap=of_stream(self.lap, env) - ahead.astype(jnp.uint32))
-
-    def _of_all(self, per_stream: jax.Array) -> jax.Array:
-        return per_stream[0] if self.layout.lockstep else per_stream
 
 
 def of_stream(per_stream: jax.Array, env: jax.Array) -> jax.Array:

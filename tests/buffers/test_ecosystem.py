@@ -68,7 +68,7 @@ def test_configurations_samples_and_rollouts_are_shown_in_one_line():
     )
     number, flag = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), bool)
     step = jr.Step({"x": number}, number, number, terminated=flag, truncated=flag)
-    assert repr(buffer.init(step)) == "ReplayState(1 env x 8 rows, obs {x: f32[]}, 157 B)"
+    assert repr(buffer.init(step)) == "ReplayState(1 env x 8 rows, obs {x: f32[]}, 160 B)"
     batch = jax.eval_shape(buffer.sample, buffer.init(step), jax.random.key(0))
     assert repr(batch.replace(experience=None)) == (
         "Sample(index Index(row i32[2], lap u32[2]), probability f32[2], weight f32[2], "

@@ -197,18 +197,15 @@ def test_what_does_not_change_a_state_s_meaning_may_differ():
 def test_a_leaf_of_another_shape_or_dtype_is_named():
     replay = uniform()
     state = replay.init(EXAMPLE)
-    steps, heads = (
-        state.streams.steps,
-        state.streams.heads.replace(position=jnp.zeros(5, jnp.int32)),
-    )
+    steps = state.streams.steps
     for streams, named in (
         (
             state.streams.replace(flags=jnp.zeros(64, jnp.int32)),
             r"streams.flags: got int32\[64\], expected uint8\[64\]",
         ),
         (
-            state.streams.replace(heads=heads),
-            r"streams.heads.position: got int32\[5\], expected int32\[",
+            state.streams.replace(packed_counters=jnp.zeros((5, 5), jnp.uint32)),
+            r"streams.packed_counters: got uint32\[5, 5\], expected uint32\[6, 2\]",
         ),
         (
             state.streams.replace(steps=steps.replace(reward=jnp.zeros(32))),

@@ -130,7 +130,7 @@ def test_an_older_copy_of_the_newest_files_is_told(tmp_path):
         ("rows", "steps.number/c.0"),
         ("rows", "steps.number"),
         ("rows", ""),
-        ("rest", "streams.heads.position/c.0"),
+        ("rest", "streams.packed_counters/c.0.0"),
         ("rest", ""),
     ):
         theirs, ours = (sorted((copy / kind).iterdir())[-1] / what for copy in (backup, path))
@@ -361,7 +361,7 @@ def test_only_what_is_lost_is_left_out(shared):
 def test_when_the_rest_is_broken_an_older_generation_is_salvaged(shared):
     buffer, path, _, _, file = shared
     flipped(file)
-    flipped(next((path / "rest").glob("*3-*/streams.heads.position/c.0")))
+    flipped(next((path / "rest").glob("*3-*/streams.packed_counters/c.0.0")))
     checkpointer = Checkpointer(path, buffer)
     with pytest.warns(UserWarning, match=r"step 48: rest/(.|\n)*rows are lost"):
         checkpointer.restore(EXAMPLE, allow_partial=True)

@@ -196,14 +196,14 @@ def test_it_is_said_what_was_restored(tmp_path):
     for number in (1, 2):
         checkpointer.save(state, number, metadata={"number": number})
     newest = sorted((tmp_path / "rest").iterdir())[-1]
-    description = newest / "streams.heads.position" / "zarr.json"
+    description = newest / "streams.packed_counters" / "zarr.json"
     description.unlink()
     description.symlink_to(description)  # exists, but cannot be read
     other = Checkpointer(tmp_path, buffer)
     with pytest.warns(
         UserWarning,
         match="restore: step 1 was restored; this is damaged:\n  step 2: "
-        "rest/.*streams.heads.position/zarr.json",
+        "rest/.*streams.packed_counters/zarr.json",
     ):
         other.restore(EXAMPLE)
     assert (other.step, other.metadata) == (1, {"number": 1})

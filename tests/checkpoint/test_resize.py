@@ -78,11 +78,7 @@ def test_a_smaller_buffer_is_as_if_it_had_been_fed_the_same(case, num_steps, tmp
         run(case, small, num_steps),
     )
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
-    for field in ("head", "filled", "lap", "last_flags", "num_candidates", "phase"):
-        assert bits(getattr(got.streams, field)) == bits(getattr(wanted.streams, field)), field
-    assert bits((got.num_pending, got.num_expired)) == bits(
-        (wanted.num_pending, wanted.num_expired)
-    )
+    assert bits(got.streams.counters) == bits(wanted.streams.counters)
     which = names(small, wanted)
     assert names(small, got) == which
     if not isinstance(small.sampler, ConsumingSampler):
@@ -252,7 +248,7 @@ def test_after_a_clear_and_when_the_laps_begin_anew(tmp_path):
             row[-min(5, capacity // 4) :] for row in expected(buffer, 45)
         ]
     state = added(buffer, buffer.init(EXAMPLE), 0, 40)
-    late = state.replace(streams=state.streams.with_heads(lap=jnp.uint32(2**32 - 1)))
+    late = state.replace(streams=state.streams.with_counters(lap=jnp.uint32(2**32 - 1)))
     checkpoint.save(tmp_path / "late", buffer, late)
     for capacity in (32, 256):
         other = items(capacity=capacity)
@@ -331,7 +327,7 @@ def test_a_resized_run_goes_on_under_its_path(tmp_path):
     assert numbers(
         smaller, checkpoint.restore(tmp_path, smaller, EXAMPLE, resize=True)
     ) == expected(smaller, 53)
-    for file in tmp_path.glob("rest/*3-*/*/c.0"):
+    for file in tmp_path.glob("rest/*3-*/*/c.*"):
         file.write_bytes(b"broken")
     with pytest.raises(
         ValueError,

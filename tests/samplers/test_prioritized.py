@@ -163,7 +163,7 @@ def test_a_late_update_of_an_overwritten_row_is_ignored():
 def test_laps_wrap_around():
     """After 2^32 laps the counter restarts at 0; indices of the previous lap are still stale."""
     buffer, state = make_buffer([1.0, 2.0])
-    state = state.replace(streams=state.streams.with_heads(lap=jnp.uint32(2**32 - 1)))
+    state = state.replace(streams=state.streams.with_counters(lap=jnp.uint32(2**32 - 1)))
     early = index_of(buffer, state, [0, 1])
     assert early.lap.tolist() == [2**32 - 1] * 2
     for _ in range(4):
@@ -179,7 +179,7 @@ def test_ranks_wrap_around():
     buffer = jr.uniform(capacity=10, num_envs=1, batch_size=500, autoreset="same_step_no_final_obs")
     state = buffer.init(jax.tree.map(lambda x: x[0], flat([0.0])))
     state = state.replace(
-        streams=state.streams.replace(num_candidates=jnp.array([2**32 - 7], jnp.uint32))
+        streams=state.streams.with_counters(num_candidates=jnp.array([2**32 - 7], jnp.uint32))
     )
     for time in range(25):
         state = add(buffer, state, flat([float(time)]))

@@ -234,7 +234,7 @@ def test_items_are_queued_across_wraps_and_clears(lap):
         allow_mask=True,
     )
     state = buffer.init(jnp.float32(0))
-    state = state.replace(streams=state.streams.with_heads(lap=jnp.full(2, lap, jnp.uint32)))
+    state = state.replace(streams=state.streams.with_counters(lap=jnp.full(2, lap, jnp.uint32)))
     queue, r, clock = [[], []], np.random.default_rng(lap), 0
     for _ in range(60):
         mask, clock = r.random(2) < 0.7, clock + 1
@@ -263,7 +263,7 @@ def test_ranks_wrap_around():
     buffer, state = make_buffer(Queue(), num_envs=2, length=6)
     start = jnp.full(2, 2**32 - 9, jnp.uint32)
     state = state.replace(
-        streams=state.streams.replace(num_candidates=start),
+        streams=state.streams.with_counters(num_candidates=start),
         sampler=state.sampler.replace(next=start),
     )
     for time in range(30):

@@ -142,7 +142,7 @@ def test_extreme_decays_are_the_newest_row_and_uniform(decay):
 def test_ranks_wrap_around():
     buffer, state = make_buffer(Recent(decay=0.5))
     state = state.replace(
-        streams=state.streams.replace(num_candidates=jnp.array([2**32 - 3], jnp.uint32))
+        streams=state.streams.with_counters(num_candidates=jnp.array([2**32 - 3], jnp.uint32))
     )
     for time in range(12):
         state = fed(buffer, state, [time])

@@ -211,7 +211,7 @@ def test_a_batch_has_a_row_while_there_is_one(batch_size):
 def test_ranks_wrap_around():
     buffer, state = make_buffer(WithoutReplacement(), num_envs=2, length=12)
     state = state.replace(
-        streams=state.streams.replace(num_candidates=jnp.full(2, 2**32 - 5, jnp.uint32))
+        streams=state.streams.with_counters(num_candidates=jnp.full(2, 2**32 - 5, jnp.uint32))
     )
     state, seen = fed(buffer, state, range(8)), []
     for seed in range(4):  # 4 rows a pop, of 18; by the end 4 of each stream are overwritten

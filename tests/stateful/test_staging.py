@@ -122,8 +122,8 @@ def test_a_full_block_is_added_without_a_sample(monkeypatch):
     for t in range(1, 200):
         replay.add(step(t))
         assert len(replay._owner._staging) <= 64
-    assert int(replay._owner._state.streams.heads.filled[0]) >= 200 - 64
-    assert int(replay._owner.state.streams.heads.filled[0]) == 200
+    assert int(replay._owner._state.streams.counters.filled[0]) >= 200 - 64
+    assert int(replay._owner.state.streams.counters.filled[0]) == 200
 
 
 def test_large_steps_do_not_wait_for_long():
