@@ -6,6 +6,7 @@
 # make recipes   runs the steps of env libraries that are not among the tests' own (Brax, Jumanji, Craftax, EnvPool)
 # make soak PART=NAME    the same checks at full size, a part of at most 20 minutes; PART=list names them
 # make aot DEVICE=NAME   compiles for a TPU or GPU that is not there, and checks what comes out; writes benchmarks/ACCELERATORS.md
+# make gpu       GPU tests and figures, on a GPU; writes benchmarks/GPU.md
 # make bench     side by side with flashbax, NumPy, orbax and Stable-Baselines3; writes benchmarks/*.md
 #
 # The tests keep compiled programs in ~/.cache/jaxreplay/xla; JAXREPLAY_CACHE=off compiles everything anew.
@@ -17,7 +18,7 @@ PYTEST := -m pytest -q -n 2 --dist worksteal
 # gymnax 1.0.1 declares jax < 0.12 but runs on it, so that it is installed without its dependencies, and these are named here.
 EXAMPLES := optax matplotlib tqdm six gymnasium seaborn
 
-.PHONY: demo docs examples lint quick test test-oldest soak recipes bench aot clean
+.PHONY: demo docs examples lint quick test test-oldest soak recipes bench gpu aot clean
 $(VENV)/installed: Makefile pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt -e ".[test,dev,torch,sb3,tensordict,checkpoint,minari]" $(EXAMPLES)
@@ -135,6 +136,20 @@ bench: $(VENV)/bench
 	$(BIN)/python benchmarks/checkpoints.py
 	$(BIN)/python benchmarks/sb3_returns.py
 
+# Each TorchRL is built for one torch, and wants an older tensordict: an environment of its own.
+GPU := .venv-gpu
+$(GPU)/installed: Makefile pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(GPU)
+	$(GPU)/bin/pip --disable-pip-version-check -q install -e ".[test,torch,checkpoint]" "jax[$(CUDA)]" flashbax tqdm torch==2.14.1 torchrl==0.14.1
+	touch $@
+
+# CUDA=cuda13 for newer drivers, CUDA=cpu to try it without a GPU.
+CUDA ?= cuda12
+gpu: $(GPU)/installed
+	$(GPU)/bin/python -m pytest -q -p no:cacheprovider -m gpu tests
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(GPU)/bin/python -m pytest -q -p no:cacheprovider -n 4 $(call TESTS,$(AS_ON_A_GPU))
+	$(GPU)/bin/python benchmarks/gpu.py $(if $(filter cpu,$(CUDA)),--quick)
+
 # The compilers are 2.5 GB, in an environment of their own.
 AOT := .venv-aot
 $(AOT)/installed: Makefile pyproject.toml constraints.txt
@@ -156,4 +171,4 @@ aot:
 endif
 
 clean:
-	rm -rf $(VENV) $(AOT) $(OLDEST) $(RECIPES) $(DOCS) out
+	rm -rf $(VENV) $(AOT) $(GPU) $(OLDEST) $(RECIPES) $(DOCS) out

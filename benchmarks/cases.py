@@ -5,6 +5,7 @@ import dataclasses
 
 NUM_ENVS = 64
 BATCH_SIZE = 256
+IMAGE_STEPS = 24  # 43 MB
 ONE_THREAD = ", one thread"  # after a library's name: its process gives XLA one thread
 
 
@@ -24,6 +25,8 @@ class Case:
     form: str = ""  # a variant, explained in the file that prepares the case
     iterations: int = 512
     num_envs: int = NUM_ENVS
+    batch_size: int = BATCH_SIZE
+    population: int = 0  # buffers under `vmap`; 0: one buffer
     episode_length: int = 0  # steps of every episode; 0: dones are random
 
 
@@ -32,7 +35,8 @@ class Row:
     """A line of a table. Its columns, each (library, case), are timed in turn, round after
     round."""
 
-    # "main", "threads", "forms", "flat", "image", "lengths", "numpy", "ragged", "crossing" or "sb3"
+    # "main", "gpu", "threads", "batches", "populations", "forms", "flat", "image", "lengths",
+    # "numpy", "ragged", "crossing" or "sb3"
     table: str
     name: str
     columns: dict[str, tuple[str, Case]]
@@ -49,6 +53,9 @@ class Sizes:
     main: tuple[int, ...] = (100_000, 1_000_000)
     # With the second sizes, the rows of all envs fall into the same cache sets.
     flat: tuple[tuple[int, int], ...] = ((16_000, 4_000_000), (2**14, 2**22))
+    batches: tuple[int, ...] = (32, 256, 4_096, 16_384)
+    populations: tuple[int, ...] = (16, 256)
+    member: int = 16_000  # rows of each buffer of a population
     image: int = 20_000
     lengths: tuple[int, int, int] = (10, 1_000, 100_000)  # steps of an episode
     lookups: int = 2**20
@@ -61,6 +68,9 @@ class Sizes:
 QUICK = Sizes(
     main=(20_000,),
     flat=((4_096, 65_536),),
+    batches=(32,),
+    populations=(2,),
+    member=1_000,
     image=1_000,
     lengths=(10, 100, 1_000),
     lookups=2**14,
@@ -77,6 +87,7 @@ def all_rows(sizes: Sizes) -> list[Row]:
     rows = [row for capacity in sizes.main for row in _main(capacity)] + [
         row for capacity in sizes.main for row in _threads(capacity)
     ]
+    rows += _batches(sizes.main[-1], sizes.batches) + _populations(sizes.member, sizes.populations)
     rows += (
         _forms(sizes.main[-1])
         + [row for pair in sizes.flat for row in _flat(*pair)]
@@ -89,6 +100,25 @@ def all_rows(sizes: Sizes) -> list[Row]:
         + _crossings()
         + _sb3(sizes.sb3)
     )
+    return [_with_iterations(row, sizes.iterations) for row in rows]
+
+
+def gpu_rows(sizes: Sizes, has_torchrl: bool) -> list[Row]:
+    """Rows for a GPU: loops and calls of vectors, loops of images, batches and populations."""
+    rows = []
+    for capacity in sizes.main:
+        for row in _main(capacity):
+            _, case = row.columns["jaxreplay"]
+            own = dataclasses.replace(row, table="gpu", name=f"{capacity:,}, {row.name}")
+            del own.columns["limit"]
+            if has_torchrl and case.buffer == "prioritized" and case.mode == "call":
+                own.columns["torchrl"] = ("torchrl", case)
+            rows.append(own)
+    for operation, mode in (("add", "call"), ("sample", "call"), ("fused", "scan")):
+        case = _case("uniform", operation, mode, sizes.image, obs="image")
+        columns = {library: (library, case) for library in ("jaxreplay", "flashbax")}
+        rows.append(Row("gpu", f"{sizes.image:,} images, {_name(case)}", columns))
+    rows += _batches(sizes.main[-1], sizes.batches) + _populations(sizes.member, sizes.populations)
     return [_with_iterations(row, sizes.iterations) for row in rows]
 
 
@@ -133,6 +163,34 @@ def _threads(capacity: int) -> list[Row]:
                 {library: (library, case) for library in libraries},
             )
         )
+    return rows
+
+
+def _batches(capacity: int, batch_sizes: tuple[int, ...]) -> list[Row]:
+    rows = []
+    for buffer, operation in (
+        ("uniform", "sample"),
+        ("prioritized", "sample"),
+        ("prioritized", "update"),
+    ):
+        for mode in ("call", "scan"):
+            for batch_size in batch_sizes:
+                case = _case(buffer, operation, mode, capacity, batch_size=batch_size)
+                name = f"{_name(case)}, {batch_size:,}"
+                columns = {library: (library, case) for library in ("jaxreplay", "flashbax")}
+                rows.append(Row("batches", name, columns))
+    return rows
+
+
+def _populations(capacity: int, sizes: tuple[int, ...]) -> list[Row]:
+    rows = []
+    for size in sizes:
+        for buffer, operations in _OPERATIONS.items():
+            for operation in (*operations, "fused"):
+                mode = "scan" if operation == "fused" else "call"
+                case = _case(buffer, operation, mode, capacity, population=size)
+                columns = {library: (library, case) for library in ("jaxreplay", "flashbax")}
+                rows.append(Row("populations", f"{size} buffers, {_name(case)}", columns))
     return rows
 
 
@@ -292,8 +350,13 @@ def _name(case: Case) -> str:
 
 
 def _with_iterations(row: Row, iterations: int) -> Row:
+    def few(case: Case) -> int:
+        if case.obs == "image" and case.operation != "sample":
+            return IMAGE_STEPS
+        return max(iterations * BATCH_SIZE // (case.batch_size * max(case.population, 1)), 16)
+
     columns = {
-        name: (library, dataclasses.replace(case, iterations=iterations))
+        name: (library, dataclasses.replace(case, iterations=min(iterations, few(case))))
         for name, (library, case) in row.columns.items()
     }
     return dataclasses.replace(row, columns=columns)

@@ -3,7 +3,7 @@
 import flashbax
 import jax
 import jax.numpy as jnp
-from cases import BATCH_SIZE, NUM_ENVS, Case
+from cases import NUM_ENVS, Case
 from workload import Drawn
 
 
@@ -19,7 +19,7 @@ class Library:
         sizes = {
             "max_length": case.capacity,
             "min_length": NUM_ENVS,
-            "sample_batch_size": BATCH_SIZE,
+            "sample_batch_size": case.batch_size,
             "add_batch_size": NUM_ENVS,
         }
         if case.buffer == "uniform":

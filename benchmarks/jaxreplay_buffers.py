@@ -1,7 +1,7 @@
 """jaxreplay in the form of `workload.py`."""
 
 import jax
-from cases import BATCH_SIZE, NUM_ENVS, Case
+from cases import NUM_ENVS, Case
 from workload import Drawn
 
 import jaxreplay as jr
@@ -18,7 +18,11 @@ class Library:
 
     def __init__(self, case: Case):
         self._form = case.form
-        sizes = {"capacity": case.capacity, "num_envs": NUM_ENVS, "batch_size": BATCH_SIZE}
+        sizes = {
+            "capacity": case.capacity,
+            "num_envs": NUM_ENVS,
+            "batch_size": case.batch_size,
+        }
         if case.buffer == "items":
             self._buffer = jr.items(**sizes)
             return

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import ragged
-from cases import ONE_THREAD, Row, Sizes
+from cases import ONE_THREAD, Row
 
 import jaxreplay
 
-_INTRO = """\
+INTRO = """\
 Microseconds per iteration: the median over {rounds} rounds, with the quartiles in brackets. Ratios
 are of medians. Each library ran in a process of its own; in a round all columns of a row are timed
 one after another, and the next round goes through them in reverse. All buffers are full, of steps
@@ -54,9 +54,11 @@ class Result:
 
 
 def about(quick: bool) -> dict[str, str]:
+    found = {found.name.replace("-", "_") for found in importlib.metadata.distributions()}
     versions = {
         name: importlib.metadata.version(name)
-        for name in ("flashbax", "jax", "jaxlib", "numpy", "torch", "stable_baselines3")
+        for name in ("flashbax", "jax", "jaxlib", "numpy", "torch", "torchrl", "stable_baselines3")
+        if name in found
     }
     return {
         "machine": f"{_cpu_model()}, {os.cpu_count()} cores",
@@ -69,11 +71,11 @@ def about(quick: bool) -> dict[str, str]:
     }
 
 
-def markdown(results: list[Result], sizes: Sizes, quick: bool) -> str:
+def markdown(results: list[Result], about: dict[str, str], intro: str) -> str:
     sections = [
         "# Benchmarks",
-        "\n".join(f"- {key}: {value}" for key, value in about(quick).items()),
-        _INTRO.format(rounds=sizes.rounds),
+        "\n".join(f"- {key}: {value}" for key, value in about.items()),
+        intro,
     ]
     tables = {}
     for result in results:
@@ -134,6 +136,39 @@ jaxreplay."""
         "one thread: flashbax / jaxreplay",
     ]
     return _table(title, head, lines)
+
+
+def _batches(results: list[Result]) -> str:
+    title = f"""## Batches of 32 to 16,384
+
+At {results[0].row.capacity:,} rows."""
+    return _beside_flashbax(title, results)
+
+
+def _gpu(results: list[Result]) -> str:
+    return _beside_flashbax("## Loops and calls, by rows", results)
+
+
+def _populations(results: list[Result]) -> str:
+    title = f"""## Populations
+
+Buffers of {results[0].row.capacity:,} rows under `vmap`, each of 64 envs, with batches of 256. All
+buffers add the same steps; each samples with a key of its own."""
+    return _beside_flashbax(title, results)
+
+
+def _beside_flashbax(title: str, results: list[Result]) -> str:
+    names = list(dict.fromkeys(name for r in results for name in r.row.columns))
+    ours, *others = names
+    lines = [
+        [
+            r.row.name,
+            *(r.cell(name) if name in r.row.columns else "" for name in names),
+            *(r.ratio(name, ours) if name in r.row.columns else "" for name in others),
+        ]
+        for r in results
+    ]
+    return _table(title, ["", *names, *(f"{name} / {ours}" for name in others)], lines)
 
 
 def _forms(results: list[Result]) -> str:
@@ -306,6 +341,9 @@ _TABLES = {
     "sb3": _sb3,
     "main": _main,
     "threads": _threads,
+    "gpu": _gpu,
+    "batches": _batches,
+    "populations": _populations,
     "forms": _forms,
     "flat": _flat,
     "image": _image,

@@ -73,7 +73,8 @@ def main() -> None:
     results = [measure(workers, row, sizes.rounds) for row in tqdm(rows, unit="row")]
     for worker in workers.values():
         worker.close()
-    text = report.markdown(results, sizes, arguments.quick)
+    intro = report.INTRO.format(rounds=sizes.rounds)
+    text = report.markdown(results, report.about(arguments.quick), intro)
     if arguments.only:
         print(text)
         return

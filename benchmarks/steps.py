@@ -3,15 +3,14 @@
 from typing import Any
 
 import numpy as np
-from cases import NUM_ENVS, Case
+from cases import IMAGE_STEPS, NUM_ENVS, Case
 
 _DONE_FRACTION = 0.01  # half of the dones are terminations, half truncations
-_IMAGE_STEPS = 24  # 43 MB
 
 
 def random_steps(case: Case, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    axes = (_IMAGE_STEPS if case.obs == "image" else case.iterations, NUM_ENVS)
+    axes = (IMAGE_STEPS if case.obs == "image" else case.iterations, NUM_ENVS)
     if case.buffer == "items":
         return {"obs": random_obs(rng, case, axes)}
     done = rng.random(axes)

@@ -24,6 +24,10 @@ def main(library: str) -> None:
             prepared[request["prepare"]] = _prepare(library, Case(**request["case"]))
         elif "measure" in request:
             answer = prepared[request["measure"]]()
+        elif "where" in request:
+            import torchrl_buffers
+
+            answer = torchrl_buffers.device()
         else:
             prepared.clear()
             gc.collect()
@@ -52,6 +56,10 @@ def _prepare(library: str, case: Case) -> Callable[[], float]:
         import limit
 
         return limit.prepare(case)
+    if library == "torchrl":
+        import torchrl_buffers
+
+        return torchrl_buffers.prepare(case)
     import workload
 
     if library == "jaxreplay":

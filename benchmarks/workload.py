@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from cases import BATCH_SIZE, Case
+from cases import Case
 from steps import random_steps
 from timing import stopwatch
 
@@ -26,6 +26,22 @@ class Drawn(NamedTuple):
     weight: Any = None  # float32[B], if the library has it
 
 
+class Population:
+    """A library's calls for many buffers at once, under `vmap`. All add the same steps."""
+
+    def __init__(self, library: "Library", size: int):
+        self._library, self._size = library, size
+        self.add = jax.vmap(library.add, in_axes=(0, None))
+        self.update, self.weight = jax.vmap(library.update), jax.vmap(library.weight)
+
+    def init(self, example: Any) -> Any:
+        state = self._library.init(example)
+        return jax.tree.map(lambda leaf: jnp.repeat(leaf[None], self._size, axis=0), state)
+
+    def sample(self, state: Any, key: jax.Array) -> Drawn:
+        return jax.vmap(self._library.sample)(state, jax.random.split(key, self._size))
+
+
 class Library(Protocol):
     """Methods that a library must have."""
 
@@ -38,6 +54,8 @@ class Library(Protocol):
 
 def prepare(library: Library, case: Case) -> Callable[[], float]:
     """Fill a buffer and compile; return a function that measures microseconds per iteration."""
+    if case.population:
+        library = Population(library, case.population)
     steps = jax.tree.map(jnp.asarray, random_steps(case))
     keys = jax.random.split(jax.random.key(1), case.iterations)
     state = _filled(library, case, steps)
@@ -47,7 +65,10 @@ def prepare(library: Library, case: Case) -> Callable[[], float]:
         run = _changing(case, library.add, state, steps)
     elif case.operation == "update":
         run = _changing(
-            case, lambda state, x: library.update(state, *x), state, _updates(library, state, keys)
+            case,
+            lambda state, x: library.update(state, *x),
+            state,
+            _updates(case, library, state, keys),
         )
     else:
         drawn = jax.tree.map(
@@ -100,12 +121,15 @@ def _filled(library: Library, case: Case, steps: Any) -> Any:
     return jax.block_until_ready(state)
 
 
-def _updates(library: Library, state: Any, keys: jax.Array) -> tuple[Any, jax.Array]:
-    """Return sampled indices and new priorities, leaves `[iterations, B]`."""
+def _updates(case: Case, library: Library, state: Any, keys: jax.Array) -> tuple[Any, jax.Array]:
+    """Return sampled indices and new priorities, leaves `[iterations, B]`; of a population
+    `[iterations, P, B]`."""
     draw_all = jax.jit(
         lambda state, keys: jax.lax.map(lambda key: library.sample(state, key).index, keys)
     )
-    priority = jax.random.uniform(jax.random.key(2), (keys.shape[0], BATCH_SIZE), minval=0.1)
+    members = (case.population,) * bool(case.population)
+    shape = (case.iterations, *members, case.batch_size)
+    priority = jax.random.uniform(jax.random.key(2), shape, minval=0.1)
     return draw_all(state, keys), priority
 
 
