@@ -24,6 +24,8 @@ PLATFORM = os.environ.get("JAXREPLAY_PLATFORM")
 # A factor for `chunk_bytes`: with tiled leaves (TPU) rows are copied, and a file has half the
 # bytes.
 COPIES = 2 if PLATFORM == "tpu" else 1
+# the folder, in a checkpoint, of an array of the counters
+COUNTERS = "streams.stored_counters" + ".0" * (PLATFORM == "gpu")
 # These two set the compilers' environment before JAX is imported.
 collect_ignore = ["aot/devices.py", "aot/programs.py"]
 # HLO is optimized as usual, machine code is not: compiling takes a third less time. The soak and

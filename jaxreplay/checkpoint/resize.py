@@ -38,7 +38,8 @@ def with_heads(after: Layout, streams: Streams, num_lost: np.ndarray) -> Streams
     )
     position, lap = ring.position_of(end, after.length), (end // after.length).astype(np.uint32)
     filled = np.minimum(np.asarray(before.filled) - num_lost, after.length)
-    return streams.with_counters(position=position, filled=filled, lap=lap).replace(layout=after)
+    moved = streams.replace(layout=after)
+    return moved.with_counters(position=position, filled=filled, lap=lap)
 
 
 def parted(before: Any, old: ReplayState) -> tuple[ReplayState, dict[str, Any]]:

@@ -120,7 +120,7 @@ class Layout(Static):
 
     @functools.cached_property
     def counter_names(self) -> tuple[str, ...]:
-        """Names of the counters of each stream, in the order of `Streams.packed_counters`."""
+        """Names of the counters of each stream, in the order of `Streams.stored_counters`."""
         of_steps = ("last_flags", "num_candidates") if self.autoreset is not None else ()
         window = self.window
         of_window = (

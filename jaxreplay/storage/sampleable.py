@@ -67,7 +67,9 @@ class ReplayState(Node):
         if not has_shapes(self):
             return super().__repr__()
         layout, steps = self.layout, self.streams.steps
-        population = self.streams.packed_counters.shape[:-2]
+        counters = self.streams.stored_counters
+        is_packed = not isinstance(counters, tuple)
+        population = counters.shape[:-2] if is_packed else counters[0].shape[:-1]
         sizes = [
             *map(str, population),
             f"{layout.num_envs} env{'s' * (layout.num_envs != 1)}",

@@ -91,16 +91,8 @@ class Counters(NamedTuple):
     num_expired: jax.Array | None = None
 
 
-_DTYPES = Counters(
-    position=jnp.int32,
-    filled=jnp.int32,
-    lap=jnp.uint32,
-    last_flags=jnp.uint8,
-    num_candidates=jnp.uint32,
-    phase=jnp.int32,
-    num_pending=jnp.int32,
-    num_expired=jnp.int32,
-)
+# of counters that are not int32
+_DTYPES = {"lap": jnp.uint32, "last_flags": jnp.uint8, "num_candidates": jnp.uint32}
 
 
 class Streams(Node):
@@ -112,8 +104,8 @@ class Streams(Node):
     # uint32[N], modulo 2^32: candidates of the stream before each row; None for plain items
     candidate_number: jax.Array | None
     # uint32[C, E]: the counters in `layout.counter_names`, in one array, since each array of a
-    # state takes 2 us of a call
-    packed_counters: jax.Array
+    # state takes 2 us of a call; on a GPU C arrays [E], which one kernel counts
+    stored_counters: jax.Array | tuple[jax.Array, ...]
     layout: Layout = static_field()
 
     @classmethod
@@ -134,23 +126,21 @@ class Streams(Node):
             ),
             flags=jnp.zeros((capacity,), jnp.uint8) if has_flags else None,
             candidate_number=jnp.zeros((capacity,), jnp.uint32) if has_flags else None,
-            packed_counters=jnp.zeros((len(layout.counter_names), layout.num_envs), jnp.uint32),
+            stored_counters=jnp.zeros((len(layout.counter_names), layout.num_envs), jnp.uint32),
             layout=layout,
         )
         # As if a final row had been written: the first row opens an episode.
-        return empty.with_counters(last_flags=row_flags.FINAL) if has_flags else empty
+        return empty.with_counters(last_flags=row_flags.FINAL)
 
     @property
     def counters(self) -> Counters:
         """Counters of all streams."""
-        return Counters(
-            **{
-                name: jax.lax.index_in_dim(self.packed_counters, nth, -2, keepdims=False).astype(
-                    getattr(_DTYPES, name)
-                )
-                for nth, name in enumerate(self.layout.counter_names)
-            }
-        )
+        stored, found = self.stored_counters, {}
+        for nth, name in enumerate(self.layout.counter_names):
+            is_packed = not isinstance(stored, tuple)
+            row = jax.lax.index_in_dim(stored, nth, -2, False) if is_packed else stored[nth]
+            found[name] = row.astype(_DTYPES.get(name, jnp.int32))
+        return Counters(**found)
 
     @property
     def head(self) -> jax.Array:
@@ -184,14 +174,17 @@ class Streams(Node):
     def with_counters(self, **new: Any) -> "Streams":
         """Replace counters, by an array [E] or one value for all streams. None keeps one; values of
         counters that the streams do not have are ignored."""
-        packed, rows = self.packed_counters, []
-        for nth, name in enumerate(self.layout.counter_names):
-            if (value := new.get(name)) is None:
-                rows.append(jax.lax.index_in_dim(packed, nth))
-            else:
-                row = jnp.asarray(value, getattr(_DTYPES, name)).astype(jnp.uint32)
-                rows.append(jnp.broadcast_to(row, (1, packed.shape[1])))
-        return self.replace(packed_counters=jnp.concatenate(rows))
+        given = {name: value for name, value in new.items() if value is not None}
+        counters, shape = self.counters._replace(**given), (self.layout.num_envs,)
+        rows = tuple(
+            jnp.broadcast_to(
+                jnp.asarray(getattr(counters, name), _DTYPES.get(name, jnp.int32)), shape
+            )
+            for name in self.layout.counter_names
+        )
+        if not self.layout.traits.in_line:
+            rows = jnp.stack([row.astype(jnp.uint32) for row in rows])
+        return self.replace(stored_counters=rows)
 
     def clear(self) -> "Streams":
         """Forget every row. The stored steps stay as they are; indices of earlier samples become

@@ -204,8 +204,8 @@ def test_a_leaf_of_another_shape_or_dtype_is_named():
             r"streams.flags: got int32\[64\], expected uint8\[64\]",
         ),
         (
-            state.streams.replace(packed_counters=jnp.zeros((5, 5), jnp.uint32)),
-            r"streams.packed_counters: got uint32\[5, 5\], expected uint32\[6, 2\]",
+            state.streams.replace(stored_counters=jnp.zeros((5, 5), jnp.uint32)),
+            r"streams.stored_counters: got uint32\[5, 5\], expected uint32\[6, 2\]",
         ),
         (
             state.streams.replace(steps=steps.replace(reward=jnp.zeros(32))),

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.conftest import SOAK
+from tests.conftest import COUNTERS, SOAK
 from tests.support import checkpointed_run
 from tests.support.checkpointed_run import EXAMPLE, added, expected, items, numbers
 
@@ -196,14 +196,14 @@ def test_it_is_said_what_was_restored(tmp_path):
     for number in (1, 2):
         checkpointer.save(state, number, metadata={"number": number})
     newest = sorted((tmp_path / "rest").iterdir())[-1]
-    description = newest / "streams.packed_counters" / "zarr.json"
+    description = newest / COUNTERS / "zarr.json"
     description.unlink()
     description.symlink_to(description)  # exists, but cannot be read
     other = Checkpointer(tmp_path, buffer)
     with pytest.warns(
         UserWarning,
         match="restore: step 1 was restored; this is damaged:\n  step 2: "
-        "rest/.*streams.packed_counters/zarr.json",
+        f"rest/.*{COUNTERS}/zarr.json",
     ):
         other.restore(EXAMPLE)
     assert (other.step, other.metadata) == (1, {"number": 1})
