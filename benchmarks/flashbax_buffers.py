@@ -14,6 +14,8 @@ class Library:
     probabilities; "weights" has a loss.
     """
 
+    is_compiled = False
+
     def __init__(self, case: Case):
         self._carries_all = case.form == "carried"
         sizes = {

@@ -17,14 +17,16 @@ class Library:
     """
 
     def __init__(self, case: Case):
+        # calls from Python are those of `jr.jit`
         self._form = case.form
         sizes = {
             "capacity": case.capacity,
             "num_envs": NUM_ENVS,
             "batch_size": case.batch_size,
         }
+        self.is_compiled = case.mode == "call" and not case.population
         if case.buffer == "items":
-            self._buffer = jr.items(**sizes)
+            self._buffer = self._compiled(jr.items(**sizes))
             return
         sizes |= {
             "autoreset": {"next_step": "next_step", "final_obs": "same_step"}.get(
@@ -33,10 +35,15 @@ class Library:
             "n_step": 3 if case.form == "n_step=3" else 1,
         }
         if case.buffer == "uniform":
-            self._buffer = jr.uniform(**sizes)
+            self._buffer = self._compiled(jr.uniform(**sizes))
         else:
             normalize_weights = "buffer" if case.form == "buffer_max" else "batch"
-            self._buffer = jr.prioritized(**sizes, normalize_weights=normalize_weights)
+            self._buffer = self._compiled(
+                jr.prioritized(**sizes, normalize_weights=normalize_weights)
+            )
+
+    def _compiled(self, buffer):
+        return jr.jit(buffer) if self.is_compiled else buffer
 
     def init(self, example):
         return self._buffer.init(example)

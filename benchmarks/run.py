@@ -1,7 +1,8 @@
 """jaxreplay beside flashbax, NumPy, PyTorch and Stable-Baselines3:
 `python benchmarks/run.py [--quick]`.
 
-Writes RESULTS.md and results.json next to this file.
+Writes results.json next to this file, and RESULTS.md from it. `--only` measures some of the rows
+again, and keeps the others: so a long run can be split.
 
 Each library runs in a process of its own. All columns of a row are prepared first, then timed in
 turn, round after round, so that other load on the machine affects them alike. `--quick` has small
@@ -21,6 +22,7 @@ from cases import ONE_THREAD, QUICK, Row, Sizes, all_rows
 from tqdm import tqdm
 
 _HERE = Path(__file__).resolve().parent
+_RESULTS = _HERE / "results.json"
 _LIBRARIES = ("jaxreplay", "flashbax", "limit", "jaxreplay" + ONE_THREAD, "flashbax" + ONE_THREAD)
 
 
@@ -64,7 +66,7 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, one or two minutes")
     parser.add_argument(
-        "--only", default="", help="rows whose table or name contains this; nothing is written"
+        "--only", default="", help="rows whose table or name contains this; the others are kept"
     )
     arguments = parser.parse_args()
     sizes = QUICK if arguments.quick else Sizes()
@@ -73,15 +75,21 @@ def main() -> None:
     results = [measure(workers, row, sizes.rounds) for row in tqdm(rows, unit="row")]
     for worker in workers.values():
         worker.close()
-    intro = report.INTRO.format(rounds=sizes.rounds)
-    text = report.markdown(results, report.about(arguments.quick), intro)
-    if arguments.only:
-        print(text)
+    about, intro = report.about(arguments.quick), report.INTRO.format(rounds=sizes.rounds)
+    print(report.markdown(results, about, intro))
+    if arguments.quick:
         return
-    (_HERE / "RESULTS.md").write_text(text)
-    plain = {"about": report.about(arguments.quick), "rows": [_plain(result) for result in results]}
-    (_HERE / "results.json").write_text(json.dumps(plain, indent=1) + "\n")
-    print(text)
+    rows = {_key(row): row for row in json.loads(_RESULTS.read_text())["rows"]}
+    when = f"{about.pop('date')}, {about.pop('machine')}"
+    rows |= {_key(row): row for row in (_plain(result, when) for result in results)}
+    kept = [_result(row, rows) for row in all_rows(sizes) if _key_of(row) in rows]
+    measured: dict[str, dict[str, None]] = {}  # the tables of each day and machine
+    for one in kept:
+        measured.setdefault(rows[_key_of(one.row)]["measured"], {})[one.row.table] = None
+    about |= {f"measured {when}": ", ".join(tables) for when, tables in measured.items()}
+    (_HERE / "RESULTS.md").write_text(report.markdown(kept, about, intro))
+    plain = {"about": about, "rows": [rows[_key_of(one.row)] for one in kept]}
+    _RESULTS.write_text(json.dumps(plain, indent=1) + "\n")
 
 
 def measure(workers: dict[str, Worker], row: Row, rounds: int) -> report.Result:
@@ -99,7 +107,22 @@ def measure(workers: dict[str, Worker], row: Row, rounds: int) -> report.Result:
     return report.Result(row, times)
 
 
-def _plain(result: report.Result) -> dict:
+def _key_of(row: Row) -> tuple[str, str, int]:
+    return row.table, row.name, row.capacity
+
+
+def _key(plain: dict) -> tuple[str, str, int]:
+    """Return the key of a row of results.json."""
+    first = next(iter(plain["columns"].values()))
+    return plain["table"], plain["name"], first["case"]["capacity"]
+
+
+def _result(row: Row, rows: dict) -> report.Result:
+    columns = rows[_key_of(row)]["columns"]
+    return report.Result(row, {name: columns[name]["rounds_us"] for name in row.columns})
+
+
+def _plain(result: report.Result, when: str) -> dict:
     columns = {}
     for name, (library, case) in result.row.columns.items():
         columns[name] = {
@@ -109,7 +132,8 @@ def _plain(result: report.Result) -> dict:
             "quartiles_us": result.quartiles(name),
             "rounds_us": result.times[name],
         }
-    return {"table": result.row.table, "name": result.row.name, "columns": columns}
+    row = result.row
+    return {"table": row.table, "name": row.name, "measured": when, "columns": columns}
 
 
 if __name__ == "__main__":

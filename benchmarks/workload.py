@@ -29,6 +29,8 @@ class Drawn(NamedTuple):
 class Population:
     """A library's calls for many buffers at once, under `vmap`. All add the same steps."""
 
+    is_compiled = False
+
     def __init__(self, library: "Library", size: int):
         self._library, self._size = library, size
         self.add = jax.vmap(library.add, in_axes=(0, None))
@@ -43,7 +45,9 @@ class Population:
 
 
 class Library(Protocol):
-    """Methods that a library must have."""
+    """What a library must have."""
+
+    is_compiled: bool  # its methods are jitted, with the donation right, for calls from Python
 
     def init(self, example: Any) -> Any: ...
     def add(self, state: Any, step: Any) -> Any: ...
@@ -60,16 +64,14 @@ def prepare(library: Library, case: Case) -> Callable[[], float]:
     keys = jax.random.split(jax.random.key(1), case.iterations)
     state = _filled(library, case, steps)
     if case.operation == "sample":
-        run = reading(case, lambda state, key: library.sample(state, key).kept, state, keys)
+        sample = lambda state, key: library.sample(state, key).kept
+        run = reading(case, sample, state, keys, library.is_compiled)
     elif case.operation == "add":
-        run = _changing(case, library.add, state, steps)
+        run = _changing(case, library.add, state, steps, library.is_compiled)
     elif case.operation == "update":
-        run = _changing(
-            case,
-            lambda state, x: library.update(state, *x),
-            state,
-            _updates(case, library, state, keys),
-        )
+        update = lambda state, x: library.update(state, *x)
+        updates = _updates(case, library, state, keys)
+        run = _changing(case, update, state, updates, library.is_compiled)
     else:
         drawn = jax.tree.map(
             lambda spec: jnp.zeros(spec.shape, spec.dtype),
@@ -81,7 +83,9 @@ def prepare(library: Library, case: Case) -> Callable[[], float]:
     return stopwatch(run, case.iterations)
 
 
-def reading(case: Case, apply: Callable, state: Any, xs: Any) -> Callable[[], None]:
+def reading(
+    case: Case, apply: Callable, state: Any, xs: Any, is_compiled: bool = False
+) -> Callable[[], None]:
     """Return a function that runs `apply(state, x)` for each x and keeps the last result."""
     if case.mode == "scan":
         first = jax.tree.map(
@@ -92,7 +96,7 @@ def reading(case: Case, apply: Callable, state: Any, xs: Any) -> Callable[[], No
         )
         inputs = [xs]
     else:
-        program, inputs = jax.jit(apply), _unstacked(case, xs)
+        program, inputs = apply if is_compiled else jax.jit(apply), _unstacked(case, xs)
 
     def run() -> None:
         result = None
@@ -154,7 +158,9 @@ def _fused(library: Library, case: Case) -> Callable:
     return apply
 
 
-def _changing(case: Case, apply: Callable, carry: Any, xs: Any) -> Callable[[], None]:
+def _changing(
+    case: Case, apply: Callable, carry: Any, xs: Any, is_compiled: bool = False
+) -> Callable[[], None]:
     """Return a function that runs `carry = apply(carry, x)` for each x."""
     if case.mode == "scan":
         program = jax.jit(
@@ -163,7 +169,8 @@ def _changing(case: Case, apply: Callable, carry: Any, xs: Any) -> Callable[[], 
         )
         inputs = [xs]
     else:
-        program, inputs = jax.jit(apply, donate_argnums=0), _unstacked(case, xs)
+        program = apply if is_compiled else jax.jit(apply, donate_argnums=0)
+        inputs = _unstacked(case, xs)
 
     def run() -> None:
         nonlocal carry
