@@ -104,20 +104,18 @@ def all_rows(sizes: Sizes) -> list[Row]:
 
 
 def gpu_rows(sizes: Sizes, has_torchrl: bool) -> list[Row]:
-    """Rows for a GPU: loops and calls of vectors, loops of images, batches and populations."""
+    """Rows for a GPU: loops and calls, of vectors and of images; batches and populations."""
     rows = []
     for capacity in sizes.main:
         for row in _main(capacity):
             _, case = row.columns["jaxreplay"]
-            own = dataclasses.replace(row, table="gpu", name=f"{capacity:,}, {row.name}")
-            del own.columns["limit"]
-            if has_torchrl and case.buffer == "prioritized" and case.mode == "call":
-                own.columns["torchrl"] = ("torchrl", case)
-            rows.append(own)
+            is_torchrls = has_torchrl and case.buffer == "prioritized" and case.mode == "call"
+            columns = _beside_flashbax(case, *["torchrl"] * is_torchrls)
+            rows.append(Row("gpu", f"{capacity:,}, {row.name}", columns))
     for operation, mode in (("add", "call"), ("sample", "call"), ("fused", "scan")):
         case = _case("uniform", operation, mode, sizes.image, obs="image")
-        columns = {library: (library, case) for library in ("jaxreplay", "flashbax")}
-        rows.append(Row("gpu", f"{sizes.image:,} images, {_name(case)}", columns))
+        name = f"{sizes.image:,} images, {_name(case)}"
+        rows.append(Row("gpu", name, _beside_flashbax(case)))
     rows += _batches(sizes.main[-1], sizes.batches) + _populations(sizes.member, sizes.populations)
     return [_with_iterations(row, sizes.iterations) for row in rows]
 
@@ -136,14 +134,7 @@ def _main(capacity: int) -> list[Row]:
                 _case(buffer, "fused", "scan", capacity, form=form)
                 for form in ("weights", "carried")
             ]
-        rows += [
-            Row(
-                "main",
-                _name(case),
-                {library: (library, case) for library in ("jaxreplay", "flashbax", "limit")},
-            )
-            for case in cases
-        ]
+        rows += [Row("main", _name(case), _beside_flashbax(case, "limit")) for case in cases]
     return rows
 
 
@@ -166,6 +157,10 @@ def _threads(capacity: int) -> list[Row]:
     return rows
 
 
+def _beside_flashbax(case: Case, *others: str) -> dict[str, tuple[str, Case]]:
+    return {library: (library, case) for library in ("jaxreplay", "flashbax", *others)}
+
+
 def _batches(capacity: int, batch_sizes: tuple[int, ...]) -> list[Row]:
     rows = []
     for buffer, operation in (
@@ -177,8 +172,7 @@ def _batches(capacity: int, batch_sizes: tuple[int, ...]) -> list[Row]:
             for batch_size in batch_sizes:
                 case = _case(buffer, operation, mode, capacity, batch_size=batch_size)
                 name = f"{_name(case)}, {batch_size:,}"
-                columns = {library: (library, case) for library in ("jaxreplay", "flashbax")}
-                rows.append(Row("batches", name, columns))
+                rows.append(Row("batches", name, _beside_flashbax(case)))
     return rows
 
 
@@ -189,8 +183,8 @@ def _populations(capacity: int, sizes: tuple[int, ...]) -> list[Row]:
             for operation in (*operations, "fused"):
                 mode = "scan" if operation == "fused" else "call"
                 case = _case(buffer, operation, mode, capacity, population=size)
-                columns = {library: (library, case) for library in ("jaxreplay", "flashbax")}
-                rows.append(Row("populations", f"{size} buffers, {_name(case)}", columns))
+                name = f"{size} buffers, {_name(case)}"
+                rows.append(Row("populations", name, _beside_flashbax(case)))
     return rows
 
 
@@ -350,13 +344,14 @@ def _name(case: Case) -> str:
 
 
 def _with_iterations(row: Row, iterations: int) -> Row:
-    def few(case: Case) -> int:
+    def most(case: Case) -> int:
+        """Return the most iterations, so that large cases take about as long as others."""
         if case.obs == "image" and case.operation != "sample":
             return IMAGE_STEPS
         return max(iterations * BATCH_SIZE // (case.batch_size * max(case.population, 1)), 16)
 
     columns = {
-        name: (library, dataclasses.replace(case, iterations=min(iterations, few(case))))
+        name: (library, dataclasses.replace(case, iterations=min(iterations, most(case))))
         for name, (library, case) in row.columns.items()
     }
     return dataclasses.replace(row, columns=columns)

@@ -32,7 +32,7 @@ _TORCHRL = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure on a GPU beside flashbax and TorchRL.")
-    parser.add_argument("--quick", action="store_true", help="small sizes, a minute or two")
+    parser.add_argument("--quick", action="store_true", help="small sizes, a few minutes")
     quick = parser.parse_args().quick
     platform, kind = jax.default_backend(), jax.devices()[0].device_kind
     os.environ["JAX_PLATFORMS"] = "cuda" if platform == "gpu" else platform

@@ -17,17 +17,15 @@ class Library:
     """
 
     def __init__(self, case: Case):
-        # calls from Python are those of `jr.jit`
         self._form = case.form
-        sizes = {
-            "capacity": case.capacity,
-            "num_envs": NUM_ENVS,
-            "batch_size": case.batch_size,
-        }
         self.is_compiled = case.mode == "call" and not case.population
+        buffer = self._made(case)
+        self._buffer = jr.jit(buffer) if self.is_compiled else buffer
+
+    def _made(self, case: Case):
+        sizes = {"capacity": case.capacity, "num_envs": NUM_ENVS, "batch_size": case.batch_size}
         if case.buffer == "items":
-            self._buffer = self._compiled(jr.items(**sizes))
-            return
+            return jr.items(**sizes)
         sizes |= {
             "autoreset": {"next_step": "next_step", "final_obs": "same_step"}.get(
                 case.form, "same_step_no_final_obs"
@@ -35,15 +33,9 @@ class Library:
             "n_step": 3 if case.form == "n_step=3" else 1,
         }
         if case.buffer == "uniform":
-            self._buffer = self._compiled(jr.uniform(**sizes))
-        else:
-            normalize_weights = "buffer" if case.form == "buffer_max" else "batch"
-            self._buffer = self._compiled(
-                jr.prioritized(**sizes, normalize_weights=normalize_weights)
-            )
-
-    def _compiled(self, buffer):
-        return jr.jit(buffer) if self.is_compiled else buffer
+            return jr.uniform(**sizes)
+        normalize_weights = "buffer" if case.form == "buffer_max" else "batch"
+        return jr.prioritized(**sizes, normalize_weights=normalize_weights)
 
     def init(self, example):
         return self._buffer.init(example)

@@ -22,9 +22,9 @@ end an episode. An add brings one step of each of 64 envs; a sample draws 256 it
 donated.
 
 - **call**: one jitted call after another, dispatch included, waited for once at the end of the
-  loop; jaxreplay's are those of `jr.jit`. **scan**: an iteration of a `lax.scan` in one jitted
-  program. **fused**: such a scan around add, sample and, where the buffer has priorities, new ones
-  from the sampled rewards.
+  loop; jaxreplay's are those of `jr.jit`, or of `jax.jit` where measured before 2026-11-26, and in
+  populations. **scan**: an iteration of a `lax.scan` in one jitted program. **fused**: such a scan
+  around add, sample and, where the buffer has priorities, new ones from the sampled rewards.
 - Every sampled leaf is used: a loop carries the sampled items on, while the probabilities feed the
   new priorities, with a factor of 0, which is flashbax's fast form. **carried**: the whole sample
   is carried on, and the probabilities feed nothing. **weights**: importance weights from the
@@ -55,7 +55,7 @@ class Result:
 
 
 def about(quick: bool) -> dict[str, str]:
-    found = {found.name.replace("-", "_") for found in importlib.metadata.distributions()}
+    found = {one.name.replace("-", "_") for one in importlib.metadata.distributions()}
     versions = {
         name: importlib.metadata.version(name)
         for name in ("flashbax", "jax", "jaxlib", "numpy", "torch", "torchrl", "stable_baselines3")

@@ -1,8 +1,8 @@
 """jaxreplay beside flashbax, NumPy, PyTorch and Stable-Baselines3:
-`python benchmarks/run.py [--quick]`.
+`python benchmarks/run.py [--quick] [--only TEXT]`.
 
 Writes results.json next to this file, and RESULTS.md from it. `--only` measures some of the rows
-again, and keeps the others: so a long run can be split.
+again and keeps the others, so that a long run can be split.
 
 Each library runs in a process of its own. All columns of a row are prepared first, then timed in
 turn, round after round, so that other load on the machine affects them alike. `--quick` has small

@@ -2,7 +2,7 @@
 
 `run.py` sends one JSON object a line through a pipe. {"prepare": NAME, "case": {...}} fills a
 buffer and compiles; {"measure": NAME} answers with microseconds per iteration; {"drop": true}
-forgets everything prepared.
+forgets everything prepared; {"where": true} answers with the device of TorchRL's buffers.
 """
 
 import gc

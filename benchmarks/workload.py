@@ -45,7 +45,7 @@ class Population:
 
 
 class Library(Protocol):
-    """What a library must have."""
+    """Calls that every measured library has."""
 
     is_compiled: bool  # its methods are jitted, with the donation right, for calls from Python
 
@@ -86,7 +86,8 @@ def prepare(library: Library, case: Case) -> Callable[[], float]:
 def reading(
     case: Case, apply: Callable, state: Any, xs: Any, is_compiled: bool = False
 ) -> Callable[[], None]:
-    """Return a function that runs `apply(state, x)` for each x and keeps the last result."""
+    """Return a function that runs `apply(state, x)` for each x and keeps the last result. If it
+    `is_compiled`, calls are not jitted again."""
     if case.mode == "scan":
         first = jax.tree.map(
             lambda spec: jnp.zeros(spec.shape, spec.dtype), jax.eval_shape(apply, state, xs[0])
@@ -161,7 +162,8 @@ def _fused(library: Library, case: Case) -> Callable:
 def _changing(
     case: Case, apply: Callable, carry: Any, xs: Any, is_compiled: bool = False
 ) -> Callable[[], None]:
-    """Return a function that runs `carry = apply(carry, x)` for each x."""
+    """Return a function that runs `carry = apply(carry, x)` for each x. If it `is_compiled`, calls
+    are not jitted again."""
     if case.mode == "scan":
         program = jax.jit(
             lambda carry, xs: jax.lax.scan(lambda carry, x: (apply(carry, x), None), carry, xs)[0],

@@ -103,7 +103,7 @@ def from_torch(tree: PyTree, share: bool = False, cast: bool = False) -> Any:
         for tensor in tensors
     ]
     devices = [
-        jax.devices("cpu")[0] if isinstance(array, np.ndarray) else array.sharding
+        jax.local_devices(backend="cpu")[0] if isinstance(array, np.ndarray) else array.sharding
         for array in arrays
     ]
     return jax.tree.unflatten(structure, jax.device_put(arrays, devices))
@@ -276,6 +276,7 @@ def _passes_numpy(dtype: Any) -> bool:
 
 @functools.cache
 def _has_numpy(dtype: torch.dtype) -> bool:
+    """Return whether NumPy has a tensor's dtype."""
     try:
         torch.empty(0, dtype=dtype).numpy()
         return True

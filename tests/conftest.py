@@ -24,8 +24,9 @@ PLATFORM = os.environ.get("JAXREPLAY_PLATFORM")
 # A factor for `chunk_bytes`: with tiled leaves (TPU) rows are copied, and a file has half the
 # bytes.
 COPIES = 2 if PLATFORM == "tpu" else 1
-# the folder, in a checkpoint, of an array of the counters
+# In a checkpoint: the folder of an array of the counters, and the only chunk there.
 COUNTERS = "streams.stored_counters" + ".0" * (PLATFORM == "gpu")
+COUNTERS_CHUNK = f"{COUNTERS}/c.0" + ".0" * (PLATFORM != "gpu")
 # These two set the compilers' environment before JAX is imported.
 collect_ignore = ["aot/devices.py", "aot/programs.py"]
 # HLO is optimized as usual, machine code is not: compiling takes a third less time. The soak and

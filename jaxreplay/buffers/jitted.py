@@ -374,13 +374,12 @@ def jit(buffer: Any) -> Jitted[Any]:
 
 def _owned(where: str, tree: PyTree) -> Any:
     """Copy NumPy arrays, which an env may overwrite before JAX reads them."""
+    if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree)):
+        return tree
 
     def own(leaf: Any) -> Any:
         if isinstance(leaf, np.ma.MaskedArray):
             checks.check_storable(where, tree)
         return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 
-    for leaf in jax.tree.leaves(tree):  # a loop takes half the time of `any`
-        if isinstance(leaf, np.ndarray):
-            return jax.tree.map(own, tree)
-    return tree
+    return jax.tree.map(own, tree)

@@ -26,10 +26,11 @@ _UNROLLED_FAN_OUT = 16
 class SumTreeState(Node):
     """Masses of the leaves and of all nodes above them but the root.
 
-    The size n of each level is padded to a multiple of the fan-out. Levels share an array, since
-    each array of a state takes 2 us of a call. The lowest two have arrays of their own: XLA reads
-    an array of 512 KiB or more with several threads. So has the highest, which every write reads
-    first (`SumTree._is_ready`).
+    The size of each level is padded to a multiple of the fan-out. Leaves, their parents, and the
+    children of the root have an array each. The levels between share one, since each array of a
+    state takes 2 us of a call. With the parents in it, XLA would read it with several threads, as
+    any array of 512 KiB or more; with the children of the root, which every write reads first
+    (`SumTree._is_ready`), XLA would copy it.
 
     Attributes:
       sums: Tuple of up to four arrays float32[n]: the masses of the leaves; the sums of their
@@ -287,14 +288,14 @@ class SumTree(Static):
     def _check_state(self, where: str, state: SumTreeState) -> None:
         """Raise a ValueError for the state of a tree of another shape, where leaves lie
         elsewhere."""
-        sizes = [array.size for array in state.sums]
-        is_own = self.fan_out in (0, state.fan_out) and sizes == self._array_sizes(state.fan_out)
+        shapes, fan_out = [array.shape for array in state.sums], state.fan_out
+        is_own = fan_out > 1 and self.fan_out in (0, fan_out)
+        is_own = is_own and shapes == [(size,) for size in self._array_sizes(fan_out)]
         if not is_own or (state.minima is not None) != self.has_minimum:
             raise ValueError(
-                f"SumTree.{where}: the state is not of this tree, {self}: its fan_out is "
-                f"{state.fan_out}, it has {sizes[0]} leaves and "
-                f"{'no' if state.minima is None else 'their'} minima; use the state of this tree's "
-                "init()"
+                f"SumTree.{where}: the state is not of this tree, {self}: its sums have the shapes "
+                f"{shapes}, and it has {'no ' * (state.minima is None)}minima; use the state of "
+                "this tree's init()"
             )
 
     def _choose(
@@ -436,11 +437,9 @@ class SumTree(Static):
         while not sizes or nodes > 1:
             nodes = -(-nodes // fan_out)
             sizes.append(nodes * fan_out)
-        levels, top = [], len(sizes) - 1
-        for depth, size in enumerate(sizes):
-            start = sum(sizes[2:depth]) if depth < top else 0
-            levels.append((min(depth, 3 if depth == top else 2), start, size))
-        return levels
+        *below, top = sizes
+        levels = [(min(depth, 2), sum(below[2:depth]), n) for depth, n in enumerate(below)]
+        return [*levels, (min(len(below), 3), 0, top)]
 
     def _array_sizes(self, fan_out: int) -> list[int]:
         """Return the size of each array of sums."""

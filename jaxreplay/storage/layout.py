@@ -121,18 +121,15 @@ class Layout(Static):
     @functools.cached_property
     def counter_names(self) -> tuple[str, ...]:
         """Names of the counters of each stream, in the order of `Streams.stored_counters`."""
-        of_steps = ("last_flags", "num_candidates") if self.autoreset is not None else ()
-        window = self.window
-        of_window = (
-            ("phase", window.period > 1),
-            ("num_pending", window.after is not None),
-            ("num_expired", bool(window.before)),
-        )
-        return (
-            *("position", "filled", "lap"),
-            *of_steps,
-            *(name for name, is_kept in of_window if is_kept),
-        )
+        has_flags, window = self.autoreset is not None, self.window
+        others = {
+            "last_flags": has_flags,
+            "num_candidates": has_flags,
+            "phase": window.period > 1,
+            "num_pending": window.after is not None,
+            "num_expired": bool(window.before),
+        }
+        return ("position", "filled", "lap", *(name for name, is_kept in others.items() if is_kept))
 
     @functools.cached_property
     def may_take_back(self) -> bool:

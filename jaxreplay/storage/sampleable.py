@@ -67,9 +67,8 @@ class ReplayState(Node):
         if not has_shapes(self):
             return super().__repr__()
         layout, steps = self.layout, self.streams.steps
-        counters = self.streams.stored_counters
-        is_packed = not isinstance(counters, tuple)
-        population = counters.shape[:-2] if is_packed else counters[0].shape[:-1]
+        counters, num_axes = self.streams.stored_counters, 1 if layout.traits.in_line else 2
+        population = jax.tree.leaves(counters)[0].shape[:-num_axes]
         sizes = [
             *map(str, population),
             f"{layout.num_envs} env{'s' * (layout.num_envs != 1)}",

@@ -6,9 +6,9 @@ is not written points past the end. (A `lax.cond` around the write would become 
 whole buffer under `vmap`. A strided `dynamic_update_slice` took 13 us where the scatter takes 2.)
 
 For each row, streams keep a step's leaves, flags (`row_flags.py`) and a candidate number, from
-which `sampleable.py` counts and finds rows without a list of them.
-Flags and numbers are separate arrays, since samples read only the flags: at one byte a row, those
-of a million rows stay in a core's cache.
+which `sampleable.py` counts and finds rows without a list of them. Flags and numbers are separate
+arrays, since samples read only the flags: at one byte a row, those of a million rows stay in a
+core's cache.
 
 Glossary, for the whole library. E is the number of envs, N the number of rows of all streams:
 
@@ -172,8 +172,10 @@ class Streams(Node):
         return self.next_number if number is None else number
 
     def with_counters(self, **new: Any) -> "Streams":
-        """Replace counters, by an array [E] or one value for all streams. None keeps one; values of
-        counters that the streams do not have are ignored."""
+        """Replace counters, each by an array [E] or one value for all streams.
+
+        None keeps a counter. Values of counters outside of `layout.counter_names` are ignored.
+        """
         given = {name: value for name, value in new.items() if value is not None}
         counters, shape = self.counters._replace(**given), (self.layout.num_envs,)
         rows = tuple(

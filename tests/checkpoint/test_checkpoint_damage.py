@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.conftest import COPIES, COUNTERS, SOAK
+from tests.conftest import COPIES, COUNTERS_CHUNK, SOAK
 from tests.support.buffers import CATALOG, KINDS, bits, everything, jitted, jitted_draw
 from tests.support.checkpointed_run import EXAMPLE, added, expected, items, numbers
 
@@ -130,7 +130,7 @@ def test_an_older_copy_of_the_newest_files_is_told(tmp_path):
         ("rows", "steps.number/c.0"),
         ("rows", "steps.number"),
         ("rows", ""),
-        ("rest", COUNTERS),
+        ("rest", COUNTERS_CHUNK),
         ("rest", ""),
     ):
         theirs, ours = (sorted((copy / kind).iterdir())[-1] / what for copy in (backup, path))
@@ -361,7 +361,7 @@ def test_only_what_is_lost_is_left_out(shared):
 def test_when_the_rest_is_broken_an_older_generation_is_salvaged(shared):
     buffer, path, _, _, file = shared
     flipped(file)
-    flipped(next((path / "rest").glob(f"*3-*/{COUNTERS}/c.*")))
+    flipped(next((path / "rest").glob(f"*3-*/{COUNTERS_CHUNK}")))
     checkpointer = Checkpointer(path, buffer)
     with pytest.warns(UserWarning, match=r"step 48: rest/(.|\n)*rows are lost"):
         checkpointer.restore(EXAMPLE, allow_partial=True)

@@ -236,6 +236,23 @@ def test_a_state_of_another_tree_is_refused():
         for other in (wide, jr.samplers.SumTree(capacity=1000, fan_out=8)):
             with pytest.raises(
                 ValueError,
-                match=r"the state is not of this tree, .*: its fan_out is 8, it has 104 leaves",
+                match=r"the state is not of this tree, .*: its sums have the shapes "
+                r"\[\(104,\), \(16,\), \(8,\)\]",
             ):
                 call(other)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda sums: (sums[0], sums[-1][:1]),
+        lambda sums: (sums[0], sums[-1][:0]),
+        lambda sums: [array[None] for array in sums],
+    ],
+    ids=["a root of one child", "a root without children", "stacked"],
+)
+def test_a_state_of_no_tree_is_refused(change):
+    tree = jr.samplers.SumTree(capacity=100)
+    state = tree.init()
+    with pytest.raises(ValueError, match="the state is not of this tree"):
+        tree.get(state.replace(sums=tuple(change(state.sums))), jnp.zeros(1, jnp.int32))
