@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check -q
 PYTEST := -m pytest -q -n 2 --dist worksteal
 # gymnax 1.0.1 declares jax < 0.12 but runs on it, so that it is installed without its dependencies, and these are named here.
-EXAMPLES := optax matplotlib tqdm six gymnasium seaborn
+EXAMPLES := flax optax matplotlib tqdm six gymnasium seaborn
 
 .PHONY: demo docs examples lint quick test test-oldest soak recipes bench gpu aot clean
 $(VENV)/installed: Makefile pyproject.toml constraints.txt

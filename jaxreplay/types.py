@@ -95,7 +95,7 @@ class Index(Node):
     lap: jax.Array
 
 
-class Sample(Generic[T], Node):  # Generic first: old `flax` calls no further base
+class Sample(Node, Generic[T]):
     """A batch of B items, with their indices, probabilities and weights.
 
     Attributes:

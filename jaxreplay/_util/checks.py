@@ -11,11 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-try:
-    from jax.extend.core import get_opaque_trace_state
-except ImportError:  # of JAX before 0.4.36
-    from jax.core import get_opaque_trace_state
-
 from jaxreplay._util.aliases import PyTree, Specs
 from jaxreplay._util.names import name_of, named, spec_text
 
@@ -25,13 +20,22 @@ _outside: Any = None  # the state of tracing outside of `jit`
 def is_tracing() -> bool:
     """Return whether the call is inside of `jit` or `scan`."""
     global _outside
-    now = get_opaque_trace_state(convention="flax")
+    now = _trace_state()(convention="flax")
     if now == _outside:  # takes 1 us; a program without work takes 10
         return False
     if isinstance(_no_work()(), Tracer):
         return True
     _outside = now
     return False
+
+
+@functools.cache
+def _trace_state() -> Any:
+    try:  # takes 30 ms to import, as it imports Pallas
+        from jax.extend.core import get_opaque_trace_state
+    except ImportError:  # of JAX before 0.4.36
+        from jax.core import get_opaque_trace_state
+    return get_opaque_trace_state
 
 
 @functools.cache

@@ -4,9 +4,8 @@ import collections
 import dataclasses
 import inspect
 import json
-from typing import TYPE_CHECKING, Any, dataclass_transform
+from typing import TYPE_CHECKING, Any, Self, dataclass_transform
 
-import flax.struct
 import jax
 import numpy as np
 from jax import export
@@ -67,8 +66,14 @@ class Static:
         """Raise a ValueError for invalid values. For subclasses to override."""
 
 
-class Node(flax.struct.PyTreeNode):
-    """A node of a pytree with named fields.
+def static_field() -> Any:
+    """Declare a static field of a node, which is no leaf of the pytree."""
+    return dataclasses.field(metadata={"static": True})
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(static_field,))
+class Node:
+    """A frozen node of a pytree with named fields. Each subclass becomes a dataclass.
 
     `jax.export` can write and read programs that take or return it. Its static fields, plain values
     and configurations, are written as JSON. If a class is defined again, as in a notebook, its
@@ -76,7 +81,15 @@ class Node(flax.struct.PyTreeNode):
     """
 
     def __init_subclass__(cls, **options: Any):
-        super().__init_subclass__(repr=False, **options)
+        super().__init_subclass__(**options)
+        dataclasses.dataclass(frozen=True, repr=False)(cls)
+        fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+        is_static = {field.name: "static" in field.metadata for field in fields}
+        jax.tree_util.register_dataclass(
+            cls,
+            data_fields=[name for name in is_static if not is_static[name]],
+            meta_fields=[name for name in is_static if is_static[name]],
+        )
         name = _name(cls)
         _NODES[name] += 1
         name += f"#{_NODES[name]}" * (_NODES[name] > 1)
@@ -88,10 +101,13 @@ class Node(flax.struct.PyTreeNode):
         """Show shapes and dtypes: `Index(row i32[8], lap u32[8])`."""
         return short(self)
 
+    def replace(self, **changes: Any) -> Self:
+        """Return the node with other values of some fields.
 
-def static_field() -> Any:
-    """Declare a static field of a node, which is no leaf of the pytree."""
-    return flax.struct.field(pytree_node=False)
+        Args:
+          changes: Values by the name of the field.
+        """
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
 
 def _name(kind: type) -> str:

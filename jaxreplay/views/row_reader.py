@@ -47,12 +47,15 @@ class RowReader:
     table: EpisodeState | None = None
     bits: jax.Array | None = None  # uint32[2]
 
-    def item(self) -> PyTree:
-        """Return the sampled row as it is stored: a pytree without env and batch axes.
+    def item(self, offset: ArrayLike = 0) -> PyTree:
+        """Return rows as they are stored: a pytree with leaves [...], without env and batch axes.
 
         Rows of steps lack the flags, which are stored apart: use `step` for them.
+
+        Args:
+          offset: int or int32[...]; rows forward in time. Default: 0, the sampled row.
         """
-        return self._read(self.streams.steps, 0)
+        return self._read(self.streams.steps, offset)
 
     def obs(self, offset: ArrayLike) -> PyTree:
         """Return observations: pytree as `Step.obs`, leaves [...] followed by the leaf's own axes.

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
+import jaxreplay.compat.flax
 from jaxreplay.samplers import PrioritySampler
 from tests.conftest import SOAK
 from tests.support.buffers import CATALOG, KINDS, NUM_ENVS, draw, jitted_draw

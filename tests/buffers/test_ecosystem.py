@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxreplay as jr
+import jaxreplay.compat.flax
 from tests.support.buffers import CATALOG, KINDS, bits
 
 ocp = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")

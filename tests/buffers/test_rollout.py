@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
+import jaxreplay.compat.flax
 from jaxreplay import Rollout
 from jaxreplay.buffers import state_checks
 from tests.support import hlo

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
+import jaxreplay.compat.flax
 from tests.support.buffers import CATALOG
 
 SHARED = {"capacity": 64, "num_envs": 2, "batch_size": 8}
