@@ -103,6 +103,7 @@ SOAK_disk := checkpoint_failing_disk checkpoint_writers
 SOAK_signals := checkpoint_interrupts
 SOAK_resize := resize
 SOAK_examples := examples
+SOAK_compat := flashbax brax
 SOAK_gpu := oracle_streams laws $(AS_ON_ONE_CORE)
 SOAK_gpu_more := $(AS_ON_ONE_REST)
 SOAK_tpu := oracle_streams laws checkpoint_arrays $(AS_ON_ONE_CORE)

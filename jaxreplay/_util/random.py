@@ -10,6 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jaxreplay._util import xla
 from jaxreplay._util.aliases import Key
 
 # High word of the counters, so that no block coincides with one of `jax.random` for the same key.
@@ -41,7 +42,7 @@ def words(key: Key, batch_size: int, purpose: int = 0) -> tuple[jax.Array, jax.A
         high, low = jax.random.bits(jax.random.fold_in(key, purpose), (2, batch_size), jnp.uint32)
     # Without the barrier XLA copies the whole cipher into each of its uses: jax 0.12 compiled one
     # sample for more than ten minutes (jax 0.10: 6 s; with the barrier 3 s).
-    return jax.lax.optimization_barrier((high, low))
+    return xla.barrier((high, low))
 
 
 def _threefry(key: Key, left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:

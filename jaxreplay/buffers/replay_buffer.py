@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxreplay import autoreset
-from jaxreplay._util import checks, random
+from jaxreplay._util import checks, random, xla
 from jaxreplay._util.aliases import Autoreset, Key, PyTree
 from jaxreplay._util.names import kind_of
 from jaxreplay._util.struct import Static
@@ -725,7 +725,7 @@ def _counted_first(state: ReplayState, *others: Any) -> tuple[Any, ...]:
         episodes=state.episodes and state.episodes.replace(**dict.fromkeys(table)),
         sampler=None,
     )
-    small, *rest = jax.lax.optimization_barrier((small, *others))
+    small, *rest = xla.barrier((small, *others))
     num_full = small.replace(
         streams=small.streams.replace(**rows),
         episodes=small.episodes and small.episodes.replace(**table),

@@ -69,12 +69,8 @@ def _roots(text):
 def check_in_place(function, arguments, *, num_elements, donated=None, compiler_options=None):
     """Compile, and fail if the program makes large arrays, has large temporary memory, or does not
     reuse a donated state."""
-    jitted = jax.jit(
-        function,
-        donate_argnums=() if donated is None else donated,
-        compiler_options=compiler_options,
-    )
-    compiled = jitted.lower(*arguments).compile()
+    jitted = jax.jit(function, donate_argnums=() if donated is None else donated)
+    compiled = jitted.lower(*arguments).compile(compiler_options)
     bad = large_temporaries(compiled.as_text(), num_elements)
     assert not bad, "\n".join(["arrays as large as the storage are made:", *bad])
     memory = compiled.memory_analysis()

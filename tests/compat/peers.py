@@ -1,0 +1,148 @@
+"""Tests of other libraries over our buffers: `python -m tests.compat.peers flashbax brax sb3`.
+
+Each library's own tests come from its source distribution, which is fetched into `out/compat`. Its
+modules are replaced by ours before they are imported. What cannot pass is listed in
+`expected_failures.py` with a reason; a test that is listed and passes is an error.
+"""
+
+import argparse
+import subprocess
+import sys
+import tarfile
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compat import expected_failures
+from tests.support import compilations
+
+OUT = Path(__file__).resolve().parents[2] / "out" / "compat"
+
+
+def fetched(project: str, version: str) -> Path:
+    """Return the folder of a source distribution."""
+    folder = OUT / f"{project.replace('-', '_')}-{version}"
+    if not folder.exists():
+        command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q"]
+        command += ["--no-deps", "--no-binary", ":all:"]
+        subprocess.run([*command, "-d", str(OUT), f"{project}=={version}"], check=True)
+        with tarfile.open(OUT / f"{folder.name}.tar.gz") as archive:
+            archive.extractall(OUT, filter="data")
+    return folder
+
+
+def replace(name: str, path: Path | None = None, **members: Any) -> None:
+    """Make a module of this name, whose further modules lie in a folder."""
+    module: Any = types.ModuleType(name)
+    if path is not None:
+        module.__path__ = [str(path)]
+    vars(module).update(members)
+    sys.modules[name] = module
+    parent, _, last = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], last, module)
+
+
+def flashbax() -> list[str]:
+    """Replace flashbax's modules, and return the files of its tests."""
+    folder = fetched("flashbax", "0.1.3") / "flashbax"
+    from tests.compat import flashbax_modules
+
+    replace("flashbax", folder)
+    replace("flashbax.buffers", folder / "buffers")
+    for name, members in flashbax_modules.modules().items():
+        replace(f"flashbax.buffers.{name}", **members)
+    return [str(path) for path in sorted(folder.rglob("*_test.py")) if path.stem in TESTS]
+
+
+# what tests a buffer, and not a sum tree, a vault or helpers
+TESTS = {
+    f"{name}_test"
+    for name in (
+        "flat_buffer",
+        "item_buffer",
+        "mixer",
+        "prioritised_flat_buffer",
+        "prioritised_item_buffer",
+        "prioritised_trajectory_buffer",
+        "trajectory_buffer",
+        "trajectory_queue",
+    )
+}
+
+
+def brax() -> list[str]:
+    """Replace Brax's module, and return the file of its tests."""
+    folder = fetched("brax", "0.14.2") / "brax"
+    from jaxreplay.compat import brax as ours
+
+    replace("brax", folder)
+    replace("brax.training", folder / "training")
+    replace("brax.training.replay_buffers", **vars(ours))
+    return [str(folder / "training" / "replay_buffers_test.py")]
+
+
+MOST_CASES = 100
+LIBRARIES: dict[str, Callable[[], list[str]]] = {"flashbax": flashbax, "brax": brax}
+
+
+class Expectations:
+    """Mark the tests that cannot pass, and count all."""
+
+    def __init__(self, reasons: dict[str, str]):
+        self.reasons, self.counts, self.found = (
+            reasons,
+            {"passed": 0, "expected": 0, "failed": 0},
+            set(),
+        )
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        # Of a test with hundreds of cases, which would take hours, a few, spread evenly.
+        cases: dict[str, list[Any]] = {}
+        for item in items:
+            cases.setdefault(f"{item.path}::{item.originalname}", []).append(item)
+        items[:] = [
+            item
+            for alike in cases.values()
+            for item in (alike if len(alike) <= MOST_CASES else alike[:: len(alike) // 4])
+        ]
+        for item in items:
+            file = Path(item.path).stem
+            for pattern, reason in self.reasons.items():
+                if f"{file}::{item.name}".startswith(pattern):
+                    self.found.add(pattern)
+                    item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if hasattr(report, "wasxfail") and report.skipped:
+            self.counts["expected"] += 1
+        elif report.failed:
+            self.counts["failed"] += 1
+        elif report.when == "call" and report.passed:
+            self.counts["passed"] += 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run other libraries' tests over our buffers.")
+    parser.add_argument("library", choices=LIBRARIES)
+    parser.add_argument("rest", nargs="*", help="further arguments of pytest")
+    arguments, rest = parser.parse_known_args()
+    compilations.use_cache()
+    OUT.mkdir(parents=True, exist_ok=True)
+    files = LIBRARIES[arguments.library]()
+    reasons: dict[str, str] = getattr(expected_failures, arguments.library.upper())
+    plugin = Expectations(reasons)
+    options = ["-q", "-c", "/dev/null", "-p", "no:cacheprovider", "-W", "ignore", "--tb=short"]
+    code = pytest.main([*options, *files, *arguments.rest, *rest], plugins=[plugin])
+    for _pattern, _reason in reasons.items():
+        pass
+    if not rest and (missing := reasons.keys() - plugin.found):
+        raise SystemExit(f"no test is named {', '.join(sorted(missing))}")
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
