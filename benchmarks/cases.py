@@ -35,8 +35,8 @@ class Row:
     """A line of a table. Its columns, each (library, case), are timed in turn, round after
     round."""
 
-    # "main", "gpu", "threads", "batches", "populations", "forms", "flat", "image", "lengths",
-    # "numpy", "ragged", "crossing" or "sb3"
+    # "main", "gpu", "compat", "threads", "batches", "populations", "forms", "flat", "image",
+    # "lengths", "numpy", "ragged", "crossing" or "sb3"
     table: str
     name: str
     columns: dict[str, tuple[str, Case]]
@@ -87,6 +87,7 @@ def all_rows(sizes: Sizes) -> list[Row]:
     rows = [row for capacity in sizes.main for row in _main(capacity)] + [
         row for capacity in sizes.main for row in _threads(capacity)
     ]
+    rows += [row for capacity in sizes.main for row in _compat(capacity)]
     rows += _batches(sizes.main[-1], sizes.batches) + _populations(sizes.member, sizes.populations)
     rows += (
         _forms(sizes.main[-1])
@@ -135,6 +136,17 @@ def _main(capacity: int) -> list[Row]:
                 for form in ("weights", "carried")
             ]
         rows += [Row("main", _name(case), _beside_flashbax(case, "limit")) for case in cases]
+    return rows
+
+
+def _compat(capacity: int) -> list[Row]:
+    """flashbax's functions, and ours with its interface."""
+    rows = []
+    for buffer, operations in _OPERATIONS.items():
+        for operation in (*operations, "fused"):
+            case = _case(buffer, operation, "scan" if operation == "fused" else "call", capacity)
+            columns = {library: (library, case) for library in ("compat", "flashbax")}
+            rows.append(Row("compat", f"{capacity:,} rows, {_name(case)}", columns))
     return rows
 
 

@@ -1,6 +1,8 @@
-"""flashbax's flat buffers in the form of `workload.py`, with its tree update for the backend."""
+"""flashbax's flat buffers in the form of `workload.py`, with its tree update for the backend; or
+ours with its interface."""
 
-import flashbax
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from cases import NUM_ENVS, Case
@@ -8,7 +10,7 @@ from workload import Drawn
 
 
 class Library:
-    """flashbax's calls.
+    """flashbax's calls, of its own module or of `jaxreplay.compat.flashbax`.
 
     Forms: "" carries only the experience through a loop; "carried" the whole sample, with its
     probabilities; "weights" has a loss.
@@ -16,7 +18,7 @@ class Library:
 
     is_compiled = False
 
-    def __init__(self, case: Case):
+    def __init__(self, case: Case, flashbax: Any):
         self._carries_all = case.form == "carried"
         sizes = {
             "max_length": case.capacity,

@@ -150,6 +150,13 @@ def _gpu(results: list[Result]) -> str:
     return _beside_flashbax("## Loops and calls, by rows", results)
 
 
+def _compat(results: list[Result]) -> str:
+    title = """## flashbax's interface
+
+`jaxreplay.compat.flashbax` (compat) beside flashbax: the same calls, jitted in the same way."""
+    return _beside_flashbax(title, results)
+
+
 def _populations(results: list[Result]) -> str:
     title = f"""## Populations
 
@@ -342,6 +349,7 @@ _TABLES = {
     "sb3": _sb3,
     "main": _main,
     "threads": _threads,
+    "compat": _compat,
     "gpu": _gpu,
     "batches": _batches,
     "populations": _populations,

@@ -23,7 +23,14 @@ from tqdm import tqdm
 
 _HERE = Path(__file__).resolve().parent
 _RESULTS = _HERE / "results.json"
-_LIBRARIES = ("jaxreplay", "flashbax", "limit", "jaxreplay" + ONE_THREAD, "flashbax" + ONE_THREAD)
+_LIBRARIES = (
+    "jaxreplay",
+    "flashbax",
+    "compat",
+    "limit",
+    "jaxreplay" + ONE_THREAD,
+    "flashbax" + ONE_THREAD,
+)
 
 
 class Worker:

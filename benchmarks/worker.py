@@ -6,6 +6,7 @@ forgets everything prepared; {"where": true} answers with the device of TorchRL'
 """
 
 import gc
+import importlib
 import json
 import os
 import sys
@@ -63,10 +64,13 @@ def _prepare(library: str, case: Case) -> Callable[[], float]:
     import workload
 
     if library == "jaxreplay":
-        import jaxreplay_buffers as buffers
-    else:
-        import flashbax_buffers as buffers
-    return workload.prepare(buffers.Library(case), case)
+        import jaxreplay_buffers
+
+        return workload.prepare(jaxreplay_buffers.Library(case), case)
+    import flashbax_buffers
+
+    module = "flashbax" if library == "flashbax" else "jaxreplay.compat.flashbax"
+    return workload.prepare(flashbax_buffers.Library(case, importlib.import_module(module)), case)
 
 
 def _answers():

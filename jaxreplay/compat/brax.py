@@ -25,7 +25,7 @@ from jax.core import Tracer
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxreplay._util import checks, random
+from jaxreplay._util import checks
 from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.struct import Node
 from jaxreplay.buffers.replay_buffer import ReplayBuffer as _Storage
@@ -237,9 +237,8 @@ class UniformSamplingQueue(_Rows[Sample]):
 
     def sample_internal(self, buffer_state: ReplayBufferState) -> tuple[Any, Any]:
         key, sample_key = jax.random.split(buffer_state.key)
-        words = random.words(sample_key, self._batch_size)
-        nth = random.below(*words, num_written(buffer_state))
-        return buffer_state.replace(key=key), self._read(buffer_state, jnp.zeros_like(nth), nth)
+        batch = self._storage.sample(buffer_state.rows, sample_key)
+        return buffer_state.replace(key=key), batch.experience
 
 
 class Queue(_Rows[Sample]):
@@ -330,8 +329,8 @@ class TrajectoryUniformSamplingQueue(_Rows[Sample]):
     def sample_internal(self, buffer_state: ReplayBufferState) -> tuple[Any, Any]:
         key, env_key, start_key = jax.random.split(buffer_state.key, 3)
         env = jax.random.permutation(env_key, ring.arange(self.num_envs))
-        num_starts = jnp.maximum(num_written(buffer_state) - self.episode_length + 1, 0)
-        start = random.below(*random.words(start_key, self.num_envs), num_starts)
+        num_starts = jnp.maximum(num_written(buffer_state) - self.episode_length + 1, 1)
+        start = jax.random.randint(start_key, (self.num_envs,), 0, num_starts, jnp.int32)
         nth = start[:, None] + ring.arange(self.episode_length)
         return buffer_state.replace(key=key), self._read(buffer_state, env[:, None], nth)
 

@@ -16,6 +16,7 @@ changes. Arguments, methods and fields of samples are those of flashbax 0.1.3. A
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -274,12 +275,14 @@ def make_trajectory_buffer(
     """
     where = "make_trajectory_buffer"
     length = _length(where, add_batch_size, max_size, max_length_time_axis)
+    view = _Sequence(length=_checked(where, "sample_sequence_length", sample_sequence_length))
+    minimum = _least(where, length, min_length_time_axis, sample_sequence_length)
     config = _Trajectories(
-        storage=_uniform(where, add_batch_size, length, sample_batch_size),
-        view=_Sequence(length=_checked(where, "sample_sequence_length", sample_sequence_length)),
+        storage=_storage(where, add_batch_size, length, sample_batch_size, view),
+        view=view,
         num_steps=sample_sequence_length,
         period=_checked(where, "period", period),
-        min_length=_least(where, length, min_length_time_axis, sample_sequence_length),
+        min_length=minimum,
     )
     return _functions(config)
 
@@ -319,9 +322,7 @@ def make_prioritised_trajectory_buffer(
     view = _Sequence(length=_checked(where, "sample_sequence_length", sample_sequence_length))
     minimum = _least(where, length, min_length_time_axis, sample_sequence_length)
     config = _Prioritised(
-        storage=_prioritised(
-            where, add_batch_size, length, sample_batch_size, view, priority_exponent
-        ),
+        storage=_storage(where, add_batch_size, length, sample_batch_size, view, priority_exponent),
         view=view,
         num_steps=sample_sequence_length,
         period=period,
@@ -351,9 +352,10 @@ def make_flat_buffer(
     """
     where = "make_flat_buffer"
     length, minimum = _flat_sizes(where, max_length, min_length, add_batch_size)
+    view = _Pair()
     config = _Trajectories(
-        storage=_uniform(where, add_batch_size or 1, length, sample_batch_size),
-        view=_Pair(),
+        storage=_storage(where, add_batch_size or 1, length, sample_batch_size, view),
+        view=view,
         num_steps=2,
         min_length=minimum,
         has_envs=add_batch_size is not None,
@@ -390,7 +392,7 @@ def make_prioritised_flat_buffer(
     length, minimum = _flat_sizes(where, max_length, min_length, add_batch_size)
     view = _Pair()
     config = _Prioritised(
-        storage=_prioritised(
+        storage=_storage(
             where, add_batch_size or 1, length, sample_batch_size, view, priority_exponent
         ),
         view=view,
@@ -423,10 +425,10 @@ def make_item_buffer(
       ValueError: A size is wrong.
     """
     where = "make_item_buffer"
-    length = _checked(where, "max_length", max_length)
+    length, view = _checked(where, "max_length", max_length), Item()
     config = _Trajectories(
-        storage=_uniform(where, 1, length, sample_batch_size),
-        view=Item(),
+        storage=_storage(where, 1, length, sample_batch_size, view),
+        view=view,
         min_length=_least(where, length, min_length, 1),
         has_envs=add_batches,
         has_time=add_sequences,
@@ -463,7 +465,7 @@ def make_prioritised_item_buffer(
     where = "make_prioritised_item_buffer"
     length, view = _checked(where, "max_length", max_length), Item()
     config = _Prioritised(
-        storage=_prioritised(where, 1, length, sample_batch_size, view, priority_exponent),
+        storage=_storage(where, 1, length, sample_batch_size, view, priority_exponent),
         view=view,
         min_length=_least(where, length, min_length, 1),
         has_envs=add_batches,
@@ -503,7 +505,7 @@ def make_trajectory_queue(
         if _checked(where, name, size) > length:
             raise ValueError(f"{where}: {name}={size} exceeds max_length_time_axis={length}")
     config = _Queue(
-        storage=_uniform(where, add_batch_size, length, 1),
+        storage=_storage(where, add_batch_size, length, 1, Item()),
         view=_Sequence(length=sample_sequence_length),
         add_length=add_sequence_length,
         sample_length=sample_sequence_length,
@@ -604,7 +606,8 @@ class _Pair(View[ExperiencePair]):
         return False
 
     def read(self, reader: RowReader) -> ExperiencePair:
-        return ExperiencePair(reader.item(0), reader.item(1))
+        both = reader.item(ring.arange(2))
+        return ExperiencePair(*(jax.tree.map(operator.itemgetter(nth), both) for nth in (0, 1)))
 
 
 class _Storage(Static):
@@ -656,7 +659,7 @@ class _Storage(Static):
 
 
 class _Trajectories(_Storage):
-    """Uniform sampling. All streams are equally long, so that each start is computed."""
+    """Uniform sampling."""
 
     min_length: int
     num_steps: int = 1
@@ -670,11 +673,13 @@ class _Trajectories(_Storage):
         return state.replace(rows=rows)
 
     def sample(self, state: TrajectoryBufferState, rng_key: Key) -> Any:
+        if self.period == 1:
+            return TrajectoryBufferSample(self.storage.sample(state.rows, rng_key).experience)
+        # All streams are equally long, so that each start is computed.
         streams, layout = state.rows.streams, state.rows.streams.layout
-        last, _ = ring.split(streams.filled - self.num_steps, self.period)
-        num_starts = jnp.where(streams.filled >= self.num_steps, last + 1, 0)
-        words = random.words(rng_key, self.storage.batch_size)
-        nth, env = ring.split(random.below(*words, num_starts * layout.num_envs), layout.num_envs)
+        last, _ = ring.split(jnp.maximum(streams.filled - self.num_steps, 0), self.period)
+        bounds = jnp.stack([last + 1, jnp.int32(layout.num_envs)])[:, None]
+        nth, env = jax.random.randint(rng_key, (2, self.storage.batch_size), 0, bounds, jnp.int32)
         oldest = streams.head - streams.filled
         row = layout.row(env, layout.wrap(oldest + nth * self.period))
         read = jax.vmap(lambda row: self.view.read(RowReader(streams, row)))
@@ -751,24 +756,21 @@ def _functions(config: Any) -> Any:
     return TrajectoryBuffer(*functions)
 
 
-def _uniform(where: str, num_envs: int, length: int, batch_size: int) -> ReplayBuffer:
+def _storage(
+    where: str,
+    num_envs: int,
+    length: int,
+    batch_size: int,
+    view: View,
+    exponent: float | None = None,
+) -> ReplayBuffer:
+    if exponent is not None and not 0 <= exponent <= 1:
+        raise ValueError(f"{where}: priority_exponent must be in [0, 1], got {exponent}")
     return ReplayBuffer(
         capacity=_checked(where, "add_batch_size", num_envs) * length,
         num_envs=num_envs,
         batch_size=_checked(where, "sample_batch_size", batch_size),
-        sampler=Uniform(),
-        view=Item(),
-    )
-
-
-def _prioritised(
-    where: str, num_envs: int, length: int, batch_size: int, view: View, exponent: float
-) -> ReplayBuffer:
-    if not 0 <= exponent <= 1:
-        raise ValueError(f"{where}: priority_exponent must be in [0, 1], got {exponent}")
-    return dataclasses.replace(
-        _uniform(where, num_envs, length, batch_size),
-        sampler=Prioritized(alpha=exponent),
+        sampler=Uniform() if exponent is None else Prioritized(alpha=exponent),
         view=view,
     )
 

@@ -15,7 +15,7 @@ def _sizes(state: Any) -> dict[str, int]:
     return {"add_batch_size": layout.num_envs, "max_length_time_axis": layout.length}
 
 
-def _trajectories(sizes: dict[str, int], batch_size=1, length=1, period=1, minimum=1) -> Any:
+def _trajectories(sizes, batch_size=1, length=LENGTH, period=1, minimum=1) -> Any:
     return fbx.make_trajectory_buffer(
         sample_batch_size=batch_size,
         sample_sequence_length=length,
