@@ -4,6 +4,7 @@
 # make docs      builds the docs into out/docs, and runs every code cell
 # make examples  runs every example in full (20 minutes)
 # make recipes   runs the steps of env libraries that are not among the tests' own (Brax, Jumanji, Craftax, EnvPool)
+# make compat    older and newer JAX and Python; the tests of flashbax, Brax and Stable-Baselines3 over our buffers (30 minutes)
 # make soak PART=NAME    the same checks at full size, a part of at most 20 minutes; PART=list names them
 # make aot DEVICE=NAME   compiles for a TPU or GPU that is not there, and checks what comes out; writes benchmarks/ACCELERATORS.md
 # make gpu       GPU tests and figures, on a GPU; writes benchmarks/GPU.md
@@ -18,7 +19,7 @@ PYTEST := -m pytest -q -n 2 --dist worksteal
 # gymnax 1.0.1 declares jax < 0.12 but runs on it, so that it is installed without its dependencies, and these are named here.
 EXAMPLES := flax optax matplotlib tqdm six gymnasium seaborn
 
-.PHONY: demo docs examples lint quick test test-oldest soak recipes bench gpu aot clean
+.PHONY: demo docs examples lint quick test test-oldest compat soak recipes bench gpu aot clean
 $(VENV)/installed: Makefile pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt -e ".[test,dev,torch,sb3,tensordict,checkpoint,minari]" $(EXAMPLES)
@@ -79,6 +80,31 @@ $(OLDEST)/installed: Makefile pyproject.toml constraints-oldest.txt
 
 test-oldest: $(OLDEST)/installed
 	$(OLDEST)/bin/python $(PYTEST) -k "$(OLDEST_TESTS)" $(FEW)
+
+# A part of the tests with the oldest JAX that works, one in the middle and the newest, each in an environment of its own; and other
+# libraries' own tests over our buffers.
+MIDDLE := .venv-middle
+$(MIDDLE)/installed: Makefile pyproject.toml
+	$(PYTHON) -m venv $(MIDDLE)
+	$(MIDDLE)/bin/pip --disable-pip-version-check -q install jax==0.6.2 jaxlib==0.6.2 -e ".[test,checkpoint]"
+	touch $@
+
+NEWEST := .venv-newest
+PYTHON_NEWEST ?= python3.12
+$(NEWEST)/installed: Makefile pyproject.toml constraints.txt
+	$(PYTHON_NEWEST) -m venv $(NEWEST)
+	$(NEWEST)/bin/pip --disable-pip-version-check -q install -c constraints.txt -e ".[test,checkpoint]"
+	touch $@
+
+COMPAT_TESTS := ((next_step] or items] or steps]) and (reused_and_gone or extend_equals or are_the_steps or serialization or in_place) \
+	or 3-2-5-True or goes_on_to_the_last_bit and items or as_probable and (uniform or steps) or _loop or training_step)
+compat: $(OLDEST)/installed $(MIDDLE)/installed $(NEWEST)/installed $(VENV)/installed
+	set -e; for env in $(OLDEST) $(MIDDLE) $(NEWEST); do $$env/bin/python -c "import sys, jax; print('== Python', sys.version.split()[0], 'jax', jax.__version__)"; \
+	JAXREPLAY_CACHE=off $$env/bin/python $(PYTEST) -k "$(COMPAT_TESTS)" $(FEW) tests/buffers/test_in_place.py tests/samplers/test_laws.py tests/compat; done
+	$(BIN)/python -m tests.compat.peers flashbax
+	$(BIN)/python -m tests.compat.peers brax
+	XLA_FLAGS=--xla_force_host_platform_device_count=2 $(BIN)/python -m tests.compat.peers brax
+	$(BIN)/python -m tests.compat.peers sb3
 
 # Over states that are laid out for a GPU or a TPU, on whatever device there is.
 TESTS = $(foreach name,$(1),$(wildcard tests/test_$(name).py tests/*/test_$(name).py))
@@ -172,4 +198,4 @@ aot:
 endif
 
 clean:
-	rm -rf $(VENV) $(AOT) $(GPU) $(OLDEST) $(RECIPES) $(DOCS) out
+	rm -rf $(VENV) $(AOT) $(GPU) $(OLDEST) $(MIDDLE) $(NEWEST) $(RECIPES) $(DOCS) out

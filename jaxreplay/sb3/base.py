@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 from gymnasium import spaces
@@ -31,17 +30,15 @@ from jaxreplay.inspection.contents import resets_of
 from jaxreplay.inspection.resets import ResetWatch
 from jaxreplay.samplers import Sampler
 from jaxreplay.samplers.uniform import Uniform
+from jaxreplay.sb3 import columns
 from jaxreplay.sb3.arrays import TORCH_DTYPES, is_same, shaped
 from jaxreplay.sb3.batch import SB3View
 from jaxreplay.stateful.host_arrays import fit
 from jaxreplay.stateful.staging import BlockLengths, most_steps, stacked
-from jaxreplay.storage import provisional
-from jaxreplay.storage.sampleable import Sampleable
+from jaxreplay.storage import provisional, ring
 from jaxreplay.torch import to_torch
 from jaxreplay.types import Step
 from jaxreplay.views import View
-
-_THEIR_ARRAYS = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
 
 
 class _Newest(NamedTuple):
@@ -65,6 +62,12 @@ class _Waiting(NamedTuple):
 
 class DropInBuffer(buffers.ReplayBuffer):
     """The base of the drop-in buffers.
+
+    `observations`, `next_observations`, `actions`, `rewards`, `dones` and `timeouts` are read-only
+    copies on the host, [buffer_size, n_envs, ...], made at the first use after an `add`. Row
+    `pos - 1` is the newest. `dones` is 1 at the last step of each episode, and where the next step
+    did not begin with `next_obs`; `timeouts` is 1 where that was no termination. Rows that were not
+    written, or whose place final rows took, are 0.
 
     Args:
       buffer_size: Number of transitions over all envs. Each final row that is stored takes the
@@ -150,6 +153,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         self._counts: Any = np.zeros(self.n_envs, np.int32)
         self.pos, self.full = 0, False
         self._is_torn = False
+        self._columns: tuple[Any, dict[str, Any]] = (None, {})
 
     def memory(self) -> str:
         """Return a table of the rows' memory in bytes, leaf by leaf."""
@@ -347,24 +351,24 @@ class DropInBuffer(buffers.ReplayBuffer):
         self._check_not_empty()
         counts = self._num_transitions
         if (counts == counts[0]).all():
-            return self._get_samples(np.random.randint(0, counts[0], size=batch_size), env)
+            nth = np.random.randint(0, counts[0], size=batch_size)
+            return self._read(nth, np.random.randint(0, self.n_envs, size=batch_size), env)
         ends = np.cumsum(counts)
         nth = np.random.randint(0, ends[-1], size=batch_size)
         env_indices = np.searchsorted(ends, nth, side="right")
         return self._read(nth - (ends - counts)[env_indices], env_indices, env)
 
     def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> Any:
-        """Return transitions by number in an env's ring, 0 the oldest one stored, each of a random
-        env."""
+        """Return transitions by row, as of `observations`, each of a random env."""
         env_indices = np.random.randint(0, self.n_envs, size=len(batch_inds))
-        if len(
-            bad := batch_inds[(batch_inds < 0) | (batch_inds >= self._num_transitions[env_indices])]
-        ):
+        counts, newest = self._num_transitions, self._newest.num_steps - 1
+        nth = counts[env_indices] - 1 - ring.position_of(newest - batch_inds, self.buffer_size)
+        if len(bad := batch_inds[(batch_inds < 0) | (batch_inds >= self.buffer_size) | (nth < 0)]):
             raise IndexError(
                 f"{type(self).__name__}: there is no transition {bad[0]}: the streams hold "
-                f"{self._num_transitions.tolist()}"
+                f"{counts.tolist()}"
             )
-        return self._read(batch_inds, env_indices, env)
+        return self._read(nth, env_indices, env)
 
     def _read(self, nth: np.ndarray, env_indices: np.ndarray, env: VecNormalize | None) -> Any:
         # JAX compares buffers, and reports an interrupt meanwhile as an error of `__eq__`
@@ -466,12 +470,32 @@ class DropInBuffer(buffers.ReplayBuffer):
         return action.reshape(self.n_envs, self.action_dim) if is_alive else action
 
     def __getattr__(self, name: str) -> Any:
-        if name in _THEIR_ARRAYS:
-            raise AttributeError(
-                f"{type(self).__name__} has no array of {name}: steps are stored once, on the "
-                "device; use sample(batch_size)"
-            )
-        raise AttributeError(name)
+        if name not in columns.NAMES:
+            raise AttributeError(name)
+        self._check_whole()
+        if self._columns[0] is not self._newest:
+            self._columns = self._newest, {}
+        if name not in self._columns[1]:
+            self._columns[1][name] = self._column(name)
+        return self._columns[1][name]
+
+    def _column(self, name: str) -> Any:
+        counts, newest = self._num_transitions, self._newest
+        column = columns.read(
+            name, self._replay, self._state, counts, newest.num_steps, self.buffer_size
+        )
+        dtype: Any = np.float32
+        if name in ("dones", "timeouts") and newest.num_steps:  # an episode may go on
+            column[self.pos - 1, newest.may_go_on] = False
+        elif name == "actions":
+            dtype = self._action_dtype
+        elif isinstance(self.observation_space, spaces.Dict) and isinstance(column, dict):
+            dtype = {key: self.observation_space[key].dtype for key in column}
+        elif name.endswith("observations"):
+            dtype = self.observation_space.dtype
+        if not isinstance(column, dict):
+            return _read_only(column, dtype)
+        return {key: _read_only(leaf, dtype[key]) for key, leaf in column.items()}
 
     @property
     def _action_dtype(self) -> Any:
@@ -514,7 +538,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         self._flush()
         state: Any = super().__getstate__()
         return {
-            **{name: value for name, value in state.items() if name != "_pid"},
+            **{name: value for name, value in state.items() if name not in ("_pid", "_columns")},
             "_added_state": jax.tree.map(np.asarray, self._added_state),
             "_counts": self._num_transitions,
         }
@@ -525,6 +549,7 @@ class DropInBuffer(buffers.ReplayBuffer):
             super().__setstate__(state)  # type: ignore[misc]
         self._added_state = jax.device_put(self._added_state, self._rows_on())
         self._pid = os.getpid()
+        self._columns = (None, {})
 
 
 @functools.partial(program, changes=True)
@@ -542,19 +567,19 @@ def _add(
     # the final row comes after it
     rows = layout.row(layout.envs(), layout.wrap(position - 2))
     items = None if chosen is None else _items(buffer, state, *chosen)
-    return state, _transitions(state).count(), rows, items
+    return state, columns.transitions(state).count(), rows, items
 
 
 def _items(buffer: ReplayBuffer, state: Any, env: jax.Array, nth: jax.Array) -> Any:
     """Read the `nth` transition in the ring of each `env`, int32[B] both; 0 is the oldest one
     stored."""
-    return buffer.get(state, _transitions(state).select(env, nth)).experience
+    return buffer.get(state, columns.transitions(state).select(env, nth)).experience
 
 
 _get = program(_items)
 
 
-def _transitions(state: Any) -> Sampleable:
-    """Return the set of all transitions, also those whose window is not complete."""
-    none = jnp.zeros((state.layout.num_envs,), jnp.int32)
-    return Sampleable(state.streams, state.episodes, none, none)
+def _read_only(array: np.ndarray, dtype: Any) -> np.ndarray:
+    array = array.astype(dtype)
+    array.flags.writeable = False
+    return array

@@ -6,6 +6,7 @@ modules are replaced by ours before they are imported. What cannot pass is liste
 """
 
 import argparse
+import importlib
 import subprocess
 import sys
 import tarfile
@@ -85,8 +86,25 @@ def brax() -> list[str]:
     return [str(folder / "training" / "replay_buffers_test.py")]
 
 
+def sb3() -> list[str]:
+    """Replace the buffers of Stable-Baselines3, and return the files of their tests."""
+    folder = fetched("stable-baselines3", "2.9.2") / "tests"
+    from stable_baselines3.common import off_policy_algorithm
+
+    from jaxreplay import sb3 as ours
+
+    # Their own modules go on with their own classes, which ours are derived from.
+    names = ("ReplayBuffer", "DictReplayBuffer", "NStepReplayBuffer", "HerReplayBuffer")
+    classes = {name: getattr(ours, name) for name in names}
+    for name in ("stable_baselines3.common.buffers", "stable_baselines3.her"):
+        replace(name, **vars(importlib.import_module(name)) | classes)
+    for name in names[1:3]:  # it asks of a loaded buffer whether it is its own ReplayBuffer
+        setattr(off_policy_algorithm, name, classes[name])
+    return [str(folder / f"test_{name}.py") for name in ("buffers", "n_step_replay", "her")]
+
+
 MOST_CASES = 100
-LIBRARIES: dict[str, Callable[[], list[str]]] = {"flashbax": flashbax, "brax": brax}
+LIBRARIES: dict[str, Callable[[], list[str]]] = {"flashbax": flashbax, "brax": brax, "sb3": sb3}
 
 
 class Expectations:

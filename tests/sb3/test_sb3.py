@@ -97,9 +97,45 @@ def test_numbers_beyond_what_is_held_are_refused():
     for number in (5, 9, -1):
         with pytest.raises(IndexError, match=rf"no transition {number}: the streams hold \[5\]"):
             ours._get_samples(np.array([0, number]))
-    with pytest.raises(AttributeError, match="has no array of rewards: steps are stored once"):
-        _ = ours.rewards
     assert not hasattr(ours, "anything")
+
+
+@pytest.mark.parametrize(
+    ("observation", "n_envs"), [("vector", 1), ("discrete", 3), ("dict", 1), ("float64", 3)]
+)
+def test_their_arrays_are_there(observation, n_envs):
+    """Row by row as theirs, through a wrap; final rows take the place of the oldest transitions."""
+    spaces_ = OBSERVATIONS[observation], ACTIONS["double"]
+    kind = kind_of(spaces_[0])
+    ours, other = pair(kind, *spaces_, n_envs=n_envs, size=20 * n_envs)
+    names = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
+    for name in names:
+        same_rows(getattr(ours, name), getattr(other, name), np.ones((20, n_envs), bool))
+    for t, step in enumerate(stream(*spaces_, n_envs, 50, reset=0)):
+        ours.add(*step)
+        other.add(*copy.deepcopy(step))
+        if t not in (0, 7, 18, 19, 20, 33, 49):
+            continue
+        ago = (t - np.arange(20)) % 20
+        is_stored = (ago[:, None] < ours._num_transitions) & (ago <= t)[:, None]
+        assert is_stored.sum() == ours._num_transitions.sum()
+        for name in names:
+            got, expected = getattr(ours, name), getattr(other, name)
+            assert got is getattr(ours, name)  # made once
+            same_rows(got, expected, is_stored)
+            for leaf in jax.tree.leaves(got):
+                assert not leaf.flags.writeable
+                assert not leaf[~is_stored].any()
+    again = copy.deepcopy(ours)
+    np.testing.assert_array_equal(again.rewards, ours.rewards)
+    ours.reset()
+    assert not ours.rewards.any()
+
+
+def same_rows(got, expected, chosen):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_array_equal(a[chosen], b[chosen])
 
 
 @pytest.mark.parametrize("handle_timeout_termination", [True, False])
