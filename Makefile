@@ -22,7 +22,7 @@ EXAMPLES := flax optax matplotlib tqdm six gymnasium seaborn
 .PHONY: demo docs examples lint quick test test-oldest compat soak recipes bench gpu aot clean
 $(VENV)/installed: Makefile pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -c constraints.txt -e ".[test,dev,torch,sb3,tensordict,checkpoint,minari]" $(EXAMPLES)
+	$(PIP) install -c constraints.txt -e ".[test,dev,torch,sb3,tensordict,checkpoint,minari,lerobot]" $(EXAMPLES)
 	$(PIP) install -c constraints.txt --no-deps gymnax
 	touch $@
 
@@ -118,7 +118,7 @@ SOAK_core := types autoreset docstrings package newcomer_errors contract in_plac
 SOAK_samplers := extension rank_based recent without_replacement episodes targets donation plan state_check transitions fingerprint
 SOAK_oracle := oracle_streams
 SOAK_views := views
-SOAK_rollouts := rollout rollout_episodes trajectories datasets inspect torch
+SOAK_rollouts := rollout rollout_episodes trajectories datasets dataset_files inspect torch
 SOAK_platforms := platforms exporting provisional
 SOAK_replay := stateful staging threads interrupts
 SOAK_sb3 := sb3 sb3_hindsight sb3_priorities

@@ -18,6 +18,8 @@ from minari.data_collector.episode_buffer import EpisodeBuffer
 
 import jaxreplay as jr
 from jaxreplay import datasets
+from jaxreplay.datasets import episodes, minari as from_minari
+from jaxreplay.datasets.episodes import steps_of
 
 # Minari's recommendations for a dataset's metadata.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:minari.utils")
@@ -225,13 +227,15 @@ def test_any_tree_of_observations():
         assert episode.rewards.tolist() == list(range(5))
     wide = dataclasses.replace(next(iter(dataset)), rewards=np.arange(5.0)[:, None])
     for form in ("next_step", "same_step"):
-        steps = datasets._steps_of(wide, form)
+        steps = steps_of("from_minari", wide, form)
         assert steps.reward.shape == (len(steps.terminated), 1)
     with pytest.raises(
         ValueError, match=r"episode 0: observations.0: expected 6 numbers or arrays, got <U1\[6\]"
     ):
-        datasets._steps_of(
-            dataclasses.replace(wide, observations=(list("abcdef"), observations[1])), "next_step"
+        steps_of(
+            "from_minari",
+            dataclasses.replace(wide, observations=(list("abcdef"), observations[1])),
+            "next_step",
         )
 
 
@@ -325,7 +329,7 @@ def test_a_write_that_fails_leaves_no_half_dataset(monkeypatch, tmp_path):
         raise OSError("no space left")
 
     monkeypatch.setattr(minari.MinariDataset, "update_dataset_from_buffer", fails)
-    monkeypatch.setattr(datasets, "_MOST_BYTES", 1)
+    monkeypatch.setattr(from_minari, "_MOST_BYTES", 1)
     with pytest.raises(OSError, match="no space left"):
         datasets.to_minari(replay, state, "half/two-v0", data_format="hdf5", **ABOUT)
     assert "half/two-v0" not in minari.list_local_datasets()
@@ -333,7 +337,7 @@ def test_a_write_that_fails_leaves_no_half_dataset(monkeypatch, tmp_path):
         datasets.to_minari(replay, state, "half/two-v0", data_format="hdf5")
     monkeypatch.undo()
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
-    monkeypatch.setattr(datasets, "_MOST_BYTES", 1)  # one episode at a time
+    monkeypatch.setattr(from_minari, "_MOST_BYTES", 1)  # one episode at a time
     assert_equal(
         list(datasets.to_minari(replay, state, "half/two-v0", data_format="hdf5", **ABOUT)),
         list(dataset),
@@ -348,13 +352,13 @@ def test_a_write_that_fails_leaves_no_half_dataset(monkeypatch, tmp_path):
 def test_one_episode_at_a_time_is_in_memory(monkeypatch):
     """The steps that wait to be added are fewer than a block and an episode together."""
     dataset = made("stream/one-v0", [episode(n, 400) for n in range(8)])
-    waiting, extended = [], datasets._extended
+    waiting, extended = [], episodes._extended
 
     def watched(replay, state, steps, size):
         waiting.append(sum(len(step.reward) for step in steps))
         return extended(replay, state, steps, size)
 
-    monkeypatch.setattr(datasets, "_extended", watched)
+    monkeypatch.setattr(episodes, "_extended", watched)
     datasets.from_minari(dataset, buffer("next_step", datasets.required_capacity(dataset)))
     assert len(waiting) >= 3
     assert max(waiting) < 1024 + 401
@@ -362,6 +366,8 @@ def test_one_episode_at_a_time_is_in_memory(monkeypatch):
 
 @pytest.mark.parametrize("name", ["minari", "tqdm"])
 def test_without_the_extra_the_error_says_which(name):
-    code = f"import sys; sys.modules[{name!r}] = None; import jaxreplay.datasets"
+    code = (
+        f"import sys; sys.modules[{name!r}] = None; import jaxreplay.datasets as d; d.from_minari"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert f"jaxreplay.datasets needs {name}: pip install 'jaxreplay[minari]'" in done.stderr

@@ -29,16 +29,12 @@ except ImportError as error:
         f"jaxreplay.datasets needs {error.name}: pip install 'jaxreplay[minari]'"
     ) from error
 
-from jaxreplay._util import checks
-from jaxreplay._util.names import named
-from jaxreplay._util.pow2 import power_above, power_below
-from jaxreplay.buffers.jitted import jit
+from jaxreplay._util.pow2 import power_above
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
+from jaxreplay.datasets.episodes import check_buffer, fill
 from jaxreplay.storage import ring, row_flags, stored_arrays
 from jaxreplay.storage.sampleable import ReplayState
-from jaxreplay.types import Step
 
-_MOST_STEPS = 1024  # added at once
 _MOST_BYTES = 16 * 2**20  # of episodes written at once; a larger episode is written alone
 
 
@@ -77,50 +73,23 @@ def from_minari(
       ValueError: The buffer is too small or does not store steps of one env, the dataset is empty,
         or a leaf does not fit the example or cannot be stored.
     """
-    if not isinstance(buffer, ReplayBuffer) or buffer.autoreset is None or buffer.num_envs != 1:
-        raise ValueError(
-            "from_minari: buffer must be a ReplayBuffer of steps with num_envs=1, since a dataset "
-            "is one stream of episodes"
-        )
-    form, state, waiting, used = buffer.autoreset, None, [], 0
+    check_buffer("from_minari", buffer)
     if dataset.total_steps > buffer.capacity:
         raise ValueError(
             f"from_minari: capacity={buffer.capacity} is too small; required_capacity(dataset) is "
             f"{required_capacity(dataset)}"
         )
-    most = min(_MOST_STEPS, power_below(buffer.capacity))
+    too_small = (
+        f"required_capacity(dataset) is {required_capacity(dataset):,}, and each end within an "
+        "episode needs one more row"
+    )
+    episodes = _progress(dataset.iterate_episodes(), dataset.total_episodes, progress)
+    return fill("from_minari", episodes, buffer, example, too_small)
+
+
+def _progress(episodes: Any, total: int, progress: bool | None) -> Any:
     hidden = None if progress is None else not progress
-    for episode in tqdm(
-        dataset.iterate_episodes(),
-        total=dataset.total_episodes,
-        desc="from_minari",
-        unit="episode",
-        disable=hidden,
-    ):
-        if not len(episode.rewards):
-            continue
-        steps = _steps_of(episode, form)
-        used += len(steps.reward) + (
-            int((steps.terminated | steps.truncated).sum()) if form == "same_step" else 0
-        )
-        if used > buffer.capacity:
-            raise ValueError(
-                f"from_minari: capacity={buffer.capacity} is too small: episode {episode.id} ends "
-                f"in row {used:,}; required_capacity(dataset) is "
-                f"{required_capacity(dataset):,}, and each end within an episode needs one more row"
-            )
-        example = _example_of(steps) if example is None else example
-        state = buffer.init(example) if state is None else state
-        waiting.append(_fitted(steps, example, f"episode {episode.id}"))
-        if sum(len(steps.reward) for steps in waiting) >= most:
-            state, waiting = _extended(buffer, state, waiting, most)
-    if state is None:
-        raise ValueError("from_minari: the dataset has no transitions")
-    while waiting:  # powers of two: each size of a block is compiled
-        state, waiting = _extended(
-            buffer, state, waiting, power_below(sum(len(steps.reward) for steps in waiting))
-        )
-    return state
+    return tqdm(episodes, total=total, desc="from_minari", unit="episode", disable=hidden)
 
 
 def to_minari(
@@ -185,96 +154,6 @@ def to_minari(
         shutil.rmtree(path, ignore_errors=True)  # a partial dataset would look complete
         raise
     return dataset
-
-
-def _steps_of(episode: Any, form: str) -> Step:
-    """Convert an episode to K steps, leaves [K, ...]: its transitions and, with next-step
-    autoreset, one for each final observation."""
-    reward, terminated, truncated = (
-        np.asarray(x) for x in (episode.rewards, episode.terminations, episode.truncations)
-    )
-    length = len(reward)
-    for part, expected in (("observations", length + 1), ("actions", length)):
-        # Minari returns values that are no arrays as a list.
-        for name, leaf in named(
-            getattr(episode, part), is_leaf=lambda leaf: isinstance(leaf, list)
-        ):
-            if np.asarray(leaf).dtype.kind not in "biuf" or np.shape(leaf)[:1] != (expected,):
-                what = f"{np.asarray(leaf).dtype}{list(np.shape(leaf))}"
-                raise ValueError(
-                    f"from_minari: episode {episode.id}: {part}{name and '.' + name}: expected "
-                    f"{expected} numbers or arrays, got {what}"
-                )
-    observations, actions = jax.tree.map(np.asarray, (episode.observations, episode.actions))
-    truncated = truncated | (~(terminated | truncated) & (np.arange(length) == length - 1))
-
-    def at(tree: PyTree, index: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf[index], tree)
-
-    if form != "next_step":
-        return Step(
-            at(observations, slice(-1)),
-            actions,
-            reward,
-            terminated=terminated,
-            truncated=truncated,
-            final_obs=at(observations, slice(1, None)) if form == "same_step" else None,
-        )
-    ends = np.flatnonzero(terminated | truncated) + 1
-    now = np.insert(np.arange(length), ends, ends)
-    step = np.insert(np.arange(length), ends, ends - 1)
-    is_step = np.insert(np.ones(length, bool), ends, False)
-    reward = reward[step]
-    reward[~is_step] = 0
-    return Step(
-        at(observations, now),
-        at(actions, step),
-        reward,
-        terminated=terminated[step] & is_step,
-        truncated=truncated[step] & is_step,
-    )
-
-
-def _example_of(steps: Step) -> Step:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), steps)
-
-
-def _fitted(steps: Step, example: PyTree, where: str) -> Step:
-    """Cast to the example's dtypes. Leaves that do not fit stay, so that `extend` names them."""
-    dtypes = {
-        name: np.dtype(leaf.dtype) for name, leaf in named(checks.specs("from_minari", example))
-    }
-
-    def fitted(name: str, leaf: np.ndarray) -> np.ndarray:
-        dtype = dtypes.get(name, leaf.dtype)
-        are_integers = leaf.dtype.kind in "iu" and dtype.kind in "iu"
-        if not are_integers and not np.can_cast(leaf.dtype, dtype, "same_kind"):
-            return leaf
-        return checks.cast(
-            f"from_minari: {where}: {name}",
-            leaf,
-            dtype,
-            "the example's dtype; pass an example with another dtype",
-        )
-
-    return jax.tree.unflatten(
-        jax.tree.structure(steps), [fitted(name, leaf) for name, leaf in named(steps)]
-    )
-
-
-def _extended(
-    buffer: ReplayBuffer, state: ReplayState, waiting: list[Step], size: int
-) -> tuple[ReplayState, list[Step]]:
-    """Add the waiting steps in blocks of `size`; return the state and the steps that are left."""
-    joined = jax.tree.map(lambda *include_partial: np.concatenate(include_partial), *waiting)
-    whole = len(joined.reward) // size * size
-    for start in range(0, whole, size):
-        state = jit(buffer).extend(
-            state, jax.tree.map(lambda leaf, start=start: leaf[start : start + size, None], joined)
-        )
-    return state, [jax.tree.map(lambda leaf: leaf[whole:].copy(), joined)] if whole < len(
-        joined.reward
-    ) else []
 
 
 def _batches(episodes: Iterator[EpisodeBuffer]) -> Iterator[list[EpisodeBuffer]]:

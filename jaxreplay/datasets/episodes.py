@@ -1,0 +1,308 @@
+"""Episodes, and a buffer's state made of them."""
+
+import itertools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxreplay._util import checks
+from jaxreplay._util.aliases import PyTree
+from jaxreplay._util.names import named
+from jaxreplay._util.pow2 import power_below
+from jaxreplay.buffers.jitted import jit
+from jaxreplay.buffers.replay_buffer import ReplayBuffer
+from jaxreplay.storage.sampleable import ReplayState
+from jaxreplay.types import Step
+
+_MOST_STEPS = 1024  # added at once
+
+
+class Episode(NamedTuple):
+    """Episode of T transitions.
+
+    Args:
+      observations: Pytree with leaves [T + 1, ...]; the last is the final observation.
+      actions: Pytree with leaves [T, ...].
+      rewards: [T].
+      terminations: bool[T], True where the task ended.
+      truncations: bool[T], True where the episode was cut. If no flag is True at the last step, it
+        is truncated.
+      id: Name in errors. Default: "".
+    """
+
+    observations: PyTree
+    actions: PyTree
+    rewards: Any
+    terminations: Any
+    truncations: Any
+    id: Any = ""
+
+
+def from_episodes(
+    episodes: Iterable[Any], buffer: ReplayBuffer, example: PyTree = None
+) -> ReplayState:
+    """Return a buffer's state with all transitions of some episodes.
+
+    Memory holds the state, and one episode at a time with some copies of it. If an episode has an
+    end before its last step, the next step opens another episode.
+
+    Args:
+      episodes: `Episode`s, or objects with their fields.
+      buffer: A `ReplayBuffer` of steps with `num_envs=1` and any `autoreset`.
+      example: One env's step, as for `buffer.init`. Default: shapes and dtypes of the first
+        episode, cut to 32 bits while `jax_enable_x64` is off.
+
+    Returns:
+      The state.
+
+    Raises:
+      ValueError: The buffer is too small or does not store steps of one env, there is no
+        transition, or a leaf does not fit the example or cannot be stored.
+
+    Example:
+      >>> import numpy as np, jaxreplay as jr
+      >>> from jaxreplay.datasets import Episode, from_episodes
+      >>> buffer = jr.uniform(capacity=8, batch_size=2, autoreset="next_step")
+      >>> flags = np.array([False, False])
+      >>> episode = Episode(np.arange(3.0), np.zeros(2), np.ones(2), flags, flags)
+      >>> state = from_episodes([episode, episode], buffer)
+      >>> int(buffer.size(state))
+      4
+    """
+    return fill(
+        "from_episodes",
+        episodes,
+        buffer,
+        example,
+        "each episode needs a row more than it has transitions",
+    )
+
+
+def fill(
+    where: str, episodes: Iterable[Any], buffer: Any, example: PyTree, too_small: str
+) -> ReplayState:
+    """Return a buffer's state with all transitions of some episodes.
+
+    Args:
+      where: Name of the called function, for errors.
+      episodes: As for `from_episodes`.
+      buffer: As for `from_episodes`.
+      example: As for `from_episodes`.
+      too_small: What to say of a buffer that is too small.
+    """
+    check_buffer(where, buffer)
+    form, state, waiting, used = buffer.autoreset, None, [], 0
+    most = min(_MOST_STEPS, power_below(buffer.capacity))
+    for episode in episodes:
+        if not len(episode.rewards):
+            continue
+        steps = steps_of(where, episode, form)
+        used += len(steps.reward) + (
+            int((steps.terminated | steps.truncated).sum()) if form == "same_step" else 0
+        )
+        if used > buffer.capacity:
+            raise ValueError(
+                f"{where}: capacity={buffer.capacity} is too small: episode {episode.id} ends in "
+                f"row {used:,}; {too_small}"
+            )
+        example = _example_of(steps) if example is None else example
+        state = buffer.init(example) if state is None else state
+        waiting.append(_fitted(where, steps, example, f"episode {episode.id}"))
+        if sum(len(steps.reward) for steps in waiting) >= most:
+            state, waiting = _extended(buffer, state, waiting, most)
+    if state is None:
+        raise ValueError(f"{where}: the dataset has no transitions")
+    while waiting:  # powers of two: each size of a block is compiled
+        state, waiting = _extended(
+            buffer, state, waiting, power_below(sum(len(steps.reward) for steps in waiting))
+        )
+    return state
+
+
+def check_buffer(where: str, buffer: Any) -> None:
+    """Raise a ValueError unless a buffer stores the steps of one env."""
+    if not isinstance(buffer, ReplayBuffer) or buffer.autoreset is None or buffer.num_envs != 1:
+        raise ValueError(
+            f"{where}: buffer must be a ReplayBuffer of steps with num_envs=1, since a dataset is "
+            "one stream of episodes"
+        )
+
+
+class Rows(NamedTuple):
+    """Consecutive rows of a file, K steps.
+
+    Attributes:
+      obs: Pytree with leaves [K, ...].
+      action: Pytree with leaves [K, ...].
+      reward: [K].
+      terminated: bool[K].
+      truncated: bool[K].
+      next_obs: Pytree with leaves [K, ...], or None if the file has none.
+      part: Array [K], equal for rows of one episode; None if the flags alone end episodes.
+    """
+
+    obs: PyTree
+    action: PyTree
+    reward: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    next_obs: PyTree = None
+    part: Any = None
+
+
+def episodes_of(blocks: Iterable[Rows], final_rows: bool = False) -> Iterable[Episode]:
+    """Yield the episodes of rows that follow each other.
+
+    An episode ends at a flag, where `part` changes, and where `next_obs` is not the next row's
+    observation. If its final observation is unknown, it repeats the last one after a termination;
+    else the last transition is left out.
+
+    Args:
+      blocks: Blocks of rows, in order.
+      final_rows: The row with a flag is the final observation of its episode, and no step.
+    """
+    # Whether a row ends its episode is known with the row after it: a block's last row is held.
+    waiting, held, number = [], None, 0
+    for block in itertools.chain(blocks, [None]):
+        rows = held if block is None else _joined([*([] if held is None else [held]), block])
+        if rows is None:
+            return
+        ends, known = _ends(rows), len(rows.reward) - (block is not None)
+        ends[-1] |= block is None
+        start = 0
+        for stop in (np.flatnonzero(ends[:known]) + 1).tolist():
+            whole, waiting = _joined([*waiting, _cut(rows, start, stop)]), []
+            if (episode := _episode(whole, final_rows, number)) is not None:
+                yield episode
+            start, number = stop, number + 1
+        waiting, held = [*waiting, _cut(rows, start, known)], _cut(rows, known, None)
+
+
+def _joined(parts: list[Rows]) -> Rows:
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+
+
+def _cut(rows: Rows, start: int, stop: int | None) -> Rows:
+    return jax.tree.map(lambda leaf: leaf[start:stop], rows)
+
+
+def _ends(rows: Rows) -> np.ndarray:
+    ends = rows.terminated | rows.truncated
+    if rows.part is not None:
+        ends[:-1] |= rows.part[1:] != rows.part[:-1]
+    if rows.next_obs is not None:
+        for after, obs in zip(
+            jax.tree.leaves(rows.next_obs), jax.tree.leaves(rows.obs), strict=True
+        ):
+            goes_on = after[:-1] == obs[1:]
+            ends[:-1] |= ~goes_on.all(axis=tuple(range(1, goes_on.ndim)))
+    return ends
+
+
+def _episode(rows: Rows, final_rows: bool, number: int) -> Episode | None:
+    """Return an episode, or None if it has no transition."""
+    terminated, truncated = rows.terminated, rows.truncated
+    if rows.next_obs is not None:
+        last = jax.tree.map(lambda leaf: leaf[-1:], rows.next_obs)
+    elif terminated[-1] and not final_rows:  # no target reads it
+        last = jax.tree.map(lambda leaf: leaf[-1:], rows.obs)
+    else:  # the last row is the final observation
+        last = jax.tree.map(lambda leaf: leaf[-1:], rows.obs)
+        rows = jax.tree.map(lambda leaf: leaf[:-1], rows)
+        terminated, truncated = rows.terminated, rows.truncated
+    if not len(rows.reward):
+        return None
+    observations = jax.tree.map(lambda *leaves: np.concatenate(leaves), rows.obs, last)
+    return Episode(observations, rows.action, rows.reward, terminated, truncated, number)
+
+
+def steps_of(where: str, episode: Any, form: str) -> Step:
+    """Convert an episode to K steps, leaves [K, ...]: its transitions and, with next-step
+    autoreset, one for each final observation."""
+    reward, terminated, truncated = (
+        np.asarray(x) for x in (episode.rewards, episode.terminations, episode.truncations)
+    )
+    length = len(reward)
+    for part, expected in (("observations", length + 1), ("actions", length)):
+        # Minari returns values that are no arrays as a list.
+        for name, leaf in named(
+            getattr(episode, part), is_leaf=lambda leaf: isinstance(leaf, list)
+        ):
+            if np.asarray(leaf).dtype.kind not in "biuf" or np.shape(leaf)[:1] != (expected,):
+                what = f"{np.asarray(leaf).dtype}{list(np.shape(leaf))}"
+                raise ValueError(
+                    f"{where}: episode {episode.id}: {part}{name and '.' + name}: expected "
+                    f"{expected} numbers or arrays, got {what}"
+                )
+    observations, actions = jax.tree.map(np.asarray, (episode.observations, episode.actions))
+    truncated = truncated | (~(terminated | truncated) & (np.arange(length) == length - 1))
+
+    def at(tree: PyTree, index: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf[index], tree)
+
+    if form != "next_step":
+        return Step(
+            at(observations, slice(-1)),
+            actions,
+            reward,
+            terminated=terminated,
+            truncated=truncated,
+            final_obs=at(observations, slice(1, None)) if form == "same_step" else None,
+        )
+    ends = np.flatnonzero(terminated | truncated) + 1
+    now = np.insert(np.arange(length), ends, ends)
+    step = np.insert(np.arange(length), ends, ends - 1)
+    is_step = np.insert(np.ones(length, bool), ends, False)
+    reward = reward[step]
+    reward[~is_step] = 0
+    return Step(
+        at(observations, now),
+        at(actions, step),
+        reward,
+        terminated=terminated[step] & is_step,
+        truncated=truncated[step] & is_step,
+    )
+
+
+def _example_of(steps: Step) -> Step:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), steps)
+
+
+def _fitted(where: str, steps: Step, example: PyTree, what: str) -> Step:
+    """Cast to the example's dtypes. Leaves that do not fit stay, so that `extend` names them."""
+    dtypes = {name: np.dtype(leaf.dtype) for name, leaf in named(checks.specs(where, example))}
+
+    def fitted(name: str, leaf: np.ndarray) -> np.ndarray:
+        dtype = dtypes.get(name, leaf.dtype)
+        are_integers = leaf.dtype.kind in "iu" and dtype.kind in "iu"
+        if not are_integers and not np.can_cast(leaf.dtype, dtype, "same_kind"):
+            return leaf
+        return checks.cast(
+            f"{where}: {what}: {name}",
+            leaf,
+            dtype,
+            "the example's dtype; pass an example with another dtype",
+        )
+
+    return jax.tree.unflatten(
+        jax.tree.structure(steps), [fitted(name, leaf) for name, leaf in named(steps)]
+    )
+
+
+def _extended(
+    buffer: ReplayBuffer, state: ReplayState, waiting: list[Step], size: int
+) -> tuple[ReplayState, list[Step]]:
+    """Add the waiting steps in blocks of `size`; return the state and the steps that are left."""
+    joined = jax.tree.map(lambda *include_partial: np.concatenate(include_partial), *waiting)
+    whole = len(joined.reward) // size * size
+    for start in range(0, whole, size):
+        state = jit(buffer).extend(
+            state, jax.tree.map(lambda leaf, start=start: leaf[start : start + size, None], joined)
+        )
+    return state, [jax.tree.map(lambda leaf: leaf[whole:].copy(), joined)] if whole < len(
+        joined.reward
+    ) else []
