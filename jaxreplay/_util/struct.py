@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import inspect
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self, dataclass_transform
 
 import jax
@@ -16,6 +17,8 @@ from jaxreplay._util.names import kind_of, short
 _STATICS: dict[str, type] = {}  # by name, for `_read_again`
 # number of definitions of a class, by name
 _NODES: collections.Counter[str] = collections.Counter()
+# what else is told of each new class of nodes
+on_new_node: list[Callable[[type], None]] = []
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -96,6 +99,8 @@ class Node:
         export.register_pytree_node_serialization(
             cls, serialized_name=name, serialize_auxdata=_written, deserialize_auxdata=_read_again
         )
+        for tell in on_new_node:
+            tell(cls)
 
     def __repr__(self) -> str:
         """Show shapes and dtypes: `Index(row i32[8], lap u32[8])`."""

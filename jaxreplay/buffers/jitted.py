@@ -16,7 +16,7 @@ from jaxreplay.storage.sampleable import ReplayState
 from jaxreplay.types import Sample, T
 
 # methods that donate the state
-_CHANGES = frozenset({"add", "extend", "clear", "pop"})
+_CHANGES = frozenset({"add", "extend", "clear", "pop", "end_streams"})
 # methods that donate the sampler's part of the state alone
 _CHANGES_SAMPLER = frozenset({"update_priorities", "rerank"})
 _CPU_OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
@@ -219,6 +219,18 @@ class Jitted(Generic[T]):
           The new state.
         """
         return self._call("clear", state)
+
+    def end_streams(self, state: Any, mask: Any = None) -> Any:
+        """End the unfinished episodes, after a reset that no step tells.
+
+        Args:
+          state: The buffer's state. Donated: use the returned state instead.
+          mask: bool[E], False for envs that go on. Default: every env was reset.
+
+        Returns:
+          The new state.
+        """
+        return self._call("end_streams", state, mask=mask)
 
     def sample(
         self,

@@ -15,7 +15,7 @@ from jaxreplay._util.struct import Static
 from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.state_checks import check_donated, check_state
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler, Sampler
-from jaxreplay.storage import episodes, platforms, row_flags
+from jaxreplay.storage import ending, episodes, platforms, row_flags
 from jaxreplay.storage.episodes import Episodes
 from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.storage.sampleable import (
@@ -618,6 +618,33 @@ class ReplayBuffer(Static, Generic[T]):
             sampler=self.sampler.clear(state.sampler),
             episodes=state.episodes and episodes.clear(state.episodes),
         )
+
+    def end_streams(self, state: ReplayState, mask: Any = None) -> ReplayState:
+        """End the unfinished episodes: the next step of each env does not follow its newest one.
+
+        Call it after a reset that no step tells, such as one by hand, or of new envs in a resumed
+        run. Otherwise the newest step would be paired with the first observation after the reset.
+        The newest transition of each unfinished episode is given up, since its next observation is
+        unknown.
+
+        Args:
+          state: Donated: jit with `donate_argnums=0`, else the whole buffer is copied.
+          mask: bool[E], False for envs that go on. Default: every env was reset.
+
+        Returns:
+          The new state.
+
+        Raises:
+          ValueError: The buffer stores items, or it looks episodes up and its envs all step
+            together.
+        """
+        state = check_donated("end_streams", self, state)
+        if self.autoreset is None:
+            raise ValueError("end_streams: items have no episodes, so that nothing goes on")
+        mask = jnp.ones(self.num_envs, bool) if mask is None else mask
+        step_checks.check_mask("end_streams", mask, True, (self.num_envs,))
+        state, effect = ending.end(state, jnp.asarray(mask))
+        return state.replace(sampler=self.sampler.observe(state.sampler, effect, None))
 
     def episode_table(self, state: ReplayState) -> Episodes:
         """Return look-ups of the episode ends around stored rows.

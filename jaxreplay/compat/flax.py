@@ -15,7 +15,7 @@ from typing import Any
 
 from flax import serialization
 
-from jaxreplay._util.struct import Node
+from jaxreplay._util.struct import Node, on_new_node
 
 
 def _register(kind: Any) -> None:
@@ -38,9 +38,13 @@ def _register(kind: Any) -> None:
         )
 
     serialization.register_serialization_state(kind, to_dict, from_dict)
-    for further in kind.__subclasses__():
-        _register(further)
 
 
-for _kind in Node.__subclasses__():
-    _register(_kind)
+def _register_below(kind: Any) -> None:
+    for child in kind.__subclasses__():
+        _register(child)
+        _register_below(child)
+
+
+_register_below(Node)
+on_new_node.append(_register)

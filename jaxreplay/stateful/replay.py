@@ -305,6 +305,21 @@ class Replay:
                 self._changing(self._owner.change, method("clear"))
             self._start_anew()
 
+    def end_streams(self, mask: Any = None) -> None:
+        """End the unfinished episodes, after a reset that no step tells: one by hand, or of new
+        envs after `load`. The newest transition of each is given up.
+
+        Args:
+          mask: bool[E], False for envs that go on. Default: every env was reset.
+
+        Raises:
+          ValueError: As for `ReplayBuffer.end_streams`.
+        """
+        with self._monitor:
+            self._check_open()
+            if self._owner.has_example:
+                self._changing(self._owner.change, method("end_streams"), mask)
+
     def metrics(self, *, beta: float | None = None) -> dict[str, float]:
         """Return the figures of `ReplayBuffer.metrics` as numbers; {} before the first `add`.
 

@@ -33,6 +33,11 @@ def operations(case, buffer, state):
     }
     if isinstance(buffer.sampler, ConsumingSampler):
         found["pop"] = (buffer.pop, True)
+    # with a table, rows of one env alone must be removable
+    if buffer.autoreset and not (
+        buffer.has_table and (state.layout.lockstep or buffer.window.crosses_episodes)
+    ):
+        found["end"] = (lambda state, key: (buffer.end_streams(state), None), True)
     if isinstance(buffer.sampler, PrioritySampler):
         index = jax.jit(buffer.sample)(state, jax.random.key(0)).index
         new = lambda key: jax.random.uniform(key, (8,))
