@@ -33,6 +33,7 @@ except ImportError as error:
 _STATES = (ReplayState, RolloutState, SumTreeState)
 _NARROW_BITS = 8  # narrower numbers have no tensor type, or share bytes
 _ALIGNMENT = 64  # bytes; JAX copies from other addresses instead of sharing
+_IS_OLD = jax.__version_info__ < (0, 10, 2)  # 0.6.2 reads strided memory in another order
 _CAST = {
     torch.int64: torch.int32,
     torch.uint64: torch.uint32,
@@ -362,6 +363,7 @@ def _reason_against_tensor(leaf: Any, *, share: bool, cast: bool) -> str | None:
         leaf.is_conj()
         or leaf.is_neg()
         or not leaf.detach().permute(_by_stride(leaf)).is_contiguous()
+        or (_IS_OLD and not leaf.is_contiguous())
     ):
         return (
             f"has strides {tuple(leaf.stride())} for the shape {tuple(leaf.shape)}: JAX cannot "

@@ -134,10 +134,14 @@ def test_any_strides_gradients_and_lazy_conjugates_are_copied_as_they_look():
 
 def test_what_is_shared_must_be_an_arrays_memory():
     x = torch.arange(64.0).reshape(8, 8)
+    strided = [x.T, x.reshape(4, 2, 8).permute(2, 0, 1)]
+    if is_old := jax.__version_info__ < (0, 10, 2):  # which reads them in another order
+        for tensor in strided:
+            with pytest.raises(ValueError, match="JAX cannot share its memory"):
+                from_torch(tensor, share=True)
     for tensor in (
         x,
-        x.T,
-        x.reshape(4, 2, 8).permute(2, 0, 1),
+        *([] if is_old else strided),
         x[2:4],
         torch.ones(3, requires_grad=True),
     ):
@@ -159,13 +163,13 @@ def test_what_is_shared_must_be_an_arrays_memory():
 
 
 def test_a_tensor_that_is_written_to_corrupts_what_shares_it_and_nothing_else():
-    """JAX's `copy=True` shares the memory all the same."""
+    """JAX's `copy=True` shares the memory all the same, since 0.10.2 at least."""
     tensor = torch.zeros(1000)
     asked = jax.dlpack.from_dlpack(tensor, copy=True)
     shared, owned = from_torch(tensor, share=True), from_torch(tensor)
     tensor.fill_(1)
     assert float(shared.sum()) == 1000
-    assert float(asked.sum()) == 1000
+    assert float(asked.sum()) == 1000 or jax.__version_info__ < (0, 10, 2)
     assert float(owned.sum()) == 0
 
 
