@@ -155,8 +155,10 @@ def main() -> None:
     plugin = Expectations(reasons)
     options = ["-q", "-c", "/dev/null", "-p", "no:cacheprovider", "-W", "ignore", "--tb=short"]
     code = pytest.main([*options, *files, *arguments.rest, *rest], plugins=[plugin])
-    for _pattern, _reason in reasons.items():
-        pass
+    counts = ", ".join(f"{number} {outcome}" for outcome, number in plugin.counts.items())
+    print(f"{arguments.library}: {sum(plugin.counts.values())} tests run: {counts}")
+    for pattern, reason in reasons.items():
+        print(f"  expected to fail: {pattern}...: {reason}")
     if not rest and (missing := reasons.keys() - plugin.found):
         raise SystemExit(f"no test is named {', '.join(sorted(missing))}")
     sys.exit(code)
