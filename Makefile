@@ -4,7 +4,7 @@
 # make docs      builds the docs into out/docs, and runs every code cell
 # make examples  runs every example in full (20 minutes)
 # make recipes   runs the steps of env libraries that are not among the tests' own (Brax, Jumanji, Craftax, EnvPool)
-# make compat    older and newer JAX and Python; the tests of flashbax, Brax and Stable-Baselines3 over our buffers (30 minutes)
+# make compat    older and newer JAX and Python; the tests of flashbax, Brax and Stable-Baselines3 over our buffers (20 minutes)
 # make soak PART=NAME    the same checks at full size, a part of at most 20 minutes; PART=list names them
 # make aot DEVICE=NAME   compiles for a TPU or GPU that is not there, and checks what comes out; writes benchmarks/ACCELERATORS.md
 # make gpu       GPU tests and figures, on a GPU; writes benchmarks/GPU.md

@@ -128,6 +128,11 @@ def test_a_file_with_rows_of_final_observations(form, tmp_path, monkeypatch):
     )
     replay = buffer(form)
     state = datasets.from_npz(tmp_path / "a.npz", replay, final_rows=True)
+    # next observations say nothing then, since a final row has none
+    arrays = dict(np.load(tmp_path / "a.npz")) | {"next_observations": np.zeros(10, np.float32)}
+    np.savez(tmp_path / "b.npz", **arrays)
+    other = datasets.from_npz(tmp_path / "b.npz", replay, final_rows=True)
+    assert transitions(replay, other) == transitions(replay, state)
     pairs = {(0, 1), (1, 2), (4, 5), (6, 7), (7, 8), (8, 9)}
     if form == "same_step_no_final_obs":
         pairs -= {(1, 2), (4, 5), (8, 9)}
@@ -178,7 +183,7 @@ def test_bad_files_are_refused(tmp_path):
     }
     for message, arrays in bad.items():
         np.savez(path, **arrays)
-        with pytest.raises(ValueError, match=f"from_npz: .*{message}|from_npz: {message}"):
+        with pytest.raises(ValueError, match=f"from_npz: .*{message}"):
             datasets.from_npz(path, buffer("next_step"))
     np.savez(path, observations=obs, actions=obs, terminals=obs)
     with pytest.raises(ValueError, match="names has state; its keys are obs, action"):

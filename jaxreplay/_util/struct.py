@@ -5,7 +5,7 @@ import dataclasses
 import inspect
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self, dataclass_transform
+from typing import TYPE_CHECKING, Any, dataclass_transform
 
 import jax
 import numpy as np
@@ -106,13 +106,8 @@ class Node:
         """Show shapes and dtypes: `Index(row i32[8], lap u32[8])`."""
         return short(self)
 
-    def replace(self, **changes: Any) -> Self:
-        """Return the node with other values of some fields.
-
-        Args:
-          changes: Values by the name of the field.
-        """
-        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+    # with other values of some fields: node.replace(field=value)
+    replace = dataclasses.replace
 
 
 def _name(kind: type) -> str:

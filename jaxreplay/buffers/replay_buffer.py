@@ -635,8 +635,8 @@ class ReplayBuffer(Static, Generic[T]):
           The new state.
 
         Raises:
-          ValueError: The buffer stores items, or it looks episodes up and its envs all step
-            together.
+          ValueError: The buffer stores items; or it looks episodes up, and its envs all step
+            together or its windows cross episodes.
         """
         state = check_donated("end_streams", self, state)
         if self.autoreset is None:

@@ -187,7 +187,7 @@ class _Rows(ReplayBuffer[ReplayBufferState, Sample]):
         return ReplayBufferState(self._storage.init(self._example), jnp.int32(0), key)
 
     def check_can_insert(self, buffer_state: Any, samples: PyTree, shards: int) -> None:
-        num_rows = jnp.shape(jax.tree.leaves(samples)[0])[0] // shards
+        num_rows = _num_rows(samples) // shards
         if num_rows > self._storage.length:
             raise ValueError(
                 f"insert: got {num_rows} rows, but the maximum replay size is "
@@ -195,7 +195,7 @@ class _Rows(ReplayBuffer[ReplayBufferState, Sample]):
             )
 
     def insert_internal(self, buffer_state: ReplayBufferState, samples: PyTree) -> Any:
-        num_rows = jnp.shape(jax.tree.leaves(samples)[0])[0]
+        num_rows = _num_rows(samples)
         axes, steps = (num_rows, *self._env_axis), buffer_state.rows.streams.steps
         what = f"rows with leaves [N, {'num_envs, ' if self._env_axis else ''}...]"
         check_block("insert", samples, steps, axes, what)
@@ -420,6 +420,12 @@ class PjitWrapper(_Wrapper[State, Sample]):
 
     def size(self, buffer_state: Any) -> jax.Array:
         return self._buffer.size(buffer_state).sum()
+
+
+def _num_rows(samples: PyTree) -> int:
+    """Return the first axis of the first leaf, 0 without one: the block's check names what is
+    wrong."""
+    return next((jnp.shape(leaf)[0] for leaf in jax.tree.leaves(samples) if jnp.ndim(leaf)), 0)
 
 
 def _flat_rows(state: ReplayBufferState) -> jax.Array:

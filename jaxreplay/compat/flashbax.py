@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxreplay._util import checks, random
+from jaxreplay._util import checks
 from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.names import kind_of
 from jaxreplay._util.struct import Node, Static
@@ -34,6 +34,7 @@ from jaxreplay.samplers import Prioritized, Uniform
 from jaxreplay.storage import ring, stored_arrays
 from jaxreplay.storage.layout import Window
 from jaxreplay.storage.sampleable import ReplayState
+from jaxreplay.storage.streams import Streams
 from jaxreplay.views import Item, RowReader, View
 
 __all__ = [
@@ -74,7 +75,7 @@ class TrajectoryBufferState(Node):
     def experience(self) -> PyTree:
         """Stored rows: pytree with leaves [E, max_length_time_axis, ...]; 0 where none is written.
 
-        It is a view of the stored arrays, except on a TPU and for dtypes that are stored as bits.
+        Outside of `jit` it is a copy of all rows.
         """
         return for_each(_stored, self)
 
@@ -276,15 +277,11 @@ def make_trajectory_buffer(
     where = "make_trajectory_buffer"
     length = _length(where, add_batch_size, max_size, max_length_time_axis)
     view = _Sequence(length=_checked(where, "sample_sequence_length", sample_sequence_length))
-    minimum = _least(where, length, min_length_time_axis, sample_sequence_length)
-    config = _Trajectories(
+    return _functions(
+        min_length=_least(where, length, min_length_time_axis, sample_sequence_length),
         storage=_storage(where, add_batch_size, length, sample_batch_size, view),
-        view=view,
-        num_steps=sample_sequence_length,
         period=_checked(where, "period", period),
-        min_length=minimum,
     )
-    return _functions(config)
 
 
 def make_prioritised_trajectory_buffer(
@@ -320,15 +317,11 @@ def make_prioritised_trajectory_buffer(
     length = _length(where, add_batch_size, max_size, max_length_time_axis)
     length = length // _checked(where, "period", period) * period
     view = _Sequence(length=_checked(where, "sample_sequence_length", sample_sequence_length))
-    minimum = _least(where, length, min_length_time_axis, sample_sequence_length)
-    config = _Prioritised(
+    return _functions(
+        min_length=_least(where, length, min_length_time_axis, sample_sequence_length),
         storage=_storage(where, add_batch_size, length, sample_batch_size, view, priority_exponent),
-        view=view,
-        num_steps=sample_sequence_length,
         period=period,
-        min_length=minimum,
     )
-    return _functions(config)
 
 
 def make_flat_buffer(
@@ -352,16 +345,12 @@ def make_flat_buffer(
     """
     where = "make_flat_buffer"
     length, minimum = _flat_sizes(where, max_length, min_length, add_batch_size)
-    view = _Pair()
-    config = _Trajectories(
-        storage=_storage(where, add_batch_size or 1, length, sample_batch_size, view),
-        view=view,
-        num_steps=2,
+    return _functions(
         min_length=minimum,
+        storage=_storage(where, add_batch_size or 1, length, sample_batch_size, _Pair()),
         has_envs=add_batch_size is not None,
         has_time=add_sequences,
     )
-    return _functions(config)
 
 
 def make_prioritised_flat_buffer(
@@ -390,18 +379,14 @@ def make_prioritised_flat_buffer(
     del device
     where = "make_prioritised_flat_buffer"
     length, minimum = _flat_sizes(where, max_length, min_length, add_batch_size)
-    view = _Pair()
-    config = _Prioritised(
-        storage=_storage(
-            where, add_batch_size or 1, length, sample_batch_size, view, priority_exponent
-        ),
-        view=view,
-        num_steps=2,
+    return _functions(
         min_length=minimum,
+        storage=_storage(
+            where, add_batch_size or 1, length, sample_batch_size, _Pair(), priority_exponent
+        ),
         has_envs=add_batch_size is not None,
         has_time=add_sequences,
     )
-    return _functions(config)
 
 
 def make_item_buffer(
@@ -425,16 +410,14 @@ def make_item_buffer(
       ValueError: A size is wrong.
     """
     where = "make_item_buffer"
-    length, view = _checked(where, "max_length", max_length), Item()
-    config = _Trajectories(
-        storage=_storage(where, 1, length, sample_batch_size, view),
-        view=view,
+    length = _checked(where, "max_length", max_length)
+    return _functions(
         min_length=_least(where, length, min_length, 1),
+        storage=_storage(where, 1, length, sample_batch_size, Item()),
         has_envs=add_batches,
         has_time=add_sequences,
         is_flat=True,
     )
-    return _functions(config)
 
 
 def make_prioritised_item_buffer(
@@ -463,16 +446,14 @@ def make_prioritised_item_buffer(
     """
     del device
     where = "make_prioritised_item_buffer"
-    length, view = _checked(where, "max_length", max_length), Item()
-    config = _Prioritised(
-        storage=_storage(where, 1, length, sample_batch_size, view, priority_exponent),
-        view=view,
+    length = _checked(where, "max_length", max_length)
+    return _functions(
         min_length=_least(where, length, min_length, 1),
+        storage=_storage(where, 1, length, sample_batch_size, Item(), priority_exponent),
         has_envs=add_batches,
         has_time=add_sequences,
         is_flat=True,
     )
-    return _functions(config)
 
 
 def make_trajectory_queue(
@@ -506,7 +487,6 @@ def make_trajectory_queue(
             raise ValueError(f"{where}: {name}={size} exceeds max_length_time_axis={length}")
     config = _Queue(
         storage=_storage(where, add_batch_size, length, 1, Item()),
-        view=_Sequence(length=sample_sequence_length),
         add_length=add_sequence_length,
         sample_length=sample_sequence_length,
     )
@@ -545,10 +525,12 @@ def make_mixer(
     sizes[0] += sample_batch_size - sum(sizes)
 
     def sample(states: Sequence[Any], key: Key) -> Any:
-        keys = jax.random.split(key, len(buffers))
+        keys = jax.random.split(key, 2 * len(buffers))
         parts = [
-            _part(buffer.sample(state, one), one, size)
-            for buffer, state, one, size in zip(buffers, states, keys, sizes, strict=True)
+            _part(buffer.sample(state, sample_key), part_key, size)
+            for buffer, state, sample_key, part_key, size in zip(
+                buffers, states, keys[::2], keys[1::2], sizes, strict=True
+            )
         ]
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 
@@ -561,8 +543,10 @@ def make_mixer(
 
 
 def _part(batch: Any, key: Key, size: int) -> Any:
-    """Return `size` items of a batch, one of each of as many equal parts of it: a batch with
-    priorities is stratified, so that its first items are those of the first rows."""
+    """Return `size` different items of a batch, spread evenly over it from a random place on.
+
+    A batch with priorities is stratified: its first items are those of the first rows.
+    """
     found = len(jax.tree.leaves(batch)[0])
     if size > found:
         raise ValueError(
@@ -571,8 +555,7 @@ def _part(batch: Any, key: Key, size: int) -> Any:
         )
     if size == found:
         return batch
-    high, _ = random.words(key, size)
-    place = (ring.arange(size).astype(jnp.float32) + random.fraction(high)) * (found / size)
+    place = (ring.arange(size) + jax.random.uniform(key)) * (found / max(size, 1))
     chosen = jnp.minimum(place.astype(jnp.int32), found - 1)
     return jax.tree.map(lambda leaf: leaf[chosen], batch)
 
@@ -614,7 +597,6 @@ class _Storage(Static):
     """Storage of all buffers: steps [E, T, ...] go to E streams."""
 
     storage: ReplayBuffer
-    view: View
     has_envs: bool = True
     has_time: bool = True
     is_flat: bool = False  # one stream for the steps of all envs, however many
@@ -662,7 +644,6 @@ class _Trajectories(_Storage):
     """Uniform sampling."""
 
     min_length: int
-    num_steps: int = 1
     period: int = 1
 
     def init(self, experience: PyTree) -> TrajectoryBufferState:
@@ -677,13 +658,13 @@ class _Trajectories(_Storage):
             return TrajectoryBufferSample(self.storage.sample(state.rows, rng_key).experience)
         # All streams are equally long, so that each start is computed.
         streams, layout = state.rows.streams, state.rows.streams.layout
-        last, _ = ring.split(jnp.maximum(streams.filled - self.num_steps, 0), self.period)
+        num_later = layout.window.after or 0  # steps of a sequence after the first
+        last, _ = ring.split(jnp.maximum(streams.filled - 1 - num_later, 0), self.period)
         bounds = jnp.stack([last + 1, jnp.int32(layout.num_envs)])[:, None]
         nth, env = jax.random.randint(rng_key, (2, self.storage.batch_size), 0, bounds, jnp.int32)
         oldest = streams.head - streams.filled
         row = layout.row(env, layout.wrap(oldest + nth * self.period))
-        read = jax.vmap(lambda row: self.view.read(RowReader(streams, row)))
-        return TrajectoryBufferSample(read(row))
+        return TrajectoryBufferSample(_read(self.storage.view, streams, row))
 
     def can_sample(self, state: TrajectoryBufferState) -> jax.Array:
         return num_written(state) >= self.min_length
@@ -737,7 +718,7 @@ class _Queue(_Storage):
     ) -> tuple[TrajectoryQueueState, TrajectoryQueueSample]:
         streams, layout = state.rows.streams, state.rows.streams.layout
         row = layout.row(layout.envs(), state.read_index)
-        steps = jax.vmap(lambda row: self.view.read(RowReader(streams, row)))(row)
+        steps = _read(_Sequence(length=self.sample_length), streams, row)
         num_read = jnp.where(self.can_sample(state), self.sample_length, 0)
         state = state.replace(num_unread=state.num_unread - num_read)
         return state, TrajectoryQueueSample(steps)
@@ -749,11 +730,19 @@ class _Queue(_Storage):
         return state.num_unread + self.add_length <= self.storage.length
 
 
-def _functions(config: Any) -> Any:
-    functions = config.init, config.add, config.sample, config.can_sample
-    if isinstance(config, _Prioritised):
-        return PrioritisedTrajectoryBuffer(*functions, config.set_priorities)
-    return TrajectoryBuffer(*functions)
+def _functions(**options: Any) -> Any:
+    """Return the functions of a buffer, with priorities if its storage has them."""
+    if not isinstance(options["storage"].sampler, Prioritized):
+        config = _Trajectories(**options)
+        return TrajectoryBuffer(config.init, config.add, config.sample, config.can_sample)
+    config = _Prioritised(**options)
+    functions = config.init, config.add, config.sample, config.can_sample, config.set_priorities
+    return PrioritisedTrajectoryBuffer(*functions)
+
+
+def _read(view: View, streams: Streams, row: jax.Array) -> PyTree:
+    """Return what a view reads at rows int32[B]: leaves [B, ...]."""
+    return jax.vmap(lambda one: view.read(RowReader(streams, one)))(row)
 
 
 def _storage(

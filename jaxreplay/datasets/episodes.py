@@ -71,17 +71,15 @@ def from_episodes(
       >>> int(buffer.size(state))
       4
     """
-    return fill(
-        "from_episodes",
-        episodes,
-        buffer,
-        example,
-        "each episode needs a row more than it has transitions",
-    )
+    return fill("from_episodes", episodes, buffer, example)
 
 
 def fill(
-    where: str, episodes: Iterable[Any], buffer: Any, example: PyTree, too_small: str
+    where: str,
+    episodes: Iterable[Any],
+    buffer: Any,
+    example: PyTree,
+    too_small: str = "each episode needs a row more than it has transitions",
 ) -> ReplayState:
     """Return a buffer's state with all transitions of some episodes.
 
@@ -90,7 +88,8 @@ def fill(
       episodes: As for `from_episodes`.
       buffer: As for `from_episodes`.
       example: As for `from_episodes`.
-      too_small: What to say of a buffer that is too small.
+      too_small: End of the error for a buffer that is too small. Default: how many rows an episode
+        needs.
     """
     check_buffer(where, buffer)
     form, state, waiting, used = buffer.autoreset, None, [], 0
@@ -205,19 +204,16 @@ def _ends(rows: Rows) -> np.ndarray:
 
 def _episode(rows: Rows, final_rows: bool, number: int) -> Episode | None:
     """Return an episode, or None if it has no transition."""
-    terminated, truncated = rows.terminated, rows.truncated
-    if rows.next_obs is not None:
-        last = jax.tree.map(lambda leaf: leaf[-1:], rows.next_obs)
-    elif terminated[-1] and not final_rows:  # no target reads it
-        last = jax.tree.map(lambda leaf: leaf[-1:], rows.obs)
-    else:  # the last row is the final observation
-        last = jax.tree.map(lambda leaf: leaf[-1:], rows.obs)
-        rows = jax.tree.map(lambda leaf: leaf[:-1], rows)
-        terminated, truncated = rows.terminated, rows.truncated
+    last = jax.tree.map(
+        lambda leaf: leaf[-1:], rows.obs if rows.next_obs is None else rows.next_obs
+    )
+    is_step = rows.next_obs is not None or (rows.terminated[-1] and not final_rows)
+    if not is_step:  # the last row has the final observation
+        rows = _cut(rows, 0, -1)
     if not len(rows.reward):
         return None
     observations = jax.tree.map(lambda *leaves: np.concatenate(leaves), rows.obs, last)
-    return Episode(observations, rows.action, rows.reward, terminated, truncated, number)
+    return Episode(observations, rows.action, rows.reward, rows.terminated, rows.truncated, number)
 
 
 def steps_of(where: str, episode: Any, form: str) -> Step:

@@ -20,9 +20,9 @@ def from_lerobot(root: Any, buffer: ReplayBuffer, example: PyTree = None) -> Rep
 
     It reads the Parquet files a block at a time. Images and videos are left out. The observation is
     a dict of the columns `observation.*`, such as `{"state": ...}`. Rewards are `next.reward`, or
-    0. The last frame of an episode is a termination if `next.terminated` or `next.success` says so.
-    Else the frame's own observation is taken for the final one, since LeRobot stores none, and its
-    transition is left out.
+    0. The last frame of an episode is a termination if `next.terminated` says so, or `next.success`
+    together with `next.done`. Else the frame's own observation is taken for the final one, since
+    LeRobot stores none, and its transition is left out.
 
     Args:
       root: Folder of the dataset, which has the folder `data`.
@@ -45,13 +45,7 @@ def from_lerobot(root: Any, buffer: ReplayBuffer, example: PyTree = None) -> Rep
     if not files:
         raise ValueError(f"from_lerobot: there are no Parquet files in {Path(root) / 'data'}")
     blocks = (block for file in files for block in _blocks(parquet.ParquetFile(file)))
-    return fill(
-        "from_lerobot",
-        episodes_of(blocks),
-        buffer,
-        example,
-        "each episode needs a row more than it has transitions",
-    )
+    return fill("from_lerobot", episodes_of(blocks), buffer, example)
 
 
 def _blocks(file: Any) -> Iterator[Rows]:

@@ -51,7 +51,8 @@ def from_npz(
         "next_obs". Default: the usual names, such as "observations", "terminals" and "timeouts".
         Without rewards, they are 0.
       final_rows: The row with a flag holds its episode's final observation and is no step, as in
-        OGBench's files; each end is then a truncation. Default: False.
+        OGBench's files; each end is then a truncation, and next observations are not read.
+        Default: False.
 
     Returns:
       The state.
@@ -75,6 +76,8 @@ def from_npz(
         archive = files.enter_context(zipfile.ZipFile(Path(path)))
         members = {name.removesuffix(".npy") for name in archive.namelist()}
         found = _found(members, names or {})
+        if final_rows:  # the next observation is the next row's
+            found.pop("next_obs", None)
         arrays = {
             field: _Array(name, files.enter_context(archive.open(f"{name}.npy")))
             for field, name in found.items()
@@ -88,13 +91,7 @@ def from_npz(
                 f"from_npz: arrays need the same number of rows, at least 1, got {text}"
             )
         episodes = episodes_of(_blocks(arrays, final_rows), final_rows)
-        return fill(
-            "from_npz",
-            episodes,
-            buffer,
-            example,
-            "each episode needs a row more than it has transitions",
-        )
+        return fill("from_npz", episodes, buffer, example)
 
 
 def _found(members: set[str], names: Mapping[str, str]) -> dict[str, str]:

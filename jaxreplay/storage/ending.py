@@ -1,8 +1,8 @@
 """End of episodes between two steps, where an env was reset and no step says so.
 
-The newest step of such an episode has no next observation. So its row becomes the episode's final
-row: its observation is the last one known, and its transition is given up. The windows before it
-are complete, as after any final row. No row is written, and no head moves.
+The newest step of such an episode has no next observation. So its row is written again, as the
+episode's final row: its observation is the last one known, and its transition is given up. The
+windows before it are complete, as after any final row. No head moves.
 
 If the episode table tells an episode's start by the end of the one before, a final row must not be
 an episode's only row. Such a row is removed: the next step overwrites it.
@@ -13,7 +13,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxreplay.storage import row_flags, stored_arrays
+from jaxreplay.storage import ring, row_flags, stored_arrays
+from jaxreplay.storage.episodes import EpisodeState
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.sampleable import ReplayState, Sampleable, WriteEffect, effect_of
 from jaxreplay.storage.streams import Written
@@ -36,61 +37,44 @@ def end(state: ReplayState, mask: jax.Array) -> tuple[ReplayState, WriteEffect |
     Raises:
       ValueError: The state has an episode table, and rows cannot be removed from one stream alone.
     """
-    layout, window, table = state.layout, state.layout.window, state.episodes
-    counters = state.streams.counters
-    last_flags, candidates = counters.last_flags, counters.num_candidates
-    stored_flags = state.streams.flags
+    layout, table, counters = state.layout, state.episodes, state.streams.counters
+    last_flags, stored_flags = counters.last_flags, state.streams.flags
     assert last_flags is not None
-    assert candidates is not None
     assert stored_flags is not None
-    has = lambda bits: (last_flags & bits) != 0
+    assert counters.num_candidates is not None
+    is_first, is_candidate = (
+        (last_flags & row_flags.FIRST) != 0,
+        (last_flags & row_flags.NO_CANDIDATE) == 0,
+    )
     is_empty = counters.filled == 0
-    is_pending = True if counters.num_pending is None else counters.num_pending > 0
     is_open = mask & ~is_empty & ~layout.closes_episode(last_flags)
-    ends = is_open & is_pending
-
-    removed = jnp.zeros_like(ends)
-    if table is not None and table.start_position is None:
-        if layout.lockstep or window.crosses_episodes:
-            raise ValueError(
-                "end_streams: this buffer looks episodes up, and all its envs step together or its "
-                "windows cross episodes: make it with allow_mask=True and windows within episodes, "
-                "or flag the last step as truncated when you add it"
-            )
-        removed = ends & has(row_flags.FIRST)
+    ends = is_open & (True if counters.num_pending is None else counters.num_pending > 0)
+    removed = ends & is_first & _must_remove(layout, table)
     closed = ends & ~removed
-    position = layout.wrap(counters.position - 1)  # of the newest row
-    flags = (last_flags & row_flags.FIRST) | jnp.uint8(row_flags.FINAL | row_flags.TRUNCATED)
+
     num_pending, phase = counters.num_pending, counters.phase
-    if num_pending is not None and not window.crosses_episodes:
+    if num_pending is not None and not layout.window.crosses_episodes:
         num_pending = jnp.where(ends, 0, num_pending)
     if phase is not None:
-        before = jnp.where(phase > 0, phase - 1, window.period - 1)
-        phase = jnp.where(ends & ~has(row_flags.FINAL), before, phase)
+        before = jnp.where(phase > 0, phase - 1, layout.window.period - 1)
+        phase = jnp.where(ends, before, phase)
+    # The next row opens an episode, also after a clear.
+    flags = jnp.where(closed, last_flags & row_flags.FIRST | row_flags.TRUNCATED, 0)
+    flags = flags.astype(jnp.uint8) | jnp.uint8(row_flags.FINAL)
     streams = state.streams.with_counters(
-        # the next row opens an episode, also after a clear
-        last_flags=jnp.where(
-            closed,
-            flags,
-            jnp.where(is_open | (mask & is_empty), jnp.uint8(row_flags.FINAL), last_flags),
-        ),
-        num_candidates=candidates - (ends & ~has(row_flags.NO_CANDIDATE)).astype(jnp.uint32),
+        last_flags=jnp.where(is_open | (mask & is_empty), flags, last_flags),
+        num_candidates=counters.num_candidates - (ends & is_candidate).astype(jnp.uint32),
         phase=phase,
         num_pending=num_pending,
     )
-    effect = None
-    if window.is_bounded:
-        after = dataclasses.replace(Sampleable.of(state), streams=streams)
-        if num_pending is not None:
-            after = dataclasses.replace(after, num_pending=num_pending)
-        effect = effect_of(Sampleable.of(state), after, _nothing(layout))
-        is_ended = (effect.age == 0) & ends
-        effect = effect._replace(
-            became_sampleable=effect.became_sampleable & ~is_ended,
-            is_gone=jnp.zeros_like(effect.is_gone),
-        )
-
+    position = layout.wrap(counters.position - 1)  # of the newest row
     row = jnp.where(closed, layout.row(layout.envs(), position), layout.capacity)
+    effect = None
+    if layout.window.is_bounded:
+        after = dataclasses.replace(
+            Sampleable.of(state), streams=streams, num_pending=streams.counters.num_pending
+        )
+        effect = _effect(Sampleable.of(state), after, row, flags, ends)
     streams = streams.with_counters(
         position=jnp.where(removed, position, counters.position),
         filled=counters.filled - removed,
@@ -98,25 +82,61 @@ def end(state: ReplayState, mask: jax.Array) -> tuple[ReplayState, WriteEffect |
     ).replace(flags=stored_arrays.write(stored_flags, row, flags))
     if table is not None:
         # A final row that opens an episode belongs to none.
-        ends_episode = (closed & ~has(row_flags.FIRST)) | (is_open & ~ends)
-        entry = jnp.where(ends_episode, layout.row(layout.envs(), table.current), layout.capacity)
-        table = table.replace(
-            end_position=table.end_position.at[entry].set(
-                position, mode="drop", unique_indices=True
-            ),
-            current=layout.wrap(table.current + ends_episode),
-            is_open=table.is_open & ~(ends_episode | removed),
-        )
+        ends_episode = (closed & ~is_first) | (is_open & ~ends)
+        table = _ended(layout, table, ends_episode, position)
+        table = table.replace(is_open=table.is_open & ~removed)
     return state.replace(streams=streams, episodes=table), effect
 
 
-def _nothing(layout: Layout) -> Written:
-    """Return the rows of a step that no env took."""
-    none = jnp.zeros((1, layout.num_envs), jnp.int32)
-    return Written(
-        row=jnp.full_like(none, layout.capacity),
-        is_written=none.astype(bool),
-        flags=none.astype(jnp.uint8),
-        age=none,
-        num_rows=none[0],
+def _must_remove(layout: Layout, table: EpisodeState | None) -> bool:
+    """Return whether a final row must not be an episode's only row."""
+    if table is None or table.start_position is not None:
+        return False
+    if layout.lockstep or layout.window.crosses_episodes:
+        raise ValueError(
+            "end_streams: this buffer looks episodes up, and all its envs step together or its "
+            "windows cross episodes: make it with allow_mask=True and windows within episodes, or "
+            "flag the last step as truncated when you add it"
+        )
+    return True
+
+
+def _effect(
+    before: Sampleable, after: Sampleable, row: jax.Array, flags: jax.Array, ends: jax.Array
+) -> WriteEffect:
+    """Return the effect: the newest rows no longer wait, and are written again as final rows.
+
+    Args:
+      before: The sampleable rows before.
+      after: The sampleable rows after, with the heads of `before`.
+      row: int32[E], the newest rows; the capacity where none is written again.
+      flags: uint8[E], of these rows.
+      ends: bool[E], whether the newest row no longer waits.
+    """
+    written = Written(
+        row=row[None],
+        is_written=(row < after.layout.capacity)[None],
+        flags=flags[None],
+        age=jnp.zeros_like(row)[None],
+        num_rows=jnp.zeros_like(row),
+    )
+    effect = effect_of(before, after, written)
+    place = ring.arange(len(effect.row))[:, None]
+    waits_no_more = ends & (effect.age == 0) & (place < (after.layout.window.after or 0))
+    return effect._replace(
+        became_sampleable=effect.became_sampleable & ~waits_no_more,
+        is_gone=jnp.zeros_like(effect.is_gone),
+        age=jnp.where(waits_no_more, after.layout.length, effect.age),
+    )
+
+
+def _ended(
+    layout: Layout, table: EpisodeState, ends: jax.Array, position: jax.Array
+) -> EpisodeState:
+    """Return the table with the current episode ended at a position, int32[E], where `ends`."""
+    entry = jnp.where(ends, layout.row(layout.envs(), table.current), layout.capacity)
+    return table.replace(
+        end_position=table.end_position.at[entry].set(position, mode="drop", unique_indices=True),
+        current=layout.wrap(table.current + ends),
+        is_open=table.is_open & ~ends,
     )

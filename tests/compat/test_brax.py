@@ -167,5 +167,7 @@ def test_a_bad_call_says_why():
     with pytest.raises(ValueError, match="episode_length=9 exceeds max_replay_size=8"):
         brax.TrajectoryUniformSamplingQueue(8, EXAMPLE, 1, 2, 9)
     buffer = brax.Queue(8, EXAMPLE, 1)
+    with pytest.raises(ValueError, match=r"(?s)insert:.*name: missing"):
+        buffer.insert(buffer.init(KEY), {})
     with pytest.raises(ValueError, match=r"(?s)name: got float32\[1\], expected int32\[1\]"):
         buffer.insert(buffer.init(KEY), {**rows(0, 1), "name": jnp.zeros(1)})

@@ -220,6 +220,18 @@ def test_a_mixer_takes_its_part_of_each_buffer():
             fbx.make_mixer(buffers, 10, proportions)
 
 
+def test_a_mixers_part_is_drawn_independently_of_the_batch():
+    """With the batch's own random bits, a quarter of the rows would never be in the part."""
+    buffer = fbx.make_prioritised_item_buffer(
+        max_length=1000, min_length=1, sample_batch_size=2, add_sequences=True
+    )
+    state = buffer.add(buffer.init(jnp.int32(0)), jnp.arange(1000))
+    mixer = fbx.make_mixer([buffer], sample_batch_size=1, proportions=[1.0])
+    keys = jax.random.split(KEY, 400)
+    rows = jax.jit(jax.vmap(lambda key: mixer.sample([state], key).experience[0]))(keys)
+    assert np.bincount(np.asarray(rows) // 250, minlength=4).min() > 55  # of 100; 5 deviations
+
+
 MAKERS = {
     "flat": functools.partial(fbx.make_flat_buffer, add_batch_size=8),
     "prioritised_flat": functools.partial(fbx.make_prioritised_flat_buffer, add_batch_size=8),
