@@ -106,18 +106,17 @@ def all_rows(sizes: Sizes) -> list[Row]:
 
 def gpu_rows(sizes: Sizes, has_torchrl: bool) -> list[Row]:
     """Rows for a GPU: loops and calls, of vectors and of images; batches and populations."""
-    rows = []
-    for capacity in sizes.main:
-        for row in _main(capacity):
-            _, case = row.columns["jaxreplay"]
-            is_torchrls = has_torchrl and case.buffer == "prioritized" and case.mode == "call"
-            columns = _beside_flashbax(case, *["torchrl"] * is_torchrls)
-            rows.append(Row("gpu", f"{capacity:,}, {row.name}", columns))
+    rows, capacity = [], sizes.main[-1]
+    for row in _main(capacity):
+        _, case = row.columns["jaxreplay"]
+        is_torchrls = has_torchrl and case.buffer == "prioritized" and case.mode == "call"
+        columns = _beside_flashbax(case, *["torchrl"] * is_torchrls)
+        rows.append(Row("gpu", f"{capacity:,}, {row.name}", columns))
     for operation, mode in (("add", "call"), ("sample", "call"), ("fused", "scan")):
         case = _case("uniform", operation, mode, sizes.image, obs="image")
         name = f"{sizes.image:,} images, {_name(case)}"
         rows.append(Row("gpu", name, _beside_flashbax(case)))
-    rows += _batches(sizes.main[-1], sizes.batches) + _populations(sizes.member, sizes.populations)
+    rows += _populations(sizes.member, sizes.populations) + _batches(capacity, sizes.batches)
     return [_with_iterations(row, sizes.iterations) for row in rows]
 
 

@@ -1,7 +1,7 @@
 """jaxreplay beside flashbax and TorchRL on a GPU: `python benchmarks/gpu.py [--quick]`.
 
-Writes GPU.md next to this file. Without a GPU it measures on the CPU, and prints the tables only:
-so each of its lines can be tried anywhere.
+Writes GPU.md next to this file, anew after each row, so that a run may be stopped. Without a GPU it
+measures on the CPU, and prints the tables only: so each of its lines can be tried anywhere.
 """
 
 import argparse
@@ -36,20 +36,21 @@ def main() -> None:
     quick = parser.parse_args().quick
     platform, kind = jax.default_backend(), jax.devices()[0].device_kind
     os.environ["JAX_PLATFORMS"] = "cuda" if platform == "gpu" else platform
-    sizes = QUICK if quick else Sizes()
+    sizes = QUICK if quick else Sizes(batches=(32, 4_096, 16_384), rounds=5)
     workers = {name: Worker(name) for name in ("jaxreplay", "flashbax", "torchrl")}
     torchrl = workers["torchrl"].ask(where=True)
     rows = gpu_rows(sizes, has_torchrl=torchrl is not None)
-    results = [measure(workers, row, sizes.rounds) for row in tqdm(rows, unit="row")]
+    about = {**report.about(quick), "device": kind, "command": " ".join(["gpu.py", *sys.argv[1:]])}
+    intro = _INTRO.format(rounds=sizes.rounds, torchrl=_TORCHRL[torchrl])
+    results = []
+    for row in tqdm(rows, unit="row"):
+        results.append(measure(workers, row, sizes.rounds))
+        text = report.markdown(results, about, intro)
+        if platform == "gpu" and not quick:
+            (Path(__file__).resolve().parent / "GPU.md").write_text(text)
     for worker in workers.values():
         worker.close()
-    about = {**report.about(quick), "device": kind, "command": " ".join(["gpu.py", *sys.argv[1:]])}
-    text = report.markdown(
-        results, about, _INTRO.format(rounds=sizes.rounds, torchrl=_TORCHRL[torchrl])
-    )
     print(text)
-    if platform == "gpu" and not quick:
-        (Path(__file__).resolve().parent / "GPU.md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def to_torch(tree: PyTree) -> Any:
 
     Use it for batches. Do not write to the tensors, since JAX arrays must not change; clone them
     first. A buffer's state is refused: while a tensor shares a leaf, each donated `add` would copy
-    the whole leaf.
+    the whole leaf, or fail on a GPU.
 
     Args:
       tree: Pytree of `jax.Array`s, each on one device. Dtypes are bool, or integers, floats and
@@ -306,7 +306,7 @@ def _reason_against_array(leaf: Any) -> str | None:
     if isinstance(leaf, _STATES):
         return (
             f"is a {type(leaf).__name__}: while tensors share its leaves, each add would copy "
-            "them; pass a batch from sample or get"
+            "them, or fail on a GPU; pass a batch from sample or get"
         )
     if isinstance(leaf, Tracer):
         return "is being traced; return it from the jitted function and convert it outside"

@@ -173,23 +173,27 @@ def test_a_tensor_that_is_written_to_corrupts_what_shares_it_and_nothing_else():
     assert float(owned.sum()) == 0
 
 
-def test_a_tensor_that_holds_a_leaf_makes_each_add_a_copy_so_that_states_are_refused():
+def test_a_tensor_that_holds_a_leaf_makes_each_add_a_copy_or_an_error_so_that_states_are_refused():
     replay = jr.items(capacity=1 << 16, batch_size=4)
     add = jax.jit(replay.add, donate_argnums=0)
     state = add(replay.init(jnp.zeros(())), jnp.ones(1))
     pointer = state.streams.steps.unsafe_buffer_pointer()
     state = add(state, jnp.ones(1))
     assert state.streams.steps.unsafe_buffer_pointer() == pointer
-    view = torch.from_dlpack(state.streams.steps)
-    state = add(state, jnp.ones(1))
-    assert state.streams.steps.unsafe_buffer_pointer() != pointer  # the add copied the leaf
-    assert view[:3].tolist() == [1, 1, 0]
     with pytest.raises(
         ValueError,
         match=r"to_torch:\n  mine: is a ReplayState: while tensors share its leaves, each add "
-        r"would copy them",
+        r"would copy them, or fail on a GPU",
     ):
         to_torch({"mine": state})
+    view = torch.from_dlpack(state.streams.steps)
+    if view.is_cuda:
+        with pytest.raises(ValueError, match="external reference"):
+            add(state, jnp.ones(1))
+        return
+    state = add(state, jnp.ones(1))
+    assert state.streams.steps.unsafe_buffer_pointer() != pointer  # the add copied the leaf
+    assert view[:3].tolist() == [1, 1, 0]
     batch = jax.jit(replay.sample)(state, jax.random.key(0))
     assert to_torch(batch).experience.tolist() == [1.0] * 4
 
@@ -255,7 +259,8 @@ assert to_torch(x.addressable_shards[1].data).tolist() == [4, 5, 6, 7]
 
 
 def test_an_array_on_several_devices_is_refused():
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    devices = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    environment = os.environ | devices
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", SHARDED],
         capture_output=True,
