@@ -13,7 +13,8 @@ import jax
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traits:
-    """Traits of a platform. They choose between forms of a program that have equal results.
+    """Traits of a platform. They choose between forms of a program that have equal results, but for
+    uniform draws where the first four tries fail.
 
     Args:
       fan_out: Number of children of a tree's node. On one CPU core, 256 finds in 1 M leaves take
