@@ -1,6 +1,7 @@
-"""Episodes from arrays, `.npz` files and LeRobot's Parquet files."""
+"""Episodes from arrays, `.npz` files, LeRobot's Parquet files and flashbax's vaults."""
 
 import itertools
+import json
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay import datasets
-from jaxreplay.datasets import npz
+from jaxreplay.datasets import npz, vault
 from jaxreplay.datasets.episodes import Rows, episodes_of
 
 FORMS = pytest.mark.parametrize("form", ["next_step", "same_step", "same_step_no_final_obs"])
@@ -292,3 +293,91 @@ def test_a_lerobot_dataset(form, tmp_path):
         ValueError, match=r"there is no column observation\.\*, of numbers, but action"
     ):
         datasets.from_lerobot(tmp_path, replay)
+
+
+def write_vault(writer, folder, experience):
+    """Write leaves [E, T, ...] as a vault, by flashbax or as it does."""
+    if writer == "flashbax":
+        module = pytest.importorskip("flashbax.vault", reason="flashbax is not installed")
+        from flashbax.buffers.trajectory_buffer import TrajectoryBufferState
+
+        length = jax.tree.leaves(experience)[0].shape[1]
+        tree = jax.tree.map(jax.numpy.asarray, experience)
+        state = TrajectoryBufferState(
+            experience=tree,
+            current_index=jax.numpy.int32(length - 1),
+            is_full=jax.numpy.bool_(False),
+        )
+        one = module.Vault(folder.name, tree, rel_dir=str(folder.parent), vault_uid="a")
+        one.write(state)
+        return folder / "a"
+    import tensorstore
+
+    def put(name, values, shape):
+        kvstore = {"driver": "ocdbt", "base": f"file://{folder}", "path": name}
+        spec = {"driver": "zarr", "kvstore": kvstore}
+        array = tensorstore.open(spec, dtype=values.dtype, shape=shape, create=True).result()
+        array[tuple(slice(0, size) for size in values.shape)].write(values).result()
+
+    folder.mkdir()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(experience):
+        name = "".join(f"{key.key}." for key in path)
+        put(name, leaf[:, :-1], (leaf.shape[0], 10**13, *leaf.shape[2:]))
+    put("vault_index", np.array([jax.tree.leaves(experience)[0].shape[1] - 1], np.int32), (1,))
+    shapes = jax.tree.map(lambda leaf: str(leaf.shape), experience)
+    (folder / "metadata.json").write_text(json.dumps({"version": 1.2, "structure_shape": shapes}))
+    return folder
+
+
+@FORMS
+@pytest.mark.parametrize("writer", ["tensorstore", "flashbax"])
+def test_a_vault(form, writer, tmp_path, monkeypatch):
+    """Two envs, whose last row is not in the vault."""
+    columns = [made(seed) for seed in (0, 1)]
+    length = min(len(column[0]) for column in columns)
+    obs, _, action, reward, terminated, truncated = (
+        np.stack([column[which][:length] for column in columns]) for which in range(6)
+    )
+    obs[1] += 1000
+    action[1] += 1000
+    experience = {
+        "observations": {"a": obs, "b": np.repeat(obs[..., None], 3, axis=2)},
+        "actions": action,
+        "rewards": reward,
+        "terminals": np.repeat(terminated[..., None], 2, axis=2),  # two agents
+        "info": {"cut": truncated},
+    }
+    path = write_vault(writer, tmp_path / "v", experience)
+    replay, names = buffer(form), {"truncated": "info.cut"}
+    with pytest.raises(ValueError, match="no array infos for truncated; the file has actions, inf"):
+        datasets.from_vault(path, replay, names={"truncated": "infos"})
+    with pytest.raises(ValueError, match=r"has no metadata.json, so it is no vault"):
+        datasets.from_vault(path / "d", replay)
+
+    expected = set()
+    for env in range(2):
+        # the row of a truncation, and the newest, is taken for the final observation
+        cut = truncated[env] | (np.arange(length) == length - 2) & ~terminated[env]
+        for t in range(length - 1):
+            is_lost = cut[t] or (form == "same_step_no_final_obs" and cut[t + 1])
+            after = None if terminated[env, t] else obs[env, t + 1]
+            if terminated[env, t] or not is_lost:
+                expected.add((obs[env, t], action[env, t], reward[env, t], after))
+    assert len(expected) > 40
+    for block_bytes in (1, 500, vault._BLOCK_BYTES):
+        monkeypatch.setattr(vault, "_BLOCK_BYTES", block_bytes)
+        state = datasets.from_vault(path, replay, names=names)
+        batch = replay.get(state, np.arange(replay.capacity))
+        t, valid = batch.experience, np.asarray(batch.is_valid)
+        np.testing.assert_array_equal(t.obs["b"], np.repeat(t.obs["a"][:, None], 3, axis=1))
+        found = [
+            np.asarray(x)[valid].tolist()
+            for x in (t.obs["a"], t.action, t.reward, t.discount, t.next_obs["a"])
+        ]
+        rows = [(*row[:3], row[4] if row[3] else None) for row in zip(*found, strict=True)]
+        assert set(rows) == expected
+        assert len(rows) == len(expected)
+    metadata = json.loads((path / "metadata.json").read_text())
+    (path / "metadata.json").write_text(json.dumps(metadata | {"version": 2.0}))
+    with pytest.raises(ValueError, match=r"has version 2.0; known are 1.x"):
+        datasets.from_vault(path, replay)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxreplay.datasets.episodes import Episode, from_episodes
 from jaxreplay.datasets.lerobot import from_lerobot
 from jaxreplay.datasets.npz import from_npz
+from jaxreplay.datasets.vault import from_vault
 
 if TYPE_CHECKING:
     from jaxreplay.datasets.minari import from_minari, required_capacity, to_minari
@@ -20,6 +21,7 @@ __all__ = [
     "from_lerobot",
     "from_minari",
     "from_npz",
+    "from_vault",
     "required_capacity",
     "to_minari",
 ]

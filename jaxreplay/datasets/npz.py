@@ -11,20 +11,11 @@ from numpy.lib import format as npy
 
 from jaxreplay._util.aliases import PyTree
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
+from jaxreplay.datasets import fields
 from jaxreplay.datasets.episodes import Rows, episodes_of, fill
 from jaxreplay.storage.sampleable import ReplayState
 
 _BLOCK_BYTES = 2**24
-# the names of each field in files, the first that is there
-_NAMES = {
-    "obs": ("observations", "obs", "observation"),
-    "action": ("actions", "action"),
-    "reward": ("rewards", "reward"),
-    "terminated": ("terminations", "terminated", "terminals", "dones", "done"),
-    "truncated": ("truncations", "truncated", "timeouts"),
-    "next_obs": ("next_observations", "next_obs"),
-}
-_OPTIONAL = ("reward", "truncated", "next_obs")
 
 
 def from_npz(
@@ -75,7 +66,7 @@ def from_npz(
     with contextlib.ExitStack() as files:
         archive = files.enter_context(zipfile.ZipFile(Path(path)))
         members = {name.removesuffix(".npy") for name in archive.namelist()}
-        found = _found(members, names or {})
+        found = fields.found("from_npz", members, names)
         if final_rows:  # the next observation is the next row's
             found.pop("next_obs", None)
         arrays = {
@@ -92,26 +83,6 @@ def from_npz(
             )
         episodes = episodes_of(_blocks(arrays, final_rows), final_rows)
         return fill("from_npz", episodes, buffer, example)
-
-
-def _found(members: set[str], names: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of arrays by field."""
-    if unknown := names.keys() - _NAMES.keys():
-        raise ValueError(
-            f"from_npz: names has {', '.join(sorted(unknown))}; its keys are {', '.join(_NAMES)}"
-        )
-    found = {}
-    for field, usual in _NAMES.items():
-        wanted = (names[field],) if field in names else usual
-        present = [name for name in wanted if name in members]
-        if present:
-            found[field] = present[0]
-        elif field in names or field not in _OPTIONAL:
-            raise ValueError(
-                f"from_npz: there is no array {' or '.join(wanted)} for {field}; the file has "
-                f"{', '.join(sorted(members))}; pass names={{{field!r}: ...}}"
-            )
-    return found
 
 
 class _Array:
