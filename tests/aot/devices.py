@@ -131,9 +131,11 @@ def compiled(
     seconds = time.perf_counter() - start
     memory = program.memory_analysis()
     dumped = [path for path in DUMPS.iterdir() if path not in before]
-    thunks = [
-        path for path in dumped if path.name.endswith("thunk_sequence_after_thunk_passes.txt")
-    ]
+    # the second is only there where passes changed the first
+    thunks = sorted(
+        (path for path in dumped if re.search("thunk_sequence.*txt$", path.name)),
+        key=lambda path: "after_thunk_passes" not in path.name,
+    )
     lines = tuple(thunks[0].read_text().splitlines()) if thunks else ()
     for path in dumped:
         shutil.rmtree(path) if path.is_dir() else path.unlink()

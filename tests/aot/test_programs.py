@@ -24,7 +24,7 @@ FEW = os.environ["JAXREPLAY_AOT"] == "libtpu"  # only the TPU, and three program
 KERNELS = json.loads(pathlib.Path(__file__).with_name("kernels.json").read_text())
 DEVICES = {"v5e": "tpu"} if FEW else {"v5e": "tpu", "H100": "gpu"}
 BATCH_SIZES = (256,) if FEW else (256, 4096)
-CALLS = ("add", "sample", "update", "loop", "extend")
+CALLS = ("add", "sample", "update", "loop", "extend", "end_streams")
 OWN_MEMORY = re.compile(r"S\(1\)")
 INSTRUCTION = re.compile(
     r"^\s*(?:ROOT )?%?(?P<name>\S+) = (?P<type>.+?) (?P<op>[a-z][a-z0-9-]*)\((?P<rest>.*)$"
@@ -48,7 +48,11 @@ def cases():
         for case in (CASES["uniform"],) if FEW else CASES.values():
             for batch_size in BATCH_SIZES if case in NUMBERS else (256,):
                 for name in CALLS:
-                    if (name != "update" or case.name.startswith("prioritized")) and (
+                    has_call = {
+                        "update": case.name.startswith("prioritized"),
+                        "end_streams": case.can_end_streams,
+                    }
+                    if has_call.get(name, True) and (
                         name in ("sample", "loop", "update") or batch_size == 256
                     ):
                         yield pytest.param(
@@ -157,7 +161,9 @@ def test_no_loop_waits_for_the_host(device, platform, case, name, batch_size):
     if platform == "gpu":
         assert not [line for line in program.thunks if "kConditional" in line]
         assert sum("kWhile" in line for line in program.thunks) == (name == "loop")
-        assert sum("kCommandBuffer" in line for line in program.thunks) == 1
+        # XLA makes no graph of fewer than 5 kernels
+        num_graphs = sum("kCommandBuffer" in line for line in program.thunks)
+        assert num_graphs == 1 or (num_graphs == 0 and program.kernels < 5)
 
 
 @pytest.mark.parametrize(("device", "platform", "case", "name", "batch_size"), list(cases()))
