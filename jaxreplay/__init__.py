@@ -44,6 +44,7 @@ from jaxreplay.buffers.factories import (
 from jaxreplay.buffers.jitted import jit
 from jaxreplay.buffers.mixture import mix
 from jaxreplay.buffers.wrappers import frame_stack, hindsight, transform
+from jaxreplay.distributed import sharded
 from jaxreplay.inspection import inspect
 from jaxreplay.inspection.plan import plan
 from jaxreplay.samplers import (
@@ -99,6 +100,7 @@ __all__ = [
     "samplers",
     "sequence_priority",
     "sequences",
+    "sharded",
     "targets",
     "transform",
     "transitions",

@@ -380,7 +380,7 @@ def importance_weights(batch: Any, beta: Any, *, reference: Any = None) -> jax.A
             "batch, not batch.experience"
         )
     if reference is None and batch.source is not None:
-        possible = jnp.where(_is_drawn(batch.probability, batch.is_valid), batch.probability, 1)
+        possible = jnp.where(batch.is_valid & (batch.probability > 0), batch.probability, 1)
         reference = jax.ops.segment_min(possible, batch.source, num_segments=len(possible))
         reference = reference[batch.source]
     return weights_of(batch.probability, batch.is_valid, beta, reference)
@@ -411,17 +411,13 @@ def weights_of(
             f"beta must be one number, got an array of shape {list(jnp.shape(beta))}; use jax.vmap "
             "for one beta per buffer of a population"
         )
-    is_drawn = _is_drawn(probability, is_valid)
+    is_drawn = is_valid & (probability > 0)
     log_probability = jnp.log(jnp.where(is_drawn, probability, 1))
     log_reference = (
         log_probability.min(initial=0) if reference is None else jnp.log(jnp.asarray(reference))
     )
     weight = jnp.exp(beta * (log_reference - log_probability))
     return jnp.where(is_drawn, weight, 0).astype(jnp.float32)
-
-
-def _is_drawn(probability: jax.Array, is_valid: jax.Array) -> jax.Array:
-    return is_valid & (probability > 0)
 
 
 def sequence_priority(td_error: jax.Array, mask: jax.Array, max_weight: float = 0.9) -> jax.Array:

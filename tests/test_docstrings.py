@@ -23,6 +23,7 @@ PACKAGES = (
     "buffers",
     "checkpoint",
     "datasets",
+    "distributed",
     "inspection",
     "samplers",
     "sb3",

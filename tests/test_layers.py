@@ -21,7 +21,7 @@ PACKAGES = (
     ("targets", "storage"),
     ("samplers", "views"),
     ("buffers",),
-    ("inspection",),
+    ("distributed", "inspection"),
     ("checkpoint", "torch"),
     ("stateful",),
     ("sb3", "datasets", "compat"),
@@ -196,9 +196,18 @@ def test_a_call_enters_few_functions(kind, name):
 
 
 def test_the_top_level_shows_what_users_type():
-    assert len(jaxreplay.__all__) <= 45
+    assert len(jaxreplay.__all__) <= 46
     # Submodules become attributes once a test has imported them.
-    modules = {"checkpoint", "compat", "datasets", "sb3", "storage", "stateful", "torch"}
+    modules = {
+        "checkpoint",
+        "compat",
+        "datasets",
+        "distributed",
+        "sb3",
+        "storage",
+        "stateful",
+        "torch",
+    }
     assert {name for name in dir(jaxreplay) if not name.startswith("_")} - modules == set(
         jaxreplay.__all__
     ) - {"__version__"}

@@ -76,7 +76,7 @@ def _problem(buffer: Any, structure: Any, specs: tuple[Any, ...]) -> str:
     try:
         expected = jax.eval_shape(
             functools.partial(buffer._empty, platform=layout.platform),
-            _example_of(layout, state.streams.steps),
+            example_of(layout, state.streams.steps),
         )
         check_leaves(
             "", state, expected, "A restored state needs a buffer with the same configuration."
@@ -86,7 +86,7 @@ def _problem(buffer: Any, structure: Any, specs: tuple[Any, ...]) -> str:
     return ""
 
 
-def _example_of(layout: Layout, steps: PyTree) -> Any:
+def example_of(layout: Layout, steps: PyTree) -> Any:
     """Return shapes and dtypes of one env's step, or of an item, from the stored rows."""
     row = stored_arrays.tree_map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), steps

@@ -78,6 +78,11 @@ class UniformEpisodes(Sampler):
         _, count = self._stored(sampleable)
         return _probability(count.sum(dtype=jnp.int32), self._size_of(sampleable, row))
 
+    def mass(self, state: PyTree, sampleable: Sampleable) -> jax.Array:
+        """Return the number of episodes."""
+        _, count = self._stored(sampleable)
+        return count.sum(dtype=jnp.int32).astype(jnp.float32)
+
     def _stored(self, sampleable: Sampleable) -> tuple[jax.Array, jax.Array]:
         """Count each stream's oldest episodes to skip, and the episodes to sample from.
 

@@ -18,7 +18,6 @@ from jaxreplay.samplers.sum_tree import SumTree, SumTreeState
 from jaxreplay.storage import ring
 from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.storage.sampleable import Sampleable, WriteEffect
-from jaxreplay.targets import weights_of
 from jaxreplay.types import Index
 
 SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest float32 that no processor flushes to 0
@@ -228,23 +227,18 @@ class Prioritized(PrioritySampler):
             tree.get(state.tree, leaf_of(sampleable.layout, row)), tree.total(state.tree)
         )
 
-    def weight(
-        self,
-        state: PrioritizedState,
-        sampleable: Sampleable,
-        probability: jax.Array,
-        is_valid: jax.Array,
-        beta: jax.Array | float | None,
-    ) -> jax.Array:
-        """Return importance weights, divided as `normalize_weights` says. By default beta is that
-        of the sampler."""
-        reference = None  # the probability whose weight is 1; None is the smallest of the batch
+    def reference(self, state: PrioritizedState, sampleable: Sampleable) -> jax.Array | None:
+        """Return what `normalize_weights` says: None, the smallest of all rows, or 1 / size."""
         if self.normalize_weights == "buffer":
             tree = self._tree(sampleable.layout)
-            reference = _normalized(tree.minimum(state.tree), tree.total(state.tree))
-        elif self.normalize_weights is None:
-            reference = uniform_probability(self.size(state, sampleable))
-        return weights_of(probability, is_valid, self.beta if beta is None else beta, reference)
+            return _normalized(tree.minimum(state.tree), tree.total(state.tree))
+        if self.normalize_weights is None:
+            return uniform_probability(self.size(state, sampleable))
+        return None
+
+    def mass(self, state: PrioritizedState, sampleable: Sampleable) -> jax.Array:
+        """Return the sum of priority ** alpha."""
+        return self._tree(sampleable.layout).total(state.tree)
 
     def metrics(self, state: PrioritizedState, sampleable: Sampleable) -> dict[str, jax.Array]:
         """Return the largest and the mean priority, and the counts of what was ignored.

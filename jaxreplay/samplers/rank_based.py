@@ -14,6 +14,7 @@ from jaxreplay.samplers.prioritized import (
     is_positive,
     leaf_of,
 )
+from jaxreplay.samplers.sampler import Sampler
 from jaxreplay.storage import ring
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.sampleable import Sampleable, WriteEffect
@@ -75,6 +76,7 @@ class RankBased(Prioritized):
     alpha: float = 0.7
     beta: float = 0.5
     PER_ROW = ("tree", "priority")
+    mass = Sampler.mass  # not implemented: a rank is among the rows of the whole buffer
 
     def init(self, layout: Layout) -> RankBasedState:
         return RankBasedState(

@@ -70,6 +70,10 @@ class Recent(Sampler):
             count, ring.difference(end[env], sampleable.streams.candidate_number_of(row)) - 1
         )
 
+    def mass(self, state: PyTree, sampleable: Sampleable) -> jax.Array:
+        """Return the sum of decay ** a over the rows of all streams."""
+        return self._mass(sampleable.count()).sum()
+
     def _mass(self, count: jax.Array) -> jax.Array:
         """Return the sum of decay ** a over the rows of each stream: float32[E]."""
         count = count.astype(jnp.float32)

@@ -320,6 +320,28 @@ class Sampler(Static):
         del state, sampleable, probability, beta
         return is_valid.astype(jnp.float32)
 
+    def mass(self, state: PyTree, sampleable: Sampleable) -> jax.Array:
+        """Return what a shard of a buffer is sampled in proportion to.
+
+        A row's probability times this mass must not depend on any other row. A whole buffer then
+        samples a shard in proportion to its mass, and the row as the shard alone would.
+
+        Args:
+          state: The sampler's state.
+          sampleable: The sampleable rows.
+
+        Returns:
+          float32[], 0 if no row can be sampled.
+
+        Raises:
+          NotImplementedError: The subclass does not implement this, so that its buffers cannot be
+            sharded.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__}: for a sharded buffer, a sampler must implement "
+            "mass(state, sampleable)"
+        )
+
     def metrics(self, state: PyTree, sampleable: Sampleable) -> dict[str, jax.Array]:
         """Return the figures that the sampler adds to `buffer.metrics`.
 
@@ -339,6 +361,8 @@ class PrioritySampler(Sampler):
 
     With it `add` and `extend` take `priority`, and the buffer has `update_priorities`.
     """
+
+    beta = 1.0  # the exponent of importance weights by default
 
     def update(
         self, state: PyTree, sampleable: Sampleable, index: Index, priority: jax.Array
@@ -373,9 +397,27 @@ class PrioritySampler(Sampler):
         is_valid: jax.Array,
         beta: jax.Array | float | None,
     ) -> jax.Array:
-        """Return importance weights, divided by the largest of the batch. By default beta is 1."""
+        """Return importance weights, `(reference / probability) ** beta`. By default beta is that
+        of the sampler."""
+        return weights_of(
+            probability,
+            is_valid,
+            self.beta if beta is None else beta,
+            self.reference(state, sampleable),
+        )
+
+    def reference(self, state: PyTree, sampleable: Sampleable) -> jax.Array | None:
+        """Return the probability whose weight is 1.
+
+        Args:
+          state: The sampler's state.
+          sampleable: The sampleable rows.
+
+        Returns:
+          float32[]. By default None, the smallest of the batch: weights are divided by its largest.
+        """
         del state, sampleable
-        return weights_of(probability, is_valid, 1.0 if beta is None else beta)
+        return None
 
 
 class ConsumingSampler(Sampler):

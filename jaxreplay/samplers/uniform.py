@@ -89,6 +89,10 @@ class Uniform(Sampler):
         _, row, _ = jax.lax.while_loop(is_short, complete, carry)
         return Draw(state, row, probability)
 
+    def mass(self, state: PyTree, sampleable: Sampleable) -> jax.Array:
+        """Return the number of sampleable rows."""
+        return self.size(state, sampleable).astype(jnp.float32)
+
     def probability(self, state: PyTree, sampleable: Sampleable, row: jax.Array) -> jax.Array:
         return jnp.broadcast_to(
             uniform_probability(sampleable.count().sum(dtype=jnp.int32)), row.shape

@@ -1,0 +1,456 @@
+"""The part of a sharded buffer on one device, inside of `jax.shard_map`.
+
+Each shard is an ordinary buffer. It adds the steps of its own envs, and draws from its own rows;
+what all shards must agree on goes through collectives: a few numbers for a batch.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Generic, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxreplay._util import checks, random, xla
+from jaxreplay._util.aliases import Key, PyTree
+from jaxreplay._util.struct import Static
+from jaxreplay.buffers.replay_buffer import ReplayBuffer
+from jaxreplay.buffers.state_checks import check_state, example_of
+from jaxreplay.samplers import PrioritySampler
+from jaxreplay.samplers.prioritized import SMALLEST
+from jaxreplay.samplers.sampler import uniform_probability
+from jaxreplay.storage.sampleable import ReplayState, Sampleable
+from jaxreplay.targets import weights_of
+from jaxreplay.types import Index, Sample, T
+
+_FOR_THE_SHARDS = 2  # the purpose of random bits; the sampler has 0, the view 1
+_METRIC_DRAWS = 128
+_SUMS = ("size", "num_bad_priorities", "num_stale_updates")  # metrics that add up
+
+
+class _Whole(NamedTuple):
+    """Numbers of all D shards, the same on each.
+
+    Attributes:
+      share: float32[D], each shard's part of the distribution; 0 for all if nothing is sampleable.
+      reference: float32[], the probability whose weight is 1.
+      can_sample: bool[].
+    """
+
+    share: jax.Array
+    reference: jax.Array
+    can_sample: jax.Array
+
+
+class Local(Static, Generic[T]):
+    """One shard of a buffer: methods for the inside of a `jax.shard_map`. D is the number of
+    shards.
+
+    `jaxreplay.sharded(...).local` makes it.
+
+    Args:
+      buffer: The buffer of one shard, with its part of the envs, the rows and the batch.
+      num_shards: D.
+      axis: Name of the mesh's axis, or a tuple of names.
+      draw: As for `jaxreplay.sharded`.
+      min_size: Number of sampleable rows of all shards from which on `can_sample` is True.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxreplay as jr
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> buffer = jr.sharded(jr.items(capacity=8, num_envs=2, batch_size=4), mesh)
+      >>> S = buffer.local
+      >>> def step(state, items, key):
+      ...     own = S.add(S.own(state), items)
+      ...     return S.stacked(own), S.sample(own, key).experience
+      >>> P = jax.sharding.PartitionSpec
+      >>> specs = {"in_specs": (P("data"), P("data"), P()), "out_specs": P("data")}
+      >>> run = jax.jit(jax.shard_map(step, mesh=mesh, **specs), donate_argnums=0)
+      >>> state, batch = run(buffer.init(0.0), jnp.ones(2), jax.random.key(0))
+      >>> batch.tolist()
+      [1.0, 1.0, 1.0, 1.0]
+    """
+
+    buffer: ReplayBuffer[T]
+    num_shards: int
+    axis: Any
+    draw: Literal["even", "global"]
+    min_size: int
+
+    def own(self, state: ReplayState) -> ReplayState:
+        """Return this shard's state, of its part of the global state.
+
+        Args:
+          state: Leaves as in `ReplayState`, but scalars are [1].
+        """
+        return jax.tree.map(lambda leaf, spec: leaf.reshape(spec.shape), state, self.specs(state))
+
+    def stacked(self, state: ReplayState) -> ReplayState:
+        """Return this shard's part of the global state, of its state: scalars become [1].
+
+        Args:
+          state: This shard's state.
+        """
+        return jax.tree.map(lambda leaf: leaf if leaf.ndim else leaf[None], state)
+
+    def specs(self, state: ReplayState) -> ReplayState:
+        """Return the shapes and dtypes of a shard's state.
+
+        Args:
+          state: The global state, or a part of it; only the stored steps are looked at.
+        """
+        leaves, structure = jax.tree.flatten(example_of(state.layout, state.streams.steps))
+        rows = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        return _specs(self.buffer, state.layout.platform, structure, rows)
+
+    def add(
+        self, state: ReplayState, step: PyTree, mask: Any = None, priority: Any = None
+    ) -> ReplayState:
+        """Append one step of each of this shard's envs, as `ReplayBuffer.add` does.
+
+        Args:
+          state: This shard's state, donated.
+          step: Leaves [E / D, ...].
+          mask: bool[E / D]. Default: every env took a step.
+          priority: float[E / D]. Default: the largest priority so far, of any shard.
+
+        Returns:
+          The shard's new state.
+        """
+        return self._agreed(self.buffer.add(state, step, mask, priority), priority is not None)
+
+    def extend(
+        self, state: ReplayState, steps: PyTree, mask: Any = None, priority: Any = None
+    ) -> ReplayState:
+        """Append a block of steps, as `ReplayBuffer.extend` does.
+
+        Args:
+          state: This shard's state, donated.
+          steps: Leaves [T, E / D, ...].
+          mask: bool[T, E / D]. Default: every env took every step.
+          priority: float[T, E / D]. Default: the largest priority so far, of any shard.
+
+        Returns:
+          The shard's new state.
+        """
+        return self._agreed(self.buffer.extend(state, steps, mask, priority), priority is not None)
+
+    def end_streams(self, state: ReplayState, mask: Any = None) -> ReplayState:
+        """End the unfinished episodes, as `ReplayBuffer.end_streams` does.
+
+        Args:
+          state: This shard's state, donated.
+          mask: bool[E / D], False for envs that go on. Default: every env was reset.
+
+        Returns:
+          The shard's new state.
+        """
+        return self.buffer.end_streams(state, mask)
+
+    def clear(self, state: ReplayState) -> ReplayState:
+        """Remove all rows.
+
+        Args:
+          state: This shard's state, donated.
+
+        Returns:
+          The shard's new state.
+        """
+        return self.buffer.clear(state)
+
+    def sample(
+        self,
+        state: ReplayState,
+        key: Key,
+        batch_size: int | None = None,
+        *,
+        beta: jax.Array | float | None = None,
+    ) -> Sample[T]:
+        """Sample this shard's part of a batch.
+
+        Args:
+          state: This shard's state.
+          key: Random key, the same on all shards; consumed.
+          batch_size: Number of items of all shards B, static. Default: the buffer's.
+          beta: float[], as for `ReplayBuffer.sample`. Default: the sampler's.
+
+        Returns:
+          The items, leaves [B / D, ...]. Rows of `index` count through all shards.
+        """
+        size = self.buffer.batch_size
+        if batch_size is not None:
+            size = part_of("sample", "batch_size", batch_size, self.num_shards, self.axis)
+        state = check_state("sample", self.buffer, state)
+        draw = self._draw_evenly if self.draw == "even" else self._draw_from_all
+        return draw(state, key, size, beta)
+
+    def update_priorities(self, state: ReplayState, index: Index, priority: Any) -> ReplayState:
+        """Set the priorities of rows of this shard; those of other shards are ignored.
+
+        Args:
+          state: This shard's state, donated.
+          index: `batch.index` of this shard's part of a batch, leaves [B / D].
+          priority: float[B / D], at least 0.
+
+        Returns:
+          The shard's new state.
+        """
+        if self.draw == "global":  # an item may lie on another shard than its row
+            index, priority = jax.tree.map(
+                lambda leaf: jax.lax.all_gather(jnp.asarray(leaf), self.axis, tiled=True),
+                (index, priority),
+            )
+        row = index.row - self._first_row()
+        is_own = (row >= 0) & (row < self.buffer.capacity)
+        own = Index(jnp.where(is_own, row, -1), index.lap)
+        after = self.buffer.update_priorities(state, own, priority)
+        if self.draw == "global" and hasattr(after.sampler, "num_stale_updates"):
+            foreign = (~is_own).sum(dtype=jnp.uint32)
+            num_stale = jnp.maximum(
+                after.sampler.num_stale_updates - foreign, state.sampler.num_stale_updates
+            )
+            after = after.replace(sampler=after.sampler.replace(num_stale_updates=num_stale))
+        return self._agreed(after, True)
+
+    def size(self, state: ReplayState) -> jax.Array:
+        """Return the number of sampleable rows of all shards, int32[].
+
+        Args:
+          state: This shard's state.
+        """
+        return jax.lax.psum(self.buffer.size(state), self.axis)
+
+    def can_sample(self, state: ReplayState) -> jax.Array:
+        """Return whether a sample of all shards is valid, bool[].
+
+        Args:
+          state: This shard's state.
+        """
+        can_sample = self.buffer.can_sample(state).astype(jnp.int32)
+        size, can_sample = jax.lax.psum((self.buffer.size(state), can_sample), self.axis)
+        return (size >= self.min_size) & (can_sample > 0)
+
+    def metrics(
+        self, state: ReplayState, *, beta: jax.Array | float | None = None
+    ) -> dict[str, jax.Array]:
+        """Return figures to log, of all shards together.
+
+        Args:
+          state: This shard's state.
+          beta: float[], as for `sample`. Default: the sampler's.
+        """
+        own = self.buffer.metrics(state)
+        num_draws = -(-_METRIC_DRAWS // self.num_shards)
+        weight = self._draw_evenly(state, jax.random.key(0), num_draws, beta).weight
+        sums = {name: own[name] for name in _SUMS if name in own}
+        sums["fill"] = own["fill"] / self.num_shards
+        if alpha := getattr(self.buffer.sampler, "alpha", 0):
+            sums["mean_priority"] = own["mean_priority"] ** alpha * own["size"]
+        *moments, found = jax.lax.psum(
+            ((weight > 0).sum(), weight.sum(), jnp.square(weight).sum(), sums), self.axis
+        )
+        num_valid, first, second = moments
+        second = num_valid * second
+        found["effective_sample_size"] = jnp.square(first) / jnp.where(second > 0, second, 1)
+        if alpha:
+            mean = found["mean_priority"] / jnp.maximum(found["size"], 1)
+            found["mean_priority"] = mean ** (1 / alpha)
+        if "max_priority" in own:
+            found["max_priority"] = jax.lax.pmax(own["max_priority"], self.axis)
+        return found
+
+    def _draw_evenly(
+        self, state: ReplayState, key: Key, size: int, beta: jax.Array | float | None
+    ) -> Sample[T]:
+        """Draw `size` items from this shard's rows.
+
+        All shards draw equally many, though their shares of the distribution differ. So an item's
+        weight has the factor D * share.
+        """
+        key = self._own_key(key)
+        rows = Sampleable.of(state)
+        _, row, probability = self.buffer.sampler.sample(state.sampler, rows, key, size)
+        whole = self._whole(state, rows, probability)
+        share = whole.share[jax.lax.axis_index(self.axis)]
+        batch = self._read(state, rows, row, probability, share, whole, key)
+        weight = self._weight(state, rows, batch, whole.reference, beta)
+        return batch.replace(weight=weight * (self.num_shards * share))
+
+    def _draw_from_all(
+        self, state: ReplayState, key: Key, size: int, beta: jax.Array | float | None
+    ) -> Sample[T]:
+        """Draw as one buffer of all rows would, and return `size` of the items.
+
+        All shards know which shard each item comes from. Each reads an item for all of them, and
+        the sum over the shards is that of the shard which has the row, since the others give 0.
+        """
+        num_items = size * self.num_shards
+        sampler = self.buffer.sampler
+        high, low = random.words(key, num_items, _FOR_THE_SHARDS)
+        target = random.fraction(high) + random.fraction(low) * jnp.float32(2**-24)
+        if getattr(sampler, "stratified", False):
+            target = (jnp.arange(num_items, dtype=jnp.float32) + target) / num_items
+            # the items that come from a shard are not spread evenly over its strata
+            sampler = dataclasses.replace(sampler, stratified=False)
+        key = self._own_key(key)
+        rows = Sampleable.of(state)
+        _, row, probability = sampler.sample(state.sampler, rows, key, num_items)
+        whole = self._whole(state, rows, probability)
+        ends = jnp.cumsum(whole.share)
+        # below the last end, so that no shard without a share is chosen
+        target = jnp.minimum(target * ends[-1], jnp.nextafter(ends[-1], jnp.float32(0)))
+        place = jax.lax.axis_index(self.axis)
+        is_own = jnp.searchsorted(ends, target, side="right", method="scan_unrolled") == place
+        batch = self._read(state, rows, row, probability, whole.share[place], whole, key)
+        batch = jax.tree.map(lambda leaf: _scattered(leaf, is_own, self.axis), batch)
+        reference = whole.reference
+        if self._reference(state, rows) is None:
+            reference = jax.lax.pmin(_smallest(batch.probability), self.axis)
+        return batch.replace(weight=self._weight(state, rows, batch, reference, beta))
+
+    def _whole(self, state: ReplayState, rows: Sampleable, probability: jax.Array) -> _Whole:
+        """Exchange three numbers with the other shards.
+
+        Args:
+          state: This shard's state.
+          rows: Its sampleable rows.
+          probability: float32[...], the probabilities of what was drawn, on this shard alone.
+        """
+        sampler = self.buffer.sampler
+        size = sampler.size(state.sampler, rows)
+        mass = sampler.mass(state.sampler, rows)
+        mass = jnp.where((size > 0) & sampler.can_sample(state.sampler), mass, 0)
+        reference = self._reference(state, rows)
+        own = [mass, size, _smallest(probability) if reference is None else reference]
+        # one collective, of numbers that keep their bits
+        mass, size, reference = jax.lax.all_gather(
+            jnp.stack([jax.lax.bitcast_convert_type(number, jnp.int32) for number in own]),
+            self.axis,
+            axis=1,
+        )
+        mass, reference = (
+            jax.lax.bitcast_convert_type(number, jnp.float32) for number in (mass, reference)
+        )
+        size = size.sum(dtype=jnp.int32)
+        largest = mass.max()
+        mass = mass / jnp.where(largest > 0, largest, 1)  # their sum does not overflow
+        total = mass.sum()
+        share = mass / jnp.where(total > 0, total, 1)
+        reference = jnp.min(jnp.where(share > 0, reference * share, jnp.inf))
+        if getattr(sampler, "normalize_weights", "batch") is None:
+            reference = uniform_probability(size)
+        return _Whole(share, reference, (size >= self.min_size) & (total > 0))
+
+    def _read(
+        self,
+        state: ReplayState,
+        rows: Sampleable,
+        row: jax.Array,
+        probability: jax.Array,
+        share: jax.Array,
+        whole: _Whole,
+        key: Key,
+    ) -> Sample[T]:
+        """Read items of this shard, with the probabilities that they have among all rows."""
+        is_drawn = (probability > 0) & (share > 0)
+        probability = jnp.where(is_drawn, jnp.maximum(probability * share, SMALLEST), 0)
+        is_valid = whole.can_sample & is_drawn
+        index = state.streams.index(row)
+        batch = self.buffer._read(state, rows, index, probability, is_valid, key, None)
+        return batch.replace(index=Index(batch.index.row + self._first_row(), batch.index.lap))
+
+    def _weight(
+        self,
+        state: ReplayState,
+        rows: Sampleable,
+        batch: Sample[T],
+        reference: jax.Array,
+        beta: jax.Array | float | None,
+    ) -> jax.Array:
+        """Return the weights that items have in a buffer of all rows."""
+        sampler = self.buffer.sampler
+        if isinstance(sampler, PrioritySampler):
+            beta = sampler.beta if beta is None else beta
+            return weights_of(batch.probability, batch.is_valid, beta, reference)
+        return sampler.weight(state.sampler, rows, batch.probability, batch.is_valid, beta)
+
+    def _reference(self, state: ReplayState, rows: Sampleable) -> jax.Array | None:
+        sampler = self.buffer.sampler
+        is_prioritized = isinstance(sampler, PrioritySampler)
+        return sampler.reference(state.sampler, rows) if is_prioritized else None
+
+    def _agreed(self, state: ReplayState, is_changed: bool) -> ReplayState:
+        """Give all shards the largest priority of any, which new rows get."""
+        largest = getattr(state.sampler, "max_priority", None)
+        if not is_changed or largest is None:
+            return state
+        largest = xla.varying(jax.lax.pmax(largest, self.axis), self.axis)
+        return state.replace(sampler=state.sampler.replace(max_priority=largest))
+
+    def _own_key(self, key: Key) -> Key:
+        return jax.random.fold_in(key, jax.lax.axis_index(self.axis))
+
+    def _first_row(self) -> jax.Array:
+        """Return the number of this shard's first row among all rows."""
+        return jax.lax.axis_index(self.axis) * self.buffer.capacity
+
+
+def part_of(where: str, name: str, size: int, num_shards: int, axis: Any) -> int:
+    """Return a shard's part of a number.
+
+    Args:
+      where: Name of the called function, for errors.
+      name: Name of the number, for errors.
+      size: The number.
+      num_shards: Number of parts.
+      axis: Name of the axis, for errors.
+
+    Raises:
+      ValueError: The number cannot be divided. The error names the next ones that can.
+    """
+    checks.check_size(where, name, size)
+    part, rest = divmod(size, num_shards)
+    if rest:
+        fits = [part * num_shards] * (part > 0) + [(part + 1) * num_shards]
+        raise ValueError(
+            f"{where}: {name}={size} cannot be divided among the {num_shards} devices of the axis "
+            f"{axis!r}; {' and '.join(map(str, fits))} can"
+        )
+    return part
+
+
+@functools.lru_cache(maxsize=256)
+def _specs(buffer: ReplayBuffer, platform: str, structure: Any, rows: Any) -> ReplayState:
+    leaves = [jax.ShapeDtypeStruct(*row) for row in rows]
+    example = jax.tree.unflatten(structure, leaves)
+    return jax.eval_shape(functools.partial(buffer._empty, platform=platform), example)
+
+
+def _smallest(probability: jax.Array) -> jax.Array:
+    """Return the smallest positive probability, inf if there is none."""
+    return jnp.min(jnp.where(probability > 0, probability, jnp.inf), initial=jnp.inf)
+
+
+def _scattered(leaf: jax.Array, is_own: jax.Array, axis: Any) -> jax.Array:
+    """Return this shard's part of items, each from the shard that has it.
+
+    Bits are added, of which all but one shard have zeros: so values are exact, also -0.0 and NaN.
+
+    Args:
+      leaf: [B, ...], this shard's items.
+      is_own: bool[B], whether the item comes from this shard.
+      axis: Name of the axis.
+
+    Returns:
+      [B / D, ...].
+    """
+    kind, size = leaf.dtype, leaf.dtype.itemsize
+    if jnp.issubdtype(kind, jnp.floating):
+        leaf = jax.lax.bitcast_convert_type(leaf, f"uint{8 * size}")
+    elif size == 1:  # bool, and integers of fewer bits
+        leaf = leaf.astype(jnp.int32)
+    leaf = jnp.where(is_own.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, 0)
+    leaf = jax.lax.psum_scatter(leaf, axis, tiled=True)
+    if jnp.issubdtype(kind, jnp.floating):
+        return jax.lax.bitcast_convert_type(leaf, kind)
+    return leaf.astype(kind)

@@ -1,0 +1,391 @@
+"""One buffer whose envs and rows are divided among the devices of a mesh's axis."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Generic, Literal
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from jaxreplay._util import checks, xla
+from jaxreplay._util.aliases import Key, PyTree
+from jaxreplay._util.names import kind_of
+from jaxreplay._util.struct import Static
+from jaxreplay.buffers import memory
+from jaxreplay.buffers.replay_buffer import ReplayBuffer
+from jaxreplay.buffers.state_checks import check_state
+from jaxreplay.distributed.local import Local, part_of
+from jaxreplay.samplers import ConsumingSampler, Sampler
+from jaxreplay.storage import platforms
+from jaxreplay.storage.sampleable import ReplayState
+from jaxreplay.types import Index, Sample, T
+
+# Older versions' own functions mix arrays that differ between devices with others.
+_HAS_TYPES = jax.__version_info__ >= (0, 10)
+_MOST_ROWS = 2**31  # a row's number is int32
+
+
+class Sharded(Static, Generic[T]):
+    """A buffer over the D devices of an axis; `jaxreplay.sharded` makes it.
+
+    Its methods are those of a `ReplayBuffer`, for the inside of your `jit`, on global arrays: env
+    and batch axes are divided along the mesh's axis. The state is a `ReplayState` whose leaves are
+    those of the shards one after another; scalars are [D]. A row's number in `index` is that of its
+    place in the stored leaves.
+
+    Args:
+      buffer: The buffer as a whole: all envs, rows and items of a batch.
+      mesh: The mesh.
+      axis: Name of its axis, or a tuple of names. Along its other axes the buffer is replicated.
+        Default: "data".
+      draw: As for `jaxreplay.sharded`. Default: "even".
+
+    Raises:
+      ValueError: As for `jaxreplay.sharded`.
+    """
+
+    buffer: ReplayBuffer[T]
+    mesh: Mesh
+    axis: Any = "data"
+    draw: Literal["even", "global"] = "even"
+
+    def _check(self) -> None:
+        if xla.shard_map is None:
+            raise ValueError(
+                f"sharded: needs JAX 0.6.1 or newer, for jax.shard_map; this is {jax.__version__}"
+            )
+        checks.check_part("sharded", "buffer", self.buffer, ReplayBuffer, "jaxreplay.uniform(...)")
+        if not isinstance(self.mesh, Mesh):
+            raise ValueError(
+                f"sharded: mesh must be a jax.sharding.Mesh, such as jax.make_mesh((8,), "
+                f'("data",)), got {kind_of(self.mesh)}'
+            )
+        if unknown := [name for name in self._axes if name not in self.mesh.axis_names]:
+            raise ValueError(
+                f"sharded: the mesh has no axis {unknown[0]!r}, but "
+                f"{', '.join(map(repr, self.mesh.axis_names))}"
+            )
+        if self.draw not in ("even", "global"):
+            raise ValueError(f'sharded: draw must be "even" or "global", got {self.draw!r}')
+        sampler = self.buffer.sampler
+        if isinstance(sampler, ConsumingSampler):
+            raise ValueError(
+                f"sharded: {type(sampler).__name__} hands out each row once, in an order of all "
+                "rows, which no shard knows; give each device a buffer of its own in a shard_map"
+            )
+        if self.buffer.capacity >= _MOST_ROWS:
+            raise ValueError(f"sharded: capacity={self.buffer.capacity} exceeds {_MOST_ROWS - 1}")
+        if type(sampler).mass is Sampler.mass:
+            raise ValueError(
+                f"sharded: {type(sampler).__name__} does not say how probable a shard is: it lacks "
+                "mass(state, sampleable); use jaxreplay.Prioritized() or jaxreplay.Uniform()"
+            )
+        self.local  # noqa: B018, its parts are checked
+
+    @property
+    def _axes(self) -> tuple[str, ...]:
+        return self.axis if isinstance(self.axis, tuple) else (self.axis,)
+
+    @property
+    def num_shards(self) -> int:
+        """D, the number of devices along the axis."""
+        return math.prod(self.mesh.shape[name] for name in self._axes)
+
+    @functools.cached_property
+    def local(self) -> Local[T]:
+        """The methods of one shard, for the inside of a `jax.shard_map`."""
+        whole, num = self.buffer, self.num_shards
+        parts = {
+            name: part_of("sharded", name, getattr(whole, name), num, self.axis)
+            for name in ("num_envs", "capacity", "batch_size")
+        }
+        platform = whole.platform or platforms.platform_of(self.mesh.devices.flat[0])
+        return Local(
+            buffer=dataclasses.replace(whole, **parts, min_size=1, platform=platform),
+            num_shards=num,
+            axis=self.axis,
+            draw=self.draw,
+            min_size=whole.min_size,
+        )
+
+    def init(self, example: PyTree) -> ReplayState:
+        """Make an empty state, each device its own part.
+
+        Args:
+          example: One env's step or one item, as for `ReplayBuffer.init`.
+
+        Returns:
+          The state, on the devices of the mesh.
+
+        Raises:
+          ValueError: As for `ReplayBuffer.init`.
+          MemoryError: A device has too little memory for its part.
+        """
+        local = self.local
+        if not checks.is_tracing():
+            memory.check_fits("init", local.buffer.memory(example))
+        specs = checks.specs("init", example)
+        make = self._mapped(lambda: local.stacked(local.buffer.init(specs)), (), P(self.axis))
+        return jax.jit(make)()
+
+    def add(
+        self, state: ReplayState, step: PyTree, mask: Any = None, priority: Any = None
+    ) -> ReplayState:
+        """Append one step of every env.
+
+        Args:
+          state: Donated.
+          step: Leaves [E, ...], as for `ReplayBuffer.add`.
+          mask: bool[E]. Default: every env took a step.
+          priority: float[E]. Default: the largest priority so far, of any shard.
+
+        Returns:
+          The new state.
+        """
+        given = self.buffer._checked(
+            "add",
+            self._own_specs("add", state),
+            step,
+            mask,
+            priority,
+            "one step of every env, leaves [num_envs, ...]",
+            (),
+        )
+        return self._change(self.local.add, state, given, P(self.axis))
+
+    def extend(
+        self, state: ReplayState, steps: PyTree, mask: Any = None, priority: Any = None
+    ) -> ReplayState:
+        """Append a block of steps.
+
+        Args:
+          state: Donated.
+          steps: Leaves [T, E, ...], as for `ReplayBuffer.extend`.
+          mask: bool[T, E]. Default: every env took every step.
+          priority: float[T, E]. Default: the largest priority so far, of any shard.
+
+        Returns:
+          The new state.
+        """
+        first = jax.tree.leaves(steps)[:1]
+        time = (jax.numpy.shape(first[0]) or (0,))[:1] if first else (0,)
+        given = self.buffer._checked(
+            "extend",
+            self._own_specs("extend", state),
+            steps,
+            mask,
+            priority,
+            "a block of steps, leaves [time, num_envs, ...]",
+            time,
+        )
+        return self._change(self.local.extend, state, given, P(None, self.axis))
+
+    def end_streams(self, state: ReplayState, mask: Any = None) -> ReplayState:
+        """End the unfinished episodes, after a reset that no step tells.
+
+        Args:
+          state: Donated.
+          mask: bool[E], False for envs that go on. Default: every env was reset.
+
+        Returns:
+          The new state.
+        """
+        self._own_specs("end_streams", state)
+        return self._change(self.local.end_streams, state, (mask,), P(self.axis))
+
+    def clear(self, state: ReplayState) -> ReplayState:
+        """Remove all rows.
+
+        Args:
+          state: Donated.
+
+        Returns:
+          The new state.
+        """
+        self._own_specs("clear", state)
+        return self._change(self.local.clear, state, (), P())
+
+    def sample(
+        self,
+        state: ReplayState,
+        key: Key,
+        batch_size: int | None = None,
+        *,
+        beta: jax.Array | float | None = None,
+    ) -> Sample[T]:
+        """Sample a batch, with replacement, divided among the devices.
+
+        Args:
+          state: The buffer's state.
+          key: Random key, consumed.
+          batch_size: Number of items B, static, a multiple of D. Default: the buffer's.
+          beta: float[], as for `ReplayBuffer.sample`. Default: the sampler's.
+
+        Returns:
+          The items, their indices, probabilities and weights, leaves [B, ...].
+
+        Raises:
+          ValueError: `batch_size` cannot be divided.
+        """
+        self._own_specs("sample", state)
+        local = self.local
+        if batch_size is not None:
+            part_of("sample", "batch_size", batch_size, self.num_shards, self.axis)
+
+        def sample(state: ReplayState, key: Key, beta: Any) -> Sample[T]:
+            return local.sample(local.own(state), key, batch_size, beta=beta)
+
+        specs = (P(self.axis), P(), P())
+        return self._mapped(sample, specs, P(self.axis))(state, key, beta)
+
+    def update_priorities(self, state: ReplayState, index: Index, priority: Any) -> ReplayState:
+        """Set the priorities of sampled rows, such as absolute TD errors.
+
+        With `draw="even"` an item must be where `sample` put it in the batch: on the device of its
+        row. Elsewhere it counts as stale.
+
+        Args:
+          state: Donated.
+          index: `batch.index` of a sample, leaves [B].
+          priority: float[B], at least 0.
+
+        Returns:
+          The new state.
+        """
+        self._own_specs("update_priorities", state)
+        return self._change(self.local.update_priorities, state, (index, priority), P(self.axis))
+
+    def size(self, state: ReplayState) -> jax.Array:
+        """Return the number of sampleable rows of all shards, int32[].
+
+        Args:
+          state: The buffer's state.
+        """
+        return self._ask("size", state)
+
+    def can_sample(self, state: ReplayState) -> jax.Array:
+        """Return whether a sample is valid, bool[].
+
+        Args:
+          state: The buffer's state.
+        """
+        return self._ask("can_sample", state)
+
+    def metrics(
+        self, state: ReplayState, *, beta: jax.Array | float | None = None
+    ) -> dict[str, jax.Array]:
+        """Return figures to log, as `ReplayBuffer.metrics` does, of all shards together.
+
+        Args:
+          state: The buffer's state.
+          beta: float[], as for `sample`. Default: the sampler's.
+        """
+        return self._ask("metrics", state, beta=beta)
+
+    def _ask(self, name: str, state: ReplayState, **options: Any) -> Any:
+        self._own_specs(name, state)
+        local = self.local
+
+        def ask(state: ReplayState, options: Any) -> Any:
+            return getattr(local, name)(local.own(state), **options)
+
+        return self._mapped(ask, (P(self.axis), P()), P())(state, options)
+
+    def _change(
+        self, function: Callable[..., Any], state: ReplayState, given: tuple[Any, ...], spec: P
+    ) -> ReplayState:
+        local = self.local
+
+        def change(state: ReplayState, given: Any) -> ReplayState:
+            return local.stacked(function(local.own(state), *given))
+
+        return self._mapped(change, (P(self.axis), spec), P(self.axis))(state, given)
+
+    def _mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+        mapped = xla.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=_HAS_TYPES,
+        )
+        if all(kind.name != "Explicit" for kind in self.mesh.axis_types):
+            return mapped
+
+        def resharded(*arguments: Any) -> Any:
+            return mapped(
+                *(
+                    jax.tree.map(lambda leaf, spec=spec: self._placed(leaf, spec), argument)
+                    for argument, spec in zip(arguments, in_specs, strict=True)
+                )
+            )
+
+        return resharded
+
+    def _placed(self, leaf: Any, spec: P) -> jax.Array:
+        return jax.sharding.reshard(leaf, NamedSharding(self.mesh, spec))
+
+    def _own_specs(self, where: str, state: Any) -> ReplayState:
+        """Return the shapes of a shard's state, or raise a ValueError."""
+        if not isinstance(state, ReplayState):
+            raise ValueError(
+                f"{where}: the state must be a ReplayState, as init returns it, got "
+                f"{kind_of(state)}"
+            )
+        specs = self.local.specs(state)
+        expected = jax.tree.map(
+            lambda spec: (self.num_shards * (spec.shape or (1,))[0], *spec.shape[1:]), specs
+        )
+        if jax.tree.map(jax.numpy.shape, state) != expected:
+            raise ValueError(
+                f"{where}: this state is not of this sharded buffer, with {self.num_shards} shards "
+                f"of {self.local.buffer.capacity} rows; init makes it"
+            )
+        return check_state(where, self.local.buffer, specs)
+
+
+def sharded(
+    buffer: ReplayBuffer[T],
+    mesh: Mesh,
+    axis: Any = "data",
+    *,
+    draw: Literal["even", "global"] = "even",
+) -> Sharded[T]:
+    """Divide a buffer among the devices of a mesh's axis.
+
+    Each device has a part of the envs and their rows. D is the number of devices along the axis,
+    and B the batch size.
+
+    With `draw="even"` each device draws B / D items from its own rows. No item moves: a sample
+    sends 12 bytes a device. Where devices hold different shares of the distribution, an item's
+    weight has the factor D * share, so that the mean of `weight * f` is that of one buffer; its
+    variance is `D / B * sum(share ** 2 * variance of the share's f)`, the least where shares are
+    equal. With `draw="global"` a batch is drawn exactly as from one buffer, and its items go from
+    the device of their row to where they belong.
+
+    Args:
+      buffer: A `ReplayBuffer` with all envs, rows and items of a batch.
+      mesh: The mesh, with automatic or explicit axes.
+      axis: Name of the axis, or a tuple of names. Default: "data".
+      draw: "even" or "global". Default: "even".
+
+    Returns:
+      The sharded buffer, whose methods go into your `jit`.
+
+    Raises:
+      ValueError: `capacity`, `num_envs` or `batch_size` cannot be divided; a sampler's distribution
+        is not a sum over shards (`RankBased`, `Queue`, `WithoutReplacement`); the mesh has no such
+        axis; or JAX is older than 0.6.1.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxreplay as jr
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+      >>> buffer = jr.sharded(jr.items(capacity=64, num_envs=8, batch_size=16), mesh)
+      >>> state = jax.jit(buffer.add, donate_argnums=0)(buffer.init(0.0), jnp.ones(8))
+      >>> batch = jax.jit(buffer.sample)(state, jax.random.key(0))
+      >>> batch.experience.shape, float(batch.experience.mean())
+      ((16,), 1.0)
+    """
+    return Sharded(buffer=buffer, mesh=mesh, axis=axis, draw=draw)
