@@ -447,8 +447,8 @@ def _scattered(leaf: jax.Array, is_own: jax.Array, axis: Any) -> jax.Array:
     kind, size = leaf.dtype, leaf.dtype.itemsize
     if jnp.issubdtype(kind, jnp.floating):
         leaf = jax.lax.bitcast_convert_type(leaf, f"uint{8 * size}")
-    elif size == 1:  # bool, and integers of fewer bits
-        leaf = leaf.astype(jnp.int32)
+    elif kind == bool or jnp.iinfo(kind).bits < 8:
+        leaf = leaf.astype(jnp.int8)
     leaf = jnp.where(is_own.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, 0)
     leaf = jax.lax.psum_scatter(leaf, axis, tiled=True)
     if jnp.issubdtype(kind, jnp.floating):

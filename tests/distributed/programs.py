@@ -1,36 +1,16 @@
 """Compiled programs send only what they must, and copy nothing. On 8 devices."""
 
-import math
-import re
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxreplay as jr
 from tests.distributed import common
-from tests.support.hlo import check_in_place
+from tests.support.hlo import check_in_place, sent
 
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 NAMES = ["uniform masked, episodes", "prioritized same_step, 3 steps", "future_pairs"]
-SIZES = {"pred": 1, "s8": 1, "u8": 1, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
 CAPACITY = 1 << 17
 SMALL = CAPACITY // 8 // 2  # numbers: half of a leaf of one number a row, on one device
-
-
-def sent(text):
-    """Return the kind of each collective of a program, and the bytes of its result, sorted."""
-    found = []
-    for line in text.splitlines():
-        match = re.match(r"^\s*(?:ROOT )?%?\S+ = (.+?) ([a-z-]+)\(", line)
-        if match and match[2].removesuffix("-start") in COLLECTIVES:
-            arrays = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
-            size = sum(
-                math.prod(map(int, filter(None, dims.split(",")))) * SIZES[kind]
-                for kind, dims in arrays
-            )
-            found.append((match[2].removesuffix("-start"), size))
-    return sorted(found)
 
 
 def prepared(name, draw):

@@ -17,6 +17,8 @@ IN_PLACE = {
     "optimization-barrier",
 }
 IN_PLACE |= {"scatter", "dynamic-update-slice"}
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+SIZES = {"pred": 1, "s8": 1, "u8": 1, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
 INSTRUCTION = re.compile(
     r"^\s*(ROOT )?%?(?P<name>\S+) = (?P<type>.+?) (?P<op>[a-z][a-z0-9-]*)\((?P<rest>.*)$"
 )
@@ -85,3 +87,18 @@ def check_in_place(
         assert memory.alias_size_in_bytes == expected, (
             f"{memory.alias_size_in_bytes} of {expected} bytes are reused"
         )
+
+
+def sent(text):
+    """Return the kind of each collective of a program, and the bytes of its result, sorted."""
+    found = []
+    for line in text.splitlines():
+        match = re.match(r"^\s*(?:ROOT )?%?\S+ = (.+?) ([a-z-]+)\(", line)
+        if match and match[2].removesuffix("-start") in COLLECTIVES:
+            arrays = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
+            size = sum(
+                math.prod(map(int, filter(None, dims.split(",")))) * SIZES[kind]
+                for kind, dims in arrays
+            )
+            found.append((match[2].removesuffix("-start"), size))
+    return sorted(found)
