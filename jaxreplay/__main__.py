@@ -68,6 +68,12 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-envs", type=int, default=1, help="envs, each with a ring of capacity / num_envs rows"
     )
+    parser.add_argument(
+        "--devices",
+        type=int,
+        default=1,
+        help="divide the buffer, and show what one device holds",
+    )
     parser.add_argument("--n-step", type=int, default=1, help="steps of a transition")
     parser.add_argument("--prioritized", action="store_true", help="include the tree of priorities")
     parser.add_argument(
@@ -138,7 +144,8 @@ def _verify(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def _plan(options: argparse.Namespace) -> tuple[str, int]:
-    sizes = {"capacity": options.capacity, "num_envs": options.num_envs, "batch_size": 1}
+    sizes = {"capacity": options.capacity, "num_envs": options.num_envs}
+    sizes["batch_size"] = max(options.devices, 1)
     make = factories.prioritized if options.prioritized else factories.uniform
     buffer = make(**sizes, n_step=options.n_step, autoreset=options.autoreset)
     name, action = _leaf_of("--action", options.action or "float32")
@@ -151,7 +158,7 @@ def _plan(options: argparse.Namespace) -> tuple[str, int]:
         if options.env is None
         else _step_of_env(options.env, options.autoreset)
     )
-    made = plan(buffer, example)
+    made = plan(buffer, example, options.devices)
     if not options.json:
         return str(made), 0
     return json.dumps(

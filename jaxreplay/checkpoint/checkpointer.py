@@ -90,7 +90,8 @@ class Checkpointer:
             raise ValueError(
                 "Checkpointer: buffer must be a ReplayBuffer or a Rollout, got "
                 f"{type(buffer).__name__}; instead of jaxreplay.jit(buffer) pass "
-                "buffer; for a mixture use one Checkpointer and one path per part"
+                "buffer; for a mixture use one Checkpointer and one path per part; a sharded "
+                "buffer cannot be saved yet"
             )
         checks.check_size("Checkpointer", "max_to_keep", max_to_keep)
         checks.check_size("Checkpointer", "chunk_bytes", chunk_bytes)

@@ -179,7 +179,7 @@ class Local(Static, Generic[T]):
         """
         size = self.buffer.batch_size
         if batch_size is not None:
-            size = part_of("sample", "batch_size", batch_size, self.num_shards, self.axis)
+            size = part_of("sample", "batch_size", batch_size, self.num_shards)
         state = check_state("sample", self.buffer, state)
         draw = self._draw_evenly if self.draw == "even" else self._draw_from_all
         return draw(state, key, size, beta)
@@ -395,7 +395,7 @@ class Local(Static, Generic[T]):
         return jax.lax.axis_index(self.axis) * self.buffer.capacity
 
 
-def part_of(where: str, name: str, size: int, num_shards: int, axis: Any) -> int:
+def part_of(where: str, name: str, size: int, num_shards: int) -> int:
     """Return a shard's part of a number.
 
     Args:
@@ -403,7 +403,6 @@ def part_of(where: str, name: str, size: int, num_shards: int, axis: Any) -> int
       name: Name of the number, for errors.
       size: The number.
       num_shards: Number of parts.
-      axis: Name of the axis, for errors.
 
     Raises:
       ValueError: The number cannot be divided. The error names the next ones that can.
@@ -413,10 +412,28 @@ def part_of(where: str, name: str, size: int, num_shards: int, axis: Any) -> int
     if rest:
         fits = [part * num_shards] * (part > 0) + [(part + 1) * num_shards]
         raise ValueError(
-            f"{where}: {name}={size} cannot be divided among the {num_shards} devices of the axis "
-            f"{axis!r}; {' and '.join(map(str, fits))} can"
+            f"{where}: {name}={size} cannot be divided among {num_shards} devices; "
+            f"{' and '.join(map(str, fits))} can"
         )
     return part
+
+
+def shard_of(where: str, buffer: ReplayBuffer[T], num_shards: int) -> ReplayBuffer[T]:
+    """Return the buffer of one shard.
+
+    Args:
+      where: Name of the called function, for errors.
+      buffer: The buffer as a whole.
+      num_shards: Number of shards.
+
+    Raises:
+      ValueError: The envs, the rows or the batch cannot be divided.
+    """
+    parts = {
+        name: part_of(where, name, getattr(buffer, name), num_shards)
+        for name in ("num_envs", "capacity", "batch_size")
+    }
+    return dataclasses.replace(buffer, **parts, min_size=1)
 
 
 @functools.lru_cache(maxsize=256)
@@ -447,7 +464,7 @@ def _scattered(leaf: jax.Array, is_own: jax.Array, axis: Any) -> jax.Array:
     kind, size = leaf.dtype, leaf.dtype.itemsize
     if jnp.issubdtype(kind, jnp.floating):
         leaf = jax.lax.bitcast_convert_type(leaf, f"uint{8 * size}")
-    elif kind == bool or jnp.iinfo(kind).bits < 8:
+    elif jnp.issubdtype(kind, jnp.bool_) or jnp.iinfo(kind).bits < 8:
         leaf = leaf.astype(jnp.int8)
     leaf = jnp.where(is_own.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, 0)
     leaf = jax.lax.psum_scatter(leaf, axis, tiled=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Generic, Literal
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jaxreplay._util import checks, xla
@@ -16,7 +17,7 @@ from jaxreplay._util.struct import Static
 from jaxreplay.buffers import memory
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_state
-from jaxreplay.distributed.local import Local, part_of
+from jaxreplay.distributed.local import Local, part_of, shard_of
 from jaxreplay.samplers import ConsumingSampler, Sampler
 from jaxreplay.storage import platforms
 from jaxreplay.storage.sampleable import ReplayState
@@ -96,18 +97,14 @@ class Sharded(Static, Generic[T]):
     @functools.cached_property
     def local(self) -> Local[T]:
         """The methods of one shard, for the inside of a `jax.shard_map`."""
-        whole, num = self.buffer, self.num_shards
-        parts = {
-            name: part_of("sharded", name, getattr(whole, name), num, self.axis)
-            for name in ("num_envs", "capacity", "batch_size")
-        }
-        platform = whole.platform or platforms.platform_of(self.mesh.devices.flat[0])
+        own = shard_of("sharded", self.buffer, self.num_shards)
+        platform = own.platform or platforms.platform_of(self.mesh.devices.flat[0])
         return Local(
-            buffer=dataclasses.replace(whole, **parts, min_size=1, platform=platform),
-            num_shards=num,
+            buffer=dataclasses.replace(own, platform=platform),
+            num_shards=self.num_shards,
             axis=self.axis,
             draw=self.draw,
-            min_size=whole.min_size,
+            min_size=self.buffer.min_size,
         )
 
     def init(self, example: PyTree) -> ReplayState:
@@ -129,6 +126,25 @@ class Sharded(Static, Generic[T]):
         specs = checks.specs("init", example)
         make = self._mapped(lambda: local.stacked(local.buffer.init(specs)), (), P(self.axis))
         return jax.jit(make)()
+
+    def from_local(self, tree: PyTree, axis: int = 0) -> PyTree:
+        """Return global arrays of which this process has its own envs' part.
+
+        With several processes (`jax.distributed`), each steps the envs of its own devices, and
+        passes what they return to `add` in this form.
+
+        Args:
+          tree: Pytree with leaves [E / number of processes, ...]: of the envs of this process's
+            devices, in the order of the mesh.
+          axis: Axis of the envs; 1 for `extend`. Default: 0.
+
+        Returns:
+          Pytree with leaves [E, ...].
+        """
+        sharding = NamedSharding(self.mesh, P(*[None] * axis, self.axis))
+        return jax.tree.map(
+            lambda leaf: jax.make_array_from_process_local_data(sharding, np.asarray(leaf)), tree
+        )
 
     def add(
         self, state: ReplayState, step: PyTree, mask: Any = None, priority: Any = None
@@ -232,7 +248,7 @@ class Sharded(Static, Generic[T]):
         self._own_specs("sample", state)
         local = self.local
         if batch_size is not None:
-            part_of("sample", "batch_size", batch_size, self.num_shards, self.axis)
+            part_of("sample", "batch_size", batch_size, self.num_shards)
 
         def sample(state: ReplayState, key: Key, beta: Any) -> Sample[T]:
             return local.sample(local.own(state), key, batch_size, beta=beta)

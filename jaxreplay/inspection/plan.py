@@ -7,10 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxreplay._util import checks
 from jaxreplay._util.aliases import Autoreset, PyTree
 from jaxreplay.buffers import memory
 from jaxreplay.buffers.memory import Memory
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
+from jaxreplay.distributed import Sharded
+from jaxreplay.distributed.local import shard_of
 from jaxreplay.storage import platforms
 
 _MOST_ROWS = 2**30
@@ -26,8 +29,10 @@ class Plan:
       free_host: Free bytes of the host, or None if the system does not report them.
       free_device: Free bytes of the default device, or None if the device does not report them.
       device: Kind of the default device, such as "cpu".
-      largest_capacity: Largest capacity in rows that fits on the default device, or None if its
-        free memory is not known.
+      largest_capacity: Largest capacity in rows, of all devices, of which each part fits on a
+        device like the default one, or None if its free memory is not known.
+      num_devices: Number of devices that the buffer is divided among. The bytes are those of one.
+        Default: 1.
     """
 
     memory: Memory
@@ -36,17 +41,19 @@ class Plan:
     free_device: int | None
     device: str
     largest_capacity: int | None
+    num_devices: int = 1
 
     @property
     def fits(self) -> bool | None:
-        """True if the buffer fits on the default device; None if its free memory is not known."""
+        """True if the buffer, or its part, fits on the default device; None if its free memory is
+        not known."""
         return None if self.free_device is None else self.memory.total <= self.free_device
 
     def __str__(self) -> str:
         def row(name: str, value: int | None, unit: str = "bytes") -> str:
             return f"{name:32}" + ("not known" if value is None else f"{value:>20,} {unit}")
 
-        lines = [
+        lines = [f"each of {self.num_devices} devices holds"] * (self.num_devices > 1) + [
             str(self.memory),
             "",
             row("total", self.memory.total),
@@ -67,19 +74,21 @@ class Plan:
         )
 
 
-def plan(buffer: ReplayBuffer, example: PyTree) -> Plan:
+def plan(buffer: Any, example: PyTree, devices: int | None = None) -> Plan:
     """Compute the memory that a buffer will take, and whether it fits. Nothing is allocated.
 
     Args:
-      buffer: A `ReplayBuffer`.
+      buffer: A `ReplayBuffer`, or a sharded one.
       example: One env's step, without the env axis, or one item, as for `init`: a pytree of arrays
         or `jax.ShapeDtypeStruct`s. Only structure, shapes and dtypes are read.
+      devices: Number of devices that `jaxreplay.sharded` will divide the buffer among; the plan is
+        that of one device. Default: those of a sharded buffer, else 1.
 
     Returns:
       Bytes that the buffer takes and that are free. `print` shows a table.
 
     Raises:
-      ValueError: `buffer` is not a `ReplayBuffer`.
+      ValueError: `buffer` is not a `ReplayBuffer`, or cannot be divided among the devices.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -89,11 +98,17 @@ def plan(buffer: ReplayBuffer, example: PyTree) -> Plan:
       >>> made.memory.total, made.fits
       (100016, True)
     """
+    if isinstance(buffer, Sharded):
+        buffer, devices = buffer.buffer, buffer.num_shards if devices is None else devices
     if not isinstance(buffer, ReplayBuffer):
         raise ValueError(
             f"plan: expected a ReplayBuffer, got {type(buffer).__name__}; "
             "for a rollout, use print(rollout.memory(example))"
         )
+    num_devices = 1 if devices is None else devices
+    checks.check_size("plan", "devices", num_devices)
+    if num_devices > 1:
+        buffer = shard_of("plan", buffer, num_devices)
     taken, free = buffer.memory(example), memory.free_bytes()
     return Plan(
         memory=taken,
@@ -101,7 +116,10 @@ def plan(buffer: ReplayBuffer, example: PyTree) -> Plan:
         free_host=memory.free_host_bytes(),
         free_device=free,
         device=platforms.default_device().device_kind,
-        largest_capacity=None if free is None else _largest_capacity(buffer, example, free),
+        largest_capacity=None
+        if free is None
+        else num_devices * _largest_capacity(buffer, example, free),
+        num_devices=num_devices,
     )
 
 

@@ -75,6 +75,9 @@ class ReplayState(Node):
             f"{layout.length} rows",
         ]
         name, rows = ("item", steps) if layout.autoreset is None else ("obs", steps.obs)
+        num_rows = stored_arrays.stored_leaves(rows)[0].shape[len(population)]
+        if num_rows > layout.capacity:
+            sizes.insert(len(population), f"{num_rows // layout.capacity} shards")
         row = stored_arrays.short_rows(rows, len(population) + 1)
         return f"ReplayState({' x '.join(sizes)}, {name} {row}, {short_bytes(self)})"
 

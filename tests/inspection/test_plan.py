@@ -91,6 +91,28 @@ def test_the_command_says_what_python_says(capsys):
     assert json.loads(capsys.readouterr().out)["memory"]["leaves"]["streams.steps.action"] == 4_000
 
 
+def test_each_device_of_a_sharded_buffer_holds_a_part(capsys, monkeypatch):
+    sizes = {"capacity": 4096, "num_envs": 16, "batch_size": 32}
+    buffer, example = jr.items(**sizes), np.zeros(3, np.float32)
+    monkeypatch.setattr("jaxreplay.buffers.memory.free_bytes", lambda: 100_000)
+    made, one = jr.plan(buffer, example, devices=8), jr.plan(buffer, example)
+    part = jr.items(capacity=512, num_envs=2, batch_size=4)
+    assert made.memory == part.memory(example)
+    assert "each of 8 devices holds" in str(made)
+    assert "each of" not in str(one)
+    assert made.largest_capacity == 8 * jr.plan(part, example).largest_capacity
+    assert jr.plan(jr.sharded(buffer, jax.make_mesh((1,), ("data",))), example) == one
+    with pytest.raises(ValueError, match="plan: num_envs=16 cannot be divided among 3 devices"):
+        jr.plan(buffer, example, devices=3)
+    with pytest.raises(ValueError, match="devices must be an int of at least 1, got 0"):
+        jr.plan(buffer, example, devices=0)
+    main(["plan", *ROBOT.split(), "--devices", "4", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_devices"] == 4
+    main(["plan", *ROBOT.split(), "--json"])
+    assert 3.9 < json.loads(capsys.readouterr().out)["total"] / found["total"] < 4.1
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
