@@ -195,6 +195,8 @@ class Local(Static, Generic[T]):
         Returns:
           The shard's new state.
         """
+        if not isinstance(index, Index):
+            return self.buffer.update_priorities(state, index, priority)  # an error
         if self.draw == "global":  # an item may lie on another shard than its row
             index, priority = jax.tree.map(
                 lambda leaf: jax.lax.all_gather(jnp.asarray(leaf), self.axis, tiled=True),
@@ -299,8 +301,10 @@ class Local(Static, Generic[T]):
         ends = jnp.cumsum(whole.share)
         # below the last end, so that no shard without a share is chosen
         target = jnp.minimum(target * ends[-1], jnp.nextafter(ends[-1], jnp.float32(0)))
+        shard = jnp.searchsorted(ends, target, side="right", method="scan_unrolled")
         place = jax.lax.axis_index(self.axis)
-        is_own = jnp.searchsorted(ends, target, side="right", method="scan_unrolled") == place
+        # if nothing is sampleable, the last shard gives invalid items
+        is_own = jnp.minimum(shard, self.num_shards - 1) == place
         batch = self._read(state, rows, row, probability, whole.share[place], whole, key)
         batch = jax.tree.map(lambda leaf: _scattered(leaf, is_own, self.axis), batch)
         reference = whole.reference

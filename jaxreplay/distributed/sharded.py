@@ -14,7 +14,7 @@ from jaxreplay._util import checks, xla
 from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.names import kind_of
 from jaxreplay._util.struct import Static
-from jaxreplay.buffers import memory
+from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_state
 from jaxreplay.distributed.local import Local, part_of, shard_of
@@ -209,6 +209,8 @@ class Sharded(Static, Generic[T]):
           The new state.
         """
         self._own_specs("end_streams", state)
+        if mask is not None:
+            step_checks.check_mask("end_streams", mask, True, (self.buffer.num_envs,))
         return self._change(self.local.end_streams, state, (mask,), P(self.axis))
 
     def clear(self, state: ReplayState) -> ReplayState:

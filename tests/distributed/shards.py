@@ -131,6 +131,19 @@ def test_rows_of_other_shards_are_ignored():
             assert stale == 0
 
 
+@pytest.mark.parametrize("draw", ["even", "global"])
+def test_an_index_of_an_empty_buffer_names_no_row(draw):
+    buffer, state = common.items([0, 0], np.ones(128), draw=draw)
+    batch = jax.jit(buffer.sample)(state, jax.random.key(0))
+    assert not batch.is_valid.any()
+    assert np.isfinite(batch.experience).all()
+    state = jax.jit(buffer.add)(state, jnp.zeros(2))
+    state = jax.jit(buffer.update_priorities)(state, batch.index, jnp.full(16, 9.0))
+    assert (state.sampler.max_priority == 1).all()
+    assert (jax.jit(buffer.sample)(state, jax.random.key(1)).probability == 0.5).all()
+    assert jax.jit(buffer.metrics)(state)["num_stale_updates"] == 16
+
+
 def test_a_mesh_of_two_axes_has_replicas():
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     case = common.CASES[5]
@@ -204,6 +217,15 @@ def test_what_cannot_be_divided_is_refused():
         buffer.sample(state, jax.random.key(0), 10)
     with pytest.raises(ValueError, match=r"got float32\[3\], expected float32\[4\]"):
         buffer.add(state, jnp.zeros(3))
+    with pytest.raises(ValueError, match="the sampler Uniform has no priorities"):
+        buffer.update_priorities(state, jnp.arange(8), jnp.ones(8))
+    other, its_state = common.items([64] * 4, np.ones(256))
+    with pytest.raises(ValueError, match=r"index must be the batch\.index of a sample"):
+        other.update_priorities(its_state, jnp.arange(8), jnp.ones(8))
+    with pytest.raises(
+        ValueError, match=r"end_streams:\n  mask: got bool\[3\], expected bool\[4\]"
+    ):
+        buffer.end_streams(state, jnp.ones(3, bool))
     with pytest.raises(ValueError, match="with 4 shards of 16 rows; init makes it"):
         buffer.size(jr.items(**shape).init(0.0))
     with pytest.raises(ValueError, match="must be a ReplayState"):
