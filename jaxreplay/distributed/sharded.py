@@ -25,7 +25,6 @@ from jaxreplay.types import Index, Sample, T
 
 # Older versions' own functions mix arrays that differ between devices with others.
 _HAS_TYPES = jax.__version_info__ >= (0, 10)
-_MOST_ROWS = 2**31  # a row's number is int32
 
 
 class Sharded(Static, Generic[T]):
@@ -76,8 +75,6 @@ class Sharded(Static, Generic[T]):
                 f"sharded: {type(sampler).__name__} hands out each row once, in an order of all "
                 "rows, which no shard knows; give each device a buffer of its own in a shard_map"
             )
-        if self.buffer.capacity >= _MOST_ROWS:
-            raise ValueError(f"sharded: capacity={self.buffer.capacity} exceeds {_MOST_ROWS - 1}")
         if type(sampler).mass is Sampler.mass:
             raise ValueError(
                 f"sharded: {type(sampler).__name__} does not say how probable a shard is: it lacks "

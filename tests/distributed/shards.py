@@ -236,6 +236,9 @@ def test_what_cannot_be_divided_is_refused():
         jr.sharded(jr.items(**shape), mesh, draw="odd")
     with pytest.raises(ValueError, match=r"mesh must be a jax\.sharding\.Mesh"):
         jr.sharded(jr.items(**shape), 4)
+    checkpoint = pytest.importorskip("jaxreplay.checkpoint", reason="an extra is not installed")
+    with pytest.raises(ValueError, match="a sharded buffer cannot be saved yet"):
+        checkpoint.save("nowhere", buffer, state)
     for case in common.REFUSED:
         with pytest.raises(ValueError, match=r"sharded: (Queue|WithoutReplacement|RankBased)"):
             jr.sharded(common.whole(case), mesh)
