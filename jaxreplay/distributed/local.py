@@ -248,10 +248,8 @@ class Local(Static, Generic[T]):
         sums["fill"] = own["fill"] / self.num_shards
         if alpha := getattr(self.buffer.sampler, "alpha", 0):
             sums["mean_priority"] = own["mean_priority"] ** alpha * own["size"]
-        *moments, found = jax.lax.psum(
-            ((weight > 0).sum(), weight.sum(), jnp.square(weight).sum(), sums), self.axis
-        )
-        num_valid, first, second = moments
+        moments = (weight > 0).sum(), weight.sum(), jnp.square(weight).sum()
+        (num_valid, first, second), found = self._summed((moments, sums))
         second = num_valid * second
         found["effective_sample_size"] = jnp.square(first) / jnp.where(second > 0, second, 1)
         if alpha:
@@ -260,6 +258,13 @@ class Local(Static, Generic[T]):
         if "max_priority" in own:
             found["max_priority"] = jax.lax.pmax(own["max_priority"], self.axis)
         return found
+
+    def _summed(self, tree: PyTree) -> PyTree:
+        """Return the sums of numbers over all shards, in the order of the shards: so they do not
+        depend on the number of processes."""
+        is_own = jnp.arange(self.num_shards) == jax.lax.axis_index(self.axis)
+        each = jax.lax.psum(jax.tree.map(lambda x: jnp.where(is_own, x, 0), tree), self.axis)
+        return jax.tree.map(lambda numbers: numbers.sum(dtype=numbers.dtype), each)
 
     def _draw_evenly(
         self, state: ReplayState, key: Key, size: int, beta: jax.Array | float | None

@@ -56,7 +56,9 @@ for draw in ("even", "global"):
     size, can_sample = jax.jit(buffer.size)(state), jax.jit(buffer.can_sample)(state)
     assert int(size) > 100
     assert bool(can_sample)
-    for number, leaf in enumerate(jax.tree.leaves((state, batch))):
+    figures = jax.jit(buffer.metrics)(state)
+    assert 0 < figures["effective_sample_size"] < 1
+    for number, leaf in enumerate(jax.tree.leaves((state, batch, figures))):
         for shard in leaf.addressable_shards:
             content = np.ascontiguousarray(shard.data).tobytes()
             found[f"{draw} {number} {shard.index}"] = hashlib.sha256(content).hexdigest()
