@@ -11,56 +11,64 @@ import numpy as np
 
 import jaxreplay as jr
 
-num, which, port = map(int, sys.argv[1:4])
-if num > 1:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", num, which)
-
 E = 8
-assert jax.device_count() == 4, jax.devices()
-mesh = jax.make_mesh((4,), ("data",))
-found = {}
-for draw in ("even", "global"):
-    buffer = jr.sharded(
-        jr.prioritized(
-            capacity=256,
-            num_envs=E,
-            batch_size=16,
-            autoreset="next_step",
-            allow_mask=True,
-        ),
-        mesh,
-        draw=draw,
-    )
-    spec = jax.ShapeDtypeStruct((), np.float32)
-    flag = jax.ShapeDtypeStruct((), bool)
-    state = buffer.init(jr.Step(spec, spec, spec, terminated=flag, truncated=flag))
-    add = jax.jit(buffer.add, donate_argnums=0)
 
-    @jax.jit
-    def learn(state, key, buffer=buffer):
-        batch = buffer.sample(state, key)
-        priority = abs(batch.experience.reward) + batch.weight
-        return buffer.update_priorities(state, batch.index, priority), batch
 
-    r = np.random.default_rng(0)
-    for time in range(40):
-        values = r.normal(size=(3, E)).astype(np.float32)
-        flags = r.random((2, E)) < 0.1
-        mask = r.random(E) < np.linspace(0.3, 1, E)
-        step = jr.Step(*values, terminated=flags[0], truncated=flags[1])
-        own = slice(which * E // num, (which + 1) * E // num)
-        step, mask = buffer.from_local(jax.tree.map(lambda leaf, own=own: leaf[own], (step, mask)))
-        state = add(state, step, mask)
-        state, batch = learn(state, jax.random.key(time))
-    size, can_sample = jax.jit(buffer.size)(state), jax.jit(buffer.can_sample)(state)
-    assert int(size) > 100
-    assert bool(can_sample)
-    figures = jax.jit(buffer.metrics)(state)
-    assert 0 < figures["effective_sample_size"] < 1
-    for number, leaf in enumerate(jax.tree.leaves((state, batch, figures))):
-        for shard in leaf.addressable_shards:
-            content = np.ascontiguousarray(shard.data).tobytes()
-            found[f"{draw} {number} {shard.index}"] = hashlib.sha256(content).hexdigest()
-with open(sys.argv[4], "w") as file:
-    json.dump(found, file)
+def main(num, which, port, path):
+    if num > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"127.0.0.1:{port}", num, which)
+
+    assert jax.device_count() == 4, jax.devices()
+    mesh = jax.make_mesh((4,), ("data",))
+    found = {}
+    for draw in ("even", "global"):
+        buffer = jr.sharded(
+            jr.prioritized(
+                capacity=256,
+                num_envs=E,
+                batch_size=16,
+                autoreset="next_step",
+                allow_mask=True,
+            ),
+            mesh,
+            draw=draw,
+        )
+        spec = jax.ShapeDtypeStruct((), np.float32)
+        flag = jax.ShapeDtypeStruct((), bool)
+        state = buffer.init(jr.Step(spec, spec, spec, terminated=flag, truncated=flag))
+        add = jax.jit(buffer.add, donate_argnums=0)
+
+        @jax.jit
+        def learn(state, key, buffer=buffer):
+            batch = buffer.sample(state, key)
+            priority = abs(batch.experience.reward) + batch.weight
+            return buffer.update_priorities(state, batch.index, priority), batch
+
+        r = np.random.default_rng(0)
+        for time in range(40):
+            values = r.normal(size=(3, E)).astype(np.float32)
+            flags = r.random((2, E)) < 0.1
+            mask = r.random(E) < np.linspace(0.3, 1, E)
+            step = jr.Step(*values, terminated=flags[0], truncated=flags[1])
+            own = slice(which * E // num, (which + 1) * E // num)
+            step, mask = buffer.from_local(
+                jax.tree.map(lambda leaf, own=own: leaf[own], (step, mask))
+            )
+            state = add(state, step, mask)
+            state, batch = learn(state, jax.random.key(time))
+        size, can_sample = jax.jit(buffer.size)(state), jax.jit(buffer.can_sample)(state)
+        assert int(size) > 100
+        assert bool(can_sample)
+        figures = jax.jit(buffer.metrics)(state)
+        assert 0 < figures["effective_sample_size"] < 1
+        for number, leaf in enumerate(jax.tree.leaves((state, batch, figures))):
+            for shard in leaf.addressable_shards:
+                content = np.ascontiguousarray(shard.data).tobytes()
+                found[f"{draw} {number} {shard.index}"] = hashlib.sha256(content).hexdigest()
+    with open(path, "w") as file:
+        json.dump(found, file)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:4]), sys.argv[4])
