@@ -57,7 +57,8 @@ class Local(Static, Generic[T]):
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
-      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> auto = (jax.sharding.AxisType.Auto,)
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=auto)
       >>> buffer = jr.sharded(jr.items(capacity=8, num_envs=2, batch_size=4), mesh)
       >>> S = buffer.local
       >>> def step(state, items, key):
