@@ -91,7 +91,6 @@ def main(arguments=None):
     devices = jax.devices()[: options.devices]
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
     train = trainer(mesh, options.iterations)
-    last = []
     for seed in range(options.seeds):
         params, ended = train(jax.random.key(seed))
         for leaf in jax.tree.leaves(params):
@@ -99,8 +98,6 @@ def main(arguments=None):
             assert len(set(replicas)) == 1, "the replicas differ"
         lengths = (1 / ended.reshape(10, -1).mean(1)).round()
         print(f"{len(devices)} devices, seed {seed}: mean episode length", lengths)
-        last.append(float(lengths[-3:].mean()))
-    return last
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ def _verify(options: argparse.Namespace) -> tuple[str, int]:
 
 def _plan(options: argparse.Namespace) -> tuple[str, int]:
     sizes = {"capacity": options.capacity, "num_envs": options.num_envs}
-    sizes["batch_size"] = max(options.devices, 1)
+    sizes["batch_size"] = max(options.devices, 1)  # one item a device: it takes no memory
     make = factories.prioritized if options.prioritized else factories.uniform
     buffer = make(**sizes, n_step=options.n_step, autoreset=options.autoreset)
     name, action = _leaf_of("--action", options.action or "float32")

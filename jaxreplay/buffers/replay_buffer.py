@@ -235,9 +235,7 @@ class ReplayBuffer(Static, Generic[T]):
           ValueError: An argument does not fit the buffer; the error names the leaf.
         """
         state = check_donated("add", self, state)
-        step, mask, priority = self._checked(
-            "add", state, step, mask, priority, "one step of every env, leaves [num_envs, ...]", ()
-        )
+        step, mask, priority = self._checked("add", state, step, mask, priority)
         return self._write(state, *jax.tree.map(lambda leaf: leaf[None], (step, mask, priority)))
 
     def extend(
@@ -261,21 +259,12 @@ class ReplayBuffer(Static, Generic[T]):
           ValueError: An argument does not fit the buffer; the error names the leaf.
         """
         state = check_donated("extend", self, state)
-        first = jax.tree.leaves(steps)[:1]
-        time = (jnp.shape(first[0]) or (0,))[:1] if first else (0,)
-        block = self._checked(
-            "extend",
-            state,
-            steps,
-            mask,
-            priority,
-            "a block of steps, leaves [time, num_envs, ...]",
-            time,
-        )
+        block = self._checked("extend", state, steps, mask, priority, is_block=True)
+        time = jax.tree.leaves(block)[0].shape[0]
         # A write must overwrite neither rows that wait for their window, nor rows that the newest
         # ones look back to.
         most = (self.length - self.window.length + 1) // state.layout.rows_per_step
-        num_full, rest = divmod(time[0], most)
+        num_full, rest = divmod(time, most)
         if num_full + bool(rest) > 1:
             chunks = jax.tree.map(
                 lambda leaf: leaf[: num_full * most].reshape((num_full, most, *leaf.shape[1:])),
@@ -285,8 +274,8 @@ class ReplayBuffer(Static, Generic[T]):
                 lambda state, chunk: (self._write(state, *chunk), None), state, chunks
             )
             block = jax.tree.map(lambda leaf: leaf[num_full * most :], block)
-            time = (rest,)
-        return self._write(state, *block) if time[0] else state
+            time = rest
+        return self._write(state, *block) if time else state
 
     def sample(
         self,
@@ -715,14 +704,17 @@ class ReplayBuffer(Static, Generic[T]):
             )
         return self.sampler
 
-    def _checked(self, where, state, steps, mask, priority, what, time) -> tuple[Any, Any, Any]:
+    def _checked(self, where, state, steps, mask, priority, is_block=False) -> tuple[Any, Any, Any]:
         """Return steps, mask and priority as arrays, or raise a ValueError that names the leaf.
 
         Args:
-          what: What is expected, for errors.
-          time: () for `add`, (T,) for `extend`.
+          is_block: Whether the steps have an axis of time before that of the envs.
         """
-        axes = (*time, self.num_envs)
+        axes, what = (self.num_envs,), "one step of every env, leaves [num_envs, ...]"
+        if is_block:
+            first = jax.tree.leaves(steps)[:1]
+            time = (jnp.shape(first[0]) or (0,))[0] if first else 0
+            axes, what = (time, *axes), "a block of steps, leaves [time, num_envs, ...]"
         if self.autoreset is not None:
             steps = step_checks.step_of(where, steps, self.autoreset)
         step_checks.check_block(where, steps, state.streams.steps, axes, what)

@@ -98,7 +98,8 @@ class Local(Static, Generic[T]):
         """Return the shapes and dtypes of a shard's state.
 
         Args:
-          state: The global state, or a part of it; only the stored steps are looked at.
+          state: The global state, or a part of it. Its layout is read, and the shapes and dtypes of
+            its stored rows.
         """
         leaves, structure = jax.tree.flatten(example_of(state.layout, state.streams.steps))
         rows = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
@@ -186,7 +187,10 @@ class Local(Static, Generic[T]):
         return draw(state, key, size, beta)
 
     def update_priorities(self, state: ReplayState, index: Index, priority: Any) -> ReplayState:
-        """Set the priorities of rows of this shard; those of other shards are ignored.
+        """Set the priorities of rows of this shard.
+
+        With `draw="even"` rows of other shards are ignored, and count as stale. With "global" each
+        shard sees the indices of all, and takes its own.
 
         Args:
           state: This shard's state, donated.
@@ -197,7 +201,7 @@ class Local(Static, Generic[T]):
           The shard's new state.
         """
         if not isinstance(index, Index):
-            return self.buffer.update_priorities(state, index, priority)  # an error
+            return self.buffer.update_priorities(state, index, priority)  # raises an error
         if self.draw == "global":  # an item may lie on another shard than its row
             index, priority = jax.tree.map(
                 lambda leaf: jax.lax.all_gather(jnp.asarray(leaf), self.axis, tiled=True),
@@ -236,7 +240,7 @@ class Local(Static, Generic[T]):
     def metrics(
         self, state: ReplayState, *, beta: jax.Array | float | None = None
     ) -> dict[str, jax.Array]:
-        """Return figures to log, of all shards together.
+        """Return figures to log, of all shards together, as `Sharded.metrics` does.
 
         Args:
           state: This shard's state.
@@ -247,13 +251,14 @@ class Local(Static, Generic[T]):
         weight = self._draw_evenly(state, jax.random.key(0), num_draws, beta).weight
         sums = {name: own[name] for name in _SUMS if name in own}
         sums["fill"] = own["fill"] / self.num_shards
-        if alpha := getattr(self.buffer.sampler, "alpha", 0):
+        alpha = getattr(self.buffer.sampler, "alpha", 1.0)
+        if "mean_priority" in own:
             sums["mean_priority"] = own["mean_priority"] ** alpha * own["size"]
         moments = (weight > 0).sum(), weight.sum(), jnp.square(weight).sum()
         (num_valid, first, second), found = self._summed((moments, sums))
         second = num_valid * second
         found["effective_sample_size"] = jnp.square(first) / jnp.where(second > 0, second, 1)
-        if alpha:
+        if "mean_priority" in own:
             mean = found["mean_priority"] / jnp.maximum(found["size"], 1)
             found["mean_priority"] = mean ** (1 / alpha)
         if "max_priority" in own:

@@ -16,14 +16,13 @@ from jaxreplay._util.names import kind_of
 from jaxreplay._util.struct import Static
 from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
-from jaxreplay.buffers.state_checks import check_state
 from jaxreplay.distributed.local import Local, part_of, shard_of
-from jaxreplay.samplers import ConsumingSampler, Sampler
+from jaxreplay.samplers import ConsumingSampler, Prioritized, PrioritySampler, Sampler
 from jaxreplay.storage import platforms
 from jaxreplay.storage.sampleable import ReplayState
 from jaxreplay.types import Index, Sample, T
 
-# Older versions' own functions mix arrays that differ between devices with others.
+# In older versions, JAX's own `searchsorted` fails the check of types inside of a `shard_map`.
 _HAS_TYPES = jax.__version_info__ >= (0, 10)
 
 
@@ -54,7 +53,7 @@ class Sharded(Static, Generic[T]):
     def _check(self) -> None:
         if xla.shard_map is None:
             raise ValueError(
-                f"sharded: needs JAX 0.6.1 or newer, for jax.shard_map; this is {jax.__version__}"
+                f"sharded: needs JAX 0.6.2 or newer, for jax.shard_map; this is {jax.__version__}"
             )
         checks.check_part("sharded", "buffer", self.buffer, ReplayBuffer, "jaxreplay.uniform(...)")
         if not isinstance(self.mesh, Mesh):
@@ -79,6 +78,11 @@ class Sharded(Static, Generic[T]):
             raise ValueError(
                 f"sharded: {type(sampler).__name__} does not say how probable a shard is: it lacks "
                 "mass(state, sampleable); use jaxreplay.Prioritized() or jaxreplay.Uniform()"
+            )
+        if not _has_known_weights(type(sampler)):
+            raise ValueError(
+                f"sharded: {type(sampler).__name__} has weights of its own, which one shard cannot "
+                "tell; leave out its weight and reference"
             )
         self.local  # noqa: B018, its parts are checked
 
@@ -157,15 +161,8 @@ class Sharded(Static, Generic[T]):
         Returns:
           The new state.
         """
-        given = self.buffer._checked(
-            "add",
-            self._own_specs("add", state),
-            step,
-            mask,
-            priority,
-            "one step of every env, leaves [num_envs, ...]",
-            (),
-        )
+        own = self._own_specs("add", state)
+        given = self.buffer._checked("add", own, step, mask, priority)
         return self._change(self.local.add, state, given, P(self.axis))
 
     def extend(
@@ -182,17 +179,8 @@ class Sharded(Static, Generic[T]):
         Returns:
           The new state.
         """
-        first = jax.tree.leaves(steps)[:1]
-        time = (jax.numpy.shape(first[0]) or (0,))[:1] if first else (0,)
-        given = self.buffer._checked(
-            "extend",
-            self._own_specs("extend", state),
-            steps,
-            mask,
-            priority,
-            "a block of steps, leaves [time, num_envs, ...]",
-            time,
-        )
+        own = self._own_specs("extend", state)
+        given = self.buffer._checked("extend", own, steps, mask, priority, is_block=True)
         return self._change(self.local.extend, state, given, P(None, self.axis))
 
     def end_streams(self, state: ReplayState, mask: Any = None) -> ReplayState:
@@ -270,6 +258,9 @@ class Sharded(Static, Generic[T]):
           The new state.
         """
         self._own_specs("update_priorities", state)
+        if isinstance(index, Index):
+            size = math.prod(jax.numpy.shape(index.row))
+            part_of("update_priorities", "items", size, self.num_shards)
         return self._change(self.local.update_priorities, state, (index, priority), P(self.axis))
 
     def size(self, state: ReplayState) -> jax.Array:
@@ -291,7 +282,8 @@ class Sharded(Static, Generic[T]):
     def metrics(
         self, state: ReplayState, *, beta: jax.Array | float | None = None
     ) -> dict[str, jax.Array]:
-        """Return figures to log, as `ReplayBuffer.metrics` does, of all shards together.
+        """Return figures to log, as `ReplayBuffer.metrics` does, of all shards together. Figures of
+        a sampler of your own are left out.
 
         Args:
           state: The buffer's state.
@@ -349,16 +341,28 @@ class Sharded(Static, Generic[T]):
                 f"{where}: the state must be a ReplayState, as init returns it, got "
                 f"{kind_of(state)}"
             )
-        specs = self.local.specs(state)
-        expected = jax.tree.map(
-            lambda spec: (self.num_shards * (spec.shape or (1,))[0], *spec.shape[1:]), specs
-        )
-        if jax.tree.map(jax.numpy.shape, state) != expected:
+        if state.layout != self.local.buffer.layout():
             raise ValueError(
                 f"{where}: this state is not of this sharded buffer, with {self.num_shards} shards "
                 f"of {self.local.buffer.capacity} rows; init makes it"
             )
-        return check_state(where, self.local.buffer, specs)
+        own = self.local.specs(state)
+
+        def of_all(spec: Any) -> Any:
+            first, *others = spec.shape or (1,)
+            return jax.ShapeDtypeStruct((self.num_shards * first, *others), spec.dtype)
+
+        hint = f"The state must have the leaves of {self.num_shards} shards, as init returns it."
+        checks.check_leaves(where, state, jax.tree.map(of_all, own), hint)
+        return own
+
+
+def _has_known_weights(sampler: type[Sampler]) -> bool:
+    """Return whether a sampler's weights follow from what the shards exchange."""
+    if issubclass(sampler, PrioritySampler):
+        known = PrioritySampler.reference, Prioritized.reference
+        return sampler.weight is PrioritySampler.weight and sampler.reference in known
+    return sampler.weight is Sampler.weight
 
 
 def sharded(
@@ -376,9 +380,9 @@ def sharded(
     With `draw="even"` each device draws B / D items from its own rows. No item moves: a sample
     sends 12 bytes a device. Where devices hold different shares of the distribution, an item's
     weight has the factor D * share, so that the mean of `weight * f` is that of one buffer; its
-    variance is `D / B * sum(share ** 2 * variance of the share's f)`, the least where shares are
-    equal. With `draw="global"` a batch is drawn exactly as from one buffer, and its items go from
-    the device of their row to where they belong.
+    variance is `D / B * sum(share ** 2 * variance of the share's f)`. With `draw="global"` a batch
+    is drawn exactly as from one buffer, and its items go from the device of their row to where they
+    belong.
 
     Args:
       buffer: A `ReplayBuffer` with all envs, rows and items of a batch.
@@ -392,7 +396,7 @@ def sharded(
     Raises:
       ValueError: `capacity`, `num_envs` or `batch_size` cannot be divided; a sampler's distribution
         is not a sum over shards (`RankBased`, `Queue`, `WithoutReplacement`); the mesh has no such
-        axis; or JAX is older than 0.6.1.
+        axis; or JAX is older than 0.6.2.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr

@@ -74,15 +74,15 @@ class Plan:
         )
 
 
-def plan(buffer: Any, example: PyTree, devices: int | None = None) -> Plan:
+def plan(buffer: ReplayBuffer | Sharded, example: PyTree, devices: int = 1) -> Plan:
     """Compute the memory that a buffer will take, and whether it fits. Nothing is allocated.
 
     Args:
       buffer: A `ReplayBuffer`, or a sharded one.
       example: One env's step, without the env axis, or one item, as for `init`: a pytree of arrays
         or `jax.ShapeDtypeStruct`s. Only structure, shapes and dtypes are read.
-      devices: Number of devices that `jaxreplay.sharded` will divide the buffer among; the plan is
-        that of one device. Default: those of a sharded buffer, else 1.
+      devices: Number of devices that `jaxreplay.sharded` will divide the buffer among; a sharded
+        buffer has its own. The plan is that of one device. Default: 1.
 
     Returns:
       Bytes that the buffer takes and that are free. `print` shows a table.
@@ -99,16 +99,18 @@ def plan(buffer: Any, example: PyTree, devices: int | None = None) -> Plan:
       (100016, True)
     """
     if isinstance(buffer, Sharded):
-        buffer, devices = buffer.buffer, buffer.num_shards if devices is None else devices
+        return _plan(buffer.local.buffer, example, buffer.num_shards)
     if not isinstance(buffer, ReplayBuffer):
         raise ValueError(
             f"plan: expected a ReplayBuffer, got {type(buffer).__name__}; "
             "for a rollout, use print(rollout.memory(example))"
         )
-    num_devices = 1 if devices is None else devices
-    checks.check_size("plan", "devices", num_devices)
-    if num_devices > 1:
-        buffer = shard_of("plan", buffer, num_devices)
+    checks.check_size("plan", "devices", devices)
+    return _plan(buffer if devices == 1 else shard_of("plan", buffer, devices), example, devices)
+
+
+def _plan(buffer: ReplayBuffer, example: PyTree, num_devices: int) -> Plan:
+    """Return the plan of one of several devices, each of which holds a buffer."""
     taken, free = buffer.memory(example), memory.free_bytes()
     return Plan(
         memory=taken,

@@ -56,8 +56,7 @@ def test_what_is_sent(name, draw):
         assert found[0] == shares
         kinds = [kind for kind, _ in found[1:]]
         assert set(kinds) <= {"reduce-scatter", "all-reduce"}
-        # flags travel as int32
-        assert sum(size for kind, size in found if kind == "reduce-scatter") <= 2 * own
+        assert sum(size for kind, size in found if kind == "reduce-scatter") <= own
         assert [size for kind, size in found if kind == "all-reduce"] == [4] * is_prioritized
     if is_prioritized:
         found = sent(compiled(buffer.update_priorities, state, batch.index, batch.probability))

@@ -201,7 +201,18 @@ def test_a_carry_keeps_its_type(kind, draw):
     assert bits(one) == bits(two)
 
 
-def test_what_cannot_be_divided_is_refused():
+class Heavy(jr.Prioritized):
+    """Weights that one shard cannot tell."""
+
+    def reference(self, state, sampleable):
+        return jnp.float32(1)
+
+
+class Latest(jr.samplers.Sampler):
+    """No word on how probable a shard is."""
+
+
+def test_what_cannot_be_sharded_is_refused():
     mesh = common.mesh_of(4)
     shape = {"capacity": 64, "num_envs": 4, "batch_size": 8}
     for sizes, problem in (
@@ -228,6 +239,12 @@ def test_what_cannot_be_divided_is_refused():
         buffer.end_streams(state, jnp.ones(3, bool))
     with pytest.raises(ValueError, match="with 4 shards of 16 rows; init makes it"):
         buffer.size(jr.items(**shape).init(0.0))
+    own = jr.items(capacity=16, num_envs=1, batch_size=2).init(0.0)
+    with pytest.raises(ValueError, match=r"steps: got float32\[16\], expected float32\[64\]"):
+        buffer.size(own)
+    index = jr.types.Index(jnp.zeros(30, jnp.int32), jnp.zeros(30, jnp.uint32))
+    with pytest.raises(ValueError, match="update_priorities: items=30 cannot be divided among 4"):
+        other.update_priorities(its_state, index, jnp.ones(30))
     with pytest.raises(ValueError, match="must be a ReplayState"):
         buffer.size(3)
     with pytest.raises(ValueError, match="the mesh has no axis 'x', but 'data'"):
@@ -239,6 +256,9 @@ def test_what_cannot_be_divided_is_refused():
     checkpoint = pytest.importorskip("jaxreplay.checkpoint", reason="an extra is not installed")
     with pytest.raises(ValueError, match="a sharded buffer cannot be saved yet"):
         checkpoint.save("nowhere", buffer, state)
+    for sampler, reason in ((Heavy(), "has weights of its own"), (Latest(), "lacks mass")):
+        with pytest.raises(ValueError, match=reason):
+            jr.sharded(jr.items(**shape, sampler=sampler), mesh)
     for case in common.REFUSED:
         with pytest.raises(ValueError, match=r"sharded: (Queue|WithoutReplacement|RankBased)"):
             jr.sharded(common.whole(case), mesh)
@@ -249,11 +269,13 @@ def test_min_size_is_of_the_whole():
         jr.items(capacity=64, num_envs=2, batch_size=4, min_size=5, allow_mask=True),
         common.mesh_of(2),
     )
-    state, add = buffer.init(0.0), jax.jit(buffer.add)
+    jitted = jr.jit(buffer)
+    state = jitted.init(0.0)
+    assert repr(state).startswith("ReplayState(2 shards x 1 env x 32 rows, item f32[]")
     for number in range(1, 7):  # all in one shard
-        state = add(state, jnp.zeros(2), jnp.array([True, False]))
-        batch = jax.jit(buffer.sample)(state, jax.random.key(0))
-        assert bool(jax.jit(buffer.can_sample)(state)) == (number >= 5)
+        state = jitted.add(state, jnp.zeros(2), jnp.array([True, False]))
+        batch = jitted.sample(state, jax.random.key(0))
+        assert bool(jitted.can_sample(state)) == (number >= 5)
         assert batch.is_valid.tolist() == [number >= 5] * 2 + [False] * 2
         # an empty shard has no part in the distribution
         assert batch.weight.tolist() == [2.0 * (number >= 5)] * 2 + [0] * 2

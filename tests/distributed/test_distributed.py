@@ -13,6 +13,7 @@ import pytest
 from jaxreplay._util import xla
 
 HERE = pathlib.Path(__file__).parent
+pytestmark = pytest.mark.skipif(xla.shard_map is None, reason="this JAX has no jax.shard_map")
 
 
 def environment(num_devices):
@@ -24,8 +25,6 @@ def environment(num_devices):
 
 @pytest.mark.parametrize("name", ["shards", "draws", "programs"])
 def test_on_eight_devices(name):
-    if xla.shard_map is None:
-        pytest.skip("this JAX has no jax.shard_map")
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / f"{name}.py")],
         env=environment(8),
@@ -38,8 +37,6 @@ def test_on_eight_devices(name):
 
 @pytest.mark.parametrize("num", [2, 4])
 def test_several_processes_equal_one_to_the_bit(num, tmp_path):
-    if xla.shard_map is None:
-        pytest.skip("this JAX has no jax.shard_map")
     results = []
     for count in (1, num):
         with socket.socket() as one:
