@@ -11,6 +11,7 @@ from jaxreplay.samplers import PrioritySampler
 from tests.conftest import SOAK
 from tests.distributed import common
 from tests.support.buffers import KINDS, bits
+from tests.support.hlo import sent
 
 FEW = [case for case in common.CASES if case in KINDS or case.name == "future_pairs"]
 PLACES = [
@@ -299,3 +300,88 @@ def test_a_population_equals_its_members(draw):
     stack = lambda trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
     together = jax.jit(jax.vmap(run))(stack([empty] * 3), stack(blocks), keys)
     assert bits(stack(members)) == bits(together)
+
+
+@pytest.mark.parametrize("kind", common.AXES)
+@pytest.mark.parametrize("draw", ["even", "global"])
+def test_a_population_over_an_axis_of_its_own(kind, draw):
+    """Each pair of a member's shard and its device does what it does without a population."""
+    case = next(case for case in common.CASES if case.name == "prioritized same_step, 3 steps")
+    mesh = jax.make_mesh((2, 4), ("population", "data"), axis_types=(common.AXES[kind],) * 2)
+    local = jr.sharded(common.whole(case), mesh, draw=draw).local
+    one = jr.sharded(common.whole(case), common.mesh_of(4, kind), draw=draw)
+    num = 6
+    keys = jax.random.split(jax.random.key(0), num)
+    blocks = [common.steps(case, seed, 20) for seed in range(num)]
+
+    def run(buffer, state, block, key):
+        state = buffer.extend(state, block)
+        batch = buffer.sample(state, key)
+        return buffer.update_priorities(state, batch.index, batch.weight), batch
+
+    def inside(state, block, key):
+        state, batch = run(local, local.own(state), block, key)
+        return local.stacked(state), batch
+
+    def placed(trees, *axes):
+        sharding = NamedSharding(mesh, P(*axes))
+        stack = lambda *leaves: jnp.stack([jnp.asarray(jax.device_get(leaf)) for leaf in leaves])
+        return jax.device_put(jax.tree.map(stack, *trees), sharding)
+
+    both, times = P("population", "data"), P("population", None, "data")
+    together = jax.shard_map(
+        jax.vmap(inside),
+        mesh=mesh,
+        in_specs=(both, times, P("population")),
+        out_specs=both,
+    )
+    empty = one.init(case.example())
+    found = jax.jit(together)(
+        placed([empty] * num, "population", "data"),
+        placed(blocks, "population", None, "data"),
+        jax.device_put(keys, NamedSharding(mesh, P("population"))),
+    )
+    alone = jax.jit(lambda *given: run(one, *given))
+    for member in range(num):
+        expected = alone(empty, blocks[member], keys[member])
+        own = jax.tree.map(lambda leaf, at=member: leaf[at], jax.device_get(found))
+        assert bits(own) == bits(expected)
+
+
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step_no_final_obs"])
+def test_a_rollout_is_divided_by_envs(autoreset):
+    length, num_envs, num = 6, common.NUM_ENVS, 4
+    mesh, envs = common.mesh_of(num), P(None, "data")
+    whole = jr.Rollout(length=length, num_envs=num_envs, autoreset=autoreset)
+    own = jr.Rollout(length=length, num_envs=num_envs // num, autoreset=autoreset)
+    example = jr.Step(jnp.zeros(3), 0, 0.0, terminated=False, truncated=False)
+    empty = whole.init(example)
+    specs = jr.RolloutState(steps=envs, mask=envs, position=P(), num_dropped=P(), last=P("data"))
+    r = np.random.default_rng(0)
+    obs = jnp.asarray(r.normal(size=(9, num_envs, 3)), jnp.float32)
+    terminated = jnp.asarray(r.random((9, num_envs)) < 0.3)
+    steps = jr.Step(
+        obs, terminated.astype(int), obs.sum(2), terminated=terminated, truncated=terminated[::-1]
+    )
+
+    def run(rollout, state, steps):
+        first = jax.tree.map(lambda leaf: leaf[0], steps)
+        state = rollout.clear(rollout.add(state, first))
+        state = rollout.extend(state, steps)  # three more than it has room for
+        value = rollout.steps(state).obs.sum(2)
+        return state, *rollout.advantages(
+            state, value, value[-1], value + 1 if autoreset != "next_step" else None, gamma=0.9
+        )
+
+    divided = jax.jit(
+        jax.shard_map(
+            lambda *given: run(own, *given),
+            mesh=mesh,
+            in_specs=(specs, envs),
+            out_specs=(specs, envs, envs),
+        )
+    )
+    found = divided(empty, steps)
+    assert int(found[0].num_dropped) == 3
+    assert bits(found) == bits(jax.jit(lambda *given: run(whole, *given))(empty, steps))
+    assert sent(divided.lower(empty, steps).compile().as_text()) == []
