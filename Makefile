@@ -111,7 +111,7 @@ TESTS = $(foreach name,$(1),$(wildcard tests/test_$(name).py tests/*/test_$(name
 AS_ON_A_GPU := oracle_streams laws
 AS_ON_A_TPU := oracle_streams laws checkpoint_arrays
 AS_ON_ONE_CORE := contract in_place uniform prioritized views
-AS_ON_ONE_REST := resize checkpoint checkpoint_damage checkpoint_faults checkpoint_hostile checkpoint_rewind checkpoint_unwritten
+AS_ON_ONE_REST := resize checkpoint checkpoint_damage checkpoint_faults checkpoint_hostile checkpoint_rewind
 
 # Each file of tests is in one part.
 SOAK_core := distributed types autoreset docstrings package newcomer_errors contract in_place layers laws uniform prioritized sum_tree queue mixture permutation errors x64 ecosystem
@@ -122,7 +122,7 @@ SOAK_rollouts := rollout rollout_episodes trajectories datasets dataset_files in
 SOAK_platforms := platforms exporting provisional
 SOAK_replay := stateful staging threads interrupts
 SOAK_sb3 := sb3 sb3_hindsight sb3_priorities
-SOAK_checkpoint := checkpoint checkpoint_arrays checkpoint_unwritten checkpoint_manifests checkpoint_stores
+SOAK_checkpoint := checkpoint checkpoint_arrays checkpoint_manifests checkpoint_stores
 SOAK_damage := checkpoint_damage checkpoint_faults checkpoint_rewind
 SOAK_hostile := checkpoint_hostile
 SOAK_disk := checkpoint_failing_disk checkpoint_writers

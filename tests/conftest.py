@@ -21,9 +21,6 @@ from jaxreplay.storage import platforms  # noqa: E402
 
 SOAK = os.environ.get("JAXREPLAY_SOAK") == "1"
 PLATFORM = os.environ.get("JAXREPLAY_PLATFORM")
-# A factor for `chunk_bytes`: with tiled leaves (TPU) rows are copied, and a file has half the
-# bytes.
-COPIES = 2 if PLATFORM == "tpu" else 1
 # In a checkpoint: the folder of an array of the counters, and the only chunk there.
 COUNTERS = "streams.stored_counters" + ".0" * (PLATFORM == "gpu")
 COUNTERS_CHUNK = f"{COUNTERS}/c.0" + ".0" * (PLATFORM != "gpu")

@@ -99,7 +99,7 @@ def write_trajectories(target: Any, trajectories: list[Trajectory], chunk_bytes:
         )
     row_bytes = sum(leaf.nbytes for leaf in stored) // len(stored[0])
     size = min(len(stored[0]), max(1, chunk_bytes // max(1, row_bytes)))
-    chunk = [_aligned_zeros((size, *leaf.shape[2:]), leaf.dtype) for leaf in stored]
+    chunk = [aligned_zeros((size, *leaf.shape[2:]), leaf.dtype) for leaf in stored]
     chunk_tree = jax.tree.unflatten(structure, chunk)
 
     # The first chunk is the short one: the rows that it writes too many are overwritten, and the
@@ -246,7 +246,7 @@ def _copy_rows(rows: np.ndarray, source: np.ndarray) -> None:
     rows[len(source) :] = 0
 
 
-def _aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Return zeros whose memory begins at a multiple of `_ALIGNMENT` bytes."""
     num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)

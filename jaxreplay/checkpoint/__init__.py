@@ -23,11 +23,10 @@ except ImportError as error:
     ) from error
 
 from jaxreplay.checkpoint import verifying
-from jaxreplay.checkpoint.checkpointer import Checkpointer
+from jaxreplay.checkpoint.chain import Chain
+from jaxreplay.checkpoint.checkpointer import Checkpointer, bars
 from jaxreplay.checkpoint.contents import contents_of, generation_of
 from jaxreplay.checkpoint.files import CorruptCheckpointError, PathInUseError
-from jaxreplay.checkpoint.generations import Generations
-from jaxreplay.checkpoint.progress import bars
 from jaxreplay.checkpoint.salvage import MissingRows
 from jaxreplay.checkpoint.store import store_at
 from jaxreplay.checkpoint.verifying import Verified
@@ -168,7 +167,7 @@ def verify(path: Any, *, progress: bool | None = None, timeout: float = 60.0) ->
       FileNotFoundError: The path has no checkpoint.
     """
     store = store_at(path, timeout)
-    found = verifying.verified(store, Generations(store, max_to_keep=1), bars(progress))
+    found = verifying.verified(store, Chain(store, max_to_keep=1), bars(progress))
     if not found:
         raise FileNotFoundError(f"verify: there is no checkpoint under {store.name}")
     return found

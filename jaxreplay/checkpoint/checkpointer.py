@@ -5,11 +5,13 @@ import copy
 import json
 import operator
 import os
+import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+from tqdm import tqdm
 
 from jaxreplay._util import checks
 from jaxreplay._util.checks import check_not_forked
@@ -17,17 +19,15 @@ from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.rollout import Rollout
 from jaxreplay.buffers.state_checks import check_state
-from jaxreplay.checkpoint import planning, reading, rows, schema, verifying
+from jaxreplay.checkpoint import planning, restoring, rows, schema, verifying
+from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.files import CorruptCheckpointError
-from jaxreplay.checkpoint.generations import Generations
 from jaxreplay.checkpoint.identity import check_path
 from jaxreplay.checkpoint.manifest import STEPS, Manifest
-from jaxreplay.checkpoint.progress import bars
-from jaxreplay.checkpoint.rounds import Rounds
 from jaxreplay.checkpoint.salvage import MissingRows
 from jaxreplay.checkpoint.saving import Saving
 from jaxreplay.checkpoint.store import store_at
-from jaxreplay.checkpoint.verifying import Verified
+from jaxreplay.checkpoint.verifying import Rounds, Verified
 from jaxreplay.storage import row_flags
 
 _MIB = 2**20
@@ -99,13 +99,11 @@ class Checkpointer:
         self._pid = os.getpid()
         self._store = store_at(path, timeout)
         self.path: str = self._store.name
-        self._generations = Generations(self._store, max_to_keep)
+        self._chain = Chain(self._store, max_to_keep)
         self._chunk_bytes, self._level, self._bar = chunk_bytes, compression_level, bars(progress)
         self._base: Manifest | None = None  # which the current state continues
         self._saving: Saving | None = None
         self._has_saved = False
-        # damage found in groups, by the group's folder, until the group is written again
-        self._damaged: dict[str, str] = {}
         self._rounds = Rounds(self._store)
         self.step: int | None = None  # of the restored checkpoint
         self.metadata: dict[str, Any] = {}  # of the restored checkpoint
@@ -115,7 +113,7 @@ class Checkpointer:
     def all_steps(self) -> list[int]:
         """Return the steps of the existing checkpoints, newest last. Only their manifests are
         checked."""
-        return [manifest.step for manifest in reversed(self._generations.read()[0])]
+        return [manifest.step for manifest in reversed(self._chain.read()[0])]
 
     def latest_step(self) -> int | None:
         """Return the step of the newest checkpoint, or None if there is none."""
@@ -168,89 +166,70 @@ class Checkpointer:
         )
         self.wait_until_finished(state)
         with self._ending():
-            generations, _ = self._generations.read()
-            self._store.claim(
-                is_successor=self._base is not None
-                and _folders(generations[:1]) == [self._base.folder]
-            )
-            generations, _ = self._generations.read()
-            step = (
-                _checked_step(generations[0].step + 1 if generations else 0)
-                if step is None
-                else step
-            )
-            self._begin(state, step, blocking, metadata, generations)
-            if not blocking:
-                self.advance(state, 0)
-                return
-            self.wait_until_finished(state)
-            if self._damaged:  # older files are damaged: write their rows again, from the state
-                self._begin(state, step, blocking, metadata, self._generations.read()[0])
+            self._begin(state, step, blocking, metadata)
+            if blocking:
                 self.wait_until_finished(state)
+            else:
+                self.advance(state, 0)
 
     def _begin(
-        self,
-        state: Any,
-        step: int,
-        blocking: bool,
-        metadata: dict[str, Any],
-        generations: list[Manifest],
+        self, state: Any, step: int | None, blocking: bool, metadata: dict[str, Any]
     ) -> None:
-        if self._base is not None and self._base.folder not in _folders(generations):
+        found, _ = self._chain.read()
+        newest = found[0] if found else None
+        if self._base is not None and self._base.folder not in [one.folder for one in found]:
             self._base = None  # it was deleted by another process
-        places = (
-            rows.views_of(rows.split(state)[0]) if blocking and not self._store.is_far else None
-        )
-        # if rows are copied, more groups are in memory at once
-        group_bytes = self._chunk_bytes // (4 if places is None else 2)
-        known = set(self._damaged)
-        plan = planning.planned(
-            self._store,
-            self.buffer,
-            state,
-            self._base,
-            folder=self._generations.next_folder(),
-            step=step,
-            metadata=metadata,
-            group_bytes=group_bytes if blocking else min(group_bytes, _SMALL),
-            damaged=self._damaged,
-        )
-        self._warn(self._damaged.keys() - known, stacklevel=4)
-        check_path(self._store.name, generations, plan.draft, self.buffer, self._base is not None)
-        self._generations.collect(generations, self._base)
+        is_successor = newest is not None and newest is self._base
+        folder = self._chain.enter(newest, is_successor)
+        if step is None:
+            step = _checked_step(0 if newest is None else newest.step + 1)
+        group_bytes = self._chunk_bytes // 4  # some are copied, while others are written
+        damaged: dict[str, str] = {}
+        options = {
+            "folder": folder,
+            "step": step,
+            "metadata": metadata,
+            "group_bytes": group_bytes if blocking else min(group_bytes, _SMALL),
+            "is_compressed": self._level is not None,
+            "damaged": damaged,
+        }
+        plan = planning.planned(self._store, self.buffer, state, self._base, **options)
+        if more := self._rounds.look(plan):
+            damaged |= more
+            plan = planning.planned(self._store, self.buffer, state, self._base, **options)
+        if damaged:  # or another writer was faster, and has deleted them
+            self._chain.check_newest(plan.draft.number - 1)
+        for problem in damaged.values():
+            warnings.warn(
+                f"save: {problem}: damaged since it was written; its rows are still in the buffer "
+                "and are written again",
+                stacklevel=3,
+            )
+        check_path(self._store.name, found, plan.draft, self.buffer, self._base is not None)
+        self._chain.collect(found, self._base)
         rest = rows.split(state)[1]
-        is_own = (
-            sum(leaf.nbytes for leaf in jax.tree.leaves(rest)) <= self._chunk_bytes and not blocking
-        )
+        rest_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(rest))
+        is_own = rest_bytes <= self._chunk_bytes and not blocking
         bar = self._bar(f"save {step}", plan.num_bytes)
-        try:
-            with defer_interrupts():  # an interrupt here would leave threads that nothing ends
-                self._saving = Saving(
-                    self._store,
-                    plan,
-                    rows.copied(rest) if is_own else rest,
-                    is_own=is_own,
-                    chunk_bytes=self._chunk_bytes // 2,
-                    level=self._level,
-                    places=places,
-                    check=lambda: self._damaged.update(self._rounds.look(plan)),
-                    commit=lambda groups, seals: self._commit(plan.manifest(groups, seals), bar),
-                    progress=bar.update,
-                )
-        finally:
-            places = None  # a view left in an error's traceback would make the next add copy
+        with defer_interrupts():  # an interrupt here would leave threads that nothing ends
+            self._saving = Saving(
+                self._store,
+                plan,
+                rows.copied(rest) if is_own else rest,
+                is_own=is_own,
+                chunk_bytes=self._chunk_bytes // 4,
+                level=self._level,
+                commit=lambda groups, chunks: self._commit(plan.manifest(groups, chunks), bar),
+                progress=bar.update,
+            )
 
     def _commit(self, manifest: Manifest, bar: Any) -> None:
         """Write the manifest of a complete checkpoint, and delete checkpoints that are not kept."""
-        self._generations.commit(manifest)
+        self._chain.commit(manifest)
         self._base, self._has_saved = manifest, True
-        folders = {group.folder for group in manifest.groups}
-        self._damaged = {
-            folder: problem for folder, problem in self._damaged.items() if folder in folders
-        }
         bar.close()
-        others = [other for other in self._generations.read()[0] if other.step != manifest.step]
-        self._generations.collect([manifest, *others], None)
+        others = [other for other in self._chain.read()[0] if other.step != manifest.step]
+        self._chain.collect([manifest, *others], None)
 
     def advance(self, state: Any, num_steps: int = 1) -> None:
         """Copy some rows for a background save, those first that will be overwritten first.
@@ -272,7 +251,7 @@ class Checkpointer:
         with self._ending():
             if not self._saving.is_running:
                 self._saving.join()
-                self._end()
+                self._saving = None
             elif not self._saving.is_copied:
                 rows_per_step = row_flags.rows_per_step(self.buffer.autoreset)
                 self._saving.advance(state, num_steps * rows_per_step)
@@ -294,7 +273,7 @@ class Checkpointer:
         if self._saving is not None:
             with self._ending():
                 self._saving.finish(state)
-                self._end()
+                self._saving = None
 
     def close(self) -> None:
         """End a background save and release the path to other writers.
@@ -317,7 +296,7 @@ class Checkpointer:
                     )
                 saving.join()
         finally:
-            self._release()
+            self._chain.leave()
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -376,9 +355,9 @@ class Checkpointer:
             raise RuntimeError(
                 "restore: a save is under way; call wait_until_finished(state) first"
             )
-        found = reading.restored(
+        found = restoring.restored(
             self._store,
-            self._generations,
+            self._chain,
             self.buffer,
             example,
             step,
@@ -401,7 +380,7 @@ class Checkpointer:
         Returns:
           A `Verified` for each checkpoint, newest first, with its problems.
         """
-        return verifying.verified(self._store, self._generations, self._bar)
+        return verifying.verified(self._store, self._chain, self._bar)
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
@@ -412,33 +391,14 @@ class Checkpointer:
         except BaseException:
             self._abandon()
             if not self._has_saved:  # free the path for other writers
-                self._release()
+                self._chain.leave()
             raise
 
     def _abandon(self) -> None:
         saving, self._saving = self._saving, None
-        self._generations.forget()  # the save may have left files
+        self._chain.abandon()
         if saving is not None:
             saving.abandon()
-
-    def _release(self) -> None:
-        self._generations.forget()
-        self._store.release()
-
-    def _end(self) -> None:
-        """Forget a complete save, and warn of damage that it found."""
-        self._saving = None
-        self._warn(self._damaged.keys(), stacklevel=5)
-
-    def _warn(self, folders: Iterable[str], stacklevel: int) -> None:
-        """Warn of damaged groups."""
-        for folder in sorted(folders):
-            problem = self._damaged[folder]
-            warnings.warn(
-                f"save: {problem}: damaged since it was written; its rows are still in the buffer "
-                "and are written again",
-                stacklevel=stacklevel,
-            )
 
     def _check_state(self, where: str, state: Any) -> None:
         check_not_forked("this Checkpointer", self._pid)
@@ -446,11 +406,6 @@ class Checkpointer:
             check_state(where, self.buffer, state)
         else:
             self.buffer.steps(state)  # raises the same error
-
-
-def _folders(generations: list[Manifest]) -> list[str]:
-    """Return the folder name of each checkpoint, which is unique."""
-    return [manifest.folder for manifest in generations]
 
 
 def _checked_step(step: Any) -> int:
@@ -470,3 +425,18 @@ def _checked_metadata(metadata: Any) -> dict[str, Any]:
             f"save: metadata must be JSON, nested at most {schema.MOST_DEPTH} deep"
         ) from None
     return own
+
+
+def bars(is_shown: bool | None) -> Any:
+    """Return a function of a title, a total and a unit that makes a progress bar.
+
+    Args:
+      is_shown: Whether to show the bar, or None to show it only if stderr is a terminal.
+    """
+
+    def bar(title: str, total: int, unit: str = "B") -> "tqdm[Any]":
+        is_hidden = None if is_shown is None else not is_shown
+        options = {"unit_scale": True, "disable": is_hidden, "file": sys.stderr}
+        return tqdm(total=total, desc=title, unit=unit, **options)
+
+    return bar

@@ -1,19 +1,18 @@
 """Contents of a checkpoint, for an inspection: read group by group, without the buffer's code."""
 
-import dataclasses
+import math
 import re
 from typing import Any
 
 import numpy as np
 
 from jaxreplay._util.names import printable
-from jaxreplay.checkpoint import schema
+from jaxreplay.checkpoint import arrays, schema
+from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
-from jaxreplay.checkpoint.generations import Generations
-from jaxreplay.checkpoint.manifest import Manifest
-from jaxreplay.checkpoint.saved_rows import RowReader
-from jaxreplay.checkpoint.store import array_name, store_at
-from jaxreplay.checkpoint.zarr_arrays import Array
+from jaxreplay.checkpoint.groups import array_of
+from jaxreplay.checkpoint.manifest import Leaf, Manifest
+from jaxreplay.checkpoint.store import store_at
 from jaxreplay.inspection.contents import COUNTERS, Contents, leaf_bytes, numbers_in_order, spread
 from jaxreplay.inspection.resets import Resets, rows_around_resets
 from jaxreplay.storage import ring, stored_arrays
@@ -35,8 +34,8 @@ def generation_of(path: Any, step: int | None, timeout: float) -> tuple[Files, M
       CorruptCheckpointError: There is none, and some manifests cannot be read.
     """
     store = store_at(path, timeout)
-    generations, problems = Generations(store, max_to_keep=1).read()
-    manifest = next((one for one in generations if step in (None, one.step)), None)
+    found, problems = Chain(store, max_to_keep=1).read()
+    manifest = next((one for one in found if step in (None, one.step)), None)
     if manifest is None:
         what = (
             f"there is no checkpoint{'' if step is None else f' of step {step}'} under {store.name}"
@@ -54,32 +53,56 @@ def generation_of(path: Any, step: int | None, timeout: float) -> tuple[Files, M
     return store, manifest
 
 
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
-    """A leaf of the rows: its array in the files, and its real dtype and shape."""
+class _Rows:
+    """A checkpoint's rows by index: stream after stream, each stream's oldest row first.
 
-    array: str  # name of its array in a group
-    stored: np.dtype  # dtype of the array
-    dtype: np.dtype
-    shape: tuple[int, ...]  # of a row
+    Raises:
+      CorruptCheckpointError: A row is in no group, or in two; or a group has no files.
+    """
 
-    @classmethod
-    def of(cls, name: str, text: str) -> "_Leaf":
-        dtype, shape = schema.dtype_and_shape(name, text)
-        bits = stored_arrays.carrier(dtype) if name.startswith("steps") else None
-        return (
-            cls(name, dtype, dtype, shape)
-            if bits is None
-            else cls(f"{name}.bits", np.dtype(bits), dtype, shape)
+    def __init__(self, store: Files, manifest: Manifest):
+        self._store, self._groups = store, manifest.groups
+        self.first, self.end = (
+            np.asarray(numbers, np.int64) for numbers in (manifest.first, manifest.end)
         )
+        # a forged manifest could ask for any amount of memory: first read the smallest leaf
+        sizes = {leaf_bytes(leaf.shape, leaf.stored): leaf for leaf in manifest.leaves}
+        smallest = sizes[min(filter(None, sizes), default=0)]
+        for group in manifest.groups if math.prod(smallest.shape) else ():
+            array_of(store, group, smallest.array, smallest.shape, smallest.stored)
+        manifest.groups.check_apart(self.end)
+        self.num_rows = int((self.end - self.first).sum())
+        missing = self.num_rows - int(manifest.groups.num_rows(self.first).sum())
+        if missing:
+            raise CorruptCheckpointError(
+                f"{missing:,} rows of the checkpoint are in none of its groups"
+            )
 
-    def read(self, reader: RowReader, rows: np.ndarray) -> np.ndarray:
-        values = reader.read(self.array, self.shape, self.stored, rows)
-        return (
-            values
-            if self.stored == self.dtype
-            else stored_arrays.decode_on_host(values, self.dtype)
-        )
+    def read(self, leaf: Leaf, rows: np.ndarray) -> np.ndarray:
+        """Read values of one leaf: `[K, *leaf.shape]`.
+
+        Args:
+          leaf: The leaf.
+          rows: int64[K], the rows' indices.
+        """
+        wanted, place = np.unique(rows, return_inverse=True)
+        offset = np.cumsum(self.end - self.first) - (self.end - self.first) - self.first
+        parts = []
+        for group in self._groups if math.prod(leaf.shape) else ():
+            env, number = group.rows()
+            row = np.where(number >= self.first[env], offset[env] + number, -1)
+            at = np.searchsorted(wanted, row)
+            is_wanted = wanted.take(at, mode="clip") == row if len(wanted) else row < -1
+            if is_wanted.any():
+                own = array_of(self._store, group, leaf.array, leaf.shape, leaf.stored)
+                parts.append((at[is_wanted], own[is_wanted]))
+        # only now is it known that the rows have this shape: a forged one could ask for any memory
+        values = np.zeros((len(wanted), *leaf.shape), leaf.stored)
+        for at, own in parts:
+            values[at] = own
+        values = values[place.reshape(-1)]
+        is_plain = leaf.stored == leaf.dtype
+        return values if is_plain else stored_arrays.decode_on_host(values, leaf.dtype)
 
 
 def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
@@ -88,8 +111,8 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
     Raises:
       CorruptCheckpointError: A file is missing or damaged.
     """
-    reader = RowReader(store, manifest)
-    held = {name: _Leaf.of(name, text) for name, text in manifest.rows.items()}
+    reader = _Rows(store, manifest)
+    held = {leaf.name: leaf for leaf in manifest.leaves}
     steps = {name: leaf for name, leaf in held.items() if name.startswith("steps")}
     every = np.arange(reader.num_rows)
 
@@ -98,17 +121,18 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
 
     def rest(name: str) -> np.ndarray:
         dtype, shape = schema.dtype_and_shape(name, manifest.rest[name])
-        where = array_name("rest", manifest.folder, name)
-        if name not in manifest.seals:
+        where = arrays.array_name("rest", manifest.folder, name)
+        if name not in manifest.chunks:
             raise CorruptCheckpointError(f"{where} is not named in the manifest")
-        return Array(store, where, shape, dtype, manifest.seals[name]).read()
+        sums, is_compressed = manifest.chunks[name], manifest.is_compressed
+        parts = [part for _, part in arrays.chunks(store, where, sums, shape, dtype, is_compressed)]
+        return np.concatenate(parts) if shape else parts[0]
 
     if "flags" in held and (held["flags"].dtype, held["flags"].shape) != (np.uint8, ()):
         raise CorruptCheckpointError(
-            f"manifests/{manifest.folder}.json: rows: flags must be uint8[], got "
-            f"{manifest.rows['flags']}"
+            f"{manifest.name}: rows: flags must be uint8[], got {manifest.rows['flags']}"
         )
-    flags = held["flags"].read(reader, every) if "flags" in held else None
+    flags = reader.read(held["flags"], every) if "flags" in held else None
     reward, probability = held.get("steps.reward"), None
     if _TREE in manifest.rest:  # the tree's leaves are ordered by time, then env
         env, number = numbers_in_order(reader.first, reader.end)
@@ -120,7 +144,7 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
             or tree.dtype.kind != "f"
         ):
             raise CorruptCheckpointError(
-                f"manifests/{manifest.folder}.json: rest: {_TREE} must be a tree of the rows, got "
+                f"{manifest.name}: rest: {_TREE} must be a tree of the rows, got "
                 f"{manifest.rest[_TREE]}"
             )
         mass = tree[leaf].astype(np.float64)
@@ -135,7 +159,7 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
         flags=flags,
         reward=None
         if reward is None or reward.shape
-        else reward.read(reader, every).astype(np.float64),
+        else reader.read(reward, every).astype(np.float64),
         probability=probability,
         resets=_resets_of(reader, manifest, held, flags),
         counters={
@@ -144,12 +168,12 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
             if manifest.rest.get(f"sampler.{name}", "").endswith("[]")
         },
         rows=rows,
-        values={name: leaf.read(reader, rows) for name, leaf in steps.items()},
+        values={name: reader.read(leaf, rows) for name, leaf in steps.items()},
     )
 
 
 def _resets_of(
-    reader: RowReader, manifest: Manifest, held: dict[str, _Leaf], flags: np.ndarray | None
+    reader: _Rows, manifest: Manifest, held: dict[str, Leaf], flags: np.ndarray | None
 ) -> Resets | None:
     """Read the rows around resets; return None for items.
 
@@ -165,8 +189,8 @@ def _resets_of(
     around = rows_around_resets(flags, env, row_bytes)
     reward = held.get("steps.reward")
 
-    def read(leaf: _Leaf) -> np.ndarray:
-        return leaf.read(reader, around.reshape(-1)).reshape(*around.shape, *leaf.shape)
+    def read(leaf: Leaf) -> np.ndarray:
+        return reader.read(leaf, around.reshape(-1)).reshape(*around.shape, *leaf.shape)
 
     return Resets(
         declared[1],

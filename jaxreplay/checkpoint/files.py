@@ -3,13 +3,12 @@
 It is implemented by local folders (`folder.py`) and by what TensorStore opens (`object_store.py`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-LARGE = 2**20  # bytes from which on a file is worth a thread
-MOST_BYTES = 2**28  # largest file that is read completely into memory
+MOST_BYTES = 2**28  # largest file that is read for its text
 
 
 class CorruptCheckpointError(ValueError):
@@ -24,99 +23,52 @@ class PathInUseError(RuntimeError):
     """Another process or `Checkpointer` writes to the path; the error names it."""
 
 
+Memory = Callable[[int], np.ndarray]  # function from a size to uint8[size]
+
+
+def new_memory(size: int) -> np.ndarray:
+    """Return new memory of arbitrary content: uint8[size]."""
+    return np.empty(size, np.uint8)
+
+
 class Files:
     """A store of files, whose names are paths relative to the store's own path.
 
-    A file that holds an array is never changed.
+    A file is never changed.
     """
 
-    # True if each request takes long, so that several files are requested at once
-    is_far: ClassVar[bool] = False
+    num_readers: ClassVar[int] = 2  # threads that read at the same time
     name: str
 
-    def claim(self, is_successor: bool) -> None:
-        """Claim the store for this writer until `release`. Does nothing if it is claimed already.
+    def write(self, files: Mapping[str, Sequence[Any]]) -> None:
+        """Write new files, each from buffers of bytes, one after another. They are durable when it
+        returns."""
+        raise NotImplementedError
 
-        Args:
-          is_successor: Whether this writer continues the newest checkpoint of another writer. If
-            that writer may be dead, its claim is then replaced.
+    def create(self, name: str, content: bytes) -> bool:
+        """Write a file as a whole, unless there is one of that name.
 
-        Raises:
-          PathInUseError: Another writer has claimed the store.
+        Folders of the store that other files were written to are durable before it.
+
+        Returns:
+          Whether the file was written.
         """
         raise NotImplementedError
 
-    def check_claim(self) -> None:
-        """Check that the claim still holds.
-
-        Raises:
-          OSError: The claimed store is gone.
-          PathInUseError: Another writer has taken the claim over.
-        """
-        raise NotImplementedError
-
-    def release(self) -> None:
-        """Release the claim, so that others may write."""
-        raise NotImplementedError
-
-    def write(self, name: str, parts: Sequence[Any]) -> None:
-        """Write a new file from buffers of bytes, one after another. It is durable after `sync`."""
-        raise NotImplementedError
-
-    def expect(self, name: str) -> None:
-        """Prefetch a file that will be read soon."""
-        raise NotImplementedError
-
-    def forget(self, name: str) -> None:
-        """Cancel `expect` for a file, or for all files in a folder."""
-        raise NotImplementedError
-
-    def read(
-        self,
-        name: str,
-        parts_of: Callable[[int], Sequence[Any]],
-        tell: Callable[[Any], Any] = lambda _: None,
-    ) -> None:
-        """Read a file into arrays of bytes, one after another.
-
-        Args:
-          parts_of: Function from the file's size in bytes to the arrays to fill.
-          tell: Called with each piece right after it was read, in order, while it is still in the
-            CPU's cache.
-
-        Raises:
-          CorruptCheckpointError: The file is missing, or shorter than the arrays.
-          OSError: The file cannot be read at the moment.
-        """
-        raise NotImplementedError
-
-    def get(self, name: str) -> bytes:
-        """Return the content of a short file."""
-        content = np.empty(0, np.uint8)
-
-        def parts_of(size: int) -> list[np.ndarray]:
-            nonlocal content
-            if size > MOST_BYTES:
-                raise CorruptCheckpointError(
-                    f"{name} has {size:,} bytes, more than the limit for such a file"
-                )
-            content = np.empty(size, np.uint8)
-            return [content]
-
-        self.read(name, parts_of)
-        return content.tobytes()
-
-    def sync(self, folder: str) -> None:
-        """Wait until all files written in a folder are durable."""
-        raise NotImplementedError
-
-    def put(self, name: str, content: bytes, after: Sequence[str]) -> None:
-        """Write a file atomically.
+    def read(self, name: str, most: int, memory: Memory = new_memory) -> np.ndarray:
+        """Read a file.
 
         Args:
           name: Name of the file.
-          content: Its bytes.
-          after: Folders whose lists of names are made durable first; `sync` does not cover them.
+          most: Largest number of bytes that it may have.
+          memory: Memory that may be used for the file, once its size is known. Default: new memory.
+
+        Returns:
+          The file's content, uint8[size].
+
+        Raises:
+          CorruptCheckpointError: The file is missing, or larger than `most`.
+          OSError: The file cannot be read at the moment.
         """
         raise NotImplementedError
 
@@ -128,3 +80,9 @@ class Files:
     def delete(self, name: str) -> None:
         """Delete a file, or a folder and all that it contains."""
         raise NotImplementedError
+
+
+def check_size(name: str, size: int, most: int) -> None:
+    """Raise a CorruptCheckpointError if a file is larger than it can be."""
+    if size > most:
+        raise CorruptCheckpointError(f"{name} has {size:,} bytes, expected at most {most:,}")

@@ -26,7 +26,7 @@ from jaxreplay.checkpoint.rows import Picked
 from jaxreplay.storage import ring, stored_arrays
 from jaxreplay.storage.sampleable import ReplayState
 
-_BLOCK = 4096  # rows at a time, so that one program is compiled
+_BLOCK = 4096  # rows at a time, so that few programs are compiled
 _MOST_ELEMENTS = 256  # the largest row of a leaf of which all elements are hashed
 # runs of a larger row, and elements of a run: reading one element costs as much as reading its
 # neighbors, too
@@ -44,10 +44,11 @@ def of_rows(state: ReplayState, picked: Picked) -> jax.Array:
         picked.number.astype(np.uint32),
         picked.env.astype(np.uint32),
     )
-    for start in range(0, len(picked.env), _BLOCK):
-        block = [array[start : start + _BLOCK] for array in columns]
+    size = min(_BLOCK, pow2.power_above(len(picked.env)))
+    for start in range(0, len(picked.env), size):
+        block = [array[start : start + size] for array in columns]
         total = _add(
-            total, stored, *(pow2.padded(array, _BLOCK, array[0]) for array in block), len(block[0])
+            total, stored, *(pow2.padded(array, size, array[0]) for array in block), len(block[0])
         )
     return total
 

@@ -1,62 +1,55 @@
-"""Files in a local folder, written from and read into the caller's memory without a buffer."""
+"""Files in a local folder."""
 
 import contextlib
-import ctypes
 import errno
-import functools
 import io
 import os
 import pathlib
+import secrets
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxreplay.checkpoint.files import LARGE, CorruptCheckpointError, Files, MissingError
-from jaxreplay.checkpoint.lock import Lock
+import numpy as np
+
+from jaxreplay.checkpoint.files import (
+    CorruptCheckpointError,
+    Files,
+    Memory,
+    MissingError,
+    check_size,
+    new_memory,
+)
 
 # errors that a retry does not cure
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)
-# bytes that are read or written at a time; each written piece goes to the disk at once, which would
-# be idle until `sync` otherwise
-_PIECE = 2**20
+# errors of file systems without hard links
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK)
 
 
 class Folder(Files):
-    """Local folder, created by `claim` if it does not exist."""
+    """Local folder. Writing creates it if it does not exist."""
 
     def __init__(self, path: str):
         self._path = pathlib.Path(path).absolute()
         self.name = str(self._path)
         parents = list(self._path.parents)
         is_there = [parent.is_dir() for parent in parents]
-        # the parents that `claim` creates, and the one above them
+        # the parents that writing creates, and the one above them
         self._above = parents[: is_there.index(True) + 1] if True in is_there else []
-        self._lock = Lock(self._path / "writer.lock")
 
-    def claim(self, is_successor: bool) -> None:
-        """Claim the folder by a file lock, which ends with its process."""
-        del is_successor
-        self._check_no_file()
-        self._path.mkdir(parents=True, exist_ok=True)
-        self._lock.acquire(self.name)
-
-    def check_claim(self) -> None:
-        self._lock.check(self.name)
-
-    def release(self) -> None:
-        self._lock.release()
-
-    def write(self, name: str, parts: Sequence[Any]) -> None:
-        with self._new(f"{self.name}/{name}") as file:
-            begun = end = 0
-            for part in parts:
-                left = memoryview(part)
-                while len(left):
-                    count = file.write(left[:_PIECE])
-                    left, end = left[count:], end + count
-                    if end - begun >= _PIECE:
-                        _begin_to_write_out(file.fileno(), begun, end - begun)
-                        begun = end
+    def write(self, files: Mapping[str, Sequence[Any]]) -> None:
+        folders: dict[str, None] = {}
+        for name, parts in files.items():
+            folder = os.path.dirname(path := f"{self.name}/{name}")
+            folders |= {folder: None, os.path.dirname(folder): None}
+            with self._new(path) as file:
+                for part in parts:
+                    left = memoryview(part)
+                    while len(left):
+                        left = left[file.write(left) :]
+        for path in [*(f"{self.name}/{name}" for name in files), *folders]:
+            _fsync(path)
 
     def _new(self, path: str) -> io.FileIO:
         try:
@@ -65,65 +58,53 @@ class Folder(Files):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             return open(path, "wb", buffering=0)
 
-    def expect(self, name: str) -> None:
-        """Have the system read a small file in advance. A large file would lie in small pages,
-        which are slower to copy."""
-        if hasattr(os, "posix_fadvise"):
-            with (
-                contextlib.suppress(OSError),
-                open(f"{self.name}/{name}", "rb", buffering=0) as file,
-            ):
-                if os.fstat(file.fileno()).st_size < LARGE:
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+    def create(self, name: str, content: bytes) -> bool:
+        self._check_no_file()
+        path = self._path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            return False
+        unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
+        try:
+            unfinished.write_bytes(content)
+            for one in (unfinished, *self._path.iterdir(), self._path, *self._above):
+                if one == unfinished or (one.is_dir() and os.access(one, os.R_OK)):
+                    _fsync(one)
+            try:
+                os.link(unfinished, path)
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                with contextlib.suppress(FileExistsError), open(path, "xb", buffering=0) as file:
+                    file.write(content)
+                    os.fsync(file.fileno())
+        finally:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+        _fsync(path.parent)
+        return True
 
-    def forget(self, name: str) -> None:
-        """Do nothing: the system may drop what it has read."""
-
-    def read(
-        self,
-        name: str,
-        parts_of: Callable[[int], Sequence[Any]],
-        tell: Callable[[Any], Any] = lambda _: None,
-    ) -> None:
+    def read(self, name: str, most: int, memory: Memory = new_memory) -> np.ndarray:
         try:
             with open(f"{self.name}/{name}", "rb", buffering=0) as file:
-                if (size := os.fstat(file.fileno()).st_size) >= LARGE and hasattr(
-                    os, "posix_fadvise"
-                ):
-                    # makes the system read further ahead
+                check_size(name, size := os.fstat(file.fileno()).st_size, most)
+                if hasattr(os, "posix_fadvise"):  # the system reads further ahead
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-                for part in parts_of(size):
-                    left = part
-                    while len(left):
-                        if not (count := file.readinto(left[:_PIECE])):
-                            raise CorruptCheckpointError(f"{name} is cut short")
-                        tell(left[:count])
-                        left = left[count:]
+                content = memory(size)
+                left = content.data
+                while len(left):
+                    if not (count := file.readinto(left)):
+                        raise CorruptCheckpointError(f"{name} is cut short")
+                    left = left[count:]
+                return content
         except OSError as error:
             if error.errno not in _GONE:
                 raise
             if error.errno == errno.ENOENT:
                 raise MissingError(f"{name} is missing") from error
             raise CorruptCheckpointError(f"{name}: {error.strerror}") from error
-
-    def sync(self, folder: str) -> None:
-        if not (self._path / folder).is_dir():
-            return
-        for inner, _, files in os.walk(self._path / folder):
-            for name in [*files, "."]:
-                _fsync(os.path.join(inner, name))
-
-    def put(self, name: str, content: bytes, after: Sequence[str]) -> None:
-        path, unfinished = self._path / name, self._path / f"{name}.new"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_bytes(content)
-        _fsync(unfinished)
-        folders = [self._path / folder for folder in after]
-        for folder in [*folders, self._path, *self._above]:
-            if folder.is_dir() and os.access(folder, os.R_OK):
-                _fsync(folder)
-        unfinished.replace(path)
-        _fsync(path.parent)
 
     def _check_no_file(self) -> None:
         if self._path.is_file():
@@ -134,10 +115,11 @@ class Folder(Files):
         return sorted(os.listdir(self._path / folder)) if (self._path / folder).is_dir() else []
 
     def delete(self, name: str) -> None:
-        if (self._path / name).is_dir():
-            shutil.rmtree(self._path / name)
-        else:
-            (self._path / name).unlink(missing_ok=True)
+        path = self._path / name
+        while path.is_dir():
+            with contextlib.suppress(FileNotFoundError):  # another process deletes it, too
+                shutil.rmtree(path)
+        path.unlink(missing_ok=True)
 
 
 def _fsync(path: Any) -> None:
@@ -153,18 +135,3 @@ def _fsync(path: Any) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _begin_to_write_out(descriptor: int, start: int, size: int) -> None:
-    """Start to write bytes of a file to the disk, without waiting. Systems without
-    `sync_file_range` do nothing."""
-    if call := _sync_file_range():
-        call(descriptor, ctypes.c_int64(start), ctypes.c_int64(size), 2)  # SYNC_FILE_RANGE_WRITE
-
-
-@functools.cache
-def _sync_file_range() -> Any:
-    try:
-        return ctypes.CDLL(None).sync_file_range
-    except (OSError, AttributeError, TypeError):
-        return None

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxreplay.checkpoint.files import CorruptCheckpointError
+from jaxreplay.checkpoint import arrays
+from jaxreplay.checkpoint.files import CorruptCheckpointError, Files, Memory, new_memory
 from jaxreplay.checkpoint.rows import Picked
 
 MOST_ROWS = 2**22  # of a group: while it is read, each row takes 16 bytes for its numbers
-Seals = dict[str, list[int]]  # checksums of arrays, by leaf: see `zarr_arrays.py`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,6 +28,7 @@ class Save:
     length: int  # rows in each stream's ring at that time
     since: np.ndarray  # int64[E]
     end: np.ndarray  # int64[E]
+    is_compressed: bool
 
 
 class Group(NamedTuple):
@@ -41,15 +42,15 @@ class Group(NamedTuple):
     env_stop: int
     # of its rows (`fingerprint.py`); it and the fields below are set once the group is written
     fingerprint: int = 0
-    leaves: tuple[str, ...] = ()  # leaves with an array in this group
-    sums: Any = ()  # uint32[leaves, 2]: the seals of their arrays
+    leaves: tuple[str, ...] = ()  # leaves with an array in this group, of one chunk
+    sums: Any = None  # uint32[leaves], checksums of the chunks; None until they are written
 
     @property
     def folder(self) -> str:
         return f"{self.save.folder}-{self.number:06}"
 
     @property
-    def seals(self) -> Seals:
+    def checksums(self) -> dict[str, int]:
         return dict(zip(self.leaves, np.asarray(self.sums).tolist(), strict=True))
 
     @property
@@ -83,7 +84,7 @@ class Groups(Sequence[Group]):
     saves: list[Save]
     columns: np.ndarray  # int64[G, 7]: index of the group's save, and its next six fields
     leaves: tuple[str, ...]
-    sums: np.ndarray  # uint32[G, leaves, 2]
+    sums: np.ndarray  # uint32[G, leaves]
 
     @classmethod
     def of(cls, groups: Iterable[Group]) -> "Groups":
@@ -93,9 +94,8 @@ class Groups(Sequence[Group]):
         columns = [(saves.setdefault(group.save, len(saves)), *group[1:7]) for group in groups]
         leaves = groups[0].leaves if groups else ()
         assert all(group.leaves == leaves for group in groups)
-        sums = np.array([group.sums for group in groups], np.uint32).reshape(
-            len(groups), len(leaves), 2
-        )
+        sums = np.array([group.sums for group in groups], np.uint32)
+        sums = sums.reshape(len(groups), len(leaves))
         return cls([*saves], np.array(columns, np.int64).reshape(-1, 7), leaves, sums)
 
     def __len__(self) -> int:
@@ -199,3 +199,33 @@ def cut(save: Save, most: int, num_rewritten: int = 0) -> Iterator[Group]:
             begun, held = begun if held else at, held + total
     if held:
         yield Group(save, number, begun, save.length, 0, num_envs)
+
+
+def array_of(
+    store: Files,
+    group: Group,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: Any,
+    memory: Memory = new_memory,
+) -> np.ndarray:
+    """Read a leaf of a group's K rows: `[K, *shape]`.
+
+    Args:
+      store: The files.
+      group: The group.
+      name: The leaf's name.
+      shape: Shape of a row.
+      dtype: Its dtype.
+      memory: As for `arrays.chunk`.
+
+    Raises:
+      CorruptCheckpointError: The file is missing or damaged, or the manifest has none.
+    """
+    if name not in group.leaves:
+        raise CorruptCheckpointError(f"rows/{group.folder} has no array {name}")
+    where = arrays.chunk_name(arrays.array_name("rows", group.folder, name), 1 + len(shape))
+    whole = (group.num_rows, *shape)
+    return arrays.chunk(
+        store, where, group.checksums[name], whole, dtype, group.save.is_compressed, memory
+    )

@@ -7,17 +7,29 @@ forged.
 import dataclasses
 import json
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxreplay._util.names import printable
 from jaxreplay.checkpoint import schema
+from jaxreplay.checkpoint.arrays import Chunks
 from jaxreplay.checkpoint.files import CorruptCheckpointError
-from jaxreplay.checkpoint.groups import Groups, Save, Seals
+from jaxreplay.checkpoint.groups import Groups, Save
+from jaxreplay.storage import stored_arrays
 
-FORMAT = 6  # of the files, and of the meaning of a state's leaves
+FORMAT = 7  # of the files, and of the meaning of a state's leaves
 STEPS = -(2**63), 2**63 - 1  # the smallest and the largest step
+
+
+class Leaf(NamedTuple):
+    """A leaf of the rows: its array in the files, and its real dtype and shape."""
+
+    name: str
+    array: str  # name of its array in a group
+    stored: np.dtype  # dtype of the array
+    dtype: np.dtype
+    shape: tuple[int, ...]  # of a row
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -25,8 +37,8 @@ class Manifest:
     """Content of a checkpoint. A row's number counts all rows that its stream ever got, overwritten
     ones included."""
 
-    # unique name of the folder of its arrays, and of the manifest; names of later checkpoints sort
-    # after it
+    # Name of the folder of its arrays: the checkpoint's number, which only one can have, and the
+    # token of its writer.
     folder: str
     step: int
     buffer: str
@@ -36,9 +48,34 @@ class Manifest:
     end: list[int]  # one more than the number of its newest row
     rows: dict[str, str]  # dtype and shape of a row, by leaf
     rest: dict[str, str]  # dtype and shape of every other leaf
-    seals: Seals  # checksums of the other leaves' arrays
+    is_compressed: bool  # whether the other leaves' arrays are
+    chunks: Chunks  # of the other leaves' arrays
     groups: Groups  # each row is in one; a stream's older rows are in earlier groups
     metadata: dict[str, Any]  # the user's
+
+    @property
+    def number(self) -> int:
+        return int(self.folder[:10])
+
+    @property
+    def writer(self) -> str:
+        return self.folder[11:]
+
+    @property
+    def name(self) -> str:
+        """Name of the manifest's file."""
+        return manifest_name(self.number)
+
+    @property
+    def leaves(self) -> list[Leaf]:
+        found = []
+        for name, text in self.rows.items():
+            dtype, shape = schema.dtype_and_shape(name, text)
+            bits = stored_arrays.carrier(dtype) if name.startswith("steps") else None
+            stored = dtype if bits is None else np.dtype(bits)
+            array = name if bits is None else f"{name}.bits"
+            found.append(Leaf(name, array, stored, dtype, shape))
+        return found
 
     def to_bytes(self) -> bytes:
         groups = self.groups
@@ -80,7 +117,7 @@ class Manifest:
                 f"format {FORMAT}"
             )
         schema.check_fields(name, fields, _FIELDS)
-        if f"manifests/{fields['folder']}.json" != name:
+        if manifest_name(int(fields["folder"][:10])) != name:
             raise CorruptCheckpointError(
                 f"{name} belongs to another checkpoint, {fields['folder']}"
             )
@@ -88,6 +125,10 @@ class Manifest:
         return cls(
             **{**fields, "groups": _groups(f"{name}: groups", fields["groups"], len(fields["end"]))}
         )
+
+
+def manifest_name(number: int) -> str:
+    return f"manifests/{number:010}.json"
 
 
 def checksum_of(name: str, content: bytes) -> bytes:
@@ -114,7 +155,8 @@ _FIELDS = {
     "end": schema.integers(0, 2**62),
     "rows": schema.dict_of(schema.spec),
     "rest": schema.dict_of(schema.spec),
-    "seals": schema.dict_of(schema.integers(0, 2**32 - 1)),
+    "is_compressed": bool,
+    "chunks": schema.dict_of(schema.integers(0, 2**32 - 1)),
     "groups": dict,
     "metadata": schema.metadata,
 }
@@ -128,6 +170,7 @@ _GROUPS_FIELDS = {
 _SAVE_FIELDS = {
     "folder": schema.folder,
     "length": schema.integer(1, 2**30),
+    "is_compressed": bool,
     "since": lambda where, value: _NUMBERS(where, value if isinstance(value, list) else [value]),
     "end": lambda where, value: _NUMBERS(where, value if isinstance(value, list) else [value]),
 }
@@ -155,9 +198,7 @@ def _groups(where: str, fields: dict[str, Any], num_envs: int) -> Groups:
         for place, one in enumerate(fields["saves"])
     ]
     leaves, num_groups = tuple(fields["leaves"]), len(fields["columns"]) // 7
-    if len(fields["columns"]) != 7 * num_groups or len(fields["sums"]) != 2 * num_groups * len(
-        leaves
-    ):
+    if len(fields["columns"]) != 7 * num_groups or len(fields["sums"]) != num_groups * len(leaves):
         raise CorruptCheckpointError(
             f"{where}: columns, sums: {len(fields['columns'])} and {len(fields['sums'])} "
             f"numbers do not fit {len(leaves)} leaves"
@@ -182,7 +223,7 @@ def _groups(where: str, fields: dict[str, Any], num_envs: int) -> Groups:
         saves,
         columns,
         leaves,
-        np.array(fields["sums"], np.uint32).reshape(num_groups, len(leaves), 2),
+        np.array(fields["sums"], np.uint32).reshape(num_groups, len(leaves)),
     )
 
 
@@ -202,4 +243,6 @@ def _save(where: str, fields: dict[str, Any], num_envs: int) -> Save:
         raise CorruptCheckpointError(
             f"{where}: since, end: impossible for streams with a length of {fields['length']}"
         )
-    return Save(fields["folder"], fields["length"], **vectors)
+    return Save(
+        fields["folder"], fields["length"], is_compressed=fields["is_compressed"], **vectors
+    )

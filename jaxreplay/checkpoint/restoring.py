@@ -1,11 +1,14 @@
 """Read a checkpoint into a new state, which is filled in place: besides the state this takes only a
 few chunks of memory."""
 
+import collections
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +16,88 @@ import numpy as np
 
 from jaxreplay._util.names import named
 from jaxreplay._util.signals import defer_interrupts
-from jaxreplay.buffers import memory
-from jaxreplay.checkpoint import resize, rows, salvage, unwritten, zarr_arrays
+from jaxreplay.buffers.trajectories import aligned_zeros
+from jaxreplay.checkpoint import arrays, resize, rows, salvage, verifying
+from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
-from jaxreplay.checkpoint.group_reader import Ahead, GroupReader, flags_of, in_turn
+from jaxreplay.checkpoint.groups import Group, array_of
+from jaxreplay.checkpoint.identity import check_fits
 from jaxreplay.checkpoint.manifest import Manifest
-from jaxreplay.checkpoint.salvage import Holes
-from jaxreplay.checkpoint.store import array_name
-from jaxreplay.checkpoint.zarr_arrays import Array
-from jaxreplay.storage import platforms
-from jaxreplay.storage.stored_arrays import is_plain
+from jaxreplay.checkpoint.rows import Picked
+from jaxreplay.checkpoint.salvage import Holes, MissingRows
 
-# Threads that read large chunks. More of them, or threads for small chunks, wait for each other.
-_THREADS = 2
+_AT_ONCE = 3  # groups in memory
+_T = TypeVar("_T")
+
+
+class Restored(NamedTuple):
+    """A restored state, its checkpoint's manifest, and the rows that were lost."""
+
+    state: Any
+    manifest: Manifest
+    lost: list[MissingRows]
+
+
+def restored(
+    store: Files,
+    chain: Chain,
+    buffer: Any,
+    example: Any,
+    step: int | None,
+    resize: bool,
+    allow_partial: bool,
+    sharding: Any,
+    bar: Callable[..., Any],
+) -> Restored:
+    """Restore the newest intact checkpoint or, for a partial restore, the newest readable one. The
+    arguments from `buffer` to `sharding` are those of `Checkpointer.restore`.
+
+    Args:
+      bar: Makes a progress bar from a title and a number of bytes.
+    """
+    found, problems = chain.read()
+    while True:
+        for manifest in found:
+            if step is None or manifest.step == step:
+                # JAX would report an interrupt during its comparison of buffers as an error of
+                # the buffers, here and below
+                with defer_interrupts():
+                    before = check_fits(manifest, buffer, example, resize, problems)
+                    num_bytes = buffer.memory(example).total
+                damaged = verifying.damaged_groups(store, manifest) if allow_partial else {}
+                try:
+                    with bar(f"restore {manifest.step}", num_bytes) as told:
+                        reading = Reading(store, manifest, told.update)
+                        state = reading.state(buffer, before, example, sharding, set(damaged))
+                except CorruptCheckpointError as error:
+                    if manifest.folder not in {one.folder for one in chain.read()[0]}:
+                        break
+                    problems.append(f"step {manifest.step}: {error}")
+                    continue
+                lost = reading.holes.lost(np.asarray(manifest.end))
+                if lost:
+                    count, total = (
+                        sum(one.last - one.first + 1 for one in lost),
+                        sum(manifest.end) - sum(manifest.first),
+                    )
+                    problems += [f"{count:,} of its {total:,} rows are lost:", *damaged.values()]
+                if problems:
+                    what = f"restore: step {manifest.step} was restored; this is damaged:"
+                    warnings.warn("\n  ".join([what, *problems]), stacklevel=3)
+                return Restored(state, manifest, lost)
+        if (read := chain.read())[0] == found:
+            break
+        found, problems = read  # others were written meanwhile, and these deleted
+    if problems:
+        what = "nothing" if step is None else f"no step {step}"
+        steps = ", ".join(str(one.step) for one in reversed(found))
+        others = "" if step is None else f" (there are {steps})"
+        what = f"restore: {what} under {store.name} can be restored{others}:"
+        raise CorruptCheckpointError("\n  ".join([what, *problems]))
+    raise FileNotFoundError(
+        f"restore: there is no checkpoint{'' if step is None else f' of step {step}'} under "
+        f"{store.name}"
+    )
 
 
 class Reading:
@@ -39,6 +111,7 @@ class Reading:
 
     def __init__(self, store: Files, manifest: Manifest, progress: Callable[[int], Any]):
         self._store, self._manifest, self._progress = store, manifest, progress
+        self._end = np.asarray(manifest.end, np.int64)
         self.holes = Holes.none(len(manifest.end))
 
     def state(
@@ -67,13 +140,34 @@ class Reading:
                 old = resize.parted(before, rows.split(jax.eval_shape(before.init, example))[1])
                 # A sampler that cannot be resized raises its error before anything is read.
                 jax.eval_shape(functools.partial(resize.resized, buffer), old[0], shape.streams)
-            stored, rest = self._begun(buffer, example, sharding)
+            state = (
+                buffer.init(example)
+                if sharding is None
+                else jax.jit(lambda: buffer.init(example), out_shardings=sharding)()
+            )
+            stored, rest = rows.split(state)
+            del state
         if old is None:
-            rest = self._rest(rest)
+            leaves, structure = jax.tree.flatten(rest)
+            names = [name for name, _ in named(rest)]
+            del rest
+            for at, name in enumerate(names):  # each leaf is donated
+                leaves[at] = self._leaf(name, leaves[at])
+            rest = structure.unflatten(leaves)
+            del leaves
             stored = self._rows(stored, specs, buffer.length) if specs else stored
         else:
+            del rest
+            rest = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), old[0])
+            leaves = [self._leaf(name, leaf) for name, leaf in named(rest)]
             stored, rest = self._moved(
-                buffer, before, self._rest(old[0]), old[1], stored, specs, damaged
+                buffer,
+                before,
+                jax.tree.unflatten(jax.tree.structure(rest), leaves),
+                old[1],
+                stored,
+                specs,
+                damaged,
             )
         state = rows.join(stored, rest)
         return state if sharding is None else jax.device_put(state, sharding)
@@ -98,8 +192,7 @@ class Reading:
           The rows, and the rest.
         """
         if damaged:
-            read_flags = functools.partial(flags_of, self._store, self._manifest)
-            self.holes = salvage.holes_of(self._manifest, damaged, before, old, read_flags)
+            self.holes = salvage.holes_of(self._manifest, damaged, before, old, self._flags_of)
         streams = resize.with_heads(buffer.layout(), old.streams, self.holes.num_lost)
         streams = streams.replace(**self._rows(stored, specs, buffer.length))
         if damaged:
@@ -116,7 +209,7 @@ class Reading:
             tuple(jnp.asarray(x, jnp.int32) for x in (self.holes.start, self.holes.size)),
         )
         for name, spec in by_place.items():
-            for start, values in self._pieces(f"sampler.{name}", spec):
+            for start, values in self._chunks(f"sampler.{name}", spec):
                 with defer_interrupts():
                     sampler = jax.block_until_ready(
                         resize.moved(
@@ -125,107 +218,135 @@ class Reading:
                     )
         return stored, rest.replace(sampler=sampler)
 
-    def _begun(self, buffer: Any, example: Any, sharding: Any) -> tuple[Any, Any]:
-        """Return rows to be filled, and the shapes of the rest."""
-        if sharding is None and platforms.default_device().platform == "cpu":
-            memory.check_fits("restore", buffer.memory(example))
-            stored, rest = rows.split(jax.eval_shape(buffer.init, example))
-            if is_plain(stored):
-                return unwritten.like(stored), rest
-        state = (
-            buffer.init(example)
-            if sharding is None
-            else jax.jit(lambda: buffer.init(example), out_shardings=sharding)()
-        )
-        stored, rest = rows.split(state)
-        return stored, jax.tree.map(_spec, rest)
-
-    def _rest(self, specs: Any) -> Any:
-        """Read everything but the rows."""
-        return jax.tree.unflatten(
-            jax.tree.structure(specs), [self._leaf(name, spec) for name, spec in named(specs)]
-        )
-
-    def _leaf(self, name: str, spec: jax.ShapeDtypeStruct) -> Any:
-        leaf = jnp.zeros(spec.shape, spec.dtype, device=spec.sharding)
-        if not leaf.size:
-            return leaf
-        if not leaf.ndim:
-            return rows.put_piece(leaf, 0, self._array(name, leaf).read())
-        place = rows.memory_of(leaf)
-        for start, values in self._pieces(name, leaf, place):
-            if place is None:
+    def _leaf(self, name: str, leaf: jax.Array) -> jax.Array:
+        """Read one leaf of the rest into a new state's leaf, which is donated."""
+        if leaf.size:
+            for start, values in self._chunks(name, leaf):
                 leaf = jax.block_until_ready(rows.put_piece(leaf, start, values))
-            self._progress(values.nbytes)
+                self._progress(values.nbytes)
         return leaf
 
-    def _pieces(
-        self, name: str, leaf: Any, place: np.ndarray | None = None
-    ) -> Iterator[tuple[int, np.ndarray]]:
-        """Read a leaf chunk by chunk, into its memory `place` if that is given; yield each chunk's
-        first index and its values."""
-        array = self._array(name, leaf)
-        for number in range(len(array)):
-            start = number * array.chunk_rows
-            size = min(array.chunk_rows, leaf.shape[0] - start)
-            values = (
-                np.empty((size, *leaf.shape[1:]), leaf.dtype)
-                if place is None
-                else place[start : start + size]
-            )
-            array.read_chunk(number, lambda values=values: [zarr_arrays.bytes_of(values)])
-            yield start, values
-
-    def _array(self, name: str, leaf: Any) -> Array:
-        if name not in self._manifest.seals:
+    def _chunks(self, name: str, leaf: Any) -> Iterator[tuple[int, np.ndarray]]:
+        if name not in self._manifest.chunks:
             raise CorruptCheckpointError(f"rest/{self._manifest.folder} has no {name}")
-        return Array(
+        return arrays.chunks(
             self._store,
-            array_name("rest", self._manifest.folder, name),
+            arrays.array_name("rest", self._manifest.folder, name),
+            self._manifest.chunks[name],
             leaf.shape,
             leaf.dtype,
-            self._manifest.seals[name],
+            self._manifest.is_compressed,
         )
 
     def _rows(self, stored: Any, specs: Any, length: int) -> Any:
-        """Read all rows into `stored`, new rows, which are donated."""
-        described = named(specs)
-        found = named(stored) if is_plain(stored) else []
-        places = [place for _, leaf in found if (place := rows.memory_of(leaf)) is not None]
-        is_here = len(places) == len(described)
-        # if rows are not read in place, each group that is being read takes memory
-        at_once = _THREADS + (is_here and not self._store.is_far)
-        ahead = Ahead(self._store, self._manifest, specs, length, self.holes)
+        """Read all rows into `stored`, new rows, which are donated.
+
+        Args:
+          stored: The new rows.
+          specs: Their shapes and dtypes in plain form.
+          length: Rows in each stream's ring. The newest rows that fit are read, or those that are
+            left without the lost ones.
+        """
+        groups, leaves = self._manifest.groups, named(specs)
+        groups.check_apart(self._end)
+        filled = self._end - np.asarray(self._manifest.first, np.int64)
+        first = self._end - (filled if self.holes.folders else np.minimum(filled, length))
+        missing = int(np.minimum(filled - self.holes.num_lost, length).sum())
+        counts = groups.num_rows(first)
+        most = int(groups.num_rows().max(initial=1))
+        row_bytes = sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for _, leaf in leaves)
+        # Memory of written groups is used again: new memory costs as much as reading a file.
+        spare: dict[str, collections.deque[np.ndarray]] = {
+            name: collections.deque() for name, _ in leaves
+        }
+
+        def read(group: Group, name: str, leaf: Any) -> tuple[np.ndarray, list[np.ndarray]]:
+            taken = []
+
+            def memory(size: int) -> np.ndarray:
+                with contextlib.suppress(IndexError):
+                    taken[:] = [spare[name].popleft()]
+                if not taken or len(taken[0]) < size:
+                    taken[:] = [aligned_zeros((size,), np.uint8)]
+                return taken[0][:size]
+
+            own = array_of(self._store, group, name, leaf.shape[1:], leaf.dtype, memory)
+            return own, taken
+
+        def begin(group: Group) -> tuple[Group, list[Future[Any]]]:
+            with defer_interrupts():
+                return group, [pool.submit(read, group, *leaf) for leaf in filled_leaves]
+
+        chosen = (
+            groups[at]
+            for at in reversed(range(len(groups)))
+            if counts[at] and groups[at].folder not in self.holes.folders
+        )
+        filled_leaves = [(name, leaf) for name, leaf in leaves if leaf.size]
+        pool = ThreadPoolExecutor(self._store.num_readers, "jaxreplay-restore")
         try:
-            missing, row_bytes = (
-                ahead.num_rows,
-                sum(math.prod(spec.shape[1:]) * spec.dtype.itemsize for _, spec in described),
-            )
-            with ThreadPoolExecutor(_THREADS) as pool:
-                read = GroupReader(self._store, described, places if is_here else None, ahead, pool)
-                for index, values in in_turn(read, ahead, at_once):
-                    if not is_here and len(index):
-                        stored = rows.put(
-                            stored, index, jax.tree.unflatten(jax.tree.structure(specs), values)
-                        )
-                    ahead.was_read()
-                    missing -= len(index)
-                    self._progress(len(index) * row_bytes)
-                    del values
+            for group, futures in _ahead(begin, chosen):
+                found = {
+                    name: future.result()
+                    for (name, _), future in zip(filled_leaves, futures, strict=True)
+                }
+                is_read, index = self._places(group, first, length)
+                values = [
+                    found[name][0]
+                    if name in found
+                    else np.zeros((len(is_read), *leaf.shape[1:]), leaf.dtype)
+                    for name, leaf in leaves
+                ]
+                if len(index) < len(is_read):
+                    values = [leaf[is_read] for leaf in values]
+                if len(index):
+                    values = jax.tree.unflatten(jax.tree.structure(specs), values)
+                    stored = rows.put(stored, index, values, most)
+                for name, (_, taken) in found.items():
+                    spare[name] += taken
+                del values, found
+                missing -= len(index)
+                self._progress(len(index) * row_bytes)
         finally:
-            ahead.close()
+            pool.shutdown(cancel_futures=True)
         if missing:
             raise CorruptCheckpointError(
                 f"{missing:,} rows of the checkpoint are in none of its groups"
             )
-        if is_here:
-            ahead.clear_others(places)
         return stored
 
+    def _places(self, group: Group, first: np.ndarray, length: int) -> tuple[Any, np.ndarray]:
+        """Return which rows of a group are read, bool[K], and their indices in the new state."""
+        env, number = group.rows()
+        is_read = number >= first[env]
+        if self.holes.folders:
+            age, is_lost = self.holes.age_of(env, self._end[env] - 1 - number)
+            is_read &= ~is_lost & (age < length)
+            number = self._end[env] - 1 - age
+        return is_read, rows.rows_at(Picked(env[is_read], number[is_read]), length)
 
-def _spec(leaf: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(
-        leaf.shape,
-        leaf.dtype,
-        sharding=leaf.sharding if len(leaf.sharding.device_set) > 1 else None,
-    )
+    def _flags_of(self, env: np.ndarray, number: np.ndarray) -> np.ndarray:
+        """Return the flags of rows that the checkpoint has: uint8[K].
+
+        Args:
+          env: int64[K], the stream of each row.
+          number: int64[K], its number there.
+        """
+        found = np.zeros(len(env), np.uint8)
+        for group in self._manifest.groups:
+            low, high = group.range()
+            if (wanted := (number >= low[env]) & (number < high[env])).any():
+                before = np.cumsum(high - low) - (high - low)
+                flags = array_of(self._store, group, "flags", (), np.uint8)
+                found[wanted] = flags[(before[env] + number - low[env])[wanted]]
+        return found
+
+
+def _ahead(begin: Callable[[Any], _T], items: Iterable[Any]) -> Iterator[_T]:
+    """Iterate over what `begin` returns for each item. It is called for a few items in advance."""
+    begun: collections.deque[_T] = collections.deque()
+    for item in items:
+        if len(begun) == _AT_ONCE:
+            yield begun.popleft()
+        begun.append(begin(item))
+    yield from begun

@@ -6,7 +6,6 @@ stream that keeps counting when the head wraps around: the ring position is the 
 length.
 """
 
-import ctypes
 import functools
 import math
 from collections.abc import Iterator
@@ -17,11 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay._util import pow2
-from jaxreplay._util.names import named
 from jaxreplay.storage import ring, stored_arrays
 from jaxreplay.storage.sampleable import ReplayState
-
-_RUN = 2**15  # contiguous bytes from which on a system call of their own is faster than a copy
 
 
 class Span(NamedTuple):
@@ -91,82 +87,47 @@ def rows_at(picked: Picked, length: int) -> np.ndarray:
     return (picked.env * length + ring.position_of(picked.number, length)).astype(np.int32)
 
 
-def long_runs(index: np.ndarray, row_bytes: int) -> list[slice] | None:
-    """Return the runs of consecutive rows if they are so long that reading or writing each run is
-    faster than copying all rows together first, or None."""
-    starts = np.flatnonzero(np.diff(index, prepend=-2) != 1)
-    if len(index) * row_bytes < _RUN * len(starts):
-        return None
-    firsts, counts = index[starts].tolist(), np.diff(starts, append=len(index)).tolist()
-    return [slice(first, first + count) for first, count in zip(firsts, counts, strict=True)]
-
-
 def heads_of(state: ReplayState) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return copies of the heads. If a host array shared a leaf's memory, the next add would copy
     that leaf."""
     return copied(_heads(state))
 
 
-@jax.jit
-def read(state: ReplayState, index: jax.Array) -> tuple[Any, Any]:
-    """Return rows in their plain form, and the current heads. `index`: int32[K], in bounds."""
+@functools.partial(jax.jit, donate_argnums=2, keep_unused=True)
+def read(state: ReplayState, index: jax.Array, spare: Any = None) -> tuple[Any, Any]:
+    """Return rows in their plain form, and the current heads.
+
+    Args:
+      state: The state.
+      index: int32[K], the rows, in bounds.
+      spare: Donated: rows that an earlier call returned, whose memory may be used again.
+    """
+    del spare
     rows, _ = split(state)
     return stored_arrays.read_plain(rows, index), _heads(state)
 
 
-def put(rows: Any, index: np.ndarray, values: Any) -> Any:
+def on_host(leaf: jax.Array) -> np.ndarray:
+    """Return a leaf's values. On a CPU they are its own memory, of which no view is kept, so that
+    it may be donated later."""
+    return np.asarray(leaf.addressable_data(0) if len(leaf.sharding.device_set) == 1 else leaf)
+
+
+def put(rows: Any, index: np.ndarray, values: Any, most: int) -> Any:
     """Write values in plain form to rows, which are donated, and return the rows.
 
     Args:
       rows: The rows of a new state.
-      index: int32[K]. Rows past the end are dropped.
-      values: Leaves [K, ...].
+      index: int32[K].
+      values: Leaves [K, ...], which may be overwritten as soon as this returns.
+      most: The largest K of all calls.
     """
-    size = pow2.power_above(len(index))  # few programs are compiled
+    size = min(pow2.power_above(len(index)), most)  # few programs are compiled
     if size > len(index):
         values = jax.tree.map(lambda leaf: np.resize(leaf, (size, *leaf.shape[1:])), values)
-    return jax.block_until_ready(
-        _in_place(_write, rows, pow2.padded(index, size, len(jax.tree.leaves(rows)[0])), values)
-    )
-
-
-def memory_of(leaf: jax.Array) -> np.ndarray | None:
-    """Return a new array's memory, to be written to, or None if it is not on one CPU device.
-
-    A jitted program would copy each value three times.
-    """
-    if not _is_here(leaf):
-        return None
-    if not leaf.size:
-        return np.empty(leaf.shape, leaf.dtype)
-    memory = np.ctypeslib.as_array(
-        (ctypes.c_ubyte * leaf.nbytes).from_address(leaf.unsafe_buffer_pointer())
-    )
-    return memory.view(leaf.dtype).reshape(leaf.shape)
-
-
-def views_of(rows: Any) -> dict[str, np.ndarray] | None:
-    """Return views of the rows' memory by name, to be read.
-
-    While a view exists, an add copies the leaf. The views are of each leaf's only shard: a leaf
-    would keep a view of itself.
-
-    Returns:
-      The views, or None if the rows are not on one CPU device, not in plain form, or do not exist.
-    """
-    found = named(rows)
-    if (
-        not found
-        or not stored_arrays.is_plain(rows)
-        or not all(_is_here(leaf) for _, leaf in found)
-    ):
-        return None
-    return {name: np.asarray(leaf.addressable_data(0)) for name, leaf in found}
-
-
-def _is_here(leaf: jax.Array) -> bool:
-    devices = jax.block_until_ready(leaf).devices()
-    return len(devices) == 1 and next(iter(devices)).platform == "cpu"
+    # rows past the end are dropped
+    places = pow2.padded(index, size, len(jax.tree.leaves(rows)[0]))
+    return jax.block_until_ready(_in_place(stored_arrays.write_plain, rows, places, values))
 
 
 def _in_place(function: Any, tree: Any, *arguments: Any) -> Any:
@@ -184,11 +145,6 @@ def _jitted(function: Any, structure: Any, shardings: tuple[Any, ...]) -> Any:
     return jax.jit(
         function, donate_argnums=0, out_shardings=jax.tree.unflatten(structure, shardings)
     )
-
-
-def _write(rows: Any, index: jax.Array, values: Any) -> Any:
-    """Write values to rows. Rows past the end are dropped."""
-    return stored_arrays.write_plain(rows, index, values)
 
 
 def chunk_rows(leaf: Any, num_bytes: int) -> int:

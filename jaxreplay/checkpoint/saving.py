@@ -1,43 +1,40 @@
-"""A running save: rows are copied from the state group by group, or read in place, and threads
-write them."""
+"""A running save: rows are copied from the state group by group, and threads write them."""
 
 import atexit
-import queue
+import collections
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import numpy as np
 
 from jaxreplay._util import pow2
 from jaxreplay._util.names import named
 from jaxreplay._util.signals import defer_interrupts
-from jaxreplay.checkpoint import fingerprint, rows, zarr_arrays
+from jaxreplay.checkpoint import arrays, fingerprint, rows
 from jaxreplay.checkpoint.files import Files
-from jaxreplay.checkpoint.groups import Group, Seals
+from jaxreplay.checkpoint.groups import Group
 from jaxreplay.checkpoint.planning import Plan
 from jaxreplay.checkpoint.rows import Picked
-from jaxreplay.checkpoint.store import array_name
-from jaxreplay.checkpoint.trim import Trimmer
+
+_WRITERS = 3  # threads: one alone does not keep a disk busy
+_SLOTS = 4  # groups that are copied, and not written yet
 
 
 class Saving:
-    """A running save. It copies in the caller's thread and writes in two of its own, since one
-    alone does not keep a disk busy.
+    """A running save. It copies in the caller's thread and writes in threads of its own.
 
     Args:
       store: The store to write to.
       plan: The rows to write.
       rest: Everything but the rows; dropped as soon as it is written.
       is_own: Whether `rest` is a copy. If not, `advance` waits until `rest` is written.
-      chunk_bytes: Largest number of bytes of an array's chunk.
+      chunk_bytes: Largest number of bytes of a chunk of `rest`.
       level: Level of zstd compression, or None.
-      places: Memory of the rows, by name, if it does not change until the save is complete; the
-        rows are then read in place. None to copy them from the states that are passed.
-      check: Called in a thread after the last write, while the disk still syncs.
-      commit: Called in a thread when all is written, with the groups and the seals of the arrays of
-        `rest`.
+      commit: Called in a thread when all is written, with the groups by number, and the checksums
+        of `rest`.
       progress: Called with the number of bytes written, by one thread at a time.
     """
 
@@ -50,102 +47,80 @@ class Saving:
         is_own: bool,
         chunk_bytes: int,
         level: int | None,
-        places: dict[str, np.ndarray] | None,
-        check: Callable[[], None],
-        commit: Callable[[list[Group], Seals], None],
+        commit: Callable[[dict[int, Group], arrays.Chunks], None],
         progress: Callable[[int], Any],
     ):
-        self._store, self._folder, self._plan, self._end, self._length = (
-            store,
-            plan.draft.folder,
-            plan.groups,
-            plan.end,
-            plan.draft.length,
-        )
-        self._group_rows, self._chunk_bytes, self._level = plan.group_rows, chunk_bytes, level
-        self._places, self._check, self._commit, self._progress = places, check, commit, progress
-        self._copied: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._room = threading.Semaphore(1)  # one group may wait to be written
+        self._store, self._folder, self._end = store, plan.draft.folder, plan.end
+        self._length, self._group_rows = plan.draft.length, plan.group_rows
+        self._chunk_bytes, self._level, self._is_own = chunk_bytes, level, is_own
+        self._commit, self._progress = commit, progress
+        self._todo = collections.deque(plan.to_write())
         self._num_announced = 0  # rows that a stream may have got since the save began
-        self._is_own = is_own
-        self._groups: dict[int, Group] = {}  # groups that are written, by number
-        self._trim = Trimmer()
+        self._slots = threading.Semaphore(_SLOTS)
+        self._spare: list[Any] = []  # copies that are written, whose memory is used again
+        self._groups: dict[int, Group] = {}
+        self._chunks: arrays.Chunks = {}
         self._lock = threading.Lock()  # around calls of `progress`
-        self._is_rest_written = threading.Event()  # or the save has failed
-        # folders that are written, but perhaps not on the disk yet
-        self._to_sync: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._sync_room = threading.Semaphore(2)
         self._error: BaseException | None = None
-        self._next = next(self._plan, None)
-        self._thread = threading.Thread(
-            target=self._run, args=(named(rest),), name="jaxreplay-checkpoint", daemon=True
-        )
-        self._helper = threading.Thread(
-            target=self._write_groups, name="jaxreplay-checkpoint-helper", daemon=True
-        )
-        self._syncer = threading.Thread(target=self._run_syncer, name="jaxreplay-sync", daemon=True)
-        try:
-            for thread in (self._syncer, self._helper, self._thread):
-                thread.start()
-        except BaseException:  # end the threads that have started
-            self._give_up()
-            self._to_sync.put(None)
-            raise
+        self._pool = ThreadPoolExecutor(_WRITERS, "jaxreplay-checkpoint")
+        self._futures: list[Future[None]] = []
         atexit.register(self._at_exit)
-        if self._next is None:
-            self._copied.put(None)
+        for name, leaf in named(rest):
+            self._submit(self._write_leaf, name, leaf)
+        self._rest = tuple(self._futures)
+        self._end_if_copied()
 
     @property
     def is_running(self) -> bool:
-        return self._thread.is_alive()
+        return bool(self._todo) or not all(future.done() for future in self._futures)
 
     @property
     def is_copied(self) -> bool:
         """True if the save needs no more of the state."""
-        return self._next is None and (self._is_own or self._is_rest_written.is_set())
+        return not self._todo and (self._is_own or all(future.done() for future in self._rest))
 
     def advance(self, state: Any, num_rows: int) -> None:
         """Copy a group if there is room for one, and all rows that are overwritten when `num_rows`
         more are added to each stream."""
         if not self._is_own:
-            self._is_rest_written.wait()
+            wait(self._rest)
         self._num_announced += num_rows
-        if self._next is not None and self._room.acquire(blocking=False):
+        if self._todo and self._slots.acquire(blocking=False):
             self._copy(state)
-        while self._next is not None and self._next[0] < self._num_announced:
-            self._room.acquire()
+        while self._todo and self._todo[0][0] < self._num_announced:
+            self._slots.acquire()
             self._copy(state)
 
     def finish(self, state: Any) -> None:
         """Copy the remaining rows, and wait until all is written."""
-        while self._next is not None:
-            self._room.acquire()
+        while self._todo:
+            self._slots.acquire()
             self._copy(state)
         self.join()
 
     def join(self) -> None:
         """Wait for the threads, after all rows are copied, and raise the save's error."""
-        self._thread.join()
-        atexit.unregister(self._at_exit)
+        self._close()
         self._raise_error()
 
     def abandon(self) -> None:
         """Cancel the save, and wait for its threads. They end even if the wait is interrupted."""
-        self._give_up()
-        self._thread.join()
-        atexit.unregister(self._at_exit)
-
-    def _give_up(self) -> None:
         with defer_interrupts():
             self._error = self._error or RuntimeError("the save was cancelled")
-            self._next = None
-            self._copied.put(None)  # a second None does no harm
+            self._todo.clear()
+        self._close()
+
+    def _close(self) -> None:
+        self._pool.shutdown()
+        atexit.unregister(self._at_exit)
+        self._futures.clear()  # they refer to this object
 
     def _at_exit(self) -> None:
+        """Wait, and warn of a save that is not complete."""
         is_copied = self.is_copied
         if not is_copied:
             self.abandon()
-        self._thread.join()
+        self._pool.shutdown()
         if not is_copied:
             warnings.warn(
                 "a checkpoint was incomplete and is cancelled; call wait_until_finished(state) "
@@ -159,117 +134,94 @@ class Saving:
         if self._error is not None:
             raise self._error
 
-    def _copy(self, state: Any) -> None:
-        self._raise_error()
-        assert self._next is not None
-        _, group = self._next
-        picked = group.rows()
-        total = fingerprint.of_rows(state, picked)
-        values = heads = None
-        if self._places is None:
-            index = rows.rows_at(picked, self._length)
-            values, heads = rows.read(state, pow2.padded(index, self._group_rows, index[-1]))
-        self._copied.put((group, total, values, heads))
-        self._next = next(self._plan, None)
-        if self._next is None:
-            self._copied.put(None)
-
-    def _run(self, rest: list[tuple[str, Any]]) -> None:
-        """Run the first thread: write `rest` and groups, and commit."""
-        seals: Seals = {}
-        while rest:
-            name, leaf = rest.pop()
-            self._try(self._write_leaf, name, leaf, seals)
-            del leaf
-        self._is_rest_written.set()
-        self._sync(f"rest/{self._folder}")
-        self._write_groups()
-        self._try(self._check)
-        self._helper.join()
-        self._places = None  # a remaining view would make the next add copy
-        self._to_sync.put(None)
-        self._syncer.join()
-        self._try(self._commit, [self._groups[number] for number in sorted(self._groups)], seals)
-
-    def _write_groups(self) -> None:
-        """Write groups until there are no more, in both threads. After an error groups are still
-        taken from the queue, so that the caller never blocks."""
-        while (item := self._copied.get()) is not None:
-            self._room.release()
-            self._try(self._write_group, *item)
-            del item
-        self._copied.put(None)  # for the other thread
-
-    def _sync(self, folder: str) -> None:
-        """Sync a folder in the background, while others are written; at most two are pending."""
-        self._sync_room.acquire()
-        self._to_sync.put(folder)
-
-    def _run_syncer(self) -> None:
-        while (folder := self._to_sync.get()) is not None:
-            self._try(self._store.sync, folder)
-            self._sync_room.release()
+    def _submit(self, function: Callable[..., None], *arguments: Any) -> None:
+        with defer_interrupts():
+            self._futures.append(self._pool.submit(self._try, function, *arguments))
 
     def _try(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function in a thread, unless the save has failed."""
         if self._error is None:
             try:
                 function(*arguments)
             except BaseException as error:
                 self._error = error
 
-    def _write_leaf(self, name: str, leaf: Any, seals: Seals) -> None:
+    def _copy(self, state: Any) -> None:
+        """Copy the next group, for which there is a slot."""
+        self._raise_error()
+        _, group = self._todo[0]
+        picked = group.rows()
+        total = fingerprint.of_rows(state, picked)
+        index = rows.rows_at(picked, self._length)
+        spare = self._spare.pop() if self._spare else None
+        copied = rows.read(state, pow2.padded(index, self._group_rows, index[-1]), spare)
+        self._submit(self._write_group, group, picked, total, *copied)
+        self._futures[-1].add_done_callback(lambda _: self._slots.release())
+        self._todo.popleft()
+        self._end_if_copied()
+
+    def _end_if_copied(self) -> None:
+        if not self._todo:
+            self._submit(self._complete, tuple(self._futures))
+
+    def _complete(self, futures: tuple[Future[None], ...]) -> None:
+        wait(futures)
+        self._raise_error()
+        self._commit(self._groups, self._chunks)
+
+    def _write_leaf(self, name: str, leaf: Any) -> None:
         """Write a leaf of `rest` piece by piece, each as a chunk."""
         if not leaf.size:
             return
         where, num_rows = (
-            array_name("rest", self._folder, name),
+            arrays.array_name("rest", self._folder, name),
             rows.chunk_rows(leaf, self._chunk_bytes),
         )
-        writer = zarr_arrays.Writer(
-            self._store, where, leaf.shape, leaf.dtype, num_rows, self._level
-        )
+        sums = [num_rows]
         for piece in rows.pieces(leaf, num_rows):
-            writer.write([zarr_arrays.bytes_of(np.asarray(piece))])
-            self._tell(piece.nbytes)
-        seals[name] = writer.seals
+            values = rows.on_host(piece)
+            if leaf.ndim and (missing := num_rows - len(values)):  # zeros fill up the last chunk
+                values = np.pad(values, [(0, missing), *[(0, 0)] * (leaf.ndim - 1)])
+            content, checksum = arrays.packed(values, self._level)
+            files = {arrays.chunk_name(where, leaf.ndim, len(sums) - 1): content}
+            if len(sums) == 1:
+                files |= arrays.description(where, leaf.shape, leaf.dtype, num_rows, self._level)
+            self._store.write(files)
+            sums.append(checksum)
+            self._tell(values.nbytes)
+        self._chunks[name] = sums
 
-    def _write_group(self, group: Group, total: Any, values: Any, heads: Any) -> None:
+    def _write_group(
+        self, group: Group, picked: Picked, total: Any, values: Any, heads: Any
+    ) -> None:
         """Write a group of rows, each leaf as one chunk."""
-        picked = group.rows()
-        count, num_bytes, seals = len(picked.env), 0, {}
-        if self._places is None:
-            self._check_in_time(picked, heads)
-            blocks = {
-                name: _Block.of(np.asarray(leaf)[:count])
-                for name, leaf in named(values)
-                if leaf.size
-            }
-        else:
-            index = rows.rows_at(picked, self._length)
-            blocks = {
-                name: _Block.of_rows(place, index)
-                for name, place in self._places.items()
-                if place.size
-            }
-        for name, block in blocks.items():
-            writer = zarr_arrays.Writer(
-                self._store,
-                array_name("rows", group.folder, name),
-                (count, *block.shape),
-                block.dtype,
-                count,
-                self._level,
-            )
-            writer.write(block.parts)
-            seals[name] = writer.seals
-            num_bytes += sum(map(len, block.parts))
-        del blocks
-        self._tell(num_bytes)
-        self._trim(num_bytes)
+        self._check_in_time(picked, heads)
+        sums = self._write_leaves(group, len(picked.env), named(values))
+        self._spare.append(values)  # of which no view is left
         self._groups[group.number] = group._replace(
-            fingerprint=int(total), leaves=tuple(seals), sums=np.array([*seals.values()], np.uint32)
+            fingerprint=int(total),
+            leaves=tuple(sums),
+            sums=np.array([*sums.values()], np.uint32),
         )
-        self._sync(f"rows/{group.folder}")
+
+    def _write_leaves(
+        self, group: Group, count: int, leaves: list[tuple[str, Any]]
+    ) -> dict[str, int]:
+        """Write the first `count` rows of each leaf. Return the checksums."""
+        files: dict[str, list[Any]] = {}
+        sums: dict[str, int] = {}
+        num_bytes = 0
+        for name, leaf in leaves:
+            if leaf.size:
+                own = rows.on_host(leaf)[:count]
+                where = arrays.array_name("rows", group.folder, name)
+                files |= arrays.description(where, own.shape, own.dtype, count, self._level)
+                content, sums[name] = arrays.packed(own, self._level)
+                files[arrays.chunk_name(where, own.ndim)] = content
+                num_bytes += own.nbytes
+        self._store.write(files)
+        self._tell(num_bytes)
+        return sums
 
     def _tell(self, num_bytes: int) -> None:
         with self._lock:
@@ -277,8 +229,7 @@ class Saving:
 
     def _check_in_time(self, picked: Picked, heads: Any) -> None:
         """Raise a RuntimeError if the state, from which rows were copied, no longer had them."""
-        ends = rows.ends_of(heads, self._length)
-        ends = ends[picked.env]
+        ends = rows.ends_of(heads, self._length)[picked.env]
         if (ends < self._end[picked.env]).any():
             raise RuntimeError(
                 "advance, wait_until_finished: this state is not from the run that is being saved: "
@@ -290,27 +241,3 @@ class Saving:
                 "advance(state) before each add, with its num_steps, and "
                 "wait_until_finished(state) before a clear"
             )
-
-
-class _Block(NamedTuple):
-    """Rows of one leaf, as a sequence of arrays of bytes."""
-
-    shape: tuple[int, ...]  # of a row
-    dtype: np.dtype
-    parts: list[np.ndarray]
-
-    @classmethod
-    def of(cls, values: np.ndarray) -> "_Block":
-        return cls(values.shape[1:], values.dtype, [zarr_arrays.bytes_of(values)])
-
-    @classmethod
-    def of_rows(cls, place: np.ndarray, index: np.ndarray) -> "_Block":
-        """Select rows of a leaf's memory, without a copy if they lie in long runs."""
-        runs = rows.long_runs(index, place[0].nbytes)
-        return (
-            cls.of(place[index])
-            if runs is None
-            else cls(
-                place.shape[1:], place.dtype, [zarr_arrays.bytes_of(place[run]) for run in runs]
-            )
-        )

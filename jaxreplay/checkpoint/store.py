@@ -1,6 +1,5 @@
 """`store_at`: open the store of files at a path, URL or TensorStore specification."""
 
-import hashlib
 import os
 import re
 import urllib.parse
@@ -15,7 +14,6 @@ from jaxreplay.checkpoint.folder import Folder
 from jaxreplay.checkpoint.object_store import Objects
 
 _SCHEMES = ("file", "gs", "s3", "http", "https", "memory")  # of URLs, to recognize mistyped ones
-_MOST_NAME = 200  # bytes of a file's name; most systems allow 255, and a suffix is added
 
 
 def store_at(path: Any, timeout: float = 60.0) -> Files:
@@ -68,14 +66,3 @@ def _local_path(url: str, slashes: str, rest: str) -> str:
             "without file:"
         )
     return urllib.parse.unquote(f"/{path}")
-
-
-def array_name(kind: str, folder: str, leaf: str) -> str:
-    """Return the name of a leaf's array in the store.
-
-    A slash in the leaf's name is escaped. A very long name is cut, and a hash makes it unique.
-    """
-    name = urllib.parse.quote(leaf, safe="")
-    if len(name) > _MOST_NAME:
-        name = f"{name[:_MOST_NAME]}~{hashlib.sha256(leaf.encode()).hexdigest()[:32]}"
-    return f"{kind}/{folder}/{name}"

@@ -24,7 +24,7 @@ pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed
 
 import jaxreplay as jr
 from jaxreplay import checkpoint
-from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, PathInUseError, folder, lock
+from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, PathInUseError, folder
 
 
 class Disk:
@@ -33,29 +33,13 @@ class Disk:
     def __init__(self, monkeypatch):
         self.count, self.fails_at, self.how, self.failed = 0, None, errno.EIO, "nothing"
         self._lock = threading.Lock()
-        for owner, name in (
-            *(
-                (os, name)
-                for name in (
-                    "fsync",
-                    "replace",
-                    "rename",
-                    "unlink",
-                    "rmdir",
-                    "mkdir",
-                    "listdir",
-                    "ftruncate",
-                )
-            ),
-            *((folder, name) for name in ("_begin_to_write_out",)),
-        ):
-            real = getattr(owner, name)
-            monkeypatch.setattr(owner, name, self._failing(name, real))
+        for name in ("fsync", "link", "unlink", "rmdir", "mkdir", "listdir"):
+            monkeypatch.setattr(os, name, self._failing(name, getattr(os, name)))
         monkeypatch.setattr(folder, "open", self._open, raising=False)
         monkeypatch.setattr(
             pathlib.Path, "write_bytes", lambda path, content: self._write_bytes(path, content)
         )
-        monkeypatch.setattr(lock.os, "open", self._failing("os.open", os.open))
+        monkeypatch.setattr(os, "open", self._failing("os.open", os.open))
 
     def _asked(self, name):
         with self._lock:

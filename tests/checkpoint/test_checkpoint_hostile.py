@@ -298,21 +298,12 @@ def test_made_up_metadata_gives_own_errors(buffer, example, tmp_path, limited, a
     path = tmp_path / "run"
     state = saved(path, buffer, example, 20)
     manifests = sorted((path / "manifests").iterdir())
-    described = sorted(path.rglob("zarr.json"))
-    before = {file: file.read_bytes() for file in (*manifests, *described)}
-    tree = json.loads(before[manifests[-1]].split(b"\n", 1)[1])
+    before = {file: file.read_bytes() for file in manifests}
+    trees = {file: json.loads(text.split(b"\n", 1)[1]) for file, text in before.items()}
     r, outcomes = random.Random(str(buffer)), {"whole": 0, "refused": 0}
     for trial in range(1700 if SOAK else 60):
-        if trial % 4 == 3:  # an array's description, with its checksum in the manifests updated
-            file = r.choice(described)
-            text = as_text(changed(r, json.loads(before[file]))).encode(errors="replace")
-            file.write_bytes(text)
-            was, now = zlib.crc32(before[file]), zlib.crc32(text)
-            for manifest in manifests:
-                body = before[manifest].split(b"\n", 1)[1].decode()
-                manifest.write_bytes(sealed(re.sub(rf"\b{was}\b", str(now), body)))
-        else:
-            manifests[-1].write_bytes(sealed(as_text(changed(r, tree))))
+        for manifest in manifests if trial % 4 == 3 else manifests[-1:]:
+            manifest.write_bytes(sealed(as_text(changed(r, trees[manifest]))))
         found = tried(lambda: Checkpointer(path, buffer, progress=False).restore(example))
         if not isinstance(found, Exception):
             jax.block_until_ready(jax.tree.map(lambda leaf: leaf + 0, found))
@@ -374,7 +365,7 @@ def test_a_newer_library_s_generation_is_neither_skipped_nor_deleted(tmp_path):
     state = saved(tmp_path, buffer, example, 20)
     newest = sorted((tmp_path / "manifests").iterdir())[-1]
     newest.write_bytes(sealed('{"format": 99, "library": "9.0\x1b"}'.replace("\x1b", "\\u001b")))
-    said = r"written in format 99, by jaxreplay 9.0\\x1b; this version reads format 6"
+    said = r"written in format 99, by jaxreplay 9.0\\x1b; this version reads format 7"
     with pytest.raises(ValueError, match=said):
         checkpoint.restore(tmp_path, buffer, example)
     with pytest.raises(ValueError, match=said):
@@ -416,7 +407,7 @@ def test_a_size_is_compared_with_the_file_before_memory_is_taken(tmp_path, limit
         checkpoint.inspect(tmp_path)
 
 
-@pytest.mark.parametrize("where", ["leaves", "seals"])
+@pytest.mark.parametrize("where", ["leaves", "chunks"])
 def test_a_name_that_no_file_can_have_is_refused(where, tmp_path):
     buffer, example = next(buffers())
     saved(tmp_path, buffer, example, 20)
@@ -425,7 +416,7 @@ def test_a_name_that_no_file_can_have_is_refused(where, tmp_path):
         if where == "leaves":
             tree["groups"]["leaves"][0] = "\ud800"
         else:
-            tree["seals"]["\ud800"] = tree["seals"].pop(next(iter(tree["seals"])))
+            tree["chunks"]["\ud800"] = tree["chunks"].pop(next(iter(tree["chunks"])))
         manifest.write_bytes(sealed(json.dumps(tree)))
     for call in (
         lambda: Checkpointer(tmp_path, buffer).restore(example),

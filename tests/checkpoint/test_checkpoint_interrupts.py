@@ -223,7 +223,7 @@ def test_interrupted_saves_hold_no_memory(wait, tmp_path):
         )
 
     save()
-    lines = moments_of_starts(save)[:: 1 if SOAK else 4]
+    lines = moments_of_starts(save)[:: 1 if SOAK else 16]
     before, num_threads = resident(), threading.active_count()
     for nth in lines:
         interrupted_at(save, nth, counts=is_ours)

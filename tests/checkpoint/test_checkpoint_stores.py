@@ -220,33 +220,6 @@ def test_the_command_line_says_it_in_a_line(capsys, credentials):
         assert said.startswith("python -m jaxreplay: ")
 
 
-# Reads in advance are cancelled after an error.
-
-
-def test_after_a_broken_file_nothing_is_kept_that_was_asked_for(tmp_path):
-    buffer = items(capacity=256)
-    checkpointer = Checkpointer("memory://asked", buffer, chunk_bytes=2000)
-    checkpointer.save(added(buffer, buffer.init(EXAMPLE), 0, 60), 60)
-    store = checkpointer._store
-    for name in ("steps.bytes/c.0.0", "number/c.0", "steps.number/zarr.json"):
-        broken = next(
-            key.decode()
-            for key in store._files.list().result()
-            if key.decode().endswith(name) and "-000002/" in key.decode()
-        )
-        whole = store._files.read(broken).result().value
-        store._files.write(broken, b"broken" * 100).result()
-        for salvage in (False, True):
-            with warnings.catch_warnings(), contextlib.suppress(CorruptCheckpointError):
-                warnings.simplefilter("ignore")
-                checkpointer.restore(EXAMPLE, allow_partial=salvage)
-            assert not store._expected
-        assert checkpointer.verify()[0].problems
-        assert not store._expected
-        store._files.write(broken, whole).result()
-    assert numbers(buffer, checkpointer.restore(EXAMPLE)) == expected(buffer, 60)
-
-
 # An S3 server on this machine, and a proxy that truncates, refuses and delays.
 
 

@@ -2,10 +2,11 @@
 a dead one is succeeded, and rows of two runs never mix."""
 
 import contextlib
+import errno
 import gc
-import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import threading
@@ -24,8 +25,9 @@ pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed
 
 import jaxreplay as jr
 from jaxreplay import checkpoint
-from jaxreplay.checkpoint import Checkpointer, PathInUseError, lock, object_store
+from jaxreplay.checkpoint import Checkpointer, PathInUseError, chain
 
+WHOAMI = chain.whoami
 HERE = pathlib.Path(checkpointed_run.__file__).parent
 
 
@@ -41,6 +43,23 @@ def running(code, *arguments):
 @pytest.fixture(params=["folder", "memory"])
 def where(request, tmp_path):
     return tmp_path if request.param == "folder" else f"memory://{tmp_path.name}"
+
+
+@pytest.fixture
+def delay_of_commit(monkeypatch):
+    """Return a function that delays the commits of a Checkpointer, and returns an event.
+
+    A save commits when the event is set, or after 60 seconds.
+    """
+
+    def of(checkpointer):
+        may, commit = threading.Event(), checkpointer._chain.commit
+        monkeypatch.setattr(
+            checkpointer._chain, "commit", lambda manifest: (may.wait(60), commit(manifest))
+        )
+        return may
+
+    return of
 
 
 def test_a_second_writer_is_refused_and_told_who_is_the_first(where):
@@ -277,46 +296,81 @@ def test_two_threads_that_write_to_one_path_never_mix(kind, where):
     assert refused
 
 
-def test_no_two_runs_give_their_files_one_name(tmp_path):
-    """Save two runs without locks, as on some network drives: they warn, and neither overwrites
-    files of the other."""
+@pytest.mark.parametrize("has_links", [True, False])
+def test_of_two_first_saves_one_counts(has_links, where, monkeypatch, delay_of_commit):
+    """Two writers begin on an empty path: neither sees the other, and the second is told at its
+    end. No row of its is left."""
+    if not has_links:
+
+        def link(*_):
+            raise OSError(errno.EOPNOTSUPP, "no hard links")
+
+        monkeypatch.setattr(os, "link", link)
     replay = items()
-    one, other = Checkpointer(tmp_path, replay), Checkpointer(tmp_path, replay)
+    one, other = Checkpointer(where, replay), Checkpointer(where, replay)
     states = [added(replay, replay.init(EXAMPLE), start, 4) for start in (0, 500)]
-
-    def no_lock(descriptor):
-        raise OSError(lock.errno.ENOLCK, "no locks available")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lock, "_lock", no_lock)
-        with pytest.warns(
-            UserWarning,
-            match="this file system has no locks, so a second writer is not detected",
-        ):
-            one.save(states[0], 1)
-        with pytest.warns(UserWarning, match="no locks"):
-            other.save(states[1], 2)
-        one.save(added(replay, states[0], 4, 1), 3)
-    restored = Checkpointer(tmp_path, replay)
-    for step, start, end in ((1, 0, 4), (2, 500, 504), (3, 0, 5)):
-        assert numbers(replay, restored.restore(EXAMPLE, step))[0] == list(range(start, end))
+    may_commit = delay_of_commit(one)
+    one.save(states[0], 1, blocking=False)
+    other.save(states[1], 2)
+    may_commit.set()
+    with pytest.raises(PathInUseError, match="this process"):
+        one.wait_until_finished(states[0])
+    assert one.all_steps() == [2]
+    assert numbers(replay, one.restore(EXAMPLE))[0] == list(range(500, 504))
+    one.close()
+    other.close()
+    other.save(added(replay, states[1], 504, 1), 3)
+    named = {group.folder for one in other._chain.read()[0] for group in one.groups}
+    assert set(other._store.entries("rows")) == named
 
 
-@pytest.fixture
-def delay_of_commit(monkeypatch):
-    """Return a function that delays the commits of a Checkpointer, and returns an event.
+def test_a_writer_that_is_late_by_many_does_not_count(where, delay_of_commit):
+    """The manifest of its number was there, and is deleted again."""
+    replay = items()
+    one, other = (Checkpointer(where, replay, max_to_keep=1) for _ in range(2))
+    states = [added(replay, replay.init(EXAMPLE), start, 4) for start in (0, 500)]
+    may_commit = delay_of_commit(one)
+    one.save(states[0], 1, blocking=False)
+    for step in (2, 3):
+        other.save(states[1], step)
+    may_commit.set()
+    with pytest.raises(PathInUseError, match="this process"):
+        one.wait_until_finished(states[0])
+    assert other.all_steps() == [3]
+    assert other.verify()[0].problems == []
 
-    A save commits when the event is set, or after 60 seconds.
-    """
 
-    def of(checkpointer):
-        may, commit = threading.Event(), checkpointer._generations.commit
-        monkeypatch.setattr(
-            checkpointer._generations, "commit", lambda manifest: (may.wait(60), commit(manifest))
-        )
-        return may
+def test_a_collection_leaves_what_may_still_count(where, delay_of_commit):
+    """Pause a writer at each of its steps, while another saves and collects: whatever is listed in
+    between is intact."""
+    replay, states = (
+        items(),
+        [added(items(), items().init(EXAMPLE), start, 4) for start in (0, 500)],
+    )
+    for name, owner in (("enter", "_chain"), ("write", "_store"), ("create", "_store")):
+        one, other = (Checkpointer(where, replay, max_to_keep=1) for _ in range(2))
+        real = getattr(getattr(one, owner), name)
 
-    return of
+        once = threading.Semaphore()
+
+        def paused(*given, real=real, other=other, once=once):
+            found = real(*given)
+            if not once.acquire(blocking=False):
+                return found
+            with contextlib.suppress(PathInUseError):  # the paused one has committed already
+                other.save(states[1], 2)
+            assert all(not one.problems for one in other.verify())
+            return found
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(getattr(one, owner), name, paused)
+            with contextlib.suppress(PathInUseError):
+                one.save(states[0], 1)
+        steps = other.all_steps()
+        assert len(steps) == 1
+        assert numbers(replay, other.restore(EXAMPLE))[0][0] == {1: 0, 2: 500}[steps[0]]
+        one.close()
+        other.close()
 
 
 def test_a_path_that_is_deleted_meanwhile_is_not_said_to_be_saved(tmp_path, delay_of_commit):
@@ -326,31 +380,25 @@ def test_a_path_that_is_deleted_meanwhile_is_not_said_to_be_saved(tmp_path, dela
     checkpointer.save(state, 4)
     may_commit = delay_of_commit(checkpointer)
     checkpointer.save(added(replay, jax.tree.map(jax.numpy.copy, state), 4, 1), 5, blocking=False)
-    (path / "writer.lock").unlink()
+    shutil.rmtree(path / "writers")
     may_commit.set()
     with pytest.raises(OSError, match="was deleted, or replaced, while it was written to"):
         checkpointer.wait_until_finished(added(replay, state, 4, 1))
     assert checkpointer.all_steps() == [4]
 
 
-# Object stores have no locks that end with a process. The file that names the writer is written on
-# the condition that it is unchanged.
+# Whether a process of another machine is alive, nobody can tell.
 
 
-def left(where):
-    return json.loads(object_store.Objects(where, 60.0)._files.read("writer.json").result().value)
-
-
-def test_who_goes_on_with_what_a_dead_machine_left_takes_its_place(monkeypatch):
-    where, replay = "memory://dead", items()
+def test_who_goes_on_with_what_a_dead_machine_left_takes_its_place(where, monkeypatch):
+    replay = items()
     elsewhere = {"host": "elsewhere", "pid": 7, "program": "train.py", "since": "2030-01-01"}
     with monkeypatch.context() as patch:
-        patch.setattr(object_store, "whoami", lambda: elsewhere)
-        patch.setattr(object_store, "_PROCESS", "another")
+        patch.setattr(chain, "whoami", lambda: elsewhere)
+        patch.setattr(chain.socket, "gethostname", lambda: "elsewhere")
         other = Checkpointer(where, replay)
         state = added(replay, replay.init(EXAMPLE), 0, 4)
         other.save(state, 4)
-        assert left(where)["host"] == "elsewhere"
     with pytest.raises(
         PathInUseError,
         match=r"by host elsewhere, pid 7, program train.py, since 2030-01-01; .* give each run a",
@@ -360,63 +408,62 @@ def test_who_goes_on_with_what_a_dead_machine_left_takes_its_place(monkeypatch):
     restored = mine.restore(EXAMPLE)
     mine.save(added(replay, restored, 4, 1), 5)
     with monkeypatch.context() as patch:  # the other writer was alive after all
-        patch.setattr(object_store, "whoami", lambda: elsewhere)
-        patch.setattr(object_store, "_PROCESS", "another")
+        patch.setattr(chain, "whoami", lambda: elsewhere)
+        patch.setattr(chain.socket, "gethostname", lambda: "elsewhere")
         with pytest.raises(PathInUseError, match=rf"pid {os.getpid()}"):
             other.save(added(replay, state, 500, 1), 6)
     assert mine.all_steps() == [4, 5]
     assert numbers(replay, mine.restore(EXAMPLE)) == expected(replay, 5)
 
 
-def test_a_writer_that_was_replaced_in_a_save_does_not_count(monkeypatch, delay_of_commit):
-    """Replace a writer while its save runs."""
-    where, replay = "memory://replaced", items()
-    elsewhere = {"host": "elsewhere", "pid": 7, "program": "train.py", "since": "2030-01-01"}
-    other, state = Checkpointer(where, replay), added(replay, replay.init(EXAMPLE), 0, 4)
-    other.save(state, 4)
+def test_a_writer_that_was_replaced_in_a_save_does_not_count(where, monkeypatch, delay_of_commit):
+    """Another goes on with its checkpoint while its save runs."""
+    replay = items()
+    one, state = Checkpointer(where, replay), added(replay, replay.init(EXAMPLE), 0, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(chain, "whoami", lambda: {**WHOAMI(), "host": "elsewhere"})
+        one.save(state, 4)
     later = added(replay, jax.tree.map(jax.numpy.copy, state), 4, 1)
-    may_commit = delay_of_commit(other)
-    other.save(later, 5, blocking=False)
-    store = object_store.Objects(where, 60.0)
-    monkeypatch.setattr(store, "_token", "one")
-    holder, version = store._holder()
-    assert holder["token"] == other._store._token
-    monkeypatch.setattr(object_store, "whoami", lambda: elsewhere)
-    store._write_claim({}, version)
+    may_commit = delay_of_commit(one)
+    one.save(later, 5, blocking=False)
+    other = Checkpointer(where, replay)
+    other.save(added(replay, other.restore(EXAMPLE), 500, 1), 6)
     may_commit.set()
-    with pytest.raises(PathInUseError, match="elsewhere"):
-        other.wait_until_finished(later)
-    assert other.all_steps() == [4]
+    with pytest.raises(PathInUseError, match="this process"):
+        one.wait_until_finished(later)
+    assert one.all_steps() == [4, 6]
 
 
-def test_a_dead_process_of_this_machine_holds_nothing():
-    where, replay = "memory://restarted", items()
+def test_a_dead_process_of_this_machine_holds_nothing(where):
+    replay = items()
     state = added(replay, replay.init(EXAMPLE), 0, 4)
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         gone.wait()
-    store = object_store.Objects(where, 60.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(object_store, "whoami", lambda: {**lock.whoami(), "pid": gone.pid})
-        patch.setattr(object_store, "_PROCESS", "another")
-        store.claim(is_successor=False)
-    checkpoint.save(where, replay, state)
-    assert left(where)["has_ended"]
+    for pid in (gone.pid, os.getpid()):  # the system may use a number again
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(chain, "whoami", lambda pid=pid: {**WHOAMI(), "pid": pid})
+            patch.setattr(chain, "_PROCESS", "another")
+            dead = Checkpointer(where, replay)
+            dead.save(state)
+        checkpoint.save(where, replay, state)
+        assert dead._store.entries("writers") == []
 
 
 def test_a_store_without_conditional_writes_says_so(tmp_path, monkeypatch):
     replay, state = items(), added(items(), items().init(EXAMPLE), 0, 4)
     checkpointer = Checkpointer("memory://unconditional", replay)
-    real = checkpointer._store._wait
+    real, failed = checkpointer._store._wait, []
 
     def wait(what, future):
-        if what == "to write writer.json":
+        if what.startswith("to write writers/") and not failed:
+            failed.append(what)
             raise OSError("UNIMPLEMENTED: conditional writes")
         return real(what, future)
 
     monkeypatch.setattr(checkpointer._store, "_wait", wait)
     with pytest.warns(
         UserWarning,
-        match="this store has no conditional writes, so a second writer is not detected",
+        match="this store has no conditional writes, so a second writer may not be detected",
     ):
         checkpointer.save(state, 1)
     with warnings.catch_warnings():

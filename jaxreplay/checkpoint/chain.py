@@ -1,0 +1,295 @@
+"""The chain of checkpoints under a path, which is also the lock of its writers.
+
+A checkpoint becomes visible with its manifest, which is written last. Manifests are numbered, and
+each number is created once: of two writers that save at the same time, the second gets an error.
+All other files carry the number and the token of their writer in their names. A file that no kept
+manifest names is garbage if its writer is gone, or so late that a newer number is taken, too.
+
+A writer has a file that tells others who it is, from its first save until it is closed.
+"""
+
+import contextlib
+import datetime
+import errno
+import json
+import os
+import re
+import secrets
+import socket
+import sys
+import warnings
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from jaxreplay._util.signals import defer_interrupts
+from jaxreplay.checkpoint.files import (
+    MOST_BYTES,
+    CorruptCheckpointError,
+    Files,
+    MissingError,
+    PathInUseError,
+)
+from jaxreplay.checkpoint.manifest import Manifest, checksum_of, manifest_name
+
+# Files with other names are never deleted.
+_OWN = re.compile(r"([0-9]{10})(?:-([0-9a-f]{8}))?(-[0-9]{6}|\.json.*)?")
+_MANIFEST = re.compile(r"[0-9]{10}(-[0-9a-f]{8})?\.json")
+_TRIES = 20
+_PROCESS = secrets.token_hex(8)  # the system may reuse a process's pid
+_GONE: dict[str, Any] = {}  # in place of a holder that is gone
+
+
+def whoami() -> dict[str, Any]:
+    """Describe this process for the errors of other processes."""
+    since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    program = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "python"
+    return {"host": socket.gethostname(), "pid": os.getpid(), "program": program, "since": since}
+
+
+class Chain:
+    """Checkpoints under a path, and this writer among others.
+
+    Args:
+      store: The files.
+      max_to_keep: Number of newest checkpoints to keep.
+    """
+
+    def __init__(self, store: Files, max_to_keep: int):
+        self._store, self._keep = store, max_to_keep
+        # A save that failed may leave files, so the next one has another token. Only the last one
+        # is in use.
+        self._tokens: list[str] = []
+        # checksums and manifests of the last `read`, by file name
+        self._known: dict[str, tuple[bytes, Manifest]] = {}
+        # files and folders, by kind; None if others may have written since they were listed
+        self._listed: dict[str, set[str]] | None = None
+        self._finalizer = weakref.finalize(self, _leave, store, self._tokens, os.getpid())
+
+    def read(self) -> tuple[list[Manifest], list[str]]:
+        """Read all manifests.
+
+        Returns:
+          The manifests, newest first, one for each step; and a line for each damaged one.
+
+        Raises:
+          OSError: A manifest cannot be read at the moment; it may be intact.
+          ValueError: A manifest has another format.
+        """
+        names, tries = self._manifests(), 0
+        while True:
+            found: dict[int, Manifest] = {}
+            problems, is_gone = [], False
+            for name in names:
+                try:
+                    manifest = self._manifest(f"manifests/{name}")
+                    found.setdefault(manifest.step, manifest)
+                except CorruptCheckpointError as error:
+                    # If it was deleted since it was listed, a newer one has replaced it: list
+                    # again. (A name may also be listed without a file, such as a broken link.)
+                    is_gone |= isinstance(error, MissingError)
+                    problems.append(str(error))
+            before, tries = names, tries + 1
+            if not is_gone or tries == _TRIES or (names := self._manifests()) == before:
+                self._known = {
+                    name: known
+                    for name, known in self._known.items()
+                    if name.removeprefix("manifests/") in before
+                }
+                return list(found.values()), problems
+
+    def _manifest(self, name: str) -> Manifest:
+        """Read a manifest's file each time, since it may be damaged meanwhile; parse it once."""
+        content = self._store.read(name, MOST_BYTES).tobytes()
+        checksum, (known, manifest) = checksum_of(name, content), self._known.get(name, (b"", None))
+        if manifest is None or checksum != known:
+            manifest = Manifest.from_bytes(name, content)
+            self._known[name] = checksum, manifest
+        return manifest
+
+    def _manifests(self) -> list[str]:
+        """Return the manifests' names, newest first."""
+        return [
+            name for name in reversed(self._store.entries("manifests")) if _MANIFEST.fullmatch(name)
+        ]
+
+    def _newest(self) -> int:
+        return max((int(name[:10]) for name in self._manifests()), default=0)
+
+    def enter(self, newest: Manifest | None, is_successor: bool) -> str:
+        """Begin a save, as the one writer of the path.
+
+        Args:
+          newest: The newest checkpoint.
+          is_successor: Whether this writer continues that checkpoint. It may then take the place of
+            a writer on another machine, of whom nobody can tell whether he is alive.
+
+        Returns:
+          The name of the new checkpoint's folder.
+
+        Raises:
+          PathInUseError: Another writer has written the newest checkpoint, and is still there.
+        """
+        with defer_interrupts():
+            if newest is not None and newest.writer not in self._tokens:
+                holder = self._holder(newest.writer)
+                if holder is not _GONE and (_is_here(holder) or not is_successor):
+                    raise _held_by(self._store.name, holder)
+                self._store.delete(_file_of(newest.writer))
+            if not self._tokens:
+                self._tokens.append(secrets.token_hex(4))
+            content = json.dumps(whoami() | {"process": _PROCESS}).encode()
+            self._store.create(_file_of(self._tokens[-1]), content)
+        return f"{self._newest() + 1:010}-{self._tokens[-1]}"
+
+    def _holder(self, token: str) -> Any:
+        """Return who a writer is; `_GONE` if it has left, or its process ended on this machine."""
+        try:
+            holder = json.loads(self._store.read(_file_of(token), MOST_BYTES).tobytes())
+        except MissingError:
+            return _GONE
+        except ValueError:
+            return None
+        if not _is_here(holder):
+            return holder
+        pid, is_mine = holder.get("pid"), holder.get("process") == _PROCESS
+        is_there = is_mine or (isinstance(pid, int) and pid != os.getpid() and _is_running(pid))
+        return holder if is_there else _GONE
+
+    def commit(self, manifest: Manifest) -> None:
+        """Create a manifest, which makes its checkpoint visible, and read it back.
+
+        Older checkpoints are deleted only after this.
+
+        Raises:
+          ValueError: The manifest is too large to be read, or holds values that cannot be read.
+          CorruptCheckpointError: The store returns other bytes than were written.
+          OSError: The path was deleted meanwhile.
+          PathInUseError: Another writer was faster.
+        """
+        name, content = manifest.name, manifest.to_bytes()
+        if len(content) > MOST_BYTES:
+            raise ValueError(
+                f"save: the manifest would have {len(content):,} bytes, more than the limit of "
+                f"{MOST_BYTES:,} bytes"
+            )
+        self._known[name] = checksum_of(name, content), Manifest.from_bytes(name, content)
+        self.check_newest(manifest.number - 1)
+        self._check_entered(manifest.writer)
+        is_created = self._store.create(name, content)
+        found = self._store.read(name, MOST_BYTES).tobytes()
+        if is_created and found != content:
+            raise CorruptCheckpointError(f"{name} is not as it was written")
+        # The answer to a request may be lost: it is this writer's, if its content is. And others
+        # may have taken the number, and have deleted it since.
+        self.check_newest(manifest.number if found == content else -1)
+
+    def check_newest(self, number: int) -> None:
+        """Raise a PathInUseError if there are manifests of a higher number."""
+        if (newest := self._newest()) > number:
+            writer = self._manifest(manifest_name(newest)).writer
+            raise _held_by(self._store.name, self._holder(writer))
+
+    def _check_entered(self, token: str) -> None:
+        try:
+            self._store.read(_file_of(token), MOST_BYTES)
+        except MissingError:
+            raise OSError(
+                errno.ENOENT,
+                f"{self._store.name} was deleted, or replaced, while it was written to",
+            ) from None
+
+    def abandon(self) -> None:
+        """Say that a save has failed, and may have left files or still write some."""
+        self._listed = None
+        if self._tokens:
+            self._tokens.append(secrets.token_hex(4))
+
+    def leave(self) -> None:
+        """Let others write."""
+        self._listed = None
+        with defer_interrupts():
+            _leave(self._store, self._tokens, os.getpid())
+
+    def collect(self, generations: Iterable[Manifest], base: Manifest | None) -> None:
+        """Delete older checkpoints, and files that incomplete saves have left.
+
+        A file that cannot be deleted now stays until the next call, with a warning.
+
+        Args:
+          generations: All manifests, newest first; the newest `max_to_keep` are kept.
+          base: A manifest to keep in any case, or None.
+        """
+        kept = [*list(generations)[: self._keep], *([] if base is None else [base])]
+        used = {
+            "manifests": {manifest.name.removeprefix("manifests/") for manifest in kept},
+            "rest": {manifest.folder for manifest in kept},
+            "rows": {group.folder for manifest in kept for group in manifest.groups},
+        }
+        # The list is kept: this writer knows what it adds, and listing an object store may take
+        # hundreds of requests.
+        if self._listed is None:
+            self._listed = {kind: set(self._store.entries(kind)) for kind in used}
+        newest, is_gone = max((one.number for one in kept), default=0), dict.fromkeys(self._tokens)
+        for kind, names in used.items():  # manifests first: each needs the files that it names
+            for name in sorted(self._listed[kind] - names):
+                if (own := _OWN.fullmatch(name)) is None:
+                    continue
+                number, token = int(own[1]), own[2]
+                if kind != "manifests" and token not in is_gone:
+                    is_gone[token] = self._holder(token) is _GONE
+                is_late = number < newest if kind == "manifests" else number + 1 < newest
+                if is_late or (kind != "manifests" and is_gone[token] is not False):
+                    try:
+                        self._store.delete(f"{kind}/{name}")
+                        self._listed[kind].discard(name)
+                    except (OSError, ValueError, RuntimeError) as error:
+                        warnings.warn(
+                            f"{kind}/{name} is no longer needed, but cannot be deleted: {error}",
+                            stacklevel=2,
+                        )
+            self._listed[kind] |= names
+
+
+def _file_of(token: str) -> str:
+    return f"writers/{token}.json"
+
+
+def _leave(store: Files, tokens: list[str], pid: int) -> None:
+    """Delete a writer's files, unless this is a forked child."""
+    while tokens and pid == os.getpid():
+        with contextlib.suppress(Exception):  # it is seen that the process is gone
+            store.delete(_file_of(tokens[-1]))
+        tokens.pop()
+
+
+def _held_by(where: str, holder: Any) -> PathInUseError:
+    """Return the error for a second writer. `holder`: the first writer's `whoami()`, or whatever
+    was read in its place."""
+    known = {
+        name: str(holder[name])[:100]
+        for name in ("host", "pid", "program", "since")
+        if isinstance(holder, dict) and name in holder
+    }
+    who = ", ".join(f"{name} {value}" for name, value in known.items()) or "an unknown process"
+    mine = whoami()
+    is_own = (known.get("host"), known.get("pid")) == (mine["host"], str(mine["pid"]))
+    cure = "close() that Checkpointer first" if is_own else "give each run a path of its own"
+    return PathInUseError(
+        f"{where} is being written to by {'this process, ' if is_own else ''}{who}; two writers "
+        f"would mix their files: {cure}"
+    )
+
+
+def _is_here(holder: Any) -> bool:
+    return isinstance(holder, dict) and holder.get("host") == socket.gethostname()
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        pass
+    return True
