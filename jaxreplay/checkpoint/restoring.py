@@ -196,11 +196,9 @@ class Reading:
         streams = resize.with_heads(buffer.layout(), old.streams, self.holes.num_lost)
         streams = streams.replace(**self._rows(stored, specs, buffer.length))
         if damaged:
-            streams, candidate_numbers = salvage.closed(streams, self.holes)
-            if (pending := streams.counters.num_pending) is not None:
-                pending = jnp.where(self.holes.is_newest_lost, 0, pending)
-                streams = streams.with_counters(num_pending=pending)
-            old = old.replace(sampler=before.sampler.after_loss(old.sampler, candidate_numbers.now))
+            streams, candidate_number_now = salvage.closed(streams, self.holes)
+            sampler = before.sampler.after_loss(old.sampler, candidate_number_now)
+            old = old.replace(sampler=sampler)
         with defer_interrupts():
             rest = resize.resized(buffer, old, streams)
         sampler, (stored, _) = rest.sampler, rows.split(old.replace(streams=streams))

@@ -17,8 +17,7 @@ E is the number of streams. The age of a row is the number of newer rows in its 
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,9 +26,10 @@ import numpy as np
 
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.storage import ring, row_flags
-from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.sampleable import ReplayState
 from jaxreplay.storage.streams import Streams
+
+_Gap = tuple[int, int]  # ages from the first to before the second
 
 
 class MissingRows(NamedTuple):
@@ -118,279 +118,132 @@ def holes_of(
     """
     folders = frozenset(damaged)
     end, first = np.array(manifest.end, np.int64), np.array(manifest.first, np.int64)
-    gaps = _gaps(manifest, folders, first, end)
-    if old.layout.lockstep:  # one head for all streams
-        together = _joined([gap for some in gaps for gap in some])
-        gaps = [together] * len(end)
-    pending = (
-        None
-        if old.streams.counters.num_pending is None or not buffer.window.is_bounded
-        else np.asarray(old.streams.counters.num_pending)
-    )
+    gaps: list[list[_Gap]] = [[] for _ in end]
+    for group in manifest.groups:
+        if group.folder in folders:
+            low, high = group.range()
+            for env in np.flatnonzero((low < high) & (high > first)).tolist():
+                begin, stop = end[env] - high[env], end[env] - max(low[env], first[env])
+                gaps[env].append((int(begin), int(stop)))
+    joined = functools.partial(_joined, old.layout.lockstep)
+    gaps = joined(gaps)
+    pending = old.streams.counters.num_pending if buffer.window.is_bounded else None
     for env, own in enumerate(gaps):
-        if own and pending is not None and own[0][0] < pending[env]:
-            gaps[env] = own = _joined([*own, (0, int(pending[env]))])
-        if own and manifest.rows.keys().isdisjoint({"flags"}) and buffer.window.length > 1:
-            gaps[env] = _all_but_the_newest(own, int(end[env] - first[env]))
+        num_pending = 0 if pending is None else int(pending[env])
+        if own and own[0][0] < num_pending:
+            own.append((0, num_pending))
+    gaps = joined(gaps)
     if "flags" in manifest.rows:
-        gaps = _without_lone_tails(gaps, end, flags_of, old.layout.lockstep)
-    most = max(map(len, gaps), default=0)
-    start, size = np.zeros((2, len(end), most), np.int64)
+        # a gap whose next row is a final row has that, too
+        found = [(env, at) for env, own in enumerate(gaps) for at, gap in enumerate(own) if gap[0]]
+        env, begin = np.array([(e, gaps[e][at][0]) for e, at in found], np.int64).reshape(-1, 2).T
+        is_final = (flags_of(env, end[env] - begin) & row_flags.FINAL) != 0
+        for (e, at), one in zip(found, is_final, strict=True):
+            begin, stop = gaps[e][at]
+            gaps[e][at] = (begin - int(one), stop)
+    elif buffer.window.length > 1:  # the newest run of rows is left
+        for env, own in enumerate(gaps):
+            if newest := [gap for gap in own if gap[0]][:1]:
+                own.append((newest[0][0], int(end[env] - first[env])))
+    gaps = joined(gaps)
+    start, size = np.zeros((2, len(end), max(map(len, gaps), default=0)), np.int64)
     for env, own in enumerate(gaps):
         for number, (newest, oldest) in enumerate(own):
             start[env, number], size[env, number] = newest, oldest - newest
     return Holes(folders, start, size)
 
 
-def _gaps(
-    manifest: Manifest, folders: frozenset[str], first: np.ndarray, end: np.ndarray
-) -> list[list[tuple[int, int]]]:
-    """Return each stream's ranges of ages whose rows are in no intact group, newest first.
-
-    A range (begin, stop) has the ages from `begin` to before `stop`, as in the functions below.
-    """
-    gaps: list[list[tuple[int, int]]] = [[] for _ in end]
-    reached = end.copy()  # rows from this number on are accounted for
-    for group in reversed(manifest.groups):
-        low, high = group.range()
-        for env in np.flatnonzero((low < high) & (low < reached) & (high > first)).tolist():
-            begin, stop = (
-                max(int(low[env]), int(first[env])),
-                min(int(high[env]), int(reached[env])),
-            )
-            if stop < reached[env]:
-                gaps[env].append((int(end[env] - reached[env]), int(end[env]) - stop))
-            if group.folder in folders:
-                gaps[env].append((int(end[env]) - stop, int(end[env]) - begin))
-            reached[env] = begin
-    for env in np.flatnonzero(reached > first).tolist():
-        gaps[env].append((int(end[env] - reached[env]), int(end[env] - first[env])))
-    return [_joined(own) for own in gaps]
+def _joined(is_lockstep: bool, gaps: list[list[_Gap]]) -> list[list[_Gap]]:
+    """Sort each stream's ranges of ages, and merge those that touch or overlap. With one head for
+    all streams, each gets the ranges of all."""
+    if is_lockstep:
+        gaps = [[gap for own in gaps for gap in own]] * len(gaps)
+    found = []
+    for own in gaps:
+        made: list[_Gap] = []
+        for begin, stop in sorted(own):
+            if made and begin <= made[-1][1]:
+                made[-1] = (made[-1][0], max(made[-1][1], stop))
+            else:
+                made.append((begin, stop))
+        found.append(made)
+    return found
 
 
-def _joined(gaps: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sort ranges of ages, and merge those that touch or overlap."""
-    made: list[tuple[int, int]] = []
-    for begin, stop in sorted(gaps):
-        if made and begin <= made[-1][1]:
-            made[-1] = (made[-1][0], max(made[-1][1], stop))
-        else:
-            made.append((begin, stop))
-    return made
-
-
-def _all_but_the_newest(gaps: list[tuple[int, int]], filled: int) -> list[tuple[int, int]]:
-    """Extend the gaps so that only the newest run of rows is left."""
-    newest = gaps[0] if gaps[0][0] else (gaps[1] if len(gaps) > 1 else None)
-    return gaps if newest is None else _joined([*gaps, (newest[0], filled)])
-
-
-def _without_lone_tails(
-    gaps: list[list[tuple[int, int]]], end: np.ndarray, flags_of: Any, together: bool
-) -> list[list[tuple[int, int]]]:
-    """Extend each gap by one row if the row after it is a final row."""
-    found = [
-        (env, number)
-        for env, own in enumerate(gaps)
-        for number, (begin, _) in enumerate(own)
-        if begin
-    ]
-    if not found:
-        return gaps
-    env, number = np.array(found, np.int64).T
-    begin = np.array([gaps[e][n][0] for e, n in found], np.int64)
-    is_final = (flags_of(env, end[env] - begin) & row_flags.FINAL) != 0
-    longer = [list(own) for own in gaps]
-    for e, n in np.stack([env, number], 1)[is_final].tolist():
-        longer[e][n] = (gaps[e][n][0] - 1, gaps[e][n][1])
-    if together:
-        return [_joined([gap for own in longer for gap in own])] * len(gaps)
-    return [_joined(own) for own in longer]
-
-
-class Part(NamedTuple):
-    """A run of remaining rows of one stream, between two holes."""
-
-    env: int
-    newest: int  # age of its newest row, after the holes are closed
-    oldest: int  # age of its oldest row, after the holes are closed
-    is_cut: bool  # whether a hole follows its newest row
-    follows: bool  # whether a hole precedes its oldest row, with older rows left
-    first: int  # candidate number of its oldest row, before
-    end: int  # candidate number of the row that would follow its newest one, before
-    shift: int  # by how much its candidate numbers increase, modulo 2^32
-
-
-class CandidateNumbers(NamedTuple):
-    """Candidate numbers of streams whose holes are closed."""
-
-    parts: list[Part]
-    end: np.ndarray  # uint32[E]: candidate number of the next row of each stream, unchanged
-
-    def now(self, candidate_number: np.ndarray) -> np.ndarray:
-        """Convert one old candidate number of each stream to the new one, uint32[E]. That of a lost
-        row becomes that of the next remaining row.
-
-        Args:
-          candidate_number: uint32[E], for example of the next row to consume.
-        """
-        left = np.zeros(len(self.end), np.int64)  # remaining candidates from this number on
-        for part in self.parts:
-            left[part.env] += min(
-                max(_signed(part.end - int(candidate_number[part.env])), 0),
-                _signed(part.end - part.first),
-            )
-        return self.end - left.astype(np.uint32)
-
-
-def closed(state: Streams, holes: Holes) -> tuple[Streams, CandidateNumbers]:
+def closed(streams: Streams, holes: Holes) -> tuple[Streams, Callable[[np.ndarray], np.ndarray]]:
     """Return valid streams, with episodes and candidate numbers adjusted to the closed holes.
 
     Args:
-      state: Streams whose rows lie at the ages that `Holes.age_of` returns, and whose `filled`
-        counts the remaining rows. Donated.
+      streams: Streams whose rows lie at the ages that `Holes.age_of` returns, and whose `filled`
+        counts the remaining rows.
       holes: The lost rows.
+
+    Returns:
+      The streams; and a function from an old candidate number of each stream, uint32[E], to the new
+      one. That of a lost row becomes that of the next remaining row.
     """
-    layout, has_flags = state.layout, state.flags is not None
-    num_envs = layout.num_envs
-    head, filled, end = (
-        np.asarray(x)
-        for x in (state.counters.position, state.counters.filled, state.next_candidate_number)
-    )
-    runs = [(env, *run) for env in range(num_envs) for run in _runs(holes, env, int(filled[env]))]
-    rows_at = [_rows_of_ages(layout, head, runs, which) for which in (1, 2)]
-    flags, newest_candidate_number, oldest_candidate_number = (
-        _at(state, *rows_at) if has_flags else _of_items(holes, end, runs)
-    )
-    closes = (
-        np.asarray(layout.closes_episode(jnp.asarray(flags)))
-        if has_flags
-        else np.ones(len(runs), bool)
-    )
-    parts: list[Part] = []
-    following: dict[int, int] = {}  # by env: the candidate number that follows the part
-    for number, (env, newest, oldest, is_cut, follows) in enumerate(runs):
-        is_candidate = not flags[number] & row_flags.NO_CANDIDATE and (closes[number] or not is_cut)
-        first, stop = (
-            int(oldest_candidate_number[number]),
-            int(newest_candidate_number[number]) + is_candidate,
-        )
-        shift = (following.get(env, int(end[env])) - stop) & 0xFFFFFFFF
-        following[env] = first + shift
-        parts.append(Part(env, newest, oldest, is_cut, follows, first, stop, shift))
-    candidate_numbers = CandidateNumbers(parts, end.astype(np.uint32))
-    if not has_flags:
-        return state, candidate_numbers
-    is_cut, follows = (
-        np.array([getattr(part, name) for part in parts], bool) for name in ("is_cut", "follows")
-    )
-    last_flags = np.asarray(state.counters.last_flags)
-    cleared = np.asarray(row_flags.after_clear(layout.autoreset, jnp.asarray(last_flags)))
-    state = state.with_counters(last_flags=np.where(holes.is_newest_lost, cleared, last_flags))
-    final_rows, firsts = (
-        np.where(is_one, row, layout.capacity)
-        for is_one, row in ((is_cut & ~closes, rows_at[0]), (follows, rows_at[1]))
-    )
-    return _patched(
-        state, final_rows, firsts, *_shifts(parts, num_envs, holes.size.shape[1])
-    ), candidate_numbers
+    seam = holes.start - (np.cumsum(holes.size, axis=1) - holes.size)  # age of the row before
+    counters, layout, is_lost = streams.counters, streams.layout, holes.is_newest_lost
+    filled, end = np.asarray(counters.filled)[:, None], np.asarray(streams.next_candidate_number)
+    if counters.num_pending is not None:
+        streams = streams.with_counters(num_pending=jnp.where(is_lost, 0, counters.num_pending))
+    if streams.flags is None:  # each item's candidate number is its number
 
+        def now(number: np.ndarray) -> np.ndarray:
+            newer = (end - number).astype(np.int32).astype(np.int64)[:, None]
+            lost = np.clip(newer - holes.start, 0, holes.size).sum(axis=1, keepdims=True)
+            return end - np.clip(newer - lost, 0, filled)[:, 0].astype(np.uint32)
 
-def _runs(holes: Holes, env: int, filled: int) -> list[tuple[int, int, bool, bool]]:
-    """Return the runs of remaining rows of a stream, newest first: `newest`, `oldest`, `is_cut` and
-    `follows` of each `Part`."""
-    edges, lost = [], 0
-    for start, size in zip(holes.start[env].tolist(), holes.size[env].tolist(), strict=True):
-        if size:
-            edges.append(start - lost)
-            lost += size
-    runs = []
-    for begin, stop in itertools.pairwise([0, *edges, filled]):
-        if begin < stop:
-            runs.append((begin, stop - 1, begin in edges, stop < filled))
-    return runs
+        return streams, now
+    old = streams.candidate_number
+    assert counters.last_flags is not None
+    assert old is not None
+    cleared = row_flags.after_clear(layout.autoreset, counters.last_flags)
+    last_flags = jnp.where(is_lost, cleared, counters.last_flags)
+    is_seam = (holes.size > 0) & (seam < filled)
+    seam = np.minimum(seam, layout.length - 1).astype(np.int32)
+    streams, row, is_candidate = _counted(streams, seam, is_seam)
 
+    def of_row(number: np.ndarray) -> np.ndarray:
+        is_later = (old[row] - number[:, None]).astype(jnp.int32) >= 0
+        return end - np.asarray((is_candidate & is_later).sum(axis=1, dtype=jnp.uint32))
 
-def _rows_of_ages(layout: Layout, head: np.ndarray, runs: list[Any], which: int) -> np.ndarray:
-    """Return a row of each run, int32[P]: the newest (`which` is 1) or the oldest (2)."""
-    env, age = (np.array([run[field] for run in runs], np.int64) for field in (0, which))
-    return (env * layout.length + ring.position_of(head[env] - 1 - age, layout.length)).astype(
-        np.int32
-    )
-
-
-def _at(
-    state: Streams, newest: np.ndarray, oldest: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return flags and candidate numbers of the newest rows of runs, and candidate numbers of the
-    oldest."""
-    return tuple(
-        np.asarray(leaf) for leaf in _gathered(state.flags, state.candidate_number, newest, oldest)
-    )  # type: ignore[return-value]
-
-
-def _of_items(
-    holes: Holes, end: np.ndarray, runs: list[Any]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the same for items. Each is a candidate, so its candidate number is its number."""
-    env, newest, oldest = (np.array([run[field] for run in runs], np.int64) for field in range(3))
-    gone = np.zeros(len(runs), np.int64)  # newer rows that are lost
-    lost_before = np.cumsum(holes.size, axis=1) - holes.size
-    for start, size, before in zip(holes.start.T, holes.size.T, lost_before.T, strict=True):
-        gone += np.where((size[env] > 0) & (newest >= (start - before)[env]), size[env], 0)
-    candidate_numbers = [(end[env] - 1 - age - gone) & 0xFFFFFFFF for age in (newest, oldest)]
-    return np.zeros(len(runs), np.uint8), candidate_numbers[0], candidate_numbers[1]
-
-
-def _shifts(parts: list[Part], num_envs: int, num_holes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ages at which the shift of candidate numbers changes, int32[E, H], and the shifts,
-    uint32[E, H + 1], from the newest rows on."""
-    edges, shift = (
-        np.full((num_envs, num_holes), np.iinfo(np.int32).max, np.int32),
-        np.zeros((num_envs, num_holes + 1), np.uint32),
-    )
-    count = np.zeros(num_envs, int)
-    for part in parts:
-        if part.is_cut:
-            edges[part.env, count[part.env]] = part.newest
-            count[part.env] += 1
-        shift[part.env, count[part.env]] = part.shift
-    return edges, shift
-
-
-def _signed(difference: int) -> int:
-    """Return the signed difference of two candidate numbers, which are modulo 2^32."""
-    return (difference + 2**31 & 0xFFFFFFFF) - 2**31
+    return streams.with_counters(last_flags=last_flags), of_row
 
 
 @jax.jit
-def _gathered(
-    flags: jax.Array, candidate_number: jax.Array, newest: jax.Array, oldest: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    at = lambda leaf, row: leaf.at[row].get(mode="promise_in_bounds")
-    return at(flags, newest), at(candidate_number, newest), at(candidate_number, oldest)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _patched(
-    state: Streams, final_rows: jax.Array, firsts: jax.Array, edges: jax.Array, shift: jax.Array
-) -> Streams:
-    """Set flags and candidate numbers of rows next to holes.
+def _counted(streams: Streams, seam: jax.Array, is_seam: jax.Array) -> Any:
+    """Set the flags of rows beside holes, and count the candidates again.
 
     Args:
-      state: Donated.
-      final_rows: int32[P], rows that become final rows; the capacity for none.
-      firsts: int32[P], rows that begin episodes; the capacity for none.
-      edges: int32[E, H], from `_shifts`.
-      shift: uint32[E, H + 1], from `_shifts`.
+      streams: The streams.
+      seam: int32[E, H], age of the newest row that is older than each hole.
+      is_seam: bool[E, H], whether there is such a row.
+
+    Returns:
+      The streams; and for each stream and age the row, int32[E, length], and whether it is a
+      candidate, bool[E, length].
     """
-    assert state.flags is not None
-    assert state.candidate_number is not None
-    flags = state.flags
-    for row, bit in ((final_rows, row_flags.FINAL), (firsts, row_flags.FIRST)):
-        old = flags.at[jnp.minimum(row, state.layout.capacity - 1)].get(mode="promise_in_bounds")
-        flags = flags.at[row].set(old | jnp.uint8(bit), mode="drop")
-    row = ring.arange(state.layout.capacity)
-    env, _ = state.layout.split(row)
-    part = (state.age(row)[:, None] >= edges[env]).sum(axis=1, dtype=jnp.int32)
-    return state.replace(flags=flags, candidate_number=state.candidate_number + shift[env, part])
+    layout, flags, candidate_number = streams.layout, streams.flags, streams.candidate_number
+    assert candidate_number is not None
+    row_of = lambda age: layout.row(
+        layout.envs()[:, None], layout.wrap(streams.counters.position[:, None] - 1 - age)
+    )
+
+    def flagged(flags: Any, age: jax.Array, is_one: Any, flag: int) -> jax.Array:
+        row = row_of(age)
+        is_changed = is_one & ~(layout.closes_episode(flags[row]) & (flag == row_flags.FINAL))
+        new = flags[row] | jnp.uint8(flag)
+        return flags.at[jnp.where(is_changed, row, layout.capacity)].set(new, mode="drop")
+
+    flags = flagged(flags, seam, is_seam, row_flags.FINAL)
+    flags = flagged(flags, jnp.maximum(seam - 1, 0), is_seam & (seam > 0), row_flags.FIRST)
+    age = ring.arange(layout.length)
+    row, is_written = row_of(age), age < streams.counters.filled[:, None]
+    is_candidate = is_written & ((flags[row] & row_flags.NO_CANDIDATE) == 0)
+    through = jnp.cumsum(is_candidate, axis=1, dtype=jnp.uint32)
+    number = streams.next_candidate_number[:, None] - through
+    written = jnp.where(is_written, row, layout.capacity)
+    candidate_number = candidate_number.at[written].set(number, mode="drop")
+    streams = streams.replace(flags=flags, candidate_number=candidate_number)
+    return streams, row, is_candidate
