@@ -249,6 +249,10 @@ def _copy_rows(rows: np.ndarray, source: np.ndarray) -> None:
 def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Return zeros whose memory begins at a multiple of `_ALIGNMENT` bytes."""
     num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-    memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data & (_ALIGNMENT - 1)
-    return memory[start : start + num_bytes].view(dtype).reshape(shape)
+    memory = aligned(np.zeros(num_bytes + _ALIGNMENT, np.uint8))
+    return memory[:num_bytes].view(dtype).reshape(shape)
+
+
+def aligned(memory: np.ndarray) -> np.ndarray:
+    """Return uint8[...] from the first multiple of `_ALIGNMENT` bytes on."""
+    return memory[-memory.ctypes.data & (_ALIGNMENT - 1) :]

@@ -9,6 +9,8 @@ References:
   The Zarr core specification, version 3, with its codecs bytes, zstd and crc32c.
 """
 
+import collections
+import contextlib
 import hashlib
 import json
 import math
@@ -20,12 +22,33 @@ import google_crc32c
 import numpy as np
 import zstandard
 
+from jaxreplay.buffers.trajectories import aligned, aligned_zeros
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files, Memory, new_memory
 
 Chunks = dict[str, list[int]]  # by leaf: rows of a chunk, and the checksum of each chunk
 _MOST_NAME = 200  # bytes of a file's name; most systems allow 255, and a suffix is added
 # the largest ratio by which zstd compresses: a block of 128 KiB takes at least four bytes
 _MOST_RATIO = 2**15
+
+
+class Buffers:
+    """Memory that threads use again: new memory costs as much as reading a file."""
+
+    def __init__(self):
+        self._free: collections.deque[np.ndarray] = collections.deque()
+
+    def take(self, size: int) -> np.ndarray:
+        """Return uint8[size] of arbitrary content, from where JAX reads in place."""
+        with contextlib.suppress(IndexError):
+            memory = aligned(self._free.popleft())
+            if len(memory) >= size:
+                return memory[:size]
+        return aligned_zeros((size,), np.uint8)
+
+    def give_back(self, values: np.ndarray) -> None:
+        """Give back what `take` returned, or a view of it. Other arrays are ignored."""
+        if isinstance(values.base, np.ndarray) and values.base.flags.owndata:
+            self._free.append(values.base)
 
 
 def array_name(kind: str, folder: str, leaf: str) -> str:

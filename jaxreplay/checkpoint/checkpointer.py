@@ -419,7 +419,7 @@ def _checked_metadata(metadata: Any) -> dict[str, Any]:
     """Return a copy of the metadata as a restore will return it."""
     try:
         own: dict[str, Any] = json.loads(json.dumps(metadata))
-        schema.metadata("save: metadata", own)
+        schema.decoded("save: metadata", schema.Metadata, own)
     except (RecursionError, CorruptCheckpointError):
         raise ValueError(
             f"save: metadata must be JSON, nested at most {schema.MOST_DEPTH} deep"

@@ -1,6 +1,5 @@
 """Contents of a checkpoint, for an inspection: read group by group, without the buffer's code."""
 
-import math
 import re
 from typing import Any
 
@@ -68,7 +67,7 @@ class _Rows:
         # a forged manifest could ask for any amount of memory: first read the smallest leaf
         sizes = {leaf_bytes(leaf.shape, leaf.stored): leaf for leaf in manifest.leaves}
         smallest = sizes[min(filter(None, sizes), default=0)]
-        for group in manifest.groups if math.prod(smallest.shape) else ():
+        for group in manifest.groups:
             array_of(store, group, smallest.array, smallest.shape, smallest.stored)
         manifest.groups.check_apart(self.end)
         self.num_rows = int((self.end - self.first).sum())
@@ -88,7 +87,7 @@ class _Rows:
         wanted, place = np.unique(rows, return_inverse=True)
         offset = np.cumsum(self.end - self.first) - (self.end - self.first) - self.first
         parts = []
-        for group in self._groups if math.prod(leaf.shape) else ():
+        for group in self._groups:
             env, number = group.rows()
             row = np.where(number >= self.first[env], offset[env] + number, -1)
             at = np.searchsorted(wanted, row)

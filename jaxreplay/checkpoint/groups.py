@@ -8,6 +8,7 @@ hold stream after stream, and each stream's oldest row first.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -61,7 +62,12 @@ class Group(NamedTuple):
     def range(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the first number of each stream's rows, and one more than the last: int64[E] both,
         equal for a stream without rows."""
-        return _ranges(self.save.since, self.save.end, self.save.length, *self[2:6])
+        save, stream = self.save, np.arange(len(self.save.end))
+        oldest = save.end - save.length  # its distance is 0
+        low = np.maximum(save.since, oldest + self.start)
+        high = np.maximum(np.minimum(save.end, oldest + self.stop), low)
+        is_own = (stream >= self.env) & (stream < self.env_stop)
+        return np.where(is_own, low, 0), np.where(is_own, high, 0)
 
     def rows(self) -> Picked:
         """Return the rows in the order of the arrays. Raises a CorruptCheckpointError if there are
@@ -125,42 +131,15 @@ class Groups(Sequence[Group]):
                 )
             end = np.where(low < high, low, end)
 
-    def num_rows(self, first: Any = 0, end: Any = 2**62) -> np.ndarray:
+    def num_rows(self, first: Any = 0) -> np.ndarray:
         """Count the rows of each group, int64[G].
 
         Args:
           first: int64[E], the first number of each stream that counts. Default: 0.
-          end: int64[E], one more than the last number. Default: no limit.
         """
-        counts = [np.zeros(0, np.int64)]
-        if len(self):
-            since, ends = (
-                np.stack([getattr(save, name) for save in self.saves]) for name in ("since", "end")
-            )
-            length, at_once = (
-                np.array([save.length for save in self.saves]),
-                max(2**18 // max(ends.shape[1], 1), 1),
-            )
-            for begin in range(0, len(self), at_once):
-                save, _, *numbers = (
-                    column[:, None] for column in self.columns[begin : begin + at_once, :6].T
-                )
-                low, high = _ranges(since[save[:, 0]], ends[save[:, 0]], length[save], *numbers)
-                counts.append(
-                    np.maximum(np.minimum(high, end) - np.maximum(low, first), 0).sum(axis=1)
-                )
-        return np.concatenate(counts)
-
-
-def _ranges(
-    since: Any, end: Any, length: Any, start: Any, stop: Any, env: Any, env_stop: Any
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return `Group.range` of one group, or of many if there is an axis before the streams'."""
-    oldest, stream = end - length, np.arange(end.shape[-1])  # the distance of the oldest is 0
-    low = np.maximum(since, oldest + start)
-    high = np.maximum(np.minimum(end, oldest + stop), low)
-    is_own = (stream >= env) & (stream < env_stop)
-    return np.where(is_own, low, 0), np.where(is_own, high, 0)
+        ranges = (group.range() for group in self)
+        counts = [np.maximum(high - np.maximum(low, first), 0).sum() for low, high in ranges]
+        return np.array(counts, np.int64)
 
 
 def cut(save: Save, most: int, num_rewritten: int = 0) -> Iterator[Group]:
@@ -222,10 +201,12 @@ def array_of(
     Raises:
       CorruptCheckpointError: The file is missing or damaged, or the manifest has none.
     """
+    whole = (group.num_rows, *shape)
+    if not math.prod(shape):
+        return np.zeros(whole, dtype)
     if name not in group.leaves:
         raise CorruptCheckpointError(f"rows/{group.folder} has no array {name}")
     where = arrays.chunk_name(arrays.array_name("rows", group.folder, name), 1 + len(shape))
-    whole = (group.num_rows, *shape)
     return arrays.chunk(
         store, where, group.checksums[name], whole, dtype, group.save.is_compressed, memory
     )

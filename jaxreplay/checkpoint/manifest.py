@@ -7,13 +7,12 @@ forged.
 import dataclasses
 import json
 import zlib
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
 from jaxreplay._util.names import printable
 from jaxreplay.checkpoint import schema
-from jaxreplay.checkpoint.arrays import Chunks
 from jaxreplay.checkpoint.files import CorruptCheckpointError
 from jaxreplay.checkpoint.groups import Groups, Save
 from jaxreplay.storage import stored_arrays
@@ -32,6 +31,13 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]  # of a row
 
 
+_Number = schema.Range(0, 2**62)
+_Sum = schema.Range(0, 2**32 - 1)
+_Length = Annotated[int, schema.Range(1, 2**30)]
+_Specs = dict[str, Annotated[str, schema.dtype_and_shape]]
+_Folder = Annotated[str, schema.folder]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Manifest:
     """Content of a checkpoint. A row's number counts all rows that its stream ever got, overwritten
@@ -39,19 +45,19 @@ class Manifest:
 
     # Name of the folder of its arrays: the checkpoint's number, which only one can have, and the
     # token of its writer.
-    folder: str
-    step: int
+    folder: _Folder
+    step: Annotated[int, schema.Range(*STEPS)]
     buffer: str
     library: str
-    length: int  # rows in each stream's ring
-    first: list[int]  # number of the oldest row of each stream
-    end: list[int]  # one more than the number of its newest row
-    rows: dict[str, str]  # dtype and shape of a row, by leaf
-    rest: dict[str, str]  # dtype and shape of every other leaf
+    length: _Length  # rows in each stream's ring
+    first: Annotated[list[int], _Number]  # number of the oldest row of each stream
+    end: Annotated[list[int], _Number]  # one more than the number of its newest row
+    rows: _Specs  # dtype and shape of a row, by leaf
+    rest: _Specs  # dtype and shape of every other leaf
     is_compressed: bool  # whether the other leaves' arrays are
-    chunks: Chunks  # of the other leaves' arrays
+    chunks: dict[str, Annotated[list[int], _Sum]]  # of the other leaves' arrays, see `arrays.py`
     groups: Groups  # each row is in one; a stream's older rows are in earlier groups
-    metadata: dict[str, Any]  # the user's
+    metadata: schema.Metadata  # the user's
 
     @property
     def number(self) -> int:
@@ -107,24 +113,23 @@ class Manifest:
             fields = json.loads(bytes(body))
         except (ValueError, RecursionError) as error:
             raise CorruptCheckpointError(f"{name} is no manifest: {type(error).__name__}") from None
-        schema.check(name, fields, dict)
-        found = fields.pop("format", None)
-        schema.check(f"{name}: format", found, int)
+        fields = schema.decoded(name, dict, fields)
+        found = schema.decoded(f"{name}: format", int, fields.pop("format", None))
         if found != FORMAT:
             library = printable(str(fields.get("library")))
             raise ValueError(
                 f"{name}: written in format {found}, by jaxreplay {library}; this version reads "
                 f"format {FORMAT}"
             )
-        schema.check_fields(name, fields, _FIELDS)
-        if manifest_name(int(fields["folder"][:10])) != name:
-            raise CorruptCheckpointError(
-                f"{name} belongs to another checkpoint, {fields['folder']}"
-            )
-        _check_numbers(name, fields)
-        return cls(
-            **{**fields, "groups": _groups(f"{name}: groups", fields["groups"], len(fields["end"]))}
-        )
+        end = fields.get("end")
+        num_envs = len(end) if isinstance(end, list) else 0
+        columns = schema.decoded(f"{name}: groups", _Columns, fields.get("groups"))
+        groups = columns.groups(f"{name}: groups", num_envs)
+        manifest = schema.decoded(name, cls, fields | {"groups": groups})
+        if manifest.name != name:
+            raise CorruptCheckpointError(f"{name} belongs to another checkpoint, {manifest.folder}")
+        _check_rows(f"{name}: first, end", manifest.length, manifest.first, manifest.end)
+        return manifest
 
 
 def manifest_name(number: int) -> str:
@@ -145,104 +150,65 @@ def _body(name: str, content: bytes) -> memoryview:
     return body
 
 
-_FIELDS = {
-    "folder": schema.folder,
-    "step": schema.integer(*STEPS),
-    "buffer": str,
-    "library": str,
-    "length": schema.integer(1, 2**30),
-    "first": schema.integers(0, 2**62),
-    "end": schema.integers(0, 2**62),
-    "rows": schema.dict_of(schema.spec),
-    "rest": schema.dict_of(schema.spec),
-    "is_compressed": bool,
-    "chunks": schema.dict_of(schema.integers(0, 2**32 - 1)),
-    "groups": dict,
-    "metadata": schema.metadata,
-}
-_NUMBERS = schema.integers(0, 2**62)
-_GROUPS_FIELDS = {
-    "saves": schema.list_of(dict),
-    "columns": schema.integers(0, 2**32 - 1),
-    "leaves": schema.list_of(schema.name),
-    "sums": schema.integers(0, 2**32 - 1),
-}
-_SAVE_FIELDS = {
-    "folder": schema.folder,
-    "length": schema.integer(1, 2**30),
-    "is_compressed": bool,
-    "since": lambda where, value: _NUMBERS(where, value if isinstance(value, list) else [value]),
-    "end": lambda where, value: _NUMBERS(where, value if isinstance(value, list) else [value]),
-}
+@dataclasses.dataclass(frozen=True)
+class _Save:
+    """A `groups.Save`. Vectors have one number if all streams have the same one."""
+
+    folder: _Folder
+    length: _Length
+    since: Annotated[list[int], _Number]
+    end: Annotated[list[int], _Number]
+    is_compressed: bool
 
 
-def _short(numbers: np.ndarray) -> int | list[int]:
-    """Return one number if all streams have the same one, as streams that step together do."""
-    return int(numbers[0]) if len(numbers) and (numbers == numbers[0]).all() else numbers.tolist()
+@dataclasses.dataclass(frozen=True)
+class _Columns:
+    """Groups as they are written."""
 
+    saves: list[_Save]
+    columns: Annotated[list[int], _Sum]  # 7 of each group
+    leaves: list[Annotated[str, schema.name]]
+    sums: Annotated[list[int], _Sum]  # one of each group and leaf
 
-def _check_numbers(name: str, fields: dict[str, Any]) -> None:
-    """Check that `first`, `end` and `length` are consistent."""
-    first, end = (np.array(fields[which], np.int64) for which in ("first", "end"))
-    if len(first) != len(end) or (first > end).any() or (end - first > fields["length"]).any():
-        raise CorruptCheckpointError(
-            f"{name}: first, end: impossible for streams with a length of {fields['length']}"
-        )
-
-
-def _groups(where: str, fields: dict[str, Any], num_envs: int) -> Groups:
-    """Check the fields of groups and return the groups."""
-    schema.check_fields(where, fields, _GROUPS_FIELDS)
-    saves = [
-        _save(f"{where}: saves[{place}]", one, num_envs)
-        for place, one in enumerate(fields["saves"])
-    ]
-    leaves, num_groups = tuple(fields["leaves"]), len(fields["columns"]) // 7
-    if len(fields["columns"]) != 7 * num_groups or len(fields["sums"]) != num_groups * len(leaves):
-        raise CorruptCheckpointError(
-            f"{where}: columns, sums: {len(fields['columns'])} and {len(fields['sums'])} "
-            f"numbers do not fit {len(leaves)} leaves"
-        )
-    columns = np.array(fields["columns"], np.int64).reshape(-1, 7)
-    save, number, start, stop, env, env_stop, _ = columns.T
-    is_possible = (
-        (save < len(saves))
-        & (number < 10**6)
-        & (start < stop)
-        & (env < env_stop)
-        & (env_stop <= num_envs)
-    )
-    is_possible[is_possible] &= (
-        stop[is_possible] <= np.array([one.length for one in saves], np.int64)[save[is_possible]]
-    )
-    if not is_possible.all():
-        raise CorruptCheckpointError(
-            f"{where}: columns: group {int(np.argmin(is_possible))} has rows that cannot exist"
-        )
-    return Groups(
-        saves,
-        columns,
-        leaves,
-        np.array(fields["sums"], np.uint32).reshape(num_groups, len(leaves)),
-    )
-
-
-def _save(where: str, fields: dict[str, Any], num_envs: int) -> Save:
-    schema.check_fields(where, fields, _SAVE_FIELDS)
-    vectors = {}
-    for name in ("since", "end"):
-        numbers = np.array(fields[name], np.int64)
-        if numbers.ndim and len(numbers) != num_envs:
+    def groups(self, where: str, num_envs: int) -> Groups:
+        """Check that the groups are possible for a number of streams, and return them."""
+        saves = []
+        for at, one in enumerate(self.saves):
+            if {len(one.since), len(one.end)} - {1, num_envs}:
+                raise CorruptCheckpointError(
+                    f"{where}: saves[{at}]: since, end: expected one number, or {num_envs}"
+                )
+            _check_rows(f"{where}: saves[{at}]: since, end", one.length, one.since, one.end)
+            vectors = (np.array(numbers, np.int64) for numbers in (one.since, one.end))
+            since, end = (np.broadcast_to(vector, (num_envs,)) for vector in vectors)
+            saves.append(Save(one.folder, one.length, since, end, one.is_compressed))
+        num_groups, num_leaves = len(self.columns) // 7, len(self.leaves)
+        if (len(self.columns), len(self.sums)) != (7 * num_groups, num_groups * num_leaves):
             raise CorruptCheckpointError(
-                f"{where}: {name}: got {len(numbers)} streams, expected {num_envs}"
+                f"{where}: columns, sums: {len(self.columns)} and {len(self.sums)} numbers do not "
+                f"fit {num_leaves} leaves"
             )
-        vectors[name] = np.broadcast_to(numbers, (num_envs,))
-    if (vectors["since"] > vectors["end"]).any() or (
-        vectors["end"] - vectors["since"] > fields["length"]
-    ).any():
-        raise CorruptCheckpointError(
-            f"{where}: since, end: impossible for streams with a length of {fields['length']}"
-        )
-    return Save(
-        fields["folder"], fields["length"], is_compressed=fields["is_compressed"], **vectors
-    )
+        columns = np.array(self.columns, np.int64).reshape(-1, 7)
+        save, number, start, stop, env, env_stop, _ = columns.T
+        length = np.array([*(one.length for one in saves), 0])[np.minimum(save, len(saves))]
+        is_possible = (number < 10**6) & (start < stop) & (stop <= length)
+        is_possible &= (env < env_stop) & (env_stop <= num_envs)
+        if not is_possible.all():
+            raise CorruptCheckpointError(
+                f"{where}: columns: group {int(np.argmin(is_possible))} has rows that cannot exist"
+            )
+        sums = np.array(self.sums, np.uint32).reshape(num_groups, num_leaves)
+        return Groups(saves, columns, tuple(self.leaves), sums)
+
+
+def _short(numbers: np.ndarray) -> list[int]:
+    """Return one number if all streams have the same one, as streams that step together do."""
+    return numbers[:1].tolist() if (numbers == numbers[:1]).all() else numbers.tolist()
+
+
+def _check_rows(where: str, length: int, first: list[int], end: list[int]) -> None:
+    """Check that rings of a length can have these rows."""
+    low, high = np.array(first, np.int64), np.array(end, np.int64)
+    sizes = high - low if len(low) == len(high) or 1 in (len(low), len(high)) else np.array([-1])
+    if (sizes < 0).any() or (sizes > length).any():
+        raise CorruptCheckpointError(f"{where}: impossible for streams with a length of {length}")

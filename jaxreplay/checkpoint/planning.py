@@ -183,7 +183,7 @@ def _kept(
         return span.first, []
     since, kept = np.clip(np.array(base.end) - rows.num_rewritten(state), span.first, span.end), []
     compared = Span(span.first, since)
-    has = lambda group: _has(store, base, state, group, compared, damaged)
+    has = lambda group: _has(store, state, group, compared, damaged)
     num_same = sum(1 for _ in itertools.takewhile(has, base.groups))
     for at, group in reversed([*enumerate(base.groups)]):
         low, high = group.range()
@@ -200,7 +200,6 @@ def _kept(
 
 def _has(
     store: Files,
-    base: Manifest,
     state: ReplayState,
     group: Group,
     span: Span,
@@ -225,11 +224,9 @@ def _has(
     own, _ = rows.read(state, pow2.padded(index, pow2.power_above(len(is_held)), index[-1]))
     try:
         for name, leaf in named(own):
-            if leaf.size:
-                values = array_of(store, group, name, leaf.shape[1:], leaf.dtype)[is_held]
-                mine = np.ascontiguousarray(np.asarray(leaf)[: len(index)])
-                if mine.tobytes() != values.tobytes():
-                    return False
+            values = array_of(store, group, name, leaf.shape[1:], leaf.dtype)[is_held]
+            if rows.on_host(leaf)[: len(index)].tobytes() != values.tobytes():
+                return False
     except CorruptCheckpointError as error:
         damaged[group.folder] = str(error)
     return True

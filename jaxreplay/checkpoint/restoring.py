@@ -2,7 +2,6 @@
 few chunks of memory."""
 
 import collections
-import contextlib
 import functools
 import math
 import warnings
@@ -16,7 +15,6 @@ import numpy as np
 
 from jaxreplay._util.names import named
 from jaxreplay._util.signals import defer_interrupts
-from jaxreplay.buffers.trajectories import aligned_zeros
 from jaxreplay.checkpoint import arrays, resize, rows, salvage, verifying
 from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
@@ -148,27 +146,12 @@ class Reading:
             stored, rest = rows.split(state)
             del state
         if old is None:
-            leaves, structure = jax.tree.flatten(rest)
-            names = [name for name, _ in named(rest)]
-            del rest
-            for at, name in enumerate(names):  # each leaf is donated
-                leaves[at] = self._leaf(name, leaves[at])
-            rest = structure.unflatten(leaves)
-            del leaves
+            rest = self._rest(rest)
             stored = self._rows(stored, specs, buffer.length) if specs else stored
         else:
-            del rest
             rest = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), old[0])
-            leaves = [self._leaf(name, leaf) for name, leaf in named(rest)]
-            stored, rest = self._moved(
-                buffer,
-                before,
-                jax.tree.unflatten(jax.tree.structure(rest), leaves),
-                old[1],
-                stored,
-                specs,
-                damaged,
-            )
+            given = self._rest(rest), old[1], stored, specs, damaged
+            stored, rest = self._moved(buffer, before, *given)
         state = rows.join(stored, rest)
         return state if sharding is None else jax.device_put(state, sharding)
 
@@ -216,13 +199,15 @@ class Reading:
                     )
         return stored, rest.replace(sampler=sampler)
 
-    def _leaf(self, name: str, leaf: jax.Array) -> jax.Array:
-        """Read one leaf of the rest into a new state's leaf, which is donated."""
-        if leaf.size:
-            for start, values in self._chunks(name, leaf):
+    def _rest(self, rest: Any) -> Any:
+        """Read everything but the rows into new leaves, which are donated."""
+        leaves = []
+        for name, leaf in named(rest):
+            for start, values in self._chunks(name, leaf) if leaf.size else ():
                 leaf = jax.block_until_ready(rows.put_piece(leaf, start, values))
                 self._progress(values.nbytes)
-        return leaf
+            leaves.append(leaf)
+        return jax.tree.unflatten(jax.tree.structure(rest), leaves)
 
     def _chunks(self, name: str, leaf: Any) -> Iterator[tuple[int, np.ndarray]]:
         if name not in self._manifest.chunks:
@@ -253,56 +238,34 @@ class Reading:
         counts = groups.num_rows(first)
         most = int(groups.num_rows().max(initial=1))
         row_bytes = sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for _, leaf in leaves)
-        # Memory of written groups is used again: new memory costs as much as reading a file.
-        spare: dict[str, collections.deque[np.ndarray]] = {
-            name: collections.deque() for name, _ in leaves
-        }
+        buffers = [arrays.Buffers() for _ in leaves]
 
-        def read(group: Group, name: str, leaf: Any) -> tuple[np.ndarray, list[np.ndarray]]:
-            taken = []
-
-            def memory(size: int) -> np.ndarray:
-                with contextlib.suppress(IndexError):
-                    taken[:] = [spare[name].popleft()]
-                if not taken or len(taken[0]) < size:
-                    taken[:] = [aligned_zeros((size,), np.uint8)]
-                return taken[0][:size]
-
-            own = array_of(self._store, group, name, leaf.shape[1:], leaf.dtype, memory)
-            return own, taken
-
-        def begin(group: Group) -> tuple[Group, list[Future[Any]]]:
+        def begin(group: Group) -> tuple[Group, list[Future[np.ndarray]]]:
             with defer_interrupts():
-                return group, [pool.submit(read, group, *leaf) for leaf in filled_leaves]
+                return group, [
+                    pool.submit(
+                        array_of, self._store, group, name, leaf.shape[1:], leaf.dtype, own.take
+                    )
+                    for (name, leaf), own in zip(leaves, buffers, strict=True)
+                ]
 
         chosen = (
             groups[at]
             for at in reversed(range(len(groups)))
             if counts[at] and groups[at].folder not in self.holes.folders
         )
-        filled_leaves = [(name, leaf) for name, leaf in leaves if leaf.size]
         pool = ThreadPoolExecutor(self._store.num_readers, "jaxreplay-restore")
         try:
             for group, futures in _ahead(begin, chosen):
-                found = {
-                    name: future.result()
-                    for (name, _), future in zip(filled_leaves, futures, strict=True)
-                }
+                found = [future.result() for future in futures]
                 is_read, index = self._places(group, first, length)
-                values = [
-                    found[name][0]
-                    if name in found
-                    else np.zeros((len(is_read), *leaf.shape[1:]), leaf.dtype)
-                    for name, leaf in leaves
-                ]
-                if len(index) < len(is_read):
-                    values = [leaf[is_read] for leaf in values]
                 if len(index):
+                    is_whole = len(index) == len(is_read)
+                    values = found if is_whole else [leaf[is_read] for leaf in found]
                     values = jax.tree.unflatten(jax.tree.structure(specs), values)
                     stored = rows.put(stored, index, values, most)
-                for name, (_, taken) in found.items():
-                    spare[name] += taken
-                del values, found
+                for own, leaf in zip(buffers, found, strict=True):
+                    own.give_back(leaf)
                 missing -= len(index)
                 self._progress(len(index) * row_bytes)
         finally:

@@ -1,12 +1,12 @@
-"""Checks of fields that were read: each error names the field, and what was expected and got.
+"""Values from a file as their types say: each error names the field, and what was expected and got.
 
-A check takes the field's name (`where`) and its value. It raises a CorruptCheckpointError if the
-value is invalid.
+A type is a class, `list[...]`, `dict[str, ...]`, a dataclass, or `Annotated` with checks.
 """
 
+import dataclasses
 import re
-from collections.abc import Callable
-from typing import Any
+import typing
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,98 +14,85 @@ import numpy as np
 from jaxreplay._util.names import printable
 from jaxreplay.checkpoint.files import CorruptCheckpointError
 
-_FOLDER = re.compile(r"[0-9]{10}-[0-9a-f]{8}")
 _SPEC = re.compile(r"([a-z][a-z0-9_]{0,30})\[([0-9]{1,12}(?:, [0-9]{1,12}){0,60})?\]")
 MOST_DEPTH = 100  # nested dicts and lists of metadata
 _MOST_BYTES = 2**50  # of a row or an array
-Check = Callable[[str, Any], None]
 
 
-def check(where: str, value: Any, kind: type) -> None:
-    """Check that a value has a type; a bool is no int."""
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise CorruptCheckpointError(f"{where}: expected {kind.__name__}, got {_shown(value)}")
+class Range(typing.NamedTuple):
+    """Check of an integer, or of each one in a list, which is fast for long lists."""
+
+    low: int
+    high: int
+
+    def __call__(self, where: str, value: Any) -> None:
+        numbers = value if isinstance(value, list) else [value]
+        if numbers and not self.low <= min(numbers) <= max(numbers) <= self.high:
+            bad = next(one for one in numbers if not self.low <= one <= self.high)
+            raise expected(where, f"{self.low} to {self.high}", bad)
 
 
-def check_fields(where: str, fields: Any, checks: dict[str, Any]) -> None:
-    """Check that a value is a dict with exactly these fields, each valid.
+def decoded(where: str, kind: Any, value: Any) -> Any:
+    """Return a value that was read from JSON as a type.
 
     Args:
-      where: The dict's name.
-      fields: The dict.
-      checks: A type or a check, by field.
+      where: Name of the value, for errors.
+      kind: The type.
+      value: The value.
+
+    Raises:
+      CorruptCheckpointError: The value is of another type, or does not pass a check.
     """
-    check(where, fields, dict)
-    if fields.keys() != checks.keys():
-        missing, more = (
-            [printable(name) for name in sorted(names)]
-            for names in (checks.keys() - fields.keys(), fields.keys() - checks.keys())
-        )
-        raise CorruptCheckpointError(
-            f"{where}: missing {', '.join(missing) or 'nothing'}, unexpected "
-            f"{', '.join(more) or 'nothing'}"
-        )
-    for name, wanted in checks.items():
-        _run(f"{where}: {name}", fields[name], wanted)
-
-
-def integer(low: int, high: int) -> Check:
-    def run(where: str, value: Any) -> None:
-        check(where, value, int)
-        if not low <= value <= high:
-            raise CorruptCheckpointError(f"{where}: expected {low} to {high}, got {_shown(value)}")
-
-    return run
-
-
-def integers(low: int, high: int) -> Check:
-    """Return a check of a list of integers, which is fast for long lists."""
-    one_by_one = list_of(integer(low, high))
-
-    def run(where: str, value: Any) -> None:
-        is_plain = isinstance(value, list) and all(type(one) is int for one in value)
-        if not is_plain or (value and not low <= min(value) <= max(value) <= high):
-            one_by_one(where, value)
-
-    return run
-
-
-def list_of(item: Any) -> Check:
-    def run(where: str, value: Any) -> None:
-        check(where, value, list)
-        for place, one in enumerate(value):
-            _run(f"{where}[{place}]", one, item)
-
-    return run
-
-
-def dict_of(item: Any) -> Check:
-    def run(where: str, value: Any) -> None:
-        check(where, value, dict)
-        for key, one in value.items():
+    if type(value) is kind:
+        return value
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        found = decoded(where, inner[0], value)
+        for check in inner[1:]:
+            check(where, found)
+        return found
+    if dataclasses.is_dataclass(kind):
+        types = typing.get_type_hints(kind, include_extras=True)
+        if not isinstance(value, dict):
+            raise expected(where, "dict", value)
+        if value.keys() != types.keys():
+            missing, more = (
+                ", ".join(map(printable, sorted(names))) or "nothing"
+                for names in (types.keys() - value.keys(), value.keys() - types.keys())
+            )
+            raise CorruptCheckpointError(f"{where}: missing {missing}, unexpected {more}")
+        found = {name: decoded(f"{where}: {name}", types[name], value[name]) for name in types}
+        make: Any = kind
+        return make(**found)
+    if type(value) is not origin:  # a bool is no int
+        raise expected(where, (origin or kind).__name__, value)
+    if origin is dict:
+        for key in value:
             name(where, key)
-            _run(f"{where}[{printable(key)}]", one, item)
+        return {
+            key: decoded(f"{where}[{printable(key)}]", inner[1], one) for key, one in value.items()
+        }
+    if origin is list and not (inner[0] is int and all(type(one) is int for one in value)):
+        return [decoded(f"{where}[{at}]", inner[0], one) for at, one in enumerate(value)]
+    return value
 
-    return run
 
-
-def name(where: str, value: Any) -> None:
+def name(where: str, value: str) -> None:
     """Check the name of a leaf, which becomes part of a file's name."""
-    check(where, value, str)
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise CorruptCheckpointError(f"{where}: expected a name, got {_shown(value)}") from None
+        raise expected(where, "a name", value) from None
 
 
-def folder(where: str, value: Any) -> None:
+def folder(where: str, value: str) -> None:
     """Check the name of a checkpoint's folder: it cannot lead to another folder."""
-    _match(where, value, _FOLDER, "a name such as 0000000001-0123abcd")
+    if not re.fullmatch(r"[0-9]{10}-[0-9a-f]{8}", value):
+        raise expected(where, "a name such as 0000000001-0123abcd", value)
 
 
 def metadata(where: str, value: Any) -> None:
     """Check that JSON is not nested too deeply for Python to copy it."""
-    check(where, value, dict)
     level = [value]
     for _ in range(MOST_DEPTH):
         level = [
@@ -119,16 +106,13 @@ def metadata(where: str, value: Any) -> None:
     raise CorruptCheckpointError(f"{where}: nested more than {MOST_DEPTH} deep")
 
 
-def spec(where: str, value: Any) -> None:
-    """Check the text of a dtype and a shape, such as `uint8[84, 84]`."""
-    _match(where, value, _SPEC, "a dtype and a shape, such as float32[3, 2]")
-    dtype_and_shape(where, value)
+Metadata = Annotated[dict, metadata]
 
 
 def dtype_and_shape(where: str, text: str) -> tuple[np.dtype, tuple[int, ...]]:
-    """Return the dtype and the shape of a `spec`."""
-    found = _SPEC.fullmatch(text)
-    assert found is not None
+    """Return the dtype and the shape of a text such as `uint8[84, 84]`."""
+    if (found := _SPEC.fullmatch(text)) is None:
+        raise expected(where, "a dtype and a shape, such as float32[3, 2]", text)
     shape = tuple(int(size) for size in (found[2] or "").split(", ") if size)
     try:
         dtype = np.dtype(jnp.dtype(found[1]))
@@ -144,26 +128,10 @@ def dtype_and_shape(where: str, text: str) -> tuple[np.dtype, tuple[int, ...]]:
     return dtype, shape
 
 
-def _run(where: str, value: Any, wanted: Any) -> None:
-    if isinstance(wanted, type):
-        check(where, value, wanted)
-    else:
-        wanted(where, value)
-
-
-def _match(where: str, value: Any, pattern: re.Pattern[str], expected: str) -> None:
-    if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise CorruptCheckpointError(f"{where}: expected {expected}, got {_shown(value)}")
-
-
-def _shown(value: Any) -> str:
-    """Return the beginning of any value's text, for an error."""
+def expected(where: str, what: str, value: Any) -> CorruptCheckpointError:
+    """Return the error for a value that is not `what`, with the beginning of its text."""
     try:
-        text = (
-            repr(value)
-            if isinstance(value, str | int | float | bool | type(None))
-            else type(value).__name__
-        )
+        text = repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
     except ValueError:  # an integer of very many digits
         text = "an integer with too many digits to print"
-    return printable(text[:60])
+    return CorruptCheckpointError(f"{where}: expected {what}, got {printable(text[:60])}")

@@ -82,11 +82,11 @@ def test_a_manifest_of_many_groups_and_streams_that_step_apart_is_small():
             wanted.num_rows,
         )
         np.testing.assert_array_equal(group.range(), wanted.range())
-    first, end = 100 * np.arange(4096), np.full(4096, 2**19)
-    counts = got.groups.num_rows(first, end)
+    first = 100 * np.arange(4096)
+    counts = got.groups.num_rows(first)
     for at in range(0, 10_000, 500):
         low, high = got.groups[at].range()
-        assert counts[at] == np.maximum(np.minimum(high, end) - np.maximum(low, first), 0).sum()
+        assert counts[at] == np.maximum(high - np.maximum(low, first), 0).sum()
     assert len(set(counts.tolist())) > 50
 
 
