@@ -7,6 +7,7 @@ differently, its rows differ from there on.
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -183,8 +184,9 @@ def _kept(
         return span.first, []
     since, kept = np.clip(np.array(base.end) - rows.num_rewritten(state), span.first, span.end), []
     compared = Span(span.first, since)
-    has = lambda group: _has(store, state, group, compared, damaged)
-    num_same = sum(1 for _ in itertools.takewhile(has, base.groups))
+    # all are begun first, so that the device need not wait for the host
+    begun = [_compared(store, state, group, compared, damaged) for group in base.groups]
+    num_same = sum(1 for _ in itertools.takewhile(lambda is_same: is_same(), begun))
     for at, group in reversed([*enumerate(base.groups)]):
         low, high = group.range()
         first = np.maximum(low, span.first)
@@ -198,35 +200,41 @@ def _kept(
     return since, kept[::-1]
 
 
-def _has(
-    store: Files,
-    state: ReplayState,
-    group: Group,
-    span: Span,
-    damaged: dict[str, str],
-) -> bool:
-    """Return True if the state has the group's rows that lie in `span`, and none lies after `span`.
+def _compared(
+    store: Files, state: ReplayState, group: Group, span: Span, damaged: dict[str, str]
+) -> Callable[[], bool]:
+    """Begin to compare a group with a state.
 
     A group whose rows all lie in `span` is compared by its fingerprint, one with rows before `span`
     by its files. A damaged group counts as equal: it is written again from the state.
+
+    Returns:
+      A function that returns True if the state has the group's rows that lie in `span`, and none
+      lies after `span`.
     """
     low, high = group.range()
     if ((low < high) & (high > span.end)).any():
-        return False
+        return lambda: False
     if not ((low < high) & (high > span.first)).any() or group.folder in damaged:
-        return True
+        return lambda: True
     picked = group.rows()
     is_held = picked.number >= span.first[picked.env]
     if is_held.all():
-        return int(fingerprint.of_rows(state, picked)) == group.fingerprint
-    index = rows.rows_at(Picked(picked.env[is_held], picked.number[is_held]), state.layout.length)
-    # padded, so that few programs are compiled
-    own, _ = rows.read(state, pow2.padded(index, pow2.power_above(len(is_held)), index[-1]))
-    try:
-        for name, leaf in named(own):
-            values = array_of(store, group, name, leaf.shape[1:], leaf.dtype)[is_held]
-            if rows.on_host(leaf)[: len(index)].tobytes() != values.tobytes():
-                return False
-    except CorruptCheckpointError as error:
-        damaged[group.folder] = str(error)
-    return True
+        total = fingerprint.of_rows(state, picked)
+        return lambda: int(total) == group.fingerprint
+
+    def by_files() -> bool:
+        held = Picked(picked.env[is_held], picked.number[is_held])
+        index = rows.rows_at(held, state.layout.length)
+        # padded, so that few programs are compiled
+        own, _ = rows.read(state, pow2.padded(index, pow2.power_above(len(is_held)), index[-1]))
+        try:
+            for name, leaf in named(own):
+                values = array_of(store, group, name, leaf.shape[1:], leaf.dtype)[is_held]
+                if rows.on_host(leaf)[: len(index)].tobytes() != values.tobytes():
+                    return False
+        except CorruptCheckpointError as error:
+            damaged[group.folder] = str(error)
+        return True
+
+    return by_files
