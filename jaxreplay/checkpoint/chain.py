@@ -19,7 +19,6 @@ import socket
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 from jaxreplay._util.signals import defer_interrupts
@@ -33,7 +32,7 @@ from jaxreplay.checkpoint.files import (
 from jaxreplay.checkpoint.manifest import Manifest, checksum_of, manifest_name
 
 # Files with other names are never deleted.
-_OWN = re.compile(r"([0-9]{10})(?:-([0-9a-f]{8}))?(-[0-9]{6}|\.json.*)?")
+_OWN = re.compile(r"(?:manifests|rest|rows)/([0-9]{10})(?:-([0-9a-f]{8}))?(-[0-9]{6}|\.json.*)?")
 _MANIFEST = re.compile(r"[0-9]{10}(-[0-9a-f]{8})?\.json")
 _TRIES = 20
 _PROCESS = secrets.token_hex(8)  # the system may reuse a process's pid
@@ -62,8 +61,9 @@ class Chain:
         self._tokens: list[str] = []
         # checksums and manifests of the last `read`, by file name
         self._known: dict[str, tuple[bytes, Manifest]] = {}
-        # files and folders, by kind; None if others may have written since they were listed
-        self._listed: dict[str, set[str]] | None = None
+        # files and folders; None if others may have written since they were listed
+        self._listed: set[str] | None = None
+        self._newest_read = 0  # number of the newest manifest at the last `read`
         self._finalizer = weakref.finalize(self, _leave, store, self._tokens, os.getpid())
 
     def read(self) -> tuple[list[Manifest], list[str]]:
@@ -96,6 +96,7 @@ class Chain:
                     for name, known in self._known.items()
                     if name.removeprefix("manifests/") in before
                 }
+                self._newest_read = max((int(name[:10]) for name in before), default=0)
                 return list(found.values()), problems
 
     def _manifest(self, name: str) -> Manifest:
@@ -117,7 +118,7 @@ class Chain:
         return max((int(name[:10]) for name in self._manifests()), default=0)
 
     def enter(self, newest: Manifest | None, is_successor: bool) -> str:
-        """Begin a save, as the one writer of the path.
+        """Begin a save, as the one writer of the path, after a `read`.
 
         Args:
           newest: The newest checkpoint.
@@ -140,7 +141,7 @@ class Chain:
                 self._tokens.append(secrets.token_hex(4))
             content = json.dumps(whoami() | {"process": _PROCESS}).encode()
             self._store.create(_file_of(self._tokens[-1]), content)
-        return f"{self._newest() + 1:010}-{self._tokens[-1]}"
+        return f"{self._newest_read + 1:010}-{self._tokens[-1]}"
 
     def _holder(self, token: str) -> Any:
         """Return who a writer is; `_GONE` if it has left, or its process ended on this machine."""
@@ -211,44 +212,42 @@ class Chain:
         with defer_interrupts():
             _leave(self._store, self._tokens, os.getpid())
 
-    def collect(self, generations: Iterable[Manifest], base: Manifest | None) -> None:
+    def collect(self, base: Manifest | None = None) -> None:
         """Delete older checkpoints, and files that incomplete saves have left.
 
         A file that cannot be deleted now stays until the next call, with a warning.
 
         Args:
-          generations: All manifests, newest first; the newest `max_to_keep` are kept.
-          base: A manifest to keep in any case, or None.
+          base: A manifest to keep beside the newest `max_to_keep`. Default: none.
         """
-        kept = [*list(generations)[: self._keep], *([] if base is None else [base])]
-        used = {
-            "manifests": {manifest.name.removeprefix("manifests/") for manifest in kept},
-            "rest": {manifest.folder for manifest in kept},
-            "rows": {group.folder for manifest in kept for group in manifest.groups},
-        }
         # The list is kept: this writer knows what it adds, and listing an object store may take
         # hundreds of requests.
         if self._listed is None:
-            self._listed = {kind: set(self._store.entries(kind)) for kind in used}
-        newest, is_gone = max((one.number for one in kept), default=0), dict.fromkeys(self._tokens)
-        for kind, names in used.items():  # manifests first: each needs the files that it names
-            for name in sorted(self._listed[kind] - names):
-                if (own := _OWN.fullmatch(name)) is None:
-                    continue
-                number, token = int(own[1]), own[2]
-                if kind != "manifests" and token not in is_gone:
-                    is_gone[token] = self._holder(token) is _GONE
-                is_late = number < newest if kind == "manifests" else number + 1 < newest
-                if is_late or (kind != "manifests" and is_gone[token] is not False):
-                    try:
-                        self._store.delete(f"{kind}/{name}")
-                        self._listed[kind].discard(name)
-                    except (OSError, ValueError, RuntimeError) as error:
-                        warnings.warn(
-                            f"{kind}/{name} is no longer needed, but cannot be deleted: {error}",
-                            stacklevel=2,
-                        )
-            self._listed[kind] |= names
+            kinds = ("manifests", "rest", "rows")
+            self._listed = {
+                f"{kind}/{name}" for kind in kinds for name in self._store.entries(kind)
+            }
+        found = {name: own for name in sorted(self._listed) if (own := _OWN.fullmatch(name))}
+        is_gone = {
+            token: token in self._tokens or self._holder(token) is _GONE
+            for token in {own[2] for own in found.values()} - {None}
+        }
+        # Read after that: the manifest of a writer who has left is there.
+        kept = [*self.read()[0][: self._keep], *([] if base is None else [base])]
+        newest = max((manifest.number for manifest in kept), default=0)
+        named = {name for manifest in kept for name in manifest.files()}
+        for name, own in found.items():  # manifests first: each needs the files that it names
+            number, token = int(own[1]), own[2]
+            is_late = number + (token is not None) < newest
+            if name not in named and (is_late or is_gone.get(token)):
+                try:
+                    self._store.delete(name)
+                    self._listed.discard(name)
+                except (OSError, ValueError, RuntimeError) as error:
+                    warnings.warn(
+                        f"{name} is no longer needed, but cannot be deleted: {error}", stacklevel=2
+                    )
+        self._listed |= named
 
 
 def _file_of(token: str) -> str:

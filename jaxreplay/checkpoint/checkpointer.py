@@ -26,8 +26,10 @@ from jaxreplay.checkpoint.identity import check_path
 from jaxreplay.checkpoint.manifest import STEPS, Manifest
 from jaxreplay.checkpoint.salvage import MissingRows
 from jaxreplay.checkpoint.saving import Saving
+from jaxreplay.checkpoint.shards import Shards
 from jaxreplay.checkpoint.store import store_at
 from jaxreplay.checkpoint.verifying import Rounds, Verified
+from jaxreplay.distributed.sharded import Sharded
 from jaxreplay.storage import row_flags
 
 _MIB = 2**20
@@ -52,7 +54,8 @@ class Checkpointer:
         "endpoint": "http://127.0.0.1:9000", "aws_region": "us-east-1"}. The first save claims the
         path for this object, until `close` or until the object or its process ends. Reading needs
         no claim.
-      buffer: The `ReplayBuffer` or `Rollout` whose states are saved.
+      buffer: The `ReplayBuffer`, `Rollout` or `jaxreplay.sharded` buffer whose states are saved. A
+        sharded state is saved as that of one buffer, so that any number of devices restores it.
       max_to_keep: Number of newest checkpoints to keep. Default: 3.
       chunk_bytes: Memory in bytes for rows that are being copied or written. A file holds at most
         half of it, but at least one row. Default: 64 MiB.
@@ -86,16 +89,17 @@ class Checkpointer:
         progress: bool | None = None,
         timeout: float = 60.0,
     ):
-        if not isinstance(buffer, ReplayBuffer | Rollout):
+        if not isinstance(buffer, ReplayBuffer | Rollout | Sharded):
             raise ValueError(
                 "Checkpointer: buffer must be a ReplayBuffer or a Rollout, got "
                 f"{type(buffer).__name__}; instead of jaxreplay.jit(buffer) pass "
-                "buffer; for a mixture use one Checkpointer and one path per part; a sharded "
-                "buffer cannot be saved yet"
+                "buffer; for a mixture use one Checkpointer and one path per part"
             )
         checks.check_size("Checkpointer", "max_to_keep", max_to_keep)
         checks.check_size("Checkpointer", "chunk_bytes", chunk_bytes)
         self.buffer: Any = buffer
+        self._shards = Shards(buffer) if isinstance(buffer, Sharded) else None
+        self._buffer: Any = buffer if self._shards is None else self._shards.buffer
         self._pid = os.getpid()
         self._store = store_at(path, timeout)
         self.path: str = self._store.name
@@ -166,11 +170,12 @@ class Checkpointer:
         )
         self.wait_until_finished(state)
         with self._ending():
+            state = state if self._shards is None else self._shards.joined(state)
             self._begin(state, step, blocking, metadata)
             if blocking:
-                self.wait_until_finished(state)
+                self._finish(state)
             else:
-                self.advance(state, 0)
+                self._advance(state, 0)
 
     def _begin(
         self, state: Any, step: int | None, blocking: bool, metadata: dict[str, Any]
@@ -193,10 +198,10 @@ class Checkpointer:
             "is_compressed": self._level is not None,
             "damaged": damaged,
         }
-        plan = planning.planned(self._store, self.buffer, state, self._base, **options)
+        plan = planning.planned(self._store, self._buffer, state, self._base, **options)
         if more := self._rounds.look(plan):
             damaged |= more
-            plan = planning.planned(self._store, self.buffer, state, self._base, **options)
+            plan = planning.planned(self._store, self._buffer, state, self._base, **options)
         if damaged:  # or another writer was faster, and has deleted them
             self._chain.check_newest(plan.draft.number - 1)
         for problem in damaged.values():
@@ -205,8 +210,8 @@ class Checkpointer:
                 "and are written again",
                 stacklevel=3,
             )
-        check_path(self._store.name, found, plan.draft, self.buffer, self._base is not None)
-        self._chain.collect(found, self._base)
+        check_path(self._store.name, found, plan.draft, self._buffer, self._base is not None)
+        self._chain.collect(self._base)
         rest = rows.split(state)[1]
         rest_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(rest))
         is_own = rest_bytes <= self._chunk_bytes and not blocking
@@ -228,8 +233,7 @@ class Checkpointer:
         self._chain.commit(manifest)
         self._base, self._has_saved = manifest, True
         bar.close()
-        others = [other for other in self._chain.read()[0] if other.step != manifest.step]
-        self._chain.collect([manifest, *others], None)
+        self._chain.collect()
 
     def advance(self, state: Any, num_steps: int = 1) -> None:
         """Copy some rows for a background save, those first that will be overwritten first.
@@ -246,15 +250,22 @@ class Checkpointer:
           RuntimeError: `state` is from another run, or rows were overwritten or cleared before they
             were copied.
         """
-        if self._saving is None:
-            return
-        with self._ending():
-            if not self._saving.is_running:
-                self._saving.join()
-                self._saving = None
-            elif not self._saving.is_copied:
-                rows_per_step = row_flags.rows_per_step(self.buffer.autoreset)
-                self._saving.advance(state, num_steps * rows_per_step)
+        if self._saving is not None:
+            with self._ending():
+                self._advance(self._rows_of(state), num_steps)
+
+    def _advance(self, state: Any, num_steps: int) -> None:
+        assert self._saving is not None
+        if not self._saving.is_running:
+            self._saving.join()
+            self._saving = None
+        elif not self._saving.is_copied:
+            rows_per_step = row_flags.rows_per_step(self._buffer.autoreset)
+            self._saving.advance(state, num_steps * rows_per_step)
+
+    def _rows_of(self, state: Any) -> Any:
+        """Return a state from which rows can be copied."""
+        return state if self._shards is None else self._shards.streams(state)
 
     def wait_until_finished(self, state: Any) -> None:
         """Copy all rows that a background save still needs, and wait until it is complete.
@@ -272,8 +283,12 @@ class Checkpointer:
         """
         if self._saving is not None:
             with self._ending():
-                self._saving.finish(state)
-                self._saving = None
+                self._finish(self._rows_of(state))
+
+    def _finish(self, state: Any) -> None:
+        assert self._saving is not None
+        self._saving.finish(state)
+        self._saving = None
 
     def close(self) -> None:
         """End a background save and release the path to other writers.
@@ -355,10 +370,14 @@ class Checkpointer:
             raise RuntimeError(
                 "restore: a save is under way; call wait_until_finished(state) first"
             )
+        if self._shards is not None:
+            if sharding is not None:
+                raise ValueError("restore: a sharded buffer's mesh is its own; leave out sharding")
+            sharding = self._shards.placement(example)
         found = restoring.restored(
             self._store,
             self._chain,
-            self.buffer,
+            self._buffer,
             example,
             step,
             resize,
@@ -372,7 +391,7 @@ class Checkpointer:
             copy.deepcopy(found.manifest.metadata),
         )
         self.missing_rows = found.lost
-        return found.state
+        return found.state if self._shards is None else self._shards.divided(found.state)
 
     def verify(self) -> list[Verified]:
         """Read all files of all checkpoints and compare them with their checksums.
@@ -402,7 +421,9 @@ class Checkpointer:
 
     def _check_state(self, where: str, state: Any) -> None:
         check_not_forked("this Checkpointer", self._pid)
-        if isinstance(self.buffer, ReplayBuffer):
+        if self._shards is not None:
+            self._shards.check(where, state)
+        elif isinstance(self.buffer, ReplayBuffer):
             check_state(where, self.buffer, state)
         else:
             self.buffer.steps(state)  # raises the same error

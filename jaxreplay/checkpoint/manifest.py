@@ -72,6 +72,11 @@ class Manifest:
         """Name of the manifest's file."""
         return manifest_name(self.number)
 
+    def files(self) -> set[str]:
+        """Return the names of the files and folders of the checkpoint."""
+        rows = {f"rows/{group.folder}" for group in self.groups}
+        return {self.name, f"rest/{self.folder}"} | rows
+
     @property
     def leaves(self) -> list[Leaf]:
         found = []

@@ -47,11 +47,11 @@ def parted(before: Any, old: ReplayState) -> tuple[ReplayState, dict[str, Any]]:
     row, by name. The leaves may be shapes."""
     per_row = before.sampler.per_row(old.sampler)
     return old.replace(
-        sampler=_with(old.sampler, dict.fromkeys(before.sampler.PER_ROW)), episodes=None
+        sampler=with_fields(old.sampler, dict.fromkeys(before.sampler.PER_ROW)), episodes=None
     ), per_row
 
 
-def _with(state: Any, fields: dict[str, Any]) -> Any:
+def with_fields(state: Any, fields: dict[str, Any]) -> Any:
     return state.replace(**fields) if fields else state
 
 
@@ -66,7 +66,9 @@ def resized(after: Any, old: ReplayState, streams: Streams) -> ReplayState:
       streams: The result of `with_heads`, with the rows in their places.
     """
     fresh = after.sampler.init(streams.layout)
-    sampler = _with(old.sampler, {name: getattr(fresh, name) for name in after.sampler.PER_ROW})
+    sampler = with_fields(
+        old.sampler, {name: getattr(fresh, name) for name in after.sampler.PER_ROW}
+    )
     if jax.tree.map(jnp.shape, sampler) != jax.tree.map(jnp.shape, fresh):
         raise NotImplementedError(
             f"{type(after.sampler).__name__} keeps values per row: name these fields of its state "

@@ -25,7 +25,7 @@ from jaxreplay.types import Index, Sample, T
 
 _FOR_THE_SHARDS = 2  # the purpose of random bits; the sampler has 0, the view 1
 _METRIC_DRAWS = 128
-_SUMS = ("size", "num_bad_priorities", "num_stale_updates")  # metrics that add up
+SUMS = ("size", "num_bad_priorities", "num_stale_updates")  # metrics that add up
 
 
 class _Whole(NamedTuple):
@@ -249,7 +249,7 @@ class Local(Static, Generic[T]):
         own = self.buffer.metrics(state)
         num_draws = -(-_METRIC_DRAWS // self.num_shards)
         weight = self._draw_evenly(state, jax.random.key(0), num_draws, beta).weight
-        sums = {name: own[name] for name in _SUMS if name in own}
+        sums = {name: own[name] for name in SUMS if name in own}
         sums["fill"] = own["fill"] / self.num_shards
         alpha = getattr(self.buffer.sampler, "alpha", 1.0)
         if "mean_priority" in own:

@@ -4,6 +4,7 @@ a dead one is succeeded, and rows of two runs never mix."""
 import contextlib
 import errno
 import gc
+import itertools
 import os
 import pathlib
 import shutil
@@ -347,18 +348,22 @@ def test_a_collection_leaves_what_may_still_count(where, delay_of_commit):
         items(),
         [added(items(), items().init(EXAMPLE), start, 4) for start in (0, 500)],
     )
-    for name, owner in (("enter", "_chain"), ("write", "_store"), ("create", "_store")):
+    steps_of_a_save = (("read", "_chain"), ("enter", "_chain"), ("write", "_store"))
+    steps_of_a_save += (("create", "_store"), ("entries", "_store"))
+    for (name, owner), leaves in itertools.product(steps_of_a_save, (False, True)):
         one, other = (Checkpointer(where, replay, max_to_keep=1) for _ in range(2))
         real = getattr(getattr(one, owner), name)
 
         once = threading.Semaphore()
 
-        def paused(*given, real=real, other=other, once=once):
+        def paused(*given, real=real, other=other, once=once, leaves=leaves):
             found = real(*given)
             if not once.acquire(blocking=False):
                 return found
             with contextlib.suppress(PathInUseError):  # the paused one has committed already
                 other.save(states[1], 2)
+            if leaves:
+                other.close()
             assert all(not one.problems for one in other.verify())
             return found
 
@@ -366,6 +371,7 @@ def test_a_collection_leaves_what_may_still_count(where, delay_of_commit):
             patch.setattr(getattr(one, owner), name, paused)
             with contextlib.suppress(PathInUseError):
                 one.save(states[0], 1)
+        assert all(not one.problems for one in other.verify())
         steps = other.all_steps()
         assert len(steps) == 1
         assert numbers(replay, other.restore(EXAMPLE))[0][0] == {1: 0, 2: 500}[steps[0]]

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 import jaxreplay as jr
+from jaxreplay.checkpoint import Checkpointer
 
 E = 8
 
@@ -66,6 +67,13 @@ def main(num, which, port, path):
             for shard in leaf.addressable_shards:
                 content = np.ascontiguousarray(shard.data).tobytes()
                 found[f"{draw} {number} {shard.index}"] = hashlib.sha256(content).hexdigest()
+    if num > 1:  # one process saves it, several do not yet
+        try:
+            Checkpointer(f"{path} saved", buffer)
+        except ValueError as error:
+            assert "over several processes cannot be saved yet" in str(error)
+        else:
+            raise AssertionError("a buffer over several processes was saved")
     with open(path, "w") as file:
         json.dump(found, file)
 

@@ -254,9 +254,6 @@ def test_what_cannot_be_sharded_is_refused():
         jr.sharded(jr.items(**shape), mesh, draw="odd")
     with pytest.raises(ValueError, match=r"mesh must be a jax\.sharding\.Mesh"):
         jr.sharded(jr.items(**shape), 4)
-    checkpoint = pytest.importorskip("jaxreplay.checkpoint", reason="an extra is not installed")
-    with pytest.raises(ValueError, match="a sharded buffer cannot be saved yet"):
-        checkpoint.save("nowhere", buffer, state)
     for sampler, reason in ((Heavy(), "has weights of its own"), (Latest(), "lacks mass")):
         with pytest.raises(ValueError, match=reason):
             jr.sharded(jr.items(**shape, sampler=sampler), mesh)

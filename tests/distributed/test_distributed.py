@@ -23,7 +23,7 @@ def environment(num_devices):
     return os.environ | path | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
 
 
-@pytest.mark.parametrize("name", ["shards", "draws", "programs"])
+@pytest.mark.parametrize("name", ["shards", "draws", "programs", "saved"])
 def test_on_eight_devices(name):
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / f"{name}.py")],
