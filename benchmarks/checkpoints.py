@@ -175,13 +175,13 @@ def _loop(_: str, gigabytes: float, folder: pathlib.Path) -> dict[str, float]:
     import jaxreplay as jr
     from jaxreplay.checkpoint import Checkpointer
 
-    buffer, _, state = filled(num_rows_of(gigabytes))
-    buffer, steps = jr.jit(buffer), steps_of(8, 7)
+    saved, _, state = filled(num_rows_of(gigabytes))
+    buffer, steps = jr.jit(saved), steps_of(8, 7)
     each = itertools.cycle([jax.tree.map(lambda leaf, t=t: leaf[t], steps) for t in range(8)])
     keys = itertools.cycle(list(jax.random.split(jax.random.key(0), 64)))
     found: dict[str, float] = {}
     for name in ("first", "second"):
-        checkpointer = Checkpointer(folder / name, buffer, compression_level=None)
+        checkpointer = Checkpointer(folder / name, saved, compression_level=None)
         for what in ("alone", "saving", "alone after"):
             os.sync()
             start, count = time.perf_counter(), 0

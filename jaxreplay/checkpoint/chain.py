@@ -63,8 +63,9 @@ class Chain:
         self._known: dict[str, tuple[bytes, Manifest]] = {}
         # files and folders; None if others may have written since they were listed
         self._listed: set[str] | None = None
-        self._newest_read = 0  # number of the newest manifest at the last `read`
-        self._finalizer = weakref.finalize(self, _leave, store, self._tokens, os.getpid())
+        self.newest_read = 0  # number of the newest manifest at the last `read`
+        self._pid = os.getpid()
+        weakref.finalize(self, _leave, store, self._tokens, self._pid)
 
     def read(self) -> tuple[list[Manifest], list[str]]:
         """Read all manifests.
@@ -96,7 +97,7 @@ class Chain:
                     for name, known in self._known.items()
                     if name.removeprefix("manifests/") in before
                 }
-                self._newest_read = max((int(name[:10]) for name in before), default=0)
+                self.newest_read = max((int(name[:10]) for name in before), default=0)
                 return list(found.values()), problems
 
     def _manifest(self, name: str) -> Manifest:
@@ -141,7 +142,7 @@ class Chain:
                 self._tokens.append(secrets.token_hex(4))
             content = json.dumps(whoami() | {"process": _PROCESS}).encode()
             self._store.create(_file_of(self._tokens[-1]), content)
-        return f"{self._newest_read + 1:010}-{self._tokens[-1]}"
+        return f"{self.newest_read + 1:010}-{self._tokens[-1]}"
 
     def _holder(self, token: str) -> Any:
         """Return who a writer is; `_GONE` if it has left, or its process ended on this machine."""
@@ -210,7 +211,7 @@ class Chain:
         """Let others write."""
         self._listed = None
         with defer_interrupts():
-            _leave(self._store, self._tokens, os.getpid())
+            _leave(self._store, self._tokens, self._pid)
 
     def collect(self, base: Manifest | None = None) -> None:
         """Delete older checkpoints, and files that incomplete saves have left.

@@ -188,7 +188,7 @@ class Checkpointer:
         folder = self._chain.enter(newest, is_successor)
         if step is None:
             step = _checked_step(0 if newest is None else newest.step + 1)
-        group_bytes = self._chunk_bytes // 4  # some are copied, while others are written
+        group_bytes = self._chunk_bytes // 2  # some are copied, while others are written
         damaged: dict[str, str] = {}
         options = {
             "folder": folder,
@@ -222,7 +222,7 @@ class Checkpointer:
                 plan,
                 rows.copied(rest) if is_own else rest,
                 is_own=is_own,
-                chunk_bytes=self._chunk_bytes // 4,
+                chunk_bytes=self._chunk_bytes // 8,
                 level=self._level,
                 commit=lambda groups, chunks: self._commit(plan.manifest(groups, chunks), bar),
                 progress=bar.update,
@@ -407,10 +407,14 @@ class Checkpointer:
         check_not_forked("this Checkpointer", self._pid)
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._abandon()
-            if not self._has_saved:  # free the path for other writers
-                self._chain.leave()
+            try:
+                if isinstance(error, FileNotFoundError):  # files of a late writer are deleted
+                    self._chain.check_newest(self._chain.newest_read)
+            finally:
+                if not self._has_saved:  # free the path for other writers
+                    self._chain.leave()
             raise
 
     def _abandon(self) -> None:

@@ -20,7 +20,7 @@ from jaxreplay.checkpoint.planning import Plan
 from jaxreplay.checkpoint.rows import Picked
 
 _WRITERS = 3  # threads: one alone does not keep a disk busy
-_SLOTS = 4  # groups that are copied, and not written yet
+_SLOTS = 3  # groups that are copied, and not written yet
 
 
 class Saving:

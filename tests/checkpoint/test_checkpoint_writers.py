@@ -155,6 +155,7 @@ if not os.fork():
             call()
         except RuntimeError as error:
             os.write(1, f"{error}\n".encode())  # in one piece: both write here
+    checkpointer.close()
     time.sleep(1000)
 os.write(1, f"{os.getpid()}\n".encode())
 time.sleep(1000)
@@ -339,6 +340,36 @@ def test_a_writer_that_is_late_by_many_does_not_count(where, delay_of_commit):
         one.wait_until_finished(states[0])
     assert other.all_steps() == [3]
     assert other.verify()[0].problems == []
+
+
+def test_a_writer_whose_files_are_deleted_is_told_of_the_other(tmp_path, monkeypatch):
+    """Three newer checkpoints are there before the first of its files is on the disk."""
+    replay = items()
+    one, other = (Checkpointer(tmp_path, replay, max_to_keep=1) for _ in range(2))
+    states = [added(replay, replay.init(EXAMPLE), start, 4) for start in (0, 500)]
+    fsync, once = os.fsync, threading.Semaphore()
+
+    def late(descriptor):
+        if once.acquire(blocking=False):
+            for step in range(3):
+                other.save(states[1], step)
+            for path in {*tmp_path.glob("r*/*")} - {
+                tmp_path / name for name in other._base.files()
+            }:
+                shutil.rmtree(path)
+        fsync(descriptor)
+
+    enter = one._chain.enter
+
+    def entered(*given):
+        folder = enter(*given)
+        monkeypatch.setattr(os, "fsync", late)
+        return folder
+
+    monkeypatch.setattr(one._chain, "enter", entered)
+    with pytest.raises(PathInUseError, match="this process"):
+        one.save(states[0], 9)
+    assert other.all_steps() == [2]
 
 
 def test_a_collection_leaves_what_may_still_count(where, delay_of_commit):
