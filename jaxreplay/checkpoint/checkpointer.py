@@ -188,7 +188,8 @@ class Checkpointer:
         folder = self._chain.enter(newest, is_successor)
         if step is None:
             step = _checked_step(0 if newest is None else newest.step + 1)
-        group_bytes = self._chunk_bytes // 2  # some are copied, while others are written
+        # Some groups are copied while others are written; compressed ones are in memory twice.
+        group_bytes = self._chunk_bytes // (2 if self._level is None else 4)
         damaged: dict[str, str] = {}
         options = {
             "folder": folder,
