@@ -61,7 +61,7 @@ def save(
 
     Args:
       path: Folder, URL or TensorStore specification, as the `path` of a `Checkpointer`.
-      buffer: The `ReplayBuffer` or `Rollout` that the state belongs to.
+      buffer: The `ReplayBuffer`, `Rollout` or sharded buffer that the state belongs to.
       state: The buffer's state. It stays valid.
       step: 64-bit integer that names the checkpoint. Default: the newest step under the path plus
         1, and 0 if the path is empty.
@@ -91,8 +91,8 @@ def restore(
 
     Args:
       path: Folder, URL or TensorStore specification, as the `path` of a `Checkpointer`.
-      buffer: The `ReplayBuffer` or `Rollout` that was saved, configured equally. `batch_size`,
-        `min_size` and `platform` may differ.
+      buffer: The `ReplayBuffer`, `Rollout` or sharded buffer that was saved, configured equally.
+        `batch_size`, `min_size`, `platform` and the number of devices may differ.
       example: One step of one env, or one item, as for `buffer.init`: pytree of arrays or
         `jax.ShapeDtypeStruct`s.
       step: Step of the checkpoint to restore. Default: the newest intact checkpoint.

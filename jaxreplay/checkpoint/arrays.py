@@ -38,7 +38,8 @@ class Buffers:
         self._free: collections.deque[np.ndarray] = collections.deque()
 
     def take(self, size: int) -> np.ndarray:
-        """Return uint8[size] of arbitrary content, from where JAX reads in place."""
+        """Return uint8[size] of arbitrary content, aligned so that a CPU backend reads it in
+        place."""
         with contextlib.suppress(IndexError):
             memory = aligned(self._free.popleft())
             if len(memory) >= size:

@@ -3,7 +3,7 @@
 A checkpoint becomes visible with its manifest, which is written last. Manifests are numbered, and
 each number is created once: of two writers that save at the same time, the second gets an error.
 All other files carry the number and the token of their writer in their names. A file that no kept
-manifest names is garbage if its writer is gone, or so late that a newer number is taken, too.
+manifest names is garbage if its writer is gone, or if there is a manifest two numbers later.
 
 A writer has a file that tells others who it is, from its first save until it is closed.
 """
@@ -124,7 +124,7 @@ class Chain:
         Args:
           newest: The newest checkpoint.
           is_successor: Whether this writer continues that checkpoint. It may then take the place of
-            a writer on another machine, of whom nobody can tell whether he is alive.
+            a writer on another machine, which may be dead or alive.
 
         Returns:
           The name of the new checkpoint's folder.
@@ -202,13 +202,13 @@ class Chain:
             ) from None
 
     def abandon(self) -> None:
-        """Say that a save has failed, and may have left files or still write some."""
+        """Take another token: a save has failed, and may have left files or still write some."""
         self._listed = None
         if self._tokens:
             self._tokens.append(secrets.token_hex(4))
 
     def leave(self) -> None:
-        """Let others write."""
+        """Release the path to other writers."""
         self._listed = None
         with defer_interrupts():
             _leave(self._store, self._tokens, self._pid)
@@ -258,7 +258,7 @@ def _file_of(token: str) -> str:
 def _leave(store: Files, tokens: list[str], pid: int) -> None:
     """Delete a writer's files, unless this is a forked child."""
     while tokens and pid == os.getpid():
-        with contextlib.suppress(Exception):  # it is seen that the process is gone
+        with contextlib.suppress(Exception):  # others see when the process has ended
             store.delete(_file_of(tokens[-1]))
         tokens.pop()
 

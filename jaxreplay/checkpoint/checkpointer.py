@@ -65,7 +65,7 @@ class Checkpointer:
       timeout: Seconds that a request to an object store may take. Default: 60.
 
     Raises:
-      ValueError: An argument is invalid.
+      ValueError: An argument is invalid, or the buffer is sharded over several processes.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -91,7 +91,7 @@ class Checkpointer:
     ):
         if not isinstance(buffer, ReplayBuffer | Rollout | Sharded):
             raise ValueError(
-                "Checkpointer: buffer must be a ReplayBuffer or a Rollout, got "
+                "Checkpointer: buffer must be a ReplayBuffer, a Rollout or a sharded buffer, got "
                 f"{type(buffer).__name__}; instead of jaxreplay.jit(buffer) pass "
                 "buffer; for a mixture use one Checkpointer and one path per part"
             )
@@ -353,7 +353,8 @@ class Checkpointer:
             so steps are paired only if they followed each other. `missing_rows` lists the lost
             rows. Default: False.
           sharding: Placement of the state's leaves, in the form of `out_shardings` of `jax.jit`.
-            If it is given, free memory is not checked beforehand. Default: the default device.
+            If it is given, free memory is not checked beforehand. A sharded buffer takes none.
+            Default: the default device, or the sharded buffer's mesh.
 
         Returns:
           A new state.
@@ -361,7 +362,7 @@ class Checkpointer:
         Raises:
           FileNotFoundError: There is no checkpoint, or none of that step.
           ValueError: The checkpoint belongs to another buffer, or its steps have other leaves; the
-            error names every leaf that differs.
+            error names every leaf that differs. Or `sharding` is given for a sharded buffer.
           CorruptCheckpointError: No checkpoint is intact, or the one of that step is damaged; the
             error names the files.
           RuntimeError: A background save is running, or the process was forked.

@@ -125,8 +125,8 @@ class Folder(Files):
 
 
 def _begin_to_write_out(file: io.FileIO) -> None:
-    """Have the system write to the disk what was written to a file, without waiting: otherwise the
-    disk would be idle until `fsync`. As a hint this is documented to drop clean pages only."""
+    """Start to write a file's bytes to the disk, without waiting: the disk would be idle until
+    `fsync` otherwise. Linux does so on this hint, and drops from memory what the disk has."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -61,10 +61,12 @@ class Manifest:
 
     @property
     def number(self) -> int:
+        """Place of the checkpoint in the chain."""
         return int(self.folder[:10])
 
     @property
     def writer(self) -> str:
+        """Token of the writer."""
         return self.folder[11:]
 
     @property
@@ -79,6 +81,7 @@ class Manifest:
 
     @property
     def leaves(self) -> list[Leaf]:
+        """Leaves of the rows."""
         found = []
         for name, text in self.rows.items():
             dtype, shape = schema.dtype_and_shape(name, text)
@@ -133,7 +136,8 @@ class Manifest:
         manifest = schema.decoded(name, cls, fields | {"groups": groups})
         if manifest.name != name:
             raise CorruptCheckpointError(f"{name} belongs to another checkpoint, {manifest.folder}")
-        _check_rows(f"{name}: first, end", manifest.length, manifest.first, manifest.end)
+        first, last = (np.array(numbers, np.int64) for numbers in (manifest.first, manifest.end))
+        _check_rows(f"{name}: first, end", manifest.length, first, last)
         return manifest
 
 
@@ -183,9 +187,9 @@ class _Columns:
                 raise CorruptCheckpointError(
                     f"{where}: saves[{at}]: since, end: expected one number, or {num_envs}"
                 )
-            _check_rows(f"{where}: saves[{at}]: since, end", one.length, one.since, one.end)
             vectors = (np.array(numbers, np.int64) for numbers in (one.since, one.end))
             since, end = (np.broadcast_to(vector, (num_envs,)) for vector in vectors)
+            _check_rows(f"{where}: saves[{at}]: since, end", one.length, since, end)
             saves.append(Save(one.folder, one.length, since, end, one.is_compressed))
         num_groups, num_leaves = len(self.columns) // 7, len(self.leaves)
         if (len(self.columns), len(self.sums)) != (7 * num_groups, num_groups * num_leaves):
@@ -211,9 +215,7 @@ def _short(numbers: np.ndarray) -> list[int]:
     return numbers[:1].tolist() if (numbers == numbers[:1]).all() else numbers.tolist()
 
 
-def _check_rows(where: str, length: int, first: list[int], end: list[int]) -> None:
-    """Check that rings of a length can have these rows."""
-    low, high = np.array(first, np.int64), np.array(end, np.int64)
-    sizes = high - low if len(low) == len(high) or 1 in (len(low), len(high)) else np.array([-1])
-    if (sizes < 0).any() or (sizes > length).any():
+def _check_rows(where: str, length: int, first: np.ndarray, end: np.ndarray) -> None:
+    """Check that rings of a length can have the rows `first` to `end - 1`, int64[E] both."""
+    if len(first) != len(end) or (first > end).any() or (end - first > length).any():
         raise CorruptCheckpointError(f"{where}: impossible for streams with a length of {length}")

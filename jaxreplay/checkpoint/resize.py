@@ -52,6 +52,7 @@ def parted(before: Any, old: ReplayState) -> tuple[ReplayState, dict[str, Any]]:
 
 
 def with_fields(state: Any, fields: dict[str, Any]) -> Any:
+    """Return a sampler's state with fields replaced. Without fields, it needs no `replace`."""
     return state.replace(**fields) if fields else state
 
 

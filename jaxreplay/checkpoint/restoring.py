@@ -24,7 +24,7 @@ from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.rows import Picked
 from jaxreplay.checkpoint.salvage import Holes, MissingRows
 
-_AT_ONCE = 2  # groups in memory, beside the one that is put into the state
+_AT_ONCE = 2  # groups in memory: one is put into the state, while the next is read
 _T = TypeVar("_T")
 
 

@@ -43,7 +43,7 @@ def decoded(where: str, kind: Any, value: Any) -> Any:
     Raises:
       CorruptCheckpointError: The value is of another type, or does not pass a check.
     """
-    if type(value) is kind:
+    if type(value) is kind:  # a bool is no int
         return value
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
@@ -64,7 +64,7 @@ def decoded(where: str, kind: Any, value: Any) -> Any:
         found = {name: decoded(f"{where}: {name}", types[name], value[name]) for name in types}
         make: Any = kind
         return make(**found)
-    if type(value) is not origin:  # a bool is no int
+    if type(value) is not origin:
         raise expected(where, (origin or kind).__name__, value)
     if origin is dict:
         for key in value:

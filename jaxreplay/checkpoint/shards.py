@@ -44,6 +44,7 @@ class Shards:
         self._replicated = NamedSharding(mesh, P())
 
     def check(self, where: str, state: Any) -> None:
+        """Raise a ValueError if a state is not of the sharded buffer."""
         self._sharded._own_specs(where, state)
 
     def placement(self, example: Any) -> ReplayState:
@@ -55,14 +56,22 @@ class Shards:
         )
 
     def streams(self, state: ReplayState) -> ReplayState:
-        """Return a state with one buffer's rows and counters, and nothing else."""
+        """Return a state with one buffer's rows and counters, and nothing else.
+
+        Args:
+          state: The sharded state. It stays valid; its rows are shared, not copied.
+        """
         streams = jax.device_put(state.streams, self._divided)
         whole = jax.tree.map(self._of_envs, streams.stored_counters)
         streams = streams.replace(stored_counters=whole, layout=self.buffer.layout())
         return ReplayState(streams=streams, sampler=None, episodes=None)
 
     def joined(self, state: ReplayState) -> ReplayState:
-        """Return one buffer's state, of a sharded one."""
+        """Return one buffer's state.
+
+        Args:
+          state: The sharded state. It stays valid; its rows are shared, not copied.
+        """
         streams = self.streams(state).streams
         values = {
             name: self._by_place(np.asarray(leaf))
@@ -75,7 +84,11 @@ class Shards:
         return rows.join(stored, made)
 
     def divided(self, state: ReplayState) -> ReplayState:
-        """Return the sharded state, of one buffer's state in the form of `placement`."""
+        """Return the sharded state.
+
+        Args:
+          state: One buffer's state, placed as `placement` says. Its rows are shared.
+        """
         num, num_envs = self._sharded.num_shards, self._local.num_envs
         sampler = jax.device_get(state.sampler)
         values = {
@@ -133,22 +146,24 @@ class Shards:
         return values.reshape(len(values), -1)
 
     def _whole(self, tree: Any, specs: Any) -> Any:
-        """Return leaves of one buffer, of the shards' leaves one after another."""
+        """Return leaves of one buffer, of the shards' leaves one after another.
+
+        Leaves have an axis of envs, the last; or are counters, which add up; or are equal on all
+        shards, or a largest value.
+        """
         num = self._sharded.num_shards
 
         def leaf_of(name: str, leaf: Any, spec: Any) -> np.ndarray:
             values = np.asarray(leaf)
             if values.shape == spec.shape:
                 return values
-            values = values.reshape(num, -1, *values.shape[1:])  # [D, n, ...]
-            if spec.shape == (
-                values.shape[1],
-                num * (values.shape[2:] or (0,))[0],
-                *values.shape[3:],
-            ):
-                return values.swapaxes(0, 1).reshape(spec.shape)
+            if len(spec.shape) > 1:
+                return self._of_envs(values).reshape(spec.shape)
             of_each = values.reshape(num, *spec.shape)
-            return of_each.sum(axis=0, dtype=values.dtype) if name in SUMS else of_each.max(axis=0)
+            if name in SUMS:  # they stay at their maximum
+                most = np.iinfo(values.dtype).max
+                return np.minimum(of_each.sum(axis=0, dtype=np.uint64), most).astype(values.dtype)
+            return of_each.max(axis=0)
 
         return _mapped(leaf_of, tree, specs)
 

@@ -158,14 +158,6 @@ def write_plain(stored: Stored, row: jax.Array, values: Any) -> PyTree:
     return _map_arrays(lambda leaf, new: write(leaf, row, new), stored, values)
 
 
-def is_plain(stored: Stored) -> bool:
-    """Return whether stored leaves are in their plain form."""
-    return not any(
-        isinstance(leaf, TiledArray)
-        for leaf in jax.tree.leaves(stored, is_leaf=lambda node: isinstance(node, TiledArray))
-    )
-
-
 def _map_arrays(function: Any, stored: Stored, *rest: PyTree) -> PyTree:
     """Map a function over the arrays of the plain form."""
     return jax.tree.map(function, stored, *rest, is_leaf=lambda node: isinstance(node, TiledArray))

@@ -133,6 +133,24 @@ def test_a_made_up_manifest_of_very_many_groups_costs_little(tmp_path):
     assert most < 128 * MIB
 
 
+@pytest.mark.parametrize(
+    "changes", [{"first": [0]}, {"first": [0] * 5}, {"end": [3] * 4}, {"length": 9}]
+)
+def test_numbers_that_cannot_be_are_refused(changes, tmp_path):
+    """Change the rows of four streams, of which each holds the rows 0 to 9 of at most 16."""
+    replay = items(capacity=64)
+    with Checkpointer(tmp_path, replay) as checkpointer:
+        checkpointer.save(added(replay, replay.init(EXAMPLE), 0, 10), 1)
+    file = next((tmp_path / "manifests").iterdir())
+    fields = json.loads(file.read_bytes().split(b"\n", 1)[1])
+    if "end" in changes:
+        changes = changes | {"first": [4] * 4}
+    body = json.dumps(fields | changes).encode()
+    file.write_bytes(f"{zlib.crc32(body):08x}\n".encode() + body)
+    with pytest.raises(CorruptCheckpointError, match="impossible for streams with a length of"):
+        checkpoint.restore(tmp_path, replay, EXAMPLE)
+
+
 @pytest.mark.parametrize("how", ["twice", "beyond the end"])
 def test_a_row_is_in_one_group_or_the_manifest_is_refused(how, tmp_path):
     replay = items(capacity=64)

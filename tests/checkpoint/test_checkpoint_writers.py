@@ -150,12 +150,12 @@ checkpointer = Checkpointer(sys.argv[1], run.REPLAY)
 state = run.added(run.REPLAY, run.REPLAY.init(run.EXAMPLE), 0, 3)
 checkpointer.save(state, 3)
 if not os.fork():
+    checkpointer.close()  # the path stays with the parent
     for call in (lambda: checkpointer.save(state, 4), lambda: checkpointer.restore(run.EXAMPLE)):
         try:
             call()
         except RuntimeError as error:
             os.write(1, f"{error}\n".encode())  # in one piece: both write here
-    checkpointer.close()
     time.sleep(1000)
 os.write(1, f"{os.getpid()}\n".encode())
 time.sleep(1000)
@@ -300,8 +300,8 @@ def test_two_threads_that_write_to_one_path_never_mix(kind, where):
 
 @pytest.mark.parametrize("has_links", [True, False])
 def test_of_two_first_saves_one_counts(has_links, where, monkeypatch, delay_of_commit):
-    """Two writers begin on an empty path: neither sees the other, and the second is told at its
-    end. No row of its is left."""
+    """Begin to save twice on an empty path: neither writer sees the other, and the second is told
+    at its end. None of its rows is left."""
     if not has_links:
 
         def link(*_):
@@ -327,7 +327,7 @@ def test_of_two_first_saves_one_counts(has_links, where, monkeypatch, delay_of_c
 
 
 def test_a_writer_that_is_late_by_many_does_not_count(where, delay_of_commit):
-    """The manifest of its number was there, and is deleted again."""
+    """Commit a number whose manifest was there, and is deleted since."""
     replay = items()
     one, other = (Checkpointer(where, replay, max_to_keep=1) for _ in range(2))
     states = [added(replay, replay.init(EXAMPLE), start, 4) for start in (0, 500)]
@@ -343,7 +343,7 @@ def test_a_writer_that_is_late_by_many_does_not_count(where, delay_of_commit):
 
 
 def test_a_writer_whose_files_are_deleted_is_told_of_the_other(tmp_path, monkeypatch):
-    """Three newer checkpoints are there before the first of its files is on the disk."""
+    """Save three newer checkpoints before the first of its files is on the disk."""
     replay = items()
     one, other = (Checkpointer(tmp_path, replay, max_to_keep=1) for _ in range(2))
     states = [added(replay, replay.init(EXAMPLE), start, 4) for start in (0, 500)]
@@ -372,7 +372,7 @@ def test_a_writer_whose_files_are_deleted_is_told_of_the_other(tmp_path, monkeyp
     assert other.all_steps() == [2]
 
 
-def test_a_collection_leaves_what_may_still_count(where, delay_of_commit):
+def test_a_collection_leaves_what_may_still_count(where):
     """Pause a writer at each of its steps, while another saves and collects: whatever is listed in
     between is intact."""
     replay, states = (
@@ -383,9 +383,7 @@ def test_a_collection_leaves_what_may_still_count(where, delay_of_commit):
     steps_of_a_save += (("create", "_store"), ("entries", "_store"))
     for (name, owner), leaves in itertools.product(steps_of_a_save, (False, True)):
         one, other = (Checkpointer(where, replay, max_to_keep=1) for _ in range(2))
-        real = getattr(getattr(one, owner), name)
-
-        once = threading.Semaphore()
+        real, once = getattr(getattr(one, owner), name), threading.Semaphore()
 
         def paused(*given, real=real, other=other, once=once, leaves=leaves):
             found = real(*given)
@@ -454,7 +452,7 @@ def test_who_goes_on_with_what_a_dead_machine_left_takes_its_place(where, monkey
 
 
 def test_a_writer_that_was_replaced_in_a_save_does_not_count(where, monkeypatch, delay_of_commit):
-    """Another goes on with its checkpoint while its save runs."""
+    """Restore its checkpoint elsewhere, and save, while its save runs."""
     replay = items()
     one, state = Checkpointer(where, replay), added(replay, replay.init(EXAMPLE), 0, 4)
     with monkeypatch.context() as patch:

@@ -74,7 +74,7 @@ def test_a_restored_state_goes_on_on_as_many_devices(case, kind, tmp_path):
 def test_any_number_of_devices_restores_what_another_saved(case, tmp_path):
     """Save the state of 4 devices, with 8 envs. Each other number has the same rows, priorities and
     streams, though it draws in another order; one device has what it would have alone."""
-    state, whole = None, common.whole(case)
+    whole = common.whole(case)
     four = jr.sharded(whole, common.mesh_of(4))
     state = four.init(case.example())
     for seed in range(1, 4):
@@ -122,6 +122,45 @@ def test_rows_of_each_env_are_there_once(tmp_path):
     )
     found = numbers(buffer, checkpoint.restore(tmp_path, buffer, EXAMPLE, step=3))
     assert [own[-1] for own in found] == [0, 1, 2, 3]
+
+
+def test_damaged_rows_are_left_out_as_of_one_buffer(tmp_path):
+    case = CASES[1]
+    whole = common.whole(case)
+    sharded = jr.sharded(whole, common.mesh_of(4))
+    state = extended(sharded, case, sharded.init(case.example()), 1)
+    with Checkpointer(tmp_path, sharded, chunk_bytes=4000) as checkpointer:
+        checkpointer.save(state)
+        groups = checkpointer._base.groups
+    assert len(groups) > 3
+    file = tmp_path / "rows" / groups[1].folder / "steps.reward" / "c.0"
+    file.write_bytes(b"\0" + file.read_bytes()[1:] + b"\0")
+    found = {}
+    for name, buffer in (("one", whole), ("sharded", sharded)):
+        reader = Checkpointer(tmp_path, buffer)
+        with pytest.warns(UserWarning, match="rows are lost"):
+            found[name] = reader.restore(case.example(), allow_partial=True)
+        assert reader.missing_rows
+    checkpoint.save(tmp_path / "again", sharded, found["sharded"])
+    again = checkpoint.restore(tmp_path / "again", whole, case.example())
+    assert bits((again.streams, again.sampler)) == bits(
+        (found["one"].streams, found["one"].sampler)
+    )
+
+
+def test_counters_add_up_to_their_maximum(tmp_path):
+    case, most = CASES[1], np.iinfo(np.uint32).max
+    whole = common.whole(case)
+    sharded = jr.sharded(whole, common.mesh_of(4))
+    state = sharded.init(case.example())
+    for counts, total in (([1, 2, 0, 4], 7), ([most, 0, 3, 0], most)):
+        counted = jnp.asarray(counts, jnp.uint32)
+        sampler = state.sampler.replace(num_stale_updates=counted)
+        checkpoint.save(tmp_path, sharded, state.replace(sampler=sampler))
+        one = checkpoint.restore(tmp_path, whole, case.example())
+        assert int(one.sampler.num_stale_updates) == total
+        back = checkpoint.restore(tmp_path, sharded, case.example())
+        assert back.sampler.num_stale_updates.tolist() == [total, 0, 0, 0]
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
