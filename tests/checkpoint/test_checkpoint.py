@@ -451,7 +451,7 @@ def test_only_a_buffer_and_its_state_are_taken(tmp_path):
     for other in (jr.jit(replay), jr.mix(one=(replay, 2)), jr.Replay(replay)):
         with pytest.raises(
             ValueError,
-            match="^Checkpointer: buffer must be a ReplayBuffer, a Rollout or a sharded buffer, "
+            match="Checkpointer: buffer must be a ReplayBuffer, a Rollout or a sharded buffer, "
             "got ",
         ):
             Checkpointer(tmp_path, other)
