@@ -177,7 +177,7 @@ class Chain:
             )
         self._known[name] = checksum_of(name, content), Manifest.from_bytes(name, content)
         self.check_newest(manifest.number - 1)
-        self._check_entered(manifest.writer)
+        self.check_entered(manifest.folder, "was deleted, or replaced, while it was written to")
         is_created = self._store.create(name, content)
         found = self._store.read(name, MOST_BYTES).tobytes()
         if is_created and found != content:
@@ -192,13 +192,19 @@ class Chain:
             writer = self._manifest(manifest_name(newest)).writer
             raise _held_by(self._store.name, self._holder(writer))
 
-    def _check_entered(self, token: str) -> None:
+    def check_entered(self, folder: str, cause: str) -> None:
+        """Raise an OSError if this process does not find the file of the writer of a checkpoint.
+
+        Args:
+          folder: The checkpoint's folder.
+          cause: What is wrong with the path then.
+        """
         try:
-            self._store.read(_file_of(token), MOST_BYTES)
+            self._store.read(_file_of(folder[11:]), MOST_BYTES)
         except MissingError:
             raise OSError(
                 errno.ENOENT,
-                f"{self._store.name} was deleted, or replaced, while it was written to",
+                f"{self._store.name} {cause}",
             ) from None
 
     def abandon(self) -> None:

@@ -24,6 +24,8 @@ from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.files import CorruptCheckpointError
 from jaxreplay.checkpoint.identity import check_path
 from jaxreplay.checkpoint.manifest import STEPS, Manifest
+from jaxreplay.checkpoint.processes import Processes
+from jaxreplay.checkpoint.rows import Parts
 from jaxreplay.checkpoint.salvage import MissingRows
 from jaxreplay.checkpoint.saving import Saving
 from jaxreplay.checkpoint.shards import Shards
@@ -100,6 +102,7 @@ class Checkpointer:
         self.buffer: Any = buffer
         self._shards = Shards(buffer) if isinstance(buffer, Sharded) else None
         self._buffer: Any = buffer if self._shards is None else self._shards.buffer
+        self._processes = Processes() if self._shards is None else self._shards.processes
         self._pid = os.getpid()
         self._store = store_at(path, timeout)
         self.path: str = self._store.name
@@ -170,24 +173,43 @@ class Checkpointer:
         )
         self.wait_until_finished(state)
         with self._ending():
+            parts = self._parts_of(state)
             state = state if self._shards is None else self._shards.joined(state)
-            self._begin(state, step, blocking, metadata)
+            self._begin(state, parts, step, blocking, metadata)
             if blocking:
-                self._finish(state)
+                self._finish(parts)
             else:
-                self._advance(state, 0)
+                self._advance(parts, 0)
 
     def _begin(
-        self, state: Any, step: int | None, blocking: bool, metadata: dict[str, Any]
+        self,
+        state: Any,
+        parts: Parts,
+        step: int | None,
+        blocking: bool,
+        metadata: dict[str, Any],
     ) -> None:
-        found, _ = self._chain.read()
-        newest = found[0] if found else None
-        if self._base is not None and self._base.folder not in [one.folder for one in found]:
+        first, found = self._processes.first, []
+
+        def enter() -> tuple[str, int, bool]:
+            found.extend(self._chain.read()[0])
+            newest = found[0] if found else None
+            is_there = self._base is not None and self._base.folder in [x.folder for x in found]
+            folder = self._chain.enter(newest, is_there and newest is self._base)
+            own = (0 if newest is None else newest.step + 1) if step is None else step
+            return folder, _checked_step(own), is_there
+
+        def check() -> None:
+            if damaged:  # or another writer was faster, and has deleted them
+                self._chain.check_newest(plan.draft.number - 1)
+            check_path(self._store.name, found, plan.draft, self._buffer, self._base is not None)
+            self._chain.collect(self._base)
+
+        folder, step, is_base_there = first(enter)
+        with self._processes.agreed():
+            self._chain.check_entered(folder, "is another place for each process: share it")
+        if not is_base_there:
             self._base = None  # it was deleted by another process
-        is_successor = newest is not None and newest is self._base
-        folder = self._chain.enter(newest, is_successor)
-        if step is None:
-            step = _checked_step(0 if newest is None else newest.step + 1)
         # Some groups are copied while others are written; compressed ones are in memory twice.
         group_bytes = self._chunk_bytes // (2 if self._level is None else 4)
         damaged: dict[str, str] = {}
@@ -199,20 +221,17 @@ class Checkpointer:
             "is_compressed": self._level is not None,
             "damaged": damaged,
         }
-        plan = planning.planned(self._store, self._buffer, state, self._base, **options)
-        if more := self._rounds.look(plan):
+        plan = planning.planned(self._store, self._buffer, state, parts, self._base, **options)
+        if more := first(lambda: self._rounds.look(plan)):
             damaged |= more
-            plan = planning.planned(self._store, self._buffer, state, self._base, **options)
-        if damaged:  # or another writer was faster, and has deleted them
-            self._chain.check_newest(plan.draft.number - 1)
+            plan = planning.planned(self._store, self._buffer, state, parts, self._base, **options)
+        first(check)
         for problem in damaged.values():
             warnings.warn(
                 f"save: {problem}: damaged since it was written; its rows are still in the buffer "
                 "and are written again",
                 stacklevel=3,
             )
-        check_path(self._store.name, found, plan.draft, self._buffer, self._base is not None)
-        self._chain.collect(self._base)
         rest = rows.split(state)[1]
         rest_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(rest))
         is_own = rest_bytes <= self._chunk_bytes and not blocking
@@ -221,20 +240,22 @@ class Checkpointer:
             self._saving = Saving(
                 self._store,
                 plan,
+                parts,
                 rows.copied(rest) if is_own else rest,
                 is_own=is_own,
                 chunk_bytes=self._chunk_bytes // 8,
                 level=self._level,
+                is_alone=self._processes.num == 1,
                 commit=lambda groups, chunks: self._commit(plan.manifest(groups, chunks), bar),
                 progress=bar.update,
             )
 
     def _commit(self, manifest: Manifest, bar: Any) -> None:
         """Write the manifest of a complete checkpoint, and delete checkpoints that are not kept."""
-        self._chain.commit(manifest)
+        self._processes.first(lambda: self._chain.commit(manifest))
         self._base, self._has_saved = manifest, True
         bar.close()
-        self._chain.collect()
+        self._processes.first(self._chain.collect)
 
     def advance(self, state: Any, num_steps: int = 1) -> None:
         """Copy some rows for a background save, those first that will be overwritten first.
@@ -253,20 +274,20 @@ class Checkpointer:
         """
         if self._saving is not None:
             with self._ending():
-                self._advance(self._rows_of(state), num_steps)
+                self._advance(self._parts_of(state), num_steps)
 
-    def _advance(self, state: Any, num_steps: int) -> None:
+    def _advance(self, parts: Parts, num_steps: int) -> None:
         assert self._saving is not None
-        if not self._saving.is_running:
+        if not self._saving.is_running and self._processes.num == 1:
             self._saving.join()
             self._saving = None
         elif not self._saving.is_copied:
             rows_per_step = row_flags.rows_per_step(self._buffer.autoreset)
-            self._saving.advance(state, num_steps * rows_per_step)
+            self._saving.advance(parts, num_steps * rows_per_step)
 
-    def _rows_of(self, state: Any) -> Any:
-        """Return a state from which rows can be copied."""
-        return state if self._shards is None else self._shards.streams(state)
+    def _parts_of(self, state: Any) -> Parts:
+        """Return the parts of a state, from which rows can be copied."""
+        return Parts.of(state) if self._shards is None else self._shards.parts(state)
 
     def wait_until_finished(self, state: Any) -> None:
         """Copy all rows that a background save still needs, and wait until it is complete.
@@ -284,11 +305,18 @@ class Checkpointer:
         """
         if self._saving is not None:
             with self._ending():
-                self._finish(self._rows_of(state))
+                self._finish(self._parts_of(state))
 
-    def _finish(self, state: Any) -> None:
-        assert self._saving is not None
-        self._saving.finish(state)
+    def _finish(self, parts: Parts) -> None:
+        saving = self._saving
+        assert saving is not None
+        with self._processes.agreed():
+            written = saving.finish(parts)
+        if self._processes.num > 1:
+            groups, chunks = {}, {}
+            for own_groups, own_chunks in self._processes.told(written):
+                groups, chunks = groups | own_groups, chunks | own_chunks
+            saving.commit(groups, chunks)
         self._saving = None
 
     def close(self) -> None:
@@ -302,15 +330,15 @@ class Checkpointer:
           OSError: The save could not be written.
         """
         try:
-            if self._saving is not None:
-                saving, self._saving = self._saving, None
-                if not saving.is_copied:
-                    saving.abandon()
+            if (saving := self._saving) is not None:
+                if not all(self._processes.told(saving.is_copied)):
+                    self._abandon()
                     raise RuntimeError(
                         "close: a save was incomplete and is cancelled; call "
                         "wait_until_finished(state) first"
                     )
-                saving.join()
+                with self._ending():
+                    self._finish(Parts([], [], self._processes))
         finally:
             self._chain.leave()
 
@@ -320,7 +348,8 @@ class Checkpointer:
     def __exit__(self, kind: Any, *_: Any) -> None:
         """Close. After an error, cancel a save that needs more rows, and let the error
         propagate."""
-        if kind is not None and self._saving is not None and not self._saving.is_copied:
+        saving, is_alone = self._saving, self._processes.num == 1  # others know of no error
+        if kind is not None and saving is not None and not (saving.is_copied and is_alone):
             self._abandon()
         self.close()
 
@@ -372,14 +401,13 @@ class Checkpointer:
             raise RuntimeError(
                 "restore: a save is under way; call wait_until_finished(state) first"
             )
-        if self._shards is not None:
-            if sharding is not None:
-                raise ValueError("restore: a sharded buffer's mesh is its own; leave out sharding")
-            sharding = self._shards.placement(example)
+        if self._shards is not None and sharding is not None:
+            raise ValueError("restore: a sharded buffer's mesh is its own; leave out sharding")
         found = restoring.restored(
             self._store,
             self._chain,
             self._buffer,
+            self._shards,
             example,
             step,
             resize,
@@ -393,7 +421,7 @@ class Checkpointer:
             copy.deepcopy(found.manifest.metadata),
         )
         self.missing_rows = found.lost
-        return found.state if self._shards is None else self._shards.divided(found.state)
+        return found.state
 
     def verify(self) -> list[Verified]:
         """Read all files of all checkpoints and compare them with their checksums.
@@ -412,7 +440,8 @@ class Checkpointer:
         except BaseException as error:
             self._abandon()
             try:
-                if isinstance(error, FileNotFoundError):  # files of a late writer are deleted
+                # files of a late writer are deleted
+                if isinstance(error, FileNotFoundError) and self._processes.index == 0:
                     self._chain.check_newest(self._chain.newest_read)
             finally:
                 if not self._has_saved:  # free the path for other writers

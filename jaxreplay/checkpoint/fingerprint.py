@@ -22,9 +22,8 @@ import numpy as np
 from jaxreplay._util import pow2
 from jaxreplay._util.random import avalanche
 from jaxreplay.checkpoint import rows
-from jaxreplay.checkpoint.rows import Picked
+from jaxreplay.checkpoint.rows import Part, Picked
 from jaxreplay.storage import ring, stored_arrays
-from jaxreplay.storage.sampleable import ReplayState
 
 _BLOCK = 4096  # rows at a time, so that few programs are compiled
 _MOST_ELEMENTS = 256  # the largest row of a leaf of which all elements are hashed
@@ -35,16 +34,15 @@ _RUNS, _RUN = 8, 8
 _GOLDEN, _FOR_NUMBERS, _FOR_STREAMS = 0x9E3779B9, 0x27D4EB2F, 0x165667B1
 
 
-def of_rows(state: ReplayState, picked: Picked) -> jax.Array:
-    """Compute the fingerprint of one or more rows of a state: uint32[], the same on every
-    platform."""
-    stored, total = rows.split(state)[0], jnp.uint32(0)
+def of_rows(part: Part, picked: Picked) -> Any:
+    """Compute the fingerprint of rows of a part: uint32[], the same on every platform."""
+    stored, total = rows.split(part.state)[0], np.uint32(0)
     columns = (
-        rows.rows_at(picked, state.layout.length),
+        part.indices(picked),
         picked.number.astype(np.uint32),
         picked.env.astype(np.uint32),
     )
-    size = min(_BLOCK, pow2.power_above(len(picked.env)))
+    size = min(_BLOCK, pow2.power_above(max(len(picked.env), 1)))
     for start in range(0, len(picked.env), size):
         block = [array[start : start + size] for array in columns]
         total = _add(

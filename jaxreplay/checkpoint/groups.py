@@ -59,6 +59,10 @@ class Group(NamedTuple):
         low, high = self.range()
         return int((high - low).sum())
 
+    def within(self, env: int, env_stop: int) -> "Group":
+        """Return the part of the rows that streams `env` to `env_stop - 1` have."""
+        return self._replace(env=max(self.env, env), env_stop=min(self.env_stop, env_stop))
+
     def range(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the first number of each stream's rows, and one more than the last: int64[E] both,
         equal for a stream without rows."""
@@ -142,42 +146,40 @@ class Groups(Sequence[Group]):
         return np.array(counts, np.int64)
 
 
-def cut(save: Save, most: int, num_rewritten: int = 0) -> Iterator[Group]:
-    """Divide the rows of a save into groups, numbered from 0 on in the order of overwriting.
+def cut(save: Save, most: int, envs: slice, num_rewritten: int = 0) -> Iterator[Group]:
+    """Divide the rows of a save into groups, in the order of overwriting.
 
     Args:
       save: The save.
       most: The largest number of rows in a group.
+      envs: The streams whose rows are divided, with a start and a stop.
       num_rewritten: Newest rows of each stream that may be rewritten before the next save. They are
         in separate groups. Default: 0.
     """
-    num_envs = len(save.end)
-    if not num_envs:
-        return
-    oldest, border = save.end - save.length, save.length - num_rewritten
-    at_once, number, begun, held = max(most // num_envs, 1), 0, 0, 0
-    first = int((save.since - oldest).min())
+    since, end = save.since[envs], save.end[envs]
+    oldest, border = end - save.length, save.length - num_rewritten
+    make = lambda start, stop, env=envs.start, env_stop=envs.stop: Group(
+        save, 0, start, stop, env, env_stop
+    )
+    at_once, begun, held = max(most // len(end), 1), 0, 0
+    first = int((since - oldest).min())
     for at in itertools.chain(
         range(first, border, at_once), range(max(first, border), save.length, at_once)
     ):
         stop = min(at + at_once, border if at < border else save.length)
-        count = np.maximum(
-            np.minimum(save.end, oldest + stop) - np.maximum(save.since, oldest + at), 0
-        )
+        count = np.maximum(np.minimum(end, oldest + stop) - np.maximum(since, oldest + at), 0)
         total = int(count.sum())
         if held and (held + total > most or at == border):
-            yield Group(save, number, begun, at, 0, num_envs)
-            number, held = number + 1, 0
+            yield make(begun, at)
+            held = 0
         if total > most:  # one row of each stream is more than a group may have
-            for env, env_stop in itertools.pairwise(
-                [0, *np.flatnonzero(count)[most::most].tolist(), num_envs]
-            ):
-                yield Group(save, number, at, at + 1, env, env_stop)
-                number += 1
+            bounds = [0, *np.flatnonzero(count)[most::most].tolist(), len(end)]
+            for env, env_stop in itertools.pairwise(bounds):
+                yield make(at, at + 1, envs.start + env, envs.start + env_stop)
         elif total:
             begun, held = begun if held else at, held + total
     if held:
-        yield Group(save, number, begun, save.length, 0, num_envs)
+        yield make(begun, save.length)
 
 
 def array_of(

@@ -7,7 +7,7 @@ differently, its rows differ from there on.
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +21,7 @@ from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.groups import MOST_ROWS, Group, Groups, Save, array_of, cut
 from jaxreplay.checkpoint.identity import described, identity
 from jaxreplay.checkpoint.manifest import Manifest
-from jaxreplay.checkpoint.rows import Picked, Span
-from jaxreplay.storage.sampleable import ReplayState
+from jaxreplay.checkpoint.rows import Part, Parts, Picked, Span
 
 _BOOKKEEPING = 64  # bytes of a row's numbers, while it is being copied or written
 # Largest number of streams * saves in a manifest, which has two vectors for each save. Above it
@@ -65,7 +64,7 @@ class Plan:
                 low, high = group.range()
                 room = (low + length - self.end)[low < high]
                 found.append((int(room.min()), group))
-        return found
+        return sorted(found, key=lambda one: one[0])
 
     def manifest(self, written: dict[int, Group], chunks: arrays.Chunks) -> Manifest:
         """Return the complete manifest.
@@ -82,6 +81,7 @@ def planned(
     store: Files,
     buffer: Any,
     state: Any,
+    parts: Parts,
     base: Manifest | None,
     *,
     folder: str,
@@ -91,31 +91,44 @@ def planned(
     is_compressed: bool,
     damaged: dict[str, str],
 ) -> Plan:
-    """Plan a save.
+    """Plan a save. All processes make the same plan.
 
     Args:
       store: The store that has `base`.
+      buffer: The buffer.
+      state: The state. Its rows are read from `parts`.
+      parts: Its parts.
       base: Manifest of the checkpoint that the state may continue, or None.
       folder: Name of the new checkpoint's folder.
+      step: The step.
+      metadata: The user's.
       group_bytes: Largest number of bytes of a group.
       is_compressed: Whether the new files are compressed.
       damaged: A problem of each damaged group, by its folder; these are written again. Damage that
         is found here is added.
     """
-    stored, rest = (jax.tree.leaves(part) for part in rows.split(state))
+    stored, rest = rows.split(state)
     stored_text, rest_text = described(state)
-    length, groups = 1, []
+    length, row_bytes, groups = 1, 0, []
     span = Span(np.zeros(0, np.int64), np.zeros(0, np.int64))
-    row_bytes = sum(leaf.nbytes for leaf in stored) // buffer.capacity if stored else 0
-    most = pow2.power_below(min(group_bytes // (row_bytes + _BOOKKEEPING), MOST_ROWS))
     if stored:
+        row_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(stored)) // buffer.capacity
+        most = pow2.power_below(min(group_bytes // (row_bytes + _BOOKKEEPING), MOST_ROWS))
+        num_rewritten = rows.num_rewritten(state)
         length, span = buffer.length, rows.span_of(rows.heads_of(state), buffer.length)
         since, kept = span.first, []
         if base is not None and len(base.groups.saves) * len(base.end) <= _MOST_NUMBERS:
-            since, kept = _kept(store, base, state, span, most, damaged)
+            newest = np.array(base.end) - num_rewritten
+            compared = Span(span.first, np.clip(newest, span.first, span.end))
+            is_same = _compared(store, parts, base, compared, damaged)
+            since, kept = _kept(base, is_same, span, num_rewritten, most)
         make = lambda since, end: Save(folder, length, since, end, is_compressed)
-        groups = [_again(group, span, make) if group.folder in damaged else group for group in kept]
-        groups += cut(make(since, span.end), most, rows.num_rewritten(state))
+        ranges = [*itertools.pairwise(parts.bounds)]
+        for group in kept:
+            groups += _again(group, span, make, ranges) if group.folder in damaged else [group]
+        save = make(since, span.end)
+        for env, env_stop in ranges:
+            groups += cut(save, most, slice(env, env_stop), num_rewritten)
         number = itertools.count()
         groups = [
             group._replace(number=next(number)) if group.sums is None else group for group in groups
@@ -141,100 +154,134 @@ def planned(
         end=span.end,
         group_rows=pow2.power_above(max(num_rows, default=1)),
         row_bytes=row_bytes,
-        num_bytes=sum(num_rows) * row_bytes + sum(leaf.nbytes for leaf in rest),
+        num_bytes=sum(num_rows) * row_bytes + sum(leaf.nbytes for leaf in jax.tree.leaves(rest)),
     )
 
 
-def _again(group: Group, span: Span, make: Any) -> Group:
-    """Return the group that has a damaged group's rows, as far as the state still holds them."""
+def _again(
+    group: Group, span: Span, make: Any, ranges: Sequence[tuple[int, int]]
+) -> Iterator[Group]:
+    """Return groups that have a damaged group's rows, as far as the state still holds them."""
     low, high = group.range()
     first = np.maximum(low, span.first)
     save = make(first, np.maximum(high, first))
-    return Group(save, 0, 0, save.length, 0, len(low))
+    for env, env_stop in ranges:
+        own = Group(save, 0, 0, save.length, env, env_stop)
+        if own.num_rows:
+            yield own
 
 
 def _kept(
-    store: Files,
-    base: Manifest,
-    state: ReplayState,
-    span: Span,
-    most: int,
-    damaged: dict[str, str],
+    base: Manifest, is_same: Sequence[bool], span: Span, num_rewritten: int, most: int
 ) -> tuple[np.ndarray, list[Group]]:
     """Divide a state's rows into those to be written and those that an earlier checkpoint has.
 
-    Groups are compared with the state, oldest first. From the first group that differs on, rows are
-    written. Each stream's newest rows may have changed since, and are written again. The newest
-    groups are written again with the new rows while they have no more rows than these, and than
+    From the first group on that differs from the state, its streams' rows are written. Each
+    stream's newest rows may have changed since, and are written again. The newest groups are
+    written again with their streams' new rows while they have no more rows than these, and than
     half of `most`: small groups stay few.
 
     Args:
-      store: The earlier checkpoint's files.
       base: The earlier checkpoint.
-      state: The state.
+      is_same: Whether the state has the rows of each of its groups.
       span: The rows that the state holds.
+      num_rewritten: Newest rows of each stream that may have changed.
       most: The largest number of rows in a group.
-      damaged: As for `planned`.
 
     Returns:
       The first number of each stream's rows to be written, int64[E], and the groups that have the
       rows before it.
     """
-    if (span.first < base.first).any():  # the state has older rows than the checkpoint
-        return span.first, []
-    since, kept = np.clip(np.array(base.end) - rows.num_rewritten(state), span.first, span.end), []
-    compared = Span(span.first, since)
-    # all are begun first, so that the device need not wait for the host
-    begun = [_compared(store, state, group, compared, damaged) for group in base.groups]
-    num_same = sum(1 for _ in itertools.takewhile(lambda is_same: is_same(), begun))
-    for at, group in reversed([*enumerate(base.groups)]):
+    since = np.clip(np.array(base.end) - num_rewritten, span.first, span.end)
+    differs = span.first < base.first  # the state has older rows than the checkpoint
+    since, same = np.where(differs, span.first, since), []
+    for group, own_is_same in zip(base.groups, is_same, strict=True):
+        low, high = group.range()
+        own = (low < high) & (high > span.first)
+        if own_is_same and not differs[own].any():
+            same.append(group)
+        else:
+            since = np.where(own, np.minimum(since, np.maximum(low, span.first)), since)
+            differs |= own
+    kept, is_kept = [], np.zeros(len(since), bool)
+    for group in reversed(same):
         low, high = group.range()
         first = np.maximum(low, span.first)
         num_held = np.maximum(np.minimum(high, since) - first, 0)
-        num_new = int((span.end - since).sum())
-        is_small = not kept and num_held.sum() <= min(num_new, most // 2)
-        if at >= num_same or is_small:
-            since = np.where(num_held > 0, first, since)
-        elif num_held.any():
+        own = num_held > 0
+        num_new = int((span.end - since)[own].sum())
+        if not is_kept[own].any() and num_held.sum() <= min(num_new, most // 2):
+            since = np.where(own, first, since)
+        else:
             kept.append(group)
+            is_kept |= own
     return since, kept[::-1]
 
 
 def _compared(
-    store: Files, state: ReplayState, group: Group, span: Span, damaged: dict[str, str]
-) -> Callable[[], bool]:
-    """Begin to compare a group with a state.
+    store: Files,
+    parts: Parts,
+    base: Manifest,
+    span: Span,
+    damaged: dict[str, str],
+) -> list[bool]:
+    """Return for each group whether the state has those of its rows that lie in `span`, and none
+    lies after it. Damaged groups count as equal: they are written again from the state.
 
     A group whose rows all lie in `span` is compared by its fingerprint, one with rows before `span`
-    by its files. A damaged group counts as equal: it is written again from the state.
-
-    Returns:
-      A function that returns True if the state has the group's rows that lie in `span`, and none
-      lies after `span`.
+    by its files.
     """
-    low, high = group.range()
-    if ((low < high) & (high > span.end)).any():
-        return lambda: False
-    if not ((low < high) & (high > span.first)).any() or group.folder in damaged:
-        return lambda: True
-    picked = group.rows()
-    is_held = picked.number >= span.first[picked.env]
-    if is_held.all():
-        total = fingerprint.of_rows(state, picked)
-        return lambda: int(total) == group.fingerprint
+    expected, begun = [], []
+    for group in base.groups:
+        low, high = group.range()
+        is_row = low < high
+        has_later = (is_row & (high > span.end)).any()
+        has_any = (is_row & (high > span.first)).any() and group.folder not in damaged
+        is_whole = not (is_row & (low < span.first)).any()
+        compare = _by_fingerprint if is_whole else _by_files
+        is_read = has_any and not has_later
+        # all are begun first, so that the device need not wait for the host
+        begun.append([compare(store, part, group, span) for part in parts.own] if is_read else [])
+        expected.append(1 if has_later else group.fingerprint if is_read and is_whole else 0)
+    with parts.processes.agreed():
+        own = [0] * len(begun)
+        for at, (group, compares) in enumerate(zip(base.groups, begun, strict=True)):
+            try:
+                own[at] = sum(int(compare()) for compare in compares)
+            except CorruptCheckpointError as error:
+                damaged[group.folder] = str(error)
+    told = parts.processes.told((own, damaged))
+    for _, others in told:
+        damaged |= others
+    totals = [sum(numbers) & 0xFFFFFFFF for numbers in zip(*(one for one, _ in told), strict=True)]
+    return [total == wanted for total, wanted in zip(totals, expected, strict=True)]
 
-    def by_files() -> bool:
-        held = Picked(picked.env[is_held], picked.number[is_held])
-        index = rows.rows_at(held, state.layout.length)
+
+def _by_fingerprint(store: Files, part: Part, group: Group, span: Span) -> Callable[[], Any]:
+    """Begin to compute the fingerprint of those rows of a group that a part has."""
+    del store, span
+    total = fingerprint.of_rows(part, group.within(part.env, part.env_stop).rows())
+    return lambda: total
+
+
+def _by_files(store: Files, part: Part, group: Group, span: Span) -> Callable[[], int]:
+    """Return a function that returns 0 if the rows that a part has are those of a group's files,
+    and else 1. It raises a CorruptCheckpointError if a file is damaged."""
+
+    def differ() -> int:
+        picked = group.rows()
+        is_own = (picked.env >= part.env) & (picked.env < part.env_stop)
+        is_own &= picked.number >= span.first[picked.env]
+        if not is_own.any():
+            return 0
+        index = part.indices(Picked(picked.env[is_own], picked.number[is_own]))
         # padded, so that few programs are compiled
-        own, _ = rows.read(state, pow2.padded(index, pow2.power_above(len(is_held)), index[-1]))
-        try:
-            for name, leaf in named(own):
-                values = array_of(store, group, name, leaf.shape[1:], leaf.dtype)[is_held]
-                if rows.on_host(leaf)[: len(index)].tobytes() != values.tobytes():
-                    return False
-        except CorruptCheckpointError as error:
-            damaged[group.folder] = str(error)
-        return True
+        size = pow2.power_above(len(is_own))
+        values, _ = rows.read(part.state, pow2.padded(index, size, index[-1]))
+        for name, leaf in named(values):
+            found = array_of(store, group, name, leaf.shape[1:], leaf.dtype)[is_own]
+            if rows.on_host(leaf)[: len(index)].tobytes() != found.tobytes():
+                return 1
+        return 0
 
-    return by_files
+    return differ

@@ -21,8 +21,10 @@ from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.groups import Group, array_of
 from jaxreplay.checkpoint.identity import check_fits
 from jaxreplay.checkpoint.manifest import Manifest
+from jaxreplay.checkpoint.processes import Processes
 from jaxreplay.checkpoint.rows import Picked
 from jaxreplay.checkpoint.salvage import Holes, MissingRows
+from jaxreplay.checkpoint.shards import Shards
 
 _AT_ONCE = 2  # groups in memory: one is put into the state, while the next is read
 _T = TypeVar("_T")
@@ -40,6 +42,7 @@ def restored(
     store: Files,
     chain: Chain,
     buffer: Any,
+    shards: Shards | None,
     example: Any,
     step: int | None,
     resize: bool,
@@ -48,12 +51,15 @@ def restored(
     bar: Callable[..., Any],
 ) -> Restored:
     """Restore the newest intact checkpoint or, for a partial restore, the newest readable one. The
-    arguments from `buffer` to `sharding` are those of `Checkpointer.restore`.
+    arguments from `example` to `sharding` are those of `Checkpointer.restore`.
 
     Args:
+      buffer: The buffer.
+      shards: For a sharded buffer.
       bar: Makes a progress bar from a title and a number of bytes.
     """
-    found, problems = chain.read()
+    processes = Processes() if shards is None else shards.processes
+    found, problems = processes.first(chain.read)
     while True:
         for manifest in found:
             if step is None or manifest.step == step:
@@ -62,13 +68,19 @@ def restored(
                 with defer_interrupts():
                     before = check_fits(manifest, buffer, example, resize, problems)
                     num_bytes = buffer.memory(example).total
-                damaged = verifying.damaged_groups(store, manifest) if allow_partial else {}
+                damaged = {}
+                if allow_partial:
+                    look = functools.partial(verifying.damaged_groups, store, manifest)
+                    damaged = processes.first(look)
                 try:
-                    with bar(f"restore {manifest.step}", num_bytes) as told:
+                    with bar(f"restore {manifest.step}", num_bytes) as told, processes.agreed():
                         reading = Reading(store, manifest, told.update)
-                        state = reading.state(buffer, before, example, sharding, set(damaged))
+                        state = reading.state(
+                            buffer, before, example, sharding, shards, set(damaged)
+                        )
                 except CorruptCheckpointError as error:
-                    if manifest.folder not in {one.folder for one in chain.read()[0]}:
+                    left, _ = processes.first(chain.read)
+                    if manifest.folder not in {one.folder for one in left}:
                         break
                     problems.append(f"step {manifest.step}: {error}")
                     continue
@@ -83,7 +95,8 @@ def restored(
                     what = f"restore: step {manifest.step} was restored; this is damaged:"
                     warnings.warn("\n  ".join([what, *problems]), stacklevel=3)
                 return Restored(state, manifest, lost)
-        if (read := chain.read())[0] == found:
+        read = processes.first(chain.read)
+        if [one.folder for one in read[0]] == [one.folder for one in found]:
             break
         found, problems = read  # others were written meanwhile, and these deleted
     if problems:
@@ -113,7 +126,13 @@ class Reading:
         self.holes = Holes.none(len(manifest.end))
 
     def state(
-        self, buffer: Any, before: Any, example: Any, sharding: Any, damaged: set[str]
+        self,
+        buffer: Any,
+        before: Any,
+        example: Any,
+        sharding: Any,
+        shards: Shards | None,
+        damaged: set[str],
     ) -> Any:
         """Return a new state, and set `holes` to the rows that are left out.
 
@@ -123,12 +142,13 @@ class Reading:
             `buffer`.
           example: One env's step, or an item.
           sharding: Placement of the leaves, as `out_shardings`, or None.
+          shards: For a sharded buffer.
           damaged: Folders of damaged groups. They are not read, and their rows are lost.
 
         Raises:
           CorruptCheckpointError: A file is missing or damaged; the error names it.
         """
-        old = None
+        old, steps = None, []
         with defer_interrupts():
             shape = jax.eval_shape(buffer.init, example)
             specs = rows.specs_of(shape)
@@ -138,21 +158,23 @@ class Reading:
                 old = resize.parted(before, rows.split(jax.eval_shape(before.init, example))[1])
                 # A sampler that cannot be resized raises its error before anything is read.
                 jax.eval_shape(functools.partial(resize.resized, buffer), old[0], shape.streams)
-            state = (
-                buffer.init(example)
-                if sharding is None
-                else jax.jit(lambda: buffer.init(example), out_shardings=sharding)()
-            )
+            if shards is not None:  # flags and candidate numbers are needed of all envs
+                steps = shards.new_steps(example)
+                state = jax.jit(lambda: _without_steps(buffer.init(example)))()
+            elif sharding is not None:
+                state = jax.jit(lambda: buffer.init(example), out_shardings=sharding)()
+            else:
+                state = buffer.init(example)
             stored, rest = rows.split(state)
             del state
+        read = functools.partial(self._all_rows, buffer, specs, stored, steps)
         if old is None:
-            rest = self._rest(rest)
-            stored = self._rows(stored, specs, buffer.length) if specs else stored
+            state = rows.join(read() if specs else stored, self._rest(rest))
         else:
-            rest = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), old[0])
-            given = self._rest(rest), old[1], stored, specs, damaged
-            stored, rest = self._moved(buffer, before, *given)
-        state = rows.join(stored, rest)
+            own = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), old[0])
+            state = self._moved(buffer, before, self._rest(own), old[1], read, damaged)
+        if shards is not None:
+            return shards.divided(state, [own for _, _, own in steps])
         return state if sharding is None else jax.device_put(state, sharding)
 
     def _moved(
@@ -161,8 +183,7 @@ class Reading:
         before: Any,
         old: Any,
         by_place: dict[str, Any],
-        stored: Any,
-        specs: Any,
+        read: Callable[[], Any],
         damaged: set[str],
     ) -> Any:
         """Restore into another capacity or platform, or without damaged rows.
@@ -170,14 +191,12 @@ class Reading:
         Args:
           old: The saved rest, without the sampler's values per row.
           by_place: Shapes of the sampler's values per row, by name.
-
-        Returns:
-          The rows, and the rest.
+          read: Returns the rows, without lost ones.
         """
         if damaged:
             self.holes = salvage.holes_of(self._manifest, damaged, before, old, self._flags_of)
         streams = resize.with_heads(buffer.layout(), old.streams, self.holes.num_lost)
-        streams = streams.replace(**self._rows(stored, specs, buffer.length))
+        streams = streams.replace(**read())
         if damaged:
             streams, candidate_number_now = salvage.closed(streams, self.holes)
             sampler = before.sampler.after_loss(old.sampler, candidate_number_now)
@@ -197,7 +216,7 @@ class Reading:
                             buffer, old.streams, sampler, state, name, start, values, holes
                         )
                     )
-        return stored, rest.replace(sampler=sampler)
+        return rows.join(stored, rest.replace(sampler=sampler))
 
     def _rest(self, rest: Any) -> Any:
         """Read everything but the rows into new leaves, which are donated."""
@@ -221,20 +240,39 @@ class Reading:
             self._manifest.is_compressed,
         )
 
-    def _rows(self, stored: Any, specs: Any, length: int) -> Any:
-        """Read all rows into `stored`, new rows, which are donated.
+    def _all_rows(
+        self, buffer: Any, specs: Any, stored: Any, steps: list[tuple[int, int, Any]]
+    ) -> Any:
+        """Read all rows into new memory, which is donated.
 
         Args:
+          buffer: The buffer.
+          specs: Shapes and dtypes of rows in plain form.
           stored: The new rows.
-          specs: Their shapes and dtypes in plain form.
-          length: Rows in each stream's ring. The newest rows that fit are read, or those that are
-            left without the lost ones.
+          steps: Steps of some envs apart from them, as `Shards.new_steps` returns them. They are
+            replaced by those that are read.
+
+        Returns:
+          The rows, but those in `steps`.
         """
-        groups, leaves = self._manifest.groups, named(specs)
+        for at, (env, stop, own) in enumerate(steps):
+            apart = self._rows({"steps": own}, {"steps": specs["steps"]}, buffer, env, stop)
+            steps[at] = env, stop, apart["steps"]
+        specs = {**specs, "steps": None} if steps else specs
+        return self._rows(stored, specs, buffer, 0, buffer.num_envs)
+
+    def _rows(self, stored: Any, specs: Any, buffer: Any, env: int, env_stop: int) -> Any:
+        """Read leaves of the envs `env` to `env_stop - 1`: the newest rows that fit into the
+        buffer, or those that are left without the lost ones."""
+        groups, leaves, length = self._manifest.groups, named(specs), buffer.length
+        if not leaves:
+            return stored
         groups.check_apart(self._end)
-        filled = self._end - np.asarray(self._manifest.first, np.int64)
+        envs = np.arange(len(self._end))
+        is_own = (envs >= env) & (envs < env_stop)
+        filled = np.where(is_own, self._end - np.asarray(self._manifest.first, np.int64), 0)
         first = self._end - (filled if self.holes.folders else np.minimum(filled, length))
-        missing = int(np.minimum(filled - self.holes.num_lost, length).sum())
+        missing = int(np.minimum(filled - self.holes.num_lost, length)[is_own].sum())
         counts = groups.num_rows(first)
         most = int(groups.num_rows().max(initial=1))
         row_bytes = sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for _, leaf in leaves)
@@ -258,7 +296,7 @@ class Reading:
         try:
             for group, futures in _ahead(begin, chosen):
                 found = [future.result() for future in futures]
-                is_read, index = self._places(group, first, length)
+                is_read, index = self._places(group, first, length, env)
                 if len(index):
                     is_whole = len(index) == len(is_read)
                     values = found if is_whole else [leaf[is_read] for leaf in found]
@@ -276,15 +314,18 @@ class Reading:
             )
         return stored
 
-    def _places(self, group: Group, first: np.ndarray, length: int) -> tuple[Any, np.ndarray]:
-        """Return which rows of a group are read, bool[K], and their indices in the new state."""
+    def _places(
+        self, group: Group, first: np.ndarray, length: int, first_env: int
+    ) -> tuple[Any, np.ndarray]:
+        """Return which rows of a group are read, bool[K], and their indices in the new leaves,
+        which begin with an env."""
         env, number = group.rows()
         is_read = number >= first[env]
         if self.holes.folders:
             age, is_lost = self.holes.age_of(env, self._end[env] - 1 - number)
             is_read &= ~is_lost & (age < length)
             number = self._end[env] - 1 - age
-        return is_read, rows.rows_at(Picked(env[is_read], number[is_read]), length)
+        return is_read, rows.rows_at(Picked(env[is_read] - first_env, number[is_read]), length)
 
     def _flags_of(self, env: np.ndarray, number: np.ndarray) -> np.ndarray:
         """Return the flags of rows that the checkpoint has: uint8[K].
@@ -301,6 +342,10 @@ class Reading:
                 flags = array_of(self._store, group, "flags", (), np.uint8)
                 found[wanted] = flags[(before[env] + number - low[env])[wanted]]
         return found
+
+
+def _without_steps(state: Any) -> Any:
+    return state.replace(streams=state.streams.replace(steps=None))
 
 
 def _ahead(begin: Callable[[Any], _T], items: Iterable[Any]) -> Iterator[_T]:

@@ -8,7 +8,7 @@ length.
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay._util import pow2
+from jaxreplay.checkpoint.processes import Processes
 from jaxreplay.storage import ring, stored_arrays
 from jaxreplay.storage.sampleable import ReplayState
 
@@ -32,6 +33,41 @@ class Picked(NamedTuple):
 
     env: np.ndarray
     number: np.ndarray
+
+
+class Part(NamedTuple):
+    """Consecutive envs of a state, with all their rows, on devices of this process."""
+
+    env: int  # the first env
+    state: ReplayState  # of these envs alone
+
+    @property
+    def env_stop(self) -> int:
+        return self.env + self.state.layout.num_envs
+
+    def indices(self, picked: Picked) -> np.ndarray:
+        """Return the indices of rows of this part: int32[K]."""
+        own = Picked(picked.env - self.env, picked.number)
+        return rows_at(own, self.state.layout.length)
+
+
+class Parts(NamedTuple):
+    """The parts of a state, among all processes that save it."""
+
+    own: Sequence[Part]  # those that this process saves
+    bounds: Sequence[int]  # the first env of each process's parts, and the number of envs
+    processes: Processes
+
+    def having(self, env: int) -> Part | None:
+        """Return the part of an env, or None if another process has it."""
+        return next((part for part in self.own if part.env <= env < part.env_stop), None)
+
+    @classmethod
+    def of(cls, state: Any) -> "Parts":
+        """Return a state as one part; a `Rollout`'s has none."""
+        is_replay = isinstance(state, ReplayState)
+        bounds = [0, state.layout.num_envs] if is_replay else []
+        return cls([Part(0, state)] if is_replay else [], bounds, Processes())
 
 
 def split(state: Any) -> tuple[Any, Any]:

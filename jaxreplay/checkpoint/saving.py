@@ -17,7 +17,7 @@ from jaxreplay.checkpoint import arrays, fingerprint, rows
 from jaxreplay.checkpoint.files import Files
 from jaxreplay.checkpoint.groups import Group
 from jaxreplay.checkpoint.planning import Plan
-from jaxreplay.checkpoint.rows import Picked
+from jaxreplay.checkpoint.rows import Parts, Picked
 
 _WRITERS = 3  # threads: one alone does not keep a disk busy
 _SLOTS = 3  # groups that are copied, and not written yet
@@ -29,12 +29,15 @@ class Saving:
     Args:
       store: The store to write to.
       plan: The rows to write.
-      rest: Everything but the rows; dropped as soon as it is written.
+      parts: Of them, those of this process's own parts are written.
+      rest: Everything but the rows; dropped as soon as it is written. Each process writes some of
+        its leaves.
       is_own: Whether `rest` is a copy. If not, `advance` waits until `rest` is written.
       chunk_bytes: Largest number of bytes of a chunk of `rest`.
       level: Level of zstd compression, or None.
-      commit: Called in a thread when all is written, with the groups by number, and the checksums
-        of `rest`.
+      is_alone: Whether to call `commit` in a thread as soon as all is written. If not, the
+        processes do after `finish`, and an error waits for `finish`, too.
+      commit: Called with the new groups by number, and the checksums of `rest`.
       progress: Called with the number of bytes written, by one thread at a time.
     """
 
@@ -42,22 +45,27 @@ class Saving:
         self,
         store: Files,
         plan: Plan,
+        parts: Parts,
         rest: Any,
         *,
         is_own: bool,
         chunk_bytes: int,
         level: int | None,
+        is_alone: bool,
         commit: Callable[[dict[int, Group], arrays.Chunks], None],
         progress: Callable[[int], Any],
     ):
         self._store, self._folder, self._end = store, plan.draft.folder, plan.end
         self._length, self._group_rows = plan.draft.length, plan.group_rows
         self._chunk_bytes, self._level, self._is_own = chunk_bytes, level, is_own
-        self._commit, self._progress = commit, progress
-        self._todo = collections.deque(plan.to_write())
+        self._is_alone, self.commit, self._progress = is_alone, commit, progress
+        self._todo = collections.deque(
+            (room, group) for room, group in plan.to_write() if parts.having(group.env) is not None
+        )
         self._num_announced = 0  # rows that a stream may have got since the save began
         self._slots = threading.Semaphore(_SLOTS)
-        self._spare: list[Any] = []  # copies that are written, whose memory is used again
+        # copies that are written, by the part that they are of: their memory is used again
+        self._spare: dict[int, list[Any]] = collections.defaultdict(list)
         self._groups: dict[int, Group] = {}
         self._chunks: arrays.Chunks = {}
         self._lock = threading.Lock()  # around calls of `progress`
@@ -65,7 +73,8 @@ class Saving:
         self._pool = ThreadPoolExecutor(_WRITERS, "jaxreplay-checkpoint")
         self._futures: list[Future[None]] = []
         atexit.register(self._at_exit)
-        for name, leaf in named(rest):
+        among = parts.processes
+        for name, leaf in named(rest)[among.index :: among.num]:
             self._submit(self._write_leaf, name, leaf)
         self._rest = tuple(self._futures)
         self._end_if_copied()
@@ -79,24 +88,31 @@ class Saving:
         """True if the save needs no more of the state."""
         return not self._todo and (self._is_own or all(future.done() for future in self._rest))
 
-    def advance(self, state: Any, num_rows: int) -> None:
+    def advance(self, parts: Parts, num_rows: int) -> None:
         """Copy a group if there is room for one, and all rows that are overwritten when `num_rows`
         more are added to each stream."""
+        self._try(self._advance, parts, num_rows)
+        if self._is_alone:
+            self._raise_error()
+
+    def _advance(self, parts: Parts, num_rows: int) -> None:
         if not self._is_own:
             wait(self._rest)
         self._num_announced += num_rows
         if self._todo and self._slots.acquire(blocking=False):
-            self._copy(state)
+            self._copy(parts)
         while self._todo and self._todo[0][0] < self._num_announced:
             self._slots.acquire()
-            self._copy(state)
+            self._copy(parts)
 
-    def finish(self, state: Any) -> None:
-        """Copy the remaining rows, and wait until all is written."""
+    def finish(self, parts: Parts) -> tuple[dict[int, Group], arrays.Chunks]:
+        """Copy the remaining rows, and wait until all is written. Return the new groups by number,
+        and the checksums of `rest`."""
         while self._todo:
             self._slots.acquire()
-            self._copy(state)
+            self._copy(parts)
         self.join()
+        return self._groups, self._chunks
 
     def join(self) -> None:
         """Wait for the threads, after all rows are copied, and raise the save's error."""
@@ -117,11 +133,11 @@ class Saving:
 
     def _at_exit(self) -> None:
         """Wait, and warn of a save that is not complete."""
-        is_copied = self.is_copied
-        if not is_copied:
+        is_complete = self.is_copied and self._is_alone
+        if not is_complete:
             self.abandon()
         self._pool.shutdown()
-        if not is_copied:
+        if not is_complete:
             warnings.warn(
                 "a checkpoint was incomplete and is cancelled; call wait_until_finished(state) "
                 "before the program ends",
@@ -145,17 +161,20 @@ class Saving:
                 function(*arguments)
             except BaseException as error:
                 self._error = error
+                if not isinstance(error, Exception):
+                    raise
 
-    def _copy(self, state: Any) -> None:
+    def _copy(self, parts: Parts) -> None:
         """Copy the next group, for which there is a slot."""
         self._raise_error()
         _, group = self._todo[0]
-        picked = group.rows()
-        total = fingerprint.of_rows(state, picked)
-        index = rows.rows_at(picked, self._length)
-        spare = self._spare.pop() if self._spare else None
-        copied = rows.read(state, pow2.padded(index, self._group_rows, index[-1]), spare)
-        self._submit(self._write_group, group, picked, total, *copied)
+        part, picked = parts.having(group.env), group.rows()
+        assert part is not None
+        total, index = fingerprint.of_rows(part, picked), part.indices(picked)
+        spare = self._spare[part.env].pop() if self._spare[part.env] else None
+        index = pow2.padded(index, self._group_rows, index[-1])
+        values, heads = rows.read(part.state, index, spare)
+        self._submit(self._write_group, group, picked, total, values, heads, part.env)
         self._futures[-1].add_done_callback(lambda _: self._slots.release())
         self._todo.popleft()
         self._end_if_copied()
@@ -167,7 +186,8 @@ class Saving:
     def _complete(self, futures: tuple[Future[None], ...]) -> None:
         wait(futures)
         self._raise_error()
-        self._commit(self._groups, self._chunks)
+        if self._is_alone:
+            self.commit(self._groups, self._chunks)
 
     def _write_leaf(self, name: str, leaf: Any) -> None:
         """Write a leaf of `rest` piece by piece, each as a chunk."""
@@ -192,12 +212,13 @@ class Saving:
         self._chunks[name] = sums
 
     def _write_group(
-        self, group: Group, picked: Picked, total: Any, values: Any, heads: Any
+        self, group: Group, picked: Picked, total: Any, values: Any, heads: Any, first_env: int
     ) -> None:
         """Write a group of rows, each leaf as one chunk."""
-        self._check_in_time(picked, heads)
+        ends = rows.ends_of(heads, self._length)
+        self._check_in_time(picked, ends[picked.env - first_env])
         sums = self._write_leaves(group, len(picked.env), named(values))
-        self._spare.append(values)  # of which no view is left
+        self._spare[first_env].append(values)  # of which no view is left
         self._groups[group.number] = group._replace(
             fingerprint=int(total),
             leaves=tuple(sums),
@@ -227,9 +248,13 @@ class Saving:
         with self._lock:
             self._progress(num_bytes)
 
-    def _check_in_time(self, picked: Picked, heads: Any) -> None:
-        """Raise a RuntimeError if the state, from which rows were copied, no longer had them."""
-        ends = rows.ends_of(heads, self._length)[picked.env]
+    def _check_in_time(self, picked: Picked, ends: np.ndarray) -> None:
+        """Raise a RuntimeError if the state, from which rows were copied, no longer had them.
+
+        Args:
+          picked: The rows.
+          ends: int64[K], one more than the newest number of each one's stream.
+        """
         if (ends < self._end[picked.env]).any():
             raise RuntimeError(
                 "advance, wait_until_finished: this state is not from the run that is being saved: "

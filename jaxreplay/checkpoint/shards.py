@@ -1,14 +1,18 @@
 """Sharded states in the form of one buffer's, in which they are saved: so any number of devices
 restores any checkpoint.
 
-Rows of a sharded state lie as those of one buffer, so they are not copied. Counters are put in
-another order; the sampler's values per row, and episode tables, are built again.
+Rows of a sharded state lie as those of one buffer, so they are not copied, and each process saves
+those of its own devices. Counters are put in another order; the sampler's values per row, and
+episode tables, are built again, by each process for all envs: they take up to 25 bytes a row.
 """
 
 import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.experimental.multihost_utils as multihost
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -16,6 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxreplay._util.names import named
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.checkpoint import resize, rows
+from jaxreplay.checkpoint.processes import Processes
+from jaxreplay.checkpoint.rows import Part, Parts
 from jaxreplay.distributed.local import SUMS
 from jaxreplay.distributed.sharded import Sharded
 from jaxreplay.storage.sampleable import ReplayState
@@ -26,103 +32,117 @@ class Shards:
 
     Attributes:
       buffer: The one buffer.
+      processes: The processes whose devices the buffer has.
     """
 
     def __init__(self, sharded: Sharded):
-        if sharded.mesh.is_multi_process:
-            raise ValueError(
-                "Checkpointer: a buffer over several processes cannot be saved yet; save the parts "
-                "that you can, such as the networks, and collect the rows again"
-            )
         self._sharded, self._local = sharded, sharded.local.buffer
         self.buffer: ReplayBuffer = dataclasses.replace(
             sharded.buffer, platform=self._local.platform
         )
-        # with automatic axes, whatever those of the user's mesh are
-        mesh = Mesh(sharded.mesh.devices, sharded.mesh.axis_names)
-        self._divided = NamedSharding(mesh, P(sharded.axis))
-        self._replicated = NamedSharding(mesh, P())
+        mesh, axes = sharded.mesh, sharded.axis
+        names = axes if isinstance(axes, tuple) else (axes,)
+        at = [mesh.axis_names.index(name) for name in names]
+        # [D, R]: the devices of each shard
+        self._devices = np.moveaxis(mesh.devices, at, range(len(at))).reshape(
+            sharded.num_shards, -1
+        )
+        self._owner = [one.process_index for one in self._devices[:, 0]]
+        me, num = jax.process_index(), len({one.process_index for one in mesh.devices.flat})
+        if 1 < num < jax.process_count():
+            raise ValueError(
+                f"Checkpointer: the buffer's mesh has devices of {num} of {jax.process_count()} "
+                "processes; it must have those of one process, or of all"
+            )
+        self.processes = Processes(num, me) if num > 1 else Processes()
+        self._me = me
 
     def check(self, where: str, state: Any) -> None:
         """Raise a ValueError if a state is not of the sharded buffer."""
         self._sharded._own_specs(where, state)
 
-    def placement(self, example: Any) -> ReplayState:
-        """Return the shardings of one buffer's state, as `restore` makes it."""
-        stored, rest = rows.split(jax.eval_shape(self.buffer.init, example))
-        same, divided = self._replicated, self._divided
-        return rows.join(
-            jax.tree.map(lambda _: divided, stored), jax.tree.map(lambda _: same, rest)
-        )
-
-    def streams(self, state: ReplayState) -> ReplayState:
-        """Return a state with one buffer's rows and counters, and nothing else.
+    def parts(self, state: ReplayState) -> Parts:
+        """Return a sharded state's parts: shards of one process that follow each other are one.
 
         Args:
           state: The sharded state. It stays valid; its rows are shared, not copied.
         """
-        streams = jax.device_put(state.streams, self._divided)
-        whole = jax.tree.map(self._of_envs, streams.stored_counters)
-        streams = streams.replace(stored_counters=whole, layout=self.buffer.layout())
-        return ReplayState(streams=streams, sampler=None, episodes=None)
+        size, own, bounds = self._local.num_envs, [], [0]
+        for owner, start, stop in _runs(self._owner):
+            bounds.append(stop * size)
+            if owner == self._me:
+                streams = _on(state.streams, _sharding(self._devices[start:stop, :1]))
+                counters = jax.tree.map(np.asarray, streams.stored_counters)
+                whole = jax.tree.map(lambda leaf, n=stop - start: _of_envs(leaf, n), counters)
+                layout = self._buffer_of(stop - start).layout()
+                streams = streams.replace(stored_counters=whole, layout=layout)
+                part = ReplayState(streams=streams, sampler=None, episodes=None)
+                own.append(Part(start * size, part))
+        return Parts(own, bounds, self.processes)
 
     def joined(self, state: ReplayState) -> ReplayState:
-        """Return one buffer's state.
+        """Return one buffer's state. Its rows are those of the sharded state.
 
         Args:
-          state: The sharded state. It stays valid; its rows are shared, not copied.
+          state: The sharded state. It stays valid.
         """
-        streams = self.streams(state).streams
-        values = {
-            name: self._by_place(np.asarray(leaf))
-            for name, leaf in self.buffer.sampler.per_row(state.sampler).items()
-        }
-        sampler = self._without(state.sampler)
-        old = self._whole(sampler, self._without(self._sampler(self.buffer)))
-        stored, _ = rows.split(ReplayState(streams=streams, sampler=None, episodes=None))
-        made = _built(self.buffer, jax.device_get(streams.replace(steps=None)), old, values)
-        return rows.join(stored, made)
+        num = self._sharded.num_shards
+        streams, sampler = jax.tree.map(
+            _gathered, (state.streams.replace(steps=None), state.sampler)
+        )
+        whole = jax.tree.map(lambda leaf: _of_envs(leaf, num), streams.stored_counters)
+        streams = streams.replace(stored_counters=whole, layout=self.buffer.layout())
+        per_row = self.buffer.sampler.per_row(sampler)
+        values = {name: self._by_place(np.asarray(leaf)) for name, leaf in per_row.items()}
+        own = self._whole(self._without(sampler), self._without(self._sampler(self.buffer)))
+        return rows.join(rows.split(state)[0], _built(self.buffer, streams, own, values))
 
-    def divided(self, state: ReplayState) -> ReplayState:
+    def new_steps(self, example: Any) -> list[tuple[int, int, Any]]:
+        """Return zeros for the steps of this process's devices: for each run of shards its first
+        env, the one after its last, and the steps."""
+        mine = [[one for one in row if one.process_index == self._me] for row in self._devices]
+        found, size = [], self._local.num_envs
+        for num_replicas, start, stop in _runs([len(row) for row in mine]):
+            if num_replicas:
+                sharding = _sharding(np.array(mine[start:stop]))
+                own = self._buffer_of(stop - start)
+                init = lambda own=own: own.init(example).streams.steps
+                steps = jax.jit(init, out_shardings=sharding)()
+                found.append((start * size, stop * size, steps))
+        return found
+
+    def divided(self, state: ReplayState, steps: list[Any]) -> ReplayState:
         """Return the sharded state.
 
         Args:
-          state: One buffer's state, placed as `placement` says. Its rows are shared.
+          state: One buffer's state, without steps.
+          steps: The steps, in the memory that `new_steps` has made. It is shared.
         """
-        num, num_envs = self._sharded.num_shards, self._local.num_envs
-        sampler = jax.device_get(state.sampler)
+        num, local, parts = self._sharded.num_shards, self._local, []
+        streams, sampler = jax.device_get((state.streams, state.sampler))
         values = {
-            name: np.asarray(leaf)[: self.buffer.capacity].reshape(-1, num, num_envs)
+            name: leaf[: self.buffer.capacity].reshape(-1, num, local.num_envs)
             for name, leaf in self.buffer.sampler.per_row(sampler).items()
         }
-        sampler = self._without(sampler)
-        own_sampler = self._without(self._sampler(self._local))
-        stored, _ = rows.split(state)
-        counters = jax.device_get(state.streams.stored_counters)
-        parts = []
-        index = self._divided.addressable_devices_indices_map((num,))
-        for device, shard in index.items():
-            at = shard[0].start or 0 if shard else 0
-            own = jax.tree.map(lambda leaf, on=device: _on(leaf, on), stored)
-            streams = state.streams.replace(
-                **jax.device_get(own | {"steps": None}),
-                stored_counters=jax.tree.map(
-                    lambda leaf, at=at: np.split(leaf, num, axis=-1)[at], counters
-                ),
-                layout=self._local.layout(),
-            )
-            mine = {name: leaf[:, at].reshape(-1) for name, leaf in values.items()}
-            made = _built(self._local, streams, self._part(sampler, own_sampler, at), mine)
-            made = jax.device_put(self._sharded.local.stacked(made), device)
-            parts.append(rows.join(own, made))
+        sampler, specs = self._without(sampler), self._without(self._sampler(local))
+        for at, row in enumerate(self._devices):
+            if devices := [one for one in row if one.process_index == self._me]:
+                own = jax.tree.map(lambda leaf, at=at: np.split(leaf, num, -1)[at], streams)
+                own = own.replace(layout=local.layout())
+                per_row = {name: leaf[:, at].reshape(-1) for name, leaf in values.items()}
+                made = _built(local, own, self._part(sampler, specs, at), per_row)
+                made = self._sharded.local.stacked(made)
+                parts += [jax.device_put(made, one) for one in devices]
         sharding = NamedSharding(self._sharded.mesh, P(self._sharded.axis))
+        made = jax.tree.map(lambda *leaves: _joined(num, sharding, leaves), *parts)
+        shards_of = lambda leaves: [one.data for leaf in leaves for one in leaf.addressable_shards]
+        steps = jax.tree.map(lambda *leaves: _joined(num, sharding, shards_of(leaves)), *steps)
+        return made.replace(streams=made.streams.replace(steps=steps))
 
-        def assembled(*leaves: jax.Array) -> jax.Array:
-            first, *others = leaves[0].shape
-            shape = (num * first, *others)
-            return jax.make_array_from_single_device_arrays(shape, sharding, [*leaves])
-
-        return jax.tree.map(assembled, *parts)
+    def _buffer_of(self, num_shards: int) -> ReplayBuffer:
+        """Return the buffer of the envs of some shards."""
+        sizes = {name: num_shards * getattr(self._local, name) for name in ("num_envs", "capacity")}
+        return dataclasses.replace(self._local, **sizes)
 
     def _sampler(self, buffer: ReplayBuffer) -> Any:
         return jax.eval_shape(lambda: buffer.sampler.init(buffer.layout()))
@@ -137,14 +157,6 @@ class Shards:
         values = values.reshape(num, -1)[:, : local.capacity]
         return values.reshape(num, local.length, local.num_envs).swapaxes(0, 1).reshape(-1)
 
-    def _of_envs(self, leaf: Any) -> np.ndarray:
-        """Return [E] or [n, E], of [E] or [D * n, E / D]."""
-        values = np.asarray(leaf)
-        if values.ndim == 1:
-            return values
-        values = values.reshape(self._sharded.num_shards, -1, values.shape[1]).swapaxes(0, 1)
-        return values.reshape(len(values), -1)
-
     def _whole(self, tree: Any, specs: Any) -> Any:
         """Return leaves of one buffer, of the shards' leaves one after another.
 
@@ -158,7 +170,7 @@ class Shards:
             if values.shape == spec.shape:
                 return values
             if len(spec.shape) > 1:
-                return self._of_envs(values).reshape(spec.shape)
+                return _of_envs(values, num).reshape(spec.shape)
             of_each = values.reshape(num, *spec.shape)
             if name in SUMS:  # they stay at their maximum
                 most = np.iinfo(values.dtype).max
@@ -182,7 +194,7 @@ class Shards:
 
 
 def _built(buffer: ReplayBuffer, streams: Any, sampler: Any, values: dict[str, Any]) -> ReplayState:
-    """Return a buffer's state, without rows.
+    """Return a buffer's state, without steps.
 
     Args:
       buffer: The buffer.
@@ -197,7 +209,7 @@ def _built(buffer: ReplayBuffer, streams: Any, sampler: Any, values: dict[str, A
     none = jnp.zeros((buffer.num_envs, 0), jnp.int32)
     for name, own in values.items():
         sampler = resize.moved(buffer, streams, sampler, state, name, 0, own, (none, none))
-    return rest.replace(sampler=sampler)
+    return state.replace(sampler=sampler)
 
 
 def _mapped(function: Any, tree: Any, specs: Any) -> Any:
@@ -208,6 +220,46 @@ def _mapped(function: Any, tree: Any, specs: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(specs), leaves)
 
 
-def _on(leaf: jax.Array, device: Any) -> jax.Array:
-    """Return a leaf's part on a device."""
-    return next(one.data for one in leaf.addressable_shards if one.device == device)
+def _runs(kinds: list[Any]) -> Iterator[tuple[Any, int, int]]:
+    """Iterate over runs of equal elements: each one's element, start and stop."""
+    for kind, run in itertools.groupby(range(len(kinds)), kinds.__getitem__):
+        at = [*run]
+        yield kind, at[0], at[-1] + 1
+
+
+def _sharding(devices: np.ndarray) -> NamedSharding:
+    """Return a sharding of leading axes over devices [K, R], with R replicas."""
+    return NamedSharding(Mesh(devices, ("shard", "replica")), P("shard"))
+
+
+def _on(tree: Any, sharding: NamedSharding) -> Any:
+    """Return the part of a sharded state that is on the devices of a sharding."""
+    devices: Any = sharding.mesh.devices
+
+    def part(leaf: jax.Array) -> jax.Array:
+        data = {shard.device: shard.data for shard in leaf.addressable_shards}
+        return _joined(len(devices), sharding, [data[one] for one in devices.flat])
+
+    return jax.tree.map(part, tree)
+
+
+def _joined(num: int, sharding: NamedSharding, leaves: Sequence[jax.Array]) -> jax.Array:
+    """Return one array of `num` shards, of those on the devices of this process."""
+    first, *others = leaves[0].shape
+    shape = num * first, *others
+    return jax.make_array_from_single_device_arrays(shape, sharding, [*leaves])
+
+
+def _gathered(leaf: jax.Array) -> np.ndarray:
+    """Return all values of a sharded leaf, in all processes."""
+    return np.asarray(
+        leaf if leaf.is_fully_addressable else multihost.process_allgather(leaf, tiled=True)
+    )
+
+
+def _of_envs(values: np.ndarray, num: int) -> np.ndarray:
+    """Return [E] or [n, E], of [E] or [D * n, E / D], where D is `num`."""
+    if values.ndim == 1:
+        return values
+    values = values.reshape(num, -1, values.shape[1]).swapaxes(0, 1)
+    return values.reshape(len(values), -1)

@@ -14,7 +14,7 @@ pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed
 
 import jaxreplay as jr
 from jaxreplay.checkpoint import fingerprint
-from jaxreplay.checkpoint.rows import Picked, heads_of, span_of
+from jaxreplay.checkpoint.rows import Part, Picked, heads_of, span_of
 from jaxreplay.storage import stored_arrays
 
 cases = pytest.mark.parametrize("case", CATALOG, ids=lambda case: case.name)
@@ -32,7 +32,7 @@ def held(buffer, state):
 
 
 def of_state(buffer, state):
-    return int(fingerprint.of_rows(state, held(buffer, state)))
+    return int(fingerprint.of_rows(Part(0, state), held(buffer, state)))
 
 
 @cases
@@ -50,7 +50,7 @@ def test_it_is_the_sum_over_the_rows_however_they_came(case):
     assert of_state(buffer, one_by_one) == of_state(buffer, by_blocks)
     every = held(buffer, one_by_one)
     alone = [
-        int(fingerprint.of_rows(one_by_one, Picked(env[None], number[None])))
+        int(fingerprint.of_rows(Part(0, one_by_one), Picked(env[None], number[None])))
         for env, number in zip(*every, strict=True)
     ]
     assert sum(alone) % 2**32 == of_state(buffer, one_by_one)

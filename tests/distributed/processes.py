@@ -4,16 +4,27 @@ of the results."""
 
 import hashlib
 import json
+import pathlib
 import sys
 
 import jax
 import numpy as np
-import pytest
 
 import jaxreplay as jr
 from jaxreplay.checkpoint import Checkpointer
 
 E = 8
+SAVES = 10, 25, 39  # the first in the background
+
+
+def digests(name, tree):
+    return {
+        f"{name} {number} {shard.index}": hashlib.sha256(
+            np.ascontiguousarray(shard.data).tobytes()
+        ).hexdigest()
+        for number, leaf in enumerate(jax.tree.leaves(tree))
+        for shard in leaf.addressable_shards
+    }
 
 
 def main(num, which, port, path):
@@ -38,7 +49,12 @@ def main(num, which, port, path):
         )
         spec = jax.ShapeDtypeStruct((), np.float32)
         flag = jax.ShapeDtypeStruct((), bool)
-        state = buffer.init(jr.Step(spec, spec, spec, terminated=flag, truncated=flag))
+        example = jr.Step(spec, spec, spec, terminated=flag, truncated=flag)
+        state = buffer.init(example)
+        checkpointer = None
+        if draw == "even":
+            folder = pathlib.Path(path).parent / f"of {num} processes"
+            checkpointer = Checkpointer(folder, buffer, chunk_bytes=4000)
         add = jax.jit(buffer.add, donate_argnums=0)
 
         @jax.jit
@@ -57,20 +73,21 @@ def main(num, which, port, path):
             step, mask = buffer.from_local(
                 jax.tree.map(lambda leaf, own=own: leaf[own], (step, mask))
             )
+            if checkpointer is not None:
+                checkpointer.advance(state)
             state = add(state, step, mask)
             state, batch = learn(state, jax.random.key(time))
+            if checkpointer is not None and time in SAVES:
+                checkpointer.save(state, time, blocking=time != SAVES[0])
         size, can_sample = jax.jit(buffer.size)(state), jax.jit(buffer.can_sample)(state)
         assert int(size) > 100
         assert bool(can_sample)
         figures = jax.jit(buffer.metrics)(state)
         assert 0 < figures["effective_sample_size"] < 1
-        for number, leaf in enumerate(jax.tree.leaves((state, batch, figures))):
-            for shard in leaf.addressable_shards:
-                content = np.ascontiguousarray(shard.data).tobytes()
-                found[f"{draw} {number} {shard.index}"] = hashlib.sha256(content).hexdigest()
-    if num > 1:  # one process saves it, several do not yet
-        with pytest.raises(ValueError, match="over several processes cannot be saved yet"):
-            Checkpointer(f"{path} saved", buffer)
+        found |= digests(draw, (state, batch, figures))
+        if checkpointer is not None:
+            for at in SAVES:
+                found |= digests(f"saved {at}", checkpointer.restore(example, at))
     with open(path, "w") as file:
         json.dump(found, file)
 

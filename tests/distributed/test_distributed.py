@@ -7,10 +7,13 @@ import pathlib
 import socket
 import subprocess
 import sys
+import time
 
+import numpy as np
 import pytest
 
 from jaxreplay._util import xla
+from tests.conftest import SOAK
 
 HERE = pathlib.Path(__file__).parent
 pytestmark = pytest.mark.skipif(xla.shard_map is None, reason="this JAX has no jax.shard_map")
@@ -35,26 +38,31 @@ def test_on_eight_devices(name):
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-3000:]
 
 
+def started(script, num, num_devices, *arguments, output=subprocess.DEVNULL):
+    """Start a script in several processes, which get their number, which they are, a port, and
+    arguments of each."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    return [
+        subprocess.Popen(
+            [sys.executable, HERE / script, *map(str, (num, which, port, *own))],
+            cwd=HERE.parent.parent,
+            env=environment(num_devices // num),
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for which, own in enumerate(zip(*arguments, strict=True))
+    ]
+
+
 @pytest.mark.parametrize("num", [2, 4])
 def test_several_processes_equal_one_to_the_bit(num, tmp_path):
     results = []
     for count in (1, num):
-        with socket.socket() as one:
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
         files = [tmp_path / f"{count} {which}" for which in range(count)]
-        processes = [
-            subprocess.Popen(
-                [sys.executable, HERE / "processes.py", *map(str, (count, which, port, file))],
-                cwd=HERE.parent.parent,
-                env=environment(4 // count),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for which, file in enumerate(files)
-        ]
-        for process in processes:
+        for process in started("processes.py", count, 4, files):
             _, error = process.communicate(timeout=300)
             assert process.returncode == 0, error[-3000:]
         found = {}
@@ -64,6 +72,37 @@ def test_several_processes_equal_one_to_the_bit(num, tmp_path):
         results.append(found)
     assert len(results[0]) > 100
     assert results[0] == results[1]
+
+
+def test_a_kill_of_any_process_leaves_the_checkpoint_before(tmp_path):
+    """Each run goes on from what is left, with another number of devices and processes."""
+    checkpoint = pytest.importorskip("jaxreplay.checkpoint", reason="an extra is not installed")
+    run = pytest.importorskip("tests.support.checkpointed_run")
+    replay = run.items(capacity=512, num_envs=8)
+    r = np.random.default_rng(0)
+    for number in range(50 if SOAK else 3):
+        num, num_devices = [(2, 4), (2, 8), (1, 2), (4, 4)][number % 4]
+        how = ["wait", "advance"][number // 2 % 2]
+        given = [tmp_path / "run"] * num, [how] * num
+        processes = started("killed.py", num, num_devices, *given, output=subprocess.PIPE)
+        lines, left = [], int(r.integers(1, 4))
+        while left and (line := processes[0].stdout.readline()):
+            lines.append(line)
+            left -= line.startswith("saved")
+        time.sleep(r.random() * 0.2)
+        for process in r.permutation(processes):
+            process.kill()
+            time.sleep(r.choice([0, 0.2]))
+        for process in processes:
+            output, error = process.communicate()
+            lines += output.splitlines()
+            assert not left, error[-3000:]
+        saved = [int(line.split()[1]) for line in lines if line.startswith("saved")]
+        reader = checkpoint.Checkpointer(tmp_path / "run", replay)
+        state = reader.restore(run.EXAMPLE)
+        assert reader.step >= max(saved)
+        assert run.numbers(replay, state) == run.expected(replay, reader.step)
+        assert not any(one.problems for one in reader.verify())
 
 
 @pytest.mark.parametrize(
