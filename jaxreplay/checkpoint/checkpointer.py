@@ -57,7 +57,8 @@ class Checkpointer:
         path for this object, until `close` or until the object or its process ends. Reading needs
         no claim.
       buffer: The `ReplayBuffer`, `Rollout` or `jaxreplay.sharded` buffer whose states are saved. A
-        sharded state is saved as that of one buffer, so that any number of devices restores it.
+        sharded state is saved as that of one buffer, so that any number of devices restores it. If
+        it is sharded over several processes, all call the methods together, and see one path.
       max_to_keep: Number of newest checkpoints to keep. Default: 3.
       chunk_bytes: Memory in bytes for rows that are being copied or written. A file holds at most
         half of it, but at least one row. Default: 64 MiB.
@@ -67,7 +68,8 @@ class Checkpointer:
       timeout: Seconds that a request to an object store may take. Default: 60.
 
     Raises:
-      ValueError: An argument is invalid, or the buffer is sharded over several processes.
+      ValueError: An argument is invalid, or the buffer is sharded over several processes of which
+        some have no device of it.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -152,9 +154,9 @@ class Checkpointer:
             Default: the newest step plus 1, and 0 for the first save.
           blocking: Whether to return only after the checkpoint is written. If False, rows are
             copied step by step: call `advance` before each `add`, and `wait_until_finished` before
-            a `clear` and at the end. Priorities and episode tables (up to 20 bytes a row) are
-            copied first; if they have more than `chunk_bytes`, they are written before this
-            returns. Default: True.
+            a `clear` and at the end, where several processes commit the save. Priorities and
+            episode tables (up to 20 bytes a row) are copied first; if they have more than
+            `chunk_bytes`, they are written before this returns. Default: True.
           metadata: JSON-compatible dict to store with the checkpoint, nested at most 100 deep.
             After a restore it is the attribute `metadata`. Default: an empty dict.
 

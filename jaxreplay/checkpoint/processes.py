@@ -1,4 +1,4 @@
-"""What processes tell each other that save or restore one sharded buffer together.
+"""Communication between the processes that save or restore one sharded buffer together.
 
 All of them call the same methods in the same order, since each method waits for all.
 """

@@ -74,6 +74,13 @@ def test_several_processes_equal_one_to_the_bit(num, tmp_path):
     assert results[0] == results[1]
 
 
+def test_an_error_in_one_process_is_raised_in_all(tmp_path):
+    pytest.importorskip("jaxreplay.checkpoint", reason="an extra is not installed")
+    for process in started("errors.py", 2, 4, [tmp_path] * 2):
+        _, error = process.communicate(timeout=300)
+        assert process.returncode == 0, error[-3000:]
+
+
 def test_a_kill_of_any_process_leaves_the_checkpoint_before(tmp_path):
     """Each run goes on from what is left, with another number of devices and processes."""
     checkpoint = pytest.importorskip("jaxreplay.checkpoint", reason="an extra is not installed")

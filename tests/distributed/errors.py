@@ -1,0 +1,134 @@
+"""One of two processes, with two devices each, of whose saves and restores one fails:
+`python errors.py 2 WHICH PORT FOLDER`. Both get the error, and both go on."""
+
+import errno
+import os
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import jaxreplay as jr
+from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, PathInUseError
+from tests.support.checkpointed_run import EXAMPLE, items, step
+
+REPLAY = items(capacity=256, num_envs=8)
+
+
+def fails(checkpointer, in_process):
+    """Let writes of rows fail in a process, until the returned function is called."""
+    store = checkpointer._store
+    write = store.write
+
+    def broken(files):
+        if any(name.startswith("rows") for name in files):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(files)
+
+    if jax.process_index() == in_process:
+        store.write = broken
+    return lambda: setattr(store, "write", write)
+
+
+def saved(checkpointer, state, blocking):
+    checkpointer.save(state, 25, blocking=blocking)
+    assert checkpointer.is_saving
+    for _ in range(100):
+        checkpointer.advance(state, 0)  # waits for nobody
+    checkpointer.wait_until_finished(state)
+
+
+def left_by_an_error(checkpointer, state):
+    """Others may not know of an error in the block: it waits for nobody."""
+    with checkpointer:
+        checkpointer.save(state, 61, blocking=False)
+        raise KeyError
+
+
+def main(num, which, port, folder):
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", num, which)
+    mesh = jax.make_mesh((4,), ("data",))
+    buffer = jr.sharded(REPLAY, mesh)
+    add = jax.jit(buffer.add, donate_argnums=0)
+
+    def added(state, start, count):
+        for t in range(start, start + count):
+            own = jax.tree.map(lambda leaf: leaf[4 * which : 4 * which + 4], step(t, 8))
+            state = add(state, buffer.from_local(own))
+        return state
+
+    def sums(state):
+        return int(jax.jit(lambda s: s.streams.steps["number"].sum())(state))
+
+    folder = pathlib.Path(folder)
+    state = added(buffer.init(EXAMPLE), 0, 20)
+    elsewhere = Checkpointer(folder / f"of {which}", buffer)
+    with pytest.raises(OSError, match="is another place for each process: share it"):
+        elsewhere.save(state)
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+        elsewhere.restore(EXAMPLE)
+
+    one = Checkpointer(folder / "run", buffer, chunk_bytes=2000)
+    one.save(state, 20)
+    wanted = {20: sums(state)}
+    other = Checkpointer(folder / "run", buffer)
+    with pytest.raises(PathInUseError, match="is being written to by"):
+        other.save(state, 21)
+    for which_fails, blocking in ((0, True), (1, True), (0, False), (1, False)):
+        state = added(state, 20, 5)
+        whole = fails(one, which_fails)
+        with pytest.raises(OSError, match="No space left on device"):
+            saved(one, state, blocking)
+        assert not one.is_saving
+        assert one.all_steps() == [20]
+        whole()
+    one.save(state, 40)
+    wanted[40] = sums(state)
+    state = added(state, 40, 20)
+    one.save(state, 60, blocking=False)
+    with pytest.raises(RuntimeError, match="close: a save was incomplete and is cancelled"):
+        one.close()
+    with pytest.raises(KeyError):
+        left_by_an_error(one, state)
+    with one:
+        one.save(state, 62, blocking=False)
+        while not all(one._processes.told(one._saving.is_copied)):
+            one.advance(state, 0)
+    wanted[62] = sums(state)
+    assert one.all_steps() == [20, 40, 62]
+
+    # groups that lie on the last device alone
+    newest = [group for group in one._base.groups if group.env == 6][-1]
+    if which == 0:
+        (file,) = (folder / "run" / "rows" / newest.folder).glob("*number/c.0")
+        file.write_bytes(b"\0" + file.read_bytes()[1:])
+    one._processes.told(None)
+    with pytest.warns(UserWarning, match="step 40 was restored; this is damaged"):
+        got = one.restore(EXAMPLE)
+    assert (one.step, sums(got)) == (40, wanted[40])
+    with pytest.raises(CorruptCheckpointError, match="no step 62"):
+        one.restore(EXAMPLE, 62)
+    with pytest.warns(UserWarning, match="rows are lost"):
+        got = one.restore(EXAMPLE, allow_partial=True)
+    lost = {env for env, _, _ in one.missing_rows}
+    assert one.step == 62
+    assert lost
+    assert lost >= set(range(newest.env, newest.env_stop))
+    counts = np.asarray(one._shards.joined(got).streams.counters.filled)
+    assert (counts < 32).sum() == len(lost)
+
+    if jax.process_index() == 0:  # a buffer of this process alone asks nobody
+        alone = jr.sharded(REPLAY, jax.sharding.Mesh(jax.local_devices(), ("data",)))
+        with Checkpointer(folder / "alone", alone) as checkpointer:
+            checkpointer.save(alone.init(EXAMPLE), 3)
+            assert int(alone.size(checkpointer.restore(EXAMPLE))) == 0
+    jax.process_count = lambda: 3
+    with pytest.raises(ValueError, match="mesh has devices of 2 of 3 processes"):
+        Checkpointer(folder, buffer)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:4]), sys.argv[4])
