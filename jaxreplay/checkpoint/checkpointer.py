@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import json
 import operator
 import os
@@ -68,8 +69,8 @@ class Checkpointer:
       timeout: Seconds that a request to an object store may take. Default: 60.
 
     Raises:
-      ValueError: An argument is invalid, or the buffer is sharded over several processes of which
-        some have no device of it.
+      ValueError: An argument is invalid, or the buffer is sharded over devices of other processes
+        only.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -196,10 +197,11 @@ class Checkpointer:
         def enter() -> tuple[str, int, bool]:
             found.extend(self._chain.read()[0])
             newest = found[0] if found else None
-            is_there = self._base is not None and self._base.folder in [x.folder for x in found]
-            folder = self._chain.enter(newest, is_there and newest is self._base)
+            folders = [one.folder for one in found]
+            base = None if self._base is None else self._base.folder
+            folder = self._chain.enter(newest, base in folders[:1])
             own = (0 if newest is None else newest.step + 1) if step is None else step
-            return folder, _checked_step(own), is_there
+            return folder, _checked_step(own), base in folders
 
         def check() -> None:
             if damaged:  # or another writer was faster, and has deleted them
@@ -215,18 +217,24 @@ class Checkpointer:
         # Some groups are copied while others are written; compressed ones are in memory twice.
         group_bytes = self._chunk_bytes // (2 if self._level is None else 4)
         damaged: dict[str, str] = {}
-        options = {
-            "folder": folder,
-            "step": step,
-            "metadata": metadata,
-            "group_bytes": group_bytes if blocking else min(group_bytes, _SMALL),
-            "is_compressed": self._level is not None,
-            "damaged": damaged,
-        }
-        plan = planning.planned(self._store, self._buffer, state, parts, self._base, **options)
-        if more := first(lambda: self._rounds.look(plan)):
+        planned = functools.partial(
+            planning.planned,
+            self._store,
+            self._buffer,
+            state,
+            parts,
+            self._base,
+            folder=folder,
+            step=step,
+            metadata=metadata,
+            group_bytes=group_bytes if blocking else min(group_bytes, _SMALL),
+            is_compressed=self._level is not None,
+            damaged=damaged,
+        )
+        plan = planned()
+        while more := first(functools.partial(self._rounds.look, plan)):
             damaged |= more
-            plan = planning.planned(self._store, self._buffer, state, parts, self._base, **options)
+            plan = planned()
         first(check)
         for problem in damaged.values():
             warnings.warn(
@@ -317,7 +325,8 @@ class Checkpointer:
         if self._processes.num > 1:
             groups, chunks = {}, {}
             for own_groups, own_chunks in self._processes.told(written):
-                groups, chunks = groups | own_groups, chunks | own_chunks
+                groups |= own_groups
+                chunks |= own_chunks
             saving.commit(groups, chunks)
         self._saving = None
 

@@ -70,13 +70,8 @@ class _Rows:
                 array_of(store, group, "flags", (), np.uint8)
             elif group.leaves and not store.entries(f"rows/{group.folder}"):
                 raise CorruptCheckpointError(f"rows/{group.folder} is missing")
-        manifest.groups.check_apart(self.end)
+        manifest.groups.check(self.first, self.end)
         self.num_rows = int((self.end - self.first).sum())
-        missing = self.num_rows - int(manifest.groups.num_rows(self.first).sum())
-        if missing:
-            raise CorruptCheckpointError(
-                f"{missing:,} rows of the checkpoint are in none of its groups"
-            )
 
     def read(self, leaf: Leaf, rows: np.ndarray) -> np.ndarray:
         """Read values of one leaf: `[K, *leaf.shape]`.

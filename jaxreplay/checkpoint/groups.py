@@ -117,15 +117,18 @@ class Groups(Sequence[Group]):
         save, *numbers = self.columns[at].tolist()
         return Group._make((self.saves[save], *numbers, self.leaves, self.sums[at]))
 
-    def check_apart(self, end: np.ndarray) -> None:
-        """Check that groups are in the order of their rows and no row is in two groups.
+    def check(self, first: np.ndarray, end: np.ndarray) -> None:
+        """Check that each row is in one group, and groups are in the order of their rows.
 
         Args:
-          end: int64[E], one more than the number of each stream's newest row.
+          first: int64[E], the number of each stream's oldest row.
+          end: int64[E], one more than the number of its newest row.
 
         Raises:
-          CorruptCheckpointError: Groups overlap, are out of order, or have rows past `end`.
+          CorruptCheckpointError: Groups overlap, are out of order, have rows past `end`, or lack
+            rows.
         """
+        num_rows = int((end - first).sum())
         for group in reversed(self):
             low, high = group.range()
             if ((low < high) & (high > end)).any():
@@ -134,6 +137,10 @@ class Groups(Sequence[Group]):
                     "does not have"
                 )
             end = np.where(low < high, low, end)
+        if missing := num_rows - int(self.num_rows(first).sum()):
+            raise CorruptCheckpointError(
+                f"{missing:,} rows of the checkpoint are in none of its groups"
+            )
 
     def num_rows(self, first: Any = 0) -> np.ndarray:
         """Count the rows of each group, int64[G].

@@ -23,6 +23,7 @@ from jaxreplay.checkpoint.identity import described, identity
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.rows import Part, Parts, Picked, Span
 
+Written = dict[int, dict[str, Any]]  # by number of a group, its fields that writing sets
 _BOOKKEEPING = 64  # bytes of a row's numbers, while it is being copied or written
 # Largest number of streams * saves in a manifest, which has two vectors for each save. Above it
 # nothing is reused, and all rows are written again.
@@ -66,14 +67,16 @@ class Plan:
                 found.append((int(room.min()), group))
         return sorted(found, key=lambda one: one[0])
 
-    def manifest(self, written: dict[int, Group], chunks: arrays.Chunks) -> Manifest:
+    def manifest(self, written: Written, chunks: arrays.Chunks) -> Manifest:
         """Return the complete manifest.
 
         Args:
-          written: The new groups, by number.
+          written: Of each new group.
           chunks: Checksums of all arrays but the rows'.
         """
-        groups = [written[one.number] if one.sums is None else one for one in self.groups]
+        groups = [
+            one._replace(**written[one.number]) if one.sums is None else one for one in self.groups
+        ]
         return dataclasses.replace(self.draft, groups=Groups.of(groups), chunks=chunks)
 
 

@@ -59,56 +59,45 @@ def restored(
       bar: Makes a progress bar from a title and a number of bytes.
     """
     processes = Processes() if shards is None else shards.processes
-    found, problems = processes.first(chain.read)
+    tried: dict[str, str] = {}  # problems of damaged checkpoints, by folder
     while True:
-        for manifest in found:
-            if step is None or manifest.step == step:
-                # JAX would report an interrupt during its comparison of buffers as an error of
-                # the buffers, here and below
-                with defer_interrupts():
-                    before = check_fits(manifest, buffer, example, resize, problems)
-                    num_bytes = buffer.memory(example).total
-                damaged = {}
-                if allow_partial:
-                    look = functools.partial(verifying.damaged_groups, store, manifest)
-                    damaged = processes.first(look)
-                try:
-                    with bar(f"restore {manifest.step}", num_bytes) as told, processes.agreed():
-                        reading = Reading(store, manifest, told.update)
-                        state = reading.state(
-                            buffer, before, example, sharding, shards, set(damaged)
-                        )
-                except CorruptCheckpointError as error:
-                    left, _ = processes.first(chain.read)
-                    if manifest.folder not in {one.folder for one in left}:
-                        break
-                    problems.append(f"step {manifest.step}: {error}")
-                    continue
-                lost = reading.holes.lost(np.asarray(manifest.end))
-                if lost:
-                    count, total = (
-                        sum(one.last - one.first + 1 for one in lost),
-                        sum(manifest.end) - sum(manifest.first),
-                    )
-                    problems += [f"{count:,} of its {total:,} rows are lost:", *damaged.values()]
-                if problems:
-                    what = f"restore: step {manifest.step} was restored; this is damaged:"
-                    warnings.warn("\n  ".join([what, *problems]), stacklevel=3)
-                return Restored(state, manifest, lost)
-        read = processes.first(chain.read)
-        if [one.folder for one in read[0]] == [one.folder for one in found]:
+        found, problems = processes.first(chain.read)  # others may delete and write meanwhile
+        problems += [tried[one.folder] for one in found if one.folder in tried]
+        untried = [one for one in found if one.folder not in tried and step in (None, one.step)]
+        if not untried:
             break
-        found, problems = read  # others were written meanwhile, and these deleted
-    if problems:
-        what = "nothing" if step is None else f"no step {step}"
+        manifest = untried[0]
+        # JAX would report an interrupt during its comparison of buffers as an error of the
+        # buffers, here and below
+        with defer_interrupts():
+            before = check_fits(manifest, buffer, example, resize, problems)
+            num_bytes = buffer.memory(example).total
+        look = functools.partial(verifying.damaged_groups, store, manifest)
+        damaged = processes.first(look) if allow_partial else {}
+        try:
+            with bar(f"restore {manifest.step}", num_bytes) as told, processes.agreed():
+                reading = Reading(store, manifest, told.update)
+                state = reading.state(buffer, before, example, sharding, shards, set(damaged))
+        except CorruptCheckpointError as error:
+            tried[manifest.folder] = f"step {manifest.step}: {error}"
+            continue
+        lost = reading.holes.lost(np.asarray(manifest.end))
+        if lost:
+            count = sum(one.last - one.first + 1 for one in lost)
+            total = sum(manifest.end) - sum(manifest.first)
+            problems += [f"{count:,} of its {total:,} rows are lost:", *damaged.values()]
+        if problems:
+            what = f"restore: step {manifest.step} was restored; this is damaged:"
+            warnings.warn("\n  ".join([what, *problems]), stacklevel=3)
+        return Restored(state, manifest, lost)
+    what, of_step, others = "nothing", "", ""
+    if step is not None:
         steps = ", ".join(str(one.step) for one in reversed(found))
-        others = "" if step is None else f" (there are {steps})"
-        what = f"restore: {what} under {store.name} can be restored{others}:"
-        raise CorruptCheckpointError("\n  ".join([what, *problems]))
-    raise FileNotFoundError(
-        f"restore: there is no checkpoint{'' if step is None else f' of step {step}'} under "
-        f"{store.name}"
-    )
+        what, of_step, others = f"no step {step}", f" of step {step}", f" (there are {steps})"
+    if not problems:
+        raise FileNotFoundError(f"restore: there is no checkpoint{of_step} under {store.name}")
+    what = f"restore: {what} under {store.name} can be restored{others}:"
+    raise CorruptCheckpointError("\n  ".join([what, *problems]))
 
 
 class Reading:
@@ -122,7 +111,9 @@ class Reading:
 
     def __init__(self, store: Files, manifest: Manifest, progress: Callable[[int], Any]):
         self._store, self._manifest, self._progress = store, manifest, progress
-        self._end = np.asarray(manifest.end, np.int64)
+        self._first, self._end = (
+            np.asarray(numbers, np.int64) for numbers in (manifest.first, manifest.end)
+        )
         self.holes = Holes.none(len(manifest.end))
 
     def state(
@@ -148,6 +139,7 @@ class Reading:
         Raises:
           CorruptCheckpointError: A file is missing or damaged; the error names it.
         """
+        self._manifest.groups.check(self._first, self._end)
         old, steps = None, []
         with defer_interrupts():
             shape = jax.eval_shape(buffer.init, example)
@@ -267,12 +259,10 @@ class Reading:
         groups, leaves, length = self._manifest.groups, named(specs), buffer.length
         if not leaves:
             return stored
-        groups.check_apart(self._end)
         envs = np.arange(len(self._end))
         is_own = (envs >= env) & (envs < env_stop)
-        filled = np.where(is_own, self._end - np.asarray(self._manifest.first, np.int64), 0)
+        filled = np.where(is_own, self._end - self._first, 0)
         first = self._end - (filled if self.holes.folders else np.minimum(filled, length))
-        missing = int(np.minimum(filled - self.holes.num_lost, length)[is_own].sum())
         counts = groups.num_rows(first)
         most = int(groups.num_rows().max(initial=1))
         row_bytes = sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for _, leaf in leaves)
@@ -304,14 +294,9 @@ class Reading:
                     stored = rows.put(stored, index, values, most)
                 for own, leaf in zip(buffers, found, strict=True):
                     own.give_back(leaf)
-                missing -= len(index)
                 self._progress(len(index) * row_bytes)
         finally:
             pool.shutdown(cancel_futures=True)
-        if missing:
-            raise CorruptCheckpointError(
-                f"{missing:,} rows of the checkpoint are in none of its groups"
-            )
         return stored
 
     def _places(

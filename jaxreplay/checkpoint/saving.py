@@ -16,7 +16,7 @@ from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.checkpoint import arrays, fingerprint, rows
 from jaxreplay.checkpoint.files import Files
 from jaxreplay.checkpoint.groups import Group
-from jaxreplay.checkpoint.planning import Plan
+from jaxreplay.checkpoint.planning import Plan, Written
 from jaxreplay.checkpoint.rows import Parts, Picked
 
 _WRITERS = 3  # threads: one alone does not keep a disk busy
@@ -37,7 +37,7 @@ class Saving:
       level: Level of zstd compression, or None.
       is_alone: Whether to call `commit` in a thread as soon as all is written. If not, the
         processes do after `finish`, and an error waits for `finish`, too.
-      commit: Called with the new groups by number, and the checksums of `rest`.
+      commit: Called with what `finish` returns.
       progress: Called with the number of bytes written, by one thread at a time.
     """
 
@@ -52,7 +52,7 @@ class Saving:
         chunk_bytes: int,
         level: int | None,
         is_alone: bool,
-        commit: Callable[[dict[int, Group], arrays.Chunks], None],
+        commit: Callable[[Written, arrays.Chunks], None],
         progress: Callable[[int], Any],
     ):
         self._store, self._folder, self._end = store, plan.draft.folder, plan.end
@@ -66,7 +66,7 @@ class Saving:
         self._slots = threading.Semaphore(_SLOTS)
         # copies that are written, by the part that they are of: their memory is used again
         self._spare: dict[int, list[Any]] = collections.defaultdict(list)
-        self._groups: dict[int, Group] = {}
+        self._written: Written = {}
         self._chunks: arrays.Chunks = {}
         self._lock = threading.Lock()  # around calls of `progress`
         self._error: BaseException | None = None
@@ -105,14 +105,14 @@ class Saving:
             self._slots.acquire()
             self._copy(parts)
 
-    def finish(self, parts: Parts) -> tuple[dict[int, Group], arrays.Chunks]:
-        """Copy the remaining rows, and wait until all is written. Return the new groups by number,
+    def finish(self, parts: Parts) -> tuple[Written, arrays.Chunks]:
+        """Copy the remaining rows, and wait until all is written. Return the fields of new groups,
         and the checksums of `rest`."""
         while self._todo:
             self._slots.acquire()
             self._copy(parts)
         self.join()
-        return self._groups, self._chunks
+        return self._written, self._chunks
 
     def join(self) -> None:
         """Wait for the threads, after all rows are copied, and raise the save's error."""
@@ -187,7 +187,7 @@ class Saving:
         wait(futures)
         self._raise_error()
         if self._is_alone:
-            self.commit(self._groups, self._chunks)
+            self.commit(self._written, self._chunks)
 
     def _write_leaf(self, name: str, leaf: Any) -> None:
         """Write a leaf of `rest` piece by piece, each as a chunk."""
@@ -219,11 +219,11 @@ class Saving:
         self._check_in_time(picked, ends[picked.env - first_env])
         sums = self._write_leaves(group, len(picked.env), named(values))
         self._spare[first_env].append(values)  # of which no view is left
-        self._groups[group.number] = group._replace(
-            fingerprint=int(total),
-            leaves=tuple(sums),
-            sums=np.array([*sums.values()], np.uint32),
-        )
+        self._written[group.number] = {
+            "fingerprint": int(total),
+            "leaves": tuple(sums),
+            "sums": np.array([*sums.values()], np.uint32),
+        }
 
     def _write_leaves(
         self, group: Group, count: int, leaves: list[tuple[str, Any]]

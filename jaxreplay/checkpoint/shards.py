@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.experimental.multihost_utils as multihost
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -20,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxreplay._util.names import named
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.checkpoint import resize, rows
-from jaxreplay.checkpoint.processes import Processes
+from jaxreplay.checkpoint.processes import Processes, gathered
 from jaxreplay.checkpoint.rows import Part, Parts
 from jaxreplay.distributed.local import SUMS
 from jaxreplay.distributed.sharded import Sharded
@@ -47,15 +46,14 @@ class Shards:
         self._devices = np.moveaxis(mesh.devices, at, range(len(at))).reshape(
             sharded.num_shards, -1
         )
-        self._owner = [one.process_index for one in self._devices[:, 0]]
-        me, num = jax.process_index(), len({one.process_index for one in mesh.devices.flat})
-        if 1 < num < jax.process_count():
-            raise ValueError(
-                f"Checkpointer: the buffer's mesh has devices of {num} of {jax.process_count()} "
-                "processes; it must have those of one process, or of all"
-            )
-        self.processes = Processes(num, me) if num > 1 else Processes()
-        self._me = me
+        self._owners = [one.process_index for one in self._devices[:, 0]]
+        self._me = jax.process_index()
+        of_each = {one.process_index: one for one in self._devices.flat}
+        if self._me not in of_each:
+            raise ValueError("Checkpointer: this process has no device of the buffer's mesh")
+        numbers = sorted(of_each)
+        devices = tuple(of_each[number] for number in numbers)
+        self.processes = Processes(devices, numbers.index(self._me))
 
     def check(self, where: str, state: Any) -> None:
         """Raise a ValueError if a state is not of the sharded buffer."""
@@ -68,7 +66,7 @@ class Shards:
           state: The sharded state. It stays valid; its rows are shared, not copied.
         """
         size, own, bounds = self._local.num_envs, [], [0]
-        for owner, start, stop in _runs(self._owner):
+        for owner, start, stop in _runs(self._owners):
             bounds.append(stop * size)
             if owner == self._me:
                 streams = _on(state.streams, _sharding(self._devices[start:stop, :1]))
@@ -87,8 +85,9 @@ class Shards:
           state: The sharded state. It stays valid.
         """
         num = self._sharded.num_shards
+        jax.block_until_ready(state)
         streams, sampler = jax.tree.map(
-            _gathered, (state.streams.replace(steps=None), state.sampler)
+            gathered, (state.streams.replace(steps=None), state.sampler)
         )
         whole = jax.tree.map(lambda leaf: _of_envs(leaf, num), streams.stored_counters)
         streams = streams.replace(stored_counters=whole, layout=self.buffer.layout())
@@ -248,13 +247,6 @@ def _joined(num: int, sharding: NamedSharding, leaves: Sequence[jax.Array]) -> j
     first, *others = leaves[0].shape
     shape = num * first, *others
     return jax.make_array_from_single_device_arrays(shape, sharding, [*leaves])
-
-
-def _gathered(leaf: jax.Array) -> np.ndarray:
-    """Return all values of a sharded leaf, in all processes."""
-    return np.asarray(
-        leaf if leaf.is_fully_addressable else multihost.process_allgather(leaf, tiled=True)
-    )
 
 
 def _of_envs(values: np.ndarray, num: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 `python errors.py 2 WHICH PORT FOLDER`. Both get the error, and both go on."""
 
 import errno
+import functools
 import os
 import pathlib
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, PathInUseError
-from tests.support.checkpointed_run import EXAMPLE, items, step
+from tests.support.checkpointed_run import EXAMPLE, expected, items, numbers, step
 
 REPLAY = items(capacity=256, num_envs=8)
 
@@ -47,6 +48,10 @@ def left_by_an_error(checkpointer, state):
         raise KeyError
 
 
+def placed(sharding, leaf):
+    return jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__)
+
+
 def main(num, which, port, folder):
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", num, which)
@@ -73,6 +78,7 @@ def main(num, which, port, folder):
 
     one = Checkpointer(folder / "run", buffer, chunk_bytes=2000)
     one.save(state, 20)
+    assert len(one._base.groups.saves) == 1
     wanted = {20: sums(state)}
     other = Checkpointer(folder / "run", buffer)
     with pytest.raises(PathInUseError, match="is being written to by"):
@@ -120,14 +126,41 @@ def main(num, which, port, folder):
     counts = np.asarray(one._shards.joined(got).streams.counters.filled)
     assert (counts < 32).sum() == len(lost)
 
-    if jax.process_index() == 0:  # a buffer of this process alone asks nobody
+    one.close()
+    devices = np.array(jax.devices())
+    for nth, (found, names) in enumerate(
+        (
+            (devices[[0, 2, 1, 3]], ("data",)),  # each process has two runs of shards
+            (devices.reshape(2, 2), ("data", "model")),  # replicas in one process
+            (devices.reshape(2, 2).T, ("data", "model")),  # replicas in the other
+        )
+    ):
+        buffer = jr.sharded(REPLAY, jax.sharding.Mesh(found, names))
+        sharding = jax.sharding.NamedSharding(buffer.mesh, jax.sharding.PartitionSpec("data"))
+        add, state = jax.jit(buffer.add, donate_argnums=0), buffer.init(EXAMPLE)
+        with Checkpointer(folder / f"mesh {nth}", buffer, chunk_bytes=2000) as checkpointer:
+            for t in range(40):
+                state = add(state, jax.tree.map(functools.partial(placed, sharding), step(t, 8)))
+                if t in (10, 39):
+                    checkpointer.save(state, t)
+            got = checkpointer.restore(EXAMPLE)
+            for leaf, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(state), strict=True):
+                assert leaf.sharding == wanted.sharding
+                for x, y in zip(leaf.addressable_shards, wanted.addressable_shards, strict=True):
+                    assert x.index == y.index
+                    np.testing.assert_array_equal(x.data, y.data)
+        if which == 0:
+            alone = Checkpointer(folder / f"mesh {nth}", REPLAY).restore(EXAMPLE)
+            assert numbers(REPLAY, alone) == expected(REPLAY, 40)
+
+    if which == 0:  # a buffer of this process alone asks nobody
         alone = jr.sharded(REPLAY, jax.sharding.Mesh(jax.local_devices(), ("data",)))
         with Checkpointer(folder / "alone", alone) as checkpointer:
             checkpointer.save(alone.init(EXAMPLE), 3)
             assert int(alone.size(checkpointer.restore(EXAMPLE))) == 0
-    jax.process_count = lambda: 3
-    with pytest.raises(ValueError, match="mesh has devices of 2 of 3 processes"):
-        Checkpointer(folder, buffer)
+    else:
+        with pytest.raises(ValueError, match="this process has no device of the buffer's mesh"):
+            Checkpointer(folder, jr.sharded(REPLAY, jax.sharding.Mesh(devices[:2], ("data",))))
 
 
 if __name__ == "__main__":

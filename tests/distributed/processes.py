@@ -15,6 +15,11 @@ import jaxreplay as jr
 from jaxreplay.checkpoint import Checkpointer
 
 E = 8
+WHOLE = jr.prioritized(
+    capacity=256, num_envs=E, batch_size=16, autoreset="next_step", allow_mask=True
+)
+SPEC, FLAG = jax.ShapeDtypeStruct((), np.float32), jax.ShapeDtypeStruct((), bool)
+EXAMPLE = jr.Step(SPEC, SPEC, SPEC, terminated=FLAG, truncated=FLAG)
 SAVES = 10, 25, 39  # the first in the background
 
 
@@ -37,21 +42,8 @@ def main(num, which, port, path):
     mesh = jax.make_mesh((4,), ("data",))
     found = {}
     for draw in ("even", "global"):
-        buffer = jr.sharded(
-            jr.prioritized(
-                capacity=256,
-                num_envs=E,
-                batch_size=16,
-                autoreset="next_step",
-                allow_mask=True,
-            ),
-            mesh,
-            draw=draw,
-        )
-        spec = jax.ShapeDtypeStruct((), np.float32)
-        flag = jax.ShapeDtypeStruct((), bool)
-        example = jr.Step(spec, spec, spec, terminated=flag, truncated=flag)
-        state = buffer.init(example)
+        buffer = jr.sharded(WHOLE, mesh, draw=draw)
+        state = buffer.init(EXAMPLE)
         checkpointer = None
         if draw == "even":
             folder = pathlib.Path(path).parent / f"of {num} processes"
@@ -88,9 +80,11 @@ def main(num, which, port, path):
         found |= digests(draw, (state, batch, figures))
         if checkpointer is not None:
             for at in SAVES:
-                found |= digests(f"saved {at}", checkpointer.restore(example, at))
+                found |= digests(f"saved {at}", checkpointer.restore(EXAMPLE, at))
+            of_one = Checkpointer(folder.parent / "of 1 processes", buffer).restore(EXAMPLE)
+            assert digests("own", of_one) == digests("own", checkpointer.restore(EXAMPLE))
             smaller = jr.sharded(dataclasses.replace(buffer.buffer, capacity=128), mesh)
-            state = Checkpointer(folder, smaller).restore(example, resize=True)
+            state = Checkpointer(folder, smaller).restore(EXAMPLE, resize=True)
             found |= digests("smaller", state)
     with open(path, "w") as file:
         json.dump(found, file)

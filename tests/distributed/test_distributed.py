@@ -7,6 +7,7 @@ import pathlib
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 
 from jaxreplay._util import xla
 from tests.conftest import SOAK
+from tests.support.buffers import bits
 
 HERE = pathlib.Path(__file__).parent
 pytestmark = pytest.mark.skipif(xla.shard_map is None, reason="this JAX has no jax.shard_map")
@@ -40,11 +42,11 @@ def test_on_eight_devices(name):
 
 def started(script, num, num_devices, *arguments, output=subprocess.DEVNULL):
     """Start a script in several processes, which get their number, which they are, a port, and
-    arguments of each."""
+    arguments of each. They are killed after some minutes, should they wait for each other."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
-    return [
+    processes = [
         subprocess.Popen(
             [sys.executable, HERE / script, *map(str, (num, which, port, *own))],
             cwd=HERE.parent.parent,
@@ -55,6 +57,10 @@ def started(script, num, num_devices, *arguments, output=subprocess.DEVNULL):
         )
         for which, own in enumerate(zip(*arguments, strict=True))
     ]
+    timer = threading.Timer(240, lambda: [process.kill() for process in processes])
+    timer.daemon = True
+    timer.start()
+    return processes
 
 
 @pytest.mark.parametrize("num", [2, 4])
@@ -63,7 +69,7 @@ def test_several_processes_equal_one_to_the_bit(num, tmp_path):
     for count in (1, num):
         files = [tmp_path / f"{count} {which}" for which in range(count)]
         for process in started("processes.py", count, 4, files):
-            _, error = process.communicate(timeout=300)
+            _, error = process.communicate()
             assert process.returncode == 0, error[-3000:]
         found = {}
         for file in files:
@@ -72,12 +78,21 @@ def test_several_processes_equal_one_to_the_bit(num, tmp_path):
         results.append(found)
     assert len(results[0]) > 100
     assert results[0] == results[1]
+    script = pytest.importorskip("tests.distributed.processes", reason="an extra is not installed")
+    one, several = (
+        script.Checkpointer(tmp_path / f"of {count} processes", script.WHOLE).restore(
+            script.EXAMPLE
+        )
+        for count in (1, num)
+    )
+    assert int(script.WHOLE.size(one)) > 100
+    assert bits(one) == bits(several)
 
 
 def test_an_error_in_one_process_is_raised_in_all(tmp_path):
     pytest.importorskip("jaxreplay.checkpoint", reason="an extra is not installed")
     for process in started("errors.py", 2, 4, [tmp_path] * 2):
-        _, error = process.communicate(timeout=300)
+        _, error = process.communicate()
         assert process.returncode == 0, error[-3000:]
 
 
