@@ -55,7 +55,7 @@ class Parts(NamedTuple):
     """The parts of a state, among all processes that save it."""
 
     own: Sequence[Part]  # those that this process saves
-    bounds: Sequence[int]  # the first env of each process's parts, and the number of envs
+    bounds: Sequence[int]  # the first env of each part of any process, and the number of envs
     processes: Processes
 
     def having(self, env: int) -> Part | None:

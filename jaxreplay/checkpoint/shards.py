@@ -60,23 +60,19 @@ class Shards:
         self._sharded._own_specs(where, state)
 
     def parts(self, state: ReplayState) -> Parts:
-        """Return a sharded state's parts: shards of one process that follow each other are one.
+        """Return a sharded state's parts: each shard is one, which its device reads alone.
 
         Args:
           state: The sharded state. It stays valid; its rows are shared, not copied.
         """
-        size, own, bounds = self._local.num_envs, [], [0]
-        for owner, start, stop in _runs(self._owners):
-            bounds.append(stop * size)
-            if owner == self._me:
-                streams = _on(state.streams, _sharding(self._devices[start:stop, :1]))
-                counters = jax.tree.map(np.asarray, streams.stored_counters)
-                whole = jax.tree.map(lambda leaf, n=stop - start: _of_envs(leaf, n), counters)
-                layout = self._buffer_of(stop - start).layout()
-                streams = streams.replace(stored_counters=whole, layout=layout)
-                part = ReplayState(streams=streams, sampler=None, episodes=None)
-                own.append(Part(start * size, part))
-        return Parts(own, bounds, self.processes)
+        size = self._local.num_envs
+        streams = ReplayState(streams=state.streams, sampler=None, episodes=None)
+        own = [
+            Part(at * size, _on(streams, self._devices[at, 0]))
+            for at, owner in enumerate(self._owners)
+            if owner == self._me
+        ]
+        return Parts(own, range(0, self.buffer.num_envs + 1, size), self.processes)
 
     def joined(self, state: ReplayState) -> ReplayState:
         """Return one buffer's state. Its rows are those of the sharded state.
@@ -231,15 +227,10 @@ def _sharding(devices: np.ndarray) -> NamedSharding:
     return NamedSharding(Mesh(devices, ("shard", "replica")), P("shard"))
 
 
-def _on(tree: Any, sharding: NamedSharding) -> Any:
-    """Return the part of a sharded state that is on the devices of a sharding."""
-    devices: Any = sharding.mesh.devices
-
-    def part(leaf: jax.Array) -> jax.Array:
-        data = {shard.device: shard.data for shard in leaf.addressable_shards}
-        return _joined(len(devices), sharding, [data[one] for one in devices.flat])
-
-    return jax.tree.map(part, tree)
+def _on(tree: Any, device: Any) -> Any:
+    """Return the shard of a sharded state that is on a device."""
+    shard_of = lambda leaf: next(x.data for x in leaf.addressable_shards if x.device == device)
+    return jax.tree.map(shard_of, tree)
 
 
 def _joined(num: int, sharding: NamedSharding, leaves: Sequence[jax.Array]) -> jax.Array:
