@@ -114,7 +114,8 @@ AS_ON_ONE_CORE := contract in_place uniform prioritized views
 AS_ON_ONE_REST := resize checkpoint checkpoint_damage checkpoint_faults checkpoint_hostile checkpoint_rewind
 
 # Each file of tests is in one part.
-SOAK_core := distributed types autoreset docstrings package newcomer_errors contract in_place layers laws uniform prioritized sum_tree queue mixture permutation errors x64 ecosystem
+SOAK_core := types autoreset docstrings package newcomer_errors contract in_place layers laws uniform prioritized sum_tree queue mixture permutation errors x64 ecosystem
+SOAK_distributed := distributed
 SOAK_samplers := end_streams extension rank_based recent without_replacement episodes targets donation plan state_check transitions fingerprint
 SOAK_oracle := oracle_streams
 SOAK_views := views

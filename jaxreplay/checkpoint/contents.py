@@ -10,10 +10,9 @@ from jaxreplay.checkpoint import arrays, schema
 from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.groups import array_of
-from jaxreplay.checkpoint.manifest import Leaf, Manifest
+from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.store import store_at
-from jaxreplay.inspection.contents import COUNTERS, Contents, leaf_bytes, numbers_in_order, spread
-from jaxreplay.inspection.resets import Resets, rows_around_resets
+from jaxreplay.inspection.contents import COUNTERS, Contents, Rows, numbers_in_order
 from jaxreplay.storage import ring, stored_arrays
 
 _TREE = "sampler.tree.sums.0"
@@ -61,6 +60,7 @@ class _Rows:
 
     def __init__(self, store: Files, manifest: Manifest):
         self._store, self._groups = store, manifest.groups
+        self.specs = {leaf.name: leaf for leaf in manifest.leaves}
         self.first, self.end = (
             np.asarray(numbers, np.int64) for numbers in (manifest.first, manifest.end)
         )
@@ -71,16 +71,15 @@ class _Rows:
             elif group.leaves and not store.entries(f"rows/{group.folder}"):
                 raise CorruptCheckpointError(f"rows/{group.folder} is missing")
         manifest.groups.check(self.first, self.end)
-        self.num_rows = int((self.end - self.first).sum())
 
-    def read(self, leaf: Leaf, rows: np.ndarray) -> np.ndarray:
-        """Read values of one leaf: `[K, *leaf.shape]`.
+    def read(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Read values of one leaf: `[..., *leaf.shape]`.
 
         Args:
-          leaf: The leaf.
-          rows: int64[K], the rows' indices.
+          name: The leaf.
+          rows: int64[...], the rows' indices.
         """
-        wanted, place = np.unique(rows, return_inverse=True)
+        leaf, (wanted, place) = self.specs[name], np.unique(rows, return_inverse=True)
         offset = np.cumsum(self.end - self.first) - (self.end - self.first) - self.first
         parts = []
         for group in self._groups:
@@ -95,7 +94,7 @@ class _Rows:
         values = np.zeros((len(wanted), *leaf.shape), leaf.stored)
         for at, own in parts:
             values[at] = own
-        values = values[place.reshape(-1)]
+        values = values[place.reshape(rows.shape)]
         is_plain = leaf.stored == leaf.dtype
         return values if is_plain else stored_arrays.decode_on_host(values, leaf.dtype)
 
@@ -107,12 +106,6 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
       CorruptCheckpointError: A file is missing or damaged.
     """
     reader = _Rows(store, manifest)
-    held = {leaf.name: leaf for leaf in manifest.leaves}
-    steps = {name: leaf for name, leaf in held.items() if name.startswith("steps")}
-    every = np.arange(reader.num_rows)
-
-    row_bytes = sum(leaf_bytes(leaf.shape, leaf.stored) for leaf in steps.values())
-    rows = spread(every, max_bytes // max(row_bytes, 1))
 
     def rest(name: str) -> np.ndarray:
         dtype, shape = schema.dtype_and_shape(name, manifest.rest[name])
@@ -123,12 +116,11 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
         parts = [part for _, part in arrays.chunks(store, where, sums, shape, dtype, is_compressed)]
         return np.concatenate(parts) if shape else parts[0]
 
-    if "flags" in held and (held["flags"].dtype, held["flags"].shape) != (np.uint8, ()):
+    if manifest.rows.get("flags", "uint8[]") != "uint8[]":
         raise CorruptCheckpointError(
             f"{manifest.name}: rows: flags must be uint8[], got {manifest.rows['flags']}"
         )
-    flags = reader.read(held["flags"], every) if "flags" in held else None
-    reward, probability = held.get("steps.reward"), None
+    probability = None
     if _TREE in manifest.rest:  # the tree's leaves are ordered by time, then env
         env, number = numbers_in_order(reader.first, reader.end)
         leaf = ring.position_of(number, manifest.length) * len(reader.end) + env
@@ -144,52 +136,17 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
             )
         mass = tree[leaf].astype(np.float64)
         probability = mass / max(mass.sum(), np.finfo(np.float64).tiny)
-    return Contents(
+    declared = re.search(r"\bautoreset='(\w+)'", manifest.buffer)
+    autoreset = declared and declared[1]
+    return Rows(reader.first, reader.end, reader.specs, reader.read, autoreset).contents(
+        max_bytes,
         buffer=manifest.buffer,
         source=f"{store.name}, step {manifest.step}",
         length=manifest.length,
-        first=reader.first,
-        end=reader.end,
-        leaves={name: text for name, text in manifest.rows.items() if name in steps},
-        flags=flags,
-        reward=None
-        if reward is None or reward.shape
-        else reader.read(reward, every).astype(np.float64),
         probability=probability,
-        resets=_resets_of(reader, manifest, held, flags),
         counters={
             name: float(rest(f"sampler.{name}"))
             for name in COUNTERS
             if manifest.rest.get(f"sampler.{name}", "").endswith("[]")
         },
-        rows=rows,
-        values={name: reader.read(leaf, rows) for name, leaf in steps.items()},
-    )
-
-
-def _resets_of(
-    reader: _Rows, manifest: Manifest, held: dict[str, Leaf], flags: np.ndarray | None
-) -> Resets | None:
-    """Read the rows around resets; return None for items.
-
-    Args:
-      flags: uint8[R], of all rows in order.
-    """
-    declared = re.search(r"\bautoreset='(\w+)'", manifest.buffer)
-    if flags is None or declared is None:
-        return None
-    env, _ = numbers_in_order(reader.first, reader.end)
-    obs = [leaf for name, leaf in held.items() if name.split(".")[:2] == ["steps", "obs"]]
-    row_bytes = sum(leaf_bytes(leaf.shape, leaf.stored) for leaf in obs)
-    around = rows_around_resets(flags, env, row_bytes)
-    reward = held.get("steps.reward")
-
-    def read(leaf: Leaf) -> np.ndarray:
-        return reader.read(leaf, around.reshape(-1)).reshape(*around.shape, *leaf.shape)
-
-    return Resets(
-        declared[1],
-        flags[around],
-        None if reward is None or reward.shape else read(reward).astype(np.float64),
-        [read(leaf) for leaf in obs],
     )

@@ -4,6 +4,7 @@ blocks."""
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -48,6 +49,63 @@ class Contents:
         return int((self.end - self.first).sum())
 
 
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The R stored rows of E streams in order, stream after stream, the oldest of each first."""
+
+    first: np.ndarray  # int64[E], as in `Contents`
+    end: np.ndarray  # int64[E]
+    specs: Mapping[str, Any]  # `shape` and `dtype` of a row's leaf, by its path
+    # reads a leaf at places in [0, R), int64[...]: [..., *shape]
+    read: Callable[[str, np.ndarray], np.ndarray]
+    autoreset: str | None  # None for items
+
+    def contents(self, max_bytes: int, **others: Any) -> Contents:
+        """Return the contents, with at most `max_bytes` of the steps' values.
+
+        Args:
+          max_bytes: The bound. Beyond it, the values of a subset of rows are read, spread over all.
+          others: Attributes of `Contents` that are not of rows.
+        """
+        every = np.arange(int((self.end - self.first).sum()))
+        steps = {name: one for name, one in self.specs.items() if name.startswith("steps")}
+        row_bytes = sum(_leaf_bytes(one) for one in steps.values())
+        rows = _spread(every, max_bytes // max(row_bytes, 1))
+        flags = self.read("flags", every) if "flags" in self.specs else None
+        return Contents(
+            first=self.first,
+            end=self.end,
+            leaves={name: spec_text(one) for name, one in steps.items()},
+            flags=flags,
+            reward=self._reward(every),
+            resets=self.resets(flags),
+            rows=rows,
+            values={name: self.read(name, rows) for name in steps},
+            **others,
+        )
+
+    def resets(self, flags: np.ndarray | None) -> Resets | None:
+        """Read the rows around resets; return None for items.
+
+        Args:
+          flags: uint8[R], of all rows.
+        """
+        if flags is None or self.autoreset is None:
+            return None
+        obs = [name for name in self.specs if name.split(".")[:2] == ["steps", "obs"]]
+        row_bytes = sum(_leaf_bytes(self.specs[name]) for name in obs)
+        env, _ = numbers_in_order(self.first, self.end)
+        around = rows_around_resets(flags, env, row_bytes)
+        of_obs = [self.read(name, around) for name in obs]
+        return Resets(self.autoreset, flags[around], self._reward(around), of_obs)
+
+    def _reward(self, rows: np.ndarray) -> np.ndarray | None:
+        spec = self.specs.get("steps.reward")
+        if spec is None or spec.shape:
+            return None
+        return self.read("steps.reward", rows).astype(np.float64)
+
+
 def contents_of(buffer: Any, state: Any, max_bytes: int) -> Contents:
     """Copy the contents of a state, which is not donated.
 
@@ -69,39 +127,23 @@ def contents_of(buffer: Any, state: Any, max_bytes: int) -> Contents:
             f"{type(state).__name__}"
         )
     check_state("inspect", buffer, state)
-    steps = state.streams.steps
-    first, end = _span(state)
-    rows = rows_in_order(first, end, buffer.length)
-    held = named({"steps": steps}, is_leaf=stored_arrays.is_compound)
-
-    row_bytes = sum(leaf_bytes(leaf.shape[1:], leaf.dtype) for _, leaf in held)
-    chosen = spread(np.arange(len(rows)), max_bytes // max(row_bytes, 1))
-    reward = next(
-        (leaf for name, leaf in held if name == "steps.reward" and len(leaf.shape) == 1), None
-    )
+    stored, rows = _rows_of(state)
     size = max(1, min(_BLOCK_BYTES // 8, len(rows)))
     drawn = [
         np.asarray(_probability(buffer, state, np.resize(rows[start : start + size], size)))
         for start in range(0, len(rows), size)
     ]
-    return Contents(
+    return stored.contents(
+        max_bytes,
         buffer=description(buffer),
         source="",
         length=buffer.length,
-        first=first,
-        end=end,
-        leaves={name: spec_text(leaf, 1) for name, leaf in held},
-        flags=None if state.streams.flags is None else _read(state.streams.flags, rows),
-        reward=None if reward is None else _read(reward, rows).astype(np.float64),
         probability=np.concatenate(drawn or [np.zeros(0)]).astype(np.float64)[: len(rows)],
-        resets=resets_of(state),
         counters={
             name: float(leaf)
             for name, leaf in named(state.sampler)
             if name in COUNTERS and not leaf.shape
         },
-        rows=chosen,
-        values={name: _read(leaf, rows[chosen]) for name, leaf in held},
     )
 
 
@@ -110,25 +152,26 @@ def resets_of(state: ReplayState) -> Resets | None:
 
     The state is not donated.
     """
-    layout, steps = state.layout, state.streams.steps
-    if layout.autoreset is None:
+    if state.layout.autoreset is None:
         return None
+    stored, rows = _rows_of(state, max(_MOST_ROWS // state.layout.num_envs, 1))
+    return stored.resets(_read(state.streams.flags, rows))
+
+
+def _rows_of(state: ReplayState, most: int = 2**31) -> tuple[Rows, np.ndarray]:
+    """Return the newest `most` rows of each stream, and their places in the stored leaves:
+    int32[R]."""
     first, end = _span(state)
-    first = np.maximum(first, end - max(_MOST_ROWS // layout.num_envs, 1))
-    env, _ = numbers_in_order(first, end)
-    rows = rows_in_order(first, end, layout.length)
-    flags = _read(state.streams.flags, rows)
-    obs = stored_arrays.stored_leaves(steps.obs)
-    row_bytes = sum(leaf_bytes(leaf.shape[1:], leaf.dtype) for leaf in obs)
-    around = rows_around_resets(flags, env, row_bytes)
-    chosen = rows[around]
-    has_reward = len(steps.reward.shape) == 1
-    return Resets(
-        layout.autoreset,
-        flags[around],
-        _read(steps.reward, chosen).astype(np.float64) if has_reward else None,
-        [_read(leaf, chosen) for leaf in obs],
-    )
+    first = np.maximum(first, end - most)
+    rows = rows_in_order(first, end, state.layout.length)
+    streams = state.streams
+    held = {"steps": streams.steps} | ({} if streams.flags is None else {"flags": streams.flags})
+    leaves = dict(named(held, is_leaf=stored_arrays.is_compound))
+    specs = {
+        name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for name, leaf in leaves.items()
+    }
+    read = lambda name, at: _read(leaves[name], rows[at])
+    return Rows(first, end, specs, read, state.layout.autoreset), rows
 
 
 def _span(state: ReplayState) -> tuple[np.ndarray, np.ndarray]:
@@ -158,22 +201,23 @@ def numbers_in_order(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np
     return env, np.arange(count.sum()) - np.repeat(np.cumsum(count) - count - first, count)
 
 
-def spread(rows: np.ndarray, most: int) -> np.ndarray:
+def _spread(rows: np.ndarray, most: int) -> np.ndarray:
     """Return at most `most` of the rows, spread evenly from the first to the last. If there are
     rows, it returns at least one."""
     most = max(most, 1)
     return rows if len(rows) <= most else rows[np.linspace(0, len(rows) - 1, most).astype(np.int64)]
 
 
-def leaf_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+def _leaf_bytes(spec: Any) -> int:
     """Return the bytes of an array."""
-    return math.prod(shape) * np.dtype(dtype).itemsize
+    return math.prod(spec.shape) * np.dtype(spec.dtype).itemsize
 
 
 def _read(leaf: Any, rows: np.ndarray) -> np.ndarray:
     """Read rows int32[...] of a leaf, a block at a time: `[..., *row]`. Blocks have few different
     sizes, because each size is compiled."""
-    most = max(1, _BLOCK_BYTES // max(leaf_bytes(leaf.shape[1:], leaf.dtype), 1))
+    spec = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+    most = max(1, _BLOCK_BYTES // max(_leaf_bytes(spec), 1))
     size, flat = min(most, power_above(rows.size)), rows.reshape(-1)
     blocks = [flat[start : start + size] for start in range(0, len(flat), size)]
     found = [np.asarray(_take(leaf, np.resize(block, size)))[: len(block)] for block in blocks]

@@ -2,6 +2,7 @@
 rows, and memory is bounded."""
 
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -143,6 +144,38 @@ def test_a_save_writes_what_is_new_and_forgets_what_is_old(tmp_path):
         assert numbers(replay, Checkpointer(tmp_path, replay).restore(EXAMPLE, end)) == expected(
             replay, end
         )
+
+
+@pytest.mark.parametrize("mask", [False, True], ids=["lockstep", "masked"])
+def test_parts_have_groups_of_their_own_which_stay_few(mask, tmp_path, monkeypatch):
+    """Save as if three parts, such as those of several processes, had the envs."""
+    buffer = items(capacity=2048, num_envs=4, allow_mask=mask)
+    bounds = [0, 1, 3, 4]
+    parts_of = lambda _, state: rows.Parts.of(state)._replace(bounds=bounds)
+    monkeypatch.setattr(Checkpointer, "_parts_of", parts_of)
+    checkpointer = Checkpointer(tmp_path, buffer, chunk_bytes=40_000, max_to_keep=30)
+    state, r, add = buffer.init(EXAMPLE), np.random.default_rng(0), jr.jit(buffer).add
+    counts, saved, num_rewinds = [], [], 0
+    for number in range(30 + 400 * SOAK):
+        for _ in range(r.integers(1, 40)):
+            is_added = r.random(4) < 0.5 if mask else np.ones(4, bool)
+            state = add(state, step(r.integers(10**6), 4), *([is_added] if mask else []))
+        checkpointer.save(state, number, blocking=number % 3 > 0)
+        checkpointer.wait_until_finished(state)
+        saved.append(jax.tree.map(jnp.copy, state))
+        for group in checkpointer._base.groups:
+            assert any(
+                start <= group.env < group.env_stop <= stop
+                for start, stop in itertools.pairwise(bounds)
+            )
+        counts.append(len(checkpointer._base.groups))
+        assert bits(Checkpointer(tmp_path, buffer).restore(EXAMPLE)) == bits(state)
+        if r.random() < 0.2:
+            state = jax.tree.map(jnp.copy, saved[r.integers(max(0, number - 5), number + 1)])
+            num_rewinds += 1
+    assert num_rewinds > 2
+    assert max(counts) < 2 * 2048 / 32  # a group has at most 32 rows here
+    assert not any(one.problems for one in checkpointer.verify())
 
 
 def test_a_run_that_goes_back_does_not_mix_with_the_one_it_left(tmp_path):
