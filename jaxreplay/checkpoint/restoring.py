@@ -163,8 +163,8 @@ class Reading:
         if old is None:
             state = rows.join(read() if specs else stored, self._rest(rest))
         else:
-            own = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), old[0])
-            state = self._moved(buffer, before, self._rest(own), old[1], read, damaged)
+            rest = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), old[0])
+            state = self._moved(buffer, before, self._rest(rest), old[1], read, damaged)
         if shards is not None:
             return shards.divided(state, [own for _, _, own in steps])
         return state if sharding is None else jax.device_put(state, sharding)
