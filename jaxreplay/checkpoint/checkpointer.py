@@ -59,7 +59,8 @@ class Checkpointer:
         no claim.
       buffer: The `ReplayBuffer`, `Rollout` or `jaxreplay.sharded` buffer whose states are saved. A
         sharded state is saved as that of one buffer, so that any number of devices restores it. If
-        it is sharded over several processes, all call the methods together, and see one path.
+        it is sharded over several processes, all call the methods together, with equal arguments,
+        and see one path. An error in one is raised in all.
       max_to_keep: Number of newest checkpoints to keep. Default: 3.
       chunk_bytes: Memory in bytes for rows that are being copied or written. A file holds at most
         half of it, but at least one row. Default: 64 MiB.
@@ -169,20 +170,20 @@ class Checkpointer:
             `step` exceeds 64 bits, or `metadata` is nested too deep.
           TypeError: `step` is no integer, or `metadata` is not JSON-compatible.
         """
-        self._check_state("save", state)
-        metadata, step = (
-            _checked_metadata(metadata or {}),
-            None if step is None else _checked_step(step),
-        )
+        check_not_forked("this Checkpointer", self._pid)
+        with self._processes.agreed():
+            self._check_state("save", state)
+            metadata = _checked_metadata(metadata or {})
+            step = None if step is None else _checked_step(step)
         self.wait_until_finished(state)
-        with self._ending():
+        with self._ending(), self._processes.agreed():
             parts = self._parts_of(state)
-            state = state if self._shards is None else self._shards.joined(state)
-            self._begin(state, parts, step, blocking, metadata)
+            whole = state if self._shards is None else self._shards.joined(state)
+            self._begin(whole, parts, step, blocking, metadata)
             if blocking:
                 self._finish(parts)
             else:
-                self._advance(parts, 0)
+                self._advance(state, 0)
 
     def _begin(
         self,
@@ -193,15 +194,16 @@ class Checkpointer:
         metadata: dict[str, Any],
     ) -> None:
         first, found = self._processes.first, []
+        options = self._chunk_bytes, self._level, blocking
 
-        def enter() -> tuple[str, int, bool]:
+        def enter() -> tuple[str, int, bool, Any, Any]:
             found.extend(self._chain.read()[0])
             newest = found[0] if found else None
             folders = [one.folder for one in found]
             base = None if self._base is None else self._base.folder
             folder = self._chain.enter(newest, base in folders[:1])
             own = (0 if newest is None else newest.step + 1) if step is None else step
-            return folder, _checked_step(own), base in folders
+            return folder, _checked_step(own), base in folders, metadata, options
 
         def check() -> None:
             if damaged:  # or another writer was faster, and has deleted them
@@ -209,9 +211,12 @@ class Checkpointer:
             check_path(self._store.name, found, plan.draft, self._buffer, self._base is not None)
             self._chain.collect(self._base)
 
-        folder, step, is_base_there = first(enter)
-        with self._processes.agreed():
-            self._chain.check_entered(folder, "is another place for each process: share it")
+        folder, step, is_base_there, metadata, of_first = first(enter)
+        if options != of_first:
+            raise ValueError(
+                "save: chunk_bytes, compression_level and blocking must be equal in all processes"
+            )
+        self._chain.check_entered(folder, "is another place for each process: share it")
         if not is_base_there:
             self._base = None  # it was deleted by another process
         # Some groups are copied while others are written; compressed ones are in memory twice.
@@ -284,16 +289,16 @@ class Checkpointer:
         """
         if self._saving is not None:
             with self._ending():
-                self._advance(self._parts_of(state), num_steps)
+                self._advance(state, num_steps)
 
-    def _advance(self, parts: Parts, num_steps: int) -> None:
+    def _advance(self, state: Any, num_steps: int) -> None:
         assert self._saving is not None
         if not self._saving.is_running and self._processes.num == 1:
             self._saving.join()
             self._saving = None
         elif not self._saving.is_copied:
             rows_per_step = row_flags.rows_per_step(self._buffer.autoreset)
-            self._saving.advance(parts, num_steps * rows_per_step)
+            self._saving.advance(self._parts_of(state), num_steps * rows_per_step)
 
     def _parts_of(self, state: Any) -> Parts:
         """Return the parts of a state, from which rows can be copied."""
@@ -314,14 +319,13 @@ class Checkpointer:
             were copied.
         """
         if self._saving is not None:
-            with self._ending():
+            with self._ending(), self._processes.agreed():
                 self._finish(self._parts_of(state))
 
     def _finish(self, parts: Parts) -> None:
         saving = self._saving
         assert saving is not None
-        with self._processes.agreed():
-            written = saving.finish(parts)
+        written = saving.finish(parts)
         if self._processes.num > 1:
             groups, chunks = {}, {}
             for own_groups, own_chunks in self._processes.told(written):
@@ -342,13 +346,12 @@ class Checkpointer:
         """
         try:
             if (saving := self._saving) is not None:
-                if not all(self._processes.told(saving.is_copied)):
-                    self._abandon()
-                    raise RuntimeError(
-                        "close: a save was incomplete and is cancelled; call "
-                        "wait_until_finished(state) first"
-                    )
-                with self._ending():
+                with self._ending(), self._processes.agreed():
+                    if not saving.is_copied:
+                        raise RuntimeError(
+                            "close: a save was incomplete and is cancelled; call "
+                            "wait_until_finished(state) first"
+                        )
                     self._finish(Parts([], [], self._processes))
         finally:
             self._chain.leave()
@@ -414,18 +417,19 @@ class Checkpointer:
             )
         if self._shards is not None and sharding is not None:
             raise ValueError("restore: a sharded buffer's mesh is its own; leave out sharding")
-        found = restoring.restored(
-            self._store,
-            self._chain,
-            self._buffer,
-            self._shards,
-            example,
-            step,
-            resize,
-            allow_partial,
-            sharding,
-            self._bar,
-        )
+        with self._processes.agreed():
+            found = restoring.restored(
+                self._store,
+                self._chain,
+                self._buffer,
+                self._shards,
+                example,
+                step,
+                resize,
+                allow_partial,
+                sharding,
+                self._bar,
+            )
         self._base, self.step, self.metadata = (
             None if found.lost else found.manifest,
             found.manifest.step,
@@ -466,7 +470,6 @@ class Checkpointer:
             saving.abandon()
 
     def _check_state(self, where: str, state: Any) -> None:
-        check_not_forked("this Checkpointer", self._pid)
         if self._shards is not None:
             self._shards.check(where, state)
         elif isinstance(self.buffer, ReplayBuffer):

@@ -246,13 +246,12 @@ def _compared(
         # all are begun first, so that the device need not wait for the host
         begun.append([compare(store, part, group, span) for part in parts.own] if is_read else [])
         expected.append(1 if has_later else group.fingerprint if is_read and is_whole else 0)
-    with parts.processes.agreed():
-        own = [0] * len(begun)
-        for at, (group, compares) in enumerate(zip(base.groups, begun, strict=True)):
-            try:
-                own[at] = sum(int(compare()) for compare in compares)
-            except CorruptCheckpointError as error:
-                damaged[group.folder] = str(error)
+    own = [0] * len(begun)
+    for at, (group, compares) in enumerate(zip(base.groups, begun, strict=True)):
+        try:
+            own[at] = sum(int(compare()) for compare in compares)
+        except CorruptCheckpointError as error:
+            damaged[group.folder] = str(error)
     told = parts.processes.told((own, damaged))
     for _, others in told:
         damaged |= others

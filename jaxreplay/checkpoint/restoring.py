@@ -59,6 +59,9 @@ def restored(
       bar: Makes a progress bar from a title and a number of bytes.
     """
     processes = Processes() if shards is None else shards.processes
+    given = step, resize, allow_partial
+    if any(other != given for other in processes.told(given)):
+        raise ValueError("restore: step, resize and allow_partial must be equal in all processes")
     tried: dict[str, str] = {}  # problems of damaged checkpoints, by folder
     while True:
         found, problems = processes.first(chain.read)  # others may delete and write meanwhile

@@ -8,7 +8,7 @@ episode tables, are built again, by each process for all envs: they take up to 2
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -46,7 +46,6 @@ class Shards:
         self._devices = np.moveaxis(mesh.devices, at, range(len(at))).reshape(
             sharded.num_shards, -1
         )
-        self._owners = [one.process_index for one in self._devices[:, 0]]
         self._me = jax.process_index()
         of_each = {one.process_index: one for one in self._devices.flat}
         if self._me not in of_each:
@@ -66,11 +65,14 @@ class Shards:
           state: The sharded state. It stays valid; its rows are shared, not copied.
         """
         size = self._local.num_envs
-        streams = ReplayState(streams=state.streams, sampler=None, episodes=None)
+        leaves, structure = jax.tree.flatten(
+            ReplayState(streams=state.streams, sampler=None, episodes=None)
+        )
+        on = [{one.device: one.data for one in leaf.addressable_shards} for leaf in leaves]
         own = [
-            Part(at * size, _on(streams, self._devices[at, 0]))
-            for at, owner in enumerate(self._owners)
-            if owner == self._me
+            Part(at * size, structure.unflatten([of_leaf[device] for of_leaf in on]))
+            for at, device in enumerate(self._devices[:, 0])
+            if device.process_index == self._me
         ]
         return Parts(own, range(0, self.buffer.num_envs + 1, size), self.processes)
 
@@ -82,6 +84,7 @@ class Shards:
         """
         num = self._sharded.num_shards
         jax.block_until_ready(state)
+        self.processes.told(None)  # all processes come here, or none
         streams, sampler = jax.tree.map(
             gathered, (state.streams.replace(steps=None), state.sampler)
         )
@@ -97,13 +100,17 @@ class Shards:
         env, the one after its last, and the steps."""
         mine = [[one for one in row if one.process_index == self._me] for row in self._devices]
         found, size = [], self._local.num_envs
-        for num_replicas, start, stop in _runs([len(row) for row in mine]):
+        for num_replicas, run in itertools.groupby(range(len(mine)), lambda at: len(mine[at])):
+            shards = [*run]
             if num_replicas:
-                sharding = _sharding(np.array(mine[start:stop]))
-                own = self._buffer_of(stop - start)
+                mesh = Mesh(np.array([mine[at] for at in shards]), ("shard", "replica"))
+                capacity = len(shards) * self._local.capacity
+                own = dataclasses.replace(
+                    self._local, num_envs=len(shards) * size, capacity=capacity
+                )
                 init = lambda own=own: own.init(example).streams.steps
-                steps = jax.jit(init, out_shardings=sharding)()
-                found.append((start * size, stop * size, steps))
+                steps = jax.jit(init, out_shardings=NamedSharding(mesh, P("shard")))()
+                found.append((shards[0] * size, (shards[-1] + 1) * size, steps))
         return found
 
     def divided(self, state: ReplayState, steps: list[Any]) -> ReplayState:
@@ -133,11 +140,6 @@ class Shards:
         shards_of = lambda leaves: [one.data for leaf in leaves for one in leaf.addressable_shards]
         steps = jax.tree.map(lambda *leaves: _joined(num, sharding, shards_of(leaves)), *steps)
         return made.replace(streams=made.streams.replace(steps=steps))
-
-    def _buffer_of(self, num_shards: int) -> ReplayBuffer:
-        """Return the buffer of the envs of some shards."""
-        sizes = {name: num_shards * getattr(self._local, name) for name in ("num_envs", "capacity")}
-        return dataclasses.replace(self._local, **sizes)
 
     def _sampler(self, buffer: ReplayBuffer) -> Any:
         return jax.eval_shape(lambda: buffer.sampler.init(buffer.layout()))
@@ -213,24 +215,6 @@ def _mapped(function: Any, tree: Any, specs: Any) -> Any:
         for (name, leaf), spec in zip(named(tree), jax.tree.leaves(specs), strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(specs), leaves)
-
-
-def _runs(kinds: list[Any]) -> Iterator[tuple[Any, int, int]]:
-    """Iterate over runs of equal elements: each one's element, start and stop."""
-    for kind, run in itertools.groupby(range(len(kinds)), kinds.__getitem__):
-        at = [*run]
-        yield kind, at[0], at[-1] + 1
-
-
-def _sharding(devices: np.ndarray) -> NamedSharding:
-    """Return a sharding of leading axes over devices [K, R], with R replicas."""
-    return NamedSharding(Mesh(devices, ("shard", "replica")), P("shard"))
-
-
-def _on(tree: Any, device: Any) -> Any:
-    """Return the shard of a sharded state that is on a device."""
-    shard_of = lambda leaf: next(x.data for x in leaf.addressable_shards if x.device == device)
-    return jax.tree.map(shard_of, tree)
 
 
 def _joined(num: int, sharding: NamedSharding, leaves: Sequence[jax.Array]) -> jax.Array:

@@ -48,6 +48,10 @@ def left_by_an_error(checkpointer, state):
         raise KeyError
 
 
+def deep(levels):
+    return [deep(levels - 1)] if levels else []
+
+
 def placed(sharding, leaf):
     return jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__)
 
@@ -79,6 +83,13 @@ def main(num, which, port, folder):
     one = Checkpointer(folder / "run", buffer, chunk_bytes=2000)
     one.save(state, 20)
     assert len(one._base.groups.saves) == 1
+    pointers = [
+        one.data.unsafe_buffer_pointer() for one in state.streams.steps["bytes"].addressable_shards
+    ]
+    state = added(state, 20, 1)  # in place
+    assert pointers == [
+        one.data.unsafe_buffer_pointer() for one in state.streams.steps["bytes"].addressable_shards
+    ]
     wanted = {20: sums(state)}
     other = Checkpointer(folder / "run", buffer)
     with pytest.raises(PathInUseError, match="is being written to by"):
@@ -91,7 +102,16 @@ def main(num, which, port, folder):
         assert not one.is_saving
         assert one.all_steps() == [20]
         whole()
-    one.save(state, 40)
+    with pytest.raises(ValueError, match="the state must be a ReplayState"):
+        one.save(3 if which else state, 40)
+    with pytest.raises(ValueError, match="chunk_bytes, compression_level and blocking must be eq"):
+        one.save(state, 40, blocking=which == 1)
+    with pytest.raises(ValueError, match="step, resize and allow_partial must be equal in all"):
+        one.restore(EXAMPLE, [None, 20][which])
+    with pytest.raises(ValueError, match="metadata must be JSON, nested at most 100"):
+        one.save(state, 40, metadata={"a": deep(200 * which)})
+    assert one.all_steps() == [20]
+    one.save(state, 40, metadata={"of": which})
     wanted[40] = sums(state)
     state = added(state, 40, 20)
     one.save(state, 60, blocking=False)
@@ -114,7 +134,7 @@ def main(num, which, port, folder):
     one._processes.told(None)
     with pytest.warns(UserWarning, match="step 40 was restored; this is damaged"):
         got = one.restore(EXAMPLE)
-    assert (one.step, sums(got)) == (40, wanted[40])
+    assert (one.step, sums(got), one.metadata) == (40, wanted[40], {"of": 0})
     with pytest.raises(CorruptCheckpointError, match="no step 62"):
         one.restore(EXAMPLE, 62)
     with pytest.warns(UserWarning, match="rows are lost"):
