@@ -182,7 +182,7 @@ def _kept(
     From the first group on that differs from the state, its streams' rows are written. Each
     stream's newest rows may have changed since, and are written again. The newest groups are
     written again with their streams' new rows while they have no more rows than these, and than
-    half of `most`: small groups stay few.
+    half of `most`, so that small groups stay few.
 
     Args:
       base: The earlier checkpoint.
@@ -212,7 +212,7 @@ def _kept(
         first = np.maximum(low, span.first)
         num_held = np.maximum(np.minimum(high, since) - first, 0)
         own = num_held > 0
-        num_new = int((span.end - since)[own].sum())
+        num_new = (span.end - since)[group.env : group.env_stop].sum()
         if not is_kept[own].any() and num_held.sum() <= min(num_new, most // 2):
             since = np.where(own, first, since)
         else:

@@ -153,7 +153,7 @@ def test_parts_have_groups_of_their_own_which_stay_few(mask, tmp_path, monkeypat
     bounds = [0, 1, 3, 4]
     parts_of = lambda _, state: rows.Parts.of(state)._replace(bounds=bounds)
     monkeypatch.setattr(Checkpointer, "_parts_of", parts_of)
-    checkpointer = Checkpointer(tmp_path, buffer, chunk_bytes=40_000, max_to_keep=30)
+    checkpointer = Checkpointer(tmp_path, buffer, chunk_bytes=400_000, max_to_keep=30)
     state, r, add = buffer.init(EXAMPLE), np.random.default_rng(0), jr.jit(buffer).add
     counts, saved, num_rewinds = [], [], 0
     for number in range(30 + 400 * SOAK):
@@ -174,8 +174,22 @@ def test_parts_have_groups_of_their_own_which_stay_few(mask, tmp_path, monkeypat
             state = jax.tree.map(jnp.copy, saved[r.integers(max(0, number - 5), number + 1)])
             num_rewinds += 1
     assert num_rewinds > 2
-    assert max(counts) < 2 * 2048 / 32  # a group has at most 32 rows here
+    assert max(counts) < 24  # a group has at most 512 rows here
     assert not any(one.problems for one in checkpointer.verify())
+
+
+def test_small_groups_stay_few_where_not_every_env_steps(tmp_path):
+    """Each save has rows of some of the envs, a few of each."""
+    buffer = items(capacity=64 * 64, num_envs=64, allow_mask=True)
+    checkpointer, counts = Checkpointer(tmp_path, buffer), []
+    state, r, add = buffer.init(EXAMPLE), np.random.default_rng(0), jr.jit(buffer).add
+    for number in range(40):
+        for _ in range(3):
+            state = add(state, step(number, 64), r.random(64) < 0.5)
+        checkpointer.save(state, number)
+        counts.append(len(checkpointer._base.groups))
+    assert max(counts) < 12, counts
+    assert bits(checkpointer.restore(EXAMPLE)) == bits(state)
 
 
 def test_a_run_that_goes_back_does_not_mix_with_the_one_it_left(tmp_path):
