@@ -251,6 +251,8 @@ class Chain:
                     self._store.delete(name)
                     self._listed.discard(name)
                 except (OSError, ValueError, RuntimeError) as error:
+                    if name in self._known:  # a manifest stays, so what it names does too
+                        named |= self._known[name][1].files()
                     warnings.warn(
                         f"{name} is no longer needed, but cannot be deleted: {error}", stacklevel=2
                     )

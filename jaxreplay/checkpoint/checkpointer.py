@@ -115,6 +115,8 @@ class Checkpointer:
         self._base: Manifest | None = None  # which the current state continues
         self._saving: Saving | None = None
         self._has_saved = False
+        # number of the newest manifest while this object writes to the path, None if not known
+        self._newest: int | None = None
         self._rounds = Rounds(self._store)
         self.step: int | None = None  # of the restored checkpoint
         self.metadata: dict[str, Any] = {}  # of the restored checkpoint
@@ -176,7 +178,7 @@ class Checkpointer:
             metadata = _checked_metadata(metadata or {})
             step = None if step is None else _checked_step(step)
         self.wait_until_finished(state)
-        with self._ending(), self._processes.agreed():
+        with self._ending():
             parts = self._parts_of(state)
             whole = state if self._shards is None else self._shards.joined(state)
             self._begin(whole, parts, step, blocking, metadata)
@@ -193,7 +195,7 @@ class Checkpointer:
         blocking: bool,
         metadata: dict[str, Any],
     ) -> None:
-        first, found = self._processes.first, []
+        first, found, self._newest = self._processes.first, [], None
         options = self._chunk_bytes, self._level, blocking
 
         def enter() -> tuple[str, int, bool, Any, Any]:
@@ -208,7 +210,8 @@ class Checkpointer:
         def check() -> None:
             if damaged:  # or another writer was faster, and has deleted them
                 self._chain.check_newest(plan.draft.number - 1)
-            check_path(self._store.name, found, plan.draft, self._buffer, self._base is not None)
+            goes_on = self._base is not None or bool(self.missing_rows)
+            check_path(self._store.name, found, plan.draft, self._buffer, goes_on)
             self._chain.collect(self._base)
 
         folder, step, is_base_there, metadata, of_first = first(enter)
@@ -217,6 +220,7 @@ class Checkpointer:
                 "save: chunk_bytes, compression_level and blocking must be equal in all processes"
             )
         self._chain.check_entered(folder, "is another place for each process: share it")
+        self._newest = int(folder[:10]) - 1
         if not is_base_there:
             self._base = None  # it was deleted by another process
         # Some groups are copied while others are written; compressed ones are in memory twice.
@@ -268,7 +272,7 @@ class Checkpointer:
     def _commit(self, manifest: Manifest, bar: Any) -> None:
         """Write the manifest of a complete checkpoint, and delete checkpoints that are not kept."""
         self._processes.first(lambda: self._chain.commit(manifest))
-        self._base, self._has_saved = manifest, True
+        self._base, self._has_saved, self._newest = manifest, True, manifest.number
         bar.close()
         self._processes.first(self._chain.collect)
 
@@ -288,7 +292,7 @@ class Checkpointer:
             were copied.
         """
         if self._saving is not None:
-            with self._ending():
+            with self._ending(is_together=False):
                 self._advance(state, num_steps)
 
     def _advance(self, state: Any, num_steps: int) -> None:
@@ -298,7 +302,7 @@ class Checkpointer:
             self._saving = None
         elif not self._saving.is_copied:
             rows_per_step = row_flags.rows_per_step(self._buffer.autoreset)
-            self._saving.advance(self._parts_of(state), num_steps * rows_per_step)
+            self._saving.advance(lambda: self._parts_of(state), num_steps * rows_per_step)
 
     def _parts_of(self, state: Any) -> Parts:
         """Return the parts of a state, from which rows can be copied."""
@@ -319,7 +323,7 @@ class Checkpointer:
             were copied.
         """
         if self._saving is not None:
-            with self._ending(), self._processes.agreed():
+            with self._ending():
                 self._finish(self._parts_of(state))
 
     def _finish(self, parts: Parts) -> None:
@@ -346,7 +350,7 @@ class Checkpointer:
         """
         try:
             if (saving := self._saving) is not None:
-                with self._ending(), self._processes.agreed():
+                with self._ending():
                     if not saving.is_copied:
                         raise RuntimeError(
                             "close: a save was incomplete and is cancelled; call "
@@ -447,20 +451,25 @@ class Checkpointer:
         return verifying.verified(self._store, self._chain, self._bar)
 
     @contextlib.contextmanager
-    def _ending(self) -> Iterator[None]:
-        """Cancel the running save on an error."""
+    def _ending(self, is_together: bool = True) -> Iterator[None]:
+        """Cancel the running save on an error.
+
+        Args:
+          is_together: Whether all processes come here together.
+        """
         check_not_forked("this Checkpointer", self._pid)
         try:
-            yield
-        except BaseException as error:
+            with self._processes.agreed() if is_together else contextlib.nullcontext():
+                try:
+                    yield
+                except FileNotFoundError as error:  # files of a late writer are deleted
+                    if self._newest is not None and not self._processes.is_known(error):
+                        self._chain.check_newest(self._newest)
+                    raise
+        except BaseException:
             self._abandon()
-            try:
-                # files of a late writer are deleted
-                if isinstance(error, FileNotFoundError) and self._processes.index == 0:
-                    self._chain.check_newest(self._chain.newest_read)
-            finally:
-                if not self._has_saved:  # free the path for other writers
-                    self._chain.leave()
+            if not self._has_saved:  # free the path for other writers
+                self._chain.leave()
             raise
 
     def _abandon(self) -> None:

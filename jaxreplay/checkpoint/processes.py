@@ -5,6 +5,7 @@ through one device of each process, so that no program waits for a part of itsel
 """
 
 import contextlib
+import itertools
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxreplay._util import pow2
 
 _T = TypeVar("_T")
+_PIECE = 2**24  # bytes of each process that are sent at a time
 
 
 class Processes:
@@ -28,7 +30,8 @@ class Processes:
 
     def __init__(self, devices: Sequence[Any] = (), index: int = 0):
         self.num, self.index, self._devices = max(len(devices), 1), index, [*devices]
-        self._known: Exception | None = None  # the last error, which all processes raise
+        self._depth = 0  # of blocks of `agreed`
+        self._known: Exception | None = None  # raised in all processes; None outside of blocks
 
     def told(self, value: _T) -> list[_T]:
         """Return the values of all processes, in order."""
@@ -47,13 +50,30 @@ class Processes:
         Where a process has left the block by an error, the others get it when they next call a
         method, or leave the block. If several fail at once, all raise the first one's error.
         """
+        self._depth += 1
         try:
             yield
             self.told(None)
         except Exception as error:
-            if self.num > 1 and error is not self._known:
+            if self.num > 1 and not self.is_known(error):
                 self._sent(error, _all)
             raise
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._known = None
+
+    def is_known(self, error: Exception) -> bool:
+        """Return whether all processes raise an error, which one of them has sent."""
+        return error is self._known
+
+    def gathered(self, leaf: jax.Array) -> np.ndarray:
+        """Return all values of an array, of which each process may have a part."""
+        own = [(x.index, np.asarray(x.data)) for x in leaf.addressable_shards if not x.replica_id]
+        values = np.empty(leaf.shape, leaf.dtype)
+        for index, part in itertools.chain(*self.told(own)):
+            values[index] = part
+        return values
 
     def _sent(self, value: Any, program: Any) -> Any:
         """Send values, and return what a program makes of those of all processes, pickled. An error
@@ -63,9 +83,13 @@ class Processes:
         failed, sizes = self._run(_all, np.array([is_error, len(content)])).T
         if failed.any():  # only errors are sent
             program, sizes, content = _all, sizes * failed, content[: len(content) * is_error]
-        padded = np.zeros(pow2.power_above(int(sizes.max())), np.uint8)  # few programs are compiled
+        # in pieces of few sizes, so that they take little memory and few programs are compiled
+        size = min(pow2.power_above(int(sizes.max())), _PIECE)
+        padded = np.zeros(-(-int(sizes.max()) // size) * size, np.uint8)
         padded[: len(content)] = content
-        found = self._run(program, padded)
+        pieces = [self._run(program, piece) for piece in padded.reshape(-1, size)]
+        found = np.concatenate(pieces, axis=-1)
+        self._known = None
         if failed.any():
             nth = int(failed.argmax())
             error = value if nth == self.index else pickle.loads(found[nth])
@@ -82,16 +106,6 @@ class Processes:
         shape = self.num, *values.shape
         whole = jax.make_array_from_single_device_arrays(shape, sharding, [own])
         return np.asarray(jax.jit(program, out_shardings=NamedSharding(mesh, P()))(whole))
-
-
-def gathered(leaf: jax.Array) -> np.ndarray:
-    """Return all values of an array over several devices, in all of their processes."""
-    if not leaf.is_fully_addressable:
-        sharding: Any = leaf.sharding
-        everywhere = NamedSharding(sharding.mesh, P())
-        # all devices finish before the next program begins
-        leaf = jax.block_until_ready(jax.jit(_all, out_shardings=everywhere)(leaf))
-    return np.asarray(leaf)
 
 
 def _all(values: jax.Array) -> jax.Array:

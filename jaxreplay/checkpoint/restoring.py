@@ -24,7 +24,7 @@ from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.processes import Processes
 from jaxreplay.checkpoint.rows import Picked
 from jaxreplay.checkpoint.salvage import Holes, MissingRows
-from jaxreplay.checkpoint.shards import Shards
+from jaxreplay.checkpoint.shards import Shards, on_host
 
 _AT_ONCE = 2  # groups in memory: one is put into the state, while the next is read
 _T = TypeVar("_T")
@@ -82,6 +82,7 @@ def restored(
                 reading = Reading(store, manifest, told.update)
                 state = reading.state(buffer, before, example, sharding, shards, set(damaged))
         except CorruptCheckpointError as error:
+            state = None  # of this process, where another one has failed
             tried[manifest.folder] = f"step {manifest.step}: {error}"
             continue
         lost = reading.holes.lost(np.asarray(manifest.end))
@@ -143,7 +144,25 @@ class Reading:
           CorruptCheckpointError: A file is missing or damaged; the error names it.
         """
         self._manifest.groups.check(self._first, self._end)
-        old, steps = None, []
+        if shards is None:
+            return self._state(buffer, before, example, sharding, None, damaged)
+        with defer_interrupts():
+            steps = shards.new_steps(example)
+        with on_host():
+            state = self._state(buffer, before, example, None, steps, damaged)
+            return shards.divided(state, [own for _, _, own in steps])
+
+    def _state(
+        self,
+        buffer: Any,
+        before: Any,
+        example: Any,
+        sharding: Any,
+        steps: list[tuple[int, int, Any]] | None,
+        damaged: set[str],
+    ) -> Any:
+        """Return a new state. `steps`: as for `_all_rows`, or None if the state has all rows."""
+        old = None
         with defer_interrupts():
             shape = jax.eval_shape(buffer.init, example)
             specs = rows.specs_of(shape)
@@ -153,8 +172,7 @@ class Reading:
                 old = resize.parted(before, rows.split(jax.eval_shape(before.init, example))[1])
                 # A sampler that cannot be resized raises its error before anything is read.
                 jax.eval_shape(functools.partial(resize.resized, buffer), old[0], shape.streams)
-            if shards is not None:  # flags and candidate numbers are needed of all envs
-                steps = shards.new_steps(example)
+            if steps is not None:
                 state = jax.jit(lambda: _without_steps(buffer.init(example)))()
             elif sharding is not None:
                 state = jax.jit(lambda: buffer.init(example), out_shardings=sharding)()
@@ -162,14 +180,12 @@ class Reading:
                 state = buffer.init(example)
             stored, rest = rows.split(state)
             del state
-        read = functools.partial(self._all_rows, buffer, specs, stored, steps)
+        read = functools.partial(self._all_rows, buffer, specs, stored, steps or [])
         if old is None:
             state = rows.join(read() if specs else stored, self._rest(rest))
         else:
             rest = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), old[0])
             state = self._moved(buffer, before, self._rest(rest), old[1], read, damaged)
-        if shards is not None:
-            return shards.divided(state, [own for _, _, own in steps])
         return state if sharding is None else jax.device_put(state, sharding)
 
     def _moved(

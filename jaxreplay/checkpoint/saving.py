@@ -64,8 +64,9 @@ class Saving:
         )
         self._num_announced = 0  # rows that a stream may have got since the save began
         self._slots = threading.Semaphore(_SLOTS)
-        # copies that are written, by the part that they are of: their memory is used again
-        self._spare: dict[int, list[Any]] = collections.defaultdict(list)
+        # copies that are written, whose memory is used again, if it is all on one device
+        self._spare: list[Any] = []
+        self._is_one_part = len(parts.own) == 1
         self._written: Written = {}
         self._chunks: arrays.Chunks = {}
         self._lock = threading.Lock()  # around calls of `progress`
@@ -88,10 +89,10 @@ class Saving:
         """True if the save needs no more of the state."""
         return not self._todo and (self._is_own or all(future.done() for future in self._rest))
 
-    def advance(self, parts: Parts, num_rows: int) -> None:
+    def advance(self, parts: Callable[[], Parts], num_rows: int) -> None:
         """Copy a group if there is room for one, and all rows that are overwritten when `num_rows`
-        more are added to each stream."""
-        self._try(self._advance, parts, num_rows)
+        more are added to each stream. `parts`: returns those of the state."""
+        self._try(lambda: self._advance(parts(), num_rows))
         if self._is_alone:
             self._raise_error()
 
@@ -171,7 +172,7 @@ class Saving:
         part, picked = parts.having(group.env), group.rows()
         assert part is not None
         total, index = fingerprint.of_rows(part, picked), part.indices(picked)
-        spare = self._spare[part.env].pop() if self._spare[part.env] else None
+        spare = self._spare.pop() if self._spare else None
         index = pow2.padded(index, self._group_rows, index[-1])
         values, heads = rows.read(part.state, index, spare)
         self._submit(self._write_group, group, picked, total, values, heads, part.env)
@@ -218,7 +219,8 @@ class Saving:
         ends = rows.ends_of(heads, self._length)
         self._check_in_time(picked, ends[picked.env - first_env])
         sums = self._write_leaves(group, len(picked.env), named(values))
-        self._spare[first_env].append(values)  # of which no view is left
+        if self._is_one_part:
+            self._spare.append(values)  # of which no view is left
         self._written[group.number] = {
             "fingerprint": int(total),
             "leaves": tuple(sums),

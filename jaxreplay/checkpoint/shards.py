@@ -6,9 +6,10 @@ those of its own devices. Counters are put in another order; the sampler's value
 episode tables, are built again, by each process for all envs: they take up to 25 bytes a row.
 """
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxreplay._util.names import named
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.checkpoint import resize, rows
-from jaxreplay.checkpoint.processes import Processes, gathered
+from jaxreplay.checkpoint.processes import Processes
 from jaxreplay.checkpoint.rows import Part, Parts
 from jaxreplay.distributed.local import SUMS
 from jaxreplay.distributed.sharded import Sharded
@@ -65,8 +66,9 @@ class Shards:
           state: The sharded state. It stays valid; its rows are shared, not copied.
         """
         size = self._local.num_envs
+        streams = jax.tree.map(self._placed, state.streams)
         leaves, structure = jax.tree.flatten(
-            ReplayState(streams=state.streams, sampler=None, episodes=None)
+            ReplayState(streams=streams, sampler=None, episodes=None)
         )
         on = [{one.device: one.data for one in leaf.addressable_shards} for leaf in leaves]
         own = [
@@ -82,18 +84,22 @@ class Shards:
         Args:
           state: The sharded state. It stays valid.
         """
-        num = self._sharded.num_shards
         jax.block_until_ready(state)
-        self.processes.told(None)  # all processes come here, or none
+        with on_host():
+            return rows.join(rows.split(state)[0], self._rest(state))
+
+    def _rest(self, state: ReplayState) -> ReplayState:
+        num = self._sharded.num_shards
         streams, sampler = jax.tree.map(
-            gathered, (state.streams.replace(steps=None), state.sampler)
+            lambda leaf: self.processes.gathered(self._placed(leaf)),
+            (state.streams.replace(steps=None), state.sampler),
         )
         whole = jax.tree.map(lambda leaf: _of_envs(leaf, num), streams.stored_counters)
         streams = streams.replace(stored_counters=whole, layout=self.buffer.layout())
         per_row = self.buffer.sampler.per_row(sampler)
         values = {name: self._by_place(np.asarray(leaf)) for name, leaf in per_row.items()}
         own = self._whole(self._without(sampler), self._without(self._sampler(self.buffer)))
-        return rows.join(rows.split(state)[0], _built(self.buffer, streams, own, values))
+        return _built(self.buffer, streams, own, values)
 
     def new_steps(self, example: Any) -> list[tuple[int, int, Any]]:
         """Return zeros for the steps of this process's devices: for each run of shards its first
@@ -140,6 +146,15 @@ class Shards:
         shards_of = lambda leaves: [one.data for leaf in leaves for one in leaf.addressable_shards]
         steps = jax.tree.map(lambda *leaves: _joined(num, sharding, shards_of(leaves)), *steps)
         return made.replace(streams=made.streams.replace(steps=steps))
+
+    def _placed(self, leaf: Any) -> jax.Array:
+        """Return a leaf of a sharded state where `init` puts it. It is copied only if it is
+        elsewhere."""
+        sharding = NamedSharding(self._sharded.mesh, P(self._sharded.axis))
+        is_there = isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(
+            sharding, leaf.ndim
+        )
+        return leaf if is_there else jax.device_put(leaf, sharding)
 
     def _sampler(self, buffer: ReplayBuffer) -> Any:
         return jax.eval_shape(lambda: buffer.sampler.init(buffer.layout()))
@@ -188,6 +203,18 @@ class Shards:
             return np.split(values, num, axis)[at]
 
         return _mapped(leaf_of, tree, specs)
+
+
+@contextlib.contextmanager
+def on_host() -> Iterator[None]:
+    """Compute on the host, where there is memory for what all devices have of each row."""
+    try:
+        host = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX runs without its CPU backend
+        yield
+    else:
+        with jax.default_device(host):
+            yield
 
 
 def _built(buffer: ReplayBuffer, streams: Any, sampler: Any, values: dict[str, Any]) -> ReplayState:

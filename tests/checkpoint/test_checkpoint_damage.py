@@ -564,3 +564,17 @@ def check_salvaged(case, buffer, before, after, lost):
     if isinstance(buffer.sampler, PrioritySampler) and both and "rank" not in case.name:
         ratio = np.array([read_after[name][2] / read_before[name][2] for name in both])
         np.testing.assert_allclose(ratio, ratio[0], rtol=1e-4)
+
+
+def test_what_is_left_in_another_capacity_is_saved_under_the_same_path(tmp_path):
+    large, small = items(capacity=512), items(capacity=256)
+    with Checkpointer(tmp_path, large, chunk_bytes=4000) as checkpointer:
+        checkpointer.save(added(large, large.init(EXAMPLE), 0, 100))
+        groups = checkpointer._base.groups
+    flipped(next((tmp_path / "rows" / groups[len(groups) // 2].folder).glob("steps.number/c.*")))
+    with Checkpointer(tmp_path, small) as checkpointer:
+        with pytest.warns(UserWarning, match="rows are lost"):
+            state = checkpointer.restore(EXAMPLE, resize=True, allow_partial=True)
+        assert checkpointer.missing_rows
+        checkpointer.save(state)
+        assert numbers(small, checkpointer.restore(EXAMPLE)) == numbers(small, state)

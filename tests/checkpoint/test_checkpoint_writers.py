@@ -342,6 +342,28 @@ def test_a_writer_that_is_late_by_many_does_not_count(where, delay_of_commit):
     assert other.verify()[0].problems == []
 
 
+def test_a_manifest_that_cannot_be_deleted_keeps_what_it_names(tmp_path, monkeypatch):
+    replay = items()
+    with Checkpointer(tmp_path, replay, max_to_keep=1) as checkpointer:
+        state = added(replay, replay.init(EXAMPLE), 0, 20)
+        checkpointer.save(state, 1)
+        delete = checkpointer._store.delete
+
+        def broken(name):
+            if name.startswith("manifests"):
+                raise OSError(errno.EACCES, "not allowed")
+            delete(name)
+
+        monkeypatch.setattr(checkpointer._store, "delete", broken)
+        with pytest.warns(UserWarning, match="no longer needed, but cannot be deleted"):
+            checkpointer.save(added(replay, state, 20, 20), 2)
+        assert checkpointer.all_steps() == [1, 2]
+        assert not any(one.problems for one in checkpointer.verify())
+        monkeypatch.undo()
+        checkpointer.save(checkpointer.restore(EXAMPLE), 3)
+        assert checkpointer.all_steps() == [3]
+
+
 def test_a_writer_whose_files_are_deleted_is_told_of_the_other(tmp_path, monkeypatch):
     """Save three newer checkpoints before the first of its files is on the disk."""
     replay = items()

@@ -13,7 +13,7 @@ from jaxreplay.checkpoint import Checkpointer
 from tests.conftest import SOAK
 from tests.distributed import common
 from tests.support.buffers import bits
-from tests.support.checkpointed_run import EXAMPLE, added, expected, items, numbers
+from tests.support.checkpointed_run import EXAMPLE, added, expected, items, numbers, step
 
 CASES = [
     next(case for case in common.CASES if case.name == name)
@@ -122,6 +122,43 @@ def test_rows_of_each_env_are_there_once(tmp_path):
     )
     found = numbers(buffer, checkpoint.restore(tmp_path, buffer, EXAMPLE, step=3))
     assert [own[-1] for own in found] == [0, 1, 2, 3]
+
+
+@cases
+def test_a_mesh_without_the_default_device(case, tmp_path):
+    whole = common.whole(case)
+    mesh = jax.sharding.Mesh(jax.devices()[5:7], ("data",))
+    buffer = jr.sharded(whole, mesh)
+    state = extended(buffer, case, buffer.init(case.example()), 1)
+    checkpoint.save(tmp_path, buffer, state)
+    got = checkpoint.restore(tmp_path, buffer, case.example())
+    for leaf, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(state), strict=True):
+        assert leaf.sharding == wanted.sharding
+    same(buffer, case, got, state)
+
+
+def test_a_state_may_lie_elsewhere(tmp_path):
+    whole = items(capacity=64, num_envs=8)
+    buffer = jr.sharded(whole, common.mesh_of(4))
+    state = buffer.init(EXAMPLE)
+    for t in range(20):
+        state = jax.jit(buffer.add)(state, step(t, 8))
+    both = jax.make_mesh((2, 2), ("data", "model"))
+    spec = jax.sharding.PartitionSpec
+    for number, place in enumerate(
+        (
+            lambda x: jax.device_put(x, jax.sharding.NamedSharding(buffer.mesh, spec())),
+            lambda x: jax.device_put(x, jax.devices()[1]),
+            lambda x: jax.device_put(x, jax.sharding.NamedSharding(both, spec(("model", "data")))),
+            np.asarray,
+        )
+    ):
+        with Checkpointer(tmp_path / str(number), buffer) as checkpointer:
+            placed = jax.tree.map(place, state)
+            checkpointer.save(placed, 1)
+            checkpointer.save(placed, 2, blocking=False)
+            checkpointer.wait_until_finished(placed)
+            assert bits(checkpointer.restore(EXAMPLE)) == bits(state)
 
 
 def test_damaged_rows_are_left_out_as_of_one_buffer(tmp_path):
