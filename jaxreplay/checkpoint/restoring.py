@@ -24,7 +24,7 @@ from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.processes import Processes
 from jaxreplay.checkpoint.rows import Picked
 from jaxreplay.checkpoint.salvage import Holes, MissingRows
-from jaxreplay.checkpoint.shards import Shards, on_host
+from jaxreplay.checkpoint.shards import Shards
 
 _AT_ONCE = 2  # groups in memory: one is put into the state, while the next is read
 _T = TypeVar("_T")
@@ -80,7 +80,10 @@ def restored(
         try:
             with bar(f"restore {manifest.step}", num_bytes) as told, processes.agreed():
                 reading = Reading(store, manifest, told.update)
-                state = reading.state(buffer, before, example, sharding, shards, set(damaged))
+                read = functools.partial(
+                    reading.state, buffer, before, example, sharding, set(damaged)
+                )
+                state = read() if shards is None else shards.restored(example, read)
         except CorruptCheckpointError as error:
             state = None  # of this process, where another one has failed
             tried[manifest.folder] = f"step {manifest.step}: {error}"
@@ -126,8 +129,8 @@ class Reading:
         before: Any,
         example: Any,
         sharding: Any,
-        shards: Shards | None,
         damaged: set[str],
+        steps: list[tuple[int, int, Any]] | None = None,
     ) -> Any:
         """Return a new state, and set `holes` to the rows that are left out.
 
@@ -137,31 +140,13 @@ class Reading:
             `buffer`.
           example: One env's step, or an item.
           sharding: Placement of the leaves, as `out_shardings`, or None.
-          shards: For a sharded buffer.
           damaged: Folders of damaged groups. They are not read, and their rows are lost.
+          steps: As for `_all_rows`, if the steps are not in the state. Default: they are.
 
         Raises:
           CorruptCheckpointError: A file is missing or damaged; the error names it.
         """
         self._manifest.groups.check(self._first, self._end)
-        if shards is None:
-            return self._state(buffer, before, example, sharding, None, damaged)
-        with defer_interrupts():
-            steps = shards.new_steps(example)
-        with on_host():
-            state = self._state(buffer, before, example, None, steps, damaged)
-            return shards.divided(state, [own for _, _, own in steps])
-
-    def _state(
-        self,
-        buffer: Any,
-        before: Any,
-        example: Any,
-        sharding: Any,
-        steps: list[tuple[int, int, Any]] | None,
-        damaged: set[str],
-    ) -> Any:
-        """Return a new state. `steps`: as for `_all_rows`, or None if the state has all rows."""
         old = None
         with defer_interrupts():
             shape = jax.eval_shape(buffer.init, example)
@@ -260,7 +245,7 @@ class Reading:
           buffer: The buffer.
           specs: Shapes and dtypes of rows in plain form.
           stored: The new rows.
-          steps: Steps of some envs apart from them, as `Shards.new_steps` returns them. They are
+          steps: Steps of some envs apart from them, as `Shards` makes them. They are
             replaced by those that are read.
 
         Returns:

@@ -9,7 +9,7 @@ episode tables, are built again, by each process for all envs: they take up to 2
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jaxreplay._util.names import named
+from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.checkpoint import resize, rows
 from jaxreplay.checkpoint.processes import Processes
@@ -85,7 +86,7 @@ class Shards:
           state: The sharded state. It stays valid.
         """
         jax.block_until_ready(state)
-        with on_host():
+        with _on_host():
             return rows.join(rows.split(state)[0], self._rest(state))
 
     def _rest(self, state: ReplayState) -> ReplayState:
@@ -101,7 +102,19 @@ class Shards:
         own = self._whole(self._without(sampler), self._without(self._sampler(self.buffer)))
         return _built(self.buffer, streams, own, values)
 
-    def new_steps(self, example: Any) -> list[tuple[int, int, Any]]:
+    def restored(self, example: Any, read: Callable[[Any], Any]) -> ReplayState:
+        """Return a sharded state.
+
+        Args:
+          example: As for `init`.
+          read: `Reading.state` as a function of `steps`, which it replaces by those that it reads.
+        """
+        with defer_interrupts():
+            steps = self._new_steps(example)
+        with _on_host():
+            return self._divided(read(steps), [own for _, _, own in steps])
+
+    def _new_steps(self, example: Any) -> list[tuple[int, int, Any]]:
         """Return zeros for the steps of this process's devices: for each run of shards its first
         env, the one after its last, and the steps."""
         mine = [[one for one in row if one.process_index == self._me] for row in self._devices]
@@ -119,12 +132,12 @@ class Shards:
                 found.append((shards[0] * size, (shards[-1] + 1) * size, steps))
         return found
 
-    def divided(self, state: ReplayState, steps: list[Any]) -> ReplayState:
+    def _divided(self, state: ReplayState, steps: list[Any]) -> ReplayState:
         """Return the sharded state.
 
         Args:
           state: One buffer's state, without steps.
-          steps: The steps, in the memory that `new_steps` has made. It is shared.
+          steps: The steps, in the memory that `_new_steps` has made. It is shared.
         """
         num, local, parts = self._sharded.num_shards, self._local, []
         streams, sampler = jax.device_get((state.streams, state.sampler))
@@ -206,7 +219,7 @@ class Shards:
 
 
 @contextlib.contextmanager
-def on_host() -> Iterator[None]:
+def _on_host() -> Iterator[None]:
     """Compute on the host, where there is memory for what all devices have of each row."""
     try:
         host = jax.local_devices(backend="cpu")[0]
