@@ -66,6 +66,11 @@ class Sharded(Static, Generic[T]):
                 f"sharded: the mesh has no axis {unknown[0]!r}, but "
                 f"{', '.join(map(repr, self.mesh.axis_names))}"
             )
+        if self._is_explicit and not hasattr(jax.sharding, "reshard"):
+            raise ValueError(
+                "sharded: a mesh with explicit axes needs a newer JAX, with jax.sharding.reshard; "
+                f"this is {jax.__version__}"
+            )
         if self.draw not in ("even", "global"):
             raise ValueError(f'sharded: draw must be "even" or "global", got {self.draw!r}')
         sampler = self.buffer.sampler
@@ -89,6 +94,10 @@ class Sharded(Static, Generic[T]):
     @property
     def _axes(self) -> tuple[str, ...]:
         return self.axis if isinstance(self.axis, tuple) else (self.axis,)
+
+    @property
+    def _is_explicit(self) -> bool:
+        return any(kind.name == "Explicit" for kind in self.mesh.axis_types)
 
     @property
     def num_shards(self) -> int:
@@ -318,7 +327,7 @@ class Sharded(Static, Generic[T]):
             out_specs=out_specs,
             check_vma=_HAS_TYPES,
         )
-        if all(kind.name != "Explicit" for kind in self.mesh.axis_types):
+        if not self._is_explicit:
             return mapped
 
         def resharded(*arguments: Any) -> Any:
