@@ -36,6 +36,7 @@ _OWN = re.compile(r"(?:manifests|rest|rows)/([0-9]{10})(?:-([0-9a-f]{8}))?(-[0-9
 _MANIFEST = re.compile(r"[0-9]{10}(-[0-9a-f]{8})?\.json")
 _TRIES = 20
 _PROCESS = secrets.token_hex(8)  # the system may reuse a process's pid
+_OURS: set[str] = set()  # tokens of this process's writers that have not left
 _GONE: dict[str, Any] = {}  # in place of a holder that is gone
 
 
@@ -141,6 +142,7 @@ class Chain:
             if not self._tokens:
                 self._tokens.append(secrets.token_hex(4))
             content = json.dumps(whoami() | {"process": _PROCESS}).encode()
+            _OURS.add(self._tokens[-1])
             self._store.create(_file_of(self._tokens[-1]), content)
         return f"{self.newest_read + 1:010}-{self._tokens[-1]}"
 
@@ -154,8 +156,10 @@ class Chain:
             return None
         if not _is_here(holder):
             return holder
-        pid, is_mine = holder.get("pid"), holder.get("process") == _PROCESS
-        is_there = is_mine or (isinstance(pid, int) and pid != os.getpid() and _is_running(pid))
+        if holder.get("process") == _PROCESS:
+            return holder if token in _OURS else _GONE
+        pid = holder.get("pid")
+        is_there = isinstance(pid, int) and pid != os.getpid() and _is_running(pid)
         return holder if is_there else _GONE
 
     def commit(self, manifest: Manifest) -> None:
@@ -187,10 +191,11 @@ class Chain:
         self.check_newest(manifest.number if found == content else -1)
 
     def check_newest(self, number: int) -> None:
-        """Raise a PathInUseError if there are manifests of a higher number."""
+        """Raise a PathInUseError if there is another writer's manifest of a higher number."""
         if (newest := self._newest()) > number:
             writer = self._manifest(manifest_name(newest)).writer
-            raise _held_by(self._store.name, self._holder(writer))
+            if writer not in self._tokens:
+                raise _held_by(self._store.name, self._holder(writer))
 
     def check_entered(self, folder: str, cause: str) -> None:
         """Raise an OSError if this process does not find the file of the writer of a checkpoint.
@@ -268,7 +273,7 @@ def _leave(store: Files, tokens: list[str], pid: int) -> None:
     while tokens and pid == os.getpid():
         with contextlib.suppress(Exception):  # others see when the process has ended
             store.delete(_file_of(tokens[-1]))
-        tokens.pop()
+        _OURS.discard(tokens.pop())
 
 
 def _held_by(where: str, holder: Any) -> PathInUseError:

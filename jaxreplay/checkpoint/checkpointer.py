@@ -113,6 +113,7 @@ class Checkpointer:
         self._chain = Chain(self._store, max_to_keep)
         self._chunk_bytes, self._level, self._bar = chunk_bytes, compression_level, bars(progress)
         self._base: Manifest | None = None  # which the current state continues
+        self._origin = ""  # folder of the restored checkpoint
         self._saving: Saving | None = None
         self._has_saved = False
         # number of the newest manifest while this object writes to the path, None if not known
@@ -210,7 +211,7 @@ class Checkpointer:
         def check() -> None:
             if damaged:  # or another writer was faster, and has deleted them
                 self._chain.check_newest(plan.draft.number - 1)
-            goes_on = self._base is not None or bool(self.missing_rows)
+            goes_on = self._base is not None or self._origin in [one.folder for one in found]
             check_path(self._store.name, found, plan.draft, self._buffer, goes_on)
             self._chain.collect(self._base)
 
@@ -439,7 +440,7 @@ class Checkpointer:
             found.manifest.step,
             copy.deepcopy(found.manifest.metadata),
         )
-        self.missing_rows = found.lost
+        self._origin, self.missing_rows = found.manifest.folder, found.lost
         return found.state
 
     def verify(self) -> list[Verified]:

@@ -80,19 +80,21 @@ class Processes:
         is raised in all."""
         is_error = isinstance(value, Exception)
         content = np.frombuffer(pickle.dumps(_sendable(value) if is_error else value), np.uint8)
-        failed, sizes = self._run(_all, np.array([is_error, len(content)])).T
-        if failed.any():  # only errors are sent
-            program, sizes, content = _all, sizes * failed, content[: len(content) * is_error]
         # in pieces of few sizes, so that they take little memory and few programs are compiled
-        size = min(pow2.power_above(int(sizes.max())), _PIECE)
-        padded = np.zeros(-(-int(sizes.max()) // size) * size, np.uint8)
+        head = is_error, min(len(content), _PIECE), -(-len(content) // _PIECE)
+        failed, sizes, nums = self._run(_all, np.array(head, np.int32)).T
+        if failed.any():  # only errors are sent
+            program, sizes, nums = _all, sizes * failed, nums * failed
+            content = content[: len(content) * is_error]
+        size = pow2.power_above(int(sizes.max()))
+        padded = np.zeros(int(nums.max()) * size, np.uint8)
         padded[: len(content)] = content
         pieces = [self._run(program, piece) for piece in padded.reshape(-1, size)]
         found = np.concatenate(pieces, axis=-1)
         self._known = None
         if failed.any():
             nth = int(failed.argmax())
-            error = value if nth == self.index else pickle.loads(found[nth])
+            error = value if nth == self.index else _loaded(found[nth])
             if error is not value:
                 error.add_note(f"an error of process {self._devices[nth].process_index}")
             self._known = error
@@ -114,6 +116,13 @@ def _all(values: jax.Array) -> jax.Array:
 
 def _first(values: jax.Array) -> jax.Array:
     return values[0]
+
+
+def _loaded(content: Any) -> Exception:
+    try:
+        return pickle.loads(content)
+    except Exception as error:
+        return RuntimeError(f"an error that cannot be read in this process: {error}")
 
 
 def _sendable(error: Exception) -> Exception:

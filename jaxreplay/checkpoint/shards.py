@@ -161,12 +161,17 @@ class Shards:
         return made.replace(streams=made.streams.replace(steps=steps))
 
     def _placed(self, leaf: Any) -> jax.Array:
-        """Return a leaf of a sharded state where `init` puts it. It is copied only if it is
-        elsewhere."""
+        """Return a leaf of a sharded state where `init` puts it. In one process it is copied there,
+        if it is elsewhere; several would have to do that together."""
         sharding = NamedSharding(self._sharded.mesh, P(self._sharded.axis))
         is_there = isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(
             sharding, leaf.ndim
         )
+        if not is_there and self.processes.num > 1:
+            raise ValueError(
+                "Checkpointer: the state of several processes must lie where init puts it: move it "
+                "by jax.device_put(state, NamedSharding(mesh, PartitionSpec(axis)))"
+            )
         return leaf if is_there else jax.device_put(leaf, sharding)
 
     def _sampler(self, buffer: ReplayBuffer) -> Any:
@@ -183,15 +188,14 @@ class Shards:
         return values.reshape(num, local.length, local.num_envs).swapaxes(0, 1).reshape(-1)
 
     def _whole(self, tree: Any, specs: Any) -> Any:
-        """Return leaves of one buffer, of the shards' leaves one after another.
+        """Return leaves of one buffer, of NumPy arrays of the shards' leaves one after another.
 
         Leaves have an axis of envs, the last; or are counters, which add up; or are equal on all
         shards, or a largest value.
         """
         num = self._sharded.num_shards
 
-        def leaf_of(name: str, leaf: Any, spec: Any) -> np.ndarray:
-            values = np.asarray(leaf)
+        def leaf_of(name: str, values: np.ndarray, spec: Any) -> np.ndarray:
             if values.shape == spec.shape:
                 return values
             if len(spec.shape) > 1:
@@ -208,8 +212,7 @@ class Shards:
         """Return the leaves of one shard, of one buffer's leaves."""
         num = self._sharded.num_shards
 
-        def leaf_of(name: str, leaf: Any, spec: Any) -> np.ndarray:
-            values = np.asarray(leaf)
+        def leaf_of(name: str, values: np.ndarray, spec: Any) -> np.ndarray:
             if values.shape == spec.shape:  # what adds up is the first shard's
                 return np.zeros_like(values) if name in SUMS and at else values
             axis = next(i for i, size in enumerate(spec.shape) if size != values.shape[i])

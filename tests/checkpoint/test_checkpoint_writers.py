@@ -364,6 +364,38 @@ def test_a_manifest_that_cannot_be_deleted_keeps_what_it_names(tmp_path, monkeyp
         assert checkpointer.all_steps() == [3]
 
 
+def test_a_writer_that_has_left_holds_nothing_though_its_file_stays(tmp_path, monkeypatch):
+    replay = items()
+    state = added(replay, replay.init(EXAMPLE), 0, 20)
+    one = Checkpointer(tmp_path, replay)
+    one.save(state, 1)
+    monkeypatch.setattr(one._store, "delete", lambda name: os.stat("/nowhere"))
+    one.close()
+    assert [*(tmp_path / "writers").iterdir()]
+    with Checkpointer(tmp_path, replay) as other:
+        other.save(state, 2)
+        assert other.all_steps() == [1, 2]
+
+
+def test_an_error_after_the_commit_is_not_said_to_be_of_another_writer(tmp_path, monkeypatch):
+    replay = items()
+    state = added(replay, replay.init(EXAMPLE), 0, 20)
+    checkpointer = Checkpointer(tmp_path, replay)
+    create = checkpointer._store.create
+
+    def created(name, content):
+        create(name, content)
+        if name.startswith("manifests"):
+            raise FileNotFoundError(errno.ENOENT, "not there")
+
+    monkeypatch.setattr(checkpointer._store, "create", created)
+    with pytest.raises(FileNotFoundError, match="not there"):
+        checkpointer.save(state, 1)
+    monkeypatch.undo()
+    checkpointer.save(state, 2)
+    assert checkpointer.all_steps() == [1, 2]
+
+
 def test_a_writer_whose_files_are_deleted_is_told_of_the_other(tmp_path, monkeypatch):
     """Save three newer checkpoints before the first of its files is on the disk."""
     replay = items()

@@ -117,6 +117,9 @@ def main(num, which, port, folder):
         whole()
     with pytest.raises(ValueError, match="the state must be a ReplayState"):
         one.save(3 if which else state, 40)
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    with pytest.raises(ValueError, match="must lie where init puts it"):
+        one.save(jax.device_put(state, everywhere), 40)
     with pytest.raises(ValueError, match="chunk_bytes, compression_level and blocking must be eq"):
         one.save(state, 40, blocking=which == 1)
     with pytest.raises(ValueError, match="step, resize and allow_partial must be equal in all"):
