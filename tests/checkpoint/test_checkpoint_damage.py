@@ -566,15 +566,24 @@ def check_salvaged(case, buffer, before, after, lost):
         np.testing.assert_allclose(ratio, ratio[0], rtol=1e-4)
 
 
-def test_what_is_left_in_another_capacity_is_saved_under_the_same_path(tmp_path):
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_what_is_left_in_another_capacity_is_saved_under_the_same_path(is_replaced, tmp_path):
+    """As long as its checkpoint is there."""
     large, small = items(capacity=512), items(capacity=256)
+    before = added(large, large.init(EXAMPLE), 0, 100)
     with Checkpointer(tmp_path, large, chunk_bytes=4000) as checkpointer:
-        checkpointer.save(added(large, large.init(EXAMPLE), 0, 100))
+        checkpointer.save(before)
         groups = checkpointer._base.groups
     flipped(next((tmp_path / "rows" / groups[len(groups) // 2].folder).glob("steps.number/c.*")))
-    with Checkpointer(tmp_path, small) as checkpointer:
-        with pytest.warns(UserWarning, match="rows are lost"):
-            state = checkpointer.restore(EXAMPLE, resize=True, allow_partial=True)
-        assert checkpointer.missing_rows
+    checkpointer = Checkpointer(tmp_path, small)
+    with pytest.warns(UserWarning, match="rows are lost"):
+        state = checkpointer.restore(EXAMPLE, resize=True, allow_partial=True)
+    assert checkpointer.missing_rows
+    if is_replaced:
+        with Checkpointer(tmp_path, large, max_to_keep=1) as other:
+            other.save(before)
+        with pytest.raises(ValueError, match="has checkpoints of another buffer"):
+            checkpointer.save(state)
+    else:
         checkpointer.save(state)
         assert numbers(small, checkpointer.restore(EXAMPLE)) == numbers(small, state)
