@@ -64,7 +64,7 @@ class Chain:
         self._known: dict[str, tuple[bytes, Manifest]] = {}
         # files and folders; None if others may have written since they were listed
         self._listed: set[str] | None = None
-        self.newest_read = 0  # number of the newest manifest at the last `read`
+        self._newest_read = 0  # number of the newest manifest at the last `read`
         self._pid = os.getpid()
         weakref.finalize(self, _leave, store, self._tokens, self._pid)
 
@@ -98,7 +98,7 @@ class Chain:
                     for name, known in self._known.items()
                     if name.removeprefix("manifests/") in before
                 }
-                self.newest_read = max((int(name[:10]) for name in before), default=0)
+                self._newest_read = max((int(name[:10]) for name in before), default=0)
                 return list(found.values()), problems
 
     def _manifest(self, name: str) -> Manifest:
@@ -144,7 +144,7 @@ class Chain:
             content = json.dumps(whoami() | {"process": _PROCESS}).encode()
             _OURS.add(self._tokens[-1])
             self._store.create(_file_of(self._tokens[-1]), content)
-        return f"{self.newest_read + 1:010}-{self._tokens[-1]}"
+        return f"{self._newest_read + 1:010}-{self._tokens[-1]}"
 
     def _holder(self, token: str) -> Any:
         """Return who a writer is; `_GONE` if it has left, or its process ended on this machine."""
@@ -207,10 +207,7 @@ class Chain:
         try:
             self._store.read(_file_of(folder[11:]), MOST_BYTES)
         except MissingError:
-            raise OSError(
-                errno.ENOENT,
-                f"{self._store.name} {cause}",
-            ) from None
+            raise OSError(errno.ENOENT, f"{self._store.name} {cause}") from None
 
     def abandon(self) -> None:
         """Take another token: a save has failed, and may have left files or still write some."""
@@ -256,7 +253,7 @@ class Chain:
                     self._store.delete(name)
                     self._listed.discard(name)
                 except (OSError, ValueError, RuntimeError) as error:
-                    if name in self._known:  # a manifest stays, so what it names does too
+                    if name in self._known:  # a manifest that stays needs the files it names
                         named |= self._known[name][1].files()
                     warnings.warn(
                         f"{name} is no longer needed, but cannot be deleted: {error}", stacklevel=2

@@ -45,7 +45,9 @@ class Checkpointer:
     A save writes the rows added since the previous save. Everything else is written completely each
     time: priorities, heads, episode tables, and all of a `Rollout`. A checkpoint becomes visible
     when its manifest is written, as the last file. If a save fails, the previous checkpoint is
-    kept. Besides the state, a save or restore takes at most three chunks of memory.
+    kept. Besides the state, a save or restore takes at most three chunks of memory; that of a
+    sharded buffer also some 50 bytes a row of all envs on the host of each process, for numbers
+    such as priorities.
 
     After a restore, the attributes `step`, `metadata` and `missing_rows` describe the restored
     checkpoint; before, they are None, {} and [].
@@ -135,8 +137,8 @@ class Checkpointer:
 
     @property
     def is_saving(self) -> bool:
-        """True from `save(..., blocking=False)` until `advance` or `wait_until_finished` finds the
-        save complete or failed."""
+        """True from `save(..., blocking=False)` until `wait_until_finished` or, in one process
+        alone, `advance` finds the save complete or failed."""
         return self._saving is not None
 
     def save(
@@ -170,7 +172,8 @@ class Checkpointer:
           OSError: The checkpoint could not be written, for example because the disk is full.
           RuntimeError: Rows were overwritten before they were copied, or the process was forked.
           ValueError: `state` belongs to another buffer, the path has checkpoints of another buffer,
-            `step` exceeds 64 bits, or `metadata` is nested too deep.
+            `step` exceeds 64 bits, or `metadata` is nested too deep. Or several processes pass
+            different arguments, or a state that does not lie where `init` puts it.
           TypeError: `step` is no integer, or `metadata` is not JSON-compatible.
         """
         check_not_forked("this Checkpointer", self._pid)
@@ -182,20 +185,22 @@ class Checkpointer:
         with self._ending():
             parts = self._parts_of(state)
             whole = state if self._shards is None else self._shards.joined(state)
-            self._begin(whole, parts, step, blocking, metadata)
+            plan = self._planned(whole, parts, step, blocking, metadata)
+            self._begin(plan, whole, parts, blocking)
             if blocking:
                 self._finish(parts)
             else:
                 self._advance(state, 0)
 
-    def _begin(
+    def _planned(
         self,
         state: Any,
         parts: Parts,
         step: int | None,
         blocking: bool,
         metadata: dict[str, Any],
-    ) -> None:
+    ) -> planning.Plan:
+        """Claim the path, and plan a save. All processes return the same plan."""
         first, found, self._newest = self._processes.first, [], None
         options = self._chunk_bytes, self._level, blocking
 
@@ -252,10 +257,15 @@ class Checkpointer:
                 "and are written again",
                 stacklevel=3,
             )
+        return plan
+
+    def _begin(self, plan: planning.Plan, state: Any, parts: Parts, blocking: bool) -> None:
+        """Start the threads of a save, and let them write everything but the rows."""
         rest = rows.split(state)[1]
         rest_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(rest))
         is_own = rest_bytes <= self._chunk_bytes and not blocking
-        bar = self._bar(f"save {step}", plan.num_bytes)
+        num = self._processes.num
+        bar = self._bar(f"save {plan.draft.step}", plan.num_bytes // num)  # about this one's part
         with defer_interrupts():  # an interrupt here would leave threads that nothing ends
             self._saving = Saving(
                 self._store,
@@ -265,8 +275,8 @@ class Checkpointer:
                 is_own=is_own,
                 chunk_bytes=self._chunk_bytes // 8,
                 level=self._level,
-                is_alone=self._processes.num == 1,
-                commit=lambda groups, chunks: self._commit(plan.manifest(groups, chunks), bar),
+                is_alone=num == 1,
+                commit=lambda written, chunks: self._commit(plan.manifest(written, chunks), bar),
                 progress=bar.update,
             )
 
@@ -280,7 +290,8 @@ class Checkpointer:
     def advance(self, state: Any, num_steps: int = 1) -> None:
         """Copy some rows for a background save, those first that will be overwritten first.
 
-        Does nothing if no save is running. An error of the save is raised here.
+        Does nothing if no save is running. An error of the save is raised here, or, if several
+        processes save, by `wait_until_finished`.
 
         Args:
           state: The buffer's state before the next `add` or `extend`. It stays valid.
@@ -330,13 +341,13 @@ class Checkpointer:
     def _finish(self, parts: Parts) -> None:
         saving = self._saving
         assert saving is not None
-        written = saving.finish(parts)
+        own = saving.finish(parts)
         if self._processes.num > 1:
-            groups, chunks = {}, {}
-            for own_groups, own_chunks in self._processes.told(written):
-                groups |= own_groups
-                chunks |= own_chunks
-            saving.commit(groups, chunks)
+            written, chunks = {}, {}
+            for one, its_chunks in self._processes.told(own):
+                written |= one
+                chunks |= its_chunks
+            saving.commit(written, chunks)
         self._saving = None
 
     def close(self) -> None:
@@ -410,7 +421,8 @@ class Checkpointer:
         Raises:
           FileNotFoundError: There is no checkpoint, or none of that step.
           ValueError: The checkpoint belongs to another buffer, or its steps have other leaves; the
-            error names every leaf that differs. Or `sharding` is given for a sharded buffer.
+            error names every leaf that differs. Or `sharding` is given for a sharded buffer, or
+            several processes pass different arguments.
           CorruptCheckpointError: No checkpoint is intact, or the one of that step is damaged; the
             error names the files.
           RuntimeError: A background save is running, or the process was forked.

@@ -51,44 +51,33 @@ def generation_of(path: Any, step: int | None, timeout: float) -> tuple[Files, M
     return store, manifest
 
 
-class _Rows:
-    """A checkpoint's rows by index: stream after stream, each stream's oldest row first.
+def _rows_of(store: Files, manifest: Manifest) -> Rows:
+    """Return a checkpoint's rows.
 
     Raises:
       CorruptCheckpointError: A row is in no group, or in two; or a group has no files.
     """
+    specs, groups = {leaf.name: leaf for leaf in manifest.leaves}, manifest.groups
+    first, end = (np.asarray(numbers, np.int64) for numbers in (manifest.first, manifest.end))
+    # a forged manifest could ask for any amount of memory: first check that its groups exist
+    for group in groups:
+        if "flags" in group.leaves:  # one byte of a row
+            array_of(store, group, "flags", (), np.uint8)
+        elif group.leaves and not store.entries(f"rows/{group.folder}"):
+            raise CorruptCheckpointError(f"rows/{group.folder} is missing")
+    groups.check(first, end)
+    offset = np.cumsum(end - first) - (end - first) - first
 
-    def __init__(self, store: Files, manifest: Manifest):
-        self._store, self._groups = store, manifest.groups
-        self.specs = {leaf.name: leaf for leaf in manifest.leaves}
-        self.first, self.end = (
-            np.asarray(numbers, np.int64) for numbers in (manifest.first, manifest.end)
-        )
-        # a forged manifest could ask for any amount of memory: first check that its groups exist
-        for group in manifest.groups:
-            if "flags" in group.leaves:  # one byte of a row
-                array_of(store, group, "flags", (), np.uint8)
-            elif group.leaves and not store.entries(f"rows/{group.folder}"):
-                raise CorruptCheckpointError(f"rows/{group.folder} is missing")
-        manifest.groups.check(self.first, self.end)
-
-    def read(self, name: str, rows: np.ndarray) -> np.ndarray:
-        """Read values of one leaf: `[..., *leaf.shape]`.
-
-        Args:
-          name: The leaf.
-          rows: int64[...], the rows' indices.
-        """
-        leaf, (wanted, place) = self.specs[name], np.unique(rows, return_inverse=True)
-        offset = np.cumsum(self.end - self.first) - (self.end - self.first) - self.first
+    def read(name: str, rows: np.ndarray) -> np.ndarray:
+        leaf, (wanted, place) = specs[name], np.unique(rows, return_inverse=True)
         parts = []
-        for group in self._groups:
+        for group in groups:
             env, number = group.rows()
-            row = np.where(number >= self.first[env], offset[env] + number, -1)
+            row = np.where(number >= first[env], offset[env] + number, -1)
             at = np.searchsorted(wanted, row)
             is_wanted = wanted.take(at, mode="clip") == row if len(wanted) else row < -1
             if is_wanted.any():
-                own = array_of(self._store, group, leaf.array, leaf.shape, leaf.stored)
+                own = array_of(store, group, leaf.array, leaf.shape, leaf.stored)
                 parts.append((at[is_wanted], own[is_wanted]))
         # only now is it known that the rows have this shape: a forged one could ask for any memory
         values = np.zeros((len(wanted), *leaf.shape), leaf.stored)
@@ -98,6 +87,9 @@ class _Rows:
         is_plain = leaf.stored == leaf.dtype
         return values if is_plain else stored_arrays.decode_on_host(values, leaf.dtype)
 
+    declared = re.search(r"\bautoreset='(\w+)'", manifest.buffer)
+    return Rows(first, end, specs, read, declared and declared[1])
+
 
 def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
     """Read a checkpoint's contents, with at most `max_bytes` of the steps' values.
@@ -105,7 +97,7 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
     Raises:
       CorruptCheckpointError: A file is missing or damaged.
     """
-    reader = _Rows(store, manifest)
+    stored = _rows_of(store, manifest)
 
     def rest(name: str) -> np.ndarray:
         dtype, shape = schema.dtype_and_shape(name, manifest.rest[name])
@@ -122,12 +114,12 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
         )
     probability = None
     if _TREE in manifest.rest:  # the tree's leaves are ordered by time, then env
-        env, number = numbers_in_order(reader.first, reader.end)
-        leaf = ring.position_of(number, manifest.length) * len(reader.end) + env
+        env, number = numbers_in_order(stored.first, stored.end)
+        leaf = ring.position_of(number, manifest.length) * len(stored.end) + env
         tree = rest(_TREE)
         if (
             tree.ndim != 1
-            or tree.size < manifest.length * len(reader.end)
+            or tree.size < manifest.length * len(stored.end)
             or tree.dtype.kind != "f"
         ):
             raise CorruptCheckpointError(
@@ -136,9 +128,7 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
             )
         mass = tree[leaf].astype(np.float64)
         probability = mass / max(mass.sum(), np.finfo(np.float64).tiny)
-    declared = re.search(r"\bautoreset='(\w+)'", manifest.buffer)
-    autoreset = declared and declared[1]
-    return Rows(reader.first, reader.end, reader.specs, reader.read, autoreset).contents(
+    return stored.contents(
         max_bytes,
         buffer=manifest.buffer,
         source=f"{store.name}, step {manifest.step}",

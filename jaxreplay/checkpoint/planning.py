@@ -6,6 +6,7 @@ differently, its rows differ from there on.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from jaxreplay.checkpoint.identity import described, identity
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.rows import Part, Parts, Picked, Span
 
-Written = dict[int, dict[str, Any]]  # by number of a group, its fields that writing sets
+Written = dict[int, dict[str, Any]]  # fields of new groups that are known once they are written
 _BOOKKEEPING = 64  # bytes of a row's numbers, while it is being copied or written
 # Largest number of streams * saves in a manifest, which has two vectors for each save. Above it
 # nothing is reused, and all rows are written again.
@@ -41,7 +42,7 @@ class Plan:
       end: int64[E], number of each stream's newest row, plus 1.
       group_rows: Largest number of rows of a group that is to be written.
       row_bytes: Bytes of a row.
-      num_bytes: Bytes to write.
+      num_bytes: Bytes to write, by all processes.
     """
 
     draft: Manifest
@@ -71,7 +72,7 @@ class Plan:
         """Return the complete manifest.
 
         Args:
-          written: Of each new group.
+          written: Fields of the new groups, by number.
           chunks: Checksums of all arrays but the rows'.
         """
         groups = [
@@ -117,25 +118,10 @@ def planned(
     if stored:
         row_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(stored)) // buffer.capacity
         most = pow2.power_below(min(group_bytes // (row_bytes + _BOOKKEEPING), MOST_ROWS))
-        num_rewritten = rows.num_rewritten(state)
         length, span = buffer.length, rows.span_of(rows.heads_of(state), buffer.length)
-        since, kept = span.first, []
-        if base is not None and len(base.groups.saves) * len(base.end) <= _MOST_NUMBERS:
-            newest = np.array(base.end) - num_rewritten
-            compared = Span(span.first, np.clip(newest, span.first, span.end))
-            is_same = _compared(store, parts, base, compared, damaged)
-            since, kept = _kept(base, is_same, span, num_rewritten, most)
         make = lambda since, end: Save(folder, length, since, end, is_compressed)
-        ranges = [*itertools.pairwise(parts.bounds)]
-        for group in kept:
-            groups += _again(group, span, make, ranges) if group.folder in damaged else [group]
-        save = make(since, span.end)
-        for env, env_stop in ranges:
-            groups += cut(save, most, slice(env, env_stop), num_rewritten)
-        number = itertools.count()
-        groups = [
-            group._replace(number=next(number)) if group.sums is None else group for group in groups
-        ]
+        num_rewritten = rows.num_rewritten(state)
+        groups = _groups(store, parts, base, span, make, num_rewritten, most, damaged)
     num_rows = [group.num_rows for group in groups if group.sums is None]
     return Plan(
         draft=Manifest(
@@ -159,6 +145,45 @@ def planned(
         row_bytes=row_bytes,
         num_bytes=sum(num_rows) * row_bytes + sum(leaf.nbytes for leaf in jax.tree.leaves(rest)),
     )
+
+
+def _groups(
+    store: Files,
+    parts: Parts,
+    base: Manifest | None,
+    span: Span,
+    make: Callable[[np.ndarray, np.ndarray], Save],
+    num_rewritten: int,
+    most: int,
+    damaged: dict[str, str],
+) -> list[Group]:
+    """Return a checkpoint's groups, in the order of their rows. New ones lie in one part each.
+
+    Args:
+      store: The files.
+      parts: The state's parts.
+      base: Manifest of the checkpoint that the state may continue, or None.
+      span: The rows that the state holds.
+      make: Makes a `Save` from its `since` and `end`.
+      num_rewritten: Newest rows of each stream that may change before the next save.
+      most: The largest number of rows in a group.
+      damaged: As for `planned`.
+    """
+    since, kept = span.first, []
+    if base is not None and len(base.groups.saves) * len(base.end) <= _MOST_NUMBERS:
+        newest = np.clip(np.array(base.end) - num_rewritten, span.first, span.end)
+        is_same = _compared(store, parts, base, Span(span.first, newest), damaged)
+        since, kept = _kept(base, is_same, span, num_rewritten, most)
+    groups, ranges = [], [*itertools.pairwise(parts.bounds)]
+    for group in kept:
+        groups += _again(group, span, make, ranges) if group.folder in damaged else [group]
+    save = make(since, span.end)
+    for env, env_stop in ranges:
+        groups += cut(save, most, slice(env, env_stop), num_rewritten)
+    number = itertools.count()
+    return [
+        group._replace(number=next(number)) if group.sums is None else group for group in groups
+    ]
 
 
 def _again(
@@ -229,27 +254,32 @@ def _compared(
     damaged: dict[str, str],
 ) -> list[bool]:
     """Return for each group whether the state has those of its rows that lie in `span`, and none
-    lies after it. Damaged groups count as equal: they are written again from the state.
+    lies after it. Damaged groups count as the same: they are written again from the state.
 
     A group whose rows all lie in `span` is compared by its fingerprint, one with rows before `span`
     by its files.
     """
-    expected, begun = [], []
+    expected, begun = [], []  # for each group a number, and functions whose results add up to it
     for group in base.groups:
         low, high = group.range()
         is_row = low < high
-        has_later = (is_row & (high > span.end)).any()
+        has_later = bool((is_row & (high > span.end)).any())
         has_any = (is_row & (high > span.first)).any() and group.folder not in damaged
-        is_whole = not (is_row & (low < span.first)).any()
-        compare = _by_fingerprint if is_whole else _by_files
-        is_read = has_any and not has_later
-        # all are begun first, so that the device need not wait for the host
-        begun.append([compare(store, part, group, span) for part in parts.own] if is_read else [])
-        expected.append(1 if has_later else group.fingerprint if is_read and is_whole else 0)
+        wanted, compares = int(has_later), []  # a sum of nothing is never 1
+        if has_any and not has_later and (is_row & (low < span.first)).any():
+            differs = functools.partial(_differs, store, group, span)
+            compares = [functools.partial(differs, part) for part in parts.own]
+        elif has_any and not has_later:
+            wanted = group.fingerprint
+            for part in parts.own:  # begun now, so that the device computes meanwhile
+                picked = group.within(part.env, part.env_stop).rows()
+                compares.append(functools.partial(int, fingerprint.of_rows(part, picked)))
+        expected.append(wanted)
+        begun.append(compares)
     own = [0] * len(begun)
     for at, (group, compares) in enumerate(zip(base.groups, begun, strict=True)):
         try:
-            own[at] = sum(int(compare()) for compare in compares)
+            own[at] = sum(compare() for compare in compares)
         except CorruptCheckpointError as error:
             damaged[group.folder] = str(error)
     told = parts.processes.told((own, damaged))
@@ -259,31 +289,20 @@ def _compared(
     return [total == wanted for total, wanted in zip(totals, expected, strict=True)]
 
 
-def _by_fingerprint(store: Files, part: Part, group: Group, span: Span) -> Callable[[], Any]:
-    """Begin to compute the fingerprint of those rows of a group that a part has."""
-    del store, span
-    total = fingerprint.of_rows(part, group.within(part.env, part.env_stop).rows())
-    return lambda: total
-
-
-def _by_files(store: Files, part: Part, group: Group, span: Span) -> Callable[[], int]:
-    """Return a function that returns 0 if the rows that a part has are those of a group's files,
-    and else 1. It raises a CorruptCheckpointError if a file is damaged."""
-
-    def differ() -> int:
-        picked = group.rows()
-        is_own = (picked.env >= part.env) & (picked.env < part.env_stop)
-        is_own &= picked.number >= span.first[picked.env]
-        if not is_own.any():
-            return 0
-        index = part.indices(Picked(picked.env[is_own], picked.number[is_own]))
-        # padded, so that few programs are compiled
-        size = pow2.power_above(len(is_own))
-        values, _ = rows.read(part.state, pow2.padded(index, size, index[-1]))
-        for name, leaf in named(values):
-            found = array_of(store, group, name, leaf.shape[1:], leaf.dtype)[is_own]
-            if rows.on_host(leaf)[: len(index)].tobytes() != found.tobytes():
-                return 1
-        return 0
-
-    return differ
+def _differs(store: Files, group: Group, span: Span, part: Part) -> bool:
+    """Return whether the rows in `span` that a part has differ from those of a group's files.
+    Raises a CorruptCheckpointError if a file is damaged."""
+    picked = group.rows()
+    is_own = (picked.env >= part.env) & (picked.env < part.env_stop)
+    is_own &= picked.number >= span.first[picked.env]
+    if not is_own.any():
+        return False
+    index = part.indices(Picked(picked.env[is_own], picked.number[is_own]))
+    # padded, so that few programs are compiled
+    padded = pow2.padded(index, pow2.power_above(len(is_own)), index[-1])
+    values, _ = rows.read(part.state, padded)
+    for name, leaf in named(values):
+        found = array_of(store, group, name, leaf.shape[1:], leaf.dtype)[is_own]
+        if rows.on_host(leaf)[: len(index)].tobytes() != found.tobytes():
+            return True
+    return False

@@ -21,7 +21,7 @@ _PIECE = 2**24  # bytes of each process that are sent at a time
 
 
 class Processes:
-    """One process among others.
+    """One process among those that save or restore together.
 
     Args:
       devices: A device of each process. Default: none, for one process alone.
@@ -68,7 +68,7 @@ class Processes:
         return error is self._known
 
     def gathered(self, leaf: jax.Array) -> np.ndarray:
-        """Return all values of an array, of which each process may have a part."""
+        """Return all values of an array, of which each process may have a part, in all of them."""
         own = [(x.index, np.asarray(x.data)) for x in leaf.addressable_shards if not x.replica_id]
         values = np.empty(leaf.shape, leaf.dtype)
         for index, part in itertools.chain(*self.told(own)):
@@ -76,8 +76,8 @@ class Processes:
         return values
 
     def _sent(self, value: Any, program: Any) -> Any:
-        """Send values, and return what a program makes of those of all processes, pickled. An error
-        is raised in all."""
+        """Return what a program makes of the pickled values of all processes, uint8[processes, n].
+        An error is sent as any value, and raised in all."""
         is_error = isinstance(value, Exception)
         content = np.frombuffer(pickle.dumps(_sendable(value) if is_error else value), np.uint8)
         # in pieces of few sizes, so that they take little memory and few programs are compiled
@@ -119,6 +119,7 @@ def _first(values: jax.Array) -> jax.Array:
 
 
 def _loaded(content: Any) -> Exception:
+    """Return the error that another process has sent, or one about it if it cannot be read here."""
     try:
         return pickle.loads(content)
     except Exception as error:
@@ -126,6 +127,7 @@ def _loaded(content: Any) -> Exception:
 
 
 def _sendable(error: Exception) -> Exception:
+    """Return an error, or its text as a RuntimeError if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -85,7 +85,7 @@ def restored(
                 )
                 state = read() if shards is None else shards.restored(example, read)
         except CorruptCheckpointError as error:
-            state = None  # of this process, where another one has failed
+            state = None  # frees what this process has read, if another one has failed
             tried[manifest.folder] = f"step {manifest.step}: {error}"
             continue
         lost = reading.holes.lost(np.asarray(manifest.end))
@@ -245,8 +245,8 @@ class Reading:
           buffer: The buffer.
           specs: Shapes and dtypes of rows in plain form.
           stored: The new rows.
-          steps: Steps of some envs apart from them, as `Shards` makes them. They are
-            replaced by those that are read.
+          steps: New steps apart from them: the first env, the one after the last, and the leaves.
+            Each entry is replaced by one with the steps that are read.
 
         Returns:
           The rows, but those in `steps`.
@@ -259,7 +259,15 @@ class Reading:
 
     def _rows(self, stored: Any, specs: Any, buffer: Any, env: int, env_stop: int) -> Any:
         """Read leaves of the envs `env` to `env_stop - 1`: the newest rows that fit into the
-        buffer, or those that are left without the lost ones."""
+        buffer, or those that are left without the lost ones.
+
+        Args:
+          stored: New leaves of these envs, which are donated.
+          specs: Shapes and dtypes of their rows in plain form.
+          buffer: The buffer.
+          env: The first env.
+          env_stop: The env after the last one.
+        """
         groups, leaves, length = self._manifest.groups, named(specs), buffer.length
         if not leaves:
             return stored
@@ -306,8 +314,8 @@ class Reading:
     def _places(
         self, group: Group, first: np.ndarray, length: int, first_env: int
     ) -> tuple[Any, np.ndarray]:
-        """Return which rows of a group are read, bool[K], and their indices in the new leaves,
-        which begin with an env."""
+        """Return which rows of a group are read, bool[K], and their indices in new leaves, whose
+        first rows are those of `first_env`."""
         env, number = group.rows()
         is_read = number >= first[env]
         if self.holes.folders:

@@ -36,13 +36,15 @@ class Picked(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Consecutive envs of a state, with all their rows, on devices of this process."""
+    """Consecutive envs of a state, with all their rows: those of one device of this process, or
+    all of a buffer."""
 
     env: int  # the first env
     state: ReplayState  # of these envs alone
 
     @property
     def env_stop(self) -> int:
+        """The env after the last one."""
         return self.env + self.state.layout.num_envs
 
     def indices(self, picked: Picked) -> np.ndarray:

@@ -29,7 +29,7 @@ class Saving:
     Args:
       store: The store to write to.
       plan: The rows to write.
-      parts: Of them, those of this process's own parts are written.
+      parts: The state's parts. The rows of this process's own are written.
       rest: Everything but the rows; dropped as soon as it is written. Each process writes some of
         its leaves.
       is_own: Whether `rest` is a copy. If not, `advance` waits until `rest` is written.
@@ -156,7 +156,7 @@ class Saving:
             self._futures.append(self._pool.submit(self._try, function, *arguments))
 
     def _try(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function in a thread, unless the save has failed."""
+        """Call a function, unless the save has failed. Its error is kept, and fails the save."""
         if self._error is None:
             try:
                 function(*arguments)

@@ -3,7 +3,8 @@ restores any checkpoint.
 
 Rows of a sharded state lie as those of one buffer, so they are not copied, and each process saves
 those of its own devices. Counters are put in another order; the sampler's values per row, and
-episode tables, are built again, by each process for all envs: they take up to 25 bytes a row.
+episode tables, are built again, by each process for all envs. That is computed on the host, where
+these numbers take up to 25 bytes a row, and twice that meanwhile.
 """
 
 import contextlib
@@ -41,20 +42,15 @@ class Shards:
         self.buffer: ReplayBuffer = dataclasses.replace(
             sharded.buffer, platform=self._local.platform
         )
-        mesh, axes = sharded.mesh, sharded.axis
-        names = axes if isinstance(axes, tuple) else (axes,)
-        at = [mesh.axis_names.index(name) for name in names]
-        # [D, R]: the devices of each shard
-        self._devices = np.moveaxis(mesh.devices, at, range(len(at))).reshape(
-            sharded.num_shards, -1
-        )
+        at = [sharded.mesh.axis_names.index(name) for name in sharded._axes]
+        devices = np.moveaxis(sharded.mesh.devices, at, range(len(at)))
+        self._devices = devices.reshape(sharded.num_shards, -1)  # [D, R]: those of each shard
         self._me = jax.process_index()
         of_each = {one.process_index: one for one in self._devices.flat}
         if self._me not in of_each:
             raise ValueError("Checkpointer: this process has no device of the buffer's mesh")
         numbers = sorted(of_each)
-        devices = tuple(of_each[number] for number in numbers)
-        self.processes = Processes(devices, numbers.index(self._me))
+        self.processes = Processes([of_each[number] for number in numbers], numbers.index(self._me))
 
     def check(self, where: str, state: Any) -> None:
         """Raise a ValueError if a state is not of the sharded buffer."""
@@ -90,6 +86,7 @@ class Shards:
             return rows.join(rows.split(state)[0], self._rest(state))
 
     def _rest(self, state: ReplayState) -> ReplayState:
+        """Return one buffer's state without steps, the same in all processes."""
         num = self._sharded.num_shards
         streams, sampler = jax.tree.map(
             lambda leaf: self.processes.gathered(self._placed(leaf)),
@@ -155,14 +152,14 @@ class Shards:
                 made = self._sharded.local.stacked(made)
                 parts += [jax.device_put(made, one) for one in devices]
         sharding = NamedSharding(self._sharded.mesh, P(self._sharded.axis))
-        made = jax.tree.map(lambda *leaves: _joined(num, sharding, leaves), *parts)
+        made = jax.tree.map(lambda *leaves: _array_of(num, sharding, leaves), *parts)
         shards_of = lambda leaves: [one.data for leaf in leaves for one in leaf.addressable_shards]
-        steps = jax.tree.map(lambda *leaves: _joined(num, sharding, shards_of(leaves)), *steps)
+        steps = jax.tree.map(lambda *leaves: _array_of(num, sharding, shards_of(leaves)), *steps)
         return made.replace(streams=made.streams.replace(steps=steps))
 
     def _placed(self, leaf: Any) -> jax.Array:
-        """Return a leaf of a sharded state where `init` puts it. In one process it is copied there,
-        if it is elsewhere; several would have to do that together."""
+        """Return a leaf of a sharded state where `init` puts it. One process moves a leaf that lies
+        elsewhere; several would have to do so together, and raise a ValueError."""
         sharding = NamedSharding(self._sharded.mesh, P(self._sharded.axis))
         is_there = isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(
             sharding, leaf.ndim
@@ -260,7 +257,7 @@ def _mapped(function: Any, tree: Any, specs: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(specs), leaves)
 
 
-def _joined(num: int, sharding: NamedSharding, leaves: Sequence[jax.Array]) -> jax.Array:
+def _array_of(num: int, sharding: NamedSharding, leaves: Sequence[jax.Array]) -> jax.Array:
     """Return one array of `num` shards, of those on the devices of this process."""
     first, *others = leaves[0].shape
     shape = num * first, *others

@@ -405,7 +405,8 @@ def sharded(
     Raises:
       ValueError: `capacity`, `num_envs` or `batch_size` cannot be divided; a sampler's distribution
         is not a sum over shards (`RankBased`, `Queue`, `WithoutReplacement`); the mesh has no such
-        axis; or JAX is older than 0.6.2.
+        axis; JAX is older than 0.6.2; or it has no `jax.sharding.reshard`, and the mesh explicit
+        axes.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr

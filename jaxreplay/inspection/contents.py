@@ -100,6 +100,7 @@ class Rows:
         return Resets(self.autoreset, flags[around], self._reward(around), of_obs)
 
     def _reward(self, rows: np.ndarray) -> np.ndarray | None:
+        """Read rewards as float64[...]; return None without rewards, or if they are not scalar."""
         spec = self.specs.get("steps.reward")
         if spec is None or spec.shape:
             return None

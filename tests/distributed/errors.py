@@ -64,6 +64,12 @@ def deep(levels):
     return [deep(levels - 1)] if levels else []
 
 
+def left(processes, error):
+    with processes.agreed():
+        if error is not None:
+            raise error
+
+
 def placed(sharding, leaf):
     return jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__)
 
@@ -91,6 +97,18 @@ def main(num, which, port, folder):
         elsewhere.save(state)
     with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
         elsewhere.restore(EXAMPLE)
+
+    processes = elsewhere._processes
+    sizes = 0, 2**25 + 77  # of which the second is sent in pieces
+    assert [len(one) for one in processes.told(bytes(sizes[which]))] == [*sizes]
+    assert processes.first(lambda: bytes(sizes[1 - which])) == bytes(sizes[1])
+    error, kind, text = None, RuntimeError, "an error that cannot be read in this process"
+    if which:  # of a class that the other process does not have
+        globals()["Unknown"] = kind = type("Unknown", (ValueError,), {})
+        error, text = kind("not known"), "not known"
+    for _ in range(2):
+        with pytest.raises(kind, match=text):
+            left(processes, error)
 
     one = Checkpointer(folder / "run", buffer, chunk_bytes=2000)
     one.save(state, 20)

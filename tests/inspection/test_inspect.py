@@ -314,14 +314,14 @@ def test_a_run_may_save_meanwhile(prioritized, tmp_path, monkeypatch):
     """The inspected checkpoint is deleted meanwhile, and a newer one exists."""
     replay, state, _ = prioritized
     checkpoint.save(tmp_path, replay, state, step=1)
-    reader = checkpoint.contents._Rows
+    reader = checkpoint.contents._rows_of
 
     def late(store, manifest):
         if manifest.step == 1:
             checkpoint.save(tmp_path, replay, state, step=2)
         return reader(store, manifest)
 
-    monkeypatch.setattr(checkpoint.contents, "_Rows", late)
+    monkeypatch.setattr(checkpoint.contents, "_rows_of", late)
     assert checkpoint.inspect(tmp_path).source.endswith(", step 2")
 
 
