@@ -1,11 +1,13 @@
 # make demo      trains an agent and leaves a plot in out/
 # make quick     lint, and a few tests of three buffers: for each change (under a minute, once it ran before)
-# make test      every check, sized for two cores
+# make test      every promise, in ten minutes on two cores
+# make test-all PART=NAME  the same checks over more buffers, forms and seeds, docstrings and the oldest JAX: for each night; PART=list names them
 # make docs      builds the docs into out/docs, and runs every code cell
 # make examples  runs every example in full (20 minutes)
 # make recipes   runs the steps of env libraries that are not among the tests' own (Brax, Jumanji, Craftax, EnvPool)
 # make compat    older and newer JAX and Python; the tests of flashbax, Brax and Stable-Baselines3 over our buffers (20 minutes)
-# make soak PART=NAME    the same checks at full size, a part of at most 20 minutes; PART=list names them
+# make soak PART=NAME    the same checks at full size, a part of at most 20 minutes
+# make mutations  breaks the package in 22 ways, each of which a test must notice (20 minutes)
 # make aot DEVICE=NAME   compiles for a TPU or GPU that is not there, and checks what comes out; writes benchmarks/ACCELERATORS.md
 # make gpu       GPU tests and figures, on a GPU; writes benchmarks/GPU.md
 # make bench     side by side with flashbax, NumPy, orbax and Stable-Baselines3; writes benchmarks/*.md
@@ -15,11 +17,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check -q
-PYTEST := -m pytest -q -n 2 --dist worksteal
+PYTEST := -m pytest -q -n 2 --dist loadgroup
 # gymnax 1.0.1 declares jax < 0.12 but runs on it, so that it is installed without its dependencies, and these are named here.
 EXAMPLES := flax optax matplotlib tqdm six gymnasium seaborn
 
-.PHONY: demo docs examples lint quick test test-oldest compat soak recipes bench gpu aot clean
+.PHONY: demo docs examples lint quick test test-all test-oldest mutations compat soak recipes bench gpu aot clean
 $(VENV)/installed: Makefile pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt -e ".[test,dev,torch,sb3,tensordict,checkpoint,minari,lerobot]" $(EXAMPLES)
@@ -65,10 +67,13 @@ quick: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/python $(PYTEST) -k "$(QUICK)" $(FEW) tests/test_layers.py
 
-test: lint test-oldest
-	$(BIN)/python $(PYTEST) --durations=15
-	JAXREPLAY_PLATFORM=gpu $(BIN)/python $(PYTEST) $(call TESTS,$(AS_ON_A_GPU))
-	JAXREPLAY_PLATFORM=tpu $(BIN)/python $(PYTEST) $(call TESTS,$(AS_ON_A_TPU))
+# A run that compiles more programs than this fails: most of the time of the tests is compiling.
+MOST_PROGRAMS := 3600
+test: lint
+	$(BIN)/python $(PYTEST) --durations=15 --most-programs $(MOST_PROGRAMS)
+
+mutations: $(VENV)/installed
+	$(BIN)/python tests/mutations.py
 
 # The main buffers with the oldest JAX that they run with.
 OLDEST := .venv-oldest
@@ -114,36 +119,44 @@ AS_ON_ONE_CORE := contract in_place uniform prioritized views
 AS_ON_ONE_REST := resize checkpoint checkpoint_damage checkpoint_faults checkpoint_hostile checkpoint_rewind
 
 # Each file of tests is in one part.
-SOAK_core := types autoreset docstrings package newcomer_errors contract in_place layers laws uniform prioritized sum_tree queue mixture permutation errors x64 ecosystem
-SOAK_distributed := distributed
-SOAK_samplers := end_streams extension rank_based recent without_replacement episodes targets donation plan state_check transitions fingerprint
-SOAK_oracle := oracle_streams
-SOAK_views := views
-SOAK_rollouts := rollout rollout_episodes trajectories datasets dataset_files inspect torch
-SOAK_platforms := platforms exporting provisional
-SOAK_replay := stateful staging threads interrupts
-SOAK_sb3 := sb3 sb3_hindsight sb3_priorities
-SOAK_checkpoint := checkpoint checkpoint_arrays checkpoint_manifests checkpoint_stores
-SOAK_damage := checkpoint_damage checkpoint_faults checkpoint_rewind
-SOAK_hostile := checkpoint_hostile
-SOAK_disk := checkpoint_failing_disk checkpoint_writers
-SOAK_signals := checkpoint_interrupts
-SOAK_resize := resize
-SOAK_examples := examples
-SOAK_compat := flashbax brax
-SOAK_gpu := oracle_streams laws $(AS_ON_ONE_CORE)
-SOAK_gpu_more := $(AS_ON_ONE_REST)
-SOAK_tpu := oracle_streams laws checkpoint_arrays $(AS_ON_ONE_CORE)
-SOAK_tpu_more := $(AS_ON_ONE_REST)
-PARTS := $(sort $(patsubst SOAK_%,%,$(filter SOAK_%,$(.VARIABLES))))
+PART_core := types autoreset docstrings package newcomer_errors contract in_place layers laws uniform prioritized sum_tree queue mixture permutation errors x64 ecosystem
+PART_distributed := distributed
+PART_samplers := end_streams extension recent without_replacement episodes targets donation plan state_check transitions fingerprint
+PART_oracle := oracle_streams
+PART_views := views
+PART_rollouts := rollout rollout_episodes trajectories datasets dataset_files inspect torch
+PART_platforms := platforms provisional
+PART_replay := stateful staging threads interrupts
+PART_sb3 := sb3 sb3_hindsight sb3_interrupts sb3_priorities
+PART_checkpoint := checkpoint checkpoint_arrays checkpoint_manifests checkpoint_stores
+PART_damage := checkpoint_damage checkpoint_faults checkpoint_rewind
+PART_hostile := checkpoint_hostile
+PART_disk := checkpoint_failing_disk checkpoint_writers
+PART_signals := checkpoint_interrupts
+PART_resize := resize
+PART_examples := examples
+PART_compat := flashbax brax
+PART_gpu := oracle_streams laws $(AS_ON_ONE_CORE)
+PART_gpu_more := $(AS_ON_ONE_REST)
+PART_tpu := oracle_streams laws checkpoint_arrays $(AS_ON_ONE_CORE)
+PART_tpu_more := $(AS_ON_ONE_REST)
+PARTS := $(sort $(patsubst PART_%,%,$(filter PART_%,$(.VARIABLES))))
 PLATFORM := $(patsubst %_more,%,$(filter gpu% tpu%,$(PART)))
 
 ifneq ($(filter $(PARTS),$(PART)),)
 soak: $(VENV)/soak
-	JAXREPLAY_$(if $(PLATFORM),PLATFORM=$(PLATFORM),SOAK=1) $(BIN)/python $(PYTEST) --durations=15 $(call TESTS,$(SOAK_$(PART)))
+	JAXREPLAY_$(if $(PLATFORM),PLATFORM=$(PLATFORM),TESTS=soak) $(BIN)/python $(PYTEST) --durations=15 $(call TESTS,$(PART_$(PART)))
+
+test-all: $(VENV)/installed
+	JAXREPLAY_TESTS=all JAXREPLAY_PLATFORM=$(PLATFORM) $(BIN)/python $(PYTEST) --durations=15 $(call TESTS,$(PART_$(PART)))
+else ifeq ($(PART),doctests)
+test-all: $(VENV)/installed
+	$(BIN)/python $(PYTEST) --durations=15 jaxreplay
+else ifeq ($(PART),oldest)
+test-all: test-oldest
 else
-soak:
-	@echo "make soak PART=NAME, of: $(PARTS)"
+soak test-all:
+	@echo "make $@ PART=NAME, of: $(PARTS)$(if $(filter test-all,$@), doctests oldest)"
 	@[ "$(PART)" = list ]
 endif
 

@@ -311,7 +311,7 @@ def _crossings() -> list[Row]:
     rows = []
     for name, forms in (
         ("JAX to PyTorch", ("to_torch", "numpy", "dlpack")),
-        ("PyTorch to JAX", ("from_torch", "shared", "copied")),
+        ("PyTorch to JAX", ("from_torch", "copied")),
     ):
         case = Case(buffer="", operation="crossing", mode="call", capacity=0)
         rows.append(

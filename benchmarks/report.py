@@ -310,6 +310,7 @@ def _crossing(results: list[Result]) -> str:
                 f"{r.row.name}: {ours}",
                 r.cell(ours),
                 *(f"{_CROSSINGS[name]}: {r.cell(name)}" for name in others),
+                *[""] * (2 - len(others)),
             ]
         )
     title = """## Eight leaves of a batch to PyTorch, and back
@@ -322,7 +323,6 @@ else can write to."""
 _CROSSINGS = {
     "numpy": "torch.from_numpy(np.asarray(x))",
     "dlpack": "torch.from_dlpack(x)",
-    "shared": "from_torch(x, share=True)",
     "copied": "jnp.array(x.numpy())",
 }
 

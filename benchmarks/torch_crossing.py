@@ -17,7 +17,7 @@ _ITERATIONS = 200
 def prepare(case: Case) -> Callable[[], float]:
     """Prepare a form.
 
-    Forms: "to_torch", "from_torch" and "shared" are jaxreplay's. "numpy" and "dlpack" are a user's
+    Forms: "to_torch" and "from_torch" are jaxreplay's. "numpy" and "dlpack" are a user's
     code without it, with no checks. "copied" goes to JAX by `jnp.array`.
     """
     arrays = [
@@ -31,7 +31,6 @@ def prepare(case: Case) -> Callable[[], float]:
         "numpy": lambda: [torch.from_numpy(np.asarray(array)) for array in arrays],
         "dlpack": lambda: [torch.from_dlpack(array) for array in arrays],
         "from_torch": lambda: jax.block_until_ready(from_torch(tensors)),
-        "shared": lambda: jax.block_until_ready(from_torch(tensors, share=True)),
         "copied": lambda: jax.block_until_ready([jnp.array(tensor.numpy()) for tensor in tensors]),
     }[case.form]
 

@@ -50,7 +50,6 @@ from jaxreplay.inspection.plan import plan
 from jaxreplay.samplers import (
     Prioritized,
     Queue,
-    RankBased,
     Recent,
     Uniform,
     UniformEpisodes,
@@ -66,7 +65,6 @@ __all__ = [
     "Mixture",
     "Prioritized",
     "Queue",
-    "RankBased",
     "Recent",
     "Replay",
     "ReplayBuffer",

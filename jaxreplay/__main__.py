@@ -4,7 +4,6 @@ checkpoint's contents."""
 import argparse
 import dataclasses
 import json
-import pathlib
 import re
 import sys
 from collections.abc import Sequence
@@ -90,7 +89,9 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", help="folder or URL of a Checkpointer")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--html", metavar="FILE", help="write a page with plots")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="write a page with plots, such as page.png; needs matplotlib"
+    )
     parser.add_argument(
         "--verify",
         action="store_true",
@@ -109,13 +110,13 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 def _inspect(options: argparse.Namespace) -> tuple[str, int]:
     from jaxreplay import checkpoint  # needs jaxreplay[checkpoint]
 
-    if options.verify and options.html is not None:
-        raise ValueError("--verify writes no page; leave out --html")
     if options.verify:
+        if options.plot is not None:
+            raise ValueError("--verify writes no page; leave out --plot")
         return _verify(options)
     found = checkpoint.inspect(options.path, step=options.step, timeout=options.timeout)
-    if options.html is not None:
-        pathlib.Path(options.html).write_text(found.to_html(), encoding="utf-8")
+    if options.plot is not None:
+        found.to_figure().savefig(options.plot)
     return (found.to_json() if options.json else str(found)), 0
 
 

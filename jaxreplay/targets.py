@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import export
 
 from jaxreplay._util.names import spec_text
 
@@ -34,9 +33,6 @@ class Advantages(NamedTuple):
 
     advantage: jax.Array
     target: jax.Array
-
-
-export.register_namedtuple_serialization(Advantages, serialized_name="jaxreplay.targets.Advantages")
 
 
 def gae(

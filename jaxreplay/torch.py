@@ -2,8 +2,7 @@
 extra `jaxreplay[torch]`.
 
 JAX arrays are immutable, and JAX may read an input after the call has returned. Tensors are
-mutable. So `to_torch` shares memory, and its tensors must not be written to. `from_torch` copies,
-unless `share=True` promises that the tensors are no longer written to.
+mutable. So `to_torch` shares memory, and its tensors must not be written to; `from_torch` copies.
 """
 
 import dataclasses
@@ -32,8 +31,6 @@ except ImportError as error:
 
 _STATES = (ReplayState, RolloutState, SumTreeState)
 _NARROW_BITS = 8  # narrower numbers have no tensor type, or share bytes
-_ALIGNMENT = 64  # bytes; JAX copies from other addresses instead of sharing
-_IS_OLD = jax.__version_info__ < (0, 10, 2)  # 0.6.2 reads strided memory in another order
 _CAST = {
     torch.int64: torch.int32,
     torch.uint64: torch.uint32,
@@ -69,14 +66,11 @@ def to_torch(tree: PyTree) -> Any:
     return jax.tree.map(_tensor_of, tree)
 
 
-def from_torch(tree: PyTree, share: bool = False, cast: bool = False) -> Any:
-    """Convert tensors to arrays on the same device.
+def from_torch(tree: PyTree, cast: bool = False) -> Any:
+    """Copy tensors to arrays on the same device.
 
     Args:
       tree: Pytree of `torch.Tensor`s of any strides. Gradients are dropped.
-      share: If False, copy each tensor. If True, share its memory: later writes to the tensor
-        corrupt the array. A shared tensor must be dense, need no cast, and begin at a multiple of
-        64 bytes, as torch allocates it. Default: False.
       cast: If True, cast 64-bit numbers to 32 bits while `jax_enable_x64` is off, integers modulo
         2**32. If False, they are an error. Default: False.
 
@@ -92,10 +86,16 @@ def from_torch(tree: PyTree, share: bool = False, cast: bool = False) -> Any:
       >>> from_torch({"action": torch.tensor([1, 2])}, cast=True)["action"]
       Array([1, 2], dtype=int32)
     """
-    _check("from_torch", tree, functools.partial(_reason_against_tensor, share=share, cast=cast))
-    if share:
-        return jax.tree.map(lambda tensor: jax.dlpack.from_dlpack(tensor.detach()), tree)
-    tensors, structure = jax.tree.flatten(jax.tree.map(_owned, tree))
+    _check("from_torch", tree, functools.partial(_reason_against_tensor, cast=cast))
+    tensors, structure = jax.tree.flatten(tree)
+    # Copies, whose memory their arrays alone refer to. (`from_dlpack(copy=True)` still shares it.)
+    casts = {} if _has_64_bits() else _CAST
+    tensors = [
+        torch.empty(one.shape, dtype=casts.get(one.dtype, one.dtype), device=one.device).copy_(
+            one.detach()
+        )
+        for one in tensors
+    ]
     # those that NumPy has cross together, in 0.6 of the time
     arrays = [
         tensor.numpy()
@@ -290,12 +290,12 @@ def _check(where: str, tree: PyTree, reason_against: Any) -> None:
     leaves = jax.tree.leaves(tree, is_leaf=_is_state)
     if not any(map(reason_against, leaves)):
         return
-    bad = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_state):
-        if reason := reason_against(leaf):
-            bad.append(f"{name_of(path) or 'the leaf'}: {reason}")
-    if bad:
-        raise ValueError("\n  ".join([f"{where}:", *bad]))
+    bad = [
+        f"{name_of(path) or 'the leaf'}: {reason}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_state)
+        if (reason := reason_against(leaf))
+    ]
+    raise ValueError("\n  ".join([f"{where}:", *bad]))
 
 
 def _is_state(node: Any) -> bool:
@@ -342,53 +342,19 @@ def _has_tensors(dtype: Any) -> bool:
     return hasattr(torch, dtype.name) and (dtype == np.bool_ or num_bits(dtype) >= _NARROW_BITS)
 
 
-def _reason_against_tensor(leaf: Any, *, share: bool, cast: bool) -> str | None:
+def _reason_against_tensor(leaf: Any, *, cast: bool) -> str | None:
     if not isinstance(leaf, torch.Tensor):
         return f"is a {type(leaf).__name__}, not a torch.Tensor"
     if leaf.layout != torch.strided or leaf.is_quantized:
         return f"is {leaf.layout}, not dense; write x.to_dense()"
     if leaf.device.type != "cpu" and jax.default_backend() == "cpu":
         return f"is on {leaf.device}, but JAX has only the CPU here; write x.cpu()"
-    needs_cast = leaf.dtype in _CAST and not _has_64_bits()
-    if needs_cast and not cast:
+    if leaf.dtype in _CAST and not _has_64_bits() and not cast:
         return (
             f"is {leaf.dtype}, which JAX would cut to 32 bits; pass cast=True, or call "
             'jax.config.update("jax_enable_x64", True)'
         )
-    if not share:
-        return None
-    if needs_cast:
-        return f"is {leaf.dtype}: a cast makes a copy; leave out share=True"
-    if (
-        leaf.is_conj()
-        or leaf.is_neg()
-        or not leaf.detach().permute(_by_stride(leaf)).is_contiguous()
-        or (_IS_OLD and not leaf.is_contiguous())
-    ):
-        return (
-            f"has strides {tuple(leaf.stride())} for the shape {tuple(leaf.shape)}: JAX cannot "
-            "share its memory; leave out share=True"
-        )
-    if torch.cuda.is_available() and leaf.is_pinned():
-        return "is in pinned host memory, which JAX cannot share; leave out share=True"
-    if leaf.numel() and (beyond := leaf.data_ptr() & (_ALIGNMENT - 1)):
-        return (
-            f"begins {beyond} bytes past a multiple of {_ALIGNMENT}: JAX would copy it; leave "
-            "out share=True"
-        )
     return None
-
-
-def _by_stride(tensor: torch.Tensor) -> list[int]:
-    """Return the axes by falling stride. In this order a transposed dense tensor is contiguous."""
-    return sorted(range(tensor.dim()), key=lambda axis: (-tensor.stride(axis), axis))
-
-
-def _owned(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor, so that its array alone refers to the memory. (`from_dlpack(copy=True)` still
-    shares it.)"""
-    dtype = tensor.dtype if _has_64_bits() else _CAST.get(tensor.dtype, tensor.dtype)
-    return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor.detach())
 
 
 def _has_64_bits() -> bool:

@@ -1,12 +1,14 @@
 """Settings shared by all tests.
 
-`JAXREPLAY_SOAK=1` runs every check at its full size (`make soak`). `JAXREPLAY_PLATFORM=gpu`
-or `tpu` runs the tests with states laid out for that platform.
+`JAXREPLAY_TESTS=all` runs also the checks of more buffers and forms (`make test-all`), and `=soak`
+every check at its full size (`make soak`). `JAXREPLAY_PLATFORM=gpu` or `tpu` runs the tests with
+states laid out for that platform.
 """
 
 import gc
 import itertools
 import os
+import shutil
 import signal
 
 from tests.support import compilations
@@ -19,7 +21,8 @@ import pytest  # noqa: E402
 
 from jaxreplay.storage import platforms  # noqa: E402
 
-SOAK = os.environ.get("JAXREPLAY_SOAK") == "1"
+SOAK = os.environ.get("JAXREPLAY_TESTS") == "soak"
+ALL = SOAK or os.environ.get("JAXREPLAY_TESTS") == "all"
 PLATFORM = os.environ.get("JAXREPLAY_PLATFORM")
 # In a checkpoint: the folder of an array of the counters, and the only chunk there.
 COUNTERS = "streams.stored_counters" + ".0" * (PLATFORM == "gpu")
@@ -40,6 +43,10 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("jaxreplay")
 
+# Each save waits for the disk; in memory there is no wait. The soak writes too much for that.
+if not SOAK and os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 2**32:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
+
 # PyTorch gets one thread in each test process; with more, the processes wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -56,8 +63,14 @@ _EVERY, _num_tests = 8, itertools.count()
 gc.set_threshold(200_000, 20, 50)
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--most-programs", type=int, help="fail if the run compiles more programs than this"
+    )
+
+
 def pytest_configure(config):
-    counter = compilations.Counter()
+    counter = compilations.Counter(config.getoption("most_programs"))
     counter.listen()
     config.pluginmanager.register(counter, "compilations")
     if not hasattr(config, "workerinput"):
@@ -70,6 +83,30 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", IS_QUICK)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Leave out what only `make test-all` runs, and have one process run all tests of a buffer of
+    the catalog, and all other tests of a file, so that no program is compiled twice."""
+    if not ALL:
+        left_out = [item for item in items if item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    for item in items:
+        values = getattr(getattr(item, "callspec", None), "params", {})
+        own = values.get("config") or getattr(values.get("case"), "name", item.location[0])
+        item.add_marker(pytest.mark.xdist_group(str(own)))
+
+
+@pytest.fixture(autouse=True)
+def _compiles_nothing(request):
+    """Check that a test with the marker `no_xla` compiled no program."""
+    counter = request.config.pluginmanager.get_plugin("compilations")
+    before = counter.num_programs
+    yield
+    if request.node.get_closest_marker("no_xla"):
+        assert counter.num_programs == before, counter.newest(counter.num_programs - before)
 
 
 @pytest.fixture(autouse=True)

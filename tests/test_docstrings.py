@@ -39,35 +39,29 @@ ARRAY = re.compile(r"\b(Array|ndarray|Tensor)\b")
 ARRAYS = {"mask", "priority", "reward", "terminated", "truncated", "value", "next_value"}
 
 
-def public_objects():
-    """Yield each public class and function, and each public method, once, with its name."""
-    seen = set()
-    for module_name in MODULES:
-        try:
-            module = importlib.import_module(module_name)
-        except ImportError:  # its extra is not installed
-            continue
-        for name in getattr(module, "__all__", [n for n in vars(module) if not n.startswith("_")]):
-            value = getattr(module, name)
-            is_ours = getattr(value, "__module__", "").startswith("jaxreplay")
-            if not (inspect.isclass(value) or inspect.isfunction(value)) or not is_ours:
-                continue
-            is_package = hasattr(module, "__path__")
-            if "__all__" not in vars(module) and not is_package and value.__module__ != module_name:
-                continue  # imported for its own use
-            if value in seen:
-                continue
-            seen.add(value)
-            yield f"{module_name}.{name}", value
-            if inspect.isclass(value):
-                for method, function in vars(value).items():
-                    function = unwrapped(function)
-                    if (
-                        not method.startswith("_")
-                        and inspect.isfunction(function)
-                        and function.__module__.startswith("jaxreplay")
-                    ):
-                        yield f"{module_name}.{name}.{method}", function
+class Public(typing.NamedTuple):
+    """Public class or function, and the docstring that a method has of a base class, or None."""
+
+    value: typing.Any
+    inherited: str | None = None
+    is_property: bool = False  # which needs no verb
+
+
+def public_of(module_name):
+    """Yield the name and value of each public class and function of a module."""
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError:  # its extra is not installed
+        return
+    names = getattr(module, "__all__", [name for name in vars(module) if name[0] != "_"])
+    for name in names:
+        value = getattr(module, name)
+        # A file without `__all__` has also what it imports for its own use.
+        is_own = hasattr(module, "__all__") or hasattr(module, "__path__")
+        if inspect.isclass(value) or inspect.isfunction(value):
+            home = value.__module__
+            if home == module_name or (is_own and home.startswith("jaxreplay")):
+                yield f"{module_name}.{name}", value
 
 
 def unwrapped(member):
@@ -77,19 +71,29 @@ def unwrapped(member):
     return member
 
 
-def inherited(name):
-    """Return the docstring that a public method has of a base class, or None."""
-    module_name, _, rest = name.partition(".")
-    *above, last = rest.split(".")
-    owner = importlib.import_module(module_name)
-    for part in above:
-        owner = getattr(owner, part)
-    bases = owner.__mro__[1:] if inspect.isclass(owner) else ()
-    docs = (unwrapped(vars(base)[last]).__doc__ for base in bases if last in vars(base))
-    return next(docs, None)
+def methods_of(owner):
+    """Yield the name of each public method of a class, and the method."""
+    for name, member in vars(owner).items():
+        function = unwrapped(member)
+        if name[0] == "_" or not inspect.isfunction(function):
+            continue
+        if function.__module__.startswith("jaxreplay"):
+            bases = (vars(base)[name] for base in owner.__mro__[1:] if name in vars(base))
+            above = next((unwrapped(base).__doc__ for base in bases), None)
+            yield name, Public(function, above, not callable(member))
 
 
-PUBLIC = dict(public_objects())
+def public_objects():
+    """Return each public class, function and method, once, by its name."""
+    named = {value: name for module in reversed(MODULES) for name, value in public_of(module)}
+    found = {name: Public(value) for value, name in named.items()}
+    for name, (value, *_) in [*found.items()]:
+        if inspect.isclass(value):
+            found |= {f"{name}.{method}": one for method, one in methods_of(value)}
+    return found
+
+
+PUBLIC = public_objects()
 
 
 def sections(doc):
@@ -113,28 +117,19 @@ def entries(section):
 
 
 def parameters(value):
-    """Yield the name, annotation and default of what a call takes."""
+    """Yield the name and annotation of what a call takes, and whether it has a default."""
     if inspect.isclass(value) and dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             if not field.name.startswith("_"):
-                yield (
-                    field.name,
-                    field.type,
-                    inspect.Parameter.empty
-                    if field.default is dataclasses.MISSING
-                    else field.default,
-                )
+                yield field.name, field.type, field.default is not dataclasses.MISSING
         return
     if inspect.isclass(value) and "__init__" not in vars(value) and not issubclass(value, tuple):
         return
     for one in inspect.signature(value).parameters.values():
-        if one.name in ("self", "cls"):
-            continue
         if one.kind is one.VAR_KEYWORD and typing.get_origin(one.annotation) is typing.Unpack:
-            for name in BufferOptions.__annotations__:
-                yield name, None, inspect.Parameter.empty
-        elif not one.name.startswith("_"):
-            yield one.name, one.annotation, one.default
+            yield from ((name, None, False) for name in BufferOptions.__annotations__)
+        elif one.name not in ("self", "cls") and not one.name.startswith("_"):
+            yield one.name, one.annotation, one.default is not one.empty
 
 
 def raised(function):
@@ -152,61 +147,46 @@ def raised(function):
     }
 
 
-def complaints(name, value):
+def complaints(name, public):
     """Yield what a public docstring lacks."""
-    above = inherited(name)  # explains the arguments already
+    value, inherited, is_property = public
     doc = inspect.cleandoc(value.__doc__ or "")
     if not doc:
-        if not above:
+        if not inherited:
             yield "has no docstring"
         return
     first = doc.partition("\n\n")[0]
     if ODD_START.match(first):
         yield f"begins with {first.split()[0]}"
-    if not re.search(r"[.:]$", first):
+    if first[-1] not in ".:":
         yield "the first sentence does not end"
     parts = sections(doc)
     yield from (f"a section {part}" for part in parts if part and part not in SECTIONS)
-    if above:
+    if inherited:  # it explains the arguments already
         return
     known = entries(parts.get("Args", "")) | entries(parts.get("Attributes", ""))
     takes = list(parameters(value))
-    for parameter, annotation, default in takes:
+    for parameter, annotation, has_default in takes:
         if parameter not in known:
             yield f"{parameter} has no entry"
             continue
-        text = known[parameter]
-        said = str(annotation)
+        text, said = known[parameter], str(annotation)
         is_array = ARRAY.search(said) and "Callable" not in said and parameter != "key"
         if (is_array or parameter in ARRAYS) and not re.search(r"\[.*\]", text):
             yield f"{parameter} has no shape"
-        if default is not inspect.Parameter.empty and not re.search(r"[Dd]efault", text):
+        if has_default and "efault" not in text:
             yield f"{parameter} has no default"
     yield from (f"{entry} is no argument" for entry in known.keys() - {one[0] for one in takes})
-    if inspect.isfunction(value) and not is_property(name):
+    if inspect.isfunction(value) and not is_property:
         returns = inspect.signature(value).return_annotation
-        if returns not in (None, "None", inspect.Signature.empty) and not (
-            "Returns" in parts or re.match(r"(Return|Yield|Iterate)\b", first)
-        ):
+        says_it = "Returns" in parts or re.match(r"(Return|Yield|Iterate)\b", first)
+        if returns not in (None, "None", inspect.Signature.empty) and not says_it:
             yield "does not say what it returns"
         lacking = raised(value) - entries(parts.get("Raises", "")).keys()
         yield from (f"{error} is not in Raises" for error in sorted(lacking))
-    is_result = inspect.isclass(value) and "Attributes" in parts
-    needs_example = name.count(".") == 1 and not is_result and not is_error(value)
-    if needs_example and not re.search("^ *>>> ", doc, re.MULTILINE):
+    is_result = inspect.isclass(value) and ("Attributes" in parts or issubclass(value, Exception))
+    if name.count(".") == 1 and not is_result and not re.search("^ *>>> ", doc, re.MULTILINE):
         yield "has no example"
-
-
-def is_error(value):
-    return inspect.isclass(value) and issubclass(value, Exception)
-
-
-def is_property(name):
-    """Tell a property, which needs no verb, from a method."""
-    owner = jaxreplay
-    for part in name.split(".")[1:-1]:
-        owner = getattr(owner, part)
-    return inspect.isclass(owner) and not callable(vars(owner)[name.rpartition(".")[2]])
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -231,26 +211,24 @@ def test_every_public_name_is_found():
 
 def test_shared_options_are_explained_alike():
     said = collections.defaultdict(set)
-    for factory in (f for n, f in PUBLIC.items() if n.count(".") == 1 and inspect.isfunction(f)):
-        hints = typing.get_type_hints(factory)
-        if hints.get("shared"):
+    for name, (factory, *_) in PUBLIC.items():
+        is_factory = name.count(".") == 1 and inspect.isfunction(factory)
+        if is_factory and "shared" in inspect.signature(factory).parameters:
             known = entries(sections(inspect.cleandoc(factory.__doc__))["Args"])
             for option in BufferOptions.__annotations__:
                 if factory is not jaxreplay.items:
                     said[option].add(known[option])
-    assert len(said) == len(BufferOptions.__annotations__)
-    assert not {option: texts for option, texts in said.items() if len(texts) > 1}
+    assert {option: len(texts) for option, texts in said.items()} == dict.fromkeys(
+        BufferOptions.__annotations__, 1
+    )
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_docstring_begins_with_a_verb_or_the_thing(path):
     nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    docs = [
-        (getattr(node, "name", "module"), ast.get_docstring(node) or "")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, nodes)
-    ]
-    assert not [f"{name}: {doc.splitlines()[0]}" for name, doc in docs if ODD_START.match(doc)]
+    found = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, nodes))
+    docs = [ast.get_docstring(node) or "" for node in found]
+    assert not [doc.splitlines()[0] for doc in docs if ODD_START.match(doc)]
 
 
 def _bad(array: jax.Array, number: int = 3) -> int:
@@ -267,7 +245,7 @@ def _bad(array: jax.Array, number: int = 3) -> int:
 
 
 def test_a_bad_docstring_is_noticed():
-    assert set(complaints("jaxreplay.gae", _bad)) == {
+    assert set(complaints("jaxreplay.gae", Public(_bad))) == {
         "begins with Of",
         "a section Fields",
         "array has no shape",

@@ -89,6 +89,7 @@ def test_ppo_trains(run):
     assert figures["evaluation return"] >= (475 if SOAK else 100)
 
 
+@pytest.mark.thorough
 @needs_gymnax
 def test_sac_trains(run):
     """An untrained policy has a return of about -1,200."""
@@ -97,11 +98,13 @@ def test_sac_trains(run):
     assert figures["evaluation return"] >= (-200 if SOAK else -600)
 
 
+@pytest.mark.thorough
 def test_a_stack_of_frames_shows_what_one_frame_does_not(run):
     figures = run("atari_frame_stack", "--steps", "3200", "--seeds", "1")
     assert figures["return with 4 frames"] > figures["return with 1 frame"]
 
 
+@pytest.mark.thorough
 @needs_gymnax
 def test_a_recurrent_agent_recalls_what_a_feed_forward_one_cannot_know(run):
     """The mean of 1,000 coin flips of +-1 has a standard deviation of 0.03. The short run learns a
@@ -111,12 +114,14 @@ def test_a_recurrent_agent_recalls_what_a_feed_forward_one_cannot_know(run):
     assert abs(figures["feed forward return"]) <= 0.2
 
 
+@pytest.mark.thorough
 def test_goals_in_hindsight_are_reached_where_plain_ones_never_are(run):
     figures = run("her", "--bits", "8", "--steps", "9600", "--seeds", "1")
     assert figures["hindsight success"] >= 0.9
     assert figures["plain success"] <= 0.1
 
 
+@pytest.mark.thorough
 @needs_gymnax
 def test_offline_data_speed_online_training_up(run):
     pytest.importorskip("minari", reason="the minari extra is not installed")
@@ -124,12 +129,14 @@ def test_offline_data_speed_online_training_up(run):
     assert figures["return with offline data"] > figures["return without"]
 
 
+@pytest.mark.thorough
 @needs_gymnax
 def test_the_dqn_of_purejaxrl_trains(run):
     figures = run("purejaxrl_dqn", "--steps", "40000", "--seeds", "1")
     assert figures["training return"] >= (450 if SOAK else 30)
 
 
+@pytest.mark.thorough
 def test_pairs_at_a_geometric_horizon_give_the_laplacian_of_the_rooms(run):
     """Random vectors would have cosines of about 0.08."""
     figures = run("laplacian", "--steps", "2000")
@@ -142,27 +149,14 @@ def programs(name):
     return re.findall(r"```(?:python|{code-cell} ipython3)\n(.*?)```", text, re.DOTALL)
 
 
-@needs_gymnax
-def test_the_first_program_of_the_readme_trains(capsys):
-    """It prints the mean episode length of each tenth of its run."""
-    program = programs("README.md")[0]
-    assert "import gymnax" in program
-    exec(compile(program, "README.md", "exec"), {"__name__": "__main__"})
-    lengths = re.findall(r"\d+\.", capsys.readouterr().out)
-    assert len(lengths) == 10
-    assert float(lengths[-1]) >= 100
-
-
 def test_the_first_program_of_the_readme_is_an_example():
     _, docstring, program = (EXAMPLES / "dqn_minimal.py").read_text().split('"""', 2)
     assert docstring
     assert program.strip() == programs("README.md")[0].strip()
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None, reason="the torch extra is not installed"
-)
 def test_the_gymnasium_loops_of_the_documentation_run():
+    pytest.importorskip("torch", reason="the torch extra is not installed")
     loops = [
         program
         for page in ("README.md", "docs/torch.md")
@@ -176,20 +170,17 @@ def test_the_gymnasium_loops_of_the_documentation_run():
     assert loops
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None, reason="the torch extra is not installed"
-)
 def test_a_pytorch_dqn_trains(run):
     """An untrained policy holds the pole for 9 to 25 steps."""
+    pytest.importorskip("torch", reason="the torch extra is not installed")
     figures = run("torch_dqn", "--steps", "4000")
     assert figures["env steps"] == (100_000 if SOAK else 4000)
     assert figures["evaluation return"] >= (475 if SOAK else 40)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("stable_baselines3") is None, reason="the sb3 extra is not installed"
-)
+@pytest.mark.thorough
 def test_sac_learns_from_images_that_are_stored_once(run):
+    pytest.importorskip("stable_baselines3", reason="the sb3 extra is not installed")
     figures = run("sb3_dict_sac", "--steps", "600")
     assert figures["transitions held"] == (12_000 if SOAK else 600)
     assert figures["bytes a transition"] / figures["bytes of SB3s"] < 0.51
@@ -197,6 +188,7 @@ def test_sac_learns_from_images_that_are_stored_once(run):
         assert figures["return after"] >= -8 > -15 > figures["return before"]
 
 
+@pytest.mark.thorough
 @needs_gymnax
 def test_a_killed_run_resumes_with_identical_returns(tmp_path):
     pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")

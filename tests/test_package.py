@@ -48,19 +48,24 @@ def test_both_distributions_have_the_whole_package(built):
     assert sorted(needs) == ["jax", "numpy"]
 
 
-def test_the_readmes_program_runs_from_the_wheel(built, tmp_path):
+def test_the_readmes_program_trains_from_the_wheel(built, tmp_path):
+    """It prints the mean episode length of each tenth of its run."""
     (wheel,) = built.glob("*.whl")
     site = tmp_path / "site"
     run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, wheel)
     text = (ROOT / "README.md").read_text()
     program = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    assert "import gymnax" in program
     program += f"\nassert jaxreplay.__file__.startswith({str(site)!r})\n"
     path = tmp_path / "program.py"
     path.write_text("import jaxreplay\n" + program)
-    run(
+    printed = run(
         sys.executable,
         "-I",
         "-c",
         f"import sys; sys.path.insert(0, {str(site)!r}); exec(open({str(path)!r}).read())",
         cwd=tmp_path,
     )
+    lengths = re.findall(r"\d+\.", printed)
+    assert len(lengths) == 10
+    assert float(lengths[-1]) >= 100

@@ -1,22 +1,15 @@
 """Base classes: `Static` for configurations and `Node` for nodes of pytrees."""
 
-import collections
 import dataclasses
 import inspect
-import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, dataclass_transform
 
 import jax
-import numpy as np
-from jax import export
 
 from jaxreplay._util.hints import unknown_arguments
 from jaxreplay._util.names import kind_of, short
 
-_STATICS: dict[str, type] = {}  # by name, for `_read_again`
-# number of definitions of a class, by name
-_NODES: collections.Counter[str] = collections.Counter()
 # what else is told of each new class of nodes
 on_new_node: list[Callable[[type], None]] = []
 
@@ -35,7 +28,6 @@ class Static:
         of_init = inspect.signature(cls.__init__)  # `help` would show that of `__new__`
         cls.__signature__ = of_init.replace(parameters=[*of_init.parameters.values()][1:])
         jax.tree_util.register_static(cls)
-        _STATICS[_name(cls)] = cls
 
     if not TYPE_CHECKING:  # a type checker knows the arguments
 
@@ -76,29 +68,15 @@ def static_field() -> Any:
 
 @dataclass_transform(frozen_default=True, field_specifiers=(static_field,))
 class Node:
-    """A frozen node of a pytree with named fields. Each subclass becomes a dataclass.
-
-    `jax.export` can write and read programs that take or return it. Its static fields, plain values
-    and configurations, are written as JSON. If a class is defined again, as in a notebook, its
-    serialized name gets a number.
-    """
+    """A frozen node of a pytree with named fields. Each subclass becomes a dataclass."""
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
         dataclasses.dataclass(frozen=True, repr=False)(cls)
-        fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-        is_static = {field.name: "static" in field.metadata for field in fields}
-        jax.tree_util.register_dataclass(
-            cls,
-            data_fields=[name for name in is_static if not is_static[name]],
-            meta_fields=[name for name in is_static if is_static[name]],
-        )
-        name = _name(cls)
-        _NODES[name] += 1
-        name += f"#{_NODES[name]}" * (_NODES[name] > 1)
-        export.register_pytree_node_serialization(
-            cls, serialized_name=name, serialize_auxdata=_written, deserialize_auxdata=_read_again
-        )
+        by_kind: tuple[list[str], list[str]] = [], []
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+            by_kind["static" in field.metadata].append(field.name)
+        jax.tree_util.register_dataclass(cls, *by_kind)
         for tell in on_new_node:
             tell(cls)
 
@@ -108,37 +86,3 @@ class Node:
 
     # with other values of some fields: node.replace(field=value)
     replace = dataclasses.replace
-
-
-def _name(kind: type) -> str:
-    """Return a class's name in files, with its package, so that user classes of the same name
-    differ."""
-    return f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
-
-
-def _written(static: Any) -> bytes:
-    return json.dumps(_plain(static)).encode()
-
-
-def _read_again(content: bytes) -> Any:
-    return _made(json.loads(bytes(content)))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Static):
-        fields = dataclasses.fields(value)  # type: ignore[arg-type]
-        return {_name(type(value)): {one.name: _plain(getattr(value, one.name)) for one in fields}}
-    if isinstance(value, np.dtype):
-        return {"dtype": value.name}
-    return [_plain(one) for one in value] if isinstance(value, tuple) else value
-
-
-def _made(value: Any) -> Any:
-    if isinstance(value, dict):
-        ((kind, content),) = value.items()
-        return (
-            np.dtype(content)
-            if kind == "dtype"
-            else _STATICS[kind](**{name: _made(one) for name, one in content.items()})
-        )
-    return tuple(map(_made, value)) if isinstance(value, list) else value

@@ -17,8 +17,6 @@ from jaxreplay.types import Sample, T
 
 # methods that donate the state
 _CHANGES = frozenset({"add", "extend", "clear", "pop", "end_streams"})
-# methods that donate the sampler's part of the state alone
-_CHANGES_SAMPLER = frozenset({"update_priorities", "rerank"})
 _CPU_OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 
@@ -82,7 +80,7 @@ def method(name: str) -> Callable[..., Any]:
         return getattr(buffer, name)(state, *arguments, **options)
 
     call.__name__ = call.__qualname__ = name
-    if name in _CHANGES_SAMPLER:
+    if name == "update_priorities":
         return _sampler_method(call)
     return program(call, changes=name in _CHANGES, static=("batch_size",))
 
@@ -148,8 +146,7 @@ class Jitted(Generic[T]):
         )
 
     def init(self, example: PyTree) -> Any:
-        """Return an empty state. Not compiled, so that a lack of memory is an error before
-        anything is allocated.
+        """Return an empty state. A lack of memory is an error before anything is allocated.
 
         Args:
           example: One env's step (leaves without the env axis) or one item: arrays or
@@ -267,17 +264,6 @@ class Jitted(Generic[T]):
           The new state, and a batch of items, leaves [B, ...].
         """
         return self._call("pop", state, key, batch_size=batch_size)
-
-    def rerank(self, state: Any) -> Any:
-        """Rank the sampleable rows by their priorities (RankBased). It sorts the whole buffer.
-
-        Args:
-          state: The buffer's state. Donated: use the returned state instead.
-
-        Returns:
-          The new state.
-        """
-        return self._call("rerank", state)
 
     def get(self, state: Any, index: Any, key: Key | None = None, *, beta: Any = None) -> Sample[T]:
         """Return the items of given rows. Compiles once for each number of rows.

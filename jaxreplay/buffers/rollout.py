@@ -1,7 +1,6 @@
 """The on-policy buffer: the steps of one policy, used for a few epochs and then cleared."""
 
 import functools
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -159,7 +158,8 @@ class Rollout(Static):
         Returns:
           The new state.
         """
-        state = self._take_over("add", state)
+        state = self._check_state("add", state)
+        warn_of_copy(self, "add", state, stacklevel=3)
         step = self._checked(
             "add", state, step, (), "one step of every env, leaves [num_envs, ...]"
         )
@@ -177,7 +177,8 @@ class Rollout(Static):
         Returns:
           The new state.
         """
-        state = self._take_over("extend", state)
+        state = self._check_state("extend", state)
+        warn_of_copy(self, "extend", state, stacklevel=3)
         first = jax.tree.leaves(steps)[:1]
         time = (jnp.shape(first[0]) or (0,))[:1] if first else (0,)
         steps = self._checked(
@@ -311,11 +312,11 @@ class Rollout(Static):
                 "final_value=critic(rollout.steps(state).final_obs)"
             )
         axes = (self.length, self.num_envs)
-        given = {"value": value, "last_value": last_value} | (
-            {} if final_value is None else {"final_value": final_value}
-        )
-        for name, array in given.items():
-            expected = axes[1:] if name == "last_value" else axes
+        for name, array, expected in (
+            ("value", value, axes),
+            ("last_value", last_value, axes[1:]),
+            ("final_value", value if final_value is None else final_value, axes),
+        ):
             if jnp.shape(array) != expected:
                 raise ValueError(
                     f"bootstrap: {name}: got {list(jnp.shape(array))}, expected {list(expected)}, "
@@ -510,11 +511,6 @@ class Rollout(Static):
             last=last if self.autoreset == "next_step" else None,
         )
 
-    def _take_over(self, where: str, state: RolloutState) -> RolloutState:
-        state = self._check_state(where, state)
-        warn_of_copy(self, where, state, stacklevel=4)
-        return state
-
     def _check_state(self, where: str, state: RolloutState) -> RolloutState:
         """Return the state with JAX arrays in place of NumPy arrays, or raise a ValueError if it is
         not of this rollout."""
@@ -612,14 +608,7 @@ def shuffled(
     checks.check_size(where, "num_minibatches", num_minibatches)
     size, rest = divmod(num_items, num_minibatches)
     if rest or not size:
-        divisors = sorted(
-            {
-                d
-                for low in range(1, math.isqrt(num_items) + 1)
-                if not divmod(num_items, low)[1]
-                for d in (low, num_items // low)
-            }
-        )
+        divisors = [d for d in range(1, num_items + 1) if not divmod(num_items, d)[1]]
         nearest = [d for d in divisors if d < num_minibatches][-1:] + [
             d for d in divisors if d > num_minibatches
         ][:1]

@@ -6,12 +6,12 @@ what all shards must agree on goes through collectives: a few numbers for a batc
 
 import dataclasses
 import functools
-from typing import Any, Generic, Literal, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxreplay._util import checks, random, xla
+from jaxreplay._util import checks, xla
 from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.struct import Static
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
@@ -23,7 +23,6 @@ from jaxreplay.storage.sampleable import ReplayState, Sampleable
 from jaxreplay.targets import weights_of
 from jaxreplay.types import Index, Sample, T
 
-_FOR_THE_SHARDS = 2  # the purpose of random bits; the sampler has 0, the view 1
 _METRIC_DRAWS = 128
 SUMS = ("size", "num_bad_priorities", "num_stale_updates")  # metrics that add up
 
@@ -52,7 +51,6 @@ class Local(Static, Generic[T]):
       buffer: The buffer of one shard, with its part of the envs, the rows and the batch.
       num_shards: D.
       axis: Name of the mesh's axis, or a tuple of names.
-      draw: As for `jaxreplay.sharded`.
       min_size: Number of sampleable rows of all shards from which on `can_sample` is True.
 
     Example:
@@ -75,7 +73,6 @@ class Local(Static, Generic[T]):
     buffer: ReplayBuffer[T]
     num_shards: int
     axis: Any
-    draw: Literal["even", "global"]
     min_size: int
 
     def own(self, state: ReplayState) -> ReplayState:
@@ -183,14 +180,12 @@ class Local(Static, Generic[T]):
         if batch_size is not None:
             size = part_of("sample", "batch_size", batch_size, self.num_shards)
         state = check_state("sample", self.buffer, state)
-        draw = self._draw_evenly if self.draw == "even" else self._draw_from_all
-        return draw(state, key, size, beta)
+        return self._sampled(state, key, size, beta)
 
     def update_priorities(self, state: ReplayState, index: Index, priority: Any) -> ReplayState:
         """Set the priorities of rows of this shard.
 
-        With `draw="even"` rows of other shards are ignored, and count as stale. With "global" each
-        shard sees the indices of all, and takes its own.
+        Rows of other shards are ignored, and count as stale.
 
         Args:
           state: This shard's state, donated.
@@ -202,22 +197,10 @@ class Local(Static, Generic[T]):
         """
         if not isinstance(index, Index):
             return self.buffer.update_priorities(state, index, priority)  # raises an error
-        if self.draw == "global":  # an item may lie on another shard than its row
-            index, priority = jax.tree.map(
-                lambda leaf: jax.lax.all_gather(jnp.asarray(leaf), self.axis, tiled=True),
-                (index, priority),
-            )
         row = index.row - self._first_row()
         is_own = (row >= 0) & (row < self.buffer.capacity)
         own = Index(jnp.where(is_own, row, -1), index.lap)
-        after = self.buffer.update_priorities(state, own, priority)
-        if self.draw == "global" and hasattr(after.sampler, "num_stale_updates"):
-            foreign = (~is_own).sum(dtype=jnp.uint32)
-            num_stale = jnp.maximum(
-                after.sampler.num_stale_updates - foreign, state.sampler.num_stale_updates
-            )
-            after = after.replace(sampler=after.sampler.replace(num_stale_updates=num_stale))
-        return self._agreed(after, True)
+        return self._agreed(self.buffer.update_priorities(state, own, priority), True)
 
     def size(self, state: ReplayState) -> jax.Array:
         """Return the number of sampleable rows of all shards, int32[].
@@ -248,7 +231,7 @@ class Local(Static, Generic[T]):
         """
         own = self.buffer.metrics(state)
         num_draws = -(-_METRIC_DRAWS // self.num_shards)
-        weight = self._draw_evenly(state, jax.random.key(0), num_draws, beta).weight
+        weight = self._sampled(state, jax.random.key(0), num_draws, beta).weight
         sums = {name: own[name] for name in SUMS if name in own}
         sums["fill"] = own["fill"] / self.num_shards
         alpha = getattr(self.buffer.sampler, "alpha", 1.0)
@@ -272,56 +255,36 @@ class Local(Static, Generic[T]):
         each = jax.lax.psum(jax.tree.map(lambda x: jnp.where(is_own, x, 0), tree), self.axis)
         return jax.tree.map(lambda numbers: numbers.sum(dtype=numbers.dtype), each)
 
-    def _draw_evenly(
+    def _sampled(
         self, state: ReplayState, key: Key, size: int, beta: jax.Array | float | None
     ) -> Sample[T]:
-        """Draw `size` items from this shard's rows.
+        """Sample `size` items from this shard's rows.
 
-        All shards draw equally many, though their shares of the distribution differ. So an item's
+        All shards sample equally many, though their shares of the distribution differ. So an item's
         weight has the factor D * share.
         """
-        key = self._own_key(key)
+        sampler, place = self.buffer.sampler, jax.lax.axis_index(self.axis)
+        key = jax.random.fold_in(key, place)
         rows = Sampleable.of(state)
-        _, row, probability = self.buffer.sampler.sample(state.sampler, rows, key, size)
+        _, row, probability = sampler.sample(state.sampler, rows, key, size)
         whole = self._whole(state, rows, probability)
-        share = whole.share[jax.lax.axis_index(self.axis)]
-        batch = self._read(state, rows, row, probability, share, whole, key)
-        weight = self._weight(state, rows, batch, whole.reference, beta)
-        return batch.replace(weight=weight * (self.num_shards * share))
+        share = whole.share[place]
 
-    def _draw_from_all(
-        self, state: ReplayState, key: Key, size: int, beta: jax.Array | float | None
-    ) -> Sample[T]:
-        """Draw as one buffer of all rows would, and return `size` of the items.
+        # The probability of each item among the rows of all shards.
+        is_drawn = (probability > 0) & (share > 0)
+        probability = jnp.where(is_drawn, jnp.maximum(probability * share, SMALLEST), 0)
+        is_valid = whole.can_sample & is_drawn
+        if isinstance(sampler, PrioritySampler):
+            beta = sampler.beta if beta is None else beta
+            weight = weights_of(probability, is_valid, beta, whole.reference)
+        else:
+            weight = sampler.weight(state.sampler, rows, probability, is_valid, beta)
 
-        All shards know which shard each item comes from. Each reads an item for all of them, and
-        the sum over the shards is that of the shard which has the row, since the others give 0.
-        """
-        num_items = size * self.num_shards
-        sampler = self.buffer.sampler
-        high, low = random.words(key, num_items, _FOR_THE_SHARDS)
-        target = random.fraction(high) + random.fraction(low) * jnp.float32(2**-24)
-        if getattr(sampler, "stratified", False):
-            target = (jnp.arange(num_items, dtype=jnp.float32) + target) / num_items
-            # the items that come from a shard are not spread evenly over its strata
-            sampler = dataclasses.replace(sampler, stratified=False)
-        key = self._own_key(key)
-        rows = Sampleable.of(state)
-        _, row, probability = sampler.sample(state.sampler, rows, key, num_items)
-        whole = self._whole(state, rows, probability)
-        ends = jnp.cumsum(whole.share)
-        # below the last end, so that no shard without a share is chosen
-        target = jnp.minimum(target * ends[-1], jnp.nextafter(ends[-1], jnp.float32(0)))
-        shard = jnp.searchsorted(ends, target, side="right", method="scan_unrolled")
-        place = jax.lax.axis_index(self.axis)
-        # if nothing is sampleable, the last shard gives invalid items
-        is_own = jnp.minimum(shard, self.num_shards - 1) == place
-        batch = self._read(state, rows, row, probability, whole.share[place], whole, key)
-        batch = jax.tree.map(lambda leaf: _scattered(leaf, is_own, self.axis), batch)
-        reference = whole.reference
-        if self._reference(state, rows) is None:
-            reference = jax.lax.pmin(_smallest(batch.probability), self.axis)
-        return batch.replace(weight=self._weight(state, rows, batch, reference, beta))
+        batch = self.buffer._read(
+            state, rows, state.streams.index(row), probability, is_valid, key, None
+        )
+        index = Index(batch.index.row + self._first_row(), batch.index.lap)
+        return batch.replace(index=index, weight=weight * (self.num_shards * share))
 
     def _whole(self, state: ReplayState, rows: Sampleable, probability: jax.Array) -> _Whole:
         """Exchange three numbers with the other shards.
@@ -335,8 +298,12 @@ class Local(Static, Generic[T]):
         size = sampler.size(state.sampler, rows)
         mass = sampler.mass(state.sampler, rows)
         mass = jnp.where((size > 0) & sampler.can_sample(state.sampler), mass, 0)
-        reference = self._reference(state, rows)
-        own = [mass, size, _smallest(probability) if reference is None else reference]
+        reference = None
+        if isinstance(sampler, PrioritySampler):
+            reference = sampler.reference(state.sampler, rows)
+        if reference is None:  # the smallest positive probability
+            reference = jnp.min(jnp.where(probability > 0, probability, jnp.inf), initial=jnp.inf)
+        own = [mass, size, reference]
         # one collective, of numbers that keep their bits
         mass, size, reference = jax.lax.all_gather(
             jnp.stack([jax.lax.bitcast_convert_type(number, jnp.int32) for number in own]),
@@ -356,44 +323,6 @@ class Local(Static, Generic[T]):
             reference = uniform_probability(size)
         return _Whole(share, reference, (size >= self.min_size) & (total > 0))
 
-    def _read(
-        self,
-        state: ReplayState,
-        rows: Sampleable,
-        row: jax.Array,
-        probability: jax.Array,
-        share: jax.Array,
-        whole: _Whole,
-        key: Key,
-    ) -> Sample[T]:
-        """Read items of this shard, with the probabilities that they have among all rows."""
-        is_drawn = (probability > 0) & (share > 0)
-        probability = jnp.where(is_drawn, jnp.maximum(probability * share, SMALLEST), 0)
-        is_valid = whole.can_sample & is_drawn
-        index = state.streams.index(row)
-        batch = self.buffer._read(state, rows, index, probability, is_valid, key, None)
-        return batch.replace(index=Index(batch.index.row + self._first_row(), batch.index.lap))
-
-    def _weight(
-        self,
-        state: ReplayState,
-        rows: Sampleable,
-        batch: Sample[T],
-        reference: jax.Array,
-        beta: jax.Array | float | None,
-    ) -> jax.Array:
-        """Return the weights that items have in a buffer of all rows."""
-        sampler = self.buffer.sampler
-        if isinstance(sampler, PrioritySampler):
-            beta = sampler.beta if beta is None else beta
-            return weights_of(batch.probability, batch.is_valid, beta, reference)
-        return sampler.weight(state.sampler, rows, batch.probability, batch.is_valid, beta)
-
-    def _reference(self, state: ReplayState, rows: Sampleable) -> jax.Array | None:
-        sampler = self.buffer.sampler
-        is_prioritized = isinstance(sampler, PrioritySampler)
-        return sampler.reference(state.sampler, rows) if is_prioritized else None
-
     def _agreed(self, state: ReplayState, is_changed: bool) -> ReplayState:
         """Give all shards the largest priority of any, which new rows get."""
         largest = getattr(state.sampler, "max_priority", None)
@@ -401,9 +330,6 @@ class Local(Static, Generic[T]):
             return state
         largest = xla.varying(jax.lax.pmax(largest, self.axis), self.axis)
         return state.replace(sampler=state.sampler.replace(max_priority=largest))
-
-    def _own_key(self, key: Key) -> Key:
-        return jax.random.fold_in(key, jax.lax.axis_index(self.axis))
 
     def _first_row(self) -> jax.Array:
         """Return the number of this shard's first row among all rows."""
@@ -456,33 +382,3 @@ def _specs(buffer: ReplayBuffer, platform: str, structure: Any, rows: Any) -> Re
     leaves = [jax.ShapeDtypeStruct(*row) for row in rows]
     example = jax.tree.unflatten(structure, leaves)
     return jax.eval_shape(functools.partial(buffer._empty, platform=platform), example)
-
-
-def _smallest(probability: jax.Array) -> jax.Array:
-    """Return the smallest positive probability, inf if there is none."""
-    return jnp.min(jnp.where(probability > 0, probability, jnp.inf), initial=jnp.inf)
-
-
-def _scattered(leaf: jax.Array, is_own: jax.Array, axis: Any) -> jax.Array:
-    """Return this shard's part of items, each from the shard that has it.
-
-    Bits are added, of which all but one shard have zeros: so values are exact, also -0.0 and NaN.
-
-    Args:
-      leaf: [B, ...], this shard's items.
-      is_own: bool[B], whether the item comes from this shard.
-      axis: Name of the axis.
-
-    Returns:
-      [B / D, ...].
-    """
-    kind, size = leaf.dtype, leaf.dtype.itemsize
-    if jnp.issubdtype(kind, jnp.floating):
-        leaf = jax.lax.bitcast_convert_type(leaf, f"uint{8 * size}")
-    elif jnp.issubdtype(kind, jnp.bool_) or jnp.iinfo(kind).bits < 8:
-        leaf = leaf.astype(jnp.int8)
-    leaf = jnp.where(is_own.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, 0)
-    leaf = jax.lax.psum_scatter(leaf, axis, tiled=True)
-    if jnp.issubdtype(kind, jnp.floating):
-        return jax.lax.bitcast_convert_type(leaf, kind)
-    return leaf.astype(kind)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Generic, Literal
+from typing import Any, Generic
 
 import jax
 import numpy as np
@@ -39,7 +39,6 @@ class Sharded(Static, Generic[T]):
       mesh: The mesh.
       axis: Name of its axis, or a tuple of names. Along its other axes the buffer is replicated.
         Default: "data".
-      draw: As for `jaxreplay.sharded`. Default: "even".
 
     Raises:
       ValueError: As for `jaxreplay.sharded`.
@@ -48,7 +47,6 @@ class Sharded(Static, Generic[T]):
     buffer: ReplayBuffer[T]
     mesh: Mesh
     axis: Any = "data"
-    draw: Literal["even", "global"] = "even"
 
     def _check(self) -> None:
         if xla.shard_map is None:
@@ -71,8 +69,6 @@ class Sharded(Static, Generic[T]):
                 "sharded: a mesh with explicit axes needs a newer JAX, with jax.sharding.reshard; "
                 f"this is {jax.__version__}"
             )
-        if self.draw not in ("even", "global"):
-            raise ValueError(f'sharded: draw must be "even" or "global", got {self.draw!r}')
         sampler = self.buffer.sampler
         if isinstance(sampler, ConsumingSampler):
             raise ValueError(
@@ -113,7 +109,6 @@ class Sharded(Static, Generic[T]):
             buffer=dataclasses.replace(own, platform=platform),
             num_shards=self.num_shards,
             axis=self.axis,
-            draw=self.draw,
             min_size=self.buffer.min_size,
         )
 
@@ -255,8 +250,8 @@ class Sharded(Static, Generic[T]):
     def update_priorities(self, state: ReplayState, index: Index, priority: Any) -> ReplayState:
         """Set the priorities of sampled rows, such as absolute TD errors.
 
-        With `draw="even"` an item must be where `sample` put it in the batch: on the device of its
-        row. Elsewhere it counts as stale.
+        An item must be where `sample` put it in the batch: on the device of its row. Elsewhere it
+        counts as stale.
 
         Args:
           state: Donated.
@@ -268,7 +263,7 @@ class Sharded(Static, Generic[T]):
         """
         self._own_specs("update_priorities", state)
         if isinstance(index, Index):
-            size = math.prod(jax.numpy.shape(index.row))
+            size = jax.numpy.size(index.row)
             part_of("update_priorities", "items", size, self.num_shards)
         return self._change(self.local.update_priorities, state, (index, priority), P(self.axis))
 
@@ -374,39 +369,29 @@ def _has_known_weights(sampler: type[Sampler]) -> bool:
     return sampler.weight is Sampler.weight
 
 
-def sharded(
-    buffer: ReplayBuffer[T],
-    mesh: Mesh,
-    axis: Any = "data",
-    *,
-    draw: Literal["even", "global"] = "even",
-) -> Sharded[T]:
+def sharded(buffer: ReplayBuffer[T], mesh: Mesh, axis: Any = "data") -> Sharded[T]:
     """Divide a buffer among the devices of a mesh's axis.
 
     Each device has a part of the envs and their rows. D is the number of devices along the axis,
     and B the batch size.
 
-    With `draw="even"` each device draws B / D items from its own rows. No item moves: a sample
-    sends 12 bytes a device. Where devices hold different shares of the distribution, an item's
-    weight has the factor D * share, so that the mean of `weight * f` is that of one buffer; its
-    variance is `D / B * sum(share ** 2 * variance of the share's f)`. With `draw="global"` a batch
-    is drawn exactly as from one buffer, and its items go from the device of their row to where they
-    belong.
+    Each device samples B / D items from its own rows. No item moves: a sample sends 12 bytes a
+    device. Where devices hold different shares of the distribution, an item's weight has the factor
+    D * share, so that the mean of `weight * f` is that of one buffer; its variance is
+    `D / B * sum(share ** 2 * variance of the share's f)`.
 
     Args:
       buffer: A `ReplayBuffer` with all envs, rows and items of a batch.
       mesh: The mesh, with automatic or explicit axes.
       axis: Name of the axis, or a tuple of names. Default: "data".
-      draw: "even" or "global". Default: "even".
 
     Returns:
       The sharded buffer, whose methods go into your `jit`.
 
     Raises:
       ValueError: `capacity`, `num_envs` or `batch_size` cannot be divided; a sampler's distribution
-        is not a sum over shards (`RankBased`, `Queue`, `WithoutReplacement`); the mesh has no such
-        axis; JAX is older than 0.6.2; or it has no `jax.sharding.reshard`, and the mesh explicit
-        axes.
+        is not a sum over shards (`Queue`, `WithoutReplacement`); the mesh has no such axis;
+        JAX is older than 0.6.2; or it has no `jax.sharding.reshard`, and the mesh explicit axes.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -417,4 +402,4 @@ def sharded(
       >>> batch.experience.shape, float(batch.experience.mean())
       ((16,), 1.0)
     """
-    return Sharded(buffer=buffer, mesh=mesh, axis=axis, draw=draw)
+    return Sharded(buffer=buffer, mesh=mesh, axis=axis)

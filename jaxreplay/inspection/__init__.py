@@ -22,7 +22,7 @@ def inspect(buffer: Any, state: Any = None, *, max_bytes: int = 2**28) -> Inspec
         probabilities are read for every row: about 100 bytes of host memory a row. Default: 2**28.
 
     Returns:
-      The figures. `print` shows a text; `to_html` gives a page with plots.
+      The figures. `print` shows a text; `to_figure` draws a page with plots.
 
     Example:
       >>> import jax.numpy as jnp, jaxreplay as jr

@@ -1,9 +1,10 @@
-"""The result of an inspection: figures, likely mistakes, and their form as text, JSON or HTML."""
+"""The result of an inspection: figures, likely mistakes, and their form as text, JSON or a page."""
 
 import dataclasses
 import json
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from jaxreplay._util.names import printable
 from jaxreplay.inspection import measure
@@ -11,6 +12,9 @@ from jaxreplay.inspection.contents import Contents
 from jaxreplay.inspection.page import page
 from jaxreplay.inspection.resets import wrong_autoreset
 from jaxreplay.inspection.text import text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,30 +53,32 @@ class Inspection:
 
     def to_json(self) -> str:
         """Return all figures as JSON. Figures that are not finite become null."""
-        return json.dumps(_finite(dataclasses.asdict(self)), indent=1, allow_nan=False)
+        return json.dumps(_each(dataclasses.asdict(self), _finite), indent=1, allow_nan=False)
 
-    def to_html(self) -> str:
-        """Return an HTML page with plots. It needs no network and no script."""
-        return page(_printable(dataclasses.asdict(self)))
+    def to_figure(self) -> "Figure":
+        """Return the text and a plot of each histogram as a `matplotlib.figure.Figure`.
+
+        Raises:
+          ImportError: matplotlib is not installed.
+        """
+        return page(str(self), [self.episodes, self.draws])
 
     def __str__(self) -> str:
-        return text(_printable(dataclasses.asdict(self)))
+        escaped = lambda value: printable(value) if isinstance(value, str) else value
+        return text(_each(dataclasses.asdict(self), escaped))
 
 
-def _printable(found: Any) -> Any:
+def _each(found: Any, change: Callable[[Any], Any]) -> Any:
+    """Change each name and each value of nested dicts and lists."""
     if isinstance(found, dict):
-        return {printable(name): _printable(value) for name, value in found.items()}
+        return {change(name): _each(value, change) for name, value in found.items()}
     if isinstance(found, list):
-        return [_printable(value) for value in found]
-    return printable(found) if isinstance(found, str) else found
+        return [_each(value, change) for value in found]
+    return change(found)
 
 
-def _finite(found: Any) -> Any:
-    if isinstance(found, dict):
-        return {name: _finite(value) for name, value in found.items()}
-    if isinstance(found, list):
-        return [_finite(value) for value in found]
-    return None if isinstance(found, float) and not math.isfinite(found) else found
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def inspection_of(contents: Contents) -> Inspection:
@@ -136,7 +142,7 @@ def _suspicious(
         if shared == count > 1:
             yield (
                 f"all {count:,} rows are equally likely: priorities are equal, or have no effect "
-                "(alpha=0, or no rerank yet)"
+                "(alpha=0)"
             )
         elif shared > 1 and shared >= count / 10:
             yield (

@@ -62,16 +62,8 @@ class Plan:
             row(f"free on the device ({self.device})", self.free_device),
             row("largest capacity that fits", self.largest_capacity, "rows"),
         ]
-        return "\n".join(
-            [
-                *lines,
-                {
-                    True: "It fits.",
-                    False: "It does not fit.",
-                    None: "Whether it fits is not known.",
-                }[self.fits],
-            ]
-        )
+        fits = {True: "It fits.", False: "It does not fit.", None: "Whether it fits is not known."}
+        return "\n".join([*lines, fits[self.fits]])
 
 
 def plan(buffer: ReplayBuffer | Sharded, example: PyTree, devices: int = 1) -> Plan:
@@ -112,9 +104,10 @@ def plan(buffer: ReplayBuffer | Sharded, example: PyTree, devices: int = 1) -> P
 def _plan(buffer: ReplayBuffer, example: PyTree, num_devices: int) -> Plan:
     """Return the plan of one of several devices, each of which holds a buffer."""
     taken, free = buffer.memory(example), memory.free_bytes()
+    obs = [size for name, size in taken.leaves.items() if name.startswith("streams.steps.obs")]
     return Plan(
         memory=taken,
-        naive=taken.total + _obs_bytes(buffer, example),
+        naive=taken.total + (sum(obs) if buffer.autoreset else 0),
         free_host=memory.free_host_bytes(),
         free_device=free,
         device=platforms.default_device().device_kind,
@@ -123,14 +116,6 @@ def _plan(buffer: ReplayBuffer, example: PyTree, num_devices: int) -> Plan:
         else num_devices * _largest_capacity(buffer, example, free),
         num_devices=num_devices,
     )
-
-
-def _obs_bytes(buffer: ReplayBuffer, example: PyTree) -> int:
-    """Return the bytes of the observations of all rows; 0 for items."""
-    if buffer.autoreset is None:
-        return 0
-    names = [name for name in buffer.memory(example).leaves if name.startswith("streams.steps.obs")]
-    return sum(buffer.memory(example).leaves[name] for name in names)
 
 
 def _largest_capacity(buffer: ReplayBuffer, example: PyTree, free: int) -> int:
@@ -142,8 +127,8 @@ def _largest_capacity(buffer: ReplayBuffer, example: PyTree, free: int) -> int:
     def takes(length: int) -> int:
         return dataclasses.replace(buffer, capacity=length * buffer.num_envs).memory(example).total
 
-    low, high = buffer.min_length, _MOST_ROWS // buffer.num_envs
-    low = max(low, -(-buffer.min_size // buffer.num_envs))
+    low = max(buffer.min_length, -(-buffer.min_size // buffer.num_envs))
+    high = _MOST_ROWS // buffer.num_envs
     if takes(low) > free:
         return 0
     while low < high:

@@ -1,90 +1,48 @@
 """An inspection as text: one line for each figure, and a table of the leaves."""
 
-import math
 from typing import Any
 
 # figures of a leaf
-COLUMNS = ("spec", "least", "mean", "largest", "not finite", "constant elements", "rows read")
-# titles of sections, and the fields of `Inspection` that they show if not empty
-SECTIONS = (("episodes", "episodes"), ("draws", "draws"), ("sampler", "counters"))
+_COLUMNS = ("spec", "least", "mean", "largest", "not finite", "constant elements", "rows read")
 
 
 def text(found: dict[str, Any]) -> str:
     """Return the text. `found` has the fields of an `Inspection`."""
-    lines = [
-        found["buffer"],
-        *([found["source"]] if found["source"] else []),
-        "",
-        *_section("streams", found["streams"]),
-    ]
-    for title, name in SECTIONS:
-        if found[name]:
-            lines += _section(title, found[name])
+    lines = [found["buffer"], found["source"], ""] if found["source"] else [found["buffer"], ""]
+    for title in ("streams", "episodes", "draws", "counters"):
+        if found[title]:
+            lines += _section("sampler" if title == "counters" else title, found[title])
     lines += _table(found["leaves"])
-    alarms = found["suspicious"]
-    return "\n".join(
-        [
-            *lines,
-            *(
-                ["suspicious:", *(f"  {line}" for line in alarms)]
-                if alarms
-                else ["nothing suspicious"]
-            ),
-        ]
-    )
+    alarms = [f"  {line}" for line in found["suspicious"]]
+    lines += ["suspicious:", *alarms] if alarms else ["nothing suspicious"]
+    return "\n".join(lines)
 
 
-def number(value: Any) -> str:
+def _number(value: Any) -> str:
     """Format a figure of any type; whole numbers have no decimal point."""
-    if (
-        isinstance(value, float)
-        and math.isfinite(value)
-        and value == int(value)
-        and abs(value) < 1e15
-    ):
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         value = int(value)
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def singles(figures: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures that are one value."""
-    return {name: value for name, value in figures.items() if not isinstance(value, dict)}
-
-
-def groups(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the figures that are several values with names, such as quantiles."""
-    return {
-        name: value
-        for name, value in figures.items()
-        if isinstance(value, dict) and value and "edges" not in value
-    }
-
-
-def histograms(figures: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
-    """Return the figures that are histograms with at least one bin."""
-    return {
-        name: value
-        for name, value in figures.items()
-        if isinstance(value, dict) and value.get("edges")
-    }
-
-
 def _section(title: str, figures: dict[str, Any]) -> list[str]:
-    lines = [f"  {name:36}{number(value)}" for name, value in singles(figures).items()]
-    for name, group in groups(figures).items():
-        lines.append(
-            f"  {name:36}" + ", ".join(f"{key} {number(one)}" for key, one in group.items())
-        )
+    """Return a line for each value, then one for each group of values, such as quantiles."""
+    groups = {name: value for name, value in figures.items() if isinstance(value, dict)}
+    lines = [f"  {name:36}{_number(figures[name])}" for name in figures if name not in groups]
+    for name, group in groups.items():
+        if group and "edges" not in group:  # histograms are for the page
+            shown = ", ".join(f"{key} {_number(one)}" for key, one in group.items())
+            lines.append(f"  {name:36}{shown}")
     return [title, *lines, ""]
 
 
 def _table(leaves: dict[str, dict[str, Any]]) -> list[str]:
     rows = [
-        ("leaf", *COLUMNS),
+        ("leaf", *_COLUMNS),
         *(
-            (name, *(number(found.get(column, "")) for column in COLUMNS))
+            (name, *(_number(found.get(column, "")) for column in _COLUMNS))
             for name, found in leaves.items()
         ),
     ]

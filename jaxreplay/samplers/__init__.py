@@ -3,7 +3,6 @@
 from jaxreplay.samplers.episodes import UniformEpisodes as UniformEpisodes
 from jaxreplay.samplers.prioritized import Prioritized as Prioritized
 from jaxreplay.samplers.queue import Queue as Queue
-from jaxreplay.samplers.rank_based import RankBased as RankBased
 from jaxreplay.samplers.recent import Recent as Recent
 from jaxreplay.samplers.sampler import (
     ConsumingSampler as ConsumingSampler,

@@ -123,15 +123,12 @@ class Prioritized(PrioritySampler):
     def clear(self, state: PrioritizedState) -> PrioritizedState:
         """Return the state without priorities, and with 1 as the largest. The counts of ignored
         priorities and updates stay."""
-        minima = (
-            None
-            if state.tree.minima is None
-            else jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), state.tree.minima)
-        )
-        tree = SumTreeState(sums=jax.tree.map(jnp.zeros_like, state.tree.sums), minima=minima)
-        pending_mass = None if state.pending_mass is None else jnp.zeros_like(state.pending_mass)
+        sums, pending_mass = jax.tree.map(jnp.zeros_like, (state.tree.sums, state.pending_mass))
+        minima = jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), state.tree.minima)
         return state.replace(
-            tree=tree, pending_mass=pending_mass, max_priority=jnp.ones_like(state.max_priority)
+            tree=SumTreeState(sums, minima),
+            pending_mass=pending_mass,
+            max_priority=jnp.ones_like(state.max_priority),
         )
 
     def observe(
@@ -140,7 +137,7 @@ class Prioritized(PrioritySampler):
         """Give new rows their priority: the given one or, if missing or invalid, the largest so
         far."""
         assert effect is not None
-        state, given = give(state, effect.is_written, priority)
+        state, given = _give(state, effect.is_written, priority)
         mass = jnp.where(effect.is_candidate, self._mass(effect.layout, given), 0)
         if state.pending_mass is not None:
             lookahead = len(state.pending_mass)
@@ -175,7 +172,7 @@ class Prioritized(PrioritySampler):
         is_sampleable = (row < layout.capacity) & sampleable.contains(
             jnp.minimum(row, layout.capacity - 1)
         )
-        leaf = jnp.where(is_sampleable, leaf_of(layout, row), layout.capacity)
+        leaf = jnp.where(is_sampleable, _leaf_of(layout, row), layout.capacity)
         return state.replace(
             tree=self._tree(layout).set_unique(
                 state.tree, leaf, jnp.minimum(values, _LARGEST_TOTAL / layout.capacity)
@@ -201,7 +198,7 @@ class Prioritized(PrioritySampler):
             return self._tree(layout).set_range(
                 tree, effect.start * layout.num_envs, mass.reshape(-1), changed.reshape(-1)
             )
-        leaf = jnp.where(changed, leaf_of(layout, effect.row), layout.capacity)
+        leaf = jnp.where(changed, _leaf_of(layout, effect.row), layout.capacity)
         return self._tree(layout).set_unique(tree, leaf.reshape(-1), mass.reshape(-1))
 
     def can_sample(self, state: PrioritizedState) -> jax.Array:
@@ -224,7 +221,7 @@ class Prioritized(PrioritySampler):
     ) -> jax.Array:
         tree = self._tree(sampleable.layout)
         return _normalized(
-            tree.get(state.tree, leaf_of(sampleable.layout, row)), tree.total(state.tree)
+            tree.get(state.tree, _leaf_of(sampleable.layout, row)), tree.total(state.tree)
         )
 
     def reference(self, state: PrioritizedState, sampleable: Sampleable) -> jax.Array | None:
@@ -265,7 +262,7 @@ class Prioritized(PrioritySampler):
         are priorities that are NaN, infinite or negative: the row keeps its own. If a row appears
         more than once, its largest priority counts.
         """
-        state, leaf, priority = accept(state, sampleable, index, priority)
+        state, leaf, priority = _accept(state, sampleable, index, priority)
         return state.replace(
             tree=self._tree(sampleable.layout).set(
                 state.tree, leaf, self._mass(sampleable.layout, priority)
@@ -288,7 +285,9 @@ class Prioritized(PrioritySampler):
             SMALLEST,
             _LARGEST_TOTAL / layout.capacity,
         )
-        return jnp.where(is_positive(priority), mass, 0)
+        # The test of the bits: a processor that flushes subnormal numbers compares them as 0.
+        is_positive = jax.lax.bitcast_convert_type(priority, jnp.int32) > 0
+        return jnp.where(is_positive, mass, 0)
 
 
 def _normalized(mass: jax.Array, total: jax.Array) -> jax.Array:
@@ -297,7 +296,7 @@ def _normalized(mass: jax.Array, total: jax.Array) -> jax.Array:
     return jnp.where((total > 0) & (mass > 0), probability, 0)
 
 
-def leaf_of(layout: Layout, row: jax.Array) -> jax.Array:
+def _leaf_of(layout: Layout, row: jax.Array) -> jax.Array:
     """Return the leaf of each row: int32[...]; the capacity for rows from the capacity on.
 
     Leaves are ordered by position, then env, so that rows that all envs write together are one
@@ -307,15 +306,7 @@ def leaf_of(layout: Layout, row: jax.Array) -> jax.Array:
     return jnp.where(row < layout.capacity, position * layout.num_envs + env, layout.capacity)
 
 
-def is_positive(priority: jax.Array) -> jax.Array:
-    """Return whether each priority is positive: bool[...].
-
-    It tests the bits, since a processor that flushes subnormal numbers compares them as 0.
-    """
-    return jax.lax.bitcast_convert_type(priority, jnp.int32) > 0
-
-
-def give(
+def _give(
     state: PrioritizedState, is_new: jax.Array, priority: jax.Array | None
 ) -> tuple[Any, jax.Array]:
     """Return the priorities of new rows: the given ones or, if missing or invalid, the largest so
@@ -344,7 +335,7 @@ def give(
     return state, jnp.where(is_good, priority, before[:, None])
 
 
-def accept(
+def _accept(
     state: PrioritizedState, sampleable: Sampleable, index: Index, priority: jax.Array
 ) -> tuple[Any, jax.Array, jax.Array]:
     """Check an update, and count what is ignored.
@@ -369,7 +360,7 @@ def accept(
         num_stale_updates=_count(state.num_stale_updates, ~is_live),
         num_bad_priorities=_count(state.num_bad_priorities, is_live & ~is_good),
     )
-    return state, jnp.where(accepted, leaf_of(layout, row), layout.capacity), priority
+    return state, jnp.where(accepted, _leaf_of(layout, row), layout.capacity), priority
 
 
 def _is_good(priority: jax.Array) -> jax.Array:

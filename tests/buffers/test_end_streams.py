@@ -1,6 +1,7 @@
 """Ends of episodes that no step tells: no pair crosses one, and nothing else is lost."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
+from tests.support.sampling import assert_same
 
 E = 3
 FORMS = ("next_step", "same_step", "same_step_no_final_obs")
@@ -29,10 +31,9 @@ class Envs:
             self.now[env] += 500
 
     def steps(self, time):
-        made = [self._step() for _ in range(time)]
-        return {key: np.stack([one[key] for one in made]) for key in made[0]}
+        return stacked([self.step() for _ in range(time)])
 
-    def _step(self):
+    def step(self):
         obs, done = self.now.copy(), (self.r.random(E) < 0.25) & ~self.owes
         terminated = done & (self.r.random(E) < 0.5)
         for env in range(E):
@@ -56,156 +57,173 @@ class Envs:
         return {**step, "final_obs": obs + 1} if self.form == "same_step" else step
 
 
-def transitions(buffer, state):
-    """Return (obs, next_obs or None) of all transitions of one step."""
-    batch = jr.jit(buffer).get(state, jnp.arange(buffer.capacity))
-    valid, t = np.asarray(batch.is_valid), batch.experience
-    assert valid.sum() == jr.jit(buffer).size(state)
-    columns = [np.asarray(x)[valid].tolist() for x in (t.obs, t.next_obs, t.discount, t.num_steps)]
-    for obs, after, discount, num_steps in zip(*columns, strict=True):
-        assert not discount or after == obs + num_steps  # within one episode
-    if isinstance(buffer.sampler, jr.Prioritized):
-        probability = np.asarray(batch.probability)
-        assert (probability[valid] > 0).all()
-        assert not probability[~valid].any()
-        np.testing.assert_allclose(probability.sum(), float(valid.any()), rtol=1e-5)
-    return {(o, n if d else None) for o, n, d, k in zip(*columns, strict=True) if k == 1}
-
-
+THOROUGH = pytest.mark.thorough
+TIME, LENGTH = 60, 40  # rings wrap: with final rows after 20 steps
 BUFFERS = {
-    "uniform": (jr.uniform, {}),
-    "prioritized": (jr.prioritized, {}),
-    "prioritized, 3 steps": (jr.prioritized, {"n_step": 3}),
-    "masked": (jr.uniform, {"allow_mask": True}),
-    "rank based": (functools.partial(jr.transitions, sampler=jr.RankBased()), {}),
-    "recent": (functools.partial(jr.transitions, sampler=jr.Recent(decay=0.9)), {}),
-    "table": (jr.uniform, {"track_episodes": True, "allow_mask": True}),
+    "uniform": functools.partial(jr.uniform, gamma=1.0),
+    "prioritized": functools.partial(jr.prioritized, gamma=1.0),
+    "prioritized, 3 steps": functools.partial(jr.prioritized, gamma=1.0, n_step=3),
+    "masked": functools.partial(jr.uniform, gamma=1.0, allow_mask=True),
+    "recent": functools.partial(jr.transitions, gamma=1.0, sampler=jr.Recent(decay=0.9)),
+    "table": functools.partial(jr.uniform, gamma=1.0, track_episodes=True, allow_mask=True),
+    "later goals": functools.partial(jr.future_pairs, gamma=0.9, allow_mask=True),
 }
-
-
+COMMON = {
+    *(("uniform", form) for form in FORMS),
+    ("prioritized, 3 steps", "same_step"),
+    ("table", "next_step"),
+    ("recent", "same_step_no_final_obs"),
+    ("later goals", "same_step"),
+}
 CASES = [
-    (name, form, [True, (nth + place) % 2 == 0, True])
-    for nth, name in enumerate(BUFFERS)
-    for place, form in enumerate(FORMS)
+    pytest.param(*case, marks=() if case in COMMON else THOROUGH)
+    for case in itertools.product(BUFFERS, FORMS)
 ]
 
 
-@pytest.mark.parametrize(("name", "form", "mask"), CASES)
-def test_no_pair_crosses_a_break(name, form, mask):
-    make, options = BUFFERS[name]
-    for length, seed in ((200, 0), (24, 1)):  # the second ring wraps
-        buffer = make(
-            capacity=length * E, num_envs=E, batch_size=8, autoreset=form, gamma=1.0, **options
-        )
-        jitted, envs = jr.jit(buffer), Envs(form, seed)
-        state = jitted.init(jax.tree.map(lambda leaf: leaf[0, 0], Envs(form, 0).steps(1)))
-        state = jitted.end_streams(state)  # of an empty buffer
-        for turn in range(10):
-            state = jitted.extend(state, envs.steps(4 if turn % 3 else 1))
-            state = jitted.end_streams(state, mask=None if all(mask) else np.array(mask))
-            envs.reset(np.array(mask))
-            found = transitions(buffer, state)
-            assert found <= envs.known
-            if length == 200 and "3" not in name:
-                assert found == envs.known
-            again = jitted.end_streams(jax.tree.map(jnp.copy, state), mask=jnp.array(mask))
-            assert transitions(buffer, again) == found  # a second call changes nothing
+def buffer_of(name, form):
+    return BUFFERS[name](capacity=LENGTH * E, num_envs=E, batch_size=8, autoreset=form)
 
 
-SAME = {
-    "uniform": (jr.uniform, {}),
-    "prioritized": (jr.prioritized, {"n_step": 3}),
-    "masked": (jr.prioritized, {"allow_mask": True}),
-    "table": (jr.uniform, {"track_episodes": True}),
-    "sequences": (jr.sequences, {"length": 3, "period": 2, "burn_in": 2}),
-    "sequences across episodes": (
-        jr.sequences,
-        {"length": 3, "period": 2, "cross_episodes": True, "sampler": jr.Prioritized()},
-    ),
-}
+def history(form, seed=0):
+    """Return steps, the envs that were reset after each, and the transitions known by then."""
+    envs, steps, resets, known = Envs(form, seed), [], [], []
+    for time in range(TIME):
+        steps.append(envs.step())
+        resets.append(np.array([True, False, time % 2 == 0]) & (time % 4 != 1))
+        envs.reset(resets[-1])
+        known.append(set(envs.known))
+    return stacked(steps), np.stack(resets), known
 
 
-@pytest.mark.parametrize("name", SAME)
-def test_it_is_a_truncated_step(name):
+def stacked(trees):
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
+
+
+def nth(tree, place):
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[place], tree)
+
+
+def watch(buffer, steps, resets):
+    """Return all items, look-ups and the size after each step and reset."""
+    rows = jnp.arange(buffer.capacity)
+
+    def turn(state, given):
+        step, was_reset = given
+        state = buffer.end_streams(buffer.add(state, step), was_reset)
+        again = buffer.end_streams(state, was_reset)  # a second call changes nothing
+        look = None
+        if buffer.track_episodes:
+            table = buffer.episode_table(again)
+            look = table.steps_to_end(rows), table.steps_from_start(rows), again.streams.steps.obs
+        return state, (buffer.get(again, rows, jax.random.key(0)), look, buffer.size(again))
+
+    state = buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], steps))
+    return jax.lax.scan(turn, buffer.end_streams(state), (steps, resets))[1]
+
+
+jitted_watch = jax.jit(watch, static_argnums=0)
+
+
+def check_transitions(buffer, batch, known, time):
+    """Check that all transitions of one step are known, and there until the ring is full."""
+    valid, item = batch.is_valid, batch.experience
+    columns = [x[valid].tolist() for x in (item.obs, item.next_obs, item.discount, item.num_steps)]
+    for obs, after, discount, num_steps in zip(*columns, strict=True):
+        assert not discount or after == obs + num_steps  # within one episode
+    found = {(o, n if d else None) for o, n, d, k in zip(*columns, strict=True) if k == 1}
+    assert found <= known
+    if time < LENGTH // 2 and buffer.view.n_step == 1:
+        assert found == known
+    if isinstance(buffer.sampler, jr.Prioritized):
+        assert (batch.probability[valid] > 0).all()
+        assert not batch.probability[~valid].any()
+        np.testing.assert_allclose(batch.probability.sum(), float(valid.any()), rtol=1e-5)
+
+
+def check_table(buffer, valid, to_end, from_start, obs):
+    """Check that look-ups stay in the episode, also where it had one step."""
+    row = np.flatnonzero(valid)
+    env, position = np.divmod(row, buffer.length)
+    for offset in (to_end[row], -from_start[row]):
+        other = env * buffer.length + (position + offset) % buffer.length
+        np.testing.assert_array_equal(obs[other], obs[row] + offset)
+
+
+@pytest.mark.parametrize(("name", "form"), CASES)
+def test_no_item_crosses_a_break(name, form):
+    buffer, (steps, resets, known) = buffer_of(name, form), history(form)
+    batches, looks, sizes = jax.device_get(jitted_watch(buffer, steps, resets))
+    for time in range(TIME):
+        batch, look = nth((batches, looks), time)
+        assert batch.is_valid.sum() == sizes[time]
+        if name == "later goals":
+            gap = batch.experience.future_obs - batch.experience.obs
+            np.testing.assert_array_equal(
+                gap[batch.is_valid], batch.experience.num_steps[batch.is_valid]
+            )
+        else:
+            check_transitions(buffer, batch, known[time], time)
+        if look is not None:
+            check_table(buffer, batch.is_valid, *look)
+    assert min(sizes[LENGTH:]) > 0
+
+
+def test_a_population_ends_its_streams():
+    buffer = buffer_of("uniform", "next_step")
+    histories = [history("next_step", seed)[:2] for seed in (0, 1)]
+    together = jax.jit(jax.vmap(functools.partial(watch, buffer)))(*stacked(histories))
+    for which, one in enumerate(histories):
+        assert_same(nth(together, which), jitted_watch(buffer, *one))
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (jr.prioritized, {"n_step": 3}),
+        (jr.uniform, {"track_episodes": True}),
+        (
+            functools.partial(jr.sequences, length=3, period=2),
+            {"cross_episodes": True, "sampler": jr.Prioritized()},
+        ),
+        pytest.param(jr.uniform, {}, marks=THOROUGH),
+        pytest.param(jr.prioritized, {"allow_mask": True}, marks=THOROUGH),
+        pytest.param(
+            functools.partial(jr.sequences, length=3, period=2), {"burn_in": 2}, marks=THOROUGH
+        ),
+    ],
+)
+def test_it_is_a_truncated_step(make, options):
     """Without final observations a truncated step gives its transition up: the same states."""
-    (make, options), form = SAME[name], "same_step_no_final_obs"
-    buffer = jr.jit(make(capacity=16 * E, num_envs=E, batch_size=4, autoreset=form, **options))
+    form = "same_step_no_final_obs"
+    buffer = make(capacity=16 * E, num_envs=E, batch_size=4, autoreset=form, **options)
+
+    @jax.jit
+    def run(blocks, are_ended, more):
+        """Return two states after each of more steps. Of the first, all streams were ended."""
+
+        def begun(block, is_ended):
+            state = buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], block))
+            return buffer.end_streams(buffer.extend(state, block), jnp.full(E, is_ended))
+
+        def add(states, step):
+            return jax.vmap(buffer.add, (0, None))(states, step), states
+
+        last, states = jax.lax.scan(add, jax.vmap(begun)(blocks, are_ended), more)
+        return states, last
+
     for seed in range(6):
         block = Envs(form, seed).steps(17)
         for flag in ("terminated", "truncated"):
             block[flag][-1] = False
         flagged = {**block, "truncated": block["truncated"].copy()}
         flagged["truncated"][-1] = True
-        states = [buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], block)) for _ in range(2)]
-        ended = buffer.end_streams(buffer.extend(states[0], block))
-        expected = buffer.extend(states[1], flagged)
         more = Envs(form, seed + 100).steps(6)
-        for time in range(7):
-            # of an episode of one step, the table has an entry that is not read, until the next
-            if time or name != "table":
-                for x, y in zip(jax.tree.leaves(ended), jax.tree.leaves(expected), strict=True):
-                    np.testing.assert_array_equal(x, y)
-            if time < 6:
-                step = jax.tree.map(lambda leaf, t=time: leaf[t], more)
-                ended, expected = (buffer.add(state, step) for state in (ended, expected))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_later_goals_and_tables_stop_at_a_break(form):
-    """Look-ups of episodes: goals, horizons and the table, also where an episode had one step."""
-    masked = {
-        "capacity": 60 * E,
-        "num_envs": E,
-        "batch_size": 512,
-        "autoreset": form,
-        "allow_mask": True,
-    }
-    future, table = jr.future_pairs(gamma=0.9, **masked), jr.uniform(track_episodes=True, **masked)
-    envs, example = Envs(form, 3), jax.tree.map(lambda leaf: leaf[0, 0], Envs(form, 0).steps(1))
-    states = [jr.jit(buffer).init(example) for buffer in (future, table)]
-    for turn in range(20):
-        block = envs.steps(1 if turn % 2 else 3)
-        for place, buffer in enumerate((future, table)):
-            states[place] = jr.jit(buffer).end_streams(jr.jit(buffer).extend(states[place], block))
-        envs.reset(np.ones(E, bool))
-        batch = future.sample(states[0], jax.random.key(turn))
-        pairs, valid = batch.experience, np.asarray(batch.is_valid)
-        gap = np.asarray(pairs.future_obs - pairs.obs)[valid]
-        np.testing.assert_array_equal(gap, np.asarray(pairs.num_steps)[valid])
-        rows = jnp.arange(table.capacity)
-        got = table.get(states[1], rows)
-        look = table.episode_table(states[1])
-        valid = np.asarray(got.is_valid)
-        until, since = (
-            np.asarray(f(rows))[valid] for f in (look.steps_to_end, look.steps_from_start)
-        )
-        obs = np.asarray(states[1].streams.steps.obs)
-        place = np.flatnonzero(valid)
-        for row, to_end, from_start in zip(place, until, since, strict=True):
-            env, position = divmod(row, table.length)
-            for offset in (to_end, -from_start):
-                other = env * table.length + (position + offset) % table.length
-                assert obs[other] == obs[row] + offset
-
-
-def test_in_a_scan_and_for_a_population():
-    buffer = jr.prioritized(capacity=64 * E, num_envs=E, batch_size=16, autoreset="next_step")
-    envs = Envs("next_step", 0)
-    block = envs.steps(40)
-    state = buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], block))
-
-    def iteration(state, step_and_flag):
-        step, was_reset = step_and_flag
-        state = buffer.add(state, step)
-        return buffer.end_streams(state, jnp.broadcast_to(was_reset, (E,))), None
-
-    flags = jnp.arange(40) % 7 == 6
-    run = jax.jit(lambda state: jax.lax.scan(iteration, state, (block, flags))[0])
-    one = run(state)
-    transitions(buffer, one)
-    stacked = jax.vmap(run)(jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), state))
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(stacked), strict=True):
-        np.testing.assert_array_equal(a, b[1])
+        states, last = run(stacked([block, flagged]), np.array([True, False]), more)
+        assert_same(nth(last, 0), nth(last, 1))
+        # Of an episode of one step, the table has an entry that is not read, until the next.
+        since = int(buffer.track_episodes)
+        assert_same(*(nth(states, (slice(since, None), which)) for which in (0, 1)))
 
 
 def test_a_replay_ends_its_streams():
@@ -216,22 +234,7 @@ def test_a_replay_ends_its_streams():
     replay = jr.Replay(buffer)
     replay.end_streams()
     for _ in range(6):
-        replay.add(jax.tree.map(lambda leaf: leaf[0], envs.steps(1)))
+        replay.add(envs.step())
         replay.end_streams()
         envs.reset(np.ones(E, bool))
     assert len(replay) == len(envs.known)
-
-
-def test_bad_calls_say_why():
-    items = jr.items(capacity=4, batch_size=1)
-    with pytest.raises(ValueError, match="end_streams: items have no episodes"):
-        items.end_streams(items.init(jnp.int32(0)))
-    block = Envs("next_step", 0).steps(1)
-    example = jax.tree.map(lambda leaf: leaf[0, 0], block)
-    buffer = jr.uniform(capacity=30, num_envs=E, batch_size=1, autoreset="next_step")
-    for mask in (jnp.ones(2, bool), jnp.ones(E)):
-        with pytest.raises(ValueError, match=r"(?s)end_streams:.*mask"):
-            buffer.end_streams(buffer.init(example), mask)
-    future = jr.future_pairs(capacity=30, num_envs=E, batch_size=1, autoreset="next_step")
-    with pytest.raises(ValueError, match=r"looks episodes up, .* allow_mask=True"):
-        future.end_streams(future.init(example))

@@ -1,7 +1,10 @@
-"""The likely mistakes of a newcomer, as a table: what is typed, and what the error says.
+"""The likely mistakes of a newcomer, as tables: what is typed, and what the error says.
 
-An error names what is wrong, what was expected and, where there is one, the cure as code.
+An error names what is wrong, what was expected and, where there is one, the cure as code. Input is
+checked while tracing, so that no mistake is compiled.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,143 +12,425 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
+from jaxreplay.buffers import jitted
 
-SIZES = {"capacity": 64, "num_envs": 4, "batch_size": 8}
+SIZES = {"capacity": 8, "num_envs": 2, "batch_size": 4}
+FORMS = {"lost": "same_step_no_final_obs", "late": "next_step", "kept": "same_step"}
+LOST, NEXT, FINAL = ({"autoreset": form} for form in FORMS.values())
 
-MISTAKES = {
-    # Making a buffer.
-    "jr.uniform(**sizes)": """
+MAKING = {
+    "jr.uniform(**SIZES)": """
         autoreset=None, but it must say what your env does when an episode ends
         "next_step"
+        Gymnasium >= 1.0
         "same_step"
+        many pure-JAX wrappers
         "same_step_no_final_obs"
         jr.autoreset.of(envs)""",
-    "jr.uniform(**sizes, autoreset=True)": """
-        autoreset=True, but it must say what your env does when an episode ends""",
-    "jr.uniform(**{**sizes, 'capacity': 65}, autoreset='next_step')": """
-        capacity=65 rows do not divide into num_envs=4 equal streams
-        the nearest that do: 64 and 68""",
-    "jr.uniform(**{**sizes, 'capacity': 4}, autoreset='next_step', n_step=3)": """
-        one window needs 4
-        the smallest capacity is 16""",
-    "jr.uniform(max_length=64, batch_size=8, autoreset='next_step')": """
-        takes no max_length; did you mean capacity?""",
-    "jr.uniform(**sizes, autoreset='next_step', discount=0.99)": """
-        takes no discount; did you mean gamma?""",
-    "jr.uniform(**sizes, autoreset='next_step', gamma=99)": """
-        gamma must be in [0, 1], got 99""",
-    "jr.prioritized(**sizes, autoreset='next_step', alpha=jnp.float32(0.6))": """
-        alpha is an array float32[]
-        write alpha=float(x) or int(x)""",
-    "jr.prioritized(**sizes, autoreset='next_step', alpha=-1.0)": """
+    "jr.uniform(**SIZES, autoreset=True)": "autoreset=True, but it must say what your env does",
+    "jr.uniform(**SIZES, autoreset='same-step')": "autoreset='same-step', but it must say what",
+    "jr.Rollout(length=4, num_envs=1)": "Rollout: autoreset=None, but it must say what your env",
+    "jr.items(capacity=9, num_envs=2, batch_size=4)": """
+        capacity=9 rows do not divide into num_envs=2 equal streams
+        the nearest that do: 8 and 10""",
+    "jr.items(capacity=7, num_envs=2, batch_size=4)": "the nearest that do: 6 and 8",
+    "jr.items(capacity=1, num_envs=2, batch_size=4)": "the nearest that do: 2",
+    "jr.items(capacity=2**30 + 1, batch_size=4)": "must be at most 1073741824",
+    "jr.Rollout(length=2**30, num_envs=2, autoreset='next_step')": """
+        length * num_envs = 2147483648 is too large: it must be at most 1073741824""",
+    "jr.items(capacity=8, batch_size=4, min_size=9)": "min_size=9 exceeds capacity=8",
+    "jr.uniform(**SIZES, **NEXT, n_step=5)": "one window needs 6; the smallest capacity is 12",
+    # A final row may follow each step.
+    "jr.uniform(**SIZES, **FINAL, n_step=3)": "one window needs 5; the smallest capacity is 10",
+    "jr.uniform(**SIZES, **NEXT, gamma=99)": "gamma must be in [0, 1], got 99",
+    "jr.prioritized(**SIZES, **NEXT, alpha=-1.0)": """
         alpha must be a finite number of at least 0, got -1.0""",
-    "jr.mix(offline=uniform, online=uniform)": """
-        offline must be (buffer, number of items), such as (buffer, 128)""",
+    "jr.Prioritized(alpha=float('inf'))": "alpha must be a finite number of at least 0, got inf",
+    "jr.Prioritized(alpha=float('nan'))": "alpha must be a finite number of at least 0, got nan",
+    "jr.prioritized(**SIZES, **NEXT, alpha=jnp.float32(0.6))": """
+        alpha is an array float32[], but a configuration holds plain Python values
+        write alpha=float(x) or int(x)""",
+    "jr.uniform(**SIZES, **NEXT, gamma=np.array(0.9))": """
+        gamma is an array float64[], but a configuration holds plain Python values""",
+    "jr.items(capacity=8, batch_size=jnp.int32(4))": "batch_size is an array int32[]",
+    "jr.items(capacity=8, batch_size=np.array(4))": "batch_size is an array int64[]",
+    "jr.ReplayBuffer(**SIZES, **NEXT, sampler=jr.Uniform(), view=jr.views.Item())": """
+        stores items, which have no episodes""",
+    "jr.items(**SIZES, track_episodes=True)": "stores items, which have no episodes",
+    "jr.transitions(**SIZES, **NEXT, sampler=jr.Queue)": """
+        sampler must be an instance of a jaxreplay.samplers.Sampler, such as jaxreplay.Uniform()
+        got <class""",
+    "jr.ReplayBuffer(**SIZES, sampler=jr.Uniform(), view='item')": """
+        view must be an instance of a jaxreplay.views.View, such as jaxreplay.views.Item()
+        got 'item'""",
+    "jr.jit(STEP)": "jit: takes a buffer,\nto compile a function use jax.jit",
     "jr.frame_stack(jr.items(capacity=8, batch_size=2), 4)": """
         has no observations; give a view of steps""",
+    "jr.frame_stack(rollout, 2)": "frame_stack: takes a ReplayBuffer, got a Rollout",
+    "jr.frame_stack(jr.transform(jr.hindsight(uniform, minus_one, strategy='random'), keep), 2)": (
+        """
+        FrameStack: inner reads random rows
+        put the stack inside: jaxreplay.hindsight(jaxreplay.frame_stack"""
+    ),
+    "jr.hindsight(uniform, None)": """
+        Hindsight: reward_fn must be a function, called as reward_fn(achieved, goal, step), got None
+        """,
     "jr.hindsight(uniform, lambda achieved, goal: 0.0)": """
-        reward_fn must accept the call reward_fn(achieved, goal, step)""",
-    # Making a state.
-    "buffer.init(step)": """
-        terminated: got bool[4], expected bool[]
-        without the env axis: write jax.tree.map(lambda x: x[0], step)""",
-    "same_step.init(example)": """
-        autoreset="same_step" needs the final_obs of every step
-        gymnax >= 1.0: info["final_observation"]
-        use autoreset="same_step_no_final_obs\"""",
-    # Adding.
-    "buffer.add(step, state)": """
-        the state must be a ReplayState, as init and add return it, got a Step
-        the state comes first""",
-    "buffer.add(state, step.replace(truncated=jnp.zeros(4)))": """
-        truncated: got float32[4], expected bool[4]
-        x.astype(bool)""",
-    "buffer.add(state, step.replace(obs=jnp.zeros((4, 2))))": """
-        obs: got float32[4, 2], expected float32[4, 3]""",
-    "buffer.add(state, example)": """
-        obs: got float32[3], expected float32[4, 3]
-        add takes one step of every env, leaves [num_envs, ...], here [4]""",
-    "buffer.add(state, dict(fields, done=flags))": """
-        missing terminated, truncated; unknown done
-        done is two flags here""",
-    "buffer.add(state, dict(fields, terminated=flags, truncated=flags, next_obs=0))": """
-        unknown next_obs
-        leave out the next observation: it is the obs of the next row""",
-    "buffer.add(state, (1, 2, 3))": """
-        must be a jaxreplay.Step, or a mapping, dataclass or NamedTuple with its fields""",
-    "buffer.add(state, step, mask=flags)": """
-        made without allow_mask=True""",
-    "buffer.add(donated, step)": """
-        this state was donated to an earlier call
-        state = buffer.add(state, step)""",
-    # Sampling, and what a batch has.
+        reward_fn must accept the call reward_fn(achieved, goal, step): too many""",
+    "jr.hindsight(uniform, minus_one, terminated_fn=True)": """
+        Hindsight: terminated_fn must be a function,
+        got True""",
+    "jr.hindsight(uniform, minus_one, achieved_key='x', desired_key='x')": """
+        Hindsight: achieved_key and desired_key are both 'x'""",
+    "jr.transform(uniform, None)": """
+        Transformed: transform must be a function, called as transform(item, key), got None""",
+    "jr.transform(uniform, lambda item, key, more: item)": """
+        transform must accept the call transform(item, key): missing a required argument: 'more'""",
+    "jr.transform(mixture, keep)": """
+        transform: takes a ReplayBuffer, got a Mixture; change how each member is read before""",
+    "jr.mix()": "no member was given",
+    "jr.mix(offline=uniform, online=uniform)": """
+        offline must be (buffer, number of items), such as (buffer, 128), got ReplayBuffer(""",
+    "jr.mix(offline=(uniform, 0))": "Mixture: offline must be an int of at least 1, got 0",
+    "jr.mix(one=(queue, 2))": "Mixture: one: Queue consumes rows, which a mixture cannot",
+}
+
+NAMES = {
+    "jr.uniform(max_length=64, batch_size=8)": "takes no max_length; did you mean capacity?",
+    "jr.uniform(**SIZES, discount=0.99)": "takes no discount; did you mean gamma?",
+    "jr.uniform(**SIZES, n_steps=3)": "takes no n_steps; did you mean n_step?",
+    "jr.items(**SIZES, batch_siz=2)": "takes no batch_siz; did you mean batch_size?",
+    "jr.Prioritized(exponent=1.0)": "Prioritized takes no exponent; did you mean alpha?",
+    "jr.Uniform(x=1)": "Uniform takes no x; it takes no arguments",
     "buffer.sample(8)": """
         needs a state and a key: buffer.sample(state, jax.random.key(0))
         jaxreplay.Replay(buffer) keeps both""",
+    "jr.jit(buffer).sample(8)": "needs a state and a key: buffer.sample(state, jax.random.key(0))",
+    "jr.jit(buffer).memory(EXAMPLE)": """
+        jaxreplay.jit(buffer) has no memory: it is on the buffer itself, buffer.memory""",
+    "batch.items": "did you mean batch.experience?",
+    "batch.obs": "did you mean batch.experience.obs?",
+    "batch.num_steps": "did you mean batch.experience.num_steps?",
+    "batch.indices": "did you mean batch.index?",
+    "batch.probabilities": "did you mean batch.probability?",
+    "batch.weights": "did you mean batch.weight?",
+    "batch.mask": "did you mean batch.is_valid?",
+    "batch.nothing": "a Sample has no nothing",
+    "setattr(rollout, 'length', 3)": "cannot assign to field 'length'",
+    # Sequences have a mask of their own.
+    "batch_of_sequences.mask": "did you mean batch.experience.mask?",
+}
+
+INIT = {
+    # The first step of all envs in place of one env's is the commonest mistake.
+    "buffer.init(STEP)": """
+        init:
+        terminated: got bool[2], expected bool[]
+        an example is one env's step, without the env axis: write jax.tree.map(lambda x: x[0], step)
+        """,
+    "buffer.init(STEP.replace(truncated=ZEROS))": """
+        truncated: got float32[2], expected bool[]
+        an example is one env's step
+        x.astype(bool)""",
+    "rollout.init(STEP)": "an example is one env's step",
+    "buffer.init(EXAMPLE.replace(terminated=0.0))": """
+        terminated: got float32[], expected bool[]
+        x.astype(bool)""",
+    "buffer.init(EXAMPLE.replace(reward={'a': 0.0}))": "reward must be one array, got dict",
+    "buffer.init({key: FIELDS[key] for key in ('obs', 'action', 'reward')} | {'done': False})": """
+        init: the step's keys are wrong: missing terminated, truncated; unknown done
+        done is two flags here: terminated, if the task itself ended, so that the value""",
+    "rollout.init({'obs': 0.0, 'action': 0, 'reward': 0.0})": """
+        init: the step's keys are wrong: missing terminated, truncated""",
+    "buffer.init(FIELDS | {'next_obs': 0})": """
+        unknown next_obs
+        leave out the next observation: it is the obs of the next row""",
+    "buffer.init(FIELDS | {'observations': 0})": "the observation is called obs",
+    "buffer.init(FIELDS | {'mask': 0})": "mask and priority are arguments of add and extend",
+    "buffer.init([1, 2])": """
+        must be a jaxreplay.Step, or a mapping, dataclass or NamedTuple with its fields, got list
+        """,
+    "items.init({'a': {'key': key}})": "init: a.key: \njax.random.key_data",
+    "items.init({'a': 'text'})": "init: a: a str cannot be stored, only numbers",
+    "items.init({})": "init: the example has no leaves",
+    "jr.frame_stack(uniform, 2, key='image').init(EXAMPLE)": """
+        FrameStack: obs has no leaf 'image'; it has a, b""",
+    "jr.frame_stack(uniform, 2, key='image').init(EXAMPLE.replace(obs=ZEROS))": """
+        FrameStack: obs has no leaf 'image'; it is one array: leave out key""",
+    "jr.frame_stack(uniform, 2, axis=5).init(EXAMPLE.replace(obs=np.zeros((2, 3))))": """
+        axis=5 is not in the stacks of obs, whose frames are (2, 3): it must be in -3 .. 2""",
+    "recurrent.init(EXAMPLE)": """
+        recurrent_state_key='h' is no key of the step's extras: they are not a mapping; store it""",
+    "recurrent.init(EXAMPLE.replace(extras={'flag': ZEROS}))": """
+        extras: they have flag; store it with each step, as extras={'h': ...}""",
+    "jr.hindsight(uniform, minus_one).init(EXAMPLE.replace(obs=ZEROS))": "got no mapping",
+}
+
+# A buffer and a rollout say the same.
+STEPS = {
+    "kept.init(EXAMPLE)": """
+        init: autoreset="same_step" needs the final_obs of every step
+        gymnax >= 1.0: info["final_observation"]
+        info["final_obs"]
+        extras["next_obs"]
+        use autoreset="same_step_no_final_obs\"""",
+    "kept.add(kept_state, STEP)": 'add: autoreset="same_step" needs the final_obs of every step',
+    "kept.extend(kept_state, BLOCK)": 'extend: autoreset="same_step" needs the final_obs',
+    "kept.add(kept_state, STEP.replace(final_obs={'a': ZEROS}))": "final_obs.b: missing",
+    "kept.init(EXAMPLE.replace(final_obs=ZEROS))": """
+        final_obs.a: missing
+        final_obs is an observation: the same leaves as obs""",
+    # A given final_obs most likely means that the form is wrong: the next episode's first
+    # observation would be taken for the final one.
+    "lost.init(EXAMPLE.replace(final_obs=EXAMPLE.obs))": """
+        init: final_obs was given
+        returns the final observation separately, use autoreset="same_step\"""",
+    "lost.add(lost_state, STEP.replace(final_obs=STEP.obs))": "add: final_obs was given",
+    "late.init(EXAMPLE.replace(final_obs=EXAMPLE.obs))": """
+        init: final_obs was given
+        returns the final observation separately, use autoreset="same_step\"""",
+    "late.add(late_state, STEP.replace(final_obs=STEP.obs))": "add: final_obs was given",
+    "lost.add(lost_state, EXAMPLE)": """
+        obs.a: got float32[], expected float32[2]
+        add takes one step of every env, leaves [num_envs, ...], here [2]""",
+    # Nothing is broadcast, and every bad leaf is named at once.
+    "lost.add(lost_state, STEP.replace(reward=0.0))": "reward: got float32[], expected float32[2]",
+    "lost.add(lost_state, STEP.replace(reward=ZEROS[:1]))": """
+        reward: got float32[1], expected float32[2]""",
+    "lost.add(lost_state, STEP.replace(truncated=np.zeros(2, np.int32)))": """
+        truncated: got int32[2], expected bool[2]""",
+    "lost.add(lost_state, STEP.replace(obs={'a': ZEROS[None], 'c': ZEROS}, reward=FLAGS))": """
+        add:
+        obs.a: got float32[1, 2], expected float32[2]
+        obs.b: missing, expected float32[2, 3]
+        obs.c: unexpected, got float32[2]
+        reward: got bool[2], expected float32[2]""",
+    "lost.extend(lost_state, BLOCK.replace(action=ZEROS))": """
+        extend:
+        action: got float32[2], expected float32[3, 2]
+        extend takes a block of steps, leaves [time, num_envs, ...], here [3, 2]""",
+    "lost.add(lost_state, (1, 2, 3))": """
+        must be a jaxreplay.Step, or a mapping, dataclass or NamedTuple with its fields, got tuple
+        """,
+    "lost.add(lost_state, FIELDS | {'done': FLAGS, 'foo': FLAGS})": """
+        unknown done, foo
+        done is two flags here""",
+}
+
+USING = {
+    "buffer.add(STEP, state)": """
+        the state must be a ReplayState, as init and add return it, got a Step
+        the state comes first""",
+    "rollout.add(STEP, rollout_state)": """
+        add: the state must be a RolloutState, as init and add return it, got a Step""",
     "uniform.sample(state, key)": """
         this state is not of this buffer
         alpha: the state's is 0.6, this buffer's None""",
-    "queue.sample(queue.init({'x': 0.0}), key)": """
+    "buffer.add(state, STEP.replace(terminated=ZEROS))": """
+        add:
+        terminated: got float32[2], expected bool[2]
+        write done flags as bool: x.astype(bool)""",
+    "buffer.add(state, STEP.replace(truncated=ZEROS))": """
+        truncated: got float32[2], expected bool[2]
+        write done flags as bool: x.astype(bool)""",
+    "buffer.add(state, STEP, mask=FLAGS)": """
+        a mask was given, but this buffer was made without allow_mask=True""",
+    "masked.add(masked_state, STEP, ZEROS)": "mask: got float32[2], expected bool[2]",
+    "masked.add(masked_state, STEP, FLAGS[:1])": "mask: got bool[1], expected bool[2]",
+    "uniform.add(uniform_state, STEP, priority=ZEROS)": """
+        add: the sampler Uniform has no priorities; use jaxreplay.prioritized""",
+    "buffer.add(state, STEP, priority=1.0)": "priority: got float32[], expected float32[2]",
+    "uniform.update_priorities(uniform_state, batch.index, np.ones(4))": """
+        update_priorities: the sampler Uniform has no priorities; use jaxreplay.prioritized""",
+    "buffer.update_priorities(state, batch.index, np.ones((4, 1)))": """
+        update_priorities: priority: got float32[4, 1], expected float32[4], one for each row""",
+    "buffer.update_priorities(state, batch.index.row, np.ones(4))": """
+        index must be the batch.index of a sample, got an array int32[4]
+        cannot tell whether the row was overwritten""",
+    "buffer.get(state, np.ones(3, np.float32))": """
+        index must be a jaxreplay.types.Index or integer rows, got float32""",
+    "buffer.sample(state, key, 0)": "batch_size must be an int of at least 1, got 0",
+    "queue.sample(queue.init(0.0), key)": """
         Queue consumes rows: state, batch = buffer.pop(state, key)""",
-    "batch.indices": "did you mean batch.index?",
-    "batch.probabilities": "did you mean batch.probability?",
-    "batch.obs": "did you mean batch.experience.obs?",
-    # Priorities.
-    "buffer.update_priorities(state, batch.index.row, jnp.ones(8))": """
-        index must be the batch.index of a sample, got an array int32[8]""",
-    "buffer.update_priorities(state, batch.index, jnp.ones((8, 1)))": """
-        priority: got float32[8, 1], expected float32[8], one for each row""",
-    "uniform.update_priorities(uniform_state, batch.index, jnp.ones(8))": """
-        the sampler Uniform has no priorities; use jaxreplay.prioritized""",
-    # Outside of jit.
-    "jr.Replay(jr.jit(uniform))": """
-        buffer must be an instance of a jaxreplay.buffers.ReplayBuffer
-        got jaxreplay.jit(ReplayBuffer(capacity=64""",
-    "jr.Replay(uniform).sample()": """
-        no batch can be sampled yet, 0 rows of at least 1: add steps first""",
-    "jr.inspect(buffer)": """
-        expected a ReplayBuffer and its state""",
-    "buffer.episode_table(state)": """
-        make it with track_episodes=True""",
+    "buffer.episode_table(state)": "make it with track_episodes=True",
+    "jr.inspect(buffer)": "expected a ReplayBuffer and its state",
+    # Ends of streams.
+    "items.end_streams(items.init(0))": "end_streams: items have no episodes",
+    "buffer.end_streams(state, np.ones(3, bool))": """
+        end_streams:
+        mask: got bool[3], expected bool[2]""",
+    "buffer.end_streams(state, ZEROS)": "mask: got float32[2], expected bool[2]",
+    "pairs.end_streams(pairs.init(EXAMPLE))": "looks episodes up,\nallow_mask=True",
+    # New rewards that the stored dtype cannot hold.
+    "relabel(np.int32(0), minus_one)": """
+        Hindsight: minus_one gave float32[] for one step, but stored is int32[]
+        which cannot hold it""",
+    "relabel(np.uint8(0), minus_one)": "gave float32[] for one step, but stored is uint8[]",
+    "relabel(np.bool_(0), minus_one)": "gave float32[] for one step, but stored is bool[]",
+    "relabel(np.uint8(0), lambda *_: -1)": "gave int32[] for one step, but stored is uint8[]",
+    "relabel(np.float32(0), functools.partial(lambda x, *_: jnp.full(x, 0.0), 3))": """
+        partial
+        gave float32[3] for one step, but stored is float32[]""",
+    "relabel(np.float32(0), minus_one, terminated_fn=minus_one)": """
+        gave float32[] for one step, but stored is bool[]""",
+    # Mixtures.
+    "mixture.can_sample({'one': 0})": """
+        states must be a dict with the members' names, one, two; got one""",
+    "jr.mix(one=(uniform, 1), two=(items, 1)).sample({'one': uniform_state, 'two': items.init(0.0)}"
+    ", key)": """
+        sample: two:
+        obs.a: missing, expected float32""",
+    "mixture.update_priorities(states, mixture.sample(states, key), np.ones(50))": """
+        update_priorities: priority: got float32[50], expected float32[5], one for each row""",
+    "mixture.update_priorities(states, mixture.sample(states, key).index, np.ones(5))": """
+        update_priorities: batch must be the whole batch that the mixture's sample returned
+        got a Index""",
+    "mixture.update_priorities(states, batch, np.ones(5))": """
+        the mixture's sample returned
+        got a batch of one""",
+    # Rollouts.
+    "rollout.minibatches(key, num_epochs=1, num_minibatches=5)": """
+        length * num_envs = 12 does not divide into num_minibatches=5 equal ones
+        the nearest that do: 4 and 6""",
+    "rollout.env_minibatches(key, num_epochs=1, num_minibatches=3)": """
+        env_minibatches: num_envs = 2 does not divide into num_minibatches=3 equal ones
+        the nearest that do: 2""",
+    "rollout.minibatches(key, num_epochs=0, num_minibatches=1)": """
+        num_epochs must be an int of at least 1, got 0""",
+    "rollout.minibatch({'obs': np.zeros((2, 6))}, np.arange(2))": """
+        minibatch:
+        obs: got [2, 6]
+        leaves must begin with [time, num_envs], here [6, 2]""",
+    "rollout.bootstrap(rollout_state, VALUES, ZEROS, VALUES)": """
+        with autoreset="next_step" final observations are rows like any other
+        leave out final_value""",
+    "rollout.bootstrap(rollout_state, VALUES[..., None], ZEROS)": """
+        bootstrap: value: got [6, 2, 1], expected [6, 2], one value for each observation""",
+    "rollout.bootstrap(rollout_state, VALUES, VALUES)": """
+        bootstrap: last_value: got [6, 2], expected [2]""",
+    "rollout.bootstrap(rollout_state, VALUES.astype(int), ZEROS)": """
+        bootstrap: value: got int32, expected floating values""",
+    "keeping.bootstrap(keeping.init(EXAMPLE.replace(final_obs=EXAMPLE.obs)), VALUES, ZEROS)": """
+        this rollout keeps final_obs
+        pass final_value=critic(rollout.steps(state).final_obs)""",
+}
+
+ZEROS, FLAGS, VALUES = np.zeros(2, np.float32), np.zeros(2, bool), np.zeros((6, 2), np.float32)
+OBS = {"a": ZEROS, "b": np.zeros((2, 3), np.float32)}
+STEP = jr.Step(OBS, ZEROS, ZEROS, terminated=FLAGS, truncated=FLAGS)
+FIELDS = {name: getattr(STEP, name) for name in STEP.__dataclass_fields__}
+EXAMPLE = jax.tree.map(lambda leaf: leaf[0], STEP)
+WITH_FINAL = EXAMPLE.replace(final_obs=EXAMPLE.obs)
+BLOCK = jax.tree.map(lambda leaf: np.stack([leaf] * 3), STEP)
+
+
+def minus_one(achieved, goal, step):
+    return jnp.float32(-1)
+
+
+def keep(item, key):
+    return item
+
+
+def relabel(reward, reward_fn, **options):
+    """Return a sample with new goals, from steps whose rewards have the dtype of `reward`."""
+    uniform = jr.uniform(**SIZES, **NEXT)
+    buffer = jr.hindsight(uniform, reward_fn, relabel_fraction=1.0, **options)
+    goals = {"achieved_goal": ZEROS, "desired_goal": ZEROS}
+    state = buffer.init(EXAMPLE.replace(obs=goals, reward=reward))
+    return buffer.sample(state, jax.random.key(0))
+
+
+def rollout_of(autoreset):
+    return jr.rollout(length=6, num_envs=2, autoreset=autoreset)
+
+
+BUFFERS = {
+    "buffer": jr.prioritized(**SIZES, **LOST),
+    "uniform": jr.uniform(**SIZES, **LOST),
+    "masked": jr.uniform(**SIZES, **LOST, allow_mask=True),
+    "pairs": jr.future_pairs(**SIZES, **NEXT),
+    "sequences": jr.sequences(**SIZES, **NEXT, length=2),
+    "rollout": rollout_of("next_step"),
+    "keeping": rollout_of("same_step"),
+}
+OTHERS = {
+    "items": jr.items(**SIZES),
+    "queue": jr.items(**SIZES, sampler=jr.Queue()),
+    "recurrent": jr.sequences(**SIZES, **NEXT, length=2, recurrent_state_key="h"),
+    "mixture": jr.mix(one=(BUFFERS["uniform"], 2), two=(BUFFERS["buffer"], 3)),
 }
 
 
-@pytest.fixture(scope="module")
-def names():
-    flags = np.zeros(4, bool)
-    fields = {"obs": np.zeros((4, 3), np.float32), "action": np.zeros(4, np.int32)}
-    fields["reward"] = np.zeros(4, np.float32)
-    step = jr.Step(**fields, terminated=flags, truncated=flags)
-    example = jax.tree.map(lambda leaf: leaf[0], step)
-    lost = {"autoreset": "same_step_no_final_obs"}
-    buffer, uniform = jr.prioritized(**SIZES, **lost), jr.uniform(**SIZES, **lost)
-    compiled = jr.jit(buffer)
-    donated = compiled.init(example)
-    state = compiled.add(donated, step)
+def states_of(buffers):
     return {
-        "jr": jr,
-        "jnp": jnp,
-        "sizes": SIZES,
-        "flags": flags,
-        "fields": fields,
-        "step": step,
-        "example": example,
-        "buffer": buffer,
-        "uniform": uniform,
-        "uniform_state": uniform.init(example),
-        "same_step": jr.uniform(**SIZES, autoreset="same_step"),
-        "queue": jr.items(capacity=8, batch_size=2, sampler=jr.Queue()),
-        "donated": donated,
-        "state": state,
-        "key": jax.random.key(0),
-        "batch": compiled.sample(state, jax.random.key(0)),
+        f"{name}_state": jax.eval_shape(
+            buffer.init, WITH_FINAL if buffer.autoreset == "same_step" else EXAMPLE
+        )
+        for name, buffer in buffers.items()
     }
 
 
-@pytest.mark.parametrize("typed", MISTAKES)
-def test_a_mistake_is_answered(typed, names):
-    with pytest.raises((ValueError, TypeError, AttributeError, TimeoutError)) as caught:
-        eval(typed, names)
-    said = str(caught.value)
-    for line in MISTAKES[typed].strip().splitlines():
-        assert line.strip() in said
+@pytest.fixture(scope="module")
+def arrays():
+    """Return shapes and dtypes of states, batches and a key."""
+    jitted.options_here()  # compiles a program, the first time in a process
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    states = states_of(BUFFERS)
+    batch, sequences = (
+        jax.eval_shape(BUFFERS[name].sample, states[f"{name}_state"], key)
+        for name in ("buffer", "sequences")
+    )
+    members = {"one": states["uniform_state"], "two": states["buffer_state"]}
+    given = {"state": states["buffer_state"], "states": members, "key": key}
+    return {**states, **given, "batch": batch, "batch_of_sequences": sequences}
+
+
+def check(typed, arrays, lines, kind=ValueError, **buffers):
+    """Check what the error of the typed code says."""
+    names = {**globals(), **BUFFERS, **OTHERS, **buffers}
+    with pytest.raises(kind) as caught:
+        jax.eval_shape(lambda arrays: eval(typed, names, arrays), arrays)
+    for line in lines.strip().splitlines():
+        assert line.strip() in str(caught.value)
+
+
+@pytest.mark.parametrize("typed", WRONG := {**MAKING, **INIT, **USING})
+@pytest.mark.no_xla
+def test_a_mistake_is_answered(typed, arrays):
+    check(typed, arrays, WRONG[typed])
+
+
+@pytest.mark.parametrize("typed", NAMES)
+@pytest.mark.no_xla
+def test_a_name_of_another_library_is_answered(typed, arrays):
+    check(typed, arrays, NAMES[typed], (TypeError, AttributeError))
+
+
+@pytest.mark.parametrize("typed", STEPS)
+@pytest.mark.parametrize("kind", ["buffer", "rollout"])
+@pytest.mark.no_xla
+def test_a_wrong_step_is_answered_by_buffers_and_rollouts(kind, typed):
+    make = rollout_of if kind == "rollout" else functools.partial(jr.uniform, **SIZES)
+    buffers = {name: make(autoreset=form) for name, form in FORMS.items()}
+    check(typed, states_of(buffers), STEPS[typed], **buffers)
+
+
+@pytest.mark.no_xla
+def test_a_new_reward_of_the_stored_dtype_is_taken():
+    for reward_fn in (minus_one, lambda *_: -1):
+        batch = jax.eval_shape(functools.partial(relabel, reward_fn=reward_fn), ZEROS[0])
+        assert batch.experience.reward.dtype == jnp.float32
+
+
+def test_a_mistake_outside_of_jit_is_answered():
+    """A state that was donated, a `Replay`, and the wrong object for it."""
+    buffer = jr.jit(jr.items(**SIZES))
+    donated = buffer.init(0.0)
+    buffer.add(donated, ZEROS)
+    with pytest.raises(ValueError, match=r"donated to an earlier (.|\n)*state = buffer.add\(state"):
+        buffer.add(donated, ZEROS)
+    with pytest.raises(ValueError, match=r"buffer must be an (.|\n)*got jaxreplay.jit\(Replay"):
+        jr.Replay(buffer)  # pyright: ignore
+    with pytest.raises(TimeoutError, match="no batch can be sampled yet, 0 rows of at least 1"):
+        jr.Replay(buffer.buffer).sample()

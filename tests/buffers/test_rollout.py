@@ -1,8 +1,9 @@
 """The on-policy buffer: its stored steps, the three ways to end an episode, and no copies or lost
 steps."""
 
-import dataclasses
+import functools
 
+import chex
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -11,355 +12,255 @@ import pytest
 
 import jaxreplay as jr
 import jaxreplay.compat.flax
-from jaxreplay import Rollout
-from jaxreplay.buffers import state_checks
 from tests.support import hlo
 
-T, E = 6, 2
+T, E, TIME = 6, 2, 9
 FORMS = ("next_step", "same_step")
+PARTS = (0, 1, T, TIME)
+forms = pytest.mark.parametrize("form", FORMS)
 
 
 def rollout_of(form, length=T, num_envs=E):
-    return Rollout(length=length, num_envs=num_envs, autoreset=form)
+    return jr.Rollout(length=length, num_envs=num_envs, autoreset=form)
 
 
-def step_of(seed=0, time=None, form=FORMS[1], num_envs=E):
-    """Return a random step of every env, or a block of `time` steps, with leaves of many dtypes."""
-    axes, r = (num_envs,) if time is None else (time, num_envs), np.random.default_rng(seed)
+def block_of(form, seed=0):
+    """Return steps with leaves of many dtypes. Env 0 is done at rows 1, 3 and 4."""
+    axes, r = (TIME, E), np.random.default_rng(seed)
     obs = {
-        "vector": jnp.asarray(r.normal(size=(*axes, 3)), jnp.bfloat16),
-        "image": jnp.asarray(r.integers(0, 256, (*axes, 2, 2)), jnp.uint8),
+        "vector": r.normal(size=(*axes, 3)).astype(jnp.bfloat16),
+        "image": r.integers(0, 255, (*axes, 2, 2), np.uint8),
     }
+    done = np.zeros(axes, bool)
+    done[[1, 3, 4], 0] = True
     return jr.Step(
         obs=obs,
-        action=jnp.asarray(r.integers(0, 4, axes), jnp.int32),
-        reward=jnp.asarray(r.normal(size=axes), jnp.float32),
-        terminated=jnp.asarray(r.random(axes) < 0.2),
-        truncated=jnp.asarray(r.random(axes) < 0.2),
-        final_obs=jax.tree.map(lambda x: x + 1, obs) if form == FORMS[1] else None,
+        action=r.integers(0, 4, axes, np.int32),
+        reward=r.normal(size=(*axes, 2)).astype(np.float32),
+        terminated=done,
+        truncated=np.zeros(axes, bool),
+        final_obs=jax.tree.map(lambda x: x + x.dtype.type(1), obs) if form == "same_step" else None,
         extras={
-            "flag": jnp.asarray(r.random(axes) < 0.5),
-            "half": jnp.asarray(r.normal(size=(*axes, 1)), jnp.float16),
+            "flag": r.random(axes) < 0.5,
+            "half": r.normal(size=(*axes, 1)).astype(np.float16),
         },
     )
 
 
-def example_of(form=FORMS[1]):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), step_of(form=form))
+def nth(tree, place):
+    return jax.tree.map(lambda leaf: leaf[place], tree)
 
 
-def assert_same(got, expected):
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for leaf, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert leaf.dtype == other.dtype
-        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(other))
+def example_of(form):
+    return nth(block_of(form), (0, 0))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_what_was_added_is_held_as_it_came(form):
-    rollout, block = rollout_of(form), step_of(3, T, form)
-    state = jax.jit(rollout.extend)(rollout.init(example_of(form)), block)
-    assert_same(rollout.steps(state), block)
-    assert_same(jax.jit(rollout.steps)(state), block)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_extend_equals_add_for_each_step_also_beyond_the_length(form):
-    rollout = rollout_of(form)
-    add, extend = jax.jit(rollout.add), jax.jit(rollout.extend)
-    state = expected = add(rollout.init(example_of(form)), step_of(9, form=form))
-    for seed, time in enumerate((1, 2, 9)):
-        block = step_of(seed, time, form)
-        state = extend(state, block)
-        for t in range(time):
-            expected = add(expected, jax.tree.map(lambda leaf, t=t: leaf[t], block))
-        assert_same(state, expected)
-    assert_same(rollout.extend(state, step_of(0, 0, form)), state)
-
-
-def test_steps_without_room_are_dropped_and_counted():
-    rollout = rollout_of(FORMS[1])
-    state, add = rollout.init(example_of()), jax.jit(rollout.add)
-    for seed in range(T + 3):
-        assert bool(rollout.can_add(state)) == (seed < T)
-        state = add(state, step_of(seed))
-        assert (int(state.position), int(state.num_dropped)) == (
-            min(seed + 1, T),
-            max(seed + 1 - T, 0),
-        )
-    assert_same(rollout.steps(state).reward, jnp.stack([step_of(seed).reward for seed in range(T)]))
-    cleared = rollout.clear(state)
-    assert (int(cleared.position), int(cleared.num_dropped), bool(rollout.can_add(cleared))) == (
-        0,
-        3,
-        True,
-    )
-    full = state.replace(num_dropped=jnp.int32(2**31 - 2))
-    assert int(add(add(full, step_of()), step_of()).num_dropped) == 2**31 - 1
-
-
-def test_an_empty_rollout_has_no_steps_and_no_reward():
-    rollout = rollout_of(FORMS[0])
-    state = rollout.init(example_of(FORMS[0]))
-    assert (int(rollout.num_steps(state)), float(rollout.mean_reward(state))) == (0, 0.0)
-    _, mask = rollout.bootstrap(state, jnp.zeros((T, E)), jnp.zeros(E))
-    assert not mask.any()
-
-
-def test_a_reward_of_several_numbers_has_several_means():
-    rollout, zeros = Rollout(length=2, num_envs=1, autoreset="next_step"), jnp.zeros((2, 1))
-    block = jr.Step(
-        zeros, zeros, jnp.array([[[1, 2]], [[3, 9]]]), terminated=zeros > 0, truncated=zeros > 0
-    )
-    state = jax.jit(rollout.extend)(rollout.init(jax.tree.map(lambda x: x[0, 0], block)), block)
-    assert rollout.mean_reward(state).tolist() == [2.0, 5.5]
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_jit_equals_eager_and_vmap_a_loop(form):
-    rollout = rollout_of(form)
-    states = [
-        jax.jit(rollout.extend)(rollout.init(example_of(form)), step_of(seed, seed + 2, form))
-        for seed in range(3)
-    ]
-    value, final_value = jnp.ones((T, E)), None if form == FORMS[0] else jnp.ones((T, E))
-    operations = (
-        lambda state: rollout.add(state, step_of(1, form=form)),
-        lambda state: rollout.extend(state, step_of(2, 3, form)),
-        rollout.clear,
-        rollout.steps,
-        lambda state: rollout.bootstrap(state, value, value[0], final_value),
-        lambda state: (
-            rollout.num_steps(state),
-            rollout.mean_reward(state),
-            rollout.can_add(state),
+def operations(rollout, state, block):
+    """Return what each method returns for a state, by name."""
+    value = jnp.ones((T, E))
+    return {
+        "state": state,
+        "steps": rollout.steps(state),
+        "can_add": (rollout.can_add(state), rollout.can_add(state, 3)),
+        "num_steps": rollout.num_steps(state),
+        "mean_reward": rollout.mean_reward(state),
+        "is_first": rollout.is_first(state),
+        "bootstrap": rollout.bootstrap(
+            state, value, value[0], value if rollout.autoreset == "same_step" else None
         ),
-        lambda state: rollout.minibatch(rollout.steps(state), jnp.array([3, 0, 11])),
+        "clear": rollout.clear(state),
+        "extend": rollout.extend(state, nth(block, slice(4))),
+        "minibatch": rollout.minibatch(rollout.steps(state), np.array([5, 0, 11])),
+        "env_minibatch": rollout.env_minibatch(rollout.steps(state), np.array([1])),
+    }
+
+
+def tell(rollout, block):
+    """Return `operations` of the empty state and after each `add`, and the states of extends."""
+
+    def add(state, step):
+        state = rollout.add(state, step)
+        return state, operations(rollout, state, block)
+
+    empty = rollout.init(nth(block, (0, 0)))
+    _, added = jax.lax.scan(add, empty, block)
+    return (
+        operations(rollout, empty, block),
+        added,
+        [rollout.extend(empty, nth(block, slice(part))) for part in PARTS],
     )
-    together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
-    for run in operations:
-        jitted = jax.jit(run)
-        vmapped = jax.jit(jax.vmap(run))(together)
-        assert_same(jitted(states[0]), run(states[0]))
-        for which, state in enumerate(states):
-            assert_same(jax.tree.map(lambda leaf, which=which: leaf[which], vmapped), jitted(state))
 
 
-@pytest.mark.parametrize("form", FORMS)
+jitted_tell = jax.jit(tell, static_argnums=0)
+
+
+@functools.cache
+def told(form):
+    return jax.device_get(jitted_tell(rollout_of(form), block_of(form)))
+
+
+@forms
+def test_steps_are_held_as_they_came_and_the_rest_is_counted(form):
+    block, (_, added, _) = block_of(form), told(form)
+    for time in range(TIME):
+        found, held = nth(added, time), min(time + 1, T)
+        chex.assert_trees_all_equal(
+            nth(found["steps"], slice(held)), nth(block, slice(held)), strict=True
+        )
+        state = found["state"]
+        assert (state.position, state.num_dropped) == (held, time + 1 - held)
+        assert found["can_add"] == (held < T, held + 3 <= T)
+        cleared = found["clear"]
+        assert (cleared.position, cleared.num_dropped) == (0, state.num_dropped)
+        assert not cleared.mask.any()
+
+
+@forms
+def test_what_is_told_of_steps(form):
+    """Env 0 is done at rows 1, 3 and 4. With next_step, the row after an end is a final row."""
+    block, (empty, added, _) = block_of(form), told(form)
+    mask, is_first = np.ones((2, T, E), bool)
+    mask[[2, 4] if form == "next_step" else [], 0] = False
+    is_first[:] = False
+    is_first[[3, 5] if form == "next_step" else [2, 4, 5], 0] = True
+    for time in range(TIME):
+        found, now = nth(added, time), mask & (np.arange(T) <= time)[:, None]
+        np.testing.assert_array_equal(found["state"].mask, now)
+        np.testing.assert_array_equal(found["bootstrap"][1], now)
+        np.testing.assert_array_equal(found["is_first"], is_first & now)
+        assert found["num_steps"] == now.sum()
+        np.testing.assert_allclose(
+            found["mean_reward"], block.reward[:T][now].mean(axis=0), atol=1e-6
+        )
+    assert (empty["num_steps"], empty["mean_reward"].tolist()) == (0, [0.0, 0.0])
+    assert not empty["bootstrap"][1].any()
+    assert not empty["is_first"].any()
+
+
+@forms
+def test_extend_equals_add_for_each_step_also_beyond_the_length(form):
+    block, (empty, added, extended) = block_of(form), told(form)
+    for part, state in zip(PARTS, extended, strict=True):
+        expected = nth(added["state"], part - 1) if part else empty["state"]
+        chex.assert_trees_all_equal(state, expected, strict=True)
+    # An extend by 4 steps after 3 adds: as 7 adds.
+    again = jax.tree.map(lambda leaf: np.concatenate([leaf[:3], leaf[:6]]), block)
+    _, expected, _ = jitted_tell(rollout_of(form), again)
+    chex.assert_trees_all_equal(
+        nth(added["extend"], 2), nth(jax.device_get(expected["state"]), 6), strict=True
+    )
+
+
+@pytest.mark.parametrize("form", [FORMS[0], pytest.param(FORMS[1], marks=pytest.mark.thorough)])
+def test_vmap_equals_a_loop(form):
+    blocks = [block_of(form, seed) for seed in (0, 1)]
+    together = jax.tree.map(lambda *leaves: np.stack(leaves), *blocks)
+    found = jax.device_get(jax.jit(jax.vmap(functools.partial(tell, rollout_of(form))))(together))
+    for which, block in enumerate(blocks):
+        expected = jitted_tell(rollout_of(form), block)
+        chex.assert_trees_all_equal(nth(found, which), jax.device_get(expected), strict=True)
+
+
+@pytest.mark.thorough  # eager mode compiles each primitive by itself
+@forms
+def test_jit_equals_eager(form):
+    rollout, block = rollout_of(form), block_of(form)
+    state = rollout.add(rollout.init(example_of(form)), nth(block, 0))
+    expected = nth(told(form)[1], 0)
+    chex.assert_trees_all_equal(jax.device_get(operations(rollout, state, block)), expected)
+
+
+@forms
+@pytest.mark.no_xla
 def test_one_trace_serves_all_states_and_keeps_their_structure(form):
-    traces = []
+    chex.clear_trace_counter()
 
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def add(rollout, state, step):
-        traces.append(rollout)
         return rollout.add(state, step)
 
-    spec = lambda state: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.weak_type), state)
-    for _ in range(2):
+    for seed in range(2):
         rollout = rollout_of(form)
-        state = rollout.init(example_of(form))
-        before = spec(state)
-        for seed in range(3):
-            state = add(rollout, state, step_of(seed, form=form))
-            assert spec(state) == spec(rollout.clear(state)) == before
-    assert len(traces) == 1
+        state = jax.eval_shape(rollout.init, example_of(form))
+        assert jax.eval_shape(add, rollout, state, nth(block_of(form, seed), 0)) == state
+        assert jax.eval_shape(rollout.clear, state) == state
     assert jax.tree.leaves(rollout) == []
 
 
-def test_a_donated_state_is_reused_and_gone():
-    rollout = rollout_of(FORMS[1], length=4096)
-    state = rollout.init(example_of())
-    for function, block in ((rollout.add, step_of()), (rollout.extend, step_of(0, 3))):
+def test_a_donated_state_is_reused_and_gone_and_takes_what_memory_says():
+    rollout, block = jr.jit(rollout_of("same_step")), block_of("same_step")
+    example = example_of("same_step")
+    state = rollout.init(example)
+    taken = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert rollout.buffer.memory(example).total == taken
+    for method, steps in ((rollout.add, nth(block, 0)), (rollout.extend, block)):
         old = jax.tree.leaves(state)
         pointers = {leaf.unsafe_buffer_pointer() for leaf in old}
-        state = jax.jit(function, donate_argnums=0)(state, block)
+        state = method(state, steps)
         assert all(leaf.is_deleted() for leaf in old)
         assert {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)} == pointers
+    assert not rollout.can_add(state, 2)
+    state = state.replace(num_dropped=np.int32(2**31 - 2))
+    for _ in range(2):  # the count stops at the largest number
+        state = rollout.add(state, nth(block, 0))
+    assert int(state.num_dropped) == 2**31 - 1
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_writes_are_in_place_alone_in_a_scan_and_for_a_population(form, monkeypatch):
+@forms
+def test_writes_are_in_place_alone_in_a_scan_and_for_a_population(form):
     # The check accepts scatters. If a scatter is not in place, XLA adds a copy, which it refuses.
-    length, population = 1 << 14, 8
-    rollout, one, block = rollout_of(form, length), step_of(form=form), step_of(0, 5, form)
-    state = rollout.init(example_of(form))
-    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * population), state)
-    for write in (
-        lambda state: rollout.add(state, one),
-        lambda state: rollout.extend(state, block),
+    length, population, block = 1 << 14, 8, block_of(form)
+    rollout = rollout_of(form, length)
+    init = lambda _: rollout.init(example_of(form))
+    state = jax.eval_shape(init, 0)
+    states = jax.eval_shape(jax.vmap(init), np.arange(population))
+
+    def write(state, _=None):
+        return rollout.extend(rollout.add(state, nth(block, 0)), block), None
+
+    for function, given, times in (
+        (write, state, 1),
+        (lambda state: jax.lax.scan(write, state, None, 3), state, 1),
+        (jax.vmap(write), states, population),
     ):
-        hlo.check_in_place(write, (state,), num_elements=length * E, donated=0)
-        scanned = lambda state, write=write: jax.lax.scan(
-            lambda s, _: (write(s), None), state, None, 3
-        )
-        hlo.check_in_place(scanned, (state,), num_elements=length * E, donated=0)
-        hlo.check_in_place(
-            lambda states, write=write: jax.vmap(write)(states),
-            (states,),
-            num_elements=population * length * E,
-            donated=0,
-        )
+        hlo.check_in_place(function, (given,), num_elements=times * length * E, donated=0)
 
 
+@pytest.mark.no_xla
 def test_a_state_goes_through_serialization():
-    rollout = rollout_of(FORMS[0])
-    state = rollout.extend(rollout.init(example_of(FORMS[0])), step_of(1, 3, FORMS[0]))
-    restored = flax.serialization.from_bytes(
-        rollout.init(example_of(FORMS[0])), flax.serialization.to_bytes(state)
+    state = jax.tree.map(
+        lambda leaf: np.ones(leaf.shape, leaf.dtype),
+        jax.eval_shape(rollout_of("next_step").init, example_of("next_step")),
     )
-    assert_same(jax.tree.map(jnp.asarray, restored), state)
+    empty = jax.tree.map(np.zeros_like, state)
+    restored = flax.serialization.from_bytes(empty, flax.serialization.to_bytes(state))
+    chex.assert_trees_all_equal(restored, state, strict=True)
 
 
-def test_what_memory_says_is_what_init_takes():
-    rollout = rollout_of(FORMS[1])
-    assert rollout.memory(example_of()).total == sum(
-        leaf.nbytes for leaf in jax.tree.leaves(rollout.init(example_of()))
-    )
-
-
-def test_an_eager_add_of_a_large_rollout_warns():
-    state_checks._warned.clear()
-    rollout = rollout_of(FORMS[0], length=1 << 20)
-    step = jr.Step(*[jnp.zeros(E)] * 3, terminated=jnp.zeros(E, bool), truncated=jnp.zeros(E, bool))
-    state = rollout.init(jax.tree.map(lambda leaf: leaf[0], step))
-    with pytest.warns(jr.CopyWarning, match="add was called outside of jit"):
-        rollout.add(state, step)
+def shuffled(method, **sizes):
+    return np.asarray(jax.jit(lambda: method(jax.random.key(3), **sizes))())
 
 
 def test_minibatches_hold_each_row_once_an_epoch_in_a_new_order():
-    rollout = rollout_of(FORMS[1])
-    index = rollout.minibatches(jax.random.key(0), num_epochs=5, num_minibatches=3)
-    assert (index.shape, index.dtype) == ((15, T * E // 3), jnp.int32)
-    epochs = np.asarray(index).reshape(5, T * E)
-    assert (np.sort(epochs) == np.arange(T * E)).all()
-    assert len({tuple(epoch) for epoch in epochs}) == 5
-    by_env = rollout.env_minibatches(jax.random.key(0), num_epochs=4, num_minibatches=2)
-    assert (np.sort(np.asarray(by_env).reshape(4, E)) == np.arange(E)).all()
-
-
-def test_any_order_of_an_epoch_is_as_likely():
     """Chi-square over the 24 orders of 4 envs in 4800 epochs, with 23 degrees of freedom, reaches
     58.6 for 6 of 100 000 seeds."""
-    rollout = rollout_of(FORMS[1], num_envs=4)
-    orders = rollout.env_minibatches(jax.random.key(3), num_epochs=4800, num_minibatches=1)
-    _, counts = np.unique(np.asarray(orders), axis=0, return_counts=True)
+    index = shuffled(rollout_of("same_step").minibatches, num_epochs=5, num_minibatches=3)
+    assert (index.shape, index.dtype) == ((15, T * E // 3), jnp.int32)
+    epochs = index.reshape(5, T * E)
+    assert (np.sort(epochs) == np.arange(T * E)).all()
+    assert len({tuple(epoch) for epoch in epochs}) == 5
+    four = rollout_of("same_step", num_envs=4)
+    by_env = shuffled(four.env_minibatches, num_epochs=4800, num_minibatches=2)
+    orders, counts = np.unique(by_env.reshape(4800, 4), axis=0, return_counts=True)
+    assert (np.sort(orders) == np.arange(4)).all()
     assert len(counts) == 24
     assert ((counts - 200) ** 2 / 200).sum() < 58.6
 
 
-def test_take_reads_the_rows_of_a_minibatch():
-    rollout, block = rollout_of(FORMS[1]), step_of(2, T)
-    index = jnp.array([5, 0, 11])
-    assert_same(
-        rollout.minibatch(block, index),
-        jax.tree.map(lambda leaf: leaf[index // E, jnp.array([1, 0, 1])], block),
+def test_a_minibatch_has_its_rows():
+    block, found = block_of("same_step"), nth(told("same_step")[1], -1)
+    chex.assert_trees_all_equal(found["minibatch"], nth(block, ([2, 0, 5], [1, 0, 1])), strict=True)
+    chex.assert_trees_all_equal(
+        found["env_minibatch"], nth(block, (slice(T), slice(1, 2))), strict=True
     )
-    assert_same(
-        rollout.env_minibatch(block, jnp.array([1])), jax.tree.map(lambda leaf: leaf[:, 1:], block)
-    )
-    scanned = jax.jit(
-        lambda index: jax.lax.scan(lambda _, i: (None, rollout.minibatch(block, i)), None, index)[1]
-    )
-    epochs = rollout.minibatches(jax.random.key(1), num_epochs=2, num_minibatches=4)
-    assert_same(scanned(epochs).reward, block.reward.reshape(-1)[epochs])
-
-
-def test_wrong_sizes_are_refused_with_the_nearest_that_fit():
-    rollout = rollout_of(FORMS[1])
-    with pytest.raises(
-        ValueError,
-        match=r"length \* num_envs = 12 does not divide into num_minibatches=5 equal ones; .* do: "
-        r"4 and 6",
-    ):
-        rollout.minibatches(jax.random.key(0), num_epochs=1, num_minibatches=5)
-    with pytest.raises(
-        ValueError,
-        match=r"env_minibatches: num_envs = 2 does not divide into num_minibatches=3 .* that do: "
-        r"2$",
-    ):
-        rollout.env_minibatches(jax.random.key(0), num_epochs=1, num_minibatches=3)
-    with pytest.raises(ValueError, match="num_epochs must be an int of at least 1, got 0"):
-        rollout.minibatches(jax.random.key(0), num_epochs=0, num_minibatches=1)
-    with pytest.raises(
-        ValueError,
-        match=r"minibatch:\n  obs: got \[2, 6\]\nleaves must begin with \[time, num_envs\], "
-        r"here \[6, 2\]",
-    ):
-        rollout.minibatch({"obs": jnp.zeros((E, T))}, jnp.arange(2))
-
-
-def test_a_wrong_configuration_is_refused():
-    with pytest.raises(
-        ValueError, match=r"Rollout: autoreset=None, but it must say what your env does"
-    ):
-        Rollout(length=4, num_envs=1)
-    with pytest.raises(ValueError, match="Rollout: length must be an int of at least 1, got 0"):
-        Rollout(length=0, num_envs=1, autoreset="next_step")
-    with pytest.raises(
-        ValueError,
-        match=r"length \* num_envs = 2147483648 is too large: it must be at most 1073741824",
-    ):
-        Rollout(length=2**30, num_envs=2, autoreset="next_step")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        rollout_of(FORMS[0]).length = 3
-
-
-def test_the_wrong_leaf_is_named():
-    rollout = rollout_of(FORMS[1])
-    state = rollout.init(example_of())
-    with pytest.raises(
-        ValueError, match=r"add:\n  obs.image: got uint8\[6, 2, 2, 2\], expected uint8\[2, 2, 2\]"
-    ) as error:
-        rollout.add(state, step_of(0, T))
-    assert "add takes one step of every env, leaves [num_envs, ...]" in str(error.value)
-    with pytest.raises(
-        ValueError, match=r"extend:\n(.|\n)*final_obs.image: missing, expected uint8\[6, 2, 2, 2\]"
-    ):
-        rollout.extend(
-            state, step_of(0, T).replace(final_obs={"vector": step_of(0, T).obs["vector"]})
-        )
-    with pytest.raises(
-        ValueError, match="init: the step's keys are wrong: missing terminated, truncated"
-    ):
-        rollout.init({"obs": 0.0, "action": 0, "reward": 0.0})
-
-
-def test_a_bootstrap_that_cannot_be_right_is_refused():
-    value = jnp.zeros((T, E))
-    kept = rollout_of(FORMS[1]).init(example_of())
-    with pytest.raises(
-        ValueError,
-        match=r"this rollout keeps final_obs; pass "
-        r"final_value=critic\(rollout\.steps\(state\)\.final_obs\)",
-    ):
-        rollout_of(FORMS[1]).bootstrap(kept, value, value[0])
-    tails = rollout_of(FORMS[0]).init(example_of(FORMS[0]))
-    with pytest.raises(
-        ValueError,
-        match=r'with autoreset="next_step" final observations are rows like any other; leave out '
-        r"final_value",
-    ):
-        rollout_of(FORMS[0]).bootstrap(tails, value, value[0], value)
-    with pytest.raises(
-        ValueError,
-        match=r"bootstrap: value: got \[6, 2, 1\], expected \[6, 2\], one value for each "
-        r"observation",
-    ):
-        rollout_of(FORMS[0]).bootstrap(tails, value[..., None], value[0])
-    with pytest.raises(ValueError, match=r"bootstrap: last_value: got \[6, 2\], expected \[2\]"):
-        rollout_of(FORMS[0]).bootstrap(tails, value, value)
-    with pytest.raises(ValueError, match="bootstrap: value: got int32, expected floating values"):
-        rollout_of(FORMS[0]).bootstrap(tails, value.astype(jnp.int32), value[0])
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_memory_starts_anew_where_an_episode_does(form):
-    """Done flags of one env are set at rows 1, 3 and 4. With next_step, the row after an end is the
-    final row."""
-    rollout = rollout_of(form, num_envs=1)
-    done = jnp.array([False, True, False, True, True, False])[:, None]
-    block = step_of(0, T, form, num_envs=1).replace(terminated=done, truncated=done & ~done)
-    state = rollout.extend(rollout.init(example_of(form)), block)
-    at = [3, 5] if form == "next_step" else [2, 4, 5]
-    assert np.flatnonzero(rollout.is_first(state)).tolist() == at
-    assert not rollout.is_first(rollout.clear(state)).any()

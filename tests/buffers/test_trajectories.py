@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 import jaxreplay as jr
-from jaxreplay import Rollout, gae
-from jaxreplay.buffers import trajectories
-from tests.conftest import SOAK
+from jaxreplay import Rollout
+from tests.conftest import ALL, SOAK
+from tests.support.compilations import count_programs
 
 LENGTH = 40
 # Bytes of a row of `trajectory_of`: obs, action, reward, flags, extras and the mask
@@ -46,8 +46,16 @@ def example_of(trajectory):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), trajectory)
 
 
-def empty():
-    return ROLLOUT.init(example_of(trajectory_of(3)))
+# A compiled `init`; outside of `jit` each array is a program.
+init = jax.jit(lambda: ROLLOUT.init(example_of(trajectory_of(3))))
+
+
+def written(many, state=None, chunk_rows=7):
+    """Return the state after some trajectories were written, as NumPy arrays."""
+    state = init() if state is None else state
+    return jax.device_get(
+        ROLLOUT.from_trajectories(state, many, chunk_bytes=chunk_rows * ROW_BYTES)
+    )
 
 
 def expected_rows(trajectory):
@@ -82,97 +90,60 @@ ragged = st.lists(
 ).map(lambda many: [trajectory_of(*one) for one in many])
 
 
+@jax.jit
+def learn(state):
+    value = ROLLOUT.steps(state).obs["x"][..., 0]
+    found, _ = ROLLOUT.advantages(state, value, jnp.zeros(1), gamma=DISCOUNT, lambda_=DECAY)
+    return found.advantage[:, 0]
+
+
+# A program for each size of a chunk.
+chunks = st.integers(1, 45) if ALL else st.sampled_from((1, 7, 45))
+
+
 @settings(max_examples=400 if SOAK else 60)
-@given(ragged, st.integers(1, 45))
+@example([], 7)
+@example(
+    [trajectory_of(0), trajectory_of(0, "", False), trajectory_of(1, "C", False)], 7
+)  # no rows
+@given(ragged, chunks)
 def test_each_trajectory_is_its_steps_and_its_final_observation(many, chunk_rows):
-    state = ROLLOUT.from_trajectories(empty(), many, chunk_bytes=chunk_rows * ROW_BYTES)
+    """Learning is as from each trajectory alone."""
+    state = written(many, chunk_rows=chunk_rows)
     expected = [row for trajectory in many for row in expected_rows(trajectory)]
-    steps = ROLLOUT.steps(state)
-    assert int(state.position) == len(expected)
+    steps, advantage, later = state.steps, learn(state), 0.0
+    assert state.position == len(expected)
     assert state.mask[:, 0].tolist() == [row[4] for row in expected] + [False] * (
         LENGTH - len(expected)
     )
-    for t, (x, reward, terminated, truncated, _, extras) in enumerate(expected):
+    for t, (x, reward, terminated, truncated, is_step, extras) in reversed([*enumerate(expected)]):
         np.testing.assert_array_equal(steps.obs["x"][t, 0], x)
-        assert (bool(steps.terminated[t, 0]), bool(steps.truncated[t, 0])) == (
-            terminated,
-            truncated,
-        )
-        assert float(steps.extras[t, 0]) == np.float32(extras)
-        assert reward is None or float(steps.reward[t, 0]) == np.float32(reward)
-    assert int(ROLLOUT.num_steps(state)) == sum(row[4] for row in expected)
-
-
-@jax.jit
-def learn(state):
-    steps = ROLLOUT.steps(state)
-    value = steps.obs["x"][..., 0]
-    next_value, mask = ROLLOUT.bootstrap(state, value, jnp.zeros(1))
-    return gae(
-        steps.reward,
-        value,
-        next_value,
-        terminated=steps.terminated,
-        truncated=steps.truncated,
-        gamma=DISCOUNT,
-        lambda_=DECAY,
-        mask=mask,
-    ).advantage
-
-
-@settings(max_examples=400 if SOAK else 40)
-@given(ragged)
-def test_advantages_are_those_of_each_trajectory_alone(many):
-    state = ROLLOUT.from_trajectories(empty(), many, chunk_bytes=7 * ROW_BYTES)
-    expected = []
-    for trajectory in many:
-        value, reward = trajectory["obs"]["x"][:, 0].astype(float), trajectory["reward"]
-        terminated = bool(trajectory["terminated"][-1:].any())
-        num_steps = len(reward) if len(value) > len(reward) or terminated else len(reward) - 1
-        later, backwards = 0.0, []
-        for t in reversed(range(num_steps)):
-            beyond = 0.0 if terminated and t == len(reward) - 1 else value[t + 1]
-            later = reward[t] + DISCOUNT * beyond - value[t] + DISCOUNT * DECAY * later
-            backwards.append(later)
-        expected += backwards[::-1]
-    np.testing.assert_allclose(
-        np.asarray(learn(state))[np.asarray(state.mask)], expected, atol=1e-4
-    )
-
-
-def test_nothing_and_trajectories_without_a_step_leave_no_row():
-    for many in (
-        [],
-        iter([]),
-        [trajectory_of(0)],
-        [trajectory_of(0, final=False)],
-        [trajectory_of(1, "C", final=False)],
-    ):
-        state = ROLLOUT.from_trajectories(empty(), many)
-        assert (int(state.position), int(ROLLOUT.num_steps(state))) == (0, 0)
+        assert (steps.terminated[t, 0], steps.truncated[t, 0]) == (terminated, truncated)
+        assert steps.extras[t, 0] == np.float32(extras)
+        if is_step:
+            assert steps.reward[t, 0] == np.float32(reward)
+            beyond = 0.0 if terminated else float(expected[t + 1][0][0])
+            later *= DISCOUNT * DECAY * (not terminated and not truncated)
+            later += reward + DISCOUNT * beyond - float(x[0])
+            np.testing.assert_allclose(advantage[t], later, atol=1e-4)
 
 
 def test_a_second_batch_takes_the_place_of_the_first():
-    state = ROLLOUT.from_trajectories(
-        empty(), [trajectory_of(20, seed=3), trajectory_of(15)], chunk_bytes=100
-    )
-    state = ROLLOUT.from_trajectories(state, [trajectory_of(4, "T", final=False)], chunk_bytes=100)
+    state = written([trajectory_of(20, seed=3), trajectory_of(15)])
+    assert written(iter([])).position == 0
+    state = written([trajectory_of(4, "T", final=False)], state)
     assert state.mask[:, 0].tolist() == [True] * 4 + [False] * 36
     # The next added step begins an episode: it is not taken for a final observation.
-    step = jax.tree.map(lambda x: jnp.asarray(x[0], jnp.asarray(x).dtype)[None], trajectory_of(1))
-    assert ROLLOUT.add(state, step).mask[:6, 0].tolist() == [True] * 5 + [False]
+    step = jax.tree.map(lambda x: x[:1], jr.Step(**trajectory_of(1)))
+    mask = np.asarray(jr.jit(ROLLOUT).add(state, step).mask)
+    assert mask[:6, 0].tolist() == [True] * 5 + [False]
 
 
 def test_the_longest_that_fits_fits():
-    many = [trajectory_of(LENGTH - 12, seed=5), trajectory_of(10, "T")]
-    state = ROLLOUT.from_trajectories(empty(), many, chunk_bytes=7 * ROW_BYTES)
-    assert int(state.position) == LENGTH
-    with pytest.raises(
-        ValueError,
-        match=r"trajectory 1: does not fit: with it there are 41 rows, final observations "
-        r"included, .*length=40",
-    ):
-        ROLLOUT.from_trajectories(state, [many[0], trajectory_of(11)])
+    # A Step, JAX arrays and a generator are taken, too.
+    second = jr.Step(**jax.tree.map(jax.device_put, trajectory_of(10, "T")))
+    many = [trajectory_of(LENGTH - 12, seed=5), second]
+    assert written(one for one in many).position == LENGTH
 
 
 def test_every_dtype_is_kept():
@@ -189,44 +160,23 @@ def test_every_dtype_is_kept():
     values = np.random.default_rng(0).integers(0, 3, (len(dtypes), 9, 2))
     obs = {np.dtype(dtype).name: x.astype(dtype) for dtype, x in zip(dtypes, values, strict=True)}
     trajectory = {**trajectory_of(9, "T"), "obs": obs}
-    state = ROLLOUT.from_trajectories(
-        ROLLOUT.init(example_of(trajectory)), [trajectory] * 2, chunk_bytes=200
-    )
-    for name, leaf in ROLLOUT.steps(state).obs.items():
+    state = jax.jit(lambda: ROLLOUT.init(example_of(trajectory)))()
+    state = ROLLOUT.from_trajectories(state, [trajectory] * 2, chunk_bytes=200)
+    for name, leaf in jax.device_get(jax.jit(ROLLOUT.steps)(state)).obs.items():
         assert leaf.dtype.name == name
-        np.testing.assert_array_equal(
-            np.asarray(leaf[9:18, 0]).astype(float), obs[name].astype(float)
-        )
+        np.testing.assert_array_equal(leaf[9:18, 0].astype(float), obs[name].astype(float))
 
 
 def test_one_compilation_serves_all_lengths():
-    rollout = Rollout(length=333, num_envs=1, autoreset="next_step")
-    before = trajectories._write_chunk._cache_size()
-    for lengths in ((300,), (1, 2, 3), (17, 0, 90, 5), ()):
-        state = rollout.init(example_of(trajectory_of(3)))
-        rollout.from_trajectories(
-            state, [trajectory_of(n, seed=n) for n in lengths], chunk_bytes=50 * ROW_BYTES
-        )
-    assert trajectories._write_chunk._cache_size() == before + 1
+    with count_programs("_write_chunk") as compiled:
+        for lengths in ((30,), (1, 2, 3), (17, 0, 9, 5), ()):
+            written([trajectory_of(n, seed=n) for n in lengths], chunk_rows=9)
+    assert compiled() == 1
 
 
-def test_the_state_is_taken_over_and_reused_and_the_arrays_are_not():
-    rollout = Rollout(length=4096, num_envs=1, autoreset="next_step")
-    state, trajectory = rollout.init(example_of(trajectory_of(3))), trajectory_of(4000)
-    old = jax.tree.leaves((state.steps, state.mask))
-    pointers = [leaf.unsafe_buffer_pointer() for leaf in old]
-    state = rollout.from_trajectories(state, [trajectory], chunk_bytes=1 << 14)
-    held = np.asarray(rollout.steps(state).obs["x"][:4001, 0]).copy()
-    trajectory["obs"]["x"][:] = -1
-    np.testing.assert_array_equal(np.asarray(rollout.steps(state).obs["x"][:4001, 0]), held)
-    assert all(leaf.is_deleted() for leaf in old)
-    assert [
-        leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((state.steps, state.mask))
-    ] == pointers
-
-
-def test_a_chunk_is_not_filled_again_while_it_is_being_read():
-    """A backend may read an aligned array in place after the call has returned."""
+def test_rows_are_copied_into_the_memory_of_the_old_state():
+    """A backend may read an aligned array in place after the call has returned: a chunk is filled
+    again, or an array changed by its owner, only after that."""
     many = [
         {
             **trajectory_of(n, "T", final=False),
@@ -235,19 +185,20 @@ def test_a_chunk_is_not_filled_again_while_it_is_being_read():
         for n in (9_000, 1, 11_000)
     ]
     rollout = Rollout(length=20_001, num_envs=1, autoreset="next_step")
+    state, expected = (
+        rollout.init(example_of(many[0])),
+        np.concatenate([one["obs"] for one in many]),
+    )
+    arrays = lambda: jax.tree.leaves((state.steps, state.mask))
+    pointers = [leaf.unsafe_buffer_pointer() for leaf in arrays()]
     for _ in range(3):
-        state = rollout.from_trajectories(
-            rollout.init(example_of(many[0])), many, chunk_bytes=1 << 20
-        )
-        np.testing.assert_array_equal(
-            np.asarray(state.steps.obs[:, 0]), np.concatenate([one["obs"] for one in many])
-        )
-
-
-def test_steps_jax_arrays_and_generators_are_taken_too():
-    step = jr.Step(**jax.tree.map(jnp.asarray, trajectory_of(3, "T")))
-    state = ROLLOUT.from_trajectories(empty(), (step for _ in range(2)))
-    assert int(ROLLOUT.num_steps(state)) == 6
+        old = arrays()
+        state = rollout.from_trajectories(state, many, chunk_bytes=1 << 20)
+        assert all(leaf.is_deleted() for leaf in old)
+        assert [leaf.unsafe_buffer_pointer() for leaf in arrays()] == pointers
+        np.testing.assert_array_equal(np.asarray(state.steps.obs)[:, 0], expected)
+    many[0]["obs"][:] = -1
+    np.testing.assert_array_equal(np.asarray(state.steps.obs)[:, 0], expected)
 
 
 def wrong(**fields):
@@ -267,8 +218,8 @@ def wrong(**fields):
             r"trajectory 1:\n  action: got int32\[4\], expected int32\[5\]",
         ),
         (
-            wrong(action=np.zeros(6, int)),
-            r"trajectory 1:\n  action: got int32\[6\], expected int32\[5\]",
+            wrong(obs={"x": np.ma.array(np.zeros((5, 2), np.float32), mask=True)}),
+            r"(?s)trajectory 1:.*obs.x: a masked array would lose its mask",
         ),
         (
             wrong(obs={"x": np.zeros((7, 2), np.float32)}),
@@ -293,32 +244,44 @@ def wrong(**fields):
             r"trajectory 1: terminated is set at step 2, but there are 5 steps",
         ),
         ({"obs": 0}, r"trajectory 1: the step's keys are wrong: missing action, reward"),
-        (trajectory_of(60), r"trajectory 1: does not fit: with it there are 67 rows"),
+        (
+            trajectory_of(34),
+            r"trajectory 1: does not fit: with it there are 41 rows, final observations "
+            r"included, .*length=40",
+        ),
     ],
 )
 def test_bad_input_is_named_and_nothing_is_written(trajectory, message):
-    state = empty()
+    state = init()
     with pytest.raises(ValueError, match=message):
         ROLLOUT.from_trajectories(state, [trajectory_of(5), trajectory])
-    assert not state.mask.any()
+    assert not np.asarray(state.mask).any()
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
 def test_the_wrong_call_is_shown():
-    with pytest.raises(
-        ValueError, match=r"takes a list of trajectories, got one dict; write \[trajectory\]"
+    many, call = Rollout(length=4, num_envs=2, autoreset="same_step"), ROLLOUT.from_trajectories
+    for wrong_call, message in (
+        (
+            lambda: call(init(), trajectory_of(3)),
+            r"takes a list of trajectories, got one dict; write \[trajectory\]",
+        ),
+        (
+            lambda: many.from_trajectories(init(), []),
+            r"needs a rollout of one env, got num_envs=2, autoreset='same_step'; make it with "
+            r"num_envs=1",
+        ),
+        (
+            lambda: jax.eval_shape(lambda: call(init(), [trajectory_of(3)])),
+            "call it outside of jit",
+        ),
+        (
+            lambda: call(init(), [], chunk_bytes=0),
+            "chunk_bytes must be an int of at least 1, got 0",
+        ),
     ):
-        ROLLOUT.from_trajectories(empty(), trajectory_of(3))
-    with pytest.raises(
-        ValueError,
-        match=r"needs a rollout of one env, got num_envs=2, autoreset='same_step'; make it "
-        r"with num_envs=1",
-    ):
-        Rollout(length=4, num_envs=2, autoreset="same_step").from_trajectories(empty(), [])
-    with pytest.raises(ValueError, match="call it outside of jit"):
-        jax.jit(lambda state: ROLLOUT.from_trajectories(state, [trajectory_of(3)]))(empty())
-    with pytest.raises(ValueError, match="chunk_bytes must be an int of at least 1, got 0"):
-        ROLLOUT.from_trajectories(empty(), [], chunk_bytes=0)
+        with pytest.raises(ValueError, match=message):
+            wrong_call()
 
 
 MEASURE = """

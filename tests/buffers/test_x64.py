@@ -7,12 +7,12 @@ import sys
 PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np
 from tests.support.buffers import CATALOG, KINDS
-from tests.conftest import SOAK
+from tests.conftest import ALL, SOAK
 
 import jaxreplay as jr
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 
-for case in CATALOG:
+for case in CATALOG if ALL else KINDS:
     replay = case.replay()
     state = replay.init(case.example())
     step, mask = case.step(), case.mask(replay, 0)
@@ -48,7 +48,7 @@ for case in CATALOG:
         lambda x: x.dtype, state
     )
 
-replay = jr.items(capacity=4, batch_size=1)
+replay = jr.jit(jr.items(capacity=4, batch_size=1))
 state = replay.add(replay.init(np.zeros((), np.int64)), np.array([2**40 + 1]))
 assert replay.sample(state, jax.random.key(0)).experience.tolist() == [2**40 + 1]
 """

@@ -4,6 +4,7 @@ intact, and the run can continue."""
 import builtins
 import contextlib
 import errno
+import functools
 import gc
 import io
 import os
@@ -11,20 +12,17 @@ import pathlib
 import random
 import shutil
 import threading
-import warnings
 
-import jax
-import numpy as np
 import pytest
 
-from tests.conftest import SOAK
-from tests.support.checkpointed_run import EXAMPLE, added, expected, items, numbers
+from tests.conftest import ALL, SOAK
+from tests.support.checkpointed_run import EXAMPLE
 
 pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
 
-import jaxreplay as jr
 from jaxreplay import checkpoint
-from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, PathInUseError, folder
+from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, folder
+from tests.checkpoint.runs import BUFFER, check, check_no_other_files, quiet, replay_of, state_of
 
 
 class Disk:
@@ -40,6 +38,22 @@ class Disk:
             pathlib.Path, "write_bytes", lambda path, content: self._write_bytes(path, content)
         )
         monkeypatch.setattr(os, "open", self._failing("os.open", os.open))
+
+    def count_of(self, call):
+        """Return the number of operations of a call."""
+        self.count, self.fails_at = 0, None
+        call()
+        return self.count
+
+    @contextlib.contextmanager
+    def failing(self, number, how):
+        """Let one operation in the block fail."""
+        self.count, self.fails_at, self.how, self.failed = 0, number, how, "nothing"
+        try:
+            with quiet():
+                yield
+        finally:
+            self.fails_at = None
 
     def _asked(self, name):
         with self._lock:
@@ -64,26 +78,26 @@ class Disk:
         self._asked(f"open {mode}")
         disk, raw = self, builtins.open(path, mode, **options)  # noqa: SIM115
 
+        def in_part(name, act, part):
+            """Act on all of it, or on half if the operation fails.
+
+            EINTR stands for a short read or write, which is no error.
+            """
+            try:
+                disk._asked(name)
+            except OSError:
+                num_done = act(part[: max(1, len(part) // 2)])
+                if disk.how == errno.EINTR:
+                    return num_done
+                raise
+            return act(part)
+
         class File(io.RawIOBase):
             def write(self, content):
-                half = memoryview(content).cast("B")[: max(1, len(content) // 2)]
-                try:
-                    disk._asked("write")
-                except OSError as error:
-                    raw.write(half)
-                    if disk.how == errno.EINTR:  # EINTR stands for a short write, which is no error
-                        return len(half)
-                    raise error from None
-                return raw.write(content)
+                return in_part("write", raw.write, memoryview(content).cast("B"))
 
             def readinto(self, part):
-                try:
-                    disk._asked("read")
-                except OSError:
-                    if disk.how == errno.EINTR:
-                        return raw.readinto(part[: max(1, len(part) // 2)])
-                    raise
-                return raw.readinto(part)
+                return in_part("read", raw.readinto, part)
 
             def fileno(self):
                 return raw.fileno()
@@ -99,196 +113,120 @@ def disk(monkeypatch):
     return Disk(monkeypatch)
 
 
-@contextlib.contextmanager
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def begun(path, ends):
+    """Return a Checkpointer with checkpoints of a run."""
+    checkpointer = Checkpointer(path, BUFFER, chunk_bytes=2000, max_to_keep=2)
+    for end in ends:
+        save(checkpointer, end)
+    return checkpointer
 
 
-REPLAY = items(capacity=64)
+def save(checkpointer, end, blocking=True):
+    checkpointer.save(state := state_of(end), end, blocking=blocking)
+    checkpointer.wait_until_finished(state)
 
 
-class Run:
-    """A run with checkpoints under a path: its state, and its number of steps."""
-
-    def __init__(self, path, ends):
-        self.checkpointer = Checkpointer(path, REPLAY, chunk_bytes=2000, max_to_keep=2)
-        self.state, self.end = REPLAY.init(EXAMPLE), 0
-        for end in ends:
-            self.step(end - self.end)
-            self.checkpointer.save(self.state, self.end)
-
-    def step(self, count=5):
-        self.state, self.end = added(REPLAY, self.state, self.end, count), self.end + count
-
-    def save(self, blocking=True):
-        self.checkpointer.save(self.state, self.end, blocking=blocking)
-        self.checkpointer.wait_until_finished(self.state)
-
-
-def whole(path, among, resume=False):
-    """Restore with a fresh Checkpointer, and check the rows.
-
-    Returns:
-      The restored step, one of `among`; with `resume`, the Checkpointer and the state.
-    """
+def restored(path, among):
+    """Restore with a new Checkpointer, check the rows, and return it. The step is in `among`."""
+    checkpointer = begun(path, [])
     with quiet():
-        checkpointer = Checkpointer(path, REPLAY)
         state = checkpointer.restore(EXAMPLE)
     assert checkpointer.step in among, (checkpointer.step, among)
-    assert numbers(REPLAY, state) == expected(REPLAY, checkpointer.step)
-    return (checkpointer, state) if resume else checkpointer.step
+    check(state, checkpointer.step)
+    return checkpointer
 
 
-def trials(count, r, hows=(errno.EIO, errno.ENOSPC, errno.EINTR)):
-    """Return the operations to fail, and how: a sample of 12, or in the soak all."""
+def trials(count, seed, most=6):
+    """Return the operations to fail, and how: a sample of `most`, in `make test-all` of twice as
+    many, or in the soak all."""
+    hows = (errno.EIO, errno.ENOSPC, errno.EINTR)
     every = [(number, how) for number in range(count) for how in hows]
-    return every if SOAK else r.sample(every, min(12, len(every)))
+    return every if SOAK else random.Random(seed).sample(every, 2 * most if ALL else most)
 
 
 @pytest.mark.parametrize("kind", ["first", "second", "replaces", "does not wait"])
 def test_a_save_that_fails_anywhere_leaves_what_there_was(kind, disk, tmp_path):
-    before = [] if kind == "first" else [8, 16, 24]
-    wait, source = kind != "does not wait", tmp_path / "source"
-
-    def begun(path):
-        run = Run(path, before)
-        run.step(5 if kind != "replaces" else 0)
-        return run
-
-    run = begun(source)
-    disk.count = 0
-    run.save(wait)
-    count, r = disk.count, random.Random(kind)
-    run.checkpointer.close()
+    """And no thread, lock, open file or other file is left."""
+    before, wait = [] if kind == "first" else [8, 16, 24], kind != "does not wait"
+    end = 24 if kind == "replaces" else 29 if before else 5
+    checkpointer = begun(tmp_path / "source", before)
+    count, num_failed = disk.count_of(functools.partial(save, checkpointer, end, wait)), 0
+    checkpointer.close()
     assert count > 40
-    failed = 0
-    for number, how in trials(count, r):
-        path = tmp_path / f"run {number} {how}"
-        run = begun(path)
-        disk.count, disk.fails_at, disk.how, disk.failed = 0, number, how, "nothing"
+    count_files = lambda: len([*pathlib.Path("/proc/self").glob("fd/*")])  # open ones, on Linux
+    num_threads, num_files = threading.active_count(), count_files()
+    for trial, (number, how) in enumerate(trials(count, kind)):
+        path = tmp_path / str(trial)
+        checkpointer, is_saved = begun(path, before), True
         try:
-            with quiet():
-                run.save(wait)
+            with disk.failing(number, how):
+                save(checkpointer, end, wait)
         except (OSError, CorruptCheckpointError):
-            failed += 1
-            is_saved, among = False, {*before[-2:], run.end}
-        else:
-            is_saved, among = True, {run.end}
-        # a short read or write is no error
-        assert how != errno.EINTR or is_saved or disk.failed not in ("write", "read")
-        disk.fails_at = None
-        if is_saved or run.checkpointer.all_steps():
-            whole(path, among)
-        # The same object continues, and then a fresh one.
-        run.step(3)
-        run.save(wait)
-        whole(path, {run.end})
-        run.checkpointer.close()
-        run.checkpointer, run.state = whole(path, {run.end}, resume=True)
-        run.step(3)
-        run.save(wait)
-        run.checkpointer.close()
-        whole(path, {run.end})
+            num_failed, is_saved = num_failed + 1, False
+            assert how != errno.EINTR or disk.failed not in ("write", "read")
+        if is_saved or checkpointer.all_steps():
+            restored(path, {end} if is_saved else {*before[-2:], end})
+        if trial % 2:  # the same object continues, and then a new one
+            save(checkpointer, end + 3, wait)
+            checkpointer.close()
+            checkpointer = restored(path, {end + 3})
+        else:  # a new one continues at once
+            checkpointer.close()
+            checkpointer = begun(path, [])
+        save(checkpointer, end + 6, wait)
+        checkpointer.close()
+        restored(path, {end + 6})
         assert all(not found.problems for found in checkpoint.verify(path))
+        check_no_other_files(checkpointer, path)
+        assert threading.active_count() == num_threads
         shutil.rmtree(path)
-    assert failed > 3
+    assert num_failed
+    del checkpointer
+    gc.collect()
+    assert count_files() <= num_files
 
 
 @pytest.mark.parametrize("salvage", [False, True])
 def test_a_restore_that_fails_anywhere_harms_nothing(salvage, disk, tmp_path):
-    run = Run(tmp_path, [8, 16, 24])
-    run.checkpointer.close()
-    reader = Checkpointer(tmp_path, REPLAY)
-    disk.count = 0
-    reader.restore(EXAMPLE, allow_partial=salvage)
-    count, outcomes = disk.count, set()
-    for number, how in trials(count, random.Random(0)):
-        disk.count, disk.fails_at, disk.how, disk.failed = 0, number, how, "nothing"
-        reader = Checkpointer(tmp_path, REPLAY)
+    begun(tmp_path, [8, 16, 24]).close()
+    restore = lambda reader: reader.restore(EXAMPLE, allow_partial=salvage)
+    count = disk.count_of(lambda: restore(Checkpointer(tmp_path, BUFFER)))
+    outcomes = set()
+    for number, how in trials(count, 0, most=12):
+        reader = Checkpointer(tmp_path, BUFFER)
         try:
-            with quiet():
-                state = reader.restore(EXAMPLE, allow_partial=salvage)
+            with disk.failing(number, how):
+                state = restore(reader)
         except (OSError, CorruptCheckpointError):
             outcomes.add("error")
         else:
             outcomes.add(reader.step)
             if not reader.missing_rows:
-                assert numbers(REPLAY, state) == expected(REPLAY, reader.step)
-        disk.fails_at = None
-        assert numbers(REPLAY, reader.restore(EXAMPLE)) == expected(REPLAY, 24)
-        whole(tmp_path, {24})
+                check(state, reader.step)
+        check(reader.restore(EXAMPLE), 24)
+    restored(tmp_path, {24})
     assert 24 in outcomes
     assert len(outcomes) > 1
 
 
 def test_a_replay_that_cannot_be_saved_or_loaded_keeps_its_rows(disk, tmp_path):
-    def made(num_steps):
-        replay = jr.Replay(
-            REPLAY, example=jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), EXAMPLE)
-        )
-        for t in range(num_steps):
-            replay.add({"number": np.full(4, t, np.int32), "bytes": np.zeros((4, 100), np.uint8)})
-        return replay
-
-    def rows_of(replay):
-        return [np.array(leaf) for leaf in jax.tree.leaves(replay._owner.state)]
-
-    replay, other = made(9), made(4)
-    disk.count = 0
-    replay.save(tmp_path / "saved")
-    num_save = disk.count
-    disk.count = 0
-    other.load(tmp_path / "saved")
-    num_load, r = disk.count, random.Random(0)
-    for number, how in trials(num_save, r):
-        replay, path, before = made(9), tmp_path / f"{number} {how}", rows_of(replay)
-        disk.count, disk.fails_at, disk.how, disk.failed = 0, number, how, "nothing"
-        with quiet(), contextlib.suppress(OSError, CorruptCheckpointError):
-            replay.save(path)
-        disk.fails_at = None
-        for got, wanted in zip(rows_of(replay), before, strict=True):
-            np.testing.assert_array_equal(got, wanted)
-        replay.save(path)
+    saved, other = replay_of(9), replay_of(4)
+    num_save = disk.count_of(lambda: saved.save(tmp_path / "saved"))
+    num_load = disk.count_of(lambda: other.load(tmp_path / "saved"))
+    for number, how in trials(num_save, 0):
+        path = tmp_path / f"{number} {how}"
+        with contextlib.suppress(OSError, CorruptCheckpointError), disk.failing(number, how):
+            saved.save(path)
+        check(saved._owner.state, 9)
+        saved.save(path)
         other.load(path)
-        assert len(other) == len(replay)
-    for number, how in trials(num_load, r):
-        other = made(4)
-        before = rows_of(other)
-        disk.count, disk.fails_at, disk.how, disk.failed = 0, number, how, "nothing"
+        check(other._owner.state, 9)
+    for number, how in trials(num_load, 1):
+        other = replay_of(4)
         try:
-            with quiet():
+            with disk.failing(number, how):
                 other.load(tmp_path / "saved")
         except (OSError, CorruptCheckpointError):
-            for got, wanted in zip(rows_of(other), before, strict=True):
-                np.testing.assert_array_equal(got, wanted)
-        disk.fails_at = None
+            check(other._owner.state, 4)
         other.load(tmp_path / "saved")
-        assert len(other) == 4 * 9
-
-
-def test_no_failure_leaves_a_lock_a_thread_or_a_file_open(disk, tmp_path):
-    run = Run(tmp_path / "source", [8])
-    run.step()
-    disk.count = 0
-    run.save()
-    count, num_threads, files = disk.count, threading.active_count(), pathlib.Path("/proc/self/fd")
-    num_files = len(list(files.iterdir())) if files.exists() else 0
-    for number, how in trials(count, random.Random(1), (errno.ENOSPC,)):
-        path = tmp_path / f"run {number} {how}"
-        disk.fails_at = None
-        one = Checkpointer(path, REPLAY)
-        disk.count, disk.fails_at, disk.how, disk.failed = 0, number, how, "nothing"
-        with quiet(), contextlib.suppress(OSError, PathInUseError):
-            one.save(run.state, 1)
-            one.close()
-        disk.fails_at = None
-        one.close()
-        with Checkpointer(path, REPLAY) as other:
-            other.save(run.state, 2)
-        assert threading.active_count() == num_threads
-    del one, other
-    gc.collect()
-    if num_files:
-        assert len(list(files.iterdir())) <= num_files
+        check(other._owner.state, 9)

@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import http.server
+import itertools
 import logging
 import os
 import pathlib
@@ -11,68 +12,58 @@ import socket
 import threading
 import time
 import urllib.request
-import warnings
 
 import pytest
 
 from tests.conftest import SOAK
-from tests.support.checkpointed_run import EXAMPLE, added, expected, items, numbers
+from tests.support.checkpointed_run import EXAMPLE
 
 pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
 
 import tensorstore
 
 from jaxreplay import checkpoint
-from jaxreplay.__main__ import main
 from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, PathInUseError
 from jaxreplay.checkpoint.store import store_at
+from tests.checkpoint.runs import BUFFER, check, outcomes_of_two_writers, quiet, state_of
 
 # Names of paths.
 
 
 def test_one_folder_has_many_names(tmp_path, monkeypatch):
-    buffer, path = items(), tmp_path / "a run"
-    state = added(buffer, buffer.init(EXAMPLE), 0, 4)
-    checkpoint.save(path, buffer, state, step=1)
+    path = tmp_path / "a run"
+    checkpoint.save(path, BUFFER, state_of(4), step=1)
     quoted = str(path).replace(" ", "%20")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    names = [
-        str(path),
-        os.fsencode(path),
-        f"{path}/",
-        f"file://{quoted}",
-        f"FILE://{quoted}",
-        f"file://localhost{quoted}",
-        "a run",
-        "~/a run",
-    ]
-    for name in [*names, pathlib.Path("a run"), f"file://LOCALHOST{quoted}/"]:
-        assert Checkpointer(name, buffer).all_steps() == [1], name
+    names = [f"{path}/", f"file://{quoted}", f"FILE://{quoted}", f"file://LOCALHOST{quoted}/"]
+    names += [str(path), os.fsencode(path), pathlib.Path("a run"), "a run", "~/a run"]
+    for name in names:
+        assert Checkpointer(name, BUFFER).all_steps() == [1], name
     assert [entry.name for entry in tmp_path.iterdir()] == ["a run"]
 
 
+@pytest.mark.no_xla
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("gs:/bucket/x", "is not a URL: it must begin with gs://"),
-        ("s3:/bucket", "is not a URL: it must begin with s3://"),
         ("S3:/bucket", "is not a URL: it must begin with s3://"),
         ("s3:bucket", "is not a URL: it must begin with s3://"),
         ("file:/x", "is not a URL: it must begin with file:///"),
         ("memory:x", "is not a URL: it must begin with memory://"),
         ("file://elsewhere/x", "names the host 'elsewhere'"),
-        ("", "a path must have a name"),
-        (b"", "a path must have a name"),
-        ("a\0b", "a path must have a name"),
-        (3, "a path must be a path, a URL or a TensorStore specification, got 3"),
-        (None, "a path must be a path, a URL or a TensorStore specification, got None"),
+        *((name, "a path must have a name") for name in ("", b"", "a\0b")),
+        *(
+            (name, f"must be a path, a URL or a TensorStore specification, got {name}")
+            for name in (3, None)
+        ),
     ],
 )
-def test_what_names_no_place_is_refused(name, said, tmp_path, monkeypatch):
+def test_a_name_of_no_place_is_refused(name, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for call in (
-        lambda: Checkpointer(name, items()),
+        lambda: Checkpointer(name, BUFFER),
         lambda: checkpoint.inspect(name),
         lambda: checkpoint.verify(name),
     ):
@@ -81,32 +72,34 @@ def test_what_names_no_place_is_refused(name, said, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_no_url_becomes_a_folder(tmp_path, monkeypatch):
+@pytest.mark.no_xla
+def test_no_url_becomes_a_folder_nor_does_a_look(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("nothing://x", "s4://bucket/x", "s3://", "gs://", "http://", "https://"):
         with pytest.raises((ValueError, OSError)) as caught:
-            Checkpointer(name, items(), timeout=3).all_steps()
+            Checkpointer(name, BUFFER, timeout=3).all_steps()
         assert name.rstrip("/") in str(caught.value) or "URL" in str(caught.value), caught.value
+    store_at(tmp_path / "x").entries("manifests")
+    with pytest.raises(FileNotFoundError):
+        checkpoint.restore(tmp_path / "x", BUFFER, EXAMPLE)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_specification_says_what_a_url_cannot(tmp_path):
-    buffer = items()
-    state = added(buffer, buffer.init(EXAMPLE), 0, 4)
     spec = {"driver": "file", "path": str(tmp_path / "by spec")}
     for place in (spec, tensorstore.KvStore.open({"driver": "memory", "path": "open/"}).result()):
-        with Checkpointer(place, buffer) as checkpointer:
-            checkpointer.save(state, 1)
-        assert numbers(buffer, Checkpointer(place, buffer).restore(EXAMPLE)) == expected(buffer, 4)
-    assert Checkpointer(tmp_path / "by spec", buffer).all_steps() == [1]  # the same files
+        checkpoint.save(place, BUFFER, state_of(4), step=1)
+        check(checkpoint.restore(place, BUFFER, EXAMPLE), 4)
+    assert Checkpointer(tmp_path / "by spec", BUFFER).all_steps() == [1]  # the same files
     with pytest.raises((ValueError, OSError), match="nonsense"):
-        Checkpointer({"driver": "nonsense"}, buffer)
+        Checkpointer({"driver": "nonsense"}, BUFFER)
 
 
+@pytest.mark.no_xla
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), "3", None, True])
 def test_a_timeout_is_a_number_of_seconds(timeout, tmp_path):
     for call in (
-        lambda: Checkpointer(tmp_path, items(), timeout=timeout),
+        lambda: Checkpointer(tmp_path, BUFFER, timeout=timeout),
         lambda: checkpoint.verify(tmp_path, timeout=timeout),
     ):
         with pytest.raises(ValueError, match="timeout must be a number of seconds"):
@@ -132,58 +125,63 @@ def spec_at(port, path="run"):
     }
 
 
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 def check_says_so_in_time(place, seconds, said):
-    buffer = items()
-    state = buffer.init(EXAMPLE)
-    checkpointer = Checkpointer(place, buffer, timeout=seconds)
-    calls = (
+    checkpointer = Checkpointer(place, BUFFER, timeout=seconds)
+    for call in (
         lambda: checkpointer.restore(EXAMPLE),
-        lambda: checkpointer.save(state, 1),
+        lambda: checkpointer.save(state_of(0), 1),
         lambda: checkpoint.inspect(place, timeout=seconds),
         lambda: checkpoint.verify(place, timeout=seconds),
         checkpointer.all_steps,
-    )
-    for call in calls:
+    ):
         start = time.monotonic()
         with pytest.raises(OSError, match=said):
             call()
         assert time.monotonic() - start < seconds + 3
 
 
-def test_a_server_that_is_down_is_said_to_be_in_time(credentials):
-    check_says_so_in_time(spec_at(free_port()), 1.0, "s3://bucket/run")
-
-
-def test_a_server_that_does_not_answer_is_said_to_be_in_time(credentials):
+def test_a_server_that_is_down_or_silent_is_said_to_be_in_time(credentials):
     with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
         said = (
-            r"s3://bucket/run: no answer .* within 1 s: check the server and the credentials, "
+            r"s3://bucket/run: no answer .* within 0.4 s: check the server and the credentials, "
             r"or raise timeout="
         )
-        check_says_so_in_time(spec_at(silent.getsockname()[1]), 1.0, said)
+        check_says_so_in_time(spec_at(port), 0.4, said)
+    check_says_so_in_time(spec_at(port), 0.4, "s3://bucket/run")
 
 
-class EmptyBucket(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        lists = "list-type" in self.path
-        content = (
-            b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
-            if lists
-            else b""
-        )
-        self.send_response(200 if lists else 404)
-        self.send_header("Content-Length", str(len(content)))
+class Handler(http.server.BaseHTTPRequestHandler):
+    def reply(self, status, content, headers=()):
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), **dict(headers)}.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(content)
 
     def log_message(self, *_):
         pass
+
+
+class EmptyBucket(Handler):
+    def do_GET(self):
+        lists = "list-type" in self.path
+        content = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+        self.reply(200 if lists else 404, content if lists else b"")
+
+
+@contextlib.contextmanager
+def serving(handler):
+    """Answer requests by a handler, and yield the port."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as there:
+        there.daemon_threads = True
+        thread = threading.Thread(target=there.serve_forever)
+        thread.start()
+        try:
+            yield there.server_address[1]
+        finally:
+            there.shutdown()
+            thread.join()
 
 
 def test_missing_credentials_are_said_in_time_and_can_be_given(monkeypatch):
@@ -192,38 +190,18 @@ def test_missing_credentials_are_said_in_time_and_can_be_given(monkeypatch):
             monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), EmptyBucket) as there:
-        thread = threading.Thread(target=there.serve_forever)
-        thread.start()
-        try:
-            place = {**spec_at(there.server_address[1]), "aws_credentials": {"type": "environment"}}
-            check_says_so_in_time(place, 2.0, "s3://bucket/run")
-            monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
-            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-            assert Checkpointer(place, items(), timeout=10).all_steps() == []
-        finally:
-            there.shutdown()
-            thread.join()
-
-
-def test_the_command_line_says_it_in_a_line(capsys, credentials):
-    for arguments in (
-        ["inspect", "http://"],
-        ["inspect", "http://127.0.0.1:9/x", "--timeout", "1"],
-        ["inspect", "s3:/x"],
-    ):
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        said = capsys.readouterr().err
-        assert ended.value.code == 2
-        assert said.count("\n") == 1
-        assert said.startswith("python -m jaxreplay: ")
+    with serving(EmptyBucket) as port:
+        place = {**spec_at(port), "aws_credentials": {"type": "environment"}}
+        check_says_so_in_time(place, 0.6, "s3://bucket/run")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        assert Checkpointer(place, BUFFER, timeout=10).all_steps() == []
 
 
 # An S3 server on this machine, and a proxy that truncates, refuses and delays.
 
 
-class Between(http.server.BaseHTTPRequestHandler):
+class Between(Handler):
     """Proxy that forwards requests. Some get an error, half an answer, none, or a late one.
 
     A request without an answer may have been carried out.
@@ -236,19 +214,14 @@ class Between(http.server.BaseHTTPRequestHandler):
     r = random.Random(0)
 
     def answer(self):
-        how = (
-            self.r.choice(["500", "503", "cut", "cut before", "late", "none"])
-            if self.r.random() < self.share
-            else "well"
-        )
+        bad = ["500", "503", "cut", "cut before", "late", "none"]
+        how = self.r.choice(bad) if self.r.random() < self.share else "well"
         self.counts[how] = self.counts.get(how, 0) + 1
         content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.close_connection = how not in ("well", "late")
+        if how in ("500", "503"):
+            self.reply(int(how), b"")
         if how in ("500", "503", "cut before"):
-            if how != "cut before":
-                self.send_response(int(how))
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-            self.close_connection = True
             return
         there = http.client.HTTPConnection("127.0.0.1", self.target, timeout=30)
         there.request(self.command, self.path, content, dict(self.headers))
@@ -258,31 +231,16 @@ class Between(http.server.BaseHTTPRequestHandler):
         if how == "late":
             time.sleep(0.2)
         if how == "none":  # carried out, without an answer
-            self.close_connection = True
             return
-        self.send_response(found.status)
-        for name, value in found.getheaders():
-            if name.lower() not in (
-                "transfer-encoding",
-                "connection",
-                "content-length",
-                "date",
-                "server",
-            ):
-                self.send_header(name, value)
-        self.send_header(
-            "Content-Length",
-            found.getheader("Content-Length") if self.command == "HEAD" else str(len(body)),
-        )
-        self.end_headers()
+        own = ("transfer-encoding", "connection", "date", "server")
+        headers = {
+            name.title(): value for name, value in found.getheaders() if name.lower() not in own
+        }
         if self.command != "HEAD":
-            self.wfile.write(body[: len(body) // 2] if how == "cut" else body)
-        self.close_connection |= how == "cut"
+            headers["Content-Length"] = str(len(body))
+        self.reply(found.status, body[: len(body) // 2] if how == "cut" else body, headers)
 
     do_GET = do_PUT = do_DELETE = do_HEAD = do_POST = answer  # noqa: N815
-
-    def log_message(self, *_):
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -309,118 +267,70 @@ def between(server):
     class Here(Between):
         target, counts, r = server, {}, random.Random(1)
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Here) as proxy:
-        proxy.daemon_threads = True
-        thread = threading.Thread(target=proxy.serve_forever, daemon=True)
-        thread.start()
-        yield proxy.server_address[1], Here
-        proxy.shutdown()
+    with serving(Here) as port:
+        yield port, Here
 
 
 def test_a_run_is_saved_to_a_server_and_restored(server):
-    buffer, place = items(capacity=256), spec_at(server, "plain")
-    state = buffer.init(EXAMPLE)
-    with Checkpointer(place, buffer, chunk_bytes=4000, max_to_keep=2) as checkpointer:
+    place = spec_at(server, "plain")
+    with Checkpointer(place, BUFFER, chunk_bytes=4000, max_to_keep=2) as checkpointer:
         for end in range(10, 101, 10):
-            state = added(buffer, state, end - 10, 10)
-            checkpointer.save(state, end, blocking=end % 20 == 0)
+            checkpointer.save(state := state_of(end), end, blocking=end % 20 == 10)
             with pytest.raises(PathInUseError, match="is being written to by this process"):
-                checkpoint.save(place, buffer, state)
+                checkpoint.save(place, BUFFER, state)
             checkpointer.wait_until_finished(state)
-            assert numbers(buffer, checkpoint.restore(place, buffer, EXAMPLE)) == expected(
-                buffer, end
-            )
+            check(checkpoint.restore(place, BUFFER, EXAMPLE), end)
         assert checkpointer.all_steps() == [90, 100]
     assert [found.problems for found in checkpoint.verify(place)] == [[], []]
     assert "step 100" in str(checkpoint.inspect(place))
-    checkpoint.save(place, buffer, state, step=101)
-    assert Checkpointer(place, buffer).all_steps() == [101]
+    checkpoint.save(place, BUFFER, state, step=101)
+    assert Checkpointer(place, BUFFER).all_steps() == [101]
 
 
-def test_over_a_bad_line_what_is_saved_is_whole(between):
+def test_over_a_bad_line_what_is_saved_is_intact(between):
     """Save and restore over a failing connection: a save succeeds, or fails and keeps what was
     saved; a restore returns a saved state or fails."""
     port, line = between
-    buffer, place, r = items(capacity=256), {**spec_at(port, "bad line")}, random.Random(0)
-    state, end, outcomes, good = (
-        buffer.init(EXAMPLE),
-        0,
-        {"saved": 0, "not saved": 0, "restored": 0, "not restored": 0},
-        set(),
-    )
-    checkpointer = Checkpointer(place, buffer, chunk_bytes=4000, max_to_keep=2, timeout=20)
+    place, r, outcomes, good = spec_at(port, "bad line"), random.Random(0), [], set()
+    checkpointer = Checkpointer(place, BUFFER, chunk_bytes=4000, max_to_keep=2, timeout=20)
     for number in range(30):
         line.share = r.choice([0.01, 0.03, 0.1, 0.6])
-        state, end = added(buffer, state, end, 5), end + 5
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about files that cannot be deleted now
+        end = 5 * number + 5
+        state = state_of(end)
+        with quiet():  # about files that cannot be deleted now
             try:
                 checkpointer.save(state, end, blocking=number % 2 == 0)
                 checkpointer.wait_until_finished(state)
-                outcomes["saved"] += 1
+                outcomes.append("saved")
                 good = {end}
             except (OSError, PathInUseError, RuntimeError):
-                outcomes["not saved"] += 1
                 good.add(end)  # the manifest may be written and only its answer lost
-        if number % 3 == 0:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                reader = Checkpointer(place, buffer, timeout=20)
-                try:
-                    found = numbers(buffer, reader.restore(EXAMPLE))
-                except (OSError, CorruptCheckpointError):
-                    outcomes["not restored"] += 1
-                else:
+            if number % 3 == 0:
+                reader = Checkpointer(place, BUFFER, timeout=20)
+                with contextlib.suppress(OSError, CorruptCheckpointError):
+                    restored = reader.restore(EXAMPLE)
+                    outcomes.append("restored")
                     assert reader.step in good
-                    assert found == expected(buffer, reader.step)
-                    outcomes["restored"] += 1
+                    check(restored, reader.step)
     line.share = 0.0
     checkpointer.save(state, end)
-    assert numbers(buffer, Checkpointer(place, buffer).restore(EXAMPLE)) == expected(buffer, end)
+    check(Checkpointer(place, BUFFER).restore(EXAMPLE), end)
     assert all(not found.problems for found in checkpointer.verify())
-    assert (
-        min(
-            outcomes["saved"], outcomes["restored"], sum(line.counts.values()) - line.counts["well"]
-        )
-        > 5
-    ), (outcomes, line.counts)
-    checkpointer.close()
+    assert min(outcomes.count("saved"), outcomes.count("restored")) > 5
+    assert sum(line.counts.values()) - line.counts["well"] > 5
 
 
 def test_two_writers_to_a_server_never_mix(between):
     port, line = between
-    buffer, place, refused, wrong = items(), spec_at(port, "two"), [], []
-    line.share = 0.02
-    states = {start: added(buffer, buffer.init(EXAMPLE), start, 20) for start in (0, 500)}
+    place, line.share = spec_at(port, "two"), 0.02
 
-    def run(start, barrier):
-        barrier.wait()
-        try:
-            with Checkpointer(place, buffer, max_to_keep=2, timeout=20) as checkpointer:
-                checkpointer.save(states[start])
-        except PathInUseError:
-            refused.append(start)
-        except OSError:
-            pass
-        except BaseException as error:
-            wrong.append(error)
+    def save_of(start):
+        state, options = state_of(start + 20, start), {"max_to_keep": 2, "timeout": 20}
+        return lambda: checkpoint.save(place, BUFFER, state, **options)
 
-    for _ in range(20):
-        barrier = threading.Barrier(2)
-        threads = [threading.Thread(target=run, args=(start, barrier)) for start in states]
-        [thread.start() for thread in threads]
-        [thread.join() for thread in threads]
-        with contextlib.suppress(FileNotFoundError):  # neither has saved yet
-            line.share = 0.0
-            found = numbers(buffer, Checkpointer(place, buffer).restore(EXAMPLE))
-            assert found in [numbers(buffer, state) for state in states.values()]
-            line.share = 0.02
-    assert not wrong
-    assert refused
-
-
-def test_who_only_looks_makes_no_folder(tmp_path):
-    store_at(tmp_path / "x").entries("manifests")
-    with pytest.raises(FileNotFoundError):
-        checkpoint.restore(tmp_path / "x", items(), EXAMPLE)
-    assert not list(tmp_path.iterdir())
+    outcomes = outcomes_of_two_writers(
+        [save_of(start) for start in (0, 500)],
+        lambda: checkpoint.restore(spec_at(line.target, "two"), BUFFER, EXAMPLE),
+        20,
+    )
+    assert PathInUseError in itertools.chain(*outcomes)

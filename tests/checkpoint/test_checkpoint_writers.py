@@ -3,6 +3,7 @@ a dead one is succeeded, and rows of two runs never mix."""
 
 import contextlib
 import errno
+import functools
 import gc
 import itertools
 import os
@@ -14,31 +15,35 @@ import threading
 import time
 import warnings
 
-import jax
-import numpy as np
 import pytest
 
-from tests.conftest import SOAK
+from tests.conftest import ALL, SOAK
 from tests.support import checkpointed_run
-from tests.support.checkpointed_run import EXAMPLE, added, expected, items, numbers
+from tests.support.checkpointed_run import EXAMPLE, added, numbers
 
 pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
 
-import jaxreplay as jr
 from jaxreplay import checkpoint
 from jaxreplay.checkpoint import Checkpointer, PathInUseError, chain
+from tests.checkpoint.runs import BUFFER, check, outcomes_of_two_writers, replay_of, state_of
 
 WHOAMI = chain.whoami
-HERE = pathlib.Path(checkpointed_run.__file__).parent
 
 
+@contextlib.contextmanager
 def running(code, *arguments):
-    return subprocess.Popen(
+    """Run a program, and at the end of the block kill it and its children."""
+    with subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
         stdout=subprocess.PIPE,
         text=True,
-        cwd=HERE,
-    )
+        cwd=pathlib.Path(checkpointed_run.__file__).parent,
+        process_group=0,
+    ) as process:
+        try:
+            yield process
+        finally:
+            os.killpg(process.pid, 9)
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -46,108 +51,88 @@ def where(request, tmp_path):
     return tmp_path if request.param == "folder" else f"memory://{tmp_path.name}"
 
 
-@pytest.fixture
-def delay_of_commit(monkeypatch):
-    """Return a function that delays the commits of a Checkpointer, and returns an event.
-
-    A save commits when the event is set, or after 60 seconds.
-    """
-
-    def of(checkpointer):
-        may, commit = threading.Event(), checkpointer._chain.commit
-        monkeypatch.setattr(
+@contextlib.contextmanager
+def late(checkpointer, end, error, said):
+    """Save in the background, and commit only after the block, which fails."""
+    may, commit, state = threading.Event(), checkpointer._chain.commit, state_of(end)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
             checkpointer._chain, "commit", lambda manifest: (may.wait(60), commit(manifest))
         )
-        return may
+        checkpointer.save(state, end, blocking=False)
+        try:
+            yield
+        finally:
+            may.set()
+        with pytest.raises(error, match=said):
+            checkpointer.wait_until_finished(state)
 
-    return of
+
+@contextlib.contextmanager
+def on_another_machine():
+    """Give this process another machine's name."""
+    machine = {"host": "elsewhere", "pid": 7, "program": "train.py", "since": "2030-01-01"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chain, "whoami", lambda: machine)
+        patch.setattr(chain.socket, "gethostname", lambda: "elsewhere")
+        yield
 
 
 def test_a_second_writer_is_refused_and_told_who_is_the_first(where):
-    replay = items()
-    one, other = Checkpointer(where, replay), Checkpointer(where, replay)
-    state = added(replay, replay.init(EXAMPLE), 0, 4)
-    one.save(state, 4)
+    one, other = Checkpointer(where, BUFFER), Checkpointer(where, BUFFER)
+    one.save(state_of(4), 4)
     said = (
         rf"is being written to by this process, host .*, pid {os.getpid()}, program .*, since "
-        r"20..-.*: close\(\) that Checkpointer first"
+        r"20..-.*two writers would mix their files: close\(\) that Checkpointer first"
     )
-    for wait in (True, False):
+    for save in (
+        lambda: other.save(state_of(4), 5),
+        lambda: other.save(state_of(4), 5, blocking=False),
+        lambda: checkpoint.save(where, BUFFER, state_of(4)),
+    ):
         with pytest.raises(PathInUseError, match=said):
-            other.save(state, 5, blocking=wait)
-    assert numbers(replay, other.restore(EXAMPLE)) == expected(replay, 4)  # readers need no lock
+            save()
+    check(other.restore(EXAMPLE), 4)  # readers need no lock
     assert [found.problems for found in other.verify()] == [[]]
-    with pytest.raises(PathInUseError, match="two writers would mix their files"):
-        checkpoint.save(where, replay, state)
-    one.save(added(replay, state, 4, 1), 5)
+    one.save(state_of(5), 5)
     one.close()
-    other.save(state := added(replay, other.restore(EXAMPLE), 5, 1), 6)
+    other.save(state := added(BUFFER, other.restore(EXAMPLE), 5, 1), 6)
     with pytest.raises(PathInUseError):
         one.save(state, 7)
     other.close()
     one.save(state, 7)
     assert one.all_steps() == [5, 6, 7]
-    assert numbers(replay, one.restore(EXAMPLE)) == expected(replay, 6)
+    check(one.restore(EXAMPLE), 6)
 
 
-def test_who_is_gone_holds_nothing(where):
+def test_a_writer_that_is_gone_holds_nothing(where):
     """Release the path of a Checkpointer that is deleted, fails before its save, or fails in a
     `with` block."""
-    replay = items()
-    state = added(replay, replay.init(EXAMPLE), 0, 4)
-    one = Checkpointer(where, replay)
+    state, one, other = state_of(4), Checkpointer(where, BUFFER), Checkpointer(where, BUFFER)
     one.save(state, 1)
     del one
     gc.collect()
-    other = Checkpointer(where, replay)
     with pytest.raises(TypeError, match="JSON"):
         other.save(state, 2, metadata={"x": object()})
-    with Checkpointer(where, replay) as third:
+    with Checkpointer(where, BUFFER) as third:
         third.save(state, 2)
-    with contextlib.suppress(ZeroDivisionError), Checkpointer(where, replay) as fourth:
+    with contextlib.suppress(ZeroDivisionError), Checkpointer(where, BUFFER) as fourth:
         fourth.save(state, 3, blocking=False)
         raise ZeroDivisionError
     other.save(state, 4)
     assert other.all_steps()[-1] == 4
 
 
-HOLDS = """
-import sys, time
-import checkpointed_run as run
-from jaxreplay.checkpoint import Checkpointer
+# Other processes of this machine.
 
-checkpointer = Checkpointer(sys.argv[1], run.REPLAY)
-checkpointer.save(run.added(run.REPLAY, run.REPLAY.init(run.EXAMPLE), 0, 3), 3)
-print("saved", flush=True)
-time.sleep(1000)
-"""
-
-
-def test_the_lock_dies_with_its_process(tmp_path):
-    replay = checkpointed_run.REPLAY
-    with running(HOLDS, tmp_path) as other:
-        assert other.stdout.readline() == "saved\n"
-        mine = Checkpointer(tmp_path, replay)
-        state = added(replay, mine.restore(EXAMPLE), 3, 2)
-        with pytest.raises(
-            PathInUseError,
-            match=rf"by host .*, pid {other.pid}, program -c, since .*give each run a path of its "
-            r"own",
-        ):
-            mine.save(state, 5)
-        other.kill()
-    mine.save(state, 5)
-    assert numbers(replay, Checkpointer(tmp_path, replay).restore(EXAMPLE)) == expected(replay, 5)
-
-
-FORKS = r"""
+HOLDS = r"""
 import os, sys, time, warnings
 import checkpointed_run as run
 from jaxreplay.checkpoint import Checkpointer
 
 warnings.simplefilter("ignore")  # of JAX, about the fork
-checkpointer = Checkpointer(sys.argv[1], run.REPLAY)
-state = run.added(run.REPLAY, run.REPLAY.init(run.EXAMPLE), 0, 3)
+buffer = run.items()
+checkpointer, state = Checkpointer(sys.argv[1], buffer), run.begun(buffer, 3)
 checkpointer.save(state, 3)
 if not os.fork():
     checkpointer.close()  # the path stays with the parent
@@ -157,33 +142,26 @@ if not os.fork():
         except RuntimeError as error:
             os.write(1, f"{error}\n".encode())  # in one piece: both write here
     time.sleep(1000)
-os.write(1, f"{os.getpid()}\n".encode())
+os.write(1, b"saved\n")
 time.sleep(1000)
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_forked_child_is_refused_and_does_not_keep_its_parent_s_lock(tmp_path):
-    replay = checkpointed_run.REPLAY
-    with subprocess.Popen(
-        [sys.executable, "-c", FORKS, tmp_path],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=HERE,
-        process_group=0,
-    ) as parent:
+def test_the_lock_dies_with_its_process_which_a_forked_child_is_not(tmp_path):
+    with running(HOLDS, tmp_path) as parent:
         lines = [parent.stdout.readline() for _ in range(3)]
-        said = [line for line in lines if not line.strip().isdigit()]
-        assert len(said) == 2
-        assert all("spawn" in line for line in said), said
-        mine = Checkpointer(tmp_path, replay)
-        state = mine.restore(EXAMPLE)
-        with pytest.raises(PathInUseError):
-            mine.save(state, 4)
+        assert sum("spawn" in line for line in lines) == 2, lines
+        assert "saved\n" in lines
+        mine = Checkpointer(tmp_path, BUFFER)
+        state = added(BUFFER, mine.restore(EXAMPLE), 3, 2)
+        said = rf"by host .*, pid {parent.pid}, program -c, since .*give each run a path of its own"
+        with pytest.raises(PathInUseError, match=said):
+            mine.save(state, 5)
         parent.kill()
         parent.wait()
-        mine.save(state, 4)  # the child is still alive
-        os.killpg(parent.pid, 9)
+        mine.save(state, 5)  # the child is still alive
+    check(Checkpointer(tmp_path, BUFFER).restore(EXAMPLE), 5)
 
 
 IN_TURN = """
@@ -191,115 +169,71 @@ import sys, time
 import checkpointed_run as run
 from jaxreplay.checkpoint import Checkpointer, PathInUseError
 
-start, rounds, num_saved, num_refused = int(sys.argv[2]), int(sys.argv[3]), 0, 0
-state = run.added(run.REPLAY, run.REPLAY.init(run.EXAMPLE), start, 5)
-end = start + 5
-while num_saved < rounds:
-    checkpointer = Checkpointer(
-        sys.argv[1], run.REPLAY, max_to_keep=1 + num_saved % 3, chunk_bytes=2000
-    )
+buffer, end = run.items(), int(sys.argv[2])
+state, end = run.begun(buffer, end + 5, end), end + 5
+while True:
+    checkpointer = Checkpointer(sys.argv[1], buffer, max_to_keep=1 + end % 3, chunk_bytes=2000)
     try:
         for _ in range(2):
-            checkpointer.save(state, num_saved, blocking=num_saved % 2 == 0)
-            state, end = (
-                run.added(run.REPLAY, state, end, 1) if num_saved % 2 == 0 else state,
-                end + (num_saved % 2 == 0),
-            )
+            checkpointer.save(state, blocking=end % 2 == 0)
             checkpointer.wait_until_finished(state)
-        num_saved += 1
+            state, end = run.added(buffer, state, end, 1), end + 1
         checkpointer.close()
+        time.sleep(0.05)  # the other one's turn
     except PathInUseError:
-        num_refused += 1
-    time.sleep(0.002 * (num_refused % 7))
-print(num_saved, num_refused)
+        print("refused", flush=True)
+        time.sleep(0.004)
 """
 
 
-def checked(replay, state, starts, may_be_full=False):
-    """Check that all rows are of one run, and return its start.
-
-    The rows begin at the start; with `may_be_full` also later, if the rings are full.
-    """
-    found = numbers(replay, state)
-    first = found[0][0]
-    is_full = may_be_full and len(found[0]) == replay.capacity // replay.num_envs
-    own = [start for start in starts if first == start or (is_full and start < first < start + 500)]
-    assert own, found[0]
-    assert found == [
-        [1_000_000 * env + t for t in range(first, first + len(found[0]))]
-        for env in range(replay.num_envs)
-    ]
-    return own[0]
+def start_of(state):
+    """Check that all rows are of one of the runs that start at 0 and 50,000, and return which."""
+    first, *_, last = numbers(BUFFER, state)[0]
+    start = first // 50_000 * 50_000
+    check(state, last + 1, start)
+    return start
 
 
 def test_two_processes_that_write_to_one_path_never_mix(tmp_path):
     """Save from two processes while a reader restores: each restored state is one run's, intact."""
-    replay, rounds, seen = checkpointed_run.REPLAY, 200 if SOAK else 20, []
-    with (
-        running(IN_TURN, tmp_path, 0, rounds) as one,
-        running(IN_TURN, tmp_path, 50_000, rounds) as other,
-    ):
-        while one.poll() is None or other.poll() is None:
+    seen = []
+    with running(IN_TURN, tmp_path, 0) as one, running(IN_TURN, tmp_path, 50_000) as other:
+        while len(seen) < (200 if SOAK else 20) or len({*seen}) < 2:
+            assert one.poll() is other.poll() is None
+            time.sleep(0.02)
             try:
-                seen.append(
-                    checked(
-                        replay,
-                        checkpoint.restore(tmp_path, replay, EXAMPLE),
-                        (0, 50_000),
-                        may_be_full=True,
-                    )
-                )
+                seen.append(start_of(checkpoint.restore(tmp_path, BUFFER, EXAMPLE)))
             except FileNotFoundError:  # before the first save
                 assert not seen
-                time.sleep(0.01)
-        said = [tuple(map(int, run.stdout.read().split())) for run in (one, other)]
-    assert [num_saved for num_saved, _ in said] == [rounds, rounds]
-    assert sum(num_refused for _, num_refused in said)
-    assert set(seen) == {0, 50_000}
+        one.kill()
+        other.kill()
+        assert "refused" in one.stdout.read() + other.stdout.read()
     assert all(not found.problems for found in checkpoint.verify(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["Replay", "Checkpointer"])
 def test_two_threads_that_write_to_one_path_never_mix(kind, where):
-    replay, num_rounds, refused = items(), 150 if SOAK else 20, []
-
     def save_of(start):
         if kind == "Replay":
-            owner = jr.Replay(
-                replay, example=jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), EXAMPLE)
-            )
-            for t in range(start, start + 20):
-                owner.add(checkpointed_run.step(t, 4))
-            return lambda: owner.save(where)
-        state = added(replay, replay.init(EXAMPLE), start, 20)
+            return functools.partial(replay_of(start + 20, start).save, where)
+        options = {"max_to_keep": 2, "chunk_bytes": 1000}
+        return lambda: checkpoint.save(where, BUFFER, state_of(start + 20, start), **options)
 
-        def save():
-            with Checkpointer(where, replay, max_to_keep=2, chunk_bytes=1000) as checkpointer:
-                checkpointer.save(state)
+    outcomes = outcomes_of_two_writers(
+        [save_of(start) for start in (0, 500)],
+        lambda: checkpoint.restore(where, BUFFER, EXAMPLE),
+        150 if SOAK else 20 if ALL else 8,
+    )
+    assert {*itertools.chain(*outcomes)} == {None, PathInUseError}
+    assert all(None in both for both in outcomes)
 
-        return save
 
-    def run(save, barrier, num_saved):
-        barrier.wait()
-        try:
-            save()
-            num_saved.append(1)
-        except PathInUseError:
-            refused.append(1)
-
-    saves = [save_of(start) for start in (0, 500)]
-    for _ in range(num_rounds):
-        barrier, num_saved = threading.Barrier(2), []
-        threads = [threading.Thread(target=run, args=(save, barrier, num_saved)) for save in saves]
-        [thread.start() for thread in threads]
-        [thread.join() for thread in threads]
-        assert num_saved
-        checked(replay, checkpoint.restore(where, replay, EXAMPLE), (4, 504))
-    assert refused
+# Writers that do not see each other in time.
 
 
 @pytest.mark.parametrize("has_links", [True, False])
-def test_of_two_first_saves_one_counts(has_links, where, monkeypatch, delay_of_commit):
+@pytest.mark.parametrize("steps", [(2,), (2, 3)], ids=["number is taken", "number was deleted"])
+def test_of_two_first_saves_one_counts(steps, has_links, where, monkeypatch):
     """Begin to save twice on an empty path: neither writer sees the other, and the second is told
     at its end. None of its rows is left."""
     if not has_links:
@@ -308,45 +242,81 @@ def test_of_two_first_saves_one_counts(has_links, where, monkeypatch, delay_of_c
             raise OSError(errno.EOPNOTSUPP, "no hard links")
 
         monkeypatch.setattr(os, "link", link)
-    replay = items()
-    one, other = Checkpointer(where, replay), Checkpointer(where, replay)
-    states = [added(replay, replay.init(EXAMPLE), start, 4) for start in (0, 500)]
-    may_commit = delay_of_commit(one)
-    one.save(states[0], 1, blocking=False)
-    other.save(states[1], 2)
-    may_commit.set()
-    with pytest.raises(PathInUseError, match="this process"):
-        one.wait_until_finished(states[0])
-    assert one.all_steps() == [2]
-    assert numbers(replay, one.restore(EXAMPLE))[0] == list(range(500, 504))
+    one, other = (Checkpointer(where, BUFFER, max_to_keep=1) for _ in range(2))
+    with late(one, 4, PathInUseError, "this process"):
+        for step in steps:
+            other.save(state_of(504, 500), step)
+    assert one.all_steps() == [steps[-1]]
+    check(one.restore(EXAMPLE), 504, start=500)
     one.close()
     other.close()
-    other.save(added(replay, states[1], 504, 1), 3)
-    named = {group.folder for one in other._chain.read()[0] for group in one.groups}
+    other.save(state_of(505, 500), 4)
+    assert other.verify()[0].problems == []
+    named = {group.folder for group in other._chain.read()[0][0].groups}
     assert set(other._store.entries("rows")) == named
 
 
-def test_a_writer_that_is_late_by_many_does_not_count(where, delay_of_commit):
-    """Commit a number whose manifest was there, and is deleted since."""
-    replay = items()
-    one, other = (Checkpointer(where, replay, max_to_keep=1) for _ in range(2))
-    states = [added(replay, replay.init(EXAMPLE), start, 4) for start in (0, 500)]
-    may_commit = delay_of_commit(one)
-    one.save(states[0], 1, blocking=False)
-    for step in (2, 3):
-        other.save(states[1], step)
-    may_commit.set()
+def test_a_writer_whose_files_are_deleted_is_told_of_the_other(tmp_path, monkeypatch):
+    """Save three newer checkpoints before the first of its files is on the disk."""
+    one, other = (Checkpointer(tmp_path, BUFFER, max_to_keep=1) for _ in range(2))
+    enter, fsync, once = one._chain.enter, os.fsync, threading.Semaphore()
+
+    def after_three(descriptor):
+        if once.acquire(blocking=False):
+            for step in range(3):
+                other.save(state_of(504, 500), step)
+            kept = {tmp_path / name for name in other._base.files()}
+            for path in {*tmp_path.glob("r*/*")} - kept:
+                shutil.rmtree(path)
+        fsync(descriptor)
+
+    def entered(*given):
+        folder = enter(*given)
+        monkeypatch.setattr(os, "fsync", after_three)
+        return folder
+
+    monkeypatch.setattr(one._chain, "enter", entered)
     with pytest.raises(PathInUseError, match="this process"):
-        one.wait_until_finished(states[0])
-    assert other.all_steps() == [3]
-    assert other.verify()[0].problems == []
+        one.save(state_of(4), 9)
+    assert other.all_steps() == [2]
+
+
+def test_a_collection_leaves_what_may_still_count(where):
+    """Pause a writer at each of its steps, while another saves and collects: whatever is listed in
+    between is intact."""
+    steps = ("_chain", "read"), ("_chain", "enter")
+    steps += tuple(("_store", name) for name in ("write", "create", "entries"))
+    for (owner, name), leaves in itertools.product(steps, (False, True)):
+        one, other = (Checkpointer(where, BUFFER, max_to_keep=1) for _ in range(2))
+        real, once = getattr(getattr(one, owner), name), threading.Semaphore()
+
+        def paused(*given, real=real, other=other, once=once, leaves=leaves):
+            found = real(*given)
+            if not once.acquire(blocking=False):
+                return found
+            with contextlib.suppress(PathInUseError):  # the paused one has committed already
+                other.save(state_of(504, 500), 2)
+            if leaves:
+                other.close()
+            assert all(not one.problems for one in other.verify())
+            return found
+
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(PathInUseError):
+            patch.setattr(getattr(one, owner), name, paused)
+            one.save(state_of(4), 1)
+        assert all(not one.problems for one in other.verify())
+        (step,) = other.all_steps()
+        check(other.restore(EXAMPLE), *{1: (4, 0), 2: (504, 500)}[step])
+        one.close()
+        other.close()
+
+
+# Files that cannot be deleted, or are deleted meanwhile.
 
 
 def test_a_manifest_that_cannot_be_deleted_keeps_what_it_names(tmp_path, monkeypatch):
-    replay = items()
-    with Checkpointer(tmp_path, replay, max_to_keep=1) as checkpointer:
-        state = added(replay, replay.init(EXAMPLE), 0, 20)
-        checkpointer.save(state, 1)
+    with Checkpointer(tmp_path, BUFFER, max_to_keep=1) as checkpointer:
+        checkpointer.save(state_of(20), 1)
         delete = checkpointer._store.delete
 
         def broken(name):
@@ -356,7 +326,7 @@ def test_a_manifest_that_cannot_be_deleted_keeps_what_it_names(tmp_path, monkeyp
 
         monkeypatch.setattr(checkpointer._store, "delete", broken)
         with pytest.warns(UserWarning, match="no longer needed, but cannot be deleted"):
-            checkpointer.save(added(replay, state, 20, 20), 2)
+            checkpointer.save(state_of(40), 2)
         assert checkpointer.all_steps() == [1, 2]
         assert not any(one.problems for one in checkpointer.verify())
         monkeypatch.undo()
@@ -365,22 +335,17 @@ def test_a_manifest_that_cannot_be_deleted_keeps_what_it_names(tmp_path, monkeyp
 
 
 def test_a_writer_that_has_left_holds_nothing_though_its_file_stays(tmp_path, monkeypatch):
-    replay = items()
-    state = added(replay, replay.init(EXAMPLE), 0, 20)
-    one = Checkpointer(tmp_path, replay)
-    one.save(state, 1)
+    one = Checkpointer(tmp_path, BUFFER)
+    one.save(state_of(20), 1)
     monkeypatch.setattr(one._store, "delete", lambda name: os.stat("/nowhere"))
     one.close()
     assert [*(tmp_path / "writers").iterdir()]
-    with Checkpointer(tmp_path, replay) as other:
-        other.save(state, 2)
-        assert other.all_steps() == [1, 2]
+    checkpoint.save(tmp_path, BUFFER, state_of(20), step=2)
+    assert one.all_steps() == [2]
 
 
 def test_an_error_after_the_commit_is_not_said_to_be_of_another_writer(tmp_path, monkeypatch):
-    replay = items()
-    state = added(replay, replay.init(EXAMPLE), 0, 20)
-    checkpointer = Checkpointer(tmp_path, replay)
+    checkpointer = Checkpointer(tmp_path, BUFFER)
     create = checkpointer._store.create
 
     def created(name, content):
@@ -390,157 +355,64 @@ def test_an_error_after_the_commit_is_not_said_to_be_of_another_writer(tmp_path,
 
     monkeypatch.setattr(checkpointer._store, "create", created)
     with pytest.raises(FileNotFoundError, match="not there"):
-        checkpointer.save(state, 1)
+        checkpointer.save(state_of(20), 1)
     monkeypatch.undo()
-    checkpointer.save(state, 2)
+    checkpointer.save(state_of(20), 2)
     assert checkpointer.all_steps() == [1, 2]
 
 
-def test_a_writer_whose_files_are_deleted_is_told_of_the_other(tmp_path, monkeypatch):
-    """Save three newer checkpoints before the first of its files is on the disk."""
-    replay = items()
-    one, other = (Checkpointer(tmp_path, replay, max_to_keep=1) for _ in range(2))
-    states = [added(replay, replay.init(EXAMPLE), start, 4) for start in (0, 500)]
-    fsync, once = os.fsync, threading.Semaphore()
-
-    def late(descriptor):
-        if once.acquire(blocking=False):
-            for step in range(3):
-                other.save(states[1], step)
-            for path in {*tmp_path.glob("r*/*")} - {
-                tmp_path / name for name in other._base.files()
-            }:
-                shutil.rmtree(path)
-        fsync(descriptor)
-
-    enter = one._chain.enter
-
-    def entered(*given):
-        folder = enter(*given)
-        monkeypatch.setattr(os, "fsync", late)
-        return folder
-
-    monkeypatch.setattr(one._chain, "enter", entered)
-    with pytest.raises(PathInUseError, match="this process"):
-        one.save(states[0], 9)
-    assert other.all_steps() == [2]
-
-
-def test_a_collection_leaves_what_may_still_count(where):
-    """Pause a writer at each of its steps, while another saves and collects: whatever is listed in
-    between is intact."""
-    replay, states = (
-        items(),
-        [added(items(), items().init(EXAMPLE), start, 4) for start in (0, 500)],
-    )
-    steps_of_a_save = (("read", "_chain"), ("enter", "_chain"), ("write", "_store"))
-    steps_of_a_save += (("create", "_store"), ("entries", "_store"))
-    for (name, owner), leaves in itertools.product(steps_of_a_save, (False, True)):
-        one, other = (Checkpointer(where, replay, max_to_keep=1) for _ in range(2))
-        real, once = getattr(getattr(one, owner), name), threading.Semaphore()
-
-        def paused(*given, real=real, other=other, once=once, leaves=leaves):
-            found = real(*given)
-            if not once.acquire(blocking=False):
-                return found
-            with contextlib.suppress(PathInUseError):  # the paused one has committed already
-                other.save(states[1], 2)
-            if leaves:
-                other.close()
-            assert all(not one.problems for one in other.verify())
-            return found
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(getattr(one, owner), name, paused)
-            with contextlib.suppress(PathInUseError):
-                one.save(states[0], 1)
-        assert all(not one.problems for one in other.verify())
-        steps = other.all_steps()
-        assert len(steps) == 1
-        assert numbers(replay, other.restore(EXAMPLE))[0][0] == {1: 0, 2: 500}[steps[0]]
-        one.close()
-        other.close()
-
-
-def test_a_path_that_is_deleted_meanwhile_is_not_said_to_be_saved(tmp_path, delay_of_commit):
-    replay, path = items(), tmp_path / "run"
-    checkpointer = Checkpointer(path, replay)
-    state = added(replay, replay.init(EXAMPLE), 0, 4)
-    checkpointer.save(state, 4)
-    may_commit = delay_of_commit(checkpointer)
-    checkpointer.save(added(replay, jax.tree.map(jax.numpy.copy, state), 4, 1), 5, blocking=False)
-    shutil.rmtree(path / "writers")
-    may_commit.set()
-    with pytest.raises(OSError, match="was deleted, or replaced, while it was written to"):
-        checkpointer.wait_until_finished(added(replay, state, 4, 1))
+def test_a_path_that_is_deleted_meanwhile_is_not_said_to_be_saved(tmp_path):
+    checkpointer = Checkpointer(tmp_path, BUFFER)
+    checkpointer.save(state_of(4), 4)
+    with late(checkpointer, 5, OSError, "was deleted, or replaced, while it was written to"):
+        shutil.rmtree(tmp_path / "writers")
     assert checkpointer.all_steps() == [4]
 
 
-# Whether a process of another machine is alive, nobody can tell.
+# Whether a process of another machine is alive cannot be known.
 
 
-def test_who_goes_on_with_what_a_dead_machine_left_takes_its_place(where, monkeypatch):
-    replay = items()
-    elsewhere = {"host": "elsewhere", "pid": 7, "program": "train.py", "since": "2030-01-01"}
-    with monkeypatch.context() as patch:
-        patch.setattr(chain, "whoami", lambda: elsewhere)
-        patch.setattr(chain.socket, "gethostname", lambda: "elsewhere")
-        other = Checkpointer(where, replay)
-        state = added(replay, replay.init(EXAMPLE), 0, 4)
-        other.save(state, 4)
-    with pytest.raises(
-        PathInUseError,
-        match=r"by host elsewhere, pid 7, program train.py, since 2030-01-01; .* give each run a",
-    ):
-        checkpoint.save(where, replay, state)
-    mine = Checkpointer(where, replay)
-    restored = mine.restore(EXAMPLE)
-    mine.save(added(replay, restored, 4, 1), 5)
-    with monkeypatch.context() as patch:  # the other writer was alive after all
-        patch.setattr(chain, "whoami", lambda: elsewhere)
-        patch.setattr(chain.socket, "gethostname", lambda: "elsewhere")
-        with pytest.raises(PathInUseError, match=rf"pid {os.getpid()}"):
-            other.save(added(replay, state, 500, 1), 6)
+def test_a_run_that_continues_what_a_dead_machine_left_takes_its_place(where):
+    with on_another_machine():
+        other = Checkpointer(where, BUFFER)
+        other.save(state_of(4), 4)
+    said = r"by host elsewhere, pid 7, program train.py, since 2030-01-01; .* give each run a path"
+    with pytest.raises(PathInUseError, match=said):
+        checkpoint.save(where, BUFFER, state_of(4))
+    mine = Checkpointer(where, BUFFER)
+    mine.save(added(BUFFER, mine.restore(EXAMPLE), 4, 1), 5)
+    with on_another_machine(), pytest.raises(PathInUseError, match=rf"pid {os.getpid()}"):
+        other.save(state_of(501, 496), 6)  # it was alive after all
     assert mine.all_steps() == [4, 5]
-    assert numbers(replay, mine.restore(EXAMPLE)) == expected(replay, 5)
+    check(mine.restore(EXAMPLE), 5)
 
 
-def test_a_writer_that_was_replaced_in_a_save_does_not_count(where, monkeypatch, delay_of_commit):
+def test_a_writer_that_was_replaced_in_a_save_does_not_count(where):
     """Restore its checkpoint elsewhere, and save, while its save runs."""
-    replay = items()
-    one, state = Checkpointer(where, replay), added(replay, replay.init(EXAMPLE), 0, 4)
-    with monkeypatch.context() as patch:
-        patch.setattr(chain, "whoami", lambda: {**WHOAMI(), "host": "elsewhere"})
-        one.save(state, 4)
-    later = added(replay, jax.tree.map(jax.numpy.copy, state), 4, 1)
-    may_commit = delay_of_commit(one)
-    one.save(later, 5, blocking=False)
-    other = Checkpointer(where, replay)
-    other.save(added(replay, other.restore(EXAMPLE), 500, 1), 6)
-    may_commit.set()
-    with pytest.raises(PathInUseError, match="this process"):
-        one.wait_until_finished(later)
+    one = Checkpointer(where, BUFFER)
+    with on_another_machine():
+        one.save(state_of(4), 4)
+    with late(one, 5, PathInUseError, "this process"):
+        other = Checkpointer(where, BUFFER)
+        other.save(added(BUFFER, other.restore(EXAMPLE), 500, 1), 6)
     assert one.all_steps() == [4, 6]
 
 
 def test_a_dead_process_of_this_machine_holds_nothing(where):
-    replay = items()
-    state = added(replay, replay.init(EXAMPLE), 0, 4)
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         gone.wait()
     for pid in (gone.pid, os.getpid()):  # the system may use a number again
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(chain, "whoami", lambda pid=pid: {**WHOAMI(), "pid": pid})
             patch.setattr(chain, "_PROCESS", "another")
-            dead = Checkpointer(where, replay)
-            dead.save(state)
-        checkpoint.save(where, replay, state)
+            dead = Checkpointer(where, BUFFER)
+            dead.save(state_of(4))
+        checkpoint.save(where, BUFFER, state_of(4))
         assert dead._store.entries("writers") == []
 
 
-def test_a_store_without_conditional_writes_says_so(tmp_path, monkeypatch):
-    replay, state = items(), added(items(), items().init(EXAMPLE), 0, 4)
-    checkpointer = Checkpointer("memory://unconditional", replay)
+def test_a_store_without_conditional_writes_says_so(monkeypatch):
+    checkpointer = Checkpointer("memory://unconditional", BUFFER)
     real, failed = checkpointer._store._wait, []
 
     def wait(what, future):
@@ -550,12 +422,10 @@ def test_a_store_without_conditional_writes_says_so(tmp_path, monkeypatch):
         return real(what, future)
 
     monkeypatch.setattr(checkpointer._store, "_wait", wait)
-    with pytest.warns(
-        UserWarning,
-        match="this store has no conditional writes, so a second writer may not be detected",
-    ):
-        checkpointer.save(state, 1)
+    said = "this store has no conditional writes, so a second writer may not be detected"
+    with pytest.warns(UserWarning, match=said):
+        checkpointer.save(state_of(4), 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        checkpointer.save(state, 2)
+        checkpointer.save(state_of(4), 2)
     assert checkpointer.all_steps() == [1, 2]

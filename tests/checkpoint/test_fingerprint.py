@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.buffers import CATALOG, NUM_ENVS
+from tests.conftest import ALL
+from tests.support.buffers import CATALOG, NUM_ENVS, jitted
 
 pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
 
@@ -17,44 +18,68 @@ from jaxreplay.checkpoint import fingerprint
 from jaxreplay.checkpoint.rows import Part, Picked, heads_of, span_of
 from jaxreplay.storage import stored_arrays
 
-cases = pytest.mark.parametrize("case", CATALOG, ids=lambda case: case.name)
+FEW = ("items", "uniform masked, episodes")
 
 
 def held(buffer, state):
     """Return all rows that a state holds."""
-    span = span_of(heads_of(state), buffer.length)
-    rows = [
-        (env, number)
-        for env in range(buffer.num_envs)
-        for number in range(span.first[env], span.end[env])
-    ]
-    return Picked(*np.array(rows).T)
+    number = [np.arange(*its) for its in zip(*span_of(heads_of(state), buffer.length), strict=True)]
+    env = np.repeat(np.arange(buffer.num_envs), [len(own) for own in number])
+    return Picked(env, np.concatenate(number))
 
 
 def of_state(buffer, state):
     return int(fingerprint.of_rows(Part(0, state), held(buffer, state)))
 
 
-@cases
+def fed(buffer, steps):
+    """Return a state after steps, leaves [T, E, ...]."""
+    empty = jr.jit(buffer).init(jax.tree.map(lambda leaf: leaf[0, 0], steps))
+    return jitted(buffer, "extend")(empty, steps)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CATALOG if ALL or case.name in FEW], ids=lambda case: case.name
+)
 def test_it_is_the_sum_over_the_rows_however_they_came(case):
     buffer = case.replay(capacity=NUM_ENVS * 16)
-    steps, mask = case.step(3, time=24), case.mask(buffer, 4, 24)
-    one_by_one, add = buffer.init(case.example()), jax.jit(buffer.add)
-    by_blocks, extend = buffer.init(case.example()), jax.jit(buffer.extend)
+    given = case.step(3, time=24), *case.mask(buffer, 4, 24)
+    one_by_one = by_blocks = jr.jit(buffer).init(case.example())
+    part = lambda which: jax.tree.map(lambda leaf: leaf[which], given)
     for t in range(24):
-        one_by_one = add(one_by_one, *jax.tree.map(lambda leaf, t=t: leaf[t], (steps, *mask)))
-        if t % 4 == 3:
-            by_blocks = extend(
-                by_blocks, *jax.tree.map(lambda leaf, t=t: leaf[t - 3 : t + 1], (steps, *mask))
-            )
+        one_by_one = jitted(buffer, "add")(one_by_one, *part(t))
+        if t % 4 == 0:
+            by_blocks = jitted(buffer, "extend")(by_blocks, *part(slice(t, t + 4)))
     assert of_state(buffer, one_by_one) == of_state(buffer, by_blocks)
-    every = held(buffer, one_by_one)
     alone = [
-        int(fingerprint.of_rows(Part(0, one_by_one), Picked(env[None], number[None])))
-        for env, number in zip(*every, strict=True)
+        int(fingerprint.of_rows(Part(0, one_by_one), Picked(*row[:, None])))
+        for row in np.transpose(held(buffer, one_by_one))
     ]
     assert sum(alone) % 2**32 == of_state(buffer, one_by_one)
     assert len(set(alone)) == len(alone)
+
+
+@jax.jit
+def _hashes(tree, number, env):
+    place = jnp.arange(len(number))
+
+    def stored(leaf):
+        return stored_arrays.write(stored_arrays.zeros(len(leaf), leaf[0], False), place, leaf)
+
+    return fingerprint.hashes(jax.tree.map(stored, tree), place, number, env)
+
+
+def hashes_of(tree, number=0, env=0):
+    """Return the hashes of K stored rows.
+
+    Args:
+      tree: Rows, leaves [K, ...].
+      number: Each row's number, [K], or that of all.
+      env: Each row's env, [K], or that of all.
+    """
+    num_rows = len(jax.tree.leaves(tree)[0])
+    whole = (np.full(num_rows, part, np.uint32) for part in (number, env))
+    return np.asarray(_hashes(tree, *whole))
 
 
 DTYPES = (
@@ -72,134 +97,77 @@ DTYPES = (
 )
 
 
-def hashes_of(tree, number, env=0):
-    """Return the hashes of K stored rows.
-
-    Args:
-      tree: Rows, leaves [K, ...].
-      number: uint32[K].
-      env: The env of all rows.
-    """
-    stored = jax.tree.map(
-        lambda leaf: stored_arrays.write(
-            stored_arrays.zeros(len(leaf), leaf[0], False), jnp.arange(len(leaf)), leaf
-        ),
-        tree,
-    )
-    return np.asarray(
-        jax.jit(fingerprint.hashes)(
-            stored, jnp.arange(len(number)), number, jnp.full(len(number), env, jnp.uint32)
-        )
-    )
-
-
-def hash_of(tree, number=0, env=0):
-    return int(
-        hashes_of(
-            jax.tree.map(lambda leaf: leaf[None], tree), jnp.full(1, number, jnp.uint32), env
-        )[0]
-    )
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(), (7,), (2, 3)])
-def test_every_element_of_every_dtype_counts(dtype, shape):
-    def tree_of(flat, other=0):
-        values = flat.reshape(shape).astype(jnp.dtype(dtype))
-        return {"a": jnp.asarray(values), "b": jnp.float32(other), "none": jnp.zeros((0, 3))}
-
-    zeros = np.zeros(int(np.prod(shape)), np.complex64 if dtype == "complex64" else np.float32)
-    seen = {
-        hash_of(tree_of(zeros)),
-        hash_of(tree_of(zeros, 1)),
-        hash_of(tree_of(zeros), 1),
-        hash_of(tree_of(zeros), 0, 1),
-    }
-    for place in range(len(zeros)):
-        changed = zeros.copy()
-        changed[place] = 1
-        seen.add(hash_of(tree_of(changed)))
-    assert len(seen) == 4 + len(zeros)
-    if dtype == "complex64":
-        assert hash_of(tree_of(zeros + 1j)) not in seen
-    if dtype == "float32" and shape:
-        assert hash_of(tree_of(zeros * -1)) not in seen  # -0.0 has other bits than 0.0
+def test_every_element_of_every_dtype_counts():
+    """Hash rows that differ from the first in one element each, or in their number or env."""
+    shapes = (), (7,), (2, 3), (0, 3)
+    example = [np.zeros(shape, dtype) for dtype in DTYPES for shape in shapes]
+    values = {"complex64": (1, 1j), "float32": (1, -0.0)}  # -0.0 has other bits than 0.0
+    changes = [
+        (nth, place, value)
+        for nth, leaf in enumerate(example)
+        for place in range(leaf.size)
+        for value in values.get(leaf.dtype.name, (1,))
+    ]
+    num_rows = 3 + len(changes)
+    tree = [np.zeros((num_rows, *leaf.shape), leaf.dtype) for leaf in example]
+    for row, (nth, place, value) in enumerate(changes, 3):
+        tree[nth].reshape(num_rows, -1)[row, place] = value
+    number, env = np.zeros((2, num_rows))
+    number[1] = env[2] = 1
+    assert len({*hashes_of(tree, number, env).tolist()}) == num_rows
 
 
 @pytest.mark.skipif(jax.dtypes.canonicalize_dtype("int64") == np.int64, reason="x64 is on")
 def test_both_halves_of_a_64_bit_number_count():
+    values = np.array([0, 1, 2**40, -1])
     with jax.enable_x64(True):
-        values = [jnp.asarray(x, jnp.int64) for x in (0, 1, 2**40, -1)] + [
-            jnp.asarray(1e-300, jnp.float64)
-        ]
-        assert len({hash_of(x) for x in values}) == 5
+        hashes = [hashes_of(values), hashes_of(np.array([1e-300, 1e300]))]
+    assert len({*np.concatenate(hashes).tolist()}) == 6
 
 
 def test_a_swap_of_equal_things_shows():
-    one, two = jnp.float32(1), jnp.float32(2)
-    assert (
-        len({hash_of((one, two)), hash_of((two, one)), hash_of(jnp.stack([two, one])[None])}) == 2
-    )
+    one, two = np.float32([1, 2]), np.float32([2, 1])
+    assert len({*hashes_of((one, two)).tolist()}) == 2
+    # leaves are hashed as one row
+    assert (hashes_of((one, two)) == hashes_of(np.stack([one, two], axis=1))).all()
     for num_envs in (1, 3):  # swaps of rows in a stream, and between streams
         buffer = jr.items(capacity=6, num_envs=num_envs, batch_size=1)
-        states = [
-            buffer.extend(buffer.init(jnp.float32(0)), jnp.asarray(values).reshape(-1, num_envs))
-            for values in itertools.permutations([1.0, 2.0, 3.0])
-        ]
+        orders = [np.float32(order) for order in itertools.permutations([1, 2, 3])]
+        states = [fed(buffer, values.reshape(-1, num_envs)) for values in orders]
         assert len({of_state(buffer, state) for state in states}) == 6
 
 
 def test_flags_and_ranks_count():
     """Hash states of equal values: no episode ends, or one ends before or among the held rows."""
-    buffer, flag, zero = (
-        jr.uniform(capacity=8, batch_size=1, autoreset="next_step"),
-        np.zeros(1, bool),
-        np.zeros(1),
-    )
-    seen = set()
-    for done in (None, 1, 5):
-        state = buffer.init(jr.Step(0.0, 0.0, 0.0, terminated=False, truncated=False))
-        for t in range(12):
-            state = jax.jit(buffer.add)(
-                state, jr.Step(zero, zero, zero, terminated=flag | (t == done), truncated=flag)
-            )
-        seen.add(of_state(buffer, state))
-    assert len(seen) == 3
+    buffer = jr.uniform(capacity=8, batch_size=1, autoreset="next_step")
+    time = np.arange(12)[:, None]
+    zero = np.zeros((12, 1), np.float32)
+    steps = [
+        jr.Step(zero, zero, zero, terminated=time == done, truncated=time < 0)
+        for done in (-1, 1, 5)
+    ]
+    assert len({of_state(buffer, fed(buffer, step)) for step in steps}) == 3
 
 
-@pytest.mark.parametrize("size", [257, 1000, 84 * 84])
-def test_all_elements_of_a_large_row_have_their_turn(size):
-    num_turns = -(-size // 64)
-    seen = np.concatenate(
-        [
-            np.asarray(fingerprint._places(size, jnp.full((1,), turn, jnp.uint32)))[0]
-            for turn in range(num_turns)
-        ]
-    )
-    assert set(seen.tolist()) == set(range(size))
-    values = jnp.zeros((num_turns, size))
-    number = jnp.arange(num_turns, dtype=jnp.uint32) + 5
-    before = hashes_of(values, number)
-    for place in np.random.default_rng(0).integers(0, size, 20):
-        after = hashes_of(values.at[:, place].set(1), number)
-        assert (before != after).any()
+@pytest.mark.parametrize(("size", "num_places"), [(257, 257), (84 * 84, 20)])
+def test_all_elements_of_a_large_row_have_their_turn(size, num_places):
+    """Change one element of all rows in turn: one of the rows has another hash."""
+    num_rows = -(-size // 64)
+    values = np.zeros((1 + num_places, num_rows, size), np.float32)
+    for nth, place in enumerate(np.random.default_rng(0).permutation(size)[:num_places], 1):
+        values[nth, :, place] = 1
+    number = np.tile(5 + np.arange(num_rows), len(values))
+    hashes = hashes_of(values.reshape(-1, size), number).reshape(len(values), -1)
+    assert (hashes[1:] != hashes[0]).any(axis=1).all()
 
 
-@pytest.mark.parametrize(
-    "leaf",
-    [np.zeros((6, 300), np.uint8), np.zeros((6, 3, 90), jnp.bfloat16), np.zeros((6, 5), jnp.int4)],
-)
-def test_it_is_the_same_on_every_platform(leaf):
-    values, found = (
-        jnp.asarray(np.random.default_rng(1).integers(-3, 4, leaf.shape)).astype(leaf.dtype),
-        set(),
-    )
+def test_it_is_the_same_on_every_platform():
+    r, found = np.random.default_rng(1), set()
+    kinds = (((300,), np.uint8), ((3, 90), jnp.bfloat16), ((5,), jnp.int4))
+    values = [r.integers(-3, 4, (6, 1, *shape)).astype(dtype) for shape, dtype in kinds]
     for platform in ("cpu", "gpu", "tpu"):
         buffer = jr.items(capacity=8, batch_size=1, platform=platform)
-        state = buffer.extend(
-            buffer.init(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)), values[:, None]
-        )
-        found.add(of_state(buffer, state))
+        found.add(of_state(buffer, fed(buffer, values)))
     assert len(found) == 1
 
 
@@ -208,7 +176,7 @@ def test_rows_share_a_hash_as_rarely_as_by_chance():
     are expected to collide."""
     pairs = np.stack(np.meshgrid(np.arange(500), np.arange(400)), -1).reshape(-1, 2)
     for dtype in (np.float32, np.int32):
-        hashes = hashes_of(jnp.asarray(pairs.astype(dtype)), jnp.zeros(len(pairs), jnp.uint32))
+        hashes = hashes_of(pairs.astype(dtype))
         assert len(pairs) - len(np.unique(hashes)) < 20  # exceeded by chance once in 10^7
     signs = np.where((np.arange(2**14)[:, None] >> np.arange(14)) & 1, 1, -1).astype(np.float32)
-    assert len(np.unique(hashes_of(jnp.asarray(signs), jnp.zeros(2**14, jnp.uint32)))) > 2**14 - 5
+    assert len(np.unique(hashes_of(signs))) > 2**14 - 5

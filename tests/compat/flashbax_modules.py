@@ -1,6 +1,8 @@
 """Modules of flashbax, as its tests import them: our adapter, and the functions of its modules
 written with it."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -8,95 +10,66 @@ import jax
 import jaxreplay.compat.flashbax as fbx
 
 LENGTH = 5  # `sample_sequence_length` of the tests that call a module's own functions
+PERIOD = 3  # of the one test that sets priorities by such a function
+INIT = "experience add_batch_size max_length_time_axis"
+SAMPLE = "state key sample_batch_size sample_sequence_length period"
+
+# Of each module: what makes its buffer, and the arguments of its functions.
+FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
+    "trajectory_buffer": (
+        fbx.make_trajectory_buffer,
+        {
+            "init": INIT,
+            "add": "state batch",
+            "sample": SAMPLE,
+            "can_sample": "state min_length_time_axis",
+        },
+    ),
+    "prioritised_trajectory_buffer": (
+        fbx.make_prioritised_trajectory_buffer,
+        {
+            "prioritised_init": f"{INIT} period",
+            "prioritised_add": "state batch sample_sequence_length period device",
+            "prioritised_sample": SAMPLE,
+            "set_priorities": "state indices priorities priority_exponent device",
+        },
+    ),
+    "trajectory_queue": (
+        fbx.make_trajectory_queue,
+        {
+            "init": INIT,
+            "add": "state batch",
+            "sample": "state sample_sequence_length",
+            "can_add": "state add_sequence_length max_length_time_axis",
+            "can_sample": "state sample_sequence_length max_length_time_axis",
+        },
+    ),
+}
 
 
-def _sizes(state: Any) -> dict[str, int]:
-    layout = state.rows.streams.layout
-    return {"add_batch_size": layout.num_envs, "max_length_time_axis": layout.length}
+def function(make: Callable[..., Any], name: str, arguments: str) -> Callable[..., Any]:
+    """Return a module's function, which calls a method of the buffer that its arguments make. The
+    sizes are those of the state."""
+    options = inspect.signature(make).parameters
+    is_queue = make is fbx.make_trajectory_queue
+    defaults = {
+        "sample_batch_size": 1,
+        "sample_sequence_length": 1 if is_queue else LENGTH,
+        "add_sequence_length": 1,
+        "period": PERIOD if name == "set_priorities" else 1,
+        "min_length_time_axis": 1,
+    }
 
+    def call(*values: Any) -> Any:
+        given = defaults | dict(zip(arguments.split(), values, strict=True))
+        if "state" in given:
+            layout = given["state"].rows.streams.layout
+            given |= {"add_batch_size": layout.num_envs, "max_length_time_axis": layout.length}
+        buffer = make(**{key: given[key] for key in options if key in given})
+        own = [given[key] for key in arguments.split() if key not in options]
+        return getattr(buffer, name.removeprefix("prioritised_"))(*own)
 
-def _trajectories(sizes, batch_size=1, length=LENGTH, period=1, minimum=1) -> Any:
-    return fbx.make_trajectory_buffer(
-        sample_batch_size=batch_size,
-        sample_sequence_length=length,
-        period=period,
-        min_length_time_axis=minimum,
-        **sizes,
-    )
-
-
-def init(experience, add_batch_size, max_length_time_axis):
-    sizes = {"add_batch_size": add_batch_size, "max_length_time_axis": max_length_time_axis}
-    return _trajectories(sizes).init(experience)
-
-
-def add(state, batch):
-    return _trajectories(_sizes(state)).add(state, batch)
-
-
-def sample(state, key, batch_size, sequence_length, period):
-    return _trajectories(_sizes(state), batch_size, sequence_length, period).sample(state, key)
-
-
-def can_sample(state, minimum):
-    return _trajectories(_sizes(state), minimum=minimum).can_sample(state)
-
-
-def _prioritised(sizes, batch_size=1, length=LENGTH, period=1, exponent=0.6) -> Any:
-    return fbx.make_prioritised_trajectory_buffer(
-        sample_batch_size=batch_size,
-        sample_sequence_length=length,
-        period=period,
-        min_length_time_axis=1,
-        priority_exponent=exponent,
-        **sizes,
-    )
-
-
-def prioritised_init(experience, add_batch_size, max_length_time_axis, period):
-    sizes = {"add_batch_size": add_batch_size, "max_length_time_axis": max_length_time_axis}
-    return _prioritised(sizes, period=period).init(experience)
-
-
-def prioritised_add(state, batch, sequence_length, period, device):
-    return _prioritised(_sizes(state), 1, sequence_length, period).add(state, batch)
-
-
-def prioritised_sample(state, key, batch_size, sequence_length, period):
-    return _prioritised(_sizes(state), batch_size, sequence_length, period).sample(state, key)
-
-
-def set_priorities(state, indices, priorities, exponent, device):
-    period = 3  # of the one test that calls this
-    buffer = _prioritised(_sizes(state), period=period, exponent=exponent)
-    return buffer.set_priorities(state, indices, priorities)
-
-
-def _queue(sizes, add_length=1, sample_length=1) -> Any:
-    return fbx.make_trajectory_queue(
-        add_sequence_length=add_length, sample_sequence_length=sample_length, **sizes
-    )
-
-
-def queue_init(experience, add_batch_size, max_length_time_axis):
-    sizes = {"add_batch_size": add_batch_size, "max_length_time_axis": max_length_time_axis}
-    return _queue(sizes).init(experience)
-
-
-def queue_add(state, batch):
-    return _queue(_sizes(state)).add(state, batch)
-
-
-def queue_sample(state, sequence_length):
-    return _queue(_sizes(state), sample_length=sequence_length).sample(state)
-
-
-def queue_can_add(state, add_sequence_length, max_length_time_axis):
-    return _queue(_sizes(state), add_length=add_sequence_length).can_add(state)
-
-
-def queue_can_sample(state, sample_sequence_length, max_length_time_axis):
-    return _queue(_sizes(state), sample_length=sample_sequence_length).can_sample(state)
+    return call
 
 
 class Tree(NamedTuple):
@@ -118,41 +91,20 @@ def _tree(state: Any) -> Tree:
 def get(tree: Tree, indices: jax.Array) -> jax.Array:
     """Return the mass of each item: float32[B]. Leaves are ordered by time, then env."""
     layout = tree.state.rows.streams.layout
-    period = 3 if layout.window.after == LENGTH - 1 else 1
+    period = PERIOD if layout.window.after == LENGTH - 1 else 1
     env, position = layout.split(indices * period)
     return tree.indices[position * layout.num_envs + env]
-
-
-_MAKERS = {name: getattr(fbx, name) for name in fbx.__all__}
-_MODULES: dict[str, dict[str, Any]] = {
-    "flat_buffer": _MAKERS,
-    "item_buffer": _MAKERS,
-    "mixer": _MAKERS,
-    "prioritised_flat_buffer": _MAKERS,
-    "prioritised_item_buffer": _MAKERS,
-    "trajectory_buffer": _MAKERS
-    | {"init": init, "add": add, "sample": sample, "can_sample": can_sample},
-    "prioritised_trajectory_buffer": _MAKERS
-    | {
-        "prioritised_init": prioritised_init,
-        "prioritised_add": prioritised_add,
-        "prioritised_sample": prioritised_sample,
-        "set_priorities": set_priorities,
-    },
-    "trajectory_queue": _MAKERS
-    | {
-        "init": queue_init,
-        "add": queue_add,
-        "sample": queue_sample,
-        "can_add": queue_can_add,
-        "can_sample": queue_can_sample,
-    },
-    "sum_tree": {"get": get},
-}
 
 
 def modules() -> dict[str, dict[str, Any]]:
     """Return the members of each module, and add what the tests want of JAX and of our states."""
     jax.tree_map = jax.tree.map  # type: ignore[attr-defined]  # newer JAX has none
     fbx.PrioritisedTrajectoryBufferState.sum_tree_state = property(_tree)  # type: ignore
-    return _MODULES
+    found: dict[str, dict[str, Any]] = {"sum_tree": {"get": get}}
+    kinds = ("flat_buffer", "item_buffer", "prioritised_flat_buffer", "prioritised_item_buffer")
+    for module in (*kinds, "mixer", *FUNCTIONS):
+        found[module] = {name: getattr(fbx, name) for name in fbx.__all__}
+    for module, (make, functions) in FUNCTIONS.items():
+        for name, arguments in functions.items():
+            found[module][name] = function(make, name, arguments)
+    return found

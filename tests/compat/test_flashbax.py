@@ -3,7 +3,6 @@ tests over it."""
 
 import functools
 import itertools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,32 +10,47 @@ import numpy as np
 import pytest
 
 import jaxreplay.compat.flashbax as fbx
+from tests.conftest import ALL
 from tests.support.hlo import check_in_place
 
 KEY = jax.random.key(0)
+EXAMPLE = {"name": np.int32(0), "obs": {"x": np.zeros(3, np.float32), "done": np.bool_(False)}}
 
 
 def steps(first, num_envs, time):
     """Return steps [E, T] that name their env and time."""
-    when = first + jnp.arange(time)
+    when = first + np.arange(time, dtype=np.int32)
     return {
-        "name": jnp.arange(num_envs)[:, None] * 10_000 + when,
-        "obs": {"x": jnp.ones((num_envs, time, 3))},
+        "name": np.arange(num_envs, dtype=np.int32)[:, None] * 10_000 + when,
+        "obs": {
+            "x": np.ones((num_envs, time, 3), np.float32),
+            "done": np.zeros((num_envs, time), bool),
+        },
     }
 
 
-EXAMPLE = {"name": jnp.int32(0), "obs": {"x": jnp.zeros(3)}}
+def step(time, num_envs=2):
+    """Return one step of each env: leaves [E, ...]."""
+    return jax.tree.map(lambda leaf: leaf[:, 0], steps(time, num_envs, 1))
 
 
-@pytest.mark.parametrize("is_prioritised", [False, True])
+def made(kind, **options):
+    return getattr(fbx, f"make_{kind}_buffer")(**options)
+
+
+KINDS = ["prioritised_trajectory", "trajectory"]
+SIZES = [(3, 12, 4, 3), (2, 12, 1, 1), (2, 12, 2, 1), (2, 12, 12, 1), (1, 12, 5, 4), (2, 12, 3, 6)]
+
+
 @pytest.mark.parametrize(
-    ("num_envs", "length", "span", "period"),
-    [(1, 12, 1, 1), (2, 12, 2, 1), (3, 12, 4, 3), (2, 12, 12, 1), (1, 12, 5, 4), (2, 12, 3, 6)],
+    ("kind", "sizes"),
+    list(itertools.product(KINDS, SIZES) if ALL else zip(KINDS, SIZES[:2], strict=True)),
 )
-def test_sequences_are_those_of_a_list(is_prioritised, num_envs, length, span, period):
+def test_sequences_are_those_of_a_list(kind, sizes):
     """Every sequence that may start is sampled, and no other, through wraps and ragged adds."""
-    make = fbx.make_prioritised_trajectory_buffer if is_prioritised else fbx.make_trajectory_buffer
-    buffer = make(
+    num_envs, length, span, period = sizes
+    buffer = made(
+        kind,
         add_batch_size=num_envs,
         sample_batch_size=512,
         sample_sequence_length=span,
@@ -44,120 +58,108 @@ def test_sequences_are_those_of_a_list(is_prioritised, num_envs, length, span, p
         min_length_time_axis=1,
         max_length_time_axis=length,
     )
-    state, written = buffer.init(EXAMPLE), 0
-    add, sample, can_sample = (
-        jax.jit(buffer.add),
-        jax.jit(buffer.sample),
-        jax.jit(buffer.can_sample),
-    )
-    assert not can_sample(state)
-    for time in (1, 3, 1, 7, 2, 5, 5, 1, 12, 3):
-        state, written = add(state, steps(written, num_envs, time)), written + time
+
+    @jax.jit
+    def turn(state, block, key):
+        state = buffer.add(state, block)
+        shown = state.current_index, state.is_full, buffer.can_sample(state)
+        return state, shown, state.experience, buffer.sample(state, key).experience
+
+    state, written = jax.jit(buffer.init)(EXAMPLE), 0
+    assert not jax.jit(buffer.can_sample)(state)
+    for time in (1, 5, 1, 1, 5, 5, 1, 12, 5):
+        given = steps(written, num_envs, time)
+        state, shown, stored, drawn = turn(state, given, jax.random.key(written))
+        written += time
         oldest = max(written - length, 0)
-        first = -(-oldest // period) * period if is_prioritised else oldest
+        first = -(-oldest // period) * period if kind == KINDS[0] else oldest
         starts = set(range(first, written - span + 1, period))
-        assert state.current_index == written % length
-        assert state.is_full == (written >= length)
-        stored = np.asarray(state.experience["name"])[0]
-        assert {*range(oldest, written)} <= set(stored.tolist())
-        assert bool(can_sample(state)) == bool(starts)
-        if not starts:
-            continue
-        got = np.asarray(sample(state, jax.random.key(written)).experience["name"])
-        assert got.shape == (512, span)
-        assert (np.diff(got, axis=1) == 1).all()
-        env, start = np.divmod(got[:, 0], 10_000)
-        assert set(zip(env.tolist(), start.tolist(), strict=True)) == {
-            (env, start) for env in range(num_envs) for start in starts
-        }
+        assert [*map(int, shown)] == [written % length, written >= length, bool(starts)]
+        assert {*range(oldest, written)} <= set(stored["name"][0].tolist())
+        for leaf, one in zip(jax.tree.leaves(drawn), jax.tree.leaves(EXAMPLE), strict=True):
+            assert (leaf.shape, leaf.dtype) == ((512, span, *one.shape), one.dtype)
+        if starts:
+            got = np.asarray(drawn["name"])
+            assert (np.diff(got, axis=1) == 1).all()
+            assert {divmod(one, 10_000) for one in got[:, 0].tolist()} == {
+                (env, start) for env in range(num_envs) for start in starts
+            }
 
 
 def test_priorities_are_those_that_were_set():
-    buffer = fbx.make_prioritised_flat_buffer(
-        max_length=64, min_length=1, sample_batch_size=4096, add_batch_size=2, priority_exponent=0.5
-    )
-    state = buffer.init(EXAMPLE)
-    add, sample = jax.jit(buffer.add), jax.jit(buffer.sample)
-    set_priorities = jax.jit(buffer.set_priorities)
-    empty = sample(state, KEY)
-    assert (empty.probabilities == 0).all()
+    options = {"max_length": 64, "min_length": 1, "sample_batch_size": 4096, "add_batch_size": 2}
+    buffer = made("prioritised_flat", **options, priority_exponent=0.5)
+    add, set_priorities = jax.jit(buffer.add), jax.jit(buffer.set_priorities)
+    sample = jax.jit(lambda state: (buffer.can_sample(state), buffer.sample(state, KEY)))
+
+    def probabilities(state):
+        batch = sample(state)[1]
+        return dict(zip(batch.indices.tolist(), batch.probabilities.tolist(), strict=True))
+
+    state = jax.jit(buffer.init)(EXAMPLE)
+    assert set(probabilities(state).values()) == {0}
     for time in range(9):
-        state = add(state, jax.tree.map(lambda leaf: leaf[:, 0], steps(time, 2, 1)))
-    batch = sample(state, KEY)
-    np.testing.assert_allclose(batch.probabilities, 1 / 16)
-    assert set(batch.indices.tolist()) == {*range(8), *range(32, 40)}
-    np.testing.assert_array_equal(
-        batch.experience.first["name"] + 1, batch.experience.second["name"]
-    )
+        state = add(state, step(time))
+    can_sample, batch = sample(state)
+    assert can_sample
+    rows = [*range(8), *range(32, 40)]
+    assert probabilities(state) == pytest.approx(dict.fromkeys(rows, 1 / 16))
+    first, second = jax.device_get((batch.experience.first, batch.experience.second))
+    np.testing.assert_array_equal(first["name"] + 1, second["name"])
     # bad priorities are ignored, and of one index that occurs twice the largest counts
-    index = jnp.array([0, 1, 2, 3, 4, 4, 32])
-    priority = jnp.array([4.0, 0.0, jnp.nan, -1.0, 9.0, 1.0, jnp.inf])
+    index = np.array([0, 1, 2, 3, 4, 4, 32], np.int32)
+    priority = np.array([4, 0, np.nan, -1, 9, 1, np.inf], np.float32)
     state = set_priorities(state, index, priority)
-    batch = sample(state, KEY)
-    probability = dict(zip(batch.indices.tolist(), batch.probabilities.tolist(), strict=True))
-    mass = {**dict.fromkeys([*range(8), *range(32, 40)], 1.0), 0: 2.0, 4: 3.0}
+    mass = {**dict.fromkeys(rows, 1.0), 0: 2.0, 4: 3.0}
     del mass[1]
-    assert probability.keys() == mass.keys()
-    for one, value in probability.items():
-        assert value == pytest.approx(mass[one] / sum(mass.values()), rel=1e-5)
+    expected = {row: value / sum(mass.values()) for row, value in mass.items()}
+    assert probabilities(state) == pytest.approx(expected, rel=1e-5)
     # a new row gets the largest so far, which is not rounded
-    state = set_priorities(state, jnp.arange(64), jnp.full(64, 2.25))
-    state = set_priorities(state, jnp.array([3]), jnp.array([12.25]))
+    every = np.arange(64, dtype=np.int32)
+    state = set_priorities(state, every, np.where(every == 3, 12.25, 2.25).astype(np.float32))
     for time in (9, 10):
-        state = add(state, jax.tree.map(lambda leaf: leaf[:, 0], steps(time, 2, 1)))
-    batch = sample(state, KEY)
-    probability = dict(zip(batch.indices.tolist(), batch.probabilities.tolist(), strict=True))
-    assert probability[9] / probability[2] == pytest.approx(3.5 / 1.5)
+        state = add(state, step(time))
+    found = probabilities(state)
+    assert found[9] / found[2] == pytest.approx(3.5 / 1.5)
     # all priorities 0: it says so
-    state = set_priorities(state, jnp.arange(64), jnp.zeros(64))
-    assert not buffer.can_sample(state)
+    assert not sample(set_priorities(state, every, np.zeros(64, np.float32)))[0]
 
 
-@pytest.mark.parametrize("is_prioritised", [False, True])
+@pytest.mark.parametrize("kind", ["prioritised_", ""] if ALL else ["prioritised_"])
 @pytest.mark.parametrize("has_time", [False, True])
-@pytest.mark.parametrize("num_envs", [None, 1, 3])
-def test_what_an_add_takes(num_envs, has_time, is_prioritised):
+@pytest.mark.parametrize("num_envs", [None, 3, 1] if ALL else [None, 3])
+def test_what_an_add_takes(num_envs, has_time, kind):
     """Flat and item buffers with and without the axes of envs and time."""
-    kind = "prioritised_" if is_prioritised else ""
-    batch = steps(0, num_envs or 1, 4 if has_time else 1)
-    if not has_time:
-        batch = jax.tree.map(lambda leaf: leaf[:, 0], batch)
+    options = {"max_length": 30, "min_length": 2, "sample_batch_size": 64}
+    options["add_sequences"] = has_time
+    batch = steps(0, num_envs or 1, 4) if has_time else step(0, num_envs or 1)
     if num_envs is None:
         batch = jax.tree.map(lambda leaf: leaf[0], batch)
-    flat = getattr(fbx, f"make_{kind}flat_buffer")(
-        max_length=30,
-        min_length=2,
-        sample_batch_size=64,
-        add_sequences=has_time,
-        add_batch_size=num_envs,
-    )
-    state = flat.add(flat.add(flat.init(EXAMPLE), batch), batch)
-    pairs = flat.sample(state, KEY).experience
-    assert pairs.first["obs"]["x"].shape == pairs.second["obs"]["x"].shape == (64, 3)
-    names = set(zip(pairs.first["name"].tolist(), pairs.second["name"].tolist(), strict=True))
-    times = [*range(4), *range(4)] if has_time else [0, 0]
-    assert names == {
-        (10_000 * env + a, 10_000 * env + b)
-        for env in range(num_envs or 1)
-        for a, b in itertools.pairwise(times)
+    flat = made(f"{kind}flat", add_batch_size=num_envs, **options)
+    items = made(f"{kind}item", add_batches=num_envs is not None, **options)
+
+    @jax.jit
+    def sampled(batch):
+        state = flat.add(flat.add(flat.init(EXAMPLE), batch), batch)
+        pair = flat.sample(state, KEY).experience
+        state = items.add(items.init(EXAMPLE), batch)
+        found = pair.first, pair.second, items.sample(state, KEY).experience
+        return found, (state.current_index, items.can_sample(state))
+
+    found, shown = jax.device_get(sampled(batch))
+    assert {one["obs"]["x"].shape for one in found} == {(64, 3)}
+    first, second, item = (one["name"].tolist() for one in found)
+    envs = np.reshape(batch["name"], (num_envs or 1, -1)).tolist()
+    assert {*zip(first, second, strict=True)} == {
+        pair for names in envs for pair in itertools.pairwise(names * 2)
     }
-    items = getattr(fbx, f"make_{kind}item_buffer")(
-        max_length=30,
-        min_length=2,
-        sample_batch_size=64,
-        add_sequences=has_time,
-        add_batches=num_envs is not None,
-    )
-    state = items.add(items.init(EXAMPLE), batch)
-    got = items.sample(state, KEY).experience
-    assert got["obs"]["x"].shape == (64, 3)
-    assert set(got["name"].tolist()) == set(np.ravel(batch["name"]).tolist())
-    assert state.current_index == np.size(batch["name"])
-    assert bool(items.can_sample(state)) == (np.size(batch["name"]) >= 2)
+    assert {*item} == {name for names in envs for name in names}
+    size = np.size(batch["name"])
+    assert shown == (size, size >= 2)
 
 
 @pytest.mark.parametrize(
-    ("add_length", "span", "length"), [(3, 5, 13), (4, 2, 8), (1, 1, 1), (6, 6, 6)]
+    ("add_length", "span", "length"), [(3, 5, 13), (1, 1, 1), *[(4, 2, 8), (6, 6, 6)] * ALL]
 )
 def test_a_queue_hands_out_each_step_once(add_length, span, length):
     queue = fbx.make_trajectory_queue(
@@ -166,178 +168,136 @@ def test_a_queue_hands_out_each_step_once(add_length, span, length):
         add_sequence_length=add_length,
         sample_sequence_length=span,
     )
-    state, written, unread = queue.init(EXAMPLE), 0, []
-    add, sample = jax.jit(queue.add), jax.jit(queue.sample)
-    for turn in range(40):
-        assert bool(queue.can_add(state)) == (len(unread) + add_length <= length)
-        if turn % 3 == 1 or queue.can_add(state):  # at times without room: the oldest are lost
-            state = add(state, steps(written, 2, add_length))
-            unread += range(written, written + add_length)
-            written, unread = written + add_length, unread[-length:]
-        assert bool(queue.can_sample(state)) == (len(unread) >= span)
-        assert state.write_index == written % length
-        assert state.read_index == (written - len(unread)) % length
-        assert state.is_full == (len(unread) == length)
-        after, batch = sample(state)
-        if len(unread) < span:  # nothing is consumed
-            assert after.num_unread == state.num_unread == len(unread)
-            continue
-        for env in range(2):
-            assert batch.experience["name"][env].tolist() == [
-                10_000 * env + one for one in unread[:span]
-            ]
-        state, unread = after, unread[span:]
+
+    @jax.jit
+    def turn(state, block, is_forced):
+        """Add if there is room, or without room: then the oldest steps are lost."""
+        can_add = queue.can_add(state)
+        added = queue.add(state, block)
+        state = jax.tree.map(lambda *leaves: jnp.where(can_add | is_forced, *leaves), added, state)
+        after, batch = queue.sample(state)
+        shown = state.write_index, state.read_index, state.is_full, state.num_unread
+        shown += after.num_unread, can_add, queue.can_sample(state)
+        return after, [*map(jnp.asarray, shown)], batch.experience["name"]
+
+    state, written, unread = jax.jit(queue.init)(EXAMPLE), 0, []
+    for number in range(40):
+        has_room, is_forced = len(unread) + add_length <= length, number % 3 == 1
+        state, shown, names = turn(state, steps(written, 2, add_length), is_forced)
+        if has_room or is_forced:
+            unread = [*unread, *range(written, written + add_length)][-length:]
+            written += add_length
+        taken = unread[:span] if len(unread) >= span else []  # too few are not consumed
+        assert [int(one) for one in shown] == [
+            written % length,
+            (written - len(unread)) % length,
+            len(unread) == length,
+            len(unread),
+            len(unread) - len(taken),
+            has_room,
+            bool(taken),
+        ]
+        if taken:
+            assert names.tolist() == [taken, [10_000 + one for one in taken]]
+        unread = unread[len(taken) :]
+
+
+def items_of(batch_size):
+    """Return a buffer of items, and a function that fills it with 1000 numbers."""
+    sizes = {"max_length": 1000, "min_length": 1, "sample_batch_size": batch_size}
+    buffer = made("prioritised_item", **sizes, add_sequences=True)
+    return buffer, lambda rows: buffer.add(buffer.init(np.int32(0)), rows)
 
 
 def test_a_mixer_takes_its_part_of_each_buffer():
-    """The part of a prioritised batch is spread over all rows, not the first of them."""
-    buffers, states = [], []
-    for number in range(3):
-        buffer = fbx.make_prioritised_item_buffer(
-            max_length=1000, min_length=1, sample_batch_size=100, add_sequences=True
-        )
-        buffers.append(buffer)
-        rows = {"buffer": jnp.full(1000, number), "place": jnp.arange(1000)}
-        state = buffer.init({"buffer": jnp.int32(0), "place": jnp.int32(0)})
-        states.append(buffer.add(state, rows))
-    mixer = fbx.make_mixer(buffers, sample_batch_size=99, proportions=[1, 1, 2])
-    assert jax.jit(mixer.can_sample)(states)
-    batch = jax.jit(mixer.sample)(states, KEY)
-    assert np.bincount(batch.experience["buffer"]).tolist() == [26, 24, 49]
-    for number in range(3):
-        place = batch.experience["place"][batch.experience["buffer"] == number]
-        assert len(set(place.tolist())) == len(place)
-        assert abs(place.mean() - 500) < 25
-    assert not mixer.can_sample(
-        [*states[:2], buffers[2].init({"buffer": jnp.int32(0), "place": jnp.int32(0)})]
-    )
-    with pytest.raises(
-        ValueError, match="a part of 200 items needs a buffer with sample_batch_size"
-    ):
-        fbx.make_mixer(buffers[:1], 200, [1.0]).sample(states[:1], KEY)
-    for proportions in ([1.0], [0.0, 0.0, 0.0], [1.0, -1.0, 1.0]):
-        with pytest.raises(ValueError, match=r"make_mixer: .*proportion"):
-            fbx.make_mixer(buffers, 10, proportions)
+    buffer, filled = items_of(100)
+    mixer = fbx.make_mixer([buffer] * 3, sample_batch_size=99, proportions=[1, 1, 2])
+    rows = np.arange(3000, dtype=np.int32).reshape(3, 1000)
+    states = [*map(jax.jit(filled), rows)]
+    can_sample = jax.jit(mixer.can_sample)
+    assert can_sample(states)
+    assert not can_sample([*states[:2], jax.jit(buffer.init)(np.int32(0))])
+    batch = np.asarray(jax.jit(mixer.sample)(states, KEY).experience)
+    assert np.bincount(batch // 1000).tolist() == [26, 24, 49]
+    assert len({*batch.tolist()}) == 99
 
 
 def test_a_mixers_part_is_drawn_independently_of_the_batch():
-    """With the batch's own random bits, a quarter of the rows would never be in the part."""
-    buffer = fbx.make_prioritised_item_buffer(
-        max_length=1000, min_length=1, sample_batch_size=2, add_sequences=True
-    )
-    state = buffer.add(buffer.init(jnp.int32(0)), jnp.arange(1000))
+    """It is spread over all rows. With the first half of a batch, or with the batch's own random
+    bits, a quarter of the rows would never be in the part."""
+    buffer, filled = items_of(2)
     mixer = fbx.make_mixer([buffer], sample_batch_size=1, proportions=[1.0])
-    keys = jax.random.split(KEY, 400)
-    rows = jax.jit(jax.vmap(lambda key: mixer.sample([state], key).experience[0]))(keys)
-    assert np.bincount(np.asarray(rows) // 250, minlength=4).min() > 55  # of 100; 5 deviations
+
+    @jax.jit
+    def drawn(rows):
+        draw = jax.vmap(lambda key: mixer.sample([filled(rows)], key).experience[0])
+        return draw(jax.random.split(KEY, 400))
+
+    rows = np.asarray(drawn(np.arange(1000, dtype=np.int32)))
+    assert np.bincount(rows // 250, minlength=4).min() > 55  # of 100; 5 deviations
 
 
-MAKERS = {
-    "flat": functools.partial(fbx.make_flat_buffer, add_batch_size=8),
-    "prioritised_flat": functools.partial(fbx.make_prioritised_flat_buffer, add_batch_size=8),
-    "item": functools.partial(fbx.make_item_buffer, add_batches=True),
-    "prioritised_item": functools.partial(fbx.make_prioritised_item_buffer, add_batches=True),
-}
+MORE_KINDS = ["flat", "prioritised_flat", "item", "prioritised_item", "trajectory"]
 
 
-def made(kind, max_length=1 << 17):
-    if "trajectory" in kind:
-        return getattr(fbx, f"make_{kind}_buffer")(
-            add_batch_size=8,
-            sample_batch_size=8,
-            sample_sequence_length=4,
-            period=2,
-            min_length_time_axis=4,
-            max_size=max_length,
-        )
-    return MAKERS[kind](max_length=max_length, min_length=8, sample_batch_size=8)
-
-
-@pytest.mark.parametrize("kind", [*MAKERS, "trajectory", "prioritised_trajectory"])
+@pytest.mark.parametrize("kind", ["prioritised_trajectory", *MORE_KINDS * ALL])
 def test_everything_is_in_place(kind):
-    """Alone, in a scan of a training loop, and under vmap; and a state of many members answers."""
-    buffer = made(kind)
-    step = {"x": jnp.zeros((8, 3)), "r": jnp.zeros(8)}
+    """In a scan of a training loop, for one buffer and under vmap."""
+    rows, options = 1 << 17, {"sample_batch_size": 8}
     if "trajectory" in kind:
-        step = jax.tree.map(lambda leaf: leaf[:, None].repeat(2, axis=1), step)
-    example = {"x": jnp.zeros(3), "r": jnp.float32(0)}
-    state = buffer.init(example)
-    size = (1 << 17) * 3
+        options |= {"add_batch_size": 8, "sample_sequence_length": 4, "period": 2}
+        options |= {"min_length_time_axis": 4, "max_size": rows}
+    else:
+        options |= {"add_batches": True} if "item" in kind else {"add_batch_size": 8}
+        options |= {"min_length": 8, "max_length": rows}
+    buffer, block = made(kind, **options), steps(0, 8, 2) if "trajectory" in kind else step(0, 8)
 
-    def train(state, key):
-        state = buffer.add(state, step)
+    def turn(state, key):
+        state = buffer.add(state, block)
         batch = buffer.sample(state, key)
         if hasattr(buffer, "set_priorities"):
-            state = buffer.set_priorities(state, batch.indices, jnp.ones(8))
+            state = buffer.set_priorities(state, batch.indices, np.ones(8, np.float32))
         return state, batch.experience
 
-    check_in_place(buffer.add, (state, step), num_elements=size, donated=0)
-    check_in_place(buffer.sample, (state, KEY), num_elements=size)
-    keys = jax.random.split(KEY, 5)
-    check_in_place(
-        lambda state, keys: jax.lax.scan(train, state, keys),
-        (state, keys),
-        num_elements=size,
-        donated=0,
-    )
-    small = made(kind, 1 << 13)
-    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 16), small.init(example))
-    buffer = small
-    check_in_place(
-        jax.vmap(train), (states, jax.random.split(KEY, 16)), num_elements=(1 << 17) * 3, donated=0
-    )
-    states, _ = jax.vmap(train)(states, jax.random.split(KEY, 16))
-    assert states.current_index.shape == states.is_full.shape == (16,)
-    assert states.experience["x"].shape[0] == 16
-    assert small.can_sample(states).shape == (16,)
+    train = functools.partial(jax.lax.scan, turn)
+    state, keys = jax.eval_shape(buffer.init, EXAMPLE), jax.random.split(KEY, (2, 5))
+    check_in_place(train, (state, keys[0]), num_elements=rows * 3, donated=0)
+    states = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype), state)
+    check_in_place(jax.vmap(train), (states, keys), num_elements=rows * 3, donated=0)
 
 
 def test_purejaxrls_loop():
     """One env a step, the buffer's functions replaced by jitted ones, all of it under a scan and a
     vmap over seeds, with a branch until it can learn."""
-
-    class TimeStep(NamedTuple):
-        obs: jax.Array
-        action: jax.Array
-        reward: jax.Array
-        done: jax.Array
-
-    buffer = fbx.make_flat_buffer(
-        max_length=200, min_length=16, sample_batch_size=16, add_sequences=False, add_batch_size=4
-    )
+    sizes = {"max_length": 200, "min_length": 16, "sample_batch_size": 16, "add_batch_size": 4}
+    buffer = made("flat", **sizes)
     buffer = buffer.replace(
         init=jax.jit(buffer.init),
         add=jax.jit(buffer.add, donate_argnums=0),
         sample=jax.jit(buffer.sample),
         can_sample=jax.jit(buffer.can_sample),
     )
-    example = TimeStep(jnp.zeros(2), jnp.int32(0), jnp.float32(0), jnp.bool_(False))
+    block = step(0, 4)
+
+    def iteration(carry, key):
+        state, total = carry
+        state = buffer.add(state, block)
+        learn = lambda: total + buffer.sample(state, key).experience.first["obs"]["x"].mean()
+        return (state, jax.lax.cond(buffer.can_sample(state), learn, lambda: total)), None
 
     @jax.jit
     def train(key):
-        def iteration(carry, key):
-            state, total, time = carry
-            obs = jnp.stack([time + jnp.arange(4.0), jnp.zeros(4)], axis=-1)
-            state = buffer.add(
-                state, TimeStep(obs, jnp.zeros(4, jnp.int32), jnp.ones(4), jnp.zeros(4, bool))
-            )
-            learn = lambda total: total + buffer.sample(state, key).experience.first.reward.mean()
-            total = jax.lax.cond(buffer.can_sample(state), learn, lambda total: total, total)
-            return (state, total, time + 1), None
-
-        carry = buffer.init(example), jnp.float32(0), jnp.float32(0)
+        carry = buffer.init(EXAMPLE), jnp.float32(0)
         return jax.lax.scan(iteration, carry, jax.random.split(key, 100))[0][1]
 
     np.testing.assert_allclose(jax.vmap(train)(jax.random.split(KEY, 3)), 100 - 4)
 
 
-def test_stoixs_loops():
-    """Items of whole rollouts [envs, time], and prioritised sequences, in a state that is stacked
-    for each update batch, with a learner under `pmap` and `vmap`."""
-    items = fbx.make_item_buffer(
-        max_length=512, min_length=32, sample_batch_size=32, add_batches=True, add_sequences=True
-    )
-    sequences = fbx.make_prioritised_trajectory_buffer(
+def test_stoixs_loop():
+    """Prioritised sequences of rollouts [envs, time], in a state that is stacked for each update
+    batch, with a learner under `pmap` and `vmap`."""
+    buffer = made(
+        "prioritised_trajectory",
         add_batch_size=4,
         sample_batch_size=8,
         sample_sequence_length=6,
@@ -345,108 +305,70 @@ def test_stoixs_loops():
         min_length_time_axis=6,
         max_size=512,
     )
-    example = {"obs": jnp.zeros(3), "info": {"return": jnp.float32(0)}}
-    rollout = jax.tree.map(lambda leaf: jnp.ones((4, 8, *leaf.shape)), example)
+    rollout = steps(0, 4, 8)
 
-    def learn(state, key, buffer):
+    def learn(state, key):
         state = buffer.add(state, rollout)
         batch = buffer.sample(state, key)
-        if buffer is sequences:
-            state = buffer.set_priorities(state, batch.indices, jnp.full(8, 2.0))
-        return state, batch.experience["info"]["return"].mean()
+        state = buffer.set_priorities(state, batch.indices, jnp.full(8, 2.0))
+        return state, batch.experience["obs"]["x"].mean()
 
-    for buffer in (items, sequences):
-        state = buffer.init(example)
-        stacked = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (1, 2, *leaf.shape)), state)
-        keys = jax.random.split(KEY, (1, 2))
-        learner = jax.pmap(jax.vmap(functools.partial(learn, buffer=buffer)), donate_argnums=0)
-        stacked, mean = learner(jax.tree.map(jnp.copy, stacked), keys)
-        assert (mean == 1).all()
-        assert buffer.can_sample(stacked).all()
+    start = jax.device_get(jax.jit(buffer.init)(EXAMPLE))
+    stacked = jax.tree.map(lambda leaf: np.broadcast_to(leaf, (1, 2, *leaf.shape)), start)
+    learner = jax.pmap(jax.vmap(learn), donate_argnums=0)
+    stacked, mean = learner(stacked, jax.random.split(KEY, (1, 2)))
+    assert mean.tolist() == [[1, 1]]
+
+    @jax.jit
+    def shown(state):
+        return state.current_index, state.is_full, buffer.can_sample(state), state.experience
+
+    *of_each, experience = shown(stacked)
+    assert [leaf.tolist() for leaf in of_each] == [[[8, 8]], [[False] * 2], [[True] * 2]]
+    assert experience["obs"]["x"].shape == (1, 2, 4, 128, 3)
 
 
-def test_jaxmarls_loop():
-    """A dict of agents as one time step of several envs, sampled as sequences [batch, time]."""
-    agents = ("agent_0", "agent_1", "__all__")
-    buffer = fbx.make_trajectory_buffer(
-        max_length_time_axis=32,
-        min_length_time_axis=4,
-        sample_batch_size=8,
+@pytest.mark.no_xla
+def test_a_bad_call_says_why():
+    small = {"max_length": 8, "min_length": 2, "sample_batch_size": 2}
+    flat = functools.partial(made, "flat", add_batch_size=2, **small)
+    state, good = jax.eval_shape(flat().init, EXAMPLE), step(0)
+    trajectories = functools.partial(
+        fbx.make_trajectory_buffer,
+        sample_batch_size=2,
+        sample_sequence_length=3,
+        min_length_time_axis=3,
         add_batch_size=2,
-        sample_sequence_length=1,
-        period=1,
     )
-    example = {
-        "obs": {agent: jnp.zeros(5) for agent in agents},
-        "dones": {agent: jnp.bool_(False) for agent in agents},
-    }
-    state = buffer.init(example)
-    for _ in range(5):
-        rows = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (2, 1, *leaf.shape)), example)
-        state = buffer.add(state, rows)
-    batch = buffer.sample(state, KEY).experience
-    assert batch["obs"]["agent_1"].shape == (8, 1, 5)
-    assert batch["dones"]["__all__"].dtype == bool
 
+    def add(step, state=state):
+        return jax.eval_shape(flat().add, state, step)
 
-def bad_calls():
-    flat = fbx.make_flat_buffer(max_length=8, min_length=2, sample_batch_size=2, add_batch_size=2)
-    state = flat.init(EXAMPLE)
-    step = jax.tree.map(lambda leaf: leaf[:, 0], steps(0, 2, 1))
-    sizes = {
-        "sample_batch_size": 2,
-        "sample_sequence_length": 3,
-        "min_length_time_axis": 3,
-        "add_batch_size": 2,
-    }
-    make, queue = fbx.make_trajectory_buffer, fbx.make_trajectory_queue
-    return {
-        "one env of two": (
-            lambda: flat.add(state, jax.tree.map(lambda leaf: leaf[:1], step)),
-            r"add:.*name: got int32\[1\], expected int32\[2\]",
+    for message, call in {
+        r"add:.*name: got int32\[1\], expected int32\[2\]": lambda: add(
+            jax.tree.map(lambda leaf: leaf[:1], good)
         ),
-        "another dtype": (
-            lambda: flat.add(state, {**step, "name": jnp.zeros(2)}),
-            "add:.*name: got float32",
+        "add:.*name: got float32": lambda: add({**good, "name": np.zeros(2, np.float32)}),
+        "add:.*name: missing": lambda: add({"obs": good["obs"]}),
+        "add: the state must be one that init or add": lambda: add(good, state=None),
+        "init: the example has no leaves": lambda: flat().init({}),
+        "give one of max_size": lambda: trajectories(period=1, max_size=9, max_length_time_axis=9),
+        "give one of .*max_size": lambda: trajectories(period=1),
+        "3 time steps are needed .* but 2 are kept": lambda: trajectories(period=1, max_size=4),
+        "period must be an int of at least 1, got 0": lambda: trajectories(period=0, max_size=40),
+        "no room for 2 steps of each of 2 envs": lambda: flat(max_length=3),
+        r"priority_exponent must be in \[0, 1\], got 2": lambda: made(
+            "prioritised_item", priority_exponent=2, **small
         ),
-        "a missing leaf": (lambda: flat.add(state, {"name": step["name"]}), "add:.*obs"),
-        "no leaf": (lambda: flat.add(state, {}), "add:.*name: missing"),
-        "no state": (lambda: flat.add(None, step), "add: the state must be one that init or add"),
-        "an empty example": (lambda: flat.init({}), "init: the example has no leaves"),
-        "two lengths": (
-            lambda: make(**sizes, period=1, max_size=9, max_length_time_axis=9),
-            "give one of max_size",
+        "sample_sequence_length=5 exceeds max_length_time_axis=4": lambda: (
+            fbx.make_trajectory_queue(4, 1, 1, 5)
         ),
-        "no length": (lambda: make(**sizes, period=1), "give one of max_size"),
-        "a short buffer": (
-            lambda: make(**sizes, period=1, max_size=4),
-            "3 time steps are needed .* but 2 are kept",
+        "a part of 200 items needs a buffer with sample_batch_size": lambda: jax.eval_shape(
+            fbx.make_mixer([flat()], 200, [1.0]).sample, [state], KEY
         ),
-        "period 0": (
-            lambda: make(**sizes, period=0, max_size=40),
-            "period must be an int of at least 1, got 0",
-        ),
-        "one step an env": (
-            lambda: fbx.make_flat_buffer(
-                max_length=3, min_length=1, sample_batch_size=1, add_batch_size=2
-            ),
-            "no room for 2 steps of each of 2 envs",
-        ),
-        "exponent 2": (
-            lambda: fbx.make_prioritised_item_buffer(
-                max_length=3, min_length=1, sample_batch_size=1, priority_exponent=2
-            ),
-            r"priority_exponent must be in \[0, 1\], got 2",
-        ),
-        "a long sample": (
-            lambda: queue(4, 1, 1, 5),
-            "sample_sequence_length=5 exceeds max_length_time_axis=4",
-        ),
-    }
-
-
-@pytest.mark.parametrize("name", bad_calls())
-def test_a_bad_call_says_why(name):
-    call, message = bad_calls()[name]
-    with pytest.raises(ValueError, match=f"(?s){message}"):
-        call()
+        "each buffer needs one proportion": lambda: fbx.make_mixer([flat()] * 3, 10, [1.0]),
+        "proportions must be at least 0": lambda: fbx.make_mixer([flat()] * 2, 10, [1.0, -1.0]),
+        "proportions .*, and one positive": lambda: fbx.make_mixer([flat()] * 2, 10, [0.0, 0.0]),
+    }.items():
+        with pytest.raises(ValueError, match=f"(?s){message}"):
+            call()

@@ -1,29 +1,40 @@
 """Meshes, and the catalog's buffers with 8 envs."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType
 
 import jaxreplay as jr
-from jaxreplay.samplers import ConsumingSampler, RankBased
-from tests.support.buffers import CATALOG
+from jaxreplay.samplers import ConsumingSampler
+from tests.support.buffers import CATALOG, jitted
 
 NUM_ENVS = 8
 AXES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-CASES = [
-    case for case in CATALOG if not isinstance(case.replay().sampler, (ConsumingSampler, RankBased))
-]
+CASES = [case for case in CATALOG if not isinstance(case.replay().sampler, ConsumingSampler)]
 REFUSED = [case for case in CATALOG if case not in CASES]
+PRIORITIZED, MASKED, PAIRS = (
+    next(case for case in CASES if case.name == name)
+    for name in ("prioritized same_step, 3 steps", "uniform masked, episodes", "future_pairs")
+)
+# One buffer is enough for most tests, the explicit axes for those of types.
+THREE = pytest.mark.parametrize(
+    "case",
+    [
+        PRIORITIZED,
+        pytest.param(MASKED, marks=pytest.mark.thorough),
+        pytest.param(PAIRS, marks=pytest.mark.thorough),
+    ],
+    ids=lambda case: case.name,
+)
+KINDS = pytest.mark.parametrize(
+    "kind", ["explicit", pytest.param("auto", marks=pytest.mark.thorough)]
+)
 
 
-def mesh_of(num_devices, kind="auto"):
-    return jax.make_mesh(
-        (num_devices,),
-        ("data",),
-        axis_types=(AXES[kind],),
-        devices=jax.devices()[:num_devices],
-    )
+def mesh_of(num, kind="auto", first=0):
+    devices = jax.devices()[first : first + num]
+    return jax.make_mesh((num,), ("data",), axis_types=(AXES[kind],), devices=devices)
 
 
 def whole(case, **options):
@@ -34,7 +45,7 @@ def steps(case, seed, time=None):
     """Return a step of 8 envs, or a block of `time`."""
     parts = [case.step(seed, time), case.step(seed + 100, time)]
     axis = 0 if time is None else 1
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis), *parts)
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves, axis), *parts)
 
 
 def mask(buffer, seed, time=None):
@@ -42,50 +53,20 @@ def mask(buffer, seed, time=None):
     if not buffer.allow_mask:
         return None
     shape = (NUM_ENVS,) if time is None else (time, NUM_ENVS)
-    r = np.random.default_rng(seed)
-    return jnp.asarray(r.random(shape) < np.linspace(0.2, 1, NUM_ENVS))
+    return np.random.default_rng(seed).random(shape) < np.linspace(0.2, 1, NUM_ENVS)
 
 
-def divided(tree, num_shards, axis=0):
-    """Return leaves whose axis of envs is divided among shards, which come first."""
-
-    def leaf_of(leaf):
-        shape = (*leaf.shape[:axis], num_shards, -1, *leaf.shape[axis + 1 :])
-        return jnp.moveaxis(leaf.reshape(shape), axis, 0)
-
-    return jax.tree.map(leaf_of, tree)
+def items(num, sampler):
+    """Return a sharded buffer of numbers: `num` shards, each of one env and 64 rows."""
+    sizes = {"capacity": 64 * num, "num_envs": num, "batch_size": 8 * num}
+    return jr.sharded(jr.items(**sizes, allow_mask=True, sampler=sampler), mesh_of(num))
 
 
-def joined(states):
-    """Return vmapped states in the form of a sharded one."""
-    return jax.tree.map(
-        lambda leaf: leaf if leaf.ndim == 1 else leaf.reshape(-1, *leaf.shape[2:]), states
+def filled(buffer, sizes, priorities=None):
+    """Return a state in which each env has so many rows: row `r` of all rows holds `r`."""
+    time = np.arange(64)[:, None]
+    rows = time + 64 * np.arange(len(sizes))
+    given = [] if priorities is None else [priorities[rows].astype(np.float32)]
+    return jitted(buffer, "extend")(
+        buffer.init(np.float32(0)), rows.astype(np.float32), time < np.asarray(sizes), *given
     )
-
-
-def items(sizes, priorities=None, capacity=64, draw="even", **options):
-    """Return a buffer of numbers over one device an entry of `sizes`, and a state in which each
-    shard, of one env, has so many rows: row `r` of all rows holds `r`."""
-    num = len(sizes)
-    sampler = jr.Uniform() if priorities is None else jr.Prioritized(alpha=1.0, **options)
-    buffer = jr.sharded(
-        jr.items(
-            capacity=capacity * num,
-            num_envs=num,
-            batch_size=8 * num,
-            allow_mask=True,
-            sampler=sampler,
-        ),
-        mesh_of(num),
-        draw=draw,
-    )
-    time = jnp.arange(capacity)[:, None]
-    rows = time + capacity * jnp.arange(num)
-    given = None if priorities is None else jnp.asarray(priorities, jnp.float32)[rows]
-    state = jax.jit(buffer.extend)(
-        buffer.init(jnp.float32(0)),
-        rows.astype(jnp.float32),
-        time < jnp.asarray(sizes),
-        *([] if given is None else [given]),
-    )
-    return buffer, state

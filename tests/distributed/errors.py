@@ -11,9 +11,11 @@ import sys
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jaxreplay as jr
 from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, PathInUseError
+from tests.distributed.processes import digests
 from tests.support.checkpointed_run import EXAMPLE, expected, items, numbers, step
 
 REPLAY = items(capacity=256, num_envs=8)
@@ -46,11 +48,21 @@ def left_by_an_error(checkpointer, state):
     """Others may not know of an error in the block: it waits for nobody."""
     with checkpointer:
         checkpointer.save(state, 61, blocking=False)
-        raise KeyError
+        raise KeyError("left")
+
+
+def refused(message, call, *given, kind=ValueError, **options):
+    with pytest.raises(kind, match=message):
+        call(*given, **options)
 
 
 def not_there(state):
     raise KeyError("not there")
+
+
+def pointers(state):
+    shards = state.streams.steps["bytes"].addressable_shards
+    return [shard.data.unsafe_buffer_pointer() for shard in shards]
 
 
 def live_bytes():
@@ -93,10 +105,9 @@ def main(num, which, port, folder):
     folder = pathlib.Path(folder)
     state = added(buffer.init(EXAMPLE), 0, 20)
     elsewhere = Checkpointer(folder / f"of {which}", buffer)
-    with pytest.raises(OSError, match="is another place for each process: share it"):
-        elsewhere.save(state)
-    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
-        elsewhere.restore(EXAMPLE)
+    refused("is another place for each process: share it", elsewhere.save, state, kind=OSError)
+    message = "there is no checkpoint"
+    refused(message, elsewhere.restore, EXAMPLE, kind=FileNotFoundError)
 
     processes = elsewhere._processes
     sizes = 0, 2**25 + 77  # of which the second is sent in pieces
@@ -107,58 +118,47 @@ def main(num, which, port, folder):
         globals()["Unknown"] = kind = type("Unknown", (ValueError,), {})
         error, text = kind("not known"), "not known"
     for _ in range(2):
-        with pytest.raises(kind, match=text):
-            left(processes, error)
+        refused(text, left, processes, error, kind=kind)
 
     one = Checkpointer(folder / "run", buffer, chunk_bytes=2000)
     one.save(state, 20)
     assert len(one._base.groups.saves) == 1
-    pointers = [
-        one.data.unsafe_buffer_pointer() for one in state.streams.steps["bytes"].addressable_shards
-    ]
+    before = pointers(state)
     state = added(state, 20, 1)  # in place
-    assert pointers == [
-        one.data.unsafe_buffer_pointer() for one in state.streams.steps["bytes"].addressable_shards
-    ]
+    assert pointers(state) == before
     wanted = {20: sums(state)}
     other = Checkpointer(folder / "run", buffer)
-    with pytest.raises(PathInUseError, match="is being written to by"):
-        other.save(state, 21)
+    refused("is being written to by", other.save, state, 21, kind=PathInUseError)
+    message = "No space left on device"
     for which_fails, blocking in ((0, True), (1, True), (0, False), (1, False)):
         state = added(state, 20, 5)
         whole = fails(one, which_fails)
         for _ in range(2):
-            with pytest.raises(OSError, match="No space left on device"):
-                saved(one, state, blocking)
+            refused(message, saved, one, state, blocking, kind=OSError)
         assert not one.is_saving
         assert one.all_steps() == [20]
         whole()
-    with pytest.raises(ValueError, match="the state must be a ReplayState"):
-        one.save(3 if which else state, 40)
-    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    with pytest.raises(ValueError, match="must lie where init puts it"):
-        one.save(jax.device_put(state, everywhere), 40)
-    with pytest.raises(ValueError, match="chunk_bytes, compression_level and blocking must be eq"):
-        one.save(state, 40, blocking=which == 1)
-    with pytest.raises(ValueError, match="step, resize and allow_partial must be equal in all"):
-        one.restore(EXAMPLE, [None, 20][which])
-    with pytest.raises(ValueError, match="metadata must be JSON, nested at most 100"):
-        one.save(state, 40, metadata={"a": deep(200 * which)})
+    refused("the state must be a ReplayState", one.save, 3 if which else state, 40)
+    everywhere = NamedSharding(mesh, P())
+    refused("must lie where init puts it", one.save, jax.device_put(state, everywhere), 40)
+    message = "chunk_bytes, compression_level and blocking must be eq"
+    refused(message, one.save, state, 40, blocking=which == 1)
+    message = "step, resize and allow_partial must be equal in all"
+    refused(message, one.restore, EXAMPLE, [None, 20][which])
+    message = "metadata must be JSON, nested at most 100"
+    refused(message, one.save, state, 40, metadata={"a": deep(200 * which)})
     assert one.all_steps() == [20]
     one.save(state, 40, blocking=False)
     parts, one._shards.parts = one._shards.parts, [one._shards.parts, not_there][which]
     one.advance(state, 0)
     one._shards.parts = parts
-    with pytest.raises(KeyError, match="not there"):
-        one.wait_until_finished(state)
+    refused("not there", one.wait_until_finished, state, kind=KeyError)
     one.save(state, 40, metadata={"of": which})
     wanted[40] = sums(state)
     state = added(state, 40, 20)
     one.save(state, 60, blocking=False)
-    with pytest.raises(RuntimeError, match="close: a save was incomplete and is cancelled"):
-        one.close()
-    with pytest.raises(KeyError):
-        left_by_an_error(one, state)
+    refused("close: a save was incomplete and is cancelled", one.close, kind=RuntimeError)
+    refused("left", left_by_an_error, one, state, kind=KeyError)
     with one:
         one.save(state, 62, blocking=False)
         while not all(one._processes.told(one._saving.is_copied)):
@@ -180,8 +180,7 @@ def main(num, which, port, folder):
     assert size <= live_bytes() - before < 1.1 * size
     del got
     assert live_bytes() == before
-    with pytest.raises(CorruptCheckpointError, match="no step 62"):
-        one.restore(EXAMPLE, 62)
+    refused("no step 62", one.restore, EXAMPLE, 62, kind=CorruptCheckpointError)
     with pytest.warns(UserWarning, match="rows are lost"):
         got = one.restore(EXAMPLE, allow_partial=True)
     lost = {env for env, _, _ in one.missing_rows}
@@ -200,8 +199,8 @@ def main(num, which, port, folder):
             (devices.reshape(2, 2).T, ("data", "model")),  # replicas in the other
         )
     ):
-        buffer = jr.sharded(REPLAY, jax.sharding.Mesh(found, names))
-        sharding = jax.sharding.NamedSharding(buffer.mesh, jax.sharding.PartitionSpec("data"))
+        buffer = jr.sharded(REPLAY, Mesh(found, names))
+        sharding = NamedSharding(buffer.mesh, P("data"))
         add, state = jax.jit(buffer.add, donate_argnums=0), buffer.init(EXAMPLE)
         with Checkpointer(folder / f"mesh {nth}", buffer, chunk_bytes=2000) as checkpointer:
             for t in range(40):
@@ -209,23 +208,21 @@ def main(num, which, port, folder):
                 if t in (10, 39):
                     checkpointer.save(state, t)
             got = checkpointer.restore(EXAMPLE)
-            for leaf, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(state), strict=True):
-                assert leaf.sharding == wanted.sharding
-                for x, y in zip(leaf.addressable_shards, wanted.addressable_shards, strict=True):
-                    assert x.index == y.index
-                    np.testing.assert_array_equal(x.data, y.data)
+            leaves = zip(jax.tree.leaves(got), jax.tree.leaves(state), strict=True)
+            assert all(leaf.sharding == wanted.sharding for leaf, wanted in leaves)
+            assert digests("own", got) == digests("own", state)
         if which == 0:
             alone = Checkpointer(folder / f"mesh {nth}", REPLAY).restore(EXAMPLE)
             assert numbers(REPLAY, alone) == expected(REPLAY, 40)
 
     if which == 0:  # a buffer of this process alone asks nobody
-        alone = jr.sharded(REPLAY, jax.sharding.Mesh(jax.local_devices(), ("data",)))
+        alone = jr.sharded(REPLAY, Mesh(jax.local_devices(), ("data",)))
         with Checkpointer(folder / "alone", alone) as checkpointer:
             checkpointer.save(alone.init(EXAMPLE), 3)
             assert int(alone.size(checkpointer.restore(EXAMPLE))) == 0
     else:
-        with pytest.raises(ValueError, match="this process has no device of the buffer's mesh"):
-            Checkpointer(folder, jr.sharded(REPLAY, jax.sharding.Mesh(devices[:2], ("data",))))
+        others = jr.sharded(REPLAY, Mesh(devices[:2], ("data",)))
+        refused("this process has no device of the buffer's mesh", Checkpointer, folder, others)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 of the results."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -41,51 +42,42 @@ def main(num, which, port, path):
     assert jax.device_count() == 4, jax.devices()
     mesh = jax.make_mesh((4,), ("data",))
     found = {}
-    for draw in ("even", "global"):
-        buffer = jr.sharded(WHOLE, mesh, draw=draw)
-        state = buffer.init(EXAMPLE)
-        checkpointer = None
-        if draw == "even":
-            folder = pathlib.Path(path).parent / f"of {num} processes"
-            checkpointer = Checkpointer(folder, buffer, chunk_bytes=4000)
-        add = jax.jit(buffer.add, donate_argnums=0)
+    buffer = jr.sharded(WHOLE, mesh)
+    state = buffer.init(EXAMPLE)
+    folder = pathlib.Path(path).parent / f"of {num} processes"
+    checkpointer = Checkpointer(folder, buffer, chunk_bytes=4000)
 
-        @jax.jit
-        def learn(state, key, buffer=buffer):
-            batch = buffer.sample(state, key)
-            priority = abs(batch.experience.reward) + batch.weight
-            return buffer.update_priorities(state, batch.index, priority), batch
+    @functools.partial(jax.jit, donate_argnums=0)
+    def turn(state, step, mask, key):
+        state = buffer.add(state, step, mask)
+        batch = buffer.sample(state, key)
+        priority = abs(batch.experience.reward) + batch.weight
+        return buffer.update_priorities(state, batch.index, priority), batch
 
-        r = np.random.default_rng(0)
-        for time in range(40):
-            values = r.normal(size=(3, E)).astype(np.float32)
-            flags = r.random((2, E)) < 0.1
-            mask = r.random(E) < np.linspace(0.3, 1, E)
-            step = jr.Step(*values, terminated=flags[0], truncated=flags[1])
-            own = slice(which * E // num, (which + 1) * E // num)
-            step, mask = buffer.from_local(
-                jax.tree.map(lambda leaf, own=own: leaf[own], (step, mask))
-            )
-            if checkpointer is not None:
-                checkpointer.advance(state)
-            state = add(state, step, mask)
-            state, batch = learn(state, jax.random.key(time))
-            if checkpointer is not None and time in SAVES:
-                checkpointer.save(state, time, blocking=time != SAVES[0])
-        size, can_sample = jax.jit(buffer.size)(state), jax.jit(buffer.can_sample)(state)
-        assert int(size) > 100
-        assert bool(can_sample)
-        figures = jax.jit(buffer.metrics)(state)
-        assert 0 < figures["effective_sample_size"] < 1
-        found |= digests(draw, (state, batch, figures))
-        if checkpointer is not None:
-            for at in SAVES:
-                found |= digests(f"saved {at}", checkpointer.restore(EXAMPLE, at))
-            of_one = Checkpointer(folder.parent / "of 1 processes", buffer).restore(EXAMPLE)
-            assert digests("own", of_one) == digests("own", checkpointer.restore(EXAMPLE))
-            smaller = jr.sharded(dataclasses.replace(buffer.buffer, capacity=128), mesh)
-            state = Checkpointer(folder, smaller).restore(EXAMPLE, resize=True)
-            found |= digests("smaller", state)
+    r = np.random.default_rng(0)
+    for time in range(40):
+        values = r.normal(size=(3, E)).astype(np.float32)
+        flags = r.random((2, E)) < 0.1
+        mask = r.random(E) < np.linspace(0.3, 1, E)
+        step = jr.Step(*values, terminated=flags[0], truncated=flags[1])
+        own = slice(which * E // num, (which + 1) * E // num)
+        step, mask = buffer.from_local(jax.tree.map(lambda leaf, own=own: leaf[own], (step, mask)))
+        checkpointer.advance(state)
+        state, batch = turn(state, step, mask, jax.random.key(time))
+        if time in SAVES:
+            checkpointer.save(state, time, blocking=time != SAVES[0])
+    can_sample, figures = jax.jit(lambda s: (buffer.can_sample(s), buffer.metrics(s)))(state)
+    assert can_sample
+    assert figures["size"] > 100
+    assert 0 < figures["effective_sample_size"] < 1
+    found |= digests("sampled", (state, batch, figures))
+    for at in SAVES:
+        found |= digests(f"saved {at}", checkpointer.restore(EXAMPLE, at))
+    of_one = Checkpointer(folder.parent / "of 1 processes", buffer).restore(EXAMPLE)
+    assert digests("own", of_one) == digests("own", checkpointer.restore(EXAMPLE))
+    smaller = jr.sharded(dataclasses.replace(buffer.buffer, capacity=128), mesh)
+    state = Checkpointer(folder, smaller).restore(EXAMPLE, resize=True)
+    found |= digests("smaller", state)
     with open(path, "w") as file:
         json.dump(found, file)
 

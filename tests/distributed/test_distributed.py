@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxreplay._util import xla
-from tests.conftest import SOAK
+from tests.conftest import IS_QUICK, SOAK
 from tests.support.buffers import bits
 
 HERE = pathlib.Path(__file__).parent
@@ -24,20 +24,30 @@ pytestmark = pytest.mark.skipif(xla.shard_map is None, reason="this JAX has no j
 def environment(num_devices):
     flags = os.environ.get("XLA_FLAGS", "")
     flags += f" --xla_force_host_platform_device_count={num_devices}"
-    path = {"PYTHONPATH": str(HERE.parent.parent)}
-    return os.environ | path | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    return os.environ | {
+        "PYTHONPATH": str(HERE.parent.parent),
+        "XLA_FLAGS": flags,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": str(IS_QUICK),
+    }
 
 
-@pytest.mark.parametrize("name", ["shards", "draws", "programs", "saved"])
-def test_on_eight_devices(name):
+def run(*command):
+    """Run Python with 8 devices, and return what it prints."""
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / f"{name}.py")],
+        [sys.executable, *command],
         env=environment(8),
         cwd=HERE.parent.parent,
         capture_output=True,
         text=True,
     )
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-3000:]
+    return result.stdout
+
+
+def test_on_eight_devices():
+    files = [str(HERE / f"{name}.py") for name in ("shards", "draws", "programs", "saved")]
+    run("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *files)
 
 
 def started(script, num, num_devices, *arguments, output=subprocess.DEVNULL):
@@ -63,20 +73,24 @@ def started(script, num, num_devices, *arguments, output=subprocess.DEVNULL):
     return processes
 
 
-@pytest.mark.parametrize("num", [2, 4])
+def finished(processes):
+    for process in processes:
+        _, error = process.communicate()
+        assert process.returncode == 0, error[-3000:]
+
+
+@pytest.mark.parametrize("num", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_several_processes_equal_one_to_the_bit(num, tmp_path):
     results = []
     for count in (1, num):
         files = [tmp_path / f"{count} {which}" for which in range(count)]
-        for process in started("processes.py", count, 4, files):
-            _, error = process.communicate()
-            assert process.returncode == 0, error[-3000:]
+        finished(started("processes.py", count, 4, files))
         found = {}
         for file in files:
             for name, digest in json.loads(file.read_text()).items():
                 assert found.setdefault(name, digest) == digest  # what all have is equal
         results.append(found)
-    assert len(results[0]) > 100
+    assert len(results[0]) > 80
     assert results[0] == results[1]
     script = pytest.importorskip("tests.distributed.processes", reason="an extra is not installed")
     one, several = (
@@ -91,9 +105,7 @@ def test_several_processes_equal_one_to_the_bit(num, tmp_path):
 
 def test_an_error_in_one_process_is_raised_in_all(tmp_path):
     pytest.importorskip("jaxreplay.checkpoint", reason="an extra is not installed")
-    for process in started("errors.py", 2, 4, [tmp_path] * 2):
-        _, error = process.communicate()
-        assert process.returncode == 0, error[-3000:]
+    finished(started("errors.py", 2, 4, [tmp_path] * 2))
 
 
 def test_a_kill_of_any_process_leaves_the_checkpoint_before(tmp_path):
@@ -127,6 +139,7 @@ def test_a_kill_of_any_process_leaves_the_checkpoint_before(tmp_path):
         assert not any(one.problems for one in reader.verify())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "iterations", "text"),
     [
@@ -136,12 +149,4 @@ def test_a_kill_of_any_process_leaves_the_checkpoint_before(tmp_path):
 )
 def test_the_examples_run(name, iterations, text):
     pytest.importorskip("gymnax", reason="the examples extra is not installed")
-    result = subprocess.run(
-        [sys.executable, f"examples/{name}.py", "--iterations", str(iterations)],
-        env=environment(8),
-        cwd=HERE.parent.parent,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert text in result.stdout
+    assert text in run(f"examples/{name}.py", "--iterations", str(iterations))

@@ -3,9 +3,8 @@ line."""
 
 import dataclasses
 import json
+import math
 import re
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -15,45 +14,53 @@ import jaxreplay as jr
 from jaxreplay.__main__ import main
 from tests.support.buffers import CATALOG
 
+pytestmark = pytest.mark.no_xla
+
 ROBOT = (
     "--obs image:84x84x3:uint8 --obs vector:31:float32 --action 8:float32 --capacity 400000 "
     "--num-envs 16 --n-step 3 --prioritized"
 )
 
 
+def step_of(obs, action):
+    rest = {"reward": np.float32(0), "terminated": np.False_, "truncated": np.False_}
+    return {"obs": obs, "action": action, **rest}
+
+
+@pytest.fixture
+def planned(capsys):
+    """Return a function that runs the command, and returns its JSON."""
+
+    def run(arguments):
+        main(["plan", *arguments.split(), "--json"])
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
 @pytest.mark.parametrize("case", CATALOG, ids=lambda case: case.name)
 def test_the_total_is_what_init_allocates(case):
     buffer = case.replay()
     made = jr.plan(buffer, case.example())
-    state = buffer.init(case.example())
-    assert made.memory.total == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    obs = (
-        0
-        if case.is_items
-        else sum(leaf.nbytes for leaf in jax.tree.leaves(state.streams.steps.obs))
-    )
-    assert made.naive == made.memory.total + obs
+    state = jax.eval_shape(buffer.init, case.example())
+    num_bytes = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    assert made.memory.total == num_bytes(state)
+    obs = None if case.is_items else state.streams.steps.obs
+    assert made.naive == made.memory.total + num_bytes(obs)
     assert made.fits
 
 
 @pytest.mark.parametrize("min_size", [1, 30])
 def test_the_largest_capacity_is_the_largest(monkeypatch, min_size):
-    buffer = jr.prioritized(
-        capacity=64, num_envs=4, batch_size=8, autoreset="next_step", min_size=min_size
+    sizes = {"capacity": 64, "num_envs": 4, "batch_size": 8, "min_size": min_size}
+    buffer, example = (
+        jr.prioritized(**sizes, autoreset="next_step"),
+        step_of(np.zeros(100, np.float32), np.int32(0)),
     )
-    example = {
-        "obs": np.zeros(100),
-        "action": 0,
-        "reward": 0.0,
-        "terminated": False,
-        "truncated": False,
-    }
-    for free in (0, 1000, 10_000, 1_000_003):
+    takes = lambda capacity: dataclasses.replace(buffer, capacity=capacity).memory(example).total
+    for free in (0, 1000, 1_000_003):
         monkeypatch.setattr("jaxreplay.buffers.memory.free_bytes", lambda free=free: free)
         made = jr.plan(buffer, example)
-        takes = lambda capacity: (
-            dataclasses.replace(buffer, capacity=capacity).memory(example).total
-        )
         least = max(8, -(-min_size // 4) * 4)
         assert takes(max(made.largest_capacity + 4, least)) > free
         assert not made.largest_capacity or takes(made.largest_capacity) <= free
@@ -64,36 +71,27 @@ def test_the_largest_capacity_is_the_largest(monkeypatch, min_size):
     assert "Whether it fits is not known." in str(made)
 
 
-def test_the_command_says_what_python_says(capsys):
+def test_the_command_says_what_python_says(capsys, planned):
     main(["plan", *ROBOT.split()])
-    text = capsys.readouterr().out
-    main(["plan", *ROBOT.split(), "--json"])
-    found = json.loads(capsys.readouterr().out)
-    buffer = jr.prioritized(
-        capacity=400_000, num_envs=16, batch_size=1, n_step=3, autoreset="next_step"
-    )
+    text, found = capsys.readouterr().out, planned(ROBOT)
+    sizes = {"capacity": 400_000, "num_envs": 16, "batch_size": 1, "n_step": 3}
     obs = {"image": np.zeros((84, 84, 3), np.uint8), "vector": np.zeros(31, np.float32)}
-    example = {
-        "obs": obs,
-        "action": np.zeros(8, np.float32),
-        "reward": 0.0,
-        "terminated": False,
-        "truncated": False,
-    }
-    assert found["total"] == buffer.memory(example).total
-    assert found["memory"]["leaves"] == buffer.memory(example).leaves
+    memory = jr.prioritized(**sizes, autoreset="next_step").memory(
+        step_of(obs, np.zeros(8, np.float32))
+    )
+    assert found["total"] == memory.total
+    assert found["memory"]["leaves"] == memory.leaves
     assert found["naive"] == found["total"] + 400_000 * (84 * 84 * 3 + 31 * 4)
     assert f"{found['total']:,}" in text
     assert "streams.steps.obs.image" in text
-    main(["plan", "--env", "CartPole-v1", "--capacity", "1000", "--json"])
-    assert json.loads(capsys.readouterr().out)["memory"]["leaves"]["streams.steps.obs"] == 16_000
-    main(["plan", "--obs", "uint8", "--action", "int32", "--capacity", "1000", "--json"])
-    assert json.loads(capsys.readouterr().out)["memory"]["leaves"]["streams.steps.action"] == 4_000
+    leaves = planned("--env CartPole-v1 --capacity 1000")["memory"]["leaves"]
+    assert leaves["streams.steps.obs"] == 16_000
+    leaves = planned("--obs uint8 --action int32 --capacity 1000")["memory"]["leaves"]
+    assert leaves["streams.steps.action"] == 4_000
 
 
-def test_each_device_of_a_sharded_buffer_holds_a_part(capsys, monkeypatch):
-    sizes = {"capacity": 4096, "num_envs": 16, "batch_size": 32}
-    buffer, example = jr.items(**sizes), np.zeros(3, np.float32)
+def test_each_device_of_a_sharded_buffer_holds_a_part(planned, monkeypatch):
+    buffer, example = jr.items(capacity=4096, num_envs=16, batch_size=32), np.zeros(3, np.float32)
     monkeypatch.setattr("jaxreplay.buffers.memory.free_bytes", lambda: 100_000)
     made, one = jr.plan(buffer, example, devices=8), jr.plan(buffer, example)
     part = jr.items(capacity=512, num_envs=2, batch_size=4)
@@ -103,15 +101,9 @@ def test_each_device_of_a_sharded_buffer_holds_a_part(capsys, monkeypatch):
     assert made.largest_capacity == 8 * jr.plan(part, example).largest_capacity
     sharded = jr.plan(jr.sharded(buffer, jax.make_mesh((1,), ("data",))), example)
     assert (sharded.memory, sharded.num_devices) == (one.memory, 1)
-    with pytest.raises(ValueError, match="plan: num_envs=16 cannot be divided among 3 devices"):
-        jr.plan(buffer, example, devices=3)
-    with pytest.raises(ValueError, match="devices must be an int of at least 1, got 0"):
-        jr.plan(buffer, example, devices=0)
-    main(["plan", *ROBOT.split(), "--devices", "4", "--json"])
-    found = json.loads(capsys.readouterr().out)
+    found = planned(f"{ROBOT} --devices 4")
     assert found["num_devices"] == 4
-    main(["plan", *ROBOT.split(), "--json"])
-    assert 3.9 < json.loads(capsys.readouterr().out)["total"] / found["total"] < 4.1
+    assert 3.9 < planned(ROBOT)["total"] / found["total"] < 4.1
 
 
 @pytest.mark.parametrize(
@@ -166,35 +158,24 @@ def test_bad_input_is_answered_in_one_line(arguments, text, capsys):
 
 
 @pytest.mark.parametrize("shape", ["1000000x1000000x1000000x1000000", "99999999999999999999"])
-def test_sizes_beyond_64_bits_are_counted_exactly(shape, capsys):
-    main(["plan", "--obs", f"{shape}:uint8", "--capacity", "100", "--json"])
-    found = json.loads(capsys.readouterr().out)
-    size = 1
-    for one in shape.split("x"):
-        size *= int(one)
+def test_sizes_beyond_64_bits_are_counted_exactly(shape, planned):
+    found = planned(f"--obs {shape}:uint8 --capacity 100")
+    size = math.prod(map(int, shape.split("x")))
     assert found["memory"]["leaves"]["streams.steps.obs"] == 100 * size
     assert found["fits"] is False
     assert found["largest_capacity"] == 0
 
 
-def test_a_rollout_is_refused():
-    with pytest.raises(ValueError, match="plan: expected a ReplayBuffer, got Rollout"):
-        jr.plan(jr.rollout(length=2, num_envs=1, autoreset="next_step"), 0.0)
-
-
-def test_it_runs_as_a_module():
-    command = [
-        sys.executable,
-        "-m",
-        "jaxreplay",
-        "plan",
-        "--obs",
-        "4:float32",
-        "--action",
-        "int32",
-        "--capacity",
-        "1000",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "It fits." in done.stdout
+def test_a_rollout_or_a_wrong_number_of_devices_is_refused():
+    buffer = jr.items(capacity=4096, num_envs=16, batch_size=32)
+    for given, devices, said in (
+        (buffer, 3, "plan: num_envs=16 cannot be divided among 3 devices"),
+        (buffer, 0, "devices must be an int of at least 1, got 0"),
+        (
+            jr.rollout(length=2, num_envs=1, autoreset="next_step"),
+            1,
+            "expected a ReplayBuffer, got Rollout",
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            jr.plan(given, 0.0, devices)

@@ -1,5 +1,7 @@
-"""The episode look-ups against their definitions, on random streams with wraps, masks, and episodes
-longer than a stream."""
+"""The episode look-ups against their definitions, on random streams with wraps, masks, clears, and
+episodes longer than a stream."""
+
+import copy
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +13,18 @@ from tests.conftest import SOAK
 from tests.support import oracle_views
 from tests.support.oracle import Oracle
 
-FORMS = jr.autoreset.FORMS
+NUM_ENVS, LENGTH, NUM_STEPS, CLEAR = 3, 8, 300 if SOAK else 60, 47
 
 
-def check(buffer, state, oracle, look_up):
+def check(oracle, found):
+    is_complete = found[-1].reshape(NUM_ENVS, LENGTH)
     for env, rows in enumerate(oracle.streams):
         spans = oracle_views.spans(oracle, rows)
-        oldest = max(0, len(rows) - oracle.length)
+        oldest = max(0, len(rows) - LENGTH)
+        assert not is_complete[env, len(rows) :].any()  # rows that are not stored
         for position, index in oracle.stored(env):
             to_end, from_start, ends, exist, complete = (
-                np.asarray(x)[..., env * oracle.length + position] for x in look_up(state)
+                leaf[..., env * LENGTH + position] for leaf in found
             )
             if spans[index] is None:
                 assert (to_end, from_start, complete) == (0, 0, False)
@@ -36,83 +40,84 @@ def check(buffer, state, oracle, look_up):
                 assert ends[k] == (ahead[k - 1] if exist[k] else len(rows) - 1) - index
 
 
-@pytest.mark.parametrize("autoreset", FORMS)
+@jax.jit
+def look_ups(buffer, steps, masks):
+    """Return the look-ups of all rows after each step; after one of the steps the buffer is
+    cleared."""
+
+    def go(state, now):
+        time, step, mask = now
+        state = buffer.add(state, step, mask)
+        state = jax.lax.cond(time == CLEAR, buffer.clear, lambda state: state, state)
+        episodes, rows = buffer.episode_table(state), jnp.arange(buffer.capacity)
+        return state, (
+            episodes.steps_to_end(rows),
+            episodes.steps_from_start(rows),
+            *jax.vmap(lambda k: episodes.kth_end(rows, k))(jnp.arange(4)),
+            episodes.is_complete(rows),
+        )
+
+    state = buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], steps))
+    return jax.lax.scan(go, state, (jnp.arange(NUM_STEPS), steps, masks))[1]
+
+
 @pytest.mark.parametrize("ends", [0.03, 0.3, 0.9, 1.0])
-@pytest.mark.parametrize("allow_mask", [False, True])
+@pytest.mark.parametrize(
+    ("autoreset", "allow_mask"),
+    [
+        ("next_step", True),
+        ("same_step", True),
+        ("same_step_no_final_obs", False),
+        *(
+            pytest.param(form, mask, marks=pytest.mark.thorough)
+            for form, mask in zip(jr.autoreset.FORMS, (False, False, True), strict=True)
+        ),
+    ],
+)
 def test_look_ups_agree_with_their_definitions(autoreset, ends, allow_mask):
     r = np.random.default_rng(int(ends * 100) + allow_mask)
-    num_envs, length = 3, 8
     buffer = jr.uniform(
-        capacity=num_envs * length,
-        num_envs=num_envs,
+        capacity=NUM_ENVS * LENGTH,
+        num_envs=NUM_ENVS,
         batch_size=1,
         autoreset=autoreset,
         allow_mask=allow_mask,
         track_episodes=True,
     )
-    oracle = Oracle(
-        num_envs=num_envs,
-        length=length,
-        autoreset=autoreset,
-        n_step=1,
-        gamma=1.0,
+    shape = (NUM_STEPS, NUM_ENVS)
+    zeros, done, is_death = (
+        np.zeros(shape, np.float32),
+        r.random(shape) < ends,
+        r.random(shape) < 0.5,
     )
-    zeros = np.zeros(num_envs, np.float32)
-    blank = jr.Step(
+    masks, terminated, truncated = r.random(shape) < 0.7, done & is_death, done & ~is_death
+
+    oracle = Oracle(num_envs=NUM_ENVS, length=LENGTH, autoreset=autoreset, n_step=1, gamma=1.0)
+    history = []  # the oracle after each step
+    for time, (zero, *flags) in enumerate(zip(zeros, terminated, truncated, strict=True)):
+        if autoreset == "next_step":  # the row after a done is never masked
+            masks[time] |= [oracle.owes_final_row(env) for env in range(NUM_ENVS)]
+        oracle.add(zero, zero, zero, *flags, zero, masks[time] if allow_mask else None)
+        if time == CLEAR:
+            oracle.clear()
+        history.append(copy.deepcopy(oracle))
+    steps = jr.Step(
         obs=zeros,
         action=zeros,
         reward=zeros,
-        terminated=zeros > 0,
-        truncated=zeros > 0,
+        terminated=terminated,
+        truncated=truncated,
         final_obs=zeros if autoreset == "same_step" else None,
     )
-    state, add = buffer.init(jax.tree.map(lambda x: x[0], blank)), jax.jit(buffer.add)
-    rows = jnp.arange(buffer.capacity)
-
-    @jax.jit
-    def look_up(state):
-        episodes = buffer.episode_table(state)
-        ends, exist = jax.vmap(lambda k: episodes.kth_end(rows, k))(jnp.arange(4))
-        return (
-            episodes.steps_to_end(rows),
-            episodes.steps_from_start(rows),
-            ends,
-            exist,
-            episodes.is_complete(rows),
-        )
-
-    for _ in range(300 if SOAK else 60):
-        done, kind = r.random(num_envs) < ends, r.random(num_envs) < 0.5
-        mask = r.random(num_envs) < 0.7 if allow_mask else None
-        if allow_mask and autoreset == "next_step":
-            mask |= [oracle.owes_final_row(env) for env in range(num_envs)]
-        step = blank.replace(terminated=done & kind, truncated=done & ~kind)
-        oracle.add(zeros, zeros, zeros, step.terminated, step.truncated, zeros, mask)
-        state = add(state, step, mask)
-        check(buffer, state, oracle, look_up)
+    found = jax.device_get(look_ups(buffer, steps, masks if allow_mask else None))
+    for time, then in enumerate(history):
+        check(then, [leaf[time] for leaf in found])
 
 
-def test_rows_that_are_not_stored_are_in_no_complete_episode():
-    buffer = jr.uniform(
-        capacity=8,
-        num_envs=1,
-        batch_size=1,
-        autoreset="same_step_no_final_obs",
-        track_episodes=True,
-    )
-    one = jnp.ones(1)
-    step = jr.Step(obs=one, action=one, reward=one, terminated=one > 0, truncated=one < 0)
-    state = jax.jit(buffer.add)(buffer.init(jax.tree.map(lambda x: x[0], step)), step)
-    assert buffer.episode_table(state).is_complete(jnp.arange(8)).tolist() == [True] + [False] * 7
-    state = buffer.clear(state)
-    assert not buffer.episode_table(state).is_complete(jnp.arange(8)).any()
-
-
+@pytest.mark.no_xla
 def test_without_a_table_the_cure_is_named():
-    buffer = jr.uniform(capacity=8, num_envs=1, batch_size=1, autoreset="same_step_no_final_obs")
-    one = jnp.ones(())
-    state = buffer.init(
-        jr.Step(obs=one, action=one, reward=one, terminated=one > 0, truncated=one < 0)
-    )
+    buffer = jr.uniform(capacity=8, num_envs=1, batch_size=1, autoreset="next_step")
+    one, flag = np.ones((), np.float32), np.zeros((), bool)
+    step = jr.Step(obs=one, action=one, reward=one, terminated=flag, truncated=flag)
     with pytest.raises(ValueError, match="track_episodes=True"):
-        buffer.episode_table(state)
+        jax.eval_shape(buffer.episode_table, jax.eval_shape(buffer.init, step))

@@ -1,6 +1,7 @@
 """Distributions of horizons, goals and episodes: chi-square with independent draws; each fixed key
 fails by chance once in 10^4."""
 
+import dataclasses
 import functools
 
 import jax
@@ -13,7 +14,7 @@ import jaxreplay as jr
 from jaxreplay._util import random
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from jaxreplay.storage.sampleable import Sampleable
-from tests.conftest import SOAK
+from tests.conftest import ALL, SOAK
 from tests.support.buffers import CATALOG, KINDS, everything, jitted
 
 DRAWS = 2_000_000 if SOAK else 200_000
@@ -51,11 +52,16 @@ def check(counts, law):
         )
 
 
-@pytest.mark.parametrize("case", CATALOG if SOAK else KINDS, ids=lambda case: case.name)
-def test_draws_are_as_probable_as_they_say(case):
+@pytest.mark.parametrize(
+    ("case", "platform"),
+    [(case, None) for case in (CATALOG if ALL else KINDS)]
+    + [(case, platform) for case in KINDS[1:4] for platform in ("gpu", "tpu")],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_draws_are_as_probable_as_they_say(case, platform):
     """Draws match `probability`, with updated priorities if the sampler has any. A sampler that
     consumes returns each row once."""
-    buffer = case.replay()
+    buffer = dataclasses.replace(case.replay(), platform=platform)
     state = case.filled(buffer)
     if isinstance(buffer.sampler, ConsumingSampler):
         size = int(buffer.size(state))
@@ -64,20 +70,20 @@ def test_draws_are_as_probable_as_they_say(case):
         assert len(rows) == size
         return
     if isinstance(buffer.sampler, PrioritySampler):
-        index = jitted(buffer, "get")(
-            state, jnp.arange(0, buffer.capacity, 2), jax.random.key(1)
-        ).index
-        priority = jnp.asarray(np.random.default_rng(0).random(buffer.capacity // 2), jnp.float32)
+        rows, index = np.arange(0, buffer.capacity, 2), everything(buffer)(state, 0).index
+        index = jax.tree.map(lambda leaf: np.asarray(leaf)[rows], index)
+        priority = np.random.default_rng(0).random(len(rows)).astype(np.float32)
         state = jitted(buffer, "update_priorities")(state, index, priority)
-        state = jitted(buffer, "rerank")(state) if hasattr(buffer.sampler, "rerank") else state
     law = np.asarray(everything(buffer)(state, 0).probability, np.float64)
     assert law.sum() == pytest.approx(1, rel=1e-5)
-    draw = jax.jit(
-        lambda state, keys: jax.vmap(
-            lambda key: buffer.sampler.sample(state.sampler, Sampleable.of(state), key, 1)
-        )(keys)
-    )
-    drawn = draw(state, jax.random.split(jax.random.key(2), DRAWS // 4))
+
+    @jax.jit
+    def draw(state):
+        keys = jax.random.split(jax.random.key(2), DRAWS // 4)
+        one = lambda key: buffer.sampler.sample(state.sampler, Sampleable.of(state), key, 1)
+        return jax.vmap(one)(keys)
+
+    drawn = draw(state)
     row = np.asarray(drawn.row).reshape(-1)
     np.testing.assert_allclose(np.asarray(drawn.probability).reshape(-1), law[row], rtol=1e-5)
     check(np.bincount(row, minlength=buffer.capacity), law)

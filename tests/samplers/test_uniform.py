@@ -1,5 +1,7 @@
 """Uniform sampling: exact over the sampleable rows, however few they are."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,129 +12,123 @@ import jaxreplay as jr
 from jaxreplay._util import random
 from jaxreplay.storage import platforms
 
-
-@pytest.fixture(params=platforms.PLATFORMS)
-def _on_each_platform(request, monkeypatch):
-    """Make each platform the default: the sampling code differs between platforms."""
-    monkeypatch.setattr(platforms, "default", lambda: request.param)
+# the sampling code differs between platforms
+on_each_platform = pytest.mark.parametrize("platform", platforms.PLATFORMS)
+DRAWS = 200_000
 
 
-on_each_platform = pytest.mark.usefixtures("_on_each_platform")
+@jax.jit
+def run(buffer, steps, mask):
+    """Return many draws of a buffer with these steps, all its rows, and its size."""
+    state = buffer.extend(buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], steps)), steps, mask)
+    batch = buffer.sample(state, jax.random.key(3), DRAWS)
+    everything = buffer.get(state, jnp.arange(buffer.capacity))
+    return batch, everything.is_valid, buffer.size(state), buffer.can_sample(state)
 
 
-def stream(autoreset, terminated, truncated, *, capacity, n_step=1):
-    """Return a buffer of one stream, and its state after steps with these done flags."""
-    buffer = jr.uniform(
-        capacity=capacity, num_envs=1, batch_size=1, autoreset=autoreset, n_step=n_step
-    )
-    terminated, truncated = (jnp.asarray(flags, bool)[:, None] for flags in (terminated, truncated))
-    time = jnp.arange(len(terminated), dtype=jnp.float32)[:, None]
+def check_law(platform, autoreset, terminated, truncated, *, capacity, mask=None):
+    """Check independent draws of a buffer with these done flags [T, E] by chi-square; the fixed key
+    fails by chance once in 10^4. Return the sampleable rows."""
+    time = np.broadcast_to(np.arange(len(truncated))[:, None], truncated.shape)
     steps = jr.Step(obs=time, action=time, reward=time, terminated=terminated, truncated=truncated)
-    return buffer, jax.jit(buffer.extend)(
-        buffer.init(jax.tree.map(lambda x: x[0, 0], steps)), steps
+    buffer = jr.uniform(
+        capacity=capacity,
+        num_envs=truncated.shape[1],
+        batch_size=1,
+        autoreset=autoreset,
+        allow_mask=mask is not None,
     )
-
-
-def sampleable_rows(buffer, state):
-    return np.flatnonzero(buffer.get(state, jnp.arange(buffer.capacity)).is_valid)
-
-
-def check_law(buffer, state, draws):
-    """Check independent draws by chi-square; the fixed key fails by chance once in 10^4."""
-    rows = sampleable_rows(buffer, state)
-    batch = jax.jit(buffer.sample, static_argnames="batch_size")(
-        state, jax.random.key(3), batch_size=draws
-    )
-    assert batch.is_valid.all()
-    np.testing.assert_allclose(batch.probability, 1 / len(rows), rtol=1e-6)
-    counts = np.bincount(batch.index.row, minlength=buffer.capacity)
-    assert counts.sum() == counts[rows].sum() == draws
-    assert len(rows) == 1 or stats.chisquare(counts[rows]).pvalue > 1e-4
+    buffer = dataclasses.replace(buffer, platform=platform)
+    batch, is_valid, size, can_sample = jax.device_get(run(buffer, steps, mask))
+    rows = np.flatnonzero(is_valid)
+    assert (size, can_sample) == (len(rows), len(rows) > 0)
+    assert batch.is_valid.all() == batch.is_valid.any() == can_sample
+    np.testing.assert_allclose(batch.probability, can_sample / max(1, len(rows)), rtol=1e-6)
+    counts = np.bincount(batch.index.row, minlength=capacity)[rows]
+    assert counts.sum() == DRAWS * can_sample
+    assert len(rows) <= 1 or stats.chisquare(counts).pvalue > 1e-4
+    return rows.tolist()
 
 
 @on_each_platform
-@pytest.mark.parametrize("autoreset", ["next_step", "same_step_no_final_obs"])
-@pytest.mark.parametrize("every", [1, 2, 7])
-def test_the_law_is_exact_between_many_tails(autoreset, every):
+@pytest.mark.parametrize(
+    "autoreset",
+    ["next_step", pytest.param("same_step_no_final_obs", marks=pytest.mark.thorough)],
+)
+def test_the_law_is_exact_between_many_tails(platform, autoreset):
     """An episode of one step with next-step autoreset makes every other row a final row."""
-    done = np.arange(300) % every == 0
-    buffer, state = stream(autoreset, done & (np.arange(300) % 3 > 0), done, capacity=120)
-    check_law(buffer, state, 200_000)
+    time = np.arange(300)[:, None]
+    for every in (1, 2, 7):
+        done = time % every == 0
+        check_law(platform, autoreset, done & (time % 3 > 0), done, capacity=120)
 
 
 @on_each_platform
-@pytest.mark.parametrize("transitions", [1, 2, 5])
-def test_the_law_is_exact_where_almost_every_row_is_a_tail(transitions):
+def test_the_law_is_exact_where_almost_every_row_is_a_tail_or_all_are(platform):
     """Truncated rows without a final observation are final rows: redraws alone would take thousands
     of rounds for 5 rows of 4 000."""
-    truncated = np.ones(4000, bool)
-    truncated[np.linspace(100, 3900, transitions).astype(int)] = False
-    buffer, state = stream("same_step_no_final_obs", np.zeros(4000), truncated, capacity=3950)
-    assert int(buffer.size(state)) == transitions
-    check_law(buffer, state, 20_000)
+    for transitions in (0, 1, 2, 5):
+        truncated = np.ones((4000, 1), bool)
+        truncated[np.linspace(100, 3900, transitions).astype(int)] = False
+        autoreset = "same_step_no_final_obs"
+        rows = check_law(platform, autoreset, truncated & False, truncated, capacity=3950)
+        assert len(rows) == transitions
 
 
 @on_each_platform
-def test_the_law_is_exact_over_streams_of_different_fill():
-    buffer = jr.uniform(
-        capacity=30, num_envs=3, batch_size=1, autoreset="same_step_no_final_obs", allow_mask=True
-    )
-    zeros = jnp.zeros(3)
-    step = jr.Step(obs=zeros, action=zeros, reward=zeros, terminated=zeros > 0, truncated=zeros > 0)
-    state, add = buffer.init(jax.tree.map(lambda x: x[0], step)), jax.jit(buffer.add)
-    for time in range(17):
-        state = add(state, step, jnp.array([True, time % 4 == 0, False]))
-    assert sampleable_rows(buffer, state).tolist() == [
-        0,
-        1,
-        2,
-        3,
-        4,
-        5,
-        *range(7, 10),
-        *range(10, 14),
-    ]
-    check_law(buffer, state, 100_000)
+def test_the_law_is_exact_over_streams_of_different_fill(platform):
+    time, flag = np.arange(17), np.zeros((17, 3), bool)
+    mask = np.stack([time >= 0, time % 4 == 0, time < 0], axis=1)
+    rows = check_law(platform, "same_step_no_final_obs", flag, flag, capacity=30, mask=mask)
+    assert rows == [*range(6), *range(7, 10), *range(10, 14)]
 
 
-@on_each_platform
-def test_nothing_but_tails_cannot_be_sampled():
-    buffer, state = stream("same_step_no_final_obs", np.zeros(9), np.ones(9), capacity=8)
-    batch = jax.jit(buffer.sample)(state, jax.random.key(0))
-    assert not buffer.can_sample(state)
-    assert (batch.is_valid.tolist(), batch.probability.tolist()) == ([False], [0])
+def test_ranks_wrap_around():
+    """After 2^32 transitions a stream's count restarts at 0; sizes and samples stay correct."""
+    buffer = jr.uniform(capacity=10, num_envs=1, batch_size=500, autoreset="same_step_no_final_obs")
+
+    @jax.jit
+    def run():
+        def add(state, time):
+            step = jr.Step(time, time, time, terminated=time < 0, truncated=time < 0)
+            state = buffer.add(state, jax.tree.map(lambda leaf: leaf[None], step))
+            return state, buffer.size(state)
+
+        zero = jnp.int32(0)
+        state = buffer.init(jr.Step(zero, zero, zero, terminated=zero < 0, truncated=zero < 0))
+        streams = state.streams.with_counters(num_candidates=np.uint32(2**32 - 7))
+        state, sizes = jax.lax.scan(add, state.replace(streams=streams), jnp.arange(25))
+        return sizes, buffer.sample(state, jax.random.key(0)).experience.obs
+
+    sizes, obs = run()
+    assert sizes.tolist() == [min(time, 9) for time in range(25)]
+    assert set(obs.tolist()) == set(range(15, 24))
 
 
-def test_below_is_exact_at_its_edges():
-    top = jnp.uint32(2**32 - 1)
-    for bound in (1, 2, 3, 1000, 2**31 - 1):
-        assert int(random.below(top, top, jnp.int32(bound))) == bound - 1
-        assert int(random.below(jnp.uint32(0), jnp.uint32(0), jnp.int32(bound))) == 0
-    # 2^64 words map to 3 values; the first value's end at floor(2^64 / 3) = 0x5555555555555555.
-    third = jnp.uint32(0x55555555)
-    assert int(random.below(third, third, jnp.int32(3))) == 0
-    assert int(random.below(third, third + 1, jnp.int32(3))) == 1
-
-
-def test_below_agrees_with_the_96_bit_product():
+def test_below_is_the_top_of_the_96_bit_product():
     r = np.random.default_rng(0)
-    high, low = r.integers(0, 2**32, (2, 2000), dtype=np.uint32)
-    bound = r.integers(1, 2**31, 2000, dtype=np.int32)
-    expected = [
-        ((int(h) << 32 | int(w)) * int(b)) >> 64 for h, w, b in zip(high, low, bound, strict=True)
-    ]
-    np.testing.assert_array_equal(
-        random.below(jnp.asarray(high), jnp.asarray(low), jnp.asarray(bound)), expected
+    top, third = 2**32 - 1, 0x55555555  # floor(2^64 / 3) = 0x5555555555555555: an edge of 3 values
+    high, low = np.concatenate(
+        [
+            r.integers(0, 2**32, (2, 2000)),
+            [[top] * 5 + [0] * 5 + [third] * 2, [top] * 5 + [0] * 5 + [third, third + 1]],
+        ],
+        axis=1,
+        dtype=np.uint32,
+        casting="unsafe",
     )
+    bound = np.int32([*r.integers(1, 2**31, 2000), *[1, 2, 3, 1000, 2**31 - 1] * 2, 3, 3])
+    words = zip(high, low, bound, strict=True)
+    expected = [((int(h) << 32 | int(w)) * int(b)) >> 64 for h, w, b in words]
+    np.testing.assert_array_equal(jax.jit(random.below)(high, low, bound), expected)
 
 
 def test_remixed_bits_are_even_where_the_first_ones_are_not():
     """First bits that need a redraw are those of final rows, a narrow range; remixed bits must be
     even over the full range."""
-    high = (jnp.uint32(5) << 27) + jnp.arange(4096, dtype=jnp.uint32)
-    low = jnp.arange(4096, dtype=jnp.uint32) * jnp.uint32(12345)
-    for round_number in range(4):
-        other, _ = random.remix(high, low, jnp.uint32(round_number))
+    count = np.arange(4096, dtype=np.uint32)
+    for number in range(4):
+        other, _ = jax.jit(random.remix)(count + (5 << 27), count * 12345, np.uint32(number))
         assert stats.chisquare(np.bincount(np.asarray(other) >> 26, minlength=64)).pvalue > 1e-4
         assert len(set(other.tolist())) > 4090
 
@@ -140,29 +136,25 @@ def test_remixed_bits_are_even_where_the_first_ones_are_not():
 def test_the_cipher_is_the_one_jax_has():
     """Threefry agrees with known answers of the reference implementation, and with `jax.random` on
     the same counters."""
-    zero, ones = jnp.zeros(1, jnp.uint32), jnp.full(1, 2**32 - 1, jnp.uint32)
-    assert [int(x[0]) for x in random._threefry(jnp.zeros(2, jnp.uint32), zero, zero)] == [
-        0x6B200159,
-        0x99BA4EFE,
-    ]
-    assert [int(x[0]) for x in random._threefry(jnp.tile(ones, 2), ones, ones)] == [
-        0x1CB996FC,
-        0xBB002BE7,
-    ]
+    cipher = jax.jit(random._threefry)
+    zeros = np.zeros(9, np.uint32)
+    for word, answer in ((0, (0x6B200159, 0x99BA4EFE)), (2**32 - 1, (0x1CB996FC, 0xBB002BE7))):
+        words = zeros + np.uint32(word)
+        assert tuple(int(half[0]) for half in cipher(words[:2], words, words)) == answer
     key = jax.random.key(7)
-    left, right = random._threefry(
-        jax.random.key_data(key), jnp.zeros(9, jnp.uint32), jnp.arange(9, dtype=jnp.uint32)
-    )
-    np.testing.assert_array_equal(left ^ right, jax.random.bits(key, (9,)))
+    left, right = cipher(jax.random.key_data(key), zeros, np.arange(9, dtype=np.uint32))
+    np.testing.assert_array_equal(np.asarray(left) ^ np.asarray(right), jax.random.bits(key, (9,)))
 
 
-@pytest.mark.parametrize(
-    "key",
-    [jax.random.key(0), jax.random.PRNGKey(0), jax.random.key(0, impl="rbg")],
-    ids=["typed", "raw", "rbg"],
-)
-def test_every_kind_of_key_is_taken(key):
-    high, low = random.words(key, 5000)
-    assert (high.dtype, low.shape) == (jnp.uint32, (5000,))
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", None], ids=["typed", "rbg", "raw"])
+def test_every_kind_of_key_is_taken(impl):
+    @jax.jit
+    def words():
+        if impl is None:
+            return random.words(jax.random.PRNGKey(0), 5000)
+        return random.words(jax.random.key(0, impl=impl), 5000)
+
+    high, low = map(np.asarray, words())
+    assert (high.dtype, low.shape) == (np.uint32, (5000,))
     for word in (high, low, high ^ low):
-        assert stats.chisquare(np.bincount(np.asarray(word) >> 27, minlength=32)).pvalue > 1e-4
+        assert stats.chisquare(np.bincount(word >> 27, minlength=32)).pvalue > 1e-4

@@ -1,15 +1,14 @@
 """Many threads on one replay: rows are intact, neither side starves, and no call hangs."""
 
+import contextlib
+import functools
 import gc
 import os
-import subprocess
-import sys
 import threading
 import time
 import weakref
 import zlib
 
-import jax
 import numpy as np
 import pytest
 
@@ -17,7 +16,8 @@ import jaxreplay as jr
 from jaxreplay.buffers import memory
 from jaxreplay.stateful.rate_limiter import RatioLimiter
 from tests.conftest import SOAK
-from tests.support.replays import make, rows_of, step
+from tests.support.replays import damaged, make, output_of, step, unchanged
+from tests.support.sampling import assert_same
 
 LONG = 120.0  # seconds; only a call that hangs takes longer
 
@@ -67,31 +67,26 @@ def test_nothing_is_torn_and_the_ratio_holds():
         while not is_over():
             memory[:] = r.integers(0, 256, 1000)
             memory[0] = env
-            try:
-                replay.add(
-                    {"bytes": memory, "sum": np.uint32(zlib.crc32(memory)), "env": env},
-                    env=env,
-                    timeout=0.2,
-                )
-            except TimeoutError:
-                continue  # at the end, when the samplers have stopped
+            item = {"bytes": memory, "sum": np.uint32(zlib.crc32(memory)), "env": env}
+            with contextlib.suppress(TimeoutError):  # at the end, when the samplers have stopped
+                replay.add(item, env=env, timeout=0.2)
+                added[env] += 1
             memory[:] = 0
-            added[env] += 1
+
+    def check(batch):
+        items = batch.experience
+        assert batch.is_valid.all()
+        assert (items["bytes"][:, 0] == items["env"]).all()
+        assert [zlib.crc32(row) for row in items["bytes"]] == items["sum"].tolist()
+        drawn.append(len(items["sum"]))
+        with replay._monitor:
+            limiter = replay._limiter
+            distances.append(limiter.num_samples - ratio * limiter.num_inserts)
 
     def sampler():
         while not is_over():
-            try:
-                batch = replay.sample(timeout=0.2)
-            except TimeoutError:
-                continue  # at the end, when the adders have stopped
-            items = batch.experience
-            assert batch.is_valid.all()
-            assert (items["bytes"][:, 0] == items["env"]).all()
-            assert [zlib.crc32(row) for row in items["bytes"]] == items["sum"].tolist()
-            drawn.append(len(items["sum"]))
-            with replay._monitor:
-                limiter = replay._limiter
-                distances.append(limiter.num_samples - ratio * limiter.num_inserts)
+            with contextlib.suppress(TimeoutError):  # at the end, when the adders have stopped
+                check(replay.sample(timeout=0.2))
 
     in_threads(*(lambda env=env: adder(env) for env in range(8)), *[sampler] * 4)
     assert replay._limiter.num_samples == sum(drawn)
@@ -118,113 +113,94 @@ def test_the_limiter_never_stops_both_sides():
 
 
 def test_who_is_ahead_waits_and_says_why():
-    replay = make(num_envs=1, samples_per_insert=4.0, timeout=0.05)
-    replay.add(step(0, (1,)))  # no row is sampleable: the ratio is not counted yet
-    replay.add(step(1, (1,)))
-    replay.add(step(2, (1,)))
-    before = rows_of(replay)
-    with pytest.raises(
-        TimeoutError, match=r"after 0.05 s: samples lag behind: sample, or lower samples_per_insert"
-    ):
-        replay.add(step(3, (1,)))
-    for x, y in zip(before, rows_of(replay), strict=True):
-        np.testing.assert_array_equal(x, y)
+    # of one step no row is sampleable: the ratio is not counted yet
+    replay = make(samples_per_insert=4 / 3, timeout=0.05, steps=3)
+    with unchanged(replay):
+        text = "after 0.05 s: samples lag behind: sample, or lower samples_per_insert"
+        with pytest.raises(TimeoutError, match=text):
+            replay.add(step(3))
     replay.sample()
     replay.sample()
-    with pytest.raises(
-        TimeoutError, match=r"after 0.01 s: inserts lag behind: add, or raise samples_per_insert"
-    ):
+    text = "after 0.01 s: inserts lag behind: add, or raise samples_per_insert"
+    with pytest.raises(TimeoutError, match=text):
         replay.sample(timeout=0.01)
-    replay.add(step(3, (1,)))
+    replay.add(step(3), timeout=float("inf"))
 
 
-@pytest.mark.parametrize("prefetch", [1, 3])
-def test_batches_that_were_drawn_ahead_are_the_same(prefetch):
-    plain = make(seed=1, example=jax.tree.map(lambda x: x[0], step(0)))
-    for t in range(10):
-        plain.add(step(t))
-    with make(seed=1, prefetch=prefetch, example=jax.tree.map(lambda x: x[0], step(0))) as ahead:
-        ahead.add(jax.tree.map(lambda *x: np.stack(x), *(step(t) for t in range(10))))
-        for _ in range(8):
-            for x, y in zip(
-                jax.tree.leaves(plain.sample()), jax.tree.leaves(ahead.sample()), strict=True
-            ):
-                np.testing.assert_array_equal(x, y)
-        assert ahead.can_sample()
-        with pytest.raises(
-            ValueError, match="with prefetch every batch has the buffer's 8 items, not 4"
-        ):
-            ahead.sample(4)
-        ahead.clear()
-        with pytest.raises(TimeoutError, match="no batch can be sampled yet"):
-            ahead.sample(timeout=0.05)
-    with pytest.raises(RuntimeError, match="this Replay is closed"):
-        ahead.sample()
-
-
-def test_a_failed_load_wakes_what_waits(tmp_path, monkeypatch):
-    replay, waiting = make(samples_per_insert=1.0, timeout=LONG), threading.Event()
-    replay.add(step(0))
-    replay.save(tmp_path / "replay")
-
-    def free_bytes():
-        """Leave no room for both, and damage a file between its two reads."""
-        if replay._owner._state is not None:
-            return 1
-        next((tmp_path / "replay").rglob("steps.reward/c.0")).write_bytes(b"broken")
-        return 2**40
-
-    monkeypatch.setattr(memory, "free_bytes", free_bytes)
-
-    def wait():
-        waiting.set()
-        with pytest.raises(RuntimeError, match="the rows were lost while saved ones were loaded"):
-            replay.sample()
-
-    def load():
-        assert waiting.wait(LONG)
-        time.sleep(0.05)
-        with pytest.raises(ValueError, match=r"steps\.reward/c\.0"):
-            replay.load(tmp_path / "replay")
-
-    start = time.monotonic()
-    in_threads(wait, load)
-    assert time.monotonic() - start < LONG / 2
-
-
-def test_who_polls_draws_ahead_too():
-    with make(prefetch=1, timeout=0.0) as replay:
-        for t in range(4):
-            replay.add(step(t))
-        for _ in range(30):
-            assert replay.can_sample()
-            assert replay.sample().is_valid.all()
+def test_batches_that_were_drawn_ahead_are_the_same():
+    plain = make(seed=1, framework="numpy", steps=4)
+    expected = [plain.sample() for _ in range(8)]
+    for prefetch in (1, 3):
+        options = {"seed": 1, "framework": "numpy", "prefetch": prefetch, "timeout": 0.0}
+        with make(**options, steps=4) as ahead:
+            for batch in expected:
+                assert ahead.can_sample()  # whoever polls draws ahead, too
+                assert_same(ahead.sample(), batch)
+            text = "with prefetch every batch has the buffer's 8 items, not 4"
+            with pytest.raises(ValueError, match=text):
+                ahead.sample(4)
+            ahead.clear()
+            with pytest.raises(TimeoutError, match="no batch can be sampled yet"):
+                ahead.sample(timeout=0.05)
+        with pytest.raises(RuntimeError, match="this Replay is closed"):
+            ahead.sample()
     with pytest.raises(ValueError, match="prefetch must be an int of at least 0, got -1"):
         make(prefetch=-1)
 
 
-def test_closing_ends_what_waits():
-    replay = make(samples_per_insert=1.0, timeout=LONG)
-    waiting = threading.Event()
+def check_wakes(replay, act, text):
+    """Check that `act` ends calls that wait with a RuntimeError, at once."""
+    waiting = threading.Barrier(3)
 
     def wait():
-        waiting.set()
-        with pytest.raises(RuntimeError, match="this Replay is closed"):
-            replay.sample()
+        waiting.wait(LONG)
+        with pytest.raises(RuntimeError, match=text):
+            replay.sample(timeout=LONG)
 
-    def close():
-        assert waiting.wait(LONG)
+    def act_later():
+        waiting.wait(LONG)
         time.sleep(0.05)
-        replay.close()
+        act()
 
-    in_threads(wait, wait, close)
+    start = time.monotonic()
+    in_threads(wait, wait, act_later)
+    assert time.monotonic() - start < LONG / 2
+
+
+def test_a_load_that_loses_the_rows_wakes_what_waits_and_says_so(tmp_path, monkeypatch):
+    """Memory is too small for both, and a file breaks after it was verified."""
+    replay, path, mends = make(samples_per_insert=1.0, steps=1), tmp_path / "replay", []
+    replay.save(path)
+
+    def free_bytes():
+        if replay._owner._state is not None:
+            return 1
+        mends.append(damaged(path))
+        return 2**40
+
+    def load():
+        with pytest.raises(ValueError, match=r"steps\.reward/c\.0 is not as it was written"):
+            replay.load(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "free_bytes", free_bytes)
+        check_wakes(replay, load, "the rows were lost while saved ones were loaded")
+    mends[0]()
+    replay.load(path)
+    replay.add(step(1))
+    assert len(replay) == 3
+
+
+def test_closing_ends_what_waits():
+    replay = make(samples_per_insert=1.0)
+    check_wakes(replay, replay.close, "this Replay is closed")
     with pytest.raises(RuntimeError, match="this Replay is closed"):
         replay.add(step(0))
     replay.close()  # a second close has no effect
 
 
 def test_a_worker_that_dies_leaves_no_lock():
-    replay = make(allow_mask=True)
+    replay = make()
 
     def die():
         replay.add(step(0))
@@ -236,23 +212,8 @@ def test_a_worker_that_dies_leaves_no_lock():
     assert len(replay) == 3
 
 
-def test_a_program_may_end_without_closing():
-    code = """
-import numpy as np, jaxreplay as jr
-replay = jr.Replay(jr.items(capacity=10, batch_size=4), prefetch=2)
-replay.add({"x": np.zeros((1, 3))})
-print(replay.sample().experience["x"].shape)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=4 * LONG
-    )
-    assert (done.returncode, done.stdout.strip()) == (0, "(4, 3)"), done.stderr
-
-
 def test_a_replay_that_is_dropped_frees_its_rows():
-    replay = make(prefetch=2)
-    for t in range(4):
-        replay.add(step(t))
+    replay = make(prefetch=2, framework="numpy", steps=4)
     assert replay.sample().is_valid.all()
     rows = weakref.ref(replay._owner.state.streams.steps.reward)
     del replay
@@ -266,35 +227,38 @@ import os, sys, warnings
 warnings.simplefilter("ignore")
 import numpy as np, jaxreplay as jr
 
-kind = sys.argv[1]
-if kind == "sb3":
-    from gymnasium import spaces
-    from jaxreplay import sb3
-
-    replay = sb3.ReplayBuffer(10, spaces.Box(-1, 1, (1,)), spaces.Discrete(2))
-    obs = np.zeros((1, 1), np.float32)
-    add = lambda: replay.add(obs, obs, np.zeros(1, int), np.zeros(1), np.zeros(1, bool), [{}])
-    calls = (add, lambda: replay.sample(2), replay.reset)
-else:
-    replay = jr.Replay(
-        jr.prioritized(capacity=10, num_envs=1, batch_size=4, autoreset="next_step"),
-        prefetch=int(kind),
-    )
-    flag, zero = np.zeros(1, bool), np.zeros(1)
-    add = lambda: replay.add(obs=zero, action=zero, reward=zero, terminated=flag, truncated=flag)
-    calls = (
-        add,
-        replay.sample,
-        lambda: len(replay),
-        replay.can_sample,
-        replay.clear,
-        lambda: replay.save("x"),
-        lambda: replay.load("x"),
-    )
-    calls += (lambda: replay.update_priorities({"row": [0], "lap": [0]}, [1.0]), replay.close)
+flag, zero = np.zeros(1, bool), np.zeros(1)
+replay = jr.Replay(
+    jr.prioritized(capacity=10, num_envs=1, batch_size=4, autoreset="next_step"), prefetch=2
+)
+add = lambda: replay.add(obs=zero, action=zero, reward=zero, terminated=flag, truncated=flag)
+calls = [
+    add,
+    replay.sample,
+    lambda: len(replay),
+    replay.can_sample,
+    replay.clear,
+    lambda: replay.save("x"),
+    lambda: replay.load("x"),
+    lambda: replay.update_priorities({"row": [0], "lap": [0]}, [1.0]),
+    replay.close,
+]
 for _ in range(3):
     add()
-replay.sample(2) if kind == "sb3" else replay.sample(timeout=60)
+replay.sample(timeout=60)
+try:
+    from jaxreplay import sb3
+except ImportError:  # the sb3 extra is not installed
+    adds = [add]
+else:
+    from gymnasium import spaces
+
+    theirs = sb3.ReplayBuffer(10, spaces.Box(-1, 1, (1,)), spaces.Discrete(2))
+    obs = np.zeros((1, 1), np.float32)
+    adds = [add, lambda: theirs.add(obs, obs, np.zeros(1, int), zero, flag, [{}])]
+    adds[1]()
+    theirs.sample(2)
+    calls += [adds[1], lambda: theirs.sample(2), theirs.reset]
 if (pid := os.fork()) == 0:
     for call in calls:
         try:
@@ -305,30 +269,25 @@ if (pid := os.fork()) == 0:
     sys.stdout.flush()
     os._exit(0)  # JAX's own end crashes here
 assert os.waitpid(pid, 0)[1] == 0
-add()
+for add in adds:
+    add()
 print("whole")
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-@pytest.mark.parametrize("kind", ["0", "2", "sb3"])
-def test_a_forked_process_gets_an_error_and_does_not_hang(kind):
-    if kind == "sb3":
-        pytest.importorskip("jaxreplay.sb3", reason="the sb3 extra is not installed")
-    done = subprocess.run(
-        [sys.executable, "-c", FORKED, kind], capture_output=True, text=True, timeout=4 * LONG
-    )
-    assert (done.returncode, done.stdout.strip()) == (0, "whole"), done.stderr
+def test_a_forked_process_gets_an_error_and_does_not_hang():
+    assert output_of(FORKED) == "whole"
 
 
-@pytest.mark.parametrize("wrong", [float("nan"), -1, "1", True])
-def test_a_time_to_wait_is_a_number(wrong):
-    with pytest.raises(
-        ValueError, match="Replay: timeout must be a number of seconds, at least 0, got"
-    ):
-        make(timeout=wrong)
+def test_a_time_to_wait_is_a_number():
     replay = make(samples_per_insert=1.0)
-    for call in (lambda: replay.add(step(0), timeout=wrong), lambda: replay.sample(timeout=wrong)):
-        with pytest.raises(ValueError, match=r"(add|sample): timeout must be a number of seconds"):
-            call()
-    replay.add(step(0), timeout=float("inf"))
+    for wrong in (float("nan"), -1, "1", True):
+        for where, call in (
+            ("Replay", make),
+            ("add", functools.partial(replay.add, step(0))),
+            ("sample", replay.sample),
+        ):
+            text = f"{where}: timeout must be a number of seconds, at least 0, got"
+            with pytest.raises(ValueError, match=text):
+                call(timeout=wrong)

@@ -4,107 +4,74 @@ layouts return the same values."""
 import dataclasses
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxreplay as jr
 from jaxreplay.storage import platforms, stored_arrays, tiles
-from jaxreplay.storage.sampleable import Sampleable
-from tests.conftest import SOAK
-from tests.support.buffers import KINDS, bits, draw
+from tests.conftest import ALL
+from tests.support.buffers import KINDS, bits, everything, jitted, jitted_draw
 
-SHAPES = [
-    (1,),
-    (3,),
-    (48,),
-    (49,),
-    (3, 5),
-    (64,),
-    (100,),
-    (127,),
-    (128,),
-    (129,),
-    (376,),
-    (31,),
-    (5, 7, 9),
-    (84, 84, 4),
-    (2, 1024),
-    (33, 32),
-]
-DTYPES = [
-    "float32",
-    "int32",
-    "uint32",
-    "float16",
-    "bfloat16",
-    "int16",
-    "uint8",
-    "int8",
-    "bool",
-    "float8_e4m3fn",
-    "int4",
-    "uint4",
-]
-on_tpu = lambda buffer: dataclasses.replace(buffer, platform="tpu")
-
-
-def values_of(shape, dtype, num_rows):
-    content = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 7, (num_rows, *shape))
-    return jnp.asarray(content).astype(dtype)
-
-
+SHAPES = [(1,), (3,), (48,), (49,), (3, 5), (64,), (100,), (127,), (128,), (129,), (376,), (31,)]
+SHAPES += [(5, 7, 9), (84, 84, 4), (2, 1024), (33, 32)]
 # Tiles depend on the size of an element: other dtypes of the same size are tested in two shapes.
-_MANY = ("float32", "float16", "uint8")
-ROWS = [
-    (shape, dtype)
-    for shape in SHAPES
-    for dtype in DTYPES
-    if SOAK or dtype in _MANY or shape in ((49,), (5, 7, 9))
-]
+MANY = ("float32", "float16", "uint8")
+OTHERS = ("int32", "uint32", "bfloat16", "int16", "int8", "bool", "float8_e4m3fn", "int4", "uint4")
+GROUPS = {dtype: [(shape, dtype) for shape in SHAPES] for dtype in MANY}
+GROUPS["others"] = [(shape, dtype) for dtype in OTHERS for shape in ((49,), (5, 7, 9))]
+PRIORITIZED = next(case for case in KINDS if case.name == "prioritized same_step, 3 steps")
 
 
 @jax.jit
 def there_and_back(values, rows, kept, place):
-    """Write rows into tiles, and read them in every way."""
-    empty = stored_arrays.zeros(
-        9, jax.ShapeDtypeStruct(values.shape[1:], values.dtype), has_tiles=True
-    )
-    leaf = stored_arrays.write(empty, rows, values)
-    plain = stored_arrays.read_plain({"x": leaf}, kept)
-    one_by_one = jax.vmap(lambda row: stored_arrays.read(leaf, row))(kept)
-    untouched = stored_arrays.read(leaf, jnp.array([1, 8]))
-    again = stored_arrays.write_plain({"x": empty}, kept, plain)
-    return (
-        leaf,
-        stored_arrays.read(leaf, kept),
-        one_by_one,
-        untouched,
-        stored_arrays.read_elements(leaf, kept, place),
-        plain,
-        again,
-    )
+    """Write rows into tiles, and read them in every way, for each leaf."""
+
+    def of_leaf(values, place):
+        empty = stored_arrays.zeros(
+            9, jax.ShapeDtypeStruct(values.shape[1:], values.dtype), has_tiles=True
+        )
+        leaf = stored_arrays.write(empty, rows, values)
+        plain = stored_arrays.read_plain({"x": leaf}, kept)
+        return (
+            leaf,
+            stored_arrays.read(leaf, kept),
+            jax.vmap(lambda row: stored_arrays.read(leaf, row))(kept),
+            stored_arrays.read(leaf, jnp.array([1, 8])),
+            stored_arrays.read_elements(leaf, kept, place),
+            plain,
+            stored_arrays.write_plain({"x": empty}, kept, plain),
+        )
+
+    return [of_leaf(*one) for one in zip(values, place, strict=True)]
 
 
-@pytest.mark.parametrize(("shape", "dtype"), ROWS, ids=str)
-def test_a_row_comes_out_of_its_parts_as_it_went_in(shape, dtype):
-    values, rows = values_of(shape, dtype, 5), jnp.array([6, 0, 9, 3, 4])
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_row_comes_out_of_its_parts_as_it_went_in(group):
+    r, rows = np.random.default_rng(0), np.array([6, 0, 9, 3, 4])
     chosen = np.array([0, 1, 3, 4])  # the third is dropped
-    place = np.random.default_rng(1).integers(0, np.prod(shape), (4, 3)).astype(np.int32)
-    leaf, got, one_by_one, untouched, elements, plain, again = there_and_back(
-        values, rows, rows[chosen], place
-    )
-    assert (leaf.shape, leaf.dtype) == ((9, *shape), jnp.dtype(dtype))
-    wanted = np.asarray(values)[chosen]
-    for found in (got, one_by_one):
-        assert found.dtype == values.dtype
-        assert bits(found) == bits(wanted)
-    assert bits(untouched) == bits(np.zeros_like(wanted[:2]))
-    assert bits(elements) == bits(np.take_along_axis(wanted.reshape(4, -1), place, axis=1))
-    assert bits(again) == bits({"x": leaf})
-    assert jax.tree.map(
-        lambda spec: (spec.shape[1:], spec.dtype), stored_arrays.plain_specs({"x": leaf})
-    ) == jax.tree.map(lambda rows: (rows.shape[1:], rows.dtype), plain)
+    values, places = [], []
+    for shape, dtype in GROUPS[group]:
+        most = 2 if dtype == "bool" else 7
+        values.append(r.integers(0, most, (5, *shape)).astype(jnp.dtype(dtype)))
+        places.append(r.integers(0, np.prod(shape), (4, 3)).astype(np.int32))
+    found = there_and_back(values, rows, rows[chosen], places)
+    for (shape, dtype), value, place, results in zip(
+        GROUPS[group], values, places, found, strict=True
+    ):
+        leaf, got, one_by_one, untouched, elements, plain, again = results
+        assert (leaf.shape, leaf.dtype) == ((9, *shape), jnp.dtype(dtype))
+        wanted = value[chosen]
+        for read in (got, one_by_one):
+            assert read.dtype == value.dtype
+            assert bits(read) == bits(wanted)
+        assert bits(untouched) == bits(np.zeros_like(wanted[:2]))
+        assert bits(elements) == bits(np.take_along_axis(wanted.reshape(4, -1), place, axis=1))
+        assert bits(again) == bits({"x": leaf})
+        spec = lambda one: (one.shape[1:], one.dtype)
+        plain_specs = stored_arrays.plain_specs({"x": leaf})
+        assert jax.tree.map(spec, plain_specs) == jax.tree.map(spec, plain)
 
 
 def columns_of(part):
@@ -149,9 +116,8 @@ def test_a_scalar_and_what_no_part_serves_lie_as_they_are():
 
 @pytest.mark.parametrize(("platform", "width"), [("cpu", 8), ("gpu", 32), ("tpu", 128)])
 def test_a_tree_is_as_wide_as_its_platform_wants_it_whatever_traces(platform, width):
-    case = next(case for case in KINDS if case.name == "prioritized same_step, 3 steps")
-    buffer = dataclasses.replace(case.replay(), platform=platform)
-    shape = jax.eval_shape(buffer.init, case.example())
+    buffer = dataclasses.replace(PRIORITIZED.replay(), platform=platform)
+    shape = jax.eval_shape(buffer.init, PRIORITIZED.example())
     assert shape.sampler.tree.sums[-1].shape == (width,)
     assert shape.layout.platform == platform
 
@@ -159,13 +125,24 @@ def test_a_tree_is_as_wide_as_its_platform_wants_it_whatever_traces(platform, wi
 def test_a_state_stays_what_it_was_made_for():
     """A buffer without a platform accepts states of all platforms; a buffer with one names the
     difference."""
-    case = next(case for case in KINDS if case.name == "prioritized same_step, 3 steps")
-    buffer = case.replay()
-    state = on_tpu(buffer).init(case.example())
-    state = jax.jit(buffer.add)(state, case.step())
+    case, buffer = PRIORITIZED, PRIORITIZED.replay()
+    on = {name: dataclasses.replace(buffer, platform=name) for name in ("tpu", "gpu")}
+    state = jax.eval_shape(on["tpu"].init, case.example())
+    state = jax.eval_shape(buffer.add, state, case.step())
     assert state.layout.platform == "tpu"
     with pytest.raises(ValueError, match="platform: the state's is 'tpu', this buffer's 'gpu'"):
-        dataclasses.replace(buffer, platform="gpu").sample(state, jax.random.key(0))
+        jax.eval_shape(on["gpu"].size, state)
+
+
+def test_programs_are_exported_by_the_leaves_of_a_state():
+    case, buffer = PRIORITIZED, PRIORITIZED.replay()
+    leaves, structure = jax.tree.flatten(case.filled(buffer))
+    sample = lambda leaves, seed: jax.tree.leaves(
+        buffer.sample(jax.tree.unflatten(structure, leaves), jax.random.key(seed))
+    )
+    exported = jax.export.export(jax.jit(sample), platforms=("cpu", "cuda", "tpu"))(leaves, 1)
+    again = jax.export.deserialize(exported.serialize())
+    assert bits(again.call(leaves, 1)) == bits(jax.jit(sample)(leaves, 1))
 
 
 def test_toolkits_are_known_by_name_and_others_refused():
@@ -183,62 +160,45 @@ def test_the_default_is_that_of_the_device_that_new_arrays_go_to():
         assert buffer.init({"x": jnp.zeros(())}).layout.platform == platforms.default()
 
 
-@pytest.mark.parametrize("case", KINDS if SOAK else KINDS[1:4], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", KINDS if ALL else KINDS[1:3], ids=lambda case: case.name)
 def test_what_is_read_is_the_same_on_every_platform(case):
     """Reads by row number and probabilities agree; the sampled rows may differ."""
     found = []
     for platform in platforms.PLATFORMS:
         buffer = dataclasses.replace(case.replay(), platform=platform)
         state = case.filled(buffer)
-        batch = jax.jit(buffer.get)(state, jnp.arange(buffer.capacity), jax.random.key(0))
-        drawn = jax.jit(lambda state, key, buffer=buffer: draw(buffer, state, key))(
-            state, jax.random.key(1)
-        )
+        batch = jax.device_get(everything(buffer)(state, 0))
+        drawn = jax.device_get(jitted_draw(buffer)(state, jax.random.key(1)))
         assert drawn.is_valid.any()
-        assert bool(Sampleable.of(state).contains(drawn.index.row)[drawn.is_valid].all())
-        found.append((batch.experience, batch.index, batch.is_valid, np.asarray(batch.probability)))
+        assert batch.is_valid[drawn.index.row][drawn.is_valid].all()
+        found.append((batch.experience, batch.index, batch.is_valid, batch.probability))
     for other in found[1:]:
         assert bits(other[:3]) == bits(found[0][:3])
         np.testing.assert_allclose(other[3], found[0][3], rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("case", "before", "after"),
-    [(case, "cpu", "tpu") for case in (KINDS if SOAK else KINDS[1:5])]
-    + [
-        (case, *pair)
-        for case in (KINDS if SOAK else KINDS[2:3])
-        for pair in (("tpu", "cpu"), ("cpu", "gpu"))
-    ],
-    ids=lambda value: getattr(value, "name", value),
-)
-def test_a_checkpoint_goes_from_one_platform_to_another(case, before, after, tmp_path):
-    pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
-    from jaxreplay.checkpoint import Checkpointer
+PAIRS = (("cpu", "tpu"), ("tpu", "cpu"), ("cpu", "gpu"))
 
-    buffer = dataclasses.replace(case.replay(), platform=before)
+
+@pytest.mark.parametrize("case", KINDS if ALL else [PRIORITIZED], ids=lambda case: case.name)
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_a_checkpoint_goes_from_one_platform_to_another(case, before, after, tmp_path):
+    checkpoint = pytest.importorskip("jaxreplay.checkpoint", reason="an extra is not installed")
+    buffer, other = (dataclasses.replace(case.replay(), platform=one) for one in (before, after))
     state = case.filled(buffer)
-    with Checkpointer(tmp_path / "run", buffer) as checkpoints:
-        checkpoints.save(state, step=1)
-    other = dataclasses.replace(buffer, platform=after)
-    restored = Checkpointer(tmp_path / "run", other).restore(case.example())
+    checkpoint.save(tmp_path, buffer, state)
+    restored = checkpoint.restore(tmp_path, other, case.example())
     assert restored.layout.platform == after
-    get = lambda buffer, state: jax.jit(buffer.get)(
-        state, jnp.arange(buffer.capacity), jax.random.key(0)
-    )
-    expected, got = get(buffer, state), get(other, restored)
-    assert bits((got.experience, got.index, got.is_valid)) == bits(
-        (expected.experience, expected.index, expected.is_valid)
-    )
-    np.testing.assert_allclose(got.probability, expected.probability, rtol=1e-5)
-    # Both states continue alike.
-    step, mask = case.step(7), case.mask(buffer, 7)
-    expected, got = (
-        get(r, jax.jit(r.add)(s, step, *mask)) for r, s in ((buffer, state), (other, restored))
-    )
-    assert bits((got.experience, got.index, got.is_valid)) == bits(
-        (expected.experience, expected.index, expected.is_valid)
-    )
+    for _ in range(2):
+        expected, got = everything(buffer)(state, 0), everything(other)(restored, 0)
+        for name in ("experience", "index", "is_valid"):
+            assert bits(getattr(got, name)) == bits(getattr(expected, name))
+        np.testing.assert_allclose(got.probability, expected.probability, rtol=1e-5)
+        # Both states continue alike.
+        given = case.step(7), *case.mask(buffer, 7)
+        state, restored = (
+            jitted(one, "add")(its, *given) for one, its in ((buffer, state), (other, restored))
+        )
 
 
 def test_memory_is_told_by_the_leaves_that_were_given():

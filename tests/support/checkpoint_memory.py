@@ -1,9 +1,11 @@
 """Print as JSON the peak memory of saves, a restore and a resize, beside the state.
 
-Usage: `python checkpoint_memory.py PATH GIGABYTES ROW_BYTES`.
+Usage: `python checkpoint_memory.py PATH GIGABYTES ROW_BYTES [all]`. With `all`, also those of a
+buffer with priorities, a mask and episodes.
 """
 
 import ctypes
+import functools
 import gc
 import json
 import pathlib
@@ -33,17 +35,16 @@ def peak(function):
 
 
 def filled(replay, example, count):
-    """Return a state of random rows, which do not compress; they are added in blocks."""
+    """Return a state whose rows are added in blocks, each of another number."""
     block = max(count // 200, 1)
-    fill = jax.jit(
-        lambda state, key: replay.extend(
-            state, jax.random.bits(key, (block, 1, *example.shape), jnp.uint8)
-        ),
-        donate_argnums=0,
-    )
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def fill(state, number):
+        return replay.extend(state, jnp.full((block, 1, *example.shape), number, jnp.uint8))
+
     state = replay.init(example)
     for number in range(-(-count // block)):
-        state = fill(state, jax.random.key(number))
+        state = fill(state, number)
     return jax.block_until_ready(state)
 
 
@@ -87,41 +88,63 @@ def resized(path, count, row):
 
 def main(path, gigabytes, row):
     example = jax.ShapeDtypeStruct((row,), jnp.uint8)
-    small = jr.items(capacity=int(0.3e9) // row if row > 1000 else 1 << 20, batch_size=1)
-    # loads and compiles what later calls share
-    warm = Checkpointer(f"{path}/small", small, compression_level=None)
-    warm.save(filled(small, example, small.capacity))
-    warm.restore(example)
-    capacity = int(gigabytes * 1e9) // row
-    replay = jr.items(capacity=capacity, batch_size=1)
-    state, found = filled(replay, example, capacity), {"state": capacity * row}
-    checkpointer = Checkpointer(f"{path}/large", replay, compression_level=None)
+    capacity, peaks = int(gigabytes * 1e9) // row, {}
+    replay, larger = (
+        jr.items(capacity=size, batch_size=1) for size in (capacity, capacity + capacity // 5)
+    )
+
+    def saver(name, buffer=replay):
+        return Checkpointer(f"{path}/{name}", buffer, compression_level=None)
 
     def stored():
-        return sum(
-            file.stat().st_size
-            for file in pathlib.Path(f"{path}/large").rglob("*")
-            if file.is_file()
-        )
+        files = pathlib.Path(f"{path}/large").rglob("*")
+        return sum(file.stat().st_size for file in files if file.is_file())
 
-    found["save"], _ = peak(lambda: checkpointer.save(state))
-    found["full_bytes"] = stored()
+    def measured(name, function, num_bytes=0):
+        extra, state = peak(function)
+        peaks[name] = extra - num_bytes
+        return state
+
+    def save_later():
+        later = saver("later")
+        later.save(state, blocking=False)
+        later.wait_until_finished(state)
+
+    # loads and compiles what later calls share
+    small = jr.items(capacity=int(0.1e9) // row if row > 1000 else 1 << 20, batch_size=1)
+    saver("small", small).save(filled(small, example, small.capacity))
+    saver("small", small).restore(example)
+    state, checkpointer = filled(replay, example, capacity), saver("large")
+    measured("save", lambda: checkpointer.save(state))
+    full_bytes = stored()
     state = jr.jit(replay).extend(state, jnp.full((capacity // 100, 1, row), 7, jnp.uint8))
-    found["save_more"], _ = peak(lambda: checkpointer.save(state))
-    found["more_bytes"] = stored() - found["full_bytes"]
+    measured("save_more", lambda: checkpointer.save(state))
+    more_bytes = stored() - full_bytes
+    measured("save_later", save_later)
     total = int(jnp.sum(state.streams.steps[::97].astype(jnp.uint32)))
     del state
-    extra, state = peak(lambda: jax.block_until_ready(checkpointer.restore(example)))
-    found["restore"] = extra - capacity * row
+    restore = lambda: jax.block_until_ready(checkpointer.restore(example))
+    state = measured("restore", restore, capacity * row)
     assert int(jnp.sum(state.streams.steps[::97].astype(jnp.uint32))) == total
-    return found
+    del state
+    restore = lambda: jax.block_until_ready(saver("large", larger).restore(example, resize=True))
+    restore()  # compiles
+    state = measured("resize", restore, larger.capacity * row)
+    assert int(larger.size(state)) == capacity
+    return {
+        "peaks": peaks,
+        "state": capacity * row,
+        "full_bytes": full_bytes,
+        "more_bytes": more_bytes,
+    }
 
 
 if __name__ == "__main__":
     path, gigabytes, row = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
     found = main(path, gigabytes, row)
-    resized(f"{path}/resized/small", 10_000, 20)  # loads what the measured call shares
-    found["save_later"], found["resize"] = resized(
-        f"{path}/resized/large", 8_000_000 if row < 1000 else 1_000_000, 20
-    )
+    if sys.argv[4:] == ["all"]:
+        resized(f"{path}/resized/small", 10_000, 20)  # loads what the measured call shares
+        found["peaks"]["rows_save_later"], found["peaks"]["rows_resize"] = resized(
+            f"{path}/resized/large", 8_000_000 if row < 1000 else 1_000_000, 20
+        )
     sys.stdout.write(json.dumps(found))

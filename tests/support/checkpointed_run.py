@@ -3,6 +3,7 @@
 Usage: `python checkpointed_run.py PATH wait|advance`.
 """
 
+import functools
 import sys
 
 import jax
@@ -23,19 +24,21 @@ EXAMPLE = {
 def step(t, num_envs):
     """Return a step: for env e at time t, the number 1000000 * e + t, and bytes derived from it."""
     number = 1_000_000 * np.arange(num_envs, dtype=np.int32) + t
-    return {
-        "number": number,
-        "bytes": np.repeat(number[:, None] % 251, 100, axis=1).astype(np.uint8),
-    }
+    byte = (number % 251).astype(np.uint8)
+    return {"number": number, "bytes": byte[:, None] * np.ones(100, np.uint8)}
+
+
+@jax.jit
+def _contents(state):
+    streams = state.streams
+    values = stored_arrays.tree_map(stored_arrays.values, streams.steps)
+    return values, streams.head, streams.filled
 
 
 def numbers(replay, state):
     """Return the numbers in each stream, oldest first, after a check against their bytes."""
-    stored = jax.device_get(
-        stored_arrays.read_plain(state.streams.steps, jnp.arange(replay.capacity))
-    )
+    stored, head, filled = jax.device_get(_contents(state))
     assert (stored["bytes"] == (stored["number"] % 251)[:, None]).all()
-    head, filled = int(state.streams.head), int(state.streams.filled)
     by_env = stored["number"].reshape(replay.num_envs, -1)
     return [np.roll(row, -head)[len(row) - filled :].tolist() for row in by_env]
 
@@ -50,11 +53,20 @@ def items(capacity=64, num_envs=4, **options):
     return jr.items(capacity=capacity, num_envs=num_envs, batch_size=8, **options)
 
 
+@functools.partial(jax.jit, donate_argnums=1)
+def _added(replay, state, start, stop):
+    add = lambda t, state: replay.add(state, step(t, replay.num_envs))
+    return jax.lax.fori_loop(start, stop, add, state)
+
+
 def added(replay, state, start, count):
-    buffer = jr.jit(replay)
-    for t in range(start, start + count):
-        state = buffer.add(state, step(t, replay.num_envs))
-    return state
+    """Add the steps `start` to `start + count - 1` one by one, to a state that is donated."""
+    return _added(replay, state, start, start + count)
+
+
+def begun(replay, stop, start=0):
+    """Return a new state with the steps `start` to `stop - 1`."""
+    return added(replay, jr.jit(replay).init(EXAMPLE), start, stop - start)
 
 
 def main(path, how):

@@ -14,6 +14,8 @@ import pathlib
 import platform
 import sys
 
+import pytest
+
 _MOST_BYTES = 2**30  # of the folder, when a run begins
 _PROGRAMS, _READ = (
     "/jax/core/compile/backend_compile_duration",
@@ -87,35 +89,65 @@ def count_programs(function):
 
 
 class Counter:
-    """Count the programs of all test processes, and print the counts at the end."""
+    """Count the programs of all test processes by file, and print the counts at the end.
 
-    def __init__(self) -> None:
-        self.counts: collections.Counter[str] = collections.Counter()
+    A program is what XLA compiles: a jitted function, or one operation outside of `jit`. Programs
+    of child processes are not counted.
+
+    Args:
+      most: Most programs that a run may compile. More fail it. Default: any number.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self.most, self.num_read, self.file = most, 0, ""
+        self.names: list[str] = []  # of this process's programs
+        self.by_file: collections.Counter[str] = collections.Counter()
+
+    @property
+    def num_programs(self) -> int:
+        return len(self.names)
+
+    def newest(self, count: int) -> str:
+        """Name the last `count` programs."""
+        return f"{count} programs were compiled: {', '.join(self.names[-count:])}"
 
     def listen(self) -> None:
         import jax.monitoring
 
-        jax.monitoring.register_event_duration_secs_listener(
-            lambda name, *_, **__: self.counts.update([name])
-        )
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-    def pytest_sessionfinish(self, session) -> None:
-        if hasattr(session.config, "workeroutput"):
-            session.config.workeroutput["programs"] = [self.counts[_PROGRAMS], self.counts[_READ]]
+    def _listen(self, event: str, _: float, **options) -> None:
+        if event == _PROGRAMS:
+            self.names.append(options.get("fun_name", "?"))
+            self.by_file[self.file] += 1
+        self.num_read += event == _READ
+
+    def pytest_runtest_logstart(self, location) -> None:
+        self.file = location[0]
 
     def pytest_testnodedown(self, node) -> None:
-        self.counts.update(
-            dict(
-                zip(
-                    (_PROGRAMS, _READ),
-                    getattr(node, "workeroutput", {}).get("programs", (0, 0)),
-                    strict=True,
-                )
-            )
-        )
+        by_file, num_read = getattr(node, "workeroutput", {}).get("programs", ({}, 0))
+        self.by_file.update(by_file)
+        self.num_read += num_read
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session) -> None:
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["programs"] = dict(self.by_file), self.num_read
+        elif self.is_too_many and session.exitstatus == 0:
+            session.exitstatus = 1
+
+    @property
+    def is_too_many(self) -> bool:
+        return self.most is not None and self.by_file.total() > self.most
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
-        programs, read = self.counts[_PROGRAMS], self.counts[_READ]
+        total = self.by_file.total()
         terminalreporter.write_line(
-            f"{programs:,} programs: {programs - read:,} compiled, {read:,} read from the cache"
+            f"{total:,} programs: {total - self.num_read:,} compiled, {self.num_read:,} read from "
+            "the cache"
         )
+        if self.is_too_many:
+            terminalreporter.write_line(f"FAILED: at most {self.most:,} are allowed. Most are of")
+            for file, count in self.by_file.most_common(10):
+                terminalreporter.write_line(f"{count:6,} {file}")

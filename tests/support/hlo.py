@@ -83,7 +83,8 @@ def check_in_place(
         f"{memory.temp_size_in_bytes} bytes of temporary memory"
     )
     if donated is not None:
-        expected = reused or sum(leaf.nbytes for leaf in jax.tree.leaves(arguments[donated]))
+        leaves = jax.tree.leaves(arguments[donated])
+        expected = reused or sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
         assert memory.alias_size_in_bytes == expected, (
             f"{memory.alias_size_in_bytes} of {expected} bytes are reused"
         )

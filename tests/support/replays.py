@@ -1,47 +1,87 @@
 """`Replay` objects, and steps for them that count up."""
 
+import contextlib
+import subprocess
+import sys
+
 import jax
 import numpy as np
 
 import jaxreplay as jr
+from tests.support.sampling import assert_same
 
 NUM_ENVS = 3
+# Options of `make`, shared by the tests so that they share programs.
+PRIORITIZED = {"sampler": jr.Prioritized(), "allow_mask": True}
+QUEUE = {"sampler": jr.Queue(), "batch_size": 4}
+_OF_REPLAY = ["example", "seed", "framework", "device", "prefetch", "samples_per_insert", "timeout"]
 
 
-def make(
-    num_envs=NUM_ENVS, sampler=None, capacity=60, batch_size=8, autoreset="next_step", **options
-):
-    names = ("example", "seed", "framework", "device", "prefetch", "samples_per_insert", "timeout")
-    own = {name: options.pop(name) for name in names if name in options}
-    sizes = {
-        "capacity": capacity,
-        "num_envs": num_envs,
-        "batch_size": batch_size,
-        "autoreset": autoreset,
-    }
-    return jr.Replay(jr.transitions(**sizes, sampler=sampler or jr.Uniform(), **options), **own)
+def make(num_envs=NUM_ENVS, capacity=60, batch_size=8, *, steps=0, **options):
+    """Return a replay, with the steps 0, 1, ... added."""
+    own = {name: options.pop(name) for name in _OF_REPLAY if name in options}
+    options = {"autoreset": "next_step", "sampler": jr.Uniform(), **options}
+    sizes = {"capacity": capacity, "num_envs": num_envs, "batch_size": batch_size}
+    replay = jr.Replay(jr.transitions(**sizes, **options), **own)
+    for t in range(steps):
+        replay.add(step(t, (num_envs,)))
+    return replay
 
 
 def step(t, axes=(NUM_ENVS,)):
-    flags = np.zeros(axes, bool)
-    reward = (
-        np.full(axes, t, np.float32)
-        + np.arange(axes[-1] if axes else 1, dtype=np.float32)[0 if not axes else slice(None)] / 8
-    )
+    """Return a step of every env, or of one env if there are no axes."""
+    env = np.indices(axes)[-1] if axes else 0
+    reward = np.asarray(t + env / 8, np.float32)
     return {
         "obs": {"x": np.stack([reward, -reward], axis=-1), "n": np.full(axes, t, np.int32)},
         "action": np.full(axes, t % 3, np.int32),
         "reward": reward,
-        "terminated": flags,
-        "truncated": flags | (t % 5 == 4),
+        "terminated": np.zeros(axes, bool),
+        "truncated": np.full(axes, t % 5 == 4),
     }
+
+
+EXAMPLE = step(0, ())
+
+
+def block(start, length):
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *map(step, range(start, start + length)))
+
+
+def on_device(given):
+    """Return a step on the device, which is added at once."""
+    return jax.device_put(jax.tree.map(np.copy, given))
 
 
 def rows_of(replay):
     """Return all stored leaves."""
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(replay._owner.state)]
+    return jax.device_get(jax.tree.leaves(replay._owner.state))
 
 
 def check_same(a, b):
-    for x, y in zip(rows_of(a), rows_of(b), strict=True):
-        np.testing.assert_array_equal(x, y)
+    assert_same(rows_of(a), rows_of(b))
+
+
+def output_of(code, **options):
+    """Return what a program prints in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=480, **options
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@contextlib.contextmanager
+def unchanged(replay):
+    """Check that a block leaves the rows as they are."""
+    before = rows_of(replay)
+    yield
+    assert_same(rows_of(replay), before)
+
+
+def damaged(path):
+    """Damage a saved file, and return a function that repairs it."""
+    file = next(path.rglob("steps.reward/c.0"))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    return lambda: file.write_bytes(whole)

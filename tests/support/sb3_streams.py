@@ -1,6 +1,8 @@
 """Arguments that Stable-Baselines3's algorithms pass to a buffer, and comparisons with its
 buffers."""
 
+import copy
+
 import jax
 import numpy as np
 import torch
@@ -12,7 +14,11 @@ from jaxreplay import sb3
 VECTOR = spaces.Box(-1, 1, (3,), np.float32)
 IMAGE = spaces.Box(0, 255, (5, 4, 3), np.uint8)
 DICT = spaces.Dict(
-    image=IMAGE, vector=VECTOR, count=spaces.Discrete(5), wide=spaces.Box(-1, 1, (2,), np.float64)
+    image=IMAGE,
+    vector=VECTOR,
+    count=spaces.Discrete(5),
+    wide=spaces.Box(-1, 1, (2,), np.float64),
+    binary=spaces.MultiBinary(4),
 )
 OBSERVATIONS = {
     "vector": VECTOR,
@@ -26,6 +32,7 @@ OBSERVATIONS = {
 ACTIONS = {
     "box": spaces.Box(-1, 1, (2,)),
     "double": spaces.Box(-1, 1, (1,), np.float64),
+    "wide": spaces.Box(-1, 1, (2, 3)),
     "discrete": spaces.Discrete(4),
 }
 
@@ -63,29 +70,33 @@ def stream(observation_space, action_space, n_envs, steps, seed=0, reset=0.05):
         obs = choose(done | (r.random(n_envs) < reset), stack(observation_space, n_envs), next_obs)
 
 
-def same(a, b):
-    """Check that two batches are bit-identical."""
-    for name in a._fields:
-        for x, y in zip(leaves_of(getattr(a, name)), leaves_of(getattr(b, name)), strict=True):
-            assert (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device), name
-            assert torch.equal(x, y), name
+def sampled(buffer, size, seed=0, env=None):
+    """Sample, with NumPy's generator seeded."""
+    np.random.seed(seed)
+    return buffer.sample(size, env)
 
 
-def leaves_of(value):
-    return (
-        [value[key] for key in sorted(value)]
-        if isinstance(value, dict)
-        else []
-        if value is None
-        else [value]
-    )
+def check_same(a, b, tolerance=0.0):
+    """Check that two batches are bit-identical, or differ by at most a tolerance."""
+    leaves, others = jax.tree.leaves(a._asdict()), jax.tree.leaves(b._asdict())
+    for x, y in zip(leaves, others, strict=True):
+        assert (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+
+
+def added_to(buffers, steps):
+    """Add steps to buffers. Stable-Baselines3's modify their arguments."""
+    for step in steps:
+        for buffer in buffers:
+            buffer.add(*copy.deepcopy(step))
 
 
 def pair(kind, observation_space, action_space, size=2000, **options):
-    ours, other = (getattr(module, kind) for module in (sb3, theirs))
-    return ours(size, observation_space, action_space, **options), other(
-        size, observation_space, action_space, **options
-    )
+    """Return this library's buffer, and Stable-Baselines3's."""
+    return [
+        getattr(module, kind)(size, observation_space, action_space, **options)
+        for module in (sb3, theirs)
+    ]
 
 
 def kind_of(space):

@@ -1,0 +1,107 @@
+"""Runs of one buffer and their checkpoints, for tests that attack files, writers and processes."""
+
+import contextlib
+import json
+import threading
+import warnings
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+
+import jaxreplay as jr
+from jaxreplay.checkpoint import Checkpointer, PathInUseError
+from tests.support import checkpointed_run
+from tests.support.checkpointed_run import EXAMPLE, begun, expected, items, numbers
+
+BUFFER = items()
+
+
+def state_of(end, start=0):
+    """Return the state of a run that has taken the steps `start` to `end - 1`."""
+    return begun(BUFFER, end, start)
+
+
+def check(state, end, start=0):
+    """Check that a state has the newest rows of such a run."""
+    rows = [[number for number in row if number % 10**6 >= start] for row in expected(BUFFER, end)]
+    assert numbers(BUFFER, state) == rows
+
+
+def replay_of(end, start=0):
+    """Return a `Replay` that has taken these steps."""
+    replay = jr.Replay(BUFFER, example=jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), EXAMPLE))
+    for t in range(start, end):
+        replay.add(checkpointed_run.step(t, BUFFER.num_envs))
+    return replay
+
+
+def save_two(path, ends=(20, 25)):
+    """Save two checkpoints of a run under a path, in groups of few rows. Each names its end."""
+    with Checkpointer(path, BUFFER, chunk_bytes=1000, max_to_keep=2) as checkpointer:
+        for end in ends:
+            checkpointer.save(state_of(end), end, metadata={"end": end})
+    return path
+
+
+def check_no_other_files(checkpointer, path):
+    """Check that a folder has no files but those of its checkpoints, and of writers."""
+    named = {name for one in checkpointer._chain.read()[0] for name in one.files()}
+    assert {str(one.relative_to(path)) for one in path.glob("[mr]*/*")} == named
+
+
+def outcomes_of_two_writers(saves, restore, num_rounds):
+    """Save the runs of the steps 0 to 19 and 500 to 519 at the same time, again and again.
+
+    Each time, the restored state must be one of them.
+
+    Args:
+      saves: Functions that save the two runs.
+      restore: Function that restores a state, or finds none.
+      num_rounds: Number of times.
+
+    Returns:
+      The two outcomes of each time: None, or the class of the error.
+    """
+    barrier, outcomes = threading.Barrier(2), []
+
+    def outcome_of(save):
+        barrier.wait()
+        try:
+            save()
+        except (PathInUseError, OSError) as error:
+            return type(error)
+
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(num_rounds):
+            outcomes.append([*threads.map(outcome_of, saves)])
+            with contextlib.suppress(FileNotFoundError):
+                restored = restore()
+                start = numbers(BUFFER, restored)[0][0] // 500 * 500
+                check(restored, start + 20, start)
+    return outcomes
+
+
+def sealed(text):
+    """Return the bytes of a manifest, with its checksum."""
+    body = text.encode()
+    return f"{zlib.crc32(body):08x}\n".encode() + body
+
+
+def manifests(path):
+    """Return the files of the manifests under a path, the newest last."""
+    return sorted((path / "manifests").iterdir())
+
+
+def fields_of(manifest):
+    """Return the content of a manifest's file."""
+    return json.loads(manifest.read_bytes().split(b"\n", 1)[1])
+
+
+@contextlib.contextmanager
+def quiet():
+    """Ignore warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

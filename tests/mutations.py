@@ -1,0 +1,206 @@
+"""Mutations that the tests must catch: `python tests/mutations.py [NUMBER ...]`, not part of a run.
+
+Each changes one expression of a copy of the package, and runs the test files that hold the promise
+until one test fails. It takes about 20 minutes. A mutation that no test catches is printed, and
+makes the exit status 1.
+"""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).parent.parent
+ORACLE, VIEWS = "storage/test_oracle_streams.py", "views/test_views.py"
+# what breaks, its file, the code, the changed code, and files of tests
+MUTATIONS = (
+    (
+        "the write head is off by one",
+        "storage/streams.py",
+        "position=ring.wrap(end, layout.length),",
+        "position=ring.wrap(end + 1, layout.length),",
+        ORACLE,
+    ),
+    (
+        "a lap that ends at the last row is not counted",
+        "storage/streams.py",
+        "(end >= layout.length).astype",
+        "(end > layout.length).astype",
+        ORACLE,
+    ),
+    (
+        "n steps go on across an end",
+        "views/transition.py",
+        "~is_terminated[:-1] & ~reader.is_final(steps[1:])",
+        "~is_terminated[:-1]",
+        ORACLE,
+    ),
+    (
+        "a short window is discounted like a whole one",
+        "views/transition.py",
+        "jnp.asarray(powers, jnp.float32)[num_steps])",
+        "jnp.asarray(powers, jnp.float32)[self.n_step])",
+        ORACLE,
+    ),
+    (
+        "a final row is sampled",
+        "storage/row_flags.py",
+        "NO_CANDIDATE = FINAL | SKIPPED",
+        "NO_CANDIDATE = SKIPPED",
+        ORACLE,
+    ),
+    (
+        "a masked step writes its final row",
+        "storage/row_flags.py",
+        "jnp.stack([mask, mask & done], axis=1)",
+        "jnp.stack([mask, done], axis=1)",
+        ORACLE,
+    ),
+    (
+        "a late index is taken",
+        "samplers/prioritized.py",
+        "is_in_range & (sampleable.streams.index(row).lap == index.lap) & sampleable",
+        "is_in_range & sampleable",
+        ORACLE,
+    ),
+    (
+        "of a row that appears twice, the last priority counts",
+        "samplers/sum_tree.py",
+        'leaves = leaves.at[index].max(mass, mode="drop")',
+        'leaves = leaves.at[index].set(mass, mode="drop")',
+        "samplers/test_sum_tree.py " + ORACLE,
+    ),
+    (
+        "a parent drifts from the sum of its children",
+        "samplers/sum_tree.py",
+        'sums[level].at[at].set(new, mode="promise_in_bounds")',
+        'sums[level].at[at].max(new, mode="promise_in_bounds")',
+        "samplers/test_sum_tree.py",
+    ),
+    (
+        "a row is sampled a step too early",
+        "storage/sampleable.py",
+        "num_pending + written.num_rows), window.after)",
+        "num_pending + written.num_rows), max(window.after - 1, 0))",
+        ORACLE,
+    ),
+    (
+        "a row is sampled whose look-back is overwritten",
+        "storage/sampleable.py",
+        "place, jnp.minimum(before, filled))",
+        "place, jnp.minimum(before - 1, filled))",
+        VIEWS,
+    ),
+    (
+        "a uniform sample takes the row of its third try, whatever it is",
+        "samplers/uniform.py",
+        "is_drawn | sampleable.contains(other)",
+        "jnp.ones_like(is_drawn)",
+        "samplers/test_uniform.py samplers/test_laws.py " + ORACLE,
+    ),
+    (
+        "a stack has frames of the episode before",
+        "views/frame_stack.py",
+        "depth = inner.rows_before(offset, view.num_frames - 1)[..., None]",
+        "depth = inner.rows_before(offset, 64)[..., None] * 0 + view.num_frames - 1",
+        VIEWS,
+    ),
+    (
+        "the achieved goal of the step itself is taken for a later one",
+        "views/hindsight.py",
+        "random.below(*reader.random_words(1), to_end) + 1",
+        "random.below(*reader.random_words(1), to_end)",
+        "samplers/test_laws.py " + VIEWS,
+    ),
+    (
+        "a queue hands out a row twice",
+        "samplers/queue.py",
+        "(held - left + taken).astype(jnp.uint32)",
+        "(held - left + jnp.maximum(taken - 1, 0)).astype(jnp.uint32)",
+        "samplers/test_queue.py",
+    ),
+    (
+        "a donated leaf is copied",
+        "storage/stored_arrays.py",
+        'return leaf.at[row.reshape(-1)].set(values, unique_indices=True, mode="drop")',
+        "return jnp.where(row.min() < 0, leaf, leaf.at[row.reshape(-1)].set(values, "
+        'unique_indices=True, mode="drop"))',
+        "buffers/test_in_place.py",
+    ),
+    (
+        "an advantage goes on across a truncation",
+        "targets.py",
+        "carry = jnp.where(terminated | truncated | ~mask, 0, gamma * lambda_)",
+        "carry = jnp.where(terminated | ~mask, 0, gamma * lambda_)",
+        "test_targets.py",
+    ),
+    (
+        "a checkpoint has the row after each row",
+        "checkpoint/rows.py",
+        "ring.position_of(picked.number, length)",
+        "ring.position_of(picked.number + 1, length)",
+        "checkpoint/test_checkpoint.py",
+    ),
+    (
+        "a damaged chunk is read",
+        "checkpoint/arrays.py",
+        "if own != checksum:",
+        "if False:",
+        "checkpoint/test_checkpoint_damage.py checkpoint/test_checkpoint_hostile.py",
+    ),
+    (
+        "an item of a small shard weighs as one of a large shard",
+        "distributed/local.py",
+        "weight=weight * (self.num_shards * share)",
+        "weight=weight",
+        "distributed/test_distributed.py",
+    ),
+    (
+        "a timeout is taken for a termination",
+        "sb3/base.py",
+        'info.get("TimeLimit.truncated", False)',
+        'info.get("TimeLimit", False)',
+        "sb3/test_sb3.py",
+    ),
+    (
+        "a step that waits on the host is overwritten by its env",
+        "stateful/staging.py",
+        "[leaf.copy() for leaf in leaves]",
+        "list(leaves)",
+        "stateful/test_staging.py stateful/test_stateful.py",
+    ),
+)
+
+
+def is_caught(number: int) -> bool:
+    what, file, code, changed, tests = MUTATIONS[number]
+    with tempfile.TemporaryDirectory() as folder:
+        copy = pathlib.Path(folder)
+        for name in ("jaxreplay", "tests", "examples"):
+            shutil.copytree(ROOT / name, copy / name)
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        target = copy / "jaxreplay" / file
+        text = target.read_text()
+        assert text.count(code) == 1, (what, text.count(code))
+        target.write_text(text.replace(code, changed))
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "-p", "no:cacheprovider"]
+        done = subprocess.run(
+            [*command, *(f"tests/{name}" for name in tests.split())],
+            cwd=copy,
+            env=os.environ | {"PYTHONPATH": str(copy)},
+            capture_output=True,
+            text=True,
+        )
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    result = failed[0].partition(" - ")[0] if done.returncode == 1 and failed else "NOT CAUGHT"
+    sys.stdout.write(f"{number + 1:3} {what}: {result[:120]}\n")
+    sys.stdout.flush()
+    return done.returncode == 1 and bool(failed)
+
+
+if __name__ == "__main__":
+    numbers = [int(one) - 1 for one in sys.argv[1:]] or range(len(MUTATIONS))
+    caught = [is_caught(number) for number in numbers]
+    raise SystemExit(not all(caught))

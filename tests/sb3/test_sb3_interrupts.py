@@ -1,0 +1,147 @@
+"""Ctrl-C at any moment of a call of a drop-in buffer: no row is lost, torn or stored twice."""
+
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from tests.support.interrupting import (
+    check_comparisons,
+    check_each_moment,
+    num_calls_until_interrupt,
+    waits_before_interrupts,
+)
+
+pytest.importorskip("stable_baselines3", reason="the sb3 extra is not installed")
+import torch
+from gymnasium import spaces
+
+from jaxreplay import sb3
+from jaxreplay.sb3 import base
+from tests.sb3 import test_sb3_hindsight as goals
+
+LENGTH = 64
+NUMBER = spaces.Box(-np.inf, np.inf, (1,))
+
+
+def make(kind="ReplayBuffer"):
+    return getattr(sb3, kind)(LENGTH, NUMBER, spaces.Discrete(2))
+
+
+def add(buffer, number, is_done=False):
+    obs = np.full((1, 1), number, np.float32)
+    if isinstance(buffer, sb3.HerReplayBuffer):
+        obs = dict.fromkeys(goals.SPACE, obs)
+    next_obs = jax.tree.map(lambda leaf: leaf + 1, obs)
+    action, reward = np.zeros(buffer.action_dim), np.full(1, number, np.float32)
+    buffer.add(obs, next_obs, action, reward, np.full(1, is_done), [{}])
+
+
+def num_stored(buffer, count):
+    """Check that number `count` is stored intact or not at all, and all before it. Return how many
+    were stored so far."""
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    numbers = set(buffer.sample(2000).rewards[:, 0].int().tolist())
+    end = max(numbers) + 1
+    assert end in (count, count + 1)
+    assert numbers == set(range(max(end - LENGTH, 0), end))
+    assert buffer.size() == len(numbers)
+    return end
+
+
+def test_an_interrupt_at_any_line_of_an_add_loses_nothing():
+    buffer, count = make(), 1
+    add(buffer, 0)
+
+    def check():
+        nonlocal count
+        count = num_stored(buffer, count)
+
+    check_each_moment(
+        lambda: (lambda: add(buffer, count), check),
+        least=100,
+        counts=lambda frame: frame.f_code.co_filename != __file__,
+    )
+
+
+def test_an_interrupt_at_any_line_of_an_add_leaves_each_row_its_own_infos():
+    buffer, start = goals.make(45, copy_info_dict=True), 60
+    goals.fill(buffer, start)
+
+    def call():
+        goals.fill(buffer, 1, start=start)
+
+    def check():
+        nonlocal start
+        start += 1
+        buffer.env.infos.clear()
+        _, obs, _ = goals.drawn(buffer, 500)
+        assert [info["number"] for info in buffer.env.infos] == obs[100:].tolist()
+
+    check_each_moment(
+        lambda: (call, check), least=100, counts=lambda frame: frame.f_code.co_filename != __file__
+    )
+
+
+@pytest.mark.parametrize("kind", ["ReplayBuffer", "PrioritizedReplayBuffer", "HerReplayBuffer"])
+def test_an_interrupt_while_buffers_are_compared_is_one(kind):
+    def calls():
+        buffer = goals.make() if kind == "HerReplayBuffer" else make(kind)
+        add(buffer, 0)
+        add(buffer, 1, is_done=True)
+        found = [lambda: add(buffer, 2), lambda: buffer.sample(7), buffer.reset]
+        if kind == "PrioritizedReplayBuffer":
+            indices = buffer.sample(7).indices
+            found.insert(2, lambda: buffer.update_priorities(indices, np.ones(7)))
+        return found
+
+    check_comparisons(calls)
+
+
+def test_an_interrupt_at_a_random_moment_loses_nothing():
+    for seconds in waits_before_interrupts():
+        buffer = make()
+
+        def act(t, buffer=buffer):
+            add(buffer, t + 1)
+            buffer.sample(4)
+
+        add(buffer, 0)
+        count = num_stored(buffer, 1 + num_calls_until_interrupt(act, seconds))
+        act(count - 1)
+        assert num_stored(buffer, count) == count + 1
+
+
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+def test_an_interrupted_add_leaves_the_rows_or_says_that_they_are_not_known(when, monkeypatch):
+    buffer = make()
+    add(buffer, 0)
+
+    def fails(replay, state, *arguments):
+        if when == "during":
+            jax.tree.map(lambda leaf: leaf.delete(), state)
+        raise KeyboardInterrupt
+
+    buffer.sample(4)
+    with monkeypatch.context() as patch:
+        if when == "after":
+            record = property(lambda self: vars(self)["_added_newest"], fails)
+            patch.setattr(sb3.ReplayBuffer, "_added_newest", record, raising=False)
+        else:
+            patch.setattr(base, "_add", fails)
+        add(buffer, 1)  # waits
+        with pytest.raises(KeyboardInterrupt):
+            buffer.sample(4)
+    if when == "before":
+        assert num_stored(buffer, 1) == 2
+        return
+    for call in (lambda: add(buffer, 2), lambda: buffer.sample(4)):
+        with pytest.raises(
+            RuntimeError,
+            match=r"an earlier call was interrupted while it changed the rows.*reset",
+        ):
+            call()
+    buffer.reset()
+    add(buffer, 3)
+    assert torch.equal(buffer.sample(4).rewards, torch.full((4, 1), 3.0))
