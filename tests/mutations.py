@@ -193,11 +193,15 @@ def is_caught(number: int) -> bool:
             capture_output=True,
             text=True,
         )
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    result = failed[0].partition(" - ")[0] if done.returncode == 1 and failed else "NOT CAUGHT"
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    if done.returncode and not failed:
+        raise SystemExit(
+            f"{what}: pytest could not run\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
+    result = failed[0].partition(" - ")[0] if failed else "NOT CAUGHT"
     sys.stdout.write(f"{number + 1:3} {what}: {result[:120]}\n")
     sys.stdout.flush()
-    return done.returncode == 1 and bool(failed)
+    return bool(failed)
 
 
 if __name__ == "__main__":
