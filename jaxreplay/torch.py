@@ -88,7 +88,7 @@ def from_torch(tree: PyTree, cast: bool = False) -> Any:
     """
     _check("from_torch", tree, functools.partial(_reason_against_tensor, cast=cast))
     tensors, structure = jax.tree.flatten(tree)
-    # Copies, whose memory their arrays alone refer to. (`from_dlpack(copy=True)` still shares it.)
+    # Copy, so that only the array refers to the memory. (`from_dlpack(copy=True)` still shares it.)
     casts = {} if _has_64_bits() else _CAST
     tensors = [
         torch.empty(one.shape, dtype=casts.get(one.dtype, one.dtype), device=one.device).copy_(

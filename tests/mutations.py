@@ -1,8 +1,7 @@
 """Mutations that the tests must catch: `python tests/mutations.py [NUMBER ...]`, not part of a run.
 
 Each changes one expression of a copy of the package, and runs the test files that hold the promise
-until one test fails. It takes about 20 minutes. A mutation that no test catches is printed, and
-makes the exit status 1.
+until one test fails. A mutation that no test catches is printed, and makes the exit status 1.
 """
 
 import os

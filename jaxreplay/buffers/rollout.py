@@ -312,11 +312,11 @@ class Rollout(Static):
                 "final_value=critic(rollout.steps(state).final_obs)"
             )
         axes = (self.length, self.num_envs)
-        for name, array, expected in (
-            ("value", value, axes),
-            ("last_value", last_value, axes[1:]),
-            ("final_value", value if final_value is None else final_value, axes),
-        ):
+        given = {"value": value, "last_value": last_value}
+        if final_value is not None:
+            given["final_value"] = final_value
+        for name, array in given.items():
+            expected = axes[1:] if name == "last_value" else axes
             if jnp.shape(array) != expected:
                 raise ValueError(
                     f"bootstrap: {name}: got {list(jnp.shape(array))}, expected {list(expected)}, "

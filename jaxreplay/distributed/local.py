@@ -271,9 +271,9 @@ class Local(Static, Generic[T]):
         share = whole.share[place]
 
         # The probability of each item among the rows of all shards.
-        is_drawn = (probability > 0) & (share > 0)
-        probability = jnp.where(is_drawn, jnp.maximum(probability * share, SMALLEST), 0)
-        is_valid = whole.can_sample & is_drawn
+        is_sampled = (probability > 0) & (share > 0)
+        probability = jnp.where(is_sampled, jnp.maximum(probability * share, SMALLEST), 0)
+        is_valid = whole.can_sample & is_sampled
         if isinstance(sampler, PrioritySampler):
             beta = sampler.beta if beta is None else beta
             weight = weights_of(probability, is_valid, beta, whole.reference)

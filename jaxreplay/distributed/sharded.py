@@ -263,8 +263,7 @@ class Sharded(Static, Generic[T]):
         """
         self._own_specs("update_priorities", state)
         if isinstance(index, Index):
-            size = jax.numpy.size(index.row)
-            part_of("update_priorities", "items", size, self.num_shards)
+            part_of("update_priorities", "items", jax.numpy.size(index.row), self.num_shards)
         return self._change(self.local.update_priorities, state, (index, priority), P(self.axis))
 
     def size(self, state: ReplayState) -> jax.Array:

@@ -31,8 +31,7 @@ def page(text: str, sections: list[dict[str, Any] | None]) -> "Figure":
         if isinstance(value, dict) and value.get("edges")
     }
     lines = text.splitlines()
-    longest = max(map(len, lines))
-    width = max(_CHARACTER * longest, _PLOT_WIDTH * len(histograms)) + 0.8
+    width = max(_CHARACTER * max(map(len, lines)), _PLOT_WIDTH * len(histograms)) + 0.8
     height = _LINE * len(lines) + 0.6 + _PLOT_HEIGHT * bool(histograms)
     figure = Figure(figsize=(width, height))
     figure.text(0.3 / width, 1 - 0.2 / height, text, va="top", parse_math=False, fontdict=_FONT)

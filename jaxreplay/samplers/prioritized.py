@@ -285,7 +285,7 @@ class Prioritized(PrioritySampler):
             SMALLEST,
             _LARGEST_TOTAL / layout.capacity,
         )
-        # The test of the bits: a processor that flushes subnormal numbers compares them as 0.
+        # Test the bits: a processor that flushes subnormal numbers compares them as 0.
         is_positive = jax.lax.bitcast_convert_type(priority, jnp.int32) > 0
         return jnp.where(is_positive, mass, 0)
 
