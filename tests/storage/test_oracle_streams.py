@@ -13,7 +13,7 @@ import pytest
 
 import jaxreplay as jr
 from tests.conftest import SOAK
-from tests.support.histories import go_through, histories
+from tests.support.histories import go_through, histories, long_episodes
 from tests.support.oracle import Oracle
 
 FORMS = jr.autoreset.FORMS
@@ -192,6 +192,7 @@ ELSEWHERE = tuple(
 def test_streams_agree_with_the_oracle(config):
     @hypothesis.seed(1000 * SOAK)
     @hypothesis.settings(max_examples=40 if SOAK else 16)
+    @hypothesis.example(long_episodes(config))
     @hypothesis.given(histories(config))
     def run(history):
         go_through(config, history)

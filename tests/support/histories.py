@@ -2,9 +2,8 @@
 buffer, and an oracle of lists goes through it afterwards.
 
 A configuration is hashable, and has `replay`, `prioritized` (whether priorities are given),
-`oracle()`, `step(fields)`, which makes the buffer's
-step, `observe(state, key)`, which the program returns after each operation, and
-`check(oracle, observed, is_asked)`.
+`oracle()`, `step(fields)`, which makes the buffer's step, `observe(state, key)`, which the program
+returns after each operation, and `check(oracle, observed, is_asked)`.
 """
 
 import functools
@@ -42,6 +41,17 @@ def histories(draw, config):
     if draw(st.integers(0, 7)) == 0:
         history.insert(len(history) // 2, ("clear",))
     return history
+
+
+def long_episodes(config):
+    """Return a history of plain steps, several times around short rings, with an end at each ninth.
+
+    Random histories have short episodes, in which few rows look back to an overwritten one.
+    """
+    return [
+        ("check",) if time % 5 == 4 else ("add", [2 * (time % 9 == 8)] * config.num_envs)
+        for time in range(LENGTH - 1)
+    ]
 
 
 def go_through(config, history):

@@ -16,7 +16,7 @@ import jaxreplay as jr
 from tests.conftest import ALL, SOAK
 from tests.storage.test_oracle_streams import FORMS, step
 from tests.support import oracle_views, sampling
-from tests.support.histories import go_through, histories
+from tests.support.histories import go_through, histories, long_episodes
 from tests.support.oracle import Oracle
 
 
@@ -297,6 +297,7 @@ TRIED = [
 def test_views_agree_with_the_oracle(config):
     @hypothesis.seed(1000 * SOAK)
     @hypothesis.settings(max_examples=30 if SOAK else 8)
+    @hypothesis.example(long_episodes(config))
     @hypothesis.given(histories(config))
     def run(history):
         go_through(config, history)
