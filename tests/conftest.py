@@ -13,7 +13,15 @@ import signal
 
 from tests.support import compilations
 
+SOAK = os.environ.get("JAXREPLAY_TESTS") == "soak"
+ALL = SOAK or os.environ.get("JAXREPLAY_TESTS") == "all"
+PLATFORM = os.environ.get("JAXREPLAY_PLATFORM")
+# HLO is optimized almost as usual, machine code is not: compiling takes a third of the time. The
+# soak has the default, as have checks of what is compiled.
+IS_QUICK = not SOAK and "JAXREPLAY_AOT" not in os.environ
 compilations.use_cache()
+if IS_QUICK:
+    compilations.compile_quickly()
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
@@ -21,17 +29,11 @@ import pytest  # noqa: E402
 
 from jaxreplay.storage import platforms  # noqa: E402
 
-SOAK = os.environ.get("JAXREPLAY_TESTS") == "soak"
-ALL = SOAK or os.environ.get("JAXREPLAY_TESTS") == "all"
-PLATFORM = os.environ.get("JAXREPLAY_PLATFORM")
 # In a checkpoint: the folder of an array of the counters, and the only chunk there.
 COUNTERS = "streams.stored_counters" + ".0" * (PLATFORM == "gpu")
 COUNTERS_CHUNK = f"{COUNTERS}/c.0" + ".0" * (PLATFORM != "gpu")
 # These two set the compilers' environment before JAX is imported.
 collect_ignore = ["aot/devices.py", "aot/programs.py"]
-# HLO is optimized as usual, machine code is not: compiling takes a third less time. The soak and
-# other processes have the default.
-IS_QUICK = not SOAK and "JAXREPLAY_AOT" not in os.environ
 jax.config.update("jax_disable_most_optimizations", IS_QUICK)
 
 hypothesis.settings.register_profile(

@@ -10,7 +10,7 @@ import pytest
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from tests.conftest import ALL
 from tests.support.buffers import CATALOG, FEW
-from tests.support.hlo import check_in_place, large_temporaries
+from tests.support.hlo import check_in_place, compiled, large_temporaries
 
 CAPACITY = 1 << 17
 SMALL = CAPACITY  # elements of a leaf with one number a row
@@ -155,7 +155,7 @@ def test_operations_are_in_place_for_a_population(case):
 def test_clear_never_touches_the_stored_steps(case):
     buffer = case.replay(CAPACITY)
     state = jax.eval_shape(buffer.init, case.example())
-    text = jax.jit(buffer.clear, donate_argnums=0).lower(state).compile().as_text()
+    text = compiled(buffer.clear, state, donated=0).as_text()
     largest = max(leaf.size for leaf in jax.tree.leaves(state.streams.steps))
     assert largest >= 2 * CAPACITY
     assert not large_temporaries(text, largest)

@@ -8,7 +8,7 @@ import pytest
 
 import jaxreplay as jr
 from tests.distributed import common
-from tests.support.hlo import check_in_place, sent
+from tests.support.hlo import check_in_place, compiled, sent
 
 CAPACITY = 1 << 17
 SMALL = CAPACITY // 8 // 2  # numbers: half of a leaf of one number a row, on one device
@@ -32,11 +32,10 @@ def turn(buffer, state, step, key):
 def test_what_is_sent(case):
     """A sample sends 12 bytes a device, an update the largest priority, an add nothing."""
     buffer, state, step = prepared(case)
-    compiled = lambda function, *given: jax.jit(function).lower(*given).compile().as_text()
     largest = [("all-reduce", 4)] * hasattr(buffer.buffer.sampler, "alpha")
-    found = sent(compiled(functools.partial(turn, buffer), state, step, KEYS[0]))
+    found = sent(compiled(functools.partial(turn, buffer), state, step, KEYS[0]).as_text())
     assert found == [("all-gather", 12 * 8), *largest]
-    found = sent(compiled(buffer.can_sample, state))
+    found = sent(compiled(buffer.can_sample, state).as_text())
     assert found in ([("all-reduce", 8)], [("all-reduce", 4)] * 2)
 
 

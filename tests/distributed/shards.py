@@ -13,7 +13,7 @@ from jaxreplay.samplers import PrioritySampler
 from tests.conftest import ALL, SOAK
 from tests.distributed import common
 from tests.support.buffers import KINDS, bits
-from tests.support.hlo import sent
+from tests.support.hlo import compiled, sent
 
 KEY = jax.random.key(5)
 FEW = [case for case in common.CASES if case in KINDS or case is common.PAIRS]
@@ -305,7 +305,7 @@ def test_a_rollout_is_divided_by_envs(autoreset):
         out_specs=(specs, envs, envs),
     )
     given = whole.init(example), steps
-    divided = jax.jit(mapped).lower(*given).compile()
+    divided = compiled(mapped, *given)
     found = divided(*given)
     assert int(found[0].num_dropped) == 3
     assert bits(found) == bits(jax.jit(functools.partial(run, whole))(*given))

@@ -1,6 +1,7 @@
 """Checks of what a compiled program does with large arrays: the one definition of "in place"."""
 
 import math
+import os
 import re
 
 import jax
@@ -17,11 +18,20 @@ IN_PLACE = {
     "optimization-barrier",
 }
 IN_PLACE |= {"scatter", "dynamic-update-slice"}
+# What `compilations.compile_quickly` changes is as for users in programs that are judged.
+_EMITTERS = "xla_cpu_use_fusion_emitters"
+_AS_FOR_USERS = {_EMITTERS: True} if _EMITTERS in os.environ.get("XLA_FLAGS", "") else {}
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 SIZES = {"pred": 1, "s8": 1, "u8": 1, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
 INSTRUCTION = re.compile(
     r"^\s*(ROOT )?%?(?P<name>\S+) = (?P<type>.+?) (?P<op>[a-z][a-z0-9-]*)\((?P<rest>.*)$"
 )
+
+
+def compiled(function, *arguments, donated=(), compiler_options=None):
+    """Compile a function as for users."""
+    lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
+    return lowered.compile((compiler_options or {}) | _AS_FOR_USERS)
 
 
 def large_temporaries(text, num_elements):
@@ -73,11 +83,11 @@ def check_in_place(
 ):
     """Compile, and fail if the program makes large arrays, has large temporary memory, or does not
     reuse a donated state: all its bytes, or `reused` of them."""
-    jitted = jax.jit(function, donate_argnums=() if donated is None else donated)
-    compiled = jitted.lower(*arguments).compile(compiler_options)
-    bad = large_temporaries(compiled.as_text(), num_elements)
+    changed = () if donated is None else donated
+    program = compiled(function, *arguments, donated=changed, compiler_options=compiler_options)
+    bad = large_temporaries(program.as_text(), num_elements)
     assert not bad, "\n".join(["arrays as large as the storage are made:", *bad])
-    memory = compiled.memory_analysis()
+    memory = program.memory_analysis()
     # Less than a float32 leaf of one number a row; a batch takes far less.
     assert memory.temp_size_in_bytes < 4 * num_elements, (
         f"{memory.temp_size_in_bytes} bytes of temporary memory"
