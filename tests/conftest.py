@@ -79,14 +79,6 @@ def pytest_configure(config):
         compilations.trim()
 
 
-@pytest.fixture
-def optimized():
-    """Compile with all optimizations, as for users: for programs that run for long."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", IS_QUICK)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Leave out what only `make test-all` runs, and have one process run all tests of a buffer of

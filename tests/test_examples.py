@@ -12,7 +12,6 @@ import pytest
 from tests.conftest import SOAK
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
-pytestmark = pytest.mark.usefixtures("optimized")
 needs_gymnax = pytest.mark.skipif(
     importlib.util.find_spec("gymnax") is None, reason="the examples extra is not installed"
 )

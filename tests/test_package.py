@@ -52,7 +52,7 @@ def test_the_readmes_program_trains_from_the_wheel(built, tmp_path):
     """It prints the mean episode length of each tenth of its run."""
     (wheel,) = built.glob("*.whl")
     site = tmp_path / "site"
-    run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, wheel)
+    zipfile.ZipFile(wheel).extractall(site)
     text = (ROOT / "README.md").read_text()
     program = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
     assert "import gymnax" in program

@@ -140,7 +140,6 @@ CHECKS = (
     test_contract.test_a_state_goes_through_serialization,
     test_contract.test_the_wrong_leaf_is_named,
     test_contract.test_items_are_the_steps_that_were_added,
-    test_in_place.test_operations_are_in_place_in_a_scan,
     functools.partial(test_laws.test_draws_are_as_probable_as_they_say, platform=None),
 )
 if ALL:
@@ -149,6 +148,7 @@ if ALL:
         test_contract.test_vmap_equals_a_loop,
         test_contract.test_extend_equals_add_for_each_step,
         test_in_place.test_operations_are_in_place_alone,
+        test_in_place.test_operations_are_in_place_in_a_scan,
         test_in_place.test_operations_are_in_place_for_a_population,
     )
 name_of = lambda check: getattr(check, "func", check).__name__.removeprefix("test_")

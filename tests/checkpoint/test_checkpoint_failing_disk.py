@@ -136,7 +136,7 @@ def restored(path, among):
     return checkpointer
 
 
-def trials(count, seed, most=6):
+def trials(count, seed, most=4):
     """Return the operations to fail, and how: a sample of `most`, in `make test-all` of twice as
     many, or in the soak all."""
     hows = (errno.EIO, errno.ENOSPC, errno.EINTR)

@@ -95,7 +95,7 @@ def test_a_run_that_is_killed_leaves_a_checkpoint_that_is_intact(how, tmp_path):
     checks its rows."""
     r, ends = random.Random(how), [0]
     checkpointer = Checkpointer(tmp_path, checkpointed_run.REPLAY)
-    for _ in range(100 if SOAK else 6 if ALL else 3):
+    for _ in range(100 if SOAK else 6 if ALL else 2):
         script = [sys.executable, checkpointed_run.__file__, tmp_path, how]
         with subprocess.Popen(script, stdout=subprocess.PIPE, text=True) as run:
             for _ in range(r.randrange(1, 4)):

@@ -191,7 +191,7 @@ ELSEWHERE = tuple(
 )
 def test_streams_agree_with_the_oracle(config):
     @hypothesis.seed(1000 * SOAK)
-    @hypothesis.settings(max_examples=40 if SOAK else 16)
+    @hypothesis.settings(max_examples=40 if SOAK else 6 if config.platform else 16)
     @hypothesis.example(long_episodes(config))
     @hypothesis.given(histories(config))
     def run(history):

@@ -17,7 +17,7 @@ import sys
 import pytest
 
 _MOST_BYTES = 2**30  # of the folder, when a run begins
-_QUICK = "--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"
+_QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 _PROGRAMS, _READ = (
     "/jax/core/compile/backend_compile_duration",
     "/jax/compilation_cache/cache_retrieval_time_sec",
@@ -56,8 +56,9 @@ def use_cache() -> None:
 def compile_quickly() -> None:
     """Have XLA do without its fusion emitters, in this process and its children, which halves the
     time of compiling. Call this before JAX is imported. Other versions do not have the choice."""
-    if importlib.metadata.version("jaxlib").startswith("0.10."):
-        os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_QUICK])
+    flags = os.environ.get("XLA_FLAGS", "")
+    if importlib.metadata.version("jaxlib").startswith("0.10.") and _QUICK not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {_QUICK}".strip()
 
 
 def trim(most_bytes: int = _MOST_BYTES) -> None:
