@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay._util.names import description, named, spec_text
-from jaxreplay._util.pow2 import power_above
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_state
 from jaxreplay.inspection.resets import Resets, rows_around_resets
@@ -21,6 +20,7 @@ from jaxreplay.storage.sampleable import ReplayState, Sampleable
 
 _BLOCK_BYTES = 4 * 2**20
 _MOST_ROWS = 2**20  # searched for resets
+_FEW_ROWS = 1024  # of a small block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,15 +215,17 @@ def _leaf_bytes(spec: Any) -> int:
 
 
 def _read(leaf: Any, rows: np.ndarray) -> np.ndarray:
-    """Read rows int32[...] of a leaf, a block at a time: `[..., *row]`. Blocks have few different
-    sizes, because each size is compiled."""
+    """Read rows int32[...] of a leaf, a block at a time: `[..., *row]`. Blocks have two sizes,
+    because each size is compiled. Without rows a block is read, too, so that none is compiled
+    later."""
     spec = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-    most = max(1, _BLOCK_BYTES // max(_leaf_bytes(spec), 1))
-    size, flat = min(most, power_above(rows.size)), rows.reshape(-1)
-    blocks = [flat[start : start + size] for start in range(0, len(flat), size)]
-    found = [np.asarray(_take(leaf, np.resize(block, size)))[: len(block)] for block in blocks]
-    values = np.concatenate(found or [np.zeros((0, *leaf.shape[1:]), leaf.dtype)])
-    return values.reshape(*rows.shape, *leaf.shape[1:])
+    large = max(1, _BLOCK_BYTES // max(_leaf_bytes(spec), 1))
+    found, flat = [], rows.reshape(-1)
+    while len(flat) or not found:
+        size = large if len(flat) >= large else min(large, _FEW_ROWS)
+        block, flat = flat[:size], flat[size:]
+        found.append(np.asarray(_take(leaf, np.resize(block, size)))[: len(block)])
+    return np.concatenate(found).reshape(*rows.shape, *spec.shape)
 
 
 @jax.jit

@@ -121,27 +121,31 @@ class ResetWatch:
     """Report a wrong `autoreset` to the owner of a state, once.
 
     It examines the rows after 256 steps, and again after twice as many, until it has seen
-    `MOST_RESETS` resets. At other times an `add` costs one comparison.
+    `MOST_RESETS` resets. At other times an `add` costs one comparison. The owner lets it look when
+    no steps wait on the host: to add them for a look would compile a program for their number.
     """
 
     def __init__(self) -> None:
         self._num_steps, self._next_look = 0, 256.0
 
-    def is_due(self, num_steps: int) -> bool:
-        """Return whether an `add` of so many steps leads to a look at the rows."""
-        return self._num_steps + num_steps >= self._next_look
+    @property
+    def is_due(self) -> bool:
+        """Return whether it is time for a look."""
+        return self._num_steps >= self._next_look
 
-    def after_add(self, num_steps: int, look: Callable[[], Resets | None]) -> str | None:
-        """Count the steps of an `add`, and return the evidence for a wrong `autoreset`, or None.
+    def count(self, num_steps: int) -> None:
+        """Count steps that were added, over all envs."""
+        self._num_steps += num_steps
+
+    def look(self, rows: Callable[[], Resets | None]) -> str | None:
+        """Return the evidence for a wrong `autoreset` if a look is due and finds some, or None.
 
         Args:
-          num_steps: Number of steps that were added, over all envs.
-          look: Returns the rows around resets, or None for items.
+          rows: Returns the rows around resets, or None for items.
         """
-        self._num_steps += num_steps
-        if self._num_steps < self._next_look:
+        if not self.is_due:
             return None
-        resets = look()
+        resets = rows()
         problem = None if resets is None else wrong_autoreset(resets)
         is_over = problem is not None or resets is None or len(resets.flags) >= MOST_RESETS
         self._next_look = float("inf") if is_over else 2.0 * self._num_steps

@@ -265,6 +265,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         )
         if len(self._waiting) >= self._most_waiting:
             self._flush()
+        problem = None if self._waiting else self._watch.look(lambda: resets_of(self._state))
         waiting = _Waiting(step, goes_on, newest)
         if self.copy_info_dict:  # the step and its infos change together
             with defer_interrupts():
@@ -278,7 +279,7 @@ class DropInBuffer(buffers.ReplayBuffer):
             self._waiting.append(waiting)
         num_laps, self.pos = divmod(newest.num_steps, self.buffer_size)
         self.full = num_laps > 0
-        problem = self._watch.after_add(self.n_envs, lambda: resets_of(self._state))
+        self._watch.count(self.n_envs)
         if problem is not None:
             warnings.warn(
                 f"add: {problem}. This buffer is for envs that reset within the step; next_obs is "

@@ -111,6 +111,11 @@ class StateOwner:
         self._can_sample = None
         return self.buffer.num_envs if mask is None else int(mask.sum())
 
+    @property
+    def has_waiting(self) -> bool:
+        """Return whether steps wait on the host."""
+        return bool(self._staging)
+
     def flush(self) -> None:
         """Add the steps that wait."""
         for part in self._waiting():

@@ -189,7 +189,8 @@ class Replay:
             if self._limiter is not None and self._owner.has_batch():
                 self._limiter.num_inserts += num_steps
             self._monitor.notify_all()
-            problem = self._watch.after_add(num_steps, lambda: resets_of(self._owner.state))
+            self._watch.count(num_steps)
+            problem = self._watch.look(lambda: resets_of(self._owner.state))
         if problem is not None:
             warnings.warn(f"add: {problem}", stacklevel=2)
 
@@ -199,12 +200,12 @@ class Replay:
         An interrupt meanwhile leaves a whole step or none, so signals need not wait.
         """
         with self._monitor.without_delay():
-            if self._is_closed or self._watch.is_due(self.buffer.num_envs):
+            if self._is_closed or (self._watch.is_due and not self._owner.has_waiting):
                 return False
             num_steps = self._owner.stage(step, mask, priority)
             if num_steps is None:
                 return False
-            self._watch.after_add(num_steps, lambda: None)
+            self._watch.count(num_steps)
             self._monitor.notify_all()
             return True
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import ALL, SOAK
+from tests.support.compilations import count_programs
 from tests.support.hlo import check_in_place
 from tests.support.sampling import assert_same
 
@@ -90,6 +91,23 @@ def test_equal_seeds_give_equal_batches(observation, action, n_envs):
         for env in envs if t % 7 == 0 else ():
             batches = (sampled(buffer, 5, t, env) for buffer in (ours, other))
             check_same(*batches, 1e-6 if env else 0)
+
+
+def test_a_long_run_compiles_nothing_after_its_first_steps():
+    """Also where the buffer looks at its rows for wrong resets: the env never resets."""
+    ours = sb3.ReplayBuffer(20_000, VECTOR, ACTIONS["box"])
+
+    def loop(steps):
+        for t, step in enumerate(steps):
+            ours.add(*step[:4], np.zeros(1, bool), [{}])
+            if t % 10 == 9:
+                ours.sample(128)
+
+    steps = stream(VECTOR, ACTIONS["box"], 1, 10_000 if ALL else 2_500)
+    loop(itertools.islice(steps, 300))
+    with count_programs() as compiled:
+        loop(steps)
+    assert compiled() == 0
 
 
 def test_numbers_beyond_what_is_held_are_refused():

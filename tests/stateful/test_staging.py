@@ -99,7 +99,7 @@ def test_a_loop_runs_one_program_for_its_adds_and_its_sample(monkeypatch):
         loop(20)
         assert sampled() <= 3
         assert extended() <= 3
-    replay._watch.after_add = lambda *_: None  # which reads the rows now and then
+    monkeypatch.setattr(replay._watch, "_next_look", np.inf)  # it reads the rows now and then
 
     def noted(name, real):
         return lambda *arguments, **options: seen.append(name) or real(*arguments, **options)
@@ -154,3 +154,19 @@ def test_a_save_stores_the_steps_that_wait_and_a_load_replaces_them(tmp_path):
     replay.load(tmp_path / "replay")
     check_same(replay, saved)
     assert len(replay) == len(saved) == 9
+
+
+def test_a_long_run_compiles_nothing_after_its_first_steps():
+    """Also where the replay looks at its rows for wrong resets: the envs reset rarely."""
+    replay = make(num_envs=1, capacity=5000)
+
+    def loop(start, stop):
+        for t in range(start, stop):
+            replay.add({**step(t, (1,)), "truncated": np.array([t % 500 == 499])})
+            if t % 10 == 9:
+                replay.sample()
+
+    loop(0, 300)
+    with count_programs() as compiled:
+        loop(300, 10_000 if ALL else 2_500)
+    assert compiled() == 0

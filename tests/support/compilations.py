@@ -79,9 +79,9 @@ def trim(most_bytes: int = _MOST_BYTES) -> None:
 
 
 @contextlib.contextmanager
-def count_programs(function):
-    """Yield a function that counts the programs compiled for `function`, or read from the cache, in
-    the block."""
+def count_programs(function=None):
+    """Yield a function that counts the programs compiled for `function`, or for any, or read from
+    the cache, in the block."""
     import jax.monitoring
 
     counts = collections.Counter()
@@ -92,7 +92,7 @@ def count_programs(function):
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        yield lambda: counts[f"jit({function})"]
+        yield lambda: counts[f"jit({function})"] if function else counts.total()
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
 
