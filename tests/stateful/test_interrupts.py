@@ -27,14 +27,7 @@ LENGTH, COUNT = 64, 8
 
 def items(sampler=None):
     """Return a replay whose items are single numbers, so that each row can be told apart."""
-    buffer = jr.ReplayBuffer(
-        capacity=LENGTH,
-        num_envs=1,
-        batch_size=4,
-        sampler=sampler or jr.Prioritized(),
-        view=jr.views.Item(),
-        autoreset=None,
-    )
+    buffer = jr.items(capacity=LENGTH, batch_size=4, sampler=sampler or jr.Prioritized())
     replay = jr.Replay(buffer, example=np.float32(0), framework="numpy")
     for number in range(COUNT):
         add(replay, number)
@@ -56,10 +49,14 @@ def numbers_of(state):
     return numbers[LENGTH - count :].tolist()
 
 
+def check_handler_is_back():
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def check_whole(state, num_added):
     """Check that the row of the next number is stored intact or not at all."""
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    numbers = list(map(float, range(num_added + 1)))
+    check_handler_is_back()
+    numbers = [*map(float, range(num_added + 1))]
     assert numbers_of(state) in (numbers[-LENGTH:], numbers[:-1][-LENGTH:])
 
 
@@ -147,7 +144,7 @@ def test_an_interrupt_while_a_checkpointer_compares_buffers_is_one(tmp_path):
     example, first = (jr.Step(**step(0, axes)) for axes in ((), (1,)))
 
     def calls():
-        buffer = jr.uniform(capacity=LENGTH, num_envs=1, batch_size=4, autoreset="next_step")
+        buffer = jr.uniform(capacity=LENGTH, batch_size=4, autoreset="next_step")
         state = jr.jit(buffer).add(buffer.init(example), first)
         path = tmp_path / str(len(list(tmp_path.iterdir())))
         checkpointer = Checkpointer(path, buffer)
@@ -238,7 +235,7 @@ def test_a_handler_that_saves_sees_whole_rows():
         replay.sample()
 
     def check():
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        check_handler_is_back()
         assert signal.getsignal(signal.SIGTERM) is leave
         while seen:
             assert seen.pop() == numbers_of(replay._owner.state)
@@ -268,7 +265,7 @@ def test_a_block_runs_to_its_end_and_its_error_is_told_too():
         fails()
     assert isinstance(caught.value.__context__, ValueError)
     assert done == ["inner", "outer"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    check_handler_is_back()
 
 
 def test_other_handlers_stay_as_they_are():
@@ -312,7 +309,7 @@ def test_an_interrupt_at_any_line_of_the_block_itself_leaves_the_handlers():
             values.append(2)
 
     def check():
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        check_handler_is_back()
         assert values in ([], [1, 2])
         values.clear()
 

@@ -14,7 +14,7 @@ from jaxreplay._util import checks
 from jaxreplay.buffers import memory
 from jaxreplay.buffers.jitted import options_here
 from jaxreplay.stateful import host_arrays, owner
-from tests.support import sampling
+from tests.stateful.common import check_refused, nth, refused
 from tests.support.compilations import count_programs
 from tests.support.hlo import check_in_place
 from tests.support.replays import (
@@ -32,7 +32,7 @@ from tests.support.replays import (
     step,
     unchanged,
 )
-from tests.support.sampling import assert_same
+from tests.support.sampling import assert_same, sample
 
 # Input.
 
@@ -85,7 +85,7 @@ def test_blocks_single_envs_and_masks():
         for i in range(t, t + 4):
             whole.add(step(i))
             for env in range(NUM_ENVS):
-                by_env.add(jax.tree.map(lambda leaf, env=env: leaf[env], step(i)), env=env)
+                by_env.add(nth(step(i), env), env=env)
                 by_mask.add(step(i), mask=np.arange(NUM_ENVS) == env)
         for other in (by_block, by_env, by_mask):
             check_same(whole, other)
@@ -107,7 +107,7 @@ def test_blocks_of_changing_lengths_share_programs():
         assert extended() == 4 + 4  # 1, 2, 4, 8; and 3, 5, 6, 7
         with (
             unchanged(by_block),
-            pytest.raises(ValueError, match=r"mask: got bool\[12, 1\], expected bool\[13, 1\]"),
+            refused(r"mask: got bool\[12, 1\], expected bool\[13, 1\]"),
         ):
             by_block.add(np.zeros((13, 1), int), mask=np.ones((12, 1), bool))
 
@@ -133,10 +133,8 @@ def test_items_of_any_kind():
     one.add({"a": np.ones(3)})
     one.add({"a": np.ones((5, 1, 3))})
     assert len(one) == 4
-    for arguments, fields in (((), {}), (({"a": 1},), {"b": 2})):
-        with pytest.raises(ValueError, match="give a step, or its fields"):
-            replay.add(*arguments, **fields)
-    with pytest.raises(ValueError, match=r"two leaves are named streams.steps.a\.b"):
+    check_refused("give a step, or its fields", replay.add, lambda: replay.add({"a": 1}, b=2))
+    with refused(r"two leaves are named streams.steps.a\.b"):
         jr.Replay(buffer).add({"a.b": np.ones(2), "a": {"b": np.ones(2)}})
 
 
@@ -144,15 +142,16 @@ def test_what_cannot_be_drawn_any_more_is_not_drawn():
     """A buffer can stop being sampleable: by short episodes, or by priorities of 0."""
     few = make(num_envs=1, capacity=12, min_size=10, autoreset="same_step_no_final_obs")
     for t in range(24):
-        few.add({**step(t, (1,)), "truncated": np.full(1, t >= 12)})
+        few.add(step(t, (1,)) | {"truncated": np.full(1, t >= 12)})
         assert t != 11 or few.can_sample()
     zero = make(**PRIORITIZED, steps=4)
     batch = zero.sample(100)
     zero.update_priorities(batch.index, np.zeros(100))
     for replay, sizes in ((few, "0 rows of at least 10"), (zero, "9 rows of at least 1")):
         assert not replay.can_sample()
-        text = f"after 0 s: no batch can be sampled yet, {sizes}: add steps first"
-        with pytest.raises(TimeoutError, match=text):
+        with refused(
+            f"after 0 s: no batch can be sampled yet, {sizes}: add steps first", TimeoutError
+        ):
             replay.sample()
     zero.update_priorities(batch.index, np.ones(100))
     assert zero.can_sample()
@@ -160,10 +159,10 @@ def test_what_cannot_be_drawn_any_more_is_not_drawn():
 
 def test_a_first_step_that_is_refused_is_no_example():
     bad = ({"reward": np.zeros(2)}, {"action": "text"}, {"terminated": np.zeros(NUM_ENVS)})
-    for wrong in (*({**step(0), **fields} for fields in bad), step(0, ())):
+    for wrong in (*(step(0) | fields for fields in bad), step(0, ())):
         replay = make()
         for _ in range(2):  # as the first, and as the fifth
-            with pytest.raises(ValueError, match=r"add|init"):
+            with refused(r"add|init"):
                 replay.add(wrong)
             for t in range(4):
                 replay.add(step(t))
@@ -173,39 +172,37 @@ def test_a_first_step_that_is_refused_is_no_example():
 def test_rewards_that_begin_as_integers():
     replay, rewards = make(num_envs=1), [1, 0.5, 2]
     for reward in rewards:
-        replay.add({**EXAMPLE, "reward": reward})
+        replay.add(EXAMPLE | {"reward": reward})
     assert np.asarray(replay._owner.state.streams.steps.reward)[:3].tolist() == rewards
 
 
 OBS = step(9)["obs"]
 WRONG = [
-    ({"reward": np.zeros(4, np.float32)}, {}, r"reward: got float32\[4\]"),
-    ({"reward": np.full(3, 1e300)}, {}, r"add: reward: 1e\+300 cannot be stored as float32"),
-    ({"action": np.zeros(3)}, {}, r"action: got float32\[3\], expected int32\[3\]"),
+    ({"reward": np.zeros(4, np.float32)}, r"reward: got float32\[4\]"),
+    ({"reward": np.full(3, 1e300)}, r"add: reward: 1e\+300 cannot be stored as float32"),
+    ({"action": np.zeros(3)}, r"action: got float32\[3\], expected int32\[3\]"),
     (
         {"action": np.zeros(3, np.longdouble)},
-        {},
         r"add: action: an array of (longdouble|float128) cannot be stored",
     ),
-    ({"terminated": np.zeros(3)}, {}, "terminated"),
-    ({"obs": {"x": OBS["x"]}}, {}, "obs"),
-    ({"obs": {**OBS, "x": np.zeros((3, 5))}}, {}, r"obs.x: got float32\[3, 5\], expected f.*3, 2"),
-    ({"obs": {**OBS, "x": "text"}}, {}, r"obs.*: a str cannot be stored"),
+    ({"terminated": np.zeros(3)}, "terminated"),
+    ({"obs": {"x": OBS["x"]}}, "obs"),
+    ({"obs": OBS | {"x": np.zeros((3, 5))}}, r"obs.x: got float32\[3, 5\], expected f.*3, 2"),
+    ({"obs": OBS | {"x": "text"}}, r"obs.*: a str cannot be stored"),
     (
-        {"obs": {**OBS, "n": np.full(3, 2**40)}},
-        {},
+        {"obs": OBS | {"n": np.full(3, 2**40)}},
         rf"add: obs.n: {2**40} cannot be stored as int32, which is what JAX has unless",
     ),
-    ({"obs": {**OBS, "n": np.full(3, 1e300)}}, {}, r"add: obs.n: 1e\+300 cannot be stored as f"),
-    ({"reward": None}, {}, "missing reward"),
-    (step(9, ()), {}, "no env axis, but there are 3 envs: say which one took it by env="),
-    ({}, {"mask": np.ones(3, bool)}, "allow_mask"),
-    ({}, {"priority": np.ones(3)}, "no priorities"),
-    ({}, {"priority": "high"}, "add: priority: a str"),
-    ({}, {"env": 0}, r"without an env axis or a mask; got the leading axes \[3\]"),
-    (step(9, ()), {"env": 0}, "make the buffer with allow_mask=True"),
+    ({"obs": OBS | {"n": np.full(3, 1e300)}}, r"add: obs.n: 1e\+300 cannot be stored as f"),
+    ({"reward": None}, "missing reward"),
+    (step(9, ()), "no env axis, but there are 3 envs: say which one took it by env="),
+    ({"mask": np.ones(3, bool)}, "allow_mask"),
+    ({"priority": np.ones(3)}, "no priorities"),
+    ({"priority": "high"}, "add: priority: a str"),
+    ({"env": 0}, r"without an env axis or a mask; got the leading axes \[3\]"),
+    (step(9, ()) | {"env": 0}, "make the buffer with allow_mask=True"),
     *(
-        (step(9, ()), {"env": env}, f"env={env!r}, but this buffer has the envs 0 to 2")
+        (step(9, ()) | {"env": env}, f"env={env!r}, but this buffer has the envs 0 to 2")
         for env in (1.0, True, -1, 3, "1")
     ),
 ]
@@ -213,17 +210,16 @@ WRONG = [
 
 def test_what_does_not_fit_is_refused_at_once_and_nothing_that_waits_is_lost():
     replay = make(steps=4)
-    for fields, options, text in WRONG:
-        given = {**step(9), **fields}
-        given = {name: leaf for name, leaf in given.items() if leaf is not None}
-        with pytest.raises(ValueError, match=text):
-            replay.add(given, **options)
+    for wrong, text in WRONG:
+        given = step(9) | wrong
+        with refused(text):
+            replay.add(**{name: leaf for name, leaf in given.items() if leaf is not None})
     check_same(replay, make(steps=4))
 
 
 def test_a_number_is_held_as_it_is_or_refused():
     """A float leaf holds every integer up to its precision, and only some beyond."""
-    for name, dtype, held, refused in (
+    for name, dtype, held, too_fine in (
         ("reward", np.float16, (1000.0, np.inf), (1e6,)),
         ("action", np.int8, (100,), (300,)),
         (
@@ -233,22 +229,23 @@ def test_a_number_is_held_as_it_is_or_refused():
             (2**24 + 1, -(2**24) - 1, 2**31 - 1, np.uint32(2**32 - 1)),
         ),
     ):
-        replay = make(num_envs=1, example={**EXAMPLE, name: dtype(0)})
+        replay = make(num_envs=1, example=EXAMPLE | {name: dtype(0)})
         for number in held:
-            replay.add({**EXAMPLE, name: number})
-        for number in refused:
-            text = f"add: {name}: {number} cannot be stored as {np.dtype(dtype)}, as the first step"
-            with pytest.raises(ValueError, match=text):
-                replay.add({**EXAMPLE, name: number})
-    with pytest.raises(ValueError, match="add: reward: 16777217 cannot be stored as float32"):
+            replay.add(EXAMPLE | {name: number})
+        for number in too_fine:
+            with refused(
+                f"add: {name}: {number} cannot be stored as {np.dtype(dtype)}, as the first step"
+            ):
+                replay.add(EXAMPLE | {name: number})
+    with refused("add: reward: 16777217 cannot be stored as float32"):
         # also as the first reward, from which the leaf gets its dtype float32
-        make(num_envs=1).add({**EXAMPLE, "reward": 16777217})
+        make(num_envs=1).add(EXAMPLE | {"reward": 16777217})
     for dtype in (np.uint16, np.int64, np.uint64):
         top = np.array([np.iinfo(dtype).max], dtype)
         if top < 2**24:
             assert checks.cast("x", top, np.float32, "so") == top
         else:
-            with pytest.raises(ValueError, match=f"x: {top[0]} cannot be stored as float32, so"):
+            with refused(f"x: {top[0]} cannot be stored as float32, so"):
                 checks.cast("x", top, np.float32, "so")
 
 
@@ -277,7 +274,7 @@ def test_frameworks_give_the_same_batch():
 def test_draws_are_those_of_the_key():
     replay = make(seed=5, steps=4)
     key = jax.random.fold_in(jax.random.key(5), 1)
-    expected = sampling.sample(replay.buffer, replay._owner.state, key, None)
+    expected = sample(replay.buffer, replay._owner.state, key, None)
     assert_same(replay.sample(), expected)
 
 
@@ -289,15 +286,15 @@ def test_rows_that_are_handed_out_once():
     assert len(rows) == len(set(rows.tolist())) == 9
     assert seen[2].is_valid.sum() == 1
     assert not replay.can_sample()
-    with pytest.raises(TimeoutError, match="no batch can be sampled yet, 0 rows of at least 1"):
+    with refused("no batch can be sampled yet, 0 rows of at least 1", TimeoutError):
         replay.sample()
 
 
 def test_an_empty_replay_says_what_is_missing(tmp_path):
     replay = make()
-    with pytest.raises(ValueError, match="load: the shapes of a step are not known yet"):
+    with refused("load: the shapes of a step are not known yet"):
         replay.load(tmp_path)
-    with pytest.raises(ValueError, match="save: nothing was added yet"):
+    with refused("save: nothing was added yet"):
         replay.save(tmp_path)
     for steps in (0, 4):
         for t in range(steps):
@@ -305,14 +302,13 @@ def test_an_empty_replay_says_what_is_missing(tmp_path):
         assert replay.can_sample() == (steps > 0)
         replay.clear()
         assert (len(replay), replay.can_sample()) == (0, False)
-        with pytest.raises(TimeoutError, match="after 0 s: no batch can be sampled yet, 0 rows"):
+        with refused("after 0 s: no batch can be sampled yet, 0 rows", TimeoutError):
             replay.sample()
-    with pytest.raises(ValueError, match=r"no priorities; use jaxreplay.prioritized"):
+    with refused(r"no priorities; use jaxreplay.prioritized"):
         replay.update_priorities({"row": [0], "lap": np.zeros(1, np.uint32)}, np.ones(1))
-    with pytest.raises(ValueError, match=r"Replay: framework must be one of"):
+    with refused(r"Replay: framework must be one of"):
         make(framework="tf")
-    text = r"Replay: buffer must be an instance of a jaxreplay.buffers.ReplayBuffer"
-    with pytest.raises(ValueError, match=text):
+    with refused(r"Replay: buffer must be an instance of a jaxreplay.buffers.ReplayBuffer"):
         jr.Replay(jr.rollout(length=3, num_envs=1, autoreset="next_step"))
 
 
@@ -322,7 +318,7 @@ def test_a_call_inside_of_jit_says_so_and_changes_nothing():
     index = {"row": np.zeros(2, np.int32), "lap": np.zeros(2, np.uint32)}
     calls = [
         lambda x: plain.add(step(4)),
-        lambda x: plain.add({**step(4), "reward": x}),
+        lambda x: plain.add(step(4) | {"reward": x}),
         lambda x: plain.sample(),
         lambda x: len(plain),
         lambda x: plain.can_sample(),
@@ -333,10 +329,7 @@ def test_a_call_inside_of_jit_says_so_and_changes_nothing():
     with unchanged(plain), unchanged(queue):
         for call in calls:
             plain._owner._can_sample = None  # unknown, as after an add
-            with pytest.raises(
-                ValueError,
-                match=r"cannot be called inside of jit, scan or vmap.*Use the buffer's methods",
-            ):
+            with refused(r"cannot be called inside of jit, scan or vmap.*Use the buffer's methods"):
                 jax.eval_shape(call, np.zeros(NUM_ENVS, np.float32))
     for replay in (plain, queue):
         assert replay.sample().is_valid.any()
@@ -372,16 +365,15 @@ def test_a_failed_add_leaves_the_rows_or_says_that_they_are_lost(saved, monkeypa
     with unchanged(replay):
         add_by(fails, KeyboardInterrupt)
         add_by(loses, MemoryError)
-        for call in (
+        check_refused(
+            r"the rows were lost in a call that raised MemoryError.*replay.load",
             lambda: replay.add(step(5)),
             replay.sample,
             replay.clear,
             lambda: len(replay),
             lambda: replay.save(path),
-        ):
-            text = r"the rows were lost in a call that raised MemoryError.*replay.load"
-            with pytest.raises(RuntimeError, match=text):
-                call()
+            error=RuntimeError,
+        )
         assert not replay.can_sample()
         replay.load(path)
     replay.add(step(4))
@@ -389,9 +381,9 @@ def test_a_failed_add_leaves_the_rows_or_says_that_they_are_lost(saved, monkeypa
 
 
 def test_a_saved_replay_goes_on_as_if_never_stopped(tmp_path):
-    options = {**PRIORITIZED, "timeout": 0.0, "example": EXAMPLE}
     replay, same, other = (
-        make(**options, samples_per_insert=ratio, seed=0) for ratio in (6.0, 6.0, 1.0)
+        make(**PRIORITIZED, timeout=0.0, example=EXAMPLE, samples_per_insert=ratio, seed=0)
+        for ratio in (6.0, 6.0, 1.0)
     )
 
     def go_on(replay, start):
@@ -430,7 +422,7 @@ def test_a_buffer_with_functions_is_loaded_where_they_are_made_anew(tmp_path):
         louder = lambda item, key: item.replace(reward=2 * item.reward)
         return jr.Replay(jr.transform(buffer, louder), example=example)
 
-    example = {**EXAMPLE, "obs": dict.fromkeys("xn", np.float32(0))}
+    example = EXAMPLE | {"obs": dict.fromkeys("xn", np.float32(0))}
     replay, other = made(), made()
     for _ in range(4):
         replay.add(jax.tree.map(lambda leaf: np.stack([leaf] * NUM_ENVS), example))
@@ -442,19 +434,18 @@ def test_a_buffer_with_functions_is_loaded_where_they_are_made_anew(tmp_path):
 def test_a_checkpoint_that_is_not_this_replay_s_is_refused(saved):
     replay, path = saved
     other = make(capacity=30, steps=1)
-    with pytest.raises(ValueError, match=r"of another buffer:\n.*capacity=60"):
+    with refused(r"of another buffer:\n.*capacity=60"):
         other.load(path)
-    other = make(example={**EXAMPLE, "action": np.int8(0)})
-    with pytest.raises(ValueError, match=r"steps.action: stored int32\[\], expected int8\[\]"):
+    other = make(example=EXAMPLE | {"action": np.int8(0)})
+    with refused(r"steps.action: stored int32\[\], expected int8\[\]"):
         other.load(path)
     assert len(other) == 0
-    with pytest.raises(FileNotFoundError, match="there is no checkpoint under"):
+    with refused("there is no checkpoint under", FileNotFoundError):
         replay.load(path / "nothing")
     file = path.parent / "file"
     file.write_text("of 0.1")
     for call in (replay.load, replay.save):
-        text = "file is a file, not the folder of a Checkpointer"
-        with pytest.raises(NotADirectoryError, match=text):
+        with refused("file is a file, not the folder of a Checkpointer", NotADirectoryError):
             call(file)
     assert len(replay) == 9
 
@@ -469,7 +460,7 @@ def test_a_load_that_fails_leaves_the_rows(has_room, saved, monkeypatch):
         free_bytes = lambda: 1 if replay._owner._state is not None else 2**40
         monkeypatch.setattr(memory, "free_bytes", free_bytes)
     with unchanged(replay):
-        with pytest.raises(ValueError, match=r"steps.reward/c.0 is not as it was written"):
+        with refused(r"steps.reward/c.0 is not as it was written"):
             replay.load(path)
         replay.add(step(5))
         mend()
@@ -504,7 +495,7 @@ def test_places_that_are_named_alike_are_told_apart(monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     spec = {"driver": "s3", "bucket": "runs", "path": "x", "aws_region": "us-east-1"}
-    one, other = ({**spec, "endpoint": f"http://127.0.0.1:{port}"} for port in (9000, 9001))
+    one, other = (spec | {"endpoint": f"http://127.0.0.1:{port}"} for port in (9000, 9001))
     saves = make()._owner
     first = saves._checkpointer_at(one)
     assert saves._checkpointer_at(dict(one)) is first
@@ -544,15 +535,14 @@ replay.sample()
 print(len(replay))
 """
     two = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    assert output_of(code, env={**os.environ, **two}, cwd=tmp_path) == "4"
+    assert output_of(code, env=os.environ | two, cwd=tmp_path) == "4"
 
 
 def test_without_torch_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delitem(sys.modules, "jaxreplay.torch", raising=False)
     assert make(framework="numpy", steps=4).sample().is_valid.all()
-    text = r"jaxreplay.torch needs PyTorch: pip install 'jaxreplay\[torch\]'"
-    with pytest.raises(ImportError, match=text):
+    with refused(r"jaxreplay.torch needs PyTorch: pip install 'jaxreplay\[torch\]'", ImportError):
         make(framework="torch")
 
 
