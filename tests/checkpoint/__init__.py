@@ -1,0 +1,3 @@
+import pytest
+
+pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import pathlib
 import threading
 import warnings
 import zlib
@@ -16,6 +17,7 @@ from tests.support import checkpointed_run
 from tests.support.checkpointed_run import EXAMPLE, begun, expected, items, numbers
 
 BUFFER = items()
+SUPPORT = pathlib.Path(checkpointed_run.__file__).parent
 
 
 def state_of(end, start=0):
@@ -27,6 +29,17 @@ def check(state, end, start=0):
     """Check that a state has the newest rows of such a run."""
     rows = [[number for number in row if number % 10**6 >= start] for row in expected(BUFFER, end)]
     assert numbers(BUFFER, state) == rows
+
+
+def check_restored(checkpointer, end, start=0):
+    """Check that the newest checkpoint is of such a run."""
+    check(checkpointer.restore(EXAMPLE), end, start)
+
+
+def save_run(checkpointer, end, blocking=True):
+    """Save the run of so many steps, and wait until it is saved."""
+    checkpointer.save(state := state_of(end), end, blocking=blocking)
+    checkpointer.wait_until_finished(state)
 
 
 def replay_of(end, start=0):
@@ -51,13 +64,13 @@ def check_no_other_files(checkpointer, path):
     assert {str(one.relative_to(path)) for one in path.glob("[mr]*/*")} == named
 
 
-def outcomes_of_two_writers(saves, restore, num_rounds):
+def outcomes_of_two_writers(save_of, restore, num_rounds):
     """Save the runs of the steps 0 to 19 and 500 to 519 at the same time, again and again.
 
     Each time, the restored state must be one of them.
 
     Args:
-      saves: Functions that save the two runs.
+      save_of: Function of a run's first step that returns a function that saves the run.
       restore: Function that restores a state, or finds none.
       num_rounds: Number of times.
 
@@ -65,6 +78,7 @@ def outcomes_of_two_writers(saves, restore, num_rounds):
       The two outcomes of each time: None, or the class of the error.
     """
     barrier, outcomes = threading.Barrier(2), []
+    saves = [save_of(start) for start in (0, 500)]
 
     def outcome_of(save):
         barrier.wait()
@@ -99,9 +113,20 @@ def fields_of(manifest):
     return json.loads(manifest.read_bytes().split(b"\n", 1)[1])
 
 
-@contextlib.contextmanager
 def quiet():
-    """Ignore warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Ignore warnings in a block."""
+    return warnings.catch_warnings(action="ignore")
+
+
+def files_of(path):
+    """Return the files of checkpoints that have content, sorted."""
+    return sorted(
+        file
+        for file in path.rglob("*")
+        if file.is_file() and file.name != "zarr.json" and "writers" not in file.parts
+    )
+
+
+def check_intact(verified):
+    """Check the result of `verify`: no checkpoint is damaged."""
+    assert not any(one.problems for one in verified)

@@ -16,20 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.checkpoint.test_resize import kinds
-from tests.conftest import ALL, SOAK
-from tests.support import checkpointed_run
-from tests.support.buffers import KINDS, bits, draw, jitted, jitted_draw
-from tests.support.checkpointed_run import EXAMPLE, added, begun, expected, items, numbers, step
-
-pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
-
 import jaxreplay as jr
 from jaxreplay import checkpoint
 from jaxreplay.checkpoint import Checkpointer, groups, rows
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
-
-thorough = pytest.mark.thorough
+from tests.checkpoint.runs import SUPPORT, check_intact
+from tests.checkpoint.test_resize import kinds
+from tests.conftest import ALL, SOAK
+from tests.stateful.common import nth, refused
+from tests.support.buffers import KINDS, bits, jitted, jitted_draw
+from tests.support.checkpointed_run import EXAMPLE, added, begun, expected, items, numbers, step
 
 
 @functools.cache
@@ -47,7 +43,7 @@ def go_on(case, replay, num_steps):
         if isinstance(replay.sampler, ConsumingSampler):
             state, batch = replay.pop(state, key)
         else:
-            batch = draw(replay, state, key)
+            batch = replay.sample(state, key)
         if isinstance(replay.sampler, PrioritySampler):
             priority = jax.random.uniform(key, batch.probability.shape)
             state = replay.update_priorities(state, batch.index, priority)
@@ -112,6 +108,11 @@ def check_restored(checkpointer, end, number=None):
     assert numbers(buffer, checkpointer.restore(EXAMPLE, number)) == expected(buffer, end)
 
 
+def check_is(checkpointer, state, example=EXAMPLE):
+    """Check that the newest checkpoint is this state."""
+    assert bits(checkpointer.restore(example)) == bits(state)
+
+
 def size_of(path):
     return sum(file.stat().st_size for file in pathlib.Path(path).rglob("*") if file.is_file())
 
@@ -156,10 +157,10 @@ def test_small_saves_do_not_pile_up(num_envs, steps_a_save, tmp_path):
             state = run.add(state, one, its_mask if mask else None)
         checkpointer.save(state, number)
         assert len(checkpointer._base.groups) < 12
-    assert bits(checkpointer.restore(EXAMPLE)) == bits(state)
+    check_is(checkpointer, state)
 
 
-@pytest.mark.parametrize("mask", [pytest.param(False, marks=thorough), True])
+@pytest.mark.parametrize("mask", [*[False] * ALL, True])
 def test_parts_have_groups_of_their_own_which_stay_few(mask, tmp_path, monkeypatch):
     """Save as if three parts, such as those of several processes, had the envs. Now and then,
     rewind the run by up to five saves."""
@@ -179,14 +180,13 @@ def test_parts_have_groups_of_their_own_which_stay_few(mask, tmp_path, monkeypat
         found = checkpointer._base.groups
         assert len(found) < 24  # a group has at most 512 rows here
         for group in found:
-            part_stop = min(stop for stop in bounds if group.env < stop)
-            assert group.env < group.env_stop <= part_stop
-        assert bits(Checkpointer(tmp_path, buffer).restore(EXAMPLE)) == bits(state)
+            assert group.env < group.env_stop <= min(stop for stop in bounds if group.env < stop)
+        check_is(Checkpointer(tmp_path, buffer), state)
         if r.random() < 0.2:
             state = rows.copied(saved[r.integers(max(0, number - 5), number + 1)])
             num_rewinds += 1
     assert num_rewinds > 2
-    assert not any(one.problems for one in checkpointer.verify())
+    check_intact(checkpointer.verify())
 
 
 @pytest.mark.parametrize("chunk_bytes", [400, 3000])
@@ -203,7 +203,7 @@ def test_streams_of_different_speed(chunk_bytes, tmp_path):
         for _ in range(2):
             checkpointer.advance(state)
         checkpointer.wait_until_finished(state)
-        assert bits(checkpointer.restore(EXAMPLE)) == bits(state)
+        check_is(checkpointer, state)
 
 
 # Which checkpoint a save goes on from.
@@ -224,8 +224,9 @@ def test_others_may_delete_what_a_save_would_go_on_from(tmp_path):
 
 
 def test_what_is_not_ours_stays(tmp_path):
-    names = "rows/mine.txt", "rest/photos/one.png", "manifests/notes.json"
-    theirs = [tmp_path / name for name in names]
+    theirs = [
+        tmp_path / name for name in ("rows/mine.txt", "rest/photos/one.png", "manifests/notes.json")
+    ]
     for path in theirs:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
@@ -245,7 +246,7 @@ def pointers(state):
     return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.streams.steps)]
 
 
-@pytest.mark.parametrize("num_envs", [pytest.param(1, marks=thorough), 4])
+@pytest.mark.parametrize("num_envs", [*[1] * ALL, 4])
 def test_a_save_that_does_not_wait_is_of_the_state_that_it_was_given(num_envs, tmp_path):
     replay = items(capacity=1024 * num_envs, num_envs=num_envs)
     checkpointer = Checkpointer(tmp_path, replay, chunk_bytes=8 * 1024 * num_envs)
@@ -267,7 +268,7 @@ def test_a_save_that_does_not_wait_is_of_the_state_that_it_was_given(num_envs, t
 
 
 @pytest.mark.parametrize(("num_envs", "row_bytes"), [(1, 100), (4, 40_000)])
-@pytest.mark.parametrize("level", [None, pytest.param(1, marks=thorough)])
+@pytest.mark.parametrize("level", [None, *[1] * ALL])
 def test_a_save_that_waits_leaves_the_rows_in_place(num_envs, row_bytes, level, tmp_path):
     """Write rows from the state's memory, also across the ring's end. The save then releases that
     memory, so adds stay in place."""
@@ -282,7 +283,7 @@ def test_a_save_that_waits_leaves_the_rows_in_place(num_envs, row_bytes, level, 
         state = buffer.extend(state, images)
         assert pointers(state) == before
         checkpointer.save(state)
-        assert bits(checkpointer.restore(example)) == bits(rows.copied(state))
+        check_is(checkpointer, rows.copied(state), example)
 
 
 @pytest.mark.parametrize("chunk_bytes", [256, 2**20])
@@ -328,7 +329,7 @@ def test_a_save_without_pumps_is_refused_and_the_one_before_stays(tmp_path):
         (begun(replay, 0), "this state is not from the run that is being saved"),
         (cleared, r"and wait_until_finished\(state\) before a clear"),
     ):
-        with pytest.raises(RuntimeError, match=text):
+        with refused(text, RuntimeError):
             checkpointer.wait_until_finished(other)
         assert checkpointer.all_steps() == [20]
         check_restored(checkpointer, 20)
@@ -337,7 +338,7 @@ def test_a_save_without_pumps_is_refused_and_the_one_before_stays(tmp_path):
         _ = 1 / 0
     assert checkpointer.all_steps() == [20]
     checkpointer.save(state, 52, blocking=False)
-    with pytest.raises(RuntimeError, match="a save was incomplete and is cancelled"):
+    with refused("a save was incomplete and is cancelled", RuntimeError):
         checkpointer.close()
     checkpointer.save(state, 52)
     check_restored(checkpointer, 52)
@@ -349,12 +350,11 @@ def test_a_save_without_pumps_is_refused_and_the_one_before_stays(tmp_path):
 )
 @pytest.mark.parametrize(
     ("gigabytes", "row"),
-    [(0.3, 100_000), *([(4, 100_000), (8, 100_000), (0.1, 4), (0.5, 4)] if SOAK else [])],
+    [(0.3, 100_000), *[(4, 100_000), (8, 100_000), (0.1, 4), (0.5, 4)] * SOAK],
 )
 def test_beside_the_state_there_are_few_chunks(gigabytes, row, tmp_path):
-    script = pathlib.Path(checkpointed_run.__file__).parent / "checkpoint_memory.py"
-    # memory for compiling counts too
-    environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "0"}
+    script = SUPPORT / "checkpoint_memory.py"
+    environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "0"}  # compiling counts too
     command = [sys.executable, script, tmp_path, str(gigabytes), str(row), *["all"] * ALL]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     shutil.rmtree(tmp_path)
@@ -372,19 +372,19 @@ def test_the_example_the_buffer_and_its_state_must_fit(tmp_path):
     replay, large, state = items(), items(capacity=128), begun(items(), 5)
     taken = "Checkpointer: buffer must be a ReplayBuffer, a Rollout or a sharded buffer, got "
     for other in (jr.jit(replay), jr.mix(one=(replay, 2)), jr.Replay(replay)):
-        with pytest.raises(ValueError, match=taken):
+        with refused(taken):
             Checkpointer(tmp_path, other)
     for buffer, its, said in (
         (replay, (state, 1), "the state must be a ReplayState, .* got a tuple of 2; the state com"),
         (large, state, r"not of this buffer.*\n  length: the state's is 16, this buffer's 32"),
     ):
-        with pytest.raises(ValueError, match=f"save: .*{said}"):
+        with refused(f"save: .*{said}"):
             Checkpointer(tmp_path, buffer).save(its)
     assert not list(tmp_path.rglob("*.json"))
     checkpoint.save(tmp_path, replay, state, step=5)
-    with pytest.raises(FileNotFoundError, match="there is no checkpoint of step 6"):
+    with refused("there is no checkpoint of step 6", FileNotFoundError):
         checkpoint.restore(tmp_path, replay, EXAMPLE, step=6)
-    with pytest.raises(ValueError, match="keep must be an int of at least 1"):
+    with refused("keep must be an int of at least 1"):
         Checkpointer(tmp_path, replay, max_to_keep=0)
 
 
@@ -398,6 +398,7 @@ def test_the_example_the_buffer_and_its_state_must_fit(tmp_path):
             for value, end in enumerate(("", "a", "b", "é" * 200, "/" * 200))
         },
         np.ones(3, jnp.float8_e5m2),
+        np.zeros((0, 3), np.float32),  # no file has data of the rows
     ],
 )
 def test_leaves_of_any_name_and_dtype(example, tmp_path):
@@ -406,7 +407,8 @@ def test_leaves_of_any_name_and_dtype(example, tmp_path):
     state = jr.jit(replay).add(jr.jit(replay).init(example), step)
     checkpoint.save(tmp_path, replay, state)
     assert bits(checkpoint.restore(tmp_path, replay, example)) == bits(state)
-    assert checkpoint.verify(tmp_path)[0].problems == []
+    assert checkpoint.inspect(tmp_path).to_json()
+    check_intact(checkpoint.verify(tmp_path))
     assert all(len(path.name) < 256 for path in tmp_path.rglob("*"))
 
 
@@ -416,7 +418,7 @@ def test_leaves_that_differ_are_named(tmp_path):
     stored = {"a": np.zeros(3, jnp.float8_e5m2), "b": np.zeros(100, np.uint8)}
     other = {"a": np.zeros(3, jnp.float8_e4m3fn), "b": np.zeros(99, np.uint8)}
     checkpoint.save(tmp_path, replay, jr.jit(replay).init(stored))
-    with pytest.raises(ValueError, match=r"b: stored uint8\[100\], expected uint8\[99\]") as caught:
+    with refused(r"b: stored uint8\[100\], expected uint8\[99\]") as caught:
         checkpoint.restore(tmp_path, replay, other)
     assert "a: stored float8_e5m2[3], expected float8_e4m3fn[3]" in str(caught.value)
 
@@ -429,7 +431,7 @@ def test_metadata_and_paths_of_any_kind(tmp_path):
             one.save(state, number, metadata={"episodes": number})
         assert one.all_steps() == [2]
         for _ in range(2):
-            assert bits(other.restore(EXAMPLE)) == bits(state)
+            check_is(other, state)
             assert other.metadata == {"episodes": 2}
             other.metadata["episodes"] = 4  # the caller's copy
     assert [path.name for path in tmp_path.iterdir()] == ["a%20b c#d"]
@@ -440,7 +442,7 @@ def test_a_rollout_is_saved_too(tmp_path, chunk_bytes):
     rollout = jr.rollout(length=5, num_envs=2, autoreset="next_step")
     values, flags = np.ones(2, np.float32), np.zeros(2, bool)
     step = jr.Step(values, values, values, terminated=flags, truncated=flags)
-    example, run = jax.tree.map(lambda x: x[0], step), jr.jit(rollout)
+    example, run = nth(step, 0), jr.jit(rollout)
     checkpointer = Checkpointer(tmp_path, rollout, chunk_bytes=chunk_bytes)
     state = run.init(example)
     for number, wait in enumerate((True, False)):
@@ -448,4 +450,4 @@ def test_a_rollout_is_saved_too(tmp_path, chunk_bytes):
         checkpointer.save(state, number, blocking=wait)
         checkpointer.advance(state)
         checkpointer.wait_until_finished(state)
-        assert bits(checkpointer.restore(example)) == bits(state)
+        check_is(checkpointer, state, example)

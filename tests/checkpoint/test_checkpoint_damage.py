@@ -11,35 +11,17 @@ import jax
 import numpy as np
 import pytest
 
-from tests.checkpoint.test_resize import fed, kinds
-from tests.conftest import ALL, COUNTERS_CHUNK, SOAK
-from tests.support.buffers import NUM_ENVS, bits, everything, jitted, jitted_draw
-from tests.support.checkpointed_run import (
-    EXAMPLE,
-    REPLAY,
-    added,
-    begun,
-    expected,
-    items,
-    numbers,
-)
-
-pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
-
 from jaxreplay import checkpoint
 from jaxreplay.__main__ import main
 from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, rows, verifying
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from jaxreplay.storage import stored_arrays
-from tests.checkpoint.runs import quiet
-
-
-def files_of(path):
-    return sorted(
-        file
-        for file in path.rglob("*")
-        if file.is_file() and file.name != "zarr.json" and "writers" not in file.parts
-    )
+from tests.checkpoint.runs import files_of, quiet
+from tests.checkpoint.test_resize import fed, kinds
+from tests.conftest import ALL, COUNTERS_CHUNK, SOAK
+from tests.stateful.common import nth, refused, warned
+from tests.support.buffers import NUM_ENVS, bits, everything, jitted, jitted_draw
+from tests.support.checkpointed_run import EXAMPLE, REPLAY, added, begun, expected, items, numbers
 
 
 def flipped(file):
@@ -66,8 +48,7 @@ def until_warned(checkpointer, state, end, most, blocking=True):
     `most`. Return the state, its step and the text of the warning."""
     for step in range(end + 1, end + 1 + most):
         state = added(REPLAY, state, step - 1, 1)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             checkpointer.save(state, step, blocking=blocking)
             checkpointer.wait_until_finished(state)
         if caught:
@@ -99,8 +80,7 @@ def test_a_file_in_another_s_place_is_never_read_as_its_own(level, tmp_path):
     """Swap two files, mostly of equal size or name, or copy one over the other. A backup that was
     restored only in part has the same effect. So has an older copy of the newest manifest."""
     saves(
-        Checkpointer(tmp_path, REPLAY, chunk_bytes=4000, compression_level=level),
-        range(4, 40, 4),
+        Checkpointer(tmp_path, REPLAY, chunk_bytes=4000, compression_level=level), range(4, 40, 4)
     )
     r, outcomes = random.Random(0), collections.Counter()
     files = {file: file.read_bytes() for file in files_of(tmp_path)}
@@ -141,7 +121,7 @@ def damage(path, checkpointer):
 @pytest.fixture
 def shared(tmp_path):
     """Three checkpoints that share groups, and their path."""
-    checkpointer = Checkpointer(tmp_path / "run", REPLAY, chunk_bytes=16_000, progress=False)
+    checkpointer = Checkpointer(tmp_path / "run", REPLAY, chunk_bytes=16_000)
     saves(checkpointer, (40, 44, 48))
     return checkpointer, tmp_path / "run"
 
@@ -177,7 +157,7 @@ def test_verify_names_what_is_broken_in_each_generation(shared, capsys):
     # not checked is not intact
     assert "there is no checkpoint of step 9" in told(2, "--step", "9")
     assert "leave out --plot" in told(2, "--plot", "x")
-    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+    with refused("there is no checkpoint", FileNotFoundError):
         checkpoint.verify(path / "nothing")
 
 
@@ -192,7 +172,7 @@ def test_verify_names_what_is_broken_in_each_generation(shared, capsys):
 def test_saves_find_damage_and_mend_it(chunk_bytes, ends, num_rounds, blocking, tmp_path):
     """Each save checks one group, in turn: damage is found, reported, and its rows are written
     again."""
-    checkpointer = Checkpointer(tmp_path, REPLAY, chunk_bytes=chunk_bytes, progress=False)
+    checkpointer = Checkpointer(tmp_path, REPLAY, chunk_bytes=chunk_bytes)
     state, num_groups = saves(checkpointer, ends), len(checkpointer._base.groups)
     assert num_groups >= 5
     damaged = damage(tmp_path, checkpointer)
@@ -222,7 +202,7 @@ def test_a_damaged_group_that_is_partly_overwritten_is_written_again(tmp_path):
 def test_saves_read_a_large_group_once_as_much_was_written_and_at_each_fourth(
     tmp_path, monkeypatch
 ):
-    checkpointer = Checkpointer(tmp_path, REPLAY, chunk_bytes=32_000, progress=False)
+    checkpointer = Checkpointer(tmp_path, REPLAY, chunk_bytes=32_000)
     state, end, read, counts = saves(checkpointer, [32]), 32, [], []
     looked, groups = verifying.problem_of_group, checkpointer._base.groups
 
@@ -248,7 +228,7 @@ def test_saves_read_a_large_group_once_as_much_was_written_and_at_each_fourth(
 def salvaged(path, text, buffer=REPLAY, **options):
     """Restore what is left, with a warning. Return the state and its Checkpointer."""
     checkpointer = Checkpointer(path, buffer)
-    with pytest.warns(UserWarning, match=text):
+    with warned(text):
         state = checkpointer.restore(EXAMPLE, allow_partial=True, **options)
     return state, checkpointer
 
@@ -274,7 +254,7 @@ def test_only_what_is_lost_is_left_out(shared):
     assert checkpointer.missing_rows == []
     assert numbers(REPLAY, state) == expected(REPLAY, 48)
     damage(path, before)
-    with pytest.raises(CorruptCheckpointError, match=r"restore: nothing under .* can be restored"):
+    with refused(r"restore: nothing under .* can be restored", CorruptCheckpointError):
         checkpointer.restore(EXAMPLE)
     said = r"of its 192 rows are lost:\n  rows/.*steps.number/c.0 is not as it was written"
     state, checkpointer = salvaged(path, said)
@@ -318,7 +298,7 @@ def test_what_is_left_in_another_capacity_is_saved_under_the_same_path(is_replac
     if is_replaced:
         with Checkpointer(tmp_path, REPLAY, max_to_keep=1) as other:
             other.save(before)
-        with pytest.raises(ValueError, match="has checkpoints of another buffer"):
+        with refused("has checkpoints of another buffer"):
             checkpointer.save(state)
     else:
         checkpointer.save(state)
@@ -350,8 +330,7 @@ def names_in(case, item):
     """
     leaves = jax.tree_util.tree_leaves_with_path(item)
     found = {int(name) for path, leaf in leaves if has_name(path) for name in leaf.ravel()} - {0}
-    is_sparse = "hindsight" in case.name
-    return found if is_sparse else set(range(min(found), max(found) + 1, NUM_ENVS))
+    return found if "hindsight" in case.name else set(range(min(found), max(found) + 1, NUM_ENVS))
 
 
 def held(case, buffer, state):
@@ -372,7 +351,7 @@ def read(case, buffer, state):
     batch, found = jax.device_get(everything(buffer)(state, 1)), {}
     for name, place in held(case, buffer, state).values():
         if batch.is_valid[place]:
-            item = jax.tree.map(lambda leaf, place=place: leaf[place], batch.experience)
+            item = nth(batch.experience, place)
             found[name] = bits(item), names_in(case, item), batch.probability[place]
     return found
 
@@ -384,7 +363,7 @@ def test_what_is_salvaged_is_as_it_was_and_pairs_nothing_across_a_gap(case, seed
     gap they are unchanged."""
     r, buffer = random.Random(f"{case.name} {seed}"), case.replay(capacity=96)
     add = functools.partial(fed, case, buffer, step=functools.partial(named, case, 10 * seed))
-    checkpointer = Checkpointer(tmp_path, buffer, chunk_bytes=4096, progress=False)
+    checkpointer = Checkpointer(tmp_path, buffer, chunk_bytes=4096)
     state = None
     for block in range(5):
         state = add([block], state)
@@ -394,7 +373,7 @@ def test_what_is_salvaged_is_as_it_was_and_pairs_nothing_across_a_gap(case, seed
     assert len(groups) >= 3
     for folder in r.sample(groups, r.choice([1, 1, 2])):
         flipped(next((tmp_path / "rows" / folder).rglob("c.0*")))
-    with pytest.warns(UserWarning, match="rows are lost"):
+    with warned("rows are lost"):
         got = checkpointer.restore(case.example(), allow_partial=True)
     gone = check_salvaged(case, buffer, state, got, lost_of(checkpointer))
     # The state continues, around the ring and over its gaps.
@@ -403,8 +382,7 @@ def test_what_is_salvaged_is_as_it_was_and_pairs_nothing_across_a_gap(case, seed
         assert "across" in case.name or not made_of & gone, made_of & gone
     for key in range(3):
         batch = jitted_draw(buffer)(more, jax.random.key(key))
-        is_valid = np.asarray(batch.is_valid)
-        assert is_valid.all() or isinstance(buffer.sampler, ConsumingSampler)
+        assert np.asarray(batch.is_valid).all() or isinstance(buffer.sampler, ConsumingSampler)
     # It can be saved and restored.
     checkpoint.save(tmp_path / "again", buffer, more)
     assert bits(checkpoint.restore(tmp_path / "again", buffer, case.example())) == bits(more)

@@ -7,6 +7,7 @@ import errno
 import functools
 import gc
 import io
+import itertools
 import os
 import pathlib
 import random
@@ -15,21 +16,27 @@ import threading
 
 import pytest
 
-from tests.conftest import ALL, SOAK
-from tests.support.checkpointed_run import EXAMPLE
-
-pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
-
 from jaxreplay import checkpoint
 from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, folder
-from tests.checkpoint.runs import BUFFER, check, check_no_other_files, quiet, replay_of, state_of
+from tests.checkpoint.runs import (
+    BUFFER,
+    EXAMPLE,
+    check,
+    check_intact,
+    check_no_other_files,
+    check_restored,
+    quiet,
+    replay_of,
+    save_run,
+)
+from tests.conftest import ALL, SOAK
 
 
 class Disk:
     """Count the operations of the disk, and let one fail."""
 
     def __init__(self, monkeypatch):
-        self.count, self.fails_at, self.how, self.failed = 0, None, errno.EIO, "nothing"
+        self.count, self.fails_at = 0, None
         self._lock = threading.Lock()
         for name in ("fsync", "link", "unlink", "rmdir", "mkdir", "listdir"):
             monkeypatch.setattr(os, name, self._failing(name, getattr(os, name)))
@@ -117,13 +124,8 @@ def begun(path, ends):
     """Return a Checkpointer with checkpoints of a run."""
     checkpointer = Checkpointer(path, BUFFER, chunk_bytes=2000, max_to_keep=2)
     for end in ends:
-        save(checkpointer, end)
+        save_run(checkpointer, end)
     return checkpointer
-
-
-def save(checkpointer, end, blocking=True):
-    checkpointer.save(state := state_of(end), end, blocking=blocking)
-    checkpointer.wait_until_finished(state)
 
 
 def restored(path, among):
@@ -140,7 +142,7 @@ def trials(count, seed, most=4):
     """Return the operations to fail, and how: a sample of `most`, in `make test-all` of twice as
     many, or in the soak all."""
     hows = (errno.EIO, errno.ENOSPC, errno.EINTR)
-    every = [(number, how) for number in range(count) for how in hows]
+    every = [*itertools.product(range(count), hows)]
     return every if SOAK else random.Random(seed).sample(every, 2 * most if ALL else most)
 
 
@@ -150,7 +152,7 @@ def test_a_save_that_fails_anywhere_leaves_what_there_was(kind, disk, tmp_path):
     before, wait = [] if kind == "first" else [8, 16, 24], kind != "does not wait"
     end = 24 if kind == "replaces" else 29 if before else 5
     checkpointer = begun(tmp_path / "source", before)
-    count, num_failed = disk.count_of(functools.partial(save, checkpointer, end, wait)), 0
+    count, num_failed = disk.count_of(functools.partial(save_run, checkpointer, end, wait)), 0
     checkpointer.close()
     assert count > 40
     count_files = lambda: len([*pathlib.Path("/proc/self").glob("fd/*")])  # open ones, on Linux
@@ -160,23 +162,23 @@ def test_a_save_that_fails_anywhere_leaves_what_there_was(kind, disk, tmp_path):
         checkpointer, is_saved = begun(path, before), True
         try:
             with disk.failing(number, how):
-                save(checkpointer, end, wait)
+                save_run(checkpointer, end, wait)
         except (OSError, CorruptCheckpointError):
             num_failed, is_saved = num_failed + 1, False
             assert how != errno.EINTR or disk.failed not in ("write", "read")
         if is_saved or checkpointer.all_steps():
             restored(path, {end} if is_saved else {*before[-2:], end})
         if trial % 2:  # the same object continues, and then a new one
-            save(checkpointer, end + 3, wait)
+            save_run(checkpointer, end + 3, wait)
             checkpointer.close()
             checkpointer = restored(path, {end + 3})
         else:  # a new one continues at once
             checkpointer.close()
             checkpointer = begun(path, [])
-        save(checkpointer, end + 6, wait)
+        save_run(checkpointer, end + 6, wait)
         checkpointer.close()
         restored(path, {end + 6})
-        assert all(not found.problems for found in checkpoint.verify(path))
+        check_intact(checkpoint.verify(path))
         check_no_other_files(checkpointer, path)
         assert threading.active_count() == num_threads
         shutil.rmtree(path)
@@ -203,7 +205,7 @@ def test_a_restore_that_fails_anywhere_harms_nothing(salvage, disk, tmp_path):
             outcomes.add(reader.step)
             if not reader.missing_rows:
                 check(state, reader.step)
-        check(reader.restore(EXAMPLE), 24)
+        check_restored(reader, 24)
     restored(tmp_path, {24})
     assert 24 in outcomes
     assert len(outcomes) > 1

@@ -2,7 +2,6 @@
 intact."""
 
 import os
-import pathlib
 import random
 import shutil
 import subprocess
@@ -12,45 +11,50 @@ import warnings
 
 import pytest
 
-from tests.conftest import ALL, COUNTERS_CHUNK, SOAK
-from tests.support import checkpointed_run
-from tests.support.checkpointed_run import EXAMPLE, expected, numbers
-
-pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
-
 from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError
-from tests.checkpoint.runs import BUFFER, check, check_no_other_files, save_two, state_of
+from tests.checkpoint.runs import (
+    BUFFER,
+    EXAMPLE,
+    SUPPORT,
+    check,
+    check_no_other_files,
+    check_restored,
+    expected,
+    files_of,
+    numbers,
+    save_run,
+    save_two,
+    state_of,
+)
+from tests.conftest import ALL, COUNTERS_CHUNK, SOAK
+from tests.stateful.common import check_refused, refused, warned
+from tests.support import checkpointed_run
 
 
 def test_what_cannot_be_read_now_is_not_deleted(tmp_path, monkeypatch):
     checkpointer = Checkpointer(tmp_path, BUFFER)
-    checkpointer.save(state_of(4), 4)
+    save_run(checkpointer, 4)
 
     def fails(*_):
         raise OSError("UNAVAILABLE: try again")
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpointer._store, "read", fails)
-        for call in (
+        check_refused(
+            "UNAVAILABLE",
             lambda: checkpointer.save(state_of(5), 5),
             lambda: checkpointer.restore(EXAMPLE),
-        ):
-            with pytest.raises(OSError, match="UNAVAILABLE"):
-                call()
+            error=OSError,
+        )
     assert checkpointer.all_steps() == [4]
-    check(checkpointer.restore(EXAMPLE), 4)
+    check_restored(checkpointer, 4)
 
 
 def test_what_is_damaged_is_never_taken_for_intact(tmp_path):
     """Flip bits, truncate files and delete files: the restore raises an error, or warns and returns
     the checkpoint before."""
     source, broken = save_two(tmp_path / "source"), tmp_path / "broken"
-    files = sorted(
-        file.relative_to(source)
-        for kind in ("manifests", "rest", "rows")
-        for file in (source / kind).rglob("*")
-        if file.is_file() and file.name != "zarr.json"
-    )
+    files = [file.relative_to(source) for file in files_of(source)]
     r, outcomes = random.Random(0), []
     one_of_each = {(file.parent.name, file.suffix): file for file in files}.values()
     cuts = [(file, size) for file in one_of_each for size in (0, 4)]  # a checksum has 4 bytes
@@ -70,8 +74,7 @@ def test_what_is_damaged_is_never_taken_for_intact(tmp_path):
             content[r.randrange(len(content))] ^= 1 << r.randrange(8)
             file.write_bytes(content)
         checkpointer = Checkpointer(broken, BUFFER)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             try:
                 restored = checkpointer.restore(EXAMPLE)
             except CorruptCheckpointError:
@@ -159,7 +162,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_an_end_says_what_failed(tm
         [sys.executable, "-c", CHILD, tmp_path],
         capture_output=True,
         text=True,
-        cwd=pathlib.Path(checkpointed_run.__file__).parent,
+        cwd=SUPPORT,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[2:] == ["all went well"]
@@ -177,15 +180,14 @@ def test_it_is_said_what_was_restored(tmp_path):
     chunk.unlink()
     chunk.symlink_to(chunk)  # exists, but cannot be read
     checkpointer = Checkpointer(tmp_path, BUFFER)
-    with pytest.warns(
-        UserWarning,
-        match=f"restore: step 1 was restored; this is damaged:\n  step 2: rest/.*{COUNTERS_CHUNK}",
+    with warned(
+        f"restore: step 1 was restored; this is damaged:\n  step 2: rest/.*{COUNTERS_CHUNK}",
     ):
         checkpointer.restore(EXAMPLE)
     assert (checkpointer.step, checkpointer.metadata) == (1, {"end": 1})
-    with pytest.raises(
+    with refused(
+        r"restore: no step 2 under .* can be restored \(there are 1, 2\):\n  step 2: rest/",
         CorruptCheckpointError,
-        match=r"restore: no step 2 under .* can be restored \(there are 1, 2\):\n  step 2: rest/",
     ):
         checkpointer.restore(EXAMPLE, 2)
 

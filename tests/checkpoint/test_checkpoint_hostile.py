@@ -15,16 +15,22 @@ import jax
 import numpy as np
 import pytest
 
-from tests.conftest import ALL, SOAK
-from tests.support.checkpointed_run import EXAMPLE
-
-pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
-
 import jaxreplay as jr
 from jaxreplay import checkpoint
 from jaxreplay.__main__ import main
 from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, folder
-from tests.checkpoint.runs import BUFFER, fields_of, manifests, save_two, sealed, state_of
+from tests.checkpoint.runs import (
+    BUFFER,
+    EXAMPLE,
+    fields_of,
+    manifests,
+    save_run,
+    save_two,
+    sealed,
+    state_of,
+)
+from tests.conftest import ALL, SOAK
+from tests.stateful.common import check_refused, refused, warned
 
 # control characters, except the newline
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -83,10 +89,8 @@ def changed(r, tree):
         elif isinstance(old, int):
             parent[key] += r.choice([-2, -1, 1, 2, 1000, 2**31, -(2**31)])
         elif isinstance(old, str) and old:
-            place, new = (
-                r.randrange(len(old)),
-                r.choice(["", "9", "9999999", "/", "\x1b", "]", "é"]),
-            )
+            place = r.randrange(len(old))
+            new = r.choice(["", "9", "9999999", "/", "\x1b", "]", "é"])
             parent[key] = old[:place] + new + old[place + 1 :]
     return tree
 
@@ -106,10 +110,9 @@ def forge(path, keys, value):
 
 def save_two_of(path, buffer, example):
     """Save two checkpoints, and return the state of the newest."""
-    run, state = jr.jit(buffer), jr.jit(buffer).init(example)
-    step = jax.tree.map(
-        lambda leaf: np.ones((buffer.num_envs, *leaf.shape), leaf.dtype), dict(example)
-    )
+    run = jr.jit(buffer)
+    state = run.init(example)
+    step = jax.tree.map(lambda leaf: np.ones((buffer.num_envs, *leaf.shape), leaf.dtype), example)
     with Checkpointer(path, buffer, chunk_bytes=1024, max_to_keep=2) as checkpointer:
         for t in range(20):
             if "obs" in step:
@@ -152,8 +155,7 @@ def tried(call):
 
     Texts of errors and warnings must be fit for a terminal.
     """
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         try:
             found = call()
         except (FileNotFoundError, ValueError) as error:
@@ -179,14 +181,18 @@ STEP = {
     "truncated": np.False_,
 }
 FORM = {"num_envs": 2, "autoreset": "next_step"}
-EPISODES = {"track_episodes": True, "normalize_weights": "buffer"}
 
 
 @pytest.mark.parametrize(
     ("buffer", "example"),
     [
         (BUFFER, EXAMPLE),
-        (jr.prioritized(capacity=32, batch_size=4, **EPISODES, **FORM), STEP),
+        (
+            jr.prioritized(
+                capacity=32, batch_size=4, track_episodes=True, normalize_weights="buffer", **FORM
+            ),
+            STEP,
+        ),
         (jr.rollout(length=4, **FORM), STEP),
     ],
     ids=["items", "prioritized", "rollout"],
@@ -256,12 +262,12 @@ def test_a_forged_field_is_refused(keys, value, said, tmp_path, limited, asked):
     shutil.copytree(path, tmp_path / "outside")
     asked.clear()
     forge(path, keys, value)
-    for call in (
+    check_refused(
+        said,
         lambda: Checkpointer(path, BUFFER).restore(EXAMPLE),
         lambda: checkpoint.inspect(path),
-    ):
-        with pytest.raises(CorruptCheckpointError, match=said):
-            call()
+        error=CorruptCheckpointError,
+    )
     if said != OVERLAP:  # `verify` compares files with their checksums
         for found in checkpoint.verify(path):
             assert re.search(said, found.problems[0])
@@ -279,10 +285,9 @@ def test_a_newest_manifest_that_cannot_be_read_blocks_neither_restores_nor_saves
     for content in (b"", b"\xff", b"{}", b"00000000\n{}", *map(sealed, texts)):
         newest.write_bytes(content)
         checkpointer = Checkpointer(tmp_path, BUFFER)
-        said = rf"restore: step 20 was restored; this is damaged:\n  manifests/{newest.name}"
-        with pytest.warns(UserWarning, match=said):
+        with warned(rf"restore: step 20 was restored; this is damaged:\n  manifests/{newest.name}"):
             checkpointer.restore(EXAMPLE)
-    checkpointer.save(state_of(26), 26)
+    save_run(checkpointer, 26)
     assert Checkpointer(tmp_path, BUFFER).all_steps() == [20, 26]
 
 
@@ -290,19 +295,8 @@ def test_a_newer_library_s_checkpoint_is_neither_skipped_nor_deleted(tmp_path):
     newest = manifests(save_two(tmp_path))[-1]
     newest.write_bytes(sealed(json.dumps({"format": 99, "library": "9.0\x1b"})))
     said = r"written in format 99, by jaxreplay 9.0\\x1b; this version reads format 7"
-    with pytest.raises(ValueError, match=said):
+    with refused(said):
         checkpoint.restore(tmp_path, BUFFER, EXAMPLE)
-    with pytest.raises(ValueError, match=said):
+    with refused(said):
         checkpoint.save(tmp_path, BUFFER, state_of(26))
     assert newest.exists()
-
-
-def test_rows_of_leaves_without_elements_are_saved(tmp_path):
-    """Save rows whose only leaf has no elements, so no file has data of them."""
-    buffer, example = jr.items(capacity=8, num_envs=2, batch_size=2), np.zeros((0, 3), np.float32)
-    run = jr.jit(buffer)
-    checkpoint.save(tmp_path, buffer, run.add(run.init(example), np.zeros((2, 0, 3), np.float32)))
-    restored = checkpoint.restore(tmp_path, buffer, example)
-    assert int(run.size(restored)) == 2
-    assert checkpoint.inspect(tmp_path).to_json()
-    assert [found.problems for found in checkpoint.verify(tmp_path)] == [[]]

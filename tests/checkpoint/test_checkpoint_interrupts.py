@@ -17,15 +17,19 @@ import warnings
 import numpy as np
 import pytest
 
-from tests.conftest import ALL, SOAK
-from tests.support.checkpointed_run import EXAMPLE
-from tests.support.interrupting import interrupted_at
-
-pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
-
 import jaxreplay as jr
 from jaxreplay.checkpoint import Checkpointer
-from tests.checkpoint.runs import BUFFER, check, replay_of, state_of
+from tests.checkpoint.runs import (
+    BUFFER,
+    EXAMPLE,
+    check_intact,
+    check_restored,
+    replay_of,
+    save_run,
+    state_of,
+)
+from tests.conftest import ALL, SOAK
+from tests.support.interrupting import interrupted_at
 
 # An interrupt between `open` and its block leaves the file to the garbage collector, which warns.
 pytestmark = [
@@ -78,11 +82,11 @@ def check_goes_on(checkpointer, end, among, num_threads):
     assert threading.active_count() <= num_threads
     if steps := checkpointer.all_steps():
         assert steps[-1] in among
-        check(checkpointer.restore(EXAMPLE), steps[-1])
+        check_restored(checkpointer, steps[-1])
     else:
         assert not among - {end}
-    checkpointer.save(state_of(end), end)
-    check(checkpointer.restore(EXAMPLE), end)
+    save_run(checkpointer, end)
+    check_restored(checkpointer, end)
 
 
 @pytest.mark.parametrize("kind", ["first", "second", "does not wait", "advance", "in a block"])
@@ -92,12 +96,11 @@ def test_an_interrupt_at_any_line_of_a_save_leaves_what_there_was(kind, tmp_path
     def begun():
         checkpointer = Checkpointer(tmp_path / str(next(count)), BUFFER, chunk_bytes=4000)
         if kind != "first":
-            checkpointer.save(state_of(30), 30)
+            save_run(checkpointer, 30)
         return checkpointer
 
     def save(checkpointer):
-        block = checkpointer if kind == "in a block" else contextlib.nullcontext()
-        with block:
+        with checkpointer if kind == "in a block" else contextlib.nullcontext():
             checkpointer.save(state, 37, blocking=kind in ("first", "second"))
             if kind == "advance":
                 checkpointer.advance(state, 0)
@@ -108,8 +111,7 @@ def test_an_interrupt_at_any_line_of_a_save_leaves_what_there_was(kind, tmp_path
     one = begun()
     for nth in moments(lambda: save(one), kind, 8):
         checkpointer = begun()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             interrupted_at(functools.partial(save, checkpointer), nth, counts=is_ours)
         # a save is still running if the interrupt came before or after the work of a call
         if checkpointer.is_saving:
@@ -135,7 +137,7 @@ def test_an_interrupt_before_what_a_call_does_leaves_a_save_under_way(tmp_path, 
         checkpointer.wait_until_finished(state)
         assert not checkpointer.is_saving
         assert checkpointer.all_steps()[-1] == end
-        check(checkpointer.restore(EXAMPLE), 37)
+        check_restored(checkpointer, 37)
 
 
 def test_an_interrupt_at_a_random_moment_of_a_save_leaves_what_there_was(tmp_path):
@@ -161,7 +163,7 @@ def test_an_interrupt_at_a_random_moment_of_a_save_leaves_what_there_was(tmp_pat
 @pytest.mark.parametrize("salvage", [False, True])
 def test_an_interrupt_at_any_line_of_a_restore_leaves_no_thread(salvage, tmp_path):
     checkpointer = Checkpointer(tmp_path, BUFFER, chunk_bytes=4000)
-    checkpointer.save(state_of(30), 30)
+    save_run(checkpointer, 30)
     restore = lambda: checkpointer.restore(EXAMPLE, allow_partial=salvage)
     restore()
     num_threads = threading.active_count()
@@ -211,4 +213,4 @@ def test_interrupted_saves_hold_no_memory(wait, tmp_path):
     assert threading.active_count() <= num_threads
     assert resident() - before < 2**25  # the buffer has 64 MiB
     save()
-    assert checkpointer.verify()[0].problems == []
+    check_intact(checkpointer.verify())

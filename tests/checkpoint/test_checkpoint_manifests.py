@@ -10,11 +10,6 @@ import warnings
 import numpy as np
 import pytest
 
-from tests.conftest import ALL
-from tests.support.checkpointed_run import EXAMPLE, added
-
-pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
-
 from jaxreplay import checkpoint
 from jaxreplay.checkpoint import (
     Checkpointer,
@@ -26,7 +21,10 @@ from jaxreplay.checkpoint import (
 )
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.object_store import Objects
-from tests.checkpoint.runs import BUFFER, check, manifests, state_of
+from tests.checkpoint.runs import BUFFER, check, check_restored, manifests, save_run, state_of
+from tests.conftest import ALL
+from tests.stateful.common import refused
+from tests.support.checkpointed_run import EXAMPLE, added
 
 LEAVES = ("candidate_number", "flags", "steps.action", "steps.obs", "steps.reward")
 
@@ -115,16 +113,16 @@ def test_a_made_up_manifest_of_very_many_groups_costs_little(tmp_path):
     forged = groups.Groups(found.saves, columns, found.leaves, sums)
     file.write_bytes(dataclasses.replace(manifest, groups=forged).to_bytes())
     with memory_below(1300 * many):
-        with pytest.raises(CorruptCheckpointError, match=r"rows/\S+ has rows of a later group"):
+        with refused(r"rows/\S+ has rows of a later group", CorruptCheckpointError):
             checkpoint.restore(tmp_path, BUFFER, EXAMPLE)
-        with pytest.raises(CorruptCheckpointError, match=r"rows/\S+ is missing"):
+        with refused(r"rows/\S+ is missing", CorruptCheckpointError):
             checkpoint.inspect(tmp_path)
 
 
 @pytest.mark.parametrize("what", ["too large", "cut short", "unreadable"])
 def test_no_checkpoint_is_deleted_for_one_that_cannot_be_read(what, tmp_path, monkeypatch):
     checkpointer = Checkpointer(tmp_path, BUFFER, max_to_keep=1)
-    checkpointer.save(state_of(5), 5)
+    save_run(checkpointer, 5)
     with monkeypatch.context() as patch:
         if what == "too large":
             commit = checkpointer._chain.commit
@@ -140,16 +138,15 @@ def test_no_checkpoint_is_deleted_for_one_that_cannot_be_read(what, tmp_path, mo
             patch.setattr(folder.Folder, "create", cut)
         else:
             patch.setattr(planning, "__version__", None)
-        with pytest.raises(ValueError, match="manifest"):
-            checkpointer.save(state_of(8), 8)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        with refused("manifest"):
+            save_run(checkpointer, 8)
+    with warnings.catch_warnings(record=True, action="always") as caught:
         check(back := checkpointer.restore(EXAMPLE), 5)
     said = "is not as it was written"
     assert [str(one.message).count(said) for one in caught] == [1] * (what == "cut short")
     checkpointer.save(added(BUFFER, back, 5, 4), 9)
     assert checkpointer.all_steps() == [9]
-    check(Checkpointer(tmp_path, BUFFER).restore(EXAMPLE), 9)
+    check_restored(Checkpointer(tmp_path, BUFFER), 9)
 
 
 def test_a_step_has_64_bits(tmp_path):
@@ -157,10 +154,10 @@ def test_a_step_has_64_bits(tmp_path):
     for step in (-(2**63), np.int64(24), 2**63 - 1):
         checkpointer.save(state, step)
     for step in (2**63, 2**64, -(2**63) - 1, None):  # None: one more than the last step
-        with pytest.raises(ValueError, match="step must be a 64-bit integer"):
+        with refused("step must be a 64-bit integer"):
             checkpointer.save(state, step)
     assert checkpointer.all_steps() == [2**63 - 1]
-    check(checkpointer.restore(EXAMPLE), 5)
+    check_restored(checkpointer, 5)
 
 
 def test_metadata_that_is_nested_too_deep_is_refused(tmp_path):
@@ -168,7 +165,7 @@ def test_metadata_that_is_nested_too_deep_is_refused(tmp_path):
     checkpointer, state = Checkpointer(tmp_path, BUFFER), state_of(5)
     checkpointer.save(state, 1, metadata=nested(100))
     for depth in (101, 900):
-        with pytest.raises(ValueError, match="metadata must be JSON, nested at most 100 deep"):
+        with refused("metadata must be JSON, nested at most 100 deep"):
             checkpointer.save(state, 2, metadata=nested(depth))
     checkpointer.restore(EXAMPLE)
     assert checkpointer.metadata == nested(100)
@@ -179,11 +176,11 @@ def test_all_is_written_anew_before_a_manifest_is_too_large(tmp_path, monkeypatc
     monkeypatch.setattr(planning, "_MOST_NUMBERS", 5 * 4)
     checkpointer, counts = Checkpointer(tmp_path, BUFFER, chunk_bytes=1000), []
     for end in range(1, 21):
-        checkpointer.save(state_of(end), end)
+        save_run(checkpointer, end)
         counts.append(len(checkpointer._base.groups.saves))
     assert max(counts) == 6
     assert counts.count(1) >= 3
-    check(Checkpointer(tmp_path, BUFFER).restore(EXAMPLE), 20)
+    check_restored(Checkpointer(tmp_path, BUFFER), 20)
 
 
 def test_a_far_store_is_listed_once_by_a_run_whose_old_manifests_are_forgotten(monkeypatch):
@@ -194,7 +191,7 @@ def test_a_far_store_is_listed_once_by_a_run_whose_old_manifests_are_forgotten(m
     )
     checkpointer = Checkpointer("memory://listed-once", BUFFER, max_to_keep=2)
     for end in range(3, 18, 3):
-        checkpointer.save(state_of(end), end)
+        save_run(checkpointer, end)
         assert len(checkpointer._chain._known) <= 3
     assert listed.count("rows") == 1
-    check(Checkpointer("memory://listed-once", BUFFER).restore(EXAMPLE), 15)
+    check_restored(Checkpointer("memory://listed-once", BUFFER), 15)

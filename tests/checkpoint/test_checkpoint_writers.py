@@ -7,25 +7,30 @@ import functools
 import gc
 import itertools
 import os
-import pathlib
 import shutil
 import subprocess
 import sys
 import threading
 import time
-import warnings
 
 import pytest
 
-from tests.conftest import ALL, SOAK
-from tests.support import checkpointed_run
-from tests.support.checkpointed_run import EXAMPLE, added, numbers
-
-pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
-
 from jaxreplay import checkpoint
 from jaxreplay.checkpoint import Checkpointer, PathInUseError, chain
-from tests.checkpoint.runs import BUFFER, check, outcomes_of_two_writers, replay_of, state_of
+from tests.checkpoint.runs import (
+    BUFFER,
+    SUPPORT,
+    check,
+    check_intact,
+    check_restored,
+    outcomes_of_two_writers,
+    replay_of,
+    save_run,
+    state_of,
+)
+from tests.conftest import ALL, SOAK
+from tests.stateful.common import check_refused, refused, warned
+from tests.support.checkpointed_run import EXAMPLE, added, numbers
 
 WHOAMI = chain.whoami
 
@@ -37,7 +42,7 @@ def running(code, *arguments):
         [sys.executable, "-c", code, *map(str, arguments)],
         stdout=subprocess.PIPE,
         text=True,
-        cwd=pathlib.Path(checkpointed_run.__file__).parent,
+        cwd=SUPPORT,
         process_group=0,
     ) as process:
         try:
@@ -64,7 +69,7 @@ def late(checkpointer, end, error, said):
             yield
         finally:
             may.set()
-        with pytest.raises(error, match=said):
+        with refused(said, error):
             checkpointer.wait_until_finished(state)
 
 
@@ -80,21 +85,21 @@ def on_another_machine():
 
 def test_a_second_writer_is_refused_and_told_who_is_the_first(where):
     one, other = Checkpointer(where, BUFFER), Checkpointer(where, BUFFER)
-    one.save(state_of(4), 4)
+    save_run(one, 4)
     said = (
         rf"is being written to by this process, host .*, pid {os.getpid()}, program .*, since "
         r"20..-.*two writers would mix their files: close\(\) that Checkpointer first"
     )
-    for save in (
+    check_refused(
+        said,
         lambda: other.save(state_of(4), 5),
         lambda: other.save(state_of(4), 5, blocking=False),
         lambda: checkpoint.save(where, BUFFER, state_of(4)),
-    ):
-        with pytest.raises(PathInUseError, match=said):
-            save()
-    check(other.restore(EXAMPLE), 4)  # readers need no lock
+        error=PathInUseError,
+    )
+    check_restored(other, 4)  # readers need no lock
     assert [found.problems for found in other.verify()] == [[]]
-    one.save(state_of(5), 5)
+    save_run(one, 5)
     one.close()
     other.save(state := added(BUFFER, other.restore(EXAMPLE), 5, 1), 6)
     with pytest.raises(PathInUseError):
@@ -102,7 +107,7 @@ def test_a_second_writer_is_refused_and_told_who_is_the_first(where):
     other.close()
     one.save(state, 7)
     assert one.all_steps() == [5, 6, 7]
-    check(one.restore(EXAMPLE), 6)
+    check_restored(one, 6)
 
 
 def test_a_writer_that_is_gone_holds_nothing(where):
@@ -112,7 +117,7 @@ def test_a_writer_that_is_gone_holds_nothing(where):
     one.save(state, 1)
     del one
     gc.collect()
-    with pytest.raises(TypeError, match="JSON"):
+    with refused("JSON", TypeError):
         other.save(state, 2, metadata={"x": object()})
     with Checkpointer(where, BUFFER) as third:
         third.save(state, 2)
@@ -155,13 +160,15 @@ def test_the_lock_dies_with_its_process_which_a_forked_child_is_not(tmp_path):
         assert "saved\n" in lines
         mine = Checkpointer(tmp_path, BUFFER)
         state = added(BUFFER, mine.restore(EXAMPLE), 3, 2)
-        said = rf"by host .*, pid {parent.pid}, program -c, since .*give each run a path of its own"
-        with pytest.raises(PathInUseError, match=said):
+        with refused(
+            rf"by host .*, pid {parent.pid}, program -c, since .*give each run a path of its own",
+            PathInUseError,
+        ):
             mine.save(state, 5)
         parent.kill()
         parent.wait()
         mine.save(state, 5)  # the child is still alive
-    check(Checkpointer(tmp_path, BUFFER).restore(EXAMPLE), 5)
+    check_restored(Checkpointer(tmp_path, BUFFER), 5)
 
 
 IN_TURN = """
@@ -208,7 +215,7 @@ def test_two_processes_that_write_to_one_path_never_mix(tmp_path):
         one.kill()
         other.kill()
         assert "refused" in one.stdout.read() + other.stdout.read()
-    assert all(not found.problems for found in checkpoint.verify(tmp_path))
+    check_intact(checkpoint.verify(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["Replay", "Checkpointer"])
@@ -216,11 +223,12 @@ def test_two_threads_that_write_to_one_path_never_mix(kind, where):
     def save_of(start):
         if kind == "Replay":
             return functools.partial(replay_of(start + 20, start).save, where)
-        options = {"max_to_keep": 2, "chunk_bytes": 1000}
-        return lambda: checkpoint.save(where, BUFFER, state_of(start + 20, start), **options)
+        return lambda: checkpoint.save(
+            where, BUFFER, state_of(start + 20, start), max_to_keep=2, chunk_bytes=1000
+        )
 
     outcomes = outcomes_of_two_writers(
-        [save_of(start) for start in (0, 500)],
+        save_of,
         lambda: checkpoint.restore(where, BUFFER, EXAMPLE),
         150 if SOAK else 20 if ALL else 8,
     )
@@ -247,11 +255,11 @@ def test_of_two_first_saves_one_counts(steps, has_links, where, monkeypatch):
         for step in steps:
             other.save(state_of(504, 500), step)
     assert one.all_steps() == [steps[-1]]
-    check(one.restore(EXAMPLE), 504, start=500)
+    check_restored(one, 504, start=500)
     one.close()
     other.close()
     other.save(state_of(505, 500), 4)
-    assert other.verify()[0].problems == []
+    check_intact(other.verify())
     named = {group.folder for group in other._chain.read()[0][0].groups}
     assert set(other._store.entries("rows")) == named
 
@@ -276,7 +284,7 @@ def test_a_writer_whose_files_are_deleted_is_told_of_the_other(tmp_path, monkeyp
         return folder
 
     monkeypatch.setattr(one._chain, "enter", entered)
-    with pytest.raises(PathInUseError, match="this process"):
+    with refused("this process", PathInUseError):
         one.save(state_of(4), 9)
     assert other.all_steps() == [2]
 
@@ -284,8 +292,13 @@ def test_a_writer_whose_files_are_deleted_is_told_of_the_other(tmp_path, monkeyp
 def test_a_collection_leaves_what_may_still_count(where):
     """Pause a writer at each of its steps, while another saves and collects: whatever is listed in
     between is intact."""
-    steps = ("_chain", "read"), ("_chain", "enter")
-    steps += tuple(("_store", name) for name in ("write", "create", "entries"))
+    steps = (
+        ("_chain", "read"),
+        ("_chain", "enter"),
+        ("_store", "write"),
+        ("_store", "create"),
+        ("_store", "entries"),
+    )
     for (owner, name), leaves in itertools.product(steps, (False, True)):
         one, other = (Checkpointer(where, BUFFER, max_to_keep=1) for _ in range(2))
         real, once = getattr(getattr(one, owner), name), threading.Semaphore()
@@ -298,15 +311,15 @@ def test_a_collection_leaves_what_may_still_count(where):
                 other.save(state_of(504, 500), 2)
             if leaves:
                 other.close()
-            assert all(not one.problems for one in other.verify())
+            check_intact(other.verify())
             return found
 
         with pytest.MonkeyPatch.context() as patch, contextlib.suppress(PathInUseError):
             patch.setattr(getattr(one, owner), name, paused)
             one.save(state_of(4), 1)
-        assert all(not one.problems for one in other.verify())
+        check_intact(other.verify())
         (step,) = other.all_steps()
-        check(other.restore(EXAMPLE), *{1: (4, 0), 2: (504, 500)}[step])
+        check_restored(other, *{1: (4, 0), 2: (504, 500)}[step])
         one.close()
         other.close()
 
@@ -325,10 +338,10 @@ def test_a_manifest_that_cannot_be_deleted_keeps_what_it_names(tmp_path, monkeyp
             delete(name)
 
         monkeypatch.setattr(checkpointer._store, "delete", broken)
-        with pytest.warns(UserWarning, match="no longer needed, but cannot be deleted"):
+        with warned("no longer needed, but cannot be deleted"):
             checkpointer.save(state_of(40), 2)
         assert checkpointer.all_steps() == [1, 2]
-        assert not any(one.problems for one in checkpointer.verify())
+        check_intact(checkpointer.verify())
         monkeypatch.undo()
         checkpointer.save(checkpointer.restore(EXAMPLE), 3)
         assert checkpointer.all_steps() == [3]
@@ -354,7 +367,7 @@ def test_an_error_after_the_commit_is_not_said_to_be_of_another_writer(tmp_path,
             raise FileNotFoundError(errno.ENOENT, "not there")
 
     monkeypatch.setattr(checkpointer._store, "create", created)
-    with pytest.raises(FileNotFoundError, match="not there"):
+    with refused("not there", FileNotFoundError):
         checkpointer.save(state_of(20), 1)
     monkeypatch.undo()
     checkpointer.save(state_of(20), 2)
@@ -363,7 +376,7 @@ def test_an_error_after_the_commit_is_not_said_to_be_of_another_writer(tmp_path,
 
 def test_a_path_that_is_deleted_meanwhile_is_not_said_to_be_saved(tmp_path):
     checkpointer = Checkpointer(tmp_path, BUFFER)
-    checkpointer.save(state_of(4), 4)
+    save_run(checkpointer, 4)
     with late(checkpointer, 5, OSError, "was deleted, or replaced, while it was written to"):
         shutil.rmtree(tmp_path / "writers")
     assert checkpointer.all_steps() == [4]
@@ -375,23 +388,25 @@ def test_a_path_that_is_deleted_meanwhile_is_not_said_to_be_saved(tmp_path):
 def test_a_run_that_continues_what_a_dead_machine_left_takes_its_place(where):
     with on_another_machine():
         other = Checkpointer(where, BUFFER)
-        other.save(state_of(4), 4)
-    said = r"by host elsewhere, pid 7, program train.py, since 2030-01-01; .* give each run a path"
-    with pytest.raises(PathInUseError, match=said):
+        save_run(other, 4)
+    with refused(
+        r"by host elsewhere, pid 7, program train.py, since 2030-01-01; .* give each run a path",
+        PathInUseError,
+    ):
         checkpoint.save(where, BUFFER, state_of(4))
     mine = Checkpointer(where, BUFFER)
     mine.save(added(BUFFER, mine.restore(EXAMPLE), 4, 1), 5)
-    with on_another_machine(), pytest.raises(PathInUseError, match=rf"pid {os.getpid()}"):
+    with on_another_machine(), refused(rf"pid {os.getpid()}", PathInUseError):
         other.save(state_of(501, 496), 6)  # it was alive after all
     assert mine.all_steps() == [4, 5]
-    check(mine.restore(EXAMPLE), 5)
+    check_restored(mine, 5)
 
 
 def test_a_writer_that_was_replaced_in_a_save_does_not_count(where):
     """Restore its checkpoint elsewhere, and save, while its save runs."""
     one = Checkpointer(where, BUFFER)
     with on_another_machine():
-        one.save(state_of(4), 4)
+        save_run(one, 4)
     with late(one, 5, PathInUseError, "this process"):
         other = Checkpointer(where, BUFFER)
         other.save(added(BUFFER, other.restore(EXAMPLE), 500, 1), 6)
@@ -403,7 +418,7 @@ def test_a_dead_process_of_this_machine_holds_nothing(where):
         gone.wait()
     for pid in (gone.pid, os.getpid()):  # the system may use a number again
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(chain, "whoami", lambda pid=pid: {**WHOAMI(), "pid": pid})
+            patch.setattr(chain, "whoami", lambda pid=pid: WHOAMI() | {"pid": pid})
             patch.setattr(chain, "_PROCESS", "another")
             dead = Checkpointer(where, BUFFER)
             dead.save(state_of(4))
@@ -422,10 +437,7 @@ def test_a_store_without_conditional_writes_says_so(monkeypatch):
         return real(what, future)
 
     monkeypatch.setattr(checkpointer._store, "_wait", wait)
-    said = "this store has no conditional writes, so a second writer may not be detected"
-    with pytest.warns(UserWarning, match=said):
+    with warned("this store has no conditional writes, so a second writer may not be detected"):
         checkpointer.save(state_of(4), 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        checkpointer.save(state_of(4), 2)
+    checkpointer.save(state_of(4), 2)  # without a warning
     assert checkpointer.all_steps() == [1, 2]

@@ -8,15 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.conftest import ALL
-from tests.support.buffers import CATALOG, NUM_ENVS, jitted
-
-pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
-
 import jaxreplay as jr
 from jaxreplay.checkpoint import fingerprint
 from jaxreplay.checkpoint.rows import Part, Picked, heads_of, span_of
 from jaxreplay.storage import stored_arrays
+from tests.conftest import ALL
+from tests.stateful.common import nth
+from tests.support.buffers import CATALOG, NUM_ENVS, jitted
 
 FEW = ("items", "uniform masked, episodes")
 
@@ -34,8 +32,7 @@ def of_state(buffer, state):
 
 def fed(buffer, steps):
     """Return a state after steps, leaves [T, E, ...]."""
-    empty = jr.jit(buffer).init(jax.tree.map(lambda leaf: leaf[0, 0], steps))
-    return jitted(buffer, "extend")(empty, steps)
+    return jitted(buffer, "extend")(jr.jit(buffer).init(nth(steps, (0, 0))), steps)
 
 
 @pytest.mark.parametrize(
@@ -45,11 +42,10 @@ def test_it_is_the_sum_over_the_rows_however_they_came(case):
     buffer = case.replay(capacity=NUM_ENVS * 16)
     given = case.step(3, time=24), *case.mask(buffer, 4, 24)
     one_by_one = by_blocks = jr.jit(buffer).init(case.example())
-    part = lambda which: jax.tree.map(lambda leaf: leaf[which], given)
     for t in range(24):
-        one_by_one = jitted(buffer, "add")(one_by_one, *part(t))
+        one_by_one = jitted(buffer, "add")(one_by_one, *nth(given, t))
         if t % 4 == 0:
-            by_blocks = jitted(buffer, "extend")(by_blocks, *part(slice(t, t + 4)))
+            by_blocks = jitted(buffer, "extend")(by_blocks, *nth(given, slice(t, t + 4)))
     assert of_state(buffer, one_by_one) == of_state(buffer, by_blocks)
     alone = [
         int(fingerprint.of_rows(Part(0, one_by_one), Picked(*row[:, None])))
@@ -103,15 +99,15 @@ def test_every_element_of_every_dtype_counts():
     example = [np.zeros(shape, dtype) for dtype in DTYPES for shape in shapes]
     values = {"complex64": (1, 1j), "float32": (1, -0.0)}  # -0.0 has other bits than 0.0
     changes = [
-        (nth, place, value)
-        for nth, leaf in enumerate(example)
+        (which, place, value)
+        for which, leaf in enumerate(example)
         for place in range(leaf.size)
         for value in values.get(leaf.dtype.name, (1,))
     ]
     num_rows = 3 + len(changes)
     tree = [np.zeros((num_rows, *leaf.shape), leaf.dtype) for leaf in example]
-    for row, (nth, place, value) in enumerate(changes, 3):
-        tree[nth].reshape(num_rows, -1)[row, place] = value
+    for row, (which, place, value) in enumerate(changes, 3):
+        tree[which].reshape(num_rows, -1)[row, place] = value
     number, env = np.zeros((2, num_rows))
     number[1] = env[2] = 1
     assert len({*hashes_of(tree, number, env).tolist()}) == num_rows
@@ -154,8 +150,8 @@ def test_all_elements_of_a_large_row_have_their_turn(size, num_places):
     """Change one element of all rows in turn: one of the rows has another hash."""
     num_rows = -(-size // 64)
     values = np.zeros((1 + num_places, num_rows, size), np.float32)
-    for nth, place in enumerate(np.random.default_rng(0).permutation(size)[:num_places], 1):
-        values[nth, :, place] = 1
+    for row, place in enumerate(np.random.default_rng(0).permutation(size)[:num_places], 1):
+        values[row, :, place] = 1
     number = np.tile(5 + np.arange(num_rows), len(values))
     hashes = hashes_of(values.reshape(-1, size), number).reshape(len(values), -1)
     assert (hashes[1:] != hashes[0]).any(axis=1).all()
