@@ -3,7 +3,7 @@ the reasons."""
 
 _FUNCTION = "calls a private function of flashbax that computes indices of its tree"
 
-FLASHBAX: dict[str, str] = {
+FLASHBAX = {
     "prioritised_flat_buffer_test::test_adjust_priorities": (
         "sets priorities of pairs when one step is stored, so that there is no pair: ours ignores "
         "them"
@@ -16,7 +16,7 @@ FLASHBAX: dict[str, str] = {
     "prioritised_trajectory_buffer_test::test_human_case_2": _FUNCTION,
     "prioritised_trajectory_buffer_test::test_human_case_3": _FUNCTION,
 }
-BRAX: dict[str, str] = {
+BRAX = {
     "replay_buffers_test::testInvalidStateShape": (
         "replaces the state's data, which is computed from the stored rows here"
     )
@@ -25,7 +25,7 @@ _EMPTY = "samples a buffer to which nothing was added, by setting its flag full"
 _DISPLACED = (
     "asks for the oldest of 10 transitions in a buffer of 10, whose place a final observation took"
 )
-SB3: dict[str, str] = {
+SB3 = {
     "test_buffers::test_buffer_dtypes": _EMPTY,
     "test_n_step_replay::test_nstep_early_termination[0-": _DISPLACED,
     "test_n_step_replay::test_nstep_early_truncation[0-": _DISPLACED,

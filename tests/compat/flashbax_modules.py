@@ -1,9 +1,8 @@
 """Modules of flashbax, as its tests import them: our adapter, and the functions of its modules
 written with it."""
 
+import collections
 import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 
@@ -15,7 +14,7 @@ INIT = "experience add_batch_size max_length_time_axis"
 SAMPLE = "state key sample_batch_size sample_sequence_length period"
 
 # Of each module: what makes its buffer, and the arguments of its functions.
-FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
+FUNCTIONS = {
     "trajectory_buffer": (
         fbx.make_trajectory_buffer,
         {
@@ -47,20 +46,19 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
 }
 
 
-def function(make: Callable[..., Any], name: str, arguments: str) -> Callable[..., Any]:
+def function(make, name, arguments):
     """Return a module's function, which calls a method of the buffer that its arguments make. The
     sizes are those of the state."""
     options = inspect.signature(make).parameters
-    is_queue = make is fbx.make_trajectory_queue
     defaults = {
         "sample_batch_size": 1,
-        "sample_sequence_length": 1 if is_queue else LENGTH,
+        "sample_sequence_length": 1 if make is fbx.make_trajectory_queue else LENGTH,
         "add_sequence_length": 1,
         "period": PERIOD if name == "set_priorities" else 1,
         "min_length_time_axis": 1,
     }
 
-    def call(*values: Any) -> Any:
+    def call(*values):
         given = defaults | dict(zip(arguments.split(), values, strict=True))
         if "state" in given:
             layout = given["state"].rows.streams.layout
@@ -72,23 +70,18 @@ def function(make: Callable[..., Any], name: str, arguments: str) -> Callable[..
     return call
 
 
-class Tree(NamedTuple):
-    """The part of flashbax's tree that its tests read."""
-
-    state: Any
-    indices: jax.Array
-    nodes: jax.Array
-    max_recorded_priority: jax.Array
+# The part of flashbax's tree that its tests read.
+Tree = collections.namedtuple("Tree", "state indices nodes max_recorded_priority")
 
 
-def _tree(state: Any) -> Tree:
+def _tree(state):
     sampler, layout = state.rows.sampler, state.rows.streams.layout
     leaves = sampler.tree.sums[0]
     total = sampler.tree.sums[-1].sum(-1, keepdims=True)
     return Tree(state, leaves, total, sampler.max_priority**layout.alpha)
 
 
-def get(tree: Tree, indices: jax.Array) -> jax.Array:
+def get(tree, indices):
     """Return the mass of each item: float32[B]. Leaves are ordered by time, then env."""
     layout = tree.state.rows.streams.layout
     period = PERIOD if layout.window.after == LENGTH - 1 else 1
@@ -96,11 +89,11 @@ def get(tree: Tree, indices: jax.Array) -> jax.Array:
     return tree.indices[position * layout.num_envs + env]
 
 
-def modules() -> dict[str, dict[str, Any]]:
+def modules():
     """Return the members of each module, and add what the tests want of JAX and of our states."""
-    jax.tree_map = jax.tree.map  # type: ignore[attr-defined]  # newer JAX has none
-    fbx.PrioritisedTrajectoryBufferState.sum_tree_state = property(_tree)  # type: ignore
-    found: dict[str, dict[str, Any]] = {"sum_tree": {"get": get}}
+    jax.tree_map = jax.tree.map  # newer JAX has none
+    fbx.PrioritisedTrajectoryBufferState.sum_tree_state = property(_tree)
+    found = {"sum_tree": {"get": get}}
     kinds = ("flat_buffer", "item_buffer", "prioritised_flat_buffer", "prioritised_item_buffer")
     for module in (*kinds, "mixer", *FUNCTIONS):
         found[module] = {name: getattr(fbx, name) for name in fbx.__all__}

@@ -12,9 +12,7 @@ import subprocess
 import sys
 import tarfile
 import types
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,21 +22,21 @@ from tests.support import compilations
 OUT = Path(__file__).resolve().parents[2] / "out" / "compat"
 
 
-def fetched(project: str, version: str) -> Path:
+def fetched(project, version):
     """Return the folder of a source distribution."""
     folder = OUT / f"{project.replace('-', '_')}-{version}"
     if not folder.exists():
         command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q"]
-        command += ["--no-deps", "--no-binary", ":all:"]
-        subprocess.run([*command, "-d", str(OUT), f"{project}=={version}"], check=True)
+        command += ["--no-deps", "--no-binary", ":all:", "-d", str(OUT), f"{project}=={version}"]
+        subprocess.run(command, check=True)
         with tarfile.open(OUT / f"{folder.name}.tar.gz") as archive:
             archive.extractall(OUT, filter="data")
     return folder
 
 
-def replace(name: str, path: Path | None = None, **members: Any) -> None:
+def replace(name, path=None, **members):
     """Make a module of this name, whose further modules lie in a folder."""
-    module: Any = types.ModuleType(name)
+    module = types.ModuleType(name)
     if path is not None:
         module.__path__ = [str(path)]
     vars(module).update(members)
@@ -48,7 +46,7 @@ def replace(name: str, path: Path | None = None, **members: Any) -> None:
         setattr(sys.modules[parent], last, module)
 
 
-def flashbax() -> list[str]:
+def flashbax():
     """Replace flashbax's modules, and return the files of its tests."""
     folder = fetched("flashbax", "0.1.3") / "flashbax"
     from tests.compat import flashbax_modules
@@ -62,21 +60,18 @@ def flashbax() -> list[str]:
 
 # what tests a buffer, and not a sum tree, a vault or helpers
 TESTS = {
-    f"{name}_test"
-    for name in (
-        "flat_buffer",
-        "item_buffer",
-        "mixer",
-        "prioritised_flat_buffer",
-        "prioritised_item_buffer",
-        "prioritised_trajectory_buffer",
-        "trajectory_buffer",
-        "trajectory_queue",
-    )
+    "flat_buffer_test",
+    "item_buffer_test",
+    "mixer_test",
+    "prioritised_flat_buffer_test",
+    "prioritised_item_buffer_test",
+    "prioritised_trajectory_buffer_test",
+    "trajectory_buffer_test",
+    "trajectory_queue_test",
 }
 
 
-def brax() -> list[str]:
+def brax():
     """Replace Brax's module, and return the file of its tests."""
     folder = fetched("brax", "0.14.2") / "brax"
     from jaxreplay.compat import brax as ours
@@ -87,7 +82,7 @@ def brax() -> list[str]:
     return [str(folder / "training" / "replay_buffers_test.py")]
 
 
-def sb3() -> list[str]:
+def sb3():
     """Replace the buffers of Stable-Baselines3, and return the files of their tests."""
     folder = fetched("stable-baselines3", "2.9.2") / "tests"
     from stable_baselines3.common import off_policy_algorithm
@@ -105,19 +100,19 @@ def sb3() -> list[str]:
 
 
 MOST_CASES = 100
-LIBRARIES: dict[str, Callable[[], list[str]]] = {"flashbax": flashbax, "brax": brax, "sb3": sb3}
+LIBRARIES = {"flashbax": flashbax, "brax": brax, "sb3": sb3}
 
 
 class Expectations:
     """Mark the tests that cannot pass, and count all."""
 
-    def __init__(self, reasons: dict[str, str]):
+    def __init__(self, reasons):
         self.reasons, self.found = reasons, set()
         self.counts = {"passed": 0, "expected to fail": 0, "failed": 0}
 
-    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+    def pytest_collection_modifyitems(self, items):
         # Of a test with hundreds of cases, which would take hours, a few, spread evenly.
-        cases: dict[str, list[Any]] = {}
+        cases = {}
         for item in items:
             cases.setdefault(f"{item.path}::{item.originalname}", []).append(item)
         items[:] = [
@@ -126,13 +121,12 @@ class Expectations:
             for item in (alike if len(alike) <= MOST_CASES else alike[:: len(alike) // 4])
         ]
         for item in items:
-            file = Path(item.path).stem
             for pattern, reason in self.reasons.items():
-                if f"{file}::{item.name}".startswith(pattern):
+                if f"{item.path.stem}::{item.name}".startswith(pattern):
                     self.found.add(pattern)
                     item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report):
         if hasattr(report, "wasxfail") and report.skipped:
             self.counts["expected to fail"] += 1
         elif report.failed:
@@ -141,7 +135,7 @@ class Expectations:
             self.counts["passed"] += 1
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description="Run other libraries' tests over our buffers.")
     parser.add_argument("library", choices=LIBRARIES)
     parser.add_argument("rest", nargs="*", help="further arguments of pytest")
@@ -149,7 +143,7 @@ def main() -> None:
     compilations.use_cache()
     OUT.mkdir(parents=True, exist_ok=True)
     files = LIBRARIES[arguments.library]()
-    reasons: dict[str, str] = getattr(expected_failures, arguments.library.upper())
+    reasons = getattr(expected_failures, arguments.library.upper())
     plugin = Expectations(reasons)
     options = ["-q", "-c", "/dev/null", "-p", "no:cacheprovider", "-W", "ignore", "--tb=short"]
     code = pytest.main([*options, *files, *arguments.rest, *rest], plugins=[plugin])

@@ -11,6 +11,7 @@ import pytest
 
 import jaxreplay.compat.flashbax as fbx
 from tests.conftest import ALL
+from tests.stateful.common import nth, refused
 from tests.support.hlo import check_in_place
 
 KEY = jax.random.key(0)
@@ -87,8 +88,14 @@ def test_sequences_are_those_of_a_list(kind, sizes):
 
 
 def test_priorities_are_those_that_were_set():
-    options = {"max_length": 64, "min_length": 1, "sample_batch_size": 4096, "add_batch_size": 2}
-    buffer = made("prioritised_flat", **options, priority_exponent=0.5)
+    buffer = made(
+        "prioritised_flat",
+        max_length=64,
+        min_length=1,
+        sample_batch_size=4096,
+        add_batch_size=2,
+        priority_exponent=0.5,
+    )
     add, set_priorities = jax.jit(buffer.add), jax.jit(buffer.set_priorities)
     sample = jax.jit(lambda state: (buffer.can_sample(state), buffer.sample(state, KEY)))
 
@@ -110,7 +117,7 @@ def test_priorities_are_those_that_were_set():
     index = np.array([0, 1, 2, 3, 4, 4, 32], np.int32)
     priority = np.array([4, 0, np.nan, -1, 9, 1, np.inf], np.float32)
     state = set_priorities(state, index, priority)
-    mass = {**dict.fromkeys(rows, 1.0), 0: 2.0, 4: 3.0}
+    mass = dict.fromkeys(rows, 1.0) | {0: 2.0, 4: 3.0}
     del mass[1]
     expected = {row: value / sum(mass.values()) for row, value in mass.items()}
     assert probabilities(state) == pytest.approx(expected, rel=1e-5)
@@ -125,16 +132,16 @@ def test_priorities_are_those_that_were_set():
     assert not sample(set_priorities(state, every, np.zeros(64, np.float32)))[0]
 
 
-@pytest.mark.parametrize("kind", ["prioritised_", ""] if ALL else ["prioritised_"])
+@pytest.mark.parametrize("kind", ["prioritised_", *[""] * ALL])
 @pytest.mark.parametrize("has_time", [False, True])
-@pytest.mark.parametrize("num_envs", [None, 3, 1] if ALL else [None, 3])
+@pytest.mark.parametrize("num_envs", [None, 3, *[1] * ALL])
 def test_what_an_add_takes(num_envs, has_time, kind):
     """Flat and item buffers with and without the axes of envs and time."""
-    options = {"max_length": 30, "min_length": 2, "sample_batch_size": 64}
-    options["add_sequences"] = has_time
+    sizes = {"max_length": 30, "min_length": 2, "sample_batch_size": 64}
+    options = sizes | {"add_sequences": has_time}
     batch = steps(0, num_envs or 1, 4) if has_time else step(0, num_envs or 1)
     if num_envs is None:
-        batch = jax.tree.map(lambda leaf: leaf[0], batch)
+        batch = nth(batch, 0)
     flat = made(f"{kind}flat", add_batch_size=num_envs, **options)
     items = made(f"{kind}item", add_batches=num_envs is not None, **options)
 
@@ -204,8 +211,13 @@ def test_a_queue_hands_out_each_step_once(add_length, span, length):
 
 def items_of(batch_size):
     """Return a buffer of items, and a function that fills it with 1000 numbers."""
-    sizes = {"max_length": 1000, "min_length": 1, "sample_batch_size": batch_size}
-    buffer = made("prioritised_item", **sizes, add_sequences=True)
+    buffer = made(
+        "prioritised_item",
+        max_length=1000,
+        min_length=1,
+        sample_batch_size=batch_size,
+        add_sequences=True,
+    )
     return buffer, lambda rows: buffer.add(buffer.init(np.int32(0)), rows)
 
 
@@ -269,8 +281,7 @@ def test_everything_is_in_place(kind):
 def test_purejaxrls_loop():
     """One env a step, the buffer's functions replaced by jitted ones, all of it under a scan and a
     vmap over seeds, with a branch until it can learn."""
-    sizes = {"max_length": 200, "min_length": 16, "sample_batch_size": 16, "add_batch_size": 4}
-    buffer = made("flat", **sizes)
+    buffer = made("flat", max_length=200, min_length=16, sample_batch_size=16, add_batch_size=4)
     buffer = buffer.replace(
         init=jax.jit(buffer.init),
         add=jax.jit(buffer.add, donate_argnums=0),
@@ -345,10 +356,8 @@ def test_a_bad_call_says_why():
         return jax.eval_shape(flat().add, state, step)
 
     for message, call in {
-        r"add:.*name: got int32\[1\], expected int32\[2\]": lambda: add(
-            jax.tree.map(lambda leaf: leaf[:1], good)
-        ),
-        "add:.*name: got float32": lambda: add({**good, "name": np.zeros(2, np.float32)}),
+        r"add:.*name: got int32\[1\], expected int32\[2\]": lambda: add(nth(good, slice(1))),
+        "add:.*name: got float32": lambda: add(good | {"name": np.zeros(2, np.float32)}),
         "add:.*name: missing": lambda: add({"obs": good["obs"]}),
         "add: the state must be one that init or add": lambda: add(good, state=None),
         "init: the example has no leaves": lambda: flat().init({}),
@@ -370,5 +379,5 @@ def test_a_bad_call_says_why():
         "proportions must be at least 0": lambda: fbx.make_mixer([flat()] * 2, 10, [1.0, -1.0]),
         "proportions .*, and one positive": lambda: fbx.make_mixer([flat()] * 2, 10, [0.0, 0.0]),
     }.items():
-        with pytest.raises(ValueError, match=f"(?s){message}"):
+        with refused(f"(?s){message}"):
             call()

@@ -4,8 +4,6 @@ steps."""
 import json
 import re
 import shutil
-import subprocess
-import sys
 import threading
 
 import jax
@@ -14,7 +12,10 @@ import numpy as np
 import pytest
 
 from tests.conftest import ALL, SOAK
+from tests.inspection.test_plan import check_one_line
+from tests.stateful.common import nth, refused
 from tests.support.buffers import KINDS, everything, jitted
+from tests.support.replays import output_of
 from tests.support.sampling import sample
 
 pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
@@ -41,7 +42,7 @@ STEPS = {
 
 
 def example_of(steps):
-    return jax.tree.map(lambda leaf: leaf[0, 0], steps)
+    return nth(steps, (0, 0))
 
 
 def filled(buffer, steps, **options):
@@ -71,8 +72,14 @@ def episodes_of(env):
 
 @pytest.fixture(scope="module")
 def prioritized():
-    sizes = {"capacity": NUM_ENVS * LENGTH, "num_envs": NUM_ENVS, "batch_size": 8}
-    replay = jr.prioritized(**sizes, autoreset="next_step", alpha=1.0, stratified=False)
+    replay = jr.prioritized(
+        capacity=NUM_ENVS * LENGTH,
+        num_envs=NUM_ENVS,
+        batch_size=8,
+        autoreset="next_step",
+        alpha=1.0,
+        stratified=False,
+    )
     buffer, state = jr.jit(replay), filled(replay, STEPS)
     for number in range(5):
         batch = buffer.sample(state, jax.random.key(number))
@@ -179,7 +186,7 @@ def test_what_is_odd_is_named(tmp_path):
     """Probabilities may be equal though priorities are not."""
     sizes = {"capacity": 8, "batch_size": 2}
     items, flat = jr.items(**sizes), jr.items(**sizes, sampler=jr.Prioritized(alpha=0.0))
-    steps = jr.prioritized(capacity=40, num_envs=1, batch_size=2, autoreset="next_step")
+    steps = jr.prioritized(capacity=40, batch_size=2, autoreset="next_step")
     odd = {
         "x": np.float32([[1.0], [np.nan], [-np.inf]]),
         "y": np.zeros((3, 1, 2, 0), np.float32),
@@ -208,7 +215,7 @@ def test_what_is_odd_is_named(tmp_path):
 
 def test_what_was_overwritten_is_not_looked_at():
     """With `final_obs`, a final row has no reward of its own: the stored one is another step's."""
-    replay = jr.uniform(capacity=20, num_envs=1, batch_size=4, autoreset="same_step")
+    replay = jr.uniform(capacity=20, batch_size=4, autoreset="same_step")
     ones, zeros = np.ones((20, 1), np.float32), np.zeros((20, 1), np.float32)
     state = filled(replay, ramp_of(20, reward=np.nan * ones, final_obs=zeros))
     again = ramp_of(20, reward=5 * ones, final_obs=zeros, terminated=ones > 0)
@@ -225,14 +232,14 @@ def test_what_was_overwritten_is_not_looked_at():
 @pytest.mark.no_xla
 def test_a_state_of_another_buffer_is_refused():
     items, small = jr.items(capacity=8, batch_size=2), jr.items(capacity=4, batch_size=2)
-    steps = jr.prioritized(capacity=8, num_envs=1, batch_size=2, autoreset="next_step")
+    steps = jr.prioritized(capacity=8, batch_size=2, autoreset="next_step")
     other = "this state is not of this buffer: it was made with another configuration"
     for state, said in (
         (jax.eval_shape(small.init, 0.0), other),
         (jax.eval_shape(steps.init, example_of(STEPS)), other),
         (None, "expected a ReplayBuffer and its state, got ReplayBuffer and NoneType"),
     ):
-        with pytest.raises(ValueError, match=f"inspect: {said}"):
+        with refused(f"inspect: {said}"):
             jr.inspect(items, state)
 
 
@@ -290,11 +297,9 @@ print(jax._src.xla_bridge._backends)
 sys.argv[1:] = "plan --obs 4:float32 --action int32 --capacity 1000".split()
 runpy.run_module("jaxreplay", run_name="__main__", alter_sys=True)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    inspected, _, planned = done.stdout.partition("\n{}\n")
+    inspected, _, planned = output_of(code).partition("\n{}\n")
     assert inspected.endswith("nothing suspicious")
-    assert planned.endswith("It fits.\n")
+    assert planned.endswith("It fits.")
 
 
 def test_few_bytes_are_read_where_few_are_asked_for(prioritized, folders):
@@ -316,7 +321,7 @@ def test_the_state_is_not_held(prioritized):
         leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.streams.steps)
     ]
     found, before = jr.inspect(replay, state), pointers()
-    state = jr.jit(replay).add(state, jax.tree.map(lambda leaf: leaf[0], STEPS))
+    state = jr.jit(replay).add(state, nth(STEPS, 0))
     assert pointers() == before
     assert found.streams["rows"] == NUM_ENVS * LENGTH
 
@@ -365,18 +370,12 @@ def test_the_page_has_the_text_and_a_plot_of_each_histogram(prioritized, folders
     ],
 )
 def test_bad_input_is_answered_in_one_line(arguments, text, folders, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["inspect", *arguments.format(path=folders).split()])
-    assert caught.value.code == 2
-    out, error = capsys.readouterr()
-    assert out == ""
-    assert error.count("\n") == 1
-    assert re.search(text, error), error
+    check_one_line(["inspect", *arguments.format(path=folders).split()], text, capsys)
 
 
 def test_a_replay_is_inspected_as_its_state():
     replay = jr.Replay(jr.items(capacity=8, batch_size=2))
-    with pytest.raises(ValueError, match="inspect: nothing was added yet"):
+    with refused("inspect: nothing was added yet"):
         jr.inspect(replay)
     for value in (1.0, np.nan):
         replay.add({"x": np.array([value])})

@@ -12,6 +12,7 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay.__main__ import main
+from tests.stateful.common import refused
 from tests.support.buffers import CATALOG
 
 pytestmark = pytest.mark.no_xla
@@ -52,11 +53,10 @@ def test_the_total_is_what_init_allocates(case):
 
 @pytest.mark.parametrize("min_size", [1, 30])
 def test_the_largest_capacity_is_the_largest(monkeypatch, min_size):
-    sizes = {"capacity": 64, "num_envs": 4, "batch_size": 8, "min_size": min_size}
-    buffer, example = (
-        jr.prioritized(**sizes, autoreset="next_step"),
-        step_of(np.zeros(100, np.float32), np.int32(0)),
+    buffer = jr.prioritized(
+        capacity=64, num_envs=4, batch_size=8, min_size=min_size, autoreset="next_step"
     )
+    example = step_of(np.zeros(100, np.float32), np.int32(0))
     takes = lambda capacity: dataclasses.replace(buffer, capacity=capacity).memory(example).total
     for free in (0, 1000, 1_000_003):
         monkeypatch.setattr("jaxreplay.buffers.memory.free_bytes", lambda free=free: free)
@@ -74,11 +74,10 @@ def test_the_largest_capacity_is_the_largest(monkeypatch, min_size):
 def test_the_command_says_what_python_says(capsys, planned):
     main(["plan", *ROBOT.split()])
     text, found = capsys.readouterr().out, planned(ROBOT)
-    sizes = {"capacity": 400_000, "num_envs": 16, "batch_size": 1, "n_step": 3}
     obs = {"image": np.zeros((84, 84, 3), np.uint8), "vector": np.zeros(31, np.float32)}
-    memory = jr.prioritized(**sizes, autoreset="next_step").memory(
-        step_of(obs, np.zeros(8, np.float32))
-    )
+    memory = jr.prioritized(
+        capacity=400_000, num_envs=16, batch_size=1, n_step=3, autoreset="next_step"
+    ).memory(step_of(obs, np.zeros(8, np.float32)))
     assert found["total"] == memory.total
     assert found["memory"]["leaves"] == memory.leaves
     assert found["naive"] == found["total"] + 400_000 * (84 * 84 * 3 + 31 * 4)
@@ -132,10 +131,7 @@ def test_each_device_of_a_sharded_buffer_holds_a_part(planned, monkeypatch):
             "plan --capacity 100 --obs uint8 --env CartPole-v1",
             "--env: the env's spaces are used; leave out --obs and --action",
         ),
-        (
-            "plan --capacity 100 --obs uint8 --obs float32",
-            "several leaves need different names",
-        ),
+        ("plan --capacity 100 --obs uint8 --obs float32", "several leaves need different names"),
         (
             "plan --capacity 100 --obs uint8 --num-envs 3",
             "capacity=100 rows do not divide into num_envs=3 .* 99 and 102",
@@ -148,8 +144,13 @@ def test_each_device_of_a_sharded_buffer_holds_a_part(planned, monkeypatch):
     ],
 )
 def test_bad_input_is_answered_in_one_line(arguments, text, capsys):
+    check_one_line(arguments.split(), text, capsys)
+
+
+def check_one_line(arguments, text, capsys):
+    """Check that a command ends with an error, whose text is one line with this pattern."""
     with pytest.raises(SystemExit) as caught:
-        main(arguments.split())
+        main(arguments)
     assert caught.value.code == 2
     out, error = capsys.readouterr()
     assert out == ""
@@ -177,5 +178,5 @@ def test_a_rollout_or_a_wrong_number_of_devices_is_refused():
             "expected a ReplayBuffer, got Rollout",
         ),
     ):
-        with pytest.raises(ValueError, match=said):
+        with refused(said):
             jr.plan(given, 0.0, devices)

@@ -2,15 +2,9 @@
 rewards for them."""
 
 import pickle
-import warnings
 
 import numpy as np
 import pytest
-
-from tests.conftest import ALL, SOAK
-from tests.support.hlo import check_in_place
-
-pytest.importorskip("stable_baselines3", reason="the sb3 extra is not installed")
 import torch
 from gymnasium import spaces
 from scipy import stats
@@ -20,6 +14,9 @@ from stable_baselines3.common.envs import BitFlippingEnv
 
 from jaxreplay import sb3
 from jaxreplay.sb3 import base, hindsight
+from tests.conftest import ALL, SOAK
+from tests.stateful.common import refused, warned
+from tests.support.hlo import check_in_place
 
 ONE = spaces.Box(-np.inf, np.inf, (1,), np.float64)
 SPACE = spaces.Dict(observation=ONE, achieved_goal=ONE, desired_goal=ONE)
@@ -60,7 +57,7 @@ def fill(buffer, steps, length=10, timeout=False, start=0, given=lambda infos: i
         # elsewhere.
         done = np.full(n, (t + 1) % length == 0)
         next_achieved = achieved + np.where(done, 0.5, 1.0)[:, None]
-        next_obs = {**obs, "observation": next_achieved, "achieved_goal": next_achieved}
+        next_obs = obs | {"observation": next_achieved, "achieved_goal": next_achieved}
         infos = [{"number": t, "TimeLimit.truncated": bool(timeout and done[0])} for _ in range(n)]
         buffer.add(obs, next_obs, np.zeros((n, 2)), np.full(n, t), done, given(infos))
 
@@ -111,10 +108,7 @@ def test_the_buffer_goes_round_and_knows_its_steps_infos():
 def test_where_no_episode_is_whole_a_strategy_that_needs_one_says_so():
     buffer = make(n_envs=3, goal_selection_strategy="episode")
     fill(buffer, 384, length=1000)
-    with pytest.raises(
-        ValueError,
-        match=r"no episode is stored from its first step on.*use a larger buffer_size",
-    ):
+    with refused(r"no episode is stored from its first step on.*use a larger buffer_size"):
         buffer.sample(1000)
 
 
@@ -139,7 +133,7 @@ def test_a_failed_add_leaves_no_step_without_its_infos(monkeypatch):
 def test_of_an_episode_that_goes_on_what_was_achieved_so_far_is_drawn(options):
     buffer = make(n_envs=3, **options)
     fill(buffer, 3)
-    with pytest.raises(ValueError, match=r"infos: got the shape \[1\], expected \[3\]"):
+    with refused(r"infos: got the shape \[1\], expected \[3\]"):
         fill(buffer, 1, start=3, given=lambda infos: infos[:1])
     _, _, goal = drawn(buffer, 1000)
     assert set(goal[200:].tolist()) == {1000 * env + t for env in range(3) for t in (1, 2, 3)}
@@ -151,14 +145,11 @@ def test_of_an_episode_that_goes_on_what_was_achieved_so_far_is_drawn(options):
 
 
 def test_bad_options_are_refused():
-    with pytest.raises(
-        ValueError,
-        match="goal_selection_strategy must be one of future, final, episode, got 'past'",
-    ):
+    with refused("goal_selection_strategy must be one of future, final, episode, got 'past'"):
         make(goal_selection_strategy="past")
     buffer = make()
     fill(buffer, 20)
-    with pytest.raises(ValueError, match="batch_size must be an int of at least 1, got 0"):
+    with refused("batch_size must be an int of at least 1, got 0"):
         buffer.sample(0)
 
 
@@ -176,18 +167,16 @@ def test_an_episode_may_end_where_the_buffer_was_saved():
     buffer = make()
     fill(buffer, 15)
     buffer = pickle.loads(pickle.dumps(buffer))
-    with pytest.raises(ValueError, match="no env to compute rewards; call set_env"):
+    with refused("no env to compute rewards; call set_env"):
         buffer.sample(4000)
     buffer.set_env(Env())
-    with pytest.raises(ValueError, match="already"):
+    with refused("already"):
         buffer.set_env(Env())
     goes_on = pickle.loads(pickle.dumps(buffer))
     goes_on.set_env(Env())
-    with pytest.warns(UserWarning, match="end with the buffer's last step"):
+    with warned("end with the buffer's last step"):
         buffer.truncate_last_trajectory()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        buffer.truncate_last_trajectory()  # no episode is left to truncate
+    buffer.truncate_last_trajectory()  # no episode is left to truncate: there is no warning
     for each, longest in ((buffer, 5), (goes_on, 9.5)):
         fill(each, 5, start=15)
         _, obs, goal = drawn(each, 4000)

@@ -5,7 +5,14 @@ import signal
 import jax
 import numpy as np
 import pytest
+import torch
+from gymnasium import spaces
 
+from jaxreplay import sb3
+from jaxreplay.sb3 import base
+from tests.sb3 import test_sb3_hindsight as goals
+from tests.sb3.test_sb3 import NUMBER
+from tests.stateful.common import check_refused
 from tests.support.interrupting import (
     check_comparisons,
     check_each_moment,
@@ -13,16 +20,7 @@ from tests.support.interrupting import (
     waits_before_interrupts,
 )
 
-pytest.importorskip("stable_baselines3", reason="the sb3 extra is not installed")
-import torch
-from gymnasium import spaces
-
-from jaxreplay import sb3
-from jaxreplay.sb3 import base
-from tests.sb3 import test_sb3_hindsight as goals
-
 LENGTH = 64
-NUMBER = spaces.Box(-np.inf, np.inf, (1,))
 
 
 def make(kind="ReplayBuffer"):
@@ -50,6 +48,10 @@ def num_stored(buffer, count):
     return end
 
 
+def is_elsewhere(frame):
+    return frame.f_code.co_filename != __file__
+
+
 def test_an_interrupt_at_any_line_of_an_add_loses_nothing():
     buffer, count = make(), 1
     add(buffer, 0)
@@ -58,11 +60,7 @@ def test_an_interrupt_at_any_line_of_an_add_loses_nothing():
         nonlocal count
         count = num_stored(buffer, count)
 
-    check_each_moment(
-        lambda: (lambda: add(buffer, count), check),
-        least=100,
-        counts=lambda frame: frame.f_code.co_filename != __file__,
-    )
+    check_each_moment(lambda: (lambda: add(buffer, count), check), least=100, counts=is_elsewhere)
 
 
 def test_an_interrupt_at_any_line_of_an_add_leaves_each_row_its_own_infos():
@@ -79,9 +77,7 @@ def test_an_interrupt_at_any_line_of_an_add_leaves_each_row_its_own_infos():
         _, obs, _ = goals.drawn(buffer, 500)
         assert [info["number"] for info in buffer.env.infos] == obs[100:].tolist()
 
-    check_each_moment(
-        lambda: (call, check), least=100, counts=lambda frame: frame.f_code.co_filename != __file__
-    )
+    check_each_moment(lambda: (call, check), least=100, counts=is_elsewhere)
 
 
 @pytest.mark.parametrize("kind", ["ReplayBuffer", "PrioritizedReplayBuffer", "HerReplayBuffer"])
@@ -136,12 +132,12 @@ def test_an_interrupted_add_leaves_the_rows_or_says_that_they_are_not_known(when
     if when == "before":
         assert num_stored(buffer, 1) == 2
         return
-    for call in (lambda: add(buffer, 2), lambda: buffer.sample(4)):
-        with pytest.raises(
-            RuntimeError,
-            match=r"an earlier call was interrupted while it changed the rows.*reset",
-        ):
-            call()
+    check_refused(
+        "an earlier call was interrupted while it changed the rows.*reset",
+        lambda: add(buffer, 2),
+        lambda: buffer.sample(4),
+        error=RuntimeError,
+    )
     buffer.reset()
     add(buffer, 3)
     assert torch.equal(buffer.sample(4).rewards, torch.full((4, 1), 3.0))
