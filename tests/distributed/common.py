@@ -7,6 +7,7 @@ from jax.sharding import AxisType
 
 import jaxreplay as jr
 from jaxreplay.samplers import ConsumingSampler
+from tests.conftest import ALL
 from tests.support.buffers import CATALOG, jitted
 
 NUM_ENVS = 8
@@ -20,16 +21,10 @@ PRIORITIZED, MASKED, PAIRS = (
 # One buffer is enough for most tests, the explicit axes for those of types.
 THREE = pytest.mark.parametrize(
     "case",
-    [
-        PRIORITIZED,
-        pytest.param(MASKED, marks=pytest.mark.thorough),
-        pytest.param(PAIRS, marks=pytest.mark.thorough),
-    ],
+    [PRIORITIZED, *[MASKED, PAIRS] * ALL],
     ids=lambda case: case.name,
 )
-KINDS = pytest.mark.parametrize(
-    "kind", ["explicit", pytest.param("auto", marks=pytest.mark.thorough)]
-)
+KINDS = pytest.mark.parametrize("kind", ["explicit", *["auto"] * ALL])
 
 
 def mesh_of(num, kind="auto", first=0):
@@ -58,8 +53,10 @@ def mask(buffer, seed, time=None):
 
 def items(num, sampler):
     """Return a sharded buffer of numbers: `num` shards, each of one env and 64 rows."""
-    sizes = {"capacity": 64 * num, "num_envs": num, "batch_size": 8 * num}
-    return jr.sharded(jr.items(**sizes, allow_mask=True, sampler=sampler), mesh_of(num))
+    buffer = jr.items(
+        capacity=64 * num, num_envs=num, batch_size=8 * num, allow_mask=True, sampler=sampler
+    )
+    return jr.sharded(buffer, mesh_of(num))
 
 
 def filled(buffer, sizes, priorities=None):

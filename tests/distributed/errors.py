@@ -6,7 +6,6 @@ import functools
 import gc
 import os
 import pathlib
-import sys
 
 import jax
 import numpy as np
@@ -15,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jaxreplay as jr
 from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, PathInUseError
-from tests.distributed.processes import digests
+from tests.distributed.processes import digests, part_of, run
 from tests.support.checkpointed_run import EXAMPLE, expected, items, numbers, step
 
 REPLAY = items(capacity=256, num_envs=8)
@@ -86,17 +85,14 @@ def placed(sharding, leaf):
     return jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__)
 
 
-def main(num, which, port, folder):
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", num, which)
+def main(num, which, folder):
     mesh = jax.make_mesh((4,), ("data",))
     buffer = jr.sharded(REPLAY, mesh)
     add = jax.jit(buffer.add, donate_argnums=0)
 
     def added(state, start, count):
         for t in range(start, start + count):
-            own = jax.tree.map(lambda leaf: leaf[4 * which : 4 * which + 4], step(t, 8))
-            state = add(state, buffer.from_local(own))
+            state = add(state, buffer.from_local(part_of(step(t, 8), num, which)))
         return state
 
     def sums(state):
@@ -106,8 +102,7 @@ def main(num, which, port, folder):
     state = added(buffer.init(EXAMPLE), 0, 20)
     elsewhere = Checkpointer(folder / f"of {which}", buffer)
     refused("is another place for each process: share it", elsewhere.save, state, kind=OSError)
-    message = "there is no checkpoint"
-    refused(message, elsewhere.restore, EXAMPLE, kind=FileNotFoundError)
+    refused("there is no checkpoint", elsewhere.restore, EXAMPLE, kind=FileNotFoundError)
 
     processes = elsewhere._processes
     sizes = 0, 2**25 + 77  # of which the second is sent in pieces
@@ -226,4 +221,4 @@ def main(num, which, port, folder):
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), sys.argv[4])
+    run(main)

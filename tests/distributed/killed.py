@@ -9,15 +9,13 @@ import numpy as np
 
 import jaxreplay as jr
 from jaxreplay.checkpoint import Checkpointer
+from tests.distributed.processes import part_of, run
 from tests.support.checkpointed_run import EXAMPLE, expected, step
 
 REPLAY = jr.items(capacity=512, num_envs=8, batch_size=8)
 
 
-def main(num, which, port, path, how):
-    if num > 1:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"127.0.0.1:{port}", num, which)
+def main(num, which, path, how):
     buffer = jr.sharded(REPLAY, jax.make_mesh((jax.device_count(),), ("data",)))
     checkpointer = Checkpointer(path, buffer, max_to_keep=2, chunk_bytes=4096)
     state, t = buffer.init(EXAMPLE), 0
@@ -31,11 +29,9 @@ def main(num, which, port, path, how):
             found = np.asarray(shard.data).reshape(-1, 64)
             assert (np.sort(found)[:, 64 - len(wanted[0]) :] == wanted).all()
     add = jax.jit(buffer.add, donate_argnums=0)
-    envs = slice(which * 8 // num, (which + 1) * 8 // num)
     while True:
         checkpointer.advance(state)
-        own = jax.tree.map(lambda leaf: leaf[envs], step(t, 8))
-        state = add(state, buffer.from_local(own))
+        state = add(state, buffer.from_local(part_of(step(t, 8), num, which)))
         t += 1
         if t % (3 if how == "wait" else 9) == 0:
             checkpointer.save(state, t, blocking=how == "wait")
@@ -44,4 +40,4 @@ def main(num, which, port, path, how):
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), *sys.argv[4:])
+    run(main)

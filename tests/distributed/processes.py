@@ -34,11 +34,22 @@ def digests(name, tree):
     }
 
 
-def main(num, which, port, path):
+def run(main):
+    """Call `main(num, which, ...)` with the program's arguments, in one of `num` processes."""
+    num, which, port = map(int, sys.argv[1:4])
     if num > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{port}", num, which)
+    main(num, which, *sys.argv[4:])
 
+
+def part_of(step, num, which):
+    """Return the step of a process's envs."""
+    envs = slice(which * E // num, (which + 1) * E // num)
+    return jax.tree.map(lambda leaf: leaf[envs], step)
+
+
+def main(num, which, path):
     assert jax.device_count() == 4, jax.devices()
     mesh = jax.make_mesh((4,), ("data",))
     found = {}
@@ -60,8 +71,7 @@ def main(num, which, port, path):
         flags = r.random((2, E)) < 0.1
         mask = r.random(E) < np.linspace(0.3, 1, E)
         step = jr.Step(*values, terminated=flags[0], truncated=flags[1])
-        own = slice(which * E // num, (which + 1) * E // num)
-        step, mask = buffer.from_local(jax.tree.map(lambda leaf, own=own: leaf[own], (step, mask)))
+        step, mask = buffer.from_local(part_of((step, mask), num, which))
         checkpointer.advance(state)
         state, batch = turn(state, step, mask, jax.random.key(time))
         if time in SAVES:
@@ -83,4 +93,4 @@ def main(num, which, port, path):
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), sys.argv[4])
+    run(main)

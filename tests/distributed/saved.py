@@ -14,6 +14,7 @@ import jaxreplay as jr
 from jaxreplay.checkpoint import Checkpointer
 from tests.distributed import common
 from tests.distributed.common import PRIORITIZED, mesh_of, whole
+from tests.distributed.errors import refused
 from tests.support.buffers import bits, jitted
 from tests.support.checkpointed_run import EXAMPLE, added, expected, items, numbers, step
 from tests.support.replays import damaged
@@ -170,15 +171,9 @@ def test_what_does_not_fit_is_refused(tmp_path):
     other = jr.sharded(items(capacity=128, num_envs=4), mesh_of(4))
     checkpointer = Checkpointer(tmp_path, sharded)
     checkpointer.save(sharded.init(EXAMPLE))
-
-    def refused(message, call, *given, **options):
-        with pytest.raises(ValueError, match=message):
-            call(*given, **options)
-
     save, restore = checkpointer.save, checkpointer.restore
     refused("save: the state must be a ReplayState", save, 3)
-    message = "save: this state is not of this sharded buffer, with 4"
-    refused(message, save, buffer.init(EXAMPLE))
+    refused("save: this state is not of this sharded buffer, with 4", save, buffer.init(EXAMPLE))
     message = "a sharded buffer's mesh is its own; leave out sharding"
     refused(message, restore, EXAMPLE, sharding=jax.devices()[0])
     message = r"is of another buffer.*(\n.*)*resize=True"

@@ -12,18 +12,19 @@ import jaxreplay as jr
 from jaxreplay.samplers import PrioritySampler
 from tests.conftest import ALL, SOAK
 from tests.distributed import common
+from tests.distributed.common import CASES, MASKED, PAIRS, PRIORITIZED, items, mesh_of, whole
 from tests.support.buffers import KINDS, bits
 from tests.support.hlo import compiled, sent
 
 KEY = jax.random.key(5)
-FEW = [case for case in common.CASES if case in KINDS or case is common.PAIRS]
-PLACES = [(common.PRIORITIZED, 8, "explicit"), (common.MASKED, 2, "auto")]
+FEW = [case for case in CASES if case in KINDS or case is PAIRS]
+PLACES = [(PRIORITIZED, 8, "explicit"), (MASKED, 2, "auto")]
 if ALL:
     PLACES += [
         (case, num, kind)
-        for case in common.CASES
+        for case in CASES
         for num, kind in ((1, "auto"), (2, "explicit"), (4, "auto"), (8, "auto"))
-        if SOAK or (num == 4 and case in FEW) or case is common.PRIORITIZED
+        if SOAK or (num == 4 and case in FEW) or case is PRIORITIZED
     ]
 
 
@@ -41,7 +42,7 @@ def life(case, buffer, given, key, largest=lambda priority: priority):
         top = largest(state.sampler.max_priority)
         state = state.replace(sampler=state.sampler.replace(max_priority=top))
         found["updated"] = state
-    if not case.is_items and case is not common.PAIRS:
+    if not case.is_items and case is not PAIRS:
         found["ended"] = state = buffer.end_streams(state, ended)
     found |= {"size": buffer.size(state), "can_sample": buffer.can_sample(state)}
     found["cleared"] = state = buffer.clear(state)
@@ -52,7 +53,7 @@ def life(case, buffer, given, key, largest=lambda priority: priority):
     ("case", "num", "kind"), PLACES, ids=[f"{case.name}-{num}" for case, num, _ in PLACES]
 )
 def test_shards_equal_vmapped_buffers_to_the_bit(case, num, kind):
-    buffer = jr.sharded(common.whole(case), common.mesh_of(num, kind))
+    buffer = jr.sharded(whole(case), mesh_of(num, kind))
     local = buffer.local.buffer
     assert local.capacity == 256 // num
     time = 256 // 8 + 9  # it wraps
@@ -96,7 +97,7 @@ def test_shards_equal_vmapped_buffers_to_the_bit(case, num, kind):
 
 def test_all_shards_know_the_largest_priority():
     """Priorities of rows that another shard has are ignored."""
-    buffer = common.items(4, jr.Prioritized(alpha=1.0))
+    buffer = items(4, jr.Prioritized(alpha=1.0))
     step, mask = np.zeros(4, np.float32), np.array([False, True, True, False])
 
     @jax.jit
@@ -119,7 +120,7 @@ def test_all_shards_know_the_largest_priority():
 
 
 def test_an_index_of_an_empty_buffer_names_no_row():
-    buffer = common.items(2, jr.Prioritized(alpha=1.0))
+    buffer = items(2, jr.Prioritized(alpha=1.0))
 
     @jax.jit
     def run():
@@ -137,10 +138,10 @@ def test_an_index_of_an_empty_buffer_names_no_row():
 
 
 def test_a_mesh_of_two_axes_has_replicas():
-    mesh, case = jax.make_mesh((4, 2), ("data", "model")), common.PRIORITIZED
+    mesh, case = jax.make_mesh((4, 2), ("data", "model")), PRIORITIZED
 
     def filled(*place):
-        buffer = jr.sharded(common.whole(case), *place)
+        buffer = jr.sharded(whole(case), *place)
 
         @jax.jit
         def sampled(state, block):
@@ -157,7 +158,7 @@ def test_a_mesh_of_two_axes_has_replicas():
         assert all(one == other for one, other in parts.values())
     found = filled(mesh, ("data", "model"))
     assert np.asarray(found[1].is_valid).all()
-    assert bits(found) == bits(filled(common.mesh_of(8)))
+    assert bits(found) == bits(filled(mesh_of(8)))
 
 
 class Heavy(jr.Prioritized):
@@ -172,15 +173,14 @@ class Latest(jr.samplers.Sampler):
 
 
 def test_what_cannot_be_sharded_is_refused():
-    mesh = common.mesh_of(4)
+    mesh = mesh_of(4)
 
     def refused(message, *place, **sizes):
         shape = {"capacity": 64, "num_envs": 4, "batch_size": 8}
         with pytest.raises(ValueError, match=message):
             jr.sharded(jr.items(**shape | sizes), *(place or (mesh,)))
 
-    message = "num_envs=6 cannot .* among 4 devices; 4 and 8 can"
-    refused(message, num_envs=6, capacity=66)
+    refused("num_envs=6 cannot .* among 4 devices; 4 and 8 can", num_envs=6, capacity=66)
     refused("num_envs=1 cannot be divided among 4 devices; 4 can", num_envs=1)
     refused("batch_size=2 cannot .*; 4 can", batch_size=2)
     refused("the mesh has no axis 'x', but 'data'", mesh, "x")
@@ -189,14 +189,14 @@ def test_what_cannot_be_sharded_is_refused():
     refused("lacks mass", sampler=Latest())
     for case in common.REFUSED:
         with pytest.raises(ValueError, match=r"sharded: (Queue|WithoutReplacement)"):
-            jr.sharded(common.whole(case), mesh)
+            jr.sharded(whole(case), mesh)
 
 
 def test_bad_arguments_are_refused():
     shape = {"num_envs": 4, "batch_size": 8}
     one, own = jr.items(capacity=64, **shape), jr.items(capacity=16, batch_size=2)
-    uniform = jr.sharded(one, common.mesh_of(4))
-    prioritized = common.items(4, jr.Prioritized())
+    uniform = jr.sharded(one, mesh_of(4))
+    prioritized = items(4, jr.Prioritized())
 
     def refused(message, buffer, method, *given, state_of=None):
         state = jax.eval_shape((state_of or buffer).init, np.float32(0))
@@ -211,8 +211,7 @@ def test_bad_arguments_are_refused():
     refused(r"steps: got float32\[16\], expected float32\[64\]", uniform, "size", state_of=own)
     update, priority, place = "update_priorities", np.ones(32, np.float32), np.arange(32)
     refused("the sampler Uniform has no priorities", uniform, update, place, priority)
-    message = r"index must be the batch\.index of a sample"
-    refused(message, prioritized, update, place, priority)
+    refused(r"index must be the batch\.index of a sample", prioritized, update, place, priority)
     index = jr.types.Index(np.zeros(30, np.int32), np.zeros(30, np.uint32))
     message = "update_priorities: items=30 cannot be divided among 4"
     refused(message, prioritized, update, index, priority[:30])
@@ -221,8 +220,8 @@ def test_bad_arguments_are_refused():
 
 
 def test_min_size_is_of_the_whole():
-    sizes = {"capacity": 64, "num_envs": 2, "batch_size": 4, "min_size": 5}
-    jitted = jr.jit(jr.sharded(jr.items(**sizes, allow_mask=True), common.mesh_of(2)))
+    buffer = jr.items(capacity=64, num_envs=2, batch_size=4, min_size=5, allow_mask=True)
+    jitted = jr.jit(jr.sharded(buffer, mesh_of(2)))
     state = jitted.init(0.0)
     assert repr(state).startswith("ReplayState(2 shards x 1 env x 32 rows, item f32[]")
     for number in range(1, 7):  # all in one shard
@@ -238,10 +237,10 @@ def test_min_size_is_of_the_whole():
 def test_a_population_equals_its_members(kind):
     """A loop of the user's, whose carry keeps its type. Vmapped, and inside of a `shard_map` over
     an axis of its own, it does for each member what it does without a population."""
-    case, num = common.PRIORITIZED, 4
-    one = jr.sharded(common.whole(case), common.mesh_of(4, kind))
+    case, num = PRIORITIZED, 4
+    one = jr.sharded(whole(case), mesh_of(4, kind))
     mesh = jax.make_mesh((2, 4), ("population", "data"), axis_types=(common.AXES[kind],) * 2)
-    local = jr.sharded(common.whole(case), mesh).local
+    local = jr.sharded(whole(case), mesh).local
 
     def run(buffer, state, block, key):
         def iteration(state, step):
@@ -272,10 +271,7 @@ def test_a_population_equals_its_members(kind):
     assert bits(jax.jit(mapped)(*placed)) == expected
 
 
-@pytest.mark.parametrize(
-    "autoreset",
-    ["same_step_no_final_obs", pytest.param("next_step", marks=pytest.mark.thorough)],
-)
+@pytest.mark.parametrize("autoreset", ["same_step_no_final_obs", *["next_step"] * ALL])
 def test_a_rollout_is_divided_by_envs(autoreset):
     num_envs, num = common.NUM_ENVS, 4
     whole, own = (
@@ -300,7 +296,7 @@ def test_a_rollout_is_divided_by_envs(autoreset):
     specs = jr.RolloutState(steps=envs, mask=envs, position=P(), num_dropped=P(), last=P("data"))
     mapped = jax.shard_map(
         functools.partial(run, own),
-        mesh=common.mesh_of(num),
+        mesh=mesh_of(num),
         in_specs=(specs, envs),
         out_specs=(specs, envs, envs),
     )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxreplay._util import xla
-from tests.conftest import IS_QUICK, SOAK
+from tests.conftest import ALL, IS_QUICK, SOAK
 from tests.support.buffers import bits
 
 HERE = pathlib.Path(__file__).parent
@@ -79,7 +79,7 @@ def finished(processes):
         assert process.returncode == 0, error[-3000:]
 
 
-@pytest.mark.parametrize("num", [2, pytest.param(4, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("num", [2, *[4] * ALL])
 def test_several_processes_equal_one_to_the_bit(num, tmp_path):
     results = []
     for count in (1, num):
