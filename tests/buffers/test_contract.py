@@ -1,5 +1,6 @@
 """Contract that every buffer of the catalog fulfills."""
 
+import dataclasses
 import re
 
 import chex
@@ -13,26 +14,17 @@ import jaxreplay.compat.flax
 from jaxreplay.samplers import PrioritySampler
 from tests.conftest import ALL
 from tests.support import programs
-from tests.support.buffers import CATALOG, FEW, KINDS, draw, everything, jitted, jitted_draw
+from tests.support.buffers import CATALOG, FEW, KINDS, draw, each, everything, jitted, jitted_draw
+from tests.support.steps import nth, stacked
 
-catalog = pytest.mark.parametrize("case", CATALOG, ids=lambda case: case.name)
+catalog, kinds, few_kinds = each(CATALOG), each(KINDS), each(FEW)
 OTHERS = ("prioritized next_step, minimum", "transform of prioritized")
-cases = pytest.mark.parametrize(
-    "case",
-    [case for case in CATALOG if ALL or case in KINDS or case.name in OTHERS],
-    ids=lambda case: case.name,
-)
-kinds = pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
-few_kinds = pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
+cases = each([case for case in CATALOG if ALL or case in KINDS or case.name in OTHERS])
 
 
 def assert_same(got, expected, name=""):
     chex.assert_trees_all_equal_structs(got, expected, custom_message=name)
     chex.assert_trees_all_equal(*jax.device_get((got, expected)), custom_message=name, strict=True)
-
-
-def nth(tree, number):
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[number], tree)
 
 
 def found_of(case, state=None):
@@ -45,77 +37,58 @@ def found_of(case, state=None):
 @catalog
 @pytest.mark.no_xla
 def test_an_abstract_example_is_enough(case):
-    buffer = case.replay()
-    concrete = programs.first(case.step())
-    specs = [jax.eval_shape(lambda one=one: buffer.init(one)) for one in (case.example(), concrete)]
-    assert specs[0] == specs[1]
+    init = case.replay().init
+    by_shapes = jax.eval_shape(lambda: init(case.example()))
+    assert by_shapes == jax.eval_shape(lambda: init(nth(case.step(), 0)))
 
 
 # Eager mode compiles each primitive by itself, which is slow.
-@pytest.mark.parametrize("case", CATALOG if ALL else KINDS[:1], ids=lambda case: case.name)
+@each(CATALOG if ALL else KINDS[:1])
 def test_jit_equals_eager(case):
-    buffer = case.replay()
-    state, (step, mask, priority) = (
-        case.filled(buffer),
-        programs.first(programs.given(case, buffer)),
-    )
-    batch = draw(buffer, state, jax.random.key(3))
-    eager = [buffer.add(state, step, mask, priority), batch]
-    compiled = [
-        jitted(buffer, "add")(state, step, mask, priority),
-        jitted_draw(buffer)(state, jax.random.key(3)),
-    ]
+    buffer, key = case.replay(), jax.random.key(3)
+    state = case.filled(buffer)
+    batch = draw(buffer, state, key)
+    assert_same(jitted_draw(buffer)(state, key), batch)
+    calls = [("add", nth(programs.given(case, buffer), 0))]
     if isinstance(buffer.sampler, PrioritySampler):
-        given = state, batch.index, np.linspace(0, 4, 8, dtype=np.float32)
-        eager.append(buffer.update_priorities(*given))
-        compiled.append(jitted(buffer, "update_priorities")(*given))
-    for got, expected in zip(compiled, eager, strict=True):
-        assert_same(got, expected)
+        calls.append(("update_priorities", (batch.index, np.linspace(0, 4, 8, dtype=np.float32))))
+    for name, given in calls:
+        assert_same(jitted(buffer, name)(state, *given), getattr(buffer, name)(state, *given))
 
 
 @few_kinds
 def test_vmap_equals_a_loop(case):
     buffer = case.replay()
-    run, blocks = (
-        programs.everything(buffer),
-        [programs.given(case, buffer, seed) for seed in (6, 7)],
-    )
-    states = [case.filled(buffer), run(case.filled(buffer), blocks[0], 2)["add"]]
-    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *zip(states, blocks, strict=True))
-    together = programs.of_population(buffer)(*stacked, 4)
-    for which, (state, block) in enumerate(zip(states, blocks, strict=True)):
-        assert_same(nth(together, which), jax.device_get(run(state, block, 4)))
+    run, state = programs.everything(buffer), case.filled(buffer)
+    block, other = (programs.given(case, buffer, seed) for seed in (6, 7))
+    members = [(state, block), (run(state, block, 2)["add"], other)]
+    together = jax.device_get(programs.of_population(buffer)(*stacked(members), 4))
+    for which, member in enumerate(members):
+        assert_same(nth(together, which), run(*member, 4))
 
 
 @catalog
 @pytest.mark.no_xla
 def test_a_state_keeps_its_structure_and_dtypes(case):
-    buffer = case.replay()
-    state = jax.eval_shape(buffer.init, case.example())
+    buffer, state = case.shapes()
     found = jax.eval_shape(programs.everything(buffer), state, programs.given(case, buffer), 1)
     spec = lambda state: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.weak_type), state)
     for name in {"add", "clear", "pop", "update"} & set(found):
         assert spec(found[name]) == spec(state), name
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CATALOG if case.is_plain], ids=lambda case: case.name
-)
+@each([case for case in CATALOG if case.is_plain])
 @pytest.mark.no_xla
 def test_items_come_back_with_their_dtypes(case):
-    buffer, step = case.replay(), case.step()
-    state = jax.eval_shape(buffer.init, case.example())
-    batch = jax.eval_shape(programs.everything(buffer), state, programs.given(case, buffer), 1)
-    items = batch["draw"].experience
-    pairs = [(items, step)]
-    if not case.is_items:
-        pairs = [
-            (getattr(items, name), getattr(step, name)) for name in ("obs", "action", "extras")
-        ]
-        pairs.append((items.next_obs, step.obs))
-    spec = lambda tree: jax.tree.map(lambda x: (x.dtype, x.shape[1:]), tree)
-    for stored, added in pairs:
-        assert spec(stored) == spec(added)
+    (buffer, state), step = case.shapes(), case.step()
+    found = jax.eval_shape(programs.everything(buffer), state, programs.given(case, buffer), 1)
+    items = found["draw"].experience
+    spec = lambda *trees: jax.tree.map(lambda x: (x.dtype, x.shape[1:]), trees)
+    if case.is_items:
+        assert spec(items) == spec(step)
+    else:
+        stored = spec(items.obs, items.next_obs, items.action, items.extras)
+        assert stored == spec(step.obs, step.obs, step.action, step.extras)
 
 
 @catalog
@@ -129,11 +102,10 @@ def test_equal_configurations_share_one_trace(case):
         return buffer.add(state, step, *mask)
 
     for seed in range(2):
-        buffer = case.replay()
-        state = jax.eval_shape(buffer.init, case.example())
+        buffer, state = case.shapes()
         jax.eval_shape(add, buffer, state, case.step(seed), case.mask(buffer, seed))
-    assert hash(case.replay()) == hash(case.replay())
-    assert jax.tree.leaves(case.replay()) == []
+    assert hash(buffer) == hash(case.replay())
+    assert jax.tree.leaves(buffer) == []
 
 
 @kinds
@@ -154,18 +126,17 @@ def test_extend_equals_add_for_each_step(case):
     buffer = case.replay()
     start, block = case.filled(buffer, 9), programs.given(case, buffer)
     added, extended = jax.device_get(programs.blocks(buffer)(start, block))
-    get = everything(buffer)
-    assert_same(extended[0], jax.device_get(start))  # of a block without steps
-    for time, got in list(zip(programs.PARTS, extended, strict=True))[1:]:
-        expected = nth(added, time - 1)
+
+    def parts(state):
         # Rows by `get`, since the stored bits of a masked step mean nothing.
-        assert_same(*(get(state, 1) for state in (got, expected)))
-        assert_same(got.streams.replace(steps=()), expected.streams.replace(steps=()))
-        assert_same(got.episodes, expected.episodes)
+        found = [everything(buffer)(state, 1), state.streams.replace(steps=()), state.episodes]
         if isinstance(buffer.sampler, PrioritySampler):
-            assert_same(got.sampler.tree.sums[0], expected.sampler.tree.sums[0])
-            got, expected = (one.sampler.replace(tree=()) for one in (got, expected))
-            assert_same(got, expected)
+            found += [state.sampler.tree.sums[0], state.sampler.replace(tree=())]
+        return found
+
+    assert_same(extended[0], start)  # of a block without steps
+    for time, got in [*zip(programs.PARTS, extended, strict=True)][1:]:
+        assert_same(parts(got), parts(nth(added, time - 1)))
 
 
 @cases
@@ -233,20 +204,19 @@ def test_a_state_goes_through_serialization(case):
     state = case.filled(buffer)
     content = flax.serialization.to_bytes(state)
     restored = flax.serialization.from_bytes(case.empty(buffer), content)
-    assert_same(jax.device_get(restored), jax.device_get(state))
+    assert_same(restored, state)
     assert_same(found_of(case, restored), found_of(case))
 
 
 @catalog
 @pytest.mark.no_xla
 def test_the_wrong_leaf_is_named(case):
-    buffer, step = case.replay(), case.step()
-    state = jax.eval_shape(buffer.init, case.example())
+    (buffer, state), step = case.shapes(), case.step()
     name = "image" if case.is_items else "obs.image"
     with pytest.raises(
         ValueError, match=rf"  {name}: got uint8\[.*\], expected uint8\[4, .*\]"
     ) as error:
-        jax.eval_shape(buffer.add, state, programs.first(step))
+        jax.eval_shape(buffer.add, state, nth(step, 0))
     assert str(error.value).startswith("add:\n")
     assert "add takes one step of every env" in str(error.value)
     with pytest.raises(ValueError, match=rf"  {name}: got ") as error:
@@ -257,19 +227,17 @@ def test_the_wrong_leaf_is_named(case):
         jax.eval_shape(buffer.add, state, wrong)
 
 
-@pytest.mark.parametrize("case", CATALOG if ALL else KINDS[1::2], ids=lambda case: case.name)
+@each(CATALOG if ALL else KINDS[1::2])
 def test_min_size_is_waited_for(case):
-    buffer = case.replay()
-    fields = {name: getattr(buffer, name) for name in buffer.__dataclass_fields__}
-    waiting = jr.ReplayBuffer(**(fields | {"min_size": 12}))
+    buffer = dataclasses.replace(case.replay(), min_size=12)
 
     def add(state, block):
-        state = waiting.add(state, *block)
-        valid = draw(waiting, state, jax.random.key(0)).is_valid
-        return state, (waiting.size(state), waiting.can_sample(state), valid)
+        state = buffer.add(state, *block)
+        valid = draw(buffer, state, jax.random.key(0)).is_valid
+        return state, (buffer.size(state), buffer.can_sample(state), valid)
 
-    block = programs.given(case, waiting)
-    found = jax.jit(lambda state: jax.lax.scan(add, state, block)[1])(case.empty(waiting))
+    block = programs.given(case, buffer)
+    found = jax.jit(lambda state: jax.lax.scan(add, state, block)[1])(case.empty(buffer))
     size, can_sample, valid = map(np.asarray, found)
     np.testing.assert_array_equal(can_sample, size >= 12)
     np.testing.assert_array_equal(valid.any(axis=1), size >= 12)

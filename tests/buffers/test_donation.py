@@ -12,11 +12,11 @@ import pytest
 import jaxreplay as jr
 from jaxreplay.buffers import state_checks
 from tests.support.compilations import count_programs
+from tests.support.steps import nth, plain_step, stacked
 
-ONE, FLAG = np.ones(2, np.float32), np.zeros(2, bool)
-STEP = jr.Step(np.ones((2, 3), np.float32), ONE, ONE, terminated=FLAG, truncated=FLAG)
-BLOCK = jax.tree.map(lambda leaf: np.stack([leaf] * 5), STEP)
-EXAMPLE = jax.tree.map(lambda leaf: leaf[0], STEP)
+ONE = np.ones(2, np.float32)
+STEP = plain_step(ONE, obs=np.ones((2, 3), np.float32))
+BLOCK, EXAMPLE = stacked([STEP] * 5), nth(STEP, 0)
 PRIORITIZED = jr.prioritized(
     capacity=64, num_envs=2, batch_size=4, autoreset="same_step_no_final_obs"
 )
@@ -115,11 +115,10 @@ def test_inside_of_jit_and_vmap_a_jitted_method_is_the_method():
     state = jax.device_get(plain.init(np.float32(0)))
     inner = functools.partial(run, jr.jit(plain))
     expected = jax.device_get(jax.jit(functools.partial(run, plain))(state))
-    states = jax.tree.map(lambda leaf: np.stack([leaf]), state)
     for got in (
         jax.jit(inner)(state),
         jax.jit(lambda: inner(state))(),
-        jax.tree.map(lambda leaf: leaf[0], jax.device_get(jax.vmap(inner)(states))),
+        nth(jax.device_get(jax.vmap(inner)(stacked([state]))), 0),
     ):
         chex.assert_trees_all_equal(jax.device_get(got), expected)
     with pytest.raises(ValueError, match=r"add: *\n.*got float32\[2, 1\]"):

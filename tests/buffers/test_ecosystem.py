@@ -8,7 +8,8 @@ import pytest
 
 import jaxreplay as jr
 import jaxreplay.compat.flax
-from tests.support.buffers import CATALOG, KINDS, bits
+from tests.support.buffers import CATALOG, KINDS, bits, each
+from tests.support.steps import plain_step
 
 ocp = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
 
@@ -16,22 +17,16 @@ ocp = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
 @pytest.mark.no_xla
 def test_no_state_has_an_array_without_elements():
     """Orbax refuses empty arrays, so unused parts of a state are None."""
-    sizes = {
-        case.name: {
-            leaf.size
-            for leaf in jax.tree.leaves(jax.eval_shape(case.replay().init, case.example()))
-        }
-        for case in CATALOG
-    }
-    assert [name for name, found in sizes.items() if 0 in found] == []
+    for case in CATALOG:
+        assert all(leaf.size for leaf in jax.tree.leaves(case.shapes())), case.name
 
 
-@pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
+@each(KINDS)
 def test_flax_and_orbax_bring_a_state_back(case, tmp_path):
     r = np.random.default_rng(0)
     state = jax.tree.map(
         lambda leaf: jax.device_put(r.integers(0, 100, leaf.shape).astype(leaf.dtype)),
-        jax.eval_shape(case.replay().init, case.example()),
+        case.shapes()[1],
     )
     empty = jax.tree.map(np.zeros_like, state)
     by_flax = flax.serialization.from_bytes(empty, flax.serialization.to_bytes(state))
@@ -68,8 +63,7 @@ def test_configurations_samples_and_rollouts_are_shown_in_one_line():
         "ReplayBuffer(capacity=8, batch_size=2, sampler=Uniform(), view=TransitionView(n_step=3), "
         "autoreset='next_step')"
     )
-    number, flag = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), bool)
-    step = jr.Step({"x": number}, number, number, terminated=flag, truncated=flag)
+    step = plain_step(np.float32(0), obs={"x": np.float32(0)})
     state = jax.eval_shape(buffer.init, step)
     assert repr(state) == "ReplayState(1 env x 8 rows, obs {x: f32[]}, 160 B)"
     batch = jax.eval_shape(lambda state: buffer.sample(state, jax.random.key(0)), state)

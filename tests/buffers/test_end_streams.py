@@ -10,6 +10,7 @@ import pytest
 
 import jaxreplay as jr
 from tests.support.sampling import assert_same
+from tests.support.steps import begun, nth, stacked
 
 E = 3
 FORMS = ("next_step", "same_step", "same_step_no_final_obs")
@@ -96,14 +97,6 @@ def history(form, seed=0):
     return stacked(steps), np.stack(resets), known
 
 
-def stacked(trees):
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
-
-
-def nth(tree, place):
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[place], tree)
-
-
 def watch(buffer, steps, resets):
     """Return all items, look-ups and the size after each step and reset."""
     rows = jnp.arange(buffer.capacity)
@@ -118,7 +111,7 @@ def watch(buffer, steps, resets):
             look = table.steps_to_end(rows), table.steps_from_start(rows), again.streams.steps.obs
         return state, (buffer.get(again, rows, jax.random.key(0)), look, buffer.size(again))
 
-    state = buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], steps))
+    state = buffer.init(nth(steps, (0, 0)))
     return jax.lax.scan(turn, buffer.end_streams(state), (steps, resets))[1]
 
 
@@ -174,7 +167,7 @@ def test_a_population_ends_its_streams():
     histories = [history("next_step", seed)[:2] for seed in (0, 1)]
     together = jax.jit(jax.vmap(functools.partial(watch, buffer)))(*stacked(histories))
     for which, one in enumerate(histories):
-        assert_same(nth(together, which), jitted_watch(buffer, *one))
+        assert_same(nth(jax.device_get(together), which), jitted_watch(buffer, *one))
 
 
 @pytest.mark.parametrize(
@@ -202,14 +195,13 @@ def test_it_is_a_truncated_step(make, options):
     def run(blocks, are_ended, more):
         """Return two states after each of more steps. Of the first, all streams were ended."""
 
-        def begun(block, is_ended):
-            state = buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], block))
-            return buffer.end_streams(buffer.extend(state, block), jnp.full(E, is_ended))
+        def ended(block, is_ended):
+            return buffer.end_streams(begun(buffer, block), jnp.full(E, is_ended))
 
         def add(states, step):
             return jax.vmap(buffer.add, (0, None))(states, step), states
 
-        last, states = jax.lax.scan(add, jax.vmap(begun)(blocks, are_ended), more)
+        last, states = jax.lax.scan(add, jax.vmap(ended)(blocks, are_ended), more)
         return states, last
 
     for seed in range(6):
@@ -219,7 +211,8 @@ def test_it_is_a_truncated_step(make, options):
         flagged = {**block, "truncated": block["truncated"].copy()}
         flagged["truncated"][-1] = True
         more = Envs(form, seed + 100).steps(6)
-        states, last = run(stacked([block, flagged]), np.array([True, False]), more)
+        given = stacked([block, flagged]), np.array([True, False]), more
+        states, last = jax.device_get(run(*given))
         assert_same(nth(last, 0), nth(last, 1))
         # Of an episode of one step, the table has an entry that is not read, until the next.
         since = int(buffer.track_episodes)
@@ -227,11 +220,8 @@ def test_it_is_a_truncated_step(make, options):
 
 
 def test_a_replay_ends_its_streams():
-    envs = Envs("same_step_no_final_obs", 0)
-    buffer = jr.uniform(
-        capacity=30 * E, num_envs=E, batch_size=4, autoreset="same_step_no_final_obs"
-    )
-    replay = jr.Replay(buffer)
+    form = "same_step_no_final_obs"
+    envs, replay = Envs(form, 0), jr.Replay(buffer_of("uniform", form))
     replay.end_streams()
     for _ in range(6):
         replay.add(envs.step())

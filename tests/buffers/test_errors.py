@@ -13,11 +13,12 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay.buffers import jitted
+from tests.support.steps import nth, plain_step
 
 SHARED = {"capacity": 8, "num_envs": 2, "batch_size": 4}
 ZEROS, FLAGS = np.zeros(2, np.float32), np.zeros(2, bool)
-STEP = jr.Step(ZEROS, ZEROS, ZEROS, terminated=FLAGS, truncated=FLAGS)
-EXAMPLE = jax.tree.map(lambda leaf: leaf[0], STEP)
+STEP = plain_step(ZEROS)
+EXAMPLE = nth(STEP, 0)
 UNIFORM = jr.uniform(**SHARED, autoreset="same_step_no_final_obs")
 ITEMS = jr.items(**SHARED)
 

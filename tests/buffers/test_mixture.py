@@ -7,6 +7,7 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay.targets import importance_weights
+from tests.support.steps import begun, plain_step
 
 ENVS = {"autoreset": "same_step_no_final_obs"}
 OFFLINE = jr.uniform(**ENVS, capacity=32, num_envs=1, batch_size=7)
@@ -15,10 +16,8 @@ MIXTURE = jr.mix(offline=(OFFLINE, 200), online=(ONLINE, 300))
 
 
 def filled(buffer, value):
-    obs = value + np.arange(6 * buffer.num_envs, dtype=np.float32).reshape(6, -1)
-    flag = np.zeros(obs.shape, bool)
-    block = jr.Step(obs=obs, action=obs, reward=obs, terminated=flag, truncated=flag)
-    return buffer.extend(buffer.init(jax.tree.map(lambda x: x[0, 0], block)), block)
+    numbers = value + np.arange(6 * buffer.num_envs, dtype=np.float32)
+    return begun(buffer, plain_step(numbers.reshape(6, -1)))
 
 
 @pytest.fixture(scope="module")

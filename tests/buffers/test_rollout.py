@@ -13,11 +13,13 @@ import pytest
 import jaxreplay as jr
 import jaxreplay.compat.flax
 from tests.support import hlo
+from tests.support.steps import nth, stacked
 
 T, E, TIME = 6, 2, 9
 FORMS = ("next_step", "same_step")
 PARTS = (0, 1, T, TIME)
 forms = pytest.mark.parametrize("form", FORMS)
+assert_same = functools.partial(chex.assert_trees_all_equal, strict=True)
 
 
 def rollout_of(form, length=T, num_envs=E):
@@ -45,10 +47,6 @@ def block_of(form, seed=0):
             "half": r.normal(size=(*axes, 1)).astype(np.float16),
         },
     )
-
-
-def nth(tree, place):
-    return jax.tree.map(lambda leaf: leaf[place], tree)
 
 
 def example_of(form):
@@ -104,9 +102,7 @@ def test_steps_are_held_as_they_came_and_the_rest_is_counted(form):
     block, (_, added, _) = block_of(form), told(form)
     for time in range(TIME):
         found, held = nth(added, time), min(time + 1, T)
-        chex.assert_trees_all_equal(
-            nth(found["steps"], slice(held)), nth(block, slice(held)), strict=True
-        )
+        assert_same(nth(found["steps"], slice(held)), nth(block, slice(held)))
         state = found["state"]
         assert (state.position, state.num_dropped) == (held, time + 1 - held)
         assert found["can_add"] == (held < T, held + 3 <= T)
@@ -142,23 +138,20 @@ def test_extend_equals_add_for_each_step_also_beyond_the_length(form):
     block, (empty, added, extended) = block_of(form), told(form)
     for part, state in zip(PARTS, extended, strict=True):
         expected = nth(added["state"], part - 1) if part else empty["state"]
-        chex.assert_trees_all_equal(state, expected, strict=True)
+        assert_same(state, expected)
     # An extend by 4 steps after 3 adds: as 7 adds.
     again = jax.tree.map(lambda leaf: np.concatenate([leaf[:3], leaf[:6]]), block)
     _, expected, _ = jitted_tell(rollout_of(form), again)
-    chex.assert_trees_all_equal(
-        nth(added["extend"], 2), nth(jax.device_get(expected["state"]), 6), strict=True
-    )
+    assert_same(nth(added["extend"], 2), nth(jax.device_get(expected["state"]), 6))
 
 
 @pytest.mark.parametrize("form", [FORMS[0], pytest.param(FORMS[1], marks=pytest.mark.thorough)])
 def test_vmap_equals_a_loop(form):
     blocks = [block_of(form, seed) for seed in (0, 1)]
-    together = jax.tree.map(lambda *leaves: np.stack(leaves), *blocks)
-    found = jax.device_get(jax.jit(jax.vmap(functools.partial(tell, rollout_of(form))))(together))
+    together = jax.jit(jax.vmap(functools.partial(tell, rollout_of(form))))(stacked(blocks))
     for which, block in enumerate(blocks):
         expected = jitted_tell(rollout_of(form), block)
-        chex.assert_trees_all_equal(nth(found, which), jax.device_get(expected), strict=True)
+        assert_same(nth(jax.device_get(together), which), jax.device_get(expected))
 
 
 @pytest.mark.thorough  # eager mode compiles each primitive by itself
@@ -166,8 +159,8 @@ def test_vmap_equals_a_loop(form):
 def test_jit_equals_eager(form):
     rollout, block = rollout_of(form), block_of(form)
     state = rollout.add(rollout.init(example_of(form)), nth(block, 0))
-    expected = nth(told(form)[1], 0)
-    chex.assert_trees_all_equal(jax.device_get(operations(rollout, state, block)), expected)
+    found = jax.device_get(operations(rollout, state, block))
+    chex.assert_trees_all_equal(found, nth(told(form)[1], 0))
 
 
 @forms
@@ -235,7 +228,7 @@ def test_a_state_goes_through_serialization():
     )
     empty = jax.tree.map(np.zeros_like, state)
     restored = flax.serialization.from_bytes(empty, flax.serialization.to_bytes(state))
-    chex.assert_trees_all_equal(restored, state, strict=True)
+    assert_same(restored, state)
 
 
 def shuffled(method, **sizes):
@@ -260,7 +253,5 @@ def test_minibatches_hold_each_row_once_an_epoch_in_a_new_order():
 
 def test_a_minibatch_has_its_rows():
     block, found = block_of("same_step"), nth(told("same_step")[1], -1)
-    chex.assert_trees_all_equal(found["minibatch"], nth(block, ([2, 0, 5], [1, 0, 1])), strict=True)
-    chex.assert_trees_all_equal(
-        found["env_minibatch"], nth(block, (slice(T), slice(1, 2))), strict=True
-    )
+    assert_same(found["minibatch"], nth(block, ([2, 0, 5], [1, 0, 1])))
+    assert_same(found["env_minibatch"], nth(block, (slice(T), slice(1, 2))))

@@ -11,52 +11,57 @@ import pytest
 
 import jaxreplay as jr
 import jaxreplay.compat.flax
-from tests.support.buffers import CATALOG
+from tests.support.buffers import CATALOG, each
 from tests.support.sampling import assert_same
+from tests.support.steps import begun, nth, plain_step, stacked
 
-SHARED = {"capacity": 64, "num_envs": 2, "batch_size": 8}
-FLAG, ZERO = np.zeros(2, bool), np.zeros(2, np.float32)
-OBS = np.zeros((2, 3), np.float32)
-STEP = jr.Step(obs=OBS, action=ZERO, reward=ZERO, terminated=FLAG, truncated=FLAG)
-BLOCK = jax.tree.map(lambda leaf: np.stack([leaf] * 3), STEP)
-EXAMPLE = jax.tree.map(lambda leaf: leaf[0], STEP)
+SHARED = {"capacity": 64, "num_envs": 2, "batch_size": 8, "autoreset": "next_step"}
+ZERO = np.zeros(2, np.float32)
+STEP = plain_step(ZERO, obs=np.zeros((2, 3), np.float32))
+BLOCK, EXAMPLE = stacked([STEP] * 3), nth(STEP, 0)
 INDEX = jr.types.Index(row=np.zeros(8, np.int32), lap=np.zeros(8, np.uint32))
 ROWS, PRIORITY = np.arange(8, dtype=np.int32), np.ones(8, np.float32)
 KEY = jax.random.wrap_key_data(np.zeros(2, np.uint32))
 
 
 def uniform(**changes):
-    return jr.uniform(**{**SHARED, "autoreset": "next_step", **changes})
+    return jr.uniform(**SHARED | changes)
 
 
+# what each method takes after the state
 METHODS = {
-    "add": lambda buffer, state: buffer.add(state, STEP),
-    "extend": lambda buffer, state: buffer.extend(state, BLOCK),
-    "sample": lambda buffer, state: buffer.sample(state, KEY),
-    "get": lambda buffer, state: buffer.get(state, ROWS),
-    "update_priorities": lambda buffer, state: buffer.update_priorities(state, INDEX, PRIORITY),
-    "metrics": lambda buffer, state: buffer.metrics(state),
-    "size": lambda buffer, state: buffer.size(state),
-    "can_sample": lambda buffer, state: buffer.can_sample(state),
-    "age": lambda buffer, state: buffer.age(state, INDEX),
-    "clear": lambda buffer, state: buffer.clear(state),
-    "end_streams": lambda buffer, state: buffer.end_streams(state),
-    "episode_table": lambda buffer, state: buffer.episode_table(state).steps_to_end(ROWS),
-    "pop": lambda buffer, state: buffer.pop(state, KEY),
-    "can_add": lambda buffer, state: buffer.can_add(state),
+    "add": (STEP,),
+    "extend": (BLOCK,),
+    "sample": (KEY,),
+    "get": (ROWS,),
+    "update_priorities": (INDEX, PRIORITY),
+    "metrics": (),
+    "size": (),
+    "can_sample": (),
+    "age": (INDEX,),
+    "clear": (),
+    "end_streams": (),
+    "episode_table": (),
+    "pop": (KEY,),
+    "can_add": (),
 }
+
+
+def call(method, buffer, state):
+    got = getattr(buffer, method)(state, *METHODS[method])
+    return got.steps_to_end(ROWS) if method == "episode_table" else got
 
 
 def buffer_for(method, **sizes):
     """Return a buffer that has the method."""
-    made = {**SHARED, "autoreset": "next_step", "allow_mask": True, "track_episodes": True, **sizes}
+    made = SHARED | {"allow_mask": True, "track_episodes": True, **sizes}
     if method in ("pop", "can_add"):
         return jr.transitions(**made, sampler=jr.Queue())
     return jr.prioritized(**made, normalize_weights="buffer")
 
 
-def spec_of(buffer, example=EXAMPLE):
-    return jax.eval_shape(buffer.init, example)
+def spec_of(buffer):
+    return jax.eval_shape(buffer.init, EXAMPLE)
 
 
 def on_host(spec):
@@ -65,18 +70,17 @@ def on_host(spec):
 
 def check_refused(buffer, state, message, method="sample"):
     """Check the error of a method, in `jit` and outside of it."""
-    for given in (state, on_host(state)):
+    run = functools.partial(call, method, buffer)
+    for way in (lambda: jax.eval_shape(run, state), lambda: run(on_host(state))):
         with pytest.raises(ValueError, match=f"(?s){method}: {message}"):
-            jax.eval_shape(lambda state: METHODS[method](buffer, state), given)
-    with pytest.raises(ValueError, match=f"(?s){method}: {message}"):
-        METHODS[method](buffer, on_host(state))
+            way()
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.no_xla
 def test_every_method_refuses_a_state_of_another_capacity(method):
     small, large = buffer_for(method), buffer_for(method, capacity=128)
-    jax.eval_shape(METHODS[method], small, spec_of(small))
+    jax.eval_shape(functools.partial(call, method), small, spec_of(small))
     message = "this state is not of this buffer: .*length: the state's is 32, this buffer's 64"
     check_refused(large, spec_of(small), message, method)
 
@@ -106,8 +110,8 @@ def test_every_method_refuses_a_state_of_another_capacity(method):
 )
 @pytest.mark.no_xla
 def test_what_differs_is_named_though_all_shapes_be_alike(changes, named):
-    made = {**SHARED, "autoreset": "next_step", "sampler": jr.Prioritized()}
-    other = jr.transitions(**{**made, **changes})
+    made = SHARED | {"sampler": jr.Prioritized()}
+    other = jr.transitions(**made | changes)
     check_refused(jr.transitions(**made), spec_of(other), f"this state is not of this .*{named}")
 
 
@@ -115,11 +119,10 @@ def test_what_differs_is_named_though_all_shapes_be_alike(changes, named):
 @pytest.mark.no_xla
 def test_every_method_takes_a_state_of_numpy_arrays(method):
     """`jax.device_get` and `flax.serialization.from_bytes` return such states."""
-    call, buffer = METHODS[method], buffer_for(method)
-    state = spec_of(buffer)
+    run = functools.partial(call, method, buffer_for(method))
+    state = spec_of(buffer_for(method))
     # What a traced function closes over stays a NumPy array; its arguments are tracers.
-    got = jax.eval_shape(lambda: call(buffer, on_host(state)))
-    assert got == jax.eval_shape(lambda state: call(buffer, state), state)
+    assert jax.eval_shape(lambda: run(on_host(state))) == jax.eval_shape(run, state)
 
 
 @pytest.mark.parametrize(
@@ -132,14 +135,14 @@ def test_every_method_takes_a_state_of_numpy_arrays(method):
 )
 def test_a_state_of_numpy_arrays_gives_the_same(methods):
     buffer = buffer_for(methods[0])
-    run = lambda state: {name: METHODS[name](buffer, state) for name in methods}
-    first = jax.jit(lambda: METHODS["extend"](buffer, buffer.init(EXAMPLE)))()
+    run = lambda state: {name: call(name, buffer, state) for name in methods}
+    first = jax.jit(begun)(buffer, BLOCK)
     restored = flax.serialization.from_bytes(first, flax.serialization.to_bytes(first))
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(restored))
     expected = jax.jit(run)(first)
     assert_same(jax.jit(lambda: run(restored))(), expected)
     for name in {"add", "update_priorities"} & set(methods):
-        assert_same(METHODS[name](jr.jit(buffer), restored), expected[name])
+        assert_same(call(name, jr.jit(buffer), restored), expected[name])
 
 
 def test_a_rollout_takes_a_state_of_numpy_arrays():
@@ -162,7 +165,7 @@ def test_what_does_not_change_a_states_meaning_may_differ():
         uniform(batch_size=3, min_size=2, gamma=0.5),
         dataclasses.replace(uniform(), sampler=jr.Recent(decay=0.5)),
     ):
-        batch = jax.eval_shape(METHODS["sample"], other, spec_of(uniform()))
+        batch = jax.eval_shape(other.sample, spec_of(uniform()), KEY)
         assert batch.is_valid.shape == (other.batch_size,)
 
 
@@ -207,17 +210,15 @@ def test_what_is_no_state_of_the_buffer_is_named(state, named):
     check_refused(uniform(), state, f".*{named}")
 
 
-@pytest.mark.parametrize("case", CATALOG, ids=lambda case: case.name)
+@each(CATALOG)
 @pytest.mark.no_xla
 def test_states_of_every_buffer_are_their_own(case):
     """A buffer accepts its state alone and in a vmap; buffers of items and of steps refuse each
     other's."""
-    buffer = case.replay()
-    state = spec_of(buffer, case.example())
+    buffer, state = case.shapes()
     add = lambda state: buffer.size(buffer.add(state, case.step()))
     assert jax.eval_shape(add, state).shape == ()
-    stacked = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype), state)
-    assert jax.eval_shape(jax.vmap(add), stacked).shape == (2,)
+    assert jax.eval_shape(jax.vmap(add), stacked([on_host(state)] * 2)).shape == (2,)
     for other in CATALOG:
         if other.is_items != case.is_items:
             check_refused(other.replay(), state, "this state is not of this buffer", "can_sample")
@@ -231,9 +232,11 @@ def test_a_state_that_was_handed_over_says_so():
     # A jitted method is compiled before it fails.
     calls += [(jr.jit(buffer), name) for name in ("add", "size", "update_priorities")]
     for which, name in calls:
-        message = f"{name}: this state was donated to an earlier call, .*Use that one: state ="
-        with pytest.raises(ValueError, match=message):
-            METHODS[name](which, state)
+        cure = r"Use that one: state = buffer.add\(state, step\)"
+        with pytest.raises(
+            ValueError, match=f"{name}: this state was donated to an earlier call, .*{cure}"
+        ):
+            call(name, which, state)
     mixture = jr.jit(jr.mix(a=(buffer, 4)))
     with pytest.raises(ValueError, match="sample: this state was donated to an earlier call"):
         mixture.sample({"a": state}, KEY)
@@ -249,15 +252,10 @@ def test_a_state_that_was_handed_over_says_so():
 @pytest.mark.no_xla
 def test_a_state_of_another_rollout_is_refused():
     make = functools.partial(jr.rollout, num_envs=2)
-    rollout, longer, other = (
-        make(length=4, autoreset="same_step_no_final_obs"),
-        make(length=8, autoreset="same_step_no_final_obs"),
-        make(length=4, autoreset="next_step"),
-    )
+    rollout, longer = (make(length=n, autoreset="same_step_no_final_obs") for n in (4, 8))
     message = r"(?s)steps.obs: got float32\[4, 2, 3\], expected float32\[8, 2, 3\].*not of this rol"
-    for method in (longer.steps, longer.clear, longer.add, longer.extend):
-        steps = {longer.add: (STEP,), longer.extend: (BLOCK,)}.get(method, ())
+    for name, *steps in (("steps",), ("clear",), ("add", STEP), ("extend", BLOCK)):
         with pytest.raises(ValueError, match=message):
-            method(on_host(spec_of(rollout)), *steps)
+            getattr(longer, name)(on_host(spec_of(rollout)), *steps)
     with pytest.raises(ValueError, match="last: unexpected"):
-        rollout.add(spec_of(other), STEP)
+        rollout.add(spec_of(make(length=4, autoreset="next_step")), STEP)

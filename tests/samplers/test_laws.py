@@ -16,6 +16,7 @@ from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from jaxreplay.storage.sampleable import Sampleable
 from tests.conftest import ALL, SOAK
 from tests.support.buffers import CATALOG, KINDS, everything, jitted
+from tests.support.steps import begun, nth, plain_step
 
 DRAWS = 2_000_000 if SOAK else 200_000
 LEAST = 1e-4
@@ -23,13 +24,8 @@ LEAST = 1e-4
 
 def law_of(discount, n, clip=False):
     """Return the probabilities of 1, ..., n in float64."""
-    if clip:
-        law = np.array(
-            [discount ** (k - 1) * (1 - discount) for k in range(1, n)] + [discount ** (n - 1)]
-        )
-        return law
-    law = np.array([discount ** (k - 1) for k in range(1, n + 1)])
-    return law / law.sum()
+    law = discount ** np.arange(float(n))
+    return np.append(law[:-1] * (1 - discount), law[-1]) if clip else law / law.sum()
 
 
 def check(counts, law):
@@ -42,14 +38,9 @@ def check(counts, law):
     rare = expected < 10
     observed = np.append(counts[~rare], counts[rare].sum())
     wanted = np.append(expected[~rare], expected[rare].sum())
-    keep = wanted > 0
-    if keep.sum() > 1:
-        assert (
-            stats.chisquare(
-                observed[keep], wanted[keep] * observed.sum() / wanted[keep].sum()
-            ).pvalue
-            > LEAST
-        )
+    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+    if len(wanted) > 1:
+        assert stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue > LEAST
 
 
 @pytest.mark.parametrize(
@@ -71,7 +62,7 @@ def test_draws_are_as_probable_as_they_say(case, platform):
         return
     if isinstance(buffer.sampler, PrioritySampler):
         rows, index = np.arange(0, buffer.capacity, 2), everything(buffer)(state, 0).index
-        index = jax.tree.map(lambda leaf: np.asarray(leaf)[rows], index)
+        index = nth(jax.device_get(index), rows)
         priority = np.random.default_rng(0).random(len(rows)).astype(np.float32)
         state = jitted(buffer, "update_priorities")(state, index, priority)
     law = np.asarray(everything(buffer)(state, 0).probability, np.float64)
@@ -105,11 +96,8 @@ def taken_of(buffer, state, size):
 @pytest.mark.parametrize("discount", [0.0, 0.5, 0.9, 0.99, 1.0])
 def test_horizons_have_their_law(discount, n, clip):
     high, low = jax.random.bits(jax.random.key(n), (2, DRAWS), jnp.uint32)
-    k = np.asarray(
-        jax.jit(
-            lambda *words: random.geometric(discount, jnp.full((DRAWS,), n), *words, clip=clip)
-        )(high, low)
-    )
+    draw = lambda *words: random.geometric(discount, jnp.full(DRAWS, n), *words, clip=clip)
+    k = np.asarray(jax.jit(draw)(high, low))
     assert k.min() >= 1
     assert k.max() <= n
     check(np.bincount(k, minlength=n + 1)[1:], law_of(discount, n, clip))
@@ -121,11 +109,12 @@ def test_no_bits_lead_past_the_bound(discount, clip):
     edges = jnp.asarray([0, 1, 255, 2**31, 2**32 - 256, 2**32 - 1], jnp.uint32)
     high, low = (x.reshape(-1) for x in jnp.meshgrid(edges, edges))
     for bound in (0, 1, 2, 7, 1000, 2**30):
-        k = np.asarray(
-            random.geometric(discount, jnp.full(high.shape, bound), high, low, clip=clip)
-        )
+        k = random.geometric(discount, jnp.full(high.shape, bound), high, low, clip=clip)
         assert k.min() >= min(bound, 1)
         assert k.max() <= bound
+
+
+jitted_begun = jax.jit(begun)
 
 
 def stream(lengths, **options):
@@ -137,20 +126,9 @@ def stream(lengths, **options):
     buffer = jr.future_pairs(
         capacity=num_rows + 4, num_envs=1, batch_size=DRAWS, autoreset="next_step", **options
     )
-    obs = jnp.asarray([(e, t) for e, n in enumerate(lengths) for t in range(n + 1)], jnp.int32)[
-        :, None
-    ]
-    ends = jnp.asarray([t == n - 1 for n in lengths for t in range(n + 1)])[:, None]
-    steps = jr.Step(
-        obs=obs,
-        action=obs[..., 0],
-        reward=obs[..., 0],
-        terminated=ends,
-        truncated=jnp.zeros_like(ends),
-    )
-    return buffer, jax.jit(buffer.extend)(
-        buffer.init(jax.tree.map(lambda x: x[0, 0], steps)), steps
-    )
+    obs = np.int32([[(e, t)] for e, n in enumerate(lengths) for t in range(n + 1)])
+    ends = np.array([[t == n - 1] for n in lengths for t in range(n + 1)])
+    return buffer, jitted_begun(buffer, plain_step(obs[..., 0], obs=obs, terminated=ends))
 
 
 LENGTHS = (1, 2, 5, 17)
@@ -159,7 +137,7 @@ LENGTHS = (1, 2, 5, 17)
 @functools.cache
 def pairs_of(discount, beyond):
     buffer, state = stream(LENGTHS, gamma=discount, beyond=beyond)
-    return jax.tree.map(np.asarray, jax.jit(buffer.sample)(state, jax.random.key(7)))
+    return jax.device_get(jax.jit(buffer.sample)(state, jax.random.key(7)))
 
 
 def test_episodes_are_drawn_alike_whatever_their_lengths_then_their_steps():
@@ -187,7 +165,7 @@ def test_the_second_terminal_bounds_a_horizon_where_several_lie_ahead():
     """At discount 1, horizons are uniform up to the second end ahead, else the first end, else the
     newest row."""
     buffer, state = stream((2, 3, 4), gamma=1.0, max_terminals=2)
-    items = jax.tree.map(np.asarray, jax.jit(buffer.sample)(state, jax.random.key(1)).experience)
+    items = jax.device_get(jax.jit(buffer.sample)(state, jax.random.key(1)).experience)
     for (episode, place), bound in {(0, 0): 6, (0, 1): 5, (1, 1): 7, (2, 0): 4, (2, 3): 1}.items():
         mine = items.num_steps[(items.obs[:, 0] == episode) & (items.obs[:, 1] == place)]
         check(np.bincount(mine, minlength=bound + 1)[1:], np.full(bound, 1 / bound))
@@ -203,14 +181,12 @@ def hindsight(strategy, ratio, length=9):
         strategy=strategy,
         relabel_fraction=ratio,
     )
-    time = jnp.arange(length + 1 + 6, dtype=jnp.int32)[:, None]
+    time = np.arange(length + 1 + 6, dtype=np.int32)[:, None]
     ends = (time == length - 1) | (time == length + 5)
-    obs = {"achieved_goal": time, "desired_goal": jnp.full_like(time, -1)}
-    steps = jr.Step(
-        obs=obs, action=time, reward=time * 0.0 - 1, terminated=ends, truncated=jnp.zeros_like(ends)
-    )
-    state = jax.jit(buffer.extend)(buffer.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
-    items = jax.tree.map(np.asarray, jax.jit(buffer.sample)(state, jax.random.key(2)).experience)
+    obs = {"achieved_goal": time, "desired_goal": 0 * time - 1}
+    steps = plain_step(time, obs=obs, reward=time * 0.0 - 1, terminated=ends)
+    state = jitted_begun(buffer, steps)
+    items = jax.device_get(jax.jit(buffer.sample)(state, jax.random.key(2)).experience)
     return items.action, items.obs["desired_goal"], items.next_obs["desired_goal"], items.reward
 
 
@@ -238,17 +214,9 @@ def test_the_ratio_is_the_fraction_of_new_goals():
 
 def test_what_nested_views_draw_is_independent():
     """Two goals and a horizon each have the same distribution for all values of the others."""
-    time = jnp.arange(41, dtype=jnp.int32)[:, None]
-    obs = {
-        "one": time,
-        "two": time,
-        "goal": jnp.full_like(time, -1),
-        "other goal": jnp.full_like(time, -1),
-    }
-    end = time == 39
-    steps = jr.Step(
-        obs=obs, action=time, reward=time * 0.0, terminated=end, truncated=jnp.zeros_like(end)
-    )
+    time = np.arange(41, dtype=np.int32)[:, None]
+    obs = {"one": time, "two": time, "goal": 0 * time - 1, "other goal": 0 * time - 1}
+    steps = plain_step(time, obs=obs, reward=time * 0.0, terminated=time == 39)
     buffer = jr.future_pairs(
         capacity=64, num_envs=1, batch_size=DRAWS, gamma=0.9, autoreset="next_step"
     )
@@ -256,17 +224,14 @@ def test_what_nested_views_draw_is_independent():
         buffer = jr.hindsight(
             buffer, lambda *_: 0.0, relabel_fraction=0.5, achieved_key=achieved, desired_key=desired
         )
-    state = jax.jit(buffer.extend)(buffer.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
-    items = jax.tree.map(np.asarray, jax.jit(buffer.sample)(state, jax.random.key(4)).experience)
-    goals = [items.obs[name] for name in ("goal", "other goal")]
-    is_new = [goal >= 0 for goal in goals]
-    check(np.bincount(is_new[0] + 2 * is_new[1], minlength=4), np.full(4, 0.25))
+    state = jitted_begun(buffer, steps)
+    items = jax.device_get(jax.jit(buffer.sample)(state, jax.random.key(4)).experience)
+    goal, other = items.obs["goal"], items.obs["other goal"]
+    are_new = (goal >= 0) + 2 * (other >= 0)
+    check(np.bincount(are_new, minlength=4), np.full(4, 0.25))
     at_start = items.obs["one"] == 0
     for which in range(4):
-        mine = items.num_steps[at_start & (is_new[0] + 2 * is_new[1] == which)]
+        mine = items.num_steps[at_start & (are_new == which)]
         check(np.bincount(mine, minlength=41)[1:], law_of(0.9, 40))
-    both = at_start & is_new[0] & is_new[1]
-    check(
-        np.bincount((goals[0] > 20)[both] + 2 * (goals[1] > 20)[both], minlength=4),
-        np.full(4, 0.25),
-    )
+    are_late = ((goal > 20) + 2 * (other > 20))[at_start & (are_new == 3)]
+    check(np.bincount(are_late, minlength=4), np.full(4, 0.25))

@@ -11,6 +11,7 @@ from scipy import stats
 import jaxreplay as jr
 from jaxreplay._util import random
 from jaxreplay.storage import platforms
+from tests.support.steps import begun, plain_step
 
 # the sampling code differs between platforms
 on_each_platform = pytest.mark.parametrize("platform", platforms.PLATFORMS)
@@ -20,7 +21,7 @@ DRAWS = 200_000
 @jax.jit
 def run(buffer, steps, mask):
     """Return many draws of a buffer with these steps, all its rows, and its size."""
-    state = buffer.extend(buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], steps)), steps, mask)
+    state = begun(buffer, steps, mask)
     batch = buffer.sample(state, jax.random.key(3), DRAWS)
     everything = buffer.get(state, jnp.arange(buffer.capacity))
     return batch, everything.is_valid, buffer.size(state), buffer.can_sample(state)
@@ -30,7 +31,7 @@ def check_law(platform, autoreset, terminated, truncated, *, capacity, mask=None
     """Check independent draws of a buffer with these done flags [T, E] by chi-square; the fixed key
     fails by chance once in 10^4. Return the sampleable rows."""
     time = np.broadcast_to(np.arange(len(truncated))[:, None], truncated.shape)
-    steps = jr.Step(obs=time, action=time, reward=time, terminated=terminated, truncated=truncated)
+    steps = plain_step(time, terminated=terminated, truncated=truncated)
     buffer = jr.uniform(
         capacity=capacity,
         num_envs=truncated.shape[1],
@@ -90,12 +91,10 @@ def test_ranks_wrap_around():
     @jax.jit
     def run():
         def add(state, time):
-            step = jr.Step(time, time, time, terminated=time < 0, truncated=time < 0)
-            state = buffer.add(state, jax.tree.map(lambda leaf: leaf[None], step))
+            state = buffer.add(state, plain_step(time[None]))
             return state, buffer.size(state)
 
-        zero = jnp.int32(0)
-        state = buffer.init(jr.Step(zero, zero, zero, terminated=zero < 0, truncated=zero < 0))
+        state = buffer.init(plain_step(jnp.int32(0)))
         streams = state.streams.with_counters(num_candidates=np.uint32(2**32 - 7))
         state, sizes = jax.lax.scan(add, state.replace(streams=streams), jnp.arange(25))
         return sizes, buffer.sample(state, jax.random.key(0)).experience.obs
@@ -108,15 +107,8 @@ def test_ranks_wrap_around():
 def test_below_is_the_top_of_the_96_bit_product():
     r = np.random.default_rng(0)
     top, third = 2**32 - 1, 0x55555555  # floor(2^64 / 3) = 0x5555555555555555: an edge of 3 values
-    high, low = np.concatenate(
-        [
-            r.integers(0, 2**32, (2, 2000)),
-            [[top] * 5 + [0] * 5 + [third] * 2, [top] * 5 + [0] * 5 + [third, third + 1]],
-        ],
-        axis=1,
-        dtype=np.uint32,
-        casting="unsafe",
-    )
+    edges = [[top] * 5 + [0] * 5 + [third] * 2, [top] * 5 + [0] * 5 + [third, third + 1]]
+    high, low = np.uint32(np.hstack([r.integers(0, 2**32, (2, 2000)), edges]))
     bound = np.int32([*r.integers(1, 2**31, 2000), *[1, 2, 3, 1000, 2**31 - 1] * 2, 3, 3])
     words = zip(high, low, bound, strict=True)
     expected = [((int(h) << 32 | int(w)) * int(b)) >> 64 for h, w, b in words]

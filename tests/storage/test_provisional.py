@@ -15,6 +15,8 @@ from tests.conftest import ALL, SOAK
 from tests.support.buffers import add_step
 from tests.support.hlo import check_in_place
 from tests.support.oracle import Oracle
+from tests.support.sampling import assert_same
+from tests.support.steps import nth, stacked
 
 NUM_ENVS, LENGTH, DISCOUNT = 3, 8, 0.9
 SAMPLERS = {"uniform": jr.Uniform(), "prioritized": jr.Prioritized(alpha=0.5)}
@@ -38,16 +40,19 @@ def make(sampler, n_step, length=LENGTH, num_envs=NUM_ENVS):
 
 
 def step_of(obs, reward, terminated, truncated, final_obs):
-    f32 = lambda x: np.asarray(x, np.float32)
-    action = np.zeros(len(obs), np.int32)
     return jr.Step(
-        f32(obs),
-        action,
-        f32(reward),
-        terminated=np.asarray(terminated),
-        truncated=np.asarray(truncated),
-        final_obs=f32(final_obs),
+        np.float32(obs),
+        np.zeros(len(obs), np.int32),
+        np.float32(reward),
+        terminated=terminated,
+        truncated=truncated,
+        final_obs=np.float32(final_obs),
     )
+
+
+def empty(buffer):
+    zero, flag = np.zeros(1), np.zeros(1, bool)
+    return buffer.init(nth(step_of(zero, zero, flag, flag, zero), 0))
 
 
 @functools.cache
@@ -75,8 +80,7 @@ def test_each_moment_is_as_if_the_episodes_ended_there(sampler, n_step, seed):
         n_step=n_step,
         gamma=DISCOUNT,
     )
-    one = np.zeros(1)
-    state = buffer.init(jax.tree.map(lambda x: x[0], step_of(one, one, one > 0, one > 0, one)))
+    state = empty(buffer)
     asked, update = programs(buffer)
     may_go_on = was_first = np.zeros(NUM_ENVS, bool)
     for t in range(60):
@@ -85,19 +89,11 @@ def test_each_moment_is_as_if_the_episodes_ended_there(sampler, n_step, seed):
             assert oracle.streams[env].pop().is_final
             oracle.streams[env][-1].truncated = False
         terminated, truncated = r.random((2, NUM_ENVS)) < 0.1
-        obs, reward, final_obs = (
-            10 * t + np.arange(NUM_ENVS),
-            r.integers(0, 9, NUM_ENVS),
-            10 * t + 5 + np.arange(NUM_ENVS),
-        )
-        step = step_of(obs, reward, terminated, truncated | ~terminated, final_obs)
-        state, was_first = add(buffer, state, step, goes_on, was_first), ~goes_on
-        oracle.add(
-            *(
-                x.tolist()
-                for x in (obs, step.action, reward, step.terminated, step.truncated, final_obs)
-            )
-        )
+        obs, reward = 10 * t + np.arange(NUM_ENVS), r.integers(0, 9, NUM_ENVS)
+        columns = reward, terminated, truncated | ~terminated, obs + 5
+        state = add(buffer, state, step_of(obs, *columns), goes_on, was_first)
+        was_first = ~goes_on
+        oracle.add(*(x.tolist() for x in (obs, obs * 0, *columns)))
         may_go_on = ~terminated & ~truncated
 
         expected = oracle.sampleable()
@@ -105,7 +101,7 @@ def test_each_moment_is_as_if_the_episodes_ended_there(sampler, n_step, seed):
         assert set(np.flatnonzero(got.is_valid).tolist()) == set(expected)
         assert size == len(expected)
         for number, (_, transition) in expected.items():
-            item = jax.tree.map(lambda x, number=number: x[number].item(), got.experience)
+            item = nth(got.experience, number)
             assert (item.obs, item.next_obs, item.num_steps) == (
                 transition.obs,
                 transition.next_obs,
@@ -121,7 +117,7 @@ def test_each_moment_is_as_if_the_episodes_ended_there(sampler, n_step, seed):
             )
             rows = r.choice(list(expected), 3)
             priority = r.integers(0, 9, 3).astype(np.float32)
-            state = update(state, jax.tree.map(lambda x, rows=rows: x[rows], got.index), priority)
+            state = update(state, nth(got.index, rows), priority)
             oracle.update([expected[n][0] for n in rows], priority.tolist())
 
 
@@ -131,10 +127,8 @@ def check_episodes(looked_up, oracle):
         stored = oracle.stored(env)
         starts = [0] + [index + 1 for index, row in enumerate(rows) if row.is_final]
         for position, index in stored:
-            start, end = (
-                max(s for s in starts if s <= index),
-                next(i for i in range(index, len(rows)) if rows[i].is_final),
-            )
+            start = max(s for s in starts if s <= index)
+            end = next(i for i in range(index, len(rows)) if rows[i].is_final)
             number = env * LENGTH + position
             assert to_end[number] == end - index
             assert from_start[number] == index - max(start, stored[0][1])
@@ -148,17 +142,10 @@ def test_an_add_is_in_place(sampler, n_step, num_envs):
     buffer = make(sampler, n_step, length=capacity // num_envs, num_envs=num_envs)
     zero, flag = np.zeros(num_envs), np.zeros(num_envs, bool)
     step = step_of(zero, zero, flag, ~flag, zero)
-    state = jax.eval_shape(buffer.init, jax.tree.map(lambda x: x[0], step))
-
-    def twice(state, goes_on):
-        return add_step(
-            buffer, add_step(buffer, state, step, goes_on, goes_on), step, goes_on, goes_on
-        )
-
-    for run in (
-        lambda state, goes_on: add_step(buffer, state, step, goes_on, goes_on),
-        twice,
-    ):
+    state = jax.eval_shape(buffer.init, nth(step, 0))
+    once = lambda state, goes_on: add_step(buffer, state, step, goes_on, goes_on)
+    twice = lambda state, goes_on: once(once(state, goes_on), goes_on)
+    for run in (once, twice):
         check_in_place(run, (state, ~flag), num_elements=capacity, donated=0)
 
 
@@ -167,9 +154,7 @@ def test_an_add_is_in_place(sampler, n_step, num_envs):
 def test_a_block_is_as_one_call_for_each_step(sampler, n_step, seed):
     """Blocks of several lengths, some longer than a ring, with ends of all kinds in the middle."""
     buffer, r = make(sampler, n_step), np.random.default_rng(seed)
-    one = np.zeros(1)
-    example = jax.tree.map(lambda x: x[0], step_of(one, one, one > 0, one > 0, one))
-    state, by_step, time = buffer.init(example), buffer.init(example), 0
+    state, by_step, time = empty(buffer), empty(buffer), 0
     may_go_on = was_first = np.zeros(NUM_ENVS, bool)
     for length in r.choice([1, 2, 5, 11], 40):
         steps, first = [], was_first
@@ -181,8 +166,7 @@ def test_a_block_is_as_one_call_for_each_step(sampler, n_step, seed):
             by_step = add(buffer, by_step, step, goes_on, was_first)
             steps.append((step, goes_on))
             may_go_on, was_first, time = ~terminated & ~truncated, ~goes_on, time + 1
-        block = jax.tree.map(lambda *leaves: np.stack(leaves), *steps)
-        state = extend(buffer, state, *block, first)
+        state = extend(buffer, state, *stacked(steps), first)
         for (path, x), y in zip(
             jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(by_step), strict=True
         ):
@@ -194,15 +178,10 @@ def test_a_block_is_as_one_call_for_each_step(sampler, n_step, seed):
 def test_laps_go_back_with_the_head():
     buffer = make("prioritized", 1, length=4, num_envs=1)
     flag, zero = np.ones(1, bool), np.zeros(1)
-    state = buffer.init(jax.tree.map(lambda x: x[0], step_of(zero, zero, flag, flag, zero)))
+    state = empty(buffer)
     for t in range(3):  # the third step's final row begins the second lap
-        state = add(
-            buffer,
-            state,
-            step_of(zero + t, zero, ~flag, flag, zero),
-            np.array([t > 0]),
-            np.array([t == 1]),
-        )
+        step = step_of(zero + t, zero, ~flag, flag, zero)
+        state = add(buffer, state, step, flag & (t > 0), flag & (t == 1))
     get = jax.jit(buffer.get)
     index = get(state, np.arange(4)).index
     state = add(buffer, state, step_of(zero + 3, zero, ~flag, flag, zero), flag, ~flag)
@@ -214,23 +193,12 @@ def test_flags_are_as_if_written_once():
     """Only an episode's newest step is truncated, and its first step stays the first."""
     buffer = make("uniform", 1, num_envs=1)
     flag, zero = np.ones(1, bool), np.zeros(1)
-    plain, state = (
-        buffer.init(jax.tree.map(lambda x: x[0], step_of(zero, zero, flag, flag, zero)))
-        for _ in range(2)
-    )
+    plain, state = empty(buffer), empty(buffer)
     for t in range(5):
-        state = add(
-            buffer,
-            state,
-            step_of(zero + t, zero, ~flag, flag, zero + t + 1),
-            np.array([t > 0]),
-            np.array([t == 1]),
-        )
-        plain = jr.jit(buffer).add(
-            plain, step_of(zero + t, zero, ~flag, flag & (t == 4), zero + t + 1)
-        )
-    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(plain), strict=True):
-        np.testing.assert_array_equal(x, y)
+        step = step_of(zero + t, zero, ~flag, flag, zero + t + 1)
+        state = add(buffer, state, step, flag & (t > 0), flag & (t == 1))
+        plain = jr.jit(buffer).add(plain, step.replace(truncated=flag & (t == 4)))
+    assert_same(state, plain)
 
 
 add = program(add_step, changes=True)

@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxreplay as jr
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
@@ -15,6 +16,7 @@ from jaxreplay.samplers.prioritized import Prioritized
 from jaxreplay.storage import provisional
 from jaxreplay.views.item import Item
 from tests.conftest import ALL, SOAK
+from tests.support.steps import nth
 
 NUM_ENVS = 4
 
@@ -63,6 +65,11 @@ class Case:
 
     def example(self):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.step())
+
+    def shapes(self, capacity=64):
+        """Return a buffer, and the shapes and dtypes of its state."""
+        buffer = self.replay(capacity)
+        return buffer, jax.eval_shape(buffer.init, self.example())
 
     def empty(self, buffer):
         """Return a state without rows, in memory of its own."""
@@ -242,11 +249,16 @@ _FEW = ("uniform masked, episodes", "prioritized same_step, 3 steps", "transitio
 FEW = KINDS if ALL else tuple(case for case in KINDS if case.name in _FEW)
 
 
+def each(cases):
+    """Have a test run for each case."""
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
+
+
 def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
 def add_step(buffer, state, step, goes_on, was_first):
     """Append one step of every env, whose episodes end provisionally, as a block of one step."""
-    block, goes_on = jax.tree.map(lambda leaf: leaf[None], (step, goes_on))
+    block, goes_on = nth((step, goes_on), None)
     return provisional.extend(buffer, state, block, goes_on, was_first)

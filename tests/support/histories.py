@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay.types import Index
+from tests.support.steps import nth
 
 LENGTH = 64  # operations of a history; the rest are "nothing"
 BLOCK = 3  # steps of an `extend`
@@ -67,8 +68,8 @@ def go_through(config, history):
             oracle.update(drawn[at - 1 - arguments[0]], _cycled(config, arguments[1]))
         if kind == "clear":
             oracle.clear()
-        now = jax.tree.map(lambda leaf, at=at: leaf[at], observed)
-        drawn.append(config.check(oracle, now, kind == "check" or at == len(history) - 1))
+        is_asked = kind == "check" or at == len(history) - 1
+        drawn.append(config.check(oracle, nth(observed, at), is_asked))
 
 
 def _cycled(config, priorities):
@@ -136,7 +137,7 @@ def _program(config):
     def once(carry, given):
         state, indices, key = carry
         block = given["steps"], given["mask"] if config.allow_mask else None
-        step, mask = jax.tree.map(lambda leaf: leaf[0], block)
+        step, mask = nth(block, 0)
         branches = {
             "nothing": lambda state: state,
             "add": lambda state: buffer.add(state, step, mask),
@@ -144,7 +145,7 @@ def _program(config):
             "clear": buffer.clear,
         }
         if config.prioritized:
-            index = jax.tree.map(lambda leaf: leaf[given["which"]], indices)
+            index = nth(indices, given["which"])
             branches |= {
                 "add with priorities": lambda state: buffer.add(
                     state, step, mask, given["priority"]
@@ -162,7 +163,7 @@ def _program(config):
         return (state, indices, key), observed
 
     def run(arrays):
-        state = buffer.init(jax.tree.map(lambda leaf: leaf[0, 0, 0], arrays["steps"]))
+        state = buffer.init(nth(arrays["steps"], (0, 0, 0)))
         shape = RECENT, buffer.batch_size
         indices = Index(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.uint32))
         return jax.lax.scan(once, (state, indices, jax.random.key(0)), arrays)[1]

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from tests.support.buffers import NUM_ENVS, draw
+from tests.support.steps import nth
 
 BLOCK = 37  # steps; streams of the catalog have 16 rows
 PARTS = (0, 2, 16, BLOCK)  # lengths of blocks, shorter and longer than a stream
@@ -26,18 +27,12 @@ def given(case, buffer, seed=5):
     )
 
 
-def first(block, count=None):
-    """Return the first step of a block, or its first `count` ones."""
-    place = 0 if count is None else slice(count)
-    return jax.tree.map(lambda leaf: leaf[place], block)
-
-
 def operations(buffer, state, block, seed):
     """Return what each method returns for a state, by name."""
     key = jax.random.key(seed)
     batch = draw(buffer, state, key)
     found = {
-        "add": buffer.add(state, *first(block)),
+        "add": buffer.add(state, *nth(block, 0)),
         "draw": batch,
         "get": buffer.get(state, jnp.arange(buffer.capacity), key),
         "clear": buffer.clear(state),
@@ -79,6 +74,6 @@ def blocks(buffer):
             return state, state
 
         _, added = jax.lax.scan(add, state, block)
-        return added, [buffer.extend(state, *first(block, part)) for part in PARTS]
+        return added, [buffer.extend(state, *nth(block, slice(part))) for part in PARTS]
 
     return jax.jit(run)

@@ -9,6 +9,7 @@ import numpy as np
 
 import jaxreplay as jr
 from tests.support.sampling import assert_same
+from tests.support.steps import stacked
 
 NUM_ENVS = 3
 # Options of `make`, shared by the tests so that they share programs.
@@ -45,7 +46,7 @@ EXAMPLE = step(0, ())
 
 
 def block(start, length):
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *map(step, range(start, start + length)))
+    return stacked(map(step, range(start, start + length)))
 
 
 def on_device(given):
@@ -62,11 +63,10 @@ def check_same(a, b):
     assert_same(rows_of(a), rows_of(b))
 
 
-def output_of(code, **options):
+def output_of(code, *arguments, **options):
     """Return what a program prints in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=480, **options
-    )
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=480, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -19,6 +19,7 @@ from jaxreplay.views.transition import TransitionView
 from tests.conftest import ALL, SOAK
 from tests.support import oracle_views
 from tests.support.oracle import Oracle
+from tests.support.steps import nth, plain_step, stacked
 
 # A buffer is a pytree without leaves: its methods are jitted once for all equal buffers.
 init, add, size = (jax.jit(getattr(ReplayBuffer, name)) for name in ("init", "add", "size"))
@@ -27,8 +28,7 @@ pop, sample = (jax.jit(getattr(ReplayBuffer, name), static_argnums=3) for name i
 
 def step_of(values):
     """Return a step of `len(values)` envs, in an episode without end."""
-    values, flag = np.asarray(values, np.float32), np.zeros(len(values), bool)
-    return jr.Step(obs=values, action=values, reward=values, terminated=flag, truncated=flag)
+    return plain_step(np.float32(values))
 
 
 def make_buffer(sampler, *, num_envs=1, length=8, allow_mask=False, batch_size=4, min_size=1):
@@ -42,7 +42,7 @@ def make_buffer(sampler, *, num_envs=1, length=8, allow_mask=False, batch_size=4
         allow_mask=allow_mask,
         min_size=min_size,
     )
-    return buffer, init(buffer, jax.tree.map(lambda leaf: leaf[0], step_of([0.0])))
+    return buffer, init(buffer, step_of(0))
 
 
 def fed(buffer, state, times):
@@ -209,7 +209,7 @@ def _run(buffer, start, operations, steps, masks):
         ways = [lambda: buffer.add(state, step, mask), lambda: taken, lambda: buffer.clear(state)]
         return jax.lax.switch(operation, ways), seen
 
-    state = buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], steps))
+    state = buffer.init(nth(steps, (0, 0)))
     state = state.replace(streams=state.streams.with_counters(num_candidates=start, lap=start))
     if hasattr(state.sampler, "next"):  # a queue
         first = Sampleable.of(state).first_candidate_number()
@@ -272,16 +272,12 @@ def check_histories(config, make_model, *, together=False):
     histories = [history_of(config, seed) for seed in range(len(starts))]
 
     def arrays_of(history):
-        operations, steps, masks = zip(*history, strict=True)
-        columns = jax.tree.map(lambda *leaves: np.stack(leaves), *steps)
-        masks = np.stack(masks) if config.allow_mask else None
-        return np.array(operations, np.int32), config.steps(columns), masks
+        operations, columns, masks = stacked(history)
+        return np.int32(operations), config.steps(columns), masks
 
     arguments = [(start, *arrays_of(one)) for start, one in zip(starts, histories, strict=True)]
-    stack = lambda *leaves: np.stack(leaves)
-    nth = lambda tree, which: jax.tree.map(lambda leaf: leaf[which], tree)
     if together:
-        all_seen = jax.device_get(run_population(config.buffer, *jax.tree.map(stack, *arguments)))
+        all_seen = jax.device_get(run_population(config.buffer, *stacked(arguments)))
         found = [nth(all_seen, which) for which in range(len(starts))]
     else:
         found = [jax.device_get(run(config.buffer, *given)) for given in arguments]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxreplay as jr
+from tests.support.steps import begun, nth, plain_step
 
 NAN = float("nan")
 
@@ -20,7 +21,7 @@ def items_of(buffer, *blocks):
         state = buffer.add(state, step)
         return state, buffer.get(state, jnp.arange(buffer.capacity))
 
-    state = buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], blocks[0]))
+    state = buffer.init(nth(blocks[0], (0, 0)))
     for block in blocks:
         state, items = jax.lax.scan(add, buffer.clear(state), block)
     return items
@@ -38,17 +39,11 @@ def run(autoreset, *blocks, n_step=1, gamma=0.5, capacity=16):
 
     def steps(rows):
         obs, reward, end, *final = zip(*rows, strict=True)
-        column = lambda values: np.asarray(values)[:, None].astype(np.float32)
-        done = {
-            name: column([name in one for one in end]) > 0 for name in ("terminated", "truncated")
-        }
-        return jr.Step(
-            obs=column(obs),
-            action=column(obs),
-            reward=column(reward),
-            **done,
-            final_obs=column(final[0]) if final else None,
-        )
+        column = lambda values: np.float32(values)[:, None]
+        fields = {"reward": column(reward), "final_obs": column(final[0]) if final else None}
+        for name in ("terminated", "truncated"):
+            fields[name] = np.array([[name in one] for one in end])
+        return plain_step(column(obs), **fields)
 
     got = jax.device_get(items_of(buffer, *map(steps, blocks)))
     assert got.experience.extras is None
@@ -159,12 +154,10 @@ def test_a_floating_reward_keeps_its_dtype_and_shape_and_an_integer_one_becomes_
         n_step=2,
         gamma=0.5,
     )
-    obs, flag = np.zeros((3, 1)), np.zeros((3, 1), bool)
 
     def first(reward):
-        steps = jr.Step(obs=obs, action=obs, reward=reward, terminated=flag, truncated=flag)
-        state = buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], steps))
-        return buffer.get(buffer.extend(state, steps), jnp.array([0])).experience.reward[0]
+        state = begun(buffer, plain_step(np.zeros((3, 1)), reward=reward))
+        return buffer.get(state, jnp.array([0])).experience.reward[0]
 
     narrow = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)
     reward = np.arange(3, 9, 2)[:, None]

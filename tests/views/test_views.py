@@ -18,6 +18,7 @@ from tests.storage.test_oracle_streams import FORMS, step
 from tests.support import oracle_views, sampling
 from tests.support.histories import go_through, histories, long_episodes
 from tests.support.oracle import Oracle
+from tests.support.steps import begun, nth, plain_step
 
 
 def reward_of(achieved, goal, step):
@@ -26,10 +27,6 @@ def reward_of(achieved, goal, step):
 
 def reached(achieved, goal, step):
     return achieved[0] == goal[0]
-
-
-def nth(tree, place):
-    return jax.tree.map(lambda leaf: leaf[place], tree)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,13 +103,9 @@ def sequence_of(view, oracle, env, index):
 
 def check_sequence(config, oracle, env, index, item):
     steps = sequence_of(config.view, oracle, env, index)
-    real = [step is not None and step["is_step"] for step in steps]
-
-    def values(name):
-        return [
-            getattr(step["row"], name) if ok else 0 for step, ok in zip(steps, real, strict=True)
-        ]
-
+    values = lambda name: [
+        getattr(step["row"], name) if step and step["is_step"] else 0 for step in steps
+    ]
     assert item.obs["x"].tolist() == [0 if step is None else step["row"].obs for step in steps]
     assert item.is_first.tolist() == [step is not None and step["is_first"] for step in steps]
     assert item.mask.tolist() == [step is not None and step["learns"] for step in steps[:-1]]
@@ -316,15 +309,9 @@ def test_a_sequence_stops_where_its_new_goal_ends_the_episode():
     )
     time = np.arange(31, dtype=np.int32)[:, None]
     obs = {"achieved_goal": time, "desired_goal": 0 * time - 1}
-    flags = {"terminated": time == 29, "truncated": time < 0}
-    steps = jr.Step(obs, time, time.astype(np.float32), **flags)
-
-    @jax.jit
-    def sampled(steps):
-        state = buffer.init(nth(nth(steps, 0), 0))
-        return buffer.sample(buffer.extend(state, steps), jax.random.key(0)).experience
-
-    items = jax.device_get(sampled(steps))
+    steps = plain_step(time, obs=obs, reward=time.astype(np.float32), terminated=time == 29)
+    sample = jax.jit(lambda steps: buffer.sample(begun(buffer, steps), jax.random.key(0)))
+    items = jax.device_get(sample(steps)).experience
     goal = items.obs["desired_goal"].max(axis=1)
     reader = items.action[:, 2]
     lengths = np.minimum(goal, 30) - reader  # steps to the goal, which is at least one ahead
@@ -372,14 +359,8 @@ def test_what_a_reader_changes_passes_through_other_wrappers(is_inside):
     buffer = jr.ReplayBuffer(
         capacity=4, batch_size=1, sampler=jr.Uniform(), view=view, autoreset="next_step"
     )
-    one, flag = np.ones((2, 1), np.float32), np.zeros((2, 1), bool)
-    steps = jr.Step(obs=one, action=one, reward=one, terminated=flag, truncated=flag, extras=one)
-
-    @jax.jit
-    def read(steps):
-        state = buffer.init(nth(nth(steps, 0), 0))
-        return buffer.get(buffer.extend(state, steps), jnp.array([0])).experience
-
-    step, *flags = jax.device_get(read(steps))
+    one = np.ones((2, 1), np.float32)
+    read = jax.jit(lambda steps: buffer.get(begun(buffer, steps), jnp.array([0])))
+    step, *flags = jax.device_get(read(plain_step(one, extras=one))).experience
     assert (step.obs, step.action, step.reward, step.extras) == (-1, -1, -1, -1)
     assert [step.terminated, step.truncated, *flags] == [True, True, True, False]
