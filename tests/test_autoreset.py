@@ -6,7 +6,6 @@ import functools
 import warnings
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -14,10 +13,21 @@ import jaxreplay as jr
 from jaxreplay.inspection.contents import resets_of
 from jaxreplay.inspection.resets import wrong_autoreset
 from tests.conftest import ALL, SOAK
+from tests.support.steps import begun, nth, plain_step
 
 gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed")
 Mode = gymnasium.vector.AutoresetMode
 SIZES = {"capacity": 64, "num_envs": 2, "batch_size": 4}
+
+
+def cart_poles(mode, num_envs=2, **options):
+    return gymnasium.make_vec(
+        "CartPole-v1",
+        num_envs=num_envs,
+        vectorization_mode="sync",
+        vector_kwargs={"autoreset_mode": mode},
+        **options,
+    )
 
 
 @pytest.mark.parametrize(
@@ -31,46 +41,20 @@ SIZES = {"capacity": 64, "num_envs": 2, "batch_size": 4}
 def test_gymnasiums_modes_are_taken_as_they_are(mode, form):
     assert jr.uniform(**SIZES, autoreset=mode) == jr.uniform(**SIZES, autoreset=form)
     assert jr.rollout(length=4, num_envs=2, autoreset=mode).autoreset == form
-    envs = gymnasium.make_vec(
-        "CartPole-v1",
-        num_envs=2,
-        vectorization_mode="sync",
-        vector_kwargs={"autoreset_mode": mode},
-    )
-    assert jr.autoreset.of(envs) == form
+    assert jr.autoreset.of(cart_poles(mode)) == form
 
 
 def test_a_mode_counts_its_final_rows_as_its_name_does():
     """A stream must hold a window and the final row of its last step."""
-    for form in (Mode.SAME_STEP, "same_step"):
-        with pytest.raises(ValueError, match="one window needs 5; the smallest capacity is 10"):
-            jr.uniform(capacity=8, num_envs=2, batch_size=4, n_step=3, autoreset=form)
-
-
-@pytest.mark.parametrize("wrong", [None, "same", "SAME_STEP", 1, True])
-def test_any_other_value_is_answered_with_all_forms_and_libraries(wrong):
-    for make in (
-        lambda: jr.uniform(**SIZES, autoreset=wrong),
-        lambda: jr.rollout(length=4, num_envs=2, autoreset=wrong),
-    ):
-        with pytest.raises(ValueError, match="what your env does when an episode ends") as caught:
-            make()
-        for word in (*jr.autoreset.FORMS, "Gymnasium", "gymnax", "Brax", "autoreset.of(envs)"):
-            assert word in str(caught.value)
-
-
-def test_envs_that_do_not_say_are_refused():
-    with pytest.raises(ValueError, match=r"a dict has no metadata\['autoreset_mode'\]"):
-        jr.autoreset.of({})
+    with pytest.raises(ValueError, match="one window needs 5; the smallest capacity is 10"):
+        jr.uniform(**SIZES | {"capacity": 8}, n_step=3, autoreset=Mode.SAME_STEP)
 
 
 def test_each_library_has_one_of_the_values():
     names = {name for name in dir(jr.autoreset) if name.isupper() and name[0] != "_"}
-    libraries = names - {"FORMS"}
+    libraries = {"GYMNASIUM", "ENVPOOL", "GYMNAX", "JUMANJI", "GYMNAX_BEFORE_1", "BRAX", "CRAFTAX"}
+    assert names == libraries | {"FORMS"}
     assert {getattr(jr.autoreset, name) for name in libraries} == set(jr.autoreset.FORMS)
-    assert libraries == {
-        *("GYMNASIUM", "ENVPOOL", "GYMNAX", "JUMANJI", "GYMNAX_BEFORE_1", "BRAX", "CRAFTAX")
-    }
 
 
 NUM_ENVS, NUM_STEPS = 4, 400
@@ -83,13 +67,7 @@ def cart_pole(mode, seed, limit):
     `after` is the observation that the next action is chosen from, `final` the true next
     observation. `limit` is the maximal number of steps of an episode.
     """
-    envs = gymnasium.make_vec(
-        "CartPole-v1",
-        num_envs=NUM_ENVS,
-        vectorization_mode="sync",
-        vector_kwargs={"autoreset_mode": mode},
-        max_episode_steps=limit,
-    )
+    envs = cart_poles(mode, NUM_ENVS, max_episode_steps=limit)
     envs.action_space.seed(seed)
     (obs, _), rows = envs.reset(seed=seed), []
     was_done = np.zeros(NUM_ENVS, bool)
@@ -121,8 +99,9 @@ class Fed:
     def steps(self, seed, limit):
         rows = cart_pole(self.mode, seed, limit)
         step = {name: rows[name] for name in ("obs", "action", "reward", "terminated", "truncated")}
-        final = {} if self.final_obs is None else {"final_obs": rows[self.final_obs]}
-        return {**step, **final}, ~rows["was_done"] if self.is_masked else None
+        if self.final_obs is not None:
+            step["final_obs"] = rows[self.final_obs]
+        return step, ~rows["was_done"] if self.is_masked else None
 
     def buffer(self, make=jr.uniform, **options):
         return make(
@@ -165,10 +144,7 @@ def doubt(fed, seed, limit, **options):
 
 
 def state_of(buffer, steps, mask=None):
-    buffer = jr.jit(buffer)
-    return buffer.extend(
-        buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], steps)), steps, mask=mask
-    )
+    return begun(jr.jit(buffer), steps, mask)
 
 
 @pytest.mark.parametrize("limit", LIMITS)
@@ -201,15 +177,13 @@ def test_rows_with_further_flags_are_read_alike(name):
 @pytest.mark.parametrize("name", [*WRONG, *RIGHT] if ALL else SOME)
 def test_a_replay_warns_once(name):
     fed = (RIGHT | WRONG)[name]
-    steps, mask = fed.steps(0, 12)
+    given = fed.steps(0, 12)
     replay = jr.Replay(fed.buffer())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for t in range(NUM_STEPS):
-            replay.add(
-                {key: leaf[t] for key, leaf in steps.items()},
-                mask=None if mask is None else mask[t],
-            )
+            step, mask = nth(given, t)
+            replay.add(step, mask=mask)
     assert ["looks wrong" in str(one.message) for one in caught] == [True] * (name in WRONG)
     assert all(one.filename == __file__ for one in caught)
 
@@ -252,13 +226,14 @@ def test_the_buffers_of_stable_baselines3_warn_once(mode, next_obs):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for t in range(NUM_STEPS):
+            now = nth(rows, t)
             buffer.add(
-                rows["obs"][t],
-                rows[next_obs][t],
-                rows["action"][t],
-                rows["reward"][t],
-                rows["terminated"][t] | rows["truncated"][t],
-                [{"TimeLimit.truncated": bool(flag)} for flag in rows["truncated"][t]],
+                now["obs"],
+                now[next_obs],
+                now["action"],
+                now["reward"],
+                now["terminated"] | now["truncated"],
+                [{"TimeLimit.truncated": bool(flag)} for flag in now["truncated"]],
             )
     is_right = next_obs == "final" and mode != Mode.NEXT_STEP
     assert ["looks wrong" in str(one.message) for one in caught] == [True] * (not is_right)
@@ -266,7 +241,7 @@ def test_the_buffers_of_stable_baselines3_warn_once(mode, next_obs):
 
 def test_observations_without_leaves_are_no_evidence():
     number, flag = np.zeros((500, 1), np.float32), np.arange(500)[:, None] % 5 == 0
-    steps = jr.Step({}, number, number, terminated=flag, truncated=flag & False)
+    steps = plain_step(number, obs={}, terminated=flag)
     buffer = jr.uniform(capacity=600, batch_size=4, autoreset="next_step")
     assert wrong_autoreset(resets_of(state_of(buffer, steps))) is None
 

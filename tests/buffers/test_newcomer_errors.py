@@ -13,23 +13,30 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay.buffers import jitted
+from tests.support.steps import nth, plain_step, stacked
 
 SIZES = {"capacity": 8, "num_envs": 2, "batch_size": 4}
 FORMS = {"lost": "same_step_no_final_obs", "late": "next_step", "kept": "same_step"}
 LOST, NEXT, FINAL = ({"autoreset": form} for form in FORMS.values())
 
+ALL_FORMS = """, but it must say what your env does when an episode ends
+    "next_step"
+    Gymnasium >= 1.0
+    "same_step"
+    many pure-JAX wrappers
+    "same_step_no_final_obs"
+    gymnax
+    Brax
+    jr.autoreset.of(envs)"""
 MAKING = {
-    "jr.uniform(**SIZES)": """
-        autoreset=None, but it must say what your env does when an episode ends
-        "next_step"
-        Gymnasium >= 1.0
-        "same_step"
-        many pure-JAX wrappers
-        "same_step_no_final_obs"
-        jr.autoreset.of(envs)""",
-    "jr.uniform(**SIZES, autoreset=True)": "autoreset=True, but it must say what your env does",
-    "jr.uniform(**SIZES, autoreset='same-step')": "autoreset='same-step', but it must say what",
-    "jr.Rollout(length=4, num_envs=1)": "Rollout: autoreset=None, but it must say what your env",
+    "jr.uniform(**SIZES)": "autoreset=None" + ALL_FORMS,
+    "jr.Rollout(length=4, num_envs=1)": "Rollout: autoreset=None" + ALL_FORMS,
+    **{
+        make % wrong: f"autoreset={wrong}" + ALL_FORMS
+        for make in ("jr.uniform(**SIZES, autoreset=%s)", "rollout_of(%s)")
+        for wrong in ("True", "1", "'same'", "'same-step'", "'SAME_STEP'")
+    },
+    "jr.autoreset.of({})": "a dict has no metadata['autoreset_mode']",
     "jr.items(capacity=9, num_envs=2, batch_size=4)": """
         capacity=9 rows do not divide into num_envs=2 equal streams
         the nearest that do: 8 and 10""",
@@ -52,6 +59,13 @@ MAKING = {
         write alpha=float(x) or int(x)""",
     "jr.uniform(**SIZES, **NEXT, gamma=np.array(0.9))": """
         gamma is an array float64[], but a configuration holds plain Python values""",
+    "jr.Recent(decay=0.0)": "Recent: decay must be in (0, 1], got 0.0",
+    "jr.Recent(decay=-0.5)": "Recent: decay must be in (0, 1], got -0.5",
+    "jr.Recent(decay=1.5)": "Recent: decay must be in (0, 1], got 1.5",
+    "jr.Recent(decay=float('nan'))": "Recent: decay must be in (0, 1], got nan",
+    "jr.items(**SIZES, platform='TPU')": "platform must be one of",
+    "jr.items(**SIZES, platform='metal')": "platform must be one of",
+    "jr.items(**SIZES, platform=3)": "platform must be one of",
     "jr.items(capacity=8, batch_size=jnp.int32(4))": "batch_size is an array int32[]",
     "jr.items(capacity=8, batch_size=np.array(4))": "batch_size is an array int64[]",
     "jr.ReplayBuffer(**SIZES, **NEXT, sampler=jr.Uniform(), view=jr.views.Item())": """
@@ -64,6 +78,7 @@ MAKING = {
         view must be an instance of a jaxreplay.views.View, such as jaxreplay.views.Item()
         got 'item'""",
     "jr.jit(STEP)": "jit: takes a buffer,\nto compile a function use jax.jit",
+    "jr.Replay(jr.jit(items))": "buffer must be an \ngot jaxreplay.jit(Replay",
     "jr.frame_stack(jr.items(capacity=8, batch_size=2), 4)": """
         has no observations; give a view of steps""",
     "jr.frame_stack(rollout, 2)": "frame_stack: takes a ReplayBuffer, got a Rollout",
@@ -93,6 +108,10 @@ MAKING = {
         offline must be (buffer, number of items), such as (buffer, 128), got ReplayBuffer(""",
     "jr.mix(offline=(uniform, 0))": "Mixture: offline must be an int of at least 1, got 0",
     "jr.mix(one=(queue, 2))": "Mixture: one: Queue consumes rows, which a mixture cannot",
+    # Trees of samplers.
+    "jr.samplers.SumTree(capacity=0)": "capacity must be at least 1, got 0",
+    "jr.samplers.SumTree(capacity=4, fan_out=1)": "fan_out must be at least 2, got 1",
+    "(lambda tree: tree.minimum(tree.init()))(jr.samplers.SumTree(capacity=4))": "has_minimum=True",
 }
 
 NAMES = {
@@ -310,18 +329,46 @@ USING = {
         bootstrap: last_value: got [6, 2], expected [2]""",
     "rollout.bootstrap(rollout_state, VALUES.astype(int), ZEROS)": """
         bootstrap: value: got int32, expected floating values""",
-    "keeping.bootstrap(keeping.init(EXAMPLE.replace(final_obs=EXAMPLE.obs)), VALUES, ZEROS)": """
+    "keeping.bootstrap(keeping_state, VALUES, ZEROS)": """
         this rollout keeps final_obs
         pass final_value=critic(rollout.steps(state).final_obs)""",
+    "keeping.from_trajectories(keeping_state, [])": """
+        needs a rollout of one env, got num_envs=2, autoreset='same_step'; make it with num_envs=1
+        """,
+    "single.from_trajectories(single_state, FIELDS)": """
+        takes a list of trajectories, got one dict; write [trajectory]""",
+    "single.from_trajectories(single_state, [FIELDS | {'final_obs': OBS}])": """
+        trajectory 0: has a final_obs; append it to obs instead""",
+    "single.from_trajectories(single_state, [STEP])": "call it outside of jit",
+    "single.from_trajectories(single_state, [], chunk_bytes=0)": """
+        chunk_bytes must be an int of at least 1, got 0""",
+    # Targets.
+    "jr.gae(VALUES[..., None], VALUES, VALUES, terminated=FLAGS, truncated=NEVER, gamma=1)": """
+        gae: reward: got [6, 2, 1]; terminated: got [2], expected [6, 2]
+        squeeze""",
+    "jr.gae(VALUES, VALUES, VALUES, terminated=VALUES, truncated=NEVER, gamma=1)": """
+        gae: terminated must be bool, got float32; write x.astype(bool)""",
+    "jr.vtrace(ZEROS, VALUES, VALUES, VALUES, terminated=NEVER, truncated=NEVER, gamma=1)": """
+        vtrace: log_ratio: got [2], expected [6, 2]""",
+    "jr.targets.next_values(VALUES, VALUES)": "next_values: last_value: got [6, 2], expected [2]",
+    "jr.targets.next_values(VALUES, ZEROS, NEVER)": "truncated and final_value belong together",
+    "jr.targets.next_values(VALUES, ZEROS, None, VALUES)": """
+        truncated and final_value belong together""",
+    "jr.targets.normalize(VALUES, FLAGS)": "normalize: mask: got [2]",
+    "jr.targets.masked_mean(VALUES, FLAGS)": "masked_mean: mask must be bool[6, 2]",
+    "jr.targets.masked_mean(VALUES, VALUES)": "masked_mean: mask must be bool[6, 2]",
+    "jr.targets.importance_weights({}, 0.4)": "got a dict; pass batch, not batch.experience",
+    "jr.targets.importance_weights(batch, ZEROS)": """
+        beta must be one number, got an array of shape [2]""",
 }
 
 ZEROS, FLAGS, VALUES = np.zeros(2, np.float32), np.zeros(2, bool), np.zeros((6, 2), np.float32)
+NEVER = VALUES > 0
 OBS = {"a": ZEROS, "b": np.zeros((2, 3), np.float32)}
-STEP = jr.Step(OBS, ZEROS, ZEROS, terminated=FLAGS, truncated=FLAGS)
+STEP = plain_step(ZEROS, obs=OBS)
 FIELDS = {name: getattr(STEP, name) for name in STEP.__dataclass_fields__}
-EXAMPLE = jax.tree.map(lambda leaf: leaf[0], STEP)
+EXAMPLE, BLOCK = nth(STEP, 0), stacked([STEP] * 3)
 WITH_FINAL = EXAMPLE.replace(final_obs=EXAMPLE.obs)
-BLOCK = jax.tree.map(lambda leaf: np.stack([leaf] * 3), STEP)
 
 
 def minus_one(achieved, goal, step):
@@ -353,6 +400,7 @@ BUFFERS = {
     "sequences": jr.sequences(**SIZES, **NEXT, length=2),
     "rollout": rollout_of("next_step"),
     "keeping": rollout_of("same_step"),
+    "single": jr.rollout(length=6, num_envs=1, autoreset="next_step"),
 }
 OTHERS = {
     "items": jr.items(**SIZES),
@@ -423,14 +471,6 @@ def test_a_new_reward_of_the_stored_dtype_is_taken():
         assert batch.experience.reward.dtype == jnp.float32
 
 
-def test_a_mistake_outside_of_jit_is_answered():
-    """A state that was donated, a `Replay`, and the wrong object for it."""
-    buffer = jr.jit(jr.items(**SIZES))
-    donated = buffer.init(0.0)
-    buffer.add(donated, ZEROS)
-    with pytest.raises(ValueError, match=r"donated to an earlier (.|\n)*state = buffer.add\(state"):
-        buffer.add(donated, ZEROS)
-    with pytest.raises(ValueError, match=r"buffer must be an (.|\n)*got jaxreplay.jit\(Replay"):
-        jr.Replay(buffer)  # pyright: ignore
+def test_a_replay_without_rows_is_answered():
     with pytest.raises(TimeoutError, match="no batch can be sampled yet, 0 rows of at least 1"):
-        jr.Replay(buffer.buffer).sample()
+        jr.Replay(OTHERS["items"]).sample()

@@ -12,6 +12,7 @@ import jaxreplay as jr
 from tests.conftest import SOAK
 from tests.support import oracle_views
 from tests.support.oracle import Oracle
+from tests.support.steps import nth, plain_step
 
 NUM_ENVS, LENGTH, NUM_STEPS, CLEAR = 3, 8, 300 if SOAK else 60, 47
 
@@ -57,7 +58,7 @@ def look_ups(buffer, steps, masks):
             episodes.is_complete(rows),
         )
 
-    state = buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], steps))
+    state = buffer.init(nth(steps, (0, 0)))
     return jax.lax.scan(go, state, (jnp.arange(NUM_STEPS), steps, masks))[1]
 
 
@@ -85,12 +86,9 @@ def test_look_ups_agree_with_their_definitions(autoreset, ends, allow_mask):
         track_episodes=True,
     )
     shape = (NUM_STEPS, NUM_ENVS)
-    zeros, done, is_death = (
-        np.zeros(shape, np.float32),
-        r.random(shape) < ends,
-        r.random(shape) < 0.5,
-    )
-    masks, terminated, truncated = r.random(shape) < 0.7, done & is_death, done & ~is_death
+    zeros, done = np.zeros(shape, np.float32), r.random(shape) < ends
+    terminated, masks = done & (r.random(shape) < 0.5), r.random(shape) < 0.7
+    truncated = done & ~terminated
 
     oracle = Oracle(num_envs=NUM_ENVS, length=LENGTH, autoreset=autoreset, n_step=1, gamma=1.0)
     history = []  # the oracle after each step
@@ -101,23 +99,8 @@ def test_look_ups_agree_with_their_definitions(autoreset, ends, allow_mask):
         if time == CLEAR:
             oracle.clear()
         history.append(copy.deepcopy(oracle))
-    steps = jr.Step(
-        obs=zeros,
-        action=zeros,
-        reward=zeros,
-        terminated=terminated,
-        truncated=truncated,
-        final_obs=zeros if autoreset == "same_step" else None,
-    )
+    final_obs = zeros if autoreset == "same_step" else None
+    steps = plain_step(zeros, terminated=terminated, truncated=truncated, final_obs=final_obs)
     found = jax.device_get(look_ups(buffer, steps, masks if allow_mask else None))
     for time, then in enumerate(history):
-        check(then, [leaf[time] for leaf in found])
-
-
-@pytest.mark.no_xla
-def test_without_a_table_the_cure_is_named():
-    buffer = jr.uniform(capacity=8, num_envs=1, batch_size=1, autoreset="next_step")
-    one, flag = np.ones((), np.float32), np.zeros((), bool)
-    step = jr.Step(obs=one, action=one, reward=one, terminated=flag, truncated=flag)
-    with pytest.raises(ValueError, match="track_episodes=True"):
-        jax.eval_shape(buffer.episode_table, jax.eval_shape(buffer.init, step))
+        check(then, nth(found, time))

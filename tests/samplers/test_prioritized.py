@@ -11,6 +11,7 @@ from jaxreplay.targets import importance_weights
 from tests.samplers.test_laws import check as check_law
 from tests.support.buffers import bits
 from tests.support.sampling import add, sample, step_of
+from tests.support.steps import nth
 
 NUM_ENVS, LENGTH = 50, 4
 ROWS = np.arange(NUM_ENVS) * LENGTH  # the first row of each stream
@@ -30,8 +31,7 @@ def padded(values, size=NUM_ENVS):
 @jax.jit
 def begin(buffer, priority):
     step = step_of(np.zeros(buffer.num_envs))
-    state = buffer.init(jax.tree.map(lambda leaf: leaf[0], step))
-    state = buffer.add(state, step, priority=priority)
+    state = buffer.add(buffer.init(nth(step, 0)), step, priority=priority)
     return buffer.add(state, step, priority=jnp.ones(buffer.num_envs))
 
 
@@ -47,8 +47,7 @@ def make_buffer(priorities, **config):
 
 
 def index_of(buffer, state, streams):
-    index = get(buffer, state, ROWS).index
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[list(streams)], index)
+    return nth(jax.device_get(get(buffer, state, ROWS).index), streams)
 
 
 def index_at(row, lap):
@@ -244,11 +243,3 @@ def test_importance_weights_by_hand():
     assert weights(batch.replace(is_valid=np.zeros(4, bool)), one).tolist() == [0, 0, 0, 0]
     tiny = hand_made([1e-37, 1.0, 0, 0])  # does not overflow
     np.testing.assert_allclose(weights(tiny, one), [1, 1e-37, 0, 0], rtol=1e-3)
-
-
-@pytest.mark.no_xla
-def test_importance_weights_refuse_what_is_no_batch_or_no_number():
-    with pytest.raises(ValueError, match=r"got a dict; pass batch, not batch.experience"):
-        importance_weights({}, 0.4)
-    with pytest.raises(ValueError, match=r"beta must be one number, got an array of shape \[2\]"):
-        jax.eval_shape(importance_weights, hand_made([0.5, 0.5]), np.ones(2))

@@ -12,7 +12,7 @@ import pytest
 import jaxreplay as jr
 from jaxreplay.storage import platforms, stored_arrays, tiles
 from tests.conftest import ALL
-from tests.support.buffers import KINDS, bits, everything, jitted, jitted_draw
+from tests.support.buffers import KINDS, bits, each, everything, jitted, jitted_draw
 
 SHAPES = [(1,), (3,), (48,), (49,), (3, 5), (64,), (100,), (127,), (128,), (129,), (376,), (31,)]
 SHAPES += [(5, 7, 9), (84, 84, 4), (2, 1024), (33, 32)]
@@ -44,7 +44,7 @@ def there_and_back(values, rows, kept, place):
             stored_arrays.write_plain({"x": empty}, kept, plain),
         )
 
-    return [of_leaf(*one) for one in zip(values, place, strict=True)]
+    return list(map(of_leaf, values, place))
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -57,11 +57,9 @@ def test_a_row_comes_out_of_its_parts_as_it_went_in(group):
         values.append(r.integers(0, most, (5, *shape)).astype(jnp.dtype(dtype)))
         places.append(r.integers(0, np.prod(shape), (4, 3)).astype(np.int32))
     found = there_and_back(values, rows, rows[chosen], places)
-    for (shape, dtype), value, place, results in zip(
-        GROUPS[group], values, places, found, strict=True
-    ):
+    for value, place, results in zip(values, places, found, strict=True):
         leaf, got, one_by_one, untouched, elements, plain, again = results
-        assert (leaf.shape, leaf.dtype) == ((9, *shape), jnp.dtype(dtype))
+        assert (leaf.shape, leaf.dtype) == ((9, *value.shape[1:]), value.dtype)
         wanted = value[chosen]
         for read in (got, one_by_one):
             assert read.dtype == value.dtype
@@ -80,7 +78,7 @@ def columns_of(part):
     return next((few for few in (1, 2, 4) if width <= few), -(-width // 8) * 8)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "uint8"])
+@pytest.mark.parametrize("dtype", MANY)
 def test_parts_are_in_place_and_small(dtype):
     dtype = np.dtype(dtype)
     for size in [*range(1, 700), 784, 7056, 9216, 12288, 28224]:
@@ -107,9 +105,8 @@ def test_a_scalar_and_what_no_part_serves_lie_as_they_are():
         ((8,), "float32"),
         ((128,), "int16"),
     ]:
-        assert isinstance(
-            stored_arrays.zeros(4, jax.ShapeDtypeStruct(shape, dtype), has_tiles=True), jax.Array
-        )
+        spec = jax.ShapeDtypeStruct(shape, dtype)
+        assert isinstance(stored_arrays.zeros(4, spec, has_tiles=True), jax.Array)
     assert isinstance(stored_arrays.zeros(4, jax.ShapeDtypeStruct((84, 84), "uint8")), jax.Array)
     assert [name for name, traits in platforms.TRAITS.items() if traits.has_tiles] == ["tpu"]
 
@@ -126,12 +123,12 @@ def test_a_state_stays_what_it_was_made_for():
     """A buffer without a platform accepts states of all platforms; a buffer with one names the
     difference."""
     case, buffer = PRIORITIZED, PRIORITIZED.replay()
-    on = {name: dataclasses.replace(buffer, platform=name) for name in ("tpu", "gpu")}
-    state = jax.eval_shape(on["tpu"].init, case.example())
+    on_tpu, on_gpu = (dataclasses.replace(buffer, platform=name) for name in ("tpu", "gpu"))
+    state = jax.eval_shape(on_tpu.init, case.example())
     state = jax.eval_shape(buffer.add, state, case.step())
     assert state.layout.platform == "tpu"
     with pytest.raises(ValueError, match="platform: the state's is 'tpu', this buffer's 'gpu'"):
-        jax.eval_shape(on["gpu"].size, state)
+        jax.eval_shape(on_gpu.size, state)
 
 
 def test_programs_are_exported_by_the_leaves_of_a_state():
@@ -145,12 +142,8 @@ def test_programs_are_exported_by_the_leaves_of_a_state():
     assert bits(again.call(leaves, 1)) == bits(jax.jit(sample)(leaves, 1))
 
 
-def test_toolkits_are_known_by_name_and_others_refused():
-    buffer = jr.items(capacity=4, batch_size=1)
-    assert dataclasses.replace(buffer, platform="cuda").platform == "gpu"
-    for bad in ("TPU", "metal", 3):
-        with pytest.raises(ValueError, match="platform must be one of"):
-            dataclasses.replace(buffer, platform=bad)
+def test_toolkits_are_known_by_name():
+    assert jr.items(capacity=4, batch_size=1, platform="cuda").platform == "gpu"
 
 
 def test_the_default_is_that_of_the_device_that_new_arrays_go_to():
@@ -160,7 +153,7 @@ def test_the_default_is_that_of_the_device_that_new_arrays_go_to():
         assert buffer.init({"x": jnp.zeros(())}).layout.platform == platforms.default()
 
 
-@pytest.mark.parametrize("case", KINDS if ALL else KINDS[1:3], ids=lambda case: case.name)
+@each(KINDS if ALL else KINDS[1:3])
 def test_what_is_read_is_the_same_on_every_platform(case):
     """Reads by row number and probabilities agree; the sampled rows may differ."""
     found = []
@@ -177,11 +170,8 @@ def test_what_is_read_is_the_same_on_every_platform(case):
         np.testing.assert_allclose(other[3], found[0][3], rtol=1e-5)
 
 
-PAIRS = (("cpu", "tpu"), ("tpu", "cpu"), ("cpu", "gpu"))
-
-
-@pytest.mark.parametrize("case", KINDS if ALL else [PRIORITIZED], ids=lambda case: case.name)
-@pytest.mark.parametrize(("before", "after"), PAIRS)
+@each(KINDS if ALL else [PRIORITIZED])
+@pytest.mark.parametrize(("before", "after"), [("cpu", "tpu"), ("tpu", "cpu"), ("cpu", "gpu")])
 def test_a_checkpoint_goes_from_one_platform_to_another(case, before, after, tmp_path):
     checkpoint = pytest.importorskip("jaxreplay.checkpoint", reason="an extra is not installed")
     buffer, other = (dataclasses.replace(case.replay(), platform=one) for one in (before, after))
@@ -207,7 +197,7 @@ def test_memory_is_told_by_the_leaves_that_were_given():
         "wide": jax.ShapeDtypeStruct((100,), jnp.float32),
     }
     plain, tiled = (
-        dataclasses.replace(jr.items(capacity=64, batch_size=1), platform=name).memory(example)
+        jr.items(capacity=64, batch_size=1, platform=name).memory(example)
         for name in ("cpu", "tpu")
     )
     assert list(plain.leaves) == list(tiled.leaves)
