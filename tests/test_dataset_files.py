@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -13,6 +11,7 @@ import jaxreplay as jr
 from jaxreplay import datasets
 from jaxreplay.datasets import npz, vault
 from tests.support.buffers import everything
+from tests.support.replays import output_of
 
 FORMS = pytest.mark.parametrize("form", ["next_step", "same_step", "same_step_no_final_obs"])
 
@@ -160,10 +159,7 @@ def most_memory(path, num_episodes):
 few = most_memory("a.npz", 8)
 print(most_memory("b.npz", 40) - few)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True
-    )
-    assert float(done.stdout) < 100  # MiB; the file has 160
+    assert float(output_of(code, cwd=tmp_path)) < 100  # MiB; the file has 160
 
 
 @FORMS

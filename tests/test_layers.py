@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import jaxreplay
+from tests.support.replays import output_of
+from tests.support.steps import nth, plain_step
 
 ROOT = pathlib.Path(jaxreplay.__file__).parent
 # A package, or a file at the top level, may import from the earlier lines. Samplers and views do
@@ -36,47 +38,34 @@ def test_each_file_of_tests_is_in_one_part():
     makefile = (here.parent / "Makefile").read_text()
     parts = dict(re.findall(r"^PART_(\w+) := (.*)$", makefile, re.MULTILINE))
     named = [
-        name
+        f"test_{name}.py"
         for part, names in parts.items()
         if not part.startswith(("gpu", "tpu"))
         for name in names.split()
     ]
-    assert sorted(named) == sorted(
-        path.stem.removeprefix("test_")
-        for path in here.rglob("test_*.py")
-        if path.parent.name != "aot"
-    )
+    files = here.rglob("test_*.py")
+    assert sorted(named) == sorted(path.name for path in files if path.parent.name != "aot")
 
 
 def modules():
     for path in sorted(ROOT.rglob("*.py")):
-        name = (
-            ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            .removesuffix("__init__")
-            .strip(".")
-        )
-        yield name, path
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        yield ".".join(parts).removesuffix("__init__").strip("."), path
 
 
 def imports(path):
     """Yield the package's modules that a file imports."""
     names = {name for name, _ in modules()}
     for node in ast.walk(ast.parse(path.read_text())):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and node.module
-            and node.module.split(".")[0] == "jaxreplay"
-        ):
+        if isinstance(node, ast.ImportFrom) and package_of(node.module or "") == "jaxreplay":
             module = node.module.removeprefix("jaxreplay").strip(".")
             for alias in node.names:
                 inner = f"{module}.{alias.name}".strip(".")
                 yield inner if inner in names else module
         elif isinstance(node, ast.Import):
-            yield from (
-                alias.name.removeprefix("jaxreplay").strip(".")
-                for alias in node.names
-                if alias.name.split(".")[0] == "jaxreplay"
-            )
+            for alias in node.names:
+                if package_of(alias.name) == "jaxreplay":
+                    yield alias.name.removeprefix("jaxreplay").strip(".")
 
 
 def package_of(module):
@@ -113,16 +102,15 @@ def test_no_package_has_a_circle():
 def lines_of_code(path):
     """Count the lines without blank lines, comments and docstrings."""
     source = path.read_text()
-    nodes = [
-        node
+    prose = {
+        number
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    ]
-    prose = {number for node in nodes for number in range(node.lineno, node.end_lineno + 1)}
-    lines = enumerate(source.splitlines(), 1)
+        for number in range(node.lineno, node.end_lineno + 1)
+    }
     return sum(
-        number not in prose and not line.lstrip().startswith("#") and line.strip() != ""
-        for number, line in lines
+        number not in prose and line.strip()[:1] not in ("", "#")
+        for number, line in enumerate(source.splitlines(), 1)
     )
 
 
@@ -162,15 +150,8 @@ def test_a_call_enters_few_functions(kind, name):
     buffer = getattr(jaxreplay, kind)(
         capacity=64, num_envs=4, batch_size=8, autoreset="same_step_no_final_obs"
     )
-    flags, zeros = np.zeros(4, bool), np.zeros(4, np.float32)
-    step = jaxreplay.Step(
-        obs=np.zeros((4, 3), np.float32),
-        action=zeros,
-        reward=zeros,
-        terminated=flags,
-        truncated=flags,
-    )
-    state = jax.eval_shape(buffer.init, jax.tree.map(lambda leaf: leaf[0], step))
+    step = plain_step(np.zeros(4, np.float32), obs=np.zeros((4, 3), np.float32))
+    state = jax.eval_shape(buffer.init, nth(step, 0))
     index = jaxreplay.types.Index(np.zeros(8, np.int32), np.zeros(8, np.uint32))
     arguments = {
         "add": (step,),
@@ -181,11 +162,8 @@ def test_a_call_enters_few_functions(kind, name):
 
     def enters(frame, event, _):
         code = frame.f_code
-        if (
-            event == "call"
-            and code.co_filename.startswith(str(ROOT))
-            and not code.co_name.startswith("<")
-        ):
+        is_ours = code.co_filename.startswith(str(ROOT)) and code.co_name[0] != "<"
+        if event == "call" and is_ours:
             entered.add((code.co_filename, code.co_qualname))
 
     def call():
@@ -216,15 +194,12 @@ def test_the_top_level_shows_what_users_type():
         "stateful",
         "torch",
     }
-    assert {name for name in dir(jaxreplay) if not name.startswith("_")} - modules == set(
-        jaxreplay.__all__
-    ) - {"__version__"}
+    shown = {name for name in dir(jaxreplay) if name[0] != "_"}
+    assert shown - modules == set(jaxreplay.__all__) - {"__version__"}
 
 
 def test_importing_the_library_imports_no_extra():
-    import subprocess
-
-    extras = (
+    extras = [
         "torch",
         "gymnax",
         "flax",
@@ -233,27 +208,15 @@ def test_importing_the_library_imports_no_extra():
         "google_crc32c",
         "minari",
         "stable_baselines3",
-    )
+    ]
     code = f"import sys, jaxreplay; print([m for m in {extras} if m in sys.modules])"
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        == "[]"
-    )
+    assert output_of(code) == "[]"
 
 
 def test_each_promise_names_tests_that_there_are():
     page = (ROOT.parent / "docs" / "checkpoint_failures.md").read_text()
     named = set(re.findall(r"`(test_\w+)`", page))
-    tests = set(
-        re.findall(
-            r"^def (test_\w+)\(",
-            "\n".join(
-                path.read_text() for path in pathlib.Path(__file__).parent.rglob("test_*.py")
-            ),
-            re.M,
-        )
-    )
+    files = pathlib.Path(__file__).parent.rglob("test_*.py")
+    text = "\n".join(path.read_text() for path in files)
     assert len(named) > 15
-    assert not named - tests
+    assert not named - set(re.findall(r"^def (test_\w+)\(", text, re.M))

@@ -1,8 +1,8 @@
 """With 64-bit numbers on, states keep their dtypes, and 64-bit leaves are stored as they are."""
 
 import os
-import subprocess
-import sys
+
+from tests.support.replays import output_of
 
 PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np
@@ -55,11 +55,4 @@ assert replay.sample(state, jax.random.key(0)).experience.tolist() == [2**40 + 1
 
 
 def test_64_bit_numbers_change_no_dtype_of_a_state():
-    environment = {**os.environ, "JAX_ENABLE_X64": "1"}
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    output_of(PROGRAM, env=os.environ | {"JAX_ENABLE_X64": "1", "PYTHONWARNINGS": "error"})
