@@ -23,9 +23,10 @@ from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from tests.checkpoint.runs import SUPPORT, check_intact
 from tests.checkpoint.test_resize import kinds
 from tests.conftest import ALL, SOAK
-from tests.stateful.common import nth, refused
 from tests.support.buffers import KINDS, bits, jitted, jitted_draw
 from tests.support.checkpointed_run import EXAMPLE, added, begun, expected, items, numbers, step
+from tests.support.refusals import refused
+from tests.support.steps import nth
 
 
 @functools.cache

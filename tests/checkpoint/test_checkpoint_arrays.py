@@ -7,7 +7,7 @@ import tensorstore as ts
 
 from jaxreplay.checkpoint import CorruptCheckpointError, arrays
 from jaxreplay.checkpoint.store import store_at
-from tests.stateful.common import refused
+from tests.support.refusals import refused
 
 pytestmark = pytest.mark.no_xla
 

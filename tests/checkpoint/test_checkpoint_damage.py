@@ -19,9 +19,10 @@ from jaxreplay.storage import stored_arrays
 from tests.checkpoint.runs import files_of, quiet
 from tests.checkpoint.test_resize import fed, kinds
 from tests.conftest import ALL, COUNTERS_CHUNK, SOAK
-from tests.stateful.common import nth, refused, warned
 from tests.support.buffers import NUM_ENVS, bits, everything, jitted, jitted_draw
 from tests.support.checkpointed_run import EXAMPLE, REPLAY, added, begun, expected, items, numbers
+from tests.support.refusals import refused, warned
+from tests.support.steps import nth
 
 
 def flipped(file):

@@ -27,8 +27,8 @@ from tests.checkpoint.runs import (
     state_of,
 )
 from tests.conftest import ALL, COUNTERS_CHUNK, SOAK
-from tests.stateful.common import check_refused, refused, warned
 from tests.support import checkpointed_run
+from tests.support.refusals import check_refused, refused, warned
 
 
 def test_what_cannot_be_read_now_is_not_deleted(tmp_path, monkeypatch):

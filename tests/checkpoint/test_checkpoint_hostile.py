@@ -30,7 +30,7 @@ from tests.checkpoint.runs import (
     state_of,
 )
 from tests.conftest import ALL, SOAK
-from tests.stateful.common import check_refused, refused, warned
+from tests.support.refusals import check_refused, refused, warned
 
 # control characters, except the newline
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")

@@ -23,8 +23,8 @@ from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.object_store import Objects
 from tests.checkpoint.runs import BUFFER, check, check_restored, manifests, save_run, state_of
 from tests.conftest import ALL
-from tests.stateful.common import refused
 from tests.support.checkpointed_run import EXAMPLE, added
+from tests.support.refusals import refused
 
 LEAVES = ("candidate_number", "flags", "steps.action", "steps.obs", "steps.reward")
 

@@ -30,7 +30,7 @@ from tests.checkpoint.runs import (
     state_of,
 )
 from tests.conftest import SOAK
-from tests.stateful.common import check_refused, refused
+from tests.support.refusals import check_refused, refused
 
 # Names of paths.
 

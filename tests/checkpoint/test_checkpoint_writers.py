@@ -29,8 +29,8 @@ from tests.checkpoint.runs import (
     state_of,
 )
 from tests.conftest import ALL, SOAK
-from tests.stateful.common import check_refused, refused, warned
 from tests.support.checkpointed_run import EXAMPLE, added, numbers
+from tests.support.refusals import check_refused, refused, warned
 
 WHOAMI = chain.whoami
 

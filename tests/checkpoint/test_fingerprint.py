@@ -13,8 +13,8 @@ from jaxreplay.checkpoint import fingerprint
 from jaxreplay.checkpoint.rows import Part, Picked, heads_of, span_of
 from jaxreplay.storage import stored_arrays
 from tests.conftest import ALL
-from tests.stateful.common import nth
 from tests.support.buffers import CATALOG, NUM_ENVS, jitted
+from tests.support.steps import nth
 
 FEW = ("items", "uniform masked, episodes")
 

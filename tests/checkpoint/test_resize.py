@@ -18,10 +18,11 @@ from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, resize, r
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from jaxreplay.samplers.uniform import Uniform
 from tests.conftest import ALL, PLATFORM
-from tests.stateful.common import nth, refused
 from tests.support.buffers import KINDS, bits, everything, jitted, jitted_draw
 from tests.support.checkpointed_run import EXAMPLE, added, begun, expected, items, numbers
+from tests.support.refusals import refused
 from tests.support.replays import output_of
+from tests.support.steps import nth
 
 # Priorities with pending rows; masks, final rows and episodes; rows that are handed out once.
 FEW = ("prioritized same_step, 3 steps", "uniform masked, episodes", "transitions queue")

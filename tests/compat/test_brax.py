@@ -8,8 +8,8 @@ import pytest
 
 from jaxreplay.compat import brax
 from tests.conftest import ALL
-from tests.stateful.common import refused
 from tests.support.hlo import check_in_place
+from tests.support.refusals import refused
 
 KEY = jax.random.key(0)
 EXAMPLE = {"name": 0, "frame": np.zeros((4, 4), np.uint8)}

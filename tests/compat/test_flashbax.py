@@ -11,8 +11,9 @@ import pytest
 
 import jaxreplay.compat.flashbax as fbx
 from tests.conftest import ALL
-from tests.stateful.common import nth, refused
 from tests.support.hlo import check_in_place
+from tests.support.refusals import refused
+from tests.support.steps import nth
 
 KEY = jax.random.key(0)
 EXAMPLE = {"name": np.int32(0), "obs": {"x": np.zeros(3, np.float32), "done": np.bool_(False)}}

@@ -13,10 +13,11 @@ import pytest
 
 from tests.conftest import ALL, SOAK
 from tests.inspection.test_plan import check_one_line
-from tests.stateful.common import nth, refused
 from tests.support.buffers import KINDS, everything, jitted
+from tests.support.refusals import refused
 from tests.support.replays import output_of
 from tests.support.sampling import sample
+from tests.support.steps import nth
 
 pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed")
 

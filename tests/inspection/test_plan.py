@@ -12,8 +12,8 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay.__main__ import main
-from tests.stateful.common import refused
 from tests.support.buffers import CATALOG
+from tests.support.refusals import refused
 
 pytestmark = pytest.mark.no_xla
 

@@ -22,9 +22,9 @@ from jaxreplay import sb3
 from jaxreplay.buffers.jitted import options_here
 from jaxreplay.sb3 import base, columns
 from tests.conftest import ALL, SOAK
-from tests.stateful.common import nth, refused
 from tests.support.compilations import count_programs
 from tests.support.hlo import check_in_place
+from tests.support.refusals import refused
 from tests.support.sampling import assert_same
 from tests.support.sb3_streams import (
     ACTIONS,
@@ -40,6 +40,7 @@ from tests.support.sb3_streams import (
     sampled,
     stream,
 )
+from tests.support.steps import nth
 
 KINDS = ["ReplayBuffer", "DictReplayBuffer"]
 NUMBER, BOX = spaces.Box(-np.inf, np.inf, (1,)), ACTIONS["box"]

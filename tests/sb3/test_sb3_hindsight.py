@@ -15,8 +15,8 @@ from stable_baselines3.common.envs import BitFlippingEnv
 from jaxreplay import sb3
 from jaxreplay.sb3 import base, hindsight
 from tests.conftest import ALL, SOAK
-from tests.stateful.common import refused, warned
 from tests.support.hlo import check_in_place
+from tests.support.refusals import refused, warned
 
 ONE = spaces.Box(-np.inf, np.inf, (1,), np.float64)
 SPACE = spaces.Dict(observation=ONE, achieved_goal=ONE, desired_goal=ONE)

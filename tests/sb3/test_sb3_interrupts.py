@@ -12,13 +12,13 @@ from jaxreplay import sb3
 from jaxreplay.sb3 import base
 from tests.sb3 import test_sb3_hindsight as goals
 from tests.sb3.test_sb3 import NUMBER
-from tests.stateful.common import check_refused
 from tests.support.interrupting import (
     check_comparisons,
     check_each_moment,
     num_calls_until_interrupt,
     waits_before_interrupts,
 )
+from tests.support.refusals import check_refused
 
 LENGTH = 64
 

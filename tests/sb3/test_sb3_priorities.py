@@ -12,8 +12,8 @@ from stable_baselines3 import DQN
 from jaxreplay import sb3
 from jaxreplay.sb3 import buffers
 from tests.sb3.test_sb3 import BOX, NUMBER
-from tests.stateful.common import refused
 from tests.support.hlo import check_in_place
+from tests.support.refusals import refused
 from tests.support.sb3_streams import VECTOR, added_to, numbered, params_of
 
 OPTIONS = {

@@ -14,9 +14,9 @@ from jaxreplay._util import checks
 from jaxreplay.buffers import memory
 from jaxreplay.buffers.jitted import options_here
 from jaxreplay.stateful import host_arrays, owner
-from tests.stateful.common import check_refused, nth, refused
 from tests.support.compilations import count_programs
 from tests.support.hlo import check_in_place
+from tests.support.refusals import check_refused, refused
 from tests.support.replays import (
     EXAMPLE,
     NUM_ENVS,
@@ -33,6 +33,7 @@ from tests.support.replays import (
     unchanged,
 )
 from tests.support.sampling import assert_same, sample
+from tests.support.steps import nth
 
 # Input.
 

@@ -16,7 +16,7 @@ import jaxreplay as jr
 from jaxreplay.buffers import memory
 from jaxreplay.stateful.rate_limiter import RatioLimiter
 from tests.conftest import SOAK
-from tests.stateful.common import refused
+from tests.support.refusals import refused
 from tests.support.replays import damaged, make, output_of, step, unchanged
 from tests.support.sampling import assert_same
 

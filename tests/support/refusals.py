@@ -1,7 +1,5 @@
-"""Shared by the tests of several folders: errors and warnings that are expected, and parts of
-trees."""
+"""Errors and warnings that are expected."""
 
-import jax
 import pytest
 
 
@@ -20,8 +18,3 @@ def check_refused(said, *calls, error=ValueError):
 def warned(said):
     """Check that a block gives a warning, whose text has this pattern."""
     return pytest.warns(UserWarning, match=said)
-
-
-def nth(tree, place):
-    """Return `leaf[place]` of each leaf."""
-    return jax.tree.map(lambda leaf: leaf[place], tree)
