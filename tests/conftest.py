@@ -17,7 +17,7 @@ SOAK = os.environ.get("JAXREPLAY_TESTS") == "soak"
 ALL = SOAK or os.environ.get("JAXREPLAY_TESTS") == "all"
 PLATFORM = os.environ.get("JAXREPLAY_PLATFORM")
 # HLO is optimized almost as usual, machine code is not: compiling takes a third of the time. The
-# soak has the default, as have checks of what is compiled.
+# soak has the default, as have the programs that `support.hlo` judges.
 IS_QUICK = not SOAK and "JAXREPLAY_AOT" not in os.environ
 compilations.use_cache()
 if IS_QUICK:
