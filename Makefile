@@ -60,7 +60,7 @@ lint: $(VENV)/installed
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 FEW := tests/buffers/test_contract.py tests/storage/test_oracle_streams.py tests/checkpoint/test_checkpoint.py
-# Contracts and checkpoints of three buffers, and the oracle of three configurations.
+# Contracts and checkpoints of three buffers, and the oracle of three configurations, two of which also as on a GPU or a TPU.
 QUICK := (test_contract or goes_on_to_the_last_bit) and (items] or steps]) or test_layers or 3-2-5-True or 3-2-6-False or 1-1-2-True
 quick: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -16,8 +16,8 @@ from tests.support import compilations
 SOAK = os.environ.get("JAXREPLAY_TESTS") == "soak"
 ALL = SOAK or os.environ.get("JAXREPLAY_TESTS") == "all"
 PLATFORM = os.environ.get("JAXREPLAY_PLATFORM")
-# HLO is optimized almost as usual, machine code is not: compiling takes a third of the time. The
-# soak has the default, as have the programs that `support.hlo` judges.
+# HLO is optimized as usual but for how it is fused, machine code is not: compiling takes a third
+# of the time. The soak has the default. The programs that `support.hlo` judges have a user's HLO.
 IS_QUICK = not SOAK and "JAXREPLAY_AOT" not in os.environ
 compilations.use_cache()
 if IS_QUICK:

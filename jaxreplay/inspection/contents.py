@@ -216,8 +216,8 @@ def _leaf_bytes(spec: Any) -> int:
 
 def _read(leaf: Any, rows: np.ndarray) -> np.ndarray:
     """Read rows int32[...] of a leaf, a block at a time: `[..., *row]`. Blocks have two sizes,
-    because each size is compiled. Without rows a block is read, too, so that none is compiled
-    later."""
+    because each size is compiled. A block is read also where there are no rows, so that a later
+    read compiles nothing."""
     spec = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
     large = max(1, _BLOCK_BYTES // max(_leaf_bytes(spec), 1))
     found, flat = [], rows.reshape(-1)

@@ -18,9 +18,9 @@ IN_PLACE = {
     "optimization-barrier",
 }
 IN_PLACE |= {"scatter", "dynamic-update-slice"}
-# What `compilations.compile_quickly` changes is as for users in programs that are judged.
+# Options for HLO as users get it: `compilations.compile_quickly` changes how XLA fuses.
 _EMITTERS = "xla_cpu_use_fusion_emitters"
-_AS_FOR_USERS = {_EMITTERS: True} if _EMITTERS in os.environ.get("XLA_FLAGS", "") else {}
+AS_FOR_USERS = {_EMITTERS: True} if _EMITTERS in os.environ.get("XLA_FLAGS", "") else {}
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 SIZES = {"pred": 1, "s8": 1, "u8": 1, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
 INSTRUCTION = re.compile(
@@ -29,9 +29,9 @@ INSTRUCTION = re.compile(
 
 
 def compiled(function, *arguments, donated=(), compiler_options=None):
-    """Compile a function as for users."""
+    """Compile a function to the HLO that users get."""
     lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
-    return lowered.compile((compiler_options or {}) | _AS_FOR_USERS)
+    return lowered.compile((compiler_options or {}) | AS_FOR_USERS)
 
 
 def large_temporaries(text, num_elements):
