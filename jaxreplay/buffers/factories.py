@@ -70,8 +70,7 @@ def transitions(
         value of each env library. Required.
       allow_mask: Let `add` and `extend` take a mask of the envs that took a step. Default: False.
       min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
-      track_episodes: Keep the table that `episode_table` needs, 8 bytes a row, or 12 with
-        "same_step_no_final_obs". Default: False.
+      track_episodes: Keep the table that `episode_table` needs, 12 bytes a row. Default: False.
       platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
         Default: the platform of JAX's default device.
 
@@ -117,8 +116,7 @@ def uniform(
         value of each env library. Required.
       allow_mask: Let `add` and `extend` take a mask of the envs that took a step. Default: False.
       min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
-      track_episodes: Keep the table that `episode_table` needs, 8 bytes a row, or 12 with
-        "same_step_no_final_obs". Default: False.
+      track_episodes: Keep the table that `episode_table` needs, 12 bytes a row. Default: False.
       platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
         Default: the platform of JAX's default device.
 
@@ -183,8 +181,7 @@ def prioritized(
         value of each env library. Required.
       allow_mask: Let `add` and `extend` take a mask of the envs that took a step. Default: False.
       min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
-      track_episodes: Keep the table that `episode_table` needs, 8 bytes a row, or 12 with
-        "same_step_no_final_obs". Default: False.
+      track_episodes: Keep the table that `episode_table` needs, 12 bytes a row. Default: False.
       platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
         Default: the platform of JAX's default device.
 
@@ -251,8 +248,7 @@ def sequences(
         value of each env library. Required.
       allow_mask: Let `add` and `extend` take a mask of the envs that took a step. Default: False.
       min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
-      track_episodes: Keep the table that `episode_table` needs, 8 bytes a row, or 12 with
-        "same_step_no_final_obs". Default: False.
+      track_episodes: Keep the table that `episode_table` needs, 12 bytes a row. Default: False.
       platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
         Default: the platform of JAX's default device.
 
@@ -324,8 +320,7 @@ def future_pairs(
         value of each env library. Required.
       allow_mask: Let `add` and `extend` take a mask of the envs that took a step. Default: False.
       min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
-      track_episodes: Keep the table that `episode_table` needs, 8 bytes a row, or 12 with
-        "same_step_no_final_obs". Default: False.
+      track_episodes: Keep the table that `episode_table` needs, 12 bytes a row. Default: False.
       platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
         Default: the platform of JAX's default device.
 

@@ -68,8 +68,7 @@ class ReplayBuffer(Static, Generic[T]):
         value of each env library. Default: None, for a view of items, which have no episodes.
       allow_mask: Let `add` and `extend` take a mask of the envs that took a step. Default: False.
       min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
-      track_episodes: Keep the table that `episode_table` needs, 8 bytes a row, or 12 with
-        "same_step_no_final_obs". Default: False.
+      track_episodes: Keep the table that `episode_table` needs, 12 bytes a row. Default: False.
       platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
         Default: the platform of JAX's default device when `init` is called.
 
@@ -603,8 +602,7 @@ class ReplayBuffer(Static, Generic[T]):
           The new state.
 
         Raises:
-          ValueError: The buffer stores items; or it looks episodes up, and its envs all step
-            together or its windows cross episodes.
+          ValueError: The buffer stores items.
         """
         state = check_donated("end_streams", self, state)
         if self.autoreset is None:

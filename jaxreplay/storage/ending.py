@@ -3,9 +3,6 @@
 The newest step of such an episode has no next observation. So its row is written again, as the
 episode's final row: its observation is the last one known, and its transition is given up. The
 windows before it are complete, as after any final row. No head moves.
-
-If the episode table tells an episode's start by the end of the one before, a final row must not be
-an episode's only row. Such a row is removed: the next step overwrites it.
 """
 
 import dataclasses
@@ -33,9 +30,6 @@ def end(state: ReplayState, mask: jax.Array) -> tuple[ReplayState, WriteEffect |
     Returns:
       The new state, whose sampler is still to observe the effect; the effect, None if the window is
       unbounded.
-
-    Raises:
-      ValueError: The state has an episode table, and rows cannot be removed from one stream alone.
     """
     layout, table, counters = state.layout, state.episodes, state.streams.counters
     last_flags, stored_flags = counters.last_flags, state.streams.flags
@@ -49,8 +43,6 @@ def end(state: ReplayState, mask: jax.Array) -> tuple[ReplayState, WriteEffect |
     is_empty = counters.filled == 0
     is_open = mask & ~is_empty & ~layout.closes_episode(last_flags)
     ends = is_open & (True if counters.num_pending is None else counters.num_pending > 0)
-    removed = ends & is_first & _must_remove(layout, table)
-    closed = ends & ~removed
 
     num_pending, phase = counters.num_pending, counters.phase
     if num_pending is not None and not layout.window.crosses_episodes:
@@ -59,7 +51,7 @@ def end(state: ReplayState, mask: jax.Array) -> tuple[ReplayState, WriteEffect |
         before = jnp.where(phase > 0, phase - 1, layout.window.period - 1)
         phase = jnp.where(ends, before, phase)
     # The next row opens an episode, also after a clear.
-    flags = jnp.where(closed, last_flags & row_flags.FIRST | row_flags.TRUNCATED, 0)
+    flags = jnp.where(ends, last_flags & row_flags.FIRST | row_flags.TRUNCATED, 0)
     flags = flags.astype(jnp.uint8) | jnp.uint8(row_flags.FINAL)
     streams = state.streams.with_counters(
         last_flags=jnp.where(is_open | (mask & is_empty), flags, last_flags),
@@ -68,37 +60,18 @@ def end(state: ReplayState, mask: jax.Array) -> tuple[ReplayState, WriteEffect |
         num_pending=num_pending,
     )
     position = layout.wrap(counters.position - 1)  # of the newest row
-    row = jnp.where(closed, layout.row(layout.envs(), position), layout.capacity)
+    row = jnp.where(ends, layout.row(layout.envs(), position), layout.capacity)
     effect = None
     if layout.window.is_bounded:
         after = dataclasses.replace(
             Sampleable.of(state), streams=streams, num_pending=streams.counters.num_pending
         )
         effect = _effect(Sampleable.of(state), after, row, flags, ends)
-    streams = streams.with_counters(
-        position=jnp.where(removed, position, counters.position),
-        filled=counters.filled - removed,
-        lap=counters.lap - (removed & (counters.position == 0)).astype(jnp.uint32),
-    ).replace(flags=stored_arrays.write(stored_flags, row, flags))
+    streams = streams.replace(flags=stored_arrays.write(stored_flags, row, flags))
     if table is not None:
         # A final row that opens an episode belongs to none.
-        ends_episode = (closed & ~is_first) | (is_open & ~ends)
-        table = _ended(layout, table, ends_episode, position)
-        table = table.replace(is_open=table.is_open & ~removed)
+        table = _ended(layout, table, is_open & ~(ends & is_first), position)
     return state.replace(streams=streams, episodes=table), effect
-
-
-def _must_remove(layout: Layout, table: EpisodeState | None) -> bool:
-    """Return whether a final row must not be an episode's only row."""
-    if table is None or table.start_position is not None:
-        return False
-    if layout.lockstep or layout.window.crosses_episodes:
-        raise ValueError(
-            "end_streams: this buffer looks episodes up, and all its envs step together or its "
-            "windows cross episodes: make it with allow_mask=True and windows within episodes, or "
-            "flag the last step as truncated when you add it"
-        )
-    return True
 
 
 def _effect(

@@ -6,17 +6,16 @@ stream maps each ordinal to the position of that episode's last row; the entry i
 episode ends. A stream of `length` rows holds at most `length` episodes, so stored episodes have
 different ordinals. An entry is read only if its episode has ended and its last row is stored.
 
-A final row may open an episode: if the first step was truncated and its final observation is
-unknown. Such a row is no transition, ends no episode and belongs to none. Where that can happen, a
-second table has the position of each episode's first row. Elsewhere an episode begins with the row
-after the last row of the previous episode.
+A final row may open an episode: if the observation after its first step is unknown. Such a row is
+no transition, ends no episode and belongs to none. So a second table has the position of each
+episode's first row.
 
-The tables take 8 bytes a row, or 12 with the second one. They are kept only if the view, the
-sampler or `track_episodes` asks for them.
+The tables take 12 bytes a row. They are kept only if the view, the sampler or `track_episodes` asks
+for them.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +34,7 @@ class EpisodeState(Node):
     end_position: jax.Array
     current: jax.Array  # int32[E], in [0, length): ordinal of the next row
     is_open: jax.Array  # bool[E]: the newest row's episode has not ended
-    # int32[N]: env * length + ordinal -> position of that episode's first row; None if each episode
-    # begins right after the previous one
-    start_position: jax.Array | None
+    start_position: jax.Array  # int32[N]: the same for that episode's first row
 
 
 def init(layout: Layout) -> EpisodeState:
@@ -46,7 +43,7 @@ def init(layout: Layout) -> EpisodeState:
     return EpisodeState(
         ordinal=positions,
         end_position=jnp.zeros_like(positions),
-        start_position=None if layout.termination_has_final_row else jnp.zeros_like(positions),
+        start_position=jnp.zeros_like(positions),
         current=jnp.zeros((layout.num_envs,), jnp.int32),
         is_open=jnp.zeros((layout.num_envs,), bool),
     )
@@ -67,7 +64,7 @@ class Entries(NamedTuple):
     ordinal: jax.Array
     # place in `EpisodeState.end_position` that is set to `position`; capacity for none
     end_position: jax.Array
-    start_position: jax.Array | None  # the same for `EpisodeState.start_position`
+    start_position: jax.Array  # the same for `EpisodeState.start_position`
 
 
 def advance(layout: Layout, state: EpisodeState, written: Written) -> tuple[EpisodeState, Entries]:
@@ -83,9 +80,7 @@ def advance(layout: Layout, state: EpisodeState, written: Written) -> tuple[Epis
     def entry(where):
         return jnp.where(where, layout.row(layout.envs(), ordinal), layout.capacity)
 
-    start_position = (
-        None if state.start_position is None else entry(written.is_written & is_first & ~is_final)
-    )
+    start_position = entry(written.is_written & is_first & ~is_final)
     counted = state.replace(
         current=current,
         is_open=jnp.where(
@@ -104,9 +99,7 @@ def write(state: EpisodeState, entries: Entries) -> EpisodeState:
     return state.replace(
         ordinal=at(state.ordinal, entries.row, entries.ordinal),
         end_position=at(state.end_position, entries.end_position, entries.position),
-        start_position=None
-        if state.start_position is None
-        else at(state.start_position, entries.start_position, entries.position),
+        start_position=at(state.start_position, entries.start_position, entries.position),
     )
 
 
@@ -114,8 +107,8 @@ def write(state: EpisodeState, entries: Entries) -> EpisodeState:
 class Episodes:
     """Look-ups of the episodes in a buffer's state, by stored rows. They are elementwise.
 
-    A final row that opens an episode (a first step that was truncated, with its final observation
-    unknown) belongs to no episode. It is 0 rows from a start and from an end, and is not complete.
+    A final row that opens an episode (a first step with an unknown next observation) belongs to no
+    episode. It is 0 rows from a start and from an end, and is not complete.
     Its `ends_ahead` is that of the next row.
 
     Args:
@@ -272,18 +265,14 @@ class Episodes:
         oldest = self._oldest(env)
         # Only the oldest episode's start may be overwritten. Its stored part begins with the
         # stream's oldest row.
-        is_oldest = ordinal == self._ordinal(env, oldest)
-        if self.table.start_position is None:
-            start = self.layout.wrap(self._end(env, self.layout.wrap(ordinal - 1)) + 1)
-        else:
-            start = self._of(self.table.start_position, self.layout.row(env, ordinal))
-            is_oldest &= ~self._has(env, oldest, row_flags.FIRST)
-        return jnp.where(is_oldest, oldest, start)
+        is_headless = (ordinal == self._ordinal(env, oldest)) & ~self._has(
+            env, oldest, row_flags.FIRST
+        )
+        start = self._of(self.table.start_position, self.layout.row(env, ordinal))
+        return jnp.where(is_headless, oldest, start)
 
-    def _is_in_none(self, env: jax.Array, position: jax.Array) -> Any:
+    def _is_in_none(self, env: jax.Array, position: jax.Array) -> jax.Array:
         """Return whether a row is a final row that opens an episode: it belongs to no episode."""
-        if self.table.start_position is None:
-            return jnp.bool_(False)
         return self._has(env, position, row_flags.FIRST) & self._has(env, position, row_flags.FINAL)
 
     def _has(self, env: jax.Array, position: jax.Array, flag: int) -> jax.Array:

@@ -279,7 +279,6 @@ USING = {
         end_streams:
         mask: got bool[3], expected bool[2]""",
     "buffer.end_streams(state, ZEROS)": "mask: got float32[2], expected bool[2]",
-    "pairs.end_streams(pairs.init(EXAMPLE))": "looks episodes up,\nallow_mask=True",
     # New rewards that the stored dtype cannot hold.
     "relabel(np.int32(0), minus_one)": """
         Hindsight: minus_one gave float32[] for one step, but stored is int32[]
