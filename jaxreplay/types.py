@@ -145,6 +145,7 @@ class SequenceBatch(Node):
       truncated: bool[B, T]; False where there is no step.
       is_first: bool[B, T + 1]. True where the step opens an episode.
       mask: bool[B, T]. True for steps to learn from: no burn-in, padding or final observation.
+        False for all steps of an invalid item.
       recurrent_state: Pytree with leaves [B, ...]. The state stored with the first step; None
         without `recurrent_state_key`.
       extras: Pytree with leaves [B, T, ...], without the recurrent state; 0 where there is no step.

@@ -318,15 +318,13 @@ class Jitted(Generic[T]):
         """
         return self._call("age", state, index)
 
-    def metrics(self, state: Any, *, beta: Any = None) -> dict[str, jax.Array]:
+    def metrics(self, state: Any) -> dict[str, jax.Array]:
         """Return scalars to log, by name, such as `size` and `fill`.
 
         Args:
           state: The buffer's state.
-          beta: float[], at least 0, the exponent of importance weights; may be traced. Default: the
-            sampler's beta.
         """
-        return self._call("metrics", state, beta=beta)
+        return self._call("metrics", state)
 
 
 @overload

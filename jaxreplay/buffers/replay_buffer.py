@@ -15,6 +15,7 @@ from jaxreplay._util.struct import Static
 from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.state_checks import check_donated, check_state
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler, Sampler
+from jaxreplay.samplers.sampler import effective_sample_size
 from jaxreplay.storage import ending, episodes, platforms, row_flags
 from jaxreplay.storage.episodes import Episodes
 from jaxreplay.storage.layout import Layout, Window
@@ -30,7 +31,7 @@ from jaxreplay.types import Index, Sample, T
 from jaxreplay.views import RowReader, View
 
 _FOR_THE_VIEW = 1  # the purpose of its random bits; the sampler has purpose 0
-_METRIC_DRAWS = 128
+METRIC_DRAWS = 64
 
 
 class BufferOptions(TypedDict, total=False):
@@ -380,9 +381,9 @@ class ReplayBuffer(Static, Generic[T]):
         later update by its index is ignored.
         """
 
-        def item(row: jax.Array, words: Any) -> Any:
+        def item(row: jax.Array, is_valid: jax.Array, words: Any) -> Any:
             own = None if words is None else jnp.stack(words)
-            return self.view.read(RowReader(state.streams, row, state.episodes, own))
+            return self.view.read(RowReader(state.streams, row, state.episodes, own, is_valid))
 
         words = None
         if self.view.is_random:
@@ -395,7 +396,7 @@ class ReplayBuffer(Static, Generic[T]):
             item = jax.vmap(item)
         lap = jnp.where(is_valid, index.lap, index.lap ^ jnp.uint32(2**31))
         return Sample(
-            item(index.row, words),
+            item(index.row, is_valid, words),
             Index(index.row, lap),
             jnp.where(is_valid, probability, 0),
             self.sampler.weight(state.sampler, rows, probability, is_valid, beta),
@@ -518,21 +519,19 @@ class ReplayBuffer(Static, Generic[T]):
             state.sampler
         )
 
-    def metrics(
-        self, state: ReplayState, *, beta: jax.Array | float | None = None
-    ) -> dict[str, jax.Array]:
+    def metrics(self, state: ReplayState) -> dict[str, jax.Array]:
         """Return figures to log, inside `jit` too. It costs about as much as a sample.
 
         Args:
           state: The buffer's state.
-          beta: float[], as for `sample`. Default: the sampler's.
 
         Returns:
           Scalars by name.
           `size`, int32: sampleable rows.
           `fill`, float32 in [0, 1]: rows written, as a part of the capacity.
-          `effective_sample_size`, float32 in [0, 1]: (sum of weights)^2 / sum of squared weights,
-          as a part of up to 128 samples: 1 if all weights are equal, 0 if nothing is sampleable.
+          `effective_sample_size`, float32 in [0, 1]: 1 / sum of squared probabilities, as a part of
+          `size`. 1 if all rows are equally probable, 1 / size if one row has all the probability, 0
+          if nothing is sampleable. It is estimated from 64 samples.
           For samplers with priorities also
           `max_priority`, float32: the largest priority so far;
           `mean_priority`, float32: (mean of priority ** alpha) ** (1 / alpha) over `size` rows,
@@ -543,17 +542,14 @@ class ReplayBuffer(Static, Generic[T]):
         state = check_state("metrics", self, state)
         rows = Sampleable.of(state)
         _, _, probability = self.sampler.sample(
-            state.sampler, rows, jax.random.key(0), _METRIC_DRAWS
+            state.sampler, rows, jax.random.key(0), METRIC_DRAWS
         )
-        is_valid = probability > 0
-        weight = self.sampler.weight(state.sampler, rows, probability, is_valid, beta)
+        size = self.sampler.size(state.sampler, rows)
         filled = state.streams.counters.filled.sum(dtype=jnp.int32)
-        square_sum = is_valid.sum() * jnp.square(weight).sum()
         return {
-            "size": self.sampler.size(state.sampler, rows),
+            "size": size,
             "fill": filled.astype(jnp.float32) / self.capacity,
-            "effective_sample_size": jnp.square(weight.sum())
-            / jnp.where(square_sum > 0, square_sum, 1),
+            "effective_sample_size": effective_sample_size(probability.mean(), size),
             **self.sampler.metrics(state.sampler, rows),
         }
 

@@ -14,16 +14,15 @@ import jax.numpy as jnp
 from jaxreplay._util import checks, xla
 from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.struct import Static
-from jaxreplay.buffers.replay_buffer import ReplayBuffer
+from jaxreplay.buffers.replay_buffer import METRIC_DRAWS, ReplayBuffer
 from jaxreplay.buffers.state_checks import check_state, example_of
 from jaxreplay.samplers import PrioritySampler
 from jaxreplay.samplers.prioritized import SMALLEST
-from jaxreplay.samplers.sampler import uniform_probability
+from jaxreplay.samplers.sampler import effective_sample_size, uniform_probability
 from jaxreplay.storage.sampleable import ReplayState, Sampleable
 from jaxreplay.targets import weights_of
 from jaxreplay.types import Index, Sample, T
 
-_METRIC_DRAWS = 128
 SUMS = ("size", "num_bad_priorities", "num_stale_updates")  # metrics that add up
 
 
@@ -220,27 +219,25 @@ class Local(Static, Generic[T]):
         size, can_sample = jax.lax.psum((self.buffer.size(state), can_sample), self.axis)
         return (size >= self.min_size) & (can_sample > 0)
 
-    def metrics(
-        self, state: ReplayState, *, beta: jax.Array | float | None = None
-    ) -> dict[str, jax.Array]:
+    def metrics(self, state: ReplayState) -> dict[str, jax.Array]:
         """Return figures to log, of all shards together, as `Sharded.metrics` does.
 
         Args:
           state: This shard's state.
-          beta: float[], as for `sample`. Default: the sampler's.
         """
         own = self.buffer.metrics(state)
-        num_draws = -(-_METRIC_DRAWS // self.num_shards)
-        weight = self._sampled(state, jax.random.key(0), num_draws, beta).weight
+        num_draws = -(-METRIC_DRAWS // self.num_shards)
+        # With beta 0, weights only correct for the shards' unequal shares.
+        batch = self._sampled(state, jax.random.key(0), num_draws, 0.0)
         sums = {name: own[name] for name in SUMS if name in own}
         sums["fill"] = own["fill"] / self.num_shards
         alpha = getattr(self.buffer.sampler, "alpha", 1.0)
         if "mean_priority" in own:
             sums["mean_priority"] = own["mean_priority"] ** alpha * own["size"]
-        moments = (weight > 0).sum(), weight.sum(), jnp.square(weight).sum()
-        (num_valid, first, second), found = self._summed((moments, sums))
-        second = num_valid * second
-        found["effective_sample_size"] = jnp.square(first) / jnp.where(second > 0, second, 1)
+        weighted = batch.weight.sum(), (batch.weight * batch.probability).sum()
+        (total, weighted), found = self._summed((weighted, sums))
+        mean = weighted / jnp.where(total > 0, total, 1)
+        found["effective_sample_size"] = effective_sample_size(mean, found["size"])
         if "mean_priority" in own:
             mean = found["mean_priority"] / jnp.maximum(found["size"], 1)
             found["mean_priority"] = mean ** (1 / alpha)

@@ -282,17 +282,14 @@ class Sharded(Static, Generic[T]):
         """
         return self._ask("can_sample", state)
 
-    def metrics(
-        self, state: ReplayState, *, beta: jax.Array | float | None = None
-    ) -> dict[str, jax.Array]:
+    def metrics(self, state: ReplayState) -> dict[str, jax.Array]:
         """Return figures to log, as `ReplayBuffer.metrics` does, of all shards together. Figures of
         a sampler of your own are left out.
 
         Args:
           state: The buffer's state.
-          beta: float[], as for `sample`. Default: the sampler's.
         """
-        return self._ask("metrics", state, beta=beta)
+        return self._ask("metrics", state)
 
     def _ask(self, name: str, state: ReplayState, **options: Any) -> Any:
         self._own_specs(name, state)

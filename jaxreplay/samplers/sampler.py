@@ -453,3 +453,14 @@ def uniform_probability(total: jax.Array) -> jax.Array:
     float32[...], of the shape of `total`.
     """
     return jnp.where(total > 0, 1 / jnp.maximum(total, 1).astype(jnp.float32), 0)
+
+
+def effective_sample_size(mean_probability: jax.Array, size: jax.Array) -> jax.Array:
+    """Return 1 / sum of squared probabilities of all rows, as a part of their number: float32[].
+
+    Args:
+      mean_probability: float32[], the mean probability of sampled rows, whose expectation is the
+        sum of squares. 0 if there are none.
+      size: int32[], the number of rows.
+    """
+    return jnp.where(mean_probability > 0, 1 / jnp.maximum(mean_probability * size, 1), 0)

@@ -321,17 +321,12 @@ class Replay:
             if self._owner.has_example:
                 self._changing(self._owner.change, method("end_streams"), mask)
 
-    def metrics(self, *, beta: float | None = None) -> dict[str, float]:
-        """Return the figures of `ReplayBuffer.metrics` as numbers; {} before the first `add`.
-
-        Args:
-          beta: At least 0, as for `sample`; it changes `effective_sample_size`. Default: the
-            sampler's.
-        """
+    def metrics(self) -> dict[str, float]:
+        """Return the figures of `ReplayBuffer.metrics` as numbers; {} before the first `add`."""
         with self._monitor:
             if not self._owner.has_example:
                 return {}
-            found = self._owner.ask(method("metrics"), beta=beta)
+            found = self._owner.ask(method("metrics"))
         return {name: leaf.item() for name, leaf in jax.device_get(found).items()}
 
     def inspect(self, *, max_bytes: int = 2**28) -> Inspection:

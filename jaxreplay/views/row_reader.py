@@ -40,12 +40,15 @@ class RowReader:
       row: int32[]; number of the sampled row in the buffer: env * length + position in the ring.
       table: The table that `episodes` needs. Default: the buffer keeps no table.
       bits: uint32[2]; random bits of this item alone, for views with `is_random`. Default: no bits.
+      is_valid: bool[]; `Sample.is_valid` of this item. If False, a mask in the item must be False
+        too, for losses that use the mask alone. Default: True.
     """
 
     streams: Streams
     row: jax.Array  # int32[]
     table: EpisodeState | None = None
     bits: jax.Array | None = None  # uint32[2]
+    is_valid: jax.Array | bool = True
 
     def item(self, offset: ArrayLike = 0) -> PyTree:
         """Return rows as they are stored: a pytree with leaves [...], without env and batch axes.
@@ -229,6 +232,7 @@ class WrappedReader(RowReader):
       row: int32[]; number of the sampled row in the buffer.
       table: The table that `episodes` needs. Default: the buffer keeps no table.
       bits: uint32[2]; random bits of this item alone. Default: no bits.
+      is_valid: bool[]; `Sample.is_valid` of this item. Default: True.
       inner: The reader that is wrapped; `around` sets it. Default: none, and the methods that
         forward to it fail.
 

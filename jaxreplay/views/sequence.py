@@ -100,7 +100,7 @@ class SequenceView(View[SequenceBatch]):
             terminated=reader.is_terminated(steps) & is_real,
             truncated=reader.is_truncated(steps) & is_real,
             is_first=is_first,
-            mask=is_real & (np.arange(-self.burn_in, self.length) >= 0),
+            mask=is_real & (np.arange(-self.burn_in, self.length) >= 0) & reader.is_valid,
             recurrent_state=recurrent_state,
             extras=_zero(extras, is_real),
         )

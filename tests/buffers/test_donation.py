@@ -89,7 +89,7 @@ def run(buffer, state):
     batch = buffer.sample(state, key, 3)
     told = buffer.size(state), buffer.can_sample(state), buffer.age(state, batch.index)
     state = buffer.update_priorities(state, batch.index, np.array([2, 3, 4], np.float32))
-    read = buffer.get(state, rows), buffer.metrics(state, beta=0.0)
+    read = buffer.get(state, rows), buffer.metrics(state)
     state = buffer.end_streams(buffer.add(state, STEP))
     return told, batch, read, state.streams.flags.sum(), buffer.clear(state)
 

@@ -13,7 +13,7 @@ from tests.conftest import ALL
 from tests.support.buffers import CATALOG, FEW, each
 from tests.support.hlo import check_in_place, compiled, large_temporaries
 
-CAPACITY = 1 << 17
+CAPACITY = 1 << 20
 
 STEPS = 5
 POPULATION = 16
@@ -35,10 +35,7 @@ def operations(case, buffer, state):
     }
     if isinstance(buffer.sampler, ConsumingSampler):
         found["pop"] = buffer.pop
-    # with a table, rows of one env alone must be removable
-    if buffer.autoreset and not (
-        buffer.has_table and (state.layout.lockstep or buffer.window.crosses_episodes)
-    ):
+    if buffer.autoreset:
         found["end"] = lambda state, key: (buffer.end_streams(state), None)
     if isinstance(buffer.sampler, PrioritySampler):
         index = jr.types.Index(row=np.zeros(8, np.int32), lap=np.zeros(8, np.uint32))

@@ -84,6 +84,8 @@ class Config(sampling.Config):
             for row, (env, index) in expected.items():
                 CHECKS[type(self.view)](self, oracle, env, index, nth(got.experience, row))
             assert set(np.flatnonzero(got.probability)) == set(expected)
+            if isinstance(got.experience, jr.SequenceBatch):  # a loss may use the mask alone
+                assert not got.experience.mask[~got.is_valid].any()
             np.testing.assert_allclose(got.probability.sum(), bool(expected), rtol=1e-5)
         batch = observed["batch"]
         assert batch.is_valid.all() == bool(expected)
