@@ -28,7 +28,7 @@
 14
 """
 
-from jaxreplay import autoreset, buffers, inspection, samplers, targets, types, views
+from jaxreplay import autoreset, samplers, targets, types, views
 from jaxreplay._util.signals import defer_interrupts as defer_interrupts
 from jaxreplay._version import __version__
 from jaxreplay.buffers import CopyWarning, Mixture, ReplayBuffer, Rollout, RolloutState
@@ -43,7 +43,7 @@ from jaxreplay.buffers.factories import (
 )
 from jaxreplay.buffers.jitted import jit
 from jaxreplay.buffers.mixture import mix
-from jaxreplay.buffers.wrappers import frame_stack, hindsight, transform
+from jaxreplay.buffers.wrappers import frame_stack, hindsight, relabel, transform
 from jaxreplay.distributed import sharded
 from jaxreplay.inspection import inspect
 from jaxreplay.inspection.plan import plan
@@ -80,20 +80,19 @@ __all__ = [
     "WithoutReplacement",
     "__version__",
     "autoreset",
-    "buffers",
     "defer_interrupts",
     "frame_stack",
     "future_pairs",
     "gae",
     "hindsight",
     "inspect",
-    "inspection",
     "items",
     "jit",
     "masked_mean",
     "mix",
     "plan",
     "prioritized",
+    "relabel",
     "rollout",
     "samplers",
     "sequence_priority",

@@ -215,12 +215,12 @@ def to_tensordict(batch: Sample) -> Any:
 def _columns(item: Transition) -> dict[str, Any]:
     """Return a transition's fields by TorchRL's names. A discount of 0 marks a termination."""
     terminated = item.discount[:, None] == 0
-    reward = item.reward[:, None] if item.reward.ndim == 1 else item.reward
+    reward = jax.tree.map(lambda leaf: leaf[:, None] if leaf.ndim == 1 else leaf, item.reward)
     own = {
         "action": _by_name(item.action),
         "next": _joined(
             _observation(item.next_obs),
-            {"reward": reward, "terminated": terminated, "done": terminated},
+            {"reward": _by_name(reward), "terminated": terminated, "done": terminated},
         ),
         "steps_to_next_obs": item.num_steps[:, None],
         **({} if item.extras is None else {"extras": _by_name(item.extras)}),

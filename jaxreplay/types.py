@@ -27,7 +27,8 @@ class Step(Node):
       obs: Pytree with leaves [E, ...]. The observation that the action was chosen from, which is
         not the one that the env's step returned.
       action: Pytree with leaves [E, ...].
-      reward: Float or int [E, ...]. The reward for this action, undiscounted.
+      reward: Pytree with float or int leaves [E, ...], often one array. The reward for this action,
+        undiscounted.
       terminated: bool[E], keyword only. True where the task ended the episode: the value of later
         states is 0.
       truncated: bool[E], keyword only. True where the episode was cut, such as by a time limit: the
@@ -46,7 +47,7 @@ class Step(Node):
 
     obs: PyTree
     action: PyTree
-    reward: Any
+    reward: PyTree
     _: dataclasses.KW_ONLY
     terminated: Any
     truncated: Any
@@ -60,7 +61,8 @@ class Transition(Node):
     Attributes:
       obs: Pytree with leaves [B, ...]. The observation of the candidate row.
       action: Pytree with leaves [B, ...]. The action taken there.
-      reward: floating[B, ...]. The sum of gamma**j * r_j over `num_steps` steps.
+      reward: Pytree like `Step.reward` with leaves floating[B, ...]. The sum of gamma**j * r_j over
+        `num_steps` steps.
       discount: float32[B] in [0, 1]. gamma**num_steps, or 0 if one of these steps terminated.
       next_obs: Pytree like `obs`. The observation after `num_steps` steps: the true final
         observation where the episode was truncated. After a termination (discount 0) it may be a
@@ -140,7 +142,7 @@ class SequenceBatch(Node):
       obs: Pytree with leaves [B, T + 1, ...]. The entry after an episode's last step is the true
         final observation; later ones are 0.
       action: Pytree with leaves [B, T, ...]; 0 where there is no step.
-      reward: [B, T, ...]; 0 where there is no step.
+      reward: Pytree with leaves [B, T, ...]; 0 where there is no step.
       terminated: bool[B, T]; False where there is no step.
       truncated: bool[B, T]; False where there is no step.
       is_first: bool[B, T + 1]. True where the step opens an episode.

@@ -15,6 +15,11 @@ from jaxreplay._util.aliases import PyTree, Specs
 from jaxreplay._util.names import name_of, named, spec_text
 
 _outside: Any = None  # the state of tracing outside of `jit`
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 
 def is_tracing() -> bool:
@@ -73,6 +78,27 @@ def check_callable(where: str, name: str, value: Any, arguments: tuple[str, ...]
         raise ValueError(f"{where}: {name} must accept the call {call}: {error}") from None
     except ValueError:  # functions not written in Python may have no signature
         pass
+
+
+def call_traced(where: str, name: str, function: Any, *arguments: Any, cure: str = "") -> Any:
+    """Return what a user's function returns, or raise a ValueError if it needs the values of traced
+    arrays, as NumPy's functions do.
+
+    Args:
+      where: Name of the caller, for the error.
+      name: Name of the argument that the function was.
+      function: The function.
+      arguments: Its arguments.
+      cure: End of the error's sentence. Default: none.
+    """
+    try:
+        return function(*arguments)
+    except _NEEDS_VALUES as error:
+        raise ValueError(
+            f"{where}: {name} needs the values of its arguments, which JAX does not know while it "
+            f"compiles: write it with jax.numpy in place of numpy, and with jnp.where in place of "
+            f"if{cure}"
+        ) from error
 
 
 def check_part(where: str, name: str, value: Any, kind: type, example: str) -> None:

@@ -28,7 +28,7 @@ from jaxreplay.storage.sampleable import (
 )
 from jaxreplay.storage.streams import Streams
 from jaxreplay.types import Index, Sample, T
-from jaxreplay.views import RowReader, View
+from jaxreplay.views import RowReader, View, WrappedView
 
 _FOR_THE_VIEW = 1  # the purpose of its random bits; the sampler has purpose 0
 METRIC_DRAWS = 64
@@ -45,6 +45,21 @@ class BufferOptions(TypedDict, total=False):
     min_size: int
     track_episodes: bool
     platform: str | None
+
+
+class _Outline(View[Any]):
+    """A view of the same rows as another one."""
+
+    rows: Window
+    reads_steps: bool
+
+    @property
+    def window(self) -> Window:
+        return self.rows
+
+    @property
+    def needs_steps(self) -> bool:
+        return self.reads_steps
 
 
 class ReplayBuffer(Static, Generic[T]):
@@ -126,6 +141,13 @@ class ReplayBuffer(Static, Generic[T]):
         """Rows around a row that must be known before it can be sampled."""
         return self.sampler.window(self.view.window)
 
+    @functools.cached_property
+    def outline(self) -> "ReplayBuffer[Any]":
+        """A buffer with the same states, without the functions of the view. They may hold traced
+        arrays, which a cache must not keep."""
+        outline = _Outline(rows=self.view.window, reads_steps=self.view.needs_steps)
+        return dataclasses.replace(self, view=outline)
+
     @property
     def length(self) -> int:
         """Number of rows in each env's ring."""
@@ -176,6 +198,11 @@ class ReplayBuffer(Static, Generic[T]):
         """
         example = self._example("init", example)
         self.view.check("init", self.layout(), example)
+        if isinstance(self.view, WrappedView):  # an error of its functions comes here
+            jax.eval_shape(
+                lambda key: self.get(self._empty(example), jnp.zeros(1, jnp.int32), key),
+                jax.random.key(0),
+            )
         if not checks.is_tracing():  # while tracing, nothing is allocated yet
             memory.check_fits("init", self.memory(example))
         leaves, structure = jax.tree.flatten(example)

@@ -366,6 +366,9 @@ class Rollout(Static):
           An `Advantages` with `advantage` and `target`, float[T, E] each, and `mask`, bool[T, E],
           True for the steps to learn from.
 
+        Raises:
+          ValueError: As for `bootstrap`; or rewards are not one array.
+
         Example:
           >>> import jax, jax.numpy as jnp, jaxreplay as jr
           >>> rollout = jr.rollout(length=3, num_envs=1, autoreset="next_step")
@@ -379,6 +382,12 @@ class Rollout(Static):
         """
         next_value, mask = self.bootstrap(state, value, last_value, final_value)
         steps = self.steps(state)
+        if not jax.tree_util.all_leaves([steps.reward]):
+            raise ValueError(
+                f"advantages: rewards are a {type(steps.reward).__name__}, and each needs a value "
+                "of its own: next_value, mask = rollout.bootstrap(state, value, last_value), then "
+                "jaxreplay.gae(reward, value, next_value, ..., mask=mask)"
+            )
         found = targets.gae(
             steps.reward,
             value,
@@ -404,17 +413,21 @@ class Rollout(Static):
         is_over = state.steps.terminated | state.steps.truncated | ~state.mask
         return state.mask & jnp.concatenate([jnp.zeros((1, self.num_envs), bool), is_over[:-1]])
 
-    def mean_reward(self, state: RolloutState) -> jax.Array:
-        """Return the mean reward of all steps, 0 if there are none: float[...], with the axes that
-        rewards have after [T, E].
+    def mean_reward(self, state: RolloutState) -> PyTree:
+        """Return the mean reward of all steps, 0 if there are none: leaves float[...], with the
+        axes that rewards have after [T, E].
 
         Args:
           state: The rollout's state.
         """
-        reward = self.steps(state).reward
-        mask = state.mask.reshape(state.mask.shape + (1,) * (reward.ndim - 2))
-        reward = reward.astype(jnp.promote_types(reward.dtype, jnp.float32))
-        return jnp.where(mask, reward, 0).sum(axis=(0, 1)) / jnp.maximum(self.num_steps(state), 1)
+
+        def mean(reward: jax.Array) -> jax.Array:
+            mask = state.mask.reshape(state.mask.shape + (1,) * (reward.ndim - 2))
+            reward = reward.astype(jnp.promote_types(reward.dtype, jnp.float32))
+            total = jnp.where(mask, reward, 0).sum(axis=(0, 1))
+            return total / jnp.maximum(self.num_steps(state), 1)
+
+        return jax.tree.map(mean, self.steps(state).reward)
 
     def num_steps(self, state: RolloutState) -> jax.Array:
         """Return the number of steps of all envs together, without final rows: int32[].

@@ -89,9 +89,8 @@ def as_step(where: str, step: PyTree) -> Step:
 
 
 def check_flags(where: str, step: Step) -> None:
-    """Raise a ValueError if the flags of an example are not bool scalars, `reward` is not one
-    array, or `final_obs` differs from `obs` in a leaf. A float flag would otherwise go unnoticed.
-    """
+    """Raise a ValueError if the flags of an example are not bool scalars, or `final_obs` differs
+    from `obs` in a leaf. A float flag would otherwise go unnoticed."""
     expected = {
         "terminated": jax.ShapeDtypeStruct((), bool),
         "truncated": jax.ShapeDtypeStruct((), bool),
@@ -101,16 +100,11 @@ def check_flags(where: str, step: Step) -> None:
     if any(flag.shape for flag in found):
         hints.append(
             "an example is one env's step, without the env axis: write jax.tree.map(lambda x: "
-            "x[0], step)"
+            "x[0], step). Of several agents, the env has one flag: write x.all(axis=-1)"
         )
     if any(flag.dtype != bool for flag in found):
         hints.append(BOOL_FLAGS)
     checks.check_leaves(where, flags, expected, "\n".join(hints))
-    if not jax.tree_util.all_leaves([step.reward]):
-        raise ValueError(
-            f"{where}: reward must be one array, got {type(step.reward).__name__}; further "
-            f"rewards go into extras={{...}}"
-        )
     if step.final_obs is not None:
         checks.check_leaves(
             where,

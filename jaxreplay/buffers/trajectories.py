@@ -146,9 +146,9 @@ def _as_rows(where: str, trajectory: Any, row: Step) -> Trajectory:
     if step.final_obs is not None:
         raise ValueError(
             f"{where}: has a final_obs; append it to obs instead, which then has one row more "
-            "than reward"
+            "than action"
         )
-    num_steps = (*np.shape(step.reward), 0)[0]
+    num_steps = (*np.shape(step.terminated), 0)[0]
     _check_leaves(where, step, num_steps, row)
     step = jax.tree.map(np.asarray, step)
     _check_end(where, step)
@@ -198,7 +198,7 @@ def _check_leaves(where: str, step: Step, num_steps: int, row: Step) -> None:
         either = lambda leaf, row: spec(row, most if np.shape(leaf)[:1] == (most,) else num_steps)
         expected = expected.replace(extras=jax.tree.map(either, step.extras, row.extras))
     hint = (
-        "all leaves of a trajectory have as many rows as reward; those of obs may have one "
+        "all leaves of a trajectory have as many rows as terminated; those of obs may have one "
         "more, the final one"
     )
     checks.check_leaves(where, step, expected, hint)

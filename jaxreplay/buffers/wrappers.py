@@ -10,6 +10,7 @@ from jaxreplay.types import Step, T
 from jaxreplay.views import View
 from jaxreplay.views.frame_stack import FrameStack
 from jaxreplay.views.hindsight import Hindsight
+from jaxreplay.views.relabelled import Relabelled
 from jaxreplay.views.transformed import Transformed
 
 S = TypeVar("S")
@@ -126,6 +127,46 @@ def hindsight(
     return dataclasses.replace(buffer, view=view)
 
 
+def relabel(buffer: ReplayBuffer[T], reward_fn: Callable[[Step, Any], Any]) -> ReplayBuffer[T]:
+    """Compute the reward of every step anew as it is sampled: by a learned reward, or for another
+    task.
+
+    n-step sums, sequences and hindsight get the new rewards. What is stored stays as it is. The
+    rows are those of `buffer`, so that either may read and change a state. Parameters that change
+    are closed over: call `relabel` in the jitted function that gets them.
+
+    Args:
+      buffer: A buffer of steps. It is not changed.
+      reward_fn: Pure function `reward_fn(step, next_obs)` that returns the reward of one step:
+        `step` is the stored `Step`, `next_obs` the observation after it, without env and batch
+        axes. After a termination whose final observation is not stored, `next_obs` is `step.obs`.
+        The result has the stored reward's shape, and a dtype that the stored dtype can hold.
+
+    Returns:
+      A new buffer.
+
+    References:
+      Lee et al., "PEBBLE: Feedback-Efficient Interactive Reinforcement Learning via Relabeling
+      Experience and Unsupervised Pre-training" (2021), section 4.2. There, stored rewards are
+      overwritten.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxreplay as jr
+      >>> buffer = jr.uniform(capacity=8, batch_size=4, autoreset="next_step", n_step=2, gamma=0.5)
+      >>> @jax.jit
+      ... def sample(params, state, key):
+      ...     learned = jr.relabel(buffer, lambda step, next_obs: params["scale"] * next_obs)
+      ...     return learned.sample(state, key)
+      >>> x, no = jnp.ones((3, 1)), jnp.zeros((3, 1), bool)
+      >>> steps = jr.Step(obs=x, action=x, reward=x, terminated=no, truncated=no)
+      >>> state = buffer.extend(buffer.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
+      >>> sample({"scale": 10.0}, state, jax.random.key(0)).experience.reward.tolist()
+      [15.0, 15.0, 15.0, 15.0]
+    """
+    view = Relabelled(inner=_view_of("relabel", buffer), reward_fn=reward_fn)
+    return dataclasses.replace(buffer, view=view)
+
+
 def transform(buffer: ReplayBuffer[S], function: Callable[[S, Key], T]) -> ReplayBuffer[T]:
     """Change every item as it is sampled: augment, normalize or cast it.
 
@@ -133,7 +174,8 @@ def transform(buffer: ReplayBuffer[S], function: Callable[[S, Key], T]) -> Repla
       buffer: The buffer to sample from. It is not changed.
       function: Pure function `function(item, key)` that returns the new item. The item has no batch
         axis; the key is its own. It is applied last: the item has its frame stacks and new goals,
-        even if `frame_stack` or `hindsight` wraps the result.
+        even if `frame_stack` or `hindsight` wraps the result. The reward of an n-step transition is
+        a sum: `relabel` changes the rewards of single steps before.
 
     Returns:
       A new buffer.

@@ -95,10 +95,10 @@ def fill(
     form, state, waiting, used = buffer.autoreset, None, [], 0
     most = min(_MOST_STEPS, power_below(buffer.capacity))
     for episode in episodes:
-        if not len(episode.rewards):
+        if not len(episode.terminations):
             continue
         steps = steps_of(where, episode, form)
-        used += len(steps.reward) + (
+        used += len(steps.terminated) + (
             int((steps.terminated | steps.truncated).sum()) if form == "same_step" else 0
         )
         if used > buffer.capacity:
@@ -109,13 +109,13 @@ def fill(
         example = _example_of(steps) if example is None else example
         state = buffer.init(example) if state is None else state
         waiting.append(_fitted(where, steps, example, f"episode {episode.id}"))
-        if sum(len(steps.reward) for steps in waiting) >= most:
+        if sum(len(steps.terminated) for steps in waiting) >= most:
             state, waiting = _extended(buffer, state, waiting, most)
     if state is None:
         raise ValueError(f"{where}: the dataset has no transitions")
     while waiting:  # powers of two: each size of a block is compiled
         state, waiting = _extended(
-            buffer, state, waiting, power_below(sum(len(steps.reward) for steps in waiting))
+            buffer, state, waiting, power_below(sum(len(steps.terminated) for steps in waiting))
         )
     return state
 
@@ -168,7 +168,7 @@ def episodes_of(blocks: Iterable[Rows], final_rows: bool = False) -> Iterable[Ep
         rows = held if block is None else _joined([*([] if held is None else [held]), block])
         if rows is None:
             return
-        ends, known = _ends(rows), len(rows.reward) - (block is not None)
+        ends, known = _ends(rows), len(rows.terminated) - (block is not None)
         ends[-1] |= block is None
         start = 0
         for stop in (np.flatnonzero(ends[:known]) + 1).tolist():
@@ -210,7 +210,7 @@ def _episode(rows: Rows, final_rows: bool, number: int) -> Episode | None:
     is_step = rows.next_obs is not None or (rows.terminated[-1] and not final_rows)
     if not is_step:  # the last row has the final observation
         rows = _cut(rows, 0, -1)
-    if not len(rows.reward):
+    if not len(rows.terminated):
         return None
     observations = jax.tree.map(lambda *leaves: np.concatenate(leaves), rows.obs, last)
     return Episode(observations, rows.action, rows.reward, rows.terminated, rows.truncated, number)
@@ -219,22 +219,22 @@ def _episode(rows: Rows, final_rows: bool, number: int) -> Episode | None:
 def steps_of(where: str, episode: Any, form: str) -> Step:
     """Convert an episode to K steps, leaves [K, ...]: its transitions and, with next-step
     autoreset, one for each final observation."""
-    reward, terminated, truncated = (
-        np.asarray(x) for x in (episode.rewards, episode.terminations, episode.truncations)
-    )
-    length = len(reward)
-    for part, expected in (("observations", length + 1), ("actions", length)):
-        # Minari returns values that are no arrays as a list.
-        for name, leaf in named(
-            getattr(episode, part), is_leaf=lambda leaf: isinstance(leaf, list)
-        ):
+    terminated, truncated = (np.asarray(x) for x in (episode.terminations, episode.truncations))
+    length = len(terminated)
+    parts = {"observations": length + 1, "actions": length, "rewards": length}
+    # Minari returns values that are no arrays as a list.
+    is_list = lambda leaf: isinstance(leaf, list)
+    for part, expected in parts.items():
+        for name, leaf in named(getattr(episode, part), is_leaf=is_list):
             if np.asarray(leaf).dtype.kind not in "biuf" or np.shape(leaf)[:1] != (expected,):
                 what = f"{np.asarray(leaf).dtype}{list(np.shape(leaf))}"
                 raise ValueError(
                     f"{where}: episode {episode.id}: {part}{name and '.' + name}: expected "
                     f"{expected} numbers or arrays, got {what}"
                 )
-    observations, actions = jax.tree.map(np.asarray, (episode.observations, episode.actions))
+    observations, actions, reward = jax.tree.map(
+        np.asarray, tuple(getattr(episode, part) for part in parts), is_leaf=is_list
+    )
     truncated = truncated | (~(terminated | truncated) & (np.arange(length) == length - 1))
 
     def at(tree: PyTree, index: Any) -> Any:
@@ -253,12 +253,10 @@ def steps_of(where: str, episode: Any, form: str) -> Step:
     now = np.insert(np.arange(length), ends, ends)
     step = np.insert(np.arange(length), ends, ends - 1)
     is_step = np.insert(np.ones(length, bool), ends, False)
-    reward = reward[step]
-    reward[~is_step] = 0
     return Step(
         at(observations, now),
         at(actions, step),
-        reward,
+        at(reward, step),
         terminated=terminated[step] & is_step,
         truncated=truncated[step] & is_step,
     )
@@ -294,11 +292,11 @@ def _extended(
 ) -> tuple[ReplayState, list[Step]]:
     """Add the waiting steps in blocks of `size`; return the state and the steps that are left."""
     joined = jax.tree.map(lambda *include_partial: np.concatenate(include_partial), *waiting)
-    whole = len(joined.reward) // size * size
+    whole = len(joined.terminated) // size * size
     for start in range(0, whole, size):
         state = jit(buffer).extend(
             state, jax.tree.map(lambda leaf, start=start: leaf[start : start + size, None], joined)
         )
     return state, [jax.tree.map(lambda leaf: leaf[whole:].copy(), joined)] if whole < len(
-        joined.reward
+        joined.terminated
     ) else []

@@ -187,6 +187,11 @@ def _cast(path: Any, leaf: Any, dtype: Any) -> Any:
     )
 
 
+def _floating(reward: Any) -> Any:
+    is_integer = np.issubdtype(np.asarray(reward).dtype, np.integer)
+    return np.asarray(reward, np.float32) if is_integer else reward
+
+
 def as_stored(where: str, buffer: ReplayBuffer, step: PyTree) -> Any:
     """Return a `Step`, made of a mapping if it is one, for a buffer of steps; an item as it is."""
     return step if buffer.autoreset is None else step_checks.step_of(where, step, buffer.autoreset)
@@ -199,6 +204,5 @@ def example_of(buffer: ReplayBuffer, step: PyTree, env: int | None) -> Any:
         num_axes = int(env is None)
     else:
         num_axes = np.ndim(step.terminated)
-        if np.issubdtype(np.asarray(step.reward).dtype, np.integer):
-            step = step.replace(reward=np.asarray(step.reward, np.float32))
+        step = step.replace(reward=jax.tree.map(_floating, step.reward))
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[num_axes:], leaf.dtype), step)

@@ -10,14 +10,15 @@ from jax.typing import ArrayLike
 
 from jaxreplay._util import random
 from jaxreplay._util.aliases import PyTree
-from jaxreplay._util.checks import check_callable, check_leaves
-from jaxreplay._util.names import spec_text
+from jaxreplay._util.checks import call_traced, check_callable, check_leaves
 from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.types import Step
+from jaxreplay.views.relabelled import of_each
 from jaxreplay.views.row_reader import RowReader, WrappedReader
 from jaxreplay.views.view import WrappedView
 
 STRATEGIES = ("future", "final", "episode", "random")
+_CURE = "; or use jaxreplay.sb3.HerReplayBuffer, which calls the env's compute_reward in NumPy"
 
 
 class Hindsight(WrappedView[Any]):
@@ -173,44 +174,25 @@ class _Relabelled(WrappedReader):
         return {**obs, self.view.desired_key: goal}
 
     def reward(self, offset: ArrayLike) -> PyTree:
-        return self._again(self.view.reward_fn, offset, self._inner.reward(offset))
+        return self._again("reward_fn", offset, self._inner.reward(offset))
 
     def is_terminated(self, offset: ArrayLike) -> jax.Array:
         stored = self._inner.is_terminated(offset)
         return (
             stored
             if self.view.terminated_fn is None
-            else self._again(self.view.terminated_fn, offset, stored)
+            else self._again("terminated_fn", offset, stored)
         )
 
-    def _again(self, function: Callable, offset: ArrayLike, stored: jax.Array) -> jax.Array:
-        """Return `function` of each step with the new goal, or `stored` if it stays as it is."""
+    def _again(self, name: str, offset: ArrayLike, stored: PyTree) -> Any:
+        """Return a function's value of each step with the new goal, or what is stored if the goal
+        stays as it is."""
+        function = getattr(self.view, name)
 
-        def one(offset):
-            return jnp.asarray(
-                function(
-                    self._inner.obs(offset + 1)[self.view.achieved_key],
-                    self.goal,
-                    self._inner.step(offset),
-                )
-            )
+        def one(offset: jax.Array) -> PyTree:
+            achieved = self._inner.obs(offset + 1)[self.view.achieved_key]
+            step = self._inner.step(offset)
+            return call_traced("Hindsight", name, function, achieved, self.goal, step, cure=_CURE)
 
-        offset = jnp.asarray(offset, jnp.int32)
-        for_all = one
-        for _ in offset.shape:
-            for_all = jax.vmap(for_all)
-        new = for_all(offset)
-        if new.shape != stored.shape or _kind(new.dtype) > _kind(stored.dtype):
-            name = getattr(function, "__name__", repr(function))
-            got, expected = (spec_text(x, offset.ndim) for x in (new, stored))
-            raise ValueError(
-                f"Hindsight: {name} gave {got} for one step, but stored is {expected}, which "
-                "cannot hold it; return a value of the stored shape and dtype"
-            )
-        return jnp.where(self.is_relabelled, new.astype(stored.dtype), stored)
-
-
-def _kind(dtype: Any) -> int:
-    """Return the rank of a dtype's kind. A cast to a kind of lower rank may change values."""
-    kinds = (jnp.bool_, jnp.unsignedinteger, jnp.signedinteger, jnp.floating, jnp.complexfloating)
-    return next(number for number, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind))
+        new = of_each("Hindsight", function, one, offset, stored)
+        return jax.tree.map(lambda new, old: jnp.where(self.is_relabelled, new, old), new, stored)

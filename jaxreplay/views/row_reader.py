@@ -77,7 +77,7 @@ class RowReader:
         return self._read(self.streams.steps.action, offset)
 
     def reward(self, offset: ArrayLike) -> PyTree:
-        """Return rewards in their stored dtype: [...], followed by a reward's own axes, if any.
+        """Return rewards: pytree as `Step.reward`, leaves [...] followed by the leaf's own axes.
 
         Args:
           offset: int or int32[...]; rows forward in time.

@@ -1,5 +1,7 @@
 """n-step transitions. They never cross the end of an episode or the write position of the ring."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,10 +55,11 @@ class TransitionView(View[Transition]):
         # then a placeholder: with discount 0, no target depends on it.
         has_next = (reader.rows_after() >= num_steps) & reader.termination_has_final_row | ~ends
         powers = self.gamma ** np.arange(self.n_step + 1)
+        total = functools.partial(_weighted_sum, weights=powers[:-1], is_inside=is_inside)
         return Transition(
             obs=reader.obs(0),
             action=reader.action(0),
-            reward=_weighted_sum(reader.reward(steps), powers[:-1], is_inside),
+            reward=jax.tree.map(total, reader.reward(steps)),
             discount=jnp.where(ends, 0, jnp.asarray(powers, jnp.float32)[num_steps]),
             next_obs=reader.obs(jnp.where(has_next, num_steps, num_steps - 1)),
             num_steps=num_steps,

@@ -155,7 +155,6 @@ INIT = {
     "buffer.init(EXAMPLE.replace(terminated=0.0))": """
         terminated: got float32[], expected bool[]
         x.astype(bool)""",
-    "buffer.init(EXAMPLE.replace(reward={'a': 0.0}))": "reward must be one array, got dict",
     "buffer.init({key: FIELDS[key] for key in ('obs', 'action', 'reward')} | {'done': False})": """
         init: the step's keys are wrong: missing terminated, truncated; unknown done
         done is two flags here: terminated, if the task itself ended, so that the value""",
@@ -279,7 +278,21 @@ USING = {
         end_streams:
         mask: got bool[3], expected bool[2]""",
     "buffer.end_streams(state, ZEROS)": "mask: got float32[2], expected bool[2]",
-    # New rewards that the stored dtype cannot hold.
+    # Functions that need values, at init, and new rewards that the stored dtype cannot hold.
+    "relabel(ZEROS[0], lambda *goals: -np.linalg.norm(goals[0] - goals[1]))": """
+        Hindsight: reward_fn needs the values of its arguments
+        jax.numpy in place of numpy, and with jnp.where in place of if; or use jaxreplay.sb3.Her""",
+    "relabel(ZEROS[0], minus_one, terminated_fn=lambda a, g, step: (a == g).all() and True)": """
+        Hindsight: terminated_fn needs the values""",
+    "init_of(jr.transform(uniform, lambda item, key: np.asarray(item.reward)))": """
+        Transformed: transform needs the values""",
+    "init_of(jr.relabel(uniform, lambda step, after: float(after['a'])))": """
+        Relabelled: reward_fn needs the values""",
+    "init_of(jr.relabel(uniform, lambda step, after: step.obs['b']))": """
+        Relabelled: <lambda> gave float32[3] for one step, but stored is float32[]""",
+    "init_of(jr.relabel(uniform, lambda step, after: {'a': 0.0}))": """
+        Relabelled: <lambda> gave PyTreeDef({'a': *}), but stored is PyTreeDef(*)""",
+    "jr.relabel(jr.items(**SIZES), lambda step, after: 0.0)": "inner must be a view of steps",
     "relabel(np.int32(0), minus_one)": """
         Hindsight: minus_one gave float32[] for one step, but stored is int32[]
         which cannot hold it""",
@@ -385,6 +398,10 @@ def relabel(reward, reward_fn, **options):
     goals = {"achieved_goal": ZEROS, "desired_goal": ZEROS}
     state = buffer.init(EXAMPLE.replace(obs=goals, reward=reward))
     return buffer.sample(state, jax.random.key(0))
+
+
+def init_of(buffer):
+    return buffer.init(EXAMPLE)
 
 
 def rollout_of(autoreset):

@@ -1,0 +1,153 @@
+"""Rewards of any structure, and rewards that are computed anew as they are sampled."""
+
+import warnings
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxreplay as jr
+from jaxreplay import datasets
+from tests.support.sampling import assert_same
+from tests.support.steps import begun, nth, plain_step
+
+E, TIME, SIZES = 2, 24, {"capacity": 32, "num_envs": 2, "batch_size": 8}
+FORMS = jr.autoreset.FORMS
+KEY = jax.random.key(0)
+
+
+def made_steps(form):
+    """Return steps in which each env terminates and is truncated, not in the newest step."""
+    time = np.arange(TIME * E, dtype=np.float32).reshape(TIME, E)
+    end = time.astype(int) % 11
+    flags = {"terminated": end == 3, "truncated": end == 8}
+    final_obs = time + 0.5 if form == "same_step" else None
+    return plain_step(time, **flags, final_obs=final_obs, extras={"id": time})
+
+
+def items(buffer, steps):
+    """Return the items of all rows."""
+    rows = jnp.arange(buffer.capacity)
+    return jax.jit(lambda steps: buffer.get(begun(buffer, steps), rows, KEY))(steps)
+
+
+def by_agent(steps):
+    return steps.replace(reward={"a": steps.reward, "b": (-2 * steps.reward).astype(np.int32)})
+
+
+def near(achieved, goal, step):
+    return jnp.abs(achieved - goal) + step.reward
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: jr.prioritized(**SIZES, autoreset="next_step", n_step=3),
+        lambda: jr.sequences(**SIZES, autoreset="same_step", length=4, burn_in=1),
+    ],
+)
+def test_rewards_of_several_agents_are_those_of_each(make):
+    buffer = make()
+    steps = made_steps(buffer.autoreset)
+    of_both, of_one = items(buffer, by_agent(steps)), items(buffer, steps)
+    np.testing.assert_array_equal(of_both.experience.reward["a"], of_one.experience.reward)
+    np.testing.assert_allclose(of_both.experience.reward["b"], -2 * of_one.experience.reward)
+    replay = jr.Replay(buffer, framework="numpy")
+    replay.add(by_agent(steps))
+    assert set(replay.sample().experience.reward) == {"a", "b"}
+    assert not any("reward" in line for line in replay.inspect().suspicious)
+
+
+def test_new_goals_give_new_rewards_to_each_agent():
+    form = "same_step"
+    buffer = jr.uniform(**SIZES, autoreset=form, n_step=2)
+    obs = lambda x: {"achieved_goal": x, "desired_goal": -x}
+    steps = made_steps(form)
+    steps = steps.replace(obs=obs(steps.obs), final_obs=obs(steps.final_obs))
+    of_one = items(jr.hindsight(buffer, near), steps).experience
+    both = jr.hindsight(
+        buffer, lambda *x: {"a": near(*x[:2], x[2].replace(reward=x[2].reward["a"])), "b": 0}
+    )
+    of_both = items(both, by_agent(steps)).experience
+    np.testing.assert_array_equal(of_both.reward["a"], of_one.reward)
+    is_new = of_one.obs["desired_goal"] >= 0
+    assert is_new.any()
+    assert not of_both.reward["b"][is_new].any()
+
+
+def test_other_ways_in_take_rewards_of_several_agents():
+    time = np.arange(6, dtype=np.float32)
+    reward = {"a": time[:5], "b": -time[:5]}
+    end = time[:5] == 4
+    trajectory = plain_step(time[:5], obs=time, reward=reward, terminated=end)
+    rollout = jr.rollout(length=8, num_envs=1, autoreset="next_step")
+    state = rollout.from_trajectories(rollout.init(nth(trajectory, 0)), [trajectory])
+    means = rollout.mean_reward(state)
+    assert (float(means["a"]), float(means["b"])) == (2, -2)
+    with pytest.raises(ValueError, match="each needs a value of its own"):
+        rollout.advantages(state, jnp.zeros((8, 1)), jnp.zeros(1), gamma=0.9)
+    episode = SimpleNamespace(
+        id=0, observations=time, actions=time[:5], rewards=reward, terminations=end,
+        truncations=end & False,
+    )  # fmt: skip
+    for form in FORMS:
+        buffer = jr.uniform(capacity=8, batch_size=2, autoreset=form, gamma=1.0)
+        item = buffer.get(datasets.from_episodes([episode], buffer), jnp.arange(5)).experience
+        np.testing.assert_array_equal(item.reward["a"], reward["a"])
+        np.testing.assert_array_equal(item.reward["b"], reward["b"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_new_rewards_go_through_the_sums(form):
+    steps = made_steps(form)
+    done = steps.terminated | steps.truncated
+    next_obs = np.concatenate([steps.obs[1:], steps.obs[-1:]])
+    if form == "same_step":
+        next_obs = np.where(done, steps.final_obs, next_obs)
+    elif form == "same_step_no_final_obs":
+        next_obs = np.where(steps.terminated, steps.obs, next_obs)
+    expected = steps.replace(reward=3 * steps.obs + 10 * next_obs + steps.extras["id"])
+    buffer = jr.prioritized(**SIZES, autoreset=form, n_step=3, gamma=0.5)
+
+    def rewards(params, steps, learned):
+        reward_fn = lambda step, after: params @ jnp.stack([step.obs, after]) + step.extras["id"]
+        used = jr.relabel(buffer, reward_fn) if learned else buffer
+        state = begun(buffer, steps)
+        batch = used.get(state, jnp.arange(buffer.capacity))
+        same = used.sample(used.add(state, nth(steps, 0)), KEY)  # either may change the state
+        return batch.experience.reward.sum(), (batch, same.is_valid)
+
+    params = jnp.array([3.0, 10.0])
+    with jax.checking_leaks():  # no cache keeps traced parameters
+        slope, (got, is_valid) = jax.jit(
+            jax.grad(rewards, has_aux=True), static_argnums=2
+        )(params, steps, True)  # fmt: skip
+    assert is_valid.all()
+    assert (np.abs(slope) > 100).all()
+    _, (stored, _) = jax.jit(rewards, static_argnums=2)(params, expected, False)
+    np.testing.assert_array_equal(got.is_valid, stored.is_valid)
+    assert_same(nth(got.experience, got.is_valid), nth(stored.experience, got.is_valid))
+    assert got.is_valid.sum() > 20
+
+
+def test_a_reward_that_replaces_a_sum_is_warned_of():
+    def warns(function, **options):
+        buffer = jr.transform(jr.uniform(**SIZES, autoreset="next_step", **options), function)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            jax.eval_shape(buffer.init, nth(made_steps("next_step"), (0, 0)))
+        assert all("jaxreplay.relabel(" in str(one.message) for one in caught)
+        return bool(caught)
+
+    model = jax.jit(lambda obs: 10 * obs)
+    replaced = lambda item, key: item.replace(reward=model(item.obs))
+    assert warns(replaced, n_step=3)
+    assert warns(lambda item, key: item.replace(reward=jnp.float32(0)), n_step=2)
+    assert not warns(replaced, n_step=1)
+    assert not warns(lambda item, key: item.replace(reward=jnp.sign(item.reward)), n_step=3)
+    assert not warns(lambda item, key: item.replace(obs=2 * item.obs), n_step=3)
+    own_target = lambda item, key: item.replace(reward=item.obs, discount=jnp.float32(0))
+    assert not warns(own_target, n_step=3)
+    assert not warns(lambda item, key: item.obs, n_step=3)
