@@ -200,7 +200,7 @@ def wrong(**fields):
         (
             wrong(reward=np.zeros((5, 1))),
             r"trajectory 1:\n  reward: got float32\[5, 1\], expected float32\[5\]\n.*as many rows "
-            r"as reward",
+            r"as terminated",
         ),
         (
             wrong(action=np.zeros(4, int)),
