@@ -2,21 +2,24 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, overload
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
 
 from jaxreplay._util import checks
-from jaxreplay._util.aliases import Key, PyTree
+from jaxreplay._util.aliases import PyTree
 from jaxreplay.buffers import step_checks
-from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_not_deleted
 from jaxreplay.storage.sampleable import ReplayState
-from jaxreplay.types import Sample, T
+
+B = TypeVar("B")  # the type of a buffer
 
 # methods that donate the state
 _CHANGES = frozenset({"add", "extend", "clear", "pop", "end_streams"})
+_METHODS = _CHANGES | {
+    *("sample", "get", "update_priorities", "size", "can_sample", "can_add", "age", "metrics")
+}
 _CPU_OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 
@@ -108,11 +111,8 @@ def _sampler_method(call: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class Jitted(Generic[T]):
-    """Compiled methods of a buffer, as `jaxreplay.jit` returns them. T is time, E env, B batch.
-
-    Methods that return a new state donate the old one. For a `Mixture`, `state` is the dict of its
-    members' states.
+class Jitted:
+    """Compiled methods of a buffer, as `jaxreplay.jit` returns them.
 
     Args:
       buffer: A `ReplayBuffer`, `Rollout` or `Mixture`.
@@ -124,14 +124,39 @@ class Jitted(Generic[T]):
     def __repr__(self) -> str:
         return f"jaxreplay.jit({self.buffer!r})"
 
-    def _call(self, name: str, state: Any, *arguments: Any, **options: Any) -> Any:
-        # a rollout has no argument `mask`, a mixture no `batch_size`
-        given = {key: value for key, value in options.items() if value is not None}
+    def __reduce__(self) -> Any:
+        return Jitted, (self.buffer,)
+
+    def __getattr__(self, name: str) -> Any:
+        buffer = self.buffer
+        if name == "init" or name in getattr(buffer, "__dataclass_fields__", {}):
+            return getattr(buffer, name)
+        if name.startswith("__") or not hasattr(buffer, name):
+            raise AttributeError(name)
+        if name not in _METHODS:
+            raise AttributeError(
+                f"jaxreplay.jit(buffer) has no {name}: it is on the buffer itself, buffer.{name}"
+            )
+        vars(self)[name] = made = _method_of(buffer, name)
+        return made
+
+
+def _method_of(buffer: Any, name: str) -> Callable[..., Any]:
+    """Return a compiled method of one buffer, which owns its arguments."""
+    takes_steps = name in ("add", "extend") and getattr(buffer, "autoreset", None) is not None
+
+    @functools.wraps(getattr(buffer, name))
+    def call(state: Any, *arguments: Any, **options: Any) -> Any:
+        if name in ("sample", "pop") and len(arguments) > 1:
+            options["batch_size"] = arguments[1]  # static, by its name
+            arguments = (arguments[0], *arguments[2:])
+        if takes_steps and arguments:
+            arguments = (step_checks.by_field(arguments[0]), *arguments[1:])
         try:
-            arguments, given = _owned(name, (arguments, given))
-            return method(name)(self.buffer, state, *arguments, **given)
+            arguments, options = _owned(name, (arguments, options))
+            return method(name)(buffer, state, *arguments, **options)
         except TypeError:
-            for argument in (*arguments, *given.values()):
+            for argument in (*arguments, *options.values()):
                 checks.check_storable(name, argument)
             raise
         except (RuntimeError, ValueError) as error:
@@ -139,199 +164,10 @@ class Jitted(Generic[T]):
                 check_not_deleted(name, state)
             raise
 
-    def _step(self, step: PyTree) -> Any:
-        """Return a step as a pytree; an item is returned unchanged."""
-        return (
-            step if getattr(self.buffer, "autoreset", None) is None else step_checks.by_field(step)
-        )
-
-    def init(self, example: PyTree) -> Any:
-        """Return an empty state. A lack of memory is an error before anything is allocated.
-
-        Args:
-          example: One env's step (leaves without the env axis) or one item: arrays or
-            `jax.ShapeDtypeStruct`s.
-        """
-        return self.buffer.init(example)
-
-    def __getattr__(self, name: str) -> Any:
-        buffer = vars(self).get("buffer")  # None while a copy is made
-        if name in getattr(buffer, "__dataclass_fields__", {}):
-            return getattr(buffer, name)
-        if not name.startswith("__") and hasattr(buffer, name):
-            raise AttributeError(
-                f"jaxreplay.jit(buffer) has no {name}: it is on the buffer itself, buffer.{name}"
-            )
-        raise AttributeError(name)
-
-    def add(self, state: Any, step: PyTree, mask: Any = None, priority: Any = None) -> Any:
-        """Append one step of every env.
-
-        Args:
-          state: The buffer's state. Donated: use the returned state instead.
-          step: Pytree with leaves [E, ...].
-          mask: bool[E], False where an env took no step; needs `allow_mask=True`. With
-            `autoreset="next_step"`, never mask the step after a done. Default: every env took one.
-          priority: float[E], at least 0. Default: the largest priority so far.
-
-        Returns:
-          The new state.
-        """
-        return self._call("add", state, self._step(step), mask=mask, priority=priority)
-
-    def extend(self, state: Any, steps: PyTree, mask: Any = None, priority: Any = None) -> Any:
-        """Append a block of steps. Compiles once for each number of steps.
-
-        Args:
-          state: The buffer's state. Donated: use the returned state instead.
-          steps: Pytree with leaves [T, E, ...], oldest first.
-          mask: bool[T, E], as for `add`. Default: every env took every step.
-          priority: float[T, E], at least 0. Default: the largest priority so far.
-
-        Returns:
-          The new state.
-        """
-        return self._call("extend", state, self._step(steps), mask=mask, priority=priority)
-
-    def update_priorities(self, state: Any, index: Any, priority: Any) -> Any:
-        """Set the priorities of sampled rows. Compiles once for each number of rows.
-
-        Args:
-          state: The buffer's state. Donated: use the returned state instead.
-          index: `batch.index` of a sample, leaves [B]; for a mixture, the batch itself.
-          priority: float[B], at least 0. A row with priority 0 is never sampled again.
-
-        Returns:
-          The new state.
-        """
-        return self._call("update_priorities", state, index, priority)
-
-    def clear(self, state: Any) -> Any:
-        """Remove all rows.
-
-        Args:
-          state: The buffer's state. Donated: use the returned state instead.
-
-        Returns:
-          The new state.
-        """
-        return self._call("clear", state)
-
-    def end_streams(self, state: Any, mask: Any = None) -> Any:
-        """End the unfinished episodes, after a reset that no step tells.
-
-        Args:
-          state: The buffer's state. Donated: use the returned state instead.
-          mask: bool[E], False for envs that go on. Default: every env was reset.
-
-        Returns:
-          The new state.
-        """
-        return self._call("end_streams", state, mask=mask)
-
-    def sample(
-        self,
-        state: Any,
-        key: Key | None = None,
-        batch_size: int | None = None,
-        *,
-        beta: Any = None,
-    ) -> Sample[T]:
-        """Sample a batch with replacement. Compiles once for each batch size.
-
-        Args:
-          state: The buffer's state.
-          key: Random key, consumed. Required: the default raises an error that shows the call.
-          batch_size: Number of items. Static. Default: the buffer's batch size.
-          beta: float[], at least 0, the exponent of importance weights; may be traced. Default: the
-            sampler's beta.
-
-        Returns:
-          A batch of items, leaves [B, ...].
-        """
-        return self._call("sample", state, key, batch_size=batch_size, beta=beta)
-
-    def pop(self, state: Any, key: Key, batch_size: int | None = None) -> tuple[Any, Sample[T]]:
-        """Sample and consume a batch (Queue, WithoutReplacement). Compiles once for each batch
-        size.
-
-        Args:
-          state: The buffer's state. Donated: use the returned state instead.
-          key: Random key, consumed.
-          batch_size: Number of items. Static. Default: the buffer's batch size.
-
-        Returns:
-          The new state, and a batch of items, leaves [B, ...].
-        """
-        return self._call("pop", state, key, batch_size=batch_size)
-
-    def get(self, state: Any, index: Any, key: Key | None = None, *, beta: Any = None) -> Sample[T]:
-        """Return the items of given rows. Compiles once for each number of rows.
-
-        Args:
-          state: The buffer's state.
-          index: `batch.index` of a sample, or row numbers int32[B].
-          key: Random key, consumed. Required for a view that is random (goals, horizons,
-            augmentations). Default: no key.
-          beta: float[], at least 0, the exponent of importance weights; may be traced. Default: the
-            sampler's beta.
-
-        Returns:
-          A batch of items, leaves [B, ...].
-        """
-        return self._call("get", state, index, key=key, beta=beta)
-
-    def can_add(self, state: Any, num_steps: int = 1) -> jax.Array:
-        """Return whether more steps overwrite only consumed rows (Queue, WithoutReplacement), or
-        whether a rollout has room for them: bool[].
-
-        Args:
-          state: The buffer's state.
-          num_steps: Number of steps of every env. Default: 1.
-        """
-        return self._call("can_add", state, num_steps)
-
-    def size(self, state: Any) -> jax.Array:
-        """Return the number of sampleable rows: int32[].
-
-        Args:
-          state: The buffer's state.
-        """
-        return self._call("size", state)
-
-    def can_sample(self, state: Any) -> jax.Array:
-        """Return whether a sample is valid, bool[]: `min_size` rows are sampleable, and one has a
-        positive priority. For a mixture, this holds for every member.
-
-        Args:
-          state: The buffer's state.
-        """
-        return self._call("can_sample", state)
-
-    def age(self, state: Any, index: Any) -> jax.Array:
-        """Return the number of rows that were written after each row in its env's ring, final rows
-        included: int32[B]. Compiles once for each number of rows.
-
-        Args:
-          state: The buffer's state.
-          index: `batch.index` of a sample, leaves [B].
-        """
-        return self._call("age", state, index)
-
-    def metrics(self, state: Any) -> dict[str, jax.Array]:
-        """Return scalars to log, by name, such as `size` and `fill`.
-
-        Args:
-          state: The buffer's state.
-        """
-        return self._call("metrics", state)
+    return call
 
 
-@overload
-def jit(buffer: ReplayBuffer[T]) -> Jitted[T]: ...
-@overload
-def jit(buffer: Any) -> Jitted[Any]: ...
-def jit(buffer: Any) -> Jitted[Any]:
+def jit(buffer: B) -> B:
     """Compile the methods of a buffer, for loops that are not one big `jit`.
 
     Methods that return a new state donate the old one, which changes the buffer in place. Equal
@@ -347,7 +183,8 @@ def jit(buffer: Any) -> Jitted[Any]:
       buffer: A `ReplayBuffer`, `Rollout` or `Mixture`.
 
     Returns:
-      An object with the buffer's methods, compiled.
+      A `jaxreplay.buffers.Jitted`, with the buffer's methods, compiled. A type checker sees the
+      buffer itself.
 
     Raises:
       ValueError: `buffer` is not a buffer.
@@ -365,7 +202,7 @@ def jit(buffer: Any) -> Jitted[Any]:
             f"jit: takes a buffer, such as jaxreplay.uniform(...), got {buffer!r}; to compile a "
             "function use jax.jit"
         )
-    return Jitted(buffer)
+    return cast(B, Jitted(buffer))
 
 
 def _owned(where: str, tree: PyTree) -> Any:
