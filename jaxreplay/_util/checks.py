@@ -4,6 +4,7 @@ cure."""
 import functools
 import inspect
 import os
+import warnings
 from typing import Any
 
 import jax
@@ -137,7 +138,7 @@ def check_capacity(where: str, capacity: int, num_envs: int, smallest_length: in
 
 def cast(name: str, array: np.ndarray, dtype: Any, why: str) -> np.ndarray:
     """Cast numbers to a dtype. Integers must keep their value, also as floats, and finite numbers
-    must stay finite.
+    must stay finite. A large float64 that float32 rounds, such as a time in seconds, is warned of.
 
     Args:
       name: Name of the array, for the error.
@@ -159,11 +160,25 @@ def cast(name: str, array: np.ndarray, dtype: Any, why: str) -> np.ndarray:
                 is_same &= new.astype(np.float64) < float(int(jnp.iinfo(array.dtype).max) + 1)
         else:
             is_same = np.isfinite(new) | ~np.isfinite(array)
+            if (array.dtype, dtype) == (np.float64, np.float32):
+                _warn_of_rounding(name, array, new, why)
     if not np.all(is_same):
         raise ValueError(
             f"{name}: {array[~is_same][0].item()!r} cannot be stored as {dtype.name}, {why}"
         )
     return new
+
+
+def _warn_of_rounding(name: str, array: np.ndarray, new: np.ndarray, why: str) -> None:
+    """Warn of float64 numbers that are too large for float32 to tell them from their neighbours."""
+    if ((np.abs(array) >= 2.0**24) & np.isfinite(new) & (new != array)).any():
+        # The same text for all numbers, so that Python shows it once.
+        warnings.warn(
+            f"{name}: float64 numbers beyond 2**24 are rounded to float32, {why}. Neighbouring "
+            "times in seconds become equal: store the time since the start. If it is meant, cast "
+            "them yourself: x.astype(np.float32)",
+            stacklevel=3,
+        )
 
 
 def specs(where: str, tree: PyTree) -> Any:

@@ -413,22 +413,6 @@ class Rollout(Static):
         is_over = state.steps.terminated | state.steps.truncated | ~state.mask
         return state.mask & jnp.concatenate([jnp.zeros((1, self.num_envs), bool), is_over[:-1]])
 
-    def mean_reward(self, state: RolloutState) -> PyTree:
-        """Return the mean reward of all steps, 0 if there are none: leaves float[...], with the
-        axes that rewards have after [T, E].
-
-        Args:
-          state: The rollout's state.
-        """
-
-        def mean(reward: jax.Array) -> jax.Array:
-            mask = state.mask.reshape(state.mask.shape + (1,) * (reward.ndim - 2))
-            reward = reward.astype(jnp.promote_types(reward.dtype, jnp.float32))
-            total = jnp.where(mask, reward, 0).sum(axis=(0, 1))
-            return total / jnp.maximum(self.num_steps(state), 1)
-
-        return jax.tree.map(mean, self.steps(state).reward)
-
     def num_steps(self, state: RolloutState) -> jax.Array:
         """Return the number of steps of all envs together, without final rows: int32[].
 

@@ -14,14 +14,18 @@ comes before the last row, or after the first row, `autoreset` is wrong:
 import dataclasses
 from collections.abc import Callable
 
+import jax
 import numpy as np
 
 from jaxreplay.storage import row_flags
+from jaxreplay.types import Step
 
 LEAST_RESETS = 20  # fewer resets are not enough evidence
 MOST_RESETS = 200  # rows are read around at most this many resets
 _MOST_BYTES = 2**24  # of observations that are read
 _MOST_ELEMENTS = 4096  # of an observation's leaf that are compared
+_FEW_ELEMENTS = 64  # the same for each step
+_MOST_ROWS = 2**14  # steps that `FinalObsWatch` looks at
 _BEFORE_LAST, _LAST, _FIRST, _AFTER_FIRST = range(4)  # the rows around a reset
 # At least this fraction of resets must jump at a wrong place. On CartPole with a random policy (4
 # envs, 400 steps, 100 seeds, episodes of at most 5, 12 and 500 steps) the fraction is at least 0.9
@@ -150,3 +154,67 @@ class ResetWatch:
         is_over = problem is not None or resets is None or len(resets.flags) >= MOST_RESETS
         self._next_look = float("inf") if is_over else 2.0 * self._num_steps
         return problem
+
+
+class FinalObsWatch:
+    """Report resets by hand that no flag tells, once: while an episode goes on, the given
+    `final_obs` is the next step's observation.
+
+    A `final_obs` that is filled only where episodes end is no evidence. It looks at host arrays.
+    """
+
+    def __init__(self) -> None:
+        self._num_same = self._num_others = self._num_rows = 0
+        self._is_over = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew: the next step follows none before it."""
+        self._after: list[np.ndarray] = []  # [1, E, N] for each leaf, of the newest step
+        self._goes_on = np.zeros((0, 0), bool)  # [1, E]
+
+    def look(self, steps: Step, mask: np.ndarray | None) -> str | None:
+        """Return the evidence in one line, or None.
+
+        Args:
+          steps: Leaves [T, E, ...].
+          mask: bool[T, E], False where an env took no step, or None.
+        """
+        leaves = jax.tree.leaves((steps, mask))
+        if self._is_over or steps.final_obs is None or not leaves[0].shape[0]:
+            return None
+        if not all(isinstance(leaf, np.ndarray) for leaf in leaves):
+            return self.restart()
+        taken = np.ones(steps.terminated.shape, bool) if mask is None else mask
+        goes_on = taken & ~steps.terminated & ~steps.truncated
+        obs, after = (
+            [_few(leaf) for leaf in jax.tree.leaves(tree)] for tree in (steps.obs, steps.final_obs)
+        )
+        start = 1 - len(self._goes_on)  # the first step has one before it, or none
+        is_pair = np.concatenate([self._goes_on, goes_on[:-1]]) if start == 0 else goes_on[:-1]
+        is_pair = is_pair & taken[start:]
+        is_same = np.ones(is_pair.shape, bool)
+        for place, leaf in enumerate(obs):
+            before = after[place][:-1]
+            before = before if start else np.concatenate([self._after[place], before])
+            now = leaf[start:]
+            is_same &= ((now == before) | ((now != now) & (before != before))).all(axis=2)
+        self._after, self._goes_on = [leaf[-1:].copy() for leaf in after], goes_on[-1:]
+        self._num_same += int((is_pair & is_same).sum())
+        self._num_others += int((is_pair & ~is_same).sum())
+        self._num_rows += len(goes_on)
+        is_wrong = self._num_others and self._num_same >= max(LEAST_RESETS, 2 * self._num_others)
+        self._is_over = bool(is_wrong) or self._num_rows >= _MOST_ROWS
+        if not is_wrong:
+            return None
+        return (
+            f"final_obs differs from the next observation at {self._num_others} of "
+            f"{self._num_others + self._num_same} steps that end no episode. The envs seem to be "
+            "reset by hand: flag the last step as truncated, or call end_streams after the reset"
+        )
+
+
+def _few(leaf: np.ndarray) -> np.ndarray:
+    """Return some elements of each observation: [T, E, N]."""
+    values = leaf.reshape(*leaf.shape[:2], -1)
+    return values[..., :: max(values.shape[2] // _FEW_ELEMENTS, 1)]

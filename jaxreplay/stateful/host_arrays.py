@@ -45,7 +45,7 @@ _NARROWER = {
     np.dtype(wide): np.dtype(narrow)
     for wide, narrow in (("int64", "int32"), ("uint64", "uint32"), ("float64", "float32"))
 }
-_FAR_FROM_INFINITE = 1e38  # smaller numbers stay finite in float32
+_WHOLE = 2.0**24  # float32 has all smaller whole numbers
 
 
 def own(where: str, tree: PyTree) -> Any:
@@ -102,7 +102,7 @@ def _own_plainly(leaf: Any) -> Any:
     if target is None or jax.dtypes.canonicalize_dtype(leaf.dtype) != target:
         return None
     if target == np.float32:
-        return leaf.astype(target) if np.abs(leaf).max(initial=0) < _FAR_FROM_INFINITE else None
+        return leaf.astype(target) if np.abs(leaf).max(initial=0) < _WHOLE else None
     narrow = leaf.astype(target)
     return narrow if (narrow == leaf).all() else None
 

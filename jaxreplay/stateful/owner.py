@@ -3,6 +3,7 @@
 import functools
 import operator
 import os
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.buffers.jitted import method, program
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import is_alive
+from jaxreplay.inspection.resets import FinalObsWatch
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from jaxreplay.stateful.host_arrays import OUTSIDE, StepFormat, example_of, own
 from jaxreplay.stateful.staging import BlockLengths, Staging
@@ -41,6 +43,7 @@ class StateOwner:
         self._key = jax.random.key(seed)
         self._num_draws = 0
         self._lengths = BlockLengths()
+        self.final_obs = FinalObsWatch()
         self._checkpointer: Any = None  # of the last save or load
         self._path: Any = None  # of that checkpointer
         self.forget()
@@ -127,7 +130,21 @@ class StateOwner:
         other = self._change(function, part, *arguments, **options)
         if part is not None:
             self._staging.drop(_length_of(part))
+            self._look(*part[:2])
         return other
+
+    def look_at(self, function: Any, *arguments: Any) -> None:
+        """Look for resets by hand among the steps that a call of `change` added."""
+        if function is _extend:
+            self._look(*arguments[0][:2])
+        elif function is method("add"):
+            self._look(*jax.tree.map(lambda leaf: leaf[None], arguments[:2]))
+        else:
+            self.final_obs.restart()
+
+    def _look(self, steps: Any, mask: Any) -> None:
+        if self.buffer.autoreset == "same_step" and (problem := self.final_obs.look(steps, mask)):
+            warnings.warn(f"add: {problem}", stacklevel=5)
 
     def _waiting(self) -> list[Any]:
         """Return the steps that wait, their masks and their priorities, in parts that `extend` has

@@ -137,7 +137,7 @@ class Replay:
         """Append one step of every env, a block of steps, or one step of one env.
 
         Arrays are copied, so the caller may reuse them. It warns once if episodes do not reset
-        where `autoreset` says.
+        where `autoreset` says, and once if `final_obs` shows that envs were reset without a flag.
 
         Args:
           step: A `Step`, or a mapping, dataclass or NamedTuple with its fields, or items. Leaves
@@ -182,6 +182,7 @@ class Replay:
                 )
                 for call in calls:
                     self._changing(self._owner.change, *call)
+                    self._owner.look_at(*call)
             except BaseException:
                 if is_first:  # a rejected step must not fix the format of later ones
                     self._owner.forget()
@@ -320,6 +321,7 @@ class Replay:
             self._check_open()
             if self._owner.has_example:
                 self._changing(self._owner.change, method("end_streams"), mask)
+                self._owner.final_obs.restart()
 
     def metrics(self) -> dict[str, float]:
         """Return the figures of `ReplayBuffer.metrics` as numbers; {} before the first `add`."""
@@ -416,8 +418,9 @@ class Replay:
         )
 
     def _start_anew(self) -> None:
-        """Drop the prefetched batches, and wake waiting calls."""
+        """Drop the prefetched batches, and wake waiting calls. The next step follows no other."""
         self._drawn.clear()
+        self._owner.final_obs.restart()
         self._monitor.notify_all()
 
     def _changing(self, call: Any, *arguments: Any) -> Any:

@@ -61,7 +61,6 @@ def operations(rollout, state, block):
         "steps": rollout.steps(state),
         "can_add": (rollout.can_add(state), rollout.can_add(state, 3)),
         "num_steps": rollout.num_steps(state),
-        "mean_reward": rollout.mean_reward(state),
         "is_first": rollout.is_first(state),
         "bootstrap": rollout.bootstrap(
             state, value, value[0], value if rollout.autoreset == "same_step" else None
@@ -114,7 +113,7 @@ def test_steps_are_held_as_they_came_and_the_rest_is_counted(form):
 @forms
 def test_what_is_told_of_steps(form):
     """Env 0 is done at rows 1, 3 and 4. With next_step, the row after an end is a final row."""
-    block, (empty, added, _) = block_of(form), told(form)
+    empty, added, _ = told(form)
     mask, is_first = np.ones((2, T, E), bool)
     mask[[2, 4] if form == "next_step" else [], 0] = False
     is_first[:] = False
@@ -125,10 +124,7 @@ def test_what_is_told_of_steps(form):
         np.testing.assert_array_equal(found["bootstrap"][1], now)
         np.testing.assert_array_equal(found["is_first"], is_first & now)
         assert found["num_steps"] == now.sum()
-        np.testing.assert_allclose(
-            found["mean_reward"], block.reward[:T][now].mean(axis=0), atol=1e-6
-        )
-    assert (empty["num_steps"], empty["mean_reward"].tolist()) == (0, [0.0, 0.0])
+    assert empty["num_steps"] == 0
     assert not empty["bootstrap"][1].any()
     assert not empty["is_first"].any()
 

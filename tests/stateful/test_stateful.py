@@ -16,7 +16,7 @@ from jaxreplay.buffers.jitted import options_here
 from jaxreplay.stateful import host_arrays, owner
 from tests.support.compilations import count_programs
 from tests.support.hlo import check_in_place
-from tests.support.refusals import check_refused, refused
+from tests.support.refusals import check_refused, refused, warned
 from tests.support.replays import (
     EXAMPLE,
     NUM_ENVS,
@@ -33,7 +33,7 @@ from tests.support.replays import (
     unchanged,
 )
 from tests.support.sampling import assert_same, sample
-from tests.support.steps import nth
+from tests.support.steps import nth, plain_step, stacked
 
 # Input.
 
@@ -241,6 +241,12 @@ def test_a_number_is_held_as_it_is_or_refused():
     with refused("add: reward: 16777217 cannot be stored as float32"):
         # also as the first reward, from which the leaf gets its dtype float32
         make(num_envs=1).add(EXAMPLE | {"reward": 16777217})
+    time = {"extras": {"time": np.float64(1.7e9 + 0.05)}}
+    replay = make(num_envs=1, example=EXAMPLE | time)
+    with warned("add: extras.time: float64 numbers beyond 2\\*\\*24 are rounded to float32"):
+        replay.add(EXAMPLE | time)
+    for number in (0.1, -12345.678, 2.0**30, np.nan, np.inf):
+        replay.add(EXAMPLE | {"extras": {"time": np.float64(number)}})
     for dtype in (np.uint16, np.int64, np.uint64):
         top = np.array([np.iinfo(dtype).max], dtype)
         if top < 2**24:
@@ -248,6 +254,48 @@ def test_a_number_is_held_as_it_is_or_refused():
         else:
             with refused(f"x: {top[0]} cannot be stored as float32, so"):
                 checks.cast("x", top, np.float32, "so")
+
+
+class Walk:
+    """Envs that are reset by hand every 50 steps, and their steps with `final_obs`."""
+
+    def __init__(self, num_envs):
+        self.obs, self.reset = np.zeros((num_envs, 3), np.float32), 50
+
+    def step(self, time, final_obs=None, is_told=False):
+        obs, after = self.obs, self.obs + 1
+        self.obs = 0 * after if time % self.reset == self.reset - 1 else after
+        if final_obs == "next":  # as a wrapper gives it that looks at the obs alone
+            after = self.obs
+        told = np.full(len(obs), is_told and time % self.reset == self.reset - 1)
+        fields = {"final_obs": 0 * after if final_obs == "zeros" else after, "truncated": told}
+        return plain_step(obs[:, 0], obs=obs, **fields)
+
+
+@pytest.mark.parametrize("form", ["steps", "blocks", "a sample each", "limited"])
+def test_a_reset_by_hand_is_noticed_by_its_final_obs(form):
+    options = {"samples_per_insert": 8 / 3, "timeout": 1.0} if form == "limited" else {}
+    replay, walk = make(capacity=600, autoreset="same_step", **options), Walk(3)
+    with warned("final_obs differs from the next observation at 3 of 1[0-9]* steps") as caught:
+        for time in range(120):
+            if form == "blocks":
+                replay.add(stacked([walk.step(10 * time + k) for k in range(10)]))
+                continue
+            replay.add(walk.step(time))
+            if time and (form != "steps" or time == 119):
+                replay.sample()
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("final_obs", [None, "zeros", "next", "end_streams", "clear"])
+def test_no_reset_is_seen_where_there_is_none_or_it_was_told(final_obs):
+    replay, walk = make(capacity=600, autoreset="same_step"), Walk(3)
+    calls = {"end_streams": replay.end_streams, "clear": replay.clear}
+    for time in range(150):
+        replay.add(walk.step(time, final_obs, is_told=final_obs is None))
+        if time % 50 == 49 and final_obs in calls:
+            calls[final_obs]()
+    len(replay)
 
 
 # Output.
