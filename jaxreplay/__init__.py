@@ -29,6 +29,7 @@
 """
 
 from jaxreplay import autoreset, samplers, targets, types, views
+from jaxreplay._util import serialization as _serialization
 from jaxreplay._util.signals import defer_interrupts as defer_interrupts
 from jaxreplay._version import __version__
 from jaxreplay.buffers import CopyWarning, Mixture, ReplayBuffer, Rollout, RolloutState
@@ -106,3 +107,5 @@ __all__ = [
     "views",
     "vtrace",
 ]
+
+_serialization.tell_flax()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, dataclass_transform
 
 import jax
@@ -10,8 +9,7 @@ import jax
 from jaxreplay._util.hints import unknown_arguments
 from jaxreplay._util.names import kind_of, short
 
-# what else is told of each new class of nodes
-on_new_node: list[Callable[[type], None]] = []
+NODES: list[type] = []  # all classes of nodes
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -77,8 +75,7 @@ class Node:
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
             by_kind["static" in field.metadata].append(field.name)
         jax.tree_util.register_dataclass(cls, *by_kind)
-        for tell in on_new_node:
-            tell(cls)
+        NODES.append(cls)
 
     def __repr__(self) -> str:
         """Show shapes and dtypes: `Index(row i32[8], lap u32[8])`."""

@@ -11,6 +11,7 @@ from jaxreplay import autoreset
 from jaxreplay._util import checks, random, xla
 from jaxreplay._util.aliases import Autoreset, Key, PyTree
 from jaxreplay._util.names import kind_of
+from jaxreplay._util.serialization import tell_flax
 from jaxreplay._util.struct import Static
 from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.state_checks import check_donated, check_state
@@ -196,6 +197,7 @@ class ReplayBuffer(Static, Generic[T]):
           ValueError: `example` is not a step, or a flag is not bool.
           MemoryError: The device has too little memory for the buffer.
         """
+        tell_flax()
         example = self._example("init", example)
         self.view.check("init", self.layout(), example)
         if isinstance(self.view, WrappedView):  # an error of its functions comes here

@@ -12,6 +12,7 @@ from jaxreplay import autoreset, targets
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import Autoreset, Key, PyTree
 from jaxreplay._util.names import has_shapes, named, short_bytes
+from jaxreplay._util.serialization import tell_flax
 from jaxreplay._util.struct import Node, Static
 from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.state_checks import as_arrays, check_not_deleted, warn_of_copy
@@ -129,6 +130,7 @@ class Rollout(Static):
           ValueError: `example` is not a step, or a flag is not bool.
           MemoryError: The device has too little memory for the rollout.
         """
+        tell_flax()
         example = self._example("init", example)
         if not checks.is_tracing():  # while tracing, nothing is allocated yet
             memory.check_fits("init", self.memory(example))

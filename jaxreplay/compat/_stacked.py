@@ -6,16 +6,17 @@ from typing import Any
 import jax
 
 
-def for_each(function: Callable[[Any], Any], state: Any) -> Any:
+def for_each(function: Callable[..., Any], state: Any, *others: Any) -> Any:
     """Map a function over the leading axes of a state.
 
     Args:
-      function: Function of a state without leading axes.
+      function: Function of a state without leading axes, and of `others`.
       state: A node with a `ReplayState` as `rows`, whose leaves may have leading axes.
+      others: Pytrees whose leaves have the same leading axes.
     """
     for _ in range(state.rows.streams.counters.position.ndim - 1):
         function = jax.vmap(function)
-    return function(state)
+    return function(state, *others)
 
 
 def num_written(state: Any) -> jax.Array:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
-import jaxreplay.compat.flax
 from jaxreplay.samplers import PrioritySampler
 from tests.conftest import ALL
 from tests.support import programs

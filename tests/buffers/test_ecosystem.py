@@ -1,5 +1,7 @@
 """A state is a pytree of arrays: libraries that save pytrees restore it bit-identically."""
 
+import itertools
+
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -7,8 +9,8 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
-import jaxreplay.compat.flax
 from tests.support.buffers import CATALOG, KINDS, bits, each
+from tests.support.replays import output_of
 from tests.support.steps import plain_step
 
 ocp = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
@@ -19,6 +21,23 @@ def test_no_state_has_an_array_without_elements():
     """Orbax refuses empty arrays, so unused parts of a state are None."""
     for case in CATALOG:
         assert all(leaf.size for leaf in jax.tree.leaves(case.shapes())), case.name
+
+
+def test_flax_knows_the_states_of_a_program_that_imports_it():
+    """Before jaxreplay, or before `init`, also a class that comes later."""
+    code = """
+import {}, {}
+from jaxreplay._util.struct import Node
+class Later(Node):
+    x: int
+buffer = jaxreplay.items(capacity=4, batch_size=2)
+state = buffer.add(buffer.init(0.0), jax.numpy.ones(1))
+import flax.serialization
+restored = flax.serialization.from_bytes(buffer.init(0.0), flax.serialization.to_bytes(state))
+print(buffer.size(restored), flax.serialization.to_state_dict(Later(3)))
+"""
+    for first, second in itertools.permutations(["jaxreplay, jax", "flax.serialization"]):
+        assert output_of(code.format(first, second)) == "1 {'x': 3}"
 
 
 @each(KINDS)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
-import jaxreplay.compat.flax
 from tests.support import hlo
 from tests.support.steps import nth, stacked
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
-import jaxreplay.compat.flax
 from tests.support.buffers import CATALOG, each
 from tests.support.sampling import assert_same
 from tests.support.steps import begun, nth, plain_step, stacked

@@ -16,6 +16,31 @@ FLASHBAX = {
     "prioritised_trajectory_buffer_test::test_human_case_2": _FUNCTION,
     "prioritised_trajectory_buffer_test::test_human_case_3": _FUNCTION,
 }
+# Names of flashbax's modules that ours do not have.
+_ARGUMENTS = "checks arguments of another function, which here does so itself"
+_STATE = "takes a state and the sizes, which here are those of the buffer: use its methods"
+_TREE = "works on flashbax's tree: jaxreplay.samplers.SumTree is ours"
+FLASHBAX_NAMES = {
+    "buffers.*.validate_*": _ARGUMENTS,
+    "buffers.*.create_*": "makes a buffer from checked arguments: use make_*",
+    "buffers.*trajectory_buffer.*add": _STATE,
+    "buffers.*trajectory_buffer.*can_sample": _STATE,
+    "buffers.*trajectory_buffer.*init": _STATE,
+    "buffers.*trajectory_buffer.*sample": _STATE,
+    "buffers.trajectory_queue.[a-z]*": _STATE,
+    "buffers.prioritised_trajectory_buffer.get_*": _TREE,
+    "buffers.prioritised_trajectory_buffer.set_priorities": _STATE,
+    "buffers.prioritised_trajectory_buffer.S*": _TREE,
+    "buffers.prioritised_trajectory_buffer.sum_tree": _TREE,
+    "buffers.sum_tree.*": _TREE,
+    "buffers.mixer.*_mixer_fn": _STATE,
+    "buffers.mixer.*[tT]ypes": "lists the types that a mixer's annotations may have",
+    "buffers.*.utils": "a module that is imported: import jaxreplay.compat.flashbax.utils",
+    "buffers.prioritised_trajectory_buffer.trajectory_buffer": "the same",
+    "buffers.*.make_*trajectory_buffer": "a function of another module that is imported",
+    "*.add_dim_to_args": "adds an axis to the arguments of a function: use jnp.expand_dims",
+    "vault.*": "jaxreplay.datasets.from_vault reads a vault, jaxreplay.checkpoint saves buffers",
+}
 BRAX = {
     "replay_buffers_test::testInvalidStateShape": (
         "replaces the state's data, which is computed from the stored rows here"

@@ -1,12 +1,16 @@
 """Modules of flashbax, as its tests import them: our adapter, and the functions of its modules
-written with it."""
+written with it. And a walk over the names of flashbax's modules."""
 
+import ast
 import collections
+import fnmatch
+import importlib
 import inspect
 
 import jax
 
 import jaxreplay.compat.flashbax as fbx
+from jaxreplay.compat.flashbax import buffers
 
 LENGTH = 5  # `sample_sequence_length` of the tests that call a module's own functions
 PERIOD = 3  # of the one test that sets priorities by such a function
@@ -92,12 +96,48 @@ def get(tree, indices):
 def modules():
     """Return the members of each module, and add what the tests want of JAX and of our states."""
     jax.tree_map = jax.tree.map  # newer JAX has none
-    fbx.PrioritisedTrajectoryBufferState.sum_tree_state = property(_tree)
+    fbx.prioritised_trajectory_buffer.PrioritisedTrajectoryBufferState.sum_tree_state = property(
+        _tree
+    )
     found = {"sum_tree": {"get": get}}
     kinds = ("flat_buffer", "item_buffer", "prioritised_flat_buffer", "prioritised_item_buffer")
     for module in (*kinds, "mixer", *FUNCTIONS):
-        found[module] = {name: getattr(fbx, name) for name in fbx.__all__}
+        found[module] = dict(vars(getattr(buffers, module)))
     for module, (make, functions) in FUNCTIONS.items():
         for name, arguments in functions.items():
             found[module][name] = function(make, name, arguments)
     return found
+
+
+def names_of(path):
+    """Return the public names that a module of flashbax defines, or imports from flashbax."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets}
+        elif isinstance(node, ast.ImportFrom) and node.module.startswith("flashbax"):
+            found |= {alias.name for alias in node.names}
+    return {name for name in found if not name.startswith("_")}
+
+
+def missing_names(folder, left_out):
+    """Return the names of flashbax's modules that ours lack and that are not left out, and the
+    patterns of `left_out` that fit no name, or one that is there."""
+    missing, unused = [], set(left_out)
+    for path in sorted(folder.rglob("*.py")):
+        if path.stem.endswith(("_test", "conftest")):
+            continue
+        parts = path.relative_to(folder).with_suffix("").parts
+        module = ".".join(part for part in parts if part != "__init__")
+        try:
+            ours = importlib.import_module(f"jaxreplay.compat.flashbax.{module}".rstrip("."))
+        except ModuleNotFoundError:
+            ours = None
+        for name in sorted(names_of(path) - set(vars(ours or object))):
+            full = f"{module}.{name}".lstrip(".")
+            patterns = [one for one in left_out if fnmatch.fnmatchcase(full, one)]
+            unused -= {*patterns}
+            missing += [] if patterns else [full]
+    return missing, sorted(unused)

@@ -3,6 +3,7 @@ tests over it."""
 
 import functools
 import itertools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -338,6 +339,72 @@ def test_stoixs_loop():
     *of_each, experience = shown(stacked)
     assert [leaf.tolist() for leaf in of_each] == [[[8, 8]], [[False] * 2], [[True] * 2]]
     assert experience["obs"]["x"].shape == (1, 2, 4, 128, 3)
+
+
+# As Stoix, Mava and purejaxrl name flashbax's types.
+PROGRAM = """
+from typing import NamedTuple
+import flashbax as fbx
+import jax
+import jax.numpy as jnp
+from flashbax.buffers import make_item_buffer
+from flashbax.buffers.flat_buffer import ExperiencePair, TrajectoryBuffer, TransitionSample
+from flashbax.buffers.mixer import Mixer
+from flashbax.buffers.trajectory_buffer import BufferState, TrajectoryBufferState
+from flashbax.utils import get_tree_shape_prefix
+
+class Transition(NamedTuple):
+    obs: jax.Array
+
+class Learner(NamedTuple):
+    state: TrajectoryBufferState[Transition]
+    other: fbx.prioritised_trajectory_buffer.BufferState
+    pair: fbx.prioritised_flat_buffer.ExperiencePair
+
+def act(buffer: TrajectoryBuffer, state: BufferState, batch: TransitionSample[Transition]):
+    return ExperiencePair[Transition], Mixer, make_item_buffer
+
+buffer = fbx.make_prioritised_flat_buffer(8, 2, 4, add_batch_size=2)
+state: fbx.prioritised_trajectory_buffer.PrioritisedTrajectoryBufferState = buffer.init(
+    Transition(jnp.float32(0))
+)
+for time in range(6):
+    state = buffer.add(state, Transition(jnp.full(2, float(time))))
+assert get_tree_shape_prefix(state.experience, 2) == (2, 4)
+learner = Learner(state, state, buffer.sample(state, jax.random.key(0)).experience)
+assert isinstance(learner.pair, fbx.flat_buffer.ExperiencePair)
+"""
+
+
+def test_a_program_runs_with_the_module_s_name_changed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flashbax", None)  # as if it were not installed
+    names = {"__name__": "program"}
+    exec(PROGRAM.replace("flashbax", "jaxreplay.compat.flashbax"), names)
+    state = names["state"]
+    assert [int(x) for x in (state.running_index, state.current_index)] == [6, 2]
+    assert int(fbx.utils.get_timestep_count(state)) == 8
+    with refused(r"(?s)get_tree_shape_prefix:.*b: got float32\[2\], expected float32\[3\]"):
+        fbx.utils.get_tree_shape_prefix({"a": jnp.zeros(3), "b": jnp.zeros(2)})
+
+
+def test_a_states_experience_can_be_replaced_and_its_counts_cannot():
+    buffer = made("flat", max_length=8, min_length=2, sample_batch_size=8, add_batch_size=2)
+    state = buffer.init(EXAMPLE)
+    for time in range(5):
+        state = buffer.add(state, step(time))
+    doubled = jax.tree.map(lambda leaf: leaf + leaf, state.experience)
+    stacked = jax.tree.map(lambda leaf: np.stack([leaf] * 3), (state, doubled))
+    for one in (
+        state.replace(experience=doubled),
+        jax.device_get(state).replace(experience=jax.device_get(doubled)),
+        nth(stacked[0].replace(experience=stacked[1]), 1),
+    ):
+        pair = buffer.sample(one, KEY).experience
+        np.testing.assert_array_equal(pair.second["name"], pair.first["name"] + 2)
+    with refused("replace: current_index, is_full of a TrajectoryBufferState is counted"):
+        state.replace(current_index=0, is_full=True, rows=state.rows)
+    with refused(r"(?s)replace:.*name: got float32\[2, 4\], expected int32\[2, 4\]"):
+        state.replace(experience=doubled | {"name": np.zeros((2, 4), np.float32)})
 
 
 @pytest.mark.no_xla
