@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import jax
 import numpy as np
 import torch
 
-from jaxreplay._util.aliases import PyTree
+from jaxreplay.stateful.host_arrays import PLAIN, fit
 
 # Dtypes of samples, for the 64-bit numbers that are stored in 32 bits.
 TORCH_DTYPES = {
@@ -28,15 +27,13 @@ def shaped(where: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return array.reshape(shape)
 
 
-def is_same(announced: Any, obs: PyTree, n_envs: int) -> np.ndarray:
-    """Return where an env's observation is bit-identical to the announced one, bool[n_envs];
-    True if none was announced."""
-    same = np.ones(n_envs, bool)
-    if announced is not None:
-        for before, now in zip(jax.tree.leaves(announced), jax.tree.leaves(obs), strict=True):
-            same &= (_bytes(before) == _bytes(now)).all(axis=1)
-    return same
-
-
-def _bytes(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array).reshape(len(array), -1).view(np.uint8)
+def own(where: str, array: Any, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Return a copy of numbers in a dtype and a shape, in 32 bits where JAX has those."""
+    if (
+        type(array) is np.ndarray
+        and array.shape == shape
+        and array.dtype == dtype
+        and dtype in PLAIN
+    ):
+        return array.copy()  # in a tenth of the time
+    return fit(where, shaped(where, np.array(array, dtype), shape))

@@ -1,9 +1,7 @@
 """The base of the drop-in buffers: Stable-Baselines3's methods, over rows on the device.
 
 Stable-Baselines3 passes each transition with its next observation. Here that observation is stored
-as the next step's own, or as the final row of its episode (`storage/provisional.py`). A step
-continues the episode if its observation equals the last next observation. So after a reset in the
-middle of an episode, no transition pairs observations of two episodes.
+as the next step's own, or as the final row of its episode (`storage/provisional.py`).
 """
 
 import contextlib
@@ -11,7 +9,7 @@ import functools
 import os
 import warnings
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,33 +29,16 @@ from jaxreplay.inspection.resets import ResetWatch
 from jaxreplay.samplers import Sampler
 from jaxreplay.samplers.uniform import Uniform
 from jaxreplay.sb3 import columns
-from jaxreplay.sb3.arrays import TORCH_DTYPES, is_same, shaped
+from jaxreplay.sb3.arrays import TORCH_DTYPES, own
 from jaxreplay.sb3.batch import SB3View
-from jaxreplay.stateful.host_arrays import fit
-from jaxreplay.stateful.staging import BlockLengths, most_steps, stacked
+from jaxreplay.sb3.record import Record
+from jaxreplay.stateful.staging import BlockLengths, most_steps
 from jaxreplay.storage import provisional, ring
 from jaxreplay.torch import to_torch
 from jaxreplay.types import Step
 from jaxreplay.views import View
 
-
-class _Newest(NamedTuple):
-    """The newest step of each env, as far as it is needed to add the next one."""
-
-    announced: Any  # its next observation, leaves [n_envs, ...]; None before the first step
-    may_go_on: np.ndarray  # bool[n_envs]: its episode may continue with the next step
-    was_first: np.ndarray  # bool[n_envs]: it was its episode's first
-    # int64[n_envs]: rows that were written to each ring so far, final rows included
-    num_rows: np.ndarray
-    num_steps: int  # steps of each env so far
-
-
-class _Waiting(NamedTuple):
-    """A step that waits on the host, so that one program adds many."""
-
-    step: Step  # leaves [n_envs, ...]
-    goes_on: np.ndarray  # bool[n_envs]: it continues the episode of the step before it
-    newest: _Newest
+_FLOAT, _BOOL = np.dtype(np.float32), np.dtype(bool)
 
 
 class DropInBuffer(buffers.ReplayBuffer):
@@ -146,14 +127,15 @@ class DropInBuffer(buffers.ReplayBuffer):
 
     def _forget(self) -> None:
         """Reset the host's record of the rows: the next step begins an episode in each env."""
-        none = np.zeros(self.n_envs, bool)
-        self._added_newest = _Newest(None, none, none, np.zeros(self.n_envs, np.int64), 0)
-        self._waiting: list[_Waiting] = []
-        # int32[n_envs], transitions in each env's ring, on the device
-        self._counts: Any = np.zeros(self.n_envs, np.int32)
+        self._record = Record(self.n_envs, self._replay.length)
+        self._steps: list[Any] = []  # copies of the newest steps, which the record does not have
+        # Blocks that the record has and the state has not: `Step` and bool `goes_on`, [T, n_envs].
+        self._blocks: list[tuple[Step, np.ndarray]] = []
+        # bool[n_envs]: the state's newest step was its episode's first
+        self._added_first = np.zeros(self.n_envs, bool)
         self.pos, self.full = 0, False
         self._is_torn = False
-        self._columns: tuple[Any, dict[str, Any]] = (None, {})
+        self._columns: dict[str, Any] = {}
 
     def memory(self) -> str:
         """Return a table of the rows' memory in bytes, leaf by leaf."""
@@ -167,22 +149,21 @@ class DropInBuffer(buffers.ReplayBuffer):
     @property
     def _num_transitions(self) -> np.ndarray:
         """Number of transitions in each env's ring: int32[n_envs]."""
-        newest = self._newest
-        if newest.num_rows.max() <= self._replay.length:  # none is overwritten yet
-            return np.full(self.n_envs, newest.num_steps, np.int32)
-        self._flush()
-        return np.asarray(self._counts)
+        return self._recorded().num_transitions
+
+    def _recorded(self) -> Record:
+        """Return the record of all steps."""
+        if self._steps:
+            with defer_interrupts():
+                self._blocks.append(self._record.extended(self._steps))
+                self._steps = []
+        return self._record
 
     @property
     def _state(self) -> Any:
         """The state, with all steps added."""
         self._flush()
         return self._added_state
-
-    @property
-    def _newest(self) -> "_Newest":
-        """The newest step of each env."""
-        return self._waiting[-1].newest if self._waiting else self._added_newest
 
     def size(self) -> int:
         """Return the number of transitions stored for each env, rounded down from their mean.
@@ -230,54 +211,37 @@ class DropInBuffer(buffers.ReplayBuffer):
         """
         self._check_whole()
         obs, next_obs = self._stored("obs", obs), self._stored("next_obs", next_obs)
-        done = shaped("done", np.array(done, bool), (self.n_envs,))
-        timeout = np.zeros_like(done)
+        per_env = (self.n_envs,)
+        reward = own("reward", reward, _FLOAT, per_env)
+        done = own("done", done, _BOOL, per_env)
+        timeout = np.zeros(per_env, bool)
         if self.handle_timeout_termination or self.copy_info_dict:
-            timeout = shaped(
-                "infos",
-                np.array([info.get("TimeLimit.truncated", False) for info in infos], bool),
-                (self.n_envs,),
-            )
-            timeout &= self.handle_timeout_termination
-        before = self._newest
-        goes_on = before.may_go_on & is_same(before.announced, obs, self.n_envs)
-        step = Step(
-            obs=obs,
-            action=fit(
-                "action",
-                shaped(
-                    "action",
-                    self._flat(np.array(action, self._action_dtype)),
-                    (self.n_envs, self.action_dim),
-                ),
-            ),
-            reward=shaped("reward", np.array(reward, np.float32), (self.n_envs,)),
-            terminated=done & ~timeout,
-            truncated=timeout | ~done,
-            final_obs=next_obs,
-        )
-        newest = _Newest(
-            next_obs,
-            ~(done | timeout),
-            ~goes_on,
-            before.num_rows + 2 - goes_on,
-            before.num_steps + 1,
-        )
-        if len(self._waiting) >= self._most_waiting:
+            given = [info.get("TimeLimit.truncated", False) for info in infos]
+            given = own("infos", given, _BOOL, per_env)
+            timeout = given if self.handle_timeout_termination else timeout
+        action = np.array(action, self._action_dtype)
+        action = own("action", self._flat(action), action.dtype, (self.n_envs, self.action_dim))
+        step = (obs, next_obs, action, reward, done, timeout)
+        num_waiting = len(self._steps) + sum(len(goes_on) for _, goes_on in self._blocks)
+        if num_waiting >= self._most_waiting:
             self._flush()
-        problem = None if self._waiting else self._watch.look(lambda: resets_of(self._state))
-        waiting = _Waiting(step, goes_on, newest)
+            num_waiting = 0
+        problem = None if num_waiting else self._watch.look(lambda: resets_of(self._state))
+        self._columns = {}
         if self.copy_info_dict:  # the step and its infos change together
             with defer_interrupts():
-                self._waiting.append(waiting)
+                newest = self._record.newest
+                self._steps.append(step)
                 try:
-                    rows, _ = self._flush()
-                finally:
-                    self._waiting.clear()
-                self._store_infos(rows, infos)
+                    self._flush()
+                except BaseException:
+                    self._steps, self._blocks = [], []
+                    self._record.restore(newest)
+                    raise
+                self._store_infos(self._record.newest_rows, infos)
         else:  # an interrupt leaves an intact step or none
-            self._waiting.append(waiting)
-        num_laps, self.pos = divmod(newest.num_steps, self.buffer_size)
+            self._steps.append(step)
+        num_laps, self.pos = divmod(self._num_steps, self.buffer_size)
         self.full = num_laps > 0
         self._watch.count(self.n_envs)
         if problem is not None:
@@ -293,7 +257,12 @@ class DropInBuffer(buffers.ReplayBuffer):
             self.n_envs * sum(leaf.nbytes for leaf in jax.tree.leaves(self._example()))
         )
 
-    def _flush(self, chosen: tuple[np.ndarray, np.ndarray] | None = None) -> tuple[Any, Any]:
+    @property
+    def _num_steps(self) -> int:
+        """Number of steps of each env so far."""
+        return self._record.num_steps + len(self._steps)
+
+    def _flush(self, chosen: tuple[np.ndarray, np.ndarray] | None = None) -> Any:
         """Add the steps that wait, unless an interrupt tore the rows.
 
         Args:
@@ -301,33 +270,35 @@ class DropInBuffer(buffers.ReplayBuffer):
             adds the last steps. Default: none.
 
         Returns:
-          The rows of the newest transitions, int32[n_envs], and the transitions; None for both if
-          nothing waited.
+          The transitions; None without `chosen`, or if nothing waited.
         """
-        rows = items = None
-        lengths = self._lengths.parts_of(len(self._waiting)) if self._waiting else []
-        for length in () if self._is_torn else lengths:
-            part = self._waiting[:length]
-            steps, goes_on, newest = zip(*part, strict=True)
-            block = jax.tree.map(lambda *leaves: stacked(leaves), *steps)
+        self._recorded()
+        items = None
+        while self._blocks and not self._is_torn:
+            block, is_last = self._blocks[0], len(self._blocks) == 1
+            length = self._lengths.parts_of(len(block[1]))[0]
+            part, rest = (
+                jax.tree.map(lambda leaf, cut=cut: leaf[cut], block)
+                for cut in (slice(length), slice(length, None))
+            )
+            is_last &= not len(rest[1])
             with self._changing():
-                self._added_state, self._counts, rows, items = _add(
+                self._added_state, items = _add(
                     self._replay,
                     self._added_state,
-                    block,
-                    stacked(goes_on),
-                    self._added_newest.was_first,
-                    chosen if length == len(self._waiting) else None,
+                    *part,
+                    self._added_first,
+                    chosen if is_last else None,
                 )
-                self._added_newest = newest[-1]
-                del self._waiting[:length]
-        return rows, items
+                self._added_first = ~part[1][-1]
+                self._blocks[:1] = [rest] if len(rest[1]) else []
+        return items
 
-    def _store_infos(self, rows: jax.Array | None, infos: list[dict[str, Any]]) -> None:
+    def _store_infos(self, rows: np.ndarray, infos: list[dict[str, Any]]) -> None:
         """Store the infos of a step, for a subclass with `copy_info_dict`.
 
         Args:
-          rows: int32[n_envs], the rows of the step's transitions.
+          rows: int64[n_envs], the rows of the step's transitions.
           infos: One dict for each env.
         """
 
@@ -349,20 +320,21 @@ class DropInBuffer(buffers.ReplayBuffer):
           ValueError: The buffer is empty.
           RuntimeError: An earlier call was interrupted: call `reset()`.
         """
-        self._check_not_empty()
-        counts = self._num_transitions
-        if (counts == counts[0]).all():
-            nth = np.random.randint(0, counts[0], size=batch_size)
-            return self._read(nth, np.random.randint(0, self.n_envs, size=batch_size), env)
-        ends = np.cumsum(counts)
-        nth = np.random.randint(0, ends[-1], size=batch_size)
-        env_indices = np.searchsorted(ends, nth, side="right")
-        return self._read(nth - (ends - counts)[env_indices], env_indices, env)
+        with defer_interrupts():  # once, which takes 12 us
+            self._check_not_empty()
+            counts = self._num_transitions
+            if (counts == counts[0]).all():
+                nth = np.random.randint(0, counts[0], size=batch_size)
+                return self._read(nth, np.random.randint(0, self.n_envs, size=batch_size), env)
+            ends = np.cumsum(counts)
+            nth = np.random.randint(0, ends[-1], size=batch_size)
+            env_indices = np.searchsorted(ends, nth, side="right")
+            return self._read(nth - (ends - counts)[env_indices], env_indices, env)
 
     def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> Any:
         """Return transitions by row, as of `observations`, each of a random env."""
         env_indices = np.random.randint(0, self.n_envs, size=len(batch_inds))
-        counts, newest = self._num_transitions, self._newest.num_steps - 1
+        counts, newest = self._num_transitions, self._num_steps - 1
         nth = counts[env_indices] - 1 - ring.position_of(newest - batch_inds, self.buffer_size)
         if len(bad := batch_inds[(batch_inds < 0) | (batch_inds >= self.buffer_size) | (nth < 0)]):
             raise IndexError(
@@ -375,7 +347,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         # JAX compares buffers, and reports an interrupt meanwhile as an error of `__eq__`
         with defer_interrupts():
             chosen = env_indices.astype(np.int32), nth.astype(np.int32)
-            _, items = self._flush(chosen)
+            items = self._flush(chosen)
             if items is None:
                 items = _get(self._replay, self._added_state, *chosen)
             return self._samples(items, env)
@@ -448,7 +420,8 @@ class DropInBuffer(buffers.ReplayBuffer):
             self._is_torn = False
 
     def _check_whole(self) -> None:
-        check_not_forked(f"this {type(self).__name__}", self._pid)
+        if os.getpid() != self._pid:
+            check_not_forked(f"this {type(self).__name__}", self._pid)
         if self._is_torn:
             raise RuntimeError(
                 f"{type(self).__name__}: an earlier call was interrupted while it changed the "
@@ -474,20 +447,23 @@ class DropInBuffer(buffers.ReplayBuffer):
         if name not in columns.NAMES:
             raise AttributeError(name)
         self._check_whole()
-        if self._columns[0] is not self._newest:
-            self._columns = self._newest, {}
-        if name not in self._columns[1]:
-            self._columns[1][name] = self._column(name)
-        return self._columns[1][name]
+        if name not in self._columns:
+            self._columns[name] = self._column(name)
+        return self._columns[name]
 
     def _column(self, name: str) -> Any:
-        counts, newest = self._num_transitions, self._newest
+        record = self._recorded()
         column = columns.read(
-            name, self._replay, self._state, counts, newest.num_steps, self.buffer_size
+            name,
+            self._replay,
+            self._state,
+            record.num_transitions,
+            record.num_steps,
+            self.buffer_size,
         )
         dtype: Any = np.float32
-        if name in ("dones", "timeouts") and newest.num_steps:  # an episode may go on
-            column[self.pos - 1, newest.may_go_on] = False
+        if name in ("dones", "timeouts") and record.num_steps:  # an episode may go on
+            column[self.pos - 1, record.may_go_on] = False
         elif name == "actions":
             dtype = self._action_dtype
         elif isinstance(self.observation_space, spaces.Dict) and isinstance(column, dict):
@@ -498,7 +474,7 @@ class DropInBuffer(buffers.ReplayBuffer):
             return _read_only(column, dtype)
         return {key: _read_only(leaf, dtype[key]) for key, leaf in column.items()}
 
-    @property
+    @functools.cached_property
     def _action_dtype(self) -> Any:
         return self._maybe_cast_dtype(self.action_space.dtype)
 
@@ -525,14 +501,14 @@ class DropInBuffer(buffers.ReplayBuffer):
     def _stored(self, where: str, obs: Any) -> Any:
         """Return a copy with the space's shapes and dtypes: the caller may reuse its arrays."""
         if not isinstance(self.observation_space, spaces.Dict):
-            array = np.array(obs, self.observation_space.dtype)
-            return fit(where, shaped(where, array, (self.n_envs, *self.obs_shape)))
+            shape: Any = self.obs_shape
+            return own(where, obs, self.observation_space.dtype, (self.n_envs, *shape))
         if missing := [key for key in self.observation_space.spaces if key not in obs]:
             raise ValueError(f"{where}: missing {', '.join(missing)}")
         stored = {}
         for key, space in self.observation_space.spaces.items():
-            name, array = f"{where}.{key}", np.array(obs[key], space.dtype)
-            stored[key] = fit(name, shaped(name, array, (self.n_envs, *self.obs_shape[key])))  # type: ignore[index]
+            shape = self.obs_shape[key]  # type: ignore[index]
+            stored[key] = own(f"{where}.{key}", obs[key], space.dtype, (self.n_envs, *shape))
         return stored
 
     def __getstate__(self) -> dict[str, Any]:
@@ -541,7 +517,6 @@ class DropInBuffer(buffers.ReplayBuffer):
         return {
             **{name: value for name, value in state.items() if name not in ("_pid", "_columns")},
             "_added_state": jax.tree.map(np.asarray, self._added_state),
-            "_counts": self._num_transitions,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -550,25 +525,20 @@ class DropInBuffer(buffers.ReplayBuffer):
             super().__setstate__(state)  # type: ignore[misc]
         self._added_state = jax.device_put(self._added_state, self._rows_on())
         self._pid = os.getpid()
-        self._columns = (None, {})
+        self._columns = {}
 
 
 @functools.partial(program, changes=True)
 def _add(
     buffer: ReplayBuffer, state: Any, steps: Step, goes_on: Any, was_first: Any, chosen: Any
-) -> tuple[Any, jax.Array, jax.Array, Any]:
+) -> tuple[Any, Any]:
     """Add a block of steps, as `provisional.extend` does, and read transitions.
 
     Returns:
-      The state; the number of transitions in each env's ring, and the row of the newest one,
-      int32[E] both; the items of `chosen`, or None.
+      The state; the items of `chosen`, or None.
     """
     state = provisional.extend(buffer, state, steps, goes_on, was_first)
-    layout, position = state.layout, state.streams.counters.position
-    # the final row comes after it
-    rows = layout.row(layout.envs(), layout.wrap(position - 2))
-    items = None if chosen is None else _items(buffer, state, *chosen)
-    return state, columns.transitions(state).count(), rows, items
+    return state, None if chosen is None else _items(buffer, state, *chosen)
 
 
 def _items(buffer: ReplayBuffer, state: Any, env: jax.Array, nth: jax.Array) -> Any:

@@ -113,8 +113,8 @@ class HerReplayBuffer(DropInBuffer, TheirHerReplayBuffer):
             relabel_fraction=1.0,
         )
 
-    def _store_infos(self, rows: jax.Array | None, infos: list[dict[str, Any]]) -> None:
-        for place, info in zip(np.asarray(rows).tolist(), infos, strict=True):
+    def _store_infos(self, rows: np.ndarray, infos: list[dict[str, Any]]) -> None:
+        for place, info in zip(rows.tolist(), infos, strict=True):
             self.infos[place] = info
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
@@ -164,14 +164,15 @@ class HerReplayBuffer(DropInBuffer, TheirHerReplayBuffer):
 
         Stable-Baselines3 calls it after loading, unless `truncate_last_traj=False`.
         """
-        self._flush()
-        if self._added_newest.may_go_on.any():
+        record = self._recorded()
+        if record.may_go_on.any():
             warnings.warn(
                 "Unfinished episodes now end with the buffer's last step, as truncated ones. If "
                 "the envs continue them, load the buffer with truncate_last_traj=False.",
                 stacklevel=2,
             )
-        self._added_newest = self._added_newest._replace(may_go_on=np.zeros(self.n_envs, bool))
+        record.may_go_on = np.zeros(self.n_envs, bool)
+        self._columns = {}
 
 
 def _stored_reward(achieved: Any, goal: Any, step: PyTree) -> jax.Array:

@@ -24,7 +24,7 @@ OUTSIDE = (
     "there, which are pure: state = replay.buffer.add(state, step)"
 )
 # Dtypes that JAX stores unchanged, and 64-bit ones with their 32-bit dtype in JAX by default.
-_PLAIN = frozenset(
+PLAIN = frozenset(
     map(
         np.dtype,
         (
@@ -69,7 +69,7 @@ def own(where: str, tree: PyTree) -> Any:
 def fit(name: str, array: np.ndarray) -> np.ndarray:
     """Cast 64-bit numbers to the 32 bits that JAX has by default; a ValueError names a number that
     does not fit."""
-    if array.dtype in _PLAIN or array.dtype.kind not in "biufc":
+    if array.dtype in PLAIN or array.dtype.kind not in "biufc":
         return array
     if (narrow := _own_plainly(array)) is not None:
         return narrow
@@ -96,7 +96,7 @@ def _own_plainly(leaf: Any) -> Any:
     """Return a copy of a leaf of the frequent kinds that is known to fit, else None."""
     if type(leaf) is not np.ndarray:
         return leaf if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) else None
-    if leaf.dtype in _PLAIN:
+    if leaf.dtype in PLAIN:
         return leaf.copy()
     target = _NARROWER.get(leaf.dtype)
     if target is None or jax.dtypes.canonicalize_dtype(leaf.dtype) != target:

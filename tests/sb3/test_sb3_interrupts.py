@@ -122,8 +122,8 @@ def test_an_interrupted_add_leaves_the_rows_or_says_that_they_are_not_known(when
     buffer.sample(4)
     with monkeypatch.context() as patch:
         if when == "after":
-            record = property(lambda self: vars(self)["_added_newest"], fails)
-            patch.setattr(sb3.ReplayBuffer, "_added_newest", record, raising=False)
+            first = property(lambda self: vars(self)["_added_first"], fails)
+            patch.setattr(sb3.ReplayBuffer, "_added_first", first, raising=False)
         else:
             patch.setattr(base, "_add", fails)
         add(buffer, 1)  # waits
