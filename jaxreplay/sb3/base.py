@@ -128,7 +128,8 @@ class DropInBuffer(buffers.ReplayBuffer):
     def _forget(self) -> None:
         """Reset the host's record of the rows: the next step begins an episode in each env."""
         self._record = Record(self.n_envs, self._replay.length)
-        self._steps: list[Any] = []  # copies of the newest steps, which the record does not have
+        # leaves of the newest steps, which the record does not have
+        self._steps: list[list[np.ndarray]] = []
         # Blocks that the record has and the state has not: `Step` and bool `goes_on`, [T, n_envs].
         self._blocks: list[tuple[Step, np.ndarray]] = []
         # bool[n_envs]: the state's newest step was its episode's first
@@ -155,9 +156,22 @@ class DropInBuffer(buffers.ReplayBuffer):
         """Return the record of all steps."""
         if self._steps:
             with defer_interrupts():
-                self._blocks.append(self._record.extended(self._steps))
-                self._steps = []
+                self._record_steps()
         return self._record
+
+    def _record_steps(self) -> None:
+        """Move the newest steps to the record and the blocks, while signals wait."""
+        if not self._steps:
+            return
+        leaves, goes_on = self._record.extended(self._steps)
+        *obs, action, reward, done, timeout = leaves
+        obs, final_obs = (
+            jax.tree.unflatten(self._obs_structure, part)
+            for part in (obs[: len(obs) // 2], obs[len(obs) // 2 :])
+        )
+        flags = {"terminated": done & ~timeout, "truncated": timeout | ~done}
+        self._blocks.append((Step(obs, action, reward, **flags, final_obs=final_obs), goes_on))
+        self._steps = []
 
     @property
     def _state(self) -> Any:
@@ -221,7 +235,7 @@ class DropInBuffer(buffers.ReplayBuffer):
             timeout = given if self.handle_timeout_termination else timeout
         action = np.array(action, self._action_dtype)
         action = own("action", self._flat(action), action.dtype, (self.n_envs, self.action_dim))
-        step = (obs, next_obs, action, reward, done, timeout)
+        step = [*obs, *next_obs, action, reward, done, timeout]
         num_waiting = len(self._steps) + sum(len(goes_on) for _, goes_on in self._blocks)
         if num_waiting >= self._most_waiting:
             self._flush()
@@ -272,16 +286,24 @@ class DropInBuffer(buffers.ReplayBuffer):
         Returns:
           The transitions; None without `chosen`, or if nothing waited.
         """
-        self._recorded()
+        if not self._steps and not self._blocks:
+            return None
+        with defer_interrupts():
+            return self._flush_deferred(chosen)
+
+    def _flush_deferred(self, chosen: tuple[np.ndarray, np.ndarray] | None) -> Any:
+        """Do what `_flush` does, while signals wait."""
+        self._record_steps()
         items = None
         while self._blocks and not self._is_torn:
-            block, is_last = self._blocks[0], len(self._blocks) == 1
-            length = self._lengths.parts_of(len(block[1]))[0]
-            part, rest = (
-                jax.tree.map(lambda leaf, cut=cut: leaf[cut], block)
-                for cut in (slice(length), slice(length, None))
-            )
-            is_last &= not len(rest[1])
+            part, rest = self._blocks[0], []
+            length = self._lengths.parts_of(len(part[1]))[0]
+            if length < len(part[1]):
+                part, *rest = (
+                    jax.tree.map(lambda leaf, cut=cut: leaf[cut], part)
+                    for cut in (slice(length), slice(length, None))
+                )
+            is_last = len(self._blocks) == 1 and not rest
             with self._changing():
                 self._added_state, items = _add(
                     self._replay,
@@ -291,7 +313,7 @@ class DropInBuffer(buffers.ReplayBuffer):
                     chosen if is_last else None,
                 )
                 self._added_first = ~part[1][-1]
-                self._blocks[:1] = [rest] if len(rest[1]) else []
+                self._blocks[:1] = rest
         return items
 
     def _store_infos(self, rows: np.ndarray, infos: list[dict[str, Any]]) -> None:
@@ -321,8 +343,8 @@ class DropInBuffer(buffers.ReplayBuffer):
           RuntimeError: An earlier call was interrupted: call `reset()`.
         """
         with defer_interrupts():  # once, which takes 12 us
-            self._check_not_empty()
-            counts = self._num_transitions
+            self._record_steps()
+            counts = self._check_not_empty()
             if (counts == counts[0]).all():
                 nth = np.random.randint(0, counts[0], size=batch_size)
                 return self._read(nth, np.random.randint(0, self.n_envs, size=batch_size), env)
@@ -341,16 +363,17 @@ class DropInBuffer(buffers.ReplayBuffer):
                 f"{type(self).__name__}: there is no transition {bad[0]}: the streams hold "
                 f"{counts.tolist()}"
             )
-        return self._read(nth, env_indices, env)
+        with defer_interrupts():
+            return self._read(nth, env_indices, env)
 
     def _read(self, nth: np.ndarray, env_indices: np.ndarray, env: VecNormalize | None) -> Any:
-        # JAX compares buffers, and reports an interrupt meanwhile as an error of `__eq__`
-        with defer_interrupts():
-            chosen = env_indices.astype(np.int32), nth.astype(np.int32)
-            items = self._flush(chosen)
-            if items is None:
-                items = _get(self._replay, self._added_state, *chosen)
-            return self._samples(items, env)
+        """Return transitions, while signals wait: JAX compares buffers, and reports an interrupt
+        meanwhile as an error of `__eq__`."""
+        chosen = env_indices.astype(np.int32), nth.astype(np.int32)
+        items = self._flush_deferred(chosen)
+        if items is None:
+            items = _get(self._replay, self._added_state, *chosen)
+        return self._samples(items, env)
 
     def _samples(self, item: Any, env: VecNormalize | None) -> Any:
         """Return an `SB3Batch` as Stable-Baselines3's samples."""
@@ -406,18 +429,17 @@ class DropInBuffer(buffers.ReplayBuffer):
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Change the rows and the host's record of them together.
+        """Change the rows and the host's record of them together, while signals wait.
 
-        Signals wait meanwhile. If only one of both was changed, later calls raise.
+        If only one of both was changed, later calls raise.
         """
-        with defer_interrupts():
-            before, self._is_torn = self._added_state, True
-            try:
-                yield
-            except BaseException:
-                self._is_torn = self._added_state is not before or not is_alive(before)
-                raise
-            self._is_torn = False
+        before, self._is_torn = self._added_state, True
+        try:
+            yield
+        except BaseException:
+            self._is_torn = self._added_state is not before or not is_alive(before)
+            raise
+        self._is_torn = False
 
     def _check_whole(self) -> None:
         if os.getpid() != self._pid:
@@ -428,13 +450,16 @@ class DropInBuffer(buffers.ReplayBuffer):
                 "rows; remove them all with buffer.reset()"
             )
 
-    def _check_not_empty(self) -> None:
+    def _check_not_empty(self) -> np.ndarray:
+        """Return the number of transitions in each env's ring: int32[n_envs]."""
         self._check_whole()
-        if not self._num_transitions.any():
+        counts = self._num_transitions
+        if not counts.any():
             raise ValueError(
                 f"{type(self).__name__}: there is nothing to sample yet; add transitions first, "
                 "or raise learning_starts"
             )
+        return counts
 
     def _flat(self, action: np.ndarray) -> np.ndarray:
         """Return the actions as [n_envs, action_dim]; unchanged if they have another size."""
@@ -498,24 +523,30 @@ class DropInBuffer(buffers.ReplayBuffer):
             final_obs=obs,
         )
 
-    def _stored(self, where: str, obs: Any) -> Any:
-        """Return a copy with the space's shapes and dtypes: the caller may reuse its arrays."""
+    @functools.cached_property
+    def _obs_structure(self) -> Any:
+        return jax.tree.structure(self._example().obs)
+
+    def _stored(self, where: str, obs: Any) -> list[np.ndarray]:
+        """Return copies of the leaves with the space's shapes and dtypes: the caller may reuse its
+        arrays."""
         if not isinstance(self.observation_space, spaces.Dict):
             shape: Any = self.obs_shape
-            return own(where, obs, self.observation_space.dtype, (self.n_envs, *shape))
+            return [own(where, obs, self.observation_space.dtype, (self.n_envs, *shape))]
         if missing := [key for key in self.observation_space.spaces if key not in obs]:
             raise ValueError(f"{where}: missing {', '.join(missing)}")
         stored = {}
         for key, space in self.observation_space.spaces.items():
             shape = self.obs_shape[key]  # type: ignore[index]
             stored[key] = own(f"{where}.{key}", obs[key], space.dtype, (self.n_envs, *shape))
-        return stored
+        return jax.tree.leaves(stored)
 
     def __getstate__(self) -> dict[str, Any]:
         self._flush()
         state: Any = super().__getstate__()
+        left_out = ("_pid", "_columns", "_obs_structure")
         return {
-            **{name: value for name, value in state.items() if name not in ("_pid", "_columns")},
+            **{name: value for name, value in state.items() if name not in left_out},
             "_added_state": jax.tree.map(np.asarray, self._added_state),
         }
 

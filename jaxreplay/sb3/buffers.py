@@ -266,7 +266,7 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         priorities = np.array(priorities, np.float32).reshape(-1) + np.float32(self.epsilon)
         self._check_whole()
         self._flush()
-        with self._changing():
+        with defer_interrupts(), self._changing():
             self._added_state = method("update_priorities")(
                 self._replay, self._added_state, indices, priorities
             )

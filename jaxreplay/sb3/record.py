@@ -8,12 +8,9 @@ import collections
 import math
 from typing import Any
 
-import jax
 import numpy as np
 
-from jaxreplay._util.aliases import PyTree
 from jaxreplay.stateful.staging import stacked
-from jaxreplay.types import Step
 
 
 class Record:
@@ -68,48 +65,40 @@ class Record:
         """Rows of the newest transitions: int64[E]."""
         return np.arange(len(self._num_rows)) * self._length + (self._num_rows - 2) % self._length
 
-    def extended(self, steps: list[Any]) -> tuple[Step, np.ndarray]:
+    def extended(self, steps: list[list[np.ndarray]]) -> tuple[list[np.ndarray], np.ndarray]:
         """Record steps, and return them as one block.
 
         Args:
-          steps: obs and next_obs, pytrees with leaves [E, ...]; action [E, ...]; reward, done and
-            timeout, [E] each. There is at least one step.
+          steps: Leaves of each step, [E, ...]: K of obs, K of next_obs, action, reward, done and
+            timeout, bool[E] both. There is at least one step.
 
         Returns:
-          The block, leaves [T, E, ...]; bool[T, E], whether a step continues the episode of the
-          step before.
+          These leaves, [T, E, ...]; bool[T, E], whether a step continues the episode of the step
+          before.
         """
-        obs, after, action, reward, done, timeout = (
-            jax.tree.map(lambda *leaves: stacked(leaves), *column)
-            for column in zip(*steps, strict=True)
-        )
-        goes_on = ~(done | timeout)
-        goes_on = np.concatenate([self.may_go_on[None], goes_on[:-1]])
-        newest = jax.tree.leaves(after)
-        announced = self._announced or [leaf[0] for leaf in newest]  # nothing before goes on
-        for now, then, before in zip(jax.tree.leaves(obs), newest, announced, strict=True):
-            goes_on[0] &= _is_same(before[None], now[:1])[0]
-            goes_on[1:] &= _is_same(then[:-1], now[1:])
+        columns = list(zip(*steps, strict=True))
+        leaves = [stacked(column) for column in columns]
+        ends = leaves[-2] | leaves[-1]
+        goes_on = np.concatenate([self.may_go_on[None], ~ends[:-1]])
+        num_leaves = len(columns) // 2 - 2
+        announced = self._announced or steps[0][:num_leaves]  # no episode goes on at first
+        for obs, before, after in zip(
+            leaves, announced, columns[num_leaves : 2 * num_leaves], strict=False
+        ):
+            goes_on &= _is_same(stacked([before, *after[:-1]]), obs)
         num_rows = self._num_rows + np.cumsum(2 - goes_on, axis=0)
         final_rows = self._forgotten()
-        for nth, env in np.argwhere(~goes_on):
-            if num_before := int(num_rows[nth, env]) - 2:  # rows before this step
-                final_rows[env].append(num_before - 1)
+        if not goes_on.all():
+            for nth, env in np.argwhere(~goes_on):
+                if num_before := int(num_rows[nth, env]) - 2:  # rows before this step
+                    final_rows[env].append(num_before - 1)
         self._num_rows, self.num_steps = num_rows[-1], self.num_steps + len(steps)
-        self._announced = [leaf[-1] for leaf in newest]
-        self.may_go_on = ~(done[-1] | timeout[-1])
-        step = Step(
-            obs=obs,
-            action=action,
-            reward=reward,
-            terminated=done & ~timeout,
-            truncated=timeout | ~done,
-            final_obs=after,
-        )
-        return step, goes_on
+        self._announced = steps[-1][num_leaves : 2 * num_leaves]
+        self.may_go_on = ~ends[-1]
+        return leaves, goes_on
 
 
-def _is_same(before: PyTree, now: PyTree) -> np.ndarray:
+def _is_same(before: np.ndarray, now: np.ndarray) -> np.ndarray:
     """Return where observations [T, E, ...] are bit-identical: bool[T, E]."""
     return (_bytes(before) == _bytes(now)).all(axis=2)
 
