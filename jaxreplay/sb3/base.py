@@ -29,10 +29,10 @@ from jaxreplay.inspection.resets import ResetWatch
 from jaxreplay.samplers import Sampler
 from jaxreplay.samplers.uniform import Uniform
 from jaxreplay.sb3 import columns
-from jaxreplay.sb3.arrays import TORCH_DTYPES, own
+from jaxreplay.sb3.arrays import TORCH_DTYPES, fitted
 from jaxreplay.sb3.batch import SB3View
 from jaxreplay.sb3.record import Record
-from jaxreplay.stateful.staging import BlockLengths, most_steps
+from jaxreplay.stateful.staging import BlockLengths
 from jaxreplay.storage import provisional, ring
 from jaxreplay.torch import to_torch
 from jaxreplay.types import Step
@@ -127,9 +127,7 @@ class DropInBuffer(buffers.ReplayBuffer):
 
     def _forget(self) -> None:
         """Reset the host's record of the rows: the next step begins an episode in each env."""
-        self._record = Record(self.n_envs, self._replay.length)
-        # leaves of the newest steps, which the record does not have
-        self._steps: list[list[np.ndarray]] = []
+        self._record = Record(self._example(), self.n_envs, self._replay.length)
         # Blocks that the record has and the state has not: `Step` and bool `goes_on`, [T, n_envs].
         self._blocks: list[tuple[Step, np.ndarray]] = []
         # bool[n_envs]: the state's newest step was its episode's first
@@ -154,24 +152,15 @@ class DropInBuffer(buffers.ReplayBuffer):
 
     def _recorded(self) -> Record:
         """Return the record of all steps."""
-        if self._steps:
+        if self._record.num_waiting:
             with defer_interrupts():
                 self._record_steps()
         return self._record
 
     def _record_steps(self) -> None:
-        """Move the newest steps to the record and the blocks, while signals wait."""
-        if not self._steps:
-            return
-        leaves, goes_on = self._record.extended(self._steps)
-        *obs, action, reward, done, timeout = leaves
-        obs, final_obs = (
-            jax.tree.unflatten(self._obs_structure, part)
-            for part in (obs[: len(obs) // 2], obs[len(obs) // 2 :])
-        )
-        flags = {"terminated": done & ~timeout, "truncated": timeout | ~done}
-        self._blocks.append((Step(obs, action, reward, **flags, final_obs=final_obs), goes_on))
-        self._steps = []
+        """Record the steps that wait, while signals wait too."""
+        if self._record.num_waiting:
+            self._blocks.append(self._record.take())
 
     @property
     def _state(self) -> Any:
@@ -225,36 +214,37 @@ class DropInBuffer(buffers.ReplayBuffer):
         """
         self._check_whole()
         obs, next_obs = self._stored("obs", obs), self._stored("next_obs", next_obs)
-        per_env = (self.n_envs,)
-        reward = own("reward", reward, _FLOAT, per_env)
-        done = own("done", done, _BOOL, per_env)
-        timeout = np.zeros(per_env, bool)
+        per_env, record = (self.n_envs,), self._record
+        action = self._flat(np.asarray(action, self._action_dtype))
+        rest: list[Any] = [
+            fitted("action", action, action.dtype, (self.n_envs, self.action_dim)),
+            fitted("reward", reward, _FLOAT, per_env),
+            fitted("done", done, _BOOL, per_env),
+            False,
+        ]
         if self.handle_timeout_termination or self.copy_info_dict:
-            given = [info.get("TimeLimit.truncated", False) for info in infos]
-            given = own("infos", given, _BOOL, per_env)
-            timeout = given if self.handle_timeout_termination else timeout
-        action = np.array(action, self._action_dtype)
-        action = own("action", self._flat(action), action.dtype, (self.n_envs, self.action_dim))
-        step = [*obs, *next_obs, action, reward, done, timeout]
-        num_waiting = len(self._steps) + sum(len(goes_on) for _, goes_on in self._blocks)
-        if num_waiting >= self._most_waiting:
+            timeout = [info.get("TimeLimit.truncated", False) for info in infos]
+            timeout = fitted("infos", timeout, _BOOL, per_env)
+            rest[3] = timeout if self.handle_timeout_termination else False
+        if record.num_waiting == record.most_waiting:
             self._flush()
-            num_waiting = 0
-        problem = None if num_waiting else self._watch.look(lambda: resets_of(self._state))
+        problem = None
+        if self._watch.is_due and not (record.num_waiting or self._blocks):
+            problem = self._watch.look(lambda: resets_of(self._state))
         self._columns = {}
         if self.copy_info_dict:  # the step and its infos change together
             with defer_interrupts():
-                newest = self._record.newest
-                self._steps.append(step)
+                newest = record.newest
+                record.put(obs, next_obs, rest)
                 try:
                     self._flush()
                 except BaseException:
-                    self._steps, self._blocks = [], []
-                    self._record.restore(newest)
+                    self._blocks = []
+                    record.restore(newest)
                     raise
-                self._store_infos(self._record.newest_rows, infos)
+                self._store_infos(record.newest_rows, infos)
         else:  # an interrupt leaves an intact step or none
-            self._steps.append(step)
+            record.put(obs, next_obs, rest)
         num_laps, self.pos = divmod(self._num_steps, self.buffer_size)
         self.full = num_laps > 0
         self._watch.count(self.n_envs)
@@ -265,16 +255,10 @@ class DropInBuffer(buffers.ReplayBuffer):
                 stacklevel=2,
             )
 
-    @functools.cached_property
-    def _most_waiting(self) -> int:
-        return most_steps(
-            self.n_envs * sum(leaf.nbytes for leaf in jax.tree.leaves(self._example()))
-        )
-
     @property
     def _num_steps(self) -> int:
         """Number of steps of each env so far."""
-        return self._record.num_steps + len(self._steps)
+        return self._record.num_steps + self._record.num_waiting
 
     def _flush(self, chosen: tuple[np.ndarray, np.ndarray] | None = None) -> Any:
         """Add the steps that wait, unless an interrupt tore the rows.
@@ -286,7 +270,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         Returns:
           The transitions; None without `chosen`, or if nothing waited.
         """
-        if not self._steps and not self._blocks:
+        if not self._record.num_waiting and not self._blocks:
             return None
         with defer_interrupts():
             return self._flush_deferred(chosen)
@@ -523,28 +507,23 @@ class DropInBuffer(buffers.ReplayBuffer):
             final_obs=obs,
         )
 
-    @functools.cached_property
-    def _obs_structure(self) -> Any:
-        return jax.tree.structure(self._example().obs)
-
     def _stored(self, where: str, obs: Any) -> list[np.ndarray]:
-        """Return copies of the leaves with the space's shapes and dtypes: the caller may reuse its
-        arrays."""
+        """Return the leaves with the space's shapes, in the dtypes that are stored."""
         if not isinstance(self.observation_space, spaces.Dict):
             shape: Any = self.obs_shape
-            return [own(where, obs, self.observation_space.dtype, (self.n_envs, *shape))]
+            return [fitted(where, obs, self.observation_space.dtype, (self.n_envs, *shape))]
         if missing := [key for key in self.observation_space.spaces if key not in obs]:
             raise ValueError(f"{where}: missing {', '.join(missing)}")
         stored = {}
         for key, space in self.observation_space.spaces.items():
             shape = self.obs_shape[key]  # type: ignore[index]
-            stored[key] = own(f"{where}.{key}", obs[key], space.dtype, (self.n_envs, *shape))
+            stored[key] = fitted(f"{where}.{key}", obs[key], space.dtype, (self.n_envs, *shape))
         return jax.tree.leaves(stored)
 
     def __getstate__(self) -> dict[str, Any]:
         self._flush()
         state: Any = super().__getstate__()
-        left_out = ("_pid", "_columns", "_obs_structure")
+        left_out = ("_pid", "_columns")
         return {
             **{name: value for name, value in state.items() if name not in left_out},
             "_added_state": jax.tree.map(np.asarray, self._added_state),
