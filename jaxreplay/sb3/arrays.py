@@ -36,4 +36,7 @@ def fitted(where: str, array: Any, dtype: Any, shape: tuple[int, ...]) -> np.nda
         and dtype in PLAIN
     ):
         return array
-    return fit(where, shaped(where, np.array(array, dtype), shape))
+    array = shaped(where, np.array(array, dtype), shape)
+    if array.size == 1 and dtype == np.int64 and abs(array.item()) < 2**31:
+        return array  # a discrete action, whose copy is cast
+    return fit(where, array)

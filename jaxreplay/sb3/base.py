@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from gymnasium import spaces
@@ -104,6 +105,9 @@ class DropInBuffer(buffers.ReplayBuffer):
         self._replay = ReplayBuffer(
             **sizes, autoreset="same_step", sampler=self._sampler(), view=view
         )
+        # A batch of 256 is below a core's cache.
+        row_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._example()))
+        self._is_small = row_bytes < 2**12
         self._added_state = self._empty()  # the state without the steps that wait
         self._lengths = BlockLengths()
         self._forget()
@@ -213,19 +217,19 @@ class DropInBuffer(buffers.ReplayBuffer):
           RuntimeError: An earlier call was interrupted: call `reset()`.
         """
         self._check_whole()
-        obs, next_obs = self._stored("obs", obs), self._stored("next_obs", next_obs)
-        per_env, record = (self.n_envs,), self._record
-        action = self._flat(np.asarray(action, self._action_dtype))
-        rest: list[Any] = [
-            fitted("action", action, action.dtype, (self.n_envs, self.action_dim)),
-            fitted("reward", reward, _FLOAT, per_env),
-            fitted("done", done, _BOOL, per_env),
-            False,
-        ]
+        record, per_env = self._record, (self.n_envs,)
+        step: list[Any] = [*self._stored("obs", obs), *self._stored("next_obs", next_obs)]
+        action = np.asarray(action, self._action_dtype)
+        shape = (self.n_envs, self.action_dim)
+        action = action if action.shape == shape else self._flat(action)
+        step.append(fitted("action", action, action.dtype, shape))
+        step.append(fitted("reward", reward, _FLOAT, per_env))
+        step.append(fitted("done", done, _BOOL, per_env))
+        timeout: Any = False
         if self.handle_timeout_termination or self.copy_info_dict:
             timeout = [info.get("TimeLimit.truncated", False) for info in infos]
-            timeout = fitted("infos", timeout, _BOOL, per_env)
-            rest[3] = timeout if self.handle_timeout_termination else False
+            timeout = fitted("infos", np.array(timeout, bool), _BOOL, per_env)
+        step.append(timeout if self.handle_timeout_termination else False)
         if record.num_waiting == record.most_waiting:
             self._flush()
         problem = None
@@ -235,7 +239,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         if self.copy_info_dict:  # the step and its infos change together
             with defer_interrupts():
                 newest = record.newest
-                record.put(obs, next_obs, rest)
+                record.put(step)
                 try:
                     self._flush()
                 except BaseException:
@@ -244,7 +248,7 @@ class DropInBuffer(buffers.ReplayBuffer):
                     raise
                 self._store_infos(record.newest_rows, infos)
         else:  # an interrupt leaves an intact step or none
-            record.put(obs, next_obs, rest)
+            record.put(step)
         num_laps, self.pos = divmod(self._num_steps, self.buffer_size)
         self.full = num_laps > 0
         self._watch.count(self.n_envs)
@@ -260,22 +264,22 @@ class DropInBuffer(buffers.ReplayBuffer):
         """Number of steps of each env so far."""
         return self._record.num_steps + self._record.num_waiting
 
-    def _flush(self, chosen: tuple[np.ndarray, np.ndarray] | None = None) -> Any:
+    def _flush(self, chosen: np.ndarray | None = None) -> Any:
         """Add the steps that wait, unless an interrupt tore the rows.
 
         Args:
-          chosen: Streams and numbers of transitions, int32[B] both, to be read by the program that
+          chosen: Streams and numbers of transitions, int32[2, B], to be read by the program that
             adds the last steps. Default: none.
 
         Returns:
-          The transitions; None without `chosen`, or if nothing waited.
+          The transitions, as `_items` returns them; None without `chosen`, or if nothing waited.
         """
         if not self._record.num_waiting and not self._blocks:
             return None
         with defer_interrupts():
             return self._flush_deferred(chosen)
 
-    def _flush_deferred(self, chosen: tuple[np.ndarray, np.ndarray] | None) -> Any:
+    def _flush_deferred(self, chosen: np.ndarray | None) -> Any:
         """Do what `_flush` does, while signals wait."""
         self._record_steps()
         items = None
@@ -289,7 +293,7 @@ class DropInBuffer(buffers.ReplayBuffer):
                 )
             is_last = len(self._blocks) == 1 and not rest
             with self._changing():
-                self._added_state, items = _add(
+                self._added_state, items = _add[self._is_small](
                     self._replay,
                     self._added_state,
                     *part,
@@ -353,21 +357,27 @@ class DropInBuffer(buffers.ReplayBuffer):
     def _read(self, nth: np.ndarray, env_indices: np.ndarray, env: VecNormalize | None) -> Any:
         """Return transitions, while signals wait: JAX compares buffers, and reports an interrupt
         meanwhile as an error of `__eq__`."""
-        chosen = env_indices.astype(np.int32), nth.astype(np.int32)
+        chosen = np.array([env_indices, nth], np.int32)
         items = self._flush_deferred(chosen)
         if items is None:
-            items = _get(self._replay, self._added_state, *chosen)
+            items = _get[self._is_small](self._replay, self._added_state, chosen)
+        convert = to_torch if env is None else functools.partial(jax.tree.map, np.asarray)
+        obs, ends = convert((items.obs, items.done))
+        obs, next_obs = (jax.tree.map(lambda leaf, k=k: leaf[k], obs) for k in (0, 1))
+        items = items.replace(obs=obs, next_obs=next_obs, done=ends[0], reward=ends[1])
         return self._samples(items, env)
 
     def _samples(self, item: Any, env: VecNormalize | None) -> Any:
         """Return an `SB3Batch` as Stable-Baselines3's samples."""
         if env is None:
-            obs, next_obs, action, done, reward = to_torch(
-                (item.obs, item.next_obs, item.action, item.done, item.reward)
+            obs, next_obs, action, done, reward = jax.tree.map(
+                lambda leaf: leaf if isinstance(leaf, torch.Tensor) else to_torch(leaf),
+                (item.obs, item.next_obs, item.action, item.done, item.reward),
             )
             obs, next_obs = self._observation(obs), self._observation(next_obs)
         else:
-            action, done = to_torch((item.action, item.done))
+            action = to_torch(item.action)
+            done = self.to_torch(np.asarray(item.done))
             obs, next_obs = (self._normalized(x, env) for x in (item.obs, item.next_obs))
             reward = self.to_torch(self._normalized_reward(item, env))
         kind: Any = DictReplayBufferSamples if isinstance(obs, dict) else ReplayBufferSamples
@@ -509,21 +519,31 @@ class DropInBuffer(buffers.ReplayBuffer):
 
     def _stored(self, where: str, obs: Any) -> list[np.ndarray]:
         """Return the leaves with the space's shapes, in the dtypes that are stored."""
-        if not isinstance(self.observation_space, spaces.Dict):
-            shape: Any = self.obs_shape
-            return [fitted(where, obs, self.observation_space.dtype, (self.n_envs, *shape))]
-        if missing := [key for key in self.observation_space.spaces if key not in obs]:
+        if self._obs_specs[0][0] is None:
+            ((_, dtype, shape),) = self._obs_specs
+            return [fitted(where, obs, dtype, shape)]
+        if missing := [key for key, *_ in self._obs_specs if key not in obs]:
             raise ValueError(f"{where}: missing {', '.join(missing)}")
-        stored = {}
-        for key, space in self.observation_space.spaces.items():
-            shape = self.obs_shape[key]  # type: ignore[index]
-            stored[key] = fitted(f"{where}.{key}", obs[key], space.dtype, (self.n_envs, *shape))
-        return jax.tree.leaves(stored)
+        return [
+            fitted(f"{where}.{key}", obs[key], dtype, shape)
+            for key, dtype, shape in self._obs_specs
+        ]
+
+    @functools.cached_property
+    def _obs_specs(self) -> list[tuple[Any, Any, tuple[int, ...]]]:
+        """Key, dtype and shape [n_envs, ...] of each leaf of an observation, in the order of keys;
+        the key of the only leaf is None."""
+        spaces_of: Any = getattr(self.observation_space, "spaces", {None: self.observation_space})
+        shapes: Any = self.obs_shape
+        if None in spaces_of:
+            return [(None, self.observation_space.dtype, (self.n_envs, *shapes))]
+        keys = sorted(spaces_of)  # as JAX orders a dict
+        return [(key, spaces_of[key].dtype, (self.n_envs, *shapes[key])) for key in keys]
 
     def __getstate__(self) -> dict[str, Any]:
         self._flush()
         state: Any = super().__getstate__()
-        left_out = ("_pid", "_columns")
+        left_out = ("_pid", "_columns", "_obs_specs")
         return {
             **{name: value for name, value in state.items() if name not in left_out},
             "_added_state": jax.tree.map(np.asarray, self._added_state),
@@ -538,26 +558,35 @@ class DropInBuffer(buffers.ReplayBuffer):
         self._columns = {}
 
 
-@functools.partial(program, changes=True)
-def _add(
+def _add_and_read(
     buffer: ReplayBuffer, state: Any, steps: Step, goes_on: Any, was_first: Any, chosen: Any
 ) -> tuple[Any, Any]:
-    """Add a block of steps, as `provisional.extend` does, and read transitions.
+    """Add a block of steps, which end their episodes provisionally, and read transitions.
 
     Returns:
       The state; the items of `chosen`, or None.
     """
+    steps = steps.replace(truncated=~steps.terminated)
     state = provisional.extend(buffer, state, steps, goes_on, was_first)
-    return state, None if chosen is None else _items(buffer, state, *chosen)
+    return state, None if chosen is None else _items(buffer, state, chosen)
 
 
-def _items(buffer: ReplayBuffer, state: Any, env: jax.Array, nth: jax.Array) -> Any:
-    """Read the `nth` transition in the ring of each `env`, int32[B] both; 0 is the oldest one
-    stored."""
-    return buffer.get(state, columns.transitions(state).select(env, nth)).experience
+def _items(buffer: ReplayBuffer, state: Any, chosen: jax.Array) -> Any:
+    """Read transitions: streams and numbers in their rings, int32[2, B]; 0 is the oldest one.
+
+    Returns:
+      An `SB3Batch`, whose `obs` has also `next_obs`, [2, B, ...], and whose `done` has also
+      `reward`: each array takes some 10 us on the host.
+    """
+    item = buffer.get(state, columns.transitions(state).select(*chosen)).experience
+    stack = lambda *leaves: jnp.stack(leaves)
+    obs = jax.tree.map(stack, item.obs, item.next_obs)
+    return item.replace(obs=obs, next_obs=None, done=stack(item.done, item.reward), reward=None)
 
 
-_get = program(_items)
+# by whether they touch little
+_add = [program(_add_and_read, changes=True, on_one_core=is_small) for is_small in (False, True)]
+_get = [program(_items, on_one_core=is_small) for is_small in (False, True)]
 
 
 def _read_only(array: np.ndarray, dtype: Any) -> np.ndarray:

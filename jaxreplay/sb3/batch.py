@@ -19,19 +19,19 @@ class SB3Batch(Node):
       obs: Pytree with leaves [B, ...].
       action: [B, ...].
       reward: float32[B, 1], the sum of gamma**j * r_j over the window.
-      rewards: float32[B, n], the rewards r_j, 0 past the window.
+      rewards: float32[B, n], the rewards r_j, 0 past the window; None unless `has_steps`.
       done: float32[B, 1], 1 where the window reached a termination.
       next_obs: Pytree with leaves [B, ...].
-      num_steps: int32[B, 1], steps in the window.
+      num_steps: int32[B, 1], steps in the window; None unless `has_steps`.
     """
 
     obs: PyTree
     action: jax.Array
     reward: jax.Array
-    rewards: jax.Array
+    rewards: jax.Array | None
     done: jax.Array
     next_obs: PyTree
-    num_steps: jax.Array
+    num_steps: jax.Array | None
 
 
 class SB3View(TransitionView):
@@ -41,9 +41,11 @@ class SB3View(TransitionView):
     Args:
       n_step: Most steps of a transition. Default: 1.
       gamma: Discount factor in [0, 1] of one step. Default: 0.99.
+      has_steps: Return the rewards of the steps, and their number. Default: False.
     """
 
     n_step: int = 1
+    has_steps: bool = False
 
     def read(self, reader: RowReader) -> Any:
         item = super().read(reader)
@@ -53,8 +55,8 @@ class SB3View(TransitionView):
             obs=item.obs,
             action=item.action,
             reward=item.reward[None],
-            rewards=jnp.where(is_inside, reader.reward(steps), 0),
+            rewards=jnp.where(is_inside, reader.reward(steps), 0) if self.has_steps else None,
             done=jnp.any(is_inside & reader.is_terminated(steps)).astype(jnp.float32)[None],
             next_obs=item.next_obs,
-            num_steps=item.num_steps[None],
+            num_steps=item.num_steps[None] if self.has_steps else None,
         )

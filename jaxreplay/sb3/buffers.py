@@ -135,7 +135,7 @@ class NStepReplayBuffer(DropInBuffer):
         super().__init__(*args, **kwargs)
 
     def _view(self) -> SB3View:
-        return SB3View(n_step=self.n_steps, gamma=self.gamma)
+        return SB3View(n_step=self.n_steps, gamma=self.gamma, has_steps=True)
 
     def _samples(self, item: PyTree, env: VecNormalize | None) -> Any:
         discounts = self.gamma ** np.asarray(item.num_steps).astype(np.float32)

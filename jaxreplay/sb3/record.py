@@ -39,14 +39,20 @@ class Record:
         self.num_waiting = 0
         self.most_waiting = most_steps(num_envs * sum(leaf.nbytes for leaf in leaves))
 
-        def rows(tree: Any, num_rows: int = self.most_waiting) -> Any:
-            return jax.tree.map(
-                lambda leaf: np.zeros((num_rows, num_envs, *leaf.shape), leaf.dtype), tree
-            )
+        def rows(leaf: Any, more: int = 0) -> np.ndarray:
+            return np.zeros((self.most_waiting + more, num_envs, *leaf.shape), leaf.dtype)
 
-        # Steps that wait; of next observations also the newest one that is recorded, which is first
-        self._obs, self._next_obs = rows(example.obs), rows(example.obs, self.most_waiting + 1)
-        self._rest = rows((example.action, example.reward, np.bool_(0), np.bool_(0)))
+        obs, self._structure = jax.tree.flatten(example.obs)
+        # Steps that wait. The first next observation is that of the newest step that is recorded.
+        self._obs, self._next_obs = [rows(leaf) for leaf in obs], [rows(leaf, 1) for leaf in obs]
+        self._rest = [
+            rows(leaf) for leaf in (example.action, example.reward, np.bool_(), np.bool_())
+        ]
+        self._targets = [
+            *((leaf, 0) for leaf in self._obs),
+            *((leaf, 1) for leaf in self._next_obs),
+            *((leaf, 0) for leaf in self._rest),
+        ]
         self._length = length
         self._num_rows = np.zeros(num_envs, np.int64)  # that were written, final rows included
         # of each env, the numbers of its stored final rows but the newest, in order of time
@@ -61,34 +67,29 @@ class Record:
         num_others = np.minimum(self._num_rows, self._length) - num_final - 1
         return np.maximum(num_others, 0).astype(np.int32)
 
-    def put(self, obs: list[Any], next_obs: list[Any], rest: list[Any]) -> None:
+    def put(self, step: list[Any]) -> None:
         """Copy a step to those that wait. An interrupt leaves an intact step or none.
 
         Args:
-          obs: Leaves [E, ...].
-          next_obs: Leaves [E, ...].
-          rest: Action, reward, done and timeout, [E, ...].
+          step: Leaves of obs, leaves of next_obs, action, reward, done and timeout, [E, ...].
         """
         nth = self.num_waiting
-        for target, leaf in zip(jax.tree.leaves(self._obs), obs, strict=True):
-            target[nth] = leaf
-        for target, leaf in zip(jax.tree.leaves(self._next_obs), next_obs, strict=True):
-            target[nth + 1] = leaf
-        for target, leaf in zip(self._rest, rest, strict=True):
-            target[nth] = leaf
+        for (target, offset), leaf in zip(self._targets, step, strict=True):
+            target[nth + offset] = leaf
         self.num_waiting = nth + 1
 
     @property
     def newest(self) -> tuple[Any, ...]:
         """What `restore` needs, of the newest step."""
-        announced = jax.tree.map(lambda leaf: leaf[0].copy(), self._next_obs)
+        announced = [leaf[0].copy() for leaf in self._next_obs]
         return announced, self.num_steps, self.may_go_on, self._num_rows
 
     def restore(self, newest: tuple[Any, ...]) -> None:
         """Forget the steps since `newest` was read, of which at most one was recorded."""
         announced, self.num_steps, self.may_go_on, self._num_rows = newest
         self.num_waiting = 0
-        jax.tree.map(lambda leaf, row: leaf.__setitem__(0, row), self._next_obs, announced)
+        for leaf, row in zip(self._next_obs, announced, strict=True):
+            leaf[0] = row
         for rows, num_rows in zip(self._final_rows, self._num_rows, strict=True):
             while rows and rows[-1] >= num_rows - 1:
                 rows.pop()
@@ -109,18 +110,19 @@ class Record:
         """Record the steps that wait, at least one. Return them as one block.
 
         Returns:
-          Leaves [T, E, ...], in memory of their own; bool[T, E], whether a step continues the
-          episode of the step before.
+          Leaves [T, E, ...], in memory of their own, without `truncated`; bool[T, E], whether a
+          step continues the episode of the step before.
         """
         num = self.num_waiting
-        obs, action, reward, done, timeout = jax.tree.map(
-            lambda leaf: leaf[:num].copy(), (self._obs, *self._rest)
+        obs, final_obs = (
+            [leaf[first : num + first].copy() for leaf in leaves]
+            for first, leaves in enumerate((self._obs, self._next_obs))
         )
-        final_obs = jax.tree.map(lambda leaf: leaf[1 : num + 1].copy(), self._next_obs)
-        terminated, ends = done & ~timeout, done | timeout
+        action, reward, done, timeout = (leaf[:num].copy() for leaf in self._rest)
+        ends = done | timeout
         goes_on = np.concatenate([self.may_go_on[None], ~ends[:-1]])
-        for now, before in zip(jax.tree.leaves(obs), jax.tree.leaves(self._next_obs), strict=True):
-            goes_on &= _is_same(before[:num], now)
+        for now, before in zip(obs, self._next_obs, strict=True):
+            goes_on &= (_bytes(before[:num]) == _bytes(now)).all(axis=2)
             before[0] = before[num]
         num_rows = self._num_rows + np.cumsum(2 - goes_on, axis=0)
         final_rows = self._forgotten()
@@ -130,14 +132,11 @@ class Record:
                     final_rows[env].append(num_before - 1)
         self._num_rows, self.num_steps = num_rows[-1], self.num_steps + num
         self.may_go_on, self.num_waiting = ~ends[-1], 0
-        # Each step ends its episode provisionally.
-        flags = {"terminated": terminated, "truncated": ~terminated}
+        obs, final_obs = (
+            jax.tree.unflatten(self._structure, leaves) for leaves in (obs, final_obs)
+        )
+        flags = {"terminated": done & ~timeout, "truncated": None}
         return Step(obs, action, reward, **flags, final_obs=final_obs), goes_on
-
-
-def _is_same(before: np.ndarray, now: np.ndarray) -> np.ndarray:
-    """Return where observations [T, E, ...] are bit-identical: bool[T, E]."""
-    return (_bytes(before) == _bytes(now)).all(axis=2)
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

@@ -362,9 +362,9 @@ def test_without_stable_baselines3_the_error_names_the_extra(monkeypatch):
 def test_an_add_and_a_sample_are_in_place():
     ours = sb3.NStepReplayBuffer(1 << 16, VECTOR, BOX, n_envs=2)
     steps = jax.tree.map(lambda leaf: np.zeros((4, 2, *leaf.shape), leaf.dtype), ours._example())
-    flags, rows = np.zeros((4, 2), bool), np.zeros(8, np.int32)
+    flags, rows = np.zeros((4, 2), bool), np.zeros((2, 8), np.int32)
     options = {"num_elements": 1 << 16, **options_here()}
-    add = functools.partial(base._add.__wrapped__, ours._replay)
-    check_in_place(add, (ours._state, steps, flags, flags[0], (rows, rows)), donated=0, **options)
+    add = functools.partial(base._add_and_read, ours._replay)
+    check_in_place(add, (ours._state, steps, flags, flags[0], rows), donated=0, **options)
     items = functools.partial(base._items, ours._replay)
-    check_in_place(items, (ours._state, rows, rows), **options)
+    check_in_place(items, (ours._state, rows), **options)

@@ -120,7 +120,7 @@ def test_a_failed_add_leaves_no_step_without_its_infos(monkeypatch):
         raise MemoryError("no room for a program")
 
     with monkeypatch.context() as patch:
-        patch.setattr(base, "_add", fails)
+        patch.setattr(base, "_add", [fails] * 2)
         with pytest.raises(MemoryError):
             fill(buffer, 1, start=20)
     fill(buffer, 1, start=21)

@@ -125,7 +125,7 @@ def test_an_interrupted_add_leaves_the_rows_or_says_that_they_are_not_known(when
             first = property(lambda self: vars(self)["_added_first"], fails)
             patch.setattr(sb3.ReplayBuffer, "_added_first", first, raising=False)
         else:
-            patch.setattr(base, "_add", fails)
+            patch.setattr(base, "_add", [fails] * 2)
         add(buffer, 1)  # waits
         with pytest.raises(KeyboardInterrupt):
             buffer.sample(4)
