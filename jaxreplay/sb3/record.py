@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxreplay.stateful.staging import most_steps
+from jaxreplay.storage import ring
 from jaxreplay.types import Step
 
 
@@ -104,7 +105,9 @@ class Record:
     @property
     def newest_rows(self) -> np.ndarray:
         """Rows of the newest transitions: int64[E]."""
-        return np.arange(len(self._num_rows)) * self._length + (self._num_rows - 2) % self._length
+        return np.arange(len(self._num_rows)) * self._length + ring.position_of(
+            self._num_rows - 2, self._length
+        )
 
     def take(self) -> tuple[Step, np.ndarray]:
         """Record the steps that wait, at least one. Return them as one block.
