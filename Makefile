@@ -86,7 +86,7 @@ $(OLDEST)/installed: Makefile pyproject.toml constraints-oldest.txt
 test-oldest: $(OLDEST)/installed
 	$(OLDEST)/bin/python $(PYTEST) -k "$(OLDEST_TESTS)" $(FEW)
 
-# A part of the tests with the oldest JAX that works, one in the middle and the newest, each in an environment of its own; and other
+# A part of the tests with the oldest JAX that works, one in the middle, and the newest with Python 3.12 and 3.13; and other
 # libraries' own tests over our buffers.
 MIDDLE := .venv-middle
 $(MIDDLE)/installed: Makefile pyproject.toml
@@ -94,16 +94,15 @@ $(MIDDLE)/installed: Makefile pyproject.toml
 	$(MIDDLE)/bin/pip --disable-pip-version-check -q install jax==0.6.2 jaxlib==0.6.2 -e ".[test,checkpoint]"
 	touch $@
 
-NEWEST := .venv-newest
-PYTHON_NEWEST ?= python3.12
-$(NEWEST)/installed: Makefile pyproject.toml constraints.txt
-	$(PYTHON_NEWEST) -m venv $(NEWEST)
-	$(NEWEST)/bin/pip --disable-pip-version-check -q install -c constraints.txt -e ".[test,checkpoint]"
+NEWEST := .venv-python3.12 .venv-python3.13
+.venv-python%/installed: Makefile pyproject.toml constraints.txt
+	python$* -m venv .venv-python$*
+	.venv-python$*/bin/pip --disable-pip-version-check -q install -c constraints.txt -e ".[test,checkpoint]"
 	touch $@
 
 COMPAT_TESTS := ((next_step] or items] or steps]) and (reused_and_gone or extend_equals or are_the_steps or serialization or in_place) \
 	or 3-2-5-True or goes_on_to_the_last_bit and items or as_probable and (uniform or steps) or _loop or training_step)
-compat: $(OLDEST)/installed $(MIDDLE)/installed $(NEWEST)/installed $(VENV)/installed
+compat: $(OLDEST)/installed $(MIDDLE)/installed $(NEWEST:=/installed) $(VENV)/installed
 	set -e; for env in $(OLDEST) $(MIDDLE) $(NEWEST); do $$env/bin/python -c "import sys, jax; print('== Python', sys.version.split()[0], 'jax', jax.__version__)"; \
 	JAXREPLAY_CACHE=off $$env/bin/python $(PYTEST) -k "$(COMPAT_TESTS)" $(FEW) tests/buffers/test_in_place.py tests/samplers/test_laws.py tests/compat; done
 	$(BIN)/python -m tests.compat.peers flashbax
