@@ -83,17 +83,22 @@ def test_other_ways_in_take_rewards_of_several_agents():
     end = time[:5] == 4
     trajectory = plain_step(time[:5], obs=time, reward=reward, terminated=end)
     rollout = jr.rollout(length=8, num_envs=1, autoreset="next_step")
-    state = rollout.from_trajectories(rollout.init(nth(trajectory, 0)), [trajectory])
-    assert rollout.steps(state).reward["b"][:5, 0].tolist() == (-time[:5]).tolist()
+    empty = jax.jit(lambda: rollout.init(nth(trajectory, 0)))()
+    state = rollout.from_trajectories(empty, [trajectory])
+    assert state.steps.reward["b"][:5, 0].tolist() == (-time[:5]).tolist()
     with pytest.raises(ValueError, match="each needs a value of its own"):
-        rollout.advantages(state, jnp.zeros((8, 1)), jnp.zeros(1), gamma=0.9)
+        jax.eval_shape(
+            lambda state: rollout.advantages(state, jnp.zeros((8, 1)), jnp.zeros(1), gamma=0.9),
+            state,
+        )
     episode = SimpleNamespace(
         id=0, observations=time, actions=time[:5], rewards=reward, terminations=end,
         truncations=end & False,
     )  # fmt: skip
     for form in FORMS:
         buffer = jr.uniform(capacity=8, batch_size=2, autoreset=form, gamma=1.0)
-        item = buffer.get(datasets.from_episodes([episode], buffer), jnp.arange(5)).experience
+        state = datasets.from_episodes([episode], buffer)
+        item = jr.jit(buffer).get(state, np.arange(5, dtype=np.int32)).experience
         np.testing.assert_array_equal(item.reward["a"], reward["a"])
         np.testing.assert_array_equal(item.reward["b"], reward["b"])
 

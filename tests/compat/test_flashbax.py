@@ -365,13 +365,15 @@ def act(buffer: TrajectoryBuffer, state: BufferState, batch: TransitionSample[Tr
     return ExperiencePair[Transition], Mixer, make_item_buffer
 
 buffer = fbx.make_prioritised_flat_buffer(8, 2, 4, add_batch_size=2)
-state: fbx.prioritised_trajectory_buffer.PrioritisedTrajectoryBufferState = buffer.init(
-    Transition(jnp.float32(0))
-)
-for time in range(6):
-    state = buffer.add(state, Transition(jnp.full(2, float(time))))
-assert get_tree_shape_prefix(state.experience, 2) == (2, 4)
-learner = Learner(state, state, buffer.sample(state, jax.random.key(0)).experience)
+
+@jax.jit
+def run(obs) -> tuple[fbx.prioritised_trajectory_buffer.PrioritisedTrajectoryBufferState, Learner]:
+    state = buffer.init(Transition(jnp.float32(0)))
+    state = jax.lax.fori_loop(0, 6, lambda time, state: buffer.add(state, Transition(obs)), state)
+    assert get_tree_shape_prefix(state.experience, 2) == (2, 4)
+    return state, Learner(state, state, buffer.sample(state, jax.random.key(0)).experience)
+
+state, learner = run(jnp.ones(2))
 assert isinstance(learner.pair, fbx.flat_buffer.ExperiencePair)
 """
 
@@ -381,26 +383,33 @@ def test_a_program_runs_with_the_module_s_name_changed(monkeypatch):
     names = {"__name__": "program"}
     exec(PROGRAM.replace("flashbax", "jaxreplay.compat.flashbax"), names)
     state = names["state"]
-    assert [int(x) for x in (state.running_index, state.current_index)] == [6, 2]
-    assert int(fbx.utils.get_timestep_count(state)) == 8
+    count = fbx.utils.get_timestep_count
+    told = jax.jit(lambda state: (state.running_index, state.current_index, count(state)))(state)
+    assert [*map(int, told)] == [6, 2, 8]
     with refused(r"(?s)get_tree_shape_prefix:.*b: got float32\[2\], expected float32\[3\]"):
-        fbx.utils.get_tree_shape_prefix({"a": jnp.zeros(3), "b": jnp.zeros(2)})
+        fbx.utils.get_tree_shape_prefix({"a": np.zeros(3, "f"), "b": np.zeros(2, "f")})
 
 
 def test_a_states_experience_can_be_replaced_and_its_counts_cannot():
     buffer = made("flat", max_length=8, min_length=2, sample_batch_size=8, add_batch_size=2)
-    state = buffer.init(EXAMPLE)
-    for time in range(5):
-        state = buffer.add(state, step(time))
-    doubled = jax.tree.map(lambda leaf: leaf + leaf, state.experience)
-    stacked = jax.tree.map(lambda leaf: np.stack([leaf] * 3), (state, doubled))
-    for one in (
-        state.replace(experience=doubled),
-        jax.device_get(state).replace(experience=jax.device_get(doubled)),
-        nth(stacked[0].replace(experience=stacked[1]), 1),
-    ):
-        pair = buffer.sample(one, KEY).experience
-        np.testing.assert_array_equal(pair.second["name"], pair.first["name"] + 2)
+
+    @jax.jit
+    def filled(steps):
+        add = lambda state, one: (buffer.add(state, one), None)
+        return jax.lax.scan(add, buffer.init(EXAMPLE), steps)[0]
+
+    @jax.jit
+    def replaced(state):
+        return state.replace(experience=jax.tree.map(lambda leaf: leaf + leaf, state.experience))
+
+    state = filled(jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), steps(0, 2, 5)))
+    doubled = jax.device_get(jax.jit(lambda state: replaced(state).experience)(state))
+    population = replaced(jax.tree.map(lambda leaf: np.stack([leaf] * 3), jax.device_get(state)))
+    on_host = jax.device_get(state).replace(experience=doubled)
+    sample = jax.jit(lambda state: buffer.sample(state, KEY).experience)
+    for one in (replaced(state), on_host, nth(jax.device_get(population), 1)):
+        pair = sample(one)
+        np.testing.assert_array_equal(pair.second["name"], np.asarray(pair.first["name"]) + 2)
     with refused("replace: current_index, is_full of a TrajectoryBufferState is counted"):
         state.replace(current_index=0, is_full=True, rows=state.rows)
     with refused(r"(?s)replace:.*name: got float32\[2, 4\], expected int32\[2, 4\]"):
