@@ -376,8 +376,8 @@ class Replay:
         lost. A load also recovers a replay whose rows were lost.
 
         Unfinished episodes continue with the next `add`, so restore the envs too. If you reset them
-        instead, save after a step that ends every episode. Otherwise the last step before the save
-        is paired with the first one after it.
+        instead, call `end_streams` after the load. Otherwise the last step before the save is
+        paired with the first one after it.
 
         Args:
           path: A folder, or a URL such as "gs://bucket/replay", or TensorStore's specification of a
