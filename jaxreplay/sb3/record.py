@@ -81,7 +81,7 @@ class Record:
 
     @property
     def newest(self) -> tuple[Any, ...]:
-        """What `restore` needs, of the newest step."""
+        """Record of the newest step, for `restore`."""
         announced = [leaf[0].copy() for leaf in self._next_obs]
         return announced, self.num_steps, self.may_go_on, self._num_rows
 
