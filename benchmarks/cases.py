@@ -35,8 +35,8 @@ class Row:
     """A line of a table. Its columns, each (library, case), are timed in turn, round after
     round."""
 
-    # "main", "gpu", "compat", "threads", "batches", "populations", "forms", "flat", "image",
-    # "lengths", "numpy", "ragged", "crossing" or "sb3"
+    # "main", "gpu", "compat", "jits", "threads", "batches", "populations", "forms", "flat",
+    # "image", "lengths", "numpy", "ragged", "crossing" or "sb3"
     table: str
     name: str
     columns: dict[str, tuple[str, Case]]
@@ -88,6 +88,7 @@ def all_rows(sizes: Sizes) -> list[Row]:
         row for capacity in sizes.main for row in _threads(capacity)
     ]
     rows += [row for capacity in sizes.main for row in _compat(capacity)]
+    rows += _jits(sizes.main[0])
     rows += _batches(sizes.main[-1], sizes.batches) + _populations(sizes.member, sizes.populations)
     rows += (
         _forms(sizes.main[-1])
@@ -146,6 +147,19 @@ def _compat(capacity: int) -> list[Row]:
             case = _case(buffer, operation, "scan" if operation == "fused" else "call", capacity)
             columns = {library: (library, case) for library in ("compat", "flashbax")}
             rows.append(Row("compat", f"{capacity:,} rows, {_name(case)}", columns))
+    return rows
+
+
+def _jits(capacity: int) -> list[Row]:
+    """Single calls of `jr.jit`, and of `jax.jit` around the same methods."""
+    rows = []
+    for buffer, operations in _OPERATIONS.items():
+        for operation in operations:
+            case = _case(buffer, operation, "call", capacity)
+            plain = dataclasses.replace(case, form="jax.jit")
+            columns = {"jr.jit": ("jaxreplay", case), "jax.jit": ("jaxreplay", plain)}
+            columns["flashbax"] = ("flashbax", case)
+            rows.append(Row("jits", f"{capacity:,} rows, {_name(case)}", columns))
     return rows
 
 

@@ -13,12 +13,13 @@ class Library:
     Forms: "" has envs that step together, as in flashbax, and no final observations. Each other
     form changes one thing: "next_step", "final_obs" and "n_step=3" change the buffer; "weights" and
     "buffer_max" use importance weights in a loss; "carried" carries the whole sample through a
-    loop, and not only the items.
+    loop, and not only the items. "jax.jit" has single calls of `jax.jit`, not of `jr.jit`.
     """
 
     def __init__(self, case: Case):
         self._form = case.form
-        self.is_compiled = case.mode == "call" and not case.population
+        is_plain = case.population or case.form == "jax.jit"
+        self.is_compiled = case.mode == "call" and not is_plain
         buffer = self._made(case)
         self._buffer = jr.jit(buffer) if self.is_compiled else buffer
 

@@ -157,6 +157,10 @@ def _compat(results: list[Result]) -> str:
     return _beside_flashbax(title, results)
 
 
+def _jits(results: list[Result]) -> str:
+    return _beside_flashbax("## Single calls of jr.jit and of jax.jit", results)
+
+
 def _populations(results: list[Result]) -> str:
     title = f"""## Populations
 
@@ -350,6 +354,7 @@ _TABLES = {
     "main": _main,
     "threads": _threads,
     "compat": _compat,
+    "jits": _jits,
     "gpu": _gpu,
     "batches": _batches,
     "populations": _populations,
@@ -363,6 +368,7 @@ _TABLES = {
 
 
 def _table(title: str, head: list[str], lines: list[list[str]]) -> str:
+    head = [f"time: {name}" if " / " in name else name for name in head]
     rows = [head, ["---"] + ["---:"] * (len(head) - 1), *lines]
     return title + "\n\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
