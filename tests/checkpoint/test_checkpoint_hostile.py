@@ -227,7 +227,7 @@ def test_made_up_metadata_gives_own_errors(buffer, example, tmp_path, limited, a
                 assert not _CONTROL.search(printed.out + printed.err)
         for file, content in before.items():
             file.write_bytes(content)
-    assert 5 < num_refused < num_trials - 5
+    assert num_trials // 20 < num_refused < num_trials - num_trials // 20
     assert not [one for one in asked if not one.is_relative_to(path.resolve())]
     restored = Checkpointer(path, buffer).restore(example)
     np.testing.assert_array_equal(jax.tree.leaves(restored)[0], jax.tree.leaves(state)[0])
