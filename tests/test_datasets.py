@@ -20,6 +20,7 @@ from jaxreplay import datasets
 from jaxreplay.datasets import minari as from_minari
 from jaxreplay.datasets.episodes import steps_of
 from tests.support.buffers import everything, jitted
+from tests.support.steps import plain_step
 
 # Minari's recommendations for a dataset's metadata.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:minari.utils")
@@ -231,6 +232,9 @@ def test_bad_input_is_refused():
         datasets.from_minari(dataset.filter_episodes(lambda _: False), replay)
     with pytest.raises(ValueError, match="to_minari: buffer must be a ReplayBuffer of steps"):
         exported(items, items.init(0.0), "bad/two-v0")
+    agents = plain_step(np.float32(0), reward={"a": np.float32(0)})
+    with pytest.raises(ValueError, match="to_minari: a Minari step has one reward"):
+        exported(replay, replay.init(agents), "bad/two-v0")
     state = jitted(replay, "clear")(datasets.from_minari(dataset, replay))
     with pytest.raises(ValueError, match="there is no transition in the buffer"):
         exported(replay, state, "bad/two-v0", include_partial=True)

@@ -82,8 +82,8 @@ def check_callable(where: str, name: str, value: Any, arguments: tuple[str, ...]
 
 
 def call_traced(where: str, name: str, function: Any, *arguments: Any, cure: str = "") -> Any:
-    """Return what a user's function returns, or raise a ValueError if it needs the values of traced
-    arrays, as NumPy's functions do.
+    """Call a user's function. Raise a ValueError if it needs the values of traced arrays, as
+    NumPy's functions do.
 
     Args:
       where: Name of the caller, for the error.

@@ -30,6 +30,7 @@ from jaxreplay.storage.sampleable import (
 from jaxreplay.storage.streams import Streams
 from jaxreplay.types import Index, Sample, T
 from jaxreplay.views import RowReader, View, WrappedView
+from jaxreplay.views.view import Outline
 
 _FOR_THE_VIEW = 1  # the purpose of its random bits; the sampler has purpose 0
 METRIC_DRAWS = 64
@@ -46,21 +47,6 @@ class BufferOptions(TypedDict, total=False):
     min_size: int
     track_episodes: bool
     platform: str | None
-
-
-class _Outline(View[Any]):
-    """A view of the same rows as another one."""
-
-    rows: Window
-    reads_steps: bool
-
-    @property
-    def window(self) -> Window:
-        return self.rows
-
-    @property
-    def needs_steps(self) -> bool:
-        return self.reads_steps
 
 
 class ReplayBuffer(Static, Generic[T]):
@@ -143,10 +129,10 @@ class ReplayBuffer(Static, Generic[T]):
         return self.sampler.window(self.view.window)
 
     @functools.cached_property
-    def outline(self) -> "ReplayBuffer[Any]":
+    def _outline(self) -> "ReplayBuffer[Any]":
         """A buffer with the same states, without the functions of the view. They may hold traced
         arrays, which a cache must not keep."""
-        outline = _Outline(rows=self.view.window, reads_steps=self.view.needs_steps)
+        outline = Outline(rows=self.view.window, reads_steps=self.view.needs_steps)
         return dataclasses.replace(self, view=outline)
 
     @property
@@ -559,8 +545,8 @@ class ReplayBuffer(Static, Generic[T]):
           `size`, int32: sampleable rows.
           `fill`, float32 in [0, 1]: rows written, as a part of the capacity.
           `effective_sample_size`, float32 in [0, 1]: 1 / sum of squared probabilities, as a part of
-          `size`. 1 if all rows are equally probable, 1 / size if one row has all the probability, 0
-          if nothing is sampleable. It is estimated from 64 samples.
+          `size`. 1 if all rows are equally probable, or each is consumed once; 1 / size if one row
+          has all the probability; 0 if nothing is sampleable. It is estimated from 64 samples.
           For samplers with priorities also
           `max_priority`, float32: the largest priority so far;
           `mean_priority`, float32: (mean of priority ** alpha) ** (1 / alpha) over `size` rows,
@@ -570,15 +556,18 @@ class ReplayBuffer(Static, Generic[T]):
         """
         state = check_state("metrics", self, state)
         rows = Sampleable.of(state)
-        _, _, probability = self.sampler.sample(
-            state.sampler, rows, jax.random.key(0), METRIC_DRAWS
-        )
         size = self.sampler.size(state.sampler, rows)
+        if isinstance(self.sampler, ConsumingSampler):
+            part = (size > 0).astype(jnp.float32)
+        else:
+            key = jax.random.key(0)
+            _, _, probability = self.sampler.sample(state.sampler, rows, key, METRIC_DRAWS)
+            part = effective_sample_size(probability.mean(), size)
         filled = state.streams.counters.filled.sum(dtype=jnp.int32)
         return {
             "size": size,
             "fill": filled.astype(jnp.float32) / self.capacity,
-            "effective_sample_size": effective_sample_size(probability.mean(), size),
+            "effective_sample_size": part,
             **self.sampler.metrics(state.sampler, rows),
         }
 

@@ -50,7 +50,7 @@ def check_state(where: str, buffer: Any, state: Any) -> Any:
     found, structure = jax.tree.flatten(state)
     check_not_deleted(where, found)
     if problem := _problem(
-        getattr(buffer, "outline", buffer),
+        getattr(buffer, "_outline", buffer),
         structure,
         tuple((jax.numpy.shape(leaf), jax.numpy.result_type(leaf)) for leaf in found),
     ):

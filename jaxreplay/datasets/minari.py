@@ -121,8 +121,8 @@ def to_minari(
       The `minari.MinariDataset`.
 
     Raises:
-      ValueError: The buffer holds items or no intact episode, the state belongs to another buffer,
-        or the dataset exists.
+      ValueError: The buffer holds items or no intact episode, its rewards are not one array, the
+        state belongs to another buffer, or the dataset exists.
     """
     if not isinstance(buffer, ReplayBuffer) or buffer.autoreset is None:
         raise ValueError(
@@ -135,6 +135,9 @@ def to_minari(
         raise ValueError(
             f"to_minari: the state belongs to another buffer; this one has {buffer.capacity} rows"
         )
+    reward = jax.tree.structure(state.streams.steps.reward, is_leaf=stored_arrays.is_compound)
+    if not jax.tree_util.treedef_is_leaf(reward):
+        raise ValueError("to_minari: a Minari step has one reward, but the buffer's are a pytree")
     path = get_dataset_path(dataset_id)
     if path.exists():
         raise ValueError(f"to_minari: pass another dataset_id, since {dataset_id} exists: {path}")

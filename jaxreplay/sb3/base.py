@@ -9,7 +9,7 @@ import functools
 import os
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +105,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         self._replay = ReplayBuffer(
             **sizes, autoreset="same_step", sampler=self._sampler(), view=view
         )
-        # A batch of 256 is below a core's cache.
+        # A batch of 256 rows then has less than 1 MiB.
         row_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._example()))
         self._is_small = row_bytes < 2**12
         self._added_state = self._empty()  # the state without the steps that wait
@@ -132,8 +132,8 @@ class DropInBuffer(buffers.ReplayBuffer):
     def _forget(self) -> None:
         """Reset the host's record of the rows: the next step begins an episode in each env."""
         self._record = Record(self._example(), self.n_envs, self._replay.length)
-        # Blocks that the record has and the state has not: `Step` and bool `goes_on`, [T, n_envs].
-        self._blocks: list[tuple[Step, np.ndarray]] = []
+        # steps that the record has and the state has not: `Step` and bool `goes_on`, [T, n_envs]
+        self._block: tuple[Step, np.ndarray] | None = None
         # bool[n_envs]: the state's newest step was its episode's first
         self._added_first = np.zeros(self.n_envs, bool)
         self.pos, self.full = 0, False
@@ -163,8 +163,12 @@ class DropInBuffer(buffers.ReplayBuffer):
 
     def _record_steps(self) -> None:
         """Record the steps that wait, while signals wait too."""
-        if self._record.num_waiting:
-            self._blocks.append(self._record.take())
+        if not self._record.num_waiting:
+            return
+        block = self._record.take()
+        if self._block is not None:
+            block = jax.tree.map(lambda *parts: np.concatenate(parts), self._block, block)
+        self._block = block
 
     @property
     def _state(self) -> Any:
@@ -230,11 +234,9 @@ class DropInBuffer(buffers.ReplayBuffer):
             timeout = [info.get("TimeLimit.truncated", False) for info in infos]
             timeout = fitted("infos", np.array(timeout, bool), _BOOL, per_env)
         step.append(timeout if self.handle_timeout_termination else False)
-        if record.num_waiting == record.most_waiting:
+        if self._num_waiting >= record.most_waiting:
             self._flush()
-        problem = None
-        if self._watch.is_due and not (record.num_waiting or self._blocks):
-            problem = self._watch.look(lambda: resets_of(self._state))
+        problem = None if self._num_waiting else self._watch.look(lambda: resets_of(self._state))
         self._columns = {}
         if self.copy_info_dict:  # the step and its infos change together
             with defer_interrupts():
@@ -243,7 +245,7 @@ class DropInBuffer(buffers.ReplayBuffer):
                 try:
                     self._flush()
                 except BaseException:
-                    self._blocks = []
+                    self._block = None
                     record.restore(newest)
                     raise
                 self._store_infos(record.newest_rows, infos)
@@ -260,6 +262,11 @@ class DropInBuffer(buffers.ReplayBuffer):
             )
 
     @property
+    def _num_waiting(self) -> int:
+        """Number of steps of each env that are not added yet."""
+        return self._record.num_waiting + (0 if self._block is None else len(self._block[1]))
+
+    @property
     def _num_steps(self) -> int:
         """Number of steps of each env so far."""
         return self._record.num_steps + self._record.num_waiting
@@ -274,7 +281,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         Returns:
           The transitions, as `_items` returns them; None without `chosen`, or if nothing waited.
         """
-        if not self._record.num_waiting and not self._blocks:
+        if not self._num_waiting:
             return None
         with defer_interrupts():
             return self._flush_deferred(chosen)
@@ -283,25 +290,24 @@ class DropInBuffer(buffers.ReplayBuffer):
         """Do what `_flush` does, while signals wait."""
         self._record_steps()
         items = None
-        while self._blocks and not self._is_torn:
-            part, rest = self._blocks[0], []
+        while self._block is not None and not self._is_torn:
+            part, rest = self._block, None
             length = self._lengths.parts_of(len(part[1]))[0]
             if length < len(part[1]):
-                part, *rest = (
+                part, rest = (
                     jax.tree.map(lambda leaf, cut=cut: leaf[cut], part)
                     for cut in (slice(length), slice(length, None))
                 )
-            is_last = len(self._blocks) == 1 and not rest
             with self._changing():
                 self._added_state, items = _add[self._is_small](
                     self._replay,
                     self._added_state,
                     *part,
                     self._added_first,
-                    chosen if is_last else None,
+                    chosen if rest is None else None,
                 )
                 self._added_first = ~part[1][-1]
-                self._blocks[:1] = rest
+                self._block = rest
         return items
 
     def _store_infos(self, rows: np.ndarray, infos: list[dict[str, Any]]) -> None:
@@ -330,7 +336,7 @@ class DropInBuffer(buffers.ReplayBuffer):
           ValueError: The buffer is empty.
           RuntimeError: An earlier call was interrupted: call `reset()`.
         """
-        with defer_interrupts():  # once, which takes 12 us
+        with defer_interrupts():  # once: each time takes 12 us
             self._record_steps()
             counts = self._check_not_empty()
             if (counts == counts[0]).all():
@@ -436,7 +442,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         self._is_torn = False
 
     def _check_whole(self) -> None:
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid:  # the name takes longer than the comparison
             check_not_forked(f"this {type(self).__name__}", self._pid)
         if self._is_torn:
             raise RuntimeError(
@@ -518,8 +524,8 @@ class DropInBuffer(buffers.ReplayBuffer):
         )
 
     def _stored(self, where: str, obs: Any) -> list[np.ndarray]:
-        """Return the leaves with the space's shapes, in the dtypes that are stored."""
-        if self._obs_specs[0][0] is None:
+        """Return the leaves with the space's shapes, in dtypes that can be stored."""
+        if not isinstance(self.observation_space, spaces.Dict):
             ((_, dtype, shape),) = self._obs_specs
             return [fitted(where, obs, dtype, shape)]
         if missing := [key for key, *_ in self._obs_specs if key not in obs]:
@@ -531,14 +537,12 @@ class DropInBuffer(buffers.ReplayBuffer):
 
     @functools.cached_property
     def _obs_specs(self) -> list[tuple[Any, Any, tuple[int, ...]]]:
-        """Key, dtype and shape [n_envs, ...] of each leaf of an observation, in the order of keys;
-        the key of the only leaf is None."""
-        spaces_of: Any = getattr(self.observation_space, "spaces", {None: self.observation_space})
-        shapes: Any = self.obs_shape
-        if None in spaces_of:
-            return [(None, self.observation_space.dtype, (self.n_envs, *shapes))]
-        keys = sorted(spaces_of)  # as JAX orders a dict
-        return [(key, spaces_of[key].dtype, (self.n_envs, *shapes[key])) for key in keys]
+        """Key (None of a single leaf), dtype and shape [n_envs, ...] of each leaf of an
+        observation, in JAX's order of a dict."""
+        space, shapes = self.observation_space, cast(Any, self.obs_shape)
+        if not isinstance(space, spaces.Dict):
+            return [(None, space.dtype, (self.n_envs, *shapes))]
+        return [(key, space[key].dtype, (self.n_envs, *shapes[key])) for key in sorted(shapes)]
 
     def __getstate__(self) -> dict[str, Any]:
         self._flush()
@@ -572,11 +576,16 @@ def _add_and_read(
 
 
 def _items(buffer: ReplayBuffer, state: Any, chosen: jax.Array) -> Any:
-    """Read transitions: streams and numbers in their rings, int32[2, B]; 0 is the oldest one.
+    """Read transitions.
+
+    Args:
+      buffer: The buffer.
+      state: Its state.
+      chosen: Their streams, and their numbers in the rings, int32[2, B]; 0 is the oldest one.
 
     Returns:
-      An `SB3Batch`, whose `obs` has also `next_obs`, [2, B, ...], and whose `done` has also
-      `reward`: each array takes some 10 us on the host.
+      An `SB3Batch` of fewer arrays, which take some 10 us each on the host: `obs` is obs and
+      next_obs, [2, B, ...]; `done` is done and reward, float32[2, B, 1].
     """
     item = buffer.get(state, columns.transitions(state).select(*chosen)).experience
     stack = lambda *leaves: jnp.stack(leaves)
@@ -584,7 +593,7 @@ def _items(buffer: ReplayBuffer, state: Any, chosen: jax.Array) -> Any:
     return item.replace(obs=obs, next_obs=None, done=stack(item.done, item.reward), reward=None)
 
 
-# by whether they touch little
+# by `_is_small`
 _add = [program(_add_and_read, changes=True, on_one_core=is_small) for is_small in (False, True)]
 _get = [program(_items, on_one_core=is_small) for is_small in (False, True)]
 

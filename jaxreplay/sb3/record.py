@@ -46,10 +46,10 @@ class Record:
         obs, self._structure = jax.tree.flatten(example.obs)
         # Steps that wait. The first next observation is that of the newest step that is recorded.
         self._obs, self._next_obs = [rows(leaf) for leaf in obs], [rows(leaf, 1) for leaf in obs]
-        self._rest = [
+        self._rest = [  # action, reward, done, timeout
             rows(leaf) for leaf in (example.action, example.reward, np.bool_(), np.bool_())
         ]
-        self._targets = [
+        self._targets = [  # of the leaves of a step: an array, and its row for the first step
             *((leaf, 0) for leaf in self._obs),
             *((leaf, 1) for leaf in self._next_obs),
             *((leaf, 0) for leaf in self._rest),
@@ -64,7 +64,7 @@ class Record:
     @property
     def num_transitions(self) -> np.ndarray:
         """Number of transitions in each env's ring: int32[E]."""
-        num_final = np.array([len(rows) for rows in self._forgotten()], np.int64)
+        num_final = np.array([len(rows) for rows in self._stored_final_rows()], np.int64)
         num_others = np.minimum(self._num_rows, self._length) - num_final - 1
         return np.maximum(num_others, 0).astype(np.int32)
 
@@ -95,8 +95,8 @@ class Record:
             while rows and rows[-1] >= num_rows - 1:
                 rows.pop()
 
-    def _forgotten(self) -> list[Any]:
-        """Return the final rows, after those that are overwritten were forgotten."""
+    def _stored_final_rows(self) -> list[collections.deque[int]]:
+        """Drop the final rows that are overwritten, and return the others of each env."""
         for rows, num_rows in zip(self._final_rows, self._num_rows, strict=True):
             while rows and rows[0] < num_rows - self._length:
                 rows.popleft()
@@ -128,7 +128,7 @@ class Record:
             goes_on &= (_bytes(before[:num]) == _bytes(now)).all(axis=2)
             before[0] = before[num]
         num_rows = self._num_rows + np.cumsum(2 - goes_on, axis=0)
-        final_rows = self._forgotten()
+        final_rows = self._stored_final_rows()
         if not goes_on.all():
             for nth, env in np.argwhere(~goes_on):
                 if num_before := int(num_rows[nth, env]) - 2:  # rows before this step
@@ -143,4 +143,5 @@ class Record:
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:
+    """Return the bytes of each observation: uint8[T, E, N]."""
     return array.reshape(*array.shape[:2], math.prod(array.shape[2:])).view(np.uint8)

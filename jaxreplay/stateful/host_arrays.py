@@ -188,6 +188,7 @@ def _cast(path: Any, leaf: Any, dtype: Any) -> Any:
 
 
 def _floating(reward: Any) -> Any:
+    """Return integers as float32, and other numbers as they are."""
     is_integer = np.issubdtype(np.asarray(reward).dtype, np.integer)
     return np.asarray(reward, np.float32) if is_integer else reward
 

@@ -181,3 +181,25 @@ class WrappedView(View[T]):
     def check(self, where: str, layout: Layout, example: PyTree) -> None:
         """Check that `inner` can read the rows that will be stored."""
         self.inner.check(where, layout, example)
+
+
+class Outline(View[Any]):
+    """A view of the same rows as another one, without its functions. It makes no items.
+
+    Args:
+      rows: The other view's window.
+      reads_steps: The other view's `needs_steps`.
+    """
+
+    rows: Window
+    reads_steps: bool
+
+    @property
+    def window(self) -> Window:
+        """Window of the other view."""
+        return self.rows
+
+    @property
+    def needs_steps(self) -> bool:
+        """True if the other view reads `Step`s."""
+        return self.reads_steps

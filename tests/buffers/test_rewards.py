@@ -30,7 +30,8 @@ def made_steps(form):
 def items(buffer, steps):
     """Return the items of all rows."""
     rows = jnp.arange(buffer.capacity)
-    return jax.jit(lambda steps: buffer.get(begun(buffer, steps), rows, KEY))(steps)
+    read = jax.jit(lambda steps: buffer.get(begun(buffer, steps), rows, KEY))
+    return jax.device_get(read(steps))
 
 
 def by_agent(steps):
@@ -91,14 +92,12 @@ def test_other_ways_in_take_rewards_of_several_agents():
             lambda state: rollout.advantages(state, jnp.zeros((8, 1)), jnp.zeros(1), gamma=0.9),
             state,
         )
-    episode = SimpleNamespace(
-        id=0, observations=time, actions=time[:5], rewards=reward, terminations=end,
-        truncations=end & False,
-    )  # fmt: skip
+    flags = {"terminations": end, "truncations": end & False}
+    episode = SimpleNamespace(id=0, observations=time, actions=time[:5], rewards=reward, **flags)
     for form in FORMS:
         buffer = jr.uniform(capacity=8, batch_size=2, autoreset=form, gamma=1.0)
         state = datasets.from_episodes([episode], buffer)
-        item = jr.jit(buffer).get(state, np.arange(5, dtype=np.int32)).experience
+        item = jax.device_get(jr.jit(buffer).get(state, np.arange(5, dtype=np.int32))).experience
         np.testing.assert_array_equal(item.reward["a"], reward["a"])
         np.testing.assert_array_equal(item.reward["b"], reward["b"])
 
@@ -123,14 +122,13 @@ def test_new_rewards_go_through_the_sums(form):
         same = used.sample(used.add(state, nth(steps, 0)), KEY)  # either may change the state
         return batch.experience.reward.sum(), (batch, same.is_valid)
 
-    params = jnp.array([3.0, 10.0])
+    params, slopes = np.array([3, 10], np.float32), jax.grad(rewards, has_aux=True)
     with jax.checking_leaks():  # no cache keeps traced parameters
-        slope, (got, is_valid) = jax.jit(
-            jax.grad(rewards, has_aux=True), static_argnums=2
-        )(params, steps, True)  # fmt: skip
+        found = jax.jit(slopes, static_argnums=2)(params, steps, True)
+    slope, (got, is_valid) = jax.device_get(found)
     assert is_valid.all()
     assert (np.abs(slope) > 100).all()
-    _, (stored, _) = jax.jit(rewards, static_argnums=2)(params, expected, False)
+    stored = jax.device_get(jax.jit(rewards, static_argnums=2)(params, expected, False))[1][0]
     np.testing.assert_array_equal(got.is_valid, stored.is_valid)
     assert_same(nth(got.experience, got.is_valid), nth(stored.experience, got.is_valid))
     assert got.is_valid.sum() > 20

@@ -124,7 +124,7 @@ def names_of(path):
 
 def missing_names(folder, left_out):
     """Return the names of flashbax's modules that ours lack and that are not left out, and the
-    patterns of `left_out` that fit no name, or one that is there."""
+    patterns of `left_out` that fit no such name."""
     missing, unused = [], set(left_out)
     for path in sorted(folder.rglob("*.py")):
         if path.stem.endswith(("_test", "conftest")):

@@ -151,6 +151,7 @@ def storage_of(
 
 
 def checked(where: str, name: str, size: Any) -> int:
+    """Return a size as an int. Raise a ValueError unless it is one of at least 1."""
     checks.check_size(where, name, size)
     return int(size)
 
