@@ -57,7 +57,7 @@ from jaxreplay.samplers import (
     WithoutReplacement,
 )
 from jaxreplay.stateful.replay import Replay
-from jaxreplay.storage.sampleable import ReplayState
+from jaxreplay.storage.state import ReplayState
 from jaxreplay.targets import gae, masked_mean, sequence_priority, vtrace
 from jaxreplay.types import Sample, SequenceBatch, Step, Transition
 

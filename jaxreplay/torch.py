@@ -20,7 +20,7 @@ from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.names import name_of
 from jaxreplay.buffers.rollout import RolloutState
 from jaxreplay.samplers.sum_tree import SumTreeState
-from jaxreplay.storage.sampleable import ReplayState
+from jaxreplay.storage.state import ReplayState
 from jaxreplay.storage.stored_arrays import num_bits
 from jaxreplay.types import Sample, Transition
 

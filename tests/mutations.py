@@ -17,14 +17,14 @@ ORACLE, VIEWS = "storage/test_oracle_streams.py", "views/test_views.py"
 MUTATIONS = (
     (
         "the write head is off by one",
-        "storage/streams.py",
+        "storage/writes.py",
         "position=ring.wrap(end, layout.length),",
         "position=ring.wrap(end + 1, layout.length),",
         ORACLE,
     ),
     (
         "a lap that ends at the last row is not counted",
-        "storage/streams.py",
+        "storage/writes.py",
         "(end >= layout.length).astype",
         "(end > layout.length).astype",
         ORACLE,
@@ -60,7 +60,7 @@ MUTATIONS = (
     (
         "a late index is taken",
         "samplers/prioritized.py",
-        "is_in_range & (sampleable.streams.index(row).lap == index.lap) & sampleable",
+        "is_in_range & (sampleable.state.index(row).lap == index.lap) & sampleable",
         "is_in_range & sampleable",
         ORACLE,
     ),

@@ -153,7 +153,7 @@ def most_memory(path, num_episodes):
                 for _ in range(num_episodes):
                     file.write(values.tobytes())
     state = from_npz(path, jr.uniform(capacity=40 * 1024, batch_size=2, autoreset="next_step"))
-    assert state.streams.counters.filled == num_episodes * 1024
+    assert state.counters.filled == num_episodes * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 few = most_memory("a.npz", 8)
@@ -185,7 +185,7 @@ def test_a_lerobot_dataset(form, tmp_path):
         parquet.write_table(pyarrow.table(table), folder / f"episode_00000{index}.parquet")
     replay = buffer(form)
     state = datasets.from_lerobot(tmp_path, replay)
-    obs = state.streams.steps.obs
+    obs = state.rows.steps.obs
     assert {key: leaf.shape[1:] for key, leaf in obs.items()} == {"state": (2,), "grid": (3, 2)}
     pairs = {(0, 1), (1, 2), (2, 3), (5, 6), (6, 7), (7, None), (8, 9), (9, 10), (10, 11), (11, 12)}
     if form == "same_step_no_final_obs":
@@ -271,7 +271,7 @@ def test_a_vault(form, write, tmp_path, monkeypatch):
         monkeypatch.setattr(vault, "_BLOCK_BYTES", block_bytes)
         state = datasets.from_vault(path, replay, names={"truncated": "info.cut"})
         assert transitions(replay, state, lambda obs: obs["a"]) == wanted
-        stored = jax.device_get(state.streams.steps.obs)
+        stored = jax.device_get(state.rows.steps.obs)
         np.testing.assert_array_equal(stored["b"], np.stack([stored["a"]] * 3, axis=1))
     metadata = json.loads((path / "metadata.json").read_text())
     (path / "metadata.json").write_text(json.dumps(metadata | {"version": 2.0}))

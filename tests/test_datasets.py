@@ -83,8 +83,8 @@ def test_there_and_back(form):
     dataset = made("there/one-v0", [*map(episode, range(6), lengths, ends)])
     replay = buffer(form, datasets.required_capacity(dataset))
     state = datasets.from_minari(dataset, replay)
-    assert int(state.streams.filled.sum()) == replay.capacity == sum(lengths) + len(lengths)
-    assert state.streams.steps.obs["goal"].dtype == np.float32  # float64 is stored as float32
+    assert int(state.filled.sum()) == replay.capacity == sum(lengths) + len(lengths)
+    assert state.rows.steps.obs["goal"].dtype == np.float32  # float64 is stored as float32
     every = jax.device_get(everything(replay)(state, 0))
     assert every.is_valid.sum() == sum(lengths)
     batch = jax.tree.map(lambda leaf: leaf[every.is_valid], every.experience)
@@ -192,7 +192,7 @@ def test_an_example_decides_the_dtypes():
         truncated=np.bool_(0),
     )
     replay = buffer("next_step", 8)
-    steps = datasets.from_minari(dataset, replay, example).streams.steps
+    steps = datasets.from_minari(dataset, replay, example).rows.steps
     assert (steps.obs["goal"].dtype, steps.action.dtype) == (np.float16, np.uint8)
     many = episode(0, 4)
     many.actions[:] = 200

@@ -117,7 +117,7 @@ def test_any_strides_gradients_and_lazy_conjugates_are_copied_as_they_look():
 def test_a_tensor_that_holds_a_leaf_makes_each_add_a_copy_or_an_error_so_that_states_are_refused():
     replay = jr.items(capacity=1 << 16, batch_size=4)
     add, one = jax.jit(replay.add, donate_argnums=0), np.ones(1, np.float32)
-    pointer = lambda state: state.streams.steps.unsafe_buffer_pointer()
+    pointer = lambda state: state.rows.steps.unsafe_buffer_pointer()
     state = add(replay.init(np.float32(0)), one)
     before = pointer(state)
     state = add(state, one)
@@ -128,7 +128,7 @@ def test_a_tensor_that_holds_a_leaf_makes_each_add_a_copy_or_an_error_so_that_st
     )
     with pytest.raises(ValueError, match=message):
         to_torch({"mine": state})
-    view = torch.from_dlpack(state.streams.steps)
+    view = torch.from_dlpack(state.rows.steps)
     if view.is_cuda:
         with pytest.raises(ValueError, match="external reference"):
             add(state, one)

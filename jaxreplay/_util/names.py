@@ -1,6 +1,6 @@
 """Names of leaves and configurations, for errors, files and tables.
 
-A leaf's name is its key path, such as `streams.steps.obs.image`. A configuration's name is the same
+A leaf's name is its key path, such as `rows.steps.obs.image`. A configuration's name is the same
 in each process.
 """
 

@@ -11,7 +11,7 @@ from jaxreplay._util import checks
 from jaxreplay._util.aliases import PyTree
 from jaxreplay.buffers import step_checks
 from jaxreplay.buffers.state_checks import check_not_deleted
-from jaxreplay.storage.sampleable import ReplayState
+from jaxreplay.storage.state import ReplayState
 
 B = TypeVar("B")  # the type of a buffer
 

@@ -19,7 +19,7 @@ class Memory:
     """Memory in bytes of a buffer's state, leaf by leaf. `str()` returns a table.
 
     Attributes:
-      leaves: Bytes of each leaf, by its key path in the state, such as "streams.steps.obs".
+      leaves: Bytes of each leaf, by its key path in the state, such as "rows.steps.obs".
       capacity: Number of rows.
     """
 

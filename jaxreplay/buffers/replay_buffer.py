@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxreplay import autoreset
-from jaxreplay._util import checks, random, xla
+from jaxreplay._util import checks, random
 from jaxreplay._util.aliases import Autoreset, Key, PyTree
 from jaxreplay._util.names import kind_of
 from jaxreplay._util.serialization import tell_flax
@@ -17,17 +17,11 @@ from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.state_checks import check_donated, check_state
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler, Sampler
 from jaxreplay.samplers.sampler import effective_sample_size
-from jaxreplay.storage import ending, episodes, platforms, row_flags
+from jaxreplay.storage import newest_row, platforms, row_flags, writes
 from jaxreplay.storage.episodes import Episodes
 from jaxreplay.storage.layout import Layout, Window
-from jaxreplay.storage.sampleable import (
-    ReplayState,
-    Sampleable,
-    count_expired,
-    count_pending,
-    effect_of,
-)
-from jaxreplay.storage.streams import Streams
+from jaxreplay.storage.sampleable import Sampleable
+from jaxreplay.storage.state import ReplayState
 from jaxreplay.types import Index, Sample, T
 from jaxreplay.views import RowReader, View, WrappedView
 from jaxreplay.views.view import Outline
@@ -158,7 +152,8 @@ class ReplayBuffer(Static, Generic[T]):
             allow_mask=self.allow_mask,
             window=self.window,
             platform=platform or self.platform or platforms.default(),
-            alpha=getattr(self.sampler, "alpha", None),
+            has_table=self.has_table,
+            sampler=self.sampler.identity(),
         )
 
     @property
@@ -223,11 +218,7 @@ class ReplayBuffer(Static, Generic[T]):
           platform: As for `layout`.
         """
         layout = self.layout(platform)
-        return ReplayState(
-            streams=Streams.empty(layout, example),
-            sampler=self.sampler.init(layout),
-            episodes=episodes.init(layout) if self.has_table else None,
-        )
+        return ReplayState.empty(layout, example, self.sampler.init(layout))
 
     def add(
         self, state: ReplayState, step: PyTree, mask: Any = None, priority: Any = None
@@ -378,7 +369,7 @@ class ReplayBuffer(Static, Generic[T]):
                 lambda new, old: jnp.where(can_sample, new, old), sampler, state.sampler
             )
         is_valid = can_sample & (probability > 0)
-        index = state.streams.index(row)
+        index = state.index(row)
         batch = self._read(state, rows, index, probability, is_valid, key, beta)
         return state.replace(sampler=sampler), batch
 
@@ -398,7 +389,7 @@ class ReplayBuffer(Static, Generic[T]):
 
         def item(row: jax.Array, is_valid: jax.Array, words: Any) -> Any:
             own = None if words is None else jnp.stack(words)
-            return self.view.read(RowReader(state.streams, row, state.episodes, own, is_valid))
+            return self.view.read(RowReader(state, row, own, is_valid))
 
         words = None
         if self.view.is_random:
@@ -451,7 +442,7 @@ class ReplayBuffer(Static, Generic[T]):
         state = check_state("get", self, state)
         rows, lap = (index.row, index.lap) if isinstance(index, Index) else (index, None)
         row, is_valid = step_checks.as_rows("get", rows, self.capacity)
-        current, members = state.streams.index(row), Sampleable.of(state)
+        current, members = state.index(row), Sampleable.of(state)
         is_valid &= members.contains(row) & (lap is None or current.lap == lap)
         probability = self.sampler.probability(state.sampler, members, row)
         return self._read(state, members, current, probability, is_valid, key, beta)
@@ -563,7 +554,7 @@ class ReplayBuffer(Static, Generic[T]):
             key = jax.random.key(0)
             _, _, probability = self.sampler.sample(state.sampler, rows, key, METRIC_DRAWS)
             part = effective_sample_size(probability.mean(), size)
-        filled = state.streams.counters.filled.sum(dtype=jnp.int32)
+        filled = state.counters.filled.sum(dtype=jnp.int32)
         return {
             "size": size,
             "fill": filled.astype(jnp.float32) / self.capacity,
@@ -582,7 +573,7 @@ class ReplayBuffer(Static, Generic[T]):
           int32[B], 0 for the newest row.
         """
         state = check_state("age", self, state)
-        return state.streams.age(index.row)
+        return state.age(index.row)
 
     def clear(self, state: ReplayState) -> ReplayState:
         """Remove all rows. No index of an earlier sample is valid afterwards.
@@ -594,11 +585,7 @@ class ReplayBuffer(Static, Generic[T]):
           The new state.
         """
         state = check_state("clear", self, state)
-        return state.replace(
-            streams=state.streams.clear(),
-            sampler=self.sampler.clear(state.sampler),
-            episodes=state.episodes and episodes.clear(state.episodes),
-        )
+        return state.clear().replace(sampler=self.sampler.clear(state.sampler))
 
     def end_streams(self, state: ReplayState, mask: Any = None) -> ReplayState:
         """End the unfinished episodes: the next step of each env does not follow its newest one.
@@ -623,7 +610,7 @@ class ReplayBuffer(Static, Generic[T]):
             raise ValueError("end_streams: items have no episodes, so that nothing goes on")
         mask = jnp.ones(self.num_envs, bool) if mask is None else mask
         step_checks.check_mask("end_streams", mask, True, (self.num_envs,))
-        state, effect = ending.end(state, jnp.asarray(mask))
+        state, effect = newest_row.close(state, jnp.asarray(mask))
         return state.replace(sampler=self.sampler.observe(state.sampler, effect, None))
 
     def episode_table(self, state: ReplayState) -> Episodes:
@@ -636,11 +623,11 @@ class ReplayBuffer(Static, Generic[T]):
           ValueError: The buffer keeps no table: make it with `track_episodes=True`.
         """
         state = check_state("episode_table", self, state)
-        if state.episodes is None:
+        if not state.layout.has_table:
             raise ValueError(
                 "episode_table: this buffer keeps none; make it with track_episodes=True"
             )
-        return Episodes(state.streams, state.episodes)
+        return Episodes(state)
 
     def _write(
         self, state: ReplayState, steps: PyTree, mask: jax.Array | None, priority: jax.Array | None
@@ -648,42 +635,16 @@ class ReplayBuffer(Static, Generic[T]):
         """Write a block of steps, leaves [T, E, ...]. It is short enough to overwrite neither a row
         that waits for its window, nor one that a new row looks back to.
         """
-        layout, window = state.layout, self.window
-        before = Sampleable.of(state)
-        if window.before:
-            # This is always True, which XLA does not know. The write now depends on the flags that
-            # the last sample read, so that XLA copies none.
-            is_ready = jnp.broadcast_to(
-                before.num_expired >= 0, (jax.tree.leaves(steps)[0].shape[0], layout.num_envs)
-            )
-            mask = is_ready if mask is None else mask & is_ready
-        counted, written = state.streams.advance(steps, mask)
-        if window.after is not None:
-            num_pending = count_pending(layout, before.num_pending, written)
-            counted = counted.with_counters(num_pending=num_pending)
-        table, noted = (
-            episodes.advance(layout, state.episodes, written) if state.episodes else (None, None)
-        )
-        after = state.replace(streams=counted, episodes=table)
-        if layout.traits.in_line:
-            # The minimum is always the first of the two, which XLA does not know. Without it XLA
-            # keeps a copy of the counts.
-            waited = (
-                before.num_pending
-                if window.after is None
-                else jnp.minimum(before.num_pending, window.after)
-            )
-            after, written, noted, waited = _counted_first(after, written, noted, waited)
-            before = dataclasses.replace(before, num_pending=waited)
-        streams = after.streams.write(steps, written)
-        after = after.replace(
-            streams=streams.with_counters(num_expired=count_expired(streams)),
-            episodes=after.episodes and noted and episodes.write(after.episodes, noted),
-        )
-        effect = effect_of(before, Sampleable.of(after), written) if window.is_bounded else None
-        if priority is not None and layout.rows_per_step == 2:  # 0 for final rows
+        counters, written = writes.advance(state, steps, mask)
+        rows = writes.write(state.rows, state.layout, steps, written)
+        after = state.replace(rows=rows, counters=counters)
+        if state.counters.num_expired is not None:
+            counters = counters.set(num_expired=writes.count_expired(after))
+            after = after.replace(counters=counters)
+        effect = writes.effect_of(after, written)
+        if priority is not None and state.layout.rows_per_step == 2:  # 0 for final rows
             priority = jnp.stack([priority, jnp.zeros_like(priority)], axis=1).reshape(
-                -1, layout.num_envs
+                -1, self.num_envs
             )
         return after.replace(sampler=self.sampler.observe(state.sampler, effect, priority))
 
@@ -708,7 +669,7 @@ class ReplayBuffer(Static, Generic[T]):
             axes, what = (time, *axes), "a block of steps, leaves [time, num_envs, ...]"
         if self.autoreset is not None:
             steps = step_checks.step_of(where, steps, self.autoreset)
-        step_checks.check_block(where, steps, state.streams.steps, axes, what)
+        step_checks.check_block(where, steps, state.rows.steps, axes, what)
         if mask is not None:
             step_checks.check_mask(where, mask, self.allow_mask, axes)
             mask = jnp.asarray(mask)
@@ -716,32 +677,6 @@ class ReplayBuffer(Static, Generic[T]):
             self._need_priorities(where)
             priority = step_checks.as_priority(where, priority, axes)
         return jax.tree.map(jnp.asarray, steps), mask, priority
-
-
-def _counted_first(state: ReplayState, *others: Any) -> tuple[Any, ...]:
-    """Finish all counting before all writing, in one kernel. Otherwise XLA fuses the counting into
-    each write again."""
-    rows = {name: getattr(state.streams, name) for name in ("steps", "flags", "candidate_number")}
-    table = (
-        {
-            name: getattr(state.episodes, name)
-            for name in ("ordinal", "end_position", "start_position")
-        }
-        if state.episodes
-        else {}
-    )
-    small = state.replace(
-        streams=state.streams.replace(**dict.fromkeys(rows)),
-        episodes=state.episodes and state.episodes.replace(**dict.fromkeys(table)),
-        sampler=None,
-    )
-    small, *rest = xla.barrier((small, *others))
-    num_full = small.replace(
-        streams=small.streams.replace(**rows),
-        episodes=small.episodes and small.episodes.replace(**table),
-        sampler=state.sampler,
-    )
-    return num_full, *rest
 
 
 # One program compiles in a third of the time of its operations one by one (measured).

@@ -15,40 +15,41 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay.storage import episodes, ring
+from jaxreplay.storage import ring, writes
 from jaxreplay.storage.layout import Layout
-from jaxreplay.storage.sampleable import ReplayState, Sampleable, count_expired
-from jaxreplay.storage.streams import Streams, Written, of_stream
+from jaxreplay.storage.sampleable import Sampleable
+from jaxreplay.storage.state import ReplayState, Rows, of_stream
+from jaxreplay.storage.writes import Writes, count_expired
 
+NO_ROWS = Rows(None, None, None, None, None, None)
 _BLOCK = 2**13  # rows that the episode table or a sampler gets at a time
 
 
-def with_heads(after: Layout, streams: Streams, num_lost: np.ndarray) -> Streams:
+def with_heads(after: Layout, state: ReplayState, num_lost: np.ndarray) -> ReplayState:
     """Move the heads of streams to another layout; the rows are moved later. This runs on the host,
     which has 64-bit integers.
 
     Args:
       after: The new layout.
-      streams: Streams with the old layout.
+      state: State with the old layout.
       num_lost: int64[E], number of lost rows of each stream.
     """
-    before = streams.counters
-    end = np.asarray(before.lap).astype(np.int64) * streams.layout.length + np.asarray(
+    before = state.counters
+    end = np.asarray(before.lap).astype(np.int64) * state.layout.length + np.asarray(
         before.position
     )
     position, lap = ring.position_of(end, after.length), (end // after.length).astype(np.uint32)
     filled = np.minimum(np.asarray(before.filled) - num_lost, after.length)
-    moved = streams.replace(layout=after)
-    return moved.with_counters(position=position, filled=filled, lap=lap)
+    counters = before.replace(layout=after).set(position=position, filled=filled, lap=lap)
+    return state.replace(layout=after, counters=counters)
 
 
 def parted(before: Any, old: ReplayState) -> tuple[ReplayState, dict[str, Any]]:
     """Divide a state of the buffer `before` into what `resized` takes, and its sampler's values per
     row, by name. The leaves may be shapes."""
     per_row = before.sampler.per_row(old.sampler)
-    return old.replace(
-        sampler=with_fields(old.sampler, dict.fromkeys(before.sampler.PER_ROW)), episodes=None
-    ), per_row
+    sampler = with_fields(old.sampler, dict.fromkeys(before.sampler.PER_ROW))
+    return old.replace(rows=NO_ROWS, sampler=sampler), per_row
 
 
 def with_fields(state: Any, fields: dict[str, Any]) -> Any:
@@ -57,9 +58,9 @@ def with_fields(state: Any, fields: dict[str, Any]) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def resized(after: Any, old: ReplayState, streams: Streams) -> ReplayState:
-    """Return a resized state whose rows are None. The sampler's values per row are still missing:
-    `moved` sets them.
+def resized(after: Any, old: ReplayState, streams: ReplayState) -> ReplayState:
+    """Return a resized state without rows but the episode table. The sampler's values per row
+    are still missing: `moved` sets them.
 
     Args:
       after: The buffer with the new capacity.
@@ -75,23 +76,23 @@ def resized(after: Any, old: ReplayState, streams: Streams) -> ReplayState:
             f"{type(after.sampler).__name__} keeps values per row: name these fields of its state "
             "in PER_ROW"
         )
-    counted = streams.with_counters(
-        num_pending=None
-        if (pending := streams.counters.num_pending) is None
-        else jnp.minimum(pending, streams.filled),
+    counters = streams.counters
+    pending = counters.num_pending
+    counters = counters.set(
+        num_pending=None if pending is None else jnp.minimum(pending, streams.filled),
         num_expired=count_expired(streams),
     )
-    return old.replace(
-        streams=counted.replace(steps=None, flags=None, candidate_number=None),
-        episodes=_episodes(streams) if after.has_table else None,
-        sampler=sampler,
-    )
+    counted = streams.replace(counters=counters, sampler=sampler)
+    if after.has_table:
+        counted = _with_episodes(counted)
+    rows = counted.rows.replace(steps=None, flags=None, candidate_number=None)
+    return counted.replace(rows=rows)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
 def moved(
     after: Any,
-    old: Streams,
+    old: ReplayState,
     sampler: Any,
     state: ReplayState,
     name: str,
@@ -103,7 +104,7 @@ def moved(
 
     Args:
       after: The buffer with the new capacity.
-      old: The old streams' heads.
+      old: The old state's heads.
       sampler: The sampler's new state. Donated.
       state: The new state, with its rows and without a sampler.
       name: Name of the values, as in `Sampler.per_row`.
@@ -121,7 +122,7 @@ def moved(
         # the last block begins earlier, and puts some values again
         first = jnp.minimum(nth * size, len(values) - size)
         place = jnp.minimum(start + first + ring.arange(size), old.layout.capacity)
-        row = _row_now(old, state.streams, place, holes)
+        row = _row_now(old, state, place, holes)
         return after.sampler.put_per_row(
             sampler, members, name, row, jax.lax.dynamic_slice_in_dim(values, first, size)
         )
@@ -130,7 +131,7 @@ def moved(
 
 
 def _row_now(
-    old: Streams, streams: Streams, place: jax.Array, holes: tuple[jax.Array, jax.Array]
+    old: ReplayState, streams: ReplayState, place: jax.Array, holes: tuple[jax.Array, jax.Array]
 ) -> jax.Array:
     """Return the new rows of old places, int32[K]: the new capacity for a place without a row, and
     for a row that is not kept. A place is position * E + env."""
@@ -146,22 +147,29 @@ def _row_now(
     return jnp.where(is_held, after.row(env, position), after.capacity)
 
 
-def _episodes(streams: Streams) -> episodes.EpisodeState:
-    """Return the episode table of the stored rows."""
-    layout = streams.layout
+def _with_episodes(state: ReplayState) -> ReplayState:
+    """Return a state with the episode table of its rows."""
+    layout = state.layout
     size = max(1, min(_BLOCK // layout.num_envs, layout.length))
     num_blocks = -(-layout.length // size)
 
-    def tell(nth: jax.Array, table: episodes.EpisodeState) -> episodes.EpisodeState:
+    def tell(nth: jax.Array, carry: Any) -> Any:
+        rows, counters = carry
         newer = (num_blocks - 1 - nth) * size  # number of rows in later blocks
         age = jnp.broadcast_to(size - 1 - ring.arange(size)[:, None], (size, layout.num_envs))
-        is_written = newer + age < streams.filled
-        position = layout.wrap(streams.head - 1 - jnp.minimum(newer + age, layout.length - 1))
+        is_written = newer + age < state.filled
+        position = layout.wrap(state.head - 1 - jnp.minimum(newer + age, layout.length - 1))
         row = layout.row(layout.envs(), position)
-        assert streams.flags is not None
-        flags = streams.flags.at[row].get(mode="promise_in_bounds")
+        flags = state.rows.flags.at[row].get(mode="promise_in_bounds")
         row = jnp.where(is_written, row, layout.capacity)
-        written = Written(row, is_written, flags, age, is_written.sum(axis=0, dtype=jnp.int32))
-        return episodes.write(*episodes.advance(layout, table, written))
+        num_rows = is_written.sum(axis=0, dtype=jnp.int32)
+        counters, own = writes.noted(
+            layout, counters, Writes(row, is_written, flags, age, num_rows, None)
+        )
+        return writes.note(rows, layout, own), counters
 
-    return jax.lax.fori_loop(0, num_blocks, tell, episodes.init(layout))
+    none = jnp.zeros((layout.capacity,), jnp.int32)
+    rows = NO_ROWS.replace(ordinal=none, end_position=none, start_position=none)
+    counters = state.counters.set(ordinal=0, is_open=False)
+    rows, counters = jax.lax.fori_loop(0, num_blocks, tell, (rows, counters))
+    return state.replace(rows=rows, counters=counters)

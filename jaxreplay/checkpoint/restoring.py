@@ -156,7 +156,7 @@ class Reading:
             ):
                 old = resize.parted(before, rows.split(jax.eval_shape(before.init, example))[1])
                 # A sampler that cannot be resized raises its error before anything is read.
-                jax.eval_shape(functools.partial(resize.resized, buffer), old[0], shape.streams)
+                jax.eval_shape(functools.partial(resize.resized, buffer), old[0], shape)
             if steps is not None:
                 state = jax.jit(lambda: _without_steps(buffer.init(example)))()
             elif sharding is not None:
@@ -191,15 +191,15 @@ class Reading:
         """
         if damaged:
             self.holes = salvage.holes_of(self._manifest, damaged, before, old, self._flags_of)
-        streams = resize.with_heads(buffer.layout(), old.streams, self.holes.num_lost)
-        streams = streams.replace(**read())
+        streams = resize.with_heads(buffer.layout(), old, self.holes.num_lost)
+        streams = streams.replace(rows=streams.rows.replace(**read()), sampler=None)
         if damaged:
             streams, candidate_number_now = salvage.closed(streams, self.holes)
             sampler = before.sampler.after_loss(old.sampler, candidate_number_now)
             old = old.replace(sampler=sampler)
         with defer_interrupts():
             rest = resize.resized(buffer, old, streams)
-        sampler, (stored, _) = rest.sampler, rows.split(old.replace(streams=streams))
+        sampler, (stored, _) = rest.sampler, rows.split(streams)
         state, holes = (
             rows.join(stored, rest.replace(sampler=None)),
             tuple(jnp.asarray(x, jnp.int32) for x in (self.holes.start, self.holes.size)),
@@ -209,7 +209,14 @@ class Reading:
                 with defer_interrupts():
                     sampler = jax.block_until_ready(
                         resize.moved(
-                            buffer, old.streams, sampler, state, name, start, values, holes
+                            buffer,
+                            old.replace(sampler=None),
+                            sampler,
+                            state,
+                            name,
+                            start,
+                            values,
+                            holes,
                         )
                     )
         return rows.join(stored, rest.replace(sampler=sampler))
@@ -342,7 +349,7 @@ class Reading:
 
 
 def _without_steps(state: Any) -> Any:
-    return state.replace(streams=state.streams.replace(steps=None))
+    return state.replace(rows=state.rows.replace(steps=None))
 
 
 def _ahead(begin: Callable[[Any], _T], items: Iterable[Any]) -> Iterator[_T]:

@@ -18,7 +18,7 @@ import numpy as np
 from jaxreplay._util import pow2
 from jaxreplay.checkpoint.processes import Processes
 from jaxreplay.storage import ring, stored_arrays
-from jaxreplay.storage.sampleable import ReplayState
+from jaxreplay.storage.state import ReplayState
 
 
 class Span(NamedTuple):
@@ -77,15 +77,12 @@ def split(state: Any) -> tuple[Any, Any]:
     `ReplayState` has rows."""
     if not isinstance(state, ReplayState):
         return {}, state
-    streams = state.streams
     rows = {
-        "steps": streams.steps,
-        "flags": streams.flags,
-        "candidate_number": streams.candidate_number,
+        "steps": state.rows.steps,
+        "flags": state.rows.flags,
+        "candidate_number": state.rows.candidate_number,
     }
-    return rows, state.replace(
-        streams=streams.replace(steps=None, flags=None, candidate_number=None)
-    )
+    return rows, state.replace(rows=state.rows.replace(**dict.fromkeys(rows)))
 
 
 def specs_of(shape: Any) -> Any:
@@ -96,7 +93,7 @@ def specs_of(shape: Any) -> Any:
 
 
 def join(rows: Any, rest: Any) -> Any:
-    return rest.replace(streams=rest.streams.replace(**rows)) if rows else rest
+    return rest.replace(rows=rest.rows.replace(**rows)) if rows else rest
 
 
 def ends_of(heads: Any, length: int) -> np.ndarray:
@@ -117,7 +114,7 @@ def num_rewritten(state: ReplayState) -> int:
 
 
 def _heads(state: ReplayState) -> tuple[jax.Array, jax.Array, jax.Array]:
-    counters = state.streams.counters
+    counters = state.counters
     return counters.position, counters.lap, counters.filled
 
 

@@ -26,8 +26,7 @@ import numpy as np
 
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.storage import ring, row_flags
-from jaxreplay.storage.sampleable import ReplayState
-from jaxreplay.storage.streams import Streams
+from jaxreplay.storage.state import ReplayState
 
 _Gap = tuple[int, int]  # ages from the first to before the second
 
@@ -127,7 +126,7 @@ def holes_of(
                 gaps[env].append((int(begin), int(stop)))
     joined = functools.partial(_joined, old.layout.lockstep)
     gaps = joined(gaps)
-    pending = old.streams.counters.num_pending if buffer.window.is_bounded else None
+    pending = old.counters.num_pending if buffer.window.is_bounded else None
     for env, own in enumerate(gaps):
         num_pending = 0 if pending is None else int(pending[env])
         if own and own[0][0] < num_pending:
@@ -170,11 +169,13 @@ def _joined(is_lockstep: bool, gaps: list[list[_Gap]]) -> list[list[_Gap]]:
     return found
 
 
-def closed(streams: Streams, holes: Holes) -> tuple[Streams, Callable[[np.ndarray], np.ndarray]]:
+def closed(
+    streams: ReplayState, holes: Holes
+) -> tuple[ReplayState, Callable[[np.ndarray], np.ndarray]]:
     """Return valid streams, with episodes and candidate numbers adjusted to the closed holes.
 
     Args:
-      streams: Streams whose rows lie at the ages that `Holes.age_of` returns, and whose `filled`
+      streams: State whose rows lie at the ages that `Holes.age_of` returns, and whose `filled`
         counts the remaining rows.
       holes: The lost rows.
 
@@ -186,8 +187,9 @@ def closed(streams: Streams, holes: Holes) -> tuple[Streams, Callable[[np.ndarra
     counters, layout, is_lost = streams.counters, streams.layout, holes.is_newest_lost
     filled, end = np.asarray(counters.filled)[:, None], np.asarray(streams.next_candidate_number)
     if counters.num_pending is not None:
-        streams = streams.with_counters(num_pending=jnp.where(is_lost, 0, counters.num_pending))
-    if streams.flags is None:  # each item's candidate number is its number
+        counters = counters.set(num_pending=jnp.where(is_lost, 0, counters.num_pending))
+        streams = streams.replace(counters=counters)
+    if streams.rows.flags is None:  # each item's candidate number is its number
 
         def now(number: np.ndarray) -> np.ndarray:
             newer = (end - number).astype(np.int32).astype(np.int64)[:, None]
@@ -195,7 +197,7 @@ def closed(streams: Streams, holes: Holes) -> tuple[Streams, Callable[[np.ndarra
             return end - np.clip(newer - lost, 0, filled)[:, 0].astype(np.uint32)
 
         return streams, now
-    old = streams.candidate_number
+    old = streams.rows.candidate_number
     assert counters.last_flags is not None
     assert old is not None
     cleared = row_flags.after_clear(layout.autoreset, counters.last_flags)
@@ -208,11 +210,11 @@ def closed(streams: Streams, holes: Holes) -> tuple[Streams, Callable[[np.ndarra
         is_later = (old[row] - number[:, None]).astype(jnp.int32) >= 0
         return end - np.asarray((is_candidate & is_later).sum(axis=1, dtype=jnp.uint32))
 
-    return streams.with_counters(last_flags=last_flags), of_row
+    return streams.replace(counters=counters.set(last_flags=last_flags)), of_row
 
 
 @jax.jit
-def _counted(streams: Streams, seam: jax.Array, is_seam: jax.Array) -> Any:
+def _counted(streams: ReplayState, seam: jax.Array, is_seam: jax.Array) -> Any:
     """Set the flags of rows beside holes, and count the candidates again.
 
     Args:
@@ -224,7 +226,8 @@ def _counted(streams: Streams, seam: jax.Array, is_seam: jax.Array) -> Any:
       The streams; and for each stream and age the row, int32[E, length], and whether it is a
       candidate, bool[E, length].
     """
-    layout, flags, candidate_number = streams.layout, streams.flags, streams.candidate_number
+    layout, rows = streams.layout, streams.rows
+    flags, candidate_number = rows.flags, rows.candidate_number
     assert candidate_number is not None
     row_of = lambda age: layout.row(
         layout.envs()[:, None], layout.wrap(streams.counters.position[:, None] - 1 - age)
@@ -245,5 +248,5 @@ def _counted(streams: Streams, seam: jax.Array, is_seam: jax.Array) -> Any:
     number = streams.next_candidate_number[:, None] - through
     written = jnp.where(is_written, row, layout.capacity)
     candidate_number = candidate_number.at[written].set(number, mode="drop")
-    streams = streams.replace(flags=flags, candidate_number=candidate_number)
+    streams = streams.replace(rows=rows.replace(flags=flags, candidate_number=candidate_number))
     return streams, row, is_candidate

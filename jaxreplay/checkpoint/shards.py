@@ -26,7 +26,7 @@ from jaxreplay.checkpoint.processes import Processes
 from jaxreplay.checkpoint.rows import Part, Parts
 from jaxreplay.distributed.local import SUMS
 from jaxreplay.distributed.sharded import Sharded
-from jaxreplay.storage.sampleable import ReplayState
+from jaxreplay.storage.state import ReplayState
 
 
 class Shards:
@@ -63,10 +63,8 @@ class Shards:
           state: The sharded state. It stays valid; its rows are shared, not copied.
         """
         size = self._local.num_envs
-        streams = jax.tree.map(self._placed, state.streams)
-        leaves, structure = jax.tree.flatten(
-            ReplayState(streams=streams, sampler=None, episodes=None)
-        )
+        placed = jax.tree.map(self._placed, state.replace(sampler=None))
+        leaves, structure = jax.tree.flatten(placed)
         on = [{one.device: one.data for one in leaf.addressable_shards} for leaf in leaves]
         own = [
             Part(at * size, structure.unflatten([of_leaf[device] for of_leaf in on]))
@@ -88,12 +86,17 @@ class Shards:
     def _rest(self, state: ReplayState) -> ReplayState:
         """Return one buffer's state without steps, the same in all processes."""
         num = self._sharded.num_shards
-        streams, sampler = jax.tree.map(
-            lambda leaf: self.processes.gathered(self._placed(leaf)),
-            (state.streams.replace(steps=None), state.sampler),
+        rows = resize.NO_ROWS.replace(
+            flags=state.rows.flags, candidate_number=state.rows.candidate_number
         )
-        whole = jax.tree.map(lambda leaf: _of_envs(leaf, num), streams.stored_counters)
-        streams = streams.replace(stored_counters=whole, layout=self.buffer.layout())
+        gathered = jax.tree.map(
+            lambda leaf: self.processes.gathered(self._placed(leaf)), state.replace(rows=rows)
+        )
+        layout, sampler = self.buffer.layout(), gathered.sampler
+        counters = jax.tree.map(lambda leaf: _of_envs(leaf, num), gathered.counters)
+        streams = gathered.replace(
+            counters=counters.replace(layout=layout), sampler=None, layout=layout
+        )
         per_row = self.buffer.sampler.per_row(sampler)
         values = {name: self._by_place(np.asarray(leaf)) for name, leaf in per_row.items()}
         own = self._whole(self._without(sampler), self._without(self._sampler(self.buffer)))
@@ -124,7 +127,7 @@ class Shards:
                 own = dataclasses.replace(
                     self._local, num_envs=len(shards) * size, capacity=capacity
                 )
-                init = lambda own=own: own.init(example).streams.steps
+                init = lambda own=own: own.init(example).rows.steps
                 steps = jax.jit(init, out_shardings=NamedSharding(mesh, P("shard")))()
                 found.append((shards[0] * size, (shards[-1] + 1) * size, steps))
         return found
@@ -137,7 +140,9 @@ class Shards:
           steps: The steps, in the memory that `_new_steps` has made. It is shared.
         """
         num, local, parts = self._sharded.num_shards, self._local, []
-        streams, sampler = jax.device_get((state.streams, state.sampler))
+        kept = {"flags": state.rows.flags, "candidate_number": state.rows.candidate_number}
+        old = state.replace(rows=resize.NO_ROWS.replace(**kept), sampler=None)
+        old, sampler = jax.device_get((old, state.sampler))
         values = {
             name: leaf[: self.buffer.capacity].reshape(-1, num, local.num_envs)
             for name, leaf in self.buffer.sampler.per_row(sampler).items()
@@ -145,8 +150,9 @@ class Shards:
         sampler, specs = self._without(sampler), self._without(self._sampler(local))
         for at, row in enumerate(self._devices):
             if devices := [one for one in row if one.process_index == self._me]:
-                own = jax.tree.map(lambda leaf, at=at: np.split(leaf, num, -1)[at], streams)
-                own = own.replace(layout=local.layout())
+                own = jax.tree.map(lambda leaf, at=at: np.split(leaf, num, -1)[at], old)
+                layout = local.layout()
+                own = own.replace(layout=layout, counters=own.counters.replace(layout=layout))
                 per_row = {name: leaf[:, at].reshape(-1) for name, leaf in values.items()}
                 made = _built(local, own, self._part(sampler, specs, at), per_row)
                 made = self._sharded.local.stacked(made)
@@ -155,7 +161,7 @@ class Shards:
         made = jax.tree.map(lambda *leaves: _array_of(num, sharding, leaves), *parts)
         shards_of = lambda leaves: [one.data for leaf in leaves for one in leaf.addressable_shards]
         steps = jax.tree.map(lambda *leaves: _array_of(num, sharding, shards_of(leaves)), *steps)
-        return made.replace(streams=made.streams.replace(steps=steps))
+        return made.replace(rows=made.rows.replace(steps=steps))
 
     def _placed(self, leaf: Any) -> jax.Array:
         """Return a leaf of a sharded state where `init` puts it. One process moves a leaf that lies
@@ -230,18 +236,19 @@ def _on_host() -> Iterator[None]:
             yield
 
 
-def _built(buffer: ReplayBuffer, streams: Any, sampler: Any, values: dict[str, Any]) -> ReplayState:
+def _built(
+    buffer: ReplayBuffer, streams: ReplayState, sampler: Any, values: dict[str, Any]
+) -> ReplayState:
     """Return a buffer's state, without steps.
 
     Args:
       buffer: The buffer.
-      streams: Its streams, without steps.
+      streams: Its state, without steps and sampler.
       sampler: Its sampler's state without values per row.
       values: Values per row, in the order of places, by name.
     """
-    old = ReplayState(streams=streams, sampler=sampler, episodes=None)
-    rest = resize.resized(buffer, old, streams)
-    stored, _ = rows.split(old)
+    rest = resize.resized(buffer, streams.replace(sampler=sampler), streams)
+    stored, _ = rows.split(streams)
     state, sampler = rows.join(stored, rest.replace(sampler=None)), rest.sampler
     none = jnp.zeros((buffer.num_envs, 0), jnp.int32)
     for name, own in values.items():

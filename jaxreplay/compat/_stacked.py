@@ -14,7 +14,7 @@ def for_each(function: Callable[..., Any], state: Any, *others: Any) -> Any:
       state: A node with a `ReplayState` as `rows`, whose leaves may have leading axes.
       others: Pytrees whose leaves have the same leading axes.
     """
-    for _ in range(state.rows.streams.counters.position.ndim - 1):
+    for _ in range(state.replay.counters.position.ndim - 1):
         function = jax.vmap(function)
     return function(state, *others)
 
@@ -26,4 +26,4 @@ def num_written(state: Any) -> jax.Array:
     Args:
       state: As for `for_each`.
     """
-    return state.rows.streams.counters.filled[..., 0]
+    return state.replay.counters.filled[..., 0]

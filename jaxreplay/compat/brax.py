@@ -33,7 +33,7 @@ from jaxreplay.buffers.step_checks import check_block
 from jaxreplay.compat._stacked import for_each, num_written
 from jaxreplay.samplers import Uniform
 from jaxreplay.storage import ring, stored_arrays
-from jaxreplay.storage.sampleable import ReplayState
+from jaxreplay.storage.state import ReplayState
 from jaxreplay.views import Item
 
 __all__ = [
@@ -54,13 +54,13 @@ class ReplayBufferState(Node):
     """State of a buffer.
 
     Attributes:
-      rows: The stored rows, as jaxreplay keeps them.
+      replay: The stored rows, as jaxreplay keeps them.
       sample_position: int32[]. Number of stored rows before the one that a queue samples next, the
         oldest first.
       key: Random key of the next sample.
     """
 
-    rows: ReplayState
+    replay: ReplayState
     sample_position: jax.Array
     key: Key
 
@@ -196,14 +196,14 @@ class _Rows(ReplayBuffer[ReplayBufferState, Sample]):
 
     def insert_internal(self, buffer_state: ReplayBufferState, samples: PyTree) -> Any:
         num_rows = _num_rows(samples)
-        axes, steps = (num_rows, *self._env_axis), buffer_state.rows.streams.steps
+        axes, steps = (num_rows, *self._env_axis), buffer_state.replay.rows.steps
         what = f"rows with leaves [N, {'num_envs, ' if self._env_axis else ''}...]"
         check_block("insert", samples, steps, axes, what)
         if not self._env_axis:
             samples = jax.tree.map(lambda leaf: jnp.asarray(leaf)[:, None], samples)
         num_lost = jnp.maximum(num_written(buffer_state) + num_rows - self._storage.length, 0)
         return buffer_state.replace(
-            rows=self._storage.extend(buffer_state.rows, samples),
+            replay=self._storage.extend(buffer_state.replay, samples),
             sample_position=jnp.maximum(buffer_state.sample_position - num_lost, 0),
         )
 
@@ -218,9 +218,9 @@ class _Rows(ReplayBuffer[ReplayBufferState, Sample]):
           env: int32[...].
           nth: int32[...], in [0, max_replay_size).
         """
-        streams, layout = state.rows.streams, state.rows.streams.layout
-        row = layout.row(env, layout.wrap(streams.head - streams.filled + nth))
-        return stored_arrays.tree_map(lambda leaf: stored_arrays.read(leaf, row), streams.steps)
+        replay, layout = state.replay, state.replay.layout
+        row = layout.row(env, layout.wrap(replay.head - replay.filled + nth))
+        return stored_arrays.tree_map(lambda leaf: stored_arrays.read(leaf, row), replay.rows.steps)
 
 
 class UniformSamplingQueue(_Rows[Sample]):
@@ -237,7 +237,7 @@ class UniformSamplingQueue(_Rows[Sample]):
 
     def sample_internal(self, buffer_state: ReplayBufferState) -> tuple[Any, Any]:
         key, sample_key = jax.random.split(buffer_state.key)
-        batch = self._storage.sample(buffer_state.rows, sample_key)
+        batch = self._storage.sample(buffer_state.replay, sample_key)
         return buffer_state.replace(key=key), batch.experience
 
 
@@ -430,9 +430,9 @@ def _num_rows(samples: PyTree) -> int:
 
 def _flat_rows(state: ReplayBufferState) -> jax.Array:
     """Return the rows of a state without leading axes, the oldest first: [max_replay_size, ...]."""
-    streams, layout = state.rows.streams, state.rows.streams.layout
-    position = layout.wrap(streams.head - streams.filled + ring.arange(layout.length))
+    replay, layout = state.replay, state.replay.layout
+    position = layout.wrap(replay.head - replay.filled + ring.arange(layout.length))
     row = layout.row(layout.envs(), position[:, None])  # [T, E]
-    rows = stored_arrays.tree_map(lambda leaf: stored_arrays.read(leaf, row), streams.steps)
+    rows = stored_arrays.tree_map(lambda leaf: stored_arrays.read(leaf, row), replay.rows.steps)
     flat = jax.vmap(jax.vmap(lambda one: ravel_pytree(one)[0]))(rows)
     return flat[:, 0] if layout.num_envs == 1 else flat

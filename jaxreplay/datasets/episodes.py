@@ -13,7 +13,7 @@ from jaxreplay._util.names import named
 from jaxreplay._util.pow2 import power_below
 from jaxreplay.buffers.jitted import jit
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
-from jaxreplay.storage.sampleable import ReplayState
+from jaxreplay.storage.state import ReplayState
 from jaxreplay.types import Step
 
 _MOST_STEPS = 1024  # added at once

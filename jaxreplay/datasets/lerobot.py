@@ -9,7 +9,7 @@ import numpy as np
 from jaxreplay._util.aliases import PyTree
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.datasets.episodes import Rows, episodes_of, fill
-from jaxreplay.storage.sampleable import ReplayState
+from jaxreplay.storage.state import ReplayState
 
 _BLOCK_ROWS = 4096
 _FLAGS = ("next.terminated", "next.success", "next.truncated", "next.done")

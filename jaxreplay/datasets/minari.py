@@ -33,7 +33,7 @@ from jaxreplay._util.pow2 import power_above
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.datasets.episodes import check_buffer, fill
 from jaxreplay.storage import ring, row_flags, stored_arrays
-from jaxreplay.storage.sampleable import ReplayState
+from jaxreplay.storage.state import ReplayState
 
 _MOST_BYTES = 16 * 2**20  # of episodes written at once; a larger episode is written alone
 
@@ -130,12 +130,12 @@ def to_minari(
         )
     if (
         not isinstance(state, ReplayState)
-        or len(jax.tree.leaves(state.streams.flags)[0]) != buffer.capacity
+        or len(jax.tree.leaves(state.rows.flags)[0]) != buffer.capacity
     ):
         raise ValueError(
             f"to_minari: the state belongs to another buffer; this one has {buffer.capacity} rows"
         )
-    reward = jax.tree.structure(state.streams.steps.reward, is_leaf=stored_arrays.is_compound)
+    reward = jax.tree.structure(state.rows.steps.reward, is_leaf=stored_arrays.is_compound)
     if not jax.tree_util.treedef_is_leaf(reward):
         raise ValueError("to_minari: a Minari step has one reward, but the buffer's are a pytree")
     path = get_dataset_path(dataset_id)
@@ -175,17 +175,17 @@ def _batches(episodes: Iterator[EpisodeBuffer]) -> Iterator[list[EpisodeBuffer]]
 
 
 def _episodes(buffer: ReplayBuffer, state: ReplayState, include_partial: bool) -> Iterator[Any]:
-    layout, counters = state.layout, state.streams.counters
+    layout, counters = state.layout, state.counters
     head, filled = np.array(counters.position), np.array(counters.filled)
     for env in range(buffer.num_envs):
         row = env * layout.length + ring.position_of(
             head[env] - filled[env] + np.arange(filled[env]), layout.length
         )
-        own = _read(state.streams.flags, row)
+        own = _read(state.rows.flags, row)
         closes = np.asarray(layout.closes_episode(own))
         for start, end in itertools.pairwise([0, *(np.flatnonzero(closes) + 1).tolist(), len(own)]):
             if episode := _episode(
-                state.streams.steps,
+                state.rows.steps,
                 own[start:end],
                 row[start:end],
                 end > start and bool(closes[end - 1]),

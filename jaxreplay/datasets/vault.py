@@ -13,7 +13,7 @@ from jaxreplay._util.aliases import PyTree
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.datasets import fields
 from jaxreplay.datasets.episodes import Rows, episodes_of, fill
-from jaxreplay.storage.sampleable import ReplayState
+from jaxreplay.storage.state import ReplayState
 
 _BLOCK_BYTES = 2**24
 _VERSION = 1  # of vaults, without what follows the point

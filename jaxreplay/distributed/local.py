@@ -19,7 +19,8 @@ from jaxreplay.buffers.state_checks import check_state, example_of
 from jaxreplay.samplers import PrioritySampler
 from jaxreplay.samplers.prioritized import SMALLEST
 from jaxreplay.samplers.sampler import effective_sample_size, uniform_probability
-from jaxreplay.storage.sampleable import ReplayState, Sampleable
+from jaxreplay.storage.sampleable import Sampleable
+from jaxreplay.storage.state import ReplayState
 from jaxreplay.targets import weights_of
 from jaxreplay.types import Index, Sample, T
 
@@ -97,7 +98,7 @@ class Local(Static, Generic[T]):
           state: The global state, or a part of it. Its layout is read, and the shapes and dtypes of
             its stored rows.
         """
-        leaves, structure = jax.tree.flatten(example_of(state.layout, state.streams.steps))
+        leaves, structure = jax.tree.flatten(example_of(state.layout, state.rows.steps))
         rows = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         return _specs(self.buffer, state.layout.platform, structure, rows)
 
@@ -277,9 +278,7 @@ class Local(Static, Generic[T]):
         else:
             weight = sampler.weight(state.sampler, rows, probability, is_valid, beta)
 
-        batch = self.buffer._read(
-            state, rows, state.streams.index(row), probability, is_valid, key, None
-        )
+        batch = self.buffer._read(state, rows, state.index(row), probability, is_valid, key, None)
         index = Index(batch.index.row + self._first_row(), batch.index.lap)
         return batch.replace(index=index, weight=weight * (self.num_shards * share))
 

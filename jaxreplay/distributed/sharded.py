@@ -19,7 +19,7 @@ from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.distributed.local import Local, part_of, shard_of
 from jaxreplay.samplers import ConsumingSampler, Prioritized, PrioritySampler, Sampler
 from jaxreplay.storage import platforms
-from jaxreplay.storage.sampleable import ReplayState
+from jaxreplay.storage.state import ReplayState
 from jaxreplay.types import Index, Sample, T
 
 # In older versions, JAX's own `searchsorted` fails the check of types inside of a `shard_map`.

@@ -16,7 +16,8 @@ from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_state
 from jaxreplay.inspection.resets import Resets, rows_around_resets
 from jaxreplay.storage import ring, stored_arrays
-from jaxreplay.storage.sampleable import ReplayState, Sampleable
+from jaxreplay.storage.sampleable import Sampleable
+from jaxreplay.storage.state import ReplayState
 
 _BLOCK_BYTES = 4 * 2**20
 _MOST_ROWS = 2**20  # searched for resets
@@ -156,7 +157,7 @@ def resets_of(state: ReplayState) -> Resets | None:
     if state.layout.autoreset is None:
         return None
     stored, rows = _rows_of(state, max(_MOST_ROWS // state.layout.num_envs, 1))
-    return stored.resets(_read(state.streams.flags, rows))
+    return stored.resets(_read(state.rows.flags, rows))
 
 
 def _rows_of(state: ReplayState, most: int = 2**31) -> tuple[Rows, np.ndarray]:
@@ -165,8 +166,9 @@ def _rows_of(state: ReplayState, most: int = 2**31) -> tuple[Rows, np.ndarray]:
     first, end = _span(state)
     first = np.maximum(first, end - most)
     rows = rows_in_order(first, end, state.layout.length)
-    streams = state.streams
-    held = {"steps": streams.steps} | ({} if streams.flags is None else {"flags": streams.flags})
+    held = {"steps": state.rows.steps}
+    if state.rows.flags is not None:
+        held["flags"] = state.rows.flags
     leaves = dict(named(held, is_leaf=stored_arrays.is_compound))
     specs = {
         name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for name, leaf in leaves.items()
@@ -177,7 +179,7 @@ def _rows_of(state: ReplayState, most: int = 2**31) -> tuple[Rows, np.ndarray]:
 
 def _span(state: ReplayState) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of each stream's oldest row, and of its newest row plus 1: int64[E]."""
-    counters = state.streams.counters
+    counters = state.counters
     position, lap, filled = (
         np.array(leaf).astype(np.int64)
         for leaf in (counters.position, counters.lap, counters.filled)

@@ -104,7 +104,7 @@ def plan(buffer: ReplayBuffer | Sharded, example: PyTree, devices: int = 1) -> P
 def _plan(buffer: ReplayBuffer, example: PyTree, num_devices: int) -> Plan:
     """Return the plan of one of several devices, each of which holds a buffer."""
     taken, free = buffer.memory(example), memory.free_bytes()
-    obs = [size for name, size in taken.leaves.items() if name.startswith("streams.steps.obs")]
+    obs = [size for name, size in taken.leaves.items() if name.startswith("rows.steps.obs")]
     return Plan(
         memory=taken,
         naive=taken.total + (sum(obs) if buffer.autoreset else 0),

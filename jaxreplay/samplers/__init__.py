@@ -14,4 +14,5 @@ from jaxreplay.samplers.sum_tree import SumTree as SumTree, SumTreeState as SumT
 from jaxreplay.samplers.uniform import Uniform as Uniform
 from jaxreplay.samplers.without_replacement import WithoutReplacement as WithoutReplacement
 from jaxreplay.storage.layout import Layout as Layout
-from jaxreplay.storage.sampleable import Sampleable as Sampleable, WriteEffect as WriteEffect
+from jaxreplay.storage.sampleable import Sampleable as Sampleable
+from jaxreplay.storage.writes import WriteEffect as WriteEffect

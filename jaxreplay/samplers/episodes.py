@@ -12,7 +12,7 @@ from jaxreplay.samplers.sampler import Draw, Sampler
 from jaxreplay.storage.layout import Window
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.search import split_by
-from jaxreplay.storage.streams import of_stream
+from jaxreplay.storage.state import of_stream
 
 
 class UniformEpisodes(Sampler):
@@ -104,15 +104,15 @@ class UniformEpisodes(Sampler):
     def _size_of(self, sampleable: Sampleable, row: jax.Array) -> jax.Array:
         """Count the sampleable rows of each row's episode, contiguous from its first row:
         int32[...]."""
-        layout, streams, episodes = sampleable.layout, sampleable.streams, sampleable.episodes
+        layout, state, episodes = sampleable.layout, sampleable.state, sampleable.episodes
         env, _ = layout.split(row)
         before, after = episodes.steps_from_start(row), episodes.steps_to_end(row)
         # The last row may be a final row, and the newest rows may be pending. Expired rows are
         # whole episodes.
         size = before + after + sampleable.is_candidate(layout.ahead(row, after))
-        age = streams.age(layout.ahead(row, -before))
+        age = state.age(layout.ahead(row, -before))
         size = jnp.minimum(size, age + 1 - of_stream(sampleable.num_pending, env))
-        is_expired = age >= of_stream(streams.filled, env) - of_stream(sampleable.num_expired, env)
+        is_expired = age >= of_stream(state.filled, env) - of_stream(sampleable.num_expired, env)
         return jnp.where(is_expired, 0, jnp.maximum(size, 0))
 
 

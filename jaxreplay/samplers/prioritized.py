@@ -4,6 +4,7 @@ sum over all sampleable rows.
 The mass of a row, here and in the sum tree, is its priority ** alpha.
 """
 
+import dataclasses
 from typing import Any, Literal
 
 import jax
@@ -17,7 +18,8 @@ from jaxreplay.samplers.sampler import Draw, PrioritySampler, uniform_probabilit
 from jaxreplay.samplers.sum_tree import SumTree, SumTreeState
 from jaxreplay.storage import ring
 from jaxreplay.storage.layout import Layout, Window
-from jaxreplay.storage.sampleable import Sampleable, WriteEffect
+from jaxreplay.storage.sampleable import Sampleable
+from jaxreplay.storage.writes import WriteEffect
 from jaxreplay.types import Index
 
 SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest float32 that no processor flushes to 0
@@ -107,6 +109,11 @@ class Prioritized(PrioritySampler):
                 'jaxreplay.hindsight(..., strategy="random") or FutureView(max_terminals=1)'
             )
         return window
+
+    def identity(self) -> "Prioritized":
+        """Return the sampler without what only samples depend on."""
+        kept = "buffer" if self.normalize_weights == "buffer" else "batch"
+        return dataclasses.replace(self, beta=0.4, stratified=True, normalize_weights=kept)
 
     def init(self, layout: Layout) -> PrioritizedState:
         """Return a state without priorities, whose largest priority is 1."""
@@ -350,7 +357,7 @@ def _accept(
     is_in_range = (index.row >= 0) & (index.row < layout.capacity)
     row = jnp.where(is_in_range, index.row, 0)
     is_live = (
-        is_in_range & (sampleable.streams.index(row).lap == index.lap) & sampleable.contains(row)
+        is_in_range & (sampleable.state.index(row).lap == index.lap) & sampleable.contains(row)
     )
     is_good = _is_good(priority)
     accepted = is_live & is_good

@@ -100,7 +100,7 @@ class Queue(ConsumingSampler):
         env, _ = sampleable.layout.split(row)
         end = sampleable.first_candidate_number() + sampleable.count().astype(jnp.uint32)
         is_left = (
-            end[env] - sampleable.streams.candidate_number_of(row)
+            end[env] - sampleable.state.candidate_number_of(row)
             <= _left(state, sampleable)[0].astype(jnp.uint32)[env]
         )
         return is_left.astype(jnp.float32)
@@ -114,15 +114,15 @@ class Queue(ConsumingSampler):
         If the view waits for the end of the episode, and an episode fills its stream, the result
         stays False forever.
         """
-        layout, streams = sampleable.layout, sampleable.streams
-        held, next_candidate_number = streams.filled, streams.next_candidate_number
+        layout, stored = sampleable.layout, sampleable.state
+        held, next_candidate_number = stored.filled, stored.next_candidate_number
         # candidates of each stream whose look-back is intact
         whole = next_candidate_number - sampleable.first_candidate_number()
         waiting = jnp.minimum(next_candidate_number - state.next, whole)
         row = sampleable.select(
             layout.envs(), jnp.where(waiting > 0, whole - waiting, 0).astype(jnp.int32)
         )
-        place = held - 1 - streams.age(row)  # counted from the stream's oldest row
+        place = held - 1 - sampleable.age(row)  # counted from the stream's oldest row
         needed = jnp.where(
             waiting > 0, place - sampleable.look_back(row), held - (layout.window.before or 0)
         )

@@ -67,7 +67,7 @@ class Recent(Sampler):
         count = sampleable.count()
         end = sampleable.first_candidate_number() + count.astype(jnp.uint32)
         return self._probability(
-            count, ring.difference(end[env], sampleable.streams.candidate_number_of(row)) - 1
+            count, ring.difference(end[env], sampleable.state.candidate_number_of(row)) - 1
         )
 
     def mass(self, state: PyTree, sampleable: Sampleable) -> jax.Array:

@@ -22,7 +22,8 @@ import numpy as np
 from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.struct import Static
 from jaxreplay.storage.layout import Layout, Window
-from jaxreplay.storage.sampleable import Sampleable, WriteEffect
+from jaxreplay.storage.sampleable import Sampleable
+from jaxreplay.storage.writes import WriteEffect
 from jaxreplay.targets import weights_of
 from jaxreplay.types import Index
 
@@ -107,6 +108,17 @@ class Sampler(Static):
           ValueError: The sampler does not work with this window.
         """
         return window
+
+    def identity(self) -> "Sampler | None":
+        """Return what decides the meaning of the state, beside the buffer's sizes.
+
+        States of buffers whose samplers have equal identities can be exchanged.
+
+        Returns:
+          By default the sampler itself if `PER_ROW` names fields, else None. If arguments do not
+          change the state, return the sampler with their defaults.
+        """
+        return self if self.PER_ROW else None
 
     def init(self, layout: Layout) -> PyTree:
         """Return the state for an empty buffer.
@@ -370,7 +382,7 @@ class PrioritySampler(Sampler):
         """Return the state with new priorities for sampled rows.
 
         Ignore stale indices and invalid priorities. An index is live if its row is in [0, N) and
-        sampleable, and `sampleable.streams.index(row).lap == index.lap`.
+        sampleable, and `sampleable.state.index(row).lap == index.lap`.
 
         Args:
           state: The sampler's state.

@@ -8,7 +8,6 @@ from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay.samplers.sampler import Draw, Sampler, uniform_probability
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.search import split_by
-from jaxreplay.storage.streams import written_row
 
 _MAX_REDRAWS = 16
 _TRIES_AT_ONCE = 4  # on an accelerator
@@ -66,7 +65,7 @@ class Uniform(Sampler):
 
         def redraw(carry):
             tries, row, is_drawn = carry
-            other = written_row(sampleable.streams, *random.remix(high, low, tries))
+            other = sampleable.state.random_row(*random.remix(high, low, tries))
             return tries + 1, jnp.where(is_drawn, row, other), is_drawn | sampleable.contains(other)
 
         def select(carry):
@@ -120,12 +119,10 @@ def _first_drawn(
     ]
     # One by one, XLA fuses the tries into the kernel that chooses among them.
     if sampleable.layout.traits.in_line:
-        rows = [written_row(sampleable.streams, *words) for words in tries]
+        rows = [sampleable.state.random_row(*words) for words in tries]
         is_drawn = [sampleable.contains(row) for row in rows]
     else:
-        rows = written_row(
-            sampleable.streams, *jax.tree.map(lambda *words: jnp.stack(words), *tries)
-        )
+        rows = sampleable.state.random_row(*jax.tree.map(lambda *words: jnp.stack(words), *tries))
         is_drawn = sampleable.contains(rows)
     row, found = rows[-1], is_drawn[-1]
     for nth in reversed(range(num_tries - 1)):

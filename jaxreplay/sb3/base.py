@@ -1,7 +1,7 @@
 """The base of the drop-in buffers: Stable-Baselines3's methods, over rows on the device.
 
 Stable-Baselines3 passes each transition with its next observation. Here that observation is stored
-as the next step's own, or as the final row of its episode (`storage/provisional.py`).
+as the next step's own, or as the final row of its episode (`storage/newest_row.py`).
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from jaxreplay.sb3.arrays import TORCH_DTYPES, fitted
 from jaxreplay.sb3.batch import SB3View
 from jaxreplay.sb3.record import Record
 from jaxreplay.stateful.staging import BlockLengths
-from jaxreplay.storage import provisional, ring
+from jaxreplay.storage import newest_row, ring
 from jaxreplay.torch import to_torch
 from jaxreplay.types import Step
 from jaxreplay.views import View
@@ -571,7 +571,7 @@ def _add_and_read(
       The state; the items of `chosen`, or None.
     """
     steps = steps.replace(truncated=~steps.terminated)
-    state = provisional.extend(buffer, state, steps, goes_on, was_first)
+    state = newest_row.extend(buffer, state, steps, goes_on, was_first)
     return state, None if chosen is None else _items(buffer, state, chosen)
 
 

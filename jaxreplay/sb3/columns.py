@@ -63,10 +63,10 @@ def _rows(buffer: Any, state: Any, env: jax.Array, nth: jax.Array, name: str) ->
     """Return the `nth` transitions of envs, int32[B] both: leaves [B, ...]."""
     del buffer
     row = transitions(state).select(env, nth)
-    return jax.vmap(lambda row: _READ[name](RowReader(state.streams, row)))(row)
+    return jax.vmap(lambda row: _READ[name](RowReader(state, row)))(row)
 
 
 def transitions(state: Any) -> Sampleable:
     """Return the set of all transitions, also those whose window is not complete."""
     none = jnp.zeros((state.layout.num_envs,), jnp.int32)
-    return Sampleable(state.streams, state.episodes, none, none)
+    return Sampleable(state, none, none)

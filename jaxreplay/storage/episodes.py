@@ -15,92 +15,13 @@ for them.
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxreplay._util.struct import Node
 from jaxreplay.storage import ring, row_flags
 from jaxreplay.storage.layout import Layout
-from jaxreplay.storage.streams import Streams, Written, from_each_on, of_stream
-
-
-class EpisodeState(Node):
-    """Episode tables of E streams with N rows in all."""
-
-    ordinal: jax.Array  # int32[N], in [0, length): each row's episode
-    # int32[N]: env * length + ordinal -> position of that episode's last row
-    end_position: jax.Array
-    current: jax.Array  # int32[E], in [0, length): ordinal of the next row
-    is_open: jax.Array  # bool[E]: the newest row's episode has not ended
-    start_position: jax.Array  # int32[N]: the same for that episode's first row
-
-
-def init(layout: Layout) -> EpisodeState:
-    """Return tables without episodes."""
-    positions = jnp.zeros((layout.capacity,), jnp.int32)
-    return EpisodeState(
-        ordinal=positions,
-        end_position=jnp.zeros_like(positions),
-        start_position=jnp.zeros_like(positions),
-        current=jnp.zeros((layout.num_envs,), jnp.int32),
-        is_open=jnp.zeros((layout.num_envs,), bool),
-    )
-
-
-def clear(state: EpisodeState) -> EpisodeState:
-    """Forget every episode. An unfinished one does not continue."""
-    return state.replace(
-        current=jnp.zeros_like(state.current), is_open=jnp.zeros_like(state.is_open)
-    )
-
-
-class Entries(NamedTuple):
-    """Table entries that a write of K rows a stream sets: int32[K, E] each."""
-
-    row: jax.Array  # capacity where nothing is written
-    position: jax.Array
-    ordinal: jax.Array
-    # place in `EpisodeState.end_position` that is set to `position`; capacity for none
-    end_position: jax.Array
-    start_position: jax.Array  # the same for `EpisodeState.start_position`
-
-
-def advance(layout: Layout, state: EpisodeState, written: Written) -> tuple[EpisodeState, Entries]:
-    """Count a write. Return the tables with new counters, and the entries for `write` to set."""
-    assert written.flags is not None
-    is_first, is_final = ((written.flags & bit) != 0 for bit in (row_flags.FIRST, row_flags.FINAL))
-    closes = written.is_written & layout.closes_episode(written.flags) & ~(is_first & is_final)
-    current = layout.wrap(state.current + closes.sum(axis=0, dtype=jnp.int32))
-    ordinal = layout.wrap(current - from_each_on(closes).astype(jnp.int32))
-    _, position = layout.split(written.row)
-    is_newest = written.is_written & (written.age == 0)
-
-    def entry(where):
-        return jnp.where(where, layout.row(layout.envs(), ordinal), layout.capacity)
-
-    start_position = entry(written.is_written & is_first & ~is_final)
-    counted = state.replace(
-        current=current,
-        is_open=jnp.where(
-            written.num_rows > 0, ~jnp.any(is_newest & closes, axis=0), state.is_open
-        ),
-    )
-    return counted, Entries(written.row, position, ordinal, entry(closes), start_position)
-
-
-def write(state: EpisodeState, entries: Entries) -> EpisodeState:
-    """Set the entries that `advance` returned, in the tables that it returned."""
-
-    def at(table, entry, values):
-        return table.at[entry].set(values, mode="drop", unique_indices=True)
-
-    return state.replace(
-        ordinal=at(state.ordinal, entries.row, entries.ordinal),
-        end_position=at(state.end_position, entries.end_position, entries.position),
-        start_position=at(state.start_position, entries.start_position, entries.position),
-    )
+from jaxreplay.storage.state import ReplayState, at, of_stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,17 +33,15 @@ class Episodes:
     Its `ends_ahead` is that of the next row.
 
     Args:
-      streams: The stored rows, E streams.
-      table: The state's episode tables.
+      state: The buffer's state, with an episode table; E streams.
     """
 
-    streams: Streams
-    table: EpisodeState
+    state: ReplayState
 
     @property
     def layout(self) -> Layout:
         """Layout of the state."""
-        return self.streams.layout
+        return self.state.layout
 
     def steps_to_end(self, row: jax.Array) -> jax.Array:
         """Count the rows from each row to its episode's last row.
@@ -184,7 +103,7 @@ class Episodes:
           int32[...].
         """
         env, _, ordinal = self._locate(row)
-        is_open = self._of(self.table.is_open, env)
+        is_open = of_stream(self.state.counters.is_open, env)
         return (
             ring.forward(ordinal, self._ordinal(env, self._newest(env)), self.layout.length)
             + ~is_open
@@ -205,7 +124,7 @@ class Episodes:
             env, oldest, row_flags.FIRST
         )
         return (
-            self.streams.is_written(row)
+            self.state.is_written(row)
             & self._has_ended(env, ordinal)
             & is_intact
             & ~self._is_in_none(env, position)
@@ -217,9 +136,9 @@ class Episodes:
         newest = self._newest(env)
         # A final row that opens an episode does not belong to it.
         is_open = (
-            self.table.is_open
+            self.state.counters.is_open
             & ~self._has(env, newest, row_flags.FINAL)
-            & (self.streams.filled > 0)
+            & (self.state.filled > 0)
         )
         return jnp.where(is_open, self.steps_from_start(self.layout.row(env, newest)) + 1, 0)
 
@@ -228,7 +147,7 @@ class Episodes:
         int32[E], else 0."""
         env = self.layout.envs()
         oldest = self._oldest(env)
-        is_intact = self._has(env, oldest, row_flags.FIRST) | (self.streams.filled == 0)
+        is_intact = self._has(env, oldest, row_flags.FIRST) | (self.state.filled == 0)
         return jnp.where(is_intact, 0, self.steps_to_end(self.layout.row(env, oldest)) + 1)
 
     def range_of(self, env: jax.Array, nth: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -255,9 +174,9 @@ class Episodes:
             self._ordinal(env, position) for position in (self._oldest(env), self._newest(env))
         )
         # A final row that opens an episode does not belong to it.
-        is_one = ~self.table.is_open | ~self._has(env, self._newest(env), row_flags.FINAL)
+        is_one = ~self.state.counters.is_open | ~self._has(env, self._newest(env), row_flags.FINAL)
         return jnp.where(
-            self.streams.filled > 0, ring.forward(oldest, newest, self.layout.length) + is_one, 0
+            self.state.filled > 0, ring.forward(oldest, newest, self.layout.length) + is_one, 0
         )
 
     def _start(self, env: jax.Array, ordinal: jax.Array) -> jax.Array:
@@ -268,7 +187,7 @@ class Episodes:
         is_headless = (ordinal == self._ordinal(env, oldest)) & ~self._has(
             env, oldest, row_flags.FIRST
         )
-        start = self._of(self.table.start_position, self.layout.row(env, ordinal))
+        start = at(self.state.rows.start_position, self.layout.row(env, ordinal))
         return jnp.where(is_headless, oldest, start)
 
     def _is_in_none(self, env: jax.Array, position: jax.Array) -> jax.Array:
@@ -276,28 +195,25 @@ class Episodes:
         return self._has(env, position, row_flags.FIRST) & self._has(env, position, row_flags.FINAL)
 
     def _has(self, env: jax.Array, position: jax.Array, flag: int) -> jax.Array:
-        return self.streams.has(self.layout.row(env, position), flag)
+        return self.state.has(self.layout.row(env, position), flag)
 
     def _locate(self, row: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         env, position = self.layout.split(row)
-        return env, position, self._of(self.table.ordinal, row)
+        return env, position, at(self.state.rows.ordinal, row)
 
     def _has_ended(self, env: jax.Array, ordinal: jax.Array) -> jax.Array:
         is_newest = ordinal == self._ordinal(env, self._newest(env))
-        return ~(is_newest & self._of(self.table.is_open, env))
+        return ~(is_newest & of_stream(self.state.counters.is_open, env))
 
     def _newest(self, env: jax.Array) -> jax.Array:
-        return self.layout.wrap(of_stream(self.streams.head, env) - 1)
+        return self.layout.wrap(of_stream(self.state.head, env) - 1)
 
     def _oldest(self, env: jax.Array) -> jax.Array:
-        head, filled = (of_stream(x, env) for x in (self.streams.head, self.streams.filled))
+        head, filled = (of_stream(x, env) for x in (self.state.head, self.state.filled))
         return self.layout.wrap(head - filled)
 
     def _ordinal(self, env: jax.Array, position: jax.Array) -> jax.Array:
-        return self._of(self.table.ordinal, self.layout.row(env, position))
+        return at(self.state.rows.ordinal, self.layout.row(env, position))
 
     def _end(self, env: jax.Array, ordinal: jax.Array) -> jax.Array:
-        return self._of(self.table.end_position, self.layout.row(env, ordinal))
-
-    def _of(self, values: jax.Array, index: jax.Array) -> jax.Array:
-        return values.at[index].get(mode="promise_in_bounds")
+        return at(self.state.rows.end_position, self.layout.row(env, ordinal))

@@ -3,6 +3,7 @@ around it are read (its window)."""
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,12 @@ class Window(Static):
     needs_episodes: bool = False
 
     @property
+    def completed_by(self) -> int:
+        """Flags of a row that completes every window which reaches it, unless these cross episodes:
+        a final row or, if the view reads no final observation, a terminated row."""
+        return row_flags.FINAL | (0 if self.needs_final_obs else row_flags.TERMINATED)
+
+    @property
     def is_bounded(self) -> bool:
         """True if the number of rows is known beforehand, so that no episode table is needed."""
         return self.before is not None and self.after is not None
@@ -81,7 +88,8 @@ class Layout(Static):
       allow_mask: Some envs may take no step.
       window: Rows that must be known around a row before it can be sampled.
       platform: "cpu", "gpu" or "tpu": the arrays are laid out for it.
-      alpha: The sampler's `alpha`, on which the numbers in its tree depend, or None if it has none.
+      has_table: The state has an episode table.
+      sampler: The sampler, if its state has a number for each row, else None.
     """
 
     num_envs: int
@@ -90,7 +98,8 @@ class Layout(Static):
     allow_mask: bool
     window: Window
     platform: str
-    alpha: float | None
+    has_table: bool
+    sampler: Any
 
     @functools.cached_property
     def traits(self) -> Traits:
@@ -120,7 +129,7 @@ class Layout(Static):
 
     @functools.cached_property
     def counter_names(self) -> tuple[str, ...]:
-        """Names of the counters of each stream, in the order of `Streams.stored_counters`."""
+        """Names of the counters of each stream, in the order of `Counters.stored`."""
         has_flags, window = self.autoreset is not None, self.window
         others = {
             "last_flags": has_flags,
@@ -128,13 +137,15 @@ class Layout(Static):
             "phase": window.period > 1,
             "num_pending": window.after is not None,
             "num_expired": bool(window.before),
+            "ordinal": self.has_table,
+            "is_open": self.has_table,
         }
         return ("position", "filled", "lap", *(name for name, is_kept in others.items() if is_kept))
 
     @functools.cached_property
     def may_take_back(self) -> bool:
         """True if a stream's newest row, if it is a final row, may be removed again
-        (`storage/provisional.py`)."""
+        (`storage/newest_row.py`)."""
         return self.rows_per_step == 2 and not self.allow_mask
 
     @functools.cached_property

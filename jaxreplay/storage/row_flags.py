@@ -81,7 +81,7 @@ def termination_has_final_row(form: Autoreset) -> bool:
 def closes_episode(flags: jax.Array, form: Autoreset) -> jax.Array:
     """Return whether a row is the last one of its episode: a final row or, if terminated rows have
     none after them, a terminated row."""
-    bits = FINAL if termination_has_final_row(form) else FINAL | TERMINATED
+    bits = FINAL | TERMINATED if form == "same_step_no_final_obs" else FINAL
     return (flags & bits) != 0
 
 

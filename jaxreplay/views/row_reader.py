@@ -11,8 +11,8 @@ from jax.typing import ArrayLike
 from jaxreplay._util import random
 from jaxreplay._util.aliases import PyTree, Stored
 from jaxreplay.storage import row_flags, stored_arrays
-from jaxreplay.storage.episodes import Episodes, EpisodeState
-from jaxreplay.storage.streams import Streams, written_row
+from jaxreplay.storage.episodes import Episodes
+from jaxreplay.storage.state import ReplayState
 from jaxreplay.types import Step
 
 
@@ -36,17 +36,15 @@ class RowReader:
     find the newest row, use `rows_after`.
 
     Attributes:
-      streams: The stored rows of all envs.
+      state: The buffer's state.
       row: int32[]; number of the sampled row in the buffer: env * length + position in the ring.
-      table: The table that `episodes` needs. Default: the buffer keeps no table.
       bits: uint32[2]; random bits of this item alone, for views with `is_random`. Default: no bits.
       is_valid: bool[]; `Sample.is_valid` of this item. If False, a mask in the item must be False
         too, for losses that use the mask alone. Default: True.
     """
 
-    streams: Streams
+    state: ReplayState
     row: jax.Array  # int32[]
-    table: EpisodeState | None = None
     bits: jax.Array | None = None  # uint32[2]
     is_valid: jax.Array | bool = True
 
@@ -58,7 +56,7 @@ class RowReader:
         Args:
           offset: int or int32[...]; rows forward in time. Default: 0, the sampled row.
         """
-        return self._read(self.streams.steps, offset)
+        return self._read(self.state.rows.steps, offset)
 
     def obs(self, offset: ArrayLike) -> PyTree:
         """Return observations: pytree as `Step.obs`, leaves [...] followed by the leaf's own axes.
@@ -66,7 +64,7 @@ class RowReader:
         Args:
           offset: int or int32[...]; rows forward in time.
         """
-        return self._read(self.streams.steps.obs, offset)
+        return self._read(self.state.rows.steps.obs, offset)
 
     def action(self, offset: ArrayLike) -> PyTree:
         """Return actions: pytree as `Step.action`, leaves [...] followed by the leaf's own axes.
@@ -74,7 +72,7 @@ class RowReader:
         Args:
           offset: int or int32[...]; rows forward in time.
         """
-        return self._read(self.streams.steps.action, offset)
+        return self._read(self.state.rows.steps.action, offset)
 
     def reward(self, offset: ArrayLike) -> PyTree:
         """Return rewards: pytree as `Step.reward`, leaves [...] followed by the leaf's own axes.
@@ -82,7 +80,7 @@ class RowReader:
         Args:
           offset: int or int32[...]; rows forward in time.
         """
-        return self._read(self.streams.steps.reward, offset)
+        return self._read(self.state.rows.steps.reward, offset)
 
     def extras(self, offset: ArrayLike) -> PyTree:
         """Return extras: pytree as `Step.extras`, leaves [...] followed by the leaf's own axes.
@@ -92,7 +90,7 @@ class RowReader:
         Args:
           offset: int or int32[...]; rows forward in time.
         """
-        return self._read(self.streams.steps.extras, offset)
+        return self._read(self.state.rows.steps.extras, offset)
 
     def is_terminated(self, offset: ArrayLike) -> jax.Array:
         """Return True where a step terminated its episode: bool[...].
@@ -133,7 +131,7 @@ class RowReader:
           flag: Bit of `jaxreplay.storage.row_flags`. If several are joined by `|`, one is enough.
           offset: int or int32[...]; rows forward in time.
         """
-        return (self._read(self.streams.flags, offset) & flag) != 0
+        return (self._read(self.state.rows.flags, offset) & flag) != 0
 
     def step(self, offset: ArrayLike) -> Step:
         """Return a `Step` without `final_obs`, leaves [...] followed by the leaf's own axes.
@@ -159,14 +157,14 @@ class RowReader:
           offset: int or int32[...]; rows forward in time.
           most: Number of rows that are examined, at least 0. They must be in the view's window.
         """
-        return self.streams.rows_before(self.streams.layout.ahead(self.row, offset), most)
+        return self.state.rows_before(self.state.layout.ahead(self.row, offset), most)
 
     def rows_after(self) -> jax.Array:
         """Return the number of rows written after the sampled row: int32[], 0 for the newest row.
 
         Rows of later episodes count. `obs(t)` with `t > 0` is written if `t <= rows_after()`.
         """
-        return self.streams.age(self.row)
+        return self.state.age(self.row)
 
     @property
     def episodes(self) -> Episodes:
@@ -174,8 +172,7 @@ class RowReader:
 
         They need a view whose window has `before=None`, `after=None` or `needs_episodes=True`.
         """
-        assert self.table is not None
-        return Episodes(self.streams, self.table)
+        return Episodes(self.state)
 
     @property
     def termination_has_final_row(self) -> bool:
@@ -184,7 +181,7 @@ class RowReader:
         It is False with `autoreset="same_step_no_final_obs"`: a terminated row is then followed by
         the next episode. A Python bool.
         """
-        return self.streams.layout.termination_has_final_row
+        return self.state.layout.termination_has_final_row
 
     def random_words(self, purpose: int) -> tuple[jax.Array, jax.Array]:
         """Return 64 random bits of this item: two words, uint32[] each. Needs `is_random`.
@@ -204,7 +201,7 @@ class RowReader:
         Args:
           purpose: Number of the random choice, as for `random_words`, at least 0.
         """
-        return self.at(row=written_row(self.streams, *self.random_words(purpose)))
+        return self.at(row=self.state.random_row(*self.random_words(purpose)))
 
     def at(self, **changes: Any) -> "RowReader":
         """Return a reader of another row, or with other random bits.
@@ -215,7 +212,7 @@ class RowReader:
         return dataclasses.replace(self, **changes)
 
     def _read(self, stored: Stored, offset: ArrayLike) -> PyTree:
-        row = self.streams.layout.ahead(self.row, offset)
+        row = self.state.layout.ahead(self.row, offset)
         return stored_arrays.tree_map(lambda leaf: stored_arrays.read(leaf, row), stored)
 
 
@@ -228,9 +225,8 @@ class WrappedReader(RowReader):
     `rows_before` read the stored rows.
 
     Attributes:
-      streams: The stored rows of all envs.
+      state: The buffer's state.
       row: int32[]; number of the sampled row in the buffer.
-      table: The table that `episodes` needs. Default: the buffer keeps no table.
       bits: uint32[2]; random bits of this item alone. Default: no bits.
       is_valid: bool[]; `Sample.is_valid` of this item. Default: True.
       inner: The reader that is wrapped; `around` sets it. Default: none, and the methods that

@@ -146,7 +146,7 @@ def iteration(buffer: Any, carry: Any, step: Any, key: Any) -> Any:
 
 def storage(case: Case, platform: str) -> Any:
     """Return the shapes and dtypes of the stored leaves."""
-    return jax.eval_shape(case.replay(platform, 1).init, case.example()).streams.steps
+    return jax.eval_shape(case.replay(platform, 1).init, case.example()).rows.steps
 
 
 def compile_case(case: Case, device: str, platform: str, name: str, batch_size: int) -> Compiled:

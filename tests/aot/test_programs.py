@@ -125,7 +125,7 @@ def _sample(case, platform, batch_size):
 def leaf_bytes(case, platform, batch_size):
     """Return the bytes of the largest stored leaf."""
     _, (state, *_), _ = programs(case, platform, batch_size)["add"]
-    return max(map(bytes_of, jax.tree.leaves(state.streams.steps)))
+    return max(map(bytes_of, jax.tree.leaves(state.rows.steps)))
 
 
 @pytest.mark.parametrize(("device", "platform", "case", "name", "batch_size"), list(cases()))

@@ -74,7 +74,7 @@ def test_shards_of_four_tpus(name):
     whole = case.replay("tpu", BATCH_SIZE)
     buffer = jr.sharded(dataclasses.replace(whole, capacity=D * whole.capacity), mesh)
     own, programs = compiled(buffer, case)
-    tenth = max(map(bytes_of, jax.tree.leaves(own.streams.steps))) // 10
+    tenth = max(map(bytes_of, jax.tree.leaves(own.rows.steps))) // 10
     for one, program in programs.items():
         assert not copies(program.as_text(), tenth), one
         assert program.memory_analysis().temp_size_in_bytes < tenth, one

@@ -128,7 +128,10 @@ def test_extend_equals_add_for_each_step(case):
 
     def parts(state):
         # Rows by `get`, since the stored bits of a masked step mean nothing.
-        found = [everything(buffer)(state, 1), state.streams.replace(steps=()), state.episodes]
+        found = [
+            everything(buffer)(state, 1),
+            state.replace(rows=state.rows.replace(steps=()), sampler=()),
+        ]
         if isinstance(buffer.sampler, PrioritySampler):
             found += [state.sampler.tree.sums[0], state.sampler.replace(tree=())]
         return found

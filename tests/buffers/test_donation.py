@@ -78,7 +78,7 @@ def test_an_env_that_reuses_its_array_corrupts_nothing():
         observation[:] = time
         state = buffer.add(state, observation)
         observation[:] = -1
-    stored = np.asarray(state.streams.steps)[:32]
+    stored = np.asarray(state.rows.steps)[:32]
     assert (stored == np.arange(32)[:, None]).all()
 
 
@@ -91,7 +91,7 @@ def run(buffer, state):
     state = buffer.update_priorities(state, batch.index, np.array([2, 3, 4], np.float32))
     read = buffer.get(state, rows), buffer.metrics(state)
     state = buffer.end_streams(buffer.add(state, STEP))
-    return told, batch, read, state.streams.flags.sum(), buffer.clear(state)
+    return told, batch, read, state.rows.flags.sum(), buffer.clear(state)
 
 
 def test_all_methods_agree():
@@ -131,9 +131,7 @@ def test_a_change_of_priorities_moves_the_samplers_part_alone():
     old = buffer.extend(buffer.init(EXAMPLE), BLOCK)
     index = buffer.sample(old, jax.random.key(0), 3).index
     new = buffer.update_priorities(old, index, np.array([2, 3, 4], np.float32))
-    for before, after in zip(
-        jax.tree.leaves(old.streams), jax.tree.leaves(new.streams), strict=True
-    ):
+    for before, after in zip(jax.tree.leaves(old.rows), jax.tree.leaves(new.rows), strict=True):
         assert before is after
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old.sampler) if leaf.size > 1)
     with pytest.raises(ValueError, match="this state was donated"):

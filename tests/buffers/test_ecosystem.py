@@ -72,7 +72,7 @@ def test_a_state_shows_its_sizes_in_one_line(platform):
     assert repr(jax.eval_shape(buffer.init, example)).startswith(f"ReplayState({rows}, 7")
     population = jax.eval_shape(jax.vmap(lambda _: buffer.init(example)), np.arange(3))
     assert repr(population).startswith(f"ReplayState(3 x {rows}, 2")
-    assert repr(jax.tree.map(lambda leaf: None, population)).startswith("ReplayState(streams")
+    assert repr(jax.tree.map(lambda leaf: None, population)).startswith("ReplayState(rows")
 
 
 @pytest.mark.no_xla

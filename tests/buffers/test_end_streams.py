@@ -110,7 +110,7 @@ def watch(buffer, steps, resets):
         look = None
         if buffer.track_episodes:
             table = buffer.episode_table(again)
-            look = table.steps_to_end(rows), table.steps_from_start(rows), again.streams.steps.obs
+            look = table.steps_to_end(rows), table.steps_from_start(rows), again.rows.steps.obs
         return state, (buffer.get(again, rows, jax.random.key(0)), look, buffer.size(again))
 
     state = buffer.init(nth(steps, (0, 0)))

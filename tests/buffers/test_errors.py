@@ -125,11 +125,11 @@ def test_a_buffer_that_does_not_fit_is_refused_before_it_is_allocated():
     spec = {"image": jax.ShapeDtypeStruct((1000, 1000), jnp.float32)}
     with pytest.raises(
         MemoryError,
-        match=r"takes 4,294,967,296,000,\d+ bytes .*Largest leaves: streams.steps.image .* rows "
+        match=r"takes 4,294,967,296,000,\d+ bytes .*Largest leaves: rows.steps.image .* rows "
         r"fit",
     ):
         buffer.init(spec)
-    assert buffer.memory(spec).leaves["streams.steps.image"] == 4_000_000 * 2**30
+    assert buffer.memory(spec).leaves["rows.steps.image"] == 4_000_000 * 2**30
     jax.eval_shape(buffer.init, spec)  # no error, since nothing is allocated
 
 
@@ -137,7 +137,7 @@ def test_a_buffer_that_does_not_fit_is_refused_before_it_is_allocated():
 def test_numpy_input_of_64_bits_is_taken_as_jax_takes_it():
     wide = jax.tree.map(lambda leaf: leaf if leaf.dtype == bool else leaf.astype(float), STEP)
     state = jax.eval_shape(lambda: UNIFORM.add(UNIFORM.init(EXAMPLE), wide))
-    assert {leaf.dtype for leaf in (state.streams.steps.reward, state.streams.steps.obs)} == {
+    assert {leaf.dtype for leaf in (state.rows.steps.reward, state.rows.steps.obs)} == {
         np.dtype(np.float32)
     }
 

@@ -69,7 +69,7 @@ class LeastLearned(PrioritySampler):
         is_live = (
             (row == index.row)
             & sampleable.contains(row)
-            & (sampleable.streams.index(row).lap == index.lap)
+            & (sampleable.state.index(row).lap == index.lap)
         )
         place = jnp.where(
             is_live & self._is_ready(state), self._place(layout, row), layout.capacity

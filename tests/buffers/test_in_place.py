@@ -131,7 +131,7 @@ def test_operations_are_in_place_for_a_population(case):
 def test_clear_never_touches_the_stored_steps(case):
     buffer, state = case.shapes(CAPACITY)
     text = compiled(buffer.clear, state, donated=0).as_text()
-    largest = max(leaf.size for leaf in jax.tree.leaves(state.streams.steps))
+    largest = max(leaf.size for leaf in jax.tree.leaves(state.rows.steps))
     assert largest >= 2 * CAPACITY
     assert not large_temporaries(text, largest)
 
@@ -142,7 +142,7 @@ def test_the_judge_sees_a_copy():
     buffer, state = case.shapes(CAPACITY)
 
     def both(state):
-        return buffer.add(state, case.step()), state.streams.steps
+        return buffer.add(state, case.step()), state.rows.steps
 
     with pytest.raises(AssertionError, match="as large as the storage"):
         check_in_place(both, (state,), num_elements=CAPACITY, donated=0)

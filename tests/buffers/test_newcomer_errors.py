@@ -243,7 +243,7 @@ USING = {
         add: the state must be a RolloutState, as init and add return it, got a Step""",
     "uniform.sample(state, key)": """
         this state is not of this buffer
-        alpha: the state's is 0.6, this buffer's None""",
+        sampler: the state's is Prioritized(), this buffer's None""",
     "buffer.add(state, STEP.replace(terminated=ZEROS))": """
         add:
         terminated: got float32[2], expected bool[2]

@@ -244,7 +244,7 @@ def test_what_is_not_ours_stays(tmp_path):
 
 
 def pointers(state):
-    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.streams.steps)]
+    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.rows.steps)]
 
 
 @pytest.mark.parametrize("num_envs", [*[1] * ALL, 4])

@@ -336,7 +336,7 @@ def names_in(case, item):
 
 def held(case, buffer, state):
     """Return the name and the place of each stored row, by its env and number."""
-    leaf = state.streams.steps["image"] if case.is_items else state.streams.steps.action
+    leaf = state.rows.steps["image"] if case.is_items else state.rows.steps.action
     name = np.asarray(stored_arrays.values(leaf)).reshape(buffer.capacity, -1)[:, 0].astype(int)
     spans = zip(*rows.span_of(rows.heads_of(state), buffer.length), strict=True)
     of = lambda env, number: env * buffer.length + number % buffer.length

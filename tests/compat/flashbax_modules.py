@@ -65,7 +65,7 @@ def function(make, name, arguments):
     def call(*values):
         given = defaults | dict(zip(arguments.split(), values, strict=True))
         if "state" in given:
-            layout = given["state"].rows.streams.layout
+            layout = given["state"].replay.layout
             given |= {"add_batch_size": layout.num_envs, "max_length_time_axis": layout.length}
         buffer = make(**{key: given[key] for key in options if key in given})
         own = [given[key] for key in arguments.split() if key not in options]
@@ -79,7 +79,7 @@ Tree = collections.namedtuple("Tree", "state indices nodes max_recorded_priority
 
 
 def _tree(state):
-    sampler, layout = state.rows.sampler, state.rows.streams.layout
+    sampler, layout = state.replay.sampler, state.replay.layout
     leaves = sampler.tree.sums[0]
     total = sampler.tree.sums[-1].sum(-1, keepdims=True)
     return Tree(state, leaves, total, sampler.max_priority**layout.alpha)
@@ -87,7 +87,7 @@ def _tree(state):
 
 def get(tree, indices):
     """Return the mass of each item: float32[B]. Leaves are ordered by time, then env."""
-    layout = tree.state.rows.streams.layout
+    layout = tree.state.replay.layout
     period = PERIOD if layout.window.after == LENGTH - 1 else 1
     env, position = layout.split(indices * period)
     return tree.indices[position * layout.num_envs + env]

@@ -411,7 +411,7 @@ def test_a_states_experience_can_be_replaced_and_its_counts_cannot():
         pair = sample(one)
         np.testing.assert_array_equal(pair.second["name"], np.asarray(pair.first["name"]) + 2)
     with refused("replace: current_index, is_full of a TrajectoryBufferState is counted"):
-        state.replace(current_index=0, is_full=True, rows=state.rows)
+        state.replace(current_index=0, is_full=True, replay=state.replay)
     with refused(r"(?s)replace:.*name: got float32\[2, 4\], expected int32\[2, 4\]"):
         state.replace(experience=doubled | {"name": np.zeros((2, 4), np.float32)})
 

@@ -60,7 +60,7 @@ def not_there(state):
 
 
 def pointers(state):
-    shards = state.streams.steps["bytes"].addressable_shards
+    shards = state.rows.steps["bytes"].addressable_shards
     return [shard.data.unsafe_buffer_pointer() for shard in shards]
 
 
@@ -96,7 +96,7 @@ def main(num, which, folder):
         return state
 
     def sums(state):
-        return int(jax.jit(lambda s: s.streams.steps["number"].sum())(state))
+        return int(jax.jit(lambda s: s.rows.steps["number"].sum())(state))
 
     folder = pathlib.Path(folder)
     state = added(buffer.init(EXAMPLE), 0, 20)
@@ -182,7 +182,7 @@ def main(num, which, folder):
     assert one.step == 62
     assert lost
     assert lost >= set(range(newest.env, newest.env_stop))
-    counts = np.asarray(one._shards.joined(got).streams.counters.filled)
+    counts = np.asarray(one._shards.joined(got).counters.filled)
     assert (counts < 32).sum() == len(lost)
 
     one.close()

@@ -22,7 +22,7 @@ def main(num, which, path, how):
     if checkpointer.all_steps():
         state = checkpointer.restore(EXAMPLE)
         t = checkpointer.step
-        for shard in state.streams.steps["number"].addressable_shards:
+        for shard in state.rows.steps["number"].addressable_shards:
             rows = shard.index[0]
             own = slice((rows.start or 0) // 64, (rows.stop or 512) // 64)
             wanted = np.sort(expected(REPLAY, t)[own])

@@ -41,7 +41,7 @@ def same(buffer, case, *states):
     """Check that two states hold the same, and go on equally. Episode tables are built again."""
     sample = jitted(buffer, "sample")
     for _ in range(2):
-        one, other = (bits((state.streams, state.sampler)) for state in states)
+        one, other = (bits((state.rows, state.counters, state.sampler)) for state in states)
         assert one == other
         for key in jax.random.split(jax.random.key(0), 3):
             one, other = (bits(sample(state, key)) for state in states)
@@ -89,7 +89,7 @@ def test_any_number_of_devices_restores_what_another_saved(case, tmp_path):
         got = checkpoint.restore(path, other, example)
         assert size_of(other, got) == size_of(four, state)
         if num in others:
-            assert len(got.streams.steps.reward.sharding.device_set) == num
+            assert len(got.rows.steps.reward.sharding.device_set) == num
         checkpoint.save(tmp_path / f"{num}", other, got)
         assert bits(checkpoint.restore(tmp_path / f"{num}", four, example)) == before
     small = jr.sharded(whole(case, capacity=128), mesh_of(2))
@@ -105,7 +105,7 @@ def test_rows_of_each_env_are_there_once(tmp_path):
         checkpointer.save(state, 1)
     with Checkpointer(tmp_path, sharded, chunk_bytes=4000) as checkpointer:
         got = checkpointer.restore(EXAMPLE)
-        assert bits(got.streams.steps) == bits(state.streams.steps)
+        assert bits(got.rows.steps) == bits(state.rows.steps)
         checkpointer.save(got, 2)  # writes no row again
         assert checkpointer._base.groups.saves[0].folder.startswith("0000000001")
         checkpointer.save(jitted(sharded, "add")(got, step(40, 4)), 3)
@@ -147,7 +147,7 @@ def test_damaged_rows_are_left_out_as_of_one_buffer(tmp_path):
     checkpoint.save(tmp_path / "again", sharded, found[1])
     found[1] = checkpoint.restore(tmp_path / "again", one, example)
     assert jitted(one, "size")(found[0]) > 0
-    wanted, again = (bits((state.streams, state.sampler)) for state in found)
+    wanted, again = (bits((state.rows, state.counters, state.sampler)) for state in found)
     assert again == wanted
 
 

@@ -318,9 +318,7 @@ def test_the_state_is_not_held(prioritized):
     """An inspection must not make the next add copy the leaves."""
     replay = prioritized[0]
     state = filled(replay, STEPS)
-    pointers = lambda: [
-        leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.streams.steps)
-    ]
+    pointers = lambda: [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.rows.steps)]
     found, before = jr.inspect(replay, state), pointers()
     state = jr.jit(replay).add(state, nth(STEPS, 0))
     assert pointers() == before

@@ -46,7 +46,7 @@ def test_the_total_is_what_init_allocates(case):
     state = jax.eval_shape(buffer.init, case.example())
     num_bytes = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
     assert made.memory.total == num_bytes(state)
-    obs = None if case.is_items else state.streams.steps.obs
+    obs = None if case.is_items else state.rows.steps.obs
     assert made.naive == made.memory.total + num_bytes(obs)
     assert made.fits
 
@@ -82,11 +82,11 @@ def test_the_command_says_what_python_says(capsys, planned):
     assert found["memory"]["leaves"] == memory.leaves
     assert found["naive"] == found["total"] + 400_000 * (84 * 84 * 3 + 31 * 4)
     assert f"{found['total']:,}" in text
-    assert "streams.steps.obs.image" in text
+    assert "rows.steps.obs.image" in text
     leaves = planned("--env CartPole-v1 --capacity 1000")["memory"]["leaves"]
-    assert leaves["streams.steps.obs"] == 16_000
+    assert leaves["rows.steps.obs"] == 16_000
     leaves = planned("--obs uint8 --action int32 --capacity 1000")["memory"]["leaves"]
-    assert leaves["streams.steps.action"] == 4_000
+    assert leaves["rows.steps.action"] == 4_000
 
 
 def test_each_device_of_a_sharded_buffer_holds_a_part(planned, monkeypatch):
@@ -162,7 +162,7 @@ def check_one_line(arguments, text, capsys):
 def test_sizes_beyond_64_bits_are_counted_exactly(shape, planned):
     found = planned(f"--obs {shape}:uint8 --capacity 100")
     size = math.prod(map(int, shape.split("x")))
-    assert found["memory"]["leaves"]["streams.steps.obs"] == 100 * size
+    assert found["memory"]["leaves"]["rows.steps.obs"] == 100 * size
     assert found["fits"] is False
     assert found["largest_capacity"] == 0
 

@@ -125,7 +125,7 @@ def test_a_row_out_of_range_or_not_there_is_ignored_and_counted(row, lap):
 def test_an_index_is_stale_after_a_lap_and_after_a_clear(lap):
     """Each row number names another step after a full lap, also where the laps wrap around."""
     buffer, state = make_buffer([1.0, 2.0])
-    state = state.replace(streams=state.streams.with_counters(lap=np.uint32(lap)))
+    state = state.replace(counters=state.counters.set(lap=np.uint32(lap)))
     late = index_of(buffer, state, [0, 1, 0, 1])
     for _ in range(LENGTH):
         state = add(buffer, state, nothing)

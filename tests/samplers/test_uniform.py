@@ -95,8 +95,8 @@ def test_ranks_wrap_around():
             return state, buffer.size(state)
 
         state = buffer.init(plain_step(jnp.int32(0)))
-        streams = state.streams.with_counters(num_candidates=np.uint32(2**32 - 7))
-        state, sizes = jax.lax.scan(add, state.replace(streams=streams), jnp.arange(25))
+        counters = state.counters.set(num_candidates=np.uint32(2**32 - 7))
+        state, sizes = jax.lax.scan(add, state.replace(counters=counters), jnp.arange(25))
         return sizes, buffer.sample(state, jax.random.key(0)).experience.obs
 
     sizes, obs = run()

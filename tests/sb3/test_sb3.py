@@ -215,7 +215,7 @@ def test_bytes_of_a_transition():
     assert ours.nbytes == total(ours._state)
     assert ours.nbytes / 1000 <= 21_500
     assert total([getattr(other, name) for name in columns.NAMES]) / 1000 >= 42_600
-    assert "streams.steps.obs.image" in ours.memory()
+    assert "rows.steps.obs.image" in ours.memory()
 
 
 RUNS = [(SAC, "Pendulum-v1", None)]
@@ -327,7 +327,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing():
     assert batch.observations.tolist() == [[-5]]
     assert batch.observations.device == ours.device
     assert ours.size() == 1
-    assert {device.platform for device in ours._state.streams.steps.reward.devices()} == {"cpu"}
+    assert {device.platform for device in ours._state.rows.steps.reward.devices()} == {"cpu"}
 
     ours = sb3.DictReplayBuffer(50, DICT, BOX, n_envs=2)
     (good,) = stream(DICT, BOX, 2, 1)

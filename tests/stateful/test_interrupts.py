@@ -40,13 +40,13 @@ def add(replay, number):
 
 
 @jax.jit
-def ordered(streams):
-    return jnp.roll(streams.steps, -streams.head), streams.filled
+def ordered(state):
+    return jnp.roll(state.rows.steps, -state.head), state.filled
 
 
 def numbers_of(state):
     """Return the stored numbers, the oldest first."""
-    numbers, count = jax.device_get(ordered(state.streams))
+    numbers, count = jax.device_get(ordered(state))
     return numbers[LENGTH - count :].tolist()
 
 

@@ -123,7 +123,7 @@ def test_a_few_steps_wait_in_memory_of_their_own(num_bytes, most):
             item.fill(255)
             num_waiting.append(len(replay._owner._staging))
         assert max(num_waiting) == most
-        rows = np.asarray(replay._owner.state.streams.steps)
+        rows = np.asarray(replay._owner.state.rows.steps)
         assert sorted(rows[:, 0].tolist()) == list(range(most, 3 * most))
         assert (rows == rows[:, :1]).all()
 

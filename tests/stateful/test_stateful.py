@@ -135,7 +135,7 @@ def test_items_of_any_kind():
     one.add({"a": np.ones((5, 1, 3))})
     assert len(one) == 4
     check_refused("give a step, or its fields", replay.add, lambda: replay.add({"a": 1}, b=2))
-    with refused(r"two leaves are named streams.steps.a\.b"):
+    with refused(r"two leaves are named rows.steps.a\.b"):
         jr.Replay(buffer).add({"a.b": np.ones(2), "a": {"b": np.ones(2)}})
 
 
@@ -174,7 +174,7 @@ def test_rewards_that_begin_as_integers():
     replay, rewards = make(num_envs=1), [1, 0.5, 2]
     for reward in rewards:
         replay.add(EXAMPLE | {"reward": reward})
-    assert np.asarray(replay._owner.state.streams.steps.reward)[:3].tolist() == rewards
+    assert np.asarray(replay._owner.state.rows.steps.reward)[:3].tolist() == rewards
 
 
 OBS = step(9)["obs"]

@@ -218,7 +218,7 @@ def test_a_worker_that_dies_leaves_no_lock():
 def test_a_replay_that_is_dropped_frees_its_rows():
     replay = make(prefetch=2, framework="numpy", steps=4)
     assert replay.sample().is_valid.all()
-    rows = weakref.ref(replay._owner.state.streams.steps.reward)
+    rows = weakref.ref(replay._owner.state.rows.steps.reward)
     del replay
     gc.collect()
     assert rows() is None

@@ -13,7 +13,7 @@ import jaxreplay as jr
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.samplers import ConsumingSampler
 from jaxreplay.samplers.prioritized import Prioritized
-from jaxreplay.storage import provisional
+from jaxreplay.storage import newest_row
 from jaxreplay.views.item import Item
 from tests.conftest import ALL, SOAK
 from tests.support.steps import nth
@@ -261,4 +261,4 @@ def bits(tree):
 def add_step(buffer, state, step, goes_on, was_first):
     """Append one step of every env, whose episodes end provisionally, as a block of one step."""
     block, goes_on = nth((step, goes_on), None)
-    return provisional.extend(buffer, state, block, goes_on, was_first)
+    return newest_row.extend(buffer, state, block, goes_on, was_first)

@@ -121,11 +121,11 @@ def main(path, gigabytes, row):
     measured("save_more", lambda: checkpointer.save(state))
     more_bytes = stored() - full_bytes
     measured("save_later", save_later)
-    total = int(jnp.sum(state.streams.steps[::97].astype(jnp.uint32)))
+    total = int(jnp.sum(state.rows.steps[::97].astype(jnp.uint32)))
     del state
     restore = lambda: jax.block_until_ready(checkpointer.restore(example))
     state = measured("restore", restore, capacity * row)
-    assert int(jnp.sum(state.streams.steps[::97].astype(jnp.uint32))) == total
+    assert int(jnp.sum(state.rows.steps[::97].astype(jnp.uint32))) == total
     del state
     restore = lambda: jax.block_until_ready(saver("large", larger).restore(example, resize=True))
     restore()  # compiles

@@ -30,9 +30,8 @@ def step(t, num_envs):
 
 @jax.jit
 def _contents(state):
-    streams = state.streams
-    values = stored_arrays.tree_map(stored_arrays.values, streams.steps)
-    return values, streams.head, streams.filled
+    values = stored_arrays.tree_map(stored_arrays.values, state.rows.steps)
+    return values, state.head, state.filled
 
 
 def numbers(replay, state):

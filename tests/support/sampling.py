@@ -210,7 +210,7 @@ def _run(buffer, start, operations, steps, masks):
         return jax.lax.switch(operation, ways), seen
 
     state = buffer.init(nth(steps, (0, 0)))
-    state = state.replace(streams=state.streams.with_counters(num_candidates=start, lap=start))
+    state = state.replace(counters=state.counters.set(num_candidates=start, lap=start))
     if hasattr(state.sampler, "next"):  # a queue
         first = Sampleable.of(state).first_candidate_number()
         state = state.replace(sampler=state.sampler.replace(next=first, lost=start))

@@ -17,8 +17,7 @@ from jaxreplay.compat._stacked import for_each
 from jaxreplay.samplers import Prioritized, Uniform
 from jaxreplay.storage import ring, stored_arrays
 from jaxreplay.storage.layout import Window
-from jaxreplay.storage.sampleable import ReplayState
-from jaxreplay.storage.streams import Streams
+from jaxreplay.storage.state import ReplayState
 from jaxreplay.views import RowReader, View
 
 
@@ -26,10 +25,10 @@ class State(Node):
     """State of a buffer of E envs.
 
     Attributes:
-      rows: The stored rows, as jaxreplay keeps them.
+      replay: The stored rows, as jaxreplay keeps them.
     """
 
-    rows: ReplayState
+    replay: ReplayState
 
     @property
     def experience(self) -> PyTree:
@@ -102,7 +101,7 @@ class Storage(Static):
         check_block(
             "add",
             batch,
-            state.rows.streams.steps,
+            state.replay.rows.steps,
             (*envs, *time),
             f"steps with leaves [{', '.join([*names, '...'])}]",
         )
@@ -118,7 +117,7 @@ class Storage(Static):
 
         block = jax.tree.map(by_time, batch)
         return self.storage.extend(
-            state.rows, block, priority=self._priority(state, len(jax.tree.leaves(block)[0]))
+            state.replay, block, priority=self._priority(state, len(jax.tree.leaves(block)[0]))
         )
 
     def _priority(self, state: Any, num_steps: int) -> jax.Array | None:
@@ -126,9 +125,9 @@ class Storage(Static):
         del state, num_steps
 
 
-def read(view: View, streams: Streams, row: jax.Array) -> PyTree:
+def read(view: View, state: ReplayState, row: jax.Array) -> PyTree:
     """Return what a view reads at rows int32[B]: leaves [B, ...]."""
-    return jax.vmap(lambda one: view.read(RowReader(streams, one)))(row)
+    return jax.vmap(lambda one: view.read(RowReader(state, one)))(row)
 
 
 def storage_of(
@@ -193,22 +192,21 @@ def least(where: str, length: int, minimum: int, num_steps: int) -> int:
 
 
 def _stored(state: Any) -> PyTree:
-    streams = state.rows.streams
+    replay = state.replay
 
     def by_env(leaf: Any) -> jax.Array:
-        axes = (streams.layout.num_envs, streams.layout.length)
+        axes = (replay.layout.num_envs, replay.layout.length)
         return stored_arrays.values(leaf).reshape((*axes, *leaf.shape[1:]))
 
-    return stored_arrays.tree_map(by_env, streams.steps)
+    return stored_arrays.tree_map(by_env, replay.rows.steps)
 
 
 def _with_experience(state: State, experience: PyTree) -> State:
-    rows = as_arrays(state.rows)
-    streams = rows.streams
+    replay = as_arrays(state.replay)
 
     def put(leaf: Any, values: Any) -> Any:
         values = jnp.asarray(values).reshape((-1, *leaf.shape[1:]))
         return stored_arrays.write(leaf, ring.arange(len(values)), values)
 
-    steps = stored_arrays.tree_map(put, streams.steps, experience)
-    return dataclasses.replace(state, rows=rows.replace(streams=streams.replace(steps=steps)))
+    steps = stored_arrays.tree_map(put, replay.rows.steps, experience)
+    return dataclasses.replace(state, replay=replay.replace(rows=replay.rows.replace(steps=steps)))

@@ -34,4 +34,4 @@ def get_timestep_count(buffer_state: Any) -> jax.Array:
     Args:
       buffer_state: State of a buffer.
     """
-    return buffer_state.rows.streams.counters.filled.sum(-1)
+    return buffer_state.replay.counters.filled.sum(-1)

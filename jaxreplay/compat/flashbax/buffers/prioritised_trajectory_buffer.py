@@ -28,13 +28,13 @@ class PrioritisedTrajectoryBufferState(TrajectoryBufferState[Experience]):
     """State of a buffer with priorities. `rows.sampler` has these.
 
     Attributes:
-      rows: The stored rows, as jaxreplay keeps them.
+      replay: The stored rows, as jaxreplay keeps them.
     """
 
     @property
     def running_index(self) -> jax.Array:
         """Number of time steps that were ever added: int32[]."""
-        return self.rows.streams.next_number[..., 0].astype(jnp.int32)
+        return self.replay.next_number[..., 0].astype(jnp.int32)
 
 
 class PrioritisedTrajectoryBufferSample(TrajectoryBufferSample[Experience]):
@@ -123,22 +123,22 @@ class Prioritised(Trajectories):
         return PrioritisedTrajectoryBufferState(self.storage.init(experience))
 
     def sample(self, state: Any, rng_key: Key) -> PrioritisedTrajectoryBufferSample:
-        batch = self.storage.sample(state.rows, rng_key)
+        batch = self.storage.sample(state.replay, rng_key)
         indices, _ = ring.split(batch.index.row, self.period)
         return PrioritisedTrajectoryBufferSample(batch.experience, indices, batch.probability)
 
     def can_sample(self, state: Any) -> jax.Array:
-        has_mass = for_each(lambda one: self.storage.can_sample(one.rows), state)
+        has_mass = for_each(lambda one: self.storage.can_sample(one.replay), state)
         return super().can_sample(state) & has_mass
 
     def set_priorities(self, state: Any, indices: jax.Array, priorities: jax.Array) -> Any:
-        index = state.rows.streams.index(jnp.asarray(indices) * self.period)
-        return state.replace(rows=self.storage.update_priorities(state.rows, index, priorities))
+        index = state.replay.index(jnp.asarray(indices) * self.period)
+        return state.replace(replay=self.storage.update_priorities(state.replay, index, priorities))
 
     def _priority(self, state: Any, num_steps: int) -> jax.Array | None:
         if self.period == 1:
             return None  # the largest so far
         # The length is a multiple of the period, so that starts keep their positions.
-        _, place = ring.split(state.rows.streams.head + ring.arange(num_steps), self.period)
-        priority = jnp.where(place == 0, state.rows.sampler.max_priority, 0)
+        _, place = ring.split(state.replay.head + ring.arange(num_steps), self.period)
+        priority = jnp.where(place == 0, state.replay.sampler.max_priority, 0)
         return jnp.broadcast_to(priority[:, None], (num_steps, self.storage.num_envs))

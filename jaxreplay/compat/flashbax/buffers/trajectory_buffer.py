@@ -29,18 +29,18 @@ class TrajectoryBufferState(State, Generic[Experience]):
     """State of a buffer without priorities.
 
     Attributes:
-      rows: The stored rows, as jaxreplay keeps them.
+      replay: The stored rows, as jaxreplay keeps them.
     """
 
     @property
     def current_index(self) -> jax.Array:
         """Time index of the next write: int32[]."""
-        return self.rows.streams.counters.position[..., 0]
+        return self.replay.counters.position[..., 0]
 
     @property
     def is_full(self) -> jax.Array:
         """True if every time index is written: bool[]."""
-        return num_written(self) == self.rows.streams.layout.length
+        return num_written(self) == self.replay.layout.length
 
 
 class TrajectoryBufferSample(Node, Generic[Experience]):
@@ -138,20 +138,20 @@ class Trajectories(Storage):
 
     def add(self, state: TrajectoryBufferState, batch: PyTree) -> TrajectoryBufferState:
         rows = self._extend(state, batch)
-        return state.replace(rows=rows)
+        return state.replace(replay=rows)
 
     def sample(self, state: TrajectoryBufferState, rng_key: Key) -> Any:
         if self.period == 1:
-            return TrajectoryBufferSample(self.storage.sample(state.rows, rng_key).experience)
+            return TrajectoryBufferSample(self.storage.sample(state.replay, rng_key).experience)
         # All streams are equally long, so that each start is computed.
-        streams, layout = state.rows.streams, state.rows.streams.layout
+        replay, layout = state.replay, state.replay.layout
         num_later = layout.window.after or 0  # steps of a sequence after the first
-        last, _ = ring.split(jnp.maximum(streams.filled - 1 - num_later, 0), self.period)
+        last, _ = ring.split(jnp.maximum(replay.filled - 1 - num_later, 0), self.period)
         bounds = jnp.stack([last + 1, jnp.int32(layout.num_envs)])[:, None]
         nth, env = jax.random.randint(rng_key, (2, self.storage.batch_size), 0, bounds, jnp.int32)
-        oldest = streams.head - streams.filled
+        oldest = replay.head - replay.filled
         row = layout.row(env, layout.wrap(oldest + nth * self.period))
-        return TrajectoryBufferSample(read(self.storage.view, streams, row))
+        return TrajectoryBufferSample(read(self.storage.view, replay, row))
 
     def can_sample(self, state: TrajectoryBufferState) -> jax.Array:
         return num_written(state) >= self.min_length

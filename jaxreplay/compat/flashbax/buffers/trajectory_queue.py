@@ -21,7 +21,7 @@ class TrajectoryQueueState(State, Generic[Experience]):
     """State of a queue.
 
     Attributes:
-      rows: The stored rows, as jaxreplay keeps them.
+      replay: The stored rows, as jaxreplay keeps them.
       num_unread: int32[]. Number of time steps that are not sampled yet.
     """
 
@@ -30,18 +30,18 @@ class TrajectoryQueueState(State, Generic[Experience]):
     @property
     def write_index(self) -> jax.Array:
         """Time index of the next write: int32[]."""
-        return self.rows.streams.counters.position[..., 0]
+        return self.replay.counters.position[..., 0]
 
     @property
     def read_index(self) -> jax.Array:
         """Time index of the next step that is sampled: int32[]."""
-        length = self.rows.streams.layout.length
+        length = self.replay.layout.length
         return ring.wrap(self.write_index - self.num_unread, length)
 
     @property
     def is_full(self) -> jax.Array:
         """True if no step fits before a sample: bool[]."""
-        return self.num_unread == self.rows.streams.layout.length
+        return self.num_unread == self.replay.layout.length
 
 
 TrajectoryQueueSample = TrajectoryBufferSample
@@ -128,14 +128,14 @@ class _Queue(Storage):
         rows = self._extend(state, batch)
         num_steps = jax.tree.leaves(batch)[0].shape[1]
         num_unread = jnp.minimum(state.num_unread + num_steps, self.storage.length)
-        return state.replace(rows=rows, num_unread=num_unread)
+        return state.replace(replay=rows, num_unread=num_unread)
 
     def sample(
         self, state: TrajectoryQueueState
     ) -> tuple[TrajectoryQueueState, TrajectoryQueueSample]:
-        streams, layout = state.rows.streams, state.rows.streams.layout
+        replay, layout = state.replay, state.replay.layout
         row = layout.row(layout.envs(), state.read_index)
-        steps = read(Sequence(length=self.sample_length), streams, row)
+        steps = read(Sequence(length=self.sample_length), replay, row)
         num_read = jnp.where(self.can_sample(state), self.sample_length, 0)
         state = state.replace(num_unread=state.num_unread - num_read)
         return state, TrajectoryQueueSample(steps)

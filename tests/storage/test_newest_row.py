@@ -10,7 +10,7 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay.buffers.jitted import program
-from jaxreplay.storage import provisional
+from jaxreplay.storage import newest_row
 from tests.conftest import ALL, SOAK
 from tests.support.buffers import add_step
 from tests.support.hlo import check_in_place
@@ -202,4 +202,4 @@ def test_flags_are_as_if_written_once():
 
 
 add = program(add_step, changes=True)
-extend = program(provisional.extend, changes=True)
+extend = program(newest_row.extend, changes=True)

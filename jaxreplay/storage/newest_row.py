@@ -1,0 +1,168 @@
+"""Changes of each stream's newest row: close its episode, or reopen it.
+
+`close` ends episodes between two steps, where an env was reset and no step says so. The newest step
+of such an episode has no next observation. So its row becomes the episode's final row: its
+observation is the last one known, and its transition is given up. The windows before it are
+complete, as after any final row. No head moves.
+
+`reopen` and `extend` are for libraries that add whole transitions, with the next observation of
+every step, and sample them right away. Observations are stored once: a next observation is the row
+after its step. So each call ends every episode with a final row, as a truncation does, and the next
+call removes the final rows of the episodes that continue. In between, the buffer is like any other.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxreplay._util.aliases import PyTree
+from jaxreplay.storage import ring, row_flags, stored_arrays
+from jaxreplay.storage.state import ReplayState
+from jaxreplay.storage.writes import WriteEffect
+
+
+def close(state: ReplayState, mask: jax.Array) -> tuple[ReplayState, WriteEffect | None]:
+    """End the episode of each stream, after its newest step.
+
+    A terminated row that is sampleable already stays so, since its target reads no next
+    observation; its final row does not come.
+
+    Args:
+      state: The buffer's state. Donated.
+      mask: bool[E]; False keeps a stream as it is.
+
+    Returns:
+      The new state, whose sampler is still to observe the effect; the effect, None if the window is
+      unbounded.
+    """
+    layout, counters = state.layout, state.counters
+    last_flags, num_pending, phase = counters.last_flags, counters.num_pending, counters.phase
+    is_empty = counters.filled == 0
+    is_open = mask & ~is_empty & ~layout.closes_episode(last_flags)
+    is_final = is_open & (True if num_pending is None else num_pending > 0)  # from now on
+
+    if phase is not None:
+        before = jnp.where(phase > 0, phase - 1, layout.window.period - 1)
+        phase = jnp.where(is_final, before, phase)
+    # The next row opens an episode, also after a clear.
+    flags = jnp.where(is_final, last_flags & row_flags.FIRST | row_flags.TRUNCATED, 0)
+    flags = flags.astype(jnp.uint8) | jnp.uint8(row_flags.FINAL)
+    is_candidate = is_final & ((last_flags & row_flags.NO_CANDIDATE) == 0)
+    new = counters.set(
+        last_flags=jnp.where(is_open | (mask & is_empty), flags, last_flags),
+        num_candidates=counters.num_candidates - is_candidate.astype(jnp.uint32),
+        phase=phase,
+        num_pending=None
+        if num_pending is None or layout.window.crosses_episodes
+        else jnp.where(is_final, 0, num_pending),
+    )
+    position = layout.wrap(counters.position - 1)  # of the newest row
+    rows = state.rows.replace(flags=_rewritten(state, position, is_final, flags))
+    if layout.has_table:
+        # A final row that opens an episode belongs to none.
+        ends = is_open & ~(is_final & ((last_flags & row_flags.FIRST) != 0))
+        entry = jnp.where(ends, layout.row(layout.envs(), counters.ordinal), layout.capacity)
+        rows = rows.replace(end_position=stored_arrays.write(rows.end_position, entry, position))
+        new = new.set(
+            ordinal=layout.wrap(counters.ordinal + ends), is_open=counters.is_open & ~ends
+        )
+    after = state.replace(rows=rows, counters=new)
+    effect = _effect(after, num_pending, is_final) if layout.window.is_bounded else None
+    return after, effect
+
+
+def _effect(after: ReplayState, num_waiting: Any, is_final: jax.Array) -> WriteEffect:
+    """Return the effect of `close`: pending rows become sampleable, and the newest row is written
+    again.
+
+    Args:
+      after: The state afterwards.
+      num_waiting: int32[E], number of rows that were pending before.
+      is_final: bool[E], whether the newest row is written again, as a final row.
+    """
+    layout = after.layout
+    lookahead = layout.window.after or 0
+    age = lookahead - 1 - ring.arange(lookahead + 1)[:, None] + jnp.zeros_like(num_waiting)
+    row = layout.row(layout.envs(), layout.wrap(after.head - 1 - jnp.maximum(age, 0)))
+    # The entry after those that waited is that of the row that is written again.
+    is_again = (age < 0) & is_final
+    is_waiting = (age >= 0) & (age < num_waiting)
+    stays = is_waiting & ~((age == 0) & is_final)
+    return WriteEffect(
+        layout=layout,
+        row=jnp.where(is_waiting | is_again, row, layout.capacity),
+        became_sampleable=stays & (age >= after.counters.num_pending),
+        is_written=is_again[-1:],
+        is_candidate=jnp.zeros_like(is_again[-1:]),
+        is_gone=jnp.zeros_like(is_again),
+        age=jnp.where(stays | is_again, jnp.maximum(age, 0), layout.length),
+        start=layout.wrap(after.head - lookahead),
+    )
+
+
+def extend(
+    buffer: Any, state: ReplayState, steps: PyTree, goes_on: jax.Array, was_first: jax.Array
+) -> ReplayState:
+    """Append a block of steps of every env, with a final row after the last step of each episode.
+
+    The rows, and all that can be sampled, equal those of one call for each step.
+
+    Args:
+      buffer: A `ReplayBuffer` with `autoreset="same_step"` and no mask.
+      state: The buffer's state. Donated: use the returned state instead.
+      steps: Leaves [T, num_envs, ...], with `final_obs`. `truncated` is True wherever `terminated`
+        is not.
+      goes_on: bool[T, num_envs]; True where the step continues the episode of the step before it,
+        whose end was only provisional.
+      was_first: bool[num_envs]; True where the stream's newest step was its episode's first.
+
+    Returns:
+      The new state.
+    """
+    goes_on = jnp.asarray(goes_on)
+    is_continued = jnp.concatenate([goes_on[1:], jnp.zeros_like(goes_on[:1])])
+    steps = steps.replace(truncated=steps.truncated & ~is_continued)
+    return buffer.extend(reopen(state, goes_on[0], was_first), steps)
+
+
+def reopen(state: ReplayState, mask: jax.Array, was_first: jax.Array) -> ReplayState:
+    """Remove each stream's newest row, a final row, where the episode continues with the next step.
+
+    Do not read the state until that step is written: rows that are sampleable by now stay so,
+    although their final row is gone.
+
+    Args:
+      state: The buffer's state. Donated.
+      mask: bool[num_envs]; True where the episode continues.
+      was_first: bool[num_envs]; True where the stream's newest step was its episode's first. The
+        step's flags are made anew from it: if they were read, XLA would copy all flags before the
+        next write.
+
+    Returns:
+      The new state.
+    """
+    layout, counters = state.layout, state.counters
+    flags = jnp.asarray(was_first).astype(jnp.uint8) * jnp.uint8(row_flags.FIRST)
+    new = counters.set(
+        position=jnp.where(mask, layout.wrap(counters.position - 1), counters.position),
+        filled=counters.filled - mask,
+        lap=counters.lap - (mask & (counters.position == 0)).astype(jnp.uint32),
+        last_flags=jnp.where(mask, flags, counters.last_flags),
+    )
+    if layout.has_table:
+        new = new.set(
+            ordinal=jnp.where(mask, layout.wrap(counters.ordinal - 1), counters.ordinal),
+            is_open=counters.is_open | mask,
+        )
+    flags = _rewritten(state, layout.wrap(counters.position - 2), mask, flags)
+    return state.replace(rows=state.rows.replace(flags=flags), counters=new)
+
+
+def _rewritten(
+    state: ReplayState, position: jax.Array, mask: jax.Array, flags: jax.Array
+) -> jax.Array:
+    """Return the flags of all rows, with new ones, uint8[E], of a row of each stream."""
+    layout = state.layout
+    row = jnp.where(mask, layout.row(layout.envs(), position), layout.capacity)
+    return stored_arrays.write(state.rows.flags, row, flags)

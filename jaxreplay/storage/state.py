@@ -1,0 +1,362 @@
+"""State of a buffer: rows, counters of each stream, and the sampler's state.
+
+Each env has a ring of rows of its own, its stream. All streams share an array per leaf, `[num_envs
+* length, ...]`, env-major: row = env * length + position. So a stream's neighbours in time are
+neighbours in memory.
+
+For each row the state has a step's leaves, flags (`row_flags.py`) and a candidate number, from
+which `sampleable.py` counts and finds rows without a list of them. Flags and numbers are separate
+arrays, since samples read only the flags: at one byte a row, those of a million rows stay in a
+core's cache.
+
+Glossary, for the whole library. E is the number of envs, N the number of rows of all streams:
+
+    row               place of a step in the arrays: int32, in [0, N)
+    position          place of a row in the ring of its stream: int32, in [0, length)
+    head              position of the next write
+    lap               number of times that a stream's head went round: uint32
+    number            number of rows that were written to the stream before a row, overwritten
+                      ones too: uint32
+    age               number of rows that were written to the stream after a row: int32, 0 for the
+                      newest
+    candidate         row that may be sampled once its window is known: a transition, and no final
+                      row
+    candidate number  number of candidates that were written to the stream before a row: uint32
+    final row         row with an episode's final observation; it is no transition
+    window            rows around a candidate that its view reads
+    sampleable        candidate whose window is known and still stored
+    pending           newest rows, whose window is not known yet
+    expired           oldest rows, of whose window a part is overwritten
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxreplay._util import random
+from jaxreplay._util.aliases import PyTree
+from jaxreplay._util.names import has_shapes, short_bytes
+from jaxreplay._util.struct import Node, static_field
+from jaxreplay.storage import ring, row_flags, stored_arrays
+from jaxreplay.storage.layout import Layout
+from jaxreplay.storage.search import split_by
+from jaxreplay.types import Index, Step
+
+
+class Rows(Node):
+    """Arrays with N rows. A write changes them in place."""
+
+    # stored leaves [N, ...]: of a Step, without done flags, which are in `flags`; or of an item
+    steps: PyTree
+    flags: Any  # uint8[N]: bits of `row_flags`; None for plain items
+    # uint32[N], modulo 2^32: candidates of the stream before each row; None for plain items
+    candidate_number: Any
+    # The episode tables (`episodes.py`), None without `layout.has_table`.
+    ordinal: Any  # int32[N], in [0, length): each row's episode
+    # int32[N]: env * length + ordinal -> position of that episode's last row
+    end_position: Any
+    start_position: Any  # int32[N]: the same for that episode's first row
+
+
+class _Counter:
+    """A counter of each stream, [E]; None if it is not in `layout.counter_names`."""
+
+    def __init__(self, dtype: Any = jnp.int32):
+        self.dtype = dtype
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, counters: Any, owner: type) -> Any:
+        if counters is None:
+            return self
+        if self.name not in counters.layout.counter_names:
+            return None
+        nth, stored = counters.layout.counter_names.index(self.name), counters.stored
+        is_packed = not isinstance(stored, tuple)
+        row = jax.lax.index_in_dim(stored, nth, -2, False) if is_packed else stored[nth]
+        return row.astype(self.dtype)
+
+
+class Counters(Node):
+    """Counters of each stream. Those that are not in `layout.counter_names` are None.
+
+    The first three are equal for all streams if these always step together. They are stored for
+    each stream all the same: a GPU counts a step in one kernel if all numbers are [E].
+    """
+
+    # uint32[C, E]: the counters in `layout.counter_names`, in one array, since each array of a
+    # state takes 2 us of a call; on a GPU C arrays [E], which one kernel counts
+    stored: jax.Array | tuple[jax.Array, ...]
+    layout: Layout = static_field()
+
+    position = _Counter()  # in [0, length): position of the next write
+    filled = _Counter()  # in [0, length]: number of rows that are stored
+    lap = _Counter(jnp.uint32)  # number of times that the head went round
+    last_flags = _Counter(jnp.uint8)  # flags of the newest row; None for plain items
+    # modulo 2^32: number of candidates that were ever written, which is the candidate number of the
+    # next row; None for plain items
+    num_candidates = _Counter(jnp.uint32)
+    # in [0, period): number of transitions since the newest candidate, itself included, modulo the
+    # period; None if every transition is a candidate
+    phase = _Counter()
+    # number of newest rows whose window is not complete yet; None if the episode table has it
+    num_pending = _Counter()
+    # number of oldest rows whose look-back is overwritten; None without a bounded one
+    num_expired = _Counter()
+    ordinal = _Counter()  # in [0, length): episode of the next row; None without an episode table
+    is_open = _Counter(jnp.bool_)  # the newest row's episode has not ended; None likewise
+
+    def set(self, **new: Any) -> "Counters":
+        """Replace counters, each by an array [E] or one value for all streams.
+
+        None keeps a counter. Values of counters outside of `layout.counter_names` are ignored.
+        """
+        shape, rows = (self.layout.num_envs,), []
+        for name in self.layout.counter_names:
+            value = getattr(self, name) if new.get(name) is None else new[name]
+            rows.append(jnp.broadcast_to(jnp.asarray(value, vars(Counters)[name].dtype), shape))
+        if self.layout.traits.in_line:
+            return self.replace(stored=tuple(rows))
+        return self.replace(stored=jnp.stack([row.astype(jnp.uint32) for row in rows]))
+
+
+class ReplayState(Node):
+    """State of a buffer: a pytree of arrays, made by `buffer.init`.
+
+    Methods that return a new state reuse the old one's memory: jit them with `donate_argnums=0`,
+    and use the returned state instead. E is the number of envs, N the number of rows.
+
+    Attributes:
+      rows: The stored steps, and what is known of each: arrays [N, ...].
+      counters: Counters of each env's ring of rows: arrays [E].
+      sampler: The sampler's own state: any pytree.
+      layout: Layout that the state was made for. It is static.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxreplay as jr
+      >>> buffer = jr.uniform(capacity=1000, num_envs=4, batch_size=8, autoreset="next_step")
+      >>> zero, false = jnp.float32(0), jnp.bool_(False)
+      >>> example = jr.Step(
+      ...     obs=jnp.zeros(3), action=zero, reward=zero, terminated=false, truncated=false
+      ... )
+      >>> state = buffer.init(example)
+      >>> state
+      ReplayState(4 envs x 250 rows, obs f32[3], 25.1 kB)
+      >>> state.layout.capacity
+      1000
+    """
+
+    rows: Rows
+    counters: Counters
+    sampler: Any
+    layout: Layout = static_field()
+
+    @classmethod
+    def empty(cls, layout: Layout, example: PyTree, sampler: PyTree) -> "ReplayState":
+        """Return a state without rows.
+
+        Args:
+          layout: Layout of the state.
+          example: Shapes and dtypes of one env's step, or of one item.
+          sampler: The sampler's state.
+        """
+        capacity, has_flags = layout.capacity, layout.autoreset is not None
+        stored = stored_step(example) if has_flags else example
+        ordinal, end_position, start_position = (
+            jnp.zeros((capacity,), jnp.int32) if layout.has_table else None for _ in range(3)
+        )
+        rows = Rows(
+            steps=jax.tree.map(
+                lambda leaf: stored_arrays.zeros(capacity, leaf, layout.traits.has_tiles), stored
+            ),
+            flags=jnp.zeros((capacity,), jnp.uint8) if has_flags else None,
+            candidate_number=jnp.zeros((capacity,), jnp.uint32) if has_flags else None,
+            ordinal=ordinal,
+            end_position=end_position,
+            start_position=start_position,
+        )
+        zeros = jnp.zeros((len(layout.counter_names), layout.num_envs), jnp.uint32)
+        # As if a final row had been written: the first row opens an episode.
+        counters = Counters(zeros, layout).set(last_flags=row_flags.FINAL)
+        return cls(rows, counters, sampler, layout)
+
+    @property
+    def head(self) -> jax.Array:
+        """Position of the next write: int32[E], or int32[] if all streams step together."""
+        return self.counters.position[self.layout.streams_apart]
+
+    @property
+    def filled(self) -> jax.Array:
+        """Number of rows that are stored: int32[E] or int32[], as `head`."""
+        return self.counters.filled[self.layout.streams_apart]
+
+    @property
+    def lap(self) -> jax.Array:
+        """Number of times that the head went round: uint32[E] or uint32[], as `head`."""
+        return self.counters.lap[self.layout.streams_apart]
+
+    @property
+    def next_number(self) -> jax.Array:
+        """Number of each stream's next row, modulo 2^32: uint32[E]. A row's position is its number
+        modulo the length."""
+        return self.layout.number(self.counters.lap, self.counters.position)
+
+    @property
+    def next_candidate_number(self) -> jax.Array:
+        """Candidate number of the next candidate that is written to each stream: uint32[E]. Every
+        item is a candidate."""
+        number = self.counters.num_candidates
+        return self.next_number if number is None else number
+
+    def clear(self) -> "ReplayState":
+        """Forget every row. The stored steps stay as they are; indices of earlier samples become
+        stale, and unfinished episodes do not continue.
+
+        If the newest row is done and its final row is not written yet (`autoreset="next_step"`),
+        the next row is that final row. Otherwise it would count as a transition into the next
+        episode.
+
+        Returns:
+          The state. Its sampler still has to forget the rows: use `buffer.clear`.
+        """
+        # Add two laps: rows from the head on count as written in the lap before the head's, and no
+        # earlier index has that lap.
+        counters, last_flags = self.counters, self.counters.last_flags
+        if last_flags is not None:
+            last_flags = row_flags.after_clear(self.layout.autoreset, last_flags)
+        return self.replace(
+            counters=counters.set(
+                position=0,
+                filled=0,
+                lap=counters.lap + jnp.uint32(2),
+                last_flags=last_flags,
+                phase=0,
+                num_pending=0,
+                num_expired=0,
+                ordinal=0,
+                is_open=False,
+            )
+        )
+
+    def has(self, row: jax.Array, flag: int) -> jax.Array:
+        """Return whether each row has a flag: bool[...]. Items have no flags.
+
+        Args:
+          row: int32[...], in [0, N).
+          flag: Bit of `jaxreplay.storage.row_flags`. If several are joined by `|`, one is enough.
+        """
+        flags = self.rows.flags
+        return jnp.zeros(row.shape, bool) if flags is None else (at(flags, row) & flag) != 0
+
+    def candidate_number_of(self, row: jax.Array) -> jax.Array:
+        """Return the candidate number of each stored row: uint32[...].
+
+        Args:
+          row: int32[...], in [0, N).
+        """
+        if self.rows.candidate_number is not None:
+            return at(self.rows.candidate_number, row)
+        _, position = self.layout.split(row)
+        return self.layout.number(self.index(row).lap, position)
+
+    def rows_before(self, row: jax.Array, most: int) -> jax.Array:
+        """Return the number of rows before each row in its episode: int32[...].
+
+        It is 0 for an episode's first row.
+
+        Args:
+          row: int32[...], in [0, N).
+          most: Number of rows that are examined.
+        """
+        places = ring.arange(most).reshape((most,) + (1,) * row.ndim)
+        continues = ~self.has(self.layout.ahead(row, -places), row_flags.FIRST)
+        return jnp.cumprod(continues, axis=0, dtype=jnp.int32).sum(axis=0, dtype=jnp.int32)
+
+    def age(self, row: jax.Array) -> jax.Array:
+        """Return the number of rows of its stream that were written after each row: int32[...].
+
+        It is 0 for the newest row, and at least `filled` for a row that is not written.
+
+        Args:
+          row: int32[...], in [0, N).
+        """
+        env, position = self.layout.split(row)
+        return self.layout.wrap(of_stream(self.head, env) - 1 - position)
+
+    def is_written(self, row: jax.Array) -> jax.Array:
+        """Return whether each row holds a step: bool[...].
+
+        Args:
+          row: int32[...], in [0, N).
+        """
+        env, _ = self.layout.split(row)
+        return self.age(row) < of_stream(self.filled, env)
+
+    def index(self, row: jax.Array) -> Index:
+        """Return the index of each row, as `batch.index` of a sample.
+
+        Args:
+          row: int32[...], in [0, N).
+        """
+        env, position = self.layout.split(row)
+        # Such a row was written before the head last went round.
+        ahead = position >= of_stream(self.head, env)
+        return Index(row=row, lap=of_stream(self.lap, env) - ahead.astype(jnp.uint32))
+
+    def random_row(self, high: jax.Array, low: jax.Array) -> jax.Array:
+        """Return a row that is chosen uniformly from all written ones: int32[...].
+
+        If none is written, return any row.
+
+        Args:
+          high: uint32[...], random bits.
+          low: uint32[...], more random bits.
+        """
+        layout, filled = self.layout, self.filled
+        if layout.lockstep:  # all streams hold the same number of rows: no search for the stream
+            age, env = ring.split(
+                random.below(high, low, filled * layout.num_envs), layout.num_envs
+            )
+        else:
+            env, age = split_by(
+                filled, random.below(high, low, filled.sum(dtype=jnp.int32)), layout.traits
+            )
+        return layout.row(env, layout.wrap(of_stream(self.head, env) - 1 - age))
+
+    def __repr__(self) -> str:
+        """Show sizes, such as `ReplayState(4 envs x 250 rows, obs f32[3], 16 kB)`. For states that
+        are stacked by `vmap`, their number comes first."""
+        if not has_shapes(self):
+            return super().__repr__()
+        layout, steps = self.layout, self.rows.steps
+        num_axes = 1 if layout.traits.in_line else 2
+        population = jax.tree.leaves(self.counters)[0].shape[:-num_axes]
+        sizes = [
+            *map(str, population),
+            f"{layout.num_envs} env{'s' * (layout.num_envs != 1)}",
+            f"{layout.length} rows",
+        ]
+        name, rows = ("item", steps) if layout.autoreset is None else ("obs", steps.obs)
+        num_rows = stored_arrays.stored_leaves(rows)[0].shape[len(population)]
+        if num_rows > layout.capacity:
+            sizes.insert(len(population), f"{num_rows // layout.capacity} shards")
+        row = stored_arrays.short_rows(rows, len(population) + 1)
+        return f"ReplayState({' x '.join(sizes)}, {name} {row}, {short_bytes(self)})"
+
+
+def of_stream(per_stream: jax.Array, env: jax.Array) -> jax.Array:
+    """Return the value of each stream `env`. A scalar is the value of all streams."""
+    return per_stream if per_stream.ndim == 0 else at(per_stream, env)
+
+
+def at(values: jax.Array, index: jax.Array) -> jax.Array:
+    """Return values at indices, which must be in bounds."""
+    return values.at[index].get(mode="promise_in_bounds")
+
+
+def stored_step(step: Step) -> Step:
+    """Return a step as it is stored: without done flags, which are stored in `flags`, and without
+    its final observation, which is stored in the `obs` of a final row."""
+    return step.replace(terminated=None, truncated=None, final_obs=None)

@@ -1,0 +1,315 @@
+"""Writes: count a block of steps, write its rows, and tell which rows became sampleable.
+
+All is counted before any row is written. Each write is one masked scatter per array; a row that is
+not written points past the end. (A `lax.cond` around the write would become a select over the whole
+buffer under `vmap`. A strided `dynamic_update_slice` took 13 us where the scatter takes 2.)
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxreplay._util import xla
+from jaxreplay._util.aliases import PyTree
+from jaxreplay.storage import ring, row_flags, stored_arrays
+from jaxreplay.storage.layout import Layout
+from jaxreplay.storage.state import Counters, ReplayState, Rows, stored_step
+
+
+class Writes(NamedTuple):
+    """Rows that one call writes, in the order of time: at most K rows in each of E streams."""
+
+    row: jax.Array  # int32[K, E]; capacity where nothing is written
+    is_written: jax.Array  # bool[K, E]
+    flags: jax.Array | None  # uint8[K, E]; None for plain items
+    age: jax.Array  # int32[K, E]: rows of its stream written after it
+    num_rows: jax.Array  # int32[E]: rows written in each stream
+    num_waiting: Any  # int32[E]: rows that were pending before; None if the window is unbounded
+    candidate_number: jax.Array | None = None  # uint32[K, E]; None for plain items
+    # None without an episode table:
+    ordinal: jax.Array | None = None  # int32[K, E]: each row's episode
+    # int32[K, E]: entry of `Rows.end_position` to set to the row's position; capacity for none
+    end_entry: jax.Array | None = None
+    start_entry: jax.Array | None = None  # the same for `Rows.start_position`
+
+
+def advance(state: ReplayState, steps: PyTree, mask: jax.Array | None) -> tuple[Counters, Writes]:
+    """Count a block of steps, which `write` then writes.
+
+    Args:
+      state: The buffer's state.
+      steps: Leaves [T, E, ...]. The block is short enough to overwrite neither a row that waits for
+        its window, nor one that a new row looks back to.
+      mask: bool[T, E], False where an env took no step; or None if all envs took all.
+
+    Returns:
+      The new counters, but for `num_expired`; and the rows to be written.
+    """
+    layout, before = state.layout, state.counters
+    num_steps = jax.tree.leaves(steps)[0].shape[0]
+    mask = jnp.ones((num_steps, layout.num_envs), bool) if mask is None else mask
+    if before.num_expired is not None:  # the last sample may have read flags for the look-back
+        mask = xla.after(mask, before.num_expired)
+    new, flags, is_written = before, None, mask
+    if layout.autoreset is not None:
+        flags, is_written = row_flags.rows_of(
+            layout.autoreset, steps.terminated, steps.truncated, mask, before.last_flags
+        )
+        if before.phase is not None:
+            phase, flags = _skipped(layout, before.phase, flags, is_written)
+            new = new.set(phase=phase)
+    if layout.lockstep:  # the positions are known without looking at the block
+        nth = jnp.broadcast_to(ring.arange(num_steps)[:, None], is_written.shape)
+        num_rows = jnp.full((layout.num_envs,), num_steps, jnp.int32)
+    else:
+        nth = jnp.cumsum(is_written, axis=0, dtype=jnp.int32) - 1
+        num_rows = nth[-1] + 1
+    age = num_rows - 1 - nth
+    end = before.position + num_rows
+    new = new.set(
+        position=ring.wrap(end, layout.length),
+        filled=jnp.minimum(before.filled + num_rows, layout.length),
+        lap=before.lap + (end >= layout.length).astype(jnp.uint32),
+    )
+    # Rows, and candidate numbers below, are counted back from the new counts. If they were
+    # counted forward from the old ones, XLA would keep a copy of these for later kernels.
+    row = layout.row(layout.envs(), layout.wrap(new.position - 1 - age))
+    writes = Writes(
+        jnp.where(is_written, row, layout.capacity),
+        is_written,
+        flags,
+        age,
+        num_rows,
+        num_waiting=before.num_pending,
+    )
+    if flags is not None:
+        is_candidate = is_written & ((flags & row_flags.NO_CANDIDATE) == 0)
+        count = before.num_candidates + is_candidate.sum(axis=0, dtype=jnp.uint32)
+        newest = jnp.where(is_written & (age == 0), flags, 0).sum(axis=0, dtype=jnp.uint8)
+        last_flags = jnp.where(num_rows > 0, newest, before.last_flags)
+        new = new.set(last_flags=last_flags, num_candidates=count)
+        writes = writes._replace(candidate_number=count - _from_each_on(is_candidate))
+    if before.num_pending is not None:
+        new = new.set(num_pending=count_pending(layout, before.num_pending, writes))
+    if layout.has_table:
+        new, writes = noted(layout, new, writes)
+    if layout.traits.in_line:
+        # In one kernel. Otherwise XLA fuses the counting into each write again.
+        if writes.num_waiting is not None:  # else XLA keeps a copy of the old counts
+            waiting = xla.after(writes.num_waiting, writes.num_waiting)
+            writes = writes._replace(num_waiting=waiting)
+        new, writes = xla.barrier((new, writes))
+    return new, writes
+
+
+def _skipped(
+    layout: Layout, phase: jax.Array, flags: jax.Array, is_written: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Mark the transitions between candidates. Return the new phase, and the flags uint8[K, E]."""
+    window = layout.window
+    is_transition = is_written & ((flags & row_flags.FINAL) == 0)
+    # transitions of this block up to each row, itself included
+    through = jnp.cumsum(is_transition, axis=0, dtype=jnp.int32)
+    before = through - is_transition
+    starts = is_written & ((flags & row_flags.FIRST) != 0) & (not window.crosses_episodes)
+    # Count from the start of the row's episode if that is in the block, else from the phase
+    # before the block.
+    latest_start = jax.lax.cummax(jnp.where(starts, before, -1), axis=0)
+    since = jnp.where(latest_start >= 0, before - latest_start, before + phase)
+    _, place = ring.split(since, window.period)
+    _, phase = ring.split((since + is_transition)[-1], window.period)
+    return phase, jnp.where(is_transition & (place != 0), flags | row_flags.SKIPPED, flags)
+
+
+def noted(layout: Layout, counters: Counters, writes: Writes) -> tuple[Counters, Writes]:
+    """Count the episodes. Return the counters, and the writes with their entries of the episode
+    table."""
+    assert writes.flags is not None
+    is_first, is_final = ((writes.flags & bit) != 0 for bit in (row_flags.FIRST, row_flags.FINAL))
+    closes = writes.is_written & layout.closes_episode(writes.flags) & ~(is_first & is_final)
+    current = layout.wrap(counters.ordinal + closes.sum(axis=0, dtype=jnp.int32))
+    ordinal = layout.wrap(current - _from_each_on(closes).astype(jnp.int32))
+    is_newest = writes.is_written & (writes.age == 0)
+
+    def entry(where):
+        return jnp.where(where, layout.row(layout.envs(), ordinal), layout.capacity)
+
+    counters = counters.set(
+        ordinal=current,
+        is_open=jnp.where(
+            writes.num_rows > 0, ~jnp.any(is_newest & closes, axis=0), counters.is_open
+        ),
+    )
+    return counters, writes._replace(
+        ordinal=ordinal,
+        end_entry=entry(closes),
+        start_entry=entry(writes.is_written & is_first & ~is_final),
+    )
+
+
+def write(rows: Rows, layout: Layout, steps: PyTree, writes: Writes) -> Rows:
+    """Write the rows of a block of steps, which `advance` has counted."""
+
+    def put(stored, new, row):
+        return stored_arrays.tree_map(
+            lambda leaf, values: stored_arrays.write(leaf, row, values), stored, new
+        )
+
+    if rows.flags is None:
+        return rows.replace(steps=put(rows.steps, steps, writes.row))
+    new = stored_step(steps)
+    if layout.rows_per_step == 2:  # of a final row, only the observation is read
+        pairs = writes.row.reshape(-1, 2, layout.num_envs)
+        rest = put(rows.steps.replace(obs=()), new.replace(obs=()), pairs[:, 0])
+        stored = rest.replace(obs=put(rows.steps.obs, _with_final_obs(steps), writes.row))
+    else:
+        stored = put(rows.steps, new, writes.row)
+    rows = rows.replace(
+        steps=stored,
+        flags=put(rows.flags, writes.flags, writes.row),
+        candidate_number=put(rows.candidate_number, writes.candidate_number, writes.row),
+    )
+    return rows if writes.ordinal is None else note(rows, layout, writes)
+
+
+def note(rows: Rows, layout: Layout, writes: Writes) -> Rows:
+    """Write the entries of the episode table."""
+    put = lambda leaf, values, row: stored_arrays.write(leaf, row, values)
+    _, position = layout.split(writes.row)
+    return rows.replace(
+        ordinal=put(rows.ordinal, writes.ordinal, writes.row),
+        end_position=put(rows.end_position, position, writes.end_entry),
+        start_position=put(rows.start_position, position, writes.start_entry),
+    )
+
+
+def _with_final_obs(steps: Any) -> Any:
+    """Return the observations of a block, each followed by the final one of its step: leaves
+    [2 T, E, ...]."""
+
+    def joined(obs: jax.Array, final_obs: jax.Array) -> jax.Array:
+        return jnp.stack([obs, final_obs], axis=1).reshape((-1, *obs.shape[1:]))
+
+    return jax.tree.map(joined, steps.obs, steps.final_obs)
+
+
+def count_pending(layout: Layout, num_pending: jax.Array, writes: Writes) -> jax.Array:
+    """Count the newest rows of each stream whose window is not complete after a write: int32[E].
+
+    Args:
+      layout: Layout of the state, with a bounded look-ahead.
+      num_pending: int32[E], their number before the write.
+      writes: The rows that are written.
+    """
+    window = layout.window
+    assert window.after is not None
+    if window.crosses_episodes or writes.flags is None:
+        since = layout.length
+    else:
+        # A final row completes every window that reaches it, and so does a termination if no final
+        # observation is read. Only rows after the newest of these are pending.
+        completes = writes.is_written & ((writes.flags & window.completed_by) != 0)
+        since = jnp.min(jnp.where(completes, writes.age, layout.length), axis=0)
+    return jnp.minimum(jnp.minimum(since, num_pending + writes.num_rows), window.after)
+
+
+def count_expired(state: ReplayState) -> jax.Array | None:
+    """Count the oldest rows of each stream whose look-back is overwritten: int32[E], or None if the
+    window has no bounded look-back."""
+    layout, filled = state.layout, state.filled
+    if not (before := layout.window.before):
+        return None
+    place = ring.arange(before)[:, None]
+    position = layout.wrap(state.head - filled + place)
+    # Rows from the next episode start on have their whole look-back.
+    is_start = state.has(layout.row(layout.envs(), position), row_flags.FIRST)
+    return jnp.min(
+        jnp.where(is_start & (place < filled), place, jnp.minimum(before, filled)), axis=0
+    )
+
+
+class WriteEffect(NamedTuple):
+    """Effect of one write on the set of sampleable rows: all that a sampler observes of it.
+
+    Axes: E streams; K rows that a stream may have got; W = look-ahead + K + look-back rows in the
+    order of time. The W rows are those that may have been pending, those written, and the oldest
+    ones, whose look-back may have been overwritten.
+
+    A row becomes sampleable once, and stays so until it is overwritten or expires. A written row
+    takes the place of an old one, which is gone.
+
+    With a period, or across episodes, rows that are no candidates may be pending, too. A sampler
+    that follows rows one by one must remember which of the written rows are candidates. If their
+    flags were read here, XLA would copy all flags before the next write.
+
+    Attributes:
+      layout: Sizes of the buffer.
+      row: int32[W, E], the rows; the capacity where there is none.
+      became_sampleable: bool[W, E], True where the window became complete.
+      is_written: bool[K, E], True where a row was written.
+      is_candidate: bool[K, E], True for written rows that are sampleable once their window is
+        complete.
+      is_gone: bool[W, E], True for rows that were overwritten or expired.
+      age: int32[W, E], number of rows of the stream that were written after the row.
+      start: int32[] or int32[E], position of `row[0]` in the ring. If it is a scalar, `row` is the
+        same range of every stream.
+    """
+
+    layout: Layout
+    row: jax.Array
+    became_sampleable: jax.Array
+    is_written: jax.Array
+    is_candidate: jax.Array
+    is_gone: jax.Array
+    age: jax.Array
+    start: jax.Array
+
+
+def effect_of(after: ReplayState, writes: Writes) -> WriteEffect | None:
+    """Return the effect of a write, from the state after it, or None if the window is unbounded."""
+    layout, window = after.layout, after.layout.window
+    if window.before is None or window.after is None:
+        return None
+    num_pending = after.counters.num_pending
+
+    def range_of(start, size):
+        position = layout.wrap(start + ring.arange(size)[:, None])
+        return layout.row(layout.envs(), jnp.broadcast_to(position, (size, layout.num_envs)))
+
+    num_rows = writes.num_rows[0] if layout.lockstep else writes.num_rows
+    start = layout.wrap(after.head - num_rows - window.after)
+    waited = window.after - 1 - ring.arange(window.after)[:, None]  # ages before the write
+    waiting = range_of(start, window.after)
+    is_waiting = waited < writes.num_waiting
+    age = waited + writes.num_rows
+
+    is_candidate = writes.is_written
+    if writes.flags is not None:
+        is_candidate = is_candidate & ((writes.flags & row_flags.NO_CANDIDATE) == 0)
+
+    oldest = range_of(after.head, window.before)
+    place = ring.arange(window.before)[:, None]
+    num_expired = after.counters.num_expired if window.before else 0
+    is_expired = (place < num_expired) & (after.filled == layout.length)
+    none = lambda rows: jnp.zeros_like(rows, bool)
+    join = lambda *parts: jnp.concatenate([part for part in parts if part.shape[0]])
+    return WriteEffect(
+        layout=layout,
+        row=join(jnp.where(is_waiting, waiting, layout.capacity), writes.row, oldest),
+        is_written=writes.is_written,
+        is_candidate=is_candidate,
+        became_sampleable=join(
+            is_waiting & (age >= num_pending),
+            is_candidate & (writes.age >= num_pending),
+            none(oldest),
+        ),
+        is_gone=join(none(waiting), writes.is_written, is_expired),
+        age=join(age, writes.age, layout.length - 1 - jnp.broadcast_to(place, oldest.shape)),
+        start=start,
+    )
+
+
+def _from_each_on(is_one: jax.Array) -> jax.Array:
+    """Count the True values from each row on, itself included: uint32[K, E]."""
+    return jnp.flip(jnp.cumsum(jnp.flip(is_one, axis=0), axis=0, dtype=jnp.uint32), axis=0)
