@@ -119,7 +119,7 @@ AS_ON_ONE_REST := resize checkpoint checkpoint_damage checkpoint_faults checkpoi
 # Each file of tests is in one part.
 PART_core := types autoreset docstrings package newcomer_errors contract in_place layers laws uniform prioritized sum_tree queue mixture permutation errors x64 ecosystem
 PART_distributed := distributed
-PART_samplers := end_streams extension recent without_replacement episodes targets donation plan state_check transitions fingerprint
+PART_samplers := adopt end_streams extension recent without_replacement episodes targets donation plan state_check transitions fingerprint
 PART_oracle := oracle_streams
 PART_views := views rewards
 PART_rollouts := rollout rollout_episodes trajectories datasets dataset_files inspect torch
@@ -131,7 +131,7 @@ PART_damage := checkpoint_damage checkpoint_faults checkpoint_rewind
 PART_hostile := checkpoint_hostile
 PART_disk := checkpoint_failing_disk checkpoint_writers
 PART_signals := checkpoint_interrupts
-PART_resize := resize
+PART_resize := resize changed_buffer
 PART_examples := examples
 PART_compat := flashbax brax
 PART_gpu := oracle_streams laws $(AS_ON_ONE_CORE)

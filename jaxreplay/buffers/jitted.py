@@ -10,15 +10,27 @@ import numpy as np
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import PyTree
 from jaxreplay.buffers import step_checks
+from jaxreplay.buffers.adopt import check_adopted, numbers_of, rebuilt
 from jaxreplay.buffers.state_checks import check_not_deleted
+from jaxreplay.storage.adopt import stays
 from jaxreplay.storage.state import ReplayState
 
 B = TypeVar("B")  # the type of a buffer
 
 # methods that donate the state
-_CHANGES = frozenset({"add", "extend", "clear", "pop", "end_streams"})
+_CHANGES = frozenset({"add", "extend", "clear", "pop", "end_streams", "merge"})
 _METHODS = _CHANGES | {
-    *("sample", "get", "update_priorities", "size", "can_sample", "can_add", "age", "metrics")
+    *(
+        "sample",
+        "get",
+        "update_priorities",
+        "size",
+        "can_sample",
+        "can_add",
+        "age",
+        "metrics",
+        "adopt",
+    )
 }
 _CPU_OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 # XLA takes a read of a few rows of a large array for a large one, and divides it among all cores:
@@ -102,6 +114,8 @@ def method(name: str) -> Callable[..., Any]:
     call.__name__ = call.__qualname__ = name
     if name == "update_priorities":
         return _sampler_method(call)
+    if name == "adopt":
+        return _adopts
     return program(call, changes=name in _CHANGES, static=("batch_size",))
 
 
@@ -126,6 +140,21 @@ def _sampler_method(call: Callable[..., Any]) -> Callable[..., Any]:
         return rows.replace(sampler=of_sampler(buffer, state.sampler, rows, *arguments, **options))
 
     return run
+
+
+_rebuilt = program(lambda buffer, state: rebuilt(buffer, state, numbers_of(state)))
+
+
+def _adopts(buffer: Any, state: Any) -> Any:
+    """Call `buffer.adopt`. Steps that stay where they are do not go through the program."""
+    state = check_adopted("adopt", buffer, state)
+    steps = state.rows.steps
+    if state.layout == buffer.layout():
+        return state
+    if not stays(state.layout, buffer.layout()):
+        return _rebuilt(buffer, state)
+    made = _rebuilt(buffer, state.replace(rows=state.rows.replace(steps=None)))
+    return made.replace(rows=made.rows.replace(steps=steps))
 
 
 class Jitted:

@@ -14,6 +14,7 @@ from jaxreplay._util.names import kind_of
 from jaxreplay._util.serialization import tell_flax
 from jaxreplay._util.struct import Static
 from jaxreplay.buffers import memory, step_checks
+from jaxreplay.buffers.adopt import adopted, merged
 from jaxreplay.buffers.state_checks import check_donated, check_state
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler, Sampler
 from jaxreplay.samplers.sampler import effective_sample_size
@@ -612,6 +613,64 @@ class ReplayBuffer(Static, Generic[T]):
         step_checks.check_mask("end_streams", mask, True, (self.num_envs,))
         state, effect = newest_row.close(state, jnp.asarray(mask))
         return state.replace(sampler=self.sampler.observe(state.sampler, effect, None))
+
+    def adopt(self, state: ReplayState) -> ReplayState:
+        """Make the state of another buffer this buffer's, with all its rows.
+
+        The buffers may differ in the sampler and its arguments, the view (`n_step`, `gamma`,
+        window, `period`), `capacity`, `num_envs`, `allow_mask`, `track_episodes` and `platform`.
+        Their steps must have the same leaves, and the same `autoreset`, but "next_step" and
+        "same_step" may be exchanged. It costs O(capacity).
+
+        Each env keeps its newest rows that fit. Priorities stay, whatever their exponent; rows
+        without one get the largest so far. Consumed rows stay consumed for the same sampler. If
+        `num_envs` differs, whole streams are dealt out: that of env `e` goes to env
+        `e mod num_envs`, after those before it, and unfinished episodes end, as by `end_streams`.
+        If all envs of this buffer step together, shorter ones are filled up with rows that are
+        never sampled. Items are dealt out one by one.
+
+        `batch.index` of earlier samples means other rows now, unless `capacity`, `num_envs` and
+        `allow_mask` are equal.
+
+        Args:
+          state: The state of any `ReplayBuffer`. It need not be donated: if `capacity`, `num_envs`
+            and `allow_mask` are equal, the new state has the same arrays of steps.
+
+        Returns:
+          The new state.
+
+        Raises:
+          ValueError: `autoreset` differs, the view does not fit the steps, or items in windows
+            would have to be dealt to other envs.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, jaxreplay as jr
+          >>> old = jr.items(capacity=4, batch_size=2)
+          >>> state = old.extend(old.init(jnp.int32(0)), jnp.array([[7], [8], [9]]))
+          >>> new = jr.items(capacity=8, num_envs=2, batch_size=2, sampler=jr.Prioritized())
+          >>> int(new.size(new.adopt(state)))  # one row of three cannot be divided among two envs
+          2
+        """
+        return adopted("adopt", self, state)
+
+    def merge(self, state: ReplayState, other: ReplayState) -> ReplayState:
+        """Append the rows of another buffer's state, such as demonstrations.
+
+        Streams of the other are dealt out as by `adopt`, and unfinished episodes of both end. It
+        costs O(capacity) of both.
+
+        Args:
+          state: Donated: jit with `donate_argnums=0`.
+          other: The state of a buffer with the same leaves and `autoreset`, of any capacity and
+            number of envs. It stays valid.
+
+        Returns:
+          The new state.
+
+        Raises:
+          ValueError: The states have other leaves; the error names them. Or as for `adopt`.
+        """
+        return merged(self, check_donated("merge", self, state), other)
 
     def episode_table(self, state: ReplayState) -> Episodes:
         """Return look-ups of the episode ends around stored rows.

@@ -80,24 +80,22 @@ def restore(
     example: Any,
     *,
     step: int | None = None,
-    resize: bool = False,
     allow_partial: bool = False,
     sharding: Any = None,
     **options: Any,
 ) -> Any:
     """Restore the newest intact checkpoint under a path, or the one of a step.
 
-    The rows, and everything that later operations depend on, are bit-identical to the saved ones.
+    The buffer adopts the saved rows: its configuration may have changed. If it has not, everything
+    that later operations depend on is bit-identical to what was saved.
 
     Args:
       path: Folder, URL or TensorStore specification, as the `path` of a `Checkpointer`.
-      buffer: The `ReplayBuffer`, `Rollout` or sharded buffer that was saved, configured equally.
-        `batch_size`, `min_size`, `platform` and the number of devices may differ.
+      buffer: A `ReplayBuffer`, or a sharded one, for steps with the saved leaves and `autoreset`;
+        all else may differ, as for `ReplayBuffer.adopt`. Or the `Rollout` that was saved.
       example: One step of one env, or one item, as for `buffer.init`: pytree of arrays or
         `jax.ShapeDtypeStruct`s.
       step: Step of the checkpoint to restore. Default: the newest intact checkpoint.
-      resize: Whether the checkpoint may have another capacity. Each env keeps its newest rows that
-        fit, with their priorities. Default: False.
       allow_partial: Whether a checkpoint with damaged rows may be restored without them, with a
         warning. Default: False.
       sharding: Placement of the state's leaves, in the form of `out_shardings` of `jax.jit`.
@@ -110,11 +108,11 @@ def restore(
 
     Raises:
       FileNotFoundError: The path has no checkpoint, or none of that step.
-      ValueError: The checkpoint belongs to another buffer, or its steps have other leaves.
+      ValueError: The steps of the checkpoint have other leaves, or another `autoreset`.
       CorruptCheckpointError: No checkpoint is intact, or the one of that step is damaged.
     """
     return Checkpointer(path, buffer, **options).restore(
-        example, step, resize=resize, allow_partial=allow_partial, sharding=sharding
+        example, step, allow_partial=allow_partial, sharding=sharding
     )
 
 

@@ -184,9 +184,9 @@ class Checkpointer:
         self.wait_until_finished(state)
         with self._ending():
             parts = self._parts_of(state)
-            whole = state if self._shards is None else self._shards.joined(state)
-            plan = self._planned(whole, parts, step, blocking, metadata)
-            self._begin(plan, whole, parts, blocking)
+            stored, rest = (rows if self._shards is None else self._shards).split(state)
+            plan = self._planned(stored, rest, parts, step, blocking, metadata)
+            self._begin(plan, rest, parts, blocking)
             if blocking:
                 self._finish(parts)
             else:
@@ -194,7 +194,8 @@ class Checkpointer:
 
     def _planned(
         self,
-        state: Any,
+        stored: Any,
+        rest: Any,
         parts: Parts,
         step: int | None,
         blocking: bool,
@@ -217,7 +218,7 @@ class Checkpointer:
             if damaged:  # or another writer was faster, and has deleted them
                 self._chain.check_newest(plan.draft.number - 1)
             goes_on = self._base is not None or self._origin in [one.folder for one in found]
-            check_path(self._store.name, found, plan.draft, self._buffer, goes_on)
+            check_path(self._store.name, found, plan.draft, goes_on)
             self._chain.collect(self._base)
 
         folder, step, is_base_there, metadata, of_first = first(enter)
@@ -236,7 +237,8 @@ class Checkpointer:
             planning.planned,
             self._store,
             self._buffer,
-            state,
+            stored,
+            rest,
             parts,
             self._base,
             folder=folder,
@@ -259,11 +261,11 @@ class Checkpointer:
             )
         return plan
 
-    def _begin(self, plan: planning.Plan, state: Any, parts: Parts, blocking: bool) -> None:
+    def _begin(self, plan: planning.Plan, rest: Any, parts: Parts, blocking: bool) -> None:
         """Start the threads of a save, and let them write everything but the rows."""
-        rest = rows.split(state)[1]
+        is_rollout = not plan.draft.rows  # whose leaves are not copied yet
         rest_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(rest))
-        is_own = rest_bytes <= self._chunk_bytes and not blocking
+        is_copied = is_rollout and rest_bytes <= self._chunk_bytes and not blocking
         num = self._processes.num
         bar = self._bar(f"save {plan.draft.step}", plan.num_bytes // num)  # about this one's part
         with defer_interrupts():  # an interrupt here would leave threads that nothing ends
@@ -271,8 +273,8 @@ class Checkpointer:
                 self._store,
                 plan,
                 parts,
-                rows.copied(rest) if is_own else rest,
-                is_own=is_own,
+                rows.copied(rest) if is_copied else rest,
+                is_own=is_copied or not is_rollout,
                 chunk_bytes=self._chunk_bytes // 8,
                 level=self._level,
                 is_alone=num == 1,
@@ -388,15 +390,17 @@ class Checkpointer:
         example: Any,
         step: int | None = None,
         *,
-        resize: bool = False,
         allow_partial: bool = False,
         sharding: Any = None,
     ) -> Any:
         """Restore the newest intact checkpoint, or the one of a step, as a new state.
 
-        If the newest checkpoint is damaged, an older one is restored, with a warning. The rows, and
-        everything that later operations depend on, are bit-identical to the saved ones; cleared
-        rows are zeros. The new state takes its own memory: delete an old state first.
+        The buffer adopts the saved rows, as `ReplayBuffer.adopt` does those of another buffer's
+        state: its configuration may have changed since. If it has not, everything that later
+        operations depend on is bit-identical to what was saved; cleared rows are zeros. If the
+        newest checkpoint is damaged, an older one is restored, with a warning. The new state takes
+        its own memory: delete an old state first. If `num_envs` changed, the restore takes the
+        memory of the saved rows, too.
 
         The attributes `step`, `metadata` and `missing_rows` are set from the restored checkpoint.
 
@@ -404,9 +408,6 @@ class Checkpointer:
           example: One step of one env, or one item, as for `buffer.init`: pytree of arrays or
             `jax.ShapeDtypeStruct`s.
           step: Step of the checkpoint to restore. Default: the newest intact checkpoint.
-          resize: Whether the checkpoint may have another capacity. Each env keeps its newest rows
-            that fit, with their priorities. Discard `batch.index` of earlier samples: it refers to
-            other rows now. Default: False.
           allow_partial: Whether a checkpoint with damaged rows may be restored without them, with a
             warning. The gaps are closed, and an episode that lost rows counts as truncated there,
             so steps are paired only if they followed each other. `missing_rows` lists the lost
@@ -420,8 +421,8 @@ class Checkpointer:
 
         Raises:
           FileNotFoundError: There is no checkpoint, or none of that step.
-          ValueError: The checkpoint belongs to another buffer, or its steps have other leaves; the
-            error names every leaf that differs. Or `sharding` is given for a sharded buffer, or
+          ValueError: The steps of the checkpoint have other leaves, which the error names, or
+            another `autoreset`. Or `sharding` is given for a sharded buffer, or
             several processes pass different arguments.
           CorruptCheckpointError: No checkpoint is intact, or the one of that step is damaged; the
             error names the files.
@@ -442,7 +443,6 @@ class Checkpointer:
                 self._shards,
                 example,
                 step,
-                resize,
                 allow_partial,
                 sharding,
                 self._bar,

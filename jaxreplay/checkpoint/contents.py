@@ -1,6 +1,5 @@
 """Contents of a checkpoint, for an inspection: read group by group, without the buffer's code."""
 
-import re
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from jaxreplay.checkpoint.store import store_at
 from jaxreplay.inspection.contents import COUNTERS, Contents, Rows, numbers_in_order
 from jaxreplay.storage import ring, stored_arrays
 
-_TREE = "sampler.tree.sums.0"
+_MASS = "sampler.mass"
 
 
 def generation_of(path: Any, step: int | None, timeout: float) -> tuple[Files, Manifest]:
@@ -87,8 +86,7 @@ def _rows_of(store: Files, manifest: Manifest) -> Rows:
         is_plain = leaf.stored == leaf.dtype
         return values if is_plain else stored_arrays.decode_on_host(values, leaf.dtype)
 
-    declared = re.search(r"\bautoreset='(\w+)'", manifest.buffer)
-    return Rows(first, end, specs, read, declared and declared[1])
+    return Rows(first, end, specs, read, manifest.layout.autoreset or None)
 
 
 def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
@@ -113,20 +111,17 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
             f"{manifest.name}: rows: flags must be uint8[], got {manifest.rows['flags']}"
         )
     probability = None
-    if _TREE in manifest.rest:  # the tree's leaves are ordered by time, then env
+    if _MASS in manifest.rest:
         env, number = numbers_in_order(stored.first, stored.end)
-        leaf = ring.position_of(number, manifest.length) * len(stored.end) + env
-        tree = rest(_TREE)
-        if (
-            tree.ndim != 1
-            or tree.size < manifest.length * len(stored.end)
-            or tree.dtype.kind != "f"
-        ):
+        row = env * manifest.length + ring.position_of(number, manifest.length)
+        mass = rest(_MASS)
+        if mass.shape != (manifest.length * len(stored.end),) or mass.dtype.kind != "f":
             raise CorruptCheckpointError(
-                f"{manifest.name}: rest: {_TREE} must be a tree of the rows, got "
-                f"{manifest.rest[_TREE]}"
+                f"{manifest.name}: rest: {_MASS} must be a number of each row, got "
+                f"{manifest.rest[_MASS]}"
             )
-        mass = tree[leaf].astype(np.float64)
+        is_pending = number >= stored.end[env] - rest("counters.num_pending")[env]
+        mass = np.where(is_pending, 0, np.nan_to_num(mass[row].astype(np.float64)))
         probability = mass / max(mass.sum(), np.finfo(np.float64).tiny)
     return stored.contents(
         max_bytes,

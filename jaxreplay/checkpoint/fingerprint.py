@@ -36,7 +36,7 @@ _GOLDEN, _FOR_NUMBERS, _FOR_STREAMS = 0x9E3779B9, 0x27D4EB2F, 0x165667B1
 
 def of_rows(part: Part, picked: Picked) -> Any:
     """Compute the fingerprint of rows of a part: uint32[], the same on every platform."""
-    stored, total = rows.split(part.state)[0], np.uint32(0)
+    stored, total = rows.stored(part.state), np.uint32(0)
     columns = (
         part.indices(picked),
         picked.number.astype(np.uint32),

@@ -7,17 +7,20 @@ forged.
 import dataclasses
 import json
 import zlib
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, cast
 
 import numpy as np
 
+from jaxreplay._util.aliases import Autoreset
 from jaxreplay._util.names import printable
+from jaxreplay.autoreset import FORMS
 from jaxreplay.checkpoint import schema
 from jaxreplay.checkpoint.files import CorruptCheckpointError
 from jaxreplay.checkpoint.groups import Groups, Save
 from jaxreplay.storage import stored_arrays
+from jaxreplay.storage.layout import Layout, Window
 
-FORMAT = 7  # of the files, and of the meaning of a state's leaves
+FORMAT = 8  # of the files, and of the meaning of a state's leaves
 STEPS = -(2**63), 2**63 - 1  # the smallest and the largest step
 
 
@@ -38,6 +41,68 @@ _Specs = dict[str, Annotated[str, schema.dtype_and_shape]]
 _Folder = Annotated[str, schema.folder]
 
 
+def _form(where: str, value: str) -> None:
+    if value not in ("", *FORMS):
+        raise schema.expected(where, "a form of autoreset", value)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredLayout:
+    """Meaning of the stored rows: the parts of a `Layout` and its `Window` that they depend on."""
+
+    autoreset: Annotated[str, _form]  # "" for items
+    allow_mask: bool
+    before: Annotated[int, schema.Range(-1, 2**30)]  # -1: all since the episode's start
+    after: Annotated[int, schema.Range(-1, 2**30)]  # -1: all up to the episode's end
+    crosses_episodes: bool
+    period: Annotated[int, schema.Range(1, 2**30)]
+    needs_final_obs: bool
+
+    @property
+    def form(self) -> Autoreset | None:
+        """The form of autoreset; None for items."""
+        return cast(Autoreset, self.autoreset) if self.autoreset else None
+
+    @classmethod
+    def none(cls) -> "StoredLayout":
+        """Return what stands for no rows."""
+        return cls("", False, 0, 0, False, 1, False)
+
+    @classmethod
+    def of(cls, layout: Layout) -> "StoredLayout":
+        """Return the part of a layout that a checkpoint has."""
+        window = layout.window
+        return cls(
+            autoreset=layout.autoreset or "",
+            allow_mask=layout.allow_mask,
+            before=-1 if window.before is None else window.before,
+            after=-1 if window.after is None else window.after,
+            crosses_episodes=window.crosses_episodes,
+            period=window.period,
+            needs_final_obs=window.needs_final_obs,
+        )
+
+    def layout(self, num_envs: int, length: int, platform: str, has_table: bool) -> Layout:
+        """Return a layout for the stored rows, without a sampler."""
+        fields = {
+            name: vars(self)[name] for name in ("crosses_episodes", "period", "needs_final_obs")
+        }
+        return Layout(
+            num_envs=num_envs,
+            length=length,
+            autoreset=self.form,
+            allow_mask=self.allow_mask,
+            window=Window(
+                before=None if self.before < 0 else self.before,
+                after=None if self.after < 0 else self.after,
+                **fields,
+            ),
+            platform=platform,
+            has_table=has_table,
+            sampler=None,
+        )
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Manifest:
     """Content of a checkpoint. A row's number counts all rows that its stream ever got, overwritten
@@ -49,6 +114,7 @@ class Manifest:
     step: Annotated[int, schema.Range(*STEPS)]
     buffer: str
     library: str
+    layout: StoredLayout
     length: _Length  # rows in each stream's ring
     first: Annotated[list[int], _Number]  # number of the oldest row of each stream
     end: Annotated[list[int], _Number]  # one more than the number of its newest row
@@ -104,7 +170,8 @@ class Manifest:
             "sums": groups.sums.ravel().tolist(),
         }
         body = json.dumps(
-            {"format": FORMAT} | vars(self) | {"groups": written}, separators=(",", ":")
+            {"format": FORMAT} | vars(self) | {"groups": written, "layout": vars(self.layout)},
+            separators=(",", ":"),
         ).encode()
         return f"{zlib.crc32(body):08x}\n".encode() + body
 

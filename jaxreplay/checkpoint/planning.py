@@ -15,13 +15,13 @@ import jax
 import numpy as np
 
 from jaxreplay._util import pow2
-from jaxreplay._util.names import named
+from jaxreplay._util.names import description, named
 from jaxreplay._version import __version__
 from jaxreplay.checkpoint import arrays, fingerprint, rows
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.groups import MOST_ROWS, Group, Groups, Save, array_of, cut
-from jaxreplay.checkpoint.identity import described, identity
-from jaxreplay.checkpoint.manifest import Manifest
+from jaxreplay.checkpoint.identity import described
+from jaxreplay.checkpoint.manifest import Manifest, StoredLayout
 from jaxreplay.checkpoint.rows import Part, Parts, Picked, Span
 
 Written = dict[int, dict[str, Any]]  # fields of new groups that are known once they are written
@@ -84,7 +84,8 @@ class Plan:
 def planned(
     store: Files,
     buffer: Any,
-    state: Any,
+    stored: Any,
+    rest: Any,
     parts: Parts,
     base: Manifest | None,
     *,
@@ -100,8 +101,9 @@ def planned(
     Args:
       store: The store that has `base`.
       buffer: The buffer.
-      state: The state. Its rows are read from `parts`.
-      parts: Its parts.
+      stored: The state's rows, as `rows.split` returns them. They are read from `parts`.
+      rest: The rest of the state.
+      parts: The state's parts.
       base: Manifest of the checkpoint that the state may continue, or None.
       folder: Name of the new checkpoint's folder.
       step: The step.
@@ -111,24 +113,25 @@ def planned(
       damaged: A problem of each damaged group, by its folder; these are written again. Damage that
         is found here is added.
     """
-    stored, rest = rows.split(state)
-    stored_text, rest_text = described(state)
+    stored_text, rest_text = described(stored, rest)
+    layout = StoredLayout.of(buffer.layout()) if stored else StoredLayout.none()
     length, row_bytes, groups = 1, 0, []
     span = Span(np.zeros(0, np.int64), np.zeros(0, np.int64))
     if stored:
         row_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(stored)) // buffer.capacity
         most = pow2.power_below(min(group_bytes // (row_bytes + _BOOKKEEPING), MOST_ROWS))
-        length, span = buffer.length, rows.span_of(rows.heads_of(state), buffer.length)
+        length, span = buffer.length, rows.span_of(rows.heads_in(rest["counters"]), buffer.length)
         make = lambda since, end: Save(folder, length, since, end, is_compressed)
-        num_rewritten = rows.num_rewritten(state)
+        num_rewritten = rows.num_rewritten(buffer.layout())
         groups = _groups(store, parts, base, span, make, num_rewritten, most, damaged)
     num_rows = [group.num_rows for group in groups if group.sums is None]
     return Plan(
         draft=Manifest(
             folder=folder,
             step=step,
-            buffer=identity(buffer),
+            buffer=description(buffer),
             library=__version__,
+            layout=layout,
             length=length,
             first=span.first.tolist(),
             end=span.end.tolist(),

@@ -2,7 +2,9 @@
 few chunks of memory."""
 
 import collections
+import dataclasses
 import functools
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -13,9 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay._util.names import named
+from jaxreplay._util import checks
+from jaxreplay._util.names import description, named, printable
 from jaxreplay._util.signals import defer_interrupts
-from jaxreplay.checkpoint import arrays, resize, rows, salvage, verifying
+from jaxreplay.buffers.adopt import nothing, rebuilt
+from jaxreplay.buffers.jitted import program
+from jaxreplay.checkpoint import arrays, rows, salvage, schema, verifying
 from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.groups import Group, array_of
@@ -25,7 +30,11 @@ from jaxreplay.checkpoint.processes import Processes
 from jaxreplay.checkpoint.rows import Picked
 from jaxreplay.checkpoint.salvage import Holes, MissingRows
 from jaxreplay.checkpoint.shards import Shards
+from jaxreplay.storage import adopt, ring, row_flags, stored_arrays
+from jaxreplay.storage.layout import Layout
+from jaxreplay.storage.state import Counters, ReplayState, Rows
 
+_LOG = logging.getLogger("jaxreplay")
 _AT_ONCE = 2  # groups in memory: one is put into the state, while the next is read
 _T = TypeVar("_T")
 
@@ -45,7 +54,6 @@ def restored(
     shards: Shards | None,
     example: Any,
     step: int | None,
-    resize: bool,
     allow_partial: bool,
     sharding: Any,
     bar: Callable[..., Any],
@@ -59,9 +67,9 @@ def restored(
       bar: Makes a progress bar from a title and a number of bytes.
     """
     processes = Processes() if shards is None else shards.processes
-    given = step, resize, allow_partial
+    given = step, allow_partial
     if any(other != given for other in processes.told(given)):
-        raise ValueError("restore: step, resize and allow_partial must be equal in all processes")
+        raise ValueError("restore: step and allow_partial must be equal in all processes")
     tried: dict[str, str] = {}  # problems of damaged checkpoints, by folder
     while True:
         found, problems = processes.first(chain.read)  # others may delete and write meanwhile
@@ -73,17 +81,19 @@ def restored(
         # JAX would report an interrupt during its comparison of buffers as an error of the
         # buffers, here and below
         with defer_interrupts():
-            before = check_fits(manifest, buffer, example, resize, problems)
+            check_fits(manifest, buffer, example, problems)
             num_bytes = buffer.memory(example).total
         look = functools.partial(verifying.damaged_groups, store, manifest)
         damaged = processes.first(look) if allow_partial else {}
         try:
             with bar(f"restore {manifest.step}", num_bytes) as told, processes.agreed():
                 reading = Reading(store, manifest, told.update)
-                read = functools.partial(
-                    reading.state, buffer, before, example, sharding, set(damaged)
+                reading.find_holes(set(damaged))
+                state = (
+                    reading.state(buffer, example, sharding)
+                    if shards is None
+                    else shards.restored(example, reading)
                 )
-                state = read() if shards is None else shards.restored(example, read)
         except CorruptCheckpointError as error:
             state = None  # frees what this process has read, if another one has failed
             tried[manifest.folder] = f"step {manifest.step}: {error}"
@@ -93,6 +103,10 @@ def restored(
             count = sum(one.last - one.first + 1 for one in lost)
             total = sum(manifest.end) - sum(manifest.first)
             problems += [f"{count:,} of its {total:,} rows are lost:", *damaged.values()]
+        if manifest.buffer != description(buffer):
+            _LOG.info(
+                "step %d of %s was adopted by %s", manifest.step, printable(manifest.buffer), buffer
+            )
         if problems:
             what = f"restore: step {manifest.step} was restored; this is damaged:"
             warnings.warn("\n  ".join([what, *problems]), stacklevel=3)
@@ -123,106 +137,141 @@ class Reading:
         )
         self.holes = Holes.none(len(manifest.end))
 
-    def state(
-        self,
-        buffer: Any,
-        before: Any,
-        example: Any,
-        sharding: Any,
-        damaged: set[str],
-        steps: list[tuple[int, int, Any]] | None = None,
-    ) -> Any:
-        """Return a new state, and set `holes` to the rows that are left out.
+    def find_holes(self, damaged: set[str]) -> None:
+        """Set `holes` to the rows that are left out: those of damaged groups."""
+        self._manifest.groups.check(self._first, self._end)
+        if damaged:
+            self.holes = salvage.holes_of(self._manifest, damaged, self._layout("cpu"))
+
+    def state(self, buffer: Any, example: Any, sharding: Any) -> Any:
+        """Return a new state.
 
         Args:
           buffer: The buffer to restore for.
-          before: The buffer that was saved. Only its capacity and platform may differ from
-            `buffer`.
           example: One env's step, or an item.
           sharding: Placement of the leaves, as `out_shardings`, or None.
-          damaged: Folders of damaged groups. They are not read, and their rows are lost.
-          steps: As for `_all_rows`, if the steps are not in the state. Default: they are.
 
         Raises:
           CorruptCheckpointError: A file is missing or damaged; the error names it.
         """
-        self._manifest.groups.check(self._first, self._end)
-        old = None
-        with defer_interrupts():
-            shape = jax.eval_shape(buffer.init, example)
-            specs = rows.specs_of(shape)
-            if specs and (
-                before.capacity != buffer.capacity or before.platform != buffer.platform or damaged
-            ):
-                old = resize.parted(before, rows.split(jax.eval_shape(before.init, example))[1])
-                # A sampler that cannot be resized raises its error before anything is read.
-                jax.eval_shape(functools.partial(resize.resized, buffer), old[0], shape)
-            if steps is not None:
-                state = jax.jit(lambda: _without_steps(buffer.init(example)))()
-            elif sharding is not None:
-                state = jax.jit(lambda: buffer.init(example), out_shardings=sharding)()
-            else:
+        if not self._manifest.rows:
+            with defer_interrupts():
                 state = buffer.init(example)
-            stored, rest = rows.split(state)
-            del state
-        read = functools.partial(self._all_rows, buffer, specs, stored, steps or [])
-        if old is None:
-            state = rows.join(read() if specs else stored, self._rest(rest))
-        else:
-            rest = jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), old[0])
-            state = self._moved(buffer, before, self._rest(rest), old[1], read, damaged)
+            return jax.device_put(self._rest(state), sharding) if sharding else self._rest(state)
+        with defer_interrupts():
+            layout = self.layout_for(buffer)
+            is_there = adopt.stays(layout, buffer.layout())
+            make = functools.partial(buffer.init if is_there else _empty, example)
+            if not is_there:
+                make = functools.partial(make, layout)
+            elif sharding is not None:
+                make = jax.jit(make, out_shardings=sharding)
+            new = make().rows
+            stored = {"steps": new.steps, "flags": new.flags}
+            del new
+        stored = self.rows(stored, layout.length)
+        counters, numbers = self.counters(layout.length), self.numbers(layout.length)
+        state = self.put_together(buffer, layout, stored, counters, numbers)
         return state if sharding is None else jax.device_put(state, sharding)
 
-    def _moved(
+    def layout_for(self, buffer: Any) -> Layout:
+        """Return the layout in which the rows are read, for a buffer that then adopts them: that of
+        the checkpoint, with the buffer's length if it has as many envs."""
+        own = buffer.layout()
+        layout = self._layout(own.platform)
+        longer = dataclasses.replace(layout, length=own.length)
+        return longer if adopt.stays(longer, own) else layout
+
+    def _layout(self, platform: str) -> Layout:
+        """Return the layout of the stored rows."""
+        has_table, stored = "counters.ordinal" in self._manifest.rest, self._manifest.layout
+        return stored.layout(len(self._end), self._manifest.length, platform, has_table)
+
+    def put_together(
         self,
         buffer: Any,
-        before: Any,
-        old: Any,
-        by_place: dict[str, Any],
-        read: Callable[[], Any],
-        damaged: set[str],
+        layout: Layout,
+        stored: dict[str, Any],
+        counters: dict[str, Any],
+        numbers: dict[str, Any],
     ) -> Any:
-        """Restore into another capacity or platform, or without damaged rows.
+        """Return a buffer's state of rows, counters, and what the sampler knew.
 
         Args:
-          old: The saved rest, without the sampler's values per row.
-          by_place: Shapes of the sampler's values per row, by name.
-          read: Returns the rows, without lost ones.
+          buffer: The buffer.
+          layout: Layout of the rows.
+          stored: "steps", or None if these are kept apart, and "flags". Donated.
+          counters: [E] by name.
+          numbers: [N] or other arrays by name.
         """
-        if damaged:
-            self.holes = salvage.holes_of(self._manifest, damaged, before, old, self._flags_of)
-        streams = resize.with_heads(buffer.layout(), old, self.holes.num_lost)
-        streams = streams.replace(rows=streams.rows.replace(**read()), sampler=None)
-        if damaged:
-            streams, candidate_number_now = salvage.closed(streams, self.holes)
-            sampler = before.sampler.after_loss(old.sampler, candidate_number_now)
-            old = old.replace(sampler=sampler)
         with defer_interrupts():
-            rest = resize.resized(buffer, old, streams)
-        sampler, (stored, _) = rest.sampler, rows.split(streams)
-        state, holes = (
-            rows.join(stored, rest.replace(sampler=None)),
-            tuple(jnp.asarray(x, jnp.int32) for x in (self.holes.start, self.holes.size)),
-        )
-        for name, spec in by_place.items():
-            for start, values in self._chunks(f"sampler.{name}", spec):
-                with defer_interrupts():
-                    sampler = jax.block_until_ready(
-                        resize.moved(
-                            buffer,
-                            old.replace(sampler=None),
-                            sampler,
-                            state,
-                            name,
-                            start,
-                            values,
-                            holes,
-                        )
-                    )
-        return rows.join(stored, rest.replace(sampler=sampler))
+            # If rows stay where they are, steps need not go through a program.
+            apart = stored["steps"] if adopt.stays(layout, buffer.layout()) else None
+            fresh = Rows(**stored, **dict.fromkeys(_DERIVED))
+            if apart is not None:
+                fresh = fresh.replace(steps=None)
+            state = ReplayState(fresh, Counters.zeros(layout).set(**counters), None, layout)
+            is_intact = not self.holes.folders
+            made = jax.block_until_ready(_rebuild(buffer, state, numbers, is_intact=is_intact))
+            return made if apart is None else made.replace(rows=made.rows.replace(steps=apart))
+
+    def counters(self, length: int) -> dict[str, np.ndarray]:
+        """Return the counters of each stream, for rings of a length: [E] by name."""
+        found = {}
+        for name in self._manifest.rest:
+            if name.startswith("counters."):
+                found[name.removeprefix("counters.")] = self._array(name, (len(self._end),))
+        filled = self._end - self._first - self.holes.num_lost
+        found |= {
+            "position": ring.position_of(self._end, length),
+            "lap": (self._end // length).astype(np.uint32),
+            "filled": np.minimum(filled, length),
+        }
+        if "last_flags" in found and self.holes.folders:
+            last = found["last_flags"]
+            cleared = row_flags.after_clear(self._manifest.layout.form, jnp.asarray(last))
+            found["last_flags"] = np.where(self.holes.is_newest_lost, np.asarray(cleared), last)
+        return found
+
+    def numbers(self, length: int) -> dict[str, np.ndarray]:
+        """Return what the sampler knew, by name: [N] for rings of a length, or other arrays."""
+        found, before = {}, self._manifest.length
+        num_envs = len(self._end)
+        for name in self._manifest.rest:
+            if not name.startswith("sampler."):
+                continue
+            values = self._array(name)
+            if values.shape[:1] == (num_envs * before,) and (
+                length != before or self.holes.folders
+            ):
+                env, position = np.divmod(np.arange(num_envs * before), before)
+                age = ring.position_of(self._end[env] - 1 - position, before)
+                now, is_lost = self.holes.age_of(env, age)
+                is_kept = ~is_lost & (age < (self._end - self._first)[env]) & (now < length)
+                row = rows.rows_at(Picked(env, self._end[env] - 1 - now), length)
+                moved = np.full((num_envs * length, *values.shape[1:]), nothing(values))
+                moved = moved.astype(values.dtype)
+                moved[row[is_kept]] = values[is_kept]
+                values = moved
+            found[name.removeprefix("sampler.")] = values
+        return found
+
+    def _array(self, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
+        """Read an array beside the rows, of a shape that must be as expected."""
+        dtype, own = schema.dtype_and_shape(name, self._manifest.rest[name])
+        if shape not in (None, own):
+            raise CorruptCheckpointError(
+                f"{self._manifest.name}: rest: {name} must have the shape {shape}, got {own}"
+            )
+        if 0 in own:
+            return np.zeros(own, dtype)
+        parts = [values for _, values in self._chunks(name, jax.ShapeDtypeStruct(own, dtype))]
+        values = np.concatenate(parts) if own else parts[0]
+        self._progress(values.nbytes)
+        return values
 
     def _rest(self, rest: Any) -> Any:
-        """Read everything but the rows into new leaves, which are donated."""
+        """Read a rollout's state into new leaves, which are donated."""
         leaves = []
         for name, leaf in named(rest):
             for start, values in self._chunks(name, leaf) if leaf.size else ():
@@ -243,55 +292,34 @@ class Reading:
             self._manifest.is_compressed,
         )
 
-    def _all_rows(
-        self, buffer: Any, specs: Any, stored: Any, steps: list[tuple[int, int, Any]]
-    ) -> Any:
-        """Read all rows into new memory, which is donated.
+    def rows(self, stored: Any, length: int, env: int = 0, env_stop: int | None = None) -> Any:
+        """Read rows of the envs `env` to `env_stop - 1`: the newest that fit, or those that are
+        left without the lost ones.
 
         Args:
-          buffer: The buffer.
-          specs: Shapes and dtypes of rows in plain form.
-          stored: The new rows.
-          steps: New steps apart from them: the first env, the one after the last, and the leaves.
-            Each entry is replaced by one with the steps that are read.
-
-        Returns:
-          The rows, but those in `steps`.
+          stored: New leaves of these envs, which are donated. None for leaves that are not read.
+          length: Number of rows of each env in them.
+          env: The first env. Default: 0.
+          env_stop: The env after the last one. Default: that after all.
         """
-        for at, (env, stop, own) in enumerate(steps):
-            apart = self._rows({"steps": own}, {"steps": specs["steps"]}, buffer, env, stop)
-            steps[at] = env, stop, apart["steps"]
-        specs = {**specs, "steps": None} if steps else specs
-        return self._rows(stored, specs, buffer, 0, buffer.num_envs)
-
-    def _rows(self, stored: Any, specs: Any, buffer: Any, env: int, env_stop: int) -> Any:
-        """Read leaves of the envs `env` to `env_stop - 1`: the newest rows that fit into the
-        buffer, or those that are left without the lost ones.
-
-        Args:
-          stored: New leaves of these envs, which are donated.
-          specs: Shapes and dtypes of their rows in plain form.
-          buffer: The buffer.
-          env: The first env.
-          env_stop: The env after the last one.
-        """
-        groups, leaves, length = self._manifest.groups, named(specs), buffer.length
+        specs = jax.eval_shape(stored_arrays.plain_specs, stored)
+        groups, leaves = self._manifest.groups, named(specs)
         if not leaves:
             return stored
-        envs = np.arange(len(self._end))
-        is_own = (envs >= env) & (envs < env_stop)
+        envs, row_of = np.arange(len(self._end)), lambda leaf: leaf.shape[1:]
+        is_own = (envs >= env) & (envs < (len(envs) if env_stop is None else env_stop))
         filled = np.where(is_own, self._end - self._first, 0)
         first = self._end - (filled if self.holes.folders else np.minimum(filled, length))
         counts = groups.num_rows(first)
         most = int(groups.num_rows().max(initial=1))
-        row_bytes = sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for _, leaf in leaves)
+        row_bytes = sum(math.prod(row_of(leaf)) * leaf.dtype.itemsize for _, leaf in leaves)
         buffers = [arrays.Buffers() for _ in leaves]
 
         def begin(group: Group) -> tuple[Group, list[Future[np.ndarray]]]:
             with defer_interrupts():
                 return group, [
                     pool.submit(
-                        array_of, self._store, group, name, leaf.shape[1:], leaf.dtype, own.take
+                        array_of, self._store, group, name, row_of(leaf), leaf.dtype, own.take
                     )
                     for (name, leaf), own in zip(leaves, buffers, strict=True)
                 ]
@@ -309,6 +337,10 @@ class Reading:
                 if len(index):
                     is_whole = len(index) == len(is_read)
                     values = found if is_whole else [leaf[is_read] for leaf in found]
+                    values = [
+                        self._closed(group, is_read, own) if name == "flags" else own
+                        for (name, _), own in zip(leaves, values, strict=True)
+                    ]
                     values = jax.tree.unflatten(jax.tree.structure(specs), values)
                     stored = rows.put(stored, index, values, most)
                 for own, leaf in zip(buffers, found, strict=True):
@@ -331,25 +363,33 @@ class Reading:
             number = self._end[env] - 1 - age
         return is_read, rows.rows_at(Picked(env[is_read] - first_env, number[is_read]), length)
 
-    def _flags_of(self, env: np.ndarray, number: np.ndarray) -> np.ndarray:
-        """Return the flags of rows that the checkpoint has: uint8[K].
+    def _closed(self, group: Group, is_read: np.ndarray, flags: np.ndarray) -> np.ndarray:
+        """Return the flags of rows, with those beside holes changed: the row before a hole ends its
+        episode without a transition, and the row after it begins one."""
+        if not self.holes.folders:
+            return flags
+        env, number = group.rows()
+        age = (self._end[env] - 1 - number)[is_read]
+        start, size = (one[env[is_read]] for one in (self.holes.start, self.holes.size))
+        is_hole = size > 0
+        is_before = (is_hole & (age[:, None] == start + size)).any(axis=1)
+        is_after = (is_hole & (age[:, None] == start - 1)).any(axis=1)
+        form = self._manifest.layout.form
+        assert form is not None
+        closes = np.asarray(row_flags.closes_episode(jnp.asarray(flags), form))
+        flags = np.where(is_before & ~closes, flags | np.uint8(row_flags.FINAL), flags)
+        return np.where(is_after, flags | np.uint8(row_flags.FIRST), flags)
 
-        Args:
-          env: int64[K], the stream of each row.
-          number: int64[K], its number there.
-        """
-        found = np.zeros(len(env), np.uint8)
-        for group in self._manifest.groups:
-            low, high = group.range()
-            if (wanted := (number >= low[env]) & (number < high[env])).any():
-                before = np.cumsum(high - low) - (high - low)
-                flags = array_of(self._store, group, "flags", (), np.uint8)
-                found[wanted] = flags[(before[env] + number - low[env])[wanted]]
-        return found
+
+_DERIVED = ("candidate_number", "ordinal", "end_position", "start_position")
 
 
-def _without_steps(state: Any) -> Any:
-    return state.replace(rows=state.rows.replace(steps=None))
+def _empty(example: Any, layout: Layout) -> ReplayState:
+    """Return an empty state of a layout, for an example of one env's step or item."""
+    return jax.jit(lambda: ReplayState.empty(layout, checks.specs("restore", example), None))()
+
+
+_rebuild = program(rebuilt, static=("is_intact",))
 
 
 def _ahead(begin: Callable[[Any], _T], items: Iterable[Any]) -> Iterator[_T]:

@@ -18,6 +18,8 @@ import numpy as np
 from jaxreplay._util import pow2
 from jaxreplay.checkpoint.processes import Processes
 from jaxreplay.storage import ring, stored_arrays
+from jaxreplay.storage.layout import Layout
+from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.state import ReplayState
 
 
@@ -73,27 +75,30 @@ class Parts(NamedTuple):
 
 
 def split(state: Any) -> tuple[Any, Any]:
-    """Split a state into its rows, which do not change once written, and the rest. Only a
-    `ReplayState` has rows."""
+    """Split a state into its rows, which do not change once written, and the rest, which is small
+    or derived. Only a `ReplayState` has rows."""
     if not isinstance(state, ReplayState):
         return {}, state
-    rows = {
-        "steps": state.rows.steps,
-        "flags": state.rows.flags,
-        "candidate_number": state.rows.candidate_number,
+    return stored(state), canonical(state)
+
+
+def stored(state: ReplayState) -> dict[str, Any]:
+    """Return the arrays of a state's rows that a checkpoint has."""
+    return {"steps": state.rows.steps, "flags": state.rows.flags}
+
+
+@jax.jit
+def canonical(state: ReplayState) -> dict[str, Any]:
+    """Return what a checkpoint has beside the rows: counters, [E], and what the sampler knows, in a
+    form for any layout."""
+    layout, counters = state.layout, state.counters
+    sampler = layout.sampler
+    numbers = {} if sampler is None else sampler.numbers(state.sampler, Sampleable.of(state))
+    found = {
+        "counters": {name: getattr(counters, name) for name in layout.counter_names},
+        "sampler": numbers,
     }
-    return rows, state.replace(rows=state.rows.replace(**dict.fromkeys(rows)))
-
-
-def specs_of(shape: Any) -> Any:
-    """Return the shapes and dtypes of a state's rows in their plain form, which is the same on
-    every platform (`storage/stored_arrays.py`)."""
-    stored, _ = split(shape)
-    return stored and {**stored, "steps": stored_arrays.plain_specs(stored["steps"])}
-
-
-def join(rows: Any, rest: Any) -> Any:
-    return rest.replace(rows=rest.rows.replace(**rows)) if rows else rest
+    return jax.tree.map(jnp.copy, found)
 
 
 def ends_of(heads: Any, length: int) -> np.ndarray:
@@ -107,15 +112,19 @@ def span_of(heads: Any, length: int) -> Span:
     return Span(end - np.asarray(heads[2]), end)
 
 
-def num_rewritten(state: ReplayState) -> int:
+def num_rewritten(layout: Layout) -> int:
     """Count a stream's newest rows that may still change: a step and its final row, which is taken
     back if the episode continues."""
-    return 2 if state.layout.may_take_back else 0
+    return 2 if layout.may_take_back else 0
 
 
 def _heads(state: ReplayState) -> tuple[jax.Array, jax.Array, jax.Array]:
-    counters = state.counters
-    return counters.position, counters.lap, counters.filled
+    return state.counters.position, state.counters.lap, state.counters.filled
+
+
+def heads_in(counters: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the heads, of counters by name."""
+    return counters["position"], counters["lap"], counters["filled"]
 
 
 def rows_at(picked: Picked, length: int) -> np.ndarray:
@@ -138,8 +147,7 @@ def read(state: ReplayState, index: jax.Array, spare: Any = None) -> tuple[Any, 
       spare: Donated: rows that an earlier call returned, whose memory may be used again.
     """
     del spare
-    rows, _ = split(state)
-    return stored_arrays.read_plain(rows, index), _heads(state)
+    return stored_arrays.read_plain(stored(state), index), _heads(state)
 
 
 def on_host(leaf: jax.Array) -> np.ndarray:

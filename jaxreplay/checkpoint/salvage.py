@@ -17,16 +17,13 @@ E is the number of streams. The age of a row is the number of newer rows in its 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay.checkpoint.manifest import Manifest
-from jaxreplay.storage import ring, row_flags
-from jaxreplay.storage.state import ReplayState
+from jaxreplay.storage.layout import Layout
 
 _Gap = tuple[int, int]  # ages from the first to before the second
 
@@ -102,18 +99,13 @@ class Holes:
         ]
 
 
-def holes_of(
-    manifest: Manifest, damaged: Iterable[str], buffer: Any, old: ReplayState, flags_of: Any
-) -> Holes:
+def holes_of(manifest: Manifest, damaged: Iterable[str], layout: Layout) -> Holes:
     """Find the rows that a checkpoint has lost with its damaged groups.
 
     Args:
       manifest: The checkpoint's manifest.
       damaged: Folders of the damaged groups.
-      buffer: The buffer that was saved.
-      old: Its state, without rows.
-      flags_of: Function from envs and numbers of intact rows, int64[K] each, to their flags,
-        uint8[K].
+      layout: Its layout.
     """
     folders = frozenset(damaged)
     end, first = np.array(manifest.end, np.int64), np.array(manifest.first, np.int64)
@@ -124,23 +116,9 @@ def holes_of(
             for env in np.flatnonzero((low < high) & (high > first)).tolist():
                 begin, stop = end[env] - high[env], end[env] - max(low[env], first[env])
                 gaps[env].append((int(begin), int(stop)))
-    joined = functools.partial(_joined, old.layout.lockstep)
+    joined = functools.partial(_joined, layout.lockstep)
     gaps = joined(gaps)
-    pending = old.counters.num_pending if buffer.window.is_bounded else None
-    for env, own in enumerate(gaps):
-        num_pending = 0 if pending is None else int(pending[env])
-        if own and own[0][0] < num_pending:
-            own.append((0, num_pending))
-    gaps = joined(gaps)
-    if "flags" in manifest.rows:
-        # a gap whose next row is a final row has that, too
-        found = [(env, at) for env, own in enumerate(gaps) for at, gap in enumerate(own) if gap[0]]
-        env, begin = np.array([(e, gaps[e][at][0]) for e, at in found], np.int64).reshape(-1, 2).T
-        is_final = (flags_of(env, end[env] - begin) & row_flags.FINAL) != 0
-        for (e, at), one in zip(found, is_final, strict=True):
-            begin, stop = gaps[e][at]
-            gaps[e][at] = (begin - int(one), stop)
-    elif buffer.window.length > 1:  # the newest run of rows is left
+    if "flags" not in manifest.rows and layout.window.length > 1:  # the newest run of rows is left
         for env, own in enumerate(gaps):
             if newest := [gap for gap in own if gap[0]][:1]:
                 own.append((newest[0][0], int(end[env] - first[env])))
@@ -167,86 +145,3 @@ def _joined(is_lockstep: bool, gaps: list[list[_Gap]]) -> list[list[_Gap]]:
                 made.append((begin, stop))
         found.append(made)
     return found
-
-
-def closed(
-    streams: ReplayState, holes: Holes
-) -> tuple[ReplayState, Callable[[np.ndarray], np.ndarray]]:
-    """Return valid streams, with episodes and candidate numbers adjusted to the closed holes.
-
-    Args:
-      streams: State whose rows lie at the ages that `Holes.age_of` returns, and whose `filled`
-        counts the remaining rows.
-      holes: The lost rows.
-
-    Returns:
-      The streams; and a function from an old candidate number of each stream, uint32[E], to the new
-      one. That of a lost row becomes that of the next remaining row.
-    """
-    seam = holes.start - (np.cumsum(holes.size, axis=1) - holes.size)  # age of the row before
-    counters, layout, is_lost = streams.counters, streams.layout, holes.is_newest_lost
-    filled, end = np.asarray(counters.filled)[:, None], np.asarray(streams.next_candidate_number)
-    if counters.num_pending is not None:
-        counters = counters.set(num_pending=jnp.where(is_lost, 0, counters.num_pending))
-        streams = streams.replace(counters=counters)
-    if streams.rows.flags is None:  # each item's candidate number is its number
-
-        def now(number: np.ndarray) -> np.ndarray:
-            newer = (end - number).astype(np.int32).astype(np.int64)[:, None]
-            lost = np.clip(newer - holes.start, 0, holes.size).sum(axis=1, keepdims=True)
-            return end - np.clip(newer - lost, 0, filled)[:, 0].astype(np.uint32)
-
-        return streams, now
-    old = streams.rows.candidate_number
-    assert counters.last_flags is not None
-    assert old is not None
-    cleared = row_flags.after_clear(layout.autoreset, counters.last_flags)
-    last_flags = jnp.where(is_lost, cleared, counters.last_flags)
-    is_seam = (holes.size > 0) & (seam < filled)
-    seam = np.minimum(seam, layout.length - 1).astype(np.int32)
-    streams, row, is_candidate = _counted(streams, seam, is_seam)
-
-    def of_row(number: np.ndarray) -> np.ndarray:
-        is_later = (old[row] - number[:, None]).astype(jnp.int32) >= 0
-        return end - np.asarray((is_candidate & is_later).sum(axis=1, dtype=jnp.uint32))
-
-    return streams.replace(counters=counters.set(last_flags=last_flags)), of_row
-
-
-@jax.jit
-def _counted(streams: ReplayState, seam: jax.Array, is_seam: jax.Array) -> Any:
-    """Set the flags of rows beside holes, and count the candidates again.
-
-    Args:
-      streams: The streams.
-      seam: int32[E, H], age of the newest row that is older than each hole.
-      is_seam: bool[E, H], whether there is such a row.
-
-    Returns:
-      The streams; and for each stream and age the row, int32[E, length], and whether it is a
-      candidate, bool[E, length].
-    """
-    layout, rows = streams.layout, streams.rows
-    flags, candidate_number = rows.flags, rows.candidate_number
-    assert candidate_number is not None
-    row_of = lambda age: layout.row(
-        layout.envs()[:, None], layout.wrap(streams.counters.position[:, None] - 1 - age)
-    )
-
-    def flagged(flags: Any, age: jax.Array, is_one: Any, flag: int) -> jax.Array:
-        row = row_of(age)
-        is_changed = is_one & ~(layout.closes_episode(flags[row]) & (flag == row_flags.FINAL))
-        new = flags[row] | jnp.uint8(flag)
-        return flags.at[jnp.where(is_changed, row, layout.capacity)].set(new, mode="drop")
-
-    flags = flagged(flags, seam, is_seam, row_flags.FINAL)
-    flags = flagged(flags, jnp.maximum(seam - 1, 0), is_seam & (seam > 0), row_flags.FIRST)
-    age = ring.arange(layout.length)
-    row, is_written = row_of(age), age < streams.counters.filled[:, None]
-    is_candidate = is_written & ((flags[row] & row_flags.NO_CANDIDATE) == 0)
-    through = jnp.cumsum(is_candidate, axis=1, dtype=jnp.uint32)
-    number = streams.next_candidate_number[:, None] - through
-    written = jnp.where(is_written, row, layout.capacity)
-    candidate_number = candidate_number.at[written].set(number, mode="drop")
-    streams = streams.replace(rows=rows.replace(flags=flags, candidate_number=candidate_number))
-    return streams, row, is_candidate

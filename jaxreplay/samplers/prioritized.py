@@ -23,6 +23,7 @@ from jaxreplay.storage.writes import WriteEffect
 from jaxreplay.types import Index
 
 SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest float32 that no processor flushes to 0
+_SCALARS = ("max_priority", "num_bad_priorities", "num_stale_updates")
 _MAX_COUNT = np.uint32(2**32 - 1)
 _LARGEST_TOTAL = 2.0**120  # of all masses; the reciprocal of a larger total may be flushed to 0
 
@@ -85,7 +86,6 @@ class Prioritized(PrioritySampler):
     normalize_weights: Literal["batch", "buffer"] | None = "batch"
     stratified: bool = True
     fan_out: int = 0
-    PER_ROW = ("tree",)
 
     def _check(self) -> None:
         for name in ("alpha", "beta"):
@@ -162,29 +162,47 @@ class Prioritized(PrioritySampler):
             )
         return state.replace(tree=self._write(state.tree, effect, mass))
 
-    def per_row(self, state: PrioritizedState) -> dict[str, jax.Array]:
-        """Return the leaves of the tree."""
-        return {"tree.sums.0": state.tree.sums[0]}
+    def numbers(self, state: PrioritizedState, sampleable: Sampleable) -> dict[str, jax.Array]:
+        """Return the mass of each row, with the exponent `alpha`, and the other numbers."""
+        layout, row = sampleable.layout, ring.arange(sampleable.layout.capacity)
+        by_position = state.tree.sums[0][: layout.capacity].reshape(layout.length, layout.num_envs)
+        mass = jnp.where(sampleable.contains(row), by_position.T.reshape(-1), jnp.nan)
+        if state.pending_mass is not None:
+            env, _ = layout.split(row)
+            lookahead, age = len(state.pending_mass), sampleable.age(row)
+            is_pending = (age < sampleable.num_pending[env]) & sampleable.is_candidate(row)
+            pending = state.pending_mass[lookahead - 1 - jnp.minimum(age, lookahead - 1), env]
+            mass = jnp.where(is_pending, pending, mass)
+        scalars = {name: getattr(state, name) for name in _SCALARS}
+        return {"mass": mass, "alpha": jnp.float32(self.alpha), **scalars}
 
-    def put_per_row(
-        self,
-        state: PrioritizedState,
-        sampleable: Sampleable,
-        name: str,
-        row: jax.Array,
-        values: jax.Array,
+    def from_numbers(
+        self, sampleable: Sampleable, numbers: dict[str, jax.Array]
     ) -> PrioritizedState:
-        """Write masses of rows, clipped to the largest mass that the new capacity allows."""
-        layout = sampleable.layout
-        is_sampleable = (row < layout.capacity) & sampleable.contains(
-            jnp.minimum(row, layout.capacity - 1)
-        )
-        leaf = jnp.where(is_sampleable, _leaf_of(layout, row), layout.capacity)
-        return state.replace(
-            tree=self._tree(layout).set_unique(
-                state.tree, leaf, jnp.minimum(values, _LARGEST_TOTAL / layout.capacity)
-            )
-        )
+        """Return the state with the priorities of rows that have one, and the largest so far for
+        the others."""
+        layout, row = sampleable.layout, ring.arange(sampleable.layout.capacity)
+        fresh = self.init(layout)
+        fresh = fresh.replace(**{name: numbers[name] for name in _SCALARS if name in numbers})
+        largest = self._mass(layout, fresh.max_priority)
+        mass = jnp.full(row.shape, largest)
+        if "mass" in numbers:
+            known, alpha = numbers["mass"], numbers["alpha"]
+            # With an exponent of 0, masses tell no priorities but those of 0.
+            power = known ** (self.alpha / jnp.where(alpha > 0, alpha, 1))
+            power = jnp.where(alpha > 0, power, largest)
+            own = jnp.where(alpha == jnp.float32(self.alpha), known, power)
+            own = jnp.clip(own, SMALLEST, _LARGEST_TOTAL / layout.capacity)
+            mass = jnp.where(jnp.isnan(known), mass, jnp.where(known > 0, own, 0))
+        in_tree = jnp.where(sampleable.contains(row), mass, 0)
+        in_tree = in_tree.reshape(layout.num_envs, layout.length).T.reshape(-1)
+        state = fresh.replace(tree=self._tree(layout).of(in_tree))
+        if state.pending_mass is None:
+            return state
+        age = len(state.pending_mass) - 1 - ring.arange(len(state.pending_mass))[:, None]
+        newest = layout.row(layout.envs(), layout.wrap(sampleable.state.head - 1 - age))
+        waits = (age < sampleable.state.filled) & sampleable.is_candidate(newest)
+        return state.replace(pending_mass=jnp.where(waits, mass[newest], 0))
 
     def _write(self, tree: SumTreeState, effect: WriteEffect, mass: jax.Array) -> SumTreeState:
         """Write the masses that an effect changes into the tree.

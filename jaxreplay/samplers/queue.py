@@ -1,8 +1,6 @@
 """First in, first out: each row is consumed once, in the order of time, as on-policy learners need
 it."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,12 +64,37 @@ class Queue(ConsumingSampler):
         sampleable rows from now on, so `next` stays."""
         return state.replace(is_cleared=jnp.ones_like(state.is_cleared))
 
-    def after_loss(
-        self, state: QueueState, candidate_number_now: Callable[[np.ndarray], np.ndarray]
-    ) -> QueueState:
-        """Return the state for the remaining rows. Consumed rows stay consumed; damaged rows do not
-        count as lost."""
-        return state.replace(next=jnp.asarray(candidate_number_now(np.asarray(state.next))))
+    def numbers(self, state: QueueState, sampleable: Sampleable) -> dict[str, jax.Array]:
+        """Return which rows were consumed, and the number of lost rows up to now."""
+        row = ring.arange(sampleable.layout.capacity)
+        is_left = self.probability(state, sampleable, row) > 0
+        return {
+            "is_consumed": sampleable.contains(row) & ~is_left,
+            "lost": _lost(state, sampleable),
+            "num_waiting": _num_waiting(state.next, sampleable),
+            "is_cleared": state.is_cleared,
+        }
+
+    def from_numbers(self, sampleable: Sampleable, numbers: dict[str, jax.Array]) -> QueueState:
+        """Return the state in which the rows of each stream up to the first one that was not
+        consumed are consumed."""
+        layout, first = sampleable.layout, sampleable.first_candidate_number()
+        fresh = self.init(layout)
+        if "is_consumed" not in numbers:
+            return fresh.replace(next=first)
+        row = ring.arange(layout.capacity)
+        is_left = sampleable.contains(row) & ~numbers["is_consumed"]
+        number = sampleable.state.candidate_number_of(row).reshape(layout.num_envs, -1)
+        place = ring.difference(number, first[:, None])
+        place = jnp.where(is_left.reshape(place.shape), place, sampleable.count()[:, None])
+        following = first + place.min(axis=1).astype(jnp.uint32)
+        # Rows that did not fit are lost, too.
+        num_lost = jnp.maximum(numbers["num_waiting"] - _num_waiting(following, sampleable), 0)
+        return QueueState(
+            next=following,
+            lost=_plus(numbers["lost"], num_lost.astype(jnp.uint32)),
+            is_cleared=numbers["is_cleared"],
+        )
 
     def size(self, state: QueueState, sampleable: Sampleable) -> jax.Array:
         """Return the number of rows left to consume."""
@@ -79,7 +102,7 @@ class Queue(ConsumingSampler):
 
     def sample(self, state: QueueState, sampleable: Sampleable, key: Key, batch_size: int) -> Draw:
         del key
-        left, lost = _left(state, sampleable)
+        left, _ = _left(state, sampleable)
         wanted = jnp.minimum(left.sum(dtype=jnp.int32), batch_size)
         taken = _turns(left, wanted, min(batch_size, sampleable.layout.length))
         item = ring.arange(batch_size)
@@ -87,10 +110,9 @@ class Queue(ConsumingSampler):
         env, nth = split_by(taken, item, sampleable.layout.traits)
         held = sampleable.count()
         row = sampleable.select(env, jnp.where(is_taken, (held - left)[env] + nth, 0))
-        num_lost = jnp.where(state.is_cleared, 0, lost.sum(dtype=jnp.uint32))
         state = QueueState(
             next=sampleable.first_candidate_number() + (held - left + taken).astype(jnp.uint32),
-            lost=state.lost + jnp.minimum(num_lost, _MAX_COUNT - state.lost),
+            lost=_lost(state, sampleable),
             is_cleared=jnp.zeros_like(state.is_cleared),
         )
         return Draw(state, row, is_taken.astype(jnp.float32))
@@ -137,6 +159,29 @@ def _left(state: QueueState, sampleable: Sampleable) -> tuple[jax.Array, jax.Arr
     untaken = sampleable.first_candidate_number() + count - state.next
     left = jnp.minimum(untaken, count)
     return left.astype(jnp.int32), untaken - left
+
+
+def _lost(state: QueueState, sampleable: Sampleable) -> jax.Array:
+    """Return the number of rows that were lost up to now: uint32[]."""
+    _, lost = _left(state, sampleable)
+    num_lost = jnp.where(state.is_cleared, 0, lost.sum(dtype=jnp.uint32))
+    return _plus(state.lost, num_lost)
+
+
+def _plus(count: jax.Array, more: jax.Array) -> jax.Array:
+    return count + jnp.minimum(more, _MAX_COUNT - count)
+
+
+def _num_waiting(following: jax.Array, sampleable: Sampleable) -> jax.Array:
+    """Return the number of stored candidates that are not consumed, pending ones too: int32[].
+
+    Args:
+      following: uint32[E], candidate number of the next row to consume.
+      sampleable: The sampleable rows.
+    """
+    end, first = sampleable.state.next_candidate_number, sampleable.first_candidate_number()
+    whole = ring.difference(end, first)
+    return jnp.clip(ring.difference(end, following), 0, whole).sum(dtype=jnp.int32)
 
 
 def _turns(left: jax.Array, wanted: jax.Array, most: int) -> jax.Array:

@@ -12,14 +12,13 @@ A sampler sees which rows are sampleable, and never the stored data. Its methods
     sampleable.layout            sizes of the buffer; `split(row)` gives each row's env and position
 """
 
-from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxreplay._util.aliases import Key, PyTree
+from jaxreplay._util.names import named
 from jaxreplay._util.struct import Static
 from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.storage.sampleable import Sampleable
@@ -55,11 +54,10 @@ class Sampler(Static):
     as `decay: float = 0.9`. They are static under `jit`.
 
     A sampler may have a state, a pytree of arrays. Methods that return a state must keep its
-    structure, shapes and dtypes. All methods but `window` and `after_loss` may run under `jit`.
+    structure, shapes and dtypes. All methods but `window` and `identity` may run under `jit`.
 
-    If fields of the state hold a number for each row, name them in `PER_ROW`, and implement
-    `per_row` and `put_per_row`. Checkpoints can then be restored into a buffer of another capacity.
-    Such a state needs a `replace` method, as a `flax.struct.PyTreeNode` has.
+    If leaves of the state hold a number for each row in another order than that of the rows,
+    implement `numbers` and `from_numbers`. Another buffer can then adopt the rows with them.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -88,10 +86,6 @@ class Sampler(Static):
       [4, 4]
     """
 
-    # Fields of the state that hold a number for each row. For another capacity they are made anew
-    # by `init`, and filled by `put_per_row`.
-    PER_ROW: ClassVar[tuple[str, ...]] = ()
-
     def window(self, window: Window) -> Window:
         """Return the rows around a candidate that must be stored before it can be sampled.
 
@@ -115,10 +109,10 @@ class Sampler(Static):
         States of buffers whose samplers have equal identities can be exchanged.
 
         Returns:
-          By default the sampler itself if `PER_ROW` names fields, else None. If arguments do not
+          By default None if the sampler has no state, else the sampler itself. If arguments do not
           change the state, return the sampler with their defaults.
         """
-        return self if self.PER_ROW else None
+        return None if type(self).init is Sampler.init else self
 
     def init(self, layout: Layout) -> PyTree:
         """Return the state for an empty buffer.
@@ -169,75 +163,42 @@ class Sampler(Static):
         del effect, priority
         return state
 
-    def per_row(self, state: PyTree) -> dict[str, jax.Array]:
-        """Return the arrays of the state that hold a number for each row.
+    def numbers(self, state: PyTree, sampleable: Sampleable) -> dict[str, jax.Array]:
+        """Return what the state knows, in a form for any layout of the rows: priorities, and which
+        rows were consumed.
 
-        A restore into a buffer of another capacity passes their values to `put_per_row`.
+        `buffer.adopt`, `buffer.merge` and checkpoints carry it to another state.
 
         Args:
-          state: The sampler's state. Its leaves may be `jax.ShapeDtypeStruct`s, so return leaves as
-            they are.
+          state: The sampler's state.
+          sampleable: The sampleable rows.
 
         Returns:
-          Arrays [N] by the path of the leaf in the state, such as "count" or "tree.sums.0". The row
-          at `position` of stream `env` is entry `position * E + env`. Entries from N on are
-          padding. By default {}.
-
-        Raises:
-          NotImplementedError: `PER_ROW` names fields, but the subclass does not implement this.
+          Arrays by name: [N] with a number of each row, env * length + position, which go where the
+          rows go; others stay as they are. A row without a number has NaN or, in integers, -1. By
+          default the leaves of the state.
         """
-        del state
-        if self.PER_ROW:
-            raise NotImplementedError(
-                f"{type(self).__name__}: PER_ROW names {', '.join(self.PER_ROW)}, so the sampler "
-                "must implement per_row(state)"
-            )
-        return {}
+        del sampleable
+        return dict(named(state))
 
-    def put_per_row(
-        self, state: PyTree, sampleable: Sampleable, name: str, row: jax.Array, values: jax.Array
-    ) -> PyTree:
-        """Write the numbers of M rows into the state for a buffer of another capacity.
-
-        A restore calls it for one block of rows after the other. Blocks may overlap.
+    def from_numbers(self, sampleable: Sampleable, numbers: dict[str, jax.Array]) -> PyTree:
+        """Return the state for a buffer that has its rows from another one.
 
         Args:
-          state: The sampler's state. Fields in `PER_ROW` are those of `init` and the blocks so far;
-            the others have their old values.
           sampleable: The sampleable rows of the new buffer.
-          name: Key of `per_row`'s result.
-          row: int32[M], the rows in the new buffer, all different. The new capacity stands for rows
-            that are no longer stored; ignore these.
-          values: [M], the values that `per_row` returned for these rows of the old buffer.
+          numbers: Result of `numbers`, of this or of another sampler, with [N] of the new buffer.
+            It may lack any name, and rows may lack a number.
 
         Returns:
-          The new state.
-
-        Raises:
-          NotImplementedError: `PER_ROW` names fields, but the subclass does not implement this.
+          The state. By default one with the leaves in `numbers` if their shapes and dtypes fit,
+          else that of `init`.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__}: PER_ROW names fields, and per_row returns {name}, so the "
-            "sampler must implement put_per_row(state, sampleable, name, row, values)"
-        )
-
-    def after_loss(
-        self, state: PyTree, candidate_number_now: Callable[[np.ndarray], np.ndarray]
-    ) -> PyTree:
-        """Return the state for a buffer that lost damaged rows in a partial restore.
-
-        It runs on the host, before `put_per_row`. The remaining rows of a stream are numbered anew.
-
-        Args:
-          state: The sampler's state. Fields in `PER_ROW` are None.
-          candidate_number_now: Function from uint32[E] to uint32[E]. It maps a candidate number of
-            each stream to the row's new one. A lost row is mapped to the next remaining row.
-
-        Returns:
-          The new state. By default `state`.
-        """
-        del candidate_number_now
-        return state
+        fresh = self.init(sampleable.layout)
+        own = [(numbers.get(name), leaf) for name, leaf in named(fresh)]
+        kind = lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf))
+        if any(new is None or kind(new) != kind(leaf) for new, leaf in own):
+            return fresh
+        return jax.tree.unflatten(jax.tree.structure(fresh), [new for new, _ in own])
 
     def size(self, state: PyTree, sampleable: Sampleable) -> jax.Array:
         """Return the number of rows that can be sampled now.

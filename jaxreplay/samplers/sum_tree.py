@@ -120,6 +120,19 @@ class SumTree(Static):
             else None,
         )
 
+    def of(self, mass: jax.Array) -> SumTreeState:
+        """Return a state with the masses of all leaves.
+
+        Args:
+          mass: float32[capacity], finite and at least 0.
+
+        Returns:
+          The state.
+        """
+        state = self.init()
+        leaves = jax.lax.dynamic_update_slice(state.sums[0], mass, (0,))
+        return self._with_parents(state, leaves, None, jnp.int32(0), self.capacity)
+
     def set(self, state: SumTreeState, index: jax.Array, mass: jax.Array) -> SumTreeState:
         """Set the masses of leaves.
 

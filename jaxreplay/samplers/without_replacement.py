@@ -1,11 +1,8 @@
 """Sampling without replacement, in passes over the sampleable rows, like the epochs of supervised
 learning."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxreplay._util import random
 from jaxreplay._util.aliases import Key
@@ -70,15 +67,6 @@ class WithoutReplacement(ConsumingSampler):
         return state.replace(
             position=jnp.zeros_like(state.position), num_rows=jnp.zeros_like(state.num_rows)
         )
-
-    def after_loss(
-        self,
-        state: WithoutReplacementState,
-        candidate_number_now: Callable[[np.ndarray], np.ndarray],
-    ) -> WithoutReplacementState:
-        """Return a pass that is used up: the order of the old one includes lost rows."""
-        del candidate_number_now
-        return self.clear(state)
 
     def size(self, state: WithoutReplacementState, sampleable: Sampleable) -> jax.Array:
         """Return the number of sampleable rows, the length of a new pass. The current pass may have

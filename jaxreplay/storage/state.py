@@ -108,6 +108,12 @@ class Counters(Node):
     ordinal = _Counter()  # in [0, length): episode of the next row; None without an episode table
     is_open = _Counter(jnp.bool_)  # the newest row's episode has not ended; None likewise
 
+    @classmethod
+    def zeros(cls, layout: Layout) -> "Counters":
+        """Return counters of a layout, all 0."""
+        shape = len(layout.counter_names), layout.num_envs
+        return cls(jnp.zeros(shape, jnp.uint32), layout).set()
+
     def set(self, **new: Any) -> "Counters":
         """Replace counters, each by an array [E] or one value for all streams.
 
@@ -177,9 +183,8 @@ class ReplayState(Node):
             end_position=end_position,
             start_position=start_position,
         )
-        zeros = jnp.zeros((len(layout.counter_names), layout.num_envs), jnp.uint32)
         # As if a final row had been written: the first row opens an episode.
-        counters = Counters(zeros, layout).set(last_flags=row_flags.FINAL)
+        counters = Counters.zeros(layout).set(last_flags=row_flags.FINAL)
         return cls(rows, counters, sampler, layout)
 
     @property

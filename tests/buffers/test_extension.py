@@ -28,8 +28,6 @@ class LeastLearned(PrioritySampler):
     """Sample rows in proportion to 1 / (1 + n), where n is the row's number of updates. The given
     priorities are ignored."""
 
-    PER_ROW = ("tree", "count")
-
     def init(self, layout):
         return Counts(self._tree(layout).init(), jnp.zeros(layout.capacity))
 
@@ -78,17 +76,19 @@ class LeastLearned(PrioritySampler):
         mass = 1 / (1 + count.at[place].get(mode="clip"))
         return Counts(self._tree(layout).set(state.tree, place, mass), count)
 
-    def per_row(self, state):
-        return {"tree.sums.0": state.tree.sums[0], "count": state.count}
+    def numbers(self, state, sampleable):
+        place = self._place(sampleable.layout, jnp.arange(sampleable.layout.capacity))
+        return {"weight": state.tree.sums[0][place], "count": state.count[place]}
 
-    def put_per_row(self, state, sampleable, name, row, values):
-        place = self._place(sampleable.layout, row)
-        if name == "count":
-            return state.replace(
-                count=state.count.at[place].set(values, mode="drop", unique_indices=True)
-            )
+    def from_numbers(self, sampleable, numbers):
+        layout, state = sampleable.layout, self.init(sampleable.layout)
+        if "weight" not in numbers:
+            return state
+        place = self._place(layout, jnp.arange(layout.capacity))
+        weight = jnp.nan_to_num(numbers["weight"])
         return state.replace(
-            tree=self._tree(sampleable.layout).set_unique(state.tree, place, values)
+            tree=self._tree(layout).set_unique(state.tree, place, weight),
+            count=state.count.at[place].set(jnp.maximum(numbers["count"], 0)),
         )
 
     def _is_ready(self, state):

@@ -19,7 +19,7 @@ from jaxreplay.checkpoint import (
     groups,
     planning,
 )
-from jaxreplay.checkpoint.manifest import Manifest
+from jaxreplay.checkpoint.manifest import Manifest, StoredLayout
 from jaxreplay.checkpoint.object_store import Objects
 from tests.checkpoint.runs import BUFFER, check, check_restored, manifests, save_run, state_of
 from tests.conftest import ALL
@@ -49,6 +49,7 @@ def made_up(num_groups, num_envs, num_saves, length=2**20):
         step=1,
         buffer="ReplayBuffer()",
         library="0",
+        layout=StoredLayout.none(),
         length=length,
         first=[0] * num_envs,
         end=end[-1].tolist(),

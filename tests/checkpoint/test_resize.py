@@ -7,17 +7,14 @@ import itertools
 import os
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxreplay as jr
 from jaxreplay import checkpoint
-from jaxreplay._util.struct import Node
-from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, resize, rows
+from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, rows
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
-from jaxreplay.samplers.uniform import Uniform
-from tests.conftest import ALL, PLATFORM
+from tests.conftest import ALL
 from tests.support.buffers import KINDS, bits, everything, jitted, jitted_draw
 from tests.support.checkpointed_run import EXAMPLE, added, begun, expected, items, numbers
 from tests.support.hlo import AS_FOR_USERS
@@ -38,7 +35,7 @@ def at(buffer, capacity):
 def moved(path, before, state, after, example):
     """Save a state, and restore it into another buffer."""
     checkpoint.save(path, before, state)
-    return checkpoint.restore(path, after, example, resize=True)
+    return checkpoint.restore(path, after, example)
 
 
 def fed(case, buffer, blocks, state=None, step=None):
@@ -192,10 +189,8 @@ FORMS_AND_CAPACITIES = [*itertools.product(jr.autoreset.FORMS, (34, 120))]
     ("autoreset", "capacity"),
     FORMS_AND_CAPACITIES if ALL else [("same_step", 34), ("next_step", 120)],
 )
-def test_episodes_are_as_before(autoreset, capacity, tmp_path, monkeypatch):
-    """Compare the episode table at every stored row. It is rebuilt in blocks, of which the oldest
-    is partial, and final rows may come first."""
-    monkeypatch.setattr(resize, "_BLOCK", 8)  # four rows in each of two streams
+def test_episodes_are_as_before(autoreset, capacity, tmp_path):
+    """Compare the episode table at every stored row. Final rows may come first."""
     buffer = jr.uniform(
         capacity=60, num_envs=2, batch_size=4, autoreset=autoreset, track_episodes=True
     )
@@ -227,9 +222,9 @@ def test_after_a_clear_and_when_the_laps_begin_anew(tmp_path):
     checkpoint.save(tmp_path / "late", BUFFER, late)
     for other in (SMALL, LARGE):
         length = other.capacity // 4
-        got = checkpoint.restore(tmp_path / "clear", other, EXAMPLE, resize=True)
+        got = checkpoint.restore(tmp_path / "clear", other, EXAMPLE)
         assert numbers(other, got) == [row[-min(5, length) :] for row in expected(BUFFER, 45)]
-        got = checkpoint.restore(tmp_path / "late", other, EXAMPLE, resize=True)
+        got = checkpoint.restore(tmp_path / "late", other, EXAMPLE)
         rows_of_70 = expected(items(capacity=4 * 46), 70)
         assert numbers(other, added(other, got, 40, 30)) == [row[-length:] for row in rows_of_70]
 
@@ -245,7 +240,7 @@ def test_what_is_handed_out_once_is_not_handed_out_again(sampler, tmp_path):
     checkpoint.save(tmp_path, buffer, state)
     for capacity, left in ((100, 36), (20, 20)):
         other, seen = at(buffer, capacity), []
-        got = checkpoint.restore(tmp_path, other, values[0, 0], resize=True)
+        got = checkpoint.restore(tmp_path, other, values[0, 0])
         for seed in range(left // 4 - 1):
             got, batch = jax.device_get(jitted(other, "pop")(got, jax.random.key(seed)))
             seen += batch.experience[batch.is_valid].tolist()
@@ -259,17 +254,11 @@ def test_what_is_handed_out_once_is_not_handed_out_again(sampler, tmp_path):
 
 def test_a_resized_run_goes_on_under_its_path(tmp_path):
     checkpoint.save(tmp_path, BUFFER, begun(BUFFER, 40), step=40)
-    said = (
-        r"of another buffer:\n.*capacity=64.*\n.*\n.*capacity=256.*\nthe capacity differs: "
-        r"restore\(..., resize=True\) keeps the newest rows"
-    )
-    with refused(said):
-        checkpoint.restore(tmp_path, LARGE, EXAMPLE)
     said = "of another buffer, or of steps with other leaves; use another path for each buffer"
     with refused(f"has checkpoints {said}"):
         checkpoint.save(tmp_path, LARGE, begun(LARGE, 0))
     wide, narrow = (Checkpointer(tmp_path, other) for other in (LARGE, SMALL))
-    state = wide.restore(EXAMPLE, resize=True)
+    state = wide.restore(EXAMPLE)
     assert numbers(LARGE, state) == expected(BUFFER, 40)
     wide.save(added(LARGE, state, 40, 10), 50)
     assert len(wide._base.groups) == 2  # the restored rows are not written again
@@ -277,21 +266,14 @@ def test_a_resized_run_goes_on_under_its_path(tmp_path):
         row[-26:] for row in expected(LARGE, 50)
     ]
     for end in (50, 40):
-        state = narrow.restore(EXAMPLE, end, resize=True)
+        state = narrow.restore(EXAMPLE, end)
         assert numbers(SMALL, state) == expected(SMALL, end)
     state = added(SMALL, state, 40, 13)  # of the older step
     wide.close()
     narrow.save(state, 53, blocking=False)
     narrow.wait_until_finished(state)
-    for is_resized in (False, True):
-        state = checkpoint.restore(tmp_path, SMALL, EXAMPLE, resize=is_resized)
-        assert numbers(SMALL, state) == expected(SMALL, 53)
-    for file in tmp_path.glob("rest/*3-*/*/c.*"):
-        file.write_bytes(b"broken")
-    with refused(
-        r"step 50 is of another buffer:(.|\n)*these checkpoints are damaged:\n  step 53: "
-    ):
-        checkpoint.restore(tmp_path, SMALL, EXAMPLE)
+    state = checkpoint.restore(tmp_path, SMALL, EXAMPLE)
+    assert numbers(SMALL, state) == expected(SMALL, 53)
 
 
 @pytest.mark.parametrize("values", [[], [7]])
@@ -308,10 +290,11 @@ def test_nothing_and_one_row(capacities, values, tmp_path):
 
 def test_other_differences_are_refused(tmp_path):
     checkpoint.save(tmp_path, BUFFER, begun(BUFFER, 4))
-    restore = functools.partial(checkpoint.restore, tmp_path, resize=True)
-    for other in (items(num_envs=2), items(allow_mask=True)):
-        with refused("is of another buffer"):
-            restore(other, EXAMPLE)
+    restore = functools.partial(checkpoint.restore, tmp_path)
+    with refused("autoreset: stored None, expected 'next_step'"):
+        never = np.zeros((1, 1), bool)
+        step = example_of(steps_of(never, never, never))
+        restore(jr.uniform(capacity=64, batch_size=4, autoreset="next_step"), step)
     with refused(r"steps.more: stored nothing, expected float32\[\]"):
         restore(SMALL, EXAMPLE | {"more": 0.0})
     for file in tmp_path.rglob("steps.number/c.0"):
@@ -323,55 +306,12 @@ def test_other_differences_are_refused(tmp_path):
 @kinds
 def test_no_program_takes_memory_for_each_row(case):
     """Compile from shapes, and bound the memory beside arguments and results."""
-    small, large = case.replay(capacity=240 * 8000), case.replay(capacity=240 * 16000)
-    for before, after in ((small, large), (large, small)):
-        old, state = (jax.eval_shape(buffer.init, case.example()) for buffer in (before, after))
-        old, by_place = resize.parted(before, rows.split(old)[1])
-        holes = (jax.ShapeDtypeStruct((before.num_envs, 1), jnp.int32),) * 2
-        programs = [resize.resized.lower(after, old, state.replace(sampler=None))]
-        for name, leaf in by_place.items():
-            given = old.replace(sampler=None), state.sampler, state.replace(sampler=None), name
-            start, values = np.int32(0), jax.ShapeDtypeStruct((2**21,), leaf.dtype)
-            programs.append(resize.moved.lower(after, *given, start, values, holes))
-        for program in programs:
-            memory = program.compile(AS_FOR_USERS).memory_analysis()
-            # 8 MiB are 2 to 4 bytes a row; trees of other platforms have wide nodes
-            assert memory.temp_size_in_bytes < (12 if PLATFORM else 8) * 2**20
-
-
-class Counts(Node):
-    count: jax.Array
-
-
-class Counting(Uniform):
-    """Keep a number per row without naming it in `PER_ROW`."""
-
-    def init(self, layout):
-        return Counts(jnp.zeros(layout.capacity))
-
-
-class SaidToCount(Counting):
-    PER_ROW = ("count",)
-
-
-class Told(SaidToCount):
-    def per_row(self, state):
-        return {"count": state.count}
-
-
-@pytest.mark.parametrize(
-    ("sampler", "text"),
-    [
-        (Counting(), "Counting keeps values per row: name these fields of its state in PER_ROW"),
-        (SaidToCount(), "SaidToCount: PER_ROW names count, so the sampler must implement per_row"),
-        (Told(), "per_row returns count, so the sampler must implement put_per_row"),
-    ],
-)
-def test_a_sampler_must_say_how_its_rows_move(sampler, text, tmp_path):
-    buffer = jr.items(capacity=8, batch_size=2, sampler=sampler)
-    state = jr.jit(buffer).init(np.int32(0))
-    with refused(text, NotImplementedError):
-        moved(tmp_path, buffer, state, at(buffer, 16), np.int32(0))
+    old = case.replay(capacity=240 * 8000)
+    new = dataclasses.replace(old, allow_mask=True, track_episodes=not case.is_items)
+    state = jax.eval_shape(old.init, case.example())
+    program = jax.jit(new.adopt).lower(state)
+    memory = program.compile(AS_FOR_USERS).memory_analysis()
+    assert memory.temp_size_in_bytes < 64 * new.capacity
 
 
 PROGRAM = """
@@ -431,8 +371,8 @@ for num_devices in (4, 2, 1):
 same(checkpoint.restore(path, replay, example), state)
 small = jr.prioritized(capacity=32, num_envs=4, batch_size=8, autoreset="next_step")
 where = shardings(small, example, 2)
-got = checkpoint.restore(path, small, example, resize=True, sharding=where)
-same(got, checkpoint.restore(path, small, example, resize=True))
+got = checkpoint.restore(path, small, example, sharding=where)
+same(got, checkpoint.restore(path, small, example))
 assert jax.tree.all(
     jax.tree.map(lambda leaf, to: leaf.sharding.is_equivalent_to(to, leaf.ndim), got, where)
 )

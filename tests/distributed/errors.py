@@ -138,7 +138,7 @@ def main(num, which, folder):
     refused("must lie where init puts it", one.save, jax.device_put(state, everywhere), 40)
     message = "chunk_bytes, compression_level and blocking must be eq"
     refused(message, one.save, state, 40, blocking=which == 1)
-    message = "step, resize and allow_partial must be equal in all"
+    message = "step and allow_partial must be equal in all"
     refused(message, one.restore, EXAMPLE, [None, 20][which])
     message = "metadata must be JSON, nested at most 100"
     refused(message, one.save, state, 40, metadata={"a": deep(200 * which)})
@@ -182,7 +182,7 @@ def main(num, which, folder):
     assert one.step == 62
     assert lost
     assert lost >= set(range(newest.env, newest.env_stop))
-    counts = np.asarray(one._shards.joined(got).counters.filled)
+    counts = np.asarray(one._shards.split(got)[1]["counters"]["filled"])
     assert (counts < 32).sum() == len(lost)
 
     one.close()

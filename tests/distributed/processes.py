@@ -86,7 +86,7 @@ def main(num, which, path):
     of_one = Checkpointer(folder.parent / "of 1 processes", buffer).restore(EXAMPLE)
     assert digests("own", of_one) == digests("own", checkpointer.restore(EXAMPLE))
     smaller = jr.sharded(dataclasses.replace(buffer.buffer, capacity=128), mesh)
-    state = Checkpointer(folder, smaller).restore(EXAMPLE, resize=True)
+    state = Checkpointer(folder, smaller).restore(EXAMPLE)
     found |= digests("smaller", state)
     with open(path, "w") as file:
         json.dump(found, file)

@@ -161,7 +161,7 @@ def test_an_interrupt_while_a_checkpointer_compares_buffers_is_one(tmp_path):
             lambda: checkpointer.save(state),
             advance,
             lambda: checkpointer.restore(example),
-            lambda: larger.restore(example, resize=True),
+            lambda: larger.restore(example),
         ]
 
     check_comparisons(calls)

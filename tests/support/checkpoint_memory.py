@@ -81,7 +81,7 @@ def resized(path, count, row):
 
     saved, _ = peak(save)
     del state, steps, save
-    extra, state = peak(lambda: jax.block_until_ready(checkpointer.restore(example, resize=True)))
+    extra, state = peak(lambda: jax.block_until_ready(checkpointer.restore(example)))
     assert int(larger.size(state)) == size
     return saved, extra - sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
@@ -127,7 +127,7 @@ def main(path, gigabytes, row):
     state = measured("restore", restore, capacity * row)
     assert int(jnp.sum(state.rows.steps[::97].astype(jnp.uint32))) == total
     del state
-    restore = lambda: jax.block_until_ready(saver("large", larger).restore(example, resize=True))
+    restore = lambda: jax.block_until_ready(saver("large", larger).restore(example))
     restore()  # compiles
     state = measured("resize", restore, larger.capacity * row)
     assert int(larger.size(state)) == capacity

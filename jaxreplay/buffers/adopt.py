@@ -1,0 +1,152 @@
+"""Rows of one buffer in the state of another: `buffer.adopt` and `buffer.merge`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxreplay._util.checks import check_leaves
+from jaxreplay._util.names import kind_of
+from jaxreplay.buffers.state_checks import as_arrays, check_not_deleted, example_of
+from jaxreplay.samplers import Sampler
+from jaxreplay.storage import adopt, newest_row, row_flags, stored_arrays
+from jaxreplay.storage.layout import Layout
+from jaxreplay.storage.sampleable import Sampleable
+from jaxreplay.storage.state import ReplayState
+
+# Forms of `autoreset` with the same rows: a step that is done, then its final row.
+_SAME_ROWS = {"next_step", "same_step"}
+
+
+def adopted(where: str, buffer: Any, state: ReplayState) -> ReplayState:
+    """Return the state of a buffer, with the rows of another one's state."""
+    state = check_adopted(where, buffer, state)
+    return state if state.layout == buffer.layout() else rebuilt(buffer, state, numbers_of(state))
+
+
+def rebuilt(
+    buffer: Any, state: ReplayState, numbers: dict[str, jax.Array], is_intact: bool = True
+) -> ReplayState:
+    """Return the state of a buffer, of rows and counters.
+
+    Args:
+      buffer: The buffer.
+      state: State with the same leaves, in which what is derived may be missing.
+      numbers: What its sampler knew, as `Sampler.numbers` returns it.
+      is_intact: Whether the rows are those of one run, none of them missing. Default: True.
+    """
+    layout, before = buffer.layout(), state.layout
+    if before.autoreset == "next_step" != layout.autoreset:  # a final row will not come
+        owes = row_flags.owes_final_row(state.counters.last_flags)
+        state, _ = newest_row.close(state, owes)
+    is_aligned = layout.lockstep and not before.lockstep
+    if before.num_envs == layout.num_envs and not (is_aligned and layout.autoreset is None):
+        state, source = adopt.moved(layout, state)
+        if source is not None:
+            place = lambda values: adopt.taken(values, source, nothing(values))
+            numbers = _placed(numbers, before, place)
+        is_derived = source is None and state.rows.candidate_number is not None
+        is_same = (before.window, before.has_table) == (layout.window, layout.has_table)
+        if not (is_derived and is_same):
+            state = adopt.derived(state, before if is_intact else None)
+    else:
+        empty = ReplayState.empty(layout, example_of(before, state.rows.steps), None)
+        state, row = adopt.appended(empty, state)
+        numbers = _placed(numbers, before, lambda values: _scattered(layout, row, values))
+        state = adopt.derived(state, None)
+    sampler = buffer.sampler.from_numbers(Sampleable.of(state), numbers)
+    return state.replace(sampler=sampler)
+
+
+def merged(buffer: Any, state: ReplayState, other: ReplayState) -> ReplayState:
+    """Return a buffer's state with the rows of another state appended. The first is donated."""
+    other = check_adopted("merge", buffer, other)
+    layout, before = state.layout, other.layout
+    row_of = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+    got, expected = (
+        {"steps": jax.tree.map(row_of, stored_arrays.plain_specs(one.rows.steps))}
+        for one in (other, state)
+    )
+    check_leaves("merge", got, expected, "Both states must have the same leaves.")
+    _check_dealt("merge", before, layout)
+    numbers, its = numbers_of(state), numbers_of(other)
+    if layout.sampler is not None and before.sampler != layout.sampler:
+        sampleable, sampler = Sampleable.of(other), buffer.sampler
+        its = sampler.numbers(sampler.from_numbers(sampleable, its), sampleable)
+    state, row = adopt.appended(state, other)
+    for name, values in numbers.items():
+        if values.shape[:1] == (layout.capacity,):
+            own = its.get(name, jnp.full(before.capacity, nothing(values), values.dtype))
+            numbers[name] = values.at[row].set(own, mode="drop", unique_indices=True)
+        elif not values.ndim and jnp.issubdtype(values.dtype, jnp.floating):
+            numbers[name] = jnp.maximum(values, its.get(name, values))
+    state = adopt.derived(state, None)
+    sampler = buffer.sampler.from_numbers(Sampleable.of(state), numbers)
+    return state.replace(sampler=sampler)
+
+
+def check_adopted(where: str, buffer: Any, state: Any) -> ReplayState:
+    """Return a state with JAX arrays, or raise a ValueError if a buffer cannot take its rows."""
+    if not isinstance(state, ReplayState):
+        raise ValueError(f"{where}: takes the state of a ReplayBuffer, got {kind_of(state)}")
+    check_not_deleted(where, jax.tree.leaves(state))
+    layout, forms = state.layout, (state.layout.autoreset, buffer.autoreset)
+    if not are_alike(*forms):
+        raise ValueError(
+            f"{where}: autoreset: the state's is {forms[0]!r}, this buffer's {forms[1]!r}; rows of "
+            'different forms mean different things, but for "next_step" and "same_step"'
+        )
+    num_rows = {leaf.shape[0] for leaf in jax.tree.leaves(state.rows)}
+    if num_rows != {layout.capacity}:
+        raise ValueError(
+            f"{where}: the state's arrays have {sorted(num_rows)} rows, but its layout "
+            f"{layout.capacity:,}; use jax.vmap for a population, and the state of one shard"
+        )
+    own = buffer.layout()
+    buffer.view.check(where, own, example_of(layout, state.rows.steps))
+    if layout.num_envs != own.num_envs or (own.lockstep and not layout.lockstep):
+        _check_dealt(where, layout, own)
+    return as_arrays(state)
+
+
+def are_alike(autoreset: Any, other: Any) -> bool:
+    """Return whether stored rows mean the same with two forms of `autoreset`."""
+    return autoreset == other or _SAME_ROWS.issuperset((autoreset, other))
+
+
+def _check_dealt(where: str, before: Layout, layout: Layout) -> None:
+    """Raise a ValueError if rows cannot be dealt to other envs."""
+    if layout.autoreset is None and layout.window.length > 1:
+        raise ValueError(
+            f"{where}: num_envs: the state's is {before.num_envs}, this buffer's "
+            f"{layout.num_envs}, but items have no episodes, so that a window of "
+            f"{layout.window.length} rows would reach from the items of one env into those of "
+            "another; keep num_envs and allow_mask"
+        )
+
+
+def numbers_of(state: ReplayState) -> dict[str, jax.Array]:
+    """Return what the sampler of a state knows, by name."""
+    sampler: Sampler | None = state.layout.sampler
+    return {} if sampler is None else sampler.numbers(state.sampler, Sampleable.of(state))
+
+
+def _placed(numbers: dict[str, jax.Array], before: Layout, place: Any) -> dict[str, jax.Array]:
+    """Return numbers of rows at their new places. Others stay as they are."""
+    return {
+        name: place(values) if values.shape[:1] == (before.capacity,) else values
+        for name, values in numbers.items()
+    }
+
+
+def _scattered(layout: Layout, row: jax.Array, values: jax.Array) -> jax.Array:
+    """Return [N, ...] with the values of old rows, [M, ...], at their new rows, int32[M]."""
+    empty = jnp.full((layout.capacity, *values.shape[1:]), nothing(values), values.dtype)
+    return empty.at[row].set(values, mode="drop", unique_indices=True)
+
+
+def nothing(values: Any) -> Any:
+    """Return the number of a row that has none: NaN, -1 or, if it is unsigned or bool, 0."""
+    if jnp.issubdtype(values.dtype, jnp.inexact):
+        return jnp.nan
+    return -1 if jnp.issubdtype(values.dtype, jnp.signedinteger) else 0

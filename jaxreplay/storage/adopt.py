@@ -1,0 +1,306 @@
+"""Adopt rows: rebuild a state of one layout from the rows of another.
+
+Rows are what happened: steps, flags, and each stream's position, fill and lap. All else is derived
+from them: candidate numbers, skipped, pending and expired rows, and the episode table. `moved` and
+`appended` put rows in their places, and `derived` computes the rest. All are O(capacity).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxreplay._util.aliases import PyTree
+from jaxreplay.storage import newest_row, ring, row_flags, stored_arrays
+from jaxreplay.storage.layout import Layout, Window
+from jaxreplay.storage.state import Counters, ReplayState, Rows, at
+from jaxreplay.storage.writes import count_expired
+
+_NO_STEP = row_flags.FIRST | row_flags.FINAL  # flags of a row that belongs to no episode
+
+
+def stays(before: Layout, layout: Layout) -> bool:
+    """Return whether each row of one layout has the same place in another."""
+    sizes = lambda one: (one.num_envs, one.length, one.traits.has_tiles)
+    return sizes(before) == sizes(layout) and (before.lockstep or not layout.lockstep)
+
+
+def moved(layout: Layout, state: ReplayState) -> tuple[ReplayState, jax.Array | None]:
+    """Put the newest rows of each stream that fit into rings of another length or platform.
+
+    A row keeps its number in its stream, so its position is its number modulo the length. If all
+    streams of the layout step together and those of the state did not, shorter streams get rows
+    without a step before their own.
+
+    Args:
+      layout: The new layout, with as many envs as the state.
+      state: The state. Donated.
+
+    Returns:
+      The state with the new layout, in which nothing is derived; int32[N], the old row of each new
+      one, the old capacity for none, or None if each row stays where it is.
+    """
+    before, counters = state.layout, state.counters
+    values = {name: getattr(counters, name) for name in before.counter_names}
+    rows, source = state.rows, None
+    is_aligned = layout.lockstep and not before.lockstep
+    if layout.length != before.length or is_aligned:
+        filled = jnp.minimum(counters.filled, layout.length)
+        if is_aligned:
+            values["filled"] = jnp.full_like(filled, filled.max())
+            lap, position = ring.split(values["filled"], layout.length)
+        else:
+            values["filled"] = filled
+            lap, position = ring.moved(
+                counters.lap, counters.position, before.length, layout.length
+            )
+        values |= {"lap": lap, "position": position}
+        age = layout.wrap(position[:, None] - 1 - ring.arange(layout.length))
+        old = before.wrap(counters.position[:, None] - 1 - jnp.minimum(age, before.length - 1))
+        is_held = age < filled[:, None]
+        source = jnp.where(is_held, before.row(before.envs()[:, None], old), before.capacity)
+        source = source.reshape(-1)
+        rows = jax.tree.map(lambda leaf: taken(leaf, source), rows)
+        if is_aligned:
+            flags = jnp.where(source < before.capacity, rows.flags, jnp.uint8(_NO_STEP))
+            rows = rows.replace(flags=flags)
+    return _with(layout, state, rows, values), source
+
+
+def taken(values: jax.Array, source: jax.Array, fill: Any = 0) -> jax.Array:
+    """Return values of rows at new places: [N, ...].
+
+    Args:
+      values: [M, ...], of old rows.
+      source: int32[N], the old row of each new one; M for none.
+      fill: Value of rows without an old one. Default: 0.
+    """
+    return values.at[source].get(mode="fill", fill_value=fill)
+
+
+def appended(state: ReplayState, other: ReplayState) -> tuple[ReplayState, jax.Array]:
+    """Append the rows of another state.
+
+    The streams of the other are dealt out: stream `e` to env `e mod num_envs`, one after another.
+    Unfinished episodes end, as by `newest_row.close`. If all streams of the state step together,
+    those that get fewer rows get rows without a step before them, which are never sampled. Items
+    have no order, so they are dealt one by one; the oldest are left out if they cannot be divided.
+
+    Args:
+      state: The state. Donated.
+      other: State with the same leaves and `autoreset`, of any capacity and number of envs.
+
+    Returns:
+      The state, in which nothing is derived; int32[M], the new row of each row of the other, the
+      capacity where it is not kept.
+    """
+    layout, its = state.layout, other.layout
+    has_flags = layout.autoreset is not None
+    if has_flags:
+        state, _ = newest_row.close(state, jnp.ones(layout.num_envs, bool))
+        other, _ = newest_row.close(other, jnp.ones(its.num_envs, bool))
+    env, nth, count = _dealt(layout, other) if has_flags else _divided(layout, other)
+    counters = state.counters
+    num_rows = jnp.full_like(count, count.max()) if layout.lockstep else count
+    nth = jnp.where(nth >= 0, nth + at(num_rows - count, env), nth)
+    # of the rows that go to one ring, the newest that fit
+    is_kept = other.is_written(ring.arange(its.capacity)) & (nth >= 0)
+    is_kept &= at(num_rows, env) - nth <= layout.length
+    place = at(counters.position, env) + ring.split(jnp.maximum(nth, 0), layout.length)[1]
+    row = jnp.where(is_kept, layout.row(env, layout.wrap(place)), layout.capacity)
+    plain = stored_arrays.tree_map(stored_arrays.values, other.rows.steps)
+    rows = state.rows.replace(
+        steps=stored_arrays.tree_map(
+            lambda leaf, new: stored_arrays.write(leaf, row, new), state.rows.steps, plain
+        )
+    )
+    num_laps, position = ring.split(counters.position + num_rows, layout.length)
+    if has_flags:
+        ahead = ring.forward(counters.position[:, None], ring.arange(layout.length), layout.length)
+        flags = jnp.where((ahead < num_rows[:, None]).reshape(-1), jnp.uint8(_NO_STEP), rows.flags)
+        rows = rows.replace(flags=stored_arrays.write(flags, row, other.rows.flags))
+    values = {name: getattr(counters, name) for name in layout.counter_names} | {
+        "position": position,
+        "filled": jnp.minimum(counters.filled + num_rows, layout.length),
+        "lap": counters.lap + num_laps.astype(jnp.uint32),
+    }
+    return _with(layout, state, rows, values), row
+
+
+def _dealt(layout: Layout, other: ReplayState) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Deal out whole streams: stream `e` to env `e mod num_envs`.
+
+    Returns:
+      int32[M], the env of each row of the other; int32[M], its place among the env's new rows;
+      int32[E], the number of new rows of each env.
+    """
+    its, row = other.layout, ring.arange(other.layout.capacity)
+    stream, _ = its.split(row)
+    _, env = ring.split(stream, layout.num_envs)
+    filled = other.counters.filled
+    num_turns = -(-its.num_envs // layout.num_envs)
+    turns = jnp.pad(filled, (0, num_turns * layout.num_envs - its.num_envs))
+    turns = turns.reshape(num_turns, layout.num_envs)
+    before = (jnp.cumsum(turns, axis=0, dtype=jnp.int32) - turns).reshape(-1)
+    nth = at(before, stream) + at(filled, stream) - 1 - other.age(row)
+    return env, nth, turns.sum(axis=0, dtype=jnp.int32)
+
+
+def _divided(layout: Layout, other: ReplayState) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Deal out rows one by one, the oldest first, equally many to each env. Return as `_dealt`."""
+    its = other.layout
+    age = its.length - 1 - ring.arange(its.length)
+    is_row = age[:, None] < other.counters.filled
+    rank = jnp.cumsum(is_row.reshape(-1), dtype=jnp.int32).reshape(is_row.shape) - 1
+    count, rest = ring.split(rank[-1, -1] + 1, layout.num_envs)
+    row = ring.arange(its.capacity)
+    stream, _ = its.split(row)
+    rank = rank[its.length - 1 - other.age(row), stream] - rest
+    nth, env = ring.split(jnp.maximum(rank, 0), layout.num_envs)
+    return env, jnp.where(rank < 0, -1, nth), jnp.broadcast_to(count, (layout.num_envs,))
+
+
+def _with(layout: Layout, state: ReplayState, rows: Rows, values: dict[str, PyTree]) -> ReplayState:
+    """Return a state of a layout, with rows and counters."""
+    has_tiles = layout.traits.has_tiles
+    if has_tiles != state.layout.traits.has_tiles:
+        plain = stored_arrays.tree_map(stored_arrays.values, rows.steps)
+        every = ring.arange(layout.capacity)
+
+        def stored(values: jax.Array) -> PyTree:
+            row = jax.ShapeDtypeStruct(values.shape[1:], values.dtype)
+            return stored_arrays.write(
+                stored_arrays.zeros(layout.capacity, row, has_tiles), every, values
+            )
+
+        rows = rows.replace(steps=jax.tree.map(stored, plain))
+    counters = Counters.zeros(layout).set(**values)
+    return ReplayState(rows, counters, None, layout)
+
+
+def derived(state: ReplayState, before: Layout | None) -> ReplayState:
+    """Compute what follows from the rows.
+
+    Where an episode ends between two steps, its last row becomes a final row if the window of the
+    layout needs that (`newest_row.close`).
+
+    Args:
+      state: A state without a sampler's state, from `moved` or `appended`. Donated.
+      before: The layout that was derived from the rows last; None if they come from several states.
+
+    Returns:
+      The state. Candidate numbers are those of before, unless other rows are candidates now; then
+      they are larger than all before.
+    """
+    layout, window, counters = state.layout, state.layout.window, state.counters
+    filled, length = counters.filled, layout.length
+    if layout.autoreset is None:
+        pending = jnp.minimum(filled, window.after or 0)
+        state = state.replace(counters=counters.set(num_pending=pending))
+        return _with_expired(state)
+    # All below is in the order of time, [E, length]; the newest row is the last.
+    place = ring.arange(length)
+    position = layout.wrap(counters.position[:, None] + place)
+    row = layout.row(layout.envs()[:, None], position)
+    in_ring = ring.forward(counters.position[:, None], place, length)  # inverse of `position`
+    of_ring = lambda values: jnp.take_along_axis(values, in_ring, axis=1).reshape(-1)
+
+    is_written = place >= length - filled[:, None]
+    flags = at(state.rows.flags, row)
+    has = lambda flag: is_written & ((flags & flag) != 0)
+    closes, is_first = is_written & layout.closes_episode(flags), has(row_flags.FIRST)
+    is_next_first = jnp.concatenate(
+        [is_first[:, 1:], layout.closes_episode(counters.last_flags)[:, None]], axis=1
+    )
+    # rows after which no step follows
+    is_seam = is_written & ~closes & is_next_first
+    becomes_final = is_seam & (window.after != 0)
+    if window.after is not None and not (window.crosses_episodes or window.needs_final_obs):
+        becomes_final &= ~has(row_flags.TERMINATED)
+    final = flags & row_flags.FIRST | jnp.uint8(row_flags.TRUNCATED | row_flags.FINAL)
+    flags = jnp.where(becomes_final, final, flags)
+    is_transition = is_written & ((flags & row_flags.FINAL) == 0)
+
+    phase = None
+    period = lambda window: (window.period, window.period > 1 and window.crosses_episodes)
+    if before is None or period(before.window) != period(window):
+        flags = flags & jnp.uint8(~row_flags.SKIPPED & 0xFF)
+        nth, phase = _places(window, is_transition, is_first)
+        is_skipped = is_transition & (nth != 0)
+        flags = jnp.where(is_skipped, flags | jnp.uint8(row_flags.SKIPPED), flags)
+    is_candidate = is_written & ((flags & row_flags.NO_CANDIDATE) == 0)
+    count = is_candidate.sum(axis=1, dtype=jnp.uint32)
+    is_same = before is not None and _candidates_of(before.window) == _candidates_of(window)
+    end = counters.num_candidates if is_same else counters.num_candidates + count
+    newer = count[:, None] - jnp.cumsum(is_candidate, axis=1, dtype=jnp.uint32) + is_candidate
+
+    completes = has(window.completed_by) | becomes_final
+    since = length - 1 - jnp.max(jnp.where(completes, place, -1), axis=1)
+    since = length if window.crosses_episodes else since
+    new = counters.set(
+        num_candidates=end,
+        phase=phase,
+        last_flags=jnp.where(becomes_final[:, -1], flags[:, -1], counters.last_flags),
+        num_pending=jnp.minimum(jnp.minimum(since, filled), window.after or 0),
+    )
+    rows = state.rows.replace(
+        flags=of_ring(flags),
+        candidate_number=of_ring(end[:, None] - newer),
+        ordinal=None,
+        end_position=None,
+        start_position=None,
+    )
+    if layout.has_table:
+        is_none = is_first & ((flags & row_flags.FINAL) != 0)  # it belongs to no episode
+        ends = (closes | is_seam) & ~is_none
+        through = jnp.cumsum(ends, axis=1, dtype=jnp.int32)
+        # Ordinals stay as they were, if they were known.
+        is_known = before is not None and before.has_table and before.length == length
+        current = counters.ordinal if is_known else layout.wrap(through[:, -1])
+        ordinal = layout.wrap(layout.wrap(current - through[:, -1])[:, None] + through - ends)
+        entry = layout.row(layout.envs()[:, None], ordinal)
+        table = jnp.zeros((layout.capacity,), jnp.int32)
+        put = lambda where: table.at[jnp.where(where, entry, layout.capacity)].set(
+            position, mode="drop", unique_indices=True
+        )
+        rows = rows.replace(
+            ordinal=of_ring(ordinal),
+            end_position=put(ends),
+            start_position=put(is_first & ~is_none),
+        )
+        is_open = (filled > 0) & ~ends[:, -1]
+        new = new.set(ordinal=current, is_open=is_open)
+    return _with_expired(state.replace(rows=rows, counters=new))
+
+
+def _with_expired(state: ReplayState) -> ReplayState:
+    return state.replace(counters=state.counters.set(num_expired=count_expired(state)))
+
+
+def _candidates_of(window: Window) -> tuple[object, ...]:
+    """Return what decides which rows are candidates."""
+    crosses = window.crosses_episodes and window.period > 1
+    gives_up = window.after != 0, window.after is None or window.crosses_episodes
+    return window.period, crosses, window.completed_by, *gives_up
+
+
+def _places(
+    window: Window, is_transition: jax.Array, is_first: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return each row's place in its period, int32[E, length], and each stream's phase, int32[E].
+
+    Periods count from the first stored transition of each episode or, across episodes, of the
+    stream.
+
+    Args:
+      window: The window, with a period.
+      is_transition: bool[E, length], in the order of time.
+      is_first: bool[E, length].
+    """
+    through = jnp.cumsum(is_transition, axis=1, dtype=jnp.int32)
+    since = through - is_transition
+    if not window.crosses_episodes:
+        since = since - jax.lax.cummax(jnp.where(is_first, since, 0), axis=1)
+    _, place = ring.split(since, window.period)
+    _, phase = ring.split(since[:, -1] + is_transition[:, -1], window.period)
+    return place, phase
