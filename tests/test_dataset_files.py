@@ -129,7 +129,7 @@ def test_bad_files_are_refused(tmp_path):
     refused("there is no array x for obs", rows, names={"obs": "x"})
     message = "capacity=3 is too small: episode 0 ends in row 4"
     refused(message, rows, buffer("next_step", 3))
-    refused("num_envs=1", rows, jr.items(capacity=8, batch_size=1))
+    refused("a dataset has episodes", rows, jr.items(capacity=8, batch_size=1))
 
 
 def test_a_large_file_is_read_in_parts(tmp_path):

@@ -1,5 +1,6 @@
 """Episodes, and a buffer's state made of them."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from jaxreplay._util.names import named
 from jaxreplay._util.pow2 import power_below
 from jaxreplay.buffers.jitted import jit
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
+from jaxreplay.buffers.state_checks import example_of
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.types import Step
 
@@ -41,25 +43,33 @@ class Episode(NamedTuple):
 
 
 def from_episodes(
-    episodes: Iterable[Any], buffer: ReplayBuffer, example: PyTree = None
+    episodes: Iterable[Any],
+    buffer: ReplayBuffer,
+    example: PyTree = None,
+    *,
+    into: ReplayState | None = None,
 ) -> ReplayState:
     """Return a buffer's state with all transitions of some episodes.
 
-    Memory holds the state, and one episode at a time with some copies of it. If an episode has an
-    end before its last step, the next step opens another episode.
+    Each episode goes to the env with the fewest rows so far. Memory holds the state, and a few
+    episodes at a time with some copies of them. If an episode has an end before its last step, the
+    next step opens another episode. If several envs of the buffer always step together, shorter
+    ones are filled up with rows that are never sampled, and the state is copied once.
 
     Args:
       episodes: `Episode`s, or objects with their fields.
-      buffer: A `ReplayBuffer` of steps with `num_envs=1` and any `autoreset`.
+      buffer: A `ReplayBuffer` of steps with any `num_envs` and `autoreset`.
       example: One env's step, as for `buffer.init`. Default: shapes and dtypes of the first
-        episode, cut to 32 bits while `jax_enable_x64` is off.
+        episode, cut to 32 bits while `jax_enable_x64` is off; or those of `into`.
+      into: State of the buffer, to whose rows the episodes are added. Donated. Its unfinished
+        episodes end. Default: an empty one.
 
     Returns:
       The state.
 
     Raises:
-      ValueError: The buffer is too small or does not store steps of one env, there is no
-        transition, or a leaf does not fit the example or cannot be stored.
+      ValueError: The buffer is too small or does not store steps, there is no transition, or a leaf
+        does not fit the example or cannot be stored.
 
     Example:
       >>> import numpy as np, jaxreplay as jr
@@ -71,7 +81,7 @@ def from_episodes(
       >>> int(buffer.size(state))
       4
     """
-    return fill("from_episodes", episodes, buffer, example)
+    return fill("from_episodes", episodes, buffer, example, into)
 
 
 def fill(
@@ -79,6 +89,7 @@ def fill(
     episodes: Iterable[Any],
     buffer: Any,
     example: PyTree,
+    into: ReplayState | None = None,
     too_small: str = "each episode needs a row more than it has transitions",
 ) -> ReplayState:
     """Return a buffer's state with all transitions of some episodes.
@@ -88,44 +99,51 @@ def fill(
       episodes: As for `from_episodes`.
       buffer: As for `from_episodes`.
       example: As for `from_episodes`.
+      into: As for `from_episodes`. Default: an empty state.
       too_small: End of the error for a buffer that is too small. Default: how many rows an episode
         needs.
     """
     check_buffer(where, buffer)
-    form, state, waiting, used = buffer.autoreset, None, [], 0
-    most = min(_MOST_STEPS, power_below(buffer.capacity))
+    # Envs get episodes of different lengths, so some take no step.
+    masked = dataclasses.replace(buffer, allow_mask=buffer.num_envs > 1 or buffer.allow_mask)
+    form, state, num_envs = buffer.autoreset, None, buffer.num_envs
+    if into is not None:
+        example = example_of(into.layout, into.rows.steps) if example is None else example
+        state = jit(masked).end_streams(jit(masked).adopt(into))
+    waiting: list[list[Step]] = [[] for _ in range(num_envs)]
+    used = [0] * num_envs
+    most = min(_MOST_STEPS, power_below(buffer.length))
     for episode in episodes:
         if not len(episode.terminations):
             continue
         steps = steps_of(where, episode, form)
-        used += len(steps.terminated) + (
+        env = used.index(min(used))
+        used[env] += len(steps.terminated) + (
             int((steps.terminated | steps.truncated).sum()) if form == "same_step" else 0
         )
-        if used > buffer.capacity:
+        if used[env] > buffer.length:
+            of_env = f" in each of {num_envs} envs" if num_envs > 1 else ""
             raise ValueError(
                 f"{where}: capacity={buffer.capacity} is too small: episode {episode.id} ends in "
-                f"row {used:,}; {too_small}"
+                f"row {used[env]:,} of {buffer.length:,}{of_env}; {too_small}"
             )
         example = _example_of(steps) if example is None else example
-        state = buffer.init(example) if state is None else state
-        waiting.append(_fitted(where, steps, example, f"episode {episode.id}"))
-        if sum(len(steps.terminated) for steps in waiting) >= most:
-            state, waiting = _extended(buffer, state, waiting, most)
+        state = masked.init(example) if state is None else state
+        waiting[env].append(_fitted(where, steps, example, f"episode {episode.id}"))
+        if sum(map(_num_steps, waiting)) >= most * num_envs:
+            state = _extended(masked, state, waiting, most)
     if state is None:
         raise ValueError(f"{where}: the dataset has no transitions")
-    while waiting:  # powers of two: each size of a block is compiled
-        state, waiting = _extended(
-            buffer, state, waiting, power_below(sum(len(steps.terminated) for steps in waiting))
-        )
-    return state
+    while left := max(map(_num_steps, waiting)):  # powers of two: each size is compiled
+        state = _extended(masked, state, waiting, min(most, power_below(left)))
+    return jit(buffer).adopt(state)
 
 
 def check_buffer(where: str, buffer: Any) -> None:
-    """Raise a ValueError unless a buffer stores the steps of one env."""
-    if not isinstance(buffer, ReplayBuffer) or buffer.autoreset is None or buffer.num_envs != 1:
+    """Raise a ValueError unless a buffer stores steps."""
+    if not isinstance(buffer, ReplayBuffer) or buffer.autoreset is None:
         raise ValueError(
-            f"{where}: buffer must be a ReplayBuffer of steps with num_envs=1, since a dataset is "
-            "one stream of episodes"
+            f"{where}: buffer must be a ReplayBuffer of steps, since a dataset has episodes"
         )
 
 
@@ -287,16 +305,25 @@ def _fitted(where: str, steps: Step, example: PyTree, what: str) -> Step:
     )
 
 
+def _num_steps(waiting: list[Step]) -> int:
+    return sum(len(steps.terminated) for steps in waiting)
+
+
 def _extended(
-    buffer: ReplayBuffer, state: ReplayState, waiting: list[Step], size: int
-) -> tuple[ReplayState, list[Step]]:
-    """Add the waiting steps in blocks of `size`; return the state and the steps that are left."""
-    joined = jax.tree.map(lambda *include_partial: np.concatenate(include_partial), *waiting)
-    whole = len(joined.terminated) // size * size
-    for start in range(0, whole, size):
-        state = jit(buffer).extend(
-            state, jax.tree.map(lambda leaf, start=start: leaf[start : start + size, None], joined)
-        )
-    return state, [jax.tree.map(lambda leaf: leaf[whole:].copy(), joined)] if whole < len(
-        joined.terminated
-    ) else []
+    buffer: ReplayBuffer, state: ReplayState, waiting: list[list[Step]], size: int
+) -> ReplayState:
+    """Add the next `size` steps of each env, and return the state. Each env's `waiting` steps lose
+    those that are added."""
+    blocks, mask = [], np.zeros((size, len(waiting)), bool)
+    some = next(filter(None, waiting)).copy()
+    for env, own in enumerate(waiting):
+        parts, num_steps = own or some, min(_num_steps(own), size)
+        joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+        mask[:num_steps, env] = True
+        places = np.minimum(np.arange(size), max(num_steps - 1, 0))  # masked steps are any
+        blocks.append(jax.tree.map(lambda leaf, places=places: leaf[places], joined))
+        if own:
+            rest = jax.tree.map(lambda leaf, num=num_steps: leaf[num:].copy(), joined)
+            own[:] = [rest] if len(rest.terminated) else []
+    block = jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *blocks)
+    return jit(buffer).extend(state, block, mask if buffer.allow_mask else None)

@@ -15,7 +15,13 @@ _BLOCK_ROWS = 4096
 _FLAGS = ("next.terminated", "next.success", "next.truncated", "next.done")
 
 
-def from_lerobot(root: Any, buffer: ReplayBuffer, example: PyTree = None) -> ReplayState:
+def from_lerobot(
+    root: Any,
+    buffer: ReplayBuffer,
+    example: PyTree = None,
+    *,
+    into: ReplayState | None = None,
+) -> ReplayState:
     """Return a buffer's state with all transitions of a LeRobot dataset.
 
     It reads the Parquet files a block at a time. Images and videos are left out. The observation is
@@ -26,9 +32,10 @@ def from_lerobot(root: Any, buffer: ReplayBuffer, example: PyTree = None) -> Rep
 
     Args:
       root: Folder of the dataset, which has the folder `data`.
-      buffer: A `ReplayBuffer` of steps with `num_envs=1` and any `autoreset`.
+      buffer: A `ReplayBuffer` of steps with any `num_envs` and `autoreset`.
       example: One env's step, as for `buffer.init`. Default: the dataset's shapes and dtypes, cut
         to 32 bits while `jax_enable_x64` is off.
+      into: State of the buffer to add to, as for `from_episodes`. Donated. Default: an empty one.
 
     Returns:
       The state.
@@ -45,7 +52,7 @@ def from_lerobot(root: Any, buffer: ReplayBuffer, example: PyTree = None) -> Rep
     if not files:
         raise ValueError(f"from_lerobot: there are no Parquet files in {Path(root) / 'data'}")
     blocks = (block for file in files for block in _blocks(parquet.ParquetFile(file)))
-    return fill("from_lerobot", episodes_of(blocks), buffer, example)
+    return fill("from_lerobot", episodes_of(blocks), buffer, example, into)
 
 
 def _blocks(file: Any) -> Iterator[Rows]:

@@ -51,7 +51,12 @@ def required_capacity(dataset: Any) -> int:
 
 
 def from_minari(
-    dataset: Any, buffer: ReplayBuffer, example: PyTree = None, *, progress: bool | None = None
+    dataset: Any,
+    buffer: ReplayBuffer,
+    example: PyTree = None,
+    *,
+    into: ReplayState | None = None,
+    progress: bool | None = None,
 ) -> ReplayState:
     """Return a buffer's state with all transitions of a dataset.
 
@@ -61,16 +66,17 @@ def from_minari(
 
     Args:
       dataset: A `minari.MinariDataset`. Its infos are left out.
-      buffer: A `ReplayBuffer` of steps with `num_envs=1` and any `autoreset`.
+      buffer: A `ReplayBuffer` of steps with any `num_envs` and `autoreset`.
       example: One env's step, as for `buffer.init`. Default: the dataset's shapes and dtypes, cut
         to 32 bits while `jax_enable_x64` is off.
+      into: State of the buffer to add to, as for `from_episodes`. Donated. Default: an empty one.
       progress: If True, show a progress bar. Default: only in a terminal.
 
     Returns:
       The state.
 
     Raises:
-      ValueError: The buffer is too small or does not store steps of one env, the dataset is empty,
+      ValueError: The buffer is too small or does not store steps, the dataset is empty,
         or a leaf does not fit the example or cannot be stored.
     """
     check_buffer("from_minari", buffer)
@@ -84,7 +90,7 @@ def from_minari(
         "episode needs one more row"
     )
     episodes = _progress(dataset.iterate_episodes(), dataset.total_episodes, progress)
-    return fill("from_minari", episodes, buffer, example, too_small)
+    return fill("from_minari", episodes, buffer, example, into, too_small)
 
 
 def _progress(episodes: Any, total: int, progress: bool | None) -> Any:

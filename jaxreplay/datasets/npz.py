@@ -25,6 +25,7 @@ def from_npz(
     *,
     names: Mapping[str, str] | None = None,
     final_rows: bool = False,
+    into: ReplayState | None = None,
 ) -> ReplayState:
     """Return a buffer's state with all transitions of a file of steps in order.
 
@@ -35,7 +36,7 @@ def from_npz(
 
     Args:
       path: Path of the `.npz` file. Its arrays are [N, ...].
-      buffer: A `ReplayBuffer` of steps with `num_envs=1` and any `autoreset`.
+      buffer: A `ReplayBuffer` of steps with any `num_envs` and `autoreset`.
       example: One env's step, as for `buffer.init`. Default: the file's shapes and dtypes, cut to
         32 bits while `jax_enable_x64` is off.
       names: Arrays of the file by "obs", "action", "reward", "terminated", "truncated" and
@@ -44,6 +45,7 @@ def from_npz(
       final_rows: The row with a flag holds its episode's final observation and is no step, as in
         OGBench's files; each end is then a truncation, and next observations are not read.
         Default: False.
+      into: State of the buffer to add to, as for `from_episodes`. Donated. Default: an empty one.
 
     Returns:
       The state.
@@ -82,7 +84,7 @@ def from_npz(
                 f"from_npz: arrays need the same number of rows, at least 1, got {text}"
             )
         episodes = episodes_of(_blocks(arrays, final_rows), final_rows)
-        return fill("from_npz", episodes, buffer, example)
+        return fill("from_npz", episodes, buffer, example, into)
 
 
 class _Array:

@@ -25,6 +25,7 @@ def from_vault(
     example: PyTree = None,
     *,
     names: Mapping[str, str] | None = None,
+    into: ReplayState | None = None,
 ) -> ReplayState:
     """Return a buffer's state with all transitions of a vault, such as those of OG-MARL.
 
@@ -34,13 +35,14 @@ def from_vault(
 
     Args:
       path: Folder of the vault: `rel_dir/vault_name/vault_uid`.
-      buffer: A `ReplayBuffer` of steps with `num_envs=1` and any `autoreset`.
+      buffer: A `ReplayBuffer` of steps with any `num_envs` and `autoreset`.
       example: One env's step, as for `buffer.init`. Default: the vault's shapes and dtypes, cut to
         32 bits while `jax_enable_x64` is off.
       names: Entries of the vault's experience by "obs", "action", "reward", "terminated",
         "truncated" and "next_obs", dotted where they are nested, such as "infos.legals".
         Observations and actions may be trees. Default: the usual names, such as "observations" and
         "terminals". Without rewards, they are 0.
+      into: State of the buffer to add to, as for `from_episodes`. Donated. Default: an empty one.
 
     Returns:
       The state.
@@ -85,7 +87,7 @@ def from_vault(
     ]
     in_turn = itertools.chain.from_iterable(itertools.zip_longest(*streams))
     episodes = (episode for episode in in_turn if episode is not None)
-    return fill("from_vault", episodes, buffer, example)
+    return fill("from_vault", episodes, buffer, example, into)
 
 
 def _entries(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
