@@ -25,9 +25,9 @@ PACKAGES = (
     ("buffers",),
     ("distributed",),
     ("inspection",),
-    ("checkpoint", "torch"),
+    ("checkpoint", "torch", "datasets"),
     ("stateful",),
-    ("sb3", "datasets", "compat"),
+    ("sb3", "compat"),
     ("",),
     ("__main__",),
 )

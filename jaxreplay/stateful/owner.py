@@ -15,9 +15,10 @@ from jax.core import Tracer
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.signals import defer_interrupts
+from jaxreplay.buffers.adopt import check_adopted
 from jaxreplay.buffers.jitted import method, program
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
-from jaxreplay.buffers.state_checks import is_alive
+from jaxreplay.buffers.state_checks import example_of as step_example, is_alive
 from jaxreplay.inspection.resets import FinalObsWatch
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from jaxreplay.stateful.host_arrays import OUTSIDE, StepFormat, example_of, own
@@ -61,6 +62,11 @@ class StateOwner:
         """True if the shapes of a step are known."""
         return self._staging is not None
 
+    @property
+    def example(self) -> Any:
+        """Shapes and dtypes of one env's step, or None."""
+        return self._example
+
     def check_not_lost(self) -> None:
         if self._lost is not None:
             raise RuntimeError(
@@ -68,13 +74,21 @@ class StateOwner:
                 "make another Replay"
             )
 
-    def init(self, example: PyTree) -> None:
+    def init(self, example: PyTree, state: Any = None) -> None:
+        """Begin with an example of one env's step, and a state, by default an empty one."""
         with jax.default_device(self._device):
-            state = self.buffer.init(example)
+            state = self.buffer.init(example) if state is None else state
         self._format = StepFormat.of(self.buffer, example)
         self._staging = Staging(self._format.specs, self.buffer.num_envs)
         self._example = jax.eval_shape(lambda: example)
         self._state = jax.device_put(state, self._device)
+
+    def take(self, state: Any) -> None:
+        """Begin with the rows of any buffer's state."""
+        state = check_adopted("Replay", self.buffer, state)
+        example = step_example(self.buffer.layout(), state.rows.steps)
+        with jax.default_device(self._device):
+            self.init(example, method("adopt")(self.buffer, state))
 
     def forget(self) -> None:
         """Drop the state and the example: the next step added is the example."""
@@ -245,6 +259,19 @@ class StateOwner:
         _check_not_traced(answer)
         return answer
 
+    def check_begun(self, where: str) -> None:
+        if not self.has_example:
+            raise ValueError(f"{where}: nothing was added yet, so there are no rows")
+
+    def get(self, index: Any) -> Sample:
+        """Read rows again."""
+        self.check_begun("get")
+        number = (self._num_draws + 1) & 0xFFFFFFFF
+        batch = self.ask(_get, index, self._key, np.uint32(number))
+        if self.buffer.view.is_random:
+            self._num_draws = number
+        return batch if self._device is None else jax.device_put(batch, default_device())
+
     def draw(self, batch_size: int, beta: float | None) -> Sample | None:
         """Sample a batch, or return None if the buffer cannot sample.
 
@@ -412,6 +439,11 @@ def _sample(
     """Return a batch, and whether the buffer can sample."""
     batch = buffer.sample(state, jax.random.fold_in(key, draw), batch_size, beta=beta)
     return batch, buffer.can_sample(state)
+
+
+@program
+def _get(buffer: ReplayBuffer, state: Any, index: Any, key: Key, draw: jax.Array) -> Sample:
+    return buffer.get(state, index, jax.random.fold_in(key, draw))
 
 
 @functools.partial(program, changes=True, static=("batch_size",))

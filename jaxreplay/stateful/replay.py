@@ -1,6 +1,7 @@
 """`Replay` keeps its own state, for loops that are not jitted: PyTorch, NumPy, many threads."""
 
 import collections
+import collections.abc
 import dataclasses
 import operator
 import time
@@ -23,6 +24,7 @@ from jaxreplay.stateful.host_arrays import as_stored
 from jaxreplay.stateful.lock import Monitor
 from jaxreplay.stateful.owner import StateOwner
 from jaxreplay.stateful.rate_limiter import RatioLimiter
+from jaxreplay.storage.state import ReplayState
 from jaxreplay.types import Index, Sample
 
 _WAIT = 60.0  # seconds, if samples_per_insert is given
@@ -43,6 +45,9 @@ class Replay:
       buffer: A `ReplayBuffer`, as `jaxreplay.uniform`, `prioritized`, `sequences`, ... make it.
       example: One env's step, or one item; only structure, shapes and dtypes are read. A `load`
         before the first `add` needs it. Default: the first step added.
+      state: State to begin with, of any `ReplayBuffer` with the same steps, as `from_episodes` and
+        `checkpoint.restore` return it. The replay takes it over: do not use it afterwards.
+        Default: an empty one.
       seed: Seed of the random key. It is not saved: resume with the same seed to get the same
         samples. Default: 0.
       framework: Kind of arrays in a batch: "jax", "numpy" (read-only views) or "torch" (do not
@@ -86,6 +91,7 @@ class Replay:
         buffer: ReplayBuffer,
         *,
         example: PyTree = None,
+        state: ReplayState | None = None,
         seed: int = 0,
         framework: Framework = "jax",
         device: Any = None,
@@ -116,7 +122,9 @@ class Replay:
         self._prefetch = prefetch
         # prefetched; or consumed by a `sample` that was interrupted before it returned
         self._drawn: collections.deque[Sample] = collections.deque()
-        if example is not None:
+        if state is not None:
+            self._owner.take(state)
+        elif example is not None:
             self._owner.init(example)
 
     @property
@@ -276,18 +284,94 @@ class Replay:
           ValueError: The sampler has no priorities, or an argument has another shape.
           RuntimeError: The replay is closed, or its rows were lost.
         """
-        if not isinstance(index, Index):
-            index = Index(row=index["row"], lap=index["lap"])
-        given = {"row": index.row, "lap": index.lap, "priority": priority}
-        own = host_arrays.own(
-            "update_priorities",
-            {name: np.array(x) if isinstance(x, list | tuple) else x for name, x in given.items()},
-        )
+        priority = np.array(priority) if isinstance(priority, list | tuple) else priority
+        priority = host_arrays.own("update_priorities", {"priority": priority})["priority"]
         with self._monitor:
             self._check_open()
-            given = self._owner.put((Index(row=own["row"], lap=own["lap"]), own["priority"]))
+            given = self._owner.put((_index_of(index), priority))
             self._changing(self._owner.change, method("update_priorities"), *given)
             self._monitor.notify_all()
+
+    def get(self, index: Any) -> Sample:
+        """Read rows that were sampled before, as `ReplayBuffer.get` does.
+
+        Args:
+          index: `batch.index` of a sample, a mapping with its `row` and `lap`, or row numbers,
+            int[B].
+
+        Returns:
+          The items, leaves [B, ...], in arrays of the framework. A random view is sampled anew.
+
+        Raises:
+          ValueError: Nothing was added yet, or `index` is not of integers.
+        """
+        with self._monitor:
+            return host_arrays.to_framework(self.framework, self._owner.get(_index_of(index)))
+
+    def age(self, index: Any) -> Any:
+        """Return how many rows of its env were written after each row, as `ReplayBuffer.age` does.
+
+        Args:
+          index: `batch.index` of a sample, or a mapping with its `row` and `lap`, leaves [B].
+
+        Returns:
+          int32[B], in an array of the framework.
+
+        Raises:
+          ValueError: Nothing was added yet.
+        """
+        with self._monitor:
+            self._owner.check_begun("age")
+            found = self._owner.ask(method("age"), _index_of(index))
+            return host_arrays.to_framework(self.framework, found)
+
+    @property
+    def state(self) -> ReplayState:
+        """A copy of the state, for the methods of `buffer`, such as `episode_table`: as large as
+        the buffer. ValueError before the first `add`."""
+        with self._monitor:
+            self._owner.check_begun("state")
+            return _copied(self._owner.state)
+
+    def merge(self, other: Any) -> None:
+        """Append the rows of another buffer, as `ReplayBuffer.merge` does. Unfinished episodes end.
+
+        Args:
+          other: A `Replay`, or the state of a `ReplayBuffer`, with the same steps. It stays valid.
+
+        Raises:
+          ValueError: The steps have other leaves, or nothing was added to the other yet.
+          RuntimeError: The replay is closed, or its rows were lost.
+        """
+        state = other.state if isinstance(other, Replay) else other
+        with self._monitor:
+            self._check_open()
+            if self._owner.has_example:
+                self._changing(self._owner.change, method("merge"), self._owner.put(state))
+            else:
+                self._owner.take(_copied(state))
+                if self.buffer.autoreset is not None:
+                    self._owner.change(method("end_streams"))
+            self._start_anew()
+
+    def add_episodes(self, episodes: Any) -> None:
+        """Add whole episodes, such as demonstrations, as `datasets.from_episodes` does.
+
+        Each goes to the env with the fewest of them. Unfinished episodes of the replay end.
+
+        Args:
+          episodes: Iterable of `jaxreplay.datasets.Episode`s.
+
+        Raises:
+          ValueError: As for `datasets.from_episodes`.
+          RuntimeError: The replay is closed, or its rows were lost.
+        """
+        from jaxreplay.datasets import from_episodes
+
+        with self._monitor:
+            self._check_open()
+            state = from_episodes(episodes, self.buffer, self._owner.example)
+        self.merge(state)
 
     def __len__(self) -> int:
         """Return the number of sampleable rows."""
@@ -487,3 +571,20 @@ class Replay:
     def _check_open(self) -> None:
         if self._is_closed:
             raise RuntimeError("this Replay is closed")
+
+
+_copied = jax.jit(lambda state: jax.tree.map(jax.numpy.copy, state))
+
+
+def _index_of(index: Any) -> Any:
+    """Return an index of a batch, or row numbers, as arrays of JAX or NumPy."""
+    parts = ("row", "lap")
+    if isinstance(index, Index):
+        given = {name: getattr(index, name) for name in parts}
+    elif isinstance(index, collections.abc.Mapping):
+        given = {name: index[name] for name in parts}
+    else:
+        given = {"row": index}
+    lists = {name: np.array(x) if isinstance(x, list | tuple) else x for name, x in given.items()}
+    own = host_arrays.own("index", lists)
+    return Index(**own) if len(own) > 1 else own["row"]

@@ -1,0 +1,111 @@
+"""A `Replay` begins with the rows of others, gets more of them, and shows its own."""
+
+import jax
+import numpy as np
+import pytest
+
+import jaxreplay as jr
+from jaxreplay.datasets import Episode
+from tests.support.buffers import bits, jitted
+from tests.support.steps import begun, nth, plain_step
+
+OPTIONS = {"num_envs": 2, "batch_size": 8, "autoreset": "next_step"}
+
+
+def uniform(**options):
+    return jr.uniform(**{"capacity": 60, **OPTIONS, **options})
+
+
+def steps(first, num_envs=2, time=6):
+    number = first + np.arange(time, dtype=np.float32)[:, None]
+    return plain_step(number + 100 * np.arange(num_envs, dtype=np.float32))
+
+
+def rewards(replay):
+    """Return the rewards of all sampleable rows, sorted."""
+    batch = replay.get(np.arange(replay.buffer.capacity))
+    return sorted(np.asarray(batch.experience.reward)[np.asarray(batch.is_valid)].tolist())
+
+
+def test_it_begins_with_the_state_of_another_buffer():
+    """Of one env more, with priorities and 2-step returns."""
+    old = jr.uniform(**{"capacity": 60, **OPTIONS, "num_envs": 3})
+    state = begun(old, steps(0, 3))
+    new = jr.prioritized(capacity=60, **OPTIONS, n_step=2)
+    replay = jr.Replay(new, state=jax.tree.map(jax.numpy.copy, state), framework="numpy")
+    expected = jitted(new, "adopt")(state)
+    assert len(replay) == int(new.size(expected)) > 0
+    assert bits(replay.state) == bits(expected)
+    replay.add(nth(steps(50), 0))
+    assert len(replay.sample().weight) == 8
+
+
+def test_merge_adds_the_rows_of_a_replay_or_a_state():
+    replay, other = (jr.Replay(uniform(), framework="numpy") for _ in range(2))
+    replay.merge(begun(uniform(capacity=40), steps(1000)))  # before any step
+    replay.add(steps(0))
+    other.add(steps(20, time=4))
+    replay.merge(other)
+    replay.merge(begun(jr.uniform(**{"capacity": 30, **OPTIONS, "num_envs": 1}), steps(40, 1)))
+    of = lambda first, time, num_envs=2: [
+        float(first + 100 * env + t) for env in range(num_envs) for t in range(time - 1)
+    ]
+    assert rewards(replay) == sorted(of(0, 6) + of(20, 4) + of(40, 6, 1) + of(1000, 6))
+    assert len(other) == 6
+    with pytest.raises(ValueError, match="merge:"):
+        replay.merge(jr.items(capacity=8, batch_size=2).init(np.float32(0)))
+    with pytest.raises(ValueError, match="nothing was added yet"):
+        replay.merge(jr.Replay(uniform()))
+    assert len(replay) == 10 + 6 + 5 + 10
+
+
+def test_demonstrations_come_first():
+    """An episode that does not fit leaves the rows as they are."""
+    time = np.arange(5, dtype=np.float32)
+    last = np.arange(4) == 3
+    demos = [
+        Episode(time + 10 * k, time[:-1] + 10 * k, time[:-1] + 10 * k, last, ~last & last)
+        for k in range(3)
+    ]
+    replay = jr.Replay(uniform(), framework="numpy")
+    replay.add_episodes(demos)
+    assert rewards(replay) == sorted(float(10 * k + t) for k in range(3) for t in range(4))
+    replay.add(steps(500))
+    before = rewards(replay)
+    wrong = demos[0]._replace(rewards=np.zeros(2, np.float32))
+    with pytest.raises(ValueError, match="rewards: expected 4"):
+        replay.add_episodes([demos[1], wrong])
+    assert rewards(replay) == before
+    replay.add_episodes(demos[:1])
+    assert len(replay) == len(before) + 4
+
+
+@pytest.mark.parametrize("framework", ["jax", "numpy", "torch"])
+def test_rows_are_read_again(framework):
+    if framework == "torch":
+        pytest.importorskip("torch")
+    replay = jr.Replay(uniform(), framework=framework)
+    with pytest.raises(ValueError, match="get: nothing was added yet"):
+        replay.get([0])
+    replay.add(steps(0))
+    batch = replay.sample()
+    again = replay.get(batch.index)
+    assert (
+        np.asarray(again.experience.reward).tolist() == np.asarray(batch.experience.reward).tolist()
+    )
+    index = {"row": batch.index.row, "lap": batch.index.lap}
+    assert np.asarray(replay.age(index)).tolist() == [
+        5 - reward % 100 for reward in np.asarray(batch.experience.reward)
+    ]
+    replay.clear()
+    assert not np.asarray(replay.get(batch.index).is_valid).any()
+
+
+def test_the_state_is_a_copy():
+    replay = jr.Replay(uniform(track_episodes=True))
+    replay.add(steps(0))
+    state = replay.state
+    replay.add(steps(10))
+    table = replay.buffer.episode_table(state)
+    assert table.steps_from_start(np.arange(6, dtype=np.int32)).tolist() == [0, 1, 2, 3, 4, 5]
+    assert int(state.filled) == 6
