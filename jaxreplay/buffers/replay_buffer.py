@@ -656,8 +656,8 @@ class ReplayBuffer(Static, Generic[T]):
     def merge(self, state: ReplayState, other: ReplayState) -> ReplayState:
         """Append the rows of another buffer's state, such as demonstrations.
 
-        Streams of the other are dealt out as by `adopt`, and unfinished episodes of both end. It
-        costs O(capacity) of both.
+        Whole streams of the other are dealt out in turn, to the envs with the fewest rows first,
+        and unfinished episodes of both end. It costs O(capacity) of both.
 
         Args:
           state: Donated: jit with `donate_argnums=0`.

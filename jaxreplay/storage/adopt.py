@@ -81,7 +81,7 @@ def taken(values: jax.Array, source: jax.Array, fill: Any = 0) -> jax.Array:
 def appended(state: ReplayState, other: ReplayState) -> tuple[ReplayState, jax.Array]:
     """Append the rows of another state.
 
-    The streams of the other are dealt out: stream `e` to env `e mod num_envs`, one after another.
+    The streams of the other are dealt out in turn, to the envs with the fewest rows first.
     Unfinished episodes end, as by `newest_row.close`. If all streams of the state step together,
     those that get fewer rows get rows without a step before them, which are never sampled. Items
     have no order, so they are dealt one by one; the oldest are left out if they cannot be divided.
@@ -99,7 +99,7 @@ def appended(state: ReplayState, other: ReplayState) -> tuple[ReplayState, jax.A
     if has_flags:
         state, _ = newest_row.close(state, jnp.ones(layout.num_envs, bool))
         other, _ = newest_row.close(other, jnp.ones(its.num_envs, bool))
-    env, nth, count = _dealt(layout, other) if has_flags else _divided(layout, other)
+    env, nth, count = _dealt(state, other) if has_flags else _divided(layout, other)
     counters = state.counters
     num_rows = jnp.full_like(count, count.max()) if layout.lockstep else count
     nth = jnp.where(nth >= 0, nth + at(num_rows - count, env), nth)
@@ -127,23 +127,24 @@ def appended(state: ReplayState, other: ReplayState) -> tuple[ReplayState, jax.A
     return _with(layout, state, rows, values), row
 
 
-def _dealt(layout: Layout, other: ReplayState) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Deal out whole streams: stream `e` to env `e mod num_envs`.
+def _dealt(state: ReplayState, other: ReplayState) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Deal out whole streams in turn, to the envs with the fewest rows first.
 
     Returns:
       int32[M], the env of each row of the other; int32[M], its place among the env's new rows;
       int32[E], the number of new rows of each env.
     """
-    its, row = other.layout, ring.arange(other.layout.capacity)
+    layout, its, row = state.layout, other.layout, ring.arange(other.layout.capacity)
+    order = jnp.argsort(state.counters.filled, stable=True).astype(jnp.int32)
     stream, _ = its.split(row)
-    _, env = ring.split(stream, layout.num_envs)
+    env = at(order, ring.split(stream, layout.num_envs)[1])
     filled = other.counters.filled
     num_turns = -(-its.num_envs // layout.num_envs)
     turns = jnp.pad(filled, (0, num_turns * layout.num_envs - its.num_envs))
     turns = turns.reshape(num_turns, layout.num_envs)
     before = (jnp.cumsum(turns, axis=0, dtype=jnp.int32) - turns).reshape(-1)
     nth = at(before, stream) + at(filled, stream) - 1 - other.age(row)
-    return env, nth, turns.sum(axis=0, dtype=jnp.int32)
+    return env, nth, jnp.zeros_like(order).at[order].set(turns.sum(axis=0, dtype=jnp.int32))
 
 
 def _divided(layout: Layout, other: ReplayState) -> tuple[jax.Array, jax.Array, jax.Array]:
