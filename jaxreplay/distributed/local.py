@@ -157,6 +157,24 @@ class Local(Static, Generic[T]):
         """
         return self.buffer.clear(state)
 
+    def adopt(self, state: ReplayState) -> ReplayState:
+        """Make this shard's part of another sharded buffer's state this buffer's, as
+        `ReplayBuffer.adopt` does. Streams stay on their device.
+
+        Args:
+          state: The part of the global state of a buffer with as many shards.
+
+        Returns:
+          This shard's state.
+        """
+        layout = state.layout
+        sampler = () if layout.sampler is None else layout.sampler.init(layout)
+        specs = jax.eval_shape(
+            lambda: ReplayState.empty(layout, example_of(layout, state.rows.steps), sampler)
+        )
+        own = jax.tree.map(lambda leaf, spec: leaf.reshape(spec.shape), state, specs)
+        return self._agreed(self.buffer.adopt(own), True)
+
     def sample(
         self,
         state: ReplayState,

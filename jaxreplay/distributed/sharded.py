@@ -18,7 +18,7 @@ from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.distributed.local import Local, part_of, shard_of
 from jaxreplay.samplers import ConsumingSampler, Prioritized, PrioritySampler, Sampler
-from jaxreplay.storage import platforms
+from jaxreplay.storage import platforms, stored_arrays
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.types import Index, Sample, T
 
@@ -213,6 +213,30 @@ class Sharded(Static, Generic[T]):
         """
         self._own_specs("clear", state)
         return self._change(self.local.clear, state, (), P())
+
+    def adopt(self, state: ReplayState) -> ReplayState:
+        """Make the state of another sharded buffer this buffer's, as `ReplayBuffer.adopt` does.
+        Streams stay on their device.
+
+        Args:
+          state: The state of a buffer over the same devices, which may differ as for
+            `ReplayBuffer.adopt`.
+
+        Returns:
+          The new state.
+
+        Raises:
+          ValueError: As for `ReplayBuffer.adopt`, or the state has another number of shards.
+        """
+        found = stored_arrays.stored_leaves(state.rows.steps)[0].shape[0]
+        if found != self.num_shards * state.layout.capacity:
+            raise ValueError(
+                f"adopt: the state has {found / state.layout.capacity:g} shards, and this buffer "
+                f"{self.num_shards}; save it, and restore it for this buffer"
+            )
+        local = self.local
+        adopt = lambda state: local.stacked(local.adopt(state))
+        return self._mapped(adopt, (P(self.axis),), P(self.axis))(state)
 
     def sample(
         self,

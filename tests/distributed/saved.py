@@ -1,6 +1,7 @@
 # ruff: noqa: E402
 """Checkpoints of sharded states: any number of devices restores any of them. On 8 devices."""
 
+import dataclasses
 import functools
 
 import jax
@@ -163,6 +164,46 @@ def test_counters_add_up_to_their_maximum(tmp_path):
         assert int(found.sampler.num_stale_updates) == total
         back = checkpoint.restore(tmp_path, sharded, example)
         assert back.sampler.num_stale_updates.tolist() == [total, 0, 0, 0]
+
+
+@pytest.mark.parametrize("num_envs", [8, 16])
+def test_a_sharded_buffer_adopts_the_rows_of_another(num_envs):
+    """Each device as it would alone: with other priorities, 3-step returns, fewer rows, more
+    envs."""
+    old, example = whole(PRIORITIZED), PRIORITIZED.example()
+    changes = {"capacity": old.capacity * num_envs // old.num_envs // 2, "num_envs": num_envs}
+    new = dataclasses.replace(
+        old,
+        **changes,
+        sampler=jr.Prioritized(alpha=0.3),
+        view=jr.views.TransitionView(n_step=3),
+        allow_mask=True,
+    )
+    one, other = (jr.sharded(buffer, mesh_of(4)) for buffer in (old, new))
+    state = extended(one, PRIORITIZED, one.init(example), 1)
+    got = jax.jit(other.adopt)(state)
+    assert jax.tree.structure(got) == jax.tree.structure(other.init(example))
+    expected = [
+        jitted(other.local.buffer, "adopt")(own)
+        for own in (shard_of(one, state, at) for at in range(4))
+    ]
+    for at, wanted in enumerate(expected):
+        found = shard_of(other, got, at)
+        assert bits(found.rows) == bits(wanted.rows)
+        assert bits(found.sampler.tree) == bits(wanted.sampler.tree)
+    assert jitted(other, "sample")(got, jax.random.key(0)).is_valid.all()
+    refused("the state has 4 shards, and this buffer 2", jr.sharded(new, mesh_of(2)).adopt, state)
+
+
+def shard_of(sharded, state, at):
+    """Return the state of one shard."""
+    specs = sharded.local.specs(state)
+
+    def part(leaf, spec):
+        size = (spec.shape or (1,))[0]
+        return np.asarray(leaf)[at * size : (at + 1) * size].reshape(spec.shape)
+
+    return jax.tree.map(part, state, specs)
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
