@@ -34,7 +34,7 @@ def after(value: jax.Array, *reads: jax.Array, otherwise: Any = 0) -> jax.Array:
       otherwise: Value that is never returned. Default: 0.
     """
     for read in reads:
-        value = jnp.where(read >= 0, value, otherwise)
+        value = jnp.where(read >= 0, value, jnp.asarray(otherwise, value.dtype))
     return value
 
 

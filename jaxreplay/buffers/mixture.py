@@ -143,6 +143,27 @@ class Mixture(Static):
             start += size
         return states
 
+    def end_streams(self, states: dict[str, Any]) -> dict[str, Any]:
+        """End the unfinished episodes of every member, after a reset that no step tells.
+
+        For some envs of one member, call `end_streams(state, mask)` of that member. Members of
+        items stay unchanged.
+
+        Args:
+          states: A dict of each member's state by name. Donated: jit with `donate_argnums=0`.
+
+        Returns:
+          The new states, a dict.
+
+        Raises:
+          ValueError: `states` has other names.
+        """
+        self._check_names(states)
+        return {
+            name: states[name] if buffer.autoreset is None else buffer.end_streams(states[name])
+            for name, buffer, _ in self.members
+        }
+
     def can_sample(self, states: dict[str, Any]) -> jax.Array:
         """Return whether every member can be sampled: bool[].
 

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import jax
@@ -25,6 +25,7 @@ from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.buffers.jitted import method, program
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import is_alive
+from jaxreplay.datasets.episodes import Episode, steps_of
 from jaxreplay.inspection.contents import resets_of
 from jaxreplay.inspection.resets import ResetWatch
 from jaxreplay.samplers import Sampler
@@ -260,6 +261,29 @@ class DropInBuffer(buffers.ReplayBuffer):
                 "the observation before the reset",
                 stacklevel=2,
             )
+
+    def add_episodes(self, episodes: Iterable[Episode]) -> None:
+        """Append the transitions of whole episodes, such as demonstrations.
+
+        They are divided among the envs, equally many for each; if that leaves a rest, the first few
+        are appended once more. All episodes are in memory at once.
+
+        Args:
+          episodes: `jaxreplay.datasets.Episode`s, whose observations and actions fit the spaces.
+
+        Raises:
+          ValueError: There is no transition, or an array does not fit; nothing is appended then.
+        """
+        steps = [steps_of("add_episodes", one, "same_step") for one in episodes]
+        if not (total := sum(len(one.terminated) for one in steps)):
+            raise ValueError("add_episodes: the episodes have no transitions")
+        whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *steps)
+        order = np.resize(np.arange(total), (self.n_envs, -(-total // self.n_envs)))
+        for nth in order.T:
+            step = jax.tree.map(lambda leaf, nth=nth: leaf[nth], whole)
+            infos = [{"TimeLimit.truncated": bool(cut)} for cut in step.truncated]
+            done = step.terminated | step.truncated
+            self.add(step.obs, step.final_obs, step.action, step.reward, done, infos)
 
     @property
     def _num_waiting(self) -> int:

@@ -1,5 +1,7 @@
 """Mixtures: exact counts, the members' own distributions, and priorities that reach a member."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,3 +95,21 @@ def test_a_members_unlikely_item_does_not_silence_the_others():
     )
     weight = jax.jit(lambda batch: importance_weights(batch, beta=jnp.float32(1)))(batch)
     np.testing.assert_allclose(weight, [1, 1, 2e-6, 1, 0], rtol=1e-5)
+
+
+def test_the_streams_of_all_members_end():
+    """The newest transition of each is given up; items have no streams."""
+    steps = jr.uniform(capacity=20, batch_size=2, autoreset="next_step")
+    items = jr.items(capacity=20, batch_size=2)
+    mixture = jr.mix(a=(steps, 1), b=(dataclasses.replace(steps, capacity=30), 1), c=(items, 1))
+    block = plain_step(np.arange(4, dtype=np.float32)[:, None])
+    states = {name: begun(buffer, block) for name, buffer, _ in mixture.members[:2]}
+    states["c"] = items.init(np.float32(0))
+    ended = jax.jit(mixture.end_streams)(states)
+    add = jax.jit(steps.add)
+    more = add(ended["a"], plain_step(np.full(1, 9, np.float32)))
+    assert (
+        int(steps.size(more))
+        == int(steps.size(add(states["a"], plain_step(np.zeros(1, np.float32))))) - 1
+    )
+    assert int(ended["b"].counters.last_flags[0]) != int(states["b"].counters.last_flags[0])

@@ -18,7 +18,7 @@ from scipy import stats
 from stable_baselines3 import DQN, SAC, TD3
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
-from jaxreplay import sb3
+from jaxreplay import datasets, sb3
 from jaxreplay.buffers.jitted import options_here
 from jaxreplay.sb3 import base, columns
 from tests.conftest import ALL, SOAK
@@ -90,6 +90,31 @@ def test_equal_seeds_give_equal_batches(observation, action, n_envs):
         for env in envs if t % 7 == 0 else ():
             batches = (sampled(buffer, 5, t, env) for buffer in (ours, other))
             check_same(*batches, 1e-6 if env else 0)
+
+
+@pytest.mark.parametrize("n_envs", [1, 3])
+def test_demonstrations_are_added(n_envs):
+    """Eleven transitions, of which 3 envs get the first once more; then a step of a run."""
+    lengths, episodes = (4, 5, 2), []
+    for number, length in enumerate(lengths):
+        obs = 10 * number + np.arange(length + 1, dtype=np.float32)[:, None]
+        last = np.arange(length) == length - 1
+        is_end = number == 0
+        flags = last & is_end, last & (not is_end)
+        episodes.append(datasets.Episode(obs, np.tile(obs[:-1] / 100, 2), obs[:-1, 0], *flags))
+    ours = sb3.ReplayBuffer(60, NUMBER, BOX, n_envs=n_envs, handle_timeout_termination=True)
+    ours.add_episodes(episodes)
+    found = ours.sample(500)
+    obs, after, done = (
+        np.asarray(x)[:, 0] for x in (found.observations, found.next_observations, found.dones)
+    )
+    starts = [10 * number + t for number, length in enumerate(lengths) for t in range(length)]
+    assert sorted({*obs.tolist()}) == starts
+    assert (after == obs + 1).all()
+    assert (done == (obs == 3)).all()
+    assert ours.size() == -(-11 // n_envs)
+    with pytest.raises(ValueError, match="the episodes have no transitions"):
+        ours.add_episodes([])
 
 
 def test_a_long_run_compiles_nothing_after_its_first_steps():
