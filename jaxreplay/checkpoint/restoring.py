@@ -207,10 +207,10 @@ class Reading:
         with defer_interrupts():
             # If rows stay where they are, steps need not go through a program.
             apart = stored["steps"] if adopt.stays(layout, buffer.layout()) else None
-            fresh = Rows(**stored, **dict.fromkeys(_DERIVED))
+            fresh = Rows(**stored, candidate_number=None, table=None)
             if apart is not None:
                 fresh = fresh.replace(steps=None)
-            state = ReplayState(fresh, Counters.zeros(layout).set(**counters), None, layout)
+            state = ReplayState(fresh, Counters.zeros(layout).set(**counters), None)
             is_intact = not self.holes.folders
             made = jax.block_until_ready(_rebuild(buffer, state, numbers, is_intact=is_intact))
             return made if apart is None else made.replace(rows=made.rows.replace(steps=apart))
@@ -379,9 +379,6 @@ class Reading:
         closes = np.asarray(row_flags.closes_episode(jnp.asarray(flags), form))
         flags = np.where(is_before & ~closes, flags | np.uint8(row_flags.FINAL), flags)
         return np.where(is_after, flags | np.uint8(row_flags.FIRST), flags)
-
-
-_DERIVED = ("candidate_number", "ordinal", "end_position", "start_position")
 
 
 def _empty(example: Any, layout: Layout) -> ReplayState:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxreplay._util.aliases import PyTree
 from jaxreplay.storage import newest_row, ring, row_flags, stored_arrays
 from jaxreplay.storage.layout import Layout, Window
-from jaxreplay.storage.state import Counters, ReplayState, Rows, at
+from jaxreplay.storage.state import Counters, EpisodeTable, ReplayState, Rows, at
 from jaxreplay.storage.writes import count_expired
 
 _NO_STEP = row_flags.FIRST | row_flags.FINAL  # flags of a row that belongs to no episode
@@ -176,7 +176,7 @@ def _with(layout: Layout, state: ReplayState, rows: Rows, values: dict[str, PyTr
 
         rows = rows.replace(steps=jax.tree.map(stored, plain))
     counters = Counters.zeros(layout).set(**values)
-    return ReplayState(rows, counters, None, layout)
+    return ReplayState(rows, counters, None)
 
 
 def derived(state: ReplayState, before: Layout | None) -> ReplayState:
@@ -244,13 +244,7 @@ def derived(state: ReplayState, before: Layout | None) -> ReplayState:
         last_flags=jnp.where(becomes_final[:, -1], flags[:, -1], counters.last_flags),
         num_pending=jnp.minimum(jnp.minimum(since, filled), window.after or 0),
     )
-    rows = state.rows.replace(
-        flags=of_ring(flags),
-        candidate_number=of_ring(end[:, None] - newer),
-        ordinal=None,
-        end_position=None,
-        start_position=None,
-    )
+    table = None
     if layout.has_table:
         is_none = is_first & ((flags & row_flags.FINAL) != 0)  # it belongs to no episode
         ends = (closes | is_seam) & ~is_none
@@ -260,17 +254,14 @@ def derived(state: ReplayState, before: Layout | None) -> ReplayState:
         current = counters.ordinal if is_known else layout.wrap(through[:, -1])
         ordinal = layout.wrap(layout.wrap(current - through[:, -1])[:, None] + through - ends)
         entry = layout.row(layout.envs()[:, None], ordinal)
-        table = jnp.zeros((layout.capacity,), jnp.int32)
-        put = lambda where: table.at[jnp.where(where, entry, layout.capacity)].set(
-            position, mode="drop", unique_indices=True
+        zeros = jnp.zeros((layout.capacity,), jnp.int32)
+        put = lambda where: stored_arrays.write(
+            zeros, jnp.where(where, entry, layout.capacity), position
         )
-        rows = rows.replace(
-            ordinal=of_ring(ordinal),
-            end_position=put(ends),
-            start_position=put(is_first & ~is_none),
-        )
+        table = EpisodeTable(of_ring(ordinal), put(ends), put(is_first & ~is_none))
         is_open = (filled > 0) & ~ends[:, -1]
         new = new.set(ordinal=current, is_open=is_open)
+    rows = Rows(state.rows.steps, of_ring(flags), of_ring(end[:, None] - newer), table)
     return _with_expired(state.replace(rows=rows, counters=new))
 
 

@@ -187,7 +187,7 @@ class Episodes:
         is_headless = (ordinal == self._ordinal(env, oldest)) & ~self._has(
             env, oldest, row_flags.FIRST
         )
-        start = at(self.state.rows.start_position, self.layout.row(env, ordinal))
+        start = at(self.state.rows.table.start_position, self.layout.row(env, ordinal))
         return jnp.where(is_headless, oldest, start)
 
     def _is_in_none(self, env: jax.Array, position: jax.Array) -> jax.Array:
@@ -199,7 +199,7 @@ class Episodes:
 
     def _locate(self, row: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         env, position = self.layout.split(row)
-        return env, position, at(self.state.rows.ordinal, row)
+        return env, position, at(self.state.rows.table.ordinal, row)
 
     def _has_ended(self, env: jax.Array, ordinal: jax.Array) -> jax.Array:
         is_newest = ordinal == self._ordinal(env, self._newest(env))
@@ -213,7 +213,7 @@ class Episodes:
         return self.layout.wrap(head - filled)
 
     def _ordinal(self, env: jax.Array, position: jax.Array) -> jax.Array:
-        return at(self.state.rows.ordinal, self.layout.row(env, position))
+        return at(self.state.rows.table.ordinal, self.layout.row(env, position))
 
     def _end(self, env: jax.Array, ordinal: jax.Array) -> jax.Array:
-        return at(self.state.rows.end_position, self.layout.row(env, ordinal))
+        return at(self.state.rows.table.end_position, self.layout.row(env, ordinal))

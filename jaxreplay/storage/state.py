@@ -29,7 +29,8 @@ Glossary, for the whole library. E is the number of envs, N the number of rows o
     expired           oldest rows, of whose window a part is overwritten
 """
 
-from typing import Any
+import operator
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,15 @@ from jaxreplay.storage.search import split_by
 from jaxreplay.types import Index, Step
 
 
+class EpisodeTable(Node):
+    """Arrays with N rows that find the ends of episodes (`episodes.py`)."""
+
+    ordinal: jax.Array  # int32[N], in [0, length): each row's episode
+    # int32[N]: env * length + ordinal -> position of that episode's last row
+    end_position: jax.Array
+    start_position: jax.Array  # int32[N]: the same for that episode's first row
+
+
 class Rows(Node):
     """Arrays with N rows. A write changes them in place."""
 
@@ -52,11 +62,7 @@ class Rows(Node):
     flags: Any  # uint8[N]: bits of `row_flags`; None for plain items
     # uint32[N], modulo 2^32: candidates of the stream before each row; None for plain items
     candidate_number: Any
-    # The episode tables (`episodes.py`), None without `layout.has_table`.
-    ordinal: Any  # int32[N], in [0, length): each row's episode
-    # int32[N]: env * length + ordinal -> position of that episode's last row
-    end_position: Any
-    start_position: Any  # int32[N]: the same for that episode's first row
+    table: Any  # `EpisodeTable`, or None without `layout.has_table`
 
 
 class _Counter:
@@ -138,7 +144,6 @@ class ReplayState(Node):
       rows: The stored steps, and what is known of each: arrays [N, ...].
       counters: Counters of each env's ring of rows: arrays [E].
       sampler: The sampler's own state: any pytree.
-      layout: Layout that the state was made for. It is static.
 
     Example:
       >>> import jax.numpy as jnp, jaxreplay as jr
@@ -157,7 +162,6 @@ class ReplayState(Node):
     rows: Rows
     counters: Counters
     sampler: Any
-    layout: Layout = static_field()
 
     @classmethod
     def empty(cls, layout: Layout, example: PyTree, sampler: PyTree) -> "ReplayState":
@@ -170,22 +174,23 @@ class ReplayState(Node):
         """
         capacity, has_flags = layout.capacity, layout.autoreset is not None
         stored = stored_step(example) if has_flags else example
-        ordinal, end_position, start_position = (
-            jnp.zeros((capacity,), jnp.int32) if layout.has_table else None for _ in range(3)
-        )
         rows = Rows(
             steps=jax.tree.map(
                 lambda leaf: stored_arrays.zeros(capacity, leaf, layout.traits.has_tiles), stored
             ),
             flags=jnp.zeros((capacity,), jnp.uint8) if has_flags else None,
             candidate_number=jnp.zeros((capacity,), jnp.uint32) if has_flags else None,
-            ordinal=ordinal,
-            end_position=end_position,
-            start_position=start_position,
+            table=EpisodeTable(*(jnp.zeros((capacity,), jnp.int32) for _ in range(3)))
+            if layout.has_table
+            else None,
         )
         # As if a final row had been written: the first row opens an episode.
         counters = Counters.zeros(layout).set(last_flags=row_flags.FINAL)
-        return cls(rows, counters, sampler, layout)
+        return cls(rows, counters, sampler)
+
+    layout: ClassVar[Any] = property(
+        operator.attrgetter("counters.layout"), doc="Layout that the state was made for; static."
+    )
 
     @property
     def head(self) -> jax.Array:

@@ -14,7 +14,7 @@ from jaxreplay._util import xla
 from jaxreplay._util.aliases import PyTree
 from jaxreplay.storage import ring, row_flags, stored_arrays
 from jaxreplay.storage.layout import Layout
-from jaxreplay.storage.state import Counters, ReplayState, Rows, stored_step
+from jaxreplay.storage.state import Counters, EpisodeTable, ReplayState, Rows, stored_step
 
 
 class Writes(NamedTuple):
@@ -29,9 +29,9 @@ class Writes(NamedTuple):
     candidate_number: jax.Array | None = None  # uint32[K, E]; None for plain items
     # None without an episode table:
     ordinal: jax.Array | None = None  # int32[K, E]: each row's episode
-    # int32[K, E]: entry of `Rows.end_position` to set to the row's position; capacity for none
+    # int32[K, E]: entry of `EpisodeTable.end_position` that gets the position; capacity for none
     end_entry: jax.Array | None = None
-    start_entry: jax.Array | None = None  # the same for `Rows.start_position`
+    start_entry: jax.Array | None = None  # the same for `EpisodeTable.start_position`
 
 
 def advance(state: ReplayState, steps: PyTree, mask: jax.Array | None) -> tuple[Counters, Writes]:
@@ -93,7 +93,7 @@ def advance(state: ReplayState, steps: PyTree, mask: jax.Array | None) -> tuple[
     if before.num_pending is not None:
         new = new.set(num_pending=count_pending(layout, before.num_pending, writes))
     if layout.has_table:
-        new, writes = noted(layout, new, writes)
+        new, writes = _noted(layout, new, writes)
     if layout.traits.in_line:
         # In one kernel. Otherwise XLA fuses the counting into each write again.
         if writes.num_waiting is not None:  # else XLA keeps a copy of the old counts
@@ -122,7 +122,7 @@ def _skipped(
     return phase, jnp.where(is_transition & (place != 0), flags | row_flags.SKIPPED, flags)
 
 
-def noted(layout: Layout, counters: Counters, writes: Writes) -> tuple[Counters, Writes]:
+def _noted(layout: Layout, counters: Counters, writes: Writes) -> tuple[Counters, Writes]:
     """Count the episodes. Return the counters, and the writes with their entries of the episode
     table."""
     assert writes.flags is not None
@@ -165,22 +165,19 @@ def write(rows: Rows, layout: Layout, steps: PyTree, writes: Writes) -> Rows:
         stored = rest.replace(obs=put(rows.steps.obs, _with_final_obs(steps), writes.row))
     else:
         stored = put(rows.steps, new, writes.row)
-    rows = rows.replace(
+    table = rows.table
+    if table is not None:
+        _, position = layout.split(writes.row)
+        table = EpisodeTable(
+            put(table.ordinal, writes.ordinal, writes.row),
+            put(table.end_position, position, writes.end_entry),
+            put(table.start_position, position, writes.start_entry),
+        )
+    return Rows(
         steps=stored,
         flags=put(rows.flags, writes.flags, writes.row),
         candidate_number=put(rows.candidate_number, writes.candidate_number, writes.row),
-    )
-    return rows if writes.ordinal is None else note(rows, layout, writes)
-
-
-def note(rows: Rows, layout: Layout, writes: Writes) -> Rows:
-    """Write the entries of the episode table."""
-    put = lambda leaf, values, row: stored_arrays.write(leaf, row, values)
-    _, position = layout.split(writes.row)
-    return rows.replace(
-        ordinal=put(rows.ordinal, writes.ordinal, writes.row),
-        end_position=put(rows.end_position, position, writes.end_entry),
-        start_position=put(rows.start_position, position, writes.start_entry),
+        table=table,
     )
 
 
