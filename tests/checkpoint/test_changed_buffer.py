@@ -8,7 +8,8 @@ import pytest
 import jaxreplay as jr
 from jaxreplay import checkpoint
 from jaxreplay.checkpoint import Checkpointer
-from tests.support.buffers import bits
+from tests.conftest import ALL
+from tests.support.buffers import bits, jitted
 from tests.support.steps import nth
 
 NUM_ENVS, TIME = 2, 70
@@ -93,7 +94,13 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+OFTEN = {"gamma", "n_step", "allow_mask", "alpha", "with priorities", "strategy", "transform"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [pytest.param(name, marks=[pytest.mark.thorough] * (name not in OFTEN)) for name in CHANGES],
+)
 def test_a_changed_buffer_restores_the_rows(change, tmp_path):
     """The result is that of a buffer that was so from the start."""
     old, new = CHANGES[change]
@@ -103,8 +110,8 @@ def test_a_changed_buffer_restores_the_rows(change, tmp_path):
     if new.autoreset == old.autoreset:
         wanted = begun(new)
         assert jax.tree.structure(state) == jax.tree.structure(wanted)
-        size = int(new.size(wanted))
-        assert int(new.size(state)) == size
+        size = int(jitted(new, "size")(wanted))
+        assert int(jitted(new, "size")(state)) == size
         batches = [jr.jit(new).sample(one, KEY) for one in (state, wanted)]
         assert bits(batches[0].replace(index=None)) == bits(batches[1].replace(index=None))
     assert jr.jit(new).sample(state, KEY).is_valid.all()
@@ -120,10 +127,10 @@ def test_the_run_goes_on_under_its_path(tmp_path):
         checkpointer.save(jr.jit(new).add(state, nth(STEPS, 0)), step=2)
         assert set(groups) < {*tmp_path.glob("rows/*")}
         assert checkpointer.all_steps() == [1, 2]
-    assert int(old.size(checkpoint.restore(tmp_path, old, EXAMPLE))) > 0
+    assert int(jitted(old, "size")(checkpoint.restore(tmp_path, old, EXAMPLE))) > 0
 
 
-@pytest.mark.parametrize("num_envs", [1, 4])
+@pytest.mark.parametrize("num_envs", [1, *[4] * ALL])
 def test_another_number_of_envs(num_envs, tmp_path):
     """A run of two envs goes on with one or four. No transition of either env is lost but the
     newest, which has no next observation any more."""
@@ -132,14 +139,14 @@ def test_another_number_of_envs(num_envs, tmp_path):
     new = uniform(capacity=400, num_envs=num_envs)
     state = checkpoint.restore(tmp_path, new, EXAMPLE)
     ended = jr.jit(old).end_streams(begun(old))
-    assert int(new.size(state)) == int(old.size(ended))
+    assert int(jitted(new, "size")(state)) == int(jitted(old, "size")(ended))
     state = jr.jit(new).extend(state, steps_of(num_envs))
     item = jr.jit(new).sample(state, KEY, 512).experience
     pairs = item.obs["time"], item.next_obs["time"]
     assert bool((pairs[1] - pairs[0] <= 1).all())
 
 
-@pytest.mark.parametrize("change", ["gamma", "n_step", "with priorities", "capacity"])
+@pytest.mark.parametrize("change", ["n_step", *["gamma", "with priorities", "capacity"] * ALL])
 def test_a_replay_loads_rows_of_another_buffer(change, tmp_path):
     old, new = CHANGES[change]
     before, after = (jr.Replay(buffer, example=EXAMPLE, seed=1) for buffer in (old, new))

@@ -7,7 +7,7 @@ import pytest
 import jaxreplay as jr
 from jaxreplay.datasets import Episode
 from tests.support.buffers import bits, jitted
-from tests.support.steps import begun, nth, plain_step
+from tests.support.steps import nth, plain_step
 
 OPTIONS = {"num_envs": 2, "batch_size": 8, "autoreset": "next_step"}
 
@@ -19,6 +19,10 @@ def uniform(**options):
 def steps(first, num_envs=2, time=6):
     number = first + np.arange(time, dtype=np.float32)[:, None]
     return plain_step(number + 100 * np.arange(num_envs, dtype=np.float32))
+
+
+def begun(buffer, block):
+    return jr.jit(buffer).extend(buffer.init(nth(block, (0, 0))), block)
 
 
 def rewards(replay):
@@ -34,7 +38,7 @@ def test_it_begins_with_the_state_of_another_buffer():
     new = jr.prioritized(capacity=60, **OPTIONS, n_step=2)
     replay = jr.Replay(new, state=jax.tree.map(jax.numpy.copy, state), framework="numpy")
     expected = jitted(new, "adopt")(state)
-    assert len(replay) == int(new.size(expected)) > 0
+    assert len(replay) == int(jitted(new, "size")(expected)) > 0
     assert bits(replay.state) == bits(expected)
     replay.add(nth(steps(50), 0))
     assert len(replay.sample().weight) == 8
@@ -42,7 +46,7 @@ def test_it_begins_with_the_state_of_another_buffer():
 
 def test_merge_adds_the_rows_of_a_replay_or_a_state():
     replay, other = (jr.Replay(uniform(), framework="numpy") for _ in range(2))
-    replay.merge(begun(uniform(capacity=40), steps(1000)))  # before any step
+    replay.merge(begun(uniform(), steps(1000)))  # before any step
     replay.add(steps(0))
     other.add(steps(20, time=4))
     replay.merge(other)
@@ -80,7 +84,7 @@ def test_demonstrations_come_first():
     assert len(replay) == len(before) + 4
 
 
-@pytest.mark.parametrize("framework", ["jax", "numpy", "torch"])
+@pytest.mark.parametrize("framework", ["jax", "torch"])
 def test_rows_are_read_again(framework):
     if framework == "torch":
         pytest.importorskip("torch")
@@ -106,6 +110,6 @@ def test_the_state_is_a_copy():
     replay.add(steps(0))
     state = replay.state
     replay.add(steps(10))
-    table = replay.buffer.episode_table(state)
-    assert table.steps_from_start(np.arange(6, dtype=np.int32)).tolist() == [0, 1, 2, 3, 4, 5]
-    assert int(state.filled) == 6
+    look = lambda state: replay.buffer.episode_table(state).steps_from_start(jax.numpy.arange(6))
+    assert jax.jit(look)(state).tolist() == [0, 1, 2, 3, 4, 5]
+    assert np.asarray(state.counters.stored)[1].tolist() == [6, 6]  # the rows of each env
