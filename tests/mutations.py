@@ -80,14 +80,14 @@ MUTATIONS = (
     ),
     (
         "a row is sampled a step too early",
-        "storage/sampleable.py",
-        "num_pending + written.num_rows), window.after)",
-        "num_pending + written.num_rows), max(window.after - 1, 0))",
+        "storage/writes.py",
+        "num_pending + writes.num_rows), window.after)",
+        "num_pending + writes.num_rows), max(window.after - 1, 0))",
         ORACLE,
     ),
     (
         "a row is sampled whose look-back is overwritten",
-        "storage/sampleable.py",
+        "storage/writes.py",
         "place, jnp.minimum(before, filled))",
         "place, jnp.minimum(before - 1, filled))",
         VIEWS,
