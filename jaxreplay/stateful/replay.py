@@ -453,8 +453,9 @@ class Replay:
             )
 
     def load(self, path: Any) -> None:
-        """Replace the state by one that `save`, or a `Checkpointer`, wrote for an equal buffer.
+        """Replace the state by one that `save`, or a `Checkpointer`, wrote.
 
+        The buffer adopts the saved rows, as `ReplayBuffer.adopt` does: it may have changed.
         If the load fails, the replay keeps its state. If memory cannot hold both states, all files
         are verified first, then the old state is freed; if a file breaks after that, the rows are
         lost. A load also recovers a replay whose rows were lost.
