@@ -8,6 +8,7 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay.datasets import Episode, from_episodes
+from tests.conftest import ALL
 from tests.support.buffers import jitted
 from tests.support.steps import nth, plain_step
 
@@ -54,7 +55,7 @@ def expected(form, episodes=EPISODES):
 
 
 @pytest.mark.parametrize("form", jr.autoreset.FORMS)
-@pytest.mark.parametrize(("num_envs", "allow_mask"), [(1, False), (3, False), (3, True)])
+@pytest.mark.parametrize(("num_envs", "allow_mask"), [(3, False), *[(1, False), (3, True)] * ALL])
 def test_episodes_are_dealt_to_the_env_with_the_fewest_rows(form, num_envs, allow_mask):
     replay = buffer(form, num_envs, allow_mask=allow_mask)
     state = from_episodes(EPISODES, replay)

@@ -70,6 +70,7 @@ def items_of(buffer, state, which):
 
 
 @kinds
+@pytest.mark.thorough  # test_adopt.py changes capacities, too
 @pytest.mark.parametrize("num_blocks", [3, 13])
 def test_a_smaller_buffer_is_as_if_it_had_been_fed_the_same(case, num_blocks, tmp_path):
     """Compare rows, items and probabilities with a buffer that had the smaller capacity from the
@@ -185,6 +186,7 @@ def looked_up(buffer, state):
 FORMS_AND_CAPACITIES = [*itertools.product(jr.autoreset.FORMS, (34, 120))]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("autoreset", "capacity"),
     FORMS_AND_CAPACITIES if ALL else [("same_step", 34), ("next_step", 120)],
