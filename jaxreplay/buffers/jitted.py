@@ -19,19 +19,10 @@ B = TypeVar("B")  # the type of a buffer
 
 # methods that donate the state
 _CHANGES = frozenset({"add", "extend", "clear", "pop", "end_streams", "merge"})
-_METHODS = _CHANGES | {
-    *(
-        "sample",
-        "get",
-        "update_priorities",
-        "size",
-        "can_sample",
-        "can_add",
-        "age",
-        "metrics",
-        "adopt",
-    )
-}
+_METHODS = _CHANGES.union(
+    ("sample", "get", "update_priorities", "size", "can_sample", "can_add", "age"),
+    ("metrics", "adopt"),
+)
 _CPU_OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 # XLA takes a read of a few rows of a large array for a large one, and divides it among all cores:
 # 128 rows of 50,001 took 138 us in place of 67 (two cores, jax 0.10.2).
@@ -216,8 +207,8 @@ def _method_of(buffer: Any, name: str) -> Callable[..., Any]:
 def jit(buffer: B) -> B:
     """Compile the methods of a buffer, for loops that are not one big `jit`.
 
-    Methods that return a new state donate the old one, which changes the buffer in place. Equal
-    buffers share one compilation.
+    Methods that return a new state donate the old one, which changes the buffer in place; `adopt`
+    shares the steps that stay where they are. Equal buffers share one compilation.
 
     The buffer's arguments, such as `capacity`, are attributes of the result, too. Other members,
     such as `memory`, `episode_table` or a rollout's `steps`, are on `.buffer`, the buffer itself.

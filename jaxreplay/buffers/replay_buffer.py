@@ -623,11 +623,11 @@ class ReplayBuffer(Static, Generic[T]):
         "same_step" may be exchanged. It costs O(capacity).
 
         Each env keeps its newest rows that fit. Priorities stay, whatever their exponent; rows
-        without one get the largest so far. Consumed rows stay consumed for the same sampler. If
-        `num_envs` differs, whole streams are dealt out: that of env `e` goes to env
-        `e mod num_envs`, after those before it, and unfinished episodes end, as by `end_streams`.
-        If all envs of this buffer step together, shorter ones are filled up with rows that are
-        never sampled. Items are dealt out one by one.
+        without one get the largest so far. Rows that a `Queue` consumed stay consumed for a
+        `Queue`, in each env up to the first one that was not. If `num_envs` differs, whole streams
+        are dealt out: that of env `e` goes to env `e mod num_envs`, after those before it, and
+        unfinished episodes end, as by `end_streams`. If all envs of this buffer step together,
+        shorter ones are filled up with rows that are never sampled. Items are dealt out one by one.
 
         `batch.index` of earlier samples means other rows now, unless `capacity`, `num_envs` and
         `allow_mask` are equal.

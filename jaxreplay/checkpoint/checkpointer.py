@@ -23,7 +23,7 @@ from jaxreplay.buffers.state_checks import check_state
 from jaxreplay.checkpoint import planning, restoring, rows, schema, verifying
 from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.files import CorruptCheckpointError
-from jaxreplay.checkpoint.identity import check_path
+from jaxreplay.checkpoint.fits import check_path
 from jaxreplay.checkpoint.manifest import STEPS, Manifest
 from jaxreplay.checkpoint.processes import Processes
 from jaxreplay.checkpoint.rows import Parts
@@ -42,12 +42,12 @@ _SMALL = 8 * _MIB  # bytes that `advance` copies at a time
 class Checkpointer:
     """Save a buffer's state under a path, and restore it bit-identically.
 
-    A save writes the rows added since the previous save. Everything else is written completely each
-    time: priorities, heads, episode tables, and all of a `Rollout`. A checkpoint becomes visible
-    when its manifest is written, as the last file. If a save fails, the previous checkpoint is
-    kept. Besides the state, a save or restore takes at most three chunks of memory; that of a
-    sharded buffer also some 50 bytes a row of all envs on the host of each process, for numbers
-    such as priorities.
+    A save writes the rows added since the previous save. Written completely each time are what the
+    sampler knows, such as a priority of each row, the counters of each env, and all of a `Rollout`.
+    A checkpoint becomes visible when its manifest is written, as the last file. If a save fails,
+    the previous checkpoint is kept. Besides the state, a save or restore takes at most three chunks
+    of memory; a save also what it writes completely, and a restore up to 64 bytes a row for what it
+    computes. With a sharded buffer, that is on the host of each process.
 
     After a restore, the attributes `step`, `metadata` and `missing_rows` describe the restored
     checkpoint; before, they are None, {} and [].
@@ -161,9 +161,9 @@ class Checkpointer:
             Default: the newest step plus 1, and 0 for the first save.
           blocking: Whether to return only after the checkpoint is written. If False, rows are
             copied step by step: call `advance` before each `add`, and `wait_until_finished` before
-            a `clear` and at the end, where several processes commit the save. Priorities and
-            episode tables (up to 20 bytes a row) are copied first; if they have more than
-            `chunk_bytes`, they are written before this returns. Default: True.
+            a `clear` and at the end, where several processes commit the save. What is written
+            completely is copied first; if a `Rollout` has more than `chunk_bytes`, it is written
+            before this returns. Default: True.
           metadata: JSON-compatible dict to store with the checkpoint, nested at most 100 deep.
             After a restore it is the attribute `metadata`. Default: an empty dict.
 

@@ -19,8 +19,8 @@ from jaxreplay._util.names import description, named
 from jaxreplay._version import __version__
 from jaxreplay.checkpoint import arrays, fingerprint, rows
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
+from jaxreplay.checkpoint.fits import described
 from jaxreplay.checkpoint.groups import MOST_ROWS, Group, Groups, Save, array_of, cut
-from jaxreplay.checkpoint.identity import described
 from jaxreplay.checkpoint.manifest import Manifest, StoredLayout
 from jaxreplay.checkpoint.rows import Part, Parts, Picked, Span
 

@@ -23,8 +23,8 @@ from jaxreplay.buffers.jitted import program
 from jaxreplay.checkpoint import arrays, rows, salvage, schema, verifying
 from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
+from jaxreplay.checkpoint.fits import check_fits
 from jaxreplay.checkpoint.groups import Group, array_of
-from jaxreplay.checkpoint.identity import check_fits
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.checkpoint.processes import Processes
 from jaxreplay.checkpoint.rows import Picked

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay._util import pow2
+from jaxreplay.buffers.adopt import numbers_of
 from jaxreplay.checkpoint.processes import Processes
 from jaxreplay.storage import ring, stored_arrays
 from jaxreplay.storage.layout import Layout
-from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.state import ReplayState
 
 
@@ -91,13 +91,8 @@ def stored(state: ReplayState) -> dict[str, Any]:
 def canonical(state: ReplayState) -> dict[str, Any]:
     """Return what a checkpoint has beside the rows: counters, [E], and what the sampler knows, in a
     form for any layout."""
-    layout, counters = state.layout, state.counters
-    sampler = layout.sampler
-    numbers = {} if sampler is None else sampler.numbers(state.sampler, Sampleable.of(state))
-    found = {
-        "counters": {name: getattr(counters, name) for name in layout.counter_names},
-        "sampler": numbers,
-    }
+    counters = {name: getattr(state.counters, name) for name in state.layout.counter_names}
+    found = {"counters": counters, "sampler": numbers_of(state)}
     return jax.tree.map(jnp.copy, found)
 
 

@@ -5,10 +5,9 @@ result is a valid stream:
 
 - The last row before a gap ends its episode. It becomes a final row and loses its transition, as
   after a truncation whose final observation is unknown.
-- The first row after a gap begins an episode. If it is a final row, whose step is lost, it is left
-  out too. So no window, stack or pair reaches across a gap.
-- Candidate numbers of rows older than a gap increase, so that they stay consecutive.
-- If a pending row is lost (one whose window is not complete yet), all pending rows are left out.
+- The first row after a gap begins an episode. So no window, stack or pair reaches across a gap. If
+  it is a final row, whose step is lost, it belongs to no episode.
+- Everything else is computed from the rows that are left, as for any restore.
 - Envs that always step together share one head, so they lose the same rows.
 - Items that are sampled in windows have no episodes to end, so only the newest run of rows is kept.
 

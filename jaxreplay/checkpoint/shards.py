@@ -2,9 +2,9 @@
 restores any checkpoint.
 
 Rows of a sharded state lie as those of one buffer, so they are not copied, and each process saves
-those of its own devices. Counters are put in another order; the sampler's values per row, and
-episode tables, are built again, by each process for all envs. That is computed on the host, where
-these numbers take up to 25 bytes a row, and twice that meanwhile.
+those of its own devices. So do counters, and numbers of each row; other numbers of the shards are
+joined. A restore reads flags and numbers of all envs on the host of each process, and computes the
+trees and tables of its own devices there, one shard at a time.
 """
 
 import contextlib
@@ -79,8 +79,7 @@ class Shards:
         Args:
           state: The sharded state. It stays valid.
         """
-        local, num = self._sharded.local, self._sharded.num_shards
-        axis = P(self._sharded.axis)
+        local, axis = self._sharded.local, P(self._sharded.axis)
         jax.block_until_ready(state)
 
         def canonical(state: ReplayState) -> Any:
@@ -90,10 +89,10 @@ class Shards:
         own = jax.tree.map(self._placed, state)
         found = jax.jit(self._sharded._mapped(canonical, (axis,), axis))(own)
         found = jax.tree.map(self.processes.gathered, found)
+        of_shard = jax.eval_shape(rows.canonical, local.specs(state))["sampler"]
         for name, leaf in found["sampler"].items():
-            values = np.asarray(leaf)
-            if values.shape == (num,) and self._local.capacity > 1:
-                found["sampler"][name] = _joined(name, values)
+            if not of_shard[name].shape:
+                found["sampler"][name] = _joined(name, np.asarray(leaf))
         return rows.stored(state), found
 
     def restored(self, example: Any, reading: Any) -> ReplayState:

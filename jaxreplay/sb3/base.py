@@ -272,7 +272,7 @@ class DropInBuffer(buffers.ReplayBuffer):
           episodes: `jaxreplay.datasets.Episode`s, whose observations and actions fit the spaces.
 
         Raises:
-          ValueError: There is no transition, or an array does not fit; nothing is appended then.
+          ValueError: There is no transition, or an array does not fit the spaces.
         """
         steps = [steps_of("add_episodes", one, "same_step") for one in episodes]
         if not (total := sum(len(one.terminated) for one in steps)):

@@ -44,7 +44,7 @@ class Replay:
     Args:
       buffer: A `ReplayBuffer`, as `jaxreplay.uniform`, `prioritized`, `sequences`, ... make it.
       example: One env's step, or one item; only structure, shapes and dtypes are read. A `load`
-        before the first `add` needs it. Default: the first step added.
+        before the first `add` needs it. `state` takes its place. Default: the first step added.
       state: State to begin with, of any `ReplayBuffer` with the same steps, as `from_episodes` and
         `checkpoint.restore` return it. The replay takes it over: do not use it afterwards.
         Default: an empty one.

@@ -14,7 +14,7 @@ from jaxreplay._util.aliases import PyTree
 from jaxreplay.storage import newest_row, ring, row_flags, stored_arrays
 from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.storage.state import Counters, EpisodeTable, ReplayState, Rows, at
-from jaxreplay.storage.writes import count_expired
+from jaxreplay.storage.writes import count_expired, skipped
 
 _NO_STEP = row_flags.FIRST | row_flags.FINAL  # flags of a row that belongs to no episode
 
@@ -187,7 +187,8 @@ def derived(state: ReplayState, before: Layout | None) -> ReplayState:
 
     Args:
       state: A state without a sampler's state, from `moved` or `appended`. Donated.
-      before: The layout that was derived from the rows last; None if they come from several states.
+      before: The layout that was last derived from the rows; None if they come from several states,
+        or some are missing.
 
     Returns:
       The state. Candidate numbers are those of before, unless other rows are candidates now; then
@@ -208,8 +209,8 @@ def derived(state: ReplayState, before: Layout | None) -> ReplayState:
 
     is_written = place >= length - filled[:, None]
     flags = at(state.rows.flags, row)
-    has = lambda flag: is_written & ((flags & flag) != 0)
-    closes, is_first = is_written & layout.closes_episode(flags), has(row_flags.FIRST)
+    closes = is_written & layout.closes_episode(flags)
+    is_first = is_written & ((flags & row_flags.FIRST) != 0)
     is_next_first = jnp.concatenate(
         [is_first[:, 1:], layout.closes_episode(counters.last_flags)[:, None]], axis=1
     )
@@ -217,25 +218,25 @@ def derived(state: ReplayState, before: Layout | None) -> ReplayState:
     is_seam = is_written & ~closes & is_next_first
     becomes_final = is_seam & (window.after != 0)
     if window.after is not None and not (window.crosses_episodes or window.needs_final_obs):
-        becomes_final &= ~has(row_flags.TERMINATED)
+        becomes_final &= (flags & row_flags.TERMINATED) == 0
     final = flags & row_flags.FIRST | jnp.uint8(row_flags.TRUNCATED | row_flags.FINAL)
     flags = jnp.where(becomes_final, final, flags)
-    is_transition = is_written & ((flags & row_flags.FINAL) == 0)
 
     phase = None
     period = lambda window: (window.period, window.period > 1 and window.crosses_episodes)
     if before is None or period(before.window) != period(window):
+        # Count from the first stored transition of each episode or, across episodes, of the stream.
         flags = flags & jnp.uint8(~row_flags.SKIPPED & 0xFF)
-        nth, phase = _places(window, is_transition, is_first)
-        is_skipped = is_transition & (nth != 0)
-        flags = jnp.where(is_skipped, flags | jnp.uint8(row_flags.SKIPPED), flags)
+        if window.period > 1:
+            phase, marked = skipped(layout, jnp.zeros_like(filled), flags.T, is_written.T)
+            flags = marked.T
     is_candidate = is_written & ((flags & row_flags.NO_CANDIDATE) == 0)
     count = is_candidate.sum(axis=1, dtype=jnp.uint32)
     is_same = before is not None and _candidates_of(before.window) == _candidates_of(window)
     end = counters.num_candidates if is_same else counters.num_candidates + count
     newer = count[:, None] - jnp.cumsum(is_candidate, axis=1, dtype=jnp.uint32) + is_candidate
 
-    completes = has(window.completed_by) | becomes_final
+    completes = is_written & ((flags & window.completed_by) != 0)
     since = length - 1 - jnp.max(jnp.where(completes, place, -1), axis=1)
     since = length if window.crosses_episodes else since
     new = counters.set(
@@ -274,25 +275,3 @@ def _candidates_of(window: Window) -> tuple[object, ...]:
     crosses = window.crosses_episodes and window.period > 1
     gives_up = window.after != 0, window.after is None or window.crosses_episodes
     return window.period, crosses, window.completed_by, *gives_up
-
-
-def _places(
-    window: Window, is_transition: jax.Array, is_first: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return each row's place in its period, int32[E, length], and each stream's phase, int32[E].
-
-    Periods count from the first stored transition of each episode or, across episodes, of the
-    stream.
-
-    Args:
-      window: The window, with a period.
-      is_transition: bool[E, length], in the order of time.
-      is_first: bool[E, length].
-    """
-    through = jnp.cumsum(is_transition, axis=1, dtype=jnp.int32)
-    since = through - is_transition
-    if not window.crosses_episodes:
-        since = since - jax.lax.cummax(jnp.where(is_first, since, 0), axis=1)
-    _, place = ring.split(since, window.period)
-    _, phase = ring.split(since[:, -1] + is_transition[:, -1], window.period)
-    return place, phase

@@ -89,7 +89,7 @@ class Layout(Static):
       window: Rows that must be known around a row before it can be sampled.
       platform: "cpu", "gpu" or "tpu": the arrays are laid out for it.
       has_table: The state has an episode table.
-      sampler: The sampler, if its state has a number for each row, else None.
+      sampler: Meaning of the sampler's state, `Sampler.identity`; None if it has no state.
     """
 
     num_envs: int

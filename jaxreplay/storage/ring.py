@@ -39,26 +39,25 @@ def moved(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the lap, uint32[...], and the position, int32[...], of the same number on a ring of
     another length. The number `lap * length + position` may exceed 32 bits."""
-    number = lambda value: jnp.uint32(value)
     # lap * length = laps * other * length + rest * length, and `rest` is multiplied bit by bit.
     laps, rest = split(lap, other)
     step, step_rest = divmod(length, other)
 
     def plus(carry: tuple[jax.Array, jax.Array], by: jax.Array) -> tuple[jax.Array, jax.Array]:
         quotient, remainder = carry[0], carry[1] + by
-        is_over = remainder >= number(other)
-        return quotient + is_over, jnp.where(is_over, remainder - number(other), remainder)
+        is_over = remainder >= jnp.uint32(other)
+        return quotient + is_over, jnp.where(is_over, remainder - jnp.uint32(other), remainder)
 
     def double(nth: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         bit = (rest >> (31 - nth).astype(jnp.uint32)) & 1
         carry = plus((carry[0] * 2, carry[1]), carry[1])
-        return plus((carry[0] + bit * number(step), carry[1]), bit * number(step_rest))
+        return plus((carry[0] + bit * jnp.uint32(step), carry[1]), bit * jnp.uint32(step_rest))
 
     zero = jnp.zeros_like(rest)
     carry = jax.lax.fori_loop(0, 32, double, (zero, zero))
     quotient, remainder = split(position.astype(jnp.uint32), other)
     moved_laps, place = plus((carry[0] + quotient, carry[1]), remainder)
-    return moved_laps + laps * number(length), place.astype(jnp.int32)
+    return moved_laps + laps * jnp.uint32(length), place.astype(jnp.int32)
 
 
 def position_of(number: np.ndarray, length: int) -> np.ndarray:

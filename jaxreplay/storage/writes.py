@@ -57,7 +57,7 @@ def advance(state: ReplayState, steps: PyTree, mask: jax.Array | None) -> tuple[
             layout.autoreset, steps.terminated, steps.truncated, mask, before.last_flags
         )
         if before.phase is not None:
-            phase, flags = _skipped(layout, before.phase, flags, is_written)
+            phase, flags = skipped(layout, before.phase, flags, is_written)
             new = new.set(phase=phase)
     if layout.lockstep:  # the positions are known without looking at the block
         nth = jnp.broadcast_to(ring.arange(num_steps)[:, None], is_written.shape)
@@ -103,10 +103,20 @@ def advance(state: ReplayState, steps: PyTree, mask: jax.Array | None) -> tuple[
     return new, writes
 
 
-def _skipped(
+def skipped(
     layout: Layout, phase: jax.Array, flags: jax.Array, is_written: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Mark the transitions between candidates. Return the new phase, and the flags uint8[K, E]."""
+    """Mark the transitions between candidates.
+
+    Args:
+      layout: Layout of the state, whose window has a period above 1.
+      phase: int32[E], number of transitions since the newest candidate before these rows.
+      flags: uint8[K, E], of rows in the order of time, without marks.
+      is_written: bool[K, E].
+
+    Returns:
+      The phase after these rows, int32[E]; the flags, uint8[K, E].
+    """
     window = layout.window
     is_transition = is_written & ((flags & row_flags.FINAL) == 0)
     # transitions of this block up to each row, itself included

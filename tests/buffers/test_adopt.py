@@ -9,7 +9,7 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay.samplers import PrioritySampler
-from jaxreplay.storage import row_flags
+from jaxreplay.storage import ring, row_flags
 from jaxreplay.storage.layout import Window
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.views import SequenceView
@@ -481,6 +481,18 @@ def test_a_population_adopts_and_merges():
         wanted = jax.jit(lambda state: new.merge(new.adopt(state), state))(state)
         own = jax.tree.map(lambda leaf, nth=nth: leaf[nth], got)
         assert episodes_of(new, own) == episodes_of(new, wanted)
+
+
+@pytest.mark.parametrize(("length", "other"), [(29, 11), (11, 29), (2**30 - 35, 2**30 - 1)])
+def test_a_row_keeps_its_number_on_another_ring(length, other):
+    """Numbers exceed 32 bits, and laps wrap around."""
+    r = np.random.default_rng(0)
+    lap = np.append(r.integers(0, 2**32, 40, np.uint32), np.uint32([0, 1, 2**32 - 1]))
+    position = r.integers(0, length, len(lap), np.int32)
+    moved = jax.jit(ring.moved, static_argnums=(2, 3))(lap, position, length, other)
+    numbers = [int(a) * length + int(b) for a, b in zip(lap, position, strict=True)]
+    assert moved[0].tolist() == [number // other % 2**32 for number in numbers]
+    assert moved[1].tolist() == [number % other for number in numbers]
 
 
 def test_steps_that_stay_are_not_copied():
