@@ -12,7 +12,7 @@ from jaxreplay._util.struct import Static
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.step_checks import as_priority
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
-from jaxreplay.types import Sample
+from jaxreplay.types import Index, Sample
 
 
 class Mixture(Static):
@@ -103,7 +103,7 @@ class Mixture(Static):
         return joined.replace(source=self._source())
 
     def update_priorities(
-        self, states: dict[str, Any], batch: Sample, priority: jax.Array
+        self, states: dict[str, Any], index: Index, priority: jax.Array
     ) -> dict[str, Any]:
         """Set the priorities of a batch's rows, each in its own member.
 
@@ -113,7 +113,7 @@ class Mixture(Static):
         Args:
           states: A dict of each member's state by name. Donated: jit with `donate_argnums=0`, else
             each member with priorities is copied.
-          batch: The batch that the mixture's `sample` returned.
+          index: `batch.index` of the mixture's sample, leaves [B].
           priority: float[B], at least 0. A row with priority 0 is never sampled again; add a small
             constant to TD errors.
 
@@ -121,25 +121,23 @@ class Mixture(Static):
           The new states, a dict.
 
         Raises:
-          ValueError: `batch` is not a mixture's batch, `priority` is not one number for each item,
+          ValueError: `index` is not of a whole batch, `priority` is not one number for each item,
             or `states` has other names.
         """
         self._check_names(states)
-        if not isinstance(batch, Sample) or batch.source is None:
-            got = "a batch of one buffer" if isinstance(batch, Sample) else kind_of(batch)
+        if not isinstance(index, Index) or jnp.shape(index.row) != (self.batch_size,):
+            shape = f" of {list(jnp.shape(index.row))}" if isinstance(index, Index) else ""
             raise ValueError(
-                "update_priorities: batch must be the whole batch that the mixture's sample "
-                f"returned, not a part of it such as batch.index; got {got}"
+                "update_priorities: index must be the batch.index of a mixture's sample, of "
+                f"[{self.batch_size}], got {kind_of(index)}{shape}"
             )
-        priority = as_priority("update_priorities", priority, batch.source.shape)
+        priority = as_priority("update_priorities", priority, (self.batch_size,))
         states, start = dict(states), 0
         for name, buffer, size in self.members:
             if isinstance(buffer.sampler, PrioritySampler):
-                index, own = jax.tree.map(
-                    lambda leaf, start=start, size=size: leaf[start : start + size],
-                    (batch.index, priority),
-                )
-                states[name] = buffer.update_priorities(states[name], index, own)
+                part = slice(start, start + size)
+                own = jax.tree.map(lambda leaf, part=part: leaf[part], (index, priority))
+                states[name] = buffer.update_priorities(states[name], *own)
             start += size
         return states
 
@@ -174,6 +172,11 @@ class Mixture(Static):
         return jnp.all(
             jnp.stack([buffer.can_sample(states[name]) for name, buffer, _ in self.members])
         )
+
+    @property
+    def batch_size(self) -> int:
+        """B, the number of items of all members in a batch."""
+        return sum(size for _, _, size in self.members)
 
     @property
     def _names(self) -> list[str]:

@@ -17,9 +17,10 @@ from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.buffers.adopt import check_adopted
 from jaxreplay.buffers.jitted import method, program
+from jaxreplay.buffers.mixture import Mixture
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import example_of as step_example, is_alive
-from jaxreplay.inspection.resets import FinalObsWatch
+from jaxreplay.inspection.resets import FinalObsWatch, ResetWatch
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from jaxreplay.stateful.host_arrays import OUTSIDE, StepFormat, example_of, own
 from jaxreplay.stateful.staging import BlockLengths, Staging
@@ -44,7 +45,7 @@ class StateOwner:
         self._key = jax.random.key(seed)
         self._num_draws = 0
         self._lengths = BlockLengths()
-        self.final_obs = FinalObsWatch()
+        self.watch, self.final_obs = ResetWatch(), FinalObsWatch()
         self._checkpointer: Any = None  # of the last save or load
         self._path: Any = None  # of that checkpointer
         self.forget()
@@ -245,13 +246,21 @@ class StateOwner:
         try:
             made = function(self.buffer, self._state, *arguments, **options)
             state, other = made if isinstance(made, tuple) else (made, None)
-            _check_not_traced(state)
-            self._state, self._can_sample = state, None
+            self.replace(state)
         except BaseException as error:
-            if self._state is not None and not is_alive(self._state):
-                self._lost = f"in a call that raised {error!r}"
+            self.look_whether_lost(error)
             raise
         return other
+
+    def replace(self, state: Any) -> None:
+        """Replace the state by the one that a program returned."""
+        _check_not_traced(state)
+        self._state, self._can_sample = state, None
+
+    def look_whether_lost(self, error: BaseException) -> None:
+        """Note that the rows are lost, if a program that raised an error has used their memory."""
+        if self._state is not None and not is_alive(self._state):
+            self._lost = f"in a call that raised {error!r}"
 
     def ask(self, function: Any, *arguments: Any, **options: Any) -> Any:
         """Return the result of a program that only reads the state."""
@@ -270,6 +279,10 @@ class StateOwner:
         batch = self.ask(_get, index, self._key, np.uint32(number))
         if self.buffer.view.is_random:
             self._num_draws = number
+        return self.taken_out(batch)
+
+    def taken_out(self, batch: Sample) -> Sample:
+        """Move a batch to JAX's default device, if the rows lie on one that was named."""
         return batch if self._device is None else jax.device_put(batch, default_device())
 
     def draw(self, batch_size: int, beta: float | None) -> Sample | None:
@@ -299,7 +312,7 @@ class StateOwner:
         if consumes:
             self._can_sample = None
         self._num_draws = number
-        return batch if self._device is None else jax.device_put(batch, default_device())
+        return self.taken_out(batch)
 
     def has_batch(self) -> bool:
         """Return whether the buffer can sample."""
@@ -387,6 +400,84 @@ class StateOwner:
         return self._checkpointer
 
 
+class MixtureOwner:
+    """States of a mixture's members, each a `StateOwner` of its owner, that are sampled together.
+
+    Its methods are those of a `StateOwner`, for all members at once.
+    """
+
+    def __init__(self, buffer: Mixture, seed: int, device: Any):
+        self.buffer = buffer
+        self.members = {name: StateOwner(part, seed, device) for name, part, _ in buffer.members}
+        self._all = [*self.members.values()]
+        self._key = jax.random.key(seed)
+        self._num_draws = 0
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {name: owner.state for name, owner in self.members.items()}
+
+    @property
+    def has_example(self) -> bool:
+        return all(owner.has_example for owner in self._all)
+
+    def init(self, example: PyTree) -> None:
+        for owner in self._all:
+            owner.init(example)
+
+    def check_begun(self, where: str) -> None:
+        for name, owner in self.members.items():
+            owner.check_begun(f"{where}: {name}")
+
+    def check_not_lost(self) -> None:
+        for owner in self._all:
+            owner.check_not_lost()
+
+    def put(self, tree: PyTree) -> Any:
+        return self._all[0].put(tree)
+
+    def change(self, function: Any, *arguments: Any) -> None:
+        self.check_not_lost()
+        try:
+            states = function(self.buffer, self.state, *arguments)
+            for name, owner in self.members.items():
+                owner.replace(states[name])
+        except BaseException as error:
+            for owner in self._all:
+                owner.look_whether_lost(error)
+            raise
+
+    def draw(self, batch_size: int, beta: float | None) -> Sample | None:
+        if batch_size != self.buffer.batch_size:
+            raise ValueError(
+                f"sample: a batch of this mixture has {self.buffer.batch_size} items, not "
+                f"{batch_size}"
+            )
+        self.check_not_lost()
+        if not self.has_batch():
+            return None
+        self._num_draws = (self._num_draws + 1) & 0xFFFFFFFF
+        batch = _sample_members(
+            self.buffer, self.state, self._key, np.uint32(self._num_draws), beta
+        )
+        _check_not_traced(batch)
+        return self._all[0].taken_out(batch)
+
+    def save(self, path: Any, _: Any = None) -> Any:
+        raise ValueError(
+            f"a mixture's rows cannot be saved together: save each member's of replay.state[name], "
+            f"by a checkpoint.Checkpointer with a path of its owner below {path}"
+        )
+
+    load = save
+
+    def has_batch(self) -> bool:
+        return all(owner.has_batch() for owner in self._all)
+
+    def size(self) -> int:
+        return sum(owner.size() for owner in self._all)
+
+
 def _check_whole(checkpointer: "Checkpointer") -> None:
     found = checkpointer.verify()
     if all(one.problems for one in found):
@@ -439,6 +530,11 @@ def _sample(
     """Return a batch, and whether the buffer can sample."""
     batch = buffer.sample(state, jax.random.fold_in(key, draw), batch_size, beta=beta)
     return batch, buffer.can_sample(state)
+
+
+@program
+def _sample_members(buffer: Mixture, states: Any, key: Key, draw: jax.Array, beta: Any) -> Sample:
+    return buffer.sample(states, jax.random.fold_in(key, draw), beta=beta)
 
 
 @program

@@ -13,17 +13,19 @@ import numpy as np
 
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import Framework, PyTree
+from jaxreplay._util.names import kind_of
 from jaxreplay.buffers.jitted import method
+from jaxreplay.buffers.mixture import Mixture
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.inspection import Inspection, inspect
 from jaxreplay.inspection.contents import resets_of
-from jaxreplay.inspection.resets import ResetWatch
 from jaxreplay.samplers import ConsumingSampler
 from jaxreplay.stateful import host_arrays
 from jaxreplay.stateful.host_arrays import as_stored
 from jaxreplay.stateful.lock import Monitor
-from jaxreplay.stateful.owner import StateOwner
+from jaxreplay.stateful.owner import MixtureOwner, StateOwner
 from jaxreplay.stateful.rate_limiter import RatioLimiter
+from jaxreplay.storage.episodes import Episodes
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.types import Index, Sample
 
@@ -31,7 +33,7 @@ _WAIT = 60.0  # seconds, if samples_per_insert is given
 
 
 class Replay:
-    """A `ReplayBuffer` that keeps its own state and random key, and is safe to use from any thread.
+    """A buffer that keeps its own state and random key, and is safe to use from any thread.
 
     It takes NumPy, PyTorch and JAX arrays. If a call fails after the state was donated, the rows
     are lost. Later calls then raise RuntimeError, until a `load` succeeds. Axes: T time, E env
@@ -42,12 +44,13 @@ class Replay:
     Every call sees all steps that were added before it.
 
     Args:
-      buffer: A `ReplayBuffer`, as `jaxreplay.uniform`, `prioritized`, `sequences`, ... make it.
+      buffer: A `ReplayBuffer`, as `jaxreplay.uniform`, `prioritized`, `sequences`, ... make it, or
+        a `Mixture`: methods that add or read rows then take the name of a `member`.
       example: One env's step, or one item; only structure, shapes and dtypes are read. A `load`
         before the first `add` needs it. `state` takes its place. Default: the first step added.
       state: State to begin with, of any `ReplayBuffer` with the same steps, as `from_episodes` and
-        `checkpoint.restore` return it. The replay takes it over: do not use it afterwards.
-        Default: an empty one.
+        `checkpoint.restore` return it; for a mixture a dict of some members' states by name. The
+        replay takes it over: do not use it afterwards. Default: an empty one.
       seed: Seed of the random key. It is not saved: resume with the same seed to get the same
         samples. Default: 0.
       framework: Kind of arrays in a batch: "jax", "numpy" (read-only views) or "torch" (do not
@@ -64,7 +67,7 @@ class Replay:
         given, else 0.
 
     Raises:
-      ValueError: An argument is out of range, or `buffer` is not a `ReplayBuffer`.
+      ValueError: An argument is out of range, or `buffer` is not a buffer.
       ImportError: `framework="torch"`, and PyTorch is not installed.
 
     Example:
@@ -88,10 +91,10 @@ class Replay:
 
     def __init__(
         self,
-        buffer: ReplayBuffer,
+        buffer: ReplayBuffer | Mixture,
         *,
         example: PyTree = None,
-        state: ReplayState | None = None,
+        state: ReplayState | dict[str, ReplayState] | None = None,
         seed: int = 0,
         framework: Framework = "jax",
         device: Any = None,
@@ -99,7 +102,8 @@ class Replay:
         samples_per_insert: float | None = None,
         timeout: float | None = None,
     ):
-        checks.check_part("Replay", "buffer", buffer, ReplayBuffer, "jaxreplay.uniform(...)")
+        if not isinstance(buffer, Mixture):
+            checks.check_part("Replay", "buffer", buffer, ReplayBuffer, "jaxreplay.uniform(...)")
         if framework not in host_arrays.NAMES:
             raise ValueError(
                 f"Replay: framework must be one of {host_arrays.NAMES}, got {framework!r}"
@@ -108,7 +112,14 @@ class Replay:
         if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
             raise ValueError(f"Replay: prefetch must be an int of at least 0, got {prefetch!r}")
         self.framework: Framework = framework
-        self._owner = StateOwner(buffer, seed, device)
+        self._owner: Any  # of all rows
+        self._owners: dict[str | None, StateOwner]  # of each member
+        if isinstance(buffer, Mixture):
+            self._owner = MixtureOwner(buffer, seed, device)
+            self._owners = {**self._owner.members}
+        else:
+            self._owner = StateOwner(buffer, seed, device)
+            self._owners = {None: self._owner}
         self._limiter = (
             None
             if samples_per_insert is None
@@ -117,25 +128,41 @@ class Replay:
         self._timeout = _WAIT if self._limiter else 0.0
         self._timeout = self._seconds("Replay", timeout)
         self._monitor = Monitor("this Replay")
-        self._watch = ResetWatch()
         self._is_closed = False
         self._prefetch = prefetch
         # prefetched; or consumed by a `sample` that was interrupted before it returned
         self._drawn: collections.deque[Sample] = collections.deque()
-        if state is not None:
-            self._owner.take(state)
-        elif example is not None:
-            self._owner.init(example)
+        states: Any = {None: state} if state is None or None in self._owners else state
+        if not isinstance(states, dict):
+            raise ValueError(
+                "Replay: state of a mixture must be a dict of its members' states, got "
+                f"{kind_of(states)}"
+            )
+        for member, owner in self._owners.items():
+            if states.get(member) is not None:
+                owner.take(states[member])
+            elif example is not None:
+                owner.init(example)
+        for member in states:
+            _ = state is None or self._owner_of("Replay: state", member)
 
     @property
-    def buffer(self) -> ReplayBuffer:
-        """The `ReplayBuffer`, whose methods are pure functions of a state."""
+    def buffer(self) -> Any:
+        """The `ReplayBuffer` or `Mixture`, whose methods are pure functions of a state."""
         return self._owner.buffer
+
+    def _owner_of(self, where: str, member: str | None) -> StateOwner:
+        found = self._owners.get(member)
+        if found is None:
+            names = "one buffer" if None in self._owners else ", ".join(map(repr, self._owners))
+            raise ValueError(f"{where}: member={member!r}, but this Replay has {names}")
+        return found
 
     def add(
         self,
         step: PyTree = None,
         *,
+        member: str | None = None,
         env: int | None = None,
         mask: Any = None,
         priority: Any = None,
@@ -150,6 +177,7 @@ class Replay:
         Args:
           step: A `Step`, or a mapping, dataclass or NamedTuple with its fields, or items. Leaves
             [E, ...], or [T, E, ...] for a block, or [...] for one env. Default: `fields`.
+          member: Name of the mixture's member that gets the step. Default: None, without a mixture.
           env: Index of the env that took the step, if `step` is of one env. It needs
             `allow_mask=True`. Default: every env, or the only one.
           mask: bool[E] or bool[T, E], False where an env took no step; needs `allow_mask=True`.
@@ -169,19 +197,20 @@ class Replay:
             raise ValueError(
                 "add: give a step, or its fields as keywords: add(obs=..., action=..., ...)"
             )
-        step = as_stored("add", self.buffer, fields if step is None else step)
+        owner = self._owner_of("add", member)
+        step = as_stored("add", owner.buffer, fields if step is None else step)
         given = {"mask": mask, "priority": priority}
         if mask is not None or priority is not None:
             given = host_arrays.own("add", given)
-        if env is None and self._limiter is None and self._add_quickly(step, **given):
+        if env is None and self._limiter is None and self._add_quickly(owner, step, **given):
             return
         with self._monitor:
             self._check_open()
-            self._owner.check_not_lost()
-            is_first = not self._owner.has_example
+            owner.check_not_lost()
+            is_first = not owner.has_example
             try:
                 step = host_arrays.own("add", step)
-                num_steps, calls = self._owner.calls_of(step, env, **given)
+                num_steps, calls = owner.calls_of(step, env, **given)
                 self._wait(
                     "add",
                     self._may_insert,
@@ -189,32 +218,32 @@ class Replay:
                     lambda: "samples lag behind: sample, or lower samples_per_insert",
                 )
                 for call in calls:
-                    self._changing(self._owner.change, *call)
-                    self._owner.look_at(*call)
+                    self._changing(owner.change, *call)
+                    owner.look_at(*call)
             except BaseException:
                 if is_first:  # a rejected step must not fix the format of later ones
-                    self._owner.forget()
+                    owner.forget()
                 raise
             if self._limiter is not None and self._owner.has_batch():
                 self._limiter.num_inserts += num_steps
             self._monitor.notify_all()
-            self._watch.count(num_steps)
-            problem = self._watch.look(lambda: resets_of(self._owner.state))
+            owner.watch.count(num_steps)
+            problem = owner.watch.look(lambda: resets_of(owner.state))
         if problem is not None:
             warnings.warn(f"add: {problem}", stacklevel=2)
 
-    def _add_quickly(self, step: PyTree, mask: Any, priority: Any) -> bool:
+    def _add_quickly(self, owner: StateOwner, step: PyTree, mask: Any, priority: Any) -> bool:
         """Copy a step to those that wait, if that is all there is to do, and return whether it was.
 
         An interrupt meanwhile leaves a whole step or none, so signals need not wait.
         """
         with self._monitor.without_delay():
-            if self._is_closed or (self._watch.is_due and not self._owner.has_waiting):
+            if self._is_closed or (owner.watch.is_due and not owner.has_waiting):
                 return False
-            num_steps = self._owner.stage(step, mask, priority)
+            num_steps = owner.stage(step, mask, priority)
             if num_steps is None:
                 return False
-            self._watch.count(num_steps)
+            owner.watch.count(num_steps)
             self._monitor.notify_all()
             return True
 
@@ -228,7 +257,7 @@ class Replay:
         """Sample a batch. If the sampler consumes rows, the batch's rows are consumed.
 
         Args:
-          batch_size: Number of items B. With `prefetch`, only the buffer's is
+          batch_size: Number of items B. With `prefetch`, and of a mixture, only the buffer's is
             allowed. Default: the buffer's.
           timeout: Seconds to wait while no batch can be sampled. Default: the replay's.
           beta: At least 0: how far `weight` corrects the bias of prioritized sampling, 0 not at
@@ -266,7 +295,7 @@ class Replay:
                 self._monitor.notify_all()
             return host_arrays.to_framework(self.framework, batch)
         except BaseException:
-            if batch is not None and isinstance(self.buffer.sampler, ConsumingSampler):
+            if batch is not None and self._consumes:
                 self._drawn.appendleft(batch)  # its rows are consumed: the next call returns them
             raise
 
@@ -292,12 +321,17 @@ class Replay:
             self._changing(self._owner.change, method("update_priorities"), *given)
             self._monitor.notify_all()
 
-    def get(self, index: Any) -> Sample:
+    @property
+    def _consumes(self) -> bool:
+        return isinstance(getattr(self.buffer, "sampler", None), ConsumingSampler)
+
+    def get(self, index: Any, *, member: str | None = None) -> Sample:
         """Read rows that were sampled before, as `ReplayBuffer.get` does.
 
         Args:
           index: `batch.index` of a sample, a mapping with its `row` and `lap`, or row numbers,
             int[B].
+          member: Name of the mixture's member that has the rows. Default: None, without a mixture.
 
         Returns:
           The items, leaves [B, ...], in arrays of the framework. A random view is sampled anew.
@@ -305,14 +339,16 @@ class Replay:
         Raises:
           ValueError: Nothing was added yet, or `index` is not of integers.
         """
+        owner = self._owner_of("get", member)
         with self._monitor:
-            return host_arrays.to_framework(self.framework, self._owner.get(_index_of(index)))
+            return host_arrays.to_framework(self.framework, owner.get(_index_of(index)))
 
-    def age(self, index: Any) -> Any:
+    def age(self, index: Any, *, member: str | None = None) -> Any:
         """Return how many rows of its env were written after each row, as `ReplayBuffer.age` does.
 
         Args:
           index: `batch.index` of a sample, or a mapping with its `row` and `lap`, leaves [B].
+          member: Name of the mixture's member that has the rows. Default: None, without a mixture.
 
         Returns:
           int32[B], in an array of the framework.
@@ -320,47 +356,69 @@ class Replay:
         Raises:
           ValueError: Nothing was added yet.
         """
+        owner = self._owner_of("age", member)
         with self._monitor:
-            self._owner.check_begun("age")
-            found = self._owner.ask(method("age"), _index_of(index))
+            owner.check_begun("age")
+            found = owner.ask(method("age"), _index_of(index))
             return host_arrays.to_framework(self.framework, found)
 
+    def episode_table(self, *, member: str | None = None) -> Episodes:
+        """Return look-ups of the episodes of today's rows, as `ReplayBuffer.episode_table` does.
+
+        They take and return JAX arrays, and copy 13 bytes a row, no steps.
+
+        Args:
+          member: Name of the mixture's member. Default: None, without a mixture.
+
+        Raises:
+          ValueError: Nothing was added yet, or as for `ReplayBuffer.episode_table`.
+        """
+        owner = self._owner_of("episode_table", member)
+        with self._monitor:
+            owner.check_begun("episode_table")
+            state = owner.buffer.episode_table(owner.state).state
+            rows = state.rows.replace(steps=None)
+            return Episodes(_copied(state.replace(rows=rows, sampler=None)))
+
     @property
-    def state(self) -> ReplayState:
-        """A copy of the state, for the methods of `buffer`, such as `episode_table`: as large as
-        the buffer. ValueError before the first `add`."""
+    def state(self) -> Any:
+        """A copy of the `ReplayState`, for the methods of `buffer`: as large as the buffer. Of a
+        mixture a dict of each member's. ValueError before the first `add`."""
         with self._monitor:
             self._owner.check_begun("state")
             return _copied(self._owner.state)
 
-    def merge(self, other: Any) -> None:
+    def merge(self, other: Any, *, member: str | None = None) -> None:
         """Append the rows of another buffer, as `ReplayBuffer.merge` does. Unfinished episodes end.
 
         Args:
           other: A `Replay`, or the state of a `ReplayBuffer`, with the same steps. It stays valid.
+          member: Name of the mixture's member that gets the rows. Default: None, without a mixture.
 
         Raises:
           ValueError: The steps have other leaves, or nothing was added to the other yet.
           RuntimeError: The replay is closed, or its rows were lost.
         """
+        owner = self._owner_of("merge", member)
         state = other.state if isinstance(other, Replay) else other
         with self._monitor:
             self._check_open()
-            if self._owner.has_example:
-                self._changing(self._owner.change, method("merge"), self._owner.put(state))
+            if owner.has_example:
+                self._changing(owner.change, method("merge"), owner.put(state))
             else:
-                self._owner.take(_copied(state))
-                if self.buffer.autoreset is not None:
-                    self._owner.change(method("end_streams"))
+                owner.take(_copied(state))
+                if owner.buffer.autoreset is not None:
+                    owner.change(method("end_streams"))
             self._start_anew()
 
-    def add_episodes(self, episodes: Any) -> None:
+    def add_episodes(self, episodes: Any, *, member: str | None = None) -> None:
         """Add whole episodes, such as demonstrations, as `datasets.from_episodes` does.
 
         Each goes to the env with the fewest of them. Unfinished episodes of the replay end.
 
         Args:
           episodes: Iterable of `jaxreplay.datasets.Episode`s.
+          member: Name of the mixture's member that gets them. Default: None, without a mixture.
 
         Raises:
           ValueError: As for `datasets.from_episodes`.
@@ -368,10 +426,11 @@ class Replay:
         """
         from jaxreplay.datasets import from_episodes
 
+        owner = self._owner_of("add_episodes", member)
         with self._monitor:
             self._check_open()
-            state = from_episodes(episodes, self.buffer, self._owner.example)
-        self.merge(state)
+            state = from_episodes(episodes, owner.buffer, owner.example)
+        self.merge(state, member=member)
 
     def __len__(self) -> int:
         """Return the number of sampleable rows."""
@@ -387,50 +446,62 @@ class Replay:
         """Remove all rows and all prefetched batches."""
         with self._monitor:
             self._check_open()
-            if self._owner.has_example:
-                self._changing(self._owner.change, method("clear"))
+            for owner in self._owners.values():
+                if owner.has_example:
+                    self._changing(owner.change, method("clear"))
             self._start_anew()
 
-    def end_streams(self, mask: Any = None) -> None:
+    def end_streams(self, mask: Any = None, *, member: str | None = None) -> None:
         """End the unfinished episodes, after a reset that no step tells: one by hand, or of new
         envs after `load`. The newest transition of each is given up.
 
         Args:
           mask: bool[E], False for envs that go on. Default: every env was reset.
+          member: Name of the mixture's member whose envs were reset. Default: all that have any.
 
         Raises:
           ValueError: As for `ReplayBuffer.end_streams`.
         """
         with self._monitor:
             self._check_open()
-            if self._owner.has_example:
-                self._changing(self._owner.change, method("end_streams"), mask)
-                self._owner.final_obs.restart()
+            owners = [*self._owners.values()]
+            if member is not None or mask is not None:
+                owners = [self._owner_of("end_streams", member)]
+            elif len(owners) > 1:
+                owners = [owner for owner in owners if owner.buffer.autoreset is not None]
+            for owner in owners:
+                if owner.has_example:
+                    self._changing(owner.change, method("end_streams"), mask)
+                    owner.final_obs.restart()
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures of `ReplayBuffer.metrics` as numbers; {} before the first `add`."""
+        """Return the figures of `ReplayBuffer.metrics` as numbers; {} before the first `add`. Those
+        of a mixture's members have names such as "online/size"."""
+        figures = {}
         with self._monitor:
-            if not self._owner.has_example:
-                return {}
-            found = self._owner.ask(method("metrics"))
-        return {name: leaf.item() for name, leaf in jax.device_get(found).items()}
+            for member, owner in self._owners.items():
+                found = owner.ask(method("metrics")) if owner.has_example else {}
+                prefix = "" if member is None else f"{member}/"
+                figures |= {prefix + name: leaf for name, leaf in found.items()}
+        return {name: leaf.item() for name, leaf in jax.device_get(figures).items()}
 
-    def inspect(self, *, max_bytes: int = 2**28) -> Inspection:
+    def inspect(self, *, member: str | None = None, max_bytes: int = 2**28) -> Inspection:
         """Return an `Inspection` of the rows, as `jaxreplay.inspect` does.
 
         Other calls wait meanwhile.
 
         Args:
+          member: Name of the mixture's member. Default: None, without a mixture.
           max_bytes: Most bytes of the steps' values that are read, from rows spread over the whole
             buffer. Default: 2**28.
 
         Raises:
           ValueError: Nothing was added yet.
         """
+        owner = self._owner_of("inspect", member)
         with self._monitor:
-            if self._owner.state is None:
-                raise ValueError("inspect: nothing was added yet, so there is nothing to inspect")
-            return inspect(self.buffer, self._owner.state, max_bytes=max_bytes)
+            owner.check_begun("inspect")
+            return inspect(owner.buffer, owner.state, max_bytes=max_bytes)
 
     def save(self, path: Any) -> None:
         """Write a checkpoint of the state under a path, as `checkpoint.Checkpointer` does.
@@ -505,7 +576,8 @@ class Replay:
     def _start_anew(self) -> None:
         """Drop the prefetched batches, and wake waiting calls. The next step follows no other."""
         self._drawn.clear()
-        self._owner.final_obs.restart()
+        for owner in self._owners.values():
+            owner.final_obs.restart()
         self._monitor.notify_all()
 
     def _changing(self, call: Any, *arguments: Any) -> Any:
@@ -564,9 +636,11 @@ class Replay:
     def _why_no_sample(self) -> str:
         if self._owner.has_batch():
             return "inserts lag behind: add, or raise samples_per_insert"
+        member, owner = next(own for own in self._owners.items() if not own[1].has_batch())
+        of = "" if member is None else f"{member} has "
         return (
-            f"no batch can be sampled yet, {len(self)} rows of at least {self.buffer.min_size}: "
-            "add steps first, or wait with timeout="
+            f"no batch can be sampled yet, {of}{owner.size()} rows of at least "
+            f"{owner.buffer.min_size}: add steps first, or wait with timeout="
         )
 
     def _check_open(self) -> None:

@@ -66,7 +66,9 @@ def test_priorities_reach_their_member(states):
     batch = sample(states, 0)[0]
     priority = np.where(np.asarray(batch.experience.obs) == 104, 5.0, 0.0)
     # `jr.jit` takes mixtures, too; it donates all states.
-    changed = jr.jit(MIXTURE).update_priorities(jax.tree.map(np.asarray, states), batch, priority)
+    changed = jr.jit(MIXTURE).update_priorities(
+        jax.tree.map(np.asarray, states), batch.index, priority
+    )
     obs = np.asarray(sample(changed, 1)[0].experience.obs)
     assert set(obs[200:]) == {104.0}
     assert len(set(obs[:200])) == 5

@@ -311,14 +311,13 @@ USING = {
     ", key)": """
         sample: two:
         obs.a: missing, expected float32""",
-    "mixture.update_priorities(states, mixture.sample(states, key), np.ones(50))": """
+    "mixture.update_priorities(states, mixture.sample(states, key).index, np.ones(50))": """
         update_priorities: priority: got float32[50], expected float32[5], one for each row""",
-    "mixture.update_priorities(states, mixture.sample(states, key).index, np.ones(5))": """
-        update_priorities: batch must be the whole batch that the mixture's sample returned
-        got a Index""",
-    "mixture.update_priorities(states, batch, np.ones(5))": """
-        the mixture's sample returned
-        got a batch of one""",
+    "mixture.update_priorities(states, mixture.sample(states, key), np.ones(5))": """
+        update_priorities: index must be the batch.index of a mixture's sample, of [5]
+        got a Sample""",
+    "mixture.update_priorities(states, batch.index, np.ones(5))": """
+        of a mixture's sample, of [5], got a Index of [4]""",
     # Rollouts.
     "rollout.minibatches(key, num_epochs=1, num_minibatches=5)": """
         length * num_envs = 12 does not divide into num_minibatches=5 equal ones

@@ -108,8 +108,63 @@ def test_rows_are_read_again(framework):
 def test_the_state_is_a_copy():
     replay = jr.Replay(uniform(track_episodes=True))
     replay.add(steps(0))
-    state = replay.state
+    state, table = replay.state, replay.episode_table()
     replay.add(steps(10))
-    look = lambda state: replay.buffer.episode_table(state).steps_from_start(jax.numpy.arange(6))
-    assert jax.jit(look)(state).tolist() == [0, 1, 2, 3, 4, 5]
+    for look in (replay.buffer.episode_table(state), table):
+        assert jax.jit(look.steps_from_start)(np.arange(6)).tolist() == [0, 1, 2, 3, 4, 5]
     assert np.asarray(state.counters.stored)[1].tolist() == [6, 6]  # the rows of each env
+
+
+def mixed(**options):
+    demos = jr.uniform(**{"capacity": 40, **OPTIONS, "num_envs": 1})
+    online = jr.prioritized(capacity=60, **OPTIONS, beta=0)
+    return jr.Replay(jr.mix(demos=(demos, 2), online=(online, 6)), framework="numpy", **options)
+
+
+def test_a_mixture_is_one_replay():
+    """Rows go to a member by its name; batches, priorities and figures are of all."""
+    replay = mixed(state={"demos": begun(uniform(), steps(1000))})
+    assert not replay.can_sample()
+    with pytest.raises(TimeoutError, match="online has 0 rows of at least 1"):
+        replay.sample(timeout=0)
+    for number in range(6):  # one at a time: they wait on the host
+        replay.add(nth(steps(number, time=1), 0), member="online")
+    assert replay.can_sample()
+    assert len(replay) == 10 + 10
+    index = replay.sample().index
+    replay.update_priorities(index, np.zeros(8))
+    batch = replay.sample()
+    assert batch.source.tolist() == [0, 0] + 6 * [1]
+    assert (batch.experience.reward[:2] >= 1000).all()
+    assert not set(batch.index.row[2:]) & set(index.row[2:])
+    online = {name: leaf[2:] for name, leaf in (("row", batch.index.row), ("lap", batch.index.lap))}
+    again = replay.get(online, member="online").experience.reward
+    np.testing.assert_array_equal(again, batch.experience.reward[2:])
+    np.testing.assert_array_equal(replay.age(online, member="online"), 5 - again % 100)
+    found = replay.inspect(member="demos").draws["rows that can be drawn"]
+    assert replay.metrics()["demos/size"] == found == 10
+    replay.merge(replay.state["online"], member="demos")
+    assert len(replay) == 30
+    replay.end_streams()
+    replay.add(nth(steps(6), 0), member="online")  # follows no other step
+    assert len(replay) == 30
+    replay.clear()
+    assert len(replay) == 0
+    assert not replay.can_sample()
+
+
+def test_a_mixture_asks_for_the_member():
+    replay = mixed(example=nth(steps(0), (0, 0)))
+    for call in (replay.add, replay.get, replay.age, replay.merge, replay.add_episodes):
+        with pytest.raises(ValueError, match=rf"{call.__name__}: member=None, but .* 'demos', 'on"):
+            call(steps(0))
+    with pytest.raises(ValueError, match="member='demo', but this Replay has one buffer"):
+        jr.Replay(uniform()).add(steps(0), member="demo")
+    with pytest.raises(ValueError, match="state: member='demo', but this Replay has 'demos'"):
+        mixed(state={"demo": None})
+    with pytest.raises(ValueError, match="must be a dict of its members' states, got a ReplayS"):
+        mixed(state=replay.state["demos"])
+    replay.add(steps(0), member="online")
+    replay.add(steps(0, num_envs=1), member="demos")
+    with pytest.raises(ValueError, match="sample: a batch of this mixture has 8 items, not 4"):
+        replay.sample(4)

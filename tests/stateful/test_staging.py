@@ -99,7 +99,7 @@ def test_a_loop_runs_one_program_for_its_adds_and_its_sample(monkeypatch):
         loop(20)
         assert sampled() <= 3
         assert extended() <= 3
-    monkeypatch.setattr(replay._watch, "_next_look", np.inf)  # it reads the rows now and then
+    monkeypatch.setattr(replay._owner.watch, "_next_look", np.inf)  # it reads the rows now and then
 
     def noted(name, real):
         return lambda *arguments, **options: seen.append(name) or real(*arguments, **options)
