@@ -1,17 +1,12 @@
-"""Kill a run and resume it with bit-identical returns: orbax for the agent, `Checkpointer` for the
-buffer.
+"""Kill a run and resume it with bit-identical returns: one checkpoint has the agent and the buffer.
 
     python examples/resume.py   # 2 minutes on two CPU cores
 
-Copy `Saves`. `save` writes the buffer first, and then the agent under the same step. A step that
-orbax has is therefore complete in both. If a kill leaves a step in one of them, the next run writes
-it again. Each save of the buffer writes the rows added since the previous save.
+A save is complete with both of them, or it does not count. It writes the rows that are new since
+the save before.
 
 The training of `dqn.py` runs twice: once without a break, and once in a process that is killed two
 times and started again. The returns of all chunks must be equal.
-
-References:
-  https://orbax.readthedocs.io, for `CheckpointManager`.
 """
 
 import argparse
@@ -29,49 +24,23 @@ import _common as common
 import dqn
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from tqdm import tqdm
 
-from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError
+from jaxreplay.checkpoint import Checkpointer
 
 
-class Saves:
-    """The checkpoints of a run: the agent's and the buffer's, in one folder."""
-
-    def __init__(self, folder):
-        options = ocp.CheckpointManagerOptions(max_to_keep=2)
-        self._agent = ocp.CheckpointManager(folder.absolute() / "agent", options=options)
-        self._replay = Checkpointer(folder / "replay", dqn.BUFFER, max_to_keep=3, progress=False)
-
-    def save(self, step, carry):
-        self._replay.save(carry.buffer_state, step)
-        self._agent.save(step, args=ocp.args.StandardSave(_without_buffer(carry)))
-        self._agent.wait_until_finished()
-
-    def restore(self, carry):
-        """Return the newest step that both have, and its carry; 0 and the given one without any."""
-        steps = set(self._agent.all_steps()) & set(self._replay.all_steps())
-        if not steps:
-            return 0, carry
-        agent = _without_buffer(carry)
-        del carry  # frees its buffer before another one is read
-        for step in sorted(steps, reverse=True):
-            try:
-                buffer_state = self._replay.restore(dqn.EXAMPLE, step)
-            except CorruptCheckpointError as error:
-                print(error, file=sys.stderr)
-                continue
-            for newer in steps:
-                if newer > step:
-                    self._agent.delete(newer)
-            agent = self._agent.restore(step, args=ocp.args.StandardRestore(agent))
-            key = jax.random.wrap_key_data(agent.key)
-            return step, agent.replace(buffer_state=buffer_state, key=key)
-        raise SystemExit("no step can be restored")
+def save(checkpointer, step, carry):
+    checkpointer.save(carry.buffer_state, step, extras=carry.replace(buffer_state=None))
 
 
-def _without_buffer(carry):
-    return carry.replace(buffer_state=None, key=jax.random.key_data(carry.key))
+def restored(checkpointer, carry):
+    """Return the newest saved step and its carry; 0 and the given one if none was saved."""
+    if not checkpointer.all_steps():
+        return 0, carry
+    agent = carry.replace(buffer_state=None)
+    del carry  # frees its buffer before another one is read
+    buffer_state, agent = checkpointer.restore(dqn.EXAMPLE, extras=agent)
+    return checkpointer.step, agent.replace(buffer_state=buffer_state)
 
 
 @functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
@@ -82,15 +51,15 @@ def train(carry, total, iterations):
 
 def work(folder, chunks, iterations, seed):
     """Train from the newest save on, and print each chunk's return."""
-    saves = Saves(folder)
+    checkpointer = Checkpointer(folder, dqn.BUFFER, max_to_keep=2, progress=False)
     init_key, evaluation_key = jax.random.split(jax.random.key(seed))
-    start, carry = saves.restore(jax.jit(dqn.init)(init_key))
+    start, carry = restored(checkpointer, jax.jit(dqn.init)(init_key))
     evaluate = jax.jit(dqn.evaluate)
     for chunk in range(start, chunks):
         carry = train(carry, chunks * iterations, iterations)
         mean = float(evaluate(carry, jax.random.fold_in(evaluation_key, chunk)))
         print(json.dumps({"chunk": chunk, "return": mean}), flush=True)
-        saves.save(chunk + 1, carry)
+        save(checkpointer, chunk + 1, carry)
 
 
 def run(folder, args, kills, bar):

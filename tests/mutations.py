@@ -144,8 +144,8 @@ MUTATIONS = (
     ),
     (
         "a damaged chunk is read",
-        "checkpoint/arrays.py",
-        "if own != checksum:",
+        "checkpoint/bundle.py",
+        "if checksum([content]) != sums.stored:",
         "if False:",
         "checkpoint/test_checkpoint_damage.py checkpoint/test_checkpoint_hostile.py",
     ),

@@ -6,14 +6,15 @@ Saves write only new rows, are atomic, and work in chunks, so they never hold a 
     checkpointer.save(state, step)
     state = checkpointer.restore(example)
 
-To save in the background, call `save(state, step, blocking=False)`, and `advance(state)` before
-each `add`.
+`save(state, step, extras=pytree)` saves the agent, too; `save(..., blocking=False)` writes in the
+background.
 """
 
 from typing import Any
 
 try:
     import google_crc32c as _google_crc32c  # noqa: F401
+    import msgspec as _msgspec  # noqa: F401
     import tensorstore as _tensorstore  # noqa: F401
     import tqdm as _tqdm  # noqa: F401
     import zstandard as _zstandard  # noqa: F401
@@ -27,7 +28,7 @@ from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.checkpointer import Checkpointer, bars
 from jaxreplay.checkpoint.contents import contents_of, generation_of
 from jaxreplay.checkpoint.files import CorruptCheckpointError, PathInUseError
-from jaxreplay.checkpoint.salvage import MissingRows
+from jaxreplay.checkpoint.restoring import MissingRows
 from jaxreplay.checkpoint.store import store_at
 from jaxreplay.checkpoint.verifying import Verified
 from jaxreplay.inspection.inspection import Inspection, inspection_of
@@ -51,27 +52,29 @@ def save(
     state: Any,
     *,
     step: int | None = None,
+    extras: Any = None,
     metadata: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """Write a complete checkpoint of a state under a path.
+    """Write a complete checkpoint of a state under a path, in place of what was there.
 
     The previous checkpoint is kept until the new one is complete. For repeated saves, which write
     only new rows, use a `Checkpointer`.
 
     Args:
       path: Folder, URL or TensorStore specification, as the `path` of a `Checkpointer`.
-      buffer: The `ReplayBuffer`, `Rollout` or sharded buffer that the state belongs to.
+      buffer: The `ReplayBuffer`, `Rollout`, `Mixture` or sharded buffer of the state.
       state: The buffer's state. It stays valid.
       step: 64-bit integer that names the checkpoint. Default: the newest step under the path plus
         1, and 0 if the path is empty.
+      extras: Pytree to save with it, as for `Checkpointer.save`. Default: none.
       metadata: JSON-compatible dict to store with the checkpoint, nested at most 100 deep.
         Default: an empty dict.
       options: More arguments of `Checkpointer`: `max_to_keep` (default here: 1), `chunk_bytes`,
         `compression_level`, `progress` and `timeout`.
     """
-    with Checkpointer(path, buffer, **{"max_to_keep": 1, **options}) as checkpointer:
-        checkpointer.save(state, step, metadata=metadata)
+    options = {"max_to_keep": 1, "overwrite": True, **options}
+    Checkpointer(path, buffer, **options).save(state, step, extras=extras, metadata=metadata)
 
 
 def restore(
@@ -80,6 +83,7 @@ def restore(
     example: Any,
     *,
     step: int | None = None,
+    extras: Any = None,
     allow_partial: bool = False,
     sharding: Any = None,
     **options: Any,
@@ -91,20 +95,23 @@ def restore(
 
     Args:
       path: Folder, URL or TensorStore specification, as the `path` of a `Checkpointer`.
-      buffer: A `ReplayBuffer`, or a sharded one, for steps with the saved leaves and `autoreset`;
-        all else may differ, as for `ReplayBuffer.adopt`. Or the `Rollout` that was saved.
+      buffer: A `ReplayBuffer`, `Mixture` or sharded buffer for steps with the saved leaves and
+        `autoreset`; all else may differ, as for `ReplayBuffer.adopt`. Or the `Rollout` that was
+        saved.
       example: One step of one env, or one item, as for `buffer.init`: pytree of arrays or
         `jax.ShapeDtypeStruct`s.
       step: Step of the checkpoint to restore. Default: the newest intact checkpoint.
-      allow_partial: Whether a checkpoint with damaged rows may be restored without them, with a
-        warning. Default: False.
+      extras: Pytree like the saved extras, as for `Checkpointer.restore`. Default: none.
+      allow_partial: Whether a checkpoint with damaged rows may be restored if none is intact, with
+        a warning: each env's rows up to the newest damaged one count as overwritten. Default:
+        False.
       sharding: Placement of the state's leaves, in the form of `out_shardings` of `jax.jit`.
         Default: the default device.
       options: More arguments of `Checkpointer`: `progress` and `timeout`. (`max_to_keep`,
         `chunk_bytes` and `compression_level` are accepted, and have no effect on a restore.)
 
     Returns:
-      A new state.
+      A new state; with `extras`, a tuple of it and the extras.
 
     Raises:
       FileNotFoundError: The path has no checkpoint, or none of that step.
@@ -112,7 +119,7 @@ def restore(
       CorruptCheckpointError: No checkpoint is intact, or the one of that step is damaged.
     """
     return Checkpointer(path, buffer, **options).restore(
-        example, step, allow_partial=allow_partial, sharding=sharding
+        example, step, extras=extras, allow_partial=allow_partial, sharding=sharding
     )
 
 

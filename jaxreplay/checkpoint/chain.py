@@ -1,27 +1,23 @@
 """The chain of checkpoints under a path, which is also the lock of its writers.
 
 A checkpoint becomes visible with its manifest, which is written last. Manifests are numbered, and
-each number is created once: of two writers that save at the same time, the second gets an error.
-All other files carry the number and the token of their writer in their names. A file that no kept
-manifest names is garbage if its writer is gone, or if there is a manifest two numbers later.
-
-A writer has a file that tells others who it is, from its first save until it is closed.
+each number is created once: of two writers that save at the same time, the second gets an error. A
+writer that has neither written nor restored the newest one is refused. All other files carry the
+number, and a token of their save, in their names. Once there is a manifest of that number, or of a
+later one, a file that no kept manifest names is garbage.
 """
 
 import contextlib
 import datetime
 import errno
-import json
 import os
 import re
 import secrets
 import socket
 import sys
 import warnings
-import weakref
-from typing import Any
 
-from jaxreplay._util.signals import defer_interrupts
+from jaxreplay._util.names import printable
 from jaxreplay.checkpoint.files import (
     MOST_BYTES,
     CorruptCheckpointError,
@@ -31,20 +27,25 @@ from jaxreplay.checkpoint.files import (
 )
 from jaxreplay.checkpoint.manifest import Manifest, checksum_of, manifest_name
 
+_KINDS = ("manifests", "rest", "rows")
 # Files with other names are never deleted.
-_OWN = re.compile(r"(?:manifests|rest|rows)/([0-9]{10})(?:-([0-9a-f]{8}))?(-[0-9]{6}|\.json.*)?")
-_MANIFEST = re.compile(r"[0-9]{10}(-[0-9a-f]{8})?\.json")
+_OWN = re.compile(
+    r"(?:manifests/([0-9]{10})\.json.*|(?:rest|rows)/([0-9]{10})-[0-9a-f]{8}-[0-9]{6}\.safetensors.*)"
+)
+_MANIFEST = re.compile(r"[0-9]{10}\.json")
 _TRIES = 20
-_PROCESS = secrets.token_hex(8)  # the system may reuse a process's pid
-_OURS: set[str] = set()  # tokens of this process's writers that have not left
-_GONE: dict[str, Any] = {}  # in place of a holder that is gone
 
 
-def whoami() -> dict[str, Any]:
+def whoami() -> dict[str, str]:
     """Describe this process for the errors of other processes."""
     since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     program = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "python"
-    return {"host": socket.gethostname(), "pid": os.getpid(), "program": program, "since": since}
+    return {
+        "host": socket.gethostname(),
+        "pid": str(os.getpid()),
+        "program": program,
+        "since": since,
+    }
 
 
 class Chain:
@@ -57,16 +58,13 @@ class Chain:
 
     def __init__(self, store: Files, max_to_keep: int):
         self._store, self._keep = store, max_to_keep
-        # A save that failed may leave files, so the next one has another token. Only the last one
-        # is in use.
-        self._tokens: list[str] = []
         # checksums and manifests of the last `read`, by file name
         self._known: dict[str, tuple[bytes, Manifest]] = {}
-        # files and folders; None if others may have written since they were listed
+        # files; None if others may have written since they were listed
         self._listed: set[str] | None = None
         self._newest_read = 0  # number of the newest manifest at the last `read`
-        self._pid = os.getpid()
-        weakref.finalize(self, _leave, store, self._tokens, self._pid)
+        self.seen = 0  # number of the newest manifest that this writer continues
+        self._asked = ""  # folder of the last checkpoint that the store was asked to commit
 
     def read(self) -> tuple[list[Manifest], list[str]]:
         """Read all manifests.
@@ -99,6 +97,8 @@ class Chain:
                     if name.removeprefix("manifests/") in before
                 }
                 self._newest_read = max((int(name[:10]) for name in before), default=0)
+                if self._newest_read < self.seen:
+                    problems.append(f"{manifest_name(self.seen)}, written or read here, is gone")
                 return list(found.values()), problems
 
     def _manifest(self, name: str) -> Manifest:
@@ -112,55 +112,21 @@ class Chain:
 
     def _manifests(self) -> list[str]:
         """Return the manifests' names, newest first."""
-        return [
-            name for name in reversed(self._store.entries("manifests")) if _MANIFEST.fullmatch(name)
-        ]
+        names = self._store.entries("manifests")
+        return [name for name in reversed(names) if _MANIFEST.fullmatch(name)]
 
-    def _newest(self) -> int:
-        return max((int(name[:10]) for name in self._manifests()), default=0)
+    def follow(self) -> None:
+        """Go on from the newest manifest of the last `read`, whoever wrote it."""
+        self.seen = self._newest_read
 
-    def enter(self, newest: Manifest | None, is_successor: bool) -> str:
-        """Begin a save, as the one writer of the path, after a `read`.
-
-        Args:
-          newest: The newest checkpoint.
-          is_successor: Whether this writer continues that checkpoint. It may then take the place of
-            a writer on another machine, which may be dead or alive.
-
-        Returns:
-          The name of the new checkpoint's folder.
+    def enter(self) -> str:
+        """Begin a save, after a `read`. Return the name of the new checkpoint's folder.
 
         Raises:
-          PathInUseError: Another writer has written the newest checkpoint, and is still there.
+          PathInUseError: Another writer has written the newest checkpoint.
         """
-        with defer_interrupts():
-            if newest is not None and newest.writer not in self._tokens:
-                holder = self._holder(newest.writer)
-                if holder is not _GONE and (_is_here(holder) or not is_successor):
-                    raise _held_by(self._store.name, holder)
-                self._store.delete(_file_of(newest.writer))
-            if not self._tokens:
-                self._tokens.append(secrets.token_hex(4))
-            content = json.dumps(whoami() | {"process": _PROCESS}).encode()
-            _OURS.add(self._tokens[-1])
-            self._store.create(_file_of(self._tokens[-1]), content)
-        return f"{self._newest_read + 1:010}-{self._tokens[-1]}"
-
-    def _holder(self, token: str) -> Any:
-        """Return who a writer is; `_GONE` if it has left, or its process ended on this machine."""
-        try:
-            holder = json.loads(self._store.read(_file_of(token), MOST_BYTES).tobytes())
-        except MissingError:
-            return _GONE
-        except ValueError:
-            return None
-        if not _is_here(holder):
-            return holder
-        if holder.get("process") == _PROCESS:
-            return holder if token in _OURS else _GONE
-        pid = holder.get("pid")
-        is_there = isinstance(pid, int) and pid != os.getpid() and _is_running(pid)
-        return holder if is_there else _GONE
+        self._check_newest(self._newest_read, self.seen)
+        return f"{self._newest_read + 1:010}-{secrets.token_hex(4)}"
 
     def commit(self, manifest: Manifest) -> None:
         """Create a manifest, which makes its checkpoint visible, and read it back.
@@ -181,45 +147,47 @@ class Chain:
             )
         self._known[name] = checksum_of(name, content), Manifest.from_bytes(name, content)
         self.check_newest(manifest.number - 1)
-        self.check_entered(manifest.folder, "was deleted, or replaced, while it was written to")
+        if missing := self._store.missing(manifest.file_names() - {name}):
+            raise OSError(
+                errno.ENOENT,
+                f"{missing[0]} is missing: {self._store.name} was deleted, or replaced, while it "
+                "was written to, or is another place for each process",
+            )
+        self._asked = manifest.folder
         is_created = self._store.create(name, content)
-        found = self._store.read(name, MOST_BYTES).tobytes()
-        if is_created and found != content:
+        found = b""
+        with contextlib.suppress(MissingError):  # others may have deleted it since
+            found = self._store.read(name, MOST_BYTES).tobytes()
+        if is_created and found not in (b"", content):
             raise CorruptCheckpointError(f"{name} is not as it was written")
-        # The answer to a request may be lost: it is this writer's, if its content is. And others
-        # may have taken the number, and have deleted it since.
-        self.check_newest(manifest.number if found == content else -1)
+        # The answer to a request may be lost: it is this writer's, if its content is.
+        self.check_newest(manifest.number if found == content else manifest.number - 1)
+        self.seen = manifest.number
 
     def check_newest(self, number: int) -> None:
-        """Raise a PathInUseError if there is another writer's manifest of a higher number."""
-        if (newest := self._newest()) > number:
-            writer = self._manifest(manifest_name(newest)).writer
-            if writer not in self._tokens:
-                raise _held_by(self._store.name, self._holder(writer))
+        """Raise a PathInUseError if there is a manifest of a higher number: another writer's."""
+        self._check_newest(max((int(name[:10]) for name in self._manifests()), default=0), number)
 
-    def check_entered(self, folder: str, cause: str) -> None:
-        """Raise an OSError if this process does not find the file of the writer of a checkpoint.
+    def _check_newest(self, newest: int, number: int) -> None:
+        if newest > number:
+            writer: dict[str, str] = {}
+            with contextlib.suppress(CorruptCheckpointError):
+                manifest = self._manifest(manifest_name(newest))
+                if manifest.folder == self._asked:  # whose answer was lost
+                    self.seen = newest
+                    return
+                writer = manifest.writer
+            raise _held_by(self._store.name, writer)
 
-        Args:
-          folder: The checkpoint's folder.
-          cause: What is wrong with the path then.
-        """
-        try:
-            self._store.read(_file_of(folder[11:]), MOST_BYTES)
-        except MissingError:
-            raise OSError(errno.ENOENT, f"{self._store.name} {cause}") from None
-
-    def abandon(self) -> None:
-        """Take another token: a save has failed, and may have left files or still write some."""
-        self._listed = None
-        if self._tokens:
-            self._tokens.append(secrets.token_hex(4))
-
-    def leave(self) -> None:
-        """Release the path to other writers."""
-        self._listed = None
-        with defer_interrupts():
-            _leave(self._store, self._tokens, self._pid)
+    def abandon(self, folder: str) -> None:
+        """Delete the files of a save that failed, as far as that can be done now."""
+        self._listed = None  # a later save deletes the others
+        if folder and folder != self._asked:  # the store may still commit what it was asked to
+            for kind in _KINDS[1:]:
+                with contextlib.suppress(Exception):
+                    for name in self._store.entries(kind):
+                        if name.startswith(folder):
+                            self._store.delete(f"{kind}/{name}")
 
     def collect(self, base: Manifest | None = None) -> None:
         """Delete older checkpoints, and files that incomplete saves have left.
@@ -232,74 +200,35 @@ class Chain:
         # The list is kept: this writer knows what it adds, and listing an object store may take
         # hundreds of requests.
         if self._listed is None:
-            kinds = ("manifests", "rest", "rows")
             self._listed = {
-                f"{kind}/{name}" for kind in kinds for name in self._store.entries(kind)
+                f"{kind}/{name}" for kind in _KINDS for name in self._store.entries(kind)
             }
-        found = {name: own for name in sorted(self._listed) if (own := _OWN.fullmatch(name))}
-        is_gone = {
-            token: token in self._tokens or self._holder(token) is _GONE
-            for token in {own[2] for own in found.values()} - {None}
-        }
-        # Read after that: the manifest of a writer who has left is there.
         kept = [*self.read()[0][: self._keep], *([] if base is None else [base])]
         newest = max((manifest.number for manifest in kept), default=0)
-        named = {name for manifest in kept for name in manifest.files()}
-        for name, own in found.items():  # manifests first: each needs the files that it names
-            number, token = int(own[1]), own[2]
-            is_late = number + (token is not None) < newest
-            if name not in named and (is_late or is_gone.get(token)):
+        named = {name for manifest in kept for name in manifest.file_names()}
+        for name in sorted(self._listed - named):  # manifests first: each needs its files
+            own = _OWN.fullmatch(name)
+            if own is not None and name not in named and int(own[1] or own[2]) <= newest:
                 try:
                     self._store.delete(name)
                     self._listed.discard(name)
                 except (OSError, ValueError, RuntimeError) as error:
                     if name in self._known:  # a manifest that stays needs the files it names
-                        named |= self._known[name][1].files()
+                        named |= self._known[name][1].file_names()
                     warnings.warn(
                         f"{name} is no longer needed, but cannot be deleted: {error}", stacklevel=2
                     )
         self._listed |= named
 
 
-def _file_of(token: str) -> str:
-    return f"writers/{token}.json"
-
-
-def _leave(store: Files, tokens: list[str], pid: int) -> None:
-    """Delete a writer's files, unless this is a forked child."""
-    while tokens and pid == os.getpid():
-        with contextlib.suppress(Exception):  # others see when the process has ended
-            store.delete(_file_of(tokens[-1]))
-        _OURS.discard(tokens.pop())
-
-
-def _held_by(where: str, holder: Any) -> PathInUseError:
-    """Return the error for a second writer. `holder`: the first writer's `whoami()`, or whatever
-    was read in its place."""
-    known = {
-        name: str(holder[name])[:100]
-        for name in ("host", "pid", "program", "since")
-        if isinstance(holder, dict) and name in holder
-    }
+def _held_by(where: str, writer: dict[str, str]) -> PathInUseError:
+    """Return the error for a second writer. `writer`: the first writer's `whoami()`."""
+    known = {name: printable(str(value)[:100]) for name, value in writer.items()}
     who = ", ".join(f"{name} {value}" for name, value in known.items()) or "an unknown process"
     mine = whoami()
-    is_own = (known.get("host"), known.get("pid")) == (mine["host"], str(mine["pid"]))
-    cure = "close() that Checkpointer first" if is_own else "give each run a path of its own"
+    is_own = (known.get("host"), known.get("pid")) == (mine["host"], mine["pid"])
     return PathInUseError(
-        f"{where} is being written to by {'this process, ' if is_own else ''}{who}; two writers "
-        f"would mix their files: {cure}"
+        f"{where} has a newer checkpoint, by {'this process, ' if is_own else ''}{who}; two runs "
+        "would delete each other's: restore it first, to go on from it, give each run a path of "
+        "its own, or pass overwrite=True to replace it"
     )
-
-
-def _is_here(holder: Any) -> bool:
-    return isinstance(holder, dict) and holder.get("host") == socket.gethostname()
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        pass
-    return True

@@ -1,53 +1,50 @@
 """`Checkpointer`: incremental saves of one run, and restores."""
 
+import collections
 import contextlib
 import copy
-import functools
 import json
 import operator
 import os
 import sys
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 from tqdm import tqdm
 
-from jaxreplay._util import checks
+from jaxreplay._util import checks, pow2
 from jaxreplay._util.checks import check_not_forked
 from jaxreplay._util.signals import defer_interrupts
+from jaxreplay.buffers.mixture import Mixture
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.rollout import Rollout
 from jaxreplay.buffers.state_checks import check_state
-from jaxreplay.checkpoint import planning, restoring, rows, schema, verifying
+from jaxreplay.checkpoint import extras as extras_of, planning, restoring, rows, verifying
 from jaxreplay.checkpoint.chain import Chain
-from jaxreplay.checkpoint.files import CorruptCheckpointError
 from jaxreplay.checkpoint.fits import check_path
-from jaxreplay.checkpoint.manifest import STEPS, Manifest
+from jaxreplay.checkpoint.manifest import MOST_DEPTH, STEPS, Manifest, check_depth
+from jaxreplay.checkpoint.planning import Plan, Split
 from jaxreplay.checkpoint.processes import Processes
+from jaxreplay.checkpoint.restoring import MissingRows, Reading
 from jaxreplay.checkpoint.rows import Parts
-from jaxreplay.checkpoint.salvage import MissingRows
 from jaxreplay.checkpoint.saving import Saving
 from jaxreplay.checkpoint.shards import Shards
 from jaxreplay.checkpoint.store import store_at
-from jaxreplay.checkpoint.verifying import Rounds, Verified
+from jaxreplay.checkpoint.verifying import Verified
 from jaxreplay.distributed.sharded import Sharded
-from jaxreplay.storage import row_flags
 
 _MIB = 2**20
-_SMALL = 8 * _MIB  # bytes that `advance` copies at a time
 
 
 class Checkpointer:
-    """Save a buffer's state under a path, and restore it bit-identically.
+    """Save a buffer's state under a path, and restore it bit-identically; and the agent with it.
 
     A save writes the rows added since the previous save. Written completely each time are what the
-    sampler knows, such as a priority of each row, the counters of each env, and all of a `Rollout`.
-    A checkpoint becomes visible when its manifest is written, as the last file. If a save fails,
-    the previous checkpoint is kept. Besides the state, a save or restore takes at most three chunks
-    of memory; a save also what it writes completely, and a restore up to 64 bytes a row for what it
-    computes. With a sharded buffer, that is on the host of each process.
+    sampler knows, such as a priority of each row, the counters of each env, the `extras`, and all
+    of a `Rollout`. A checkpoint becomes visible when its manifest is written, as the last file. If
+    a save fails, the previous checkpoint is kept. Besides the state, a save or restore takes at
+    most three chunks of memory; a save also what it writes completely, and a restore up to 64 bytes
+    a row for what it computes. With a sharded buffer, that is on the host of each process.
 
     After a restore, the attributes `step`, `metadata` and `missing_rows` describe the restored
     checkpoint; before, they are None, {} and [].
@@ -56,14 +53,15 @@ class Checkpointer:
       path: Where the checkpoints of one run are kept. A folder; a URL that TensorStore opens, such
         as "gs://bucket/replay"; an open `tensorstore.KvStore`; or TensorStore's specification of
         one: {"driver": "s3", "bucket": "runs", "path": "replay",
-        "endpoint": "http://127.0.0.1:9000", "aws_region": "us-east-1"}. The first save claims the
-        path for this object, until `close` or until the object or its process ends. Reading needs
-        no claim.
-      buffer: The `ReplayBuffer`, `Rollout` or `jaxreplay.sharded` buffer whose states are saved. A
-        sharded state is saved as that of one buffer, so that any number of devices restores it. If
-        it is sharded over several processes, all call the methods together, with equal arguments,
-        and see one path. An error in one is raised in all.
+        "endpoint": "http://127.0.0.1:9000", "aws_region": "us-east-1"}. One run writes to a path.
+      buffer: The `ReplayBuffer`, `Rollout`, `Mixture` or `jaxreplay.sharded` buffer whose states
+        are saved; of a mixture, a dict of each member's. A sharded state is saved as that of one
+        buffer, so that any number of devices restores it. If it is sharded over several processes,
+        all call the methods together, with equal arguments, and see one path. An error in one is
+        raised in all.
       max_to_keep: Number of newest checkpoints to keep. Default: 3.
+      overwrite: Whether the first save replaces checkpoints of an earlier run, which was not
+        restored. If not, it is refused. Default: False.
       chunk_bytes: Memory in bytes for rows that are being copied or written. A file holds at most
         half of it, but at least one row. Default: 64 MiB.
       compression_level: Level of zstd compression, from 1 (fast) to 22, or None to write without
@@ -81,9 +79,10 @@ class Checkpointer:
       >>> buffer = jr.items(capacity=4, batch_size=2)
       >>> checkpointer = Checkpointer("memory://example", buffer)
       >>> state = buffer.add(buffer.init(jnp.zeros(())), jnp.ones(1))
-      >>> checkpointer.save(state, step=1)
-      >>> int(buffer.size(checkpointer.restore(jnp.zeros(()))))
-      1
+      >>> checkpointer.save(state, step=1, extras={"params": jnp.ones(3)})
+      >>> state, extras = checkpointer.restore(jnp.zeros(()), extras={"params": jnp.zeros(3)})
+      >>> int(buffer.size(state)), extras["params"].tolist()
+      (1, [1.0, 1.0, 1.0])
     """
 
     def __init__(
@@ -92,35 +91,37 @@ class Checkpointer:
         buffer: Any,
         *,
         max_to_keep: int = 3,
+        overwrite: bool = False,
         chunk_bytes: int = 64 * _MIB,
         compression_level: int | None = 1,
         progress: bool | None = None,
         timeout: float = 60.0,
     ):
-        if not isinstance(buffer, ReplayBuffer | Rollout | Sharded):
+        if not isinstance(buffer, ReplayBuffer | Rollout | Mixture | Sharded):
             raise ValueError(
-                "Checkpointer: buffer must be a ReplayBuffer, a Rollout or a sharded buffer, got "
-                f"{type(buffer).__name__}; instead of jaxreplay.jit(buffer) pass "
-                "buffer; for a mixture use one Checkpointer and one path per part"
+                "Checkpointer: buffer must be a ReplayBuffer, a Rollout, a Mixture or a sharded "
+                f"buffer, got {type(buffer).__name__}; instead of jaxreplay.jit(buffer) pass buffer"
             )
         checks.check_size("Checkpointer", "max_to_keep", max_to_keep)
         checks.check_size("Checkpointer", "chunk_bytes", chunk_bytes)
         self.buffer: Any = buffer
         self._shards = Shards(buffer) if isinstance(buffer, Sharded) else None
-        self._buffer: Any = buffer if self._shards is None else self._shards.buffer
         self._processes = Processes() if self._shards is None else self._shards.processes
+        whole: Any = buffer if self._shards is None else self._shards.buffer
+        # buffers by the names of a mixture's members
+        self._members: dict[str, Any] = {"": whole}
+        if isinstance(buffer, Mixture):
+            self._members = {name: one for name, one, _ in buffer.members}
+        self._whole = whole
         self._pid = os.getpid()
         self._store = store_at(path, timeout)
         self.path: str = self._store.name
         self._chain = Chain(self._store, max_to_keep)
+        self._overwrite = overwrite
         self._chunk_bytes, self._level, self._bar = chunk_bytes, compression_level, bars(progress)
         self._base: Manifest | None = None  # which the current state continues
-        self._origin = ""  # folder of the restored checkpoint
         self._saving: Saving | None = None
-        self._has_saved = False
-        # number of the newest manifest while this object writes to the path, None if not known
-        self._newest: int | None = None
-        self._rounds = Rounds(self._store)
+        self._plan: Plan | None = None  # of the running save
         self.step: int | None = None  # of the restored checkpoint
         self.metadata: dict[str, Any] = {}  # of the restored checkpoint
         # rows that a partial restore left out
@@ -129,7 +130,9 @@ class Checkpointer:
     def all_steps(self) -> list[int]:
         """Return the steps of the existing checkpoints, newest last. Only their manifests are
         checked."""
-        return [manifest.step for manifest in reversed(self._chain.read()[0])]
+        # of its own: a save in the background reads and writes the chain's
+        found, _ = Chain(self._store, max_to_keep=1).read()
+        return [manifest.step for manifest in reversed(found)]
 
     def latest_step(self) -> int | None:
         """Return the step of the newest checkpoint, or None if there is none."""
@@ -137,8 +140,7 @@ class Checkpointer:
 
     @property
     def is_saving(self) -> bool:
-        """True from `save(..., blocking=False)` until `wait_until_finished` or, in one process
-        alone, `advance` finds the save complete or failed."""
+        """True from `save(..., blocking=False)` until `wait_until_finished`."""
         return self._saving is not None
 
     def save(
@@ -146,31 +148,35 @@ class Checkpointer:
         state: Any,
         step: int | None = None,
         *,
+        extras: Any = None,
         blocking: bool = True,
         metadata: dict[str, Any] | None = None,
     ) -> None:
-        """Write a checkpoint.
+        """Write a checkpoint: of the state, and of all that goes with it.
 
         A background save that is still running is finished first. If the save fails, the existing
         checkpoints are kept.
 
         Args:
-          state: The buffer's state. It stays valid. Rows that it has in common with the state that
-            was last saved or restored here are not written again.
+          state: The buffer's state, or a dict of a mixture's members' states. It stays valid. Rows
+            that it has in common with the state that was last saved or restored here are not
+            written again.
           step: 64-bit integer that names the checkpoint. A checkpoint of the same step is replaced.
             Default: the newest step plus 1, and 0 for the first save.
-          blocking: Whether to return only after the checkpoint is written. If False, rows are
-            copied step by step: call `advance` before each `add`, and `wait_until_finished` before
-            a `clear` and at the end, where several processes commit the save. What is written
-            completely is copied first; if a `Rollout` has more than `chunk_bytes`, it is written
-            before this returns. Default: True.
+          extras: Pytree of arrays, random keys and numbers, such as parameters, the optimizer's
+            state, envs and observations. One checkpoint has the rows and these, or neither.
+            Written completely. Several processes pass equal ones. Default: none.
+          blocking: Whether to return only after the checkpoint is written. If False, the save
+            returns when everything is copied but for what is in memory already, at most three
+            chunks, and writes that in the background; several processes commit it in
+            `wait_until_finished`. Default: True.
           metadata: JSON-compatible dict to store with the checkpoint, nested at most 100 deep.
             After a restore it is the attribute `metadata`. Default: an empty dict.
 
         Raises:
-          PathInUseError: Another process or `Checkpointer` writes to the path.
+          PathInUseError: Another run has written the newest checkpoint, and was not restored here.
           OSError: The checkpoint could not be written, for example because the disk is full.
-          RuntimeError: Rows were overwritten before they were copied, or the process was forked.
+          RuntimeError: The process was forked.
           ValueError: `state` belongs to another buffer, the path has checkpoints of another buffer,
             `step` exceeds 64 bits, or `metadata` is nested too deep. Or several processes pass
             different arguments, or a state that does not lie where `init` puts it.
@@ -178,210 +184,147 @@ class Checkpointer:
         """
         check_not_forked("this Checkpointer", self._pid)
         with self._processes.agreed():
-            self._check_state("save", state)
+            states = self._checked_states("save", state)
             metadata = _checked_metadata(metadata or {})
             step = None if step is None else _checked_step(step)
-        self.wait_until_finished(state)
+            extra = extras_of.leaves_of(extras)
+        self.wait_until_finished()
         with self._ending():
-            parts = self._parts_of(state)
-            stored, rest = (rows if self._shards is None else self._shards).split(state)
-            plan = self._planned(stored, rest, parts, step, blocking, metadata)
-            self._begin(plan, rest, parts, blocking)
+            splits = {name: self._split(name, own) for name, own in states.items()}
+            self._plan = plan = self._planned(splits, extra, step, blocking, metadata)
+            self._begin(plan, splits)
             if blocking:
-                self._finish(parts)
-            else:
-                self._advance(state, 0)
+                self._finish()
+
+    def _split(self, name: str, state: Any) -> Split:
+        """Divide a member's state into what a checkpoint has of it."""
+        if self._shards is not None:
+            parts = self._shards.parts(state)
+            return Split(self._members[name], *self._shards.split(state), parts)
+        return Split(self._members[name], *rows.split(state), Parts.of(state))
 
     def _planned(
         self,
-        stored: Any,
-        rest: Any,
-        parts: Parts,
+        splits: dict[str, Split],
+        extras: dict[str, Any],
         step: int | None,
         blocking: bool,
         metadata: dict[str, Any],
-    ) -> planning.Plan:
-        """Claim the path, and plan a save. All processes return the same plan."""
-        first, found, self._newest = self._processes.first, [], None
+    ) -> Plan:
+        """Plan a save. All processes return the same plan."""
         options = self._chunk_bytes, self._level, blocking
 
-        def enter() -> tuple[str, int, bool, Any, Any]:
-            found.extend(self._chain.read()[0])
-            newest = found[0] if found else None
-            folders = [one.folder for one in found]
-            base = None if self._base is None else self._base.folder
-            folder = self._chain.enter(newest, base in folders[:1])
-            own = (0 if newest is None else newest.step + 1) if step is None else step
-            return folder, _checked_step(own), base in folders, metadata, options
+        def enter() -> tuple[Any, ...]:
+            found = self._chain.read()[0]
+            if self._overwrite:
+                self._chain.follow()
+                self._overwrite = False
+            folder = self._chain.enter()
+            own = (found[0].step + 1 if found else 0) if step is None else step
+            is_base_there = self._base is not None and self._base.folder in {
+                one.folder for one in found
+            }
+            return folder, _checked_step(own), is_base_there, metadata, options
 
-        def check() -> None:
-            if damaged:  # or another writer was faster, and has deleted them
-                self._chain.check_newest(plan.draft.number - 1)
-            goes_on = self._base is not None or self._origin in [one.folder for one in found]
-            check_path(self._store.name, found, plan.draft, goes_on)
-            self._chain.collect(self._base)
-
-        folder, step, is_base_there, metadata, of_first = first(enter)
+        folder, own_step, is_base_there, metadata, of_first = self._processes.first(enter)
         if options != of_first:
             raise ValueError(
                 "save: chunk_bytes, compression_level and blocking must be equal in all processes"
             )
-        self._chain.check_entered(folder, "is another place for each process: share it")
-        self._newest = int(folder[:10]) - 1
+        goes_on = self._base is not None
         if not is_base_there:
             self._base = None  # it was deleted by another process
-        # Some groups are copied while others are written; compressed ones are in memory twice.
-        group_bytes = self._chunk_bytes // (2 if self._level is None else 4)
-        damaged: dict[str, str] = {}
-        planned = functools.partial(
-            planning.planned,
-            self._store,
-            self._buffer,
-            stored,
-            rest,
-            parts,
+        plan = planning.planned(
+            self._whole,
+            splits,
+            extras,
             self._base,
             folder=folder,
-            step=step,
+            step=own_step,
             metadata=metadata,
-            group_bytes=group_bytes if blocking else min(group_bytes, _SMALL),
+            # some groups are copied while others are written; compressed ones are in memory twice
+            group_bytes=self._chunk_bytes // (2 if self._level is None else 4),
+            piece_bytes=max(self._chunk_bytes // 8, 1),
             is_compressed=self._level is not None,
-            damaged=damaged,
         )
-        plan = planned()
-        while more := first(functools.partial(self._rounds.look, plan)):
-            damaged |= more
-            plan = planned()
-        first(check)
-        for problem in damaged.values():
-            warnings.warn(
-                f"save: {problem}: damaged since it was written; its rows are still in the buffer "
-                "and are written again",
-                stacklevel=3,
-            )
+
+        def check() -> None:
+            found = self._chain.read()[0]
+            check_path(self._store.name, found, plan.draft, goes_on)
+            self._chain.collect(self._base)
+
+        self._processes.first(check)
         return plan
 
-    def _begin(self, plan: planning.Plan, rest: Any, parts: Parts, blocking: bool) -> None:
-        """Start the threads of a save, and let them write everything but the rows."""
-        is_rollout = not plan.draft.rows  # whose leaves are not copied yet
-        rest_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(rest))
-        is_copied = is_rollout and rest_bytes <= self._chunk_bytes and not blocking
-        num = self._processes.num
-        bar = self._bar(f"save {plan.draft.step}", plan.num_bytes // num)  # about this one's part
-        with defer_interrupts():  # an interrupt here would leave threads that nothing ends
-            self._saving = Saving(
-                self._store,
-                plan,
-                parts,
-                rows.copied(rest) if is_copied else rest,
-                is_own=is_copied or not is_rollout,
-                chunk_bytes=self._chunk_bytes // 8,
-                level=self._level,
-                is_alone=num == 1,
-                commit=lambda written, chunks: self._commit(plan.manifest(written, chunks), bar),
-                progress=bar.update,
-            )
+    def _begin(self, plan: Plan, splits: dict[str, Split]) -> None:
+        """Start the threads of a save, and copy for them what this process has."""
+        num, index = self._processes.num, self._processes.index
+        with defer_interrupts():
+            bar = self._bar(f"save {plan.draft.step}", plan.num_bytes // num)
+        saving = self._saving = Saving(self._store, self._level, bar)
+        for name, pieces in plan.rest_files()[index::num]:
+            copies = lambda pieces=pieces: {
+                one.name: rows.piece_of(plan.rest[one.name], one.start, one.stop) for one in pieces
+            }
+            saving.put(name, copies)
+        for member, new in plan.new_groups():
+            # all of one size: few programs are compiled, and memory is used again
+            size = pow2.power_above(max((group.num_rows for group in new), default=1))
+            spares: dict[int, list[Any]] = collections.defaultdict(list)  # of each part
+            for group in new:
+                if (part := splits[member].parts.having(group.env)) is not None:
+                    picked = part.indices(group.rows())
+                    padded = pow2.padded(picked, size, picked[-1])
+                    spare = spares[part.env]
+                    copy_of = lambda part=part, padded=padded, spare=spare: rows.read(
+                        part.state, padded, spare.pop() if spare else None
+                    )
+                    saving.put(group.file, copy_of, len(picked), spare)
+        plan.rest.clear()  # it is copied
+        saving.close((lambda: self._commit(plan, saving.written)) if num == 1 else None)
 
-    def _commit(self, manifest: Manifest, bar: Any) -> None:
+    def _commit(self, plan: Plan, written: dict[str, Any]) -> None:
         """Write the manifest of a complete checkpoint, and delete checkpoints that are not kept."""
+        manifest = plan.manifest(written)
         self._processes.first(lambda: self._chain.commit(manifest))
-        self._base, self._has_saved, self._newest = manifest, True, manifest.number
-        bar.close()
+        self._base = manifest
         self._processes.first(self._chain.collect)
 
-    def advance(self, state: Any, num_steps: int = 1) -> None:
-        """Copy some rows for a background save, those first that will be overwritten first.
-
-        Does nothing if no save is running. An error of the save is raised here, or, if several
-        processes save, by `wait_until_finished`.
-
-        Args:
-          state: The buffer's state before the next `add` or `extend`. It stays valid.
-          num_steps: Number of steps that the next call adds per env. Default: 1.
-
-        Raises:
-          OSError: The checkpoint could not be written.
-          PathInUseError: Another writer has taken the path.
-          RuntimeError: `state` is from another run, or rows were overwritten or cleared before they
-            were copied.
-        """
-        if self._saving is not None:
-            with self._ending(is_together=False):
-                self._advance(state, num_steps)
-
-    def _advance(self, state: Any, num_steps: int) -> None:
-        assert self._saving is not None
-        if not self._saving.is_running and self._processes.num == 1:
-            self._saving.join()
-            self._saving = None
-        elif not self._saving.is_copied:
-            rows_per_step = row_flags.rows_per_step(self._buffer.autoreset)
-            self._saving.advance(lambda: self._parts_of(state), num_steps * rows_per_step)
-
-    def _parts_of(self, state: Any) -> Parts:
-        """Return the parts of a state, from which rows can be copied."""
-        return Parts.of(state) if self._shards is None else self._shards.parts(state)
-
-    def wait_until_finished(self, state: Any) -> None:
-        """Copy all rows that a background save still needs, and wait until it is complete.
+    def wait_until_finished(self) -> None:
+        """Wait until a background save is complete.
 
         Does nothing if no save is running. An error of the save is raised here.
 
-        Args:
-          state: The buffer's current state. It stays valid.
-
         Raises:
           OSError: The checkpoint could not be written.
-          PathInUseError: Another writer has taken the path.
-          RuntimeError: `state` is from another run, or rows were overwritten or cleared before they
-            were copied.
+          PathInUseError: Another writer was faster.
         """
         if self._saving is not None:
             with self._ending():
-                self._finish(self._parts_of(state))
+                self._finish()
 
-    def _finish(self, parts: Parts) -> None:
-        saving = self._saving
+    def _finish(self) -> None:
+        saving, plan = self._saving, self._plan
         assert saving is not None
-        own = saving.finish(parts)
+        assert plan is not None
+        saving.join()
         if self._processes.num > 1:
-            written, chunks = {}, {}
-            for one, its_chunks in self._processes.told(own):
+            written: dict[str, Any] = {}
+            for one in self._processes.told(saving.written):
                 written |= one
-                chunks |= its_chunks
-            saving.commit(written, chunks)
-        self._saving = None
+            self._commit(plan, written)
+        self._saving = self._plan = None
 
     def close(self) -> None:
-        """End a background save and release the path to other writers.
-
-        A save whose rows are all copied is completed; any other is cancelled. The object can still
-        be used: its next save claims the path again.
-
-        Raises:
-          RuntimeError: A save was cancelled, because it needed more rows.
-          OSError: The save could not be written.
-        """
-        try:
-            if (saving := self._saving) is not None:
-                with self._ending():
-                    if not saving.is_copied:
-                        raise RuntimeError(
-                            "close: a save was incomplete and is cancelled; call "
-                            "wait_until_finished(state) first"
-                        )
-                    self._finish(Parts([], [], self._processes))
-        finally:
-            self._chain.leave()
+        """End a background save, as `wait_until_finished` does. The object can still be used."""
+        self.wait_until_finished()
 
     def __enter__(self) -> "Checkpointer":
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        """Close. After an error, cancel a save that needs more rows, and let the error
-        propagate."""
-        saving, is_alone = self._saving, self._processes.num == 1  # others know of no error
-        if kind is not None and saving is not None and not (saving.is_copied and is_alone):
+        """Close. After an error, which other processes do not know of, cancel a save with them."""
+        if kind is not None and self._processes.num > 1:
             self._abandon()
         self.close()
 
@@ -390,6 +333,7 @@ class Checkpointer:
         example: Any,
         step: int | None = None,
         *,
+        extras: Any = None,
         allow_partial: bool = False,
         sharding: Any = None,
     ) -> Any:
@@ -406,23 +350,26 @@ class Checkpointer:
 
         Args:
           example: One step of one env, or one item, as for `buffer.init`: pytree of arrays or
-            `jax.ShapeDtypeStruct`s.
+            `jax.ShapeDtypeStruct`s. For a mixture a dict of each member's by name, or one for all.
           step: Step of the checkpoint to restore. Default: the newest intact checkpoint.
-          allow_partial: Whether a checkpoint with damaged rows may be restored without them, with a
-            warning. The gaps are closed, and an episode that lost rows counts as truncated there,
-            so steps are paired only if they followed each other. `missing_rows` lists the lost
-            rows. Default: False.
+          extras: Pytree like the saved extras: JAX arrays or `jax.ShapeDtypeStruct`s, to whose
+            sharding the restored ones go; NumPy arrays and numbers, which become the same; random
+            keys. Default: none, and only the state is returned.
+          allow_partial: Whether a checkpoint with damaged rows may be restored if none is intact,
+            with a warning. Each env's rows that are older than the newest damaged ones count as
+            overwritten; `missing_rows` lists them. Default: False.
           sharding: Placement of the state's leaves, in the form of `out_shardings` of `jax.jit`.
             If it is given, free memory is not checked beforehand. A sharded buffer takes none.
             Default: the default device, or the sharded buffer's mesh.
 
         Returns:
-          A new state.
+          A new state, or a dict of a mixture's members' states. With `extras`, a tuple of it and
+          the extras.
 
         Raises:
           FileNotFoundError: There is no checkpoint, or none of that step.
           ValueError: The steps of the checkpoint have other leaves, which the error names, or
-            another `autoreset`. Or `sharding` is given for a sharded buffer, or
+            another `autoreset`; or other extras. Or `sharding` is given for a sharded buffer, or
             several processes pass different arguments.
           CorruptCheckpointError: No checkpoint is intact, or the one of that step is damaged; the
             error names the files.
@@ -430,30 +377,34 @@ class Checkpointer:
         """
         check_not_forked("this Checkpointer", self._pid)
         if self._saving is not None:
-            raise RuntimeError(
-                "restore: a save is under way; call wait_until_finished(state) first"
-            )
+            raise RuntimeError("restore: a save is under way; call wait_until_finished() first")
         if self._shards is not None and sharding is not None:
             raise ValueError("restore: a sharded buffer's mesh is its own; leave out sharding")
+        examples = dict.fromkeys(self._members, example)
+        if isinstance(self.buffer, Mixture) and isinstance(example, dict):
+            examples = example if example.keys() == examples.keys() else examples
+
+        def state_of(name: str, reading: Reading) -> Any:
+            if self._shards is not None:
+                return self._shards.restored(example, reading)
+            return reading.state(self._members[name], examples[name], sharding)
+
         with self._processes.agreed():
             found = restoring.restored(
                 self._store,
                 self._chain,
-                self._buffer,
-                self._shards,
-                example,
-                step,
-                allow_partial,
-                sharding,
+                self._processes,
+                restoring.Request(
+                    self._whole, self._members, examples, extras, step, allow_partial
+                ),
+                state_of,
                 self._bar,
             )
-        self._base, self.step, self.metadata = (
-            None if found.lost else found.manifest,
-            found.manifest.step,
-            copy.deepcopy(found.manifest.metadata),
-        )
-        self._origin, self.missing_rows = found.manifest.folder, found.lost
-        return found.state
+        self._base, self.step = found.manifest, found.manifest.step
+        self.metadata, self.missing_rows = copy.deepcopy(found.manifest.metadata), found.lost
+        self._chain.follow()
+        states = found.states if isinstance(self.buffer, Mixture) else found.states[""]
+        return states if extras is None else (states, found.extras)
 
     def verify(self) -> list[Verified]:
         """Read all files of all checkpoints and compare them with their checksums.
@@ -461,43 +412,41 @@ class Checkpointer:
         Returns:
           A `Verified` for each checkpoint, newest first, with its problems.
         """
-        return verifying.verified(self._store, self._chain, self._bar)
+        return verifying.verified(self._store, Chain(self._store, max_to_keep=1), self._bar)
 
     @contextlib.contextmanager
-    def _ending(self, is_together: bool = True) -> Iterator[None]:
-        """Cancel the running save on an error.
-
-        Args:
-          is_together: Whether all processes come here together.
-        """
+    def _ending(self) -> Iterator[None]:
+        """Cancel the running save on an error."""
         check_not_forked("this Checkpointer", self._pid)
         try:
-            with self._processes.agreed() if is_together else contextlib.nullcontext():
-                try:
-                    yield
-                except FileNotFoundError as error:  # files of a late writer are deleted
-                    if self._newest is not None and not self._processes.is_known(error):
-                        self._chain.check_newest(self._newest)
-                    raise
+            with self._processes.agreed():
+                yield
         except BaseException:
             self._abandon()
-            if not self._has_saved:  # free the path for other writers
-                self._chain.leave()
             raise
 
     def _abandon(self) -> None:
-        saving, self._saving = self._saving, None
-        self._chain.abandon()
+        saving, plan = self._saving, self._plan
+        self._saving = self._plan = None
         if saving is not None:
             saving.abandon()
+        if plan is not None:
+            self._chain.abandon(plan.draft.folder)
 
-    def _check_state(self, where: str, state: Any) -> None:
+    def _checked_states(self, where: str, state: Any) -> dict[str, Any]:
+        """Return the states of the members by name, or raise a ValueError if they are not."""
         if self._shards is not None:
             self._shards.check(where, state)
+        elif isinstance(self.buffer, Mixture):
+            self.buffer._check_names(state)
+            for name, own in self._members.items():
+                check_state(f"{where}: {name}", own, state[name])
+            return {name: state[name] for name in self._members}
         elif isinstance(self.buffer, ReplayBuffer):
             check_state(where, self.buffer, state)
         else:
             self.buffer.steps(state)  # raises the same error
+        return {"": state}
 
 
 def _checked_step(step: Any) -> int:
@@ -511,11 +460,9 @@ def _checked_metadata(metadata: Any) -> dict[str, Any]:
     """Return a copy of the metadata as a restore will return it."""
     try:
         own: dict[str, Any] = json.loads(json.dumps(metadata))
-        schema.decoded("save: metadata", schema.Metadata, own)
-    except (RecursionError, CorruptCheckpointError):
-        raise ValueError(
-            f"save: metadata must be JSON, nested at most {schema.MOST_DEPTH} deep"
-        ) from None
+        check_depth(own)
+    except (RecursionError, ValueError):
+        raise ValueError(f"save: metadata must be JSON, nested at most {MOST_DEPTH} deep") from None
     return own
 
 

@@ -5,16 +5,26 @@ from typing import Any
 import numpy as np
 
 from jaxreplay._util.names import printable
-from jaxreplay.checkpoint import arrays, schema
+from jaxreplay.checkpoint.bundle import Spec
 from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
-from jaxreplay.checkpoint.groups import array_of
-from jaxreplay.checkpoint.manifest import Manifest
+from jaxreplay.checkpoint.manifest import Manifest, Member
+from jaxreplay.checkpoint.restoring import Rest
 from jaxreplay.checkpoint.store import store_at
 from jaxreplay.inspection.contents import COUNTERS, Contents, Rows, numbers_in_order
 from jaxreplay.storage import ring, stored_arrays
 
 _MASS = "sampler.mass"
+
+
+def _member_of(store: Files, manifest: Manifest) -> Member:
+    """Return the rows of a checkpoint of one buffer."""
+    if list(manifest.members) != [""]:
+        raise ValueError(
+            f"{store.name} is no checkpoint of one replay buffer, but of a "
+            f"{printable(manifest.buffer.partition('(')[0])}"
+        )
+    return manifest.members[""]
 
 
 def generation_of(path: Any, step: int | None, timeout: float) -> tuple[Files, Manifest]:
@@ -27,7 +37,7 @@ def generation_of(path: Any, step: int | None, timeout: float) -> tuple[Files, M
 
     Raises:
       FileNotFoundError: There is no checkpoint, or none of that step.
-      ValueError: The checkpoint is of a rollout.
+      ValueError: The checkpoint is of a rollout or a mixture.
       CorruptCheckpointError: There is none, and some manifests cannot be read.
     """
     store = store_at(path, timeout)
@@ -42,11 +52,7 @@ def generation_of(path: Any, step: int | None, timeout: float) -> tuple[Files, M
             if problems
             else FileNotFoundError(what)
         )
-    if not manifest.rows:
-        raise ValueError(
-            f"{store.name} is no checkpoint of a replay buffer, but of a "
-            f"{printable(manifest.buffer.partition('(')[0])}"
-        )
+    _member_of(store, manifest)
     return store, manifest
 
 
@@ -56,15 +62,13 @@ def _rows_of(store: Files, manifest: Manifest) -> Rows:
     Raises:
       CorruptCheckpointError: A row is in no group, or in two; or a group has no files.
     """
-    specs, groups = {leaf.name: leaf for leaf in manifest.leaves}, manifest.groups
-    first, end = (np.asarray(numbers, np.int64) for numbers in (manifest.first, manifest.end))
+    member = _member_of(store, manifest)
+    specs, groups = {leaf.name: leaf for leaf in member.leaves}, member.groups
+    leaves = {leaf.array: Spec(leaf.shape, leaf.stored) for leaf in member.leaves}
+    first, end = member.first, member.end
     # a forged manifest could ask for any amount of memory: first check that its groups exist
     for group in groups:
-        if "flags" in group.leaves:  # one byte of a row
-            array_of(store, group, "flags", (), np.uint8)
-        elif group.leaves and not store.entries(f"rows/{group.folder}"):
-            raise CorruptCheckpointError(f"rows/{group.folder} is missing")
-    groups.check(first, end)
+        group.read(store, leaves)
     offset = np.cumsum(end - first) - (end - first) - first
 
     def read(name: str, rows: np.ndarray) -> np.ndarray:
@@ -76,7 +80,7 @@ def _rows_of(store: Files, manifest: Manifest) -> Rows:
             at = np.searchsorted(wanted, row)
             is_wanted = wanted.take(at, mode="clip") == row if len(wanted) else row < -1
             if is_wanted.any():
-                own = array_of(store, group, leaf.array, leaf.shape, leaf.stored)
+                own = group.read(store, leaves)[leaf.array]
                 parts.append((at[is_wanted], own[is_wanted]))
         # only now is it known that the rows have this shape: a forged one could ask for any memory
         values = np.zeros((len(wanted), *leaf.shape), leaf.stored)
@@ -86,7 +90,7 @@ def _rows_of(store: Files, manifest: Manifest) -> Rows:
         is_plain = leaf.stored == leaf.dtype
         return values if is_plain else stored_arrays.decode_on_host(values, leaf.dtype)
 
-    return Rows(first, end, specs, read, manifest.layout.autoreset or None)
+    return Rows(first, end, specs, read, member.layout.autoreset or None)
 
 
 def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
@@ -95,27 +99,18 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
     Raises:
       CorruptCheckpointError: A file is missing or damaged.
     """
-    stored = _rows_of(store, manifest)
-
-    def rest(name: str) -> np.ndarray:
-        dtype, shape = schema.dtype_and_shape(name, manifest.rest[name])
-        where = arrays.array_name("rest", manifest.folder, name)
-        if name not in manifest.chunks:
-            raise CorruptCheckpointError(f"{where} is not named in the manifest")
-        sums, is_compressed = manifest.chunks[name], manifest.is_compressed
-        parts = [part for _, part in arrays.chunks(store, where, sums, shape, dtype, is_compressed)]
-        return np.concatenate(parts) if shape else parts[0]
-
-    if manifest.rows.get("flags", "uint8[]") != "uint8[]":
+    stored, member = _rows_of(store, manifest), _member_of(store, manifest)
+    rest = lambda name: Rest(store, manifest, lambda _: None).arrays([name])[name]
+    if member.rows.get("flags", "uint8[]") != "uint8[]":
         raise CorruptCheckpointError(
-            f"{manifest.name}: rows: flags must be uint8[], got {manifest.rows['flags']}"
+            f"{manifest.name}: rows: flags must be uint8[], got {member.rows['flags']}"
         )
     probability = None
     if _MASS in manifest.rest:
         env, number = numbers_in_order(stored.first, stored.end)
-        row = env * manifest.length + ring.position_of(number, manifest.length)
+        row = env * member.length + ring.position_of(number, member.length)
         mass = rest(_MASS)
-        if mass.shape != (manifest.length * len(stored.end),) or mass.dtype.kind != "f":
+        if mass.shape != (member.length * len(stored.end),) or mass.dtype.kind != "f":
             raise CorruptCheckpointError(
                 f"{manifest.name}: rest: {_MASS} must be a number of each row, got "
                 f"{manifest.rest[_MASS]}"
@@ -127,7 +122,7 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
         max_bytes,
         buffer=manifest.buffer,
         source=f"{store.name}, step {manifest.step}",
-        length=manifest.length,
+        length=member.length,
         probability=probability,
         counters={
             name: float(rest(f"sampler.{name}"))

@@ -3,7 +3,7 @@
 It is implemented by local folders (`folder.py`) and by what TensorStore opens (`object_store.py`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -40,10 +40,15 @@ class Files:
     num_readers: ClassVar[int] = 2  # threads that read at the same time
     name: str
 
-    def write(self, files: Mapping[str, Sequence[Any]]) -> None:
-        """Write new files, each from buffers of bytes, one after another. They are durable when it
+    def write(self, name: str, parts: Sequence[Any]) -> None:
+        """Write a new file from buffers of bytes, one after another. It is durable when it
         returns."""
         raise NotImplementedError
+
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """Return those of some written files that are not there, if that can be told quickly."""
+        del names
+        return []
 
     def create(self, name: str, content: bytes) -> bool:
         """Write a file as a whole, unless there is one of that name.

@@ -1,5 +1,6 @@
 """Check that the rows of a checkpoint fit a buffer, leaf by leaf."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,51 +12,70 @@ from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.storage import stored_arrays
 
 
-def described(stored: Any, rest: Any) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the dtype and shape of a row of each leaf with rows, and of each other leaf.
-
-    Args:
-      stored: The rows, as `rows.split` returns them.
-      rest: The rest of the state.
-    """
-    stored_leaves = named(stored, is_leaf=stored_arrays.is_compound)
-    return (
-        {name: spec_text(leaf, 1) for name, leaf in stored_leaves},
-        {name: spec_text(leaf) for name, leaf in named(rest)},
-    )
-
-
-def check_fits(manifest: Manifest, buffer: Any, example: Any, problems: list[str]) -> None:
+def check_fits(
+    manifest: Manifest,
+    buffer: Any,
+    members: Mapping[str, Any],
+    examples: Mapping[str, Any],
+    extras: Mapping[str, str],
+    problems: list[str],
+) -> None:
     """Check that a buffer can take the rows of a checkpoint.
 
     Args:
       manifest: The checkpoint's manifest.
       buffer: The buffer that restores.
-      example: One env's step or item, as for `init`.
+      members: Its members; one, named "", for a buffer that is no mixture.
+      examples: One env's step or item of each, as for `init`.
+      extras: Dtypes and shapes of the extras that are asked for, by name.
       problems: Problems of checkpoints that could not be read before, for the error.
 
     Raises:
       ValueError: The checkpoint has other leaves, shapes or dtypes, or is no such buffer's.
     """
-    own_rows, own_rest = described(*jax.eval_shape(lambda: rows.split(buffer.init(example))))
-    lines = _differences(manifest.rows, own_rows)
-    if not own_rows:  # a rollout has no rows: its state is restored as it is
-        lines += _differences(manifest.rest, own_rest)
-    form, own_form = manifest.layout.autoreset or None, getattr(buffer, "autoreset", None)
-    if own_rows and not are_alike(form, own_form):
-        lines.append(f"autoreset: stored {form!r}, expected {own_form!r}")
-    if lines or bool(own_rows) != bool(manifest.rows):
-        text = [
-            f"restore: step {manifest.step} has steps with other leaves, shapes or dtypes:",
-            *lines,
-            f"it is of {printable(manifest.buffer)}",
-            f"this buffer is {description(buffer)}",
-            *(["these checkpoints are damaged:", *problems] if problems else []),
-        ]
-        raise ValueError("\n  ".join(text))
+    lines, is_rollout = [], False
+    for name, own in members.items():
+        init = lambda own=own, name=name: rows.split(own.init(examples[name]))
+        own_rows, own_rest = jax.eval_shape(init)
+        stored = manifest.members.get(name)
+        if not own_rows:  # a rollout has no rows: its state is restored as it is
+            is_rollout = True
+            expected = {name: spec_text(leaf) for name, leaf in named(own_rest)}
+            got = {name: text for name, text in manifest.rest.items() if name in expected}
+            lines += _differences(got, expected)
+        elif stored is not None:
+            leaves = named(own_rows, is_leaf=stored_arrays.is_compound)
+            expected = {own: spec_text(leaf, 1) for own, leaf in leaves}
+            lines += [
+                f"{name}{':' * bool(name)} {line}".strip()
+                for line in _differences(stored.rows, expected)
+            ]
+            form = stored.layout.autoreset or None
+            if not are_alike(form, own.autoreset):
+                lines.append(f"autoreset: stored {form!r}, expected {own.autoreset!r}")
+    if lines or ({*manifest.members} != {*members} and not (is_rollout and not manifest.members)):
+        what = "has steps with other leaves, shapes or dtypes:"
+        if not lines:
+            what = f"has the members {', '.join(map(repr, manifest.members)) or 'of a rollout'}:"
+        _refuse(manifest, buffer, [what, *lines], problems)
+    got = {name: text for name, text in manifest.rest.items() if name.startswith("extras")}
+    if lines := _differences(got, extras) if extras else []:
+        _refuse(manifest, buffer, ["has other extras:", *lines], problems)
 
 
-def _differences(got: dict[str, str], expected: dict[str, str]) -> list[str]:
+def _refuse(manifest: Manifest, buffer: Any, lines: list[str], problems: list[str]) -> None:
+    what, *lines = lines
+    text = [
+        f"restore: step {manifest.step} {what}",
+        *lines,
+        f"it is of {printable(manifest.buffer)}",
+        f"this buffer is {description(buffer)}",
+        *(["these checkpoints are damaged:", *problems] if problems else []),
+    ]
+    raise ValueError("\n  ".join(text))
+
+
+def _differences(got: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
     names = [
         name for name in dict.fromkeys([*got, *expected]) if got.get(name) != expected.get(name)
     ]
@@ -81,11 +101,12 @@ def check_path(where: str, generations: list[Manifest], draft: Manifest, goes_on
     if not generations:
         return
     newest = generations[0]
-    kind = lambda one: (one.layout, one.length, len(one.end))
-    if newest.rows != draft.rows or not (goes_on or kind(newest) == kind(draft)):
+    rows_of = lambda one: {name: own.rows for name, own in one.members.items()}
+    kind = lambda one: [(own.layout, own.length, len(own.end)) for own in one.members.values()]
+    if rows_of(newest) != rows_of(draft) or not (goes_on or kind(newest) == kind(draft)):
         raise ValueError(
             f"save: {where} has checkpoints of another buffer, or of steps with other leaves; use "
             "another path for each buffer, or restore one of them first, to go on from it:\n"
-            f"  {printable(newest.buffer)}, {newest.rows}\nthis one is:\n  "
-            f"{draft.buffer}, {draft.rows}"
+            f"  {printable(newest.buffer)}, {rows_of(newest)}\nthis one is:\n  "
+            f"{draft.buffer}, {rows_of(draft)}"
         )

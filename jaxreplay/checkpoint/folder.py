@@ -7,7 +7,7 @@ import os
 import pathlib
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,19 +39,18 @@ class Folder(Files):
         # the parents that writing creates, and the one above them
         self._above = parents[: is_there.index(True) + 1] if True in is_there else []
 
-    def write(self, files: Mapping[str, Sequence[Any]]) -> None:
-        folders: dict[str, None] = {}
-        for name, parts in files.items():
-            folder = os.path.dirname(path := f"{self.name}/{name}")
-            folders |= {folder: None, os.path.dirname(folder): None}
-            with self._new(path) as file:
-                for part in parts:
-                    left = memoryview(part)
-                    while len(left):
-                        left = left[file.write(left[:_PIECE]) :]
-                        _begin_to_write_out(file)
-        for path in [*(f"{self.name}/{name}" for name in files), *folders]:
-            _fsync(path)
+    def write(self, name: str, parts: Sequence[Any]) -> None:
+        with self._new(path := f"{self.name}/{name}") as file:
+            for part in parts:
+                left = memoryview(part)
+                while len(left):
+                    left = left[file.write(left[:_PIECE]) :]
+                    _begin_to_write_out(file)
+            os.fsync(file.fileno())
+        _fsync(os.path.dirname(path))
+
+    def missing(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if not (self._path / name).exists()]
 
     def _new(self, path: str) -> io.FileIO:
         try:

@@ -1,4 +1,4 @@
-"""Groups of rows: a group's rows share a folder, with one array for each leaf.
+"""Groups of rows: a group's rows share a file, with one array for each leaf.
 
 The rows of a group are computed from a few numbers, so no list of them is kept or written. At a
 save, the distance of a row is how many more rows its stream may get before the row is overwritten.
@@ -8,16 +8,17 @@ hold stream after stream, and each stream's oldest row first.
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxreplay.checkpoint import arrays
+from jaxreplay.checkpoint import bundle
+from jaxreplay.checkpoint.bundle import Spec, Sums
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files, Memory, new_memory
 from jaxreplay.checkpoint.rows import Picked
 
+NUM_COLUMNS = 9  # numbers of a group in a manifest
 MOST_ROWS = 2**22  # of a group: while it is read, each row takes 16 bytes for its numbers
 
 
@@ -36,42 +37,34 @@ class Group(NamedTuple):
     """Rows of a save: streams `env` to `env_stop - 1`, distances `start` to `stop - 1`."""
 
     save: Save
-    number: int  # in the name of its folder
+    number: int  # in the name of its file
     start: int
     stop: int
     env: int
     env_stop: int
-    # of its rows (`fingerprint.py`); it and the fields below are set once the group is written
-    fingerprint: int = 0
-    leaves: tuple[str, ...] = ()  # leaves with an array in this group, of one chunk
-    sums: Any = None  # uint32[leaves], checksums of the chunks; None until they are written
+    sums: Sums | None = None  # of its file; None until it is written
 
     @property
-    def folder(self) -> str:
-        return f"{self.save.folder}-{self.number:06}"
-
-    @property
-    def checksums(self) -> dict[str, int]:
-        return dict(zip(self.leaves, np.asarray(self.sums).tolist(), strict=True))
+    def file(self) -> str:
+        """Name of its file."""
+        name = f"rows/{self.save.folder}-{self.number:06}"
+        return bundle.file_name(name, self.save.is_compressed)
 
     @property
     def num_rows(self) -> int:
         low, high = self.range()
         return int((high - low).sum())
 
-    def within(self, env: int, env_stop: int) -> "Group":
-        """Return the part of the rows that streams `env` to `env_stop - 1` have."""
-        return self._replace(env=max(self.env, env), env_stop=min(self.env_stop, env_stop))
-
     def range(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the first number of each stream's rows, and one more than the last: int64[E] both,
         equal for a stream without rows."""
-        save, stream = self.save, np.arange(len(self.save.end))
-        oldest = save.end - save.length  # its distance is 0
-        low = np.maximum(save.since, oldest + self.start)
-        high = np.maximum(np.minimum(save.end, oldest + self.stop), low)
-        is_own = (stream >= self.env) & (stream < self.env_stop)
-        return np.where(is_own, low, 0), np.where(is_own, high, 0)
+        save, own = self.save, slice(self.env, self.env_stop)
+        low, high = np.zeros((2, len(save.end)), np.int64)
+        since, end = save.since[own], save.end[own]
+        oldest = end - save.length  # its distance is 0
+        low[own] = np.maximum(since, oldest + self.start)
+        high[own] = np.maximum(np.minimum(end, oldest + self.stop), low[own])
+        return low, high
 
     def rows(self) -> Picked:
         """Return the rows in the order of the arrays. Raises a CorruptCheckpointError if there are
@@ -80,11 +73,29 @@ class Group(NamedTuple):
         count = high - low
         if (num_rows := count.sum()) > MOST_ROWS:
             raise CorruptCheckpointError(
-                f"rows/{self.folder} has {num_rows:,} rows, more than a group can have"
+                f"{self.file} has {num_rows:,} rows, more than a group can have"
             )
         before = np.cumsum(count) - count
         env = np.repeat(np.arange(len(count)), count)
         return Picked(env, low[env] + np.arange(len(env)) - before[env])
+
+    def read(
+        self, store: Files, leaves: dict[str, Spec], memory: Memory = new_memory
+    ) -> dict[str, np.ndarray]:
+        """Read leaves of its K rows, `[K, ...]` each, by name.
+
+        Args:
+          store: The files.
+          leaves: Shapes and dtypes of a row of all leaves that it has.
+          memory: As for `bundle.read`.
+
+        Raises:
+          CorruptCheckpointError: The file is missing or damaged, or lacks a leaf.
+        """
+        assert self.sums is not None
+        num_rows = self.num_rows
+        whole = {name: Spec((num_rows, *shape), dtype) for name, (shape, dtype) in leaves.items()}
+        return bundle.read(store, self.file, self.sums, self.save.is_compressed, whole, memory)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,21 +103,40 @@ class Groups(Sequence[Group]):
     """Groups stored as columns: a list of `Group` would take some hundred bytes for each."""
 
     saves: list[Save]
-    columns: np.ndarray  # int64[G, 7]: index of the group's save, and its next six fields
-    leaves: tuple[str, ...]
-    sums: np.ndarray  # uint32[G, leaves]
+    # int64[G, 9]: index of the group's save, its next five fields, and its checksums
+    columns: np.ndarray
 
     @classmethod
     def of(cls, groups: Iterable[Group]) -> "Groups":
-        """Return written groups as columns. All have arrays of the same leaves."""
-        groups = list(groups)
+        """Return written groups as columns."""
         saves: dict[Save, int] = {}
-        columns = [(saves.setdefault(group.save, len(saves)), *group[1:7]) for group in groups]
-        leaves = groups[0].leaves if groups else ()
-        assert all(group.leaves == leaves for group in groups)
-        sums = np.array([group.sums for group in groups], np.uint32)
-        sums = sums.reshape(len(groups), len(leaves))
-        return cls([*saves], np.array(columns, np.int64).reshape(-1, 7), leaves, sums)
+        columns = [
+            (saves.setdefault(one.save, len(saves)), *one[1:6], *(one.sums or ())) for one in groups
+        ]
+        return cls([*saves], np.array(columns, np.int64).reshape(-1, NUM_COLUMNS))
+
+    @classmethod
+    def checked(cls, where: str, saves: list[Save], numbers: np.ndarray, num_envs: int) -> "Groups":
+        """Return groups of a manifest's numbers. Raises a CorruptCheckpointError if they are
+        impossible for a number of streams."""
+        if len(numbers) // NUM_COLUMNS * NUM_COLUMNS != len(numbers):
+            raise CorruptCheckpointError(f"{where}: {len(numbers)} numbers are no groups")
+        columns = numbers.reshape(-1, NUM_COLUMNS)
+        save, number, start, stop, env, env_stop, raw, _, stored = columns.T
+        length = np.array([*(one.length for one in saves), 0])[np.minimum(save, len(saves))]
+        is_possible = (number < 10**6) & (start < stop) & (stop <= length)
+        is_possible &= (env < env_stop) & (env_stop <= num_envs)
+        is_possible &= (raw < 2**32) & (stored < 2**32)
+        if not is_possible.all():
+            raise CorruptCheckpointError(
+                f"{where}: group {int(np.argmin(is_possible))} has rows that cannot exist"
+            )
+        return cls(saves, columns)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the files."""
+        return int(self.columns[:, 7].sum())
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -115,7 +145,7 @@ class Groups(Sequence[Group]):
         if isinstance(at, slice):
             return [self[one] for one in range(*at.indices(len(self)))]
         save, *numbers = self.columns[at].tolist()
-        return Group._make((self.saves[save], *numbers, self.leaves, self.sums[at]))
+        return Group._make((self.saves[save], *numbers[:5], Sums._make(numbers[5:])))
 
     def check(self, first: np.ndarray, end: np.ndarray) -> None:
         """Check that each row is in one group, and groups are in the order of their rows.
@@ -128,16 +158,18 @@ class Groups(Sequence[Group]):
           CorruptCheckpointError: Groups overlap, are out of order, have rows past `end`, or lack
             rows.
         """
-        num_rows = int((end - first).sum())
+        missing = int((end - first).sum())
         for group in reversed(self):
             low, high = group.range()
-            if ((low < high) & (high > end)).any():
+            is_row = low < high
+            if (is_row & (high > end)).any():
                 raise CorruptCheckpointError(
-                    f"rows/{group.folder} has rows of a later group, or rows that the checkpoint "
-                    "does not have"
+                    f"{group.file} has rows of a later group, or rows that the checkpoint does not "
+                    "have"
                 )
-            end = np.where(low < high, low, end)
-        if missing := num_rows - int(self.num_rows(first).sum()):
+            end = np.where(is_row, low, end)
+            missing -= int(np.maximum(high - np.maximum(low, first), 0).sum())
+        if missing:
             raise CorruptCheckpointError(
                 f"{missing:,} rows of the checkpoint are in none of its groups"
             )
@@ -187,35 +219,3 @@ def cut(save: Save, most: int, envs: slice, num_rewritten: int = 0) -> Iterator[
             begun, held = begun if held else at, held + total
     if held:
         yield make(begun, save.length)
-
-
-def array_of(
-    store: Files,
-    group: Group,
-    name: str,
-    shape: tuple[int, ...],
-    dtype: Any,
-    memory: Memory = new_memory,
-) -> np.ndarray:
-    """Read a leaf of a group's K rows: `[K, *shape]`.
-
-    Args:
-      store: The files.
-      group: The group.
-      name: The leaf's name.
-      shape: Shape of a row.
-      dtype: Its dtype.
-      memory: As for `arrays.chunk`.
-
-    Raises:
-      CorruptCheckpointError: The file is missing or damaged, or the manifest has none.
-    """
-    whole = (group.num_rows, *shape)
-    if not math.prod(shape):
-        return np.zeros(whole, dtype)
-    if name not in group.leaves:
-        raise CorruptCheckpointError(f"rows/{group.folder} has no array {name}")
-    where = arrays.chunk_name(arrays.array_name("rows", group.folder, name), 1 + len(shape))
-    return arrays.chunk(
-        store, where, group.checksums[name], whole, dtype, group.save.is_compressed, memory
-    )

@@ -6,22 +6,38 @@ forged.
 
 import dataclasses
 import json
+import re
 import zlib
-from typing import Annotated, NamedTuple, cast
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
+import jax.numpy as jnp
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from jaxreplay._util.aliases import Autoreset
 from jaxreplay._util.names import printable
-from jaxreplay.autoreset import FORMS
-from jaxreplay.checkpoint import schema
+from jaxreplay.checkpoint import bundle
+from jaxreplay.checkpoint.bundle import Piece, Spec, Sums
 from jaxreplay.checkpoint.files import CorruptCheckpointError
 from jaxreplay.checkpoint.groups import Groups, Save
 from jaxreplay.storage import stored_arrays
 from jaxreplay.storage.layout import Layout, Window
 
-FORMAT = 8  # of the files, and of the meaning of a state's leaves
+FORMAT = 9  # of the files, and of the meaning of a state's leaves
 STEPS = -(2**63), 2**63 - 1  # the smallest and the largest step
+MOST_DEPTH = 100  # nested dicts and lists of metadata
+_SPEC = re.compile(r"([a-z][a-z0-9_]{0,30})\[([0-9]{1,12}(?:, [0-9]{1,12}){0,60})?\]")
+_MOST_BYTES = 2**50  # of a row or an array
+# Largest number of streams * saves, which have two numbers each, of a member.
+MOST_NUMBERS = 2**21
+
+_Number = Annotated[int, Meta(ge=0, le=2**62)]
+_Sum = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+_Length = Annotated[int, Meta(ge=1, le=2**30)]
+_Reach = Annotated[int, Meta(ge=-1, le=2**30)]
+_Folder = Annotated[str, Meta(pattern=r"\A[0-9]{10}-[0-9a-f]{8}\Z")]
 
 
 class Leaf(NamedTuple):
@@ -34,39 +50,16 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]  # of a row
 
 
-_Number = schema.Range(0, 2**62)
-_Sum = schema.Range(0, 2**32 - 1)
-_Length = Annotated[int, schema.Range(1, 2**30)]
-_Specs = dict[str, Annotated[str, schema.dtype_and_shape]]
-_Folder = Annotated[str, schema.folder]
-
-
-def _form(where: str, value: str) -> None:
-    if value not in ("", *FORMS):
-        raise schema.expected(where, "a form of autoreset", value)
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredLayout:
+class StoredLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Meaning of the stored rows: the parts of a `Layout` and its `Window` that they depend on."""
 
-    autoreset: Annotated[str, _form]  # "" for items
+    autoreset: Autoreset | Literal[""]  # "" for items
     allow_mask: bool
-    before: Annotated[int, schema.Range(-1, 2**30)]  # -1: all since the episode's start
-    after: Annotated[int, schema.Range(-1, 2**30)]  # -1: all up to the episode's end
+    before: _Reach  # -1: all since the episode's start
+    after: _Reach  # -1: all up to the episode's end
     crosses_episodes: bool
-    period: Annotated[int, schema.Range(1, 2**30)]
+    period: _Length
     needs_final_obs: bool
-
-    @property
-    def form(self) -> Autoreset | None:
-        """The form of autoreset; None for items."""
-        return cast(Autoreset, self.autoreset) if self.autoreset else None
-
-    @classmethod
-    def none(cls) -> "StoredLayout":
-        """Return what stands for no rows."""
-        return cls("", False, 0, 0, False, 1, False)
 
     @classmethod
     def of(cls, layout: Layout) -> "StoredLayout":
@@ -84,18 +77,17 @@ class StoredLayout:
 
     def layout(self, num_envs: int, length: int, platform: str, has_table: bool) -> Layout:
         """Return a layout for the stored rows, without a sampler."""
-        fields = {
-            name: vars(self)[name] for name in ("crosses_episodes", "period", "needs_final_obs")
-        }
         return Layout(
             num_envs=num_envs,
             length=length,
-            autoreset=self.form,
+            autoreset=self.autoreset or None,
             allow_mask=self.allow_mask,
             window=Window(
                 before=None if self.before < 0 else self.before,
                 after=None if self.after < 0 else self.after,
-                **fields,
+                crosses_episodes=self.crosses_episodes,
+                period=self.period,
+                needs_final_obs=self.needs_final_obs,
             ),
             platform=platform,
             has_table=has_table,
@@ -104,26 +96,46 @@ class StoredLayout:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Manifest:
-    """Content of a checkpoint. A row's number counts all rows that its stream ever got, overwritten
-    ones included."""
+class Member:
+    """Rows of one buffer. A row's number counts all rows that its stream ever got, overwritten ones
+    included."""
 
-    # Name of the folder of its arrays: the checkpoint's number, which only one can have, and the
-    # token of its writer.
-    folder: _Folder
-    step: Annotated[int, schema.Range(*STEPS)]
-    buffer: str
-    library: str
     layout: StoredLayout
-    length: _Length  # rows in each stream's ring
-    first: Annotated[list[int], _Number]  # number of the oldest row of each stream
-    end: Annotated[list[int], _Number]  # one more than the number of its newest row
-    rows: _Specs  # dtype and shape of a row, by leaf
-    rest: _Specs  # dtype and shape of every other leaf
-    is_compressed: bool  # whether the other leaves' arrays are
-    chunks: dict[str, Annotated[list[int], _Sum]]  # of the other leaves' arrays, see `arrays.py`
+    length: int  # rows in each stream's ring
+    first: np.ndarray  # int64[E], number of the oldest row of each stream
+    end: np.ndarray  # int64[E], one more than the number of its newest row
+    rows: dict[str, str]  # dtype and shape of a row, by leaf
     groups: Groups  # each row is in one; a stream's older rows are in earlier groups
-    metadata: schema.Metadata  # the user's
+
+    @property
+    def leaves(self) -> list[Leaf]:
+        """Leaves of the rows."""
+        found = []
+        for name, text in self.rows.items():
+            shape, dtype = spec_of(name, text)
+            bits = stored_arrays.carrier(dtype) if name.startswith("steps") else None
+            stored = dtype if bits is None else np.dtype(bits)
+            array = name if bits is None else f"{name}.bits"
+            found.append(Leaf(name, array, stored, dtype, shape))
+        return found
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Manifest:
+    """Content of a checkpoint."""
+
+    # Begins the names of its files: the checkpoint's number, which only one can have, and a token.
+    folder: str
+    step: int
+    library: str
+    writer: dict[str, str]  # who wrote it, for the errors of others
+    buffer: str
+    members: dict[str, Member]  # "" for a buffer that is no mixture; none for a rollout
+    rest: dict[str, str]  # dtype and shape of every other array
+    is_compressed: bool  # whether the files of these are
+    piece_bytes: int  # the arrays are divided into files of at most this size
+    files: list[Sums]  # of each of them
+    metadata: Any  # the user's
 
     @property
     def number(self) -> int:
@@ -131,48 +143,48 @@ class Manifest:
         return int(self.folder[:10])
 
     @property
-    def writer(self) -> str:
-        """Token of the writer."""
-        return self.folder[11:]
-
-    @property
     def name(self) -> str:
         """Name of the manifest's file."""
         return manifest_name(self.number)
 
-    def files(self) -> set[str]:
-        """Return the names of the files and folders of the checkpoint."""
-        rows = {f"rows/{group.folder}" for group in self.groups}
-        return {self.name, f"rest/{self.folder}"} | rows
+    def specs(self) -> dict[str, Spec]:
+        """Return shapes and dtypes of the arrays beside the rows."""
+        return {name: spec_of(name, text) for name, text in self.rest.items()}
+
+    def pieces(self) -> list[tuple[str, Sums, list[Piece]]]:
+        """Return the name of each file beside the rows, its checksums, and what it has. Raises a
+        CorruptCheckpointError if the arrays do not fit so many files."""
+        found = []
+        for number, pieces in enumerate(bundle.divided(self.specs(), self.piece_bytes)):
+            if number == len(self.files):
+                break
+            found.append((self.file_name(number), self.files[number], pieces))
+        else:
+            if len(found) == len(self.files):
+                return found
+        raise CorruptCheckpointError(f"{self.name}: files, rest: they do not fit each other")
+
+    def file_name(self, number: int) -> str:
+        """Return the name of a file beside the rows."""
+        return bundle.file_name(f"rest/{self.folder}-{number:06}", self.is_compressed)
+
+    def file_names(self) -> set[str]:
+        """Return the names of the files of the checkpoint."""
+        rest = {self.file_name(number) for number in range(len(self.files))}
+        groups = (group.file for own in self.members.values() for group in own.groups)
+        return {self.name, *rest, *groups}
 
     @property
-    def leaves(self) -> list[Leaf]:
-        """Leaves of the rows."""
-        found = []
-        for name, text in self.rows.items():
-            dtype, shape = schema.dtype_and_shape(name, text)
-            bits = stored_arrays.carrier(dtype) if name.startswith("steps") else None
-            stored = dtype if bits is None else np.dtype(bits)
-            array = name if bits is None else f"{name}.bits"
-            found.append(Leaf(name, array, stored, dtype, shape))
-        return found
+    def num_bytes(self) -> int:
+        """Bytes of its files on the disk, of which other checkpoints may have some, too."""
+        rows = sum(own.groups.num_bytes for own in self.members.values())
+        return rows + sum(sums.size for sums in self.files)
 
     def to_bytes(self) -> bytes:
-        groups = self.groups
-        saves = [
-            vars(save) | {name: _short(getattr(save, name)) for name in ("since", "end")}
-            for save in groups.saves
-        ]
-        written = {
-            "saves": saves,
-            "columns": groups.columns.ravel().tolist(),
-            "leaves": groups.leaves,
-            "sums": groups.sums.ravel().tolist(),
-        }
-        body = json.dumps(
-            {"format": FORMAT} | vars(self) | {"groups": written, "layout": vars(self.layout)},
-            separators=(",", ":"),
-        ).encode()
+        members = {name: _Member.of(own) for name, own in self.members.items()}
+        text = json.dumps(self.metadata)
+        fields = vars(self) | {"members": members, "metadata": text, "format": FORMAT}
+        body = msgspec.json.encode(_Fields(**fields))
         return f"{zlib.crc32(body):08x}\n".encode() + body
 
     @classmethod
@@ -184,28 +196,117 @@ class Manifest:
           ValueError: The file has another format.
         """
         body = _body(name, content)
-        try:
-            fields = json.loads(bytes(body))
-        except (ValueError, RecursionError) as error:
-            raise CorruptCheckpointError(f"{name} is no manifest: {type(error).__name__}") from None
-        fields = schema.decoded(name, dict, fields)
-        found = schema.decoded(f"{name}: format", int, fields.pop("format", None))
-        if found != FORMAT:
-            library = printable(str(fields.get("library")))
+        head = _decoded(name, body, _Head)
+        if head.format != FORMAT:
             raise ValueError(
-                f"{name}: written in format {found}, by jaxreplay {library}; this version reads "
-                f"format {FORMAT}"
+                f"{name}: written in format {head.format}, by jaxreplay {printable(head.library)}; "
+                f"this version reads format {FORMAT}"
             )
-        end = fields.get("end")
-        num_envs = len(end) if isinstance(end, list) else 0
-        columns = schema.decoded(f"{name}: groups", _Columns, fields.get("groups"))
-        groups = columns.groups(f"{name}: groups", num_envs)
-        manifest = schema.decoded(name, cls, fields | {"groups": groups})
-        if manifest.name != name:
-            raise CorruptCheckpointError(f"{name} belongs to another checkpoint, {manifest.folder}")
-        first, last = (np.array(numbers, np.int64) for numbers in (manifest.first, manifest.end))
-        _check_rows(f"{name}: first, end", manifest.length, first, last)
-        return manifest
+        found = _decoded(name, body, _Fields)
+        if manifest_name(int(found.folder[:10])) != name:
+            raise CorruptCheckpointError(f"{name} belongs to another checkpoint, {found.folder}")
+        try:
+            metadata = json.loads(found.metadata)
+            check_depth(metadata)
+        except (ValueError, RecursionError) as error:
+            raise CorruptCheckpointError(f"{name}: metadata: {error}") from None
+        members = {
+            own: one.checked(f"{name}: {printable(own)}") for own, one in found.members.items()
+        }
+        for leaf, text in found.rest.items():
+            spec_of(f"{name}: rest: {printable(leaf)}", text)
+        files = [Sums(*one) for one in found.files]
+        fields = msgspec.structs.asdict(found)
+        fields |= {"members": members, "files": files, "metadata": metadata}
+        del fields["format"]
+        return cls(**fields)
+
+
+class _Save(msgspec.Struct, forbid_unknown_fields=True):
+    """A `groups.Save`. Vectors have one number if all streams have the same one."""
+
+    folder: _Folder
+    length: _Length
+    since: list[_Number]
+    end: list[_Number]
+    is_compressed: bool
+
+
+class _Member(msgspec.Struct, forbid_unknown_fields=True):
+    """A `Member` as it is written."""
+
+    layout: StoredLayout
+    length: _Length
+    first: list[_Number]
+    end: list[_Number]
+    rows: dict[str, str]
+    saves: list[_Save]
+    groups: list[_Number]  # `groups.NUM_COLUMNS` of each
+
+    @classmethod
+    def of(cls, member: Member) -> "_Member":
+        groups = member.groups
+        saves = [
+            _Save(one.folder, one.length, _short(one.since), _short(one.end), one.is_compressed)
+            for one in groups.saves
+        ]
+        first, end = member.first.tolist(), member.end.tolist()
+        columns = groups.columns.ravel().tolist()
+        return cls(member.layout, member.length, first, end, member.rows, saves, columns)
+
+    def checked(self, where: str) -> Member:
+        """Return the member, if it is possible."""
+        for name, text in self.rows.items():
+            spec_of(f"{where}: rows: {printable(name)}", text)
+        num_envs = len(self.end)
+        if len(self.saves) * num_envs > MOST_NUMBERS:
+            raise CorruptCheckpointError(f"{where}: saves: more than can be written")
+        first, end = (np.array(numbers, np.int64) for numbers in (self.first, self.end))
+        _check_rows(f"{where}: first, end", self.length, first, end)
+        saves = []
+        for at, one in enumerate(self.saves):
+            if {len(one.since), len(one.end)} - {1, num_envs}:
+                raise CorruptCheckpointError(
+                    f"{where}: saves[{at}]: since, end: expected one number, or {num_envs}"
+                )
+            vectors = (np.array(numbers, np.int64) for numbers in (one.since, one.end))
+            since, stop = (np.broadcast_to(vector, (num_envs,)) for vector in vectors)
+            _check_rows(f"{where}: saves[{at}]: since, end", one.length, since, stop)
+            saves.append(Save(one.folder, one.length, since, stop, one.is_compressed))
+        groups = Groups.checked(
+            f"{where}: groups", saves, np.array(self.groups, np.int64), num_envs
+        )
+        groups.check(first, end)
+        return Member(self.layout, self.length, first, end, self.rows, groups)
+
+
+class _Head(msgspec.Struct):
+    format: int
+    library: str = ""
+
+
+class _Fields(msgspec.Struct, forbid_unknown_fields=True):
+    """The fields of a manifest as they are written."""
+
+    format: int
+    folder: _Folder
+    step: Annotated[int, Meta(ge=STEPS[0], le=STEPS[1])]
+    library: str
+    writer: dict[str, str]
+    buffer: str
+    members: dict[str, _Member]
+    rest: dict[str, str]
+    is_compressed: bool
+    piece_bytes: Annotated[int, Meta(ge=1, le=2**40)]
+    files: list[tuple[_Sum, _Number, _Sum]]
+    metadata: str
+
+
+def _decoded(name: str, body: Any, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{name}: {printable(str(error)[:300])}") from None
 
 
 def manifest_name(number: int) -> str:
@@ -226,55 +327,39 @@ def _body(name: str, content: bytes) -> memoryview:
     return body
 
 
-@dataclasses.dataclass(frozen=True)
-class _Save:
-    """A `groups.Save`. Vectors have one number if all streams have the same one."""
+def spec_of(where: str, text: str) -> Spec:
+    """Return the shape and the dtype of a text such as `uint8[84, 84]`."""
+    if (found := _SPEC.fullmatch(text)) is None:
+        raise CorruptCheckpointError(
+            f"{where}: expected a dtype and a shape, such as float32[3, 2], got "
+            f"{printable(text[:60])}"
+        )
+    shape = tuple(int(size) for size in (found[2] or "").split(", ") if size)
+    try:
+        dtype = np.dtype(jnp.dtype(found[1]))
+    except TypeError:
+        raise CorruptCheckpointError(f"{where}: there is no dtype {found[1]}") from None
+    if not jnp.issubdtype(dtype, np.number) and dtype != np.bool_:
+        raise CorruptCheckpointError(f"{where}: {found[1]} is no numeric dtype")
+    spec = Spec(shape, dtype)
+    if spec.nbytes > _MOST_BYTES:
+        raise CorruptCheckpointError(f"{where}: {text} is larger than an array can be")
+    return spec
 
-    folder: _Folder
-    length: _Length
-    since: Annotated[list[int], _Number]
-    end: Annotated[list[int], _Number]
-    is_compressed: bool
 
-
-@dataclasses.dataclass(frozen=True)
-class _Columns:
-    """Groups as they are written."""
-
-    saves: list[_Save]
-    columns: Annotated[list[int], _Sum]  # 7 of each group
-    leaves: list[Annotated[str, schema.name]]
-    sums: Annotated[list[int], _Sum]  # one of each group and leaf
-
-    def groups(self, where: str, num_envs: int) -> Groups:
-        """Check that the groups are possible for a number of streams, and return them."""
-        saves = []
-        for at, one in enumerate(self.saves):
-            if {len(one.since), len(one.end)} - {1, num_envs}:
-                raise CorruptCheckpointError(
-                    f"{where}: saves[{at}]: since, end: expected one number, or {num_envs}"
-                )
-            vectors = (np.array(numbers, np.int64) for numbers in (one.since, one.end))
-            since, end = (np.broadcast_to(vector, (num_envs,)) for vector in vectors)
-            _check_rows(f"{where}: saves[{at}]: since, end", one.length, since, end)
-            saves.append(Save(one.folder, one.length, since, end, one.is_compressed))
-        num_groups, num_leaves = len(self.columns) // 7, len(self.leaves)
-        if (len(self.columns), len(self.sums)) != (7 * num_groups, num_groups * num_leaves):
-            raise CorruptCheckpointError(
-                f"{where}: columns, sums: {len(self.columns)} and {len(self.sums)} numbers do not "
-                f"fit {num_leaves} leaves"
-            )
-        columns = np.array(self.columns, np.int64).reshape(-1, 7)
-        save, number, start, stop, env, env_stop, _ = columns.T
-        length = np.array([*(one.length for one in saves), 0])[np.minimum(save, len(saves))]
-        is_possible = (number < 10**6) & (start < stop) & (stop <= length)
-        is_possible &= (env < env_stop) & (env_stop <= num_envs)
-        if not is_possible.all():
-            raise CorruptCheckpointError(
-                f"{where}: columns: group {int(np.argmin(is_possible))} has rows that cannot exist"
-            )
-        sums = np.array(self.sums, np.uint32).reshape(num_groups, num_leaves)
-        return Groups(saves, columns, tuple(self.leaves), sums)
+def check_depth(value: Any) -> None:
+    """Raise a ValueError if JSON is nested too deeply for Python to copy it."""
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise ValueError(f"nested more than {MOST_DEPTH} deep")
 
 
 def _short(numbers: np.ndarray) -> list[int]:
@@ -282,7 +367,7 @@ def _short(numbers: np.ndarray) -> list[int]:
     return numbers[:1].tolist() if (numbers == numbers[:1]).all() else numbers.tolist()
 
 
-def _check_rows(where: str, length: int, first: np.ndarray, end: np.ndarray) -> None:
+def _check_rows(where: str, length: int, first: Sequence[int] | np.ndarray, end: Any) -> None:
     """Check that rings of a length can have the rows `first` to `end - 1`, int64[E] both."""
     if len(first) != len(end) or (first > end).any() or (end - first > length).any():
         raise CorruptCheckpointError(f"{where}: impossible for streams with a length of {length}")

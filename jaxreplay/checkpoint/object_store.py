@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -65,16 +65,8 @@ class Objects(Files):
         self._is_warned = False
         self._must_ask = self.name.lower().startswith("s3:")
 
-    def write(self, files: Mapping[str, Sequence[Any]]) -> None:
-        futures = {name: self._files.write(name, b"".join(parts)) for name, parts in files.items()}
-        errors = []
-        for name, future in futures.items():  # after an error, wait for the others too
-            try:
-                self._wait(f"to write {name}", future)
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+    def write(self, name: str, parts: Sequence[Any]) -> None:
+        self._wait(f"to write {name}", self._files.write(name, b"".join(parts)))
 
     def create(self, name: str, content: bytes) -> bool:
         what, found = f"to write {name}", self._fetch(name)

@@ -1,220 +1,211 @@
-"""Plan of a save: which rows to write, in which groups, and which groups to reuse.
+"""Plan of a save: which rows to write, in which groups, and which groups of an earlier checkpoint
+to keep.
 
-Rows that an earlier checkpoint shares with the state are not written again. The rows themselves
-are compared, so the state's history does not matter. If a state was rewound and continued
-differently, its rows differ from there on.
+A row does not change once it is written, so rows that the checkpoint before has are not written
+again. If a state was rewound in memory and went on differently, it does not continue that
+checkpoint. The newest rows tell: they are compared by their checksum, and if they differ, all rows
+are written.
 """
 
 import dataclasses
-import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxreplay._util import pow2
-from jaxreplay._util.names import description, named
+from jaxreplay._util.names import description, named, spec_text
 from jaxreplay._version import __version__
-from jaxreplay.checkpoint import arrays, fingerprint, rows
-from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
-from jaxreplay.checkpoint.fits import described
-from jaxreplay.checkpoint.groups import MOST_ROWS, Group, Groups, Save, array_of, cut
-from jaxreplay.checkpoint.manifest import Manifest, StoredLayout
-from jaxreplay.checkpoint.rows import Part, Parts, Picked, Span
+from jaxreplay.checkpoint import bundle, rows
+from jaxreplay.checkpoint.bundle import Piece, Sums
+from jaxreplay.checkpoint.chain import whoami
+from jaxreplay.checkpoint.groups import MOST_ROWS, Group, Groups, Save, cut
+from jaxreplay.checkpoint.manifest import MOST_NUMBERS, Manifest, Member, StoredLayout
+from jaxreplay.checkpoint.rows import Parts, Picked, Span
+from jaxreplay.storage import stored_arrays
 
-Written = dict[int, dict[str, Any]]  # fields of new groups that are known once they are written
 _BOOKKEEPING = 64  # bytes of a row's numbers, while it is being copied or written
-# Largest number of streams * saves in a manifest, which has two vectors for each save. Above it
-# nothing is reused, and all rows are written again.
-_MOST_NUMBERS = 2**21
+# Parts of a ring that have groups of their own: while rows of one are overwritten, the rest stays.
+_PARTS, _LEAST_ROWS = 16, 256
+_COMPARED = 2**23  # bytes of the newest rows that are compared, at least
+
+
+class Split(NamedTuple):
+    """A state, divided into what a checkpoint has of it."""
+
+    buffer: Any
+    rows: Any  # that do not change once written, as `rows.stored` returns them; {} of a rollout
+    rest: Any
+    parts: Parts  # from which the rows are read
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Plan of one save; E streams.
+    """Plan of one save.
 
     Attributes:
-      draft: The manifest, without what is known only after writing: checksums and groups.
-      groups: The checkpoint's groups, in the order of their rows. Those without checksums are to be
-        written.
-      end: int64[E], number of each stream's newest row, plus 1.
-      group_rows: Largest number of rows of a group that is to be written.
-      row_bytes: Bytes of a row.
+      draft: The manifest, without what is known only after writing: groups and checksums.
+      groups: The groups of each member, in the order of their rows. Those without checksums are to
+        be written.
+      rest: The arrays beside the rows.
       num_bytes: Bytes to write, by all processes.
     """
 
     draft: Manifest
-    groups: list[Group]
-    end: np.ndarray
-    group_rows: int
-    row_bytes: int
+    groups: dict[str, list[Group]]
+    rest: dict[str, Any]
     num_bytes: int
 
-    @property
-    def kept(self) -> list[Group]:
-        """Groups of earlier checkpoints."""
-        return [group for group in self.groups if group.sums is not None]
+    def new_groups(self) -> Iterator[tuple[str, list[Group]]]:
+        """Yield each member with its groups that are to be written."""
+        for name, own in self.groups.items():
+            yield name, [group for group in own if group.sums is None]
 
-    def to_write(self) -> list[tuple[int, Group]]:
-        """Return the groups to write, each with the number of rows that its streams may get before
-        one of its rows is overwritten. Those that are overwritten first come first."""
-        found, length = [], self.draft.length
-        for group in self.groups:
-            if group.sums is None:
-                low, high = group.range()
-                room = (low + length - self.end)[low < high]
-                found.append((int(room.min()), group))
-        return sorted(found, key=lambda one: one[0])
+    def rest_files(self) -> list[tuple[str, list[Piece]]]:
+        """Return the name and the pieces of each file beside the rows."""
+        draft = self.draft
+        divided = bundle.divided(draft.specs(), draft.piece_bytes)
+        return [(draft.file_name(number), pieces) for number, pieces in enumerate(divided)]
 
-    def manifest(self, written: Written, chunks: arrays.Chunks) -> Manifest:
+    def manifest(self, written: Mapping[str, Sums]) -> Manifest:
         """Return the complete manifest.
 
         Args:
-          written: Fields of the new groups, by number.
-          chunks: Checksums of all arrays but the rows'.
+          written: Checksums of the new files, by name.
         """
-        groups = [
-            one._replace(**written[one.number]) if one.sums is None else one for one in self.groups
-        ]
-        return dataclasses.replace(self.draft, groups=Groups.of(groups), chunks=chunks)
+        done = lambda group: group._replace(sums=group.sums or written[group.file])
+        members = {
+            name: dataclasses.replace(one, groups=Groups.of(map(done, self.groups[name])))
+            for name, one in self.draft.members.items()
+        }
+        files = [written[name] for name, _ in self.rest_files()]
+        return dataclasses.replace(self.draft, members=members, files=files)
+
+
+def in_member(member: str, name: str) -> str:
+    """Return the name of an array of a mixture's member, "" for a buffer that is no mixture."""
+    return f"{member}/{name}" if member else name
 
 
 def planned(
-    store: Files,
     buffer: Any,
-    stored: Any,
-    rest: Any,
-    parts: Parts,
+    splits: Mapping[str, Split],
+    extras: Mapping[str, Any],
     base: Manifest | None,
     *,
     folder: str,
     step: int,
-    metadata: dict[str, Any],
+    metadata: Any,
     group_bytes: int,
+    piece_bytes: int,
     is_compressed: bool,
-    damaged: dict[str, str],
 ) -> Plan:
     """Plan a save. All processes make the same plan.
 
     Args:
-      store: The store that has `base`.
       buffer: The buffer.
-      stored: The state's rows, as `rows.split` returns them. They are read from `parts`.
-      rest: The rest of the state.
-      parts: The state's parts.
+      splits: The states of its members.
+      extras: Arrays to save beside them.
       base: Manifest of the checkpoint that the state may continue, or None.
       folder: Name of the new checkpoint's folder.
       step: The step.
       metadata: The user's.
       group_bytes: Largest number of bytes of a group.
+      piece_bytes: Largest number of bytes of a file beside the rows.
       is_compressed: Whether the new files are compressed.
-      damaged: A problem of each damaged group, by its folder; these are written again. Damage that
-        is found here is added.
     """
-    stored_text, rest_text = described(stored, rest)
-    layout = StoredLayout.of(buffer.layout()) if stored else StoredLayout.none()
-    length, row_bytes, groups = 1, 0, []
-    span = Span(np.zeros(0, np.int64), np.zeros(0, np.int64))
-    if stored:
-        row_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(stored)) // buffer.capacity
-        most = pow2.power_below(min(group_bytes // (row_bytes + _BOOKKEEPING), MOST_ROWS))
-        length, span = buffer.length, rows.span_of(rows.heads_in(rest["counters"]), buffer.length)
-        make = lambda since, end: Save(folder, length, since, end, is_compressed)
-        num_rewritten = rows.num_rewritten(buffer.layout())
-        groups = _groups(store, parts, base, span, make, num_rewritten, most, damaged)
-    num_rows = [group.num_rows for group in groups if group.sums is None]
-    return Plan(
-        draft=Manifest(
-            folder=folder,
-            step=step,
-            buffer=description(buffer),
-            library=__version__,
-            layout=layout,
-            length=length,
-            first=span.first.tolist(),
-            end=span.end.tolist(),
-            rows=stored_text,
-            rest=rest_text,
-            is_compressed=is_compressed,
-            chunks={},
-            groups=Groups.of([]),
-            metadata=metadata,
-        ),
-        groups=groups,
-        end=span.end,
-        group_rows=pow2.power_above(max(num_rows, default=1)),
-        row_bytes=row_bytes,
-        num_bytes=sum(num_rows) * row_bytes + sum(leaf.nbytes for leaf in jax.tree.leaves(rest)),
+    groups, members, rest, numbers = {}, {}, {**extras}, itertools.count()
+    for name, split in splits.items():
+        rest |= {in_member(name, own): leaf for own, leaf in named(split.rest)}
+        if split.rows:
+            span = rows.span_of(split.rest["counters"], split.buffer.length)
+            before = base.members.get(name) if base is not None else None
+            own = _groups(split, before, span, folder, group_bytes, is_compressed)
+            groups[name] = [
+                one._replace(number=next(numbers)) if one.sums is None else one for one in own
+            ]
+            leaves = named(split.rows, is_leaf=stored_arrays.is_compound)
+            members[name] = Member(
+                layout=StoredLayout.of(split.buffer.layout()),
+                length=split.buffer.length,
+                first=span.first,
+                end=span.end,
+                rows={own: spec_text(leaf, 1) for own, leaf in leaves},
+                groups=Groups.of([]),
+            )
+    num_bytes = sum(leaf.nbytes for leaf in rest.values())
+    for name, own in groups.items():
+        new = sum(group.num_rows for group in own if group.sums is None)
+        num_bytes += new * _row_bytes(splits[name])
+    draft = Manifest(
+        folder=folder,
+        step=step,
+        library=__version__,
+        writer=whoami(),
+        buffer=description(buffer),
+        members=members,
+        rest={name: spec_text(leaf) for name, leaf in rest.items()},
+        is_compressed=is_compressed,
+        piece_bytes=piece_bytes,
+        files=[],
+        metadata=metadata,
     )
+    return Plan(draft, groups, rest, num_bytes)
+
+
+def _row_bytes(split: Split) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(split.rows)) // split.buffer.capacity
 
 
 def _groups(
-    store: Files,
-    parts: Parts,
-    base: Manifest | None,
+    split: Split,
+    base: Member | None,
     span: Span,
-    make: Callable[[np.ndarray, np.ndarray], Save],
-    num_rewritten: int,
-    most: int,
-    damaged: dict[str, str],
+    folder: str,
+    group_bytes: int,
+    is_compressed: bool,
 ) -> list[Group]:
-    """Return a checkpoint's groups, in the order of their rows. New ones lie in one part each.
-
-    Args:
-      store: The files.
-      parts: The state's parts.
-      base: Manifest of the checkpoint that the state may continue, or None.
-      span: The rows that the state holds.
-      make: Makes a `Save` from its `since` and `end`.
-      num_rewritten: Newest rows of each stream that may change before the next save.
-      most: The largest number of rows in a group.
-      damaged: As for `planned`.
-    """
+    """Return a state's groups, in the order of their rows. New ones lie in one part each."""
+    buffer, row_bytes = split.buffer, _row_bytes(split)
+    most = min(
+        group_bytes // (row_bytes + _BOOKKEEPING),
+        MOST_ROWS,
+        max(buffer.capacity // _PARTS, _LEAST_ROWS),
+    )
+    most, num_rewritten = pow2.power_below(most), rows.num_rewritten(buffer.layout())
     since, kept = span.first, []
-    if base is not None and len(base.groups.saves) * len(base.end) <= _MOST_NUMBERS:
-        newest = np.clip(np.array(base.end) - num_rewritten, span.first, span.end)
-        is_same = _compared(store, parts, base, Span(span.first, newest), damaged)
-        since, kept = _kept(base, is_same, span, num_rewritten, most)
-    groups, ranges = [], [*itertools.pairwise(parts.bounds)]
-    for group in kept:
-        groups += _again(group, span, make, ranges) if group.folder in damaged else [group]
-    save = make(since, span.end)
-    for env, env_stop in ranges:
-        groups += cut(save, most, slice(env, env_stop), num_rewritten)
-    number = itertools.count()
-    return [
-        group._replace(number=next(number)) if group.sums is None else group for group in groups
-    ]
+    if base is not None and _may_continue(base, span, num_rewritten):
+        since, kept = _kept(base, span, num_rewritten, most)
+        if not _has(split.parts, kept, span, row_bytes):
+            since, kept = span.first, []
+    save = Save(folder, buffer.length, since, span.end, is_compressed)
+    for env, env_stop in itertools.pairwise(split.parts.bounds):
+        kept += cut(save, most, slice(env, env_stop), num_rewritten)
+    return kept
 
 
-def _again(
-    group: Group, span: Span, make: Any, ranges: Sequence[tuple[int, int]]
-) -> Iterator[Group]:
-    """Return groups that have a damaged group's rows, as far as the state still holds them."""
-    low, high = group.range()
-    first = np.maximum(low, span.first)
-    save = make(first, np.maximum(high, first))
-    for env, env_stop in ranges:
-        own = Group(save, 0, 0, save.length, env, env_stop)
-        if own.num_rows:
-            yield own
+def _may_continue(base: Member, span: Span, num_rewritten: int) -> bool:
+    """Return whether a state with the rows of a span may continue a checkpoint: it has as many
+    streams, and it neither lacks newer rows nor has older ones."""
+    if len(base.end) != len(span.end) or len(base.groups.saves) * len(base.end) >= MOST_NUMBERS:
+        return False
+    end = base.end - num_rewritten
+    return bool((end <= span.end).all() and (span.first >= base.first).all())
 
 
 def _kept(
-    base: Manifest, is_same: Sequence[bool], span: Span, num_rewritten: int, most: int
+    base: Member, span: Span, num_rewritten: int, most: int
 ) -> tuple[np.ndarray, list[Group]]:
     """Divide a state's rows into those to be written and those that an earlier checkpoint has.
 
-    From the first group on that differs from the state, its streams' rows are written. Each
-    stream's newest rows may have changed since, and are written again. The newest groups are
-    written again with their streams' new rows while they have no more rows than these, and than
-    half of `most`, so that small groups stay few.
+    Each stream's newest rows may have changed since, and are written again. So are the newest
+    groups, with their streams' new rows, while they have no more rows than these, and than half of
+    `most`: small groups stay few.
 
     Args:
       base: The earlier checkpoint.
-      is_same: Whether the state has the rows of each of its groups.
       span: The rows that the state holds.
       num_rewritten: Newest rows of each stream that may have changed.
       most: The largest number of rows in a group.
@@ -223,25 +214,17 @@ def _kept(
       The first number of each stream's rows to be written, int64[E], and the groups that have the
       rows before it.
     """
-    since = np.clip(np.array(base.end) - num_rewritten, span.first, span.end)
-    differs = span.first < base.first  # the state has older rows than the checkpoint
-    since, same = np.where(differs, span.first, since), []
-    for group, own_is_same in zip(base.groups, is_same, strict=True):
-        low, high = group.range()
-        own = (low < high) & (high > span.first)
-        if own_is_same and not differs[own].any():
-            same.append(group)
-        else:
-            since = np.where(own, np.minimum(since, np.maximum(low, span.first)), since)
-            differs |= own
+    since = np.clip(base.end - num_rewritten, span.first, span.end)
     kept, is_kept = [], np.zeros(len(since), bool)
-    for group in reversed(same):
+    for group in reversed(base.groups):
         low, high = group.range()
         first = np.maximum(low, span.first)
         num_held = np.maximum(np.minimum(high, since) - first, 0)
         own = num_held > 0
         num_new = (span.end - since)[group.env : group.env_stop].sum()
-        if not is_kept[own].any() and num_held.sum() <= min(num_new, most // 2):
+        has_newest = ((low < high) & (high > since)).any()  # which may have changed
+        is_small = num_held.sum() <= min(num_new, most // 2)
+        if has_newest or (is_small and not is_kept[own].any()):
             since = np.where(own, first, since)
         else:
             kept.append(group)
@@ -249,63 +232,49 @@ def _kept(
     return since, kept[::-1]
 
 
-def _compared(
-    store: Files,
-    parts: Parts,
-    base: Manifest,
-    span: Span,
-    damaged: dict[str, str],
-) -> list[bool]:
-    """Return for each group whether the state has those of its rows that lie in `span`, and none
-    lies after it. Damaged groups count as the same: they are written again from the state.
+def _has(parts: Parts, groups: list[Group], span: Span, row_bytes: int) -> bool:
+    """Return whether a state has the rows of groups: of each stream's, those of the newest ones are
+    compared, up to a few MiB. A group that is partly overwritten cannot be compared.
 
-    A group whose rows all lie in `span` is compared by its fingerprint, one with rows before `span`
-    by its files.
+    Args:
+      parts: The state's parts.
+      groups: The groups, in the order of their rows.
+      span: The rows that the state holds.
+      row_bytes: Bytes of a row.
     """
-    expected, begun = [], []  # for each group a number, and functions whose results add up to it
-    for group in base.groups:
+    num_compared = np.full(len(span.end), -1)  # rows, of groups that have rows of a stream
+    is_same = True
+    for group in reversed(groups):
         low, high = group.range()
-        is_row = low < high
-        has_later = bool((is_row & (high > span.end)).any())
-        has_any = (is_row & (high > span.first)).any() and group.folder not in damaged
-        wanted, compares = int(has_later), []  # a sum of nothing is never 1
-        if has_any and not has_later and (is_row & (low < span.first)).any():
-            differs = functools.partial(_differs, store, group, span)
-            compares = [functools.partial(differs, part) for part in parts.own]
-        elif has_any and not has_later:
-            wanted = group.fingerprint
-            for part in parts.own:  # begun now, so that the device computes meanwhile
-                picked = group.within(part.env, part.env_stop).rows()
-                compares.append(functools.partial(int, fingerprint.of_rows(part, picked)))
-        expected.append(wanted)
-        begun.append(compares)
-    own = [0] * len(begun)
-    for at, (group, compares) in enumerate(zip(base.groups, begun, strict=True)):
-        try:
-            own[at] = sum(compare() for compare in compares)
-        except CorruptCheckpointError as error:
-            damaged[group.folder] = str(error)
-    told = parts.processes.told((own, damaged))
-    for _, others in told:
-        damaged |= others
-    totals = [sum(numbers) & 0xFFFFFFFF for numbers in zip(*(one for one, _ in told), strict=True)]
-    return [total == wanted for total, wanted in zip(totals, expected, strict=True)]
+        own = (low < high) & (high > span.first)
+        is_whole = (low >= span.first)[low < high].all()
+        if is_whole and num_compared[own].min(initial=0) * row_bytes < _COMPARED:
+            is_same = is_same and _is_in(parts, group)
+            num_compared[own] = np.maximum(num_compared[own], 0) + group.num_rows
+        elif not is_whole and (num_compared[own] < 0).any():
+            is_same = False
+    return all(parts.processes.told(is_same))
 
 
-def _differs(store: Files, group: Group, span: Span, part: Part) -> bool:
-    """Return whether the rows in `span` that a part has differ from those of a group's files.
-    Raises a CorruptCheckpointError if a file is damaged."""
-    picked = group.rows()
-    is_own = (picked.env >= part.env) & (picked.env < part.env_stop)
-    is_own &= picked.number >= span.first[picked.env]
-    if not is_own.any():
+def _is_in(parts: Parts, group: Group) -> bool:
+    """Return whether a state has the rows of a group, as far as this process knows. If several
+    processes have some of them, none does."""
+    own = [one for one in parts.own if one.env < group.env_stop and group.env < one.env_stop]
+    if not own:
+        return True
+    ends = [(max(one.env, group.env), min(one.env_stop, group.env_stop)) for one in own]
+    if sum(stop - start for start, stop in ends) < group.env_stop - group.env:
         return False
-    index = part.indices(Picked(picked.env[is_own], picked.number[is_own]))
-    # padded, so that few programs are compiled
-    padded = pow2.padded(index, pow2.power_above(len(is_own)), index[-1])
-    values, _ = rows.read(part.state, padded)
-    for name, leaf in named(values):
-        found = array_of(store, group, name, leaf.shape[1:], leaf.dtype)[is_own]
-        if rows.on_host(leaf)[: len(index)].tobytes() != found.tobytes():
-            return True
-    return False
+    found: dict[str, list[np.ndarray]] = {}
+    picked = group.rows()
+    for part in own:
+        is_own = (picked.env >= part.env) & (picked.env < part.env_stop)
+        index = part.indices(Picked(picked.env[is_own], picked.number[is_own]))
+        if not len(index):
+            continue
+        # padded, so that few programs are compiled
+        padded = pow2.padded(index, pow2.power_above(len(index)), index[-1])
+        for name, leaf in named(rows.read(part.state, padded)):
+            found.setdefault(name, []).append(rows.on_host(leaf)[: len(index)])
+    whole = {name: np.concatenate(leaves) for name, leaves in found.items()}
+    return group.sums is not None and bundle.checksum(bundle.content_of(whole)) == group.sums.raw

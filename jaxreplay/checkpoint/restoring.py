@@ -1,15 +1,12 @@
 """Read a checkpoint into a new state, which is filled in place: besides the state this takes only a
 few chunks of memory."""
 
-import collections
 import dataclasses
 import functools
 import logging
-import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,109 +17,182 @@ from jaxreplay._util.names import description, named, printable
 from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.buffers.adopt import nothing, rebuilt
 from jaxreplay.buffers.jitted import program
-from jaxreplay.checkpoint import arrays, rows, salvage, schema, verifying
+from jaxreplay.checkpoint import bundle, extras as extras_of, rows, verifying
+from jaxreplay.checkpoint.bundle import Piece, Spec
 from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.fits import check_fits
-from jaxreplay.checkpoint.groups import Group, array_of
-from jaxreplay.checkpoint.manifest import Manifest
+from jaxreplay.checkpoint.groups import Group
+from jaxreplay.checkpoint.manifest import Manifest, Member
+from jaxreplay.checkpoint.planning import in_member
 from jaxreplay.checkpoint.processes import Processes
 from jaxreplay.checkpoint.rows import Picked
-from jaxreplay.checkpoint.salvage import Holes, MissingRows
-from jaxreplay.checkpoint.shards import Shards
+from jaxreplay.checkpoint.threads import Threads
 from jaxreplay.storage import adopt, ring, row_flags, stored_arrays
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.state import Counters, ReplayState, Rows
 
 _LOG = logging.getLogger("jaxreplay")
-_AT_ONCE = 2  # groups in memory: one is put into the state, while the next is read
-_T = TypeVar("_T")
+_AHEAD = 1  # groups that are read, while another one is put into the state
+
+
+class MissingRows(NamedTuple):
+    """Rows of one env that a partial restore left out.
+
+    A row's number counts the rows written for its env, from 0 on, including overwritten ones.
+
+    Attributes:
+      env: Index of the env.
+      first: Number of the oldest of these rows.
+      last: Number of the newest of these rows.
+      member: Name of the mixture's member. Default: "", without a mixture.
+    """
+
+    env: int
+    first: int
+    last: int
+    member: str = ""
 
 
 class Restored(NamedTuple):
-    """A restored state, its checkpoint's manifest, and the rows that were lost."""
+    """Restored states by member and extras, their checkpoint's manifest, and the rows that were
+    lost."""
 
-    state: Any
+    states: dict[str, Any]
+    extras: Any
     manifest: Manifest
     lost: list[MissingRows]
+
+
+class Request(NamedTuple):
+    """Arguments of `Checkpointer.restore`, and the buffer's members by name."""
+
+    buffer: Any
+    members: Mapping[str, Any]
+    examples: Mapping[str, Any]
+    extras: Any
+    step: int | None
+    allow_partial: bool
 
 
 def restored(
     store: Files,
     chain: Chain,
-    buffer: Any,
-    shards: Shards | None,
-    example: Any,
-    step: int | None,
-    allow_partial: bool,
-    sharding: Any,
+    processes: Processes,
+    request: Request,
+    state_of: Callable[[Any, "Reading"], Any],
     bar: Callable[..., Any],
 ) -> Restored:
-    """Restore the newest intact checkpoint or, for a partial restore, the newest readable one. The
-    arguments from `example` to `sharding` are those of `Checkpointer.restore`.
+    """Restore the newest intact checkpoint. If there is none, a partial restore takes the one of
+    which most rows are left.
 
     Args:
-      buffer: The buffer.
-      shards: For a sharded buffer.
+      state_of: Returns a member's state, of its name and a `Reading`.
       bar: Makes a progress bar from a title and a number of bytes.
     """
-    processes = Processes() if shards is None else shards.processes
-    given = step, allow_partial
+    given = request.step, request.allow_partial
     if any(other != given for other in processes.told(given)):
         raise ValueError("restore: step and allow_partial must be equal in all processes")
-    tried: dict[str, str] = {}  # problems of damaged checkpoints, by folder
-    while True:
-        found, problems = processes.first(chain.read)  # others may delete and write meanwhile
-        problems += [tried[one.folder] for one in found if one.folder in tried]
-        untried = [one for one in found if one.folder not in tried and step in (None, one.step)]
-        if not untried:
-            break
-        manifest = untried[0]
-        # JAX would report an interrupt during its comparison of buffers as an error of the
-        # buffers, here and below
-        with defer_interrupts():
-            check_fits(manifest, buffer, example, problems)
-            num_bytes = buffer.memory(example).total
-        look = functools.partial(verifying.damaged_groups, store, manifest)
-        damaged = processes.first(look) if allow_partial else {}
-        try:
-            with bar(f"restore {manifest.step}", num_bytes) as told, processes.agreed():
-                reading = Reading(store, manifest, told.update)
-                reading.find_holes(set(damaged))
-                state = (
-                    reading.state(buffer, example, sharding)
-                    if shards is None
-                    else shards.restored(example, reading)
+    found, problems = [], []
+    for is_partial in (False, *[True] * request.allow_partial):
+        tried: dict[str, str] = {}  # problems of damaged checkpoints, by folder
+        while True:
+            found, problems = processes.first(chain.read)  # others may delete and write meanwhile
+            problems += [tried[one.folder] for one in found if one.folder in tried]
+            untried = [one for one in found if one.folder not in tried]
+            untried = [one for one in untried if request.step in (None, one.step)]
+            if not untried:
+                break
+            look = functools.partial(verifying.damaged_groups, store, untried)
+            damaged = processes.first(look) if is_partial else {}
+            left = [_left(one, damaged) for one in untried]
+            num_left = [
+                sum(int((one.members[name].end - first).sum()) for name, first in own.items())
+                for one, own in zip(untried, left, strict=True)
+            ]
+            at = int(np.argmax(num_left)) if is_partial else 0
+            manifest = untried[at]
+            try:
+                return _read(
+                    store, processes, request, state_of, bar, manifest, left[at], problems, damaged
                 )
-        except CorruptCheckpointError as error:
-            state = None  # frees what this process has read, if another one has failed
-            tried[manifest.folder] = f"step {manifest.step}: {error}"
-            continue
-        lost = reading.holes.lost(np.asarray(manifest.end))
-        if lost:
-            count = sum(one.last - one.first + 1 for one in lost)
-            total = sum(manifest.end) - sum(manifest.first)
-            problems += [f"{count:,} of its {total:,} rows are lost:", *damaged.values()]
-        if manifest.buffer != description(buffer):
-            _LOG.info(
-                "step %d of %s was adopted by %s", manifest.step, printable(manifest.buffer), buffer
-            )
-        if problems:
-            what = f"restore: step {manifest.step} was restored; this is damaged:"
-            warnings.warn("\n  ".join([what, *problems]), stacklevel=3)
-        return Restored(state, manifest, lost)
+            except CorruptCheckpointError as error:
+                tried[manifest.folder] = f"step {manifest.step}: {error}"
     what, of_step, others = "nothing", "", ""
-    if step is not None:
+    if request.step is not None:
         steps = ", ".join(str(one.step) for one in reversed(found))
-        what, of_step, others = f"no step {step}", f" of step {step}", f" (there are {steps})"
+        what, of_step = f"no step {request.step}", f" of step {request.step}"
+        others = f" (there are {steps})"
     if not problems:
         raise FileNotFoundError(f"restore: there is no checkpoint{of_step} under {store.name}")
     what = f"restore: {what} under {store.name} can be restored{others}:"
     raise CorruptCheckpointError("\n  ".join([what, *problems]))
 
 
-class Reading:
-    """Read a checkpoint into a new state.
+def _left(manifest: Manifest, damaged: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """Return the number of each stream's oldest row that is left, int64[E], by member: those older
+    than the newest damage count as overwritten."""
+    found = {}
+    for name, member in manifest.members.items():
+        first = member.first
+        for group in member.groups:
+            if group.file in damaged:
+                low, high = group.range()
+                first = np.where(low < high, np.maximum(first, high), first)
+        if member.layout.layout(len(first), member.length, "cpu", False).lockstep:
+            first = np.full_like(first, first.max(initial=0))
+        found[name] = first
+    return found
+
+
+def _read(
+    store: Files,
+    processes: Processes,
+    request: Request,
+    state_of: Callable[[Any, "Reading"], Any],
+    bar: Callable[..., Any],
+    manifest: Manifest,
+    left: Mapping[str, np.ndarray],
+    problems: list[str],
+    damaged: Mapping[str, str],
+) -> Restored:
+    # JAX would report an interrupt during its comparison of buffers as an error of the buffers,
+    # here and below
+    with defer_interrupts():
+        wanted = extras_of.specs_of(request.extras)
+        check_fits(manifest, request.buffer, request.members, request.examples, wanted, problems)
+        num_bytes = sum(
+            one.memory(request.examples[name]).total for name, one in request.members.items()
+        )
+    states = {}
+    with bar(f"restore {manifest.step}", num_bytes) as told, processes.agreed():
+        for name in request.members:
+            reading = Reading(store, manifest, name, left.get(name), told.update)
+            states[name] = state_of(name, reading)
+        rest = Rest(store, manifest, told.update)
+        extras = extras_of.restored(request.extras, rest.arrays([*wanted]).__getitem__)
+    lost = [
+        MissingRows(env, int(member.first[env]), int(left[name][env]) - 1, name)
+        for name, member in manifest.members.items()
+        for env in np.flatnonzero(left[name] > member.first).tolist()
+    ]
+    if lost:
+        count = sum(one.last - one.first + 1 for one in lost)
+        total = sum(int((one.end - one.first).sum()) for one in manifest.members.values())
+        own = {group.file for one in manifest.members.values() for group in one.groups}
+        told_of = [damaged[name] for name in damaged if name in own]
+        problems = [*problems, f"{count:,} of its {total:,} rows are lost:", *told_of]
+    if manifest.buffer != description(request.buffer):
+        before = printable(manifest.buffer)
+        _LOG.info("step %d of %s was adopted by %s", manifest.step, before, request.buffer)
+    if problems:
+        what = f"restore: step {manifest.step} was restored; this is damaged:"
+        warnings.warn("\n  ".join([what, *problems]), stacklevel=4)
+    return Restored(states, extras, manifest, lost)
+
+
+class Rest:
+    """The arrays of a checkpoint beside the rows.
 
     Args:
       store: The store to read from.
@@ -132,16 +202,63 @@ class Reading:
 
     def __init__(self, store: Files, manifest: Manifest, progress: Callable[[int], Any]):
         self._store, self._manifest, self._progress = store, manifest, progress
-        self._first, self._end = (
-            np.asarray(numbers, np.int64) for numbers in (manifest.first, manifest.end)
-        )
-        self.holes = Holes.none(len(manifest.end))
 
-    def find_holes(self, damaged: set[str]) -> None:
-        """Set `holes` to the rows that are left out: those of damaged groups."""
-        self._manifest.groups.check(self._first, self._end)
-        if damaged:
-            self.holes = salvage.holes_of(self._manifest, damaged, self._layout("cpu"))
+    def pieces(self, names: Iterable[str]) -> Iterator[tuple[Piece, np.ndarray]]:
+        """Read arrays of these names piece by piece, each in order."""
+        wanted, specs = {*names}, self._manifest.specs()
+        for file, sums, pieces in self._manifest.pieces():
+            if wanted.isdisjoint(piece.name for piece in pieces):
+                continue
+            shapes = {}
+            for piece in pieces:
+                shape, dtype = specs[piece.name]
+                shapes[piece.name] = Spec(
+                    (piece.stop - piece.start, *shape[1:]) if shape else (), dtype
+                )
+            found = bundle.read(self._store, file, sums, self._manifest.is_compressed, shapes)
+            for piece in pieces:
+                if piece.name in wanted:
+                    yield piece, found[piece.name]
+                    self._progress(found[piece.name].nbytes)
+
+    def arrays(self, names: list[str]) -> dict[str, np.ndarray]:
+        """Read whole arrays, by name."""
+        specs, found = self._manifest.specs(), {}
+        for piece, values in self.pieces(names):
+            if piece.name not in found:
+                found[piece.name] = np.empty(*specs[piece.name])
+            own = found[piece.name]
+            own[slice(piece.start, piece.stop) if own.ndim else ...] = values
+        empty = {name: np.zeros(*specs[name]) for name in names if name not in found}
+        return found | empty
+
+
+class Reading:
+    """Read the rows of a checkpoint into a new state.
+
+    Args:
+      store: The store to read from.
+      manifest: The checkpoint's manifest.
+      name: Name of the member whose rows are read.
+      first: int64[E], the number of each stream's oldest row that is read; None for a rollout.
+      progress: Called with the number of bytes read.
+    """
+
+    def __init__(
+        self,
+        store: Files,
+        manifest: Manifest,
+        name: str,
+        first: np.ndarray | None,
+        progress: Callable[[int], Any],
+    ):
+        self._store, self._manifest, self._name = store, manifest, name
+        self._progress = progress
+        self._rest = Rest(store, manifest, progress)
+        if first is not None:
+            self._member: Member = manifest.members[name]
+            self._first, self._end = first, self._member.end
+            self._is_whole = bool((first == self._member.first).all())
 
     def state(self, buffer: Any, example: Any, sharding: Any) -> Any:
         """Return a new state.
@@ -154,10 +271,11 @@ class Reading:
         Raises:
           CorruptCheckpointError: A file is missing or damaged; the error names it.
         """
-        if not self._manifest.rows:
+        if not self._manifest.members:
             with defer_interrupts():
                 state = buffer.init(example)
-            return jax.device_put(self._rest(state), sharding) if sharding else self._rest(state)
+            state = self._filled(state)
+            return jax.device_put(state, sharding) if sharding else state
         with defer_interrupts():
             layout = self.layout_for(buffer)
             is_there = adopt.stays(layout, buffer.layout())
@@ -170,7 +288,7 @@ class Reading:
             stored = {"steps": new.steps, "flags": new.flags}
             del new
         stored = self.rows(stored, layout.length)
-        counters, numbers = self.counters(layout.length), self.numbers(layout.length)
+        counters, numbers = self.beside(layout.length)
         state = self.put_together(buffer, layout, stored, counters, numbers)
         return state if sharding is None else jax.device_put(state, sharding)
 
@@ -178,14 +296,12 @@ class Reading:
         """Return the layout in which the rows are read, for a buffer that then adopts them: that of
         the checkpoint, with the buffer's length if it has as many envs."""
         own = buffer.layout()
-        layout = self._layout(own.platform)
+        has_table = in_member(self._name, "counters.ordinal") in self._manifest.rest
+        layout = self._member.layout.layout(
+            len(self._end), self._member.length, own.platform, has_table
+        )
         longer = dataclasses.replace(layout, length=own.length)
         return longer if adopt.stays(longer, own) else layout
-
-    def _layout(self, platform: str) -> Layout:
-        """Return the layout of the stored rows."""
-        has_table, stored = "counters.ordinal" in self._manifest.rest, self._manifest.layout
-        return stored.layout(len(self._end), self._manifest.length, platform, has_table)
 
     def put_together(
         self,
@@ -211,90 +327,66 @@ class Reading:
             if apart is not None:
                 fresh = fresh.replace(steps=None)
             state = ReplayState(fresh, Counters.zeros(layout).set(**counters), None)
-            is_intact = not self.holes.folders
-            made = jax.block_until_ready(_rebuild(buffer, state, numbers, is_intact=is_intact))
+            made = _rebuild(buffer, state, numbers, is_intact=self._is_whole)
+            made = jax.block_until_ready(made)
             return made if apart is None else made.replace(rows=made.rows.replace(steps=apart))
 
-    def counters(self, length: int) -> dict[str, np.ndarray]:
-        """Return the counters of each stream, for rings of a length: [E] by name."""
-        found = {}
-        for name in self._manifest.rest:
-            if name.startswith("counters."):
-                found[name.removeprefix("counters.")] = self._array(name, (len(self._end),))
-        filled = self._end - self._first - self.holes.num_lost
-        found |= {
+    def beside(self, length: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Return the counters of each stream, [E] by name, and what the sampler knew, [N] or other
+        arrays by name, for rings of a length."""
+        kinds = [in_member(self._name, kind) for kind in ("counters.", "sampler.")]
+        names = [name for name in self._manifest.rest if name.startswith(tuple(kinds))]
+        found = self._rest.arrays(names)
+        counters, numbers = (
+            {name.removeprefix(kind): found[name] for name in names if name.startswith(kind)}
+            for kind in kinds
+        )
+        for name, values in counters.items():
+            if values.shape != self._end.shape:
+                raise CorruptCheckpointError(
+                    f"{self._manifest.name}: rest: counters.{name} must have the shape "
+                    f"{self._end.shape}, got {values.shape}"
+                )
+        span, own = rows.span_of(counters, self._member.length), self._member
+        if (span.first != own.first).any() or (span.end != own.end).any():
+            raise CorruptCheckpointError(f"{self._manifest.name}: counters do not fit first, end")
+        counters |= {
             "position": ring.position_of(self._end, length),
             "lap": (self._end // length).astype(np.uint32),
-            "filled": np.minimum(filled, length),
+            "filled": np.minimum(self._end - self._first, length),
         }
-        if "last_flags" in found and self.holes.folders:
-            last = found["last_flags"]
-            cleared = row_flags.after_clear(self._manifest.layout.form, jnp.asarray(last))
-            found["last_flags"] = np.where(self.holes.is_newest_lost, np.asarray(cleared), last)
-        return found
+        if "last_flags" in counters and not self._is_whole:
+            last = counters["last_flags"]
+            form = self._member.layout.autoreset or None
+            cleared = np.asarray(row_flags.after_clear(form, jnp.asarray(last)))
+            is_lost = (self._first == self._end) & (self._member.first < self._end)
+            counters["last_flags"] = np.where(is_lost, cleared, last)
+        return counters, {name: self._placed(values, length) for name, values in numbers.items()}
 
-    def numbers(self, length: int) -> dict[str, np.ndarray]:
-        """Return what the sampler knew, by name: [N] for rings of a length, or other arrays."""
-        found, before = {}, self._manifest.length
-        num_envs = len(self._end)
-        for name in self._manifest.rest:
-            if not name.startswith("sampler."):
-                continue
-            values = self._array(name)
-            if values.shape[:1] == (num_envs * before,) and (
-                length != before or self.holes.folders
-            ):
-                env, position = np.divmod(np.arange(num_envs * before), before)
-                age = ring.position_of(self._end[env] - 1 - position, before)
-                now, is_lost = self.holes.age_of(env, age)
-                is_kept = ~is_lost & (age < (self._end - self._first)[env]) & (now < length)
-                row = rows.rows_at(Picked(env, self._end[env] - 1 - now), length)
-                moved = np.full((num_envs * length, *values.shape[1:]), nothing(values))
-                moved = moved.astype(values.dtype)
-                moved[row[is_kept]] = values[is_kept]
-                values = moved
-            found[name.removeprefix("sampler.")] = values
-        return found
+    def _placed(self, values: np.ndarray, length: int) -> np.ndarray:
+        """Return numbers of rows, [N], at their places in rings of a length. Others stay."""
+        before, num_envs = self._member.length, len(self._end)
+        is_moved = length != before or not self._is_whole
+        if values.shape[:1] != (num_envs * before,) or not is_moved:
+            return values
+        filled = np.minimum(self._end - self._first, length)
+        env = np.repeat(np.arange(num_envs), filled)
+        number = self._end[env] - 1 - (np.arange(len(env)) - (np.cumsum(filled) - filled)[env])
+        moved = np.full((num_envs * length, *values.shape[1:]), nothing(values), values.dtype)
+        old, new = (rows.rows_at(Picked(env, number), one) for one in (before, length))
+        moved[new] = values[old]
+        return moved
 
-    def _array(self, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
-        """Read an array beside the rows, of a shape that must be as expected."""
-        dtype, own = schema.dtype_and_shape(name, self._manifest.rest[name])
-        if shape not in (None, own):
-            raise CorruptCheckpointError(
-                f"{self._manifest.name}: rest: {name} must have the shape {shape}, got {own}"
-            )
-        if 0 in own:
-            return np.zeros(own, dtype)
-        parts = [values for _, values in self._chunks(name, jax.ShapeDtypeStruct(own, dtype))]
-        values = np.concatenate(parts) if own else parts[0]
-        self._progress(values.nbytes)
-        return values
-
-    def _rest(self, rest: Any) -> Any:
+    def _filled(self, state: Any) -> Any:
         """Read a rollout's state into new leaves, which are donated."""
-        leaves = []
-        for name, leaf in named(rest):
-            for start, values in self._chunks(name, leaf) if leaf.size else ():
-                leaf = jax.block_until_ready(rows.put_piece(leaf, start, values))
-                self._progress(values.nbytes)
-            leaves.append(leaf)
-        return jax.tree.unflatten(jax.tree.structure(rest), leaves)
-
-    def _chunks(self, name: str, leaf: Any) -> Iterator[tuple[int, np.ndarray]]:
-        if name not in self._manifest.chunks:
-            raise CorruptCheckpointError(f"rest/{self._manifest.folder} has no {name}")
-        return arrays.chunks(
-            self._store,
-            arrays.array_name("rest", self._manifest.folder, name),
-            self._manifest.chunks[name],
-            leaf.shape,
-            leaf.dtype,
-            self._manifest.is_compressed,
-        )
+        leaves = dict(named(state))
+        for piece, values in self._rest.pieces(leaves):
+            made = rows.put_piece(leaves[piece.name], piece.start, values)
+            leaves[piece.name] = jax.block_until_ready(made)
+        return jax.tree.unflatten(jax.tree.structure(state), leaves.values())
 
     def rows(self, stored: Any, length: int, env: int = 0, env_stop: int | None = None) -> Any:
-        """Read rows of the envs `env` to `env_stop - 1`: the newest that fit, or those that are
-        left without the lost ones.
+        """Read rows of the envs `env` to `env_stop - 1`: the newest that fit.
 
         Args:
           stored: New leaves of these envs, which are donated. None for leaves that are not read.
@@ -303,82 +395,43 @@ class Reading:
           env_stop: The env after the last one. Default: that after all.
         """
         specs = jax.eval_shape(stored_arrays.plain_specs, stored)
-        groups, leaves = self._manifest.groups, named(specs)
+        groups, leaves = self._member.groups, named(specs)
         if not leaves:
             return stored
-        envs, row_of = np.arange(len(self._end)), lambda leaf: leaf.shape[1:]
+        all_leaves = {leaf.array: Spec(leaf.shape, leaf.stored) for leaf in self._member.leaves}
+        envs = np.arange(len(self._end))
         is_own = (envs >= env) & (envs < (len(envs) if env_stop is None else env_stop))
-        filled = np.where(is_own, self._end - self._first, 0)
-        first = self._end - (filled if self.holes.folders else np.minimum(filled, length))
+        filled = np.where(is_own, np.minimum(self._end - self._first, length), 0)
+        first = self._end - filled
         counts = groups.num_rows(first)
         most = int(groups.num_rows().max(initial=1))
-        row_bytes = sum(math.prod(row_of(leaf)) * leaf.dtype.itemsize for _, leaf in leaves)
-        buffers = [arrays.Buffers() for _ in leaves]
+        row_bytes = sum(all_leaves[name].nbytes for name, _ in leaves)
+        buffers = bundle.Buffers()
 
-        def begin(group: Group) -> tuple[Group, list[Future[np.ndarray]]]:
-            with defer_interrupts():
-                return group, [
-                    pool.submit(
-                        array_of, self._store, group, name, row_of(leaf), leaf.dtype, own.take
-                    )
-                    for (name, leaf), own in zip(leaves, buffers, strict=True)
-                ]
+        def read(group: Group) -> tuple[Group, dict[str, np.ndarray]]:
+            return group, group.read(self._store, all_leaves, buffers.take)
 
-        chosen = (
-            groups[at]
-            for at in reversed(range(len(groups)))
-            if counts[at] and groups[at].folder not in self.holes.folders
-        )
-        pool = ThreadPoolExecutor(self._store.num_readers, "jaxreplay-restore")
+        chosen = [groups[at] for at in reversed(range(len(groups))) if counts[at]]
+        threads = Threads(_AHEAD + 1, "jaxreplay-restore")
         try:
-            for group, futures in _ahead(begin, chosen):
-                found = [future.result() for future in futures]
-                is_read, index = self._places(group, first, length, env)
-                if len(index):
-                    is_whole = len(index) == len(is_read)
-                    values = found if is_whole else [leaf[is_read] for leaf in found]
-                    values = [
-                        self._closed(group, is_read, own) if name == "flags" else own
-                        for (name, _), own in zip(leaves, values, strict=True)
-                    ]
-                    values = jax.tree.unflatten(jax.tree.structure(specs), values)
-                    stored = rows.put(stored, index, values, most)
-                for own, leaf in zip(buffers, found, strict=True):
-                    own.give_back(leaf)
+            for group in chosen[:_AHEAD]:
+                threads.put(read, group)
+            for at in range(len(chosen)):
+                for group in chosen[at + _AHEAD : at + _AHEAD + 1]:
+                    threads.put(read, group)
+                group, found = threads.get()
+                env_of, number = group.rows()
+                is_read = number >= first[env_of]
+                index = rows.rows_at(Picked(env_of[is_read] - env, number[is_read]), length)
+                own = [found[name] for name, _ in leaves]
+                own = own if is_read.all() else [leaf[is_read] for leaf in own]
+                values = jax.tree.unflatten(jax.tree.structure(specs), own)
+                stored = rows.put(stored, index, values, most)
+                buffers.give_back(found[leaves[0][0]])
                 self._progress(len(index) * row_bytes)
         finally:
-            pool.shutdown(cancel_futures=True)
+            threads.abandon()
         return stored
-
-    def _places(
-        self, group: Group, first: np.ndarray, length: int, first_env: int
-    ) -> tuple[Any, np.ndarray]:
-        """Return which rows of a group are read, bool[K], and their indices in new leaves, whose
-        first rows are those of `first_env`."""
-        env, number = group.rows()
-        is_read = number >= first[env]
-        if self.holes.folders:
-            age, is_lost = self.holes.age_of(env, self._end[env] - 1 - number)
-            is_read &= ~is_lost & (age < length)
-            number = self._end[env] - 1 - age
-        return is_read, rows.rows_at(Picked(env[is_read] - first_env, number[is_read]), length)
-
-    def _closed(self, group: Group, is_read: np.ndarray, flags: np.ndarray) -> np.ndarray:
-        """Return the flags of rows, with those beside holes changed: the row before a hole ends its
-        episode without a transition, and the row after it begins one."""
-        if not self.holes.folders:
-            return flags
-        env, number = group.rows()
-        age = (self._end[env] - 1 - number)[is_read]
-        start, size = (one[env[is_read]] for one in (self.holes.start, self.holes.size))
-        is_hole = size > 0
-        is_before = (is_hole & (age[:, None] == start + size)).any(axis=1)
-        is_after = (is_hole & (age[:, None] == start - 1)).any(axis=1)
-        form = self._manifest.layout.form
-        assert form is not None
-        closes = np.asarray(row_flags.closes_episode(jnp.asarray(flags), form))
-        flags = np.where(is_before & ~closes, flags | np.uint8(row_flags.FINAL), flags)
-        return np.where(is_after, flags | np.uint8(row_flags.FIRST), flags)
 
 
 def _empty(example: Any, layout: Layout) -> ReplayState:
@@ -387,13 +440,3 @@ def _empty(example: Any, layout: Layout) -> ReplayState:
 
 
 _rebuild = program(rebuilt, static=("is_intact",))
-
-
-def _ahead(begin: Callable[[Any], _T], items: Iterable[Any]) -> Iterator[_T]:
-    """Iterate over what `begin` returns for each item. It is called for a few items in advance."""
-    begun: collections.deque[_T] = collections.deque()
-    for item in items:
-        if len(begun) == _AT_ONCE:
-            yield begun.popleft()
-        begun.append(begin(item))
-    yield from begun

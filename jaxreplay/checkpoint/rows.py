@@ -7,8 +7,7 @@ length.
 """
 
 import functools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -96,15 +95,16 @@ def canonical(state: ReplayState) -> dict[str, Any]:
     return jax.tree.map(jnp.copy, found)
 
 
-def ends_of(heads: Any, length: int) -> np.ndarray:
-    """Return the number of the next row of each stream, int64[E]. `heads`: `heads_of(state)`."""
-    return np.asarray(heads[1]).astype(np.int64) * length + np.asarray(heads[0])
+def span_of(counters: dict[str, Any], length: int) -> Span:
+    """Return the rows that a state holds.
 
-
-def span_of(heads: Any, length: int) -> Span:
-    """Return the rows that a state holds. `heads`: `heads_of(state)`."""
-    end = ends_of(heads, length)
-    return Span(end - np.asarray(heads[2]), end)
+    Args:
+      counters: Those of the state, by name.
+      length: Rows in each stream's ring.
+    """
+    lap = np.asarray(counters["lap"]).astype(np.int64)
+    end = lap * length + np.asarray(counters["position"])
+    return Span(end - np.asarray(counters["filled"]), end)
 
 
 def num_rewritten(layout: Layout) -> int:
@@ -113,28 +113,13 @@ def num_rewritten(layout: Layout) -> int:
     return 2 if layout.may_take_back else 0
 
 
-def _heads(state: ReplayState) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return state.counters.position, state.counters.lap, state.counters.filled
-
-
-def heads_in(counters: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the heads, of counters by name."""
-    return counters["position"], counters["lap"], counters["filled"]
-
-
 def rows_at(picked: Picked, length: int) -> np.ndarray:
     return (picked.env * length + ring.position_of(picked.number, length)).astype(np.int32)
 
 
-def heads_of(state: ReplayState) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return copies of the heads. If a host array shared a leaf's memory, the next add would copy
-    that leaf."""
-    return copied(_heads(state))
-
-
 @functools.partial(jax.jit, donate_argnums=2, keep_unused=True)
-def read(state: ReplayState, index: jax.Array, spare: Any = None) -> tuple[Any, Any]:
-    """Return rows in their plain form, and the current heads.
+def read(state: ReplayState, index: jax.Array, spare: Any = None) -> Any:
+    """Return rows in their plain form.
 
     Args:
       state: The state.
@@ -142,13 +127,15 @@ def read(state: ReplayState, index: jax.Array, spare: Any = None) -> tuple[Any, 
       spare: Donated: rows that an earlier call returned, whose memory may be used again.
     """
     del spare
-    return stored_arrays.read_plain(stored(state), index), _heads(state)
+    return stored_arrays.read_plain(stored(state), index)
 
 
-def on_host(leaf: jax.Array) -> np.ndarray:
+def on_host(leaf: Any) -> np.ndarray:
     """Return a leaf's values. On a CPU they are its own memory, of which no view is kept, so that
     it may be donated later."""
-    return np.asarray(leaf.addressable_data(0) if len(leaf.sharding.device_set) == 1 else leaf)
+    if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) == 1:
+        leaf = leaf.addressable_data(0)
+    return np.asarray(leaf)
 
 
 def put(rows: Any, index: np.ndarray, values: Any, most: int) -> Any:
@@ -185,19 +172,12 @@ def _jitted(function: Any, structure: Any, shardings: tuple[Any, ...]) -> Any:
     )
 
 
-def chunk_rows(leaf: Any, num_bytes: int) -> int:
-    """Return how many rows along the first axis fit in `num_bytes`, at least 1."""
-    row_bytes = max(math.prod(leaf.shape[1:]) * np.dtype(leaf.dtype).itemsize, 1)
-    return max(1, min(leaf.shape[0] if leaf.shape else 1, num_bytes // row_bytes))
-
-
-def pieces(leaf: jax.Array, num_rows: int) -> Iterator[jax.Array]:
-    """Iterate over copies of `num_rows` rows each of a leaf, or over one copy of a scalar."""
-    if not leaf.ndim:
-        yield copied(leaf)
-        return
-    for start in range(0, len(leaf), num_rows):
-        yield _piece(leaf, start, min(num_rows, len(leaf) - start))
+def piece_of(leaf: Any, start: int, stop: int) -> Any:
+    """Return a copy of the rows `start` to `stop - 1` of a leaf, or of a scalar."""
+    if not isinstance(leaf, jax.Array):
+        return np.array(leaf[start:stop] if np.ndim(leaf) else leaf)
+    is_whole = not leaf.ndim or stop - start == len(leaf)
+    return copied(leaf) if is_whole else _piece(leaf, start, stop - start)
 
 
 @jax.jit

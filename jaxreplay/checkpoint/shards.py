@@ -9,6 +9,7 @@ trees and tables of its own devices there, one shard at a time.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -103,24 +104,32 @@ class Shards:
           reading: A `restoring.Reading`.
         """
         buffer, local, num = self.buffer, self._local, self._sharded.num_shards
-        layout = reading.layout_for(buffer)
-        if not adopt.stays(layout, buffer.layout()):
-            raise ValueError(
-                f"restore: num_envs or allow_mask: the checkpoint has {layout.num_envs} envs and "
-                f"{layout.allow_mask}, the sharded buffer {buffer.num_envs} and "
-                f"{buffer.allow_mask}; restore it for a buffer without a mesh, and save that"
-            )
-        with defer_interrupts():
-            steps = self._new_steps(example)
-        for at, (env, stop, own) in enumerate(steps):
-            read = reading.rows({"steps": own}, buffer.length, env, stop)
-            steps[at] = env, stop, read["steps"]
+        sharding = NamedSharding(self._sharded.mesh, P(self._sharded.axis))
+        layout, flags, whole = reading.layout_for(buffer), None, None
+        if adopt.stays(layout, buffer.layout()):
+            with defer_interrupts():
+                steps = self._new_steps(example)
+            read = [
+                reading.rows({"steps": own}, buffer.length, env, stop)["steps"]
+                for env, stop, own in steps
+            ]
+            leaves_of = lambda leaves: [x.data for leaf in leaves for x in leaf.addressable_shards]
+            steps = jax.tree.map(lambda *ones: _array_of(num, sharding, leaves_of(ones)), *read)
+        else:  # all rows are dealt to the envs anew, on the host
+            with _on_host():
+                whole = reading.state(buffer, example, None)
+            steps = jax.tree.map(functools.partial(_placed_from, sharding), whole.rows.steps)
+            layout = dataclasses.replace(whole.layout, sampler=None)
         with _on_host():
-            flags = None
-            if buffer.autoreset is not None:
+            if whole is not None:
+                flags, beside = whole.rows.flags, jax.device_get(rows.canonical(whole))
+                counters, numbers = beside["counters"], beside["sampler"]
+            else:
+                counters, numbers = reading.beside(buffer.length)
+            if flags is None and buffer.autoreset is not None:
                 new = {"flags": jnp.zeros((buffer.capacity,), jnp.uint8)}
-                flags = np.asarray(reading.rows(new, buffer.length)["flags"])
-            counters, numbers = reading.counters(buffer.length), reading.numbers(buffer.length)
+                flags = reading.rows(new, buffer.length)["flags"]
+            flags = None if flags is None else np.asarray(flags)
             parts = []
             layout = dataclasses.replace(layout, num_envs=local.num_envs)
             of_shard = lambda values, at: np.split(values, num)[at]
@@ -142,12 +151,8 @@ class Shards:
                     made = reading.put_together(local, layout, stored, own, known)
                     made = self._sharded.local.stacked(made)
                     parts += [jax.device_put(made, one) for one in devices]
-        sharding = NamedSharding(self._sharded.mesh, P(self._sharded.axis))
         made = jax.tree.map(lambda *leaves: _array_of(num, sharding, leaves), *parts)
-        leaves_of = lambda leaves: [one.data for leaf in leaves for one in leaf.addressable_shards]
-        read = [own for _, _, own in steps]
-        whole = jax.tree.map(lambda *leaves: _array_of(num, sharding, leaves_of(leaves)), *read)
-        return made.replace(rows=made.rows.replace(steps=whole))
+        return made.replace(rows=made.rows.replace(steps=steps))
 
     def _new_steps(self, example: Any) -> list[tuple[int, int, Any]]:
         """Return zeros for the steps of this process's devices: for each run of shards its first
@@ -200,6 +205,12 @@ def _joined(name: str, values: np.ndarray) -> np.ndarray:
         return values.max()
     most = np.iinfo(values.dtype).max  # where they stay
     return np.minimum(values.sum(dtype=np.uint64), most).astype(values.dtype)
+
+
+def _placed_from(sharding: NamedSharding, leaf: jax.Array) -> jax.Array:
+    """Return an array of the host on the devices of this process."""
+    values = np.asarray(leaf)
+    return jax.make_array_from_callback(values.shape, sharding, values.__getitem__)
 
 
 def _array_of(num: int, sharding: NamedSharding, leaves: Sequence[jax.Array]) -> jax.Array:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 import jaxreplay as jr
-from jaxreplay.checkpoint import Checkpointer, PathInUseError
+from jaxreplay.checkpoint import Checkpointer, PathInUseError, rows
 from tests.support import checkpointed_run
 from tests.support.checkpointed_run import EXAMPLE, begun, expected, items, numbers
 
@@ -38,8 +38,8 @@ def check_restored(checkpointer, end, start=0):
 
 def save_run(checkpointer, end, blocking=True):
     """Save the run of so many steps, and wait until it is saved."""
-    checkpointer.save(state := state_of(end), end, blocking=blocking)
-    checkpointer.wait_until_finished(state)
+    checkpointer.save(state_of(end), end, blocking=blocking)
+    checkpointer.wait_until_finished()
 
 
 def replay_of(end, start=0):
@@ -59,8 +59,8 @@ def save_two(path, ends=(20, 25)):
 
 
 def check_no_other_files(checkpointer, path):
-    """Check that a folder has no files but those of its checkpoints, and of writers."""
-    named = {name for one in checkpointer._chain.read()[0] for name in one.files()}
+    """Check that a folder has no files but those of its checkpoints."""
+    named = {name for one in checkpointer._chain.read()[0] for name in one.file_names()}
     assert {str(one.relative_to(path)) for one in path.glob("[mr]*/*")} == named
 
 
@@ -119,14 +119,22 @@ def quiet():
 
 
 def files_of(path):
-    """Return the files of checkpoints that have content, sorted."""
-    return sorted(
-        file
-        for file in path.rglob("*")
-        if file.is_file() and file.name != "zarr.json" and "writers" not in file.parts
-    )
+    """Return the files of checkpoints, sorted."""
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def groups_of(checkpointer):
+    """Return the groups of the checkpoint that the next save goes on from."""
+    return checkpointer._base.members[""].groups
 
 
 def check_intact(verified):
     """Check the result of `verify`: no checkpoint is damaged."""
     assert not any(one.problems for one in verified)
+
+
+def span_of(buffer, state):
+    """Return the numbers of each stream's oldest row, and of the one after its newest."""
+    names = ("position", "lap", "filled")
+    counters = {name: getattr(state.counters, name) for name in names}
+    return rows.span_of(counters, buffer.length)

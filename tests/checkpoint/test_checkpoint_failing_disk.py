@@ -170,11 +170,9 @@ def test_a_save_that_fails_anywhere_leaves_what_there_was(kind, disk, tmp_path):
             restored(path, {end} if is_saved else {*before[-2:], end})
         if trial % 2:  # the same object continues, and then a new one
             save_run(checkpointer, end + 3, wait)
-            checkpointer.close()
             checkpointer = restored(path, {end + 3})
         else:  # a new one continues at once
-            checkpointer.close()
-            checkpointer = begun(path, [])
+            checkpointer = Checkpointer(path, BUFFER, max_to_keep=2, overwrite=True)
         save_run(checkpointer, end + 6, wait)
         checkpointer.close()
         restored(path, {end + 6})

@@ -6,6 +6,7 @@ import functools
 import gc
 import itertools
 import pathlib
+import queue
 import random
 import re
 import signal
@@ -37,6 +38,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 
+SIMPLE_QUEUE, MAIN = queue.SimpleQueue, threading.main_thread().ident
 LIBRARY = str(pathlib.Path(jr.__file__).parent)
 
 
@@ -89,7 +91,7 @@ def check_goes_on(checkpointer, end, among, num_threads):
     check_restored(checkpointer, end)
 
 
-@pytest.mark.parametrize("kind", ["first", "second", "does not wait", "advance", "in a block"])
+@pytest.mark.parametrize("kind", ["first", "second", "does not wait", "in a block"])
 def test_an_interrupt_at_any_line_of_a_save_leaves_what_there_was(kind, tmp_path):
     count, state = itertools.count(), state_of(37)
 
@@ -102,9 +104,7 @@ def test_an_interrupt_at_any_line_of_a_save_leaves_what_there_was(kind, tmp_path
     def save(checkpointer):
         with checkpointer if kind == "in a block" else contextlib.nullcontext():
             checkpointer.save(state, 37, blocking=kind in ("first", "second"))
-            if kind == "advance":
-                checkpointer.advance(state, 0)
-            checkpointer.wait_until_finished(state)
+            checkpointer.wait_until_finished()
 
     save(begun())
     num_threads = threading.active_count()  # includes the progress bars' thread
@@ -115,29 +115,101 @@ def test_an_interrupt_at_any_line_of_a_save_leaves_what_there_was(kind, tmp_path
             interrupted_at(functools.partial(save, checkpointer), nth, counts=is_ours)
         # a save is still running if the interrupt came before or after the work of a call
         if checkpointer.is_saving:
-            assert kind in ("does not wait", "advance")
-            checkpointer.wait_until_finished(state)
+            assert kind == "does not wait"
+            checkpointer.wait_until_finished()
             assert checkpointer.all_steps() == [30, 37]
         check_goes_on(checkpointer, 37, {37} if kind == "first" else {30, 37}, num_threads)
         checkpointer.close()
 
 
 def test_an_interrupt_before_what_a_call_does_leaves_a_save_under_way(tmp_path, monkeypatch):
-    checkpointer, state, may = Checkpointer(tmp_path, BUFFER), state_of(37), threading.Event()
+    checkpointer, may = Checkpointer(tmp_path, BUFFER), threading.Event()
     commit = checkpointer._chain.commit
     monkeypatch.setattr(
         checkpointer._chain, "commit", lambda *given: (may.wait(60), commit(*given))
     )
-    for end, call in enumerate((checkpointer.advance, checkpointer.wait_until_finished), 37):
-        may.clear()
-        checkpointer.save(state, end, blocking=False)
-        assert interrupted_at(functools.partial(call, state), 1, counts=is_ours)
-        assert checkpointer.is_saving
-        may.set()
-        checkpointer.wait_until_finished(state)
-        assert not checkpointer.is_saving
-        assert checkpointer.all_steps()[-1] == end
-        check_restored(checkpointer, 37)
+    checkpointer.save(state_of(37), 37, blocking=False)
+    assert interrupted_at(checkpointer.wait_until_finished, 1, counts=is_ours)
+    assert checkpointer.is_saving
+    may.set()
+    checkpointer.wait_until_finished()
+    assert not checkpointer.is_saving
+    assert checkpointer.all_steps() == [37]
+    check_restored(checkpointer, 37)
+
+
+def raising(monkeypatch, nth):
+    """Let the main thread get a signal in the `nth` call from now on that waits for other threads
+    or takes their locks: after a lock is taken, as a handler may run there. Return a function that
+    counts these calls."""
+    count = itertools.count(1)
+
+    def noted():
+        if threading.get_ident() == MAIN and next(count) == nth:
+            signal.raise_signal(signal.SIGINT)
+
+    def after(real):
+        def call(*given, **options):
+            found = real(*given, **options)
+            noted()
+            return found
+
+        return call
+
+    class Queue:
+        """A queue of Python: that of C has no methods to replace."""
+
+        def __init__(self):
+            self._real = SIMPLE_QUEUE()
+
+        def put(self, item):
+            noted()
+            self._real.put(item)
+
+        def get(self):
+            noted()
+            return self._real.get()
+
+    for name in ("__enter__", "wait"):
+        monkeypatch.setattr(threading.Condition, name, after(getattr(threading.Condition, name)))
+    for name in ("join", "start"):
+        monkeypatch.setattr(threading.Thread, name, after(getattr(threading.Thread, name)))
+    monkeypatch.setattr(queue, "SimpleQueue", Queue)
+    return lambda: next(count) - 1
+
+
+@pytest.mark.parametrize("kind", ["save", "later", "restore"])
+def test_an_interrupt_while_threads_wait_for_each_other_leaves_no_lock(kind, tmp_path):
+    """A lock that is left in a `Condition` would block a thread of the save for ever."""
+    state, threads = state_of(37), threading.active_count() + 1
+    numbers = itertools.count()
+
+    def begun():
+        checkpointer = Checkpointer(tmp_path / str(next(numbers)), BUFFER, chunk_bytes=2000)
+        if kind == "restore":
+            checkpointer.save(state, 37)
+        return checkpointer
+
+    def call(checkpointer):
+        if kind == "restore":
+            checkpointer.restore(EXAMPLE)
+        else:
+            checkpointer.save(state, 37, blocking=kind == "save")
+            checkpointer.close()
+
+    with pytest.MonkeyPatch.context() as patch:
+        num_calls = raising(patch, 0)
+        call(begun())
+        num_calls = num_calls()
+    assert num_calls > 5
+    for nth in range(1, num_calls + 1):
+        checkpointer = begun()
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            raising(patch, nth)
+            call(checkpointer)
+        if checkpointer.is_saving:
+            checkpointer.wait_until_finished()
+        check_goes_on(checkpointer, 37, {37}, threads)
 
 
 def test_an_interrupt_at_a_random_moment_of_a_save_leaves_what_there_was(tmp_path):
@@ -152,7 +224,7 @@ def test_an_interrupt_at_a_random_moment_of_a_save_leaves_what_there_was(tmp_pat
         try:
             timer.start()
             checkpointer.save(states[end], end, blocking=trial % 3 > 0)
-            checkpointer.wait_until_finished(states[end])
+            checkpointer.wait_until_finished()
             timer.join()
         except KeyboardInterrupt:
             num_interrupted += 1
@@ -194,7 +266,7 @@ def test_interrupted_saves_hold_no_memory(wait, tmp_path):
 
     def save():
         checkpointer.save(state, blocking=wait)
-        checkpointer.wait_until_finished(state)
+        checkpointer.wait_until_finished()
 
     def resident():
         gc.collect()
@@ -204,7 +276,7 @@ def test_interrupted_saves_hold_no_memory(wait, tmp_path):
     save()
     lines = lines_of(save)
     start = lines.index(("saving", "__init__"))
-    ends = [("saving", "finish"), ("saving", "advance")]
+    ends = [("saving", "join")]
     places = [nth for nth, line in enumerate(lines) if nth > start and line in ends]
     stop = min(places, default=len(lines))
     before, num_threads = resident(), threading.active_count()

@@ -19,14 +19,20 @@ from jaxreplay.checkpoint import (
     groups,
     planning,
 )
-from jaxreplay.checkpoint.manifest import Manifest, StoredLayout
+from jaxreplay.checkpoint.manifest import Manifest, Member, StoredLayout
 from jaxreplay.checkpoint.object_store import Objects
-from tests.checkpoint.runs import BUFFER, check, check_restored, manifests, save_run, state_of
+from tests.checkpoint.runs import (
+    BUFFER,
+    check,
+    check_restored,
+    groups_of,
+    manifests,
+    save_run,
+    state_of,
+)
 from tests.conftest import ALL
 from tests.support.checkpointed_run import EXAMPLE, added
-from tests.support.refusals import refused
-
-LEAVES = ("candidate_number", "flags", "steps.action", "steps.obs", "steps.reward")
+from tests.support.refusals import check_refused, refused
 
 
 def made_up(num_groups, num_envs, num_saves, length=2**20):
@@ -37,45 +43,57 @@ def made_up(num_groups, num_envs, num_saves, length=2**20):
         groups.Save(f"{at:010}-0123abcd", length, end[at], end[at + 1], False)
         for at in range(num_saves)
     ]
-    columns = np.zeros((num_groups, 7), np.int64)
+    columns = np.zeros((num_groups, groups.NUM_COLUMNS), np.int64)
     columns[:, 0] = np.arange(num_groups) * num_saves // num_groups
     columns[:, 1] = np.arange(num_groups)
     columns[:, 2] = length - 2 - 2 * (np.arange(num_groups) % 5000)
     columns[:, 3], columns[:, 5] = columns[:, 2] + 2, num_envs
-    columns[:, 6] = r.integers(0, 2**32, num_groups)
-    sums = r.integers(0, 2**32, (num_groups, len(LEAVES))).astype(np.uint32)
+    columns[:, 6:] = r.integers(0, 2**32, (num_groups, 3))
+    member = Member(
+        layout=StoredLayout.of(BUFFER.layout()),
+        length=length,
+        first=np.zeros(num_envs, np.int64),
+        end=end[-1],
+        rows=dict.fromkeys(("flags", "steps.action", "steps.obs"), "uint8[84, 84]"),
+        groups=groups.Groups(saves, columns),
+    )
     return Manifest(
         folder="0000000200-0123abcd",
         step=1,
-        buffer="ReplayBuffer()",
         library="0",
-        layout=StoredLayout.none(),
-        length=length,
-        first=[0] * num_envs,
-        end=end[-1].tolist(),
-        rows=dict.fromkeys(LEAVES, "uint8[84, 84]"),
+        writer={},
+        buffer="ReplayBuffer()",
+        members={"": member},
         rest={},
         is_compressed=False,
-        chunks={},
-        groups=groups.Groups(saves, columns, LEAVES, sums),
+        piece_bytes=1,
+        files=[],
         metadata={},
     )
 
 
-def test_a_manifest_of_many_groups_and_streams_that_step_apart_is_small():
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Take manifests whose groups do not have each row once."""
+    monkeypatch.setattr(groups.Groups, "check", lambda *_: None)
+
+
+def test_a_manifest_of_many_groups_and_streams_that_step_apart_is_small(unchecked):
     """Store two numbers per stream and save, not per stream and group."""
     manifest = made_up(num_groups=10_000, num_envs=4096, num_saves=100)
     content = manifest.to_bytes()
     assert len(content) < 20 * 10**6
-    got = Manifest.from_bytes(manifest.name, content)
+    got, made = (
+        one.members[""].groups for one in (Manifest.from_bytes(manifest.name, content), manifest)
+    )
     for at in (0, 99, 9_999):
-        group, wanted = got.groups[at], manifest.groups[at]
-        assert (group.folder, group.checksums) == (wanted.folder, wanted.checksums)
+        group, wanted = got[at], made[at]
+        assert (group.file, group.sums) == (wanted.file, wanted.sums)
         np.testing.assert_array_equal(group.range(), wanted.range())
     first = 100 * np.arange(4096)
-    counts = got.groups.num_rows(first)
+    counts = got.num_rows(first)
     for at in range(0, 10_000, 500):
-        low, high = got.groups[at].range()
+        low, high = got[at].range()
         assert counts[at] == np.maximum(high - np.maximum(low, first), 0).sum()
     assert len(set(counts.tolist())) > 50
 
@@ -91,14 +109,14 @@ def memory_below(most):
         tracemalloc.stop()
 
 
-def test_what_is_kept_of_a_manifest_of_many_groups_is_small():
+def test_what_is_kept_of_a_manifest_of_many_groups_is_small(unchecked):
     """Keep manifests of 28,000 groups: 200 GB in groups of 8 MiB have as many."""
     num_groups = 28_000 if ALL else 7_000
     manifest = made_up(num_groups, num_envs=1, num_saves=num_groups // 28)
     content = manifest.to_bytes()
     with memory_below(3600 * num_groups):
         kept = [Manifest.from_bytes(manifest.name, content) for _ in range(3)]
-        assert len(kept[0].groups) == num_groups
+        assert len(kept[0].members[""].groups) == num_groups
         assert tracemalloc.get_traced_memory()[0] < 440 * num_groups
 
 
@@ -108,16 +126,18 @@ def test_a_made_up_manifest_of_very_many_groups_costs_little(tmp_path):
     checkpoint.save(tmp_path, BUFFER, state_of(10), chunk_bytes=2**20)
     (file,) = manifests(tmp_path)
     manifest = Manifest.from_bytes(f"manifests/{file.name}", file.read_bytes())
-    found = manifest.groups
-    columns, sums = (np.repeat(one, many, 0) for one in (found.columns, found.sums))
+    member = manifest.members[""]
+    columns = np.repeat(member.groups.columns, many, 0)
     columns[:, 1] = 1 + np.arange(many)
-    forged = groups.Groups(found.saves, columns, found.leaves, sums)
-    file.write_bytes(dataclasses.replace(manifest, groups=forged).to_bytes())
+    forged = dataclasses.replace(member, groups=groups.Groups(member.groups.saves, columns))
+    file.write_bytes(dataclasses.replace(manifest, members={"": forged}).to_bytes())
     with memory_below(1300 * many):
-        with refused(r"rows/\S+ has rows of a later group", CorruptCheckpointError):
-            checkpoint.restore(tmp_path, BUFFER, EXAMPLE)
-        with refused(r"rows/\S+ is missing", CorruptCheckpointError):
-            checkpoint.inspect(tmp_path)
+        check_refused(
+            r"rows/\S+ has rows of a later group",
+            lambda: checkpoint.restore(tmp_path, BUFFER, EXAMPLE),
+            lambda: checkpoint.inspect(tmp_path),
+            error=CorruptCheckpointError,
+        )
 
 
 @pytest.mark.parametrize("what", ["too large", "cut short", "unreadable"])
@@ -128,9 +148,9 @@ def test_no_checkpoint_is_deleted_for_one_that_cannot_be_read(what, tmp_path, mo
         if what == "too large":
             commit = checkpointer._chain.commit
 
-            def limited(manifest):
+            def limited(*given):
                 patch.setattr(chain, "MOST_BYTES", 100)
-                commit(manifest)
+                commit(*given)
 
             patch.setattr(checkpointer._chain, "commit", limited)
         elif what == "cut short":
@@ -174,11 +194,11 @@ def test_metadata_that_is_nested_too_deep_is_refused(tmp_path):
 
 def test_all_is_written_anew_before_a_manifest_is_too_large(tmp_path, monkeypatch):
     """Save often: each save whose rows are still held adds two numbers per stream."""
-    monkeypatch.setattr(planning, "_MOST_NUMBERS", 5 * 4)
+    monkeypatch.setattr(planning, "MOST_NUMBERS", 6 * 4)
     checkpointer, counts = Checkpointer(tmp_path, BUFFER, chunk_bytes=1000), []
     for end in range(1, 21):
         save_run(checkpointer, end)
-        counts.append(len(checkpointer._base.groups.saves))
+        counts.append(len(groups_of(checkpointer).saves))
     assert max(counts) == 6
     assert counts.count(1) >= 3
     check_restored(Checkpointer(tmp_path, BUFFER), 20)

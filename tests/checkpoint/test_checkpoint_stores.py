@@ -287,9 +287,9 @@ def test_a_run_is_saved_to_a_server_and_restored(server):
     with Checkpointer(place, BUFFER, chunk_bytes=4000, max_to_keep=2) as checkpointer:
         for end in range(10, 101, 10):
             checkpointer.save(state := state_of(end), end, blocking=end % 20 == 10)
-            with refused("is being written to by this process", PathInUseError):
-                checkpoint.save(place, BUFFER, state)
-            checkpointer.wait_until_finished(state)
+            checkpointer.wait_until_finished()
+            with refused("has a newer checkpoint, by this process", PathInUseError):
+                Checkpointer(place, BUFFER).save(state)
             check(checkpoint.restore(place, BUFFER, EXAMPLE), end)
         assert checkpointer.all_steps() == [90, 100]
     assert [found.problems for found in checkpoint.verify(place)] == [[], []]
@@ -311,7 +311,7 @@ def test_over_a_bad_line_what_is_saved_is_intact(between):
         with quiet():  # about files that cannot be deleted now
             try:
                 checkpointer.save(state, end, blocking=number % 2 == 0)
-                checkpointer.wait_until_finished(state)
+                checkpointer.wait_until_finished()
                 outcomes.append("saved")
                 good = {end}
             except (OSError, PathInUseError, RuntimeError):

@@ -4,7 +4,6 @@ a dead one is succeeded, and rows of two runs never mix."""
 import contextlib
 import errno
 import functools
-import gc
 import itertools
 import os
 import shutil
@@ -16,12 +15,13 @@ import time
 import pytest
 
 from jaxreplay import checkpoint
-from jaxreplay.checkpoint import Checkpointer, PathInUseError, chain
+from jaxreplay.checkpoint import Checkpointer, PathInUseError, planning
 from tests.checkpoint.runs import (
     BUFFER,
     SUPPORT,
     check,
     check_intact,
+    check_no_other_files,
     check_restored,
     outcomes_of_two_writers,
     replay_of,
@@ -31,8 +31,6 @@ from tests.checkpoint.runs import (
 from tests.conftest import ALL, SOAK
 from tests.support.checkpointed_run import EXAMPLE, added, numbers
 from tests.support.refusals import check_refused, refused, warned
-
-WHOAMI = chain.whoami
 
 
 @contextlib.contextmanager
@@ -59,79 +57,71 @@ def where(request, tmp_path):
 @contextlib.contextmanager
 def late(checkpointer, end, error, said):
     """Save in the background, and commit only after the block, which fails."""
-    may, commit, state = threading.Event(), checkpointer._chain.commit, state_of(end)
+    may, is_there, commit = threading.Event(), threading.Event(), checkpointer._chain.commit
+
+    def waits(manifest):
+        is_there.set()
+        may.wait(60)
+        commit(manifest)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            checkpointer._chain, "commit", lambda manifest: (may.wait(60), commit(manifest))
-        )
-        checkpointer.save(state, end, blocking=False)
+        patch.setattr(checkpointer._chain, "commit", waits)
+        checkpointer.save(state_of(end), end, blocking=False)
         try:
+            assert is_there.wait(60)
             yield
         finally:
             may.set()
         with refused(said, error):
-            checkpointer.wait_until_finished(state)
+            checkpointer.wait_until_finished()
 
 
-@contextlib.contextmanager
-def on_another_machine():
-    """Give this process another machine's name."""
-    machine = {"host": "elsewhere", "pid": 7, "program": "train.py", "since": "2030-01-01"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chain, "whoami", lambda: machine)
-        patch.setattr(chain.socket, "gethostname", lambda: "elsewhere")
-        yield
-
-
-def test_a_second_writer_is_refused_and_told_who_is_the_first(where):
+def test_a_second_run_is_refused_and_told_who_was_the_first(where):
+    """Unless it restores what the first one saved, or says that it replaces it."""
     one, other = Checkpointer(where, BUFFER), Checkpointer(where, BUFFER)
     save_run(one, 4)
     said = (
-        rf"is being written to by this process, host .*, pid {os.getpid()}, program .*, since "
-        r"20..-.*two writers would mix their files: close\(\) that Checkpointer first"
+        rf"has a newer checkpoint, by this process, host .*, pid {os.getpid()}, program .*, since "
+        r"20..-.*: restore it first, to go on from it, give each run a path of its own"
     )
     check_refused(
         said,
         lambda: other.save(state_of(4), 5),
         lambda: other.save(state_of(4), 5, blocking=False),
-        lambda: checkpoint.save(where, BUFFER, state_of(4)),
         error=PathInUseError,
     )
-    check_restored(other, 4)  # readers need no lock
+    check_restored(Checkpointer(where, BUFFER), 4)  # readers may always read
     assert [found.problems for found in other.verify()] == [[]]
     save_run(one, 5)
-    one.close()
     other.save(state := added(BUFFER, other.restore(EXAMPLE), 5, 1), 6)
     with pytest.raises(PathInUseError):
         one.save(state, 7)
-    other.close()
-    one.save(state, 7)
-    assert one.all_steps() == [5, 6, 7]
-    check_restored(one, 6)
+    assert one.all_steps() == [4, 5, 6]
+    third = Checkpointer(where, BUFFER, max_to_keep=1, overwrite=True)
+    third.save(state, 7)
+    assert third.all_steps() == [7]
+    check_refused(said, lambda: other.save(state, 8), error=PathInUseError)
+    third.save(state, 8)
+    assert one.all_steps() == [8]
+    if not isinstance(where, str):
+        check_no_other_files(one, where)
 
 
-def test_a_writer_that_is_gone_holds_nothing(where):
-    """Release the path of a Checkpointer that is deleted, fails before its save, or fails in a
-    `with` block."""
-    state, one, other = state_of(4), Checkpointer(where, BUFFER), Checkpointer(where, BUFFER)
-    one.save(state, 1)
-    del one
-    gc.collect()
+def test_what_a_run_that_fails_left_is_replaced(where):
+    """In a `with` block whose error is not of the save, the save is completed."""
+    one = Checkpointer(where, BUFFER)
     with refused("JSON", TypeError):
-        other.save(state, 2, metadata={"x": object()})
-    with Checkpointer(where, BUFFER) as third:
-        third.save(state, 2)
-    with contextlib.suppress(ZeroDivisionError), Checkpointer(where, BUFFER) as fourth:
-        fourth.save(state, 3, blocking=False)
+        one.save(state_of(4), 2, metadata={"x": object()})
+    with contextlib.suppress(ZeroDivisionError), Checkpointer(where, BUFFER) as other:
+        other.save(state_of(4), 3, blocking=False)
         raise ZeroDivisionError
-    other.save(state, 4)
-    assert other.all_steps()[-1] == 4
+    assert one.all_steps() == [3]
 
 
 # Other processes of this machine.
 
-HOLDS = r"""
-import os, sys, time, warnings
+FORKED = r"""
+import os, sys, warnings
 import checkpointed_run as run
 from jaxreplay.checkpoint import Checkpointer
 
@@ -140,34 +130,26 @@ buffer = run.items()
 checkpointer, state = Checkpointer(sys.argv[1], buffer), run.begun(buffer, 3)
 checkpointer.save(state, 3)
 if not os.fork():
-    checkpointer.close()  # the path stays with the parent
     for call in (lambda: checkpointer.save(state, 4), lambda: checkpointer.restore(run.EXAMPLE)):
         try:
             call()
         except RuntimeError as error:
             os.write(1, f"{error}\n".encode())  # in one piece: both write here
-    time.sleep(1000)
+    os._exit(0)
+os.wait()
 os.write(1, b"saved\n")
-time.sleep(1000)
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_the_lock_dies_with_its_process_which_a_forked_child_is_not(tmp_path):
-    with running(HOLDS, tmp_path) as parent:
+def test_a_forked_child_does_not_write(tmp_path):
+    with running(FORKED, tmp_path) as parent:
         lines = [parent.stdout.readline() for _ in range(3)]
-        assert sum("spawn" in line for line in lines) == 2, lines
-        assert "saved\n" in lines
-        mine = Checkpointer(tmp_path, BUFFER)
-        state = added(BUFFER, mine.restore(EXAMPLE), 3, 2)
-        with refused(
-            rf"by host .*, pid {parent.pid}, program -c, since .*give each run a path of its own",
-            PathInUseError,
-        ):
-            mine.save(state, 5)
-        parent.kill()
-        parent.wait()
-        mine.save(state, 5)  # the child is still alive
+    assert sum("spawn" in line for line in lines) == 2, lines
+    mine = Checkpointer(tmp_path, BUFFER)
+    with refused(rf"by host .*, pid {parent.pid}, program -c, since ", PathInUseError):
+        mine.save(state_of(5), 5)
+    mine.save(added(BUFFER, mine.restore(EXAMPLE), 3, 2), 5)
     check_restored(Checkpointer(tmp_path, BUFFER), 5)
 
 
@@ -179,14 +161,13 @@ from jaxreplay.checkpoint import Checkpointer, PathInUseError
 buffer, end = run.items(), int(sys.argv[2])
 state, end = run.begun(buffer, end + 5, end), end + 5
 while True:
-    checkpointer = Checkpointer(sys.argv[1], buffer, max_to_keep=1 + end % 3, chunk_bytes=2000)
+    options = {"max_to_keep": 1 + end % 3, "chunk_bytes": 2000, "overwrite": True}
+    checkpointer = Checkpointer(sys.argv[1], buffer, **options)
     try:
         for _ in range(2):
             checkpointer.save(state, blocking=end % 2 == 0)
-            checkpointer.wait_until_finished(state)
+            checkpointer.wait_until_finished()
             state, end = run.added(buffer, state, end, 1), end + 1
-        checkpointer.close()
-        time.sleep(0.05)  # the other one's turn
     except PathInUseError:
         print("refused", flush=True)
         time.sleep(0.004)
@@ -256,12 +237,10 @@ def test_of_two_first_saves_one_counts(steps, has_links, where, monkeypatch):
             other.save(state_of(504, 500), step)
     assert one.all_steps() == [steps[-1]]
     check_restored(one, 504, start=500)
-    one.close()
-    other.close()
     other.save(state_of(505, 500), 4)
     check_intact(other.verify())
-    named = {group.folder for group in other._chain.read()[0][0].groups}
-    assert set(other._store.entries("rows")) == named
+    named = {name for name in other._chain.read()[0][0].file_names() if name.startswith("rows")}
+    assert {f"rows/{name}" for name in other._store.entries("rows")} == named
 
 
 def test_a_writer_whose_files_are_deleted_is_told_of_the_other(tmp_path, monkeypatch):
@@ -273,9 +252,9 @@ def test_a_writer_whose_files_are_deleted_is_told_of_the_other(tmp_path, monkeyp
         if once.acquire(blocking=False):
             for step in range(3):
                 other.save(state_of(504, 500), step)
-            kept = {tmp_path / name for name in other._base.files()}
+            kept = {tmp_path / name for name in other._base.file_names()}
             for path in {*tmp_path.glob("r*/*")} - kept:
-                shutil.rmtree(path)
+                path.unlink()
         fsync(descriptor)
 
     def entered(*given):
@@ -299,18 +278,17 @@ def test_a_collection_leaves_what_may_still_count(where):
         ("_store", "create"),
         ("_store", "entries"),
     )
-    for (owner, name), leaves in itertools.product(steps, (False, True)):
-        one, other = (Checkpointer(where, BUFFER, max_to_keep=1) for _ in range(2))
+    options = {"max_to_keep": 1, "overwrite": True}
+    for owner, name in steps:
+        one, other = (Checkpointer(where, BUFFER, **options) for _ in range(2))
         real, once = getattr(getattr(one, owner), name), threading.Semaphore()
 
-        def paused(*given, real=real, other=other, once=once, leaves=leaves):
+        def paused(*given, real=real, other=other, once=once):
             found = real(*given)
             if not once.acquire(blocking=False):
                 return found
             with contextlib.suppress(PathInUseError):  # the paused one has committed already
                 other.save(state_of(504, 500), 2)
-            if leaves:
-                other.close()
             check_intact(other.verify())
             return found
 
@@ -320,8 +298,6 @@ def test_a_collection_leaves_what_may_still_count(where):
         check_intact(other.verify())
         (step,) = other.all_steps()
         check_restored(other, *{1: (4, 0), 2: (504, 500)}[step])
-        one.close()
-        other.close()
 
 
 # Files that cannot be deleted, or are deleted meanwhile.
@@ -347,16 +323,6 @@ def test_a_manifest_that_cannot_be_deleted_keeps_what_it_names(tmp_path, monkeyp
         assert checkpointer.all_steps() == [3]
 
 
-def test_a_writer_that_has_left_holds_nothing_though_its_file_stays(tmp_path, monkeypatch):
-    one = Checkpointer(tmp_path, BUFFER)
-    one.save(state_of(20), 1)
-    monkeypatch.setattr(one._store, "delete", lambda name: os.stat("/nowhere"))
-    one.close()
-    assert [*(tmp_path / "writers").iterdir()]
-    checkpoint.save(tmp_path, BUFFER, state_of(20), step=2)
-    assert one.all_steps() == [2]
-
-
 def test_an_error_after_the_commit_is_not_said_to_be_of_another_writer(tmp_path, monkeypatch):
     checkpointer = Checkpointer(tmp_path, BUFFER)
     create = checkpointer._store.create
@@ -377,53 +343,59 @@ def test_an_error_after_the_commit_is_not_said_to_be_of_another_writer(tmp_path,
 def test_a_path_that_is_deleted_meanwhile_is_not_said_to_be_saved(tmp_path):
     checkpointer = Checkpointer(tmp_path, BUFFER)
     save_run(checkpointer, 4)
+    for path in (tmp_path / "rest", tmp_path):
+        with late(checkpointer, 5, OSError, "was deleted, or replaced, while it was written to"):
+            shutil.rmtree(path)
+        assert checkpointer.all_steps() == [4] * (path != tmp_path)
+
+
+def test_a_path_that_is_replaced_by_a_copy_of_itself_is_not_said_to_be_saved(tmp_path):
+    path, old = tmp_path / "run", tmp_path / "old"
+    checkpointer = Checkpointer(path, BUFFER)
+    save_run(checkpointer, 4)
+    shutil.copytree(path, tmp_path / "copy")
     with late(checkpointer, 5, OSError, "was deleted, or replaced, while it was written to"):
-        shutil.rmtree(tmp_path / "writers")
+        path.rename(old)
+        (tmp_path / "copy").rename(path)
     assert checkpointer.all_steps() == [4]
+    save_run(checkpointer, 6)
+    check_intact(checkpointer.verify())
 
 
-# Whether a process of another machine is alive cannot be known.
+def test_a_newest_checkpoint_that_is_gone_is_told_of(tmp_path):
+    checkpointer = Checkpointer(tmp_path, BUFFER)
+    for end in (4, 5):
+        save_run(checkpointer, end)
+    max((tmp_path / "manifests").iterdir()).unlink()
+    with warned(
+        r"step 4 was restored.*\n  manifests/0000000002.json, written or read here, is gone"
+    ):
+        checkpointer.restore(EXAMPLE)
 
 
-def test_a_run_that_continues_what_a_dead_machine_left_takes_its_place(where):
-    with on_another_machine():
-        other = Checkpointer(where, BUFFER)
-        save_run(other, 4)
+def test_a_run_of_another_machine_is_named(where):
+    machine = {"host": "elsewhere", "pid": "7", "program": "train.py", "since": "2030-01-01"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "whoami", lambda: machine)
+        save_run(Checkpointer(where, BUFFER), 4)
     with refused(
         r"by host elsewhere, pid 7, program train.py, since 2030-01-01; .* give each run a path",
         PathInUseError,
     ):
-        checkpoint.save(where, BUFFER, state_of(4))
-    mine = Checkpointer(where, BUFFER)
-    mine.save(added(BUFFER, mine.restore(EXAMPLE), 4, 1), 5)
-    with on_another_machine(), refused(rf"pid {os.getpid()}", PathInUseError):
-        other.save(state_of(501, 496), 6)  # it was alive after all
-    assert mine.all_steps() == [4, 5]
-    check_restored(mine, 5)
+        Checkpointer(where, BUFFER).save(state_of(4))
 
 
 def test_a_writer_that_was_replaced_in_a_save_does_not_count(where):
-    """Restore its checkpoint elsewhere, and save, while its save runs."""
+    """Restore its checkpoint elsewhere, and save, while its save runs. It leaves no file."""
     one = Checkpointer(where, BUFFER)
-    with on_another_machine():
-        save_run(one, 4)
+    save_run(one, 4)
     with late(one, 5, PathInUseError, "this process"):
         other = Checkpointer(where, BUFFER)
         other.save(added(BUFFER, other.restore(EXAMPLE), 500, 1), 6)
     assert one.all_steps() == [4, 6]
-
-
-def test_a_dead_process_of_this_machine_holds_nothing(where):
-    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
-        gone.wait()
-    for pid in (gone.pid, os.getpid()):  # the system may use a number again
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(chain, "whoami", lambda pid=pid: WHOAMI() | {"pid": pid})
-            patch.setattr(chain, "_PROCESS", "another")
-            dead = Checkpointer(where, BUFFER)
-            dead.save(state_of(4))
-        checkpoint.save(where, BUFFER, state_of(4))
-        assert dead._store.entries("writers") == []
+    named = {name for found in one._chain.read()[0] for name in found.file_names()}
+    for kind in ("manifests", "rest", "rows"):
+        assert {f"{kind}/{name}" for name in one._store.entries(kind)} <= named
 
 
 def test_a_store_without_conditional_writes_says_so(monkeypatch):
@@ -431,7 +403,7 @@ def test_a_store_without_conditional_writes_says_so(monkeypatch):
     real, failed = checkpointer._store._wait, []
 
     def wait(what, future):
-        if what.startswith("to write writers/") and not failed:
+        if what.startswith("to write manifests/") and not failed:
             failed.append(what)
             raise OSError("UNIMPLEMENTED: conditional writes")
         return real(what, future)

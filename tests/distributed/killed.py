@@ -1,5 +1,5 @@
 """One of several processes that add to one buffer and save it, until they are killed:
-`python killed.py NUMBER_OF_PROCESSES WHICH PORT PATH wait|advance`. It goes on from the newest
+`python killed.py NUMBER_OF_PROCESSES WHICH PORT PATH wait|later`. It goes on from the newest
 checkpoint, after a check of its rows, and prints "saved" and the step at each save."""
 
 import sys
@@ -30,7 +30,6 @@ def main(num, which, path, how):
             assert (np.sort(found)[:, 64 - len(wanted[0]) :] == wanted).all()
     add = jax.jit(buffer.add, donate_argnums=0)
     while True:
-        checkpointer.advance(state)
         state = add(state, buffer.from_local(part_of(step(t, 8), num, which)))
         t += 1
         if t % (3 if how == "wait" else 9) == 0:

@@ -72,7 +72,6 @@ def main(num, which, path):
         mask = r.random(E) < np.linspace(0.3, 1, E)
         step = jr.Step(*values, terminated=flags[0], truncated=flags[1])
         step, mask = buffer.from_local(part_of((step, mask), num, which))
-        checkpointer.advance(state)
         state, batch = turn(state, step, mask, jax.random.key(time))
         if time in SAVES:
             checkpointer.save(state, time, blocking=time != SAVES[0])

@@ -95,7 +95,7 @@ def folders(prioritized, tmp_path_factory):
     for name in ("broken", "less"):
         shutil.copytree(path / "run", path / name)
     next((path / "broken" / "manifests").iterdir()).write_text("{}")
-    shutil.rmtree(next((path / "less" / "rows").iterdir()))
+    next((path / "less" / "rows").iterdir()).unlink()
     (path / "file").write_text("")
     rollout = jr.rollout(length=5, num_envs=2, autoreset="next_step")
     checkpoint.save(path / "rollout", rollout, rollout.init(example_of(ramp_of(1))))
@@ -267,7 +267,7 @@ def test_a_run_that_keeps_one_checkpoint_may_be_looked_at_at_any_moment(prioriti
 
     def save():
         nonlocal num_saved
-        with Checkpointer(tmp_path, replay, max_to_keep=1, chunk_bytes=1024) as checkpointer:
+        with Checkpointer(tmp_path, replay, max_to_keep=1, overwrite=True) as checkpointer:
             while not is_over.is_set():
                 num_saved += 1
                 checkpointer.save(state, num_saved)
@@ -353,7 +353,7 @@ def test_the_page_has_the_text_and_a_plot_of_each_histogram(prioritized, folders
         ("{path}/run --step many", "argument --step: invalid int value: 'many'"),
         ("{path}/broken", "there is no checkpoint under .*; manifests/.* is not as it was written"),
         ("{path}/less", "rows/.* is missing"),
-        ("{path}/rollout", "is no checkpoint of a replay buffer, but of a Rollout"),
+        ("{path}/rollout", "is no checkpoint of one replay buffer, but of a Rollout"),
         ("http://", "http"),
         ("http://127.0.0.1:9/x --timeout 1", "127.0.0.1:9"),
         ("s3:/x", "is not a URL: it must begin with s3://"),

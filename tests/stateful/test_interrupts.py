@@ -152,14 +152,13 @@ def test_an_interrupt_while_a_checkpointer_compares_buffers_is_one(tmp_path):
         checkpointer.save(state)
         larger = Checkpointer(path, dataclasses.replace(buffer, capacity=2 * LENGTH))
 
-        advance = lambda: (
+        later = lambda: (
             checkpointer.save(state, blocking=False),
-            checkpointer.advance(state),
-            checkpointer.wait_until_finished(state),
+            checkpointer.wait_until_finished(),
         )
         return [
             lambda: checkpointer.save(state),
-            advance,
+            later,
             lambda: checkpointer.restore(example),
             lambda: larger.restore(example),
         ]

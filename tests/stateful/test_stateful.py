@@ -509,7 +509,7 @@ def test_a_load_that_fails_leaves_the_rows(has_room, saved, monkeypatch):
         free_bytes = lambda: 1 if replay._owner._state is not None else 2**40
         monkeypatch.setattr(memory, "free_bytes", free_bytes)
     with unchanged(replay):
-        with refused(r"steps.reward/c.0 is not as it was written"):
+        with refused("rows/.* is not as it was written"):
             replay.load(path)
         replay.add(step(5))
         mend()
@@ -523,7 +523,7 @@ def test_a_save_on_top_of_one_writes_what_is_new(tmp_path):
     replay, other = (make(capacity=1998, example=EXAMPLE) for _ in range(2))
     replay.add(block(0, 400))
     replay.save(path)
-    before = set(path.rglob("c.0"))
+    before = set(path.glob("rows/*"))
 
     def save(each, t):
         each.add(step(t))
@@ -532,10 +532,12 @@ def test_a_save_on_top_of_one_writes_what_is_new(tmp_path):
     save(replay, 400)
     other.load(path)
     save(other, 401)  # continues from the other's checkpoint
-    assert before & set(path.rglob("steps.reward/c.0"))
-    save(replay, 1000)  # its own checkpoint is gone
-    other.load(path)
+    assert before & set(path.glob("rows/*"))
+    with refused("has a newer checkpoint, by this process", checkpoint.PathInUseError):
+        save(replay, 1000)
+    replay.load(path)
     check_same(replay, other)
+    save(replay, 1000)
 
 
 def test_places_that_are_named_alike_are_told_apart(monkeypatch):

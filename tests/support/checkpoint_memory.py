@@ -77,7 +77,7 @@ def resized(path, count, row):
 
     def save():
         saver.save(state, blocking=False)
-        saver.wait_until_finished(state)
+        saver.wait_until_finished()
 
     saved, _ = peak(save)
     del state, steps, save
@@ -108,7 +108,7 @@ def main(path, gigabytes, row):
     def save_later():
         later = saver("later")
         later.save(state, blocking=False)
-        later.wait_until_finished(state)
+        later.wait_until_finished()
 
     # loads and compiles what later calls share
     small = jr.items(capacity=int(0.1e9) // row if row > 1000 else 1 << 20, batch_size=1)

@@ -1,6 +1,6 @@
 """Run that saves regularly until it is killed, and prints "saved" and its step at each save.
 
-Usage: `python checkpointed_run.py PATH wait|advance`.
+Usage: `python checkpointed_run.py PATH wait|later`.
 """
 
 import functools
@@ -76,7 +76,6 @@ def main(path, how):
         assert numbers(REPLAY, state) == expected(REPLAY, t)
     add = jr.jit(REPLAY).add
     while True:
-        checkpointer.advance(state)
         state = add(state, step(t, REPLAY.num_envs))
         t += 1
         if how == "wait" or t % 20 == 0:

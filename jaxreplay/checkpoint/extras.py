@@ -1,0 +1,67 @@
+"""Extras of a checkpoint beside the buffer: parameters, optimizer, envs, keys, in any pytree."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxreplay._util.names import kind_of, named, spec_text
+
+
+def leaves_of(extras: Any) -> dict[str, Any]:
+    """Return the arrays of extras by name, as they are saved.
+
+    Raises:
+      ValueError: A leaf is no array and no number, or another process has a part of it.
+    """
+    found = {}
+    for name, leaf in named({"extras": extras}):
+        own = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+        if isinstance(own, jax.Array) and not own.is_fully_addressable:
+            raise ValueError(
+                f"save: {name}: parts of it are on devices of other processes; save it by orbax"
+            )
+        if not isinstance(own, jax.Array):
+            own = np.asarray(own)
+            if own.dtype.kind not in "biufcV" or own.dtype.names is not None:
+                raise ValueError(
+                    f"save: {name}: expected an array or a number, got {kind_of(leaf)}"
+                )
+        found[name] = own
+    return found
+
+
+def specs_of(extras: Any) -> dict[str, str]:
+    """Return the dtypes and shapes of extras that are like these, as they are saved, by name."""
+    found = {}
+    for name, leaf in named({"extras": extras}):
+        own = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
+        found[name] = spec_text(own if hasattr(own, "dtype") else np.asarray(own))
+    return found
+
+
+def restored(extras: Any, read: Callable[[str], np.ndarray]) -> Any:
+    """Return extras that are like these, of what was saved.
+
+    Args:
+      extras: Pytree of arrays, `jax.ShapeDtypeStruct`s and numbers.
+      read: Returns the saved array of a name.
+    """
+
+    def one(name: str, like: Any) -> Any:
+        values = read(name)
+        if _is_key(like):
+            impl: list[Any] = []  # of an array, or of a `ShapeDtypeStruct`
+            jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), like)
+            return jax.random.wrap_key_data(jax.numpy.asarray(values), impl=impl[0])
+        if isinstance(like, jax.Array | jax.ShapeDtypeStruct):
+            return jax.device_put(values, like.sharding)
+        return values if hasattr(like, "dtype") else type(like)(values.item())
+
+    leaves = [one(name, leaf) for name, leaf in named({"extras": extras})]
+    return jax.tree.unflatten(jax.tree.structure(extras), leaves)
+
+
+def _is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
