@@ -134,9 +134,10 @@ def packed(arrays: Mapping[str, np.ndarray], level: int | None) -> tuple[list[An
     parts = content_of(arrays)
     raw = stored = checksum(parts)
     if level is not None:
+        # a frame for each part, in one call: one that is fed bit by bit would wait for Python's lock
+        # after each piece of its output
         zstd = zstandard.ZstdCompressor(level=level, write_checksum=False)
-        compressor = zstd.compressobj(size=sum(map(len, parts)))
-        parts = [*map(compressor.compress, parts), compressor.flush()]
+        parts = [*map(zstd.compress, parts)]
         stored = checksum(parts)
     return parts, Sums(raw, sum(map(len, parts)), stored)
 
@@ -188,9 +189,9 @@ def read(
       CorruptCheckpointError: The file is missing or damaged, is not the one written here, or has
         other arrays.
     """
-    most = sum(spec.nbytes for spec in wanted.values()) + _MOST_HEADER
+    num_bytes = sum(spec.nbytes for spec in wanted.values())
     if is_compressed:
-        content = _decompressed(name, checked(store, name, sums), most, memory)
+        content = _decompressed(name, checked(store, name, sums), num_bytes, memory)
     else:
         content = checked(store, name, sums, memory)
     begin = 8 + int.from_bytes(content[:8].tobytes(), "little")
@@ -212,16 +213,21 @@ def read(
     return found
 
 
-def _decompressed(name: str, content: np.ndarray, most: int, memory: Memory) -> np.ndarray:
-    """Return the content of a compressed file, which has at most so many bytes."""
+def _decompressed(name: str, content: np.ndarray, num_bytes: int, memory: Memory) -> np.ndarray:
+    """Return the content of a compressed file: its header, and so many bytes of arrays."""
     try:
-        size = zstandard.frame_content_size(content.data)
-        if not 8 <= size <= min(most, len(content) * _MOST_RATIO):
+        header = zstandard.frame_content_size(content.data)  # of the first frame
+        size = header + num_bytes
+        if not 8 <= header <= _MOST_HEADER or size > len(content) * _MOST_RATIO:
             raise CorruptCheckpointError(f"{name} would have {size:,} bytes")
         values = memory(size)
-        with zstandard.ZstdDecompressor().stream_reader(content.data) as reader:
-            if reader.readinto(values) != size:
-                raise CorruptCheckpointError(f"{name} is cut short")
+        left = values.data
+        decompressor = zstandard.ZstdDecompressor()
+        with decompressor.stream_reader(content.data, read_across_frames=True) as reader:
+            while len(left):
+                if not (count := reader.readinto(left)):
+                    raise CorruptCheckpointError(f"{name} is cut short")
+                left = left[count:]
     except zstandard.ZstdError as error:
         raise CorruptCheckpointError(f"{name}: {error}") from error
     return values

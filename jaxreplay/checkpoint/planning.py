@@ -248,7 +248,7 @@ def _has(parts: Parts, groups: list[Group], span: Span, row_bytes: int) -> bool:
         low, high = group.range()
         own = (low < high) & (high > span.first)
         is_whole = (low >= span.first)[low < high].all()
-        if is_whole and num_compared[own].min(initial=0) * row_bytes < _COMPARED:
+        if is_whole and num_compared[own].min() * row_bytes < _COMPARED:
             is_same = is_same and _is_in(parts, group)
             num_compared[own] = np.maximum(num_compared[own], 0) + group.num_rows
         elif not is_whole and (num_compared[own] < 0).any():
@@ -276,5 +276,6 @@ def _is_in(parts: Parts, group: Group) -> bool:
         padded = pow2.padded(index, pow2.power_above(len(index)), index[-1])
         for name, leaf in named(rows.read(part.state, padded)):
             found.setdefault(name, []).append(rows.on_host(leaf)[: len(index)])
-    whole = {name: np.concatenate(leaves) for name, leaves in found.items()}
+    joined = lambda leaves: np.concatenate(leaves) if len(leaves) > 1 else leaves[0]
+    whole = {name: joined(leaves) for name, leaves in found.items()}
     return group.sums is not None and bundle.checksum(bundle.content_of(whole)) == group.sums.raw

@@ -76,7 +76,8 @@ def test_other_tools_read_what_is_written(level, store):
     store.write("a", parts)
     content = b"".join(parts)
     if level is not None:
-        content = zstandard.ZstdDecompressor().decompress(content)
+        reader = zstandard.ZstdDecompressor().stream_reader(content, read_across_frames=True)
+        content = reader.read()
     for name, values in parsed(content).items():
         assert values.tobytes() == arrays[name].tobytes()
         if "complex" not in name and "float8" not in name:  # whose bytes are stored
@@ -100,10 +101,10 @@ def test_what_is_broken_is_named(level, store):
     broken = lambda said: refused(said, CorruptCheckpointError)
     np.testing.assert_array_equal(get()["x"], arrays["x"])
     for shape in ((10, 4), (3, 10), (30,)):
-        with broken(r"a: x has the shape \[10, 3\], expected "):
-            get(specs={"x": Spec(shape, np.dtype("int32"))})
+        with broken(r"a: x has the shape \[10, 3\], expected |a is cut short"):
+            get(specs=every | {"x": Spec(shape, np.dtype("int32"))})
     with broken("a has no array z"):
-        get(specs={"z": Spec((), np.dtype("int32"))})
+        get(specs={"z": every["x"], "y": every["y"]})
     with broken("a is not as it was written"):
         get(sums._replace(stored=sums.stored ^ 1))
     with broken(r"a has .* bytes, expected"):
