@@ -125,7 +125,7 @@ def test_what_is_broken_is_named(level, store):
             get()
         # with the right checksum, as in a forged manifest
         forged = sums._replace(size=len(changed), stored=bundle.checksum([changed]))
-        if len(changed) < 9 or (level and changed != content + b"0"):
+        if len(changed) < len(content):
             with broken("a[: ]"):
                 get(forged)
     store.write("a", [content])
