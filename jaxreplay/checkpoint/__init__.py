@@ -172,7 +172,7 @@ def verify(path: Any, *, progress: bool | None = None, timeout: float = 60.0) ->
       FileNotFoundError: The path has no checkpoint.
     """
     store = store_at(path, timeout)
-    found = verifying.verified(store, Chain(store, max_to_keep=1), bars(progress))
+    found = verifying.verified(store, Chain(store), bars(progress))
     if not found:
         raise FileNotFoundError(f"verify: there is no checkpoint under {store.name}")
     return found

@@ -134,8 +134,8 @@ def packed(arrays: Mapping[str, np.ndarray], level: int | None) -> tuple[list[An
     parts = content_of(arrays)
     raw = stored = checksum(parts)
     if level is not None:
-        # a frame for each part, in one call: one that is fed bit by bit would wait for Python's lock
-        # after each piece of its output
+        # A frame for each part, in one call: one that is fed bit by bit would wait for Python's
+        # lock after each piece of its output.
         zstd = zstandard.ZstdCompressor(level=level, write_checksum=False)
         parts = [*map(zstd.compress, parts)]
         stored = checksum(parts)

@@ -53,11 +53,10 @@ class Chain:
 
     Args:
       store: The files.
-      max_to_keep: Number of newest checkpoints to keep.
     """
 
-    def __init__(self, store: Files, max_to_keep: int):
-        self._store, self._keep = store, max_to_keep
+    def __init__(self, store: Files):
+        self._store = store
         # checksums and manifests of the last `read`, by file name
         self._known: dict[str, tuple[bytes, Manifest]] = {}
         # files; None if others may have written since they were listed
@@ -189,13 +188,14 @@ class Chain:
                         if name.startswith(folder):
                             self._store.delete(f"{kind}/{name}")
 
-    def collect(self, base: Manifest | None = None) -> None:
+    def collect(self, max_to_keep: int, base: Manifest | None = None) -> None:
         """Delete older checkpoints, and files that incomplete saves have left.
 
         A file that cannot be deleted now stays until the next call, with a warning.
 
         Args:
-          base: A manifest to keep beside the newest `max_to_keep`. Default: none.
+          max_to_keep: Number of newest checkpoints to keep.
+          base: A manifest to keep beside these. Default: none.
         """
         # The list is kept: this writer knows what it adds, and listing an object store may take
         # hundreds of requests.
@@ -203,7 +203,7 @@ class Chain:
             self._listed = {
                 f"{kind}/{name}" for kind in _KINDS for name in self._store.entries(kind)
             }
-        kept = [*self.read()[0][: self._keep], *([] if base is None else [base])]
+        kept = [*self.read()[0][:max_to_keep], *([] if base is None else [base])]
         newest = max((manifest.number for manifest in kept), default=0)
         named = {name for manifest in kept for name in manifest.file_names()}
         for name in sorted(self._listed - named):  # manifests first: each needs its files

@@ -116,7 +116,7 @@ class Checkpointer:
         self._pid = os.getpid()
         self._store = store_at(path, timeout)
         self.path: str = self._store.name
-        self._chain = Chain(self._store, max_to_keep)
+        self._chain, self.max_to_keep = Chain(self._store), max_to_keep
         self._overwrite = overwrite
         self._chunk_bytes, self._level, self._bar = chunk_bytes, compression_level, bars(progress)
         self._base: Manifest | None = None  # which the current state continues
@@ -131,7 +131,7 @@ class Checkpointer:
         """Return the steps of the existing checkpoints, newest last. Only their manifests are
         checked."""
         # of its own: a save in the background reads and writes the chain's
-        found, _ = Chain(self._store, max_to_keep=1).read()
+        found, _ = Chain(self._store).read()
         return [manifest.step for manifest in reversed(found)]
 
     def latest_step(self) -> int | None:
@@ -163,9 +163,9 @@ class Checkpointer:
             written again.
           step: 64-bit integer that names the checkpoint. A checkpoint of the same step is replaced.
             Default: the newest step plus 1, and 0 for the first save.
-          extras: Pytree of arrays, random keys and numbers, such as parameters, the optimizer's
-            state, envs and observations. One checkpoint has the rows and these, or neither.
-            Written completely. Several processes pass equal ones. Default: none.
+          extras: Pytree of arrays, tensors of PyTorch, random keys and numbers, such as parameters,
+            the optimizer's state, envs and observations. One checkpoint has the rows and these, or
+            neither. Written completely. Several processes pass equal ones. Default: none.
           blocking: Whether to return only after the checkpoint is written. If False, the save
             returns when everything is copied but for what is in memory already, at most three
             chunks, and writes that in the background; several processes commit it in
@@ -251,7 +251,7 @@ class Checkpointer:
         def check() -> None:
             found = self._chain.read()[0]
             check_path(self._store.name, found, plan.draft, goes_on)
-            self._chain.collect(self._base)
+            self._chain.collect(self.max_to_keep, self._base)
 
         self._processes.first(check)
         return plan
@@ -288,7 +288,7 @@ class Checkpointer:
         manifest = plan.manifest(written)
         self._processes.first(lambda: self._chain.commit(manifest))
         self._base = manifest
-        self._processes.first(self._chain.collect)
+        self._processes.first(lambda: self._chain.collect(self.max_to_keep))
 
     def wait_until_finished(self) -> None:
         """Wait until a background save is complete.
@@ -353,8 +353,8 @@ class Checkpointer:
             `jax.ShapeDtypeStruct`s. For a mixture a dict of each member's by name, or one for all.
           step: Step of the checkpoint to restore. Default: the newest intact checkpoint.
           extras: Pytree like the saved extras: JAX arrays or `jax.ShapeDtypeStruct`s, to whose
-            sharding the restored ones go; NumPy arrays and numbers, which become the same; random
-            keys. Default: none, and only the state is returned.
+            sharding the restored ones go; NumPy arrays, tensors and numbers, which become the same;
+            random keys. Default: none, and only the state is returned.
           allow_partial: Whether a checkpoint with damaged rows may be restored if none is intact,
             with a warning. Each env's rows that are older than the newest damaged ones count as
             overwritten; `missing_rows` lists them. Default: False.
@@ -412,7 +412,7 @@ class Checkpointer:
         Returns:
           A `Verified` for each checkpoint, newest first, with its problems.
         """
-        return verifying.verified(self._store, Chain(self._store, max_to_keep=1), self._bar)
+        return verifying.verified(self._store, Chain(self._store), self._bar)
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:

@@ -41,7 +41,7 @@ def generation_of(path: Any, step: int | None, timeout: float) -> tuple[Files, M
       CorruptCheckpointError: There is none, and some manifests cannot be read.
     """
     store = store_at(path, timeout)
-    found, problems = Chain(store, max_to_keep=1).read()
+    found, problems = Chain(store).read()
     manifest = next((one for one in found if step in (None, one.step)), None)
     if manifest is None:
         what = (

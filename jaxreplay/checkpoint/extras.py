@@ -17,7 +17,7 @@ def leaves_of(extras: Any) -> dict[str, Any]:
     """
     found = {}
     for name, leaf in named({"extras": extras}):
-        own = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+        own = jax.random.key_data(leaf) if _is_key(leaf) else _on_host(leaf)
         if isinstance(own, jax.Array) and not own.is_fully_addressable:
             raise ValueError(
                 f"save: {name}: parts of it are on devices of other processes; save it by orbax"
@@ -36,7 +36,7 @@ def specs_of(extras: Any) -> dict[str, str]:
     """Return the dtypes and shapes of extras that are like these, as they are saved, by name."""
     found = {}
     for name, leaf in named({"extras": extras}):
-        own = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
+        own = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else _on_host(leaf)
         found[name] = spec_text(own if hasattr(own, "dtype") else np.asarray(own))
     return found
 
@@ -45,7 +45,7 @@ def restored(extras: Any, read: Callable[[str], np.ndarray]) -> Any:
     """Return extras that are like these, of what was saved.
 
     Args:
-      extras: Pytree of arrays, `jax.ShapeDtypeStruct`s and numbers.
+      extras: Pytree of arrays, tensors of PyTorch, `jax.ShapeDtypeStruct`s and numbers.
       read: Returns the saved array of a name.
     """
 
@@ -57,11 +57,19 @@ def restored(extras: Any, read: Callable[[str], np.ndarray]) -> Any:
             return jax.random.wrap_key_data(jax.numpy.asarray(values), impl=impl[0])
         if isinstance(like, jax.Array | jax.ShapeDtypeStruct):
             return jax.device_put(values, like.sharding)
+        if hasattr(like, "new_tensor"):  # PyTorch's
+            return like.new_tensor(values)
         return values if hasattr(like, "dtype") else type(like)(values.item())
 
     leaves = [one(name, leaf) for name, leaf in named({"extras": extras})]
     return jax.tree.unflatten(jax.tree.structure(extras), leaves)
 
 
+def _on_host(leaf: Any) -> Any:
+    """Return a tensor of PyTorch as an array; other leaves as they are."""
+    return leaf.detach().cpu().numpy() if hasattr(leaf, "detach") else leaf
+
+
 def _is_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    kinds = jax.Array | jax.ShapeDtypeStruct
+    return isinstance(leaf, kinds) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -33,27 +33,133 @@ if TYPE_CHECKING:
 _METADATA = "replay"  # key of the replay's metadata in a checkpoint
 
 
-class StateOwner:
-    """State and random key of a buffer, and the steps that wait to be added to it.
+class Owner:
+    """A random key, and checkpoints, of a buffer's rows.
 
     It is not thread-safe: `Replay` has the lock.
     """
 
-    def __init__(self, buffer: ReplayBuffer, seed: int, device: Any):
+    def __init__(self, buffer: Any, seed: int, device: Any):
         self.buffer = buffer
         self._device = jax.devices(device)[0] if isinstance(device, str) else device
         self._key = jax.random.key(seed)
         self._num_draws = 0
-        self._lengths = BlockLengths()
-        self.watch, self.final_obs = ResetWatch(), FinalObsWatch()
         self._checkpointer: Any = None  # of the last save or load
         self._path: Any = None  # of that checkpointer
-        self.forget()
 
     @property
     def state(self) -> Any:
         """The state, with all steps added; None before there was an example. It raises
         RuntimeError if it was lost."""
+        raise NotImplementedError
+
+    @property
+    def example(self) -> Any:
+        """Shapes and dtypes of one env's step, or None."""
+        raise NotImplementedError
+
+    def keep_waiting(self) -> None:
+        """Add the steps that wait, unless the rows are lost."""
+        raise NotImplementedError
+
+    def free(self, when: str) -> None:
+        """Drop the rows. `when`: for the error."""
+        raise NotImplementedError
+
+    def put_loaded(self, state: Any) -> None:
+        """Replace the state, and the steps that wait, by a state that was loaded."""
+        raise NotImplementedError
+
+    def put(self, tree: PyTree) -> Any:
+        """Move arrays to the device that stores the rows, if one was named."""
+        return tree if self._device is None else jax.device_put(tree, self._device)
+
+    def taken_out(self, batch: Sample) -> Sample:
+        """Move a batch to JAX's default device, if the rows lie on one that was named."""
+        return batch if self._device is None else jax.device_put(batch, default_device())
+
+    def save(
+        self, path: Any, metadata: dict[str, Any], step: int | None, extras: Any, max_to_keep: int
+    ) -> None:
+        """Write the state under a path.
+
+        Args:
+          path: As for `Replay.save`, as are the other arguments.
+          metadata: JSON, stored with the state.
+        """
+        state = self.state  # adds the steps that wait
+        if self.example is None:
+            raise ValueError("save: nothing was added yet, so there is nothing to save")
+        checkpointer = self._checkpointer_at(path)
+        checks.check_size("save", "max_to_keep", max_to_keep)
+        checkpointer.max_to_keep = max_to_keep
+        own = {"num_draws": self._num_draws, **metadata}
+        checkpointer.save(state, step, extras=extras, metadata={_METADATA: own})
+
+    def load(self, path: Any, step: int | None, extras: Any) -> tuple[dict[str, Any], Any]:
+        """Replace the state by the one that was saved under a path.
+
+        If memory has no room for two states, all files are read first. If they are intact, the old
+        state is freed before the new one is read.
+
+        Returns:
+          The metadata; {} if a `Checkpointer`, not a `Replay`, saved the state. And the extras.
+        """
+        if self.example is None:
+            raise ValueError(
+                "load: the shapes of a step are not known yet; make the replay with "
+                "jaxreplay.Replay(buffer, example=step)"
+            )
+        checkpointer = self._checkpointer_at(path)
+        self.keep_waiting()  # a load that fails keeps them
+        restore = functools.partial(checkpointer.restore, self.example, step, extras=extras)
+        with jax.default_device(self._device):
+            try:
+                found = restore()
+            except (MemoryError, jax.errors.JaxRuntimeError) as error:
+                if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                found = None
+            if found is None:  # after the handler, whose traceback may keep memory alive
+                _check_whole(checkpointer)
+                self.free("while saved ones were loaded")
+                found = restore()
+        state, extras = (found, None) if extras is None else found
+        saved = checkpointer.metadata.get(_METADATA)
+        metadata = saved if isinstance(saved, dict) else {}
+        with defer_interrupts():
+            self.put_loaded(state)
+            if isinstance(num_draws := metadata.get("num_draws"), int):
+                self._num_draws = num_draws & 0xFFFFFFFF
+        return metadata, extras
+
+    def _checkpointer_at(self, path: Any) -> "Checkpointer":
+        """Return the checkpointer for a path.
+
+        If the path is that of the last save or load, it is the same one, which writes only what is
+        new. A TensorStore specification is compared in full, because the path that it is named by
+        is only a part of it.
+        """
+        from jaxreplay.checkpoint import Checkpointer  # an extra
+
+        made = Checkpointer(path, self.buffer, max_to_keep=1, overwrite=True, progress=False)
+        where = made.path if isinstance(path, str | bytes | os.PathLike) else path
+        if self._checkpointer is None or self._path != where:
+            self._checkpointer, self._path = made, where
+        return self._checkpointer
+
+
+class StateOwner(Owner):
+    """State of a buffer, and the steps that wait to be added to it."""
+
+    def __init__(self, buffer: ReplayBuffer, seed: int, device: Any):
+        super().__init__(buffer, seed, device)
+        self._lengths = BlockLengths()
+        self.watch, self.final_obs = ResetWatch(), FinalObsWatch()
+        self.forget()
+
+    @property
+    def state(self) -> Any:
         self.check_not_lost()
         self.flush()
         return self._state
@@ -65,8 +171,18 @@ class StateOwner:
 
     @property
     def example(self) -> Any:
-        """Shapes and dtypes of one env's step, or None."""
         return self._example
+
+    def keep_waiting(self) -> None:
+        if self._lost is None:
+            self.flush()
+
+    def free(self, when: str) -> None:
+        self._state, self._can_sample, self._lost = None, None, when
+
+    def put_loaded(self, state: Any) -> None:
+        self._state, self._can_sample, self._lost = self.put(state), None, None
+        self._staging.drop(len(self._staging))
 
     def check_not_lost(self) -> None:
         if self._lost is not None:
@@ -221,10 +337,6 @@ class StateOwner:
             yield jax.tree.map(lambda leaf, part=part: leaf[part], block)
             start += length
 
-    def put(self, tree: PyTree) -> Any:
-        """Move arrays to the device that stores the rows, if one was named."""
-        return tree if self._device is None else jax.device_put(tree, self._device)
-
     def change(self, function: Any, *arguments: Any, **options: Any) -> Any:
         """Replace the state by the one that a program returns. The old one is donated.
 
@@ -281,10 +393,6 @@ class StateOwner:
             self._num_draws = number
         return self.taken_out(batch)
 
-    def taken_out(self, batch: Sample) -> Sample:
-        """Move a batch to JAX's default device, if the rows lie on one that was named."""
-        return batch if self._device is None else jax.device_put(batch, default_device())
-
     def draw(self, batch_size: int, beta: float | None) -> Sample | None:
         """Sample a batch, or return None if the buffer cannot sample.
 
@@ -325,97 +433,38 @@ class StateOwner:
     def size(self) -> int:
         return 0 if self.state is None else int(self.ask(method("size")))
 
-    def save(self, path: Any, metadata: dict[str, Any]) -> None:
-        """Write the state under a path.
 
-        Args:
-          path: As for `Replay.save`.
-          metadata: JSON, stored with the state.
-        """
-        if self.state is None:  # adds the steps that wait
-            raise ValueError("save: nothing was added yet, so there is nothing to save")
-        with self._checkpointer_at(path) as checkpointer:
-            checkpointer.save(
-                self._state, metadata={_METADATA: {"num_draws": self._num_draws, **metadata}}
-            )
-
-    def load(self, path: Any) -> dict[str, Any]:
-        """Replace the state by the one that was saved under a path.
-
-        If memory has no room for two states, all files are read first. If they are intact, the old
-        state is freed before the new one is read.
-
-        Returns:
-          The metadata; {} if a `Checkpointer`, not a `Replay`, saved the state.
-        """
-        if self._example is None:
-            raise ValueError(
-                "load: the shapes of a step are not known yet; make the replay with "
-                "jaxreplay.Replay(buffer, example=step)"
-            )
-        checkpointer = self._checkpointer_at(path)
-        if self._lost is None:
-            self.flush()  # a load that fails keeps them
-        with jax.default_device(self._device):
-            try:
-                state = checkpointer.restore(self._example)
-            except (MemoryError, jax.errors.JaxRuntimeError) as error:
-                if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
-                    raise
-                state = None
-            if state is None:  # after the handler, whose traceback may keep memory alive
-                _check_whole(checkpointer)
-                self._state, self._can_sample, self._lost = (
-                    None,
-                    None,
-                    "while saved ones were loaded",
-                )
-                state = checkpointer.restore(self._example)
-        found = checkpointer.metadata.get(_METADATA)
-        metadata = found if isinstance(found, dict) else {}
-        with defer_interrupts():
-            self._state, self._can_sample, self._lost = (
-                jax.device_put(state, self._device),
-                None,
-                None,
-            )
-            self._staging.drop(len(self._staging))
-            if isinstance(num_draws := metadata.get("num_draws"), int):
-                self._num_draws = num_draws & 0xFFFFFFFF
-        return metadata
-
-    def _checkpointer_at(self, path: Any) -> "Checkpointer":
-        """Return the checkpointer for a path.
-
-        If the path is that of the last save or load, it is the same one, which writes only what is
-        new. Between two saves, other processes may write to the path. A TensorStore specification
-        is compared in full, because the path that it is named by is only a part of it.
-        """
-        from jaxreplay.checkpoint import Checkpointer  # an extra
-
-        made = Checkpointer(path, self.buffer, max_to_keep=1, progress=False)
-        where = made.path if isinstance(path, str | bytes | os.PathLike) else path
-        if self._checkpointer is None or self._path != where:
-            self._checkpointer, self._path = made, where
-        return self._checkpointer
-
-
-class MixtureOwner:
-    """States of a mixture's members, each a `StateOwner` of its owner, that are sampled together.
+class MixtureOwner(Owner):
+    """States of a mixture's members, each a `StateOwner` of its own, that are sampled together.
 
     Its methods are those of a `StateOwner`, for all members at once.
     """
 
     def __init__(self, buffer: Mixture, seed: int, device: Any):
-        self.buffer = buffer
+        super().__init__(buffer, seed, device)
         self.members = {name: StateOwner(part, seed, device) for name, part, _ in buffer.members}
         self._all = [*self.members.values()]
-        self._key = jax.random.key(seed)
-        self._num_draws = 0
 
     @property
     def state(self) -> dict[str, Any]:
         return {name: owner.state for name, owner in self.members.items()}
+
+    @property
+    def example(self) -> Any:
+        found = {name: owner.example for name, owner in self.members.items()}
+        return None if None in found.values() else found
+
+    def keep_waiting(self) -> None:
+        for owner in self._all:
+            owner.keep_waiting()
+
+    def free(self, when: str) -> None:
+        for owner in self._all:
+            owner.free(when)
+
+    def put_loaded(self, state: Any) -> None:
+        for name, owner in self.members.items():
+            owner.put_loaded(state[name])
 
     @property
     def has_example(self) -> bool:
@@ -432,9 +481,6 @@ class MixtureOwner:
     def check_not_lost(self) -> None:
         for owner in self._all:
             owner.check_not_lost()
-
-    def put(self, tree: PyTree) -> Any:
-        return self._all[0].put(tree)
 
     def change(self, function: Any, *arguments: Any) -> None:
         self.check_not_lost()
@@ -461,15 +507,7 @@ class MixtureOwner:
             self.buffer, self.state, self._key, np.uint32(self._num_draws), beta
         )
         _check_not_traced(batch)
-        return self._all[0].taken_out(batch)
-
-    def save(self, path: Any, _: Any = None) -> Any:
-        raise ValueError(
-            f"a mixture's rows cannot be saved together: save each member's of replay.state[name], "
-            f"by a checkpoint.Checkpointer with a path of its owner below {path}"
-        )
-
-    load = save
+        return self.taken_out(batch)
 
     def has_batch(self) -> bool:
         return all(owner.has_batch() for owner in self._all)

@@ -503,27 +503,33 @@ class Replay:
             owner.check_begun("inspect")
             return inspect(owner.buffer, owner.state, max_bytes=max_bytes)
 
-    def save(self, path: Any) -> None:
+    def save(
+        self, path: Any, *, step: int | None = None, extras: Any = None, max_to_keep: int = 1
+    ) -> None:
         """Write a checkpoint of the state under a path, as `checkpoint.Checkpointer` does.
 
-        Once it is complete, it replaces the checkpoint under that path. Other calls wait meanwhile.
-        A save to the path of the last save or load writes only what is new. The path is claimed
-        during the save only: give each run a path of its own. It needs `jaxreplay[checkpoint]`.
+        Once it is complete, it replaces what is under that path. Other calls wait meanwhile. A save
+        to the path of the last save or load writes only what is new. Give each run a path of its
+        own. It needs `jaxreplay[checkpoint]`.
 
         Args:
           path: A folder, or a URL such as "gs://bucket/replay", or TensorStore's specification of a
             store.
+          step: 64-bit integer that names the checkpoint, such as that of training. Default: one
+            more than the last one.
+          extras: Pytree to save with the rows, such as the parameters as NumPy arrays: one
+            checkpoint has both, or neither. Default: none.
+          max_to_keep: Number of newest checkpoints to keep. Default: 1.
 
         Raises:
-          ValueError: Nothing was added yet.
-          PathInUseError: Another replay is saving to the path now, or a `Checkpointer` has it.
+          ValueError: Nothing was added yet, or an extra is no array and no number.
+          PathInUseError: Another run has saved to the path since the last save or load here.
         """
+        limiter = dataclasses.asdict(self._limiter) if self._limiter else None
         with self._monitor:
-            self._owner.save(
-                path, {"limiter": dataclasses.asdict(self._limiter) if self._limiter else None}
-            )
+            self._owner.save(path, {"limiter": limiter}, step, extras, max_to_keep)
 
-    def load(self, path: Any) -> None:
+    def load(self, path: Any, *, step: int | None = None, extras: Any = None) -> Any:
         """Replace the state by one that `save`, or a `Checkpointer`, wrote.
 
         The buffer adopts the saved rows, as `ReplayBuffer.adopt` does: it may have changed.
@@ -538,19 +544,26 @@ class Replay:
         Args:
           path: A folder, or a URL such as "gs://bucket/replay", or TensorStore's specification of a
             store.
+          step: Step of the checkpoint. Default: the newest intact one.
+          extras: Pytree like the saved extras, which says what to read, as for
+            `Checkpointer.restore`. Default: none.
+
+        Returns:
+          The extras, or None.
 
         Raises:
           ValueError: The shapes of a step are not known yet, the files are of another buffer, or
             they are damaged (`CorruptCheckpointError`).
-          FileNotFoundError: There is no checkpoint under the path.
+          FileNotFoundError: There is no checkpoint under the path, or none of that step.
           RuntimeError: The replay is closed.
         """
         with self._monitor:
             self._check_open()
-            metadata = self._changing(self._owner.load, path)
+            metadata, extras = self._changing(self._owner.load, path, step, extras)
             if self._limiter:
                 self._limiter.resume(metadata.get("limiter"))
             self._start_anew()
+        return extras
 
     def close(self) -> None:
         """End every waiting call with a RuntimeError.
