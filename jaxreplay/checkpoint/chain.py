@@ -16,6 +16,7 @@ import secrets
 import socket
 import sys
 import warnings
+from collections.abc import Callable, Collection
 
 from jaxreplay._util.names import printable
 from jaxreplay.checkpoint.files import (
@@ -188,13 +189,16 @@ class Chain:
                         if name.startswith(folder):
                             self._store.delete(f"{kind}/{name}")
 
-    def collect(self, max_to_keep: int, base: Manifest | None = None) -> None:
+    def collect(
+        self, keep: int | Callable[[], Collection[int]], base: Manifest | None = None
+    ) -> None:
         """Delete older checkpoints, and files that incomplete saves have left.
 
         A file that cannot be deleted now stays until the next call, with a warning.
 
         Args:
-          max_to_keep: Number of newest checkpoints to keep.
+          keep: Number of newest checkpoints to keep, or a function that returns the steps to keep
+            beside the newest one.
           base: A manifest to keep beside these. Default: none.
         """
         # The list is kept: this writer knows what it adds, and listing an object store may take
@@ -203,7 +207,11 @@ class Chain:
             self._listed = {
                 f"{kind}/{name}" for kind in _KINDS for name in self._store.entries(kind)
             }
-        kept = [*self.read()[0][:max_to_keep], *([] if base is None else [base])]
+        steps = keep() if callable(keep) else ()
+        kept = self.read()[0]
+        newest = 1 if callable(keep) else keep
+        kept = [*kept[:newest], *(one for one in kept[newest:] if one.step in steps)]
+        kept += [] if base is None else [base]
         newest = max((manifest.number for manifest in kept), default=0)
         named = {name for manifest in kept for name in manifest.file_names()}
         for name in sorted(self._listed - named):  # manifests first: each needs its files

@@ -7,7 +7,7 @@ import json
 import operator
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from tqdm import tqdm
@@ -59,7 +59,8 @@ class Checkpointer:
         buffer, so that any number of devices restores it. If it is sharded over several processes,
         all call the methods together, with equal arguments, and see one path. An error in one is
         raised in all.
-      max_to_keep: Number of newest checkpoints to keep. Default: 3.
+      max_to_keep: Number of newest checkpoints to keep; or a function that returns the steps to
+        keep beside the newest one. Default: 3.
       overwrite: Whether the first save replaces checkpoints of an earlier run, which was not
         restored. If not, it is refused. Default: False.
       chunk_bytes: Memory in bytes for rows that are being copied or written. A file holds at most
@@ -90,7 +91,7 @@ class Checkpointer:
         path: Any,
         buffer: Any,
         *,
-        max_to_keep: int = 3,
+        max_to_keep: int | Callable[[], Collection[int]] = 3,
         overwrite: bool = False,
         chunk_bytes: int = 64 * _MIB,
         compression_level: int | None = 1,
@@ -102,7 +103,8 @@ class Checkpointer:
                 "Checkpointer: buffer must be a ReplayBuffer, a Rollout, a Mixture or a sharded "
                 f"buffer, got {type(buffer).__name__}; instead of jaxreplay.jit(buffer) pass buffer"
             )
-        checks.check_size("Checkpointer", "max_to_keep", max_to_keep)
+        if not callable(max_to_keep):
+            checks.check_size("Checkpointer", "max_to_keep", max_to_keep)
         checks.check_size("Checkpointer", "chunk_bytes", chunk_bytes)
         self.buffer: Any = buffer
         self._shards = Shards(buffer) if isinstance(buffer, Sharded) else None
@@ -163,9 +165,10 @@ class Checkpointer:
             written again.
           step: 64-bit integer that names the checkpoint. A checkpoint of the same step is replaced.
             Default: the newest step plus 1, and 0 for the first save.
-          extras: Pytree of arrays, tensors of PyTorch, random keys and numbers, such as parameters,
-            the optimizer's state, envs and observations. One checkpoint has the rows and these, or
-            neither. Written completely. Several processes pass equal ones. Default: none.
+          extras: Pytree of arrays, tensors of PyTorch, random keys, numbers and bytes, such as
+            parameters, the optimizer's state, envs and observations. One checkpoint has the rows
+            and these, or neither. Written completely. Several processes pass equal ones. Default:
+            none.
           blocking: Whether to return only after the checkpoint is written. If False, the save
             returns when everything is copied but for what is in memory already, at most three
             chunks, and writes that in the background; several processes commit it in
@@ -353,8 +356,8 @@ class Checkpointer:
             `jax.ShapeDtypeStruct`s. For a mixture a dict of each member's by name, or one for all.
           step: Step of the checkpoint to restore. Default: the newest intact checkpoint.
           extras: Pytree like the saved extras: JAX arrays or `jax.ShapeDtypeStruct`s, to whose
-            sharding the restored ones go; NumPy arrays, tensors and numbers, which become the same;
-            random keys. Default: none, and only the state is returned.
+            sharding the restored ones go; NumPy arrays, tensors, numbers and bytes (of any number),
+            which become the same; random keys. Default: none, and only the state is returned.
           allow_partial: Whether a checkpoint with damaged rows may be restored if none is intact,
             with a warning. Each env's rows that are older than the newest damaged ones count as
             overwritten; `missing_rows` lists them. Default: False.

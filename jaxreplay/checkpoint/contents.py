@@ -1,5 +1,6 @@
 """Contents of a checkpoint, for an inspection: read group by group, without the buffer's code."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -118,10 +119,13 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
         is_pending = number >= stored.end[env] - rest("counters.num_pending")[env]
         mass = np.where(is_pending, 0, np.nan_to_num(mass[row].astype(np.float64)))
         probability = mass / max(mass.sum(), np.finfo(np.float64).tiny)
+    metadata = ""
+    if manifest.metadata:
+        metadata = f", metadata {printable(json.dumps(manifest.metadata)[:200])}"
     return stored.contents(
         max_bytes,
         buffer=manifest.buffer,
-        source=f"{store.name}, step {manifest.step}",
+        source=f"{store.name}, step {manifest.step}, {manifest.num_bytes:,} bytes{metadata}",
         length=member.length,
         probability=probability,
         counters={

@@ -8,6 +8,8 @@ import numpy as np
 
 from jaxreplay._util.names import kind_of, named, spec_text
 
+ANY_BYTES = "uint8[any number]"  # the text of bytes, whose number may differ
+
 
 def leaves_of(extras: Any) -> dict[str, Any]:
     """Return the arrays of extras by name, as they are saved.
@@ -38,6 +40,8 @@ def specs_of(extras: Any) -> dict[str, str]:
     for name, leaf in named({"extras": extras}):
         own = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else _on_host(leaf)
         found[name] = spec_text(own if hasattr(own, "dtype") else np.asarray(own))
+        if isinstance(leaf, bytes):
+            found[name] = ANY_BYTES
     return found
 
 
@@ -45,12 +49,14 @@ def restored(extras: Any, read: Callable[[str], np.ndarray]) -> Any:
     """Return extras that are like these, of what was saved.
 
     Args:
-      extras: Pytree of arrays, tensors of PyTorch, `jax.ShapeDtypeStruct`s and numbers.
+      extras: Pytree of arrays, tensors of PyTorch, `jax.ShapeDtypeStruct`s, numbers and bytes.
       read: Returns the saved array of a name.
     """
 
     def one(name: str, like: Any) -> Any:
         values = read(name)
+        if isinstance(like, bytes):
+            return values.tobytes()
         if _is_key(like):
             impl: list[Any] = []  # of an array, or of a `ShapeDtypeStruct`
             jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), like)
@@ -66,7 +72,9 @@ def restored(extras: Any, read: Callable[[str], np.ndarray]) -> Any:
 
 
 def _on_host(leaf: Any) -> Any:
-    """Return a tensor of PyTorch as an array; other leaves as they are."""
+    """Return a tensor of PyTorch, or bytes, as an array; other leaves as they are."""
+    if isinstance(leaf, bytes):
+        return np.frombuffer(leaf, np.uint8)
     return leaf.detach().cpu().numpy() if hasattr(leaf, "detach") else leaf
 
 

@@ -1,5 +1,6 @@
 """Check that the rows of a checkpoint fit a buffer, leaf by leaf."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 from jaxreplay._util.names import description, named, printable, spec_text
 from jaxreplay.buffers.adopt import are_alike
 from jaxreplay.checkpoint import rows
+from jaxreplay.checkpoint.extras import ANY_BYTES
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.storage import stored_arrays
 
@@ -59,6 +61,9 @@ def check_fits(
             what = f"has the members {', '.join(map(repr, manifest.members)) or 'of a rollout'}:"
         _refuse(manifest, buffer, [what, *lines], problems)
     got = {name: text for name, text in manifest.rest.items() if name.startswith("extras")}
+    for name, text in extras.items():
+        if text == ANY_BYTES and re.fullmatch(r"uint8\[[0-9]+\]", got.get(name, "")):
+            got[name] = text
     if lines := _differences(got, extras) if extras else []:
         _refuse(manifest, buffer, ["has other extras:", *lines], problems)
 

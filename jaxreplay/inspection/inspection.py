@@ -26,7 +26,7 @@ class Inspection:
 
     Attributes:
       buffer: Description of the buffer.
-      source: Path and step of a checkpoint, or "" for a state.
+      source: Path, step, bytes on the disk and metadata of a checkpoint, or "" for a state.
       streams: Figures of all envs together, by name: number of envs, number of rows, capacity, fill
         as a fraction, and rows of the fullest and of the emptiest env.
       leaves: Figures of each leaf by its path in the step, such as "steps.obs": dtype and shape,

@@ -91,7 +91,7 @@ def prioritized():
 def folders(prioritized, tmp_path_factory):
     """A folder of good and bad checkpoints."""
     path, (replay, state) = tmp_path_factory.mktemp("folders"), prioritized
-    checkpoint.save(path / "run", replay, state, step=3, chunk_bytes=512)
+    checkpoint.save(path / "run", replay, state, step=3, metadata={"run": "a"}, chunk_bytes=512)
     for name in ("broken", "less"):
         shutil.copytree(path / "run", path / name)
     next((path / "broken" / "manifests").iterdir()).write_text("{}")
@@ -329,7 +329,13 @@ def test_the_page_has_the_text_and_a_plot_of_each_histogram(prioritized, folders
     path, of_state = str(folders / "run"), jr.inspect(*prioritized)
     main(["inspect", path, "--plot", str(tmp_path / "page.png")])
     text = capsys.readouterr().out
-    assert text == str(of_state).replace("\n", f"\n{path}, step 3\n", 1) + "\n"
+    size = sum(
+        file.stat().st_size
+        for kind in ("rows", "rest")
+        for file in (folders / "run" / kind).iterdir()
+    )
+    source = f'{path}, step 3, {size:,} bytes, metadata {{"run": "a"}}'
+    assert text == str(of_state).replace("\n", f"\n{source}\n", 1) + "\n"
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
     found = checkpoint.inspect(path)
     page = found.to_figure()
@@ -341,7 +347,7 @@ def test_the_page_has_the_text_and_a_plot_of_each_histogram(prioritized, folders
     main(["inspect", path, "--step", "3", "--json"])
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads(found.to_json())
-    assert printed["source"] == f"{path}, step 3"
+    assert printed["source"] == source
 
 
 @pytest.mark.parametrize(
