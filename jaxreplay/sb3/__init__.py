@@ -23,6 +23,7 @@ from jaxreplay.sb3.buffers import (
 )
 from jaxreplay.sb3.dqn import PrioritizedDQN
 from jaxreplay.sb3.hindsight import HerReplayBuffer
+from jaxreplay.sb3.saves import SaveCallback, resume
 
 __all__ = [
     "DictReplayBuffer",
@@ -32,4 +33,6 @@ __all__ = [
     "PrioritizedReplayBuffer",
     "PrioritizedSamples",
     "ReplayBuffer",
+    "SaveCallback",
+    "resume",
 ]

@@ -1,0 +1,155 @@
+"""One checkpoint of a Stable-Baselines3 model and its replay buffer; needs `jaxreplay[checkpoint]`.
+
+    model.learn(100_000, callback=SaveCallback("run", save_freq=10_000))
+
+    model = resume("run", SAC("MlpPolicy", env, replay_buffer_class=jaxreplay.sb3.ReplayBuffer))
+    model.learn(100_000 - model.num_timesteps, reset_num_timesteps=False)
+
+A checkpoint has pickles, as the files of `model.save` do: load those that you trust.
+"""
+
+import io
+import pickle
+import random
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+import torch
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
+
+from jaxreplay.sb3.base import DropInBuffer
+
+M = TypeVar("M", bound=OffPolicyAlgorithm)
+_EXTRAS = {"model": b"", "buffer": b"", "random": b"", "envs": b""}
+
+
+class SaveCallback(BaseCallback):
+    """Save model and replay buffer together, during `learn` and at its end.
+
+    It saves before the first step of a rollout. A save writes the rows that are new, and the whole
+    model.
+
+    Args:
+      path: A folder or URL of this run alone, as for `Checkpointer`.
+      save_freq: Least number of env steps between two saves.
+      max_to_keep: Number of newest checkpoints to keep. Default: 2.
+      save_envs: Save the envs, too, pickled, so that a resumed run goes on within their episodes,
+        bit-identically. Otherwise they are reset. Default: False.
+      verbose: As for all callbacks. Default: 0.
+    """
+
+    def __init__(
+        self,
+        path: Any,
+        save_freq: int,
+        max_to_keep: int = 2,
+        save_envs: bool = False,
+        verbose: int = 0,
+    ):
+        super().__init__(verbose)
+        self.path, self.save_freq, self.max_to_keep = path, save_freq, max_to_keep
+        self.save_envs = save_envs
+        self._checkpointer: Any = None
+        self._last = 0  # step of the last save
+
+    def _on_training_start(self) -> None:
+        from jaxreplay.checkpoint import Checkpointer  # an extra
+
+        self._last = self.model.num_timesteps
+        buffer = _buffer_of("SaveCallback", self.model)
+        # that of `resume` goes on from what it has read
+        self._checkpointer = vars(self.model).pop("_jaxreplay_checkpointer", None) or Checkpointer(
+            self.path, buffer._replay, progress=False
+        )
+        self._checkpointer.max_to_keep = self.max_to_keep
+
+    def _on_rollout_start(self) -> None:
+        if self.model.num_timesteps - self._last >= self.save_freq:
+            self._save()
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_training_end(self) -> None:
+        if self.model.num_timesteps > self._last:
+            self._save()
+
+    def _save(self) -> None:
+        model, content = self.model, io.BytesIO()
+        buffer = _buffer_of("SaveCallback", model)
+        model.save(content)
+        state, rest = buffer._state, buffer.__getstate__()
+        del rest["_added_state"]
+        extras = {
+            "model": content.getvalue(),
+            "buffer": pickle.dumps(rest),
+            # `load` seeds the action space anew
+            "random": pickle.dumps((*_random_states(), model.action_space)),
+            "envs": pickle.dumps(model.get_env()) if self.save_envs else b"",
+        }
+        self._checkpointer.save(state, model.num_timesteps, extras=extras)
+        self._last = model.num_timesteps
+
+
+def resume(path: Any, model: M, step: int | None = None) -> M:
+    """Restore model and replay buffer from a checkpoint of `SaveCallback`.
+
+    Args:
+      path: The path of the callback.
+      model: A new model, made as the saved one was: its class, envs and replay buffer are used.
+      step: Number of env steps of the checkpoint. Default: the newest.
+
+    Returns:
+      The restored model, for `learn(..., reset_num_timesteps=False)`; `model` itself, if the path
+      has no checkpoint yet.
+
+    Raises:
+      ValueError: The replay buffer is not one of `jaxreplay.sb3`, or has other arguments.
+    """
+    from jaxreplay.checkpoint import Checkpointer  # an extra
+
+    buffer = _buffer_of("resume", model)
+    checkpointer = Checkpointer(path, buffer._replay, progress=False)
+    if not checkpointer.all_steps():
+        return model
+    state, found = checkpointer.restore(buffer._example(), step, extras=_EXTRAS)
+    rest = pickle.loads(found["buffer"])
+    if rest["_replay"] != buffer._replay:
+        raise ValueError(
+            f"resume: the saved replay buffer is {rest['_replay']}, the new one {buffer._replay}; "
+            "make it with the same arguments"
+        )
+    has_envs = bool(found["envs"])
+    env = pickle.loads(found["envs"]) if has_envs else model.get_env()
+    device = model.device
+    restored = type(model).load(
+        io.BytesIO(found["model"]), env=env, device=device, force_reset=not has_envs
+    )
+    vars(buffer).update(rest)
+    buffer._added_state = jax.device_put(state, buffer._rows_on())
+    restored.replay_buffer = buffer
+    if hasattr(buffer, "env"):  # for hindsight
+        buffer.env = restored.get_env()
+    python, numpy, tensors, restored.action_space = pickle.loads(found["random"])
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(tensors)
+    vars(restored)["_jaxreplay_checkpointer"] = checkpointer
+    return restored
+
+
+def _random_states() -> tuple[Any, ...]:
+    """Return the states of the global generators that a model draws from."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _buffer_of(where: str, model: Any) -> Any:
+    buffer = getattr(model, "replay_buffer", None)
+    if not isinstance(buffer, DropInBuffer):
+        raise ValueError(
+            f"{where}: the model's replay buffer is a {type(buffer).__name__}; make the model with "
+            "replay_buffer_class=jaxreplay.sb3.ReplayBuffer"
+        )
+    return buffer

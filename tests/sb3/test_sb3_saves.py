@@ -1,0 +1,108 @@
+"""Model and replay buffer in one checkpoint: a resumed run ends as one without a break."""
+
+import functools
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from stable_baselines3 import DQN, SAC, HerReplayBuffer as TheirHer
+from stable_baselines3.common.envs import BitFlippingEnv
+from stable_baselines3.common.vec_env import DummyVecEnv
+
+from jaxreplay import checkpoint, sb3
+from tests.support.refusals import refused
+
+
+def small():
+    """Return options of a small model: new ones, since a model changes its own."""
+    return {
+        "policy_kwargs": {"net_arch": [8]},
+        "seed": 0,
+        "buffer_size": 60,
+        "learning_starts": 20,
+        "batch_size": 8,
+    }
+
+
+def dqn(kind=sb3.ReplayBuffer, num_envs=1, **options):
+    envs = DummyVecEnv([functools.partial(gymnasium.make, "CartPole-v1")] * num_envs)
+    given = {"train_freq": 2, "replay_buffer_class": kind, **small(), **options}
+    return DQN("MlpPolicy", envs, **given)
+
+
+def sac():
+    env = gymnasium.make("Pendulum-v1")
+    return SAC("MlpPolicy", env, replay_buffer_class=sb3.ReplayBuffer, **small())
+
+
+def her():
+    env = BitFlippingEnv(n_bits=3, continuous=False)
+    return DQN("MultiInputPolicy", env, replay_buffer_class=sb3.HerReplayBuffer, **small())
+
+
+MODELS = {
+    "dqn": dqn,
+    "priorities": lambda: sb3.PrioritizedDQN(
+        "MlpPolicy",
+        DummyVecEnv([lambda: gymnasium.make("CartPole-v1")]),
+        replay_buffer_class=sb3.PrioritizedReplayBuffer,
+        **small(),
+    ),
+    "two envs": functools.partial(dqn, num_envs=2),
+    "sac": sac,
+    "her": her,
+}
+
+
+def params_of(model):
+    return [one.detach().numpy().copy() for one in model.policy.parameters()]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_resumed_run_ends_as_one_without_a_break(name, tmp_path):
+    """With the envs saved too, bit for bit: parameters, batches and counters."""
+    callback = sb3.SaveCallback(tmp_path, save_freq=40, save_envs=True, max_to_keep=3)
+    whole = MODELS[name]().learn(150, callback=callback)
+    steps = checkpoint.Checkpointer(tmp_path, whole.replay_buffer._replay).all_steps()
+    assert len(steps) == 3
+    assert steps[-1] == whole.num_timesteps
+    model = sb3.resume(tmp_path, MODELS[name](), step=steps[0])
+    assert model.num_timesteps == steps[0] < 120
+    again = sb3.SaveCallback(tmp_path, save_freq=40, save_envs=True, max_to_keep=3)
+    model.learn(150 - steps[0], callback=again, reset_num_timesteps=False)
+    assert model.num_timesteps == whole.num_timesteps
+    for one, other in zip(params_of(model), params_of(whole), strict=True):
+        np.testing.assert_array_equal(one, other)
+    batches = []
+    for each in (model, whole):
+        np.random.seed(0)
+        batches.append([one for one in each.replay_buffer.sample(8) if torch.is_tensor(one)])
+    assert len(batches[0]) > 2
+    assert all(torch.equal(one, other) for one, other in zip(*batches, strict=True))
+
+
+def test_without_the_envs_they_are_reset(tmp_path):
+    model = dqn()
+    assert sb3.resume(tmp_path, model) is model  # nothing was saved yet
+    model.learn(100, callback=sb3.SaveCallback(tmp_path, save_freq=60))
+    steps = checkpoint.Checkpointer(tmp_path, model.replay_buffer._replay).all_steps()
+    assert steps[-1] == 100
+    again = sb3.resume(tmp_path, dqn())
+    assert again.replay_buffer.size() == model.replay_buffer.size()
+    again.learn(50, reset_num_timesteps=False, callback=sb3.SaveCallback(tmp_path, save_freq=60))
+    assert again.num_timesteps == 150
+    with refused("has a newer checkpoint", checkpoint.PathInUseError):  # by another run
+        dqn().learn(50, callback=sb3.SaveCallback(tmp_path, save_freq=10))
+
+
+def test_what_cannot_be_resumed_is_named(tmp_path):
+    dqn().learn(30, callback=sb3.SaveCallback(tmp_path, save_freq=10))
+    with refused("resume: the saved replay buffer is .* make it with the same arguments"):
+        sb3.resume(tmp_path, dqn(buffer_size=90))
+    with refused("resume: the model's replay buffer is a ReplayBuffer; make the model with"):
+        sb3.resume(tmp_path, dqn(kind=None))
+    with refused("SaveCallback: the model's replay buffer is a HerReplayBuffer"):
+        env = BitFlippingEnv(n_bits=3, continuous=False)
+        model = DQN("MultiInputPolicy", env, replay_buffer_class=TheirHer, **small())
+        model.learn(30, callback=sb3.SaveCallback(tmp_path, save_freq=10))
