@@ -11,6 +11,7 @@ from stable_baselines3.common.envs import BitFlippingEnv
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 from jaxreplay import checkpoint, sb3
+from tests.conftest import ALL
 from tests.support.refusals import refused
 
 
@@ -59,7 +60,7 @@ def params_of(model):
     return [one.detach().numpy().copy() for one in model.policy.parameters()]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["two envs", "priorities", *["dqn", "sac", "her"] * ALL])
 def test_a_resumed_run_ends_as_one_without_a_break(name, tmp_path):
     """With the envs saved too, bit for bit: parameters, batches and counters."""
     callback = sb3.SaveCallback(tmp_path, save_freq=40, save_envs=True, max_to_keep=3)
