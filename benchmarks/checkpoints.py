@@ -252,7 +252,7 @@ more took {ours["save 1 %"] / ours["save"]:.0%} of the full one's time and
 A loop of an add of 16 steps and a sample of 32, one jitted call after another, took
 {loop["alone"]:,.0f} microseconds an iteration alone ({loop["alone after"]:,.0f} afterwards), and
 {loop["saving"]:,.0f} after `save(state, blocking=False)` of everything with
-`compression_level=None`, whose call took {loop["pause"] * 1e3:,.0f} ms: all but three chunks are
+`compression_level=None`, whose call took {loop["pause"] * 1e3:,.0f} ms: all but three files are
 written by then. The save and 2,000 iterations took {loop["seconds"]:.2f} seconds.
 """
     return intro + "\n" + "\n".join(lines) + "\n" + last

@@ -1,11 +1,12 @@
 """Several arrays in one file, in the format of safetensors, which many tools open.
 
 A file has a header, JSON with the dtype, shape and place of each array, and then the arrays, one
-after another. As a whole it is compressed with zstd, or not at all. Its size and checksum are in
-the manifest. So a reader detects damage, and an intact file that is not the one written here.
+after another. It may be compressed with zstd: the header and each array is a frame. Its size and
+checksum are in the manifest. So a reader detects damage, and an intact file that is not the one
+written here.
 
 References:
-  The format of safetensors, version 0.7; zstd: RFC 8878; crc32c: RFC 3720.
+  https://github.com/huggingface/safetensors, its format; zstd: RFC 8878; crc32c: RFC 3720.
 """
 
 import collections
@@ -34,9 +35,7 @@ _NAMES = {
     },
     **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
 }
-_ALIGNMENT = (
-    64  # bytes; the first array begins at a multiple, so that a CPU backend reads it in place
-)
+_ALIGNMENT = 64  # bytes; the first array begins at a multiple: a CPU backend reads it in place
 _MOST_HEADER = 2**26  # bytes
 # the largest ratio by which zstd compresses: a block of 128 KiB takes at least four bytes
 _MOST_RATIO = 2**15

@@ -116,7 +116,7 @@ class Chain:
         return [name for name in reversed(names) if _MANIFEST.fullmatch(name)]
 
     def follow(self) -> None:
-        """Go on from the newest manifest of the last `read`, whoever wrote it."""
+        """Take the newest manifest of the last `read` for one that the next save continues."""
         self.seen = self._newest_read
 
     def enter(self) -> str:

@@ -170,8 +170,8 @@ class Checkpointer:
             and these, or neither. Written completely. Several processes pass equal ones. Default:
             none.
           blocking: Whether to return only after the checkpoint is written. If False, the save
-            returns when everything is copied but for what is in memory already, at most three
-            chunks, and writes that in the background; several processes commit it in
+            returns when all is copied, and the last three files, of at most half of `chunk_bytes`
+            each, are written in the background; several processes commit it in
             `wait_until_finished`. Default: True.
           metadata: JSON-compatible dict to store with the checkpoint, nested at most 100 deep.
             After a restore it is the attribute `metadata`. Default: an empty dict.
@@ -406,6 +406,7 @@ class Checkpointer:
         self._base, self.step = found.manifest, found.manifest.step
         self.metadata, self.missing_rows = copy.deepcopy(found.manifest.metadata), found.lost
         self._chain.follow()
+        self._overwrite = False  # the next save goes on from what was restored
         states = found.states if isinstance(self.buffer, Mixture) else found.states[""]
         return states if extras is None else (states, found.extras)
 

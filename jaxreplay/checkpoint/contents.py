@@ -1,6 +1,7 @@
 """Contents of a checkpoint, for an inspection: read group by group, without the buffer's code."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from jaxreplay.inspection.contents import COUNTERS, Contents, Rows, numbers_in_o
 from jaxreplay.storage import ring, stored_arrays
 
 _MASS = "sampler.mass"
+_FEW_ROWS = 2**22  # whose numbers take little memory
 
 
 def _member_of(store: Files, manifest: Manifest) -> Member:
@@ -67,29 +69,34 @@ def _rows_of(store: Files, manifest: Manifest) -> Rows:
     specs, groups = {leaf.name: leaf for leaf in member.leaves}, member.groups
     leaves = {leaf.array: Spec(leaf.shape, leaf.stored) for leaf in member.leaves}
     first, end = member.first, member.end
-    # a forged manifest could ask for any amount of memory: first check that its groups exist
-    for group in groups:
-        group.read(store, leaves)
+    if int((end - first).sum()) > _FEW_ROWS:  # which a forged manifest may name without any file
+        for group in groups:
+            group.read(store, leaves)
     offset = np.cumsum(end - first) - (end - first) - first
 
-    def read(name: str, rows: np.ndarray) -> np.ndarray:
-        leaf, (wanted, place) = specs[name], np.unique(rows, return_inverse=True)
-        parts = []
+    def read(wanted: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        sorted_rows = {name: np.unique(at, return_inverse=True) for name, at in wanted.items()}
+        parts: dict[str, list[Any]] = {name: [] for name in wanted}
         for group in groups:
             env, number = group.rows()
-            row = np.where(number >= first[env], offset[env] + number, -1)
-            at = np.searchsorted(wanted, row)
-            is_wanted = wanted.take(at, mode="clip") == row if len(wanted) else row < -1
-            if is_wanted.any():
-                own = group.read(store, leaves)[leaf.array]
-                parts.append((at[is_wanted], own[is_wanted]))
-        # only now is it known that the rows have this shape: a forged one could ask for any memory
-        values = np.zeros((len(wanted), *leaf.shape), leaf.stored)
-        for at, own in parts:
-            values[at] = own
-        values = values[place.reshape(rows.shape)]
-        is_plain = leaf.stored == leaf.dtype
-        return values if is_plain else stored_arrays.decode_on_host(values, leaf.dtype)
+            row, own = np.where(number >= first[env], offset[env] + number, -1), None
+            for name, (some, _) in sorted_rows.items():
+                at = np.searchsorted(some, row)
+                is_wanted = some.take(at, mode="clip") == row if len(some) else row < -1
+                if is_wanted.any():
+                    own = group.read(store, leaves) if own is None else own
+                    parts[name].append((at[is_wanted], own[specs[name].array][is_wanted]))
+        found = {}
+        for name, (some, place) in sorted_rows.items():
+            leaf = specs[name]
+            # only now is it known that rows have this shape: a forged one could ask for any memory
+            values = np.zeros((len(some), *leaf.shape), leaf.stored)
+            for at, own in parts[name]:
+                values[at] = own
+            values = values[place.reshape(wanted[name].shape)]
+            is_plain = leaf.stored == leaf.dtype
+            found[name] = values if is_plain else stored_arrays.decode_on_host(values, leaf.dtype)
+        return found
 
     return Rows(first, end, specs, read, member.layout.autoreset or None)
 

@@ -9,7 +9,7 @@ import jax
 from jaxreplay._util.names import description, named, printable, spec_text
 from jaxreplay.buffers.adopt import are_alike
 from jaxreplay.checkpoint import rows
-from jaxreplay.checkpoint.extras import ANY_BYTES
+from jaxreplay.checkpoint.extras import ANY_BYTES, is_extra
 from jaxreplay.checkpoint.manifest import Manifest
 from jaxreplay.storage import stored_arrays
 
@@ -35,13 +35,14 @@ def check_fits(
     Raises:
       ValueError: The checkpoint has other leaves, shapes or dtypes, or is no such buffer's.
     """
-    lines, is_rollout = [], False
+    lines, with_rows = [], set()
     for name, own in members.items():
         init = lambda own=own, name=name: rows.split(own.init(examples[name]))
         own_rows, own_rest = jax.eval_shape(init)
         stored = manifest.members.get(name)
-        if not own_rows:  # a rollout has no rows: its state is restored as it is
-            is_rollout = True
+        if own_rows:
+            with_rows.add(name)
+        if not own_rows:  # a rollout has none: its state is restored as it is
             expected = {name: spec_text(leaf) for name, leaf in named(own_rest)}
             got = {name: text for name, text in manifest.rest.items() if name in expected}
             lines += _differences(got, expected)
@@ -55,12 +56,12 @@ def check_fits(
             form = stored.layout.autoreset or None
             if not are_alike(form, own.autoreset):
                 lines.append(f"autoreset: stored {form!r}, expected {own.autoreset!r}")
-    if lines or ({*manifest.members} != {*members} and not (is_rollout and not manifest.members)):
+    if lines or {*manifest.members} != with_rows:
         what = "has steps with other leaves, shapes or dtypes:"
         if not lines:
             what = f"has the members {', '.join(map(repr, manifest.members)) or 'of a rollout'}:"
         _refuse(manifest, buffer, [what, *lines], problems)
-    got = {name: text for name, text in manifest.rest.items() if name.startswith("extras")}
+    got = {name: text for name, text in manifest.rest.items() if is_extra(name)}
     for name, text in extras.items():
         if text == ANY_BYTES and re.fullmatch(r"uint8\[[0-9]+\]", got.get(name, "")):
             got[name] = text
@@ -69,6 +70,7 @@ def check_fits(
 
 
 def _refuse(manifest: Manifest, buffer: Any, lines: list[str], problems: list[str]) -> None:
+    """Raise the error for a checkpoint that does not fit. `lines`: what is wrong, and details."""
     what, *lines = lines
     text = [
         f"restore: step {manifest.step} {what}",

@@ -211,7 +211,8 @@ class Manifest:
         except (ValueError, RecursionError) as error:
             raise CorruptCheckpointError(f"{name}: metadata: {error}") from None
         members = {
-            own: one.checked(f"{name}: {printable(own)}") for own, one in found.members.items()
+            own: one.checked(f"{name}: {printable(own)}".removesuffix(": "))
+            for own, one in found.members.items()
         }
         for leaf, text in found.rest.items():
             spec_of(f"{name}: rest: {printable(leaf)}", text)

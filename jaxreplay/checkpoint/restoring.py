@@ -3,6 +3,7 @@ few chunks of memory."""
 
 import dataclasses
 import functools
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,7 +34,7 @@ from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.state import Counters, ReplayState, Rows
 
 _LOG = logging.getLogger("jaxreplay")
-_AHEAD = 1  # groups that are read, while another one is put into the state
+_AT_ONCE = 2  # groups in memory: one is put into the state, while the next is read
 
 
 class MissingRows(NamedTuple):
@@ -87,6 +88,10 @@ def restored(
     which most rows are left.
 
     Args:
+      store: The store to read from.
+      chain: Its checkpoints.
+      processes: The processes that restore together.
+      request: What to restore.
       state_of: Returns a member's state, of its name and a `Reading`.
       bar: Makes a progress bar from a title and a number of bytes.
     """
@@ -156,6 +161,14 @@ def _read(
     problems: list[str],
     damaged: Mapping[str, str],
 ) -> Restored:
+    """Read one checkpoint.
+
+    Args:
+      manifest: Its manifest.
+      left: int64[E], the first row of each stream to read, by member.
+      problems: Problems of other checkpoints, for the warning.
+      damaged: Problems of files with rows, by their names.
+    """
     # JAX would report an interrupt during its comparison of buffers as an error of the buffers,
     # here and below
     with defer_interrupts():
@@ -412,13 +425,11 @@ class Reading:
             return group, group.read(self._store, all_leaves, buffers.take)
 
         chosen = [groups[at] for at in reversed(range(len(groups))) if counts[at]]
-        threads = Threads(_AHEAD + 1, "jaxreplay-restore")
+        threads, left = Threads(_AT_ONCE, "jaxreplay-restore"), iter(chosen)
         try:
-            for group in chosen[:_AHEAD]:
+            for group in itertools.islice(left, _AT_ONCE):
                 threads.put(read, group)
-            for at in range(len(chosen)):
-                for group in chosen[at + _AHEAD : at + _AHEAD + 1]:
-                    threads.put(read, group)
+            for _ in chosen:
                 group, found = threads.get()
                 env_of, number = group.rows()
                 is_read = number >= first[env_of]
@@ -429,6 +440,8 @@ class Reading:
                 stored = rows.put(stored, index, values, most)
                 buffers.give_back(found[leaves[0][0]])
                 self._progress(len(index) * row_bytes)
+                for group in itertools.islice(left, 1):
+                    threads.put(read, group)
         finally:
             threads.abandon()
         return stored

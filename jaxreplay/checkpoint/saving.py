@@ -34,7 +34,7 @@ class Saving:
         self._store, self._level, self._bar = store, level, bar
         self.written: dict[str, Sums] = {}
         self._lock = threading.Lock()  # of the threads
-        self._room = _ROOM
+        self._room, self._is_alone = _ROOM, True
         self._threads = Threads(_WRITERS, "jaxreplay-checkpoint")
         atexit.register(self._at_exit)
 
@@ -61,7 +61,9 @@ class Saving:
         self._threads.put(self._write, name, copy(), count, spare)
 
     def close(self, last: Callable[[], None] | None) -> None:
-        """Let the threads end when all is written, and then call `last`."""
+        """Let the threads end when all is written, and then call `last`: None if the processes
+        that save together commit after `join`."""
+        self._is_alone = last is not None
         self._threads.close(last)
 
     def join(self) -> None:
@@ -78,9 +80,15 @@ class Saving:
         self._threads.abandon()
 
     def _at_exit(self) -> None:
-        """Say that a save was not completed. The threads have ended by then."""
+        """Warn of a save that was not completed. The threads have ended by then."""
         if self._threads.error is not None:
             text = f"the last checkpoint was not written: {self._threads.error}"
+            warnings.warn(text, stacklevel=1)
+        elif not self._is_alone:
+            text = (
+                "the last checkpoint of several processes was not committed: call "
+                "wait_until_finished() before the program ends"
+            )
             warnings.warn(text, stacklevel=1)
 
     def _write(self, name: str, arrays: Any, count: int | None, spare: list[Any] | None) -> None:

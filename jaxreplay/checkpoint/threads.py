@@ -28,7 +28,7 @@ class Threads:
         self._last: Callable[[], None] | None = None
         self._is_closed = False
         self._threads = [threading.Thread(target=self._run, name=name) for _ in range(num)]
-        self._num_started = 0  # now: an interrupt would leave threads that nobody knows
+        self._num_started = 0  # `put` starts them: an interrupt here would leave unknown threads
 
     def put(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Let a thread call a function."""
@@ -45,6 +45,7 @@ class Threads:
         return found
 
     def check(self) -> None:
+        """Raise the first error, if there was one."""
         if self.error is not None:
             raise self.error
 

@@ -57,8 +57,8 @@ class Rows:
     first: np.ndarray  # int64[E], as in `Contents`
     end: np.ndarray  # int64[E]
     specs: Mapping[str, Any]  # `shape` and `dtype` of a row's leaf, by its path
-    # reads a leaf at places in [0, R), int64[...]: [..., *shape]
-    read: Callable[[str, np.ndarray], np.ndarray]
+    # reads leaves, each at places in [0, R), int64[...]: [..., *shape] by name
+    read: Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
     autoreset: str | None  # None for items
 
     def contents(self, max_bytes: int, **others: Any) -> Contents:
@@ -72,16 +72,21 @@ class Rows:
         steps = {name: one for name, one in self.specs.items() if name.startswith("steps")}
         row_bytes = sum(_leaf_bytes(one) for one in steps.values())
         rows = _spread(every, max_bytes // max(row_bytes, 1))
-        flags = self.read("flags", every) if "flags" in self.specs else None
+        wanted = dict.fromkeys(steps, rows)
+        wanted |= {name: every for name in ("flags", *self._reward) if name in self.specs}
+        found = self.read(wanted)
+        values = {name: found[name] for name in steps}
+        values |= {name: found[name][rows] for name in self._reward}
+        flags = found.get("flags")
         return Contents(
             first=self.first,
             end=self.end,
             leaves={name: spec_text(one) for name, one in steps.items()},
             flags=flags,
-            reward=self._reward(every),
+            reward=self._reward_in(found),
             resets=self.resets(flags),
             rows=rows,
-            values={name: self.read(name, rows) for name in steps},
+            values=values,
             **others,
         )
 
@@ -97,15 +102,19 @@ class Rows:
         row_bytes = sum(_leaf_bytes(self.specs[name]) for name in obs)
         env, _ = numbers_in_order(self.first, self.end)
         around = rows_around_resets(flags, env, row_bytes)
-        of_obs = [self.read(name, around) for name in obs]
-        return Resets(self.autoreset, flags[around], self._reward(around), of_obs)
+        found = self.read(dict.fromkeys([*obs, *self._reward], around))
+        of_obs = [found[name] for name in obs]
+        return Resets(self.autoreset, flags[around], self._reward_in(found), of_obs)
 
-    def _reward(self, rows: np.ndarray) -> np.ndarray | None:
-        """Read rewards as float64[...]; return None without rewards, or if they are not scalar."""
+    @property
+    def _reward(self) -> list[str]:
+        """Name of the rewards, if there are any and they are scalar."""
         spec = self.specs.get("steps.reward")
-        if spec is None or spec.shape:
-            return None
-        return self.read("steps.reward", rows).astype(np.float64)
+        return [] if spec is None or spec.shape else ["steps.reward"]
+
+    def _reward_in(self, found: Mapping[str, np.ndarray]) -> np.ndarray | None:
+        """Return rewards that were read as float64[...]."""
+        return next((found[name].astype(np.float64) for name in self._reward), None)
 
 
 def contents_of(buffer: Any, state: Any, max_bytes: int) -> Contents:
@@ -173,7 +182,7 @@ def _rows_of(state: ReplayState, most: int = 2**31) -> tuple[Rows, np.ndarray]:
     specs = {
         name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for name, leaf in leaves.items()
     }
-    read = lambda name, at: _read(leaves[name], rows[at])
+    read = lambda wanted: {name: _read(leaves[name], rows[at]) for name, at in wanted.items()}
     return Rows(first, end, specs, read, state.layout.autoreset), rows
 
 

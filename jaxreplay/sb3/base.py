@@ -34,6 +34,7 @@ from jaxreplay.sb3 import columns
 from jaxreplay.sb3.arrays import TORCH_DTYPES, fitted
 from jaxreplay.sb3.batch import SB3View
 from jaxreplay.sb3.record import Record
+from jaxreplay.stateful.owner import LastCheckpointer
 from jaxreplay.stateful.staging import BlockLengths
 from jaxreplay.storage import newest_row, ring
 from jaxreplay.torch import to_torch
@@ -116,6 +117,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         self._seed: int | None = None
         self._num_draws = 0
         self._pid = os.getpid()
+        self._last_checkpointer = LastCheckpointer()  # of `SaveCallback` and `resume`
 
     def _sampler(self) -> Sampler:
         return Uniform()
@@ -571,7 +573,7 @@ class DropInBuffer(buffers.ReplayBuffer):
     def __getstate__(self) -> dict[str, Any]:
         self._flush()
         state: Any = super().__getstate__()
-        left_out = ("_pid", "_columns", "_obs_specs")
+        left_out = ("_pid", "_columns", "_obs_specs", "_last_checkpointer")
         return {
             **{name: value for name, value in state.items() if name not in left_out},
             "_added_state": jax.tree.map(np.asarray, self._added_state),
@@ -584,6 +586,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         self._added_state = jax.device_put(self._added_state, self._rows_on())
         self._pid = os.getpid()
         self._columns = {}
+        self._last_checkpointer = LastCheckpointer()
 
 
 def _add_and_read(

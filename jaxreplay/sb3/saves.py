@@ -55,14 +55,10 @@ class SaveCallback(BaseCallback):
         self._last = 0  # step of the last save
 
     def _on_training_start(self) -> None:
-        from jaxreplay.checkpoint import Checkpointer  # an extra
-
         self._last = self.model.num_timesteps
         buffer = _buffer_of("SaveCallback", self.model)
-        # that of `resume` goes on from what it has read
-        self._checkpointer = vars(self.model).pop("_jaxreplay_checkpointer", None) or Checkpointer(
-            self.path, buffer._replay, progress=False
-        )
+        # that of `resume`, or of an earlier `learn`, if it is of this path
+        self._checkpointer = buffer._last_checkpointer.at(self.path, buffer._replay)
         self._checkpointer.max_to_keep = self.max_to_keep
 
     def _on_rollout_start(self) -> None:
@@ -108,10 +104,8 @@ def resume(path: Any, model: M, step: int | None = None) -> M:
     Raises:
       ValueError: The replay buffer is not one of `jaxreplay.sb3`, or has other arguments.
     """
-    from jaxreplay.checkpoint import Checkpointer  # an extra
-
     buffer = _buffer_of("resume", model)
-    checkpointer = Checkpointer(path, buffer._replay, progress=False)
+    checkpointer = buffer._last_checkpointer.at(path, buffer._replay)
     if not checkpointer.all_steps():
         return model
     state, found = checkpointer.restore(buffer._example(), step, extras=_EXTRAS)
@@ -136,7 +130,6 @@ def resume(path: Any, model: M, step: int | None = None) -> M:
     random.setstate(python)
     np.random.set_state(numpy)
     torch.set_rng_state(tensors)
-    vars(restored)["_jaxreplay_checkpointer"] = checkpointer
     return restored
 
 

@@ -33,6 +33,31 @@ if TYPE_CHECKING:
 _METADATA = "replay"  # key of the replay's metadata in a checkpoint
 
 
+class LastCheckpointer:
+    """The `Checkpointer` of the last save or load, which writes only what is new."""
+
+    def __init__(self) -> None:
+        self._made: Any = None
+        self._path: Any = None
+
+    def at(self, path: Any, buffer: Any, **options: Any) -> "Checkpointer":
+        """Return the last one if it is of this path, else a new one.
+
+        A TensorStore specification is compared in full, because the path that it is named by is
+        only a part of it.
+
+        Args:
+          path: As for `Checkpointer`, as are `buffer` and `options`.
+        """
+        from jaxreplay.checkpoint import Checkpointer  # an extra
+
+        made = Checkpointer(path, buffer, progress=False, **options)
+        where = made.path if isinstance(path, str | bytes | os.PathLike) else path
+        if self._made is None or self._path != where:
+            self._made, self._path = made, where
+        return self._made
+
+
 class Owner:
     """A random key, and checkpoints, of a buffer's rows.
 
@@ -44,8 +69,7 @@ class Owner:
         self._device = jax.devices(device)[0] if isinstance(device, str) else device
         self._key = jax.random.key(seed)
         self._num_draws = 0
-        self._checkpointer: Any = None  # of the last save or load
-        self._path: Any = None  # of that checkpointer
+        self._last = LastCheckpointer()
 
     @property
     def state(self) -> Any:
@@ -90,7 +114,7 @@ class Owner:
         state = self.state  # adds the steps that wait
         if self.example is None:
             raise ValueError("save: nothing was added yet, so there is nothing to save")
-        checkpointer = self._checkpointer_at(path)
+        checkpointer = self._last.at(path, self.buffer, max_to_keep=1, overwrite=True)
         checks.check_size("save", "max_to_keep", max_to_keep)
         checkpointer.max_to_keep = max_to_keep
         own = {"num_draws": self._num_draws, **metadata}
@@ -110,7 +134,7 @@ class Owner:
                 "load: the shapes of a step are not known yet; make the replay with "
                 "jaxreplay.Replay(buffer, example=step)"
             )
-        checkpointer = self._checkpointer_at(path)
+        checkpointer = self._last.at(path, self.buffer, max_to_keep=1, overwrite=True)
         self.keep_waiting()  # a load that fails keeps them
         restore = functools.partial(checkpointer.restore, self.example, step, extras=extras)
         with jax.default_device(self._device):
@@ -132,21 +156,6 @@ class Owner:
             if isinstance(num_draws := metadata.get("num_draws"), int):
                 self._num_draws = num_draws & 0xFFFFFFFF
         return metadata, extras
-
-    def _checkpointer_at(self, path: Any) -> "Checkpointer":
-        """Return the checkpointer for a path.
-
-        If the path is that of the last save or load, it is the same one, which writes only what is
-        new. A TensorStore specification is compared in full, because the path that it is named by
-        is only a part of it.
-        """
-        from jaxreplay.checkpoint import Checkpointer  # an extra
-
-        made = Checkpointer(path, self.buffer, max_to_keep=1, overwrite=True, progress=False)
-        where = made.path if isinstance(path, str | bytes | os.PathLike) else path
-        if self._checkpointer is None or self._path != where:
-            self._checkpointer, self._path = made, where
-        return self._checkpointer
 
 
 class StateOwner(Owner):

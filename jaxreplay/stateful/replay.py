@@ -132,19 +132,19 @@ class Replay:
         self._prefetch = prefetch
         # prefetched; or consumed by a `sample` that was interrupted before it returned
         self._drawn: collections.deque[Sample] = collections.deque()
-        states: Any = {None: state} if state is None or None in self._owners else state
+        states: Any = {} if state is None else {None: state} if None in self._owners else state
         if not isinstance(states, dict):
             raise ValueError(
                 "Replay: state of a mixture must be a dict of its members' states, got "
                 f"{kind_of(states)}"
             )
+        for member in states:
+            self._owner_of("Replay: state", member)
         for member, owner in self._owners.items():
-            if states.get(member) is not None:
+            if member in states:
                 owner.take(states[member])
             elif example is not None:
                 owner.init(example)
-        for member in states:
-            _ = state is None or self._owner_of("Replay: state", member)
 
     @property
     def buffer(self) -> Any:
@@ -152,6 +152,7 @@ class Replay:
         return self._owner.buffer
 
     def _owner_of(self, where: str, member: str | None) -> StateOwner:
+        """Return the owner of a member's rows; None names those of a buffer that is no mixture."""
         found = self._owners.get(member)
         if found is None:
             names = "one buffer" if None in self._owners else ", ".join(map(repr, self._owners))

@@ -9,9 +9,13 @@ import sys
 import time
 import warnings
 
+import numpy as np
 import pytest
+from tqdm import tqdm
 
 from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError
+from jaxreplay.checkpoint.saving import Saving
+from jaxreplay.checkpoint.store import store_at
 from tests.checkpoint.runs import (
     BUFFER,
     EXAMPLE,
@@ -168,6 +172,17 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_an_end_says_what_failed(tm
     assert "Warning: the last checkpoint was not written: no space left" in said
     for how, steps in {"full": [10, 60], "well": [60], "fails": []}.items():
         assert Checkpointer(tmp_path / how, BUFFER).all_steps() == steps
+
+
+def test_an_end_says_that_several_processes_have_not_committed(tmp_path):
+    """None of them can commit alone."""
+    saving = Saving(store_at(tmp_path), None, tqdm(disable=True))
+    saving.put("rest/one", lambda: {"a": np.zeros(3)})
+    saving.close(None)
+    saving._threads.join()
+    with pytest.warns(UserWarning, match="several processes was not committed: call wait_until_f"):
+        saving._at_exit()
+    saving.join()
 
 
 def test_it_is_said_what_was_restored(tmp_path):

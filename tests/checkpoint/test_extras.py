@@ -101,14 +101,14 @@ def test_numpy_extras_are_those_of_the_call(tmp_path):
 
 
 def test_extras_go_where_those_of_the_example_are(tmp_path):
-    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    checkpoint.save(tmp_path, BUFFER, state_of(5), extras=np.arange(4))
-    like = jax.ShapeDtypeStruct((4,), np.int64, sharding=where)
-    if jax.config.jax_enable_x64:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    checkpoint.save(tmp_path, BUFFER, state_of(5), extras=jnp.arange(4))
+    shape = jax.ShapeDtypeStruct((4,), jnp.int32, sharding=where)
+    for like in (shape, jax.device_put(jnp.zeros(4, jnp.int32), where)):
         found = checkpoint.restore(tmp_path, BUFFER, EXAMPLE, extras=like)[1]
         assert found.sharding == where
-    found = checkpoint.restore(tmp_path, BUFFER, EXAMPLE, extras=np.zeros(4, np.int64))[1]
-    assert found.tolist() == [0, 1, 2, 3]
+        assert found.tolist() == [0, 1, 2, 3]
 
 
 PAIRED = """
@@ -176,6 +176,12 @@ def test_a_mixture_is_one_checkpoint(tmp_path):
     for buffer, said in ((other, "has the members 'demos', 'online'"), (BUFFER, "has the members")):
         with refused(f"restore: step 2 {said}"):
             Checkpointer(tmp_path, buffer).restore(EXAMPLE)
+    named = jr.mix(extras=(SMALL, 2), online=(BUFFER, 3))  # not taken for extras
+    renamed = {"extras": states["demos"], "online": states["online"]}
+    checkpoint.save(tmp_path / "named", named, renamed, extras={"counters": 3})
+    found = checkpoint.restore(tmp_path / "named", named, EXAMPLE, extras={"counters": 0})
+    assert bits(found[0]) == bits(renamed)
+    assert found[1] == {"counters": 3}
     with refused("is no checkpoint of one replay buffer, but of a Mixture"):
         checkpoint.inspect(tmp_path)
     wider = jr.mix(demos=(items(capacity=16, num_envs=2), 2), online=(BUFFER, 3))
@@ -208,6 +214,20 @@ def test_a_replay_saves_steps_and_extras(tmp_path):
     assert Checkpointer(tmp_path, BUFFER).all_steps() == [51]
     with refused("save: max_to_keep must be an int of at least 1"):
         other.save(tmp_path, max_to_keep=0)
+
+
+def test_a_replay_never_overwrites_what_others_saved_since_its_load(tmp_path):
+    """It overwrites what an earlier run left, if it has loaded nothing."""
+    one, other = replay_of(), replay_of()
+    for replay in (one, other):
+        replay.add(step(0, 4))
+        replay.save(tmp_path)
+    third = replay_of()
+    third.load(tmp_path)
+    other.save(tmp_path)
+    for replay in (one, third):
+        with refused("has a newer checkpoint, by this process", checkpoint.PathInUseError):
+            replay.save(tmp_path)
 
 
 def test_a_replay_of_a_mixture_is_one_checkpoint(tmp_path):

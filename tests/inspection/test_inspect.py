@@ -1,6 +1,7 @@
 """The inspection of states and checkpoints: its figures equal those of a plain loop over the same
 steps."""
 
+import collections
 import json
 import shutil
 import threading
@@ -23,7 +24,7 @@ pytest.importorskip("tensorstore", reason="the checkpoint extra is not installed
 import jaxreplay as jr
 from jaxreplay import checkpoint
 from jaxreplay.__main__ import main
-from jaxreplay.checkpoint import Checkpointer
+from jaxreplay.checkpoint import Checkpointer, folder
 from jaxreplay.samplers import PrioritySampler
 
 NUM_ENVS, LENGTH, TIME = 3, 40, 70
@@ -283,6 +284,21 @@ def test_a_run_that_keeps_one_checkpoint_may_be_looked_at_at_any_moment(prioriti
     finally:
         is_over.set()
         thread.join()
+
+
+def test_a_look_reads_each_file_twice_at_most(folders, monkeypatch):
+    """Once for all leaves, and once for the rows around resets."""
+    counts, read = collections.Counter(), folder.Folder.read
+
+    def noted(self, name, *given):
+        counts[name] += 1
+        return read(self, name, *given)
+
+    monkeypatch.setattr(folder.Folder, "read", noted)
+    checkpoint.inspect(folders / "run")
+    rows = [count for name, count in counts.items() if name.startswith("rows")]
+    assert len(rows) > 3
+    assert max(rows) == 2
 
 
 def test_commands_run_as_a_module_and_inspect_needs_no_device(tmp_path):

@@ -91,8 +91,11 @@ def test_without_the_envs_they_are_reset(tmp_path):
     assert steps[-1] == 100
     again = sb3.resume(tmp_path, dqn())
     assert again.replay_buffer.size() == model.replay_buffer.size()
-    again.learn(50, reset_num_timesteps=False, callback=sb3.SaveCallback(tmp_path, save_freq=60))
-    assert again.num_timesteps == 150
+    for _ in range(2):  # each with a callback of its own
+        callback = sb3.SaveCallback(tmp_path, save_freq=60)
+        again.learn(26, reset_num_timesteps=False, callback=callback)
+    assert again.num_timesteps == 152
+    again.save(tmp_path / "model")  # it has nothing that cannot be pickled
     with refused("has a newer checkpoint", checkpoint.PathInUseError):  # by another run
         dqn().learn(50, callback=sb3.SaveCallback(tmp_path, save_freq=10))
 

@@ -547,12 +547,13 @@ def test_places_that_are_named_alike_are_told_apart(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     spec = {"driver": "s3", "bucket": "runs", "path": "x", "aws_region": "us-east-1"}
     one, other = (spec | {"endpoint": f"http://127.0.0.1:{port}"} for port in (9000, 9001))
-    saves = make()._owner
-    first = saves._checkpointer_at(one)
-    assert saves._checkpointer_at(dict(one)) is first
-    assert (second := saves._checkpointer_at(other)) is not first
+    replay = make()
+    at = lambda path: replay._owner._last.at(path, replay.buffer)
+    first = at(one)
+    assert at(dict(one)) is first
+    assert (second := at(other)) is not first
     assert second.path == first.path
-    assert saves._checkpointer_at(one) is not second
+    assert at(one) is not second
 
 
 def test_a_checkpointer_s_generation_can_be_loaded_and_a_replay_s_restored(saved):
