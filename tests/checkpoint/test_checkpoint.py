@@ -157,8 +157,8 @@ def test_small_saves_do_not_pile_up(num_envs, steps_a_save, tmp_path):
         for one, its_mask in masked(number, range(steps_a_save * (number < last)), num_envs):
             state = run.add(state, one, its_mask if mask else None)
         checkpointer.save(state, number)
-        # at most two groups for each sixteenth of the ring
-        assert len(groups_of(checkpointer)) < 32
+        # two groups for each sixteenth of the ring, and the newest few
+        assert len(groups_of(checkpointer)) < 2 * 16 + 8
     check_is(checkpointer, state)
 
 
