@@ -88,6 +88,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", help="folder or URL of a Checkpointer")
     parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest")
+    parser.add_argument("--member", default="", metavar="NAME", help="member of a mixture")
     parser.add_argument("--json", action="store_true")
     parser.add_argument(
         "--plot", metavar="FILE", help="write a page with plots, such as page.png; needs matplotlib"
@@ -114,7 +115,9 @@ def _inspect(options: argparse.Namespace) -> tuple[str, int]:
         if options.plot is not None:
             raise ValueError("--verify writes no page; leave out --plot")
         return _verify(options)
-    found = checkpoint.inspect(options.path, step=options.step, timeout=options.timeout)
+    found = checkpoint.inspect(
+        options.path, step=options.step, member=options.member, timeout=options.timeout
+    )
     if options.plot is not None:
         found.to_figure().savefig(options.plot)
     return (found.to_json() if options.json else str(found)), 0

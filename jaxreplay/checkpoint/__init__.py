@@ -124,7 +124,12 @@ def restore(
 
 
 def inspect(
-    path: Any, *, step: int | None = None, max_bytes: int = 2**28, timeout: float = 60.0
+    path: Any,
+    *,
+    step: int | None = None,
+    member: str = "",
+    max_bytes: int = 2**28,
+    timeout: float = 60.0,
 ) -> Inspection:
     """Inspect a checkpoint as `jaxreplay.inspect` does a state, without the buffer's code.
 
@@ -134,6 +139,7 @@ def inspect(
     Args:
       path: Folder, URL or TensorStore specification, as the `path` of a `Checkpointer`.
       step: Step of the checkpoint. Default: the newest checkpoint.
+      member: Name of a mixture's member. Default: "", for a buffer that is no mixture.
       max_bytes: Limit in bytes on the stored steps that are read. If there are more, rows spread
         evenly over the buffer are read. Default: 256 MiB.
       timeout: Seconds that a request to an object store may take. Default: 60.
@@ -143,14 +149,14 @@ def inspect(
 
     Raises:
       FileNotFoundError: The path has no checkpoint, or none of that step.
-      ValueError: The checkpoint is of a `Rollout`.
+      ValueError: The checkpoint is of a `Rollout`, or a mixture has no such member.
       CorruptCheckpointError: A file is missing or damaged.
     """
     manifest = None
     while True:
-        before, (store, manifest) = manifest, generation_of(path, step, timeout)
+        before, (store, manifest) = manifest, generation_of(path, step, member, timeout)
         try:
-            return inspection_of(contents_of(store, manifest, max_bytes))
+            return inspection_of(contents_of(store, manifest, member, max_bytes))
         except CorruptCheckpointError:
             # otherwise try again: the run may have deleted it for a newer checkpoint
             if before is not None and before.folder == manifest.folder:

@@ -1,5 +1,6 @@
 """Contents of a checkpoint, for an inspection: read group by group, without the buffer's code."""
 
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from jaxreplay.checkpoint.bundle import Spec
 from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.manifest import Manifest, Member
+from jaxreplay.checkpoint.planning import in_member
 from jaxreplay.checkpoint.restoring import Rest
 from jaxreplay.checkpoint.store import store_at
 from jaxreplay.inspection.contents import COUNTERS, Contents, Rows, numbers_in_order
@@ -20,27 +22,20 @@ _MASS = "sampler.mass"
 _FEW_ROWS = 2**22  # whose numbers take little memory
 
 
-def _member_of(store: Files, manifest: Manifest) -> Member:
-    """Return the rows of a checkpoint of one buffer."""
-    if list(manifest.members) != [""]:
-        raise ValueError(
-            f"{store.name} is no checkpoint of one replay buffer, but of a "
-            f"{printable(manifest.buffer.partition('(')[0])}"
-        )
-    return manifest.members[""]
-
-
-def generation_of(path: Any, step: int | None, timeout: float) -> tuple[Files, Manifest]:
+def generation_of(
+    path: Any, step: int | None, member: str, timeout: float
+) -> tuple[Files, Manifest]:
     """Return the store and the manifest of the newest checkpoint under a path, or of a step's.
 
     Args:
       path: Path, URL or specification, as for `store_at`.
       step: Step of the checkpoint, or None for the newest.
+      member: Name of a mixture's member, "" for a buffer that is no mixture.
       timeout: Seconds that a request to an object store may take.
 
     Raises:
       FileNotFoundError: There is no checkpoint, or none of that step.
-      ValueError: The checkpoint is of a rollout or a mixture.
+      ValueError: The checkpoint has no rows of the member.
       CorruptCheckpointError: There is none, and some manifests cannot be read.
     """
     store = store_at(path, timeout)
@@ -55,17 +50,21 @@ def generation_of(path: Any, step: int | None, timeout: float) -> tuple[Files, M
             if problems
             else FileNotFoundError(what)
         )
-    _member_of(store, manifest)
+    if member not in manifest.members:
+        names = ", ".join(map(printable, filter(None, manifest.members)))
+        raise ValueError(
+            f"{store.name} is a checkpoint of a {printable(manifest.buffer.partition('(')[0])}"
+            + (f": inspect with member= one of {names}" if names else ", which has no such rows")
+        )
     return store, manifest
 
 
-def _rows_of(store: Files, manifest: Manifest) -> Rows:
-    """Return a checkpoint's rows.
+def _rows_of(store: Files, member: Member) -> Rows:
+    """Return the rows of a buffer in a checkpoint.
 
     Raises:
       CorruptCheckpointError: A row is in no group, or in two; or a group has no files.
     """
-    member = _member_of(store, manifest)
     specs, groups = {leaf.name: leaf for leaf in member.leaves}, member.groups
     leaves = {leaf.array: Spec(leaf.shape, leaf.stored) for leaf in member.leaves}
     first, end = member.first, member.end
@@ -101,27 +100,28 @@ def _rows_of(store: Files, manifest: Manifest) -> Rows:
     return Rows(first, end, specs, read, member.layout.autoreset or None)
 
 
-def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
-    """Read a checkpoint's contents, with at most `max_bytes` of the steps' values.
+def contents_of(store: Files, manifest: Manifest, name: str, max_bytes: int) -> Contents:
+    """Read the contents of a checkpoint's member, with at most `max_bytes` of the steps' values.
 
     Raises:
       CorruptCheckpointError: A file is missing or damaged.
     """
-    stored, member = _rows_of(store, manifest), _member_of(store, manifest)
-    rest = lambda name: Rest(store, manifest, lambda _: None).arrays([name])[name]
+    member, own = manifest.members[name], functools.partial(in_member, name)
+    stored = _rows_of(store, member)
+    rest = lambda leaf: Rest(store, manifest, lambda _: None).arrays([own(leaf)])[own(leaf)]
     if member.rows.get("flags", "uint8[]") != "uint8[]":
         raise CorruptCheckpointError(
             f"{manifest.name}: rows: flags must be uint8[], got {member.rows['flags']}"
         )
     probability = None
-    if _MASS in manifest.rest:
+    if own(_MASS) in manifest.rest:
         env, number = numbers_in_order(stored.first, stored.end)
         row = env * member.length + ring.position_of(number, member.length)
         mass = rest(_MASS)
         if mass.shape != (member.length * len(stored.end),) or mass.dtype.kind != "f":
             raise CorruptCheckpointError(
                 f"{manifest.name}: rest: {_MASS} must be a number of each row, got "
-                f"{manifest.rest[_MASS]}"
+                f"{manifest.rest[own(_MASS)]}"
             )
         is_pending = number >= stored.end[env] - rest("counters.num_pending")[env]
         mass = np.where(is_pending, 0, np.nan_to_num(mass[row].astype(np.float64)))
@@ -131,13 +131,13 @@ def contents_of(store: Files, manifest: Manifest, max_bytes: int) -> Contents:
         metadata = f", metadata {printable(json.dumps(manifest.metadata)[:200])}"
     return stored.contents(
         max_bytes,
-        buffer=manifest.buffer,
+        buffer=f"{name}{' of ' * bool(name)}{manifest.buffer}",
         source=f"{store.name}, step {manifest.step}, {manifest.num_bytes:,} bytes{metadata}",
         length=member.length,
         probability=probability,
         counters={
-            name: float(rest(f"sampler.{name}"))
-            for name in COUNTERS
-            if manifest.rest.get(f"sampler.{name}", "").endswith("[]")
+            counter: float(rest(f"sampler.{counter}"))
+            for counter in COUNTERS
+            if manifest.rest.get(own(f"sampler.{counter}"), "").endswith("[]")
         },
     )

@@ -2,6 +2,7 @@
 what a `Replay` saves."""
 
 import collections
+import dataclasses
 import random
 import subprocess
 import sys
@@ -154,7 +155,7 @@ def test_a_kill_never_leaves_two_steps(tmp_path):
 
 # Mixtures.
 
-SMALL = items(capacity=8, num_envs=1)
+SMALL = items(capacity=8, num_envs=1, sampler=jr.Prioritized())
 MIXTURE = jr.mix(demos=(SMALL, 2), online=(BUFFER, 3))
 
 
@@ -182,9 +183,19 @@ def test_a_mixture_is_one_checkpoint(tmp_path):
     found = checkpoint.restore(tmp_path / "named", named, EXAMPLE, extras={"counters": 0})
     assert bits(found[0]) == bits(renamed)
     assert found[1] == {"counters": 3}
-    with refused("is no checkpoint of one replay buffer, but of a Mixture"):
+    for name, buffer in (("demos", SMALL), ("online", BUFFER)):
+        found = checkpoint.inspect(tmp_path, member=name)
+        expected = jr.inspect(buffer, states[name])
+        own = {"buffer": "", "source": "", "draws": found.draws}
+        assert dataclasses.replace(found, **own) == dataclasses.replace(expected, **own)
+        assert found.buffer.startswith(f"{name} of Mixture(")
+        # known for samplers by priority
+        assert found.draws == (expected.draws if name == "demos" else None)
+    with refused("is a checkpoint of a Mixture: inspect with member= one of demos, online"):
         checkpoint.inspect(tmp_path)
-    wider = jr.mix(demos=(items(capacity=16, num_envs=2), 2), online=(BUFFER, 3))
+    wider = jr.mix(
+        demos=(items(capacity=16, num_envs=2, sampler=jr.Prioritized()), 2), online=(BUFFER, 3)
+    )
     found = checkpoint.restore(tmp_path, wider, EXAMPLE)
     assert bits(found["online"]) == bits(states["online"])
     assert int(wider.members[0][1].size(found["demos"])) == 8
