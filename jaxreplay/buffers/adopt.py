@@ -131,6 +131,20 @@ def numbers_of(state: ReplayState) -> dict[str, jax.Array]:
     return {} if sampler is None else sampler.numbers(state.sampler, Sampleable.of(state))
 
 
+def stored(state: ReplayState) -> dict[str, Any]:
+    """Return the arrays of a state's rows from which it can be rebuilt."""
+    return {"steps": state.rows.steps, "flags": state.rows.flags}
+
+
+@jax.jit
+def canonical(state: ReplayState) -> dict[str, Any]:
+    """Return what it is rebuilt from beside the rows: counters, [E], and what the sampler knows, in
+    a form for any layout."""
+    counters = {name: getattr(state.counters, name) for name in state.layout.counter_names}
+    found = {"counters": counters, "sampler": numbers_of(state)}
+    return jax.tree.map(jnp.copy, found)
+
+
 def _placed(numbers: dict[str, jax.Array], before: Layout, place: Any) -> dict[str, jax.Array]:
     """Return numbers of rows at their new places. Others stay as they are."""
     return {

@@ -24,14 +24,14 @@ from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.fits import check_path
 from jaxreplay.checkpoint.manifest import MOST_DEPTH, STEPS, Manifest, check_depth
 from jaxreplay.checkpoint.planning import Plan, Split
-from jaxreplay.checkpoint.processes import Processes
 from jaxreplay.checkpoint.restoring import MissingRows, Reading
-from jaxreplay.checkpoint.rows import Parts
 from jaxreplay.checkpoint.saving import Saving
-from jaxreplay.checkpoint.shards import Shards
 from jaxreplay.checkpoint.store import store_at
 from jaxreplay.checkpoint.verifying import Verified
+from jaxreplay.distributed.parts import Parts
+from jaxreplay.distributed.processes import Processes
 from jaxreplay.distributed.sharded import Sharded
+from jaxreplay.distributed.shards import Shards
 
 _MIB = 2**20
 
@@ -276,7 +276,7 @@ class Checkpointer:
             spares: dict[int, list[Any]] = collections.defaultdict(list)  # of each part
             for group in new:
                 if (part := splits[member].parts.having(group.env)) is not None:
-                    picked = part.indices(group.rows())
+                    picked = rows.rows_in(part, group.rows())
                     padded = pow2.padded(picked, size, picked[-1])
                     spare = spares[part.env]
                     copy_of = lambda part=part, padded=padded, spare=spare: rows.read(

@@ -23,7 +23,8 @@ from jaxreplay.checkpoint.bundle import Piece, Sums
 from jaxreplay.checkpoint.chain import whoami
 from jaxreplay.checkpoint.groups import MOST_ROWS, Group, Groups, Save, cut
 from jaxreplay.checkpoint.manifest import MOST_NUMBERS, Manifest, Member, StoredLayout
-from jaxreplay.checkpoint.rows import Parts, Picked, Span
+from jaxreplay.checkpoint.rows import Picked, Span
+from jaxreplay.distributed.parts import Parts
 from jaxreplay.storage import stored_arrays
 
 _BOOKKEEPING = 64  # bytes of a row's numbers, while it is being copied or written
@@ -269,7 +270,7 @@ def _is_in(parts: Parts, group: Group) -> bool:
     picked = group.rows()
     for part in own:
         is_own = (picked.env >= part.env) & (picked.env < part.env_stop)
-        index = part.indices(Picked(picked.env[is_own], picked.number[is_own]))
+        index = rows.rows_in(part, Picked(picked.env[is_own], picked.number[is_own]))
         if not len(index):
             continue
         # padded, so that few programs are compiled

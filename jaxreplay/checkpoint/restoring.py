@@ -26,9 +26,9 @@ from jaxreplay.checkpoint.fits import check_fits
 from jaxreplay.checkpoint.groups import Group
 from jaxreplay.checkpoint.manifest import Manifest, Member
 from jaxreplay.checkpoint.planning import in_member
-from jaxreplay.checkpoint.processes import Processes
 from jaxreplay.checkpoint.rows import Picked
 from jaxreplay.checkpoint.threads import Threads
+from jaxreplay.distributed.processes import Processes
 from jaxreplay.storage import adopt, ring, row_flags, stored_arrays
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.state import Counters, ReplayState, Rows

@@ -7,7 +7,6 @@ length.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay._util import pow2
-from jaxreplay.buffers.adopt import numbers_of
-from jaxreplay.checkpoint.processes import Processes
+from jaxreplay.buffers.adopt import canonical, stored
+from jaxreplay.distributed.parts import Part
 from jaxreplay.storage import ring, stored_arrays
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.state import ReplayState
@@ -36,63 +35,12 @@ class Picked(NamedTuple):
     number: np.ndarray
 
 
-class Part(NamedTuple):
-    """Consecutive envs of a state, with all their rows: those of one device of this process, or
-    all of a buffer."""
-
-    env: int  # the first env
-    state: ReplayState  # of these envs alone
-
-    @property
-    def env_stop(self) -> int:
-        """The env after the last one."""
-        return self.env + self.state.layout.num_envs
-
-    def indices(self, picked: Picked) -> np.ndarray:
-        """Return the indices of rows of this part: int32[K]."""
-        own = Picked(picked.env - self.env, picked.number)
-        return rows_at(own, self.state.layout.length)
-
-
-class Parts(NamedTuple):
-    """The parts of a state, among all processes that save it."""
-
-    own: Sequence[Part]  # those that this process saves
-    bounds: Sequence[int]  # the first env of each part of any process, and the number of envs
-    processes: Processes
-
-    def having(self, env: int) -> Part | None:
-        """Return the part of an env, or None if another process has it."""
-        return next((part for part in self.own if part.env <= env < part.env_stop), None)
-
-    @classmethod
-    def of(cls, state: Any) -> "Parts":
-        """Return a state as one part; a `Rollout`'s has none."""
-        is_replay = isinstance(state, ReplayState)
-        bounds = [0, state.layout.num_envs] if is_replay else []
-        return cls([Part(0, state)] if is_replay else [], bounds, Processes())
-
-
 def split(state: Any) -> tuple[Any, Any]:
     """Split a state into its rows, which do not change once written, and the rest, which is small
     or derived. Only a `ReplayState` has rows."""
     if not isinstance(state, ReplayState):
         return {}, state
     return stored(state), canonical(state)
-
-
-def stored(state: ReplayState) -> dict[str, Any]:
-    """Return the arrays of a state's rows that a checkpoint has."""
-    return {"steps": state.rows.steps, "flags": state.rows.flags}
-
-
-@jax.jit
-def canonical(state: ReplayState) -> dict[str, Any]:
-    """Return what a checkpoint has beside the rows: counters, [E], and what the sampler knows, in a
-    form for any layout."""
-    counters = {name: getattr(state.counters, name) for name in state.layout.counter_names}
-    found = {"counters": counters, "sampler": numbers_of(state)}
-    return jax.tree.map(jnp.copy, found)
 
 
 def span_of(counters: dict[str, Any], length: int) -> Span:
@@ -111,6 +59,12 @@ def num_rewritten(layout: Layout) -> int:
     """Count a stream's newest rows that may still change: a step and its final row, which is taken
     back if the episode continues."""
     return 2 if layout.may_take_back else 0
+
+
+def rows_in(part: Part, picked: Picked) -> np.ndarray:
+    """Return the indices of rows of a part: int32[K]."""
+    own = Picked(picked.env - part.env, picked.number)
+    return rows_at(own, part.state.layout.length)
 
 
 def rows_at(picked: Picked, length: int) -> np.ndarray:

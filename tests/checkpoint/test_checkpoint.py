@@ -19,6 +19,7 @@ import pytest
 import jaxreplay as jr
 from jaxreplay import checkpoint
 from jaxreplay.checkpoint import Checkpointer, PathInUseError, groups, rows
+from jaxreplay.distributed.parts import Parts
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from tests.checkpoint.runs import SUPPORT, check_intact, groups_of
 from tests.checkpoint.test_resize import kinds
@@ -168,8 +169,8 @@ def test_parts_have_groups_of_their_own_which_stay_few(mask, tmp_path, monkeypat
     the run by up to five saves, after which all rows are written."""
     buffer = items(capacity=2048, num_envs=4, allow_mask=mask)
     bounds = [0, 1, 3, 4]
-    parts_of = rows.Parts.of
-    monkeypatch.setattr(rows.Parts, "of", lambda state: parts_of(state)._replace(bounds=bounds))
+    parts_of = Parts.of
+    monkeypatch.setattr(Parts, "of", lambda state: parts_of(state)._replace(bounds=bounds))
     checkpointer = Checkpointer(tmp_path, buffer, chunk_bytes=400_000, max_to_keep=30)
     run, r = jr.jit(buffer), np.random.default_rng(0)
     state, saved, num_rewinds = run.init(EXAMPLE), [], 0

@@ -20,11 +20,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jaxreplay._util.signals import defer_interrupts
+from jaxreplay.buffers.adopt import canonical, stored
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
-from jaxreplay.checkpoint import rows
-from jaxreplay.checkpoint.processes import Processes
-from jaxreplay.checkpoint.rows import Part, Parts
 from jaxreplay.distributed.local import SUMS
+from jaxreplay.distributed.parts import Part, Parts
+from jaxreplay.distributed.processes import Processes
 from jaxreplay.distributed.sharded import Sharded
 from jaxreplay.storage import adopt
 from jaxreplay.storage.state import ReplayState
@@ -75,7 +75,7 @@ class Shards:
         return Parts(own, range(0, self.buffer.num_envs + 1, size), self.processes)
 
     def split(self, state: ReplayState) -> tuple[Any, Any]:
-        """Return the rows of a sharded state, and the rest as one buffer's: as `rows.split`.
+        """Return the rows of a sharded state, and the rest as one buffer's.
 
         Args:
           state: The sharded state. It stays valid.
@@ -83,18 +83,18 @@ class Shards:
         local, axis = self._sharded.local, P(self._sharded.axis)
         jax.block_until_ready(state)
 
-        def canonical(state: ReplayState) -> Any:
-            found = rows.canonical(local.own(state))
+        def beside(state: ReplayState) -> Any:
+            found = canonical(local.own(state))
             return jax.tree.map(lambda leaf: leaf if leaf.ndim else leaf[None], found)
 
         own = jax.tree.map(self._placed, state)
-        found = jax.jit(self._sharded._mapped(canonical, (axis,), axis))(own)
+        found = jax.jit(self._sharded._mapped(beside, (axis,), axis))(own)
         found = jax.tree.map(self.processes.gathered, found)
-        of_shard = jax.eval_shape(rows.canonical, local.specs(state))["sampler"]
+        of_shard = jax.eval_shape(canonical, local.specs(state))["sampler"]
         for name, leaf in found["sampler"].items():
             if not of_shard[name].shape:
                 found["sampler"][name] = _joined(name, np.asarray(leaf))
-        return rows.stored(state), found
+        return stored(state), found
 
     def restored(self, example: Any, reading: Any) -> ReplayState:
         """Return a sharded state that is read from a checkpoint.
@@ -122,7 +122,7 @@ class Shards:
             layout = dataclasses.replace(whole.layout, sampler=None)
         with _on_host():
             if whole is not None:
-                flags, beside = whole.rows.flags, jax.device_get(rows.canonical(whole))
+                flags, beside = whole.rows.flags, jax.device_get(canonical(whole))
                 counters, numbers = beside["counters"], beside["sampler"]
             else:
                 counters, numbers = reading.beside(buffer.length)
