@@ -34,7 +34,7 @@ $(VENV)/soak: $(VENV)/installed
 	touch $@
 
 $(VENV)/bench: $(VENV)/installed
-	$(PIP) install -c constraints.txt flashbax
+	$(PIP) install -c constraints.txt flashbax "moto[s3]" flask flask-cors
 	touch $@
 
 demo: $(VENV)/installed

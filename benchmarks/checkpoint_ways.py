@@ -1,4 +1,4 @@
-"""Ways to save and restore a full buffer of images, for `checkpoints.py`."""
+"""Ways to save and restore a full buffer of images or of small rows, for `checkpoints.py`."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ import pathlib
 import pickle
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,91 +14,129 @@ import numpy as np
 import jaxreplay as jr
 from jaxreplay.checkpoint import Checkpointer
 
-NUM_ENVS = 16
 SIDE = 84
 _CHUNK = 64 * 2**20
+PORT = 9123  # of a server that speaks as S3 does, on this machine
+BUCKET = {
+    "driver": "s3",
+    "bucket": "bucket",
+    "endpoint": f"http://127.0.0.1:{PORT}",
+    "aws_region": "us-east-1",
+}
 
 
-def prepare(way: str, num_rows: int) -> tuple[list[Any], Callable, Callable, Any]:
+class Kind(NamedTuple):
+    """What is saved: a buffer's size, its steps' observations, and options of the buffer."""
+
+    num_rows: int
+    num_envs: int
+    row_bytes: int
+    obs: Callable[[tuple[int, ...], int], np.ndarray]  # of a shape, and a seed
+    options: dict[str, Any]
+
+    def buffer(self) -> Any:
+        options = {"num_envs": self.num_envs, "batch_size": 32, "autoreset": "next_step"}
+        return jr.transitions(capacity=self.num_rows, **options, **self.options)
+
+    def steps(self, count: int, seed: int) -> dict[str, Any]:
+        """Return steps of all envs, `[count, num_envs, ...]`."""
+        flags = np.zeros((count, self.num_envs), bool)
+        zeros = np.zeros((count, self.num_envs), np.float32)
+        return {
+            "obs": self.obs((count, self.num_envs), seed),
+            "action": zeros.astype(np.int32),
+            "reward": zeros,
+            "terminated": flags,
+            "truncated": flags,
+        }
+
+
+def images(gigabytes: float) -> Kind:
+    """Return images of 84 x 84, half of each noise, half black."""
+
+    def obs(shape: tuple[int, ...], seed: int) -> np.ndarray:
+        values = np.zeros((*shape, SIDE, SIDE), np.uint8)
+        half = (*shape, SIDE // 2, SIDE)
+        values[:, :, : SIDE // 2] = np.random.default_rng(seed).integers(256, size=half)
+        return values
+
+    num_rows = int(gigabytes * 1e9) // SIDE**2 // 16 * 16
+    return Kind(num_rows, 16, SIDE**2 + 9, obs, {})
+
+
+def small(num_rows: int) -> Kind:
+    """Return rows of 97 bytes, with priorities and a table of episodes."""
+
+    def obs(shape: tuple[int, ...], seed: int) -> np.ndarray:
+        return np.random.default_rng(seed).standard_normal((*shape, 22), np.float32)
+
+    options = {"sampler": jr.Prioritized(), "track_episodes": True}
+    return Kind(num_rows // 64 * 64, 64, 97, obs, options)
+
+
+def prepare(way: str, kind: Kind) -> tuple[list[Any], Callable, Callable, Any]:
     """Return a state, in a list; functions that save a state under a path and restore it; and for
     jaxreplay `_More`, else None."""
     return {"plain": _plain, "pickle": _pickle, "orbax": _orbax, "vault": _vault}.get(
         way, _jaxreplay
-    )(way, num_rows)
-
-
-def num_rows_of(gigabytes: float) -> int:
-    return int(gigabytes * 1e9) // SIDE**2 // NUM_ENVS * NUM_ENVS
+    )(way, kind)
 
 
 def state_bytes(state: Any) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
-def steps_of(count: int, seed: int) -> dict[str, Any]:
-    """Return steps of all envs, `[count, num_envs, ...]`: half of each image noise, half black."""
-    rng = np.random.default_rng(seed)
-    obs = np.zeros((count, NUM_ENVS, SIDE, SIDE), np.uint8)
-    obs[:, :, : SIDE // 2] = rng.integers(
-        256, size=(count, NUM_ENVS, SIDE // 2, SIDE), dtype=np.uint8
-    )
-    flags = np.zeros((count, NUM_ENVS), bool)
-    zeros = np.zeros((count, NUM_ENVS), np.float32)
-    return {
-        "obs": obs,
-        "action": zeros.astype(np.int32),
-        "reward": zeros,
-        "terminated": flags,
-        "truncated": flags,
-    }
-
-
-def filled(num_rows: int) -> tuple[Any, Any, Any]:
+def filled(kind: Kind) -> tuple[Any, Any, Any]:
     """Return a buffer, an example of its steps, and a full state."""
-    buffer = jr.uniform(capacity=num_rows, num_envs=NUM_ENVS, batch_size=32, autoreset="next_step")
+    buffer = kind.buffer()
     example = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), steps_of(1, 0)
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), kind.steps(1, 0)
     )
-    extend, length = jr.jit(buffer).extend, num_rows // NUM_ENVS
+    extend, length = jr.jit(buffer).extend, buffer.length
     state, block = buffer.init(example), max(length // 50, 1)
     for seed in range(-(-length // block) + 1):
-        state = extend(state, steps_of(block, seed))
+        state = extend(state, kind.steps(block, seed))
     return buffer, example, jax.block_until_ready(state)
 
 
 class _More:
     """Add a hundredth of the rows, and save them on top of a checkpoint."""
 
-    def __init__(self, buffer: Any, level: int | None):
-        self._extend, self._count = jr.jit(buffer).extend, buffer.length // 100
+    def __init__(self, kind: Kind, buffer: Any, level: int | None):
+        self._extend, self._kind = jr.jit(buffer).extend, kind
+        self._count = buffer.length // 100
         self.level, self.checkpointer = level, None
 
     def add(self, state: Any) -> Any:
-        return jax.block_until_ready(self._extend(state, steps_of(self._count, 99)))
+        return jax.block_until_ready(self._extend(state, self._kind.steps(self._count, 99)))
 
     def save(self, state: Any) -> None:
         assert self.checkpointer is not None
         self.checkpointer.save(state)
 
 
-def _jaxreplay(way: str, num_rows: int) -> tuple[list[Any], Callable, Callable, Any]:
-    buffer, example, state = filled(num_rows)
-    more = _More(buffer, 1 if way == "zstd" else None)
+def _jaxreplay(way: str, kind: Kind) -> tuple[list[Any], Callable, Callable, Any]:
+    buffer, example, state = filled(kind)
+    more = _More(kind, buffer, None if way == "jaxreplay" else 1)
+
+    def place(path: pathlib.Path) -> Any:
+        own = f"{path.name}-{os.getpid()}"  # the server keeps it
+        return {**BUCKET, "path": own} if way == "bucket" else path
 
     def save(path: pathlib.Path, state: Any) -> None:
-        more.checkpointer = Checkpointer(path, buffer, compression_level=more.level)
+        more.checkpointer = Checkpointer(place(path), buffer, compression_level=more.level)
         more.checkpointer.save(state)
 
     return (
         [state],
         save,
-        lambda path: jax.block_until_ready(Checkpointer(path, buffer).restore(example)),
+        lambda path: jax.block_until_ready(Checkpointer(place(path), buffer).restore(example)),
         more,
     )
 
 
-def _plain(_: str, num_rows: int) -> tuple[list[Any], Callable, Callable, None]:
-    _, _, state = filled(num_rows)
+def _plain(_: str, kind: Kind) -> tuple[list[Any], Callable, Callable, None]:
+    _, _, state = filled(kind)
     # Copied here, so that the timed part makes no copy.
     leaves = [np.array(leaf) for leaf in jax.tree.leaves(state)]
     shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
@@ -125,8 +163,8 @@ def _plain(_: str, num_rows: int) -> tuple[list[Any], Callable, Callable, None]:
     return [leaves], save, restore, None
 
 
-def _pickle(_: str, num_rows: int) -> tuple[list[Any], Callable, Callable, None]:
-    _, _, state = filled(num_rows)
+def _pickle(_: str, kind: Kind) -> tuple[list[Any], Callable, Callable, None]:
+    _, _, state = filled(kind)
 
     def save(path: pathlib.Path, state: Any) -> None:
         path.mkdir()
@@ -140,10 +178,10 @@ def _pickle(_: str, num_rows: int) -> tuple[list[Any], Callable, Callable, None]
     return [state], save, restore, None
 
 
-def _orbax(_: str, num_rows: int) -> tuple[list[Any], Callable, Callable, None]:
+def _orbax(_: str, kind: Kind) -> tuple[list[Any], Callable, Callable, None]:
     import orbax.checkpoint as ocp
 
-    _, _, state = filled(num_rows)
+    _, _, state = filled(kind)
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
 
     def save(path: pathlib.Path, state: Any) -> None:
@@ -157,28 +195,28 @@ def _orbax(_: str, num_rows: int) -> tuple[list[Any], Callable, Callable, None]:
     return [state], save, restore, None
 
 
-def _vault(_: str, num_rows: int) -> tuple[list[Any], Callable, Callable, None]:
+def _vault(_: str, kind: Kind) -> tuple[list[Any], Callable, Callable, None]:
     import flashbax
     import jax.numpy as jnp
     from flashbax.vault import Vault
 
-    length = num_rows // NUM_ENVS
+    length = kind.num_rows // kind.num_envs
     buffer = flashbax.make_trajectory_buffer(
         max_length_time_axis=length,
         min_length_time_axis=1,
         sample_batch_size=32,
-        add_batch_size=NUM_ENVS,
+        add_batch_size=kind.num_envs,
         sample_sequence_length=2,
         period=1,
     )
     state = buffer.init(
-        jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[2:], leaf.dtype), steps_of(1, 0))
+        jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[2:], leaf.dtype), kind.steps(1, 0))
     )
     add, block = jax.jit(buffer.add, donate_argnums=0), max(length // 50, 1)
     # One step short of full: the Vault's index does not wrap, and all of the buffer is written.
     for seed in range(length // block):
         count = min(block, length - 1 - seed * block)
-        state = add(state, jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), steps_of(count, seed)))
+        state = add(state, jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), kind.steps(count, seed)))
 
     def vault(path: pathlib.Path, structure: Any = None) -> Any:
         with contextlib.redirect_stdout(sys.stderr):

@@ -67,11 +67,11 @@ def lines_of(call):
 
 def moments(call, seed, most):
     """Return numbers of executed lines at which to interrupt a call: a sample of `most`, in
-    `make test-all` of twice as many, or in the soak all."""
+    `make test-all` of twice as many, or in the soak of 400."""
     num_lines = len(lines_of(call))
-    assert num_lines > 100
-    every = range(1, num_lines + 1)
-    return every if SOAK else sorted(random.Random(seed).sample(every, 2 * most if ALL else most))
+    assert num_lines > 400
+    count = 400 if SOAK else 2 * most if ALL else most
+    return sorted(random.Random(seed).sample(range(1, num_lines + 1), count))
 
 
 def check_goes_on(checkpointer, end, among, num_threads):
