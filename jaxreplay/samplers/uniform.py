@@ -6,11 +6,16 @@ import jax.numpy as jnp
 from jaxreplay._util import random
 from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay.samplers.sampler import Draw, Sampler, uniform_probability
+from jaxreplay.storage import ring
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.search import split_by
 
 _MAX_REDRAWS = 16
-_TRIES_AT_ONCE = 4  # on an accelerator
+_TRIES_AT_ONCE = 4
+# On a GPU an item looks at the results of 16 threads; the first 4 are its own.
+_LOOKS, _OWN_THREADS = 16, 4
+# Rings of fewer windows are searched there: most of their rows may be incomplete for good.
+_FEW_WINDOWS = 8
 # With a longer period, candidates are too rare to be found by trying.
 _MOST_TRIES = 4
 
@@ -24,8 +29,13 @@ class Uniform(Sampler):
     stored list of the sampleable rows needs no second try, but one more random read an item: 41-48
     us for the fused loop instead of 30, measured.)
 
-    An accelerator tries four rows at once, and selects by candidate number where all four fail. The
-    program has no loop of unknown length, and on a GPU no branch: a GPU would wait for its host.
+    A TPU tries four rows at once, and selects by candidate number if all four of an item fail. A
+    GPU would wait for its host before a branch, and a search costs more than all else. So there an
+    item tries 16 rows and, if none of them is sampleable, looks at the 48 that the next items
+    tried. If all fail, it is not valid: its probability and weight are 0. A valid item is exactly
+    uniform. If a share p of the written rows is sampleable, an item is not valid with probability
+    (1 - p) ** 64, 5e-20 for p = 0.5, and shares its row with a neighbor with (1 - p) ** 16. Tiny
+    rings, and periods above 1, are searched.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -36,32 +46,29 @@ class Uniform(Sampler):
     """
 
     def sample(self, state: PyTree, sampleable: Sampleable, key: Key, batch_size: int) -> Draw:
-        high, low = random.words(key, batch_size)
-        sampleable_rows, traits = sampleable.count(), sampleable.layout.traits
+        layout, window = sampleable.layout, sampleable.layout.window
+        sampleable_rows, traits = sampleable.count(), layout.traits
         total = sampleable_rows.sum(dtype=jnp.int32)
         probability = jnp.broadcast_to(uniform_probability(total), (batch_size,))
-        if sampleable.layout.window.period > _MOST_TRIES:
-            row = sampleable.select(
+        if traits.in_line and window.period == 1 and layout.length >= _FEW_WINDOWS * window.length:
+            row, is_drawn = _tried(sampleable, key, batch_size)
+            return Draw(state, row, jnp.where(is_drawn, probability, 0))
+
+        high, low = random.words(key, batch_size)
+
+        def selected(high, low):
+            return sampleable.select(
                 *split_by(sampleable_rows, random.below(high, low, total), traits)
             )
-            return Draw(state, row, probability)
 
-        def selected(tries, row, is_drawn):
-            env, nth = split_by(
-                sampleable_rows, random.below(*random.remix(high, low, tries), total), traits
-            )
-            return jnp.where(is_drawn, row, sampleable.select(env, nth))
-
+        if not traits.has_branches or window.period > _MOST_TRIES:
+            return Draw(state, selected(high, low), probability)
         if not traits.has_loops:
             row, is_drawn = _first_drawn(sampleable, high, low, _TRIES_AT_ONCE)
-            exact = lambda: selected(jnp.uint32(_TRIES_AT_ONCE - 1), row, is_drawn)
-            if traits.has_branches:  # the search costs much more
-                return Draw(
-                    state,
-                    jax.lax.cond((total > 0) & ~jnp.all(is_drawn), exact, lambda: row),
-                    probability,
-                )
-            return Draw(state, exact(), probability)
+            others = random.remix(high, low, jnp.uint32(_TRIES_AT_ONCE - 1))
+            exact = lambda: jnp.where(is_drawn, row, selected(*others))
+            row = jax.lax.cond((total > 0) & ~jnp.all(is_drawn), exact, lambda: row)
+            return Draw(state, row, probability)
 
         def redraw(carry):
             tries, row, is_drawn = carry
@@ -69,7 +76,10 @@ class Uniform(Sampler):
             return tries + 1, jnp.where(is_drawn, row, other), is_drawn | sampleable.contains(other)
 
         def select(carry):
-            return carry[0] + 1, selected(*carry), jnp.ones_like(carry[2])
+            tries, row, is_drawn = carry
+            others = random.remix(high, low, tries)
+            row = jnp.where(is_drawn, row, selected(*others))
+            return tries + 1, row, jnp.ones_like(is_drawn)
 
         def is_short(carry):
             return (total > 0) & ~jnp.all(carry[2])
@@ -98,6 +108,37 @@ class Uniform(Sampler):
         )
 
 
+def _tried(sampleable: Sampleable, key: Key, batch_size: int) -> tuple[jax.Array, jax.Array]:
+    """Return a sampleable row for each item, by trying alone, for a GPU.
+
+    Each thread tries some rows. An item looks at the results of its own threads, and then at those
+    of the next items. No branch and no search: all tries are one kernel.
+
+    Args:
+      sampleable: The sampleable rows.
+      key: Random key.
+      batch_size: B.
+
+    Returns:
+      int32[B], the rows; bool[B], whether each is sampleable.
+    """
+    if sampleable.state.rows.flags is None:  # all tried rows are sampleable, if any is
+        row = sampleable.tried_row(*random.words(key, batch_size))
+        return row, sampleable.contains(row)
+    num_own = _OWN_THREADS if batch_size >= _OWN_THREADS else _LOOKS
+    row, is_drawn = _first_drawn(
+        sampleable, *random.words(key, num_own * batch_size), _TRIES_AT_ONCE
+    )
+    result, item = jnp.where(is_drawn, row, -1), ring.arange(batch_size)
+    found = jnp.full((batch_size,), -1, jnp.int32)
+    for look in reversed(range(_LOOKS)):
+        neighbor, thread = divmod(look, num_own)
+        at = ring.wrap(item + neighbor, batch_size) + thread * batch_size
+        row = result.at[at].get(mode="promise_in_bounds")
+        found = jnp.where(row >= 0, row, found)
+    return jnp.maximum(found, 0), found >= 0
+
+
 def _first_drawn(
     sampleable: Sampleable, high: jax.Array, low: jax.Array, num_tries: int
 ) -> tuple[jax.Array, jax.Array]:
@@ -119,7 +160,7 @@ def _first_drawn(
     ]
     # One by one, XLA fuses the tries into the kernel that chooses among them.
     if sampleable.layout.traits.in_line:
-        rows = [sampleable.state.random_row(*words) for words in tries]
+        rows = [sampleable.tried_row(*words) for words in tries]
         is_drawn = [sampleable.contains(row) for row in rows]
     else:
         rows = sampleable.state.random_row(*jax.tree.map(lambda *words: jnp.stack(words), *tries))

@@ -14,7 +14,7 @@ import jax
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traits:
     """Traits of a platform. They choose between forms of a program that have equal results, but for
-    uniform draws where the first four tries fail.
+    uniform samples where the first four tries fail, or where a GPU tries other rows.
 
     Args:
       fan_out: Number of children of a tree's node. On one CPU core, 256 finds in 1 M leaves take

@@ -16,11 +16,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxreplay._util import random
 from jaxreplay.storage import ring, row_flags
 from jaxreplay.storage.episodes import Episodes
 from jaxreplay.storage.layout import Layout
-from jaxreplay.storage.search import last_slot
+from jaxreplay.storage.search import last_slot, split_by
 from jaxreplay.storage.state import ReplayState, of_stream
+
+_SHORT_WINDOW = 16  # rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +92,27 @@ class Sampleable:
             & (age < self._num_intact(env))
             & self.is_candidate(row)
         )
+
+    def tried_row(self, high: jax.Array, low: jax.Array) -> jax.Array:
+        """Return a row that is chosen uniformly from a set with all sampleable ones: int32[...].
+
+        If all streams step together and windows are short, these are all written rows: few of them
+        are incomplete, but for a buffer's very first steps. Else they are the rows whose window is
+        known. If there is none, return any row.
+
+        Args:
+          high: uint32[...], random bits.
+          low: uint32[...], more random bits.
+        """
+        layout = self.layout
+        if layout.lockstep and layout.window.is_bounded and layout.window.length <= _SHORT_WINDOW:
+            return self.state.random_row(high, low)
+        num_known = jnp.maximum(self.state.filled - self.num_pending - self.num_expired, 0)
+        total = num_known.sum(dtype=jnp.int32)
+        env, place = split_by(num_known, random.below(high, low, total), layout.traits)
+        # clipped, since all rows of a stream may be pending
+        age = jnp.minimum(of_stream(self.num_pending, env) + place, layout.length - 1)
+        return layout.row(env, layout.wrap(of_stream(self.state.head, env) - 1 - age))
 
     def is_candidate(self, row: jax.Array) -> jax.Array:
         """Return whether each row, if it is written, is a candidate: bool[...].

@@ -74,9 +74,11 @@ def test_draws_are_as_probable_as_they_say(case, platform):
         one = lambda key: buffer.sampler.sample(state.sampler, Sampleable.of(state), key, 1)
         return jax.vmap(one)(keys)
 
-    drawn = draw(state)
-    row = np.asarray(drawn.row).reshape(-1)
-    np.testing.assert_allclose(np.asarray(drawn.probability).reshape(-1), law[row], rtol=1e-5)
+    drawn = jax.tree.map(np.ravel, jax.device_get(draw(state)))
+    is_valid = drawn.probability > 0  # on a GPU all tries of an item may fail
+    assert is_valid.mean() >= (0.99 if buffer.platform == "gpu" else 1)
+    row = drawn.row[is_valid]
+    np.testing.assert_allclose(drawn.probability[is_valid], law[row], rtol=1e-5)
     check(np.bincount(row, minlength=buffer.capacity), law)
 
 

@@ -1,4 +1,5 @@
-"""Uniform sampling: exact over the sampleable rows, however few they are."""
+"""Uniform sampling: exact over the sampleable rows, however few they are. On a GPU, where rows are
+tried and not searched, the share of invalid items is the one that is promised."""
 
 import dataclasses
 
@@ -11,20 +12,32 @@ from scipy import stats
 import jaxreplay as jr
 from jaxreplay._util import random
 from jaxreplay.storage import platforms
+from jaxreplay.storage.sampleable import Sampleable
+from tests.conftest import ALL
+from tests.support.buffers import CATALOG
 from tests.support.steps import begun, plain_step
 
 # the sampling code differs between platforms
 on_each_platform = pytest.mark.parametrize("platform", platforms.PLATFORMS)
-DRAWS = 200_000
+DRAWS, BATCH = 100_000, 5
 
 
 @jax.jit
 def run(buffer, steps, mask):
-    """Return many draws of a buffer with these steps, all its rows, and its size."""
+    """Return independent draws of a buffer with these steps, all its rows, its size, and how many
+    rows a GPU tries."""
     state = begun(buffer, steps, mask)
-    batch = buffer.sample(state, jax.random.key(3), DRAWS)
+    keys = jax.random.split(jax.random.key(3), (DRAWS // BATCH, BATCH))
+    # of each batch one item, since on a GPU several may share a row
+    one = lambda nth, key: jax.tree.map(lambda leaf: leaf[nth], buffer.sample(state, key, BATCH))
+    batch = jax.vmap(jax.vmap(one), (None, 0))(jnp.arange(BATCH), keys)
+    batch = jax.tree.map(jnp.ravel, (batch.index.row, batch.probability, batch.is_valid))
     everything = buffer.get(state, jnp.arange(buffer.capacity))
-    return batch, everything.is_valid, buffer.size(state), buffer.can_sample(state)
+    members = Sampleable.of(state)
+    num_tried = state.counters.filled.sum()
+    if not state.layout.lockstep:
+        num_tried -= (members.num_pending + members.num_expired).sum()
+    return batch, everything.is_valid, buffer.size(state), buffer.can_sample(state), num_tried
 
 
 def check_law(platform, autoreset, terminated, truncated, *, capacity, mask=None):
@@ -40,13 +53,18 @@ def check_law(platform, autoreset, terminated, truncated, *, capacity, mask=None
         allow_mask=mask is not None,
     )
     buffer = dataclasses.replace(buffer, platform=platform)
-    batch, is_valid, size, can_sample = jax.device_get(run(buffer, steps, mask))
+    drawn, is_valid, size, can_sample, num_tried = jax.device_get(run(buffer, steps, mask))
+    row, probability, is_drawn = drawn
     rows = np.flatnonzero(is_valid)
     assert (size, can_sample) == (len(rows), len(rows) > 0)
-    assert batch.is_valid.all() == batch.is_valid.any() == can_sample
-    np.testing.assert_allclose(batch.probability, can_sample / max(1, len(rows)), rtol=1e-6)
-    counts = np.bincount(batch.index.row, minlength=capacity)[rows]
-    assert counts.sum() == DRAWS * can_sample
+    none = 0.0 if can_sample else 1.0  # probability that an item is invalid
+    if platform == "gpu" and buffer.length >= 16:
+        none = (1 - len(rows) / num_tried) ** 64
+    assert abs((~is_drawn).mean() - none) <= 5 * np.sqrt(none * (1 - none) / DRAWS)
+    expected = is_drawn / max(1, len(rows))
+    np.testing.assert_allclose(probability, expected, rtol=1e-6)
+    counts = np.bincount(row[is_drawn], minlength=capacity)[rows]
+    assert counts.sum() == is_drawn.sum()
     assert len(rows) <= 1 or stats.chisquare(counts).pvalue > 1e-4
     return rows.tolist()
 
@@ -78,10 +96,46 @@ def test_the_law_is_exact_where_almost_every_row_is_a_tail_or_all_are(platform):
 
 @on_each_platform
 def test_the_law_is_exact_over_streams_of_different_fill(platform):
+    """Also in rings that a GPU does not search: the third has 48 rows."""
     time, flag = np.arange(17), np.zeros((17, 3), bool)
     mask = np.stack([time >= 0, time % 4 == 0, time < 0], axis=1)
-    rows = check_law(platform, "same_step_no_final_obs", flag, flag, capacity=30, mask=mask)
-    assert rows == [*range(6), *range(7, 10), *range(10, 14)]
+    for capacity, expected in (
+        (30, [*range(6), *range(7, 10), *range(10, 14)]),
+        (144, [*range(16), *range(48, 52)]),
+    ):
+        form = "same_step_no_final_obs"
+        assert check_law(platform, form, flag, flag, capacity=capacity, mask=mask) == expected
+
+
+UNIFORM = [case for case in CATALOG if isinstance(case.replay().sampler, jr.Uniform)]
+
+
+@pytest.mark.parametrize("case", UNIFORM if ALL else UNIFORM[::3], ids=lambda case: case.name)
+def test_no_try_of_a_gpu_leaves_the_ring(case):
+    """From an empty buffer over a wrap to a clear, for the largest and the smallest words."""
+    buffer = dataclasses.replace(case.replay(), platform="gpu")
+    edges = [0, 1, 2**16, 2**31, 2**32 - 256, 2**32 - 1, *range(7**9, 2**32, 7**10)]
+    words = [x.reshape(-1) for x in np.meshgrid(np.uint32(edges), np.uint32(edges))]
+    steps, mask = case.step(1, time=40), case.mask(buffer, 2, 40)
+
+    @jax.jit
+    def tried():
+        def add(state, step_and_mask):
+            state = buffer.add(state, *step_and_mask)
+            rows = Sampleable.of(state).tried_row(*words)
+            return state, (rows, buffer.get(state, rows).is_valid)
+
+        empty = buffer.init(case.example())
+        state, found = jax.lax.scan(add, empty, (steps, *mask))
+        first = jax.tree.map(lambda leaf: leaf[:6], (steps, *mask))
+        _, after = jax.lax.scan(add, buffer.clear(state), first)
+        return Sampleable.of(empty).tried_row(*words), *found, *after
+
+    empty, rows, is_valid, after, _ = jax.device_get(tried())
+    for one in (empty, rows, after):
+        assert one.min() >= 0
+        assert one.max() < buffer.capacity
+    assert is_valid[-1].any()
 
 
 def test_ranks_wrap_around():
