@@ -122,8 +122,9 @@ def test_no_try_of_a_gpu_leaves_the_ring(case):
     def tried():
         def add(state, step_and_mask):
             state = buffer.add(state, *step_and_mask)
-            rows = Sampleable.of(state).tried_row(*words)
-            return state, (rows, buffer.get(state, rows).is_valid)
+            members = Sampleable.of(state)
+            rows = members.tried_row(*words)
+            return state, (rows, members.contains(rows))
 
         empty = buffer.init(case.example())
         state, found = jax.lax.scan(add, empty, (steps, *mask))
