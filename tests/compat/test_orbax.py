@@ -7,6 +7,7 @@ import pytest
 
 from jaxreplay.checkpoint import Checkpointer
 from tests.checkpoint.runs import check_no_other_files
+from tests.support.buffers import bits
 from tests.support.checkpointed_run import EXAMPLE, added, begun, expected, items, numbers
 
 ocp = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
@@ -66,6 +67,49 @@ def test_orbax_commits_agent_and_replay(tmp_path):
     assert numbers(BUFFER, restore(other, 60)) == expected(BUFFER, 60)
     assert numbers(BUFFER, restore(other, 40)) == expected(BUFFER, 40)
     check_no_other_files(checkpointer, tmp_path / "replay")
+
+
+def test_an_agent_that_resumes_by_orbax_has_the_returns_of_one_that_did_not(tmp_path):
+    @jax.jit
+    def trained(carry, state, stop):
+        """What the agent does depends on what it has learned, and that on its samples."""
+
+        def iteration(carry):
+            agent, state = carry
+            key, now = jax.random.wrap_key_data(agent["key"]), agent["time"]
+            key, own = jax.random.split(key)
+            reward = jnp.sin(agent["w"] * jnp.arange(4) + now)
+            state = BUFFER.add(state, {"reward": reward})
+            batch = BUFFER.sample(state, own)
+            agent = {
+                "w": agent["w"] + 0.1 * jnp.mean(batch.experience["reward"] * batch.weight),
+                "key": jax.random.key_data(key),
+                "time": now + 1,
+                "return": agent["return"] + reward.sum(),
+            }
+            return agent, state
+
+        return jax.lax.while_loop(lambda carry: carry[0]["time"] < stop, iteration, (carry, state))
+
+    example = {"reward": jnp.float32(0)}
+    agent = {
+        "w": jnp.float32(1),
+        "key": jax.random.key_data(jax.random.key(0)),
+        "time": jnp.int32(0),
+        "return": jnp.float32(0),
+    }
+    expected = trained(agent, BUFFER.init(example), 60)
+    _, manager = manager_at(tmp_path)
+    agent, state = trained(agent, BUFFER.init(example), 25)
+    args = ocp.args.Composite(agent=ocp.args.StandardSave(agent), replay=orbax.ReplaySave(state))
+    manager.save(25, args=args)
+    manager.close()
+    _, manager = manager_at(tmp_path)
+    args = ocp.args.Composite(
+        agent=ocp.args.StandardRestore(agent), replay=orbax.ReplayRestore(example)
+    )
+    found = manager.restore(25, args=args)
+    assert bits(trained(found["agent"], found["replay"], 60)) == bits(expected)
 
 
 def test_a_policy_of_orbax_decides_which_rows_stay(tmp_path):
