@@ -442,8 +442,10 @@ class Reading:
                 self._progress(len(index) * row_bytes)
                 for group in itertools.islice(left, 1):
                     threads.put(read, group)
-        finally:
             threads.abandon()
+        except BaseException:  # also an interrupt in the middle of the line above
+            threads.abandon()
+            raise
         return stored
 
 

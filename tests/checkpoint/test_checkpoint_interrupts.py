@@ -65,13 +65,14 @@ def lines_of(call):
     return found
 
 
-def moments(call, seed, most):
+def moments(call, seed, most, always=()):
     """Return numbers of executed lines at which to interrupt a call: a sample of `most`, in
-    `make test-all` of twice as many, or in the soak of 400."""
-    num_lines = len(lines_of(call))
-    assert num_lines > 400
+    `make test-all` of twice as many, or in the soak of 400; and those of the functions `always`."""
+    lines = lines_of(call)
+    assert len(lines) > 400
     count = 400 if SOAK else 2 * most if ALL else most
-    return sorted(random.Random(seed).sample(range(1, num_lines + 1), count))
+    chosen = random.Random(seed).sample(range(1, len(lines) + 1), count)
+    return sorted({*chosen, *(nth for nth, line in enumerate(lines, 1) if line in always)})
 
 
 def check_goes_on(checkpointer, end, among, num_threads):
@@ -239,7 +240,8 @@ def test_an_interrupt_at_any_line_of_a_restore_leaves_no_thread(salvage, tmp_pat
     restore = lambda: checkpointer.restore(EXAMPLE, allow_partial=salvage)
     restore()
     num_threads = threading.active_count()
-    for nth in moments(restore, 0, 12):
+    ends = [("threads", name) for name in ("abandon", "close", "join")]
+    for nth in moments(restore, 0, 8, ends):
         interrupted_at(restore, nth, counts=is_ours)
         check_goes_on(checkpointer, 30, {30}, num_threads)
 
