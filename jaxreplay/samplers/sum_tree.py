@@ -8,6 +8,7 @@ so that the total is the sum of the leaves after any number of updates. The tree
 import functools
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -385,24 +386,23 @@ class SumTree(Static):
         fan_out, levels = state.fan_out, self._levels(state.fan_out)
         sums = [leaves, *state.sums[1:]]
         minima = None if state.minima is None else [leaves, *state.minima]
+        trees = [(sums, jnp.sum, jnp.add), (minima, _smallest, _smaller)][: 1 + self.has_minimum]
         for (below, first_child, size), (level, start, _) in itertools.pairwise(levels):
-            num_parents = size // fan_out
+            num_parents, own = size // fan_out, first_child // fan_out
             if index is not None:
                 index, _ = ring.split(index, fan_out)
                 parents = index
-            elif width >= num_parents:
-                parents = ring.arange(num_parents)
             else:
                 parents = ring.wrap(_not_none(first) + ring.arange(width), num_parents)
-            at, group = start + parents, first_child // fan_out + parents
-            new = self._reduced(sums[below], group, fan_out, jnp.sum, jnp.add)
-            sums[level] = sums[level].at[at].set(new, mode="promise_in_bounds")
-            if minima is not None:
-                new = self._reduced(minima[below], group, fan_out, _smallest, _smaller)
-                minima[level] = minima[level].at[at].set(new, mode="promise_in_bounds")
-            if index is None:
                 first, _ = ring.split(_not_none(first), fan_out)
                 width = (width - 1) // fan_out + 3
+            group: Any = own + parents
+            if parents.size >= num_parents:  # compute all, without a gather
+                parents, group = ring.arange(num_parents), slice(own, own + num_parents)
+            for values, reduce, join in trees:
+                new = self._reduced(values[below], group, fan_out, reduce, join)
+                at = values[level].at[start + parents]
+                values[level] = at.set(new, mode="promise_in_bounds")
         return state.replace(sums=tuple(sums), minima=None if minima is None else tuple(minima[1:]))
 
     def _is_ready(self, state: SumTreeState) -> jax.Array:
@@ -421,7 +421,7 @@ class SumTree(Static):
     def _reduced(
         self,
         values: jax.Array,
-        group: jax.Array,
+        group: jax.Array | slice,
         fan_out: int,
         reduce: Callable[..., jax.Array],
         join: Callable[[jax.Array, jax.Array], jax.Array],
@@ -430,13 +430,15 @@ class SumTree(Static):
 
         Args:
           values: float32[n].
-          group: int32[B], in `[0, n / fan_out)`.
+          group: int32[B], in `[0, n / fan_out)`, or a slice of all groups.
           fan_out: Number of values of a group.
           reduce: Reduction over an axis.
           join: The same of two values.
         """
         if not self.in_line:
             children = values.reshape(-1, fan_out)
+            if isinstance(group, slice):
+                return reduce(children[group], axis=1)
             return reduce(children.at[group].get(mode="promise_in_bounds"), axis=1)
         new = [_child(values, group, fan_out, kth) for kth in range(fan_out)]
         while len(new) > 1:  # by pairs: smaller rounding errors than one by one
@@ -459,8 +461,10 @@ class SumTree(Static):
         return list({which: start + size for which, start, size in self._levels(fan_out)}.values())
 
 
-def _child(level: jax.Array, node: jax.Array, fan_out: int, kth: int) -> jax.Array:
+def _child(level: jax.Array, node: jax.Array | slice, fan_out: int, kth: int) -> jax.Array:
     """Return the value of each node's `kth` child: [B]."""
+    if isinstance(node, slice):
+        return level.reshape(-1, fan_out)[node, kth]
     return level.at[node * fan_out + kth].get(mode="promise_in_bounds")
 
 
