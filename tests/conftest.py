@@ -97,7 +97,8 @@ def _compiles_nothing(request):
     """Check that a test with the marker `no_xla` compiled no program."""
     counter = request.config.pluginmanager.get_plugin("compilations")
     if request.node.get_closest_marker("no_xla"):
-        options_here(False)  # compiles an empty program, once
+        for on_one_core in (False, True):
+            options_here(on_one_core)  # compiles an empty program, once
     before = counter.num_programs
     yield
     if request.node.get_closest_marker("no_xla"):

@@ -54,7 +54,7 @@ _OTHER_NAMES = (
 def by_field(step: PyTree) -> Any:
     """Return the fields of a dataclass or NamedTuple as a dict, because a dataclass need not be a
     pytree. Anything else is returned unchanged."""
-    if isinstance(step, Step):
+    if isinstance(step, Step | dict):
         return step
     if dataclasses.is_dataclass(step) and not isinstance(step, type):
         return {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}

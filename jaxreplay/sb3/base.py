@@ -22,7 +22,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from jaxreplay._util.checks import check_not_forked
 from jaxreplay._util.signals import defer_interrupts
-from jaxreplay.buffers.jitted import method, program
+from jaxreplay.buffers.jitted import are_few, method, program
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import is_alive
 from jaxreplay.datasets.episodes import Episode, steps_of
@@ -107,10 +107,8 @@ class DropInBuffer(buffers.ReplayBuffer):
         self._replay = ReplayBuffer(
             **sizes, autoreset="same_step", sampler=self._sampler(), view=view
         )
-        # A batch of 256 rows then has less than 1 MiB.
-        row_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._example()))
-        self._is_small = row_bytes < 2**12
         self._added_state = self._empty()  # the state without the steps that wait
+        self._is_small = are_few(self._added_state, 256)  # the largest usual batch
         self._lengths = BlockLengths()
         self._forget()
         self._watch = ResetWatch()

@@ -16,7 +16,7 @@ from jaxreplay._util import checks
 from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.buffers.adopt import check_adopted
-from jaxreplay.buffers.jitted import method, program
+from jaxreplay.buffers.jitted import are_few, method, program
 from jaxreplay.buffers.mixture import Mixture
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import example_of as step_example, is_alive
@@ -419,7 +419,8 @@ class StateOwner(Owner):
         for part in parts:
             self._add(_extend, part)
         if last is None and not consumes:
-            batch, can_sample = self.ask(_sample, *given, batch_size=batch_size)
+            sample = _sample[are_few(self._state, batch_size)]
+            batch, can_sample = self.ask(sample, *given, batch_size=batch_size)
         else:
             batch, can_sample = self._add(_add_and_sample, last, *given, batch_size=batch_size)
         if self._can_sample is None:  # the device is waited for once after each change
@@ -570,13 +571,15 @@ def _extend(buffer: ReplayBuffer, state: Any, block: Any) -> Any:
     return buffer.extend(state, *block)
 
 
-@functools.partial(program, static=("batch_size",))
-def _sample(
+def _sampled(
     buffer: ReplayBuffer, state: Any, key: Key, draw: jax.Array, beta: Any, batch_size: int
 ) -> tuple[Sample, jax.Array]:
     """Return a batch, and whether the buffer can sample."""
     batch = buffer.sample(state, jax.random.fold_in(key, draw), batch_size, beta=beta)
     return batch, buffer.can_sample(state)
+
+
+_sample = [program(_sampled, static=("batch_size",), on_one_core=few) for few in (False, True)]
 
 
 @program
