@@ -46,7 +46,8 @@ class Library:
 
     def sample(self, state, key) -> Drawn:
         batch = self._buffer.sample(state, key)
-        kept = batch if self._form == "carried" else batch.experience
+        # `jr.jit` returns the whole batch, too
+        kept = batch if self._form in ("carried", "jax.jit") else batch.experience
         reward = getattr(batch.experience, "reward", None)
         return Drawn(
             kept=kept,
