@@ -54,7 +54,7 @@ def test_the_readmes_program_trains_from_the_wheel(built, tmp_path):
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     text = (ROOT / "README.md").read_text()
-    program = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    program = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[1]
     assert "import gymnax" in program
     program += f"\nassert jaxreplay.__file__.startswith({str(site)!r})\n"
     path = tmp_path / "program.py"
