@@ -190,7 +190,8 @@ class Jitted:
 def _method_of(buffer: Any, name: str) -> Callable[..., Any]:
     """Return a compiled method of one buffer, which owns its arguments."""
     takes_steps = name in ("add", "extend") and getattr(buffer, "autoreset", None) is not None
-    default = {"add": "num_envs", "sample": "batch_size", "pop": "batch_size"}.get(name)
+    sizes = {"add": "num_envs", "sample": "batch_size", "pop": "batch_size"}
+    default = sizes.get(name) if hasattr(buffer, "num_envs") else None  # not over several devices
     is_few: dict[Any, bool] = {}  # by batch size
 
     @functools.wraps(getattr(buffer, name))

@@ -52,9 +52,10 @@ def generation_of(
         )
     if member not in manifest.members:
         names = ", ".join(map(printable, filter(None, manifest.members)))
+        kind = printable(manifest.buffer.partition("(")[0])
         raise ValueError(
-            f"{store.name} is a checkpoint of a {printable(manifest.buffer.partition('(')[0])}"
-            + (f": inspect with member= one of {names}" if names else ", which has no such rows")
+            f"inspect: {store.name} is a checkpoint of a {kind}"
+            + (f": pass member= one of {names}" if names else ", which has no such rows")
         )
     return store, manifest
 
