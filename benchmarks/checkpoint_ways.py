@@ -26,11 +26,10 @@ BUCKET = {
 
 
 class Kind(NamedTuple):
-    """What is saved: a buffer's size, its steps' observations, and options of the buffer."""
+    """A buffer's size, the observations of its steps, and its other arguments."""
 
     num_rows: int
     num_envs: int
-    row_bytes: int
     obs: Callable[[tuple[int, ...], int], np.ndarray]  # of a shape, and a seed
     options: dict[str, Any]
 
@@ -52,7 +51,7 @@ class Kind(NamedTuple):
 
 
 def images(gigabytes: float) -> Kind:
-    """Return images of 84 x 84, half of each noise, half black."""
+    """Return so many images of 84 x 84, half of each noise, half black, for 16 envs."""
 
     def obs(shape: tuple[int, ...], seed: int) -> np.ndarray:
         values = np.zeros((*shape, SIDE, SIDE), np.uint8)
@@ -61,17 +60,17 @@ def images(gigabytes: float) -> Kind:
         return values
 
     num_rows = int(gigabytes * 1e9) // SIDE**2 // 16 * 16
-    return Kind(num_rows, 16, SIDE**2 + 9, obs, {})
+    return Kind(num_rows, 16, obs, {})
 
 
 def small(num_rows: int) -> Kind:
-    """Return rows of 97 bytes, with priorities and a table of episodes."""
+    """Return rows of 97 bytes for 64 envs, with priorities and a table of episodes."""
 
     def obs(shape: tuple[int, ...], seed: int) -> np.ndarray:
         return np.random.default_rng(seed).standard_normal((*shape, 22), np.float32)
 
     options = {"sampler": jr.Prioritized(), "track_episodes": True}
-    return Kind(num_rows // 64 * 64, 64, 97, obs, options)
+    return Kind(num_rows // 64 * 64, 64, obs, options)
 
 
 def prepare(way: str, kind: Kind) -> tuple[list[Any], Callable, Callable, Any]:

@@ -132,14 +132,15 @@ def numbers_of(state: ReplayState) -> dict[str, jax.Array]:
 
 
 def stored(state: ReplayState) -> dict[str, Any]:
-    """Return the arrays of a state's rows from which it can be rebuilt."""
+    """Return the arrays [N, ...] of a state's rows from which it can be rebuilt: shared, not
+    copied."""
     return {"steps": state.rows.steps, "flags": state.rows.flags}
 
 
 @jax.jit
 def canonical(state: ReplayState) -> dict[str, Any]:
-    """Return what it is rebuilt from beside the rows: counters, [E], and what the sampler knows, in
-    a form for any layout."""
+    """Return what a state is rebuilt from beside its rows, copied: counters, [E] by name, and what
+    the sampler knows, in a form for any layout."""
     counters = {name: getattr(state.counters, name) for name in state.layout.counter_names}
     found = {"counters": counters, "sampler": numbers_of(state)}
     return jax.tree.map(jnp.copy, found)

@@ -25,11 +25,11 @@ _METHODS = _CHANGES.union(
 )
 _CPU_OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 # XLA takes a read of a few rows of a large array for a large one, and divides it among all cores.
-# On one, an add with priorities took 0.65 to 0.73 of the time, an update of 256 to 16,384 rows 0.71
-# to 0.99, and a uniform sample of 32 rows 0.62, of 256 0.88 to 0.99, of 4,096 1.05 (two cores, jax
-# 0.10.2).
+# On one core an add with priorities took 0.62 to 0.90 of the time, an update of 256 to 16,384 rows
+# 0.68 to 0.99, and a uniform sample of 32 rows 0.62, of 256 rows 0.80 to 0.99, of 4,096 rows 1.05
+# (of two cores, jax 0.10.2).
 _ON_ONE_CORE = {"xla_disable_hlo_passes": "cpu-parallel-task-assigner"}
-_FEW_ROWS, _FEW_BYTES = 2**10, 2**20  # which one core reads or writes as fast as several
+_FEW_ROWS, _FEW_BYTES = 2**10, 2**20  # which one core reads or writes as fast as several do
 
 
 def program(
@@ -104,7 +104,7 @@ def method(name: str, on_one_core: bool = False) -> Callable[..., Any]:
 
     Args:
       name: Name of the method.
-      on_one_core: As for `program`. Default: False.
+      on_one_core: As for `program`. An update of priorities always is. Default: False.
     """
 
     def call(buffer: Any, state: Any, *arguments: Any, **options: Any) -> Any:
@@ -190,9 +190,10 @@ class Jitted:
 def _method_of(buffer: Any, name: str) -> Callable[..., Any]:
     """Return a compiled method of one buffer, which owns its arguments."""
     takes_steps = name in ("add", "extend") and getattr(buffer, "autoreset", None) is not None
-    sizes = {"add": "num_envs", "sample": "batch_size", "pop": "batch_size"}
-    default = sizes.get(name) if hasattr(buffer, "num_envs") else None  # not over several devices
-    is_few: dict[Any, bool] = {}  # by batch size
+    # the attribute with the number of rows of a call; a buffer over several devices has none
+    counts = {"add": "num_envs", "sample": "batch_size", "pop": "batch_size"}
+    count = counts.get(name) if hasattr(buffer, "num_envs") else None
+    known: dict[Any, bool] = {}  # `are_few`, by the batch size that was given
 
     @functools.wraps(getattr(buffer, name))
     def call(state: Any, *arguments: Any, **options: Any) -> Any:
@@ -203,12 +204,12 @@ def _method_of(buffer: Any, name: str) -> Callable[..., Any]:
             arguments = (step_checks.by_field(arguments[0]), *arguments[1:])
         try:
             arguments, options = _owned(name, (arguments, options))
-            size = options.get("batch_size")
-            if default is None or not isinstance(state, ReplayState):
-                return method(name)(buffer, state, *arguments, **options)
-            if (few := is_few.get(size)) is None:
-                num_rows = size if isinstance(size, int) else getattr(buffer, default)
-                few = is_few[size] = are_few(state, num_rows)
+            size, few = options.get("batch_size"), False
+            if count is not None and isinstance(state, ReplayState):
+                if size not in known:
+                    num_rows = size if isinstance(size, int) else getattr(buffer, count)
+                    known[size] = are_few(state, num_rows)
+                few = known[size]
             return method(name, few)(buffer, state, *arguments, **options)
         except TypeError:
             for argument in (*arguments, *options.values()):
@@ -220,6 +221,15 @@ def _method_of(buffer: Any, name: str) -> Callable[..., Any]:
             raise
 
     return call
+
+
+def programs(function: Callable[..., Any], **options: Any) -> list[Callable[..., Any]]:
+    """Compile a function for all cores of a CPU, and for one: `programs(f)[are_few(state, n)]`.
+
+    Args:
+      function: As for `program`, as are the options.
+    """
+    return [program(function, on_one_core=few, **options) for few in (False, True)]
 
 
 def are_few(state: ReplayState, num_rows: int) -> bool:

@@ -52,10 +52,11 @@ def generation_of(
         )
     if member not in manifest.members:
         names = ", ".join(map(printable, filter(None, manifest.members)))
+        what = f"member {printable(repr(member))}" if member else "rows of a replay"
         kind = printable(manifest.buffer.partition("(")[0])
         raise ValueError(
             f"inspect: {store.name} is a checkpoint of a {kind}"
-            + (f": pass member= one of {names}" if names else ", which has no such rows")
+            + (f": pass member= one of {names}" if names else f", which has no {what}")
         )
     return store, manifest
 

@@ -386,9 +386,11 @@ class SumTree(Static):
         fan_out, levels = state.fan_out, self._levels(state.fan_out)
         sums = [leaves, *state.sums[1:]]
         minima = None if state.minima is None else [leaves, *state.minima]
-        trees = [(sums, jnp.sum, jnp.add), (minima, _smallest, _smaller)][: 1 + self.has_minimum]
+        trees: list[Any] = [(sums, jnp.sum, jnp.add)]
+        if minima is not None:
+            trees.append((minima, _smallest, _smaller))
         for (below, first_child, size), (level, start, _) in itertools.pairwise(levels):
-            num_parents, own = size // fan_out, first_child // fan_out
+            num_parents, first_group = size // fan_out, first_child // fan_out
             if index is not None:
                 index, _ = ring.split(index, fan_out)
                 parents = index
@@ -396,9 +398,12 @@ class SumTree(Static):
                 parents = ring.wrap(_not_none(first) + ring.arange(width), num_parents)
                 first, _ = ring.split(_not_none(first), fan_out)
                 width = (width - 1) // fan_out + 3
-            group: Any = own + parents
-            if parents.size >= num_parents:  # compute all, without a gather
-                parents, group = ring.arange(num_parents), slice(own, own + num_parents)
+            group: Any = first_group + parents
+            if parents.size >= num_parents:  # all of them: a slice is read, without a gather
+                parents, group = (
+                    ring.arange(num_parents),
+                    slice(first_group, first_group + num_parents),
+                )
             for values, reduce, join in trees:
                 new = self._reduced(values[below], group, fan_out, reduce, join)
                 at = values[level].at[start + parents]
@@ -430,7 +435,7 @@ class SumTree(Static):
 
         Args:
           values: float32[n].
-          group: int32[B], in `[0, n / fan_out)`, or a slice of all groups.
+          group: int32[B], in `[0, n / fan_out)`; or a slice of B neighbouring groups.
           fan_out: Number of values of a group.
           reduce: Reduction over an axis.
           join: The same of two values.

@@ -33,7 +33,7 @@ class Uniform(Sampler):
     GPU would wait for its host before a branch, and a search costs more than all else. So there an
     item tries 16 rows and, if none of them is sampleable, looks at the 48 that the next items
     tried. If all fail, it is not valid: its probability and weight are 0. A valid item is exactly
-    uniform. If a share p of the written rows is sampleable, an item is not valid with probability
+    uniform. If a share p of the tried rows is sampleable, an item is not valid with probability
     (1 - p) ** 64, 5e-20 for p = 0.5, and shares its row with a neighbor with (1 - p) ** 16. Tiny
     rings, and periods above 1, are searched.
 
@@ -112,7 +112,7 @@ def _tried(sampleable: Sampleable, key: Key, batch_size: int) -> tuple[jax.Array
     """Return a sampleable row for each item, by trying alone, for a GPU.
 
     Each thread tries some rows. An item looks at the results of its own threads, and then at those
-    of the next items. No branch and no search: all tries are one kernel.
+    of the next items. All tries are one kernel, without a branch or a search.
 
     Args:
       sampleable: The sampleable rows.
@@ -125,6 +125,7 @@ def _tried(sampleable: Sampleable, key: Key, batch_size: int) -> tuple[jax.Array
     if sampleable.state.rows.flags is None:  # all tried rows are sampleable, if any is
         row = sampleable.tried_row(*random.words(key, batch_size))
         return row, sampleable.contains(row)
+    # A smaller batch has too few neighbors: its items look at threads of their own alone.
     num_own = _OWN_THREADS if batch_size >= _OWN_THREADS else _LOOKS
     row, is_drawn = _first_drawn(
         sampleable, *random.words(key, num_own * batch_size), _TRIES_AT_ONCE

@@ -22,7 +22,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from jaxreplay._util.checks import check_not_forked
 from jaxreplay._util.signals import defer_interrupts
-from jaxreplay.buffers.jitted import are_few, method, program
+from jaxreplay.buffers.jitted import are_few, method, programs
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import is_alive
 from jaxreplay.datasets.episodes import Episode, steps_of
@@ -618,9 +618,7 @@ def _items(buffer: ReplayBuffer, state: Any, chosen: jax.Array) -> Any:
     return item.replace(obs=obs, next_obs=None, done=stack(item.done, item.reward), reward=None)
 
 
-# by `_is_small`
-_add = [program(_add_and_read, changes=True, on_one_core=is_small) for is_small in (False, True)]
-_get = [program(_items, on_one_core=is_small) for is_small in (False, True)]
+_add, _get = programs(_add_and_read, changes=True), programs(_items)  # by `_is_small`
 
 
 def _read_only(array: np.ndarray, dtype: Any) -> np.ndarray:

@@ -16,7 +16,7 @@ from jaxreplay._util import checks
 from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.buffers.adopt import check_adopted
-from jaxreplay.buffers.jitted import are_few, method, program
+from jaxreplay.buffers.jitted import are_few, method, program, programs
 from jaxreplay.buffers.mixture import Mixture
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import example_of as step_example, is_alive
@@ -418,11 +418,13 @@ class StateOwner(Owner):
         *parts, last = self._waiting() or [None]
         for part in parts:
             self._add(_extend, part)
+        num_added = _length_of(last) * self.buffer.num_envs
+        few = are_few(self._state, max(batch_size, num_added))
         if last is None and not consumes:
-            sample = _sample[are_few(self._state, batch_size)]
-            batch, can_sample = self.ask(sample, *given, batch_size=batch_size)
+            batch, can_sample = self.ask(_sample[few], *given, batch_size=batch_size)
         else:
-            batch, can_sample = self._add(_add_and_sample, last, *given, batch_size=batch_size)
+            add = _add_and_sample[few]
+            batch, can_sample = self._add(add, last, *given, batch_size=batch_size)
         if self._can_sample is None:  # the device is waited for once after each change
             self._can_sample = bool(can_sample)
         if not self._can_sample:
@@ -571,15 +573,13 @@ def _extend(buffer: ReplayBuffer, state: Any, block: Any) -> Any:
     return buffer.extend(state, *block)
 
 
-def _sampled(
+@functools.partial(programs, static=("batch_size",))
+def _sample(
     buffer: ReplayBuffer, state: Any, key: Key, draw: jax.Array, beta: Any, batch_size: int
 ) -> tuple[Sample, jax.Array]:
     """Return a batch, and whether the buffer can sample."""
     batch = buffer.sample(state, jax.random.fold_in(key, draw), batch_size, beta=beta)
     return batch, buffer.can_sample(state)
-
-
-_sample = [program(_sampled, static=("batch_size",), on_one_core=few) for few in (False, True)]
 
 
 @program
@@ -592,7 +592,7 @@ def _get(buffer: ReplayBuffer, state: Any, index: Any, key: Key, draw: jax.Array
     return buffer.get(state, index, jax.random.fold_in(key, draw))
 
 
-@functools.partial(program, changes=True, static=("batch_size",))
+@functools.partial(programs, changes=True, static=("batch_size",))
 def _add_and_sample(
     buffer: ReplayBuffer,
     state: Any,

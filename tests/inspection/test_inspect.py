@@ -375,8 +375,11 @@ def test_the_page_has_the_text_and_a_plot_of_each_histogram(prioritized, folders
         ("{path}/run --step many", "argument --step: invalid int value: 'many'"),
         ("{path}/broken", "there is no checkpoint under .*; manifests/.* is not as it was written"),
         ("{path}/less", "rows/.* is missing"),
-        ("{path}/run --member demos", "is a checkpoint of a ReplayBuffer, which has no such rows"),
-        ("{path}/rollout", "is a checkpoint of a Rollout, which has no such rows"),
+        (
+            "{path}/run --member demos",
+            "is a checkpoint of a ReplayBuffer, which has no member 'demos'",
+        ),
+        ("{path}/rollout", "is a checkpoint of a Rollout, which has no rows of a replay"),
         ("http://", "http"),
         ("http://127.0.0.1:9/x --timeout 1", "127.0.0.1:9"),
         ("s3:/x", "is not a URL: it must begin with s3://"),

@@ -110,12 +110,14 @@ def test_the_law_is_exact_over_streams_of_different_fill(platform):
 UNIFORM = [case for case in CATALOG if isinstance(case.replay().sampler, jr.Uniform)]
 
 
+EDGES = np.uint32([0, 1, 2**16, 2**31, 2**32 - 256, 2**32 - 1, *range(7**9, 2**32, 7**10)])
+
+
 @pytest.mark.parametrize("case", UNIFORM if ALL else UNIFORM[::3], ids=lambda case: case.name)
 def test_no_try_of_a_gpu_leaves_the_ring(case):
     """From an empty buffer over a wrap to a clear, for the largest and the smallest words."""
     buffer = dataclasses.replace(case.replay(), platform="gpu")
-    edges = [0, 1, 2**16, 2**31, 2**32 - 256, 2**32 - 1, *range(7**9, 2**32, 7**10)]
-    words = [x.reshape(-1) for x in np.meshgrid(np.uint32(edges), np.uint32(edges))]
+    words = [x.reshape(-1) for x in np.meshgrid(EDGES, EDGES)]
     steps, mask = case.step(1, time=40), case.mask(buffer, 2, 40)
 
     @jax.jit
@@ -137,6 +139,24 @@ def test_no_try_of_a_gpu_leaves_the_ring(case):
         assert one.min() >= 0
         assert one.max() < buffer.capacity
     assert is_valid[-1].any()
+
+
+def test_no_try_of_a_gpu_leaves_a_ring_that_an_unfinished_episode_fills():
+    """Then no row's window is known."""
+    buffer = jr.future_pairs(capacity=16, num_envs=1, batch_size=1, autoreset="next_step")
+    buffer = dataclasses.replace(buffer, platform="gpu")
+
+    @jax.jit
+    def tried():
+        def add(state, time):
+            state = buffer.add(state, plain_step(time[None]))
+            return state, Sampleable.of(state).tried_row(EDGES, EDGES)
+
+        return jax.lax.scan(add, buffer.init(plain_step(jnp.int32(0))), jnp.arange(40))[1]
+
+    rows = np.asarray(tried())
+    assert rows.min() >= 0
+    assert rows.max() < 16
 
 
 def test_ranks_wrap_around():
