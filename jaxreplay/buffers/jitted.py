@@ -193,10 +193,11 @@ def _method_of(buffer: Any, name: str) -> Callable[..., Any]:
     # the attribute with the number of rows of a call; a buffer over several devices has none
     counts = {"add": "num_envs", "sample": "batch_size", "pop": "batch_size"}
     count = counts.get(name) if hasattr(buffer, "num_envs") else None
-    known: dict[Any, bool] = {}  # `are_few`, by the batch size that was given
+    most = None  # `few_rows` of the first state
 
     @functools.wraps(getattr(buffer, name))
     def call(state: Any, *arguments: Any, **options: Any) -> Any:
+        nonlocal most
         if name in ("sample", "pop") and len(arguments) > 1:
             options["batch_size"] = arguments[1]  # static, by its name
             arguments = (arguments[0], *arguments[2:])
@@ -204,12 +205,11 @@ def _method_of(buffer: Any, name: str) -> Callable[..., Any]:
             arguments = (step_checks.by_field(arguments[0]), *arguments[1:])
         try:
             arguments, options = _owned(name, (arguments, options))
-            size, few = options.get("batch_size"), False
+            few = False
             if count is not None and isinstance(state, ReplayState):
-                if size not in known:
-                    num_rows = size if isinstance(size, int) else getattr(buffer, count)
-                    known[size] = are_few(state, num_rows)
-                few = known[size]
+                most = few_rows(state) if most is None else most
+                size = options.get("batch_size")
+                few = (size if isinstance(size, int) else getattr(buffer, count)) <= most
             return method(name, few)(buffer, state, *arguments, **options)
         except TypeError:
             for argument in (*arguments, *options.values()):
@@ -224,7 +224,8 @@ def _method_of(buffer: Any, name: str) -> Callable[..., Any]:
 
 
 def programs(function: Callable[..., Any], **options: Any) -> list[Callable[..., Any]]:
-    """Compile a function for all cores of a CPU, and for one: `programs(f)[are_few(state, n)]`.
+    """Compile a function for all cores of a CPU, and for one, which is as fast for a few rows:
+    `programs(f)[num_rows <= few_rows(state)]`.
 
     Args:
       function: As for `program`, as are the options.
@@ -232,10 +233,10 @@ def programs(function: Callable[..., Any], **options: Any) -> list[Callable[...,
     return [program(function, on_one_core=few, **options) for few in (False, True)]
 
 
-def are_few(state: ReplayState, num_rows: int) -> bool:
-    """Return whether one core of a CPU reads or writes so many rows as fast as several do."""
+def few_rows(state: ReplayState) -> int:
+    """Return the number of rows that one core of a CPU reads or writes as fast as several do."""
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.rows.steps))
-    return num_rows <= _FEW_ROWS and num_rows * num_bytes <= _FEW_BYTES * state.layout.capacity
+    return min(_FEW_ROWS, _FEW_BYTES * state.layout.capacity // max(num_bytes, 1))
 
 
 def jit(buffer: B) -> B:

@@ -4,15 +4,12 @@ Stable-Baselines3 passes each transition with its next observation. Here that ob
 as the next step's own, or as the final row of its episode (`storage/newest_row.py`).
 """
 
-import contextlib
 import functools
-import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 from gymnasium import spaces
@@ -20,23 +17,19 @@ from stable_baselines3.common import buffers
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
-from jaxreplay._util.checks import check_not_forked
-from jaxreplay._util.signals import defer_interrupts
-from jaxreplay.buffers.jitted import are_few, method, programs
-from jaxreplay.buffers.replay_buffer import ReplayBuffer
-from jaxreplay.buffers.state_checks import is_alive
+from jaxreplay.buffers.jitted import method
 from jaxreplay.datasets.episodes import Episode, steps_of
 from jaxreplay.inspection.contents import resets_of
-from jaxreplay.inspection.resets import ResetWatch
 from jaxreplay.samplers import Sampler
 from jaxreplay.samplers.uniform import Uniform
 from jaxreplay.sb3 import columns
 from jaxreplay.sb3.arrays import TORCH_DTYPES, fitted
 from jaxreplay.sb3.batch import SB3View
 from jaxreplay.sb3.record import Record
-from jaxreplay.stateful.owner import LastCheckpointer
-from jaxreplay.stateful.staging import BlockLengths
-from jaxreplay.storage import newest_row, ring
+from jaxreplay.sb3.rows import RowsOwner, TransitionBuffer
+from jaxreplay.stateful.lock import Monitor
+from jaxreplay.stateful.owner import Draws
+from jaxreplay.storage import ring
 from jaxreplay.torch import to_torch
 from jaxreplay.types import Step
 from jaxreplay.views import View
@@ -104,18 +97,17 @@ class DropInBuffer(buffers.ReplayBuffer):
             "num_envs": n_envs,
             "batch_size": 1,
         }
-        self._replay = ReplayBuffer(
+        self._replay = TransitionBuffer(
             **sizes, autoreset="same_step", sampler=self._sampler(), view=view
         )
-        self._added_state = self._empty()  # the state without the steps that wait
-        self._is_small = are_few(self._added_state, 256)  # the largest usual batch
-        self._lengths = BlockLengths()
-        self._forget()
-        self._watch = ResetWatch()
-        self._seed: int | None = None
-        self._num_draws = 0
-        self._pid = os.getpid()
-        self._last_checkpointer = LastCheckpointer()  # of `SaveCallback` and `resume`
+        self._draws = Draws()
+        self._own()
+        self._forget(self._empty())
+
+    def _own(self) -> None:
+        """Make what is of this process: the lock, and the owner of the rows."""
+        self._monitor = Monitor(f"this {type(self).__name__}")
+        self._owner = RowsOwner(self._replay, self._draws, self.storage_device)
 
     def _sampler(self) -> Sampler:
         return Uniform()
@@ -124,21 +116,19 @@ class DropInBuffer(buffers.ReplayBuffer):
         return SB3View()
 
     def _empty(self) -> Any:
-        with jax.default_device(self._rows_on()):
-            return jax.device_put(self._replay.init(self._example()), self._rows_on())
+        with self._owner.on_device():
+            return self._replay.init(self._example())
 
-    def _rows_on(self) -> Any:
-        return None if self.storage_device is None else jax.devices(self.storage_device)[0]
-
-    def _forget(self) -> None:
-        """Reset the host's record of the rows: the next step begins an episode in each env."""
+    def _forget(self, state: Any) -> None:
+        """Begin with an empty state. The next step begins an episode in each env."""
         self._record = Record(self._example(), self.n_envs, self._replay.length)
-        # steps that the record has and the state has not: `Step` and bool `goes_on`, [T, n_envs]
-        self._block: tuple[Step, np.ndarray] | None = None
-        # bool[n_envs]: the state's newest step was its episode's first
-        self._added_first = np.zeros(self.n_envs, bool)
         self.pos, self.full = 0, False
-        self._is_torn = False
+        self._begin(state)
+
+    def _begin(self, state: Any) -> None:
+        """Begin with a state, and the attributes that belong to it."""
+        self._owner.draws = self._draws
+        self._owner.begin(state, self._record)
         self._columns: dict[str, Any] = {}
 
     def memory(self) -> str:
@@ -157,25 +147,15 @@ class DropInBuffer(buffers.ReplayBuffer):
 
     def _recorded(self) -> Record:
         """Return the record of all steps."""
-        if self._record.num_waiting:
-            with defer_interrupts():
-                self._record_steps()
+        with self._monitor:
+            self._record.settle()
         return self._record
-
-    def _record_steps(self) -> None:
-        """Record the steps that wait, while signals wait too."""
-        if not self._record.num_waiting:
-            return
-        block = self._record.take()
-        if self._block is not None:
-            block = jax.tree.map(lambda *parts: np.concatenate(parts), self._block, block)
-        self._block = block
 
     @property
     def _state(self) -> Any:
         """The state, with all steps added."""
-        self._flush()
-        return self._added_state
+        with self._monitor:
+            return self._owner.state
 
     def size(self) -> int:
         """Return the number of transitions stored for each env, rounded down from their mean.
@@ -185,14 +165,11 @@ class DropInBuffer(buffers.ReplayBuffer):
         return int(self._num_transitions.sum() // self.n_envs)
 
     def reset(self) -> None:
-        check_not_forked(f"this {type(self).__name__}", self._pid)
-        with defer_interrupts():
-            self._added_state = (
-                method("clear")(self._replay, self._added_state)
-                if is_alive(self._added_state)
-                else self._empty()
-            )
-            self._forget()
+        with self._monitor:
+            if self._owner.is_lost:
+                return self._forget(self._empty())
+            self._owner.change(method("clear"))
+            self._forget(self._owner.state)
 
     def add(
         self,
@@ -219,9 +196,23 @@ class DropInBuffer(buffers.ReplayBuffer):
 
         Raises:
           ValueError: An array does not fit the spaces or the number of envs.
-          RuntimeError: An earlier call was interrupted: call `reset()`.
+          RuntimeError: The rows were lost in an earlier call that failed: call `reset()`.
         """
-        self._check_whole()
+        with self._monitor.without_delay():
+            problem = self._add(obs, next_obs, action, reward, done, infos)
+        if problem is not None:
+            warnings.warn(
+                f"add: {problem}. This buffer is for envs that reset within the step; next_obs is "
+                "the observation before the reset",
+                stacklevel=2,
+            )
+
+    def _add(
+        self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any
+    ) -> str | None:
+        """Do what `add` does. An interrupt leaves an intact step or none. Return the evidence for
+        envs that reset otherwise, or None."""
+        self._owner.check_not_lost()
         record, per_env = self._record, (self.n_envs,)
         step: list[Any] = [*self._stored("obs", obs), *self._stored("next_obs", next_obs)]
         action = np.asarray(action, self._action_dtype)
@@ -235,32 +226,23 @@ class DropInBuffer(buffers.ReplayBuffer):
             timeout = [info.get("TimeLimit.truncated", False) for info in infos]
             timeout = fitted("infos", np.array(timeout, bool), _BOOL, per_env)
         step.append(timeout if self.handle_timeout_termination else False)
-        if self._num_waiting >= record.most_waiting:
+        if len(record) >= record.most_waiting:
             self._flush()
-        problem = None if self._num_waiting else self._watch.look(lambda: resets_of(self._state))
+        watch, problem = self._owner.watch, None
+        if not len(record) and watch.is_due:
+            problem = watch.look(lambda: resets_of(self._state))
         self._columns = {}
-        if self.copy_info_dict:  # the step and its infos change together
-            with defer_interrupts():
-                newest = record.newest
+        if self.copy_info_dict:
+            with self._monitor:  # the step and its infos change together
                 record.put(step)
-                try:
-                    self._flush()
-                except BaseException:
-                    self._block = None
-                    record.restore(newest)
-                    raise
+                record.settle()
                 self._store_infos(record.newest_rows, infos)
-        else:  # an interrupt leaves an intact step or none
+        else:
             record.put(step)
-        num_laps, self.pos = divmod(self._num_steps, self.buffer_size)
+        num_laps, self.pos = divmod(record.num_steps, self.buffer_size)
         self.full = num_laps > 0
-        self._watch.count(self.n_envs)
-        if problem is not None:
-            warnings.warn(
-                f"add: {problem}. This buffer is for envs that reset within the step; next_obs is "
-                "the observation before the reset",
-                stacklevel=2,
-            )
+        watch.count(self.n_envs)
+        return problem
 
     def add_episodes(self, episodes: Iterable[Episode]) -> None:
         """Append the transitions of whole episodes, such as demonstrations.
@@ -285,54 +267,10 @@ class DropInBuffer(buffers.ReplayBuffer):
             done = step.terminated | step.truncated
             self.add(step.obs, step.final_obs, step.action, step.reward, done, infos)
 
-    @property
-    def _num_waiting(self) -> int:
-        """Number of steps of each env that are not added yet."""
-        return self._record.num_waiting + (0 if self._block is None else len(self._block[1]))
-
-    @property
-    def _num_steps(self) -> int:
-        """Number of steps of each env so far."""
-        return self._record.num_steps + self._record.num_waiting
-
-    def _flush(self, chosen: np.ndarray | None = None) -> Any:
-        """Add the steps that wait, unless an interrupt tore the rows.
-
-        Args:
-          chosen: Streams and numbers of transitions, int32[2, B], to be read by the program that
-            adds the last steps. Default: none.
-
-        Returns:
-          The transitions, as `_items` returns them; None without `chosen`, or if nothing waited.
-        """
-        if not self._num_waiting:
-            return None
-        with defer_interrupts():
-            return self._flush_deferred(chosen)
-
-    def _flush_deferred(self, chosen: np.ndarray | None) -> Any:
-        """Do what `_flush` does, while signals wait."""
-        self._record_steps()
-        items = None
-        while self._block is not None and not self._is_torn:
-            part, rest = self._block, None
-            length = self._lengths.parts_of(len(part[1]))[0]
-            if length < len(part[1]):
-                part, rest = (
-                    jax.tree.map(lambda leaf, cut=cut: leaf[cut], part)
-                    for cut in (slice(length), slice(length, None))
-                )
-            with self._changing():
-                self._added_state, items = _add[self._is_small](
-                    self._replay,
-                    self._added_state,
-                    *part,
-                    self._added_first,
-                    chosen if rest is None else None,
-                )
-                self._added_first = ~part[1][-1]
-                self._block = rest
-        return items
+    def _flush(self) -> None:
+        """Add the steps that wait."""
+        with self._monitor:
+            self._owner.flush()
 
     def _store_infos(self, rows: np.ndarray, infos: list[dict[str, Any]]) -> None:
         """Store the infos of a step, for a subclass with `copy_info_dict`.
@@ -358,10 +296,9 @@ class DropInBuffer(buffers.ReplayBuffer):
 
         Raises:
           ValueError: The buffer is empty.
-          RuntimeError: An earlier call was interrupted: call `reset()`.
+          RuntimeError: The rows were lost in an earlier call that failed: call `reset()`.
         """
-        with defer_interrupts():  # once: each time takes 12 us
-            self._record_steps()
+        with self._monitor:
             counts = self._check_not_empty()
             if (counts == counts[0]).all():
                 nth = np.random.randint(0, counts[0], size=batch_size)
@@ -374,23 +311,20 @@ class DropInBuffer(buffers.ReplayBuffer):
     def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> Any:
         """Return transitions by row, as of `observations`, each of a random env."""
         env_indices = np.random.randint(0, self.n_envs, size=len(batch_inds))
-        counts, newest = self._num_transitions, self._num_steps - 1
+        counts, newest = self._num_transitions, self._record.num_steps - 1
         nth = counts[env_indices] - 1 - ring.position_of(newest - batch_inds, self.buffer_size)
         if len(bad := batch_inds[(batch_inds < 0) | (batch_inds >= self.buffer_size) | (nth < 0)]):
             raise IndexError(
                 f"{type(self).__name__}: there is no transition {bad[0]}: the streams hold "
                 f"{counts.tolist()}"
             )
-        with defer_interrupts():
+        with self._monitor:
             return self._read(nth, env_indices, env)
 
     def _read(self, nth: np.ndarray, env_indices: np.ndarray, env: VecNormalize | None) -> Any:
         """Return transitions, while signals wait: JAX compares buffers, and reports an interrupt
         meanwhile as an error of `__eq__`."""
-        chosen = np.array([env_indices, nth], np.int32)
-        items = self._flush_deferred(chosen)
-        if items is None:
-            items = _get[self._is_small](self._replay, self._added_state, chosen)
+        items = self._owner.items(np.array([env_indices, nth], np.int32))
         convert = to_torch if env is None else functools.partial(jax.tree.map, np.asarray)
         obs, ends = convert((items.obs, items.done))
         obs, next_obs = (jax.tree.map(lambda leaf, k=k: leaf[k], obs) for k in (0, 1))
@@ -444,40 +378,11 @@ class DropInBuffer(buffers.ReplayBuffer):
         """Move a tensor to `device`, in 64 bits if the space's dtype has them."""
         return tensor.to(self.device, TORCH_DTYPES.get(dtype, tensor.dtype))
 
-    def _next_draw(self) -> tuple[np.uint32, np.uint32]:
-        """Return a seed and this sample's number. NumPy's generator gives the seed, once."""
-        if self._seed is None:
-            self._seed = int(np.random.randint(2**31))
-        self._num_draws = (self._num_draws + 1) & 0xFFFFFFFF
-        return np.uint32(self._seed), np.uint32(self._num_draws)
-
-    @contextlib.contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Change the rows and the host's record of them together, while signals wait.
-
-        If only one of both was changed, later calls raise.
-        """
-        before, self._is_torn = self._added_state, True
-        try:
-            yield
-        except BaseException:
-            self._is_torn = self._added_state is not before or not is_alive(before)
-            raise
-        self._is_torn = False
-
-    def _check_whole(self) -> None:
-        if os.getpid() != self._pid:  # the name takes longer than the comparison
-            check_not_forked(f"this {type(self).__name__}", self._pid)
-        if self._is_torn:
-            raise RuntimeError(
-                f"{type(self).__name__}: an earlier call was interrupted while it changed the "
-                "rows; remove them all with buffer.reset()"
-            )
-
     def _check_not_empty(self) -> np.ndarray:
-        """Return the number of transitions in each env's ring: int32[n_envs]."""
-        self._check_whole()
-        counts = self._num_transitions
+        """Return the number of transitions in each env's ring: int32[n_envs]. Signals must wait."""
+        self._owner.check_not_lost()
+        self._record.settle()
+        counts = self._record.num_transitions
         if not counts.any():
             raise ValueError(
                 f"{type(self).__name__}: there is nothing to sample yet; add transitions first, "
@@ -495,7 +400,7 @@ class DropInBuffer(buffers.ReplayBuffer):
     def __getattr__(self, name: str) -> Any:
         if name not in columns.NAMES:
             raise AttributeError(name)
-        self._check_whole()
+        self._owner.check_not_lost()
         if name not in self._columns:
             self._columns[name] = self._column(name)
         return self._columns[name]
@@ -568,57 +473,24 @@ class DropInBuffer(buffers.ReplayBuffer):
             return [(None, space.dtype, (self.n_envs, *shapes))]
         return [(key, space[key].dtype, (self.n_envs, *shapes[key])) for key in sorted(shapes)]
 
-    def __getstate__(self) -> dict[str, Any]:
-        self._flush()
+    def _attributes(self) -> dict[str, Any]:
+        """Return the attributes that are saved with a state."""
         state: Any = super().__getstate__()
-        left_out = ("_pid", "_columns", "_obs_specs", "_last_checkpointer")
-        return {
-            **{name: value for name, value in state.items() if name not in left_out},
-            "_added_state": jax.tree.map(np.asarray, self._added_state),
-        }
+        left_out = ("_monitor", "_owner", "_columns", "_obs_specs")
+        return {name: value for name, value in state.items() if name not in left_out}
+
+    def __getstate__(self) -> dict[str, Any]:
+        rows = jax.tree.map(np.asarray, self._state)
+        return {**self._attributes(), "_rows": rows}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        rows = state["_rows"]
+        state = {name: value for name, value in state.items() if name != "_rows"}
         vars(self).update(state)
         if hasattr(super(), "__setstate__"):
             super().__setstate__(state)  # type: ignore[misc]
-        self._added_state = jax.device_put(self._added_state, self._rows_on())
-        self._pid = os.getpid()
-        self._columns = {}
-        self._last_checkpointer = LastCheckpointer()
-
-
-def _add_and_read(
-    buffer: ReplayBuffer, state: Any, steps: Step, goes_on: Any, was_first: Any, chosen: Any
-) -> tuple[Any, Any]:
-    """Add a block of steps, which end their episodes provisionally, and read transitions.
-
-    Returns:
-      The state; the items of `chosen`, or None.
-    """
-    steps = steps.replace(truncated=~steps.terminated)
-    state = newest_row.extend(buffer, state, steps, goes_on, was_first)
-    return state, None if chosen is None else _items(buffer, state, chosen)
-
-
-def _items(buffer: ReplayBuffer, state: Any, chosen: jax.Array) -> Any:
-    """Read transitions.
-
-    Args:
-      buffer: The buffer.
-      state: Its state.
-      chosen: Their streams, and their numbers in the rings, int32[2, B]; 0 is the oldest one.
-
-    Returns:
-      An `SB3Batch` of fewer arrays, which take some 10 us each on the host: `obs` is obs and
-      next_obs, [2, B, ...]; `done` is done and reward, float32[2, B, 1].
-    """
-    item = buffer.get(state, columns.transitions(state).select(*chosen)).experience
-    stack = lambda *leaves: jnp.stack(leaves)
-    obs = jax.tree.map(stack, item.obs, item.next_obs)
-    return item.replace(obs=obs, next_obs=None, done=stack(item.done, item.reward), reward=None)
-
-
-_add, _get = programs(_add_and_read, changes=True), programs(_items)  # by `_is_small`
+        self._own()
+        self._begin(rows)
 
 
 def _read_only(array: np.ndarray, dtype: Any) -> np.ndarray:

@@ -1,23 +1,20 @@
 """The drop-in buffers for Stable-Baselines3: each chooses a sampler and a view."""
 
-import functools
 import operator
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 import torch
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import VecNormalize
 
 from jaxreplay._util.aliases import PyTree
-from jaxreplay._util.signals import defer_interrupts
-from jaxreplay.buffers.jitted import method, program
+from jaxreplay.buffers.jitted import method
 from jaxreplay.samplers.prioritized import Prioritized
 from jaxreplay.sb3.base import DropInBuffer
 from jaxreplay.sb3.batch import SB3View
 from jaxreplay.torch import to_torch
-from jaxreplay.types import Index, Sample
+from jaxreplay.types import Index
 
 
 class ReplayBuffer(DropInBuffer):
@@ -233,12 +230,10 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> PrioritizedSamples:
         """Sample transitions in proportion to priority ** alpha, with their weights."""
-        self._check_not_empty()
-        with defer_interrupts():
-            batch = _draw(
-                self._replay, self._state, *self._next_draw(), self.beta, operator.index(batch_size)
-            )
-        if not np.asarray(batch.is_valid).all():
+        with self._monitor:
+            self._check_not_empty()
+            batch = self._owner.draw(operator.index(batch_size), self.beta)
+        if batch is None:
             raise ValueError(
                 "PrioritizedReplayBuffer: every priority is 0, so nothing can be sampled; use a "
                 "positive epsilon"
@@ -259,20 +254,10 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
 
         Raises:
           ValueError: `indices` or `priorities` has another type or shape.
-          RuntimeError: An earlier call was interrupted: call `reset()`.
+          RuntimeError: The rows were lost in an earlier call that failed: call `reset()`.
         """
         if isinstance(priorities, torch.Tensor):
             priorities = priorities.detach().float().cpu().numpy()
         priorities = np.array(priorities, np.float32).reshape(-1) + np.float32(self.epsilon)
-        self._check_whole()
-        self._flush()
-        with defer_interrupts(), self._changing():
-            self._added_state = method("update_priorities")(
-                self._replay, self._added_state, indices, priorities
-            )
-
-
-@functools.partial(program, static=("batch_size",))
-def _draw(buffer: Any, state: Any, seed: Any, draw: Any, beta: Any, batch_size: int) -> Sample:
-    key = jax.random.fold_in(jax.random.key(seed), draw)
-    return buffer.sample(state, key, batch_size, beta=beta)
+        with self._monitor:
+            self._owner.change(method("update_priorities"), indices, priorities)

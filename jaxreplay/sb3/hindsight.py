@@ -17,10 +17,10 @@ from stable_baselines3.her.her_replay_buffer import HerReplayBuffer as TheirHerR
 
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import PyTree
-from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.buffers.jitted import program
 from jaxreplay.sb3.base import DropInBuffer
 from jaxreplay.sb3.batch import SB3View
+from jaxreplay.stateful.owner import key_of
 from jaxreplay.views.hindsight import Hindsight
 
 
@@ -119,14 +119,14 @@ class HerReplayBuffer(DropInBuffer, TheirHerReplayBuffer):
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Sample transitions uniformly: first those with their own goals, then those with new."""
-        self._check_not_empty()
         checks.check_size("sample", "batch_size", batch_size)
         batch_size = operator.index(batch_size)
         num_new = int(self.her_ratio * batch_size)
-        with defer_interrupts():
-            item, row, is_valid = _draw(
-                self._replay, self._state, *self._next_draw(), batch_size - num_new, num_new
-            )
+        with self._monitor:
+            self._check_not_empty()
+            owner, sizes = self._owner, (batch_size - num_new, num_new)
+            item, row, is_valid = owner.ask(_draw, owner.draws.next, *sizes)
+            owner.draws.count()
         if not np.asarray(is_valid).all():
             raise ValueError(
                 "HerReplayBuffer: no episode is stored from its first step on, as the strategy "
@@ -181,13 +181,13 @@ def _stored_reward(achieved: Any, goal: Any, step: PyTree) -> jax.Array:
 
 
 @functools.partial(program, static=("num_own", "num_new"))
-def _draw(buffer: Any, state: Any, seed: Any, draw: Any, num_own: int, num_new: int) -> Any:
+def _draw(buffer: Any, state: Any, draw: Any, num_own: int, num_new: int) -> Any:
     """Sample items with their own goals, then items with new ones: items [B, ...], row int32[B],
     is_valid bool[B]."""
 
     def part(ratio, size):
         view = dataclasses.replace(buffer.view, relabel_fraction=ratio)
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), draw), int(ratio))
+        key = jax.random.fold_in(key_of(draw), int(ratio))
         batch = dataclasses.replace(buffer, view=view).sample(state, key, size)
         return batch.experience, batch.index.row, batch.is_valid
 

@@ -17,7 +17,8 @@ from jaxreplay.types import Step
 
 
 class Record:
-    """Record of the steps of E envs, each in a ring of `length` rows, and the newest steps.
+    """Record of the steps of E envs, each in a ring of `length` rows, and the newest steps, which
+    wait to be added to the rows. It is the `Staging` of a drop-in buffer.
 
     Each step writes a row, and after it a final row, whose place the next step of the same episode
     takes.
@@ -28,23 +29,24 @@ class Record:
       length: Number of rows in each env's ring.
 
     Attributes:
-      num_steps: Number of steps of each env so far, without those that wait.
-      num_waiting: Number of the newest steps, which wait to be recorded.
       most_waiting: Largest number of steps that may wait.
-      may_go_on: bool[E]; the newest step's episode may continue with the next step.
+      may_go_on: bool[E]; the newest recorded step's episode may continue with the next step.
     """
 
     def __init__(self, example: Step, num_envs: int, length: int):
-        self.num_steps, self.may_go_on = 0, np.zeros(num_envs, bool)
+        self.may_go_on = np.zeros(num_envs, bool)
+        self._is_first = np.zeros(num_envs, bool)  # the newest recorded step, of its episode
+        self._num_recorded = self._num_new = 0  # steps; new ones are not recorded yet
+        # Recorded steps that are not added yet, a part for each `settle`, oldest first.
+        self._parts: list[Any] = []
         leaves = jax.tree.leaves(example)
-        self.num_waiting = 0
         self.most_waiting = most_steps(num_envs * sum(leaf.nbytes for leaf in leaves))
 
         def rows(leaf: Any, more: int = 0) -> np.ndarray:
             return np.zeros((self.most_waiting + more, num_envs, *leaf.shape), leaf.dtype)
 
         obs, self._structure = jax.tree.flatten(example.obs)
-        # Steps that wait. The first next observation is that of the newest step that is recorded.
+        # New steps. The first next observation is that of the newest step that is recorded.
         self._obs, self._next_obs = [rows(leaf) for leaf in obs], [rows(leaf, 1) for leaf in obs]
         self._rest = [  # action, reward, done, timeout
             rows(leaf) for leaf in (example.action, example.reward, np.bool_(), np.bool_())
@@ -61,9 +63,18 @@ class Record:
             collections.deque() for _ in range(num_envs)
         ]
 
+    def __len__(self) -> int:
+        """Return the number of steps that wait."""
+        return self._num_new + sum(len(goes_on) for _, goes_on, _ in self._parts)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps of each env so far."""
+        return self._num_recorded + self._num_new
+
     @property
     def num_transitions(self) -> np.ndarray:
-        """Number of transitions in each env's ring: int32[E]."""
+        """Number of transitions in each env's ring, without new steps: int32[E]."""
         num_final = np.array([len(rows) for rows in self._stored_final_rows()], np.int64)
         num_others = np.minimum(self._num_rows, self._length) - num_final - 1
         return np.maximum(num_others, 0).astype(np.int32)
@@ -74,26 +85,10 @@ class Record:
         Args:
           step: Leaves of obs, leaves of next_obs, action, reward, done and timeout, [E, ...].
         """
-        nth = self.num_waiting
+        nth = self._num_new
         for (target, offset), leaf in zip(self._targets, step, strict=True):
             target[nth + offset] = leaf
-        self.num_waiting = nth + 1
-
-    @property
-    def newest(self) -> tuple[Any, ...]:
-        """Record of the newest step, for `restore`."""
-        announced = [leaf[0].copy() for leaf in self._next_obs]
-        return announced, self.num_steps, self.may_go_on, self._num_rows
-
-    def restore(self, newest: tuple[Any, ...]) -> None:
-        """Forget the steps since `newest` was read, of which at most one was recorded."""
-        announced, self.num_steps, self.may_go_on, self._num_rows = newest
-        self.num_waiting = 0
-        for leaf, row in zip(self._next_obs, announced, strict=True):
-            leaf[0] = row
-        for rows, num_rows in zip(self._final_rows, self._num_rows, strict=True):
-            while rows and rows[-1] >= num_rows - 1:
-                rows.pop()
+        self._num_new = nth + 1
 
     def _stored_final_rows(self) -> list[collections.deque[int]]:
         """Drop the final rows that are overwritten, and return the others of each env."""
@@ -109,14 +104,29 @@ class Record:
             self._num_rows - 2, self._length
         )
 
-    def take(self) -> tuple[Step, np.ndarray]:
-        """Record the steps that wait, at least one. Return them as one block.
+    def waiting(self) -> tuple[Step, np.ndarray, np.ndarray]:
+        """Record new steps, and return all that wait as one block, in memory of their own.
 
         Returns:
-          Leaves [T, E, ...], in memory of their own, without `truncated`; bool[T, E], whether a
-          step continues the episode of the step before.
+          Leaves [T, E, ...], without `truncated`; bool[T, E], whether a step continues the episode
+          of the step before; bool[T, E], whether the step before was its episode's first.
         """
-        num = self.num_waiting
+        self.settle()
+        if len(self._parts) > 1:
+            self._parts = [jax.tree.map(lambda *leaves: np.concatenate(leaves), *self._parts)]
+        return self._parts[0]
+
+    def drop(self, num_steps: int) -> None:
+        """Forget the oldest of the steps that wait, of the block that `waiting` returned: they are
+        added."""
+        block = self._parts[0]
+        is_rest = num_steps < len(block[1])
+        self._parts = [jax.tree.map(lambda leaf: leaf[num_steps:], block)] if is_rest else []
+
+    def settle(self) -> None:
+        """Record the new steps. Signals must wait meanwhile."""
+        if not (num := self._num_new):
+            return
         obs, final_obs = (
             [leaf[first : num + first].copy() for leaf in leaves]
             for first, leaves in enumerate((self._obs, self._next_obs))
@@ -133,13 +143,15 @@ class Record:
             for nth, env in np.argwhere(~goes_on):
                 if num_before := int(num_rows[nth, env]) - 2:  # rows before this step
                     final_rows[env].append(num_before - 1)
-        self._num_rows, self.num_steps = num_rows[-1], self.num_steps + num
-        self.may_go_on, self.num_waiting = ~ends[-1], 0
+        was_first = np.concatenate([self._is_first[None], ~goes_on[:-1]])
+        self._num_rows, self._num_recorded = num_rows[-1], self._num_recorded + num
+        self.may_go_on, self._is_first, self._num_new = ~ends[-1], ~goes_on[-1], 0
         obs, final_obs = (
             jax.tree.unflatten(self._structure, leaves) for leaves in (obs, final_obs)
         )
         flags = {"terminated": done & ~timeout, "truncated": None}
-        return Step(obs, action, reward, **flags, final_obs=final_obs), goes_on
+        step = Step(obs, action, reward, **flags, final_obs=final_obs)
+        self._parts.append((step, goes_on, was_first))
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

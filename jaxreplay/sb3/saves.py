@@ -13,7 +13,6 @@ import pickle
 import random
 from typing import Any, TypeVar
 
-import jax
 import numpy as np
 import torch
 from stable_baselines3.common.callbacks import BaseCallback
@@ -58,7 +57,7 @@ class SaveCallback(BaseCallback):
         self._last = self.model.num_timesteps
         buffer = _buffer_of("SaveCallback", self.model)
         # that of `resume`, or of an earlier `learn`, if it is of this path
-        self._checkpointer = buffer._last_checkpointer.at(self.path, buffer._replay)
+        self._checkpointer = buffer._owner.last_checkpointer.at(self.path, buffer._replay)
         self._checkpointer.max_to_keep = self.max_to_keep
 
     def _on_rollout_start(self) -> None:
@@ -76,8 +75,7 @@ class SaveCallback(BaseCallback):
         model, content = self.model, io.BytesIO()
         buffer = _buffer_of("SaveCallback", model)
         model.save(content)
-        state, rest = buffer._state, buffer.__getstate__()
-        del rest["_added_state"]
+        state, rest = buffer._state, buffer._attributes()
         extras = {
             "model": content.getvalue(),
             "buffer": pickle.dumps(rest),
@@ -105,7 +103,7 @@ def resume(path: Any, model: M, step: int | None = None) -> M:
       ValueError: The replay buffer is not one of `jaxreplay.sb3`, or has other arguments.
     """
     buffer = _buffer_of("resume", model)
-    checkpointer = buffer._last_checkpointer.at(path, buffer._replay)
+    checkpointer = buffer._owner.last_checkpointer.at(path, buffer._replay)
     if not checkpointer.all_steps():
         return model
     state, found = checkpointer.restore(buffer._example(), step, extras=_EXTRAS)
@@ -122,7 +120,7 @@ def resume(path: Any, model: M, step: int | None = None) -> M:
         io.BytesIO(found["model"]), env=env, device=device, force_reset=not has_envs
     )
     vars(buffer).update(rest)
-    buffer._added_state = jax.device_put(state, buffer._rows_on())
+    buffer._begin(state)
     restored.replay_buffer = buffer
     if hasattr(buffer, "env"):  # for hindsight
         buffer.env = restored.get_env()

@@ -1,10 +1,10 @@
 """The state of a `Replay`: each change donates it, and an error says so if a change lost it."""
 
+import dataclasses
 import functools
 import operator
 import os
 import warnings
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,7 +16,7 @@ from jaxreplay._util import checks
 from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.buffers.adopt import check_adopted
-from jaxreplay.buffers.jitted import are_few, method, program, programs
+from jaxreplay.buffers.jitted import few_rows, method, program, programs
 from jaxreplay.buffers.mixture import Mixture
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import example_of as step_example, is_alive
@@ -58,18 +58,47 @@ class LastCheckpointer:
         return self._made
 
 
+@dataclasses.dataclass
+class Draws:
+    """Seed and number of random draws, of which keys are made.
+
+    Attributes:
+      seed: Seed of all keys. Default: NumPy's global generator gives it, at the first draw.
+      num: Number of draws so far, modulo 2**32.
+    """
+
+    seed: int | None = None
+    num: int = 0
+
+    @property
+    def next(self) -> tuple[np.uint32, np.uint32]:
+        """Seed and number of the next draw, for `key_of`."""
+        if self.seed is None:
+            self.seed = int(np.random.randint(2**31))
+        seed = operator.index(self.seed) & 0xFFFFFFFF
+        return np.uint32(seed), np.uint32((self.num + 1) & 0xFFFFFFFF)
+
+    def count(self) -> None:
+        """Count a draw."""
+        self.num = int(self.next[1])
+
+
+def key_of(draw: tuple[Any, Any]) -> Key:
+    """Return the key of a draw, from its seed and number."""
+    seed, number = draw
+    return jax.random.fold_in(jax.random.key(seed), number)
+
+
 class Owner:
-    """A random key, and checkpoints, of a buffer's rows.
+    """Random draws, and checkpoints, of a buffer's rows.
 
     It is not thread-safe: `Replay` has the lock.
     """
 
-    def __init__(self, buffer: Any, seed: int, device: Any):
-        self.buffer = buffer
+    def __init__(self, buffer: Any, draws: Draws, device: Any):
+        self.buffer, self.draws = buffer, draws
         self._device = jax.devices(device)[0] if isinstance(device, str) else device
-        self._key = jax.random.key(seed)
-        self._num_draws = 0
-        self._last = LastCheckpointer()
+        self.last_checkpointer = LastCheckpointer()
 
     @property
     def state(self) -> Any:
@@ -94,6 +123,10 @@ class Owner:
         """Replace the state, and the steps that wait, by a state that was loaded."""
         raise NotImplementedError
 
+    def on_device(self) -> Any:
+        """Return a context in which new arrays lie on that device, if one was named."""
+        return jax.default_device(self._device)
+
     def put(self, tree: PyTree) -> Any:
         """Move arrays to the device that stores the rows, if one was named."""
         return tree if self._device is None else jax.device_put(tree, self._device)
@@ -114,10 +147,10 @@ class Owner:
         state = self.state  # adds the steps that wait
         if self.example is None:
             raise ValueError("save: nothing was added yet, so there is nothing to save")
-        checkpointer = self._last.at(path, self.buffer, max_to_keep=1, overwrite=True)
+        checkpointer = self.last_checkpointer.at(path, self.buffer, max_to_keep=1, overwrite=True)
         checks.check_size("save", "max_to_keep", max_to_keep)
         checkpointer.max_to_keep = max_to_keep
-        own = {"num_draws": self._num_draws, **metadata}
+        own = {"num_draws": self.draws.num, **metadata}
         checkpointer.save(state, step, extras=extras, metadata={_METADATA: own})
 
     def load(self, path: Any, step: int | None, extras: Any) -> tuple[dict[str, Any], Any]:
@@ -134,10 +167,10 @@ class Owner:
                 "load: the shapes of a step are not known yet; make the replay with "
                 "jaxreplay.Replay(buffer, example=step)"
             )
-        checkpointer = self._last.at(path, self.buffer, max_to_keep=1, overwrite=True)
+        checkpointer = self.last_checkpointer.at(path, self.buffer, max_to_keep=1, overwrite=True)
         self.keep_waiting()  # a load that fails keeps them
         restore = functools.partial(checkpointer.restore, self.example, step, extras=extras)
-        with jax.default_device(self._device):
+        with self.on_device():
             try:
                 found = restore()
             except (MemoryError, jax.errors.JaxRuntimeError) as error:
@@ -154,15 +187,18 @@ class Owner:
         with defer_interrupts():
             self.put_loaded(state)
             if isinstance(num_draws := metadata.get("num_draws"), int):
-                self._num_draws = num_draws & 0xFFFFFFFF
+                self.draws.num = num_draws & 0xFFFFFFFF
         return metadata, extras
 
 
 class StateOwner(Owner):
     """State of a buffer, and the steps that wait to be added to it."""
 
-    def __init__(self, buffer: ReplayBuffer, seed: int, device: Any):
-        super().__init__(buffer, seed, device)
+    # what to do after the rows were lost, for the error
+    cure = "restore saved ones with replay.load(path), or make another Replay"
+
+    def __init__(self, buffer: ReplayBuffer, draws: Draws, device: Any):
+        super().__init__(buffer, draws, device)
         self._lengths = BlockLengths()
         self.watch, self.final_obs = ResetWatch(), FinalObsWatch()
         self.forget()
@@ -193,27 +229,34 @@ class StateOwner(Owner):
         self._state, self._can_sample, self._lost = self.put(state), None, None
         self._staging.drop(len(self._staging))
 
+    @property
+    def is_lost(self) -> bool:
+        """True if a call that failed lost the rows."""
+        return self._lost is not None
+
     def check_not_lost(self) -> None:
         if self._lost is not None:
-            raise RuntimeError(
-                f"the rows were lost {self._lost}; restore saved ones with replay.load(path), or "
-                "make another Replay"
-            )
+            raise RuntimeError(f"the rows were lost {self._lost}; {self.cure}")
 
     def init(self, example: PyTree, state: Any = None) -> None:
         """Begin with an example of one env's step, and a state, by default an empty one."""
-        with jax.default_device(self._device):
+        with self.on_device():
             state = self.buffer.init(example) if state is None else state
         self._format = StepFormat.of(self.buffer, example)
-        self._staging = Staging(self._format.specs, self.buffer.num_envs)
         self._example = jax.eval_shape(lambda: example)
+        self.begin(state, Staging(self._format.specs, self.buffer.num_envs))
+
+    def begin(self, state: Any, staging: Any) -> None:
+        """Begin with a state, and a `Staging` of steps that wait to be added to it."""
         self._state = jax.device_put(state, self._device)
+        self._staging, self._can_sample, self._lost = staging, None, None
+        self._few_rows = few_rows(self._state)
 
     def take(self, state: Any) -> None:
         """Begin with the rows of any buffer's state."""
         state = check_adopted("Replay", self.buffer, state)
         example = step_example(self.buffer.layout(), state.rows.steps)
-        with jax.default_device(self._device):
+        with self.on_device():
             self.init(example, method("adopt")(self.buffer, state))
 
     def forget(self) -> None:
@@ -261,21 +304,43 @@ class StateOwner(Owner):
 
     def flush(self) -> None:
         """Add the steps that wait."""
-        for part in self._waiting():
-            self._add(_extend, part)
+        for length, part in self._waiting():
+            self._add(self._extend_for(length), length, part)
 
-    def _add(self, function: Any, part: Any, *arguments: Any, **options: Any) -> Any:
-        """Replace the state by the one that a program returns, which adds a part of the steps that
-        wait. Return the program's other result, or None."""
+    def _extend_for(self, length: int) -> Any:
+        """Return the program that adds a block of so many steps."""
+        return _extend[length * self.buffer.num_envs <= self._few_rows]
+
+    def read(self, reads: Any, adds: Any, num_rows: int, *arguments: Any, **options: Any) -> Any:
+        """Return what a program reads, which adds the last of the steps that wait before it does.
+
+        Args:
+          reads: `programs` called as function(buffer, state, *arguments, **options), for when no
+            step waits. Default: `adds`, with None as the block.
+          adds: `programs` called as function(buffer, state, block, *arguments, **options), which
+            return the new state and the result.
+          num_rows: Number of rows that are read.
+        """
+        *parts, (length, last) = self._waiting() or [(0, None)]
+        for its_length, part in parts:
+            self._add(self._extend_for(its_length), its_length, part)
+        few = max(num_rows, length * self.buffer.num_envs) <= self._few_rows
+        if last is None and reads is not None:
+            return self.ask(reads[few], *arguments, **options)
+        return self._add(adds[few], length, last, *arguments, **options)
+
+    def _add(self, function: Any, length: int, part: Any, *arguments: Any, **options: Any) -> Any:
+        """Replace the state by the one that a program returns, which adds the oldest steps that
+        wait: `part`, of `length` steps. Return the program's other result, or None."""
         other = self._change(function, part, *arguments, **options)
-        if part is not None:
-            self._staging.drop(_length_of(part))
+        if length:
+            self._staging.drop(length)
             self._look(*part[:2])
         return other
 
     def look_at(self, function: Any, *arguments: Any) -> None:
         """Look for resets by hand among the steps that a call of `change` added."""
-        if function is _extend:
+        if function in _extend:
             self._look(*arguments[0][:2])
         elif function is method("add"):
             self._look(*jax.tree.map(lambda leaf: leaf[None], arguments[:2]))
@@ -286,12 +351,12 @@ class StateOwner(Owner):
         if self.buffer.autoreset == "same_step" and (problem := self.final_obs.look(steps, mask)):
             warnings.warn(f"add: {problem}", stacklevel=5)
 
-    def _waiting(self) -> list[Any]:
+    def _waiting(self) -> list[tuple[int, Any]]:
         """Return the steps that wait, their masks and their priorities, in parts that `extend` has
-        programs for."""
+        programs for, each with its length."""
         if self._staging is None or not len(self._staging):
             return []
-        return list(self._parts_of(self.put(self._staging.waiting())))
+        return self._parts_of(len(self._staging), self.put(self._staging.waiting()))
 
     def calls_of(
         self, step: PyTree, env: int | None, mask: Any, priority: Any
@@ -331,20 +396,24 @@ class StateOwner(Owner):
             )
         num_steps = int(np.prod(axes)) if mask is None else int(np.sum(mask))
         if len(axes) == 2:
-            return num_steps, [(_extend, part) for part in self._parts_of((step, mask, priority))]
+            parts = self._parts_of(axes[0], (step, mask, priority))
+            return num_steps, [(self._extend_for(length), part) for length, part in parts]
         return num_steps, [(method("add"), step, mask, priority)]
 
-    def _parts_of(self, block: Any) -> Iterator[Any]:
-        """Yield a block, leaves [T, ...], in parts whose lengths have programs."""
-        parts, start = self._lengths.parts_of(_length_of(block)), 0
-        if len(parts) == 1:
-            yield block
-            return
-        block = jax.tree.map(_on_host, block)
-        for length in parts:
-            part = slice(start, start + length)
-            yield jax.tree.map(lambda leaf, part=part: leaf[part], block)
-            start += length
+    def _parts_of(self, length: int, block: Any) -> list[tuple[int, Any]]:
+        """Return a block, leaves [T, ...], in parts whose lengths have programs, each with its
+        length. A block whose leaves differ in T is one part: the program names them."""
+        lengths = self._lengths.parts_of(length)
+        if len(lengths) == 1 or {np.shape(leaf)[:1] for leaf in jax.tree.leaves(block)} != {
+            (length,)
+        }:
+            return [(length, block)]
+        block, ends = jax.tree.map(_on_host, block), np.cumsum(lengths).tolist()
+        parts = [slice(end - size, end) for end, size in zip(ends, lengths, strict=True)]
+        return [
+            (size, jax.tree.map(lambda leaf, part=part: leaf[part], block))
+            for size, part in zip(lengths, parts, strict=True)
+        ]
 
     def change(self, function: Any, *arguments: Any, **options: Any) -> Any:
         """Replace the state by the one that a program returns. The old one is donated.
@@ -396,11 +465,10 @@ class StateOwner(Owner):
     def get(self, index: Any) -> Sample:
         """Read rows again."""
         self.check_begun("get")
-        number = (self._num_draws + 1) & 0xFFFFFFFF
-        batch = self.ask(_get, index, self._key, np.uint32(number))
+        batch = self.ask(_get, index, self.draws.next)
         if self.buffer.view.is_random:
-            self._num_draws = number
-        return self.taken_out(batch)
+            self.draws.count()
+        return batch
 
     def draw(self, batch_size: int, beta: float | None) -> Sample | None:
         """Sample a batch, or return None if the buffer cannot sample.
@@ -413,26 +481,18 @@ class StateOwner(Owner):
         if not self.has_example or self._can_sample is False:
             return None
         consumes = isinstance(self.buffer.sampler, ConsumingSampler)
-        number = (self._num_draws + 1) & 0xFFFFFFFF
-        given = (self._key, np.uint32(number), beta)
-        *parts, last = self._waiting() or [None]
-        for part in parts:
-            self._add(_extend, part)
-        num_added = _length_of(last) * self.buffer.num_envs
-        few = are_few(self._state, max(batch_size, num_added))
-        if last is None and not consumes:
-            batch, can_sample = self.ask(_sample[few], *given, batch_size=batch_size)
-        else:
-            add = _add_and_sample[few]
-            batch, can_sample = self._add(add, last, *given, batch_size=batch_size)
+        reads = None if consumes else _sample
+        batch, can_sample = self.read(
+            reads, _add_and_sample, batch_size, self.draws.next, beta, batch_size=batch_size
+        )
         if self._can_sample is None:  # the device is waited for once after each change
             self._can_sample = bool(can_sample)
         if not self._can_sample:
             return None
         if consumes:
             self._can_sample = None
-        self._num_draws = number
-        return self.taken_out(batch)
+        self.draws.count()
+        return batch
 
     def has_batch(self) -> bool:
         """Return whether the buffer can sample."""
@@ -453,8 +513,10 @@ class MixtureOwner(Owner):
     """
 
     def __init__(self, buffer: Mixture, seed: int, device: Any):
-        super().__init__(buffer, seed, device)
-        self.members = {name: StateOwner(part, seed, device) for name, part, _ in buffer.members}
+        super().__init__(buffer, Draws(seed), device)
+        self.members = {
+            name: StateOwner(part, Draws(seed), device) for name, part, _ in buffer.members
+        }
         self._all = [*self.members.values()]
 
     @property
@@ -514,12 +576,10 @@ class MixtureOwner(Owner):
         self.check_not_lost()
         if not self.has_batch():
             return None
-        self._num_draws = (self._num_draws + 1) & 0xFFFFFFFF
-        batch = _sample_members(
-            self.buffer, self.state, self._key, np.uint32(self._num_draws), beta
-        )
+        batch = _sample_members(self.buffer, self.state, self.draws.next, beta)
+        self.draws.count()
         _check_not_traced(batch)
-        return self.taken_out(batch)
+        return batch
 
     def has_batch(self) -> bool:
         return all(owner.has_batch() for owner in self._all)
@@ -545,7 +605,7 @@ def _check_whole(checkpointer: "Checkpointer") -> None:
 
 def _check_not_traced(result: Any) -> None:
     """Raise a ValueError if `result` has tracers: the call is inside of `jit`."""
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(result)):
+    if checks.is_tracing() and any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(result)):
         raise ValueError(OUTSIDE)
 
 
@@ -568,39 +628,33 @@ def _add_to_one(
     return buffer.add(state, step, jnp.arange(num_envs) == env, priority)
 
 
-@functools.partial(program, changes=True)
+@functools.partial(programs, changes=True)
 def _extend(buffer: ReplayBuffer, state: Any, block: Any) -> Any:
     return buffer.extend(state, *block)
 
 
 @functools.partial(programs, static=("batch_size",))
 def _sample(
-    buffer: ReplayBuffer, state: Any, key: Key, draw: jax.Array, beta: Any, batch_size: int
+    buffer: ReplayBuffer, state: Any, draw: Any, beta: Any, batch_size: int
 ) -> tuple[Sample, jax.Array]:
     """Return a batch, and whether the buffer can sample."""
-    batch = buffer.sample(state, jax.random.fold_in(key, draw), batch_size, beta=beta)
+    batch = buffer.sample(state, key_of(draw), batch_size, beta=beta)
     return batch, buffer.can_sample(state)
 
 
 @program
-def _sample_members(buffer: Mixture, states: Any, key: Key, draw: jax.Array, beta: Any) -> Sample:
-    return buffer.sample(states, jax.random.fold_in(key, draw), beta=beta)
+def _sample_members(buffer: Mixture, states: Any, draw: Any, beta: Any) -> Sample:
+    return buffer.sample(states, key_of(draw), beta=beta)
 
 
 @program
-def _get(buffer: ReplayBuffer, state: Any, index: Any, key: Key, draw: jax.Array) -> Sample:
-    return buffer.get(state, index, jax.random.fold_in(key, draw))
+def _get(buffer: ReplayBuffer, state: Any, index: Any, draw: Any) -> Sample:
+    return buffer.get(state, index, key_of(draw))
 
 
 @functools.partial(programs, changes=True, static=("batch_size",))
 def _add_and_sample(
-    buffer: ReplayBuffer,
-    state: Any,
-    block: Any,
-    key: Key,
-    draw: jax.Array,
-    beta: Any,
-    batch_size: int,
+    buffer: ReplayBuffer, state: Any, block: Any, draw: Any, beta: Any, batch_size: int
 ) -> tuple[Any, tuple[Sample, jax.Array]]:
     """Add a block of steps, or None, then sample, or `pop` if the sampler consumes rows.
 
@@ -609,19 +663,12 @@ def _add_and_sample(
     """
     if block is not None:
         state = buffer.extend(state, *block)
-    can_sample, key = buffer.can_sample(state), jax.random.fold_in(key, draw)
+    can_sample, key = buffer.can_sample(state), key_of(draw)
     if isinstance(buffer.sampler, ConsumingSampler):
         state, batch = buffer.pop(state, key, batch_size)
     else:
         batch = buffer.sample(state, key, batch_size, beta=beta)
     return state, (batch, can_sample)
-
-
-def _length_of(block: Any) -> int:
-    """Return T of a block with leaves [T, ...]; 0 for leaves of different lengths, for which the
-    program raises an error."""
-    found = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(block)}
-    return (*found.pop(), 0)[0] if len(found) == 1 else 0
 
 
 def _is_plain(array: Any, shape: tuple[int, ...]) -> bool:

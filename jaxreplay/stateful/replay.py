@@ -23,7 +23,7 @@ from jaxreplay.samplers import ConsumingSampler
 from jaxreplay.stateful import host_arrays
 from jaxreplay.stateful.host_arrays import as_stored
 from jaxreplay.stateful.lock import Monitor
-from jaxreplay.stateful.owner import MixtureOwner, StateOwner
+from jaxreplay.stateful.owner import Draws, MixtureOwner, StateOwner
 from jaxreplay.stateful.rate_limiter import RatioLimiter
 from jaxreplay.storage.episodes import Episodes
 from jaxreplay.storage.state import ReplayState
@@ -118,7 +118,7 @@ class Replay:
             self._owner = MixtureOwner(buffer, seed, device)
             self._owners = {**self._owner.members}
         else:
-            self._owner = StateOwner(buffer, seed, device)
+            self._owner = StateOwner(buffer, Draws(seed), device)
             self._owners = {None: self._owner}
         self._limiter = (
             None
@@ -342,7 +342,8 @@ class Replay:
         """
         owner = self._owner_of("get", member)
         with self._monitor:
-            return host_arrays.to_framework(self.framework, owner.get(_index_of(index)))
+            batch = owner.taken_out(owner.get(_index_of(index)))
+            return host_arrays.to_framework(self.framework, batch)
 
     def age(self, index: Any, *, member: str | None = None) -> Any:
         """Return how many rows of its env were written after each row, as `ReplayBuffer.age` does.
@@ -616,9 +617,11 @@ class Replay:
             return None
         size = self.buffer.batch_size if batch_size is None else operator.index(batch_size)
         batch = self._owner.draw(size, beta)
-        if batch is not None and self._limiter is not None:
+        if batch is None:
+            return None
+        if self._limiter is not None:
             self._limiter.num_samples += size
-        return batch
+        return self._owner.taken_out(batch)
 
     def _wait(self, where: str, is_ready: Any, timeout: float | None, why: Any) -> None:
         """Wait until `is_ready()`, with the lock released; after `timeout`, raise a TimeoutError

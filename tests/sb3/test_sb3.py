@@ -20,7 +20,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 from jaxreplay import datasets, sb3
 from jaxreplay.buffers.jitted import options_here
-from jaxreplay.sb3 import base, columns
+from jaxreplay.sb3 import columns, rows as rows_of
 from tests.conftest import ALL, SOAK
 from tests.support.compilations import count_programs
 from tests.support.hlo import check_in_place
@@ -302,9 +302,9 @@ def test_steps_that_wait_and_are_saved_are_as_if_added_at_once(kind, n_envs):
         at_once._flush()
         if number % 3 == 0:  # a look between adds
             assert waits.size() == at_once.size()
-        assert waits._num_waiting <= 64
+        assert len(waits._record) <= 64
         if number == 84:
-            assert waits._num_waiting
+            assert len(waits._record)
             waits = pickle.loads(pickle.dumps(waits))
         if number < 69 or number % 10 != 9:
             continue
@@ -371,7 +371,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing():
         with refused(text):
             ours.add(*good[:place], bad, *good[place + 1 :])
     assert ours.size() == 0
-    assert not ours._num_waiting
+    assert not len(ours._record)
 
 
 # The missing extra, and calls in place.
@@ -391,7 +391,7 @@ def test_an_add_and_a_sample_are_in_place():
     steps = jax.tree.map(lambda leaf: np.zeros((4, 2, *leaf.shape), leaf.dtype), ours._example())
     flags, rows = np.zeros((4, 2), bool), np.zeros((2, 8), np.int32)
     options = {"num_elements": 1 << 16, **options_here()}
-    add = functools.partial(base._add_and_read, ours._replay)
-    check_in_place(add, (ours._state, steps, flags, flags[0], rows), donated=0, **options)
-    items = functools.partial(base._items, ours._replay)
+    add = functools.partial(rows_of._add_and_read, ours._replay)
+    check_in_place(add, (ours._state, (steps, flags, flags), rows), donated=0, **options)
+    items = functools.partial(rows_of._items, ours._replay)
     check_in_place(items, (ours._state, rows), **options)

@@ -13,7 +13,8 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.envs import BitFlippingEnv
 
 from jaxreplay import sb3
-from jaxreplay.sb3 import base, hindsight
+from jaxreplay.sb3 import hindsight
+from jaxreplay.stateful import owner
 from tests.conftest import ALL, SOAK
 from tests.support.hlo import check_in_place
 from tests.support.refusals import refused, warned
@@ -112,7 +113,7 @@ def test_where_no_episode_is_whole_a_strategy_that_needs_one_says_so():
         buffer.sample(1000)
 
 
-def test_a_failed_add_leaves_no_step_without_its_infos(monkeypatch):
+def test_after_a_failed_add_each_step_has_its_infos(monkeypatch):
     buffer = make(45, copy_info_dict=True)
     fill(buffer, 20)
 
@@ -120,11 +121,15 @@ def test_a_failed_add_leaves_no_step_without_its_infos(monkeypatch):
         raise MemoryError("no room for a program")
 
     with monkeypatch.context() as patch:
-        patch.setattr(base, "_add", [fails] * 2)
+        patch.setattr(owner, "_extend", [fails] * 2)
+        fill(buffer, 1, start=20)
         with pytest.raises(MemoryError):
-            fill(buffer, 1, start=20)
-    fill(buffer, 1, start=21)
-    assert buffer.size() == 21
+            buffer.sample(4)
+    fill(buffer, 9, start=21)
+    assert buffer.size() == 30
+    _, obs, _ = drawn(buffer, 500)
+    assert [info["number"] for info in buffer.env.infos] == obs[100:].tolist()
+    assert set(obs.tolist()) == set(range(30))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +218,7 @@ def test_dqn_learns_to_flip_bits():
 def test_a_draw_is_in_place():
     buffer, seed = make(1 << 16), np.uint32(0)
     check_in_place(
-        lambda state: hindsight._draw(buffer._replay, state, seed, seed, 2, 6),
+        lambda state: hindsight._draw(buffer._replay, state, (seed, seed), 2, 6),
         (buffer._state,),
         num_elements=1 << 16,
     )

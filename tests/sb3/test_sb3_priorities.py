@@ -10,7 +10,7 @@ import torch
 from stable_baselines3 import DQN
 
 from jaxreplay import sb3
-from jaxreplay.sb3 import buffers
+from jaxreplay.stateful import owner
 from tests.sb3.test_sb3 import BOX, NUMBER
 from tests.support.hlo import check_in_place
 from tests.support.refusals import refused
@@ -137,9 +137,10 @@ def test_prioritized_dqn_with_alpha_0_and_beta_0_is_dqn():
 
 def test_a_draw_is_in_place():
     ours = sb3.PrioritizedReplayBuffer(1 << 16, VECTOR, BOX, n_steps=3)
-    seed = np.uint32(0)
+    draw = (np.uint32(0), np.uint32(0))
+    sample = owner._sample[0].__wrapped__
     check_in_place(
-        lambda state: buffers._draw(ours._replay, state, seed, seed, 0.4, 8),
+        lambda state: sample(ours._replay, state, draw, 0.4, 8),
         (ours._state,),
         num_elements=1 << 16,
     )

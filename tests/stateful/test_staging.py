@@ -104,9 +104,8 @@ def test_a_loop_runs_one_program_for_its_adds_and_its_sample(monkeypatch):
     def noted(name, real):
         return lambda *arguments, **options: seen.append(name) or real(*arguments, **options)
 
-    for name in ("_extend", "method"):
-        monkeypatch.setattr(owner, name, noted(name, getattr(owner, name)))
-    for name in ("_sample", "_add_and_sample"):
+    monkeypatch.setattr(owner, "method", noted("method", owner.method))
+    for name in ("_extend", "_sample", "_add_and_sample"):
         both = [noted(name, real) for real in getattr(owner, name)]
         monkeypatch.setattr(owner, name, both)
     loop(20)
@@ -138,8 +137,8 @@ def test_a_failed_program_loses_no_step_that_waits(monkeypatch):
         raise MemoryError("no room for a program")
 
     with monkeypatch.context() as patch:
-        patch.setattr(owner, "_extend", fails)
-        patch.setattr(owner, "_add_and_sample", [fails, fails])
+        for name in ("_extend", "_add_and_sample"):
+            patch.setattr(owner, name, [fails, fails])
         for call in (replay.sample, lambda: len(replay), replay.clear):
             with pytest.raises(MemoryError):
                 call()

@@ -548,7 +548,7 @@ def test_places_that_are_named_alike_are_told_apart(monkeypatch):
     spec = {"driver": "s3", "bucket": "runs", "path": "x", "aws_region": "us-east-1"}
     one, other = (spec | {"endpoint": f"http://127.0.0.1:{port}"} for port in (9000, 9001))
     replay = make()
-    at = lambda path: replay._owner._last.at(path, replay.buffer)
+    at = lambda path: replay._owner.last_checkpointer.at(path, replay.buffer)
     first = at(one)
     assert at(dict(one)) is first
     assert (second := at(other)) is not first
