@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxreplay._util import checks
 from jaxreplay._util.names import spec_text
 
 # Keeps the division by a deviation of 0 finite; far below the deviation of useful advantages.
@@ -203,7 +204,7 @@ def next_values(
       [2.0, 3.0, 4.0]
     """
     value, last_value = jnp.asarray(value), jnp.asarray(last_value)
-    _check_shapes("next_values", value.shape[1:], last_value=last_value)
+    checks.check_shapes("next_values", value.shape[1:], last_value=last_value)
     following = jnp.concatenate([value[1:], last_value[None].astype(value.dtype)])
     if (truncated is None) != (final_value is None):
         raise ValueError(
@@ -211,7 +212,7 @@ def next_values(
         )
     if final_value is None:
         return following
-    _check_shapes("next_values", value.shape, truncated=truncated, final_value=final_value)
+    checks.check_shapes("next_values", value.shape, truncated=truncated, final_value=final_value)
     return jnp.where(truncated, final_value, following)
 
 
@@ -227,7 +228,7 @@ def normalize(advantage: Any, mask: Any = None) -> jax.Array:
     """
     advantage = _at_least_float32(advantage)
     mask = jnp.ones(advantage.shape, bool) if mask is None else jnp.asarray(mask)
-    _check_shapes("normalize", advantage.shape, mask=mask)
+    checks.check_shapes("normalize", advantage.shape, mask=mask)
     centered = advantage - masked_mean(advantage, mask)
     # Center twice: the mean of large equal numbers has a rounding error, which the division would
     # blow up.
@@ -270,7 +271,7 @@ def _checked(where, reward, value, next_value, terminated, truncated, mask, **mo
         bool.
     """
     value = _at_least_float32(value)
-    _check_shapes(
+    checks.check_shapes(
         where,
         value.shape,
         reward=reward,
@@ -280,7 +281,7 @@ def _checked(where, reward, value, next_value, terminated, truncated, mask, **mo
         **more,
     )
     mask = jnp.ones(value.shape, bool) if mask is None else jnp.asarray(mask)
-    _check_shapes(where, value.shape, mask=mask)
+    checks.check_shapes(where, value.shape, mask=mask)
     for name, flag in {"terminated": terminated, "truncated": truncated, "mask": mask}.items():
         if jnp.asarray(flag).dtype != bool:
             raise ValueError(
@@ -288,19 +289,6 @@ def _checked(where, reward, value, next_value, terminated, truncated, mask, **mo
                 "x.astype(bool)"
             )
     return _at_least_float32(reward), value, _at_least_float32(next_value), mask
-
-
-def _check_shapes(where: str, expected: tuple[int, ...], **arrays: Any) -> None:
-    bad = [
-        f"{name}: got {list(jnp.shape(array))}"
-        for name, array in arrays.items()
-        if jnp.shape(array) != expected
-    ]
-    if bad:
-        raise ValueError(
-            f"{where}: {'; '.join(bad)}, expected {list(expected)}, to match the values; write "
-            "x.squeeze(-1) for a critic's last axis of size 1, and use jax.vmap for further axes"
-        )
 
 
 def _at_least_float32(array: Any) -> jax.Array:

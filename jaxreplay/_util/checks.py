@@ -223,6 +223,20 @@ def check_leaves(where: str, got: Any, expected: Specs, hint: str) -> None:
         raise ValueError("\n  ".join([f"{where}:", *bad]) + f"\n{hint}")
 
 
+def check_shapes(where: str, expected: tuple[int, ...], **arrays: Any) -> None:
+    """Raise a ValueError that names each array of another shape: it would be broadcast."""
+    bad = [
+        f"{name}: got {list(jnp.shape(array))}"
+        for name, array in arrays.items()
+        if jnp.shape(array) != expected
+    ]
+    if bad:
+        raise ValueError(
+            f"{where}: {'; '.join(bad)}, expected {list(expected)}, one value for each step; write "
+            "x.squeeze(-1) for a critic's last axis of size 1, and use jax.vmap for further axes"
+        )
+
+
 def _is_alike(leaf: Any, spec: Specs) -> bool:
     """Return True for a JAX array with the shape and dtype of `spec`. Fast, as it builds no
     name."""

@@ -11,7 +11,7 @@ import numpy as np
 from jaxreplay import autoreset, targets
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import Autoreset, Key, PyTree
-from jaxreplay._util.names import has_shapes, named, short_bytes
+from jaxreplay._util.names import has_shapes, short_bytes
 from jaxreplay._util.serialization import tell_flax
 from jaxreplay._util.struct import Node, Static
 from jaxreplay.buffers import memory, step_checks
@@ -162,10 +162,10 @@ class Rollout(Static):
         """
         state = self._check_state("add", state)
         warn_of_copy(self, "add", state, stacklevel=3)
-        step = self._checked(
-            "add", state, step, (), "one step of every env, leaves [num_envs, ...]"
-        )
-        return self._write(state, jax.tree.map(lambda leaf: leaf[None], step))
+        step = step_checks.step_of("add", step, self.autoreset)
+        what = "one step of every env, leaves [num_envs, ...]"
+        step_checks.check_block("add", step, state.steps, (self.num_envs,), what, 2)
+        return self._write(state, jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], step))
 
     def extend(self, state: RolloutState, steps: PyTree) -> RolloutState:
         """Append a block of steps, as `lax.scan` stacks them.
@@ -181,12 +181,11 @@ class Rollout(Static):
         """
         state = self._check_state("extend", state)
         warn_of_copy(self, "extend", state, stacklevel=3)
-        first = jax.tree.leaves(steps)[:1]
-        time = (jnp.shape(first[0]) or (0,))[:1] if first else (0,)
-        steps = self._checked(
-            "extend", state, steps, time, "a block of steps, leaves [time, num_envs, ...]"
-        )
-        return self._write(state, steps) if time[0] else state
+        steps = step_checks.step_of("extend", steps, self.autoreset)
+        num_steps = (*jnp.shape(steps.terminated), 0)[0]
+        what = "a block of steps, leaves [time, num_envs, ...]"
+        step_checks.check_block("extend", steps, state.steps, (num_steps, self.num_envs), what, 2)
+        return self._write(state, jax.tree.map(jnp.asarray, steps)) if num_steps else state
 
     def from_trajectories(
         self, state: RolloutState, trajectories: Iterable[Any], *, chunk_bytes: int = CHUNK_BYTES
@@ -313,17 +312,13 @@ class Rollout(Static):
                 "bootstrap: this rollout keeps final_obs; pass "
                 "final_value=critic(rollout.steps(state).final_obs)"
             )
-        axes = (self.length, self.num_envs)
-        given = {"value": value, "last_value": last_value}
-        if final_value is not None:
-            given["final_value"] = final_value
-        for name, array in given.items():
-            expected = axes[1:] if name == "last_value" else axes
-            if jnp.shape(array) != expected:
-                raise ValueError(
-                    f"bootstrap: {name}: got {list(jnp.shape(array))}, expected {list(expected)}, "
-                    "one value for each observation"
-                )
+        rows = (
+            {"value": value}
+            if final_value is None
+            else {"value": value, "final_value": final_value}
+        )
+        checks.check_shapes("bootstrap", (self.length, self.num_envs), **rows)
+        checks.check_shapes("bootstrap", (self.num_envs,), last_value=last_value)
         value = jnp.asarray(value)
         if not jnp.issubdtype(value.dtype, jnp.floating):
             raise ValueError(
@@ -423,8 +418,10 @@ class Rollout(Static):
         """
         return state.mask.sum(dtype=jnp.int32)
 
-    def minibatches(self, key: Key, *, num_epochs: int, num_minibatches: int) -> jax.Array:
-        """Return shuffled row numbers for epochs of minibatches of single steps.
+    def minibatches(
+        self, key: Key, *, num_epochs: int, num_minibatches: int, chunk_length: int | None = None
+    ) -> jax.Array:
+        """Return shuffled numbers of steps, or of chunks of steps, for epochs of minibatches.
 
         Each epoch has every row once, in a new order. Final rows and rows that are not written are
         among them: multiply the loss by the mask. Scan over the result and call `minibatch`.
@@ -432,63 +429,58 @@ class Rollout(Static):
         Args:
           key: Random key, consumed.
           num_epochs: Number of passes over all rows.
-          num_minibatches: Number of minibatches in an epoch. It must divide `length * num_envs`.
+          num_minibatches: Number of minibatches in an epoch. It must divide `length * num_envs`,
+            or the number of chunks.
+          chunk_length: Number of consecutive steps of one env in a chunk, for recurrent policies;
+            it must divide `length`, which itself keeps whole envs together. Default: single steps.
 
         Returns:
           int32[num_epochs * num_minibatches, B], in the order of use, with
-          B = `length * num_envs / num_minibatches`.
+          B = `length * num_envs / num_minibatches`, divided by `chunk_length`.
+
+        Raises:
+          ValueError: A number does not divide the other; the error names the nearest that do.
         """
-        return shuffled(
-            "minibatches",
-            key,
-            self.length * self.num_envs,
-            "length * num_envs",
-            num_epochs,
-            num_minibatches,
+        checks.check_size("minibatches", "num_epochs", num_epochs)
+        checks.check_size("minibatches", "num_minibatches", num_minibatches)
+        num_items, name = self.length * self.num_envs, "length * num_envs"
+        if chunk_length is not None:
+            num_items, name = num_items // self._chunk("minibatches", chunk_length), "chunks"
+        size = _quotient("minibatches", name, num_items, "num_minibatches", num_minibatches)
+        order = jax.vmap(lambda key: jax.random.permutation(key, ring.arange(num_items)))(
+            jax.random.split(key, num_epochs)
         )
+        return order.reshape(num_epochs * num_minibatches, size)
 
-    def env_minibatches(self, key: Key, *, num_epochs: int, num_minibatches: int) -> jax.Array:
-        """Return shuffled env numbers for epochs of minibatches of whole envs, for recurrent
-        policies.
+    def minibatch(self, tree: PyTree, index: jax.Array, chunk_length: int | None = None) -> Any:
+        """Return the steps of one minibatch, leaves [B, ...], or its chunks, leaves [L, B, ...].
 
-        Each epoch has every env once, in a new order. Scan over the result and call
-        `env_minibatch`. `is_first` tells where to reset the policy's memory.
-
-        Args:
-          key: Random key, consumed.
-          num_epochs: Number of passes over all envs.
-          num_minibatches: Number of minibatches in an epoch. It must divide `num_envs`.
-
-        Returns:
-          int32[num_epochs * num_minibatches, B], in the order of use, with
-          B = `num_envs / num_minibatches`.
-        """
-        return shuffled(
-            "env_minibatches", key, self.num_envs, "num_envs", num_epochs, num_minibatches
-        )
-
-    def minibatch(self, tree: PyTree, index: jax.Array) -> Any:
-        """Return the rows of one minibatch, leaves [B, ...].
+        A recurrent policy begins each chunk with the memory of its first step, which was stored in
+        `extras` while acting, and resets it where `is_first` says so.
 
         Args:
           tree: Pytree with leaves [T, E, ...], such as steps, advantages and the mask.
           index: int32[B], one row of `minibatches`.
+          chunk_length: L, as for `minibatches`. Default: single steps.
         """
-        self._check_axes("minibatch", tree)
-        rows = self.length * self.num_envs
-        return jax.tree.map(
-            lambda leaf: stored_arrays.read(leaf.reshape((rows, *leaf.shape[2:])), index), tree
+        length = 1 if chunk_length is None else self._chunk("minibatch", chunk_length)
+        like = lambda leaf: jax.ShapeDtypeStruct(
+            (self.length, self.num_envs, *jnp.shape(leaf)[2:]), jnp.result_type(leaf)
         )
+        hint = "leaves must begin with [time, num_envs]"
+        checks.check_leaves("minibatch", tree, jax.tree.map(like, tree), hint)
+        row = jnp.asarray(index)
+        if chunk_length is not None:
+            chunk, env = jnp.divmod(row, self.num_envs)
+            row = (chunk * length + ring.arange(length)[:, None]) * self.num_envs + env
+        flat = lambda leaf: leaf.reshape((self.length * self.num_envs, *leaf.shape[2:]))
+        return jax.tree.map(lambda leaf: stored_arrays.read(flat(leaf), row), tree)
 
-    def env_minibatch(self, tree: PyTree, index: jax.Array) -> Any:
-        """Return the envs of one minibatch, leaves [T, B, ...].
-
-        Args:
-          tree: Pytree with leaves [T, E, ...], such as steps, advantages and the mask.
-          index: int32[B], one row of `env_minibatches`.
-        """
-        self._check_axes("env_minibatch", tree)
-        return jax.tree.map(lambda leaf: leaf.at[:, index].get(mode="promise_in_bounds"), tree)
+    def _chunk(self, where: str, chunk_length: int) -> int:
+        """Return the length of a chunk, which divides the rollout's."""
+        checks.check_size(where, "chunk_length", chunk_length)
+        _quotient(where, "length", self.length, "chunk_length", chunk_length)
+        return chunk_length
 
     def _example(self, where: str, example: PyTree) -> Step:
         step_checks.check_flags(
@@ -542,36 +534,6 @@ class Rollout(Static):
             last=last,
         )
 
-    def _checked(
-        self, where: str, state: RolloutState, steps: PyTree, time: tuple[int, ...], what: str
-    ) -> Step:
-        steps = step_checks.step_of(where, steps, self.autoreset)
-        axes = (*time, self.num_envs)
-        expected = stored_arrays.tree_map(
-            lambda leaf: jax.ShapeDtypeStruct(axes + leaf.shape[2:], leaf.dtype), state.steps
-        )
-        checks.check_leaves(
-            where,
-            steps,
-            expected,
-            f"{where} takes {what}, here {list(axes)}; further axes and dtypes are those of the "
-            "example given to init.",
-        )
-        return jax.tree.map(jnp.asarray, steps)
-
-    def _check_axes(self, where: str, tree: PyTree) -> None:
-        axes = (self.length, self.num_envs)
-        bad = [
-            f"{name}: got {list(jnp.shape(leaf))}"
-            for name, leaf in named(tree)
-            if jnp.shape(leaf)[:2] != axes
-        ]
-        if bad:
-            raise ValueError(
-                "\n  ".join([f"{where}:", *bad])
-                + f"\nleaves must begin with [time, num_envs], here {list(axes)}"
-            )
-
 
 # `keep_unused`: otherwise leaves that are not read are not donated
 @functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
@@ -586,37 +548,16 @@ def _row_of(state: RolloutState) -> Step:
     )
 
 
-def shuffled(
-    where: str, key: Key, num_items: int, name: str, num_epochs: int, num_minibatches: int
-) -> jax.Array:
-    """Return shuffled numbers in [0, num_items) for epochs of minibatches, in the order of use:
-    int32[num_epochs * num_minibatches, num_items / num_minibatches].
-
-    Args:
-      where: Name of the method, for errors.
-      key: Random key, consumed.
-      num_items: Number of items to shuffle.
-      name: Name of `num_items`, for errors.
-      num_epochs: Number of epochs. Each has every item once.
-      num_minibatches: Number of minibatches in an epoch.
-
-    Raises:
-      ValueError: `num_minibatches` does not divide `num_items`; the error has the nearest divisors.
-    """
-    checks.check_size(where, "num_epochs", num_epochs)
-    checks.check_size(where, "num_minibatches", num_minibatches)
-    size, rest = divmod(num_items, num_minibatches)
-    if rest or not size:
-        divisors = [d for d in range(1, num_items + 1) if not divmod(num_items, d)[1]]
-        nearest = [d for d in divisors if d < num_minibatches][-1:] + [
-            d for d in divisors if d > num_minibatches
-        ][:1]
+def _quotient(where: str, name: str, number: int, of: str, divisor: int) -> int:
+    """Return `number / divisor`, or raise a ValueError that names both and the nearest divisors."""
+    quotient, rest = divmod(number, divisor)
+    if rest or not quotient:
+        divisors = [d for d in range(1, number + 1) if not divmod(number, d)[1]]
+        nearest = [d for d in divisors if d < divisor][-1:] + [d for d in divisors if d > divisor][
+            :1
+        ]
         raise ValueError(
-            f"{where}: {name} = {num_items} does not divide into "
-            f"num_minibatches={num_minibatches} equal ones; the nearest that do: "
-            f"{' and '.join(map(str, nearest))}"
+            f"{where}: {name} = {number} does not divide into {of}={divisor} equal ones; the "
+            f"nearest that do: {' and '.join(map(str, nearest))}"
         )
-    order = jax.vmap(lambda key: jax.random.permutation(key, ring.arange(num_items)))(
-        jax.random.split(key, num_epochs)
-    )
-    return order.reshape(num_epochs * num_minibatches, size)
+    return quotient

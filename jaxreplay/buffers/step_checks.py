@@ -140,7 +140,12 @@ def step_of(where: str, step: PyTree, autoreset: Autoreset | None) -> Step:
 
 
 def check_block(
-    where: str, steps: PyTree, stored: Stored, axes: tuple[int, ...], what: str
+    where: str,
+    steps: PyTree,
+    stored: Stored,
+    axes: tuple[int, ...],
+    what: str,
+    num_axes: int = 1,
 ) -> None:
     """Raise a ValueError that names every leaf whose shape or dtype does not fit the stored one.
 
@@ -150,9 +155,10 @@ def check_block(
       stored: The stored leaves, [N, ...].
       axes: Leading axes that the leaves of `steps` must have in place of N.
       what: Description of the expected steps, for errors.
+      num_axes: Number of leading axes of the stored leaves. Default: 1, that of N.
     """
     expected = stored_arrays.tree_map(
-        lambda leaf: jax.ShapeDtypeStruct(axes + leaf.shape[1:], leaf.dtype), stored
+        lambda leaf: jax.ShapeDtypeStruct(axes + leaf.shape[num_axes:], leaf.dtype), stored
     )
     hint = (
         f"{where} takes {what}, here {list(axes)}; further axes and dtypes are those of the "

@@ -322,20 +322,23 @@ USING = {
     "rollout.minibatches(key, num_epochs=1, num_minibatches=5)": """
         length * num_envs = 12 does not divide into num_minibatches=5 equal ones
         the nearest that do: 4 and 6""",
-    "rollout.env_minibatches(key, num_epochs=1, num_minibatches=3)": """
-        env_minibatches: num_envs = 2 does not divide into num_minibatches=3 equal ones
+    "rollout.minibatches(key, num_epochs=1, num_minibatches=3, chunk_length=6)": """
+        minibatches: chunks = 2 does not divide into num_minibatches=3 equal ones
         the nearest that do: 2""",
+    "rollout.minibatches(key, num_epochs=1, num_minibatches=2, chunk_length=4)": """
+        minibatches: length = 6 does not divide into chunk_length=4 equal ones
+        the nearest that do: 3 and 6""",
     "rollout.minibatches(key, num_epochs=0, num_minibatches=1)": """
         num_epochs must be an int of at least 1, got 0""",
     "rollout.minibatch({'obs': np.zeros((2, 6))}, np.arange(2))": """
         minibatch:
-        obs: got [2, 6]
-        leaves must begin with [time, num_envs], here [6, 2]""",
+        obs: got float32[2, 6], expected float32[6, 2]
+        leaves must begin with [time, num_envs]""",
     "rollout.bootstrap(rollout_state, VALUES, ZEROS, VALUES)": """
         with autoreset="next_step" final observations are rows like any other
         leave out final_value""",
     "rollout.bootstrap(rollout_state, VALUES[..., None], ZEROS)": """
-        bootstrap: value: got [6, 2, 1], expected [6, 2], one value for each observation""",
+        bootstrap: value: got [6, 2, 1], expected [6, 2], one value for each step""",
     "rollout.bootstrap(rollout_state, VALUES, VALUES)": """
         bootstrap: last_value: got [6, 2], expected [2]""",
     "rollout.bootstrap(rollout_state, VALUES.astype(int), ZEROS)": """

@@ -67,7 +67,8 @@ def operations(rollout, state, block):
         "clear": rollout.clear(state),
         "extend": rollout.extend(state, nth(block, slice(4))),
         "minibatch": rollout.minibatch(rollout.steps(state), np.array([5, 0, 11])),
-        "env_minibatch": rollout.env_minibatch(rollout.steps(state), np.array([1])),
+        "whole envs": rollout.minibatch(rollout.steps(state), np.array([1]), chunk_length=T),
+        "chunks": rollout.minibatch(rollout.steps(state), np.array([3, 0]), chunk_length=T // 2),
     }
 
 
@@ -239,7 +240,7 @@ def test_minibatches_hold_each_row_once_an_epoch_in_a_new_order():
     assert (np.sort(epochs) == np.arange(T * E)).all()
     assert len({tuple(epoch) for epoch in epochs}) == 5
     four = rollout_of("same_step", num_envs=4)
-    by_env = shuffled(four.env_minibatches, num_epochs=4800, num_minibatches=2)
+    by_env = shuffled(four.minibatches, num_epochs=4800, num_minibatches=2, chunk_length=T)
     orders, counts = np.unique(by_env.reshape(4800, 4), axis=0, return_counts=True)
     assert (np.sort(orders) == np.arange(4)).all()
     assert len(counts) == 24
@@ -249,4 +250,10 @@ def test_minibatches_hold_each_row_once_an_epoch_in_a_new_order():
 def test_a_minibatch_has_its_rows():
     block, found = block_of("same_step"), nth(told("same_step")[1], -1)
     assert_same(found["minibatch"], nth(block, ([2, 0, 5], [1, 0, 1])))
-    assert_same(found["env_minibatch"], nth(block, (slice(T), slice(1, 2))))
+    assert_same(found["whole envs"], nth(block, (slice(T), slice(1, 2))))
+    times, envs = [[3, 0], [4, 1], [5, 2]], [1, 0]
+    assert_same(found["chunks"], nth(block, (times, envs)))
+    index = shuffled(
+        rollout_of("same_step").minibatches, num_epochs=3, num_minibatches=2, chunk_length=3
+    )
+    assert (np.sort(index.reshape(3, 4)) == np.arange(4)).all()
