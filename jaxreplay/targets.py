@@ -86,7 +86,7 @@ def gae(
 
     References:
       Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation"
-      (2016), equation 16.
+      (2016), https://arxiv.org/abs/1506.02438, equation 16.
     """
     reward, value, next_value, mask = _checked(
         "gae", reward, value, next_value, terminated, truncated, mask
@@ -153,7 +153,8 @@ def vtrace(
       [1.5, 2.0]
 
     References:
-      Espeholt et al., "IMPALA" (2018), equation 1 and section 4.2; `lambda_` as in its remark 2.
+      Espeholt et al., "IMPALA" (2018),
+      https://arxiv.org/abs/1802.01561, equation 1 and section 4.2; `lambda_` as in its remark 2.
     """
     reward, value, next_value, mask = _checked(
         "vtrace", reward, value, next_value, terminated, truncated, mask, log_ratio=log_ratio
@@ -356,7 +357,8 @@ def importance_weights(batch: Any, beta: Any, *, reference: Any = None) -> jax.A
       ValueError: `batch` is no `Sample`.
 
     References:
-      Schaul et al., "Prioritized Experience Replay" (2016), section 3.4.
+      Schaul et al., "Prioritized Experience Replay" (2016),
+      https://arxiv.org/abs/1511.05952, section 3.4.
     """
     if not hasattr(batch, "probability"):
         raise ValueError(
@@ -430,7 +432,7 @@ def sequence_priority(td_error: jax.Array, mask: jax.Array, max_weight: float = 
 
     References:
       Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning"
-      (2019), section 2.3.
+      (2019), https://openreview.net/forum?id=r1lyTjAqYX, section 2.3.
     """
     if td_error.shape != mask.shape:
         raise ValueError(

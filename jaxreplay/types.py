@@ -71,7 +71,8 @@ class Transition(Node):
       extras: Pytree with leaves [B, ...]. The extras of the candidate row.
 
     References:
-      Sutton and Barto, "Reinforcement Learning" (2018), section 7.1.
+      Sutton and Barto, "Reinforcement Learning" (2018),
+      http://incompleteideas.net/book/the-book-2nd.html, section 7.1.
     """
 
     obs: PyTree

@@ -49,7 +49,8 @@ def _threefry(key: Key, left: jax.Array, right: jax.Array) -> tuple[jax.Array, j
     """Compute Threefry-2x32 with 20 rounds.
 
     References:
-      Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011), section 4.2.
+      Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011),
+      https://doi.org/10.1145/2063384.2063405, section 4.2.
     """
     schedule = key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA)
     left, right = left + schedule[0], right + schedule[1]
@@ -74,7 +75,8 @@ def below(high: jax.Array, low: jax.Array, bound: jax.Array) -> jax.Array:
     Each value's probability has an error below 2**-64, a relative error of bound / 2**64.
 
     References:
-      Lemire, "Fast Random Integer Generation in an Interval" (2019), without its rejection step,
+      Lemire, "Fast Random Integer Generation in an Interval" (2019),
+      https://arxiv.org/abs/1805.10941, without its rejection step,
       which is unnecessary with 64 bits.
     """
     bound = bound.astype(jnp.uint32)

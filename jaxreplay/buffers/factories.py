@@ -207,7 +207,7 @@ def prioritized(
       [1.0, 1.0, 1.0, 1.0]
 
     References:
-      Schaul et al., "Prioritized Experience Replay" (2016).
+      Schaul et al., "Prioritized Experience Replay" (2016), https://arxiv.org/abs/1511.05952
     """
     sampler = Prioritized(
         alpha=alpha, beta=beta, normalize_weights=normalize_weights, stratified=stratified
@@ -279,7 +279,7 @@ def sequences(
 
     References:
       Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning"
-      (2019).
+      (2019), https://openreview.net/forum?id=r1lyTjAqYX
     """
     view = SequenceView(
         length=length,

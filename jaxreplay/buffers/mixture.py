@@ -37,7 +37,8 @@ class Mixture(Static):
       False
 
     References:
-      Ball et al., "Efficient Online Reinforcement Learning with Offline Data" (2023), section 4.1
+      Ball et al., "Efficient Online Reinforcement Learning with Offline Data" (2023),
+      https://arxiv.org/abs/2302.02948, section 4.1
       (symmetric sampling).
     """
 

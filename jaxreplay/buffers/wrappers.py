@@ -105,7 +105,8 @@ def hindsight(
       A new buffer.
 
     References:
-      Andrychowicz et al., "Hindsight Experience Replay" (2017), sections 3.2 and 4.5. The paper
+      Andrychowicz et al., "Hindsight Experience Replay" (2017),
+      https://arxiv.org/abs/1707.01495, sections 3.2 and 4.5. The paper
       stores relabeled copies; here samples are relabeled.
 
     Example:
@@ -147,7 +148,8 @@ def relabel(buffer: ReplayBuffer[T], reward_fn: Callable[[Step, Any], Any]) -> R
 
     References:
       Lee et al., "PEBBLE: Feedback-Efficient Interactive Reinforcement Learning via Relabeling
-      Experience and Unsupervised Pre-training" (2021), section 4.2. There, stored rewards are
+      Experience and Unsupervised Pre-training" (2021),
+      https://arxiv.org/abs/2106.05091, section 4.2. There, stored rewards are
       overwritten.
 
     Example:

@@ -41,6 +41,8 @@ class UniformEpisodes(Sampler):
       >>> state = jax.jit(buffer.extend)(state, steps)
       >>> print(buffer.get(state, jnp.arange(4)).probability * 6)  # 1/2 * 1/3, and 1/2 * 1/1
       [1. 1. 1. 3.]
+      >>> def oracle(episodes, B, rng):  # episodes: the rows of each
+      ...     return [rng.choice(episodes[rng.integers(len(episodes))]) for _ in range(B)]
     """
 
     unfinished: bool = False

@@ -5,7 +5,8 @@ It is for shuffling, not for secrets: the bit of a pair comes from a fast hash, 
 a cipher.
 
 References:
-  Hoang, Morris and Rogaway, "An Enciphering Scheme Based on a Card Shuffle" (2012), figure 1, the
+  Hoang, Morris and Rogaway, "An Enciphering Scheme Based on a Card Shuffle" (2012),
+  https://doi.org/10.1007/978-3-642-32009-5_1, figure 1, the
   swap-or-not shuffle.
 """
 

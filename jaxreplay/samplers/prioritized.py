@@ -46,6 +46,10 @@ class PrioritizedState(Node):
 class Prioritized(PrioritySampler):
     """Sample rows in proportion to priority ** alpha.
 
+    With the priority p_i of each of the n sampleable rows, item b of B is row i with probability
+    P(i) = p_i^alpha / sum_k p_k^alpha, and its weight is w_i = (n P(i))^-beta, divided by the
+    largest weight of the batch. Its law is that of `oracle` in the example.
+
     A row with priority 0 is never sampled. The paper adds a constant to every priority; add it
     before the call. A row keeps the priority that it was added with until it becomes sampleable. By
     default that is the largest priority so far.
@@ -76,9 +80,21 @@ class Prioritized(PrioritySampler):
       >>> state = buffer.extend(state, jnp.array([[7], [8], [9]]), priority=priority)
       >>> print(buffer.get(state, jnp.arange(3)).probability)
       [0.125 0.25  0.625]
+      >>> import numpy as np
+      >>> def oracle(priority, alpha, beta, B, rng):
+      ...     ends = np.cumsum(mass := priority**alpha)
+      ...     place = (np.arange(B) + rng.random(B)) / B  # stratified
+      ...     row = np.searchsorted(ends, place * ends[-1], side="right")
+      ...     probability = mass[row] / ends[-1]
+      ...     weight = (len(mass) * probability) ** -beta
+      ...     return row, probability, weight / weight.max()
+      >>> row, probability, _ = oracle(priority[:, 0], 1.0, 0.4, 4, np.random.default_rng(0))
+      >>> print(row, probability)
+      [1 1 2 2] [0.25  0.25  0.625 0.625]
 
     References:
-      Schaul et al., "Prioritized Experience Replay" (2016), section 3.3, algorithm 1.
+      Schaul et al., "Prioritized Experience Replay" (2016), section 3.3, algorithm 1,
+      https://arxiv.org/abs/1511.05952
     """
 
     alpha: float = 0.6

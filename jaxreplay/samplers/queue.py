@@ -50,6 +50,9 @@ class Queue(ConsumingSampler):
       >>> state, batch = buffer.pop(state, jax.random.key(0))
       >>> batch.is_valid.tolist()  # one row was left
       [True, False]
+      >>> def oracle(queues, B):  # queues: the rows of each env that are not consumed yet
+      ...     share = [B // len(queues) + (env < B % len(queues)) for env in range(len(queues))]
+      ...     return [queue.pop(0) for queue, n in zip(queues, share) for _ in queue[:n]]
     """
 
     def init(self, layout: Layout) -> QueueState:

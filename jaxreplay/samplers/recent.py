@@ -37,6 +37,11 @@ class Recent(Sampler):
       >>> state = buffer.extend(buffer.init(jnp.int32(0)), jnp.arange(5)[:, None])
       >>> (buffer.get(state, jnp.arange(5)).probability * 31).round().tolist()
       [1.0, 2.0, 4.0, 8.0, 16.0]
+      >>> import numpy as np
+      >>> def oracle(sizes, decay, B, rng):  # sizes: sampleable rows of each stream
+      ...     rows = [(env, nth) for env, size in enumerate(sizes) for nth in range(size)]
+      ...     mass = np.array([decay ** (sizes[env] - 1 - nth) for env, nth in rows])
+      ...     return [rows[i] for i in rng.choice(len(rows), B, p=mass / mass.sum())]
     """
 
     decay: float

@@ -74,7 +74,8 @@ class SumTree(Static):
       [3, 500]
 
     References:
-      Schaul et al., "Prioritized Experience Replay" (2016), appendix B.2.1, which has the binary
+      Schaul et al., "Prioritized Experience Replay" (2016),
+      https://arxiv.org/abs/1511.05952, appendix B.2.1, which has the binary
       tree.
     """
 

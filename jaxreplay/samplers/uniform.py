@@ -37,6 +37,8 @@ class Uniform(Sampler):
     (1 - p) ** 64, 5e-20 for p = 0.5, and shares its row with a neighbor with (1 - p) ** 16. Tiny
     rings, and periods above 1, are searched.
 
+    Its law, in NumPy: `row = rng.choice(sampleable, B)`, `probability = 1 / len(sampleable)`.
+
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
       >>> buffer = jr.items(capacity=8, batch_size=4, sampler=jr.Uniform())

@@ -54,6 +54,9 @@ class WithoutReplacement(ConsumingSampler):
       >>> state, second = buffer.pop(state, jax.random.key(1))
       >>> sorted(first.experience.tolist() + second.experience.tolist())
       [0, 1, 2, 3]
+      >>> def oracle(left, sampleable, B, rng):  # left: the rest of the pass
+      ...     left = left or rng.permutation(sampleable).tolist()
+      ...     return left[B:], left[:B]
     """
 
     def init(self, layout: Layout) -> WithoutReplacementState:

@@ -209,7 +209,7 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
       ValueError: An option is out of range, or `optimize_memory_usage` is set.
 
     References:
-      Schaul et al., "Prioritized Experience Replay" (2016).
+      Schaul et al., "Prioritized Experience Replay" (2016), https://arxiv.org/abs/1511.05952
     """
 
     def __init__(

@@ -59,7 +59,8 @@ class PrioritizedDQN(DQN):
       ValueError: `replay_buffer_class` is not a `PrioritizedReplayBuffer`.
 
     References:
-      Schaul et al., "Prioritized Experience Replay" (2016), algorithm 1.
+      Schaul et al., "Prioritized Experience Replay" (2016),
+      https://arxiv.org/abs/1511.05952, algorithm 1.
 
     Example:
       >>> from jaxreplay.sb3 import PrioritizedDQN

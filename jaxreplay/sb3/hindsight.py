@@ -61,7 +61,7 @@ class HerReplayBuffer(DropInBuffer, TheirHerReplayBuffer):
       ValueError: The strategy is none of the three, or `optimize_memory_usage` is set.
 
     References:
-      Andrychowicz et al., "Hindsight Experience Replay" (2017).
+      Andrychowicz et al., "Hindsight Experience Replay" (2017), https://arxiv.org/abs/1707.01495
     """
 
     def __init__(

@@ -18,7 +18,8 @@ class RatioLimiter:
       num_samples: Number of items sampled. Default: 0.
 
     References:
-      Cassirer et al., "Reverb: A Framework for Experience Replay" (2021).
+      Cassirer et al., "Reverb: A Framework for Experience Replay" (2021),
+      https://arxiv.org/abs/2102.04736
     """
 
     ratio: float

@@ -34,9 +34,18 @@ class FrameStack(WrappedView[Any]):
       axis: Position of the axis of k frames in a stacked leaf. -1 puts it after the frame's axes,
         as flax's convolutions take them; 0 puts it before these, as torch's do. Default: -1.
 
+    Example:
+      >>> import numpy as np
+      >>> def oracle(frames, start, t, k, pad):  # of an episode that begins at `start`
+      ...     place = np.arange(t - k + 1, t + 1)
+      ...     stack = frames[place.clip(start)]
+      ...     return stack if pad == "repeat" else np.where(place >= start, stack, 0)
+      >>> oracle(np.arange(10, 16), start=2, t=3, k=4, pad="zero").tolist()
+      [0, 0, 12, 13]
+
     References:
-      Mnih et al., "Human-level control through deep reinforcement learning" (2015), methods,
-      "Preprocessing".
+      Mnih et al., "Human-level control through deep reinforcement learning"
+      (2015), methods, "Preprocessing", https://doi.org/10.1038/nature14236
     """
 
     num_frames: int

@@ -30,10 +30,19 @@ class FutureView(View[Pair]):
         m-th end strictly ahead, or at the last of fewer ends, or without any at the newest row.
         Default: n ends with the row's own episode, which must have ended.
 
+    Example:
+      >>> import numpy as np
+      >>> def oracle(n, gamma, beyond, rng):
+      ...     if beyond == "clip":
+      ...         return min(rng.geometric(1 - gamma), n)
+      ...     mass = gamma ** np.arange(n)
+      ...     return 1 + rng.choice(n, p=mass / mass.sum())
+
     References:
-      Gomez et al., "Proper Laplacian Representation Learning" (2024), for the truncated
-      distribution.
-      Park et al., "OGBench: Benchmarking Offline Goal-Conditioned RL" (2025), for the clipped one.
+      Gomez et al., "Proper Laplacian Representation Learning"
+      (2024), https://arxiv.org/abs/2310.10833, for the truncated distribution.
+      Park et al., "OGBench: Benchmarking Offline Goal-Conditioned RL"
+      (2025), https://arxiv.org/abs/2410.20092, for the clipped one.
     """
 
     gamma: float = 0.99

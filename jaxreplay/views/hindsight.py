@@ -47,9 +47,18 @@ class Hindsight(WrappedView[Any]):
       achieved_key: Key in the observation of the achieved goal. Default: "achieved_goal".
       desired_key: Key in the observation of the desired goal. Default: "desired_goal".
 
+    Example:
+      >>> def oracle(achieved, desired, t, start, end, strategy, fraction, rng):
+      ...     if rng.random() >= fraction:  # of an episode with the rows start .. end
+      ...         return desired[t]
+      ...     rows = {"future": range(t + 1, end + 1), "final": [end]}
+      ...     rows |= {"episode": range(start, end + 1), "random": range(len(achieved))}
+      ...     return achieved[rng.choice(rows[strategy])]  # reward: reward_fn(achieved[t + 1], it)
+
     References:
-      Andrychowicz et al., "Hindsight Experience Replay" (2017), sections 3.2 and 4.5. There,
-      relabelled copies are stored.
+      Andrychowicz et al., "Hindsight Experience Replay"
+      (2017), sections 3.2 and 4.5, https://arxiv.org/abs/1707.01495. There, relabelled copies are
+      stored.
     """
 
     reward_fn: Callable[[Any, Any, Step], Any]

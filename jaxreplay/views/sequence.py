@@ -34,10 +34,23 @@ class SequenceView(View[SequenceBatch]):
       recurrent_state_key: Key in `extras` of the recurrent state, which is read at a sequence's
         first step alone. Default: no recurrent state is read.
 
+    Example:
+      >>> import numpy as np
+      >>> def oracle(values, start, end, t, length, burn_in):  # of one episode, steps start .. end
+      ...     steps = np.arange(t - burn_in, t + length)
+      ...     is_real = (start <= steps) & (steps < end)
+      ...     return np.where(is_real, values[steps.clip(start, end - 1)], 0), is_real & (
+      ...         steps >= t
+      ...     )
+      >>> values, mask = oracle(np.arange(10, 16), start=0, end=5, t=3, length=3, burn_in=2)
+      >>> print(values, mask)
+      [11 12 13 14  0] [False False  True  True False]
+
     References:
       Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning"
-      (2019), sections 2.3 and 3. There, the burn-in is the first part of a sequence of fixed
-      length, and the first steps of an episode are never learned from.
+      (2019), sections 2.3 and 3, https://openreview.net/forum?id=r1lyTjAqYX. There, the burn-in is
+      the first part of a sequence of fixed length, and the first steps of an episode are never
+      learned from.
     """
 
     length: int

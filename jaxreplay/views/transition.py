@@ -24,10 +24,27 @@ class TransitionView(View[Transition]):
       n_step: Number of steps n of a transition, at least 1. Default: 1.
       gamma: Discount of one step, in [0, 1]. Default: 0.99.
 
+    The reward is the sum over k < m of gamma^k r_(t+k), and the discount gamma^m, or 0 after a
+    termination, where m <= n is the number of steps.
+
+    Example:
+      >>> def oracle(reward, terminated, truncated, t, n, gamma):  # of one env, without final rows
+      ...     total = 0.0
+      ...     for k in range(n):
+      ...         total += gamma**k * reward[t + k]
+      ...         if terminated[t + k]:
+      ...             return total, 0.0, k + 1
+      ...         if truncated[t + k]:
+      ...             break
+      ...     return total, gamma ** (k + 1), k + 1  # next_obs is that after step t + k
+      >>> oracle([1, 1, 1], [0, 0, 0], [0, 1, 0], t=0, n=3, gamma=0.5)
+      (1.5, 0.25, 2)
+
     References:
-      Sutton and Barto, "Reinforcement Learning" (2018), section 7.1.
-      Pardo et al., "Time Limits in Reinforcement Learning" (2018), for the bootstrap at a
-      truncation.
+      Sutton and Barto, "Reinforcement Learning" (2018), section 7.1,
+      http://incompleteideas.net/book/the-book-2nd.html
+      Pardo et al., "Time Limits in Reinforcement Learning" (2018),
+      https://arxiv.org/abs/1712.00378, for the bootstrap at a truncation.
     """
 
     n_step: int = 1
