@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from jaxreplay._util.names import printable
 from jaxreplay.inspection import measure
 from jaxreplay.inspection.contents import Contents
@@ -40,6 +42,8 @@ class Inspection:
         fraction of the batch. None if probabilities are not known.
       counters: Scalars of the sampler's state, by name, such as "max_priority".
       suspicious: Likely mistakes, one line of text each.
+      rings: Picture of the rings, float32[lines, points, 3] in [0, 1]: colors of each env's rows
+        by position. Text and JSON leave it out.
     """
 
     buffer: str
@@ -50,22 +54,29 @@ class Inspection:
     draws: dict[str, Any] | None
     counters: dict[str, float]
     suspicious: list[str]
+    rings: np.ndarray = dataclasses.field(repr=False, compare=False)
 
     def to_json(self) -> str:
         """Return all figures as JSON. Figures that are not finite become null."""
-        return json.dumps(_each(dataclasses.asdict(self), _finite), indent=1, allow_nan=False)
+        return json.dumps(self._each(_finite), indent=1, allow_nan=False)
 
     def to_figure(self) -> "Figure":
-        """Return the text and a plot of each histogram as a `matplotlib.figure.Figure`.
+        """Return the text, a picture of the rings, and a plot of each histogram, as a
+        `matplotlib.figure.Figure`.
+
+        The picture has a line for each env, up to 64: rows from the ring's first position to its
+        last. A sampleable row is the darker the more probable it is.
 
         Raises:
           ImportError: matplotlib is not installed.
         """
-        return page(str(self), [self.episodes, self.draws])
+        return page(str(self), self.rings, self.streams, [self.episodes, self.draws])
 
     def __str__(self) -> str:
-        escaped = lambda value: printable(value) if isinstance(value, str) else value
-        return text(_each(dataclasses.asdict(self), escaped))
+        return text(self._each(lambda one: printable(one) if isinstance(one, str) else one))
+
+    def _each(self, change: Callable[[Any], Any]) -> Any:
+        return _each({k: v for k, v in vars(self).items() if k != "rings"}, change)
 
 
 def _each(found: Any, change: Callable[[Any], Any]) -> Any:
@@ -99,6 +110,7 @@ def inspection_of(contents: Contents) -> Inspection:
         draws=draws,
         counters=contents.counters,
         suspicious=list(_suspicious(contents, leaves, episodes, draws)),
+        rings=measure.rings(contents),
     )
 
 

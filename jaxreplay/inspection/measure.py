@@ -1,13 +1,23 @@
-"""The figures of an inspection: streams, leaves, episodes and draws."""
+"""The figures of an inspection: streams, leaves, episodes, draws and a picture of the rings."""
 
 from typing import Any
 
 import numpy as np
 
 from jaxreplay.inspection.contents import Contents, numbers_in_order
-from jaxreplay.storage import row_flags
+from jaxreplay.storage import ring, row_flags
 
 _BINS = 30
+# Red, green and blue of rows in the picture. A sampleable row is the darker the more probable.
+COLORS = {
+    "not written": (0.93, 0.93, 0.93),
+    "sampleable": (0.45, 0.65, 0.88),
+    "often sampled": (0.03, 0.19, 0.42),
+    "not sampleable": (0.96, 0.62, 0.25),
+    "final row": (0.2, 0.2, 0.2),
+    "next write": (0.85, 0.1, 0.1),
+}
+_LINES, _PARTS = 64, 512  # of the picture
 
 
 def leaf_figures(contents: Contents) -> dict[str, dict[str, Any]]:
@@ -137,6 +147,41 @@ def draw_figures(contents: Contents) -> dict[str, Any]:
             f"weights with beta {beta}": _effective(share, ratio, beta) for beta in (0.4, 1.0)
         },
     }
+
+
+def rings(contents: Contents) -> np.ndarray:
+    """Return a picture of the rings, a line an env: float32[min(E, 64), min(length, 512), 3].
+
+    A point has the mean color of its rows; the point of the next write has one of its own.
+    """
+    env, number = numbers_in_order(contents.first, contents.end)
+    num_envs, length, flags = len(contents.first), contents.length, contents.flags
+    lines, parts = min(num_envs, _LINES), min(length, _PARTS)
+    line_of = np.arange(num_envs) * lines // num_envs
+    part_of = np.arange(length) * parts // length
+    color = {name: np.array(value, np.float32) for name, value in COLORS.items()}
+
+    probability, strength = contents.probability, np.zeros(len(env), np.float32)
+    is_sampleable = np.ones(len(env), bool) if probability is None else probability > 0
+    if probability is not None and is_sampleable.any():
+        ratio = probability / probability[is_sampleable].mean()
+        strength = np.log10(np.maximum(ratio, 1e-9)).clip(0, 1).astype(np.float32)
+    colors = color["sampleable"] + strength[:, None] * (
+        color["often sampled"] - color["sampleable"]
+    )
+    colors[~is_sampleable] = color["not sampleable"]
+    if flags is not None:
+        colors[~_is_step(flags)] = color["final row"]
+
+    point = line_of[env] * parts + part_of[ring.position_of(number, length)]
+    sums = [np.bincount(point, channel, lines * parts) for channel in colors.T]
+    written = np.bincount(point, minlength=lines * parts)
+    size = np.outer(np.bincount(line_of), np.bincount(part_of)).reshape(-1)
+    empty = (size - written)[:, None] * color["not written"]
+    picture = (np.stack(sums, axis=-1) + empty) / size[:, None]
+    picture = picture.reshape(lines, parts, 3).astype(np.float32)
+    picture[line_of, part_of[ring.position_of(contents.end, length)]] = color["next write"]
+    return picture
 
 
 def _effective(share: np.ndarray, ratio: np.ndarray, beta: float) -> float:

@@ -25,6 +25,7 @@ import jaxreplay as jr
 from jaxreplay import checkpoint
 from jaxreplay.__main__ import main
 from jaxreplay.checkpoint import Checkpointer, folder
+from jaxreplay.inspection.measure import COLORS
 from jaxreplay.samplers import PrioritySampler
 
 NUM_ENVS, LENGTH, TIME = 3, 40, 70
@@ -340,6 +341,27 @@ def test_the_state_is_not_held(prioritized):
     assert found.streams["rows"] == NUM_ENVS * LENGTH
 
 
+def test_the_rings_show_each_row_and_the_next_write():
+    """Six steps of one env in a ring of 8, the third of which ended an episode."""
+    replay = jr.prioritized(capacity=8, batch_size=2, autoreset="next_step", alpha=1.0)
+    ends = np.arange(6)[:, None] == 2
+    state = filled(replay, ramp_of(6, terminated=ends))
+    index = jr.types.Index(np.int32([0]), np.uint32([0]))
+    state = jr.jit(replay).update_priorities(state, index, np.float32([1e6]))
+    kinds = ["often sampled", *["sampleable"] * 2, "final row", "sampleable", "not sampleable"]
+    kinds += ["next write", "not written"]
+    expected = np.float32([[COLORS[kind] for kind in kinds]])
+    picture = jr.inspect(replay, state).rings
+    np.testing.assert_allclose(picture[:, 1:], expected[:, 1:], atol=1e-6)
+    assert (picture[0, 0] < COLORS["sampleable"]).all()
+
+    many = jr.items(capacity=100 * 1024, num_envs=100, batch_size=2)
+    picture = jr.inspect(many, filled(many, np.zeros((512, 100)))).rings
+    assert picture.shape == (64, 512, 3)
+    np.testing.assert_allclose(picture[:, 256], np.tile(COLORS["next write"], (64, 1)))
+    np.testing.assert_allclose(picture[:, :256], np.full((64, 256, 3), COLORS["sampleable"]))
+
+
 def test_the_page_has_the_text_and_a_plot_of_each_histogram(prioritized, folders, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="the examples extra is not installed")
     path, of_state = str(folders / "run"), jr.inspect(*prioritized)
@@ -357,8 +379,9 @@ def test_the_page_has_the_text_and_a_plot_of_each_histogram(prioritized, folders
     page = found.to_figure()
     assert [one.get_text() + "\n" for one in page.texts] == [text]
     titles = [axes.get_title() for axes in page.axes]
-    assert titles == ["lengths", "returns", "log10 of it", "age of a draw"]
-    bars = page.axes[0].patches[0].get_data()
+    assert titles == ["", "lengths", "returns", "log10 of it", "age of a draw"]
+    np.testing.assert_array_equal(page.axes[0].images[0].get_array(), found.rings)
+    bars = page.axes[1].patches[0].get_data()
     np.testing.assert_array_equal(bars.values, found.episodes["lengths, histogram"]["counts"])
     main(["inspect", path, "--step", "3", "--json"])
     printed = json.loads(capsys.readouterr().out)
