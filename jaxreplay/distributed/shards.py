@@ -105,6 +105,8 @@ class Shards:
         """
         buffer, local, num = self.buffer, self._local, self._sharded.num_shards
         sharding = NamedSharding(self._sharded.mesh, P(self._sharded.axis))
+
+        # The steps: read where they lie, or all dealt to the envs anew, on the host.
         layout, flags, whole = reading.layout_for(buffer), None, None
         if adopt.stays(layout, buffer.layout()):
             with defer_interrupts():
@@ -115,11 +117,13 @@ class Shards:
             ]
             leaves_of = lambda leaves: [x.data for leaf in leaves for x in leaf.addressable_shards]
             steps = jax.tree.map(lambda *ones: _array_of(num, sharding, leaves_of(ones)), *read)
-        else:  # all rows are dealt to the envs anew, on the host
+        else:
             with _on_host():
                 whole = reading.state(buffer, example, None)
             steps = jax.tree.map(functools.partial(_placed_from, sharding), whole.rows.steps)
             layout = dataclasses.replace(whole.layout, sampler=None)
+
+        # What is beside them, for all envs.
         with _on_host():
             if whole is not None:
                 flags, beside = whole.rows.flags, jax.device_get(canonical(whole))
@@ -130,6 +134,8 @@ class Shards:
                 new = {"flags": jnp.zeros((buffer.capacity,), jnp.uint8)}
                 flags = reading.rows(new, buffer.length)["flags"]
             flags = None if flags is None else np.asarray(flags)
+
+            # Each shard of this process.
             parts = []
             layout = dataclasses.replace(layout, num_envs=local.num_envs)
             of_shard = lambda values, at: np.split(values, num)[at]

@@ -48,14 +48,18 @@ class Uniform(Sampler):
     """
 
     def sample(self, state: PyTree, sampleable: Sampleable, key: Key, batch_size: int) -> Draw:
+        # How many rows there are.
         layout, window = sampleable.layout, sampleable.layout.window
         sampleable_rows, traits = sampleable.count(), layout.traits
         total = sampleable_rows.sum(dtype=jnp.int32)
         probability = jnp.broadcast_to(uniform_probability(total), (batch_size,))
+
+        # By trying alone: a GPU.
         if traits.in_line and window.period == 1 and layout.length >= _FEW_WINDOWS * window.length:
             row, is_drawn = _tried(sampleable, key, batch_size)
             return Draw(state, row, jnp.where(is_drawn, probability, 0))
 
+        # By candidate number: where most rows are none, and on unknown platforms.
         high, low = random.words(key, batch_size)
 
         def selected(high, low):
@@ -65,6 +69,7 @@ class Uniform(Sampler):
 
         if not traits.has_branches or window.period > _MOST_TRIES:
             return Draw(state, selected(high, low), probability)
+        # By trying, then by candidate number: a TPU.
         if not traits.has_loops:
             row, is_drawn = _first_drawn(sampleable, high, low, _TRIES_AT_ONCE)
             others = random.remix(high, low, jnp.uint32(_TRIES_AT_ONCE - 1))
@@ -72,6 +77,7 @@ class Uniform(Sampler):
             row = jax.lax.cond((total > 0) & ~jnp.all(is_drawn), exact, lambda: row)
             return Draw(state, row, probability)
 
+        # The same with loops: a CPU.
         def redraw(carry):
             tries, row, is_drawn = carry
             other = sampleable.state.random_row(*random.remix(high, low, tries))

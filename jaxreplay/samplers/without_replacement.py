@@ -84,6 +84,7 @@ class WithoutReplacement(ConsumingSampler):
         key: Key,
         batch_size: int,
     ) -> Draw:
+        # The pass that would begin now.
         num_sampleable = sampleable.count()
         total = num_sampleable.sum(dtype=jnp.int32)
         fresh = WithoutReplacementState(
@@ -93,6 +94,7 @@ class WithoutReplacement(ConsumingSampler):
             num_sampleable,
         )
 
+        # Rounds, each of which examines the next B rows of the pass.
         def goes_on(carry):
             rounds, state, taken, _ = carry
             may = (taken == 0) | (rounds < _MAX_ROUNDS) & (

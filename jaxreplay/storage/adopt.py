@@ -200,13 +200,14 @@ def derived(state: ReplayState, before: Layout | None) -> ReplayState:
         pending = jnp.minimum(filled, window.after or 0)
         state = state.replace(counters=counters.set(num_pending=pending))
         return _with_expired(state)
-    # All below is in the order of time, [E, length]; the newest row is the last.
+    # The order of time, [E, length], in which all below is; the newest row is the last.
     place = ring.arange(length)
     position = layout.wrap(counters.position[:, None] + place)
     row = layout.row(layout.envs()[:, None], position)
     in_ring = ring.forward(counters.position[:, None], place, length)  # inverse of `position`
     of_ring = lambda values: jnp.take_along_axis(values, in_ring, axis=1).reshape(-1)
 
+    # Ends of episodes between two steps: their last rows become final.
     is_written = place >= length - filled[:, None]
     flags = at(state.rows.flags, row)
     closes = is_written & layout.closes_episode(flags)
@@ -214,7 +215,6 @@ def derived(state: ReplayState, before: Layout | None) -> ReplayState:
     is_next_first = jnp.concatenate(
         [is_first[:, 1:], layout.closes_episode(counters.last_flags)[:, None]], axis=1
     )
-    # rows after which no step follows
     is_seam = is_written & ~closes & is_next_first
     becomes_final = is_seam & (window.after != 0)
     if window.after is not None and not (window.crosses_episodes or window.needs_final_obs):
@@ -222,6 +222,7 @@ def derived(state: ReplayState, before: Layout | None) -> ReplayState:
     final = flags & row_flags.FIRST | jnp.uint8(row_flags.TRUNCATED | row_flags.FINAL)
     flags = jnp.where(becomes_final, final, flags)
 
+    # Candidates, and their numbers.
     phase = None
     period = lambda window: (window.period, window.period > 1 and window.crosses_episodes)
     if before is None or period(before.window) != period(window):
@@ -236,6 +237,7 @@ def derived(state: ReplayState, before: Layout | None) -> ReplayState:
     end = counters.num_candidates if is_same else counters.num_candidates + count
     newer = count[:, None] - jnp.cumsum(is_candidate, axis=1, dtype=jnp.uint32) + is_candidate
 
+    # The newest rows, whose window is not complete.
     completes = is_written & ((flags & window.completed_by) != 0)
     since = length - 1 - jnp.max(jnp.where(completes, place, -1), axis=1)
     since = length if window.crosses_episodes else since
@@ -245,6 +247,7 @@ def derived(state: ReplayState, before: Layout | None) -> ReplayState:
         last_flags=jnp.where(becomes_final[:, -1], flags[:, -1], counters.last_flags),
         num_pending=jnp.minimum(jnp.minimum(since, filled), window.after or 0),
     )
+    # Episodes.
     table = None
     if layout.has_table:
         is_none = is_first & ((flags & row_flags.FINAL) != 0)  # it belongs to no episode

@@ -51,6 +51,8 @@ def advance(state: ReplayState, steps: PyTree, mask: jax.Array | None) -> tuple[
     mask = jnp.ones((num_steps, layout.num_envs), bool) if mask is None else mask
     if before.num_expired is not None:  # the last sample may have read flags for the look-back
         mask = xla.after(mask, before.num_expired)
+
+    # Which rows are written, and their flags.
     new, flags, is_written = before, None, mask
     if layout.autoreset is not None:
         flags, is_written = row_flags.rows_of(
@@ -59,6 +61,8 @@ def advance(state: ReplayState, steps: PyTree, mask: jax.Array | None) -> tuple[
         if before.phase is not None:
             phase, flags = skipped(layout, before.phase, flags, is_written)
             new = new.set(phase=phase)
+
+    # Where they go.
     if layout.lockstep:  # the positions are known without looking at the block
         nth = jnp.broadcast_to(ring.arange(num_steps)[:, None], is_written.shape)
         num_rows = jnp.full((layout.num_envs,), num_steps, jnp.int32)
@@ -83,6 +87,8 @@ def advance(state: ReplayState, steps: PyTree, mask: jax.Array | None) -> tuple[
         num_rows,
         num_waiting=before.num_pending,
     )
+
+    # Which of them are candidates, which rows are pending, and which episodes end.
     if flags is not None:
         is_candidate = is_written & ((flags & row_flags.NO_CANDIDATE) == 0)
         count = before.num_candidates + is_candidate.sum(axis=0, dtype=jnp.uint32)
@@ -284,6 +290,7 @@ def effect_of(after: ReplayState, writes: Writes) -> WriteEffect | None:
         position = layout.wrap(start + ring.arange(size)[:, None])
         return layout.row(layout.envs(), jnp.broadcast_to(position, (size, layout.num_envs)))
 
+    # Rows that were pending before, the oldest first.
     num_rows = writes.num_rows[0] if layout.lockstep else writes.num_rows
     start = layout.wrap(after.head - num_rows - window.after)
     waited = window.after - 1 - ring.arange(window.after)[:, None]  # ages before the write
@@ -291,10 +298,12 @@ def effect_of(after: ReplayState, writes: Writes) -> WriteEffect | None:
     is_waiting = waited < writes.num_waiting
     age = waited + writes.num_rows
 
+    # Rows that were written.
     is_candidate = writes.is_written
     if writes.flags is not None:
         is_candidate = is_candidate & ((writes.flags & row_flags.NO_CANDIDATE) == 0)
 
+    # The oldest rows, whose look-back may have been overwritten.
     oldest = range_of(after.head, window.before)
     place = ring.arange(window.before)[:, None]
     num_expired = after.counters.num_expired if window.before else 0
