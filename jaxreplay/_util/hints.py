@@ -31,6 +31,33 @@ _OTHER_ARGUMENTS = {
 }
 
 
+_DONE = (
+    "done is two flags here: terminated, if the task itself ended, so that the value after it is "
+    "0, and truncated, if the episode was cut, such as by a time limit"
+)
+_NEXT = (
+    "leave out the next observation: it is the obs of the next row. After an episode's last step "
+    'it is final_obs, with autoreset="same_step", or the obs of the next row, with "next_step"'
+)
+# Fields of a step in other libraries, and how to write them here.
+_OTHER_STEP_FIELDS = (
+    dict.fromkeys(("done", "dones", "is_done"), _DONE)
+    | dict.fromkeys(("next_obs", "next_observation", "next_observations", "next_state"), _NEXT)
+    | dict.fromkeys(("observation", "observations", "state"), "the observation is called obs")
+    | dict.fromkeys(
+        ("mask", "priority"),
+        "mask and priority are arguments of add and extend: add(..., mask=mask)",
+    )
+    | {"actions": "the action is called action", "rewards": "the reward is called reward"}
+    | {
+        "terminal": "a terminal flag is called terminated",
+        "terminations": "a terminal flag is called terminated",
+    }
+    | {
+        "timeout": "a time limit's flag is called truncated",
+        "truncations": "a time limit's flag is called truncated",
+    }
+)
 # Fields of a batch in other libraries, and here.
 _OTHER_FIELDS = {
     "items": "batch.experience",
@@ -60,6 +87,13 @@ def unknown_arguments(where: str, unknown: Iterable[str], known: Iterable[str]) 
         takes = f"it takes {', '.join(known) or 'no arguments'}"
         lines.append(f"{where} takes no {name}; {f'did you mean {meant}?' if meant else takes}")
     return "\n  ".join(lines)
+
+
+def step_fields(unknown: Iterable[str]) -> list[str]:
+    """Return how to write unknown fields of a step here, a line each, for those of other
+    libraries."""
+    known = (_OTHER_STEP_FIELDS[name] for name in unknown if name in _OTHER_STEP_FIELDS)
+    return [*dict.fromkeys(known)]
 
 
 def unknown_field(name: str, experience: Any) -> str:

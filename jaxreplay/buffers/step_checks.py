@@ -9,20 +9,13 @@ import jax.numpy as jnp
 
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import Autoreset, PyTree, Stored
+from jaxreplay._util.hints import step_fields
 from jaxreplay._util.names import spec_text
 from jaxreplay.storage import stored_arrays
 from jaxreplay.types import Step
 
 _STEP_FIELDS = tuple(field.name for field in dataclasses.fields(Step))
 _REQUIRED_FIELDS = _STEP_FIELDS[:5]
-_DONE = (
-    "done is two flags here: terminated, if the task itself ended, so that the value after it is "
-    "0, and truncated, if the episode was cut, such as by a time limit"
-)
-_NEXT = (
-    "leave out the next observation: it is the obs of the next row. After an episode's last step "
-    'it is final_obs, with autoreset="same_step", or the obs of the next row, with "next_step"'
-)
 _WHERE_FINAL_OBS_IS = (
     '  gymnax >= 1.0: info["final_observation"]\n'
     '  Gymnasium, AutoresetMode.SAME_STEP: info["final_obs"]\n'
@@ -30,25 +23,6 @@ _WHERE_FINAL_OBS_IS = (
     "  an env that you reset yourself: the observation that env.step returned"
 )
 BOOL_FLAGS = "write done flags as bool: x.astype(bool)"
-# Field names of other libraries, and how to write them here.
-_OTHER_NAMES = (
-    dict.fromkeys(("done", "dones", "is_done"), _DONE)
-    | dict.fromkeys(("next_obs", "next_observation", "next_observations", "next_state"), _NEXT)
-    | dict.fromkeys(("observation", "observations", "state"), "the observation is called obs")
-    | dict.fromkeys(
-        ("mask", "priority"),
-        "mask and priority are arguments of add and extend: add(..., mask=mask)",
-    )
-    | {"actions": "the action is called action", "rewards": "the reward is called reward"}
-    | {
-        "terminal": "a terminal flag is called terminated",
-        "terminations": "a terminal flag is called terminated",
-    }
-    | {
-        "timeout": "a time limit's flag is called truncated",
-        "truncations": "a time limit's flag is called truncated",
-    }
-)
 
 
 def by_field(step: PyTree) -> Any:
@@ -82,7 +56,7 @@ def as_step(where: str, step: PyTree) -> Step:
             f"{where}: the step's keys are wrong: {'; '.join(problems)}. A step has "
             f"{', '.join(_REQUIRED_FIELDS)}, and may have final_obs "
             "and extras; further fields go into extras={...}",
-            *dict.fromkeys(_OTHER_NAMES[name] for name in unknown if name in _OTHER_NAMES),
+            *step_fields(unknown),
         ]
         raise ValueError("\n  ".join(lines))
     return Step(**step)
