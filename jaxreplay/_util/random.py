@@ -135,12 +135,12 @@ def geometric(
     if gamma == 0:
         return jnp.minimum(bound, 1)
     log = math.log(gamma)
+    # probability of k <= bound, where the distribution is truncated
     mass = jnp.float32(1) if clip else -jnp.expm1(bound.astype(jnp.float32) * jnp.float32(log))
     # A fraction of 48 bits: those of `low` follow those of `high`.
     part = jnp.minimum(
         fraction(high) + fraction(low) * jnp.float32(2**-24), jnp.float32(1 - 2**-24)
     )
-    steps = jnp.floor(jnp.log1p(-part * mass) / jnp.float32(log))
-    return jnp.clip(
-        1 + jnp.minimum(steps, jnp.float32(2**30)).astype(jnp.int32), jnp.minimum(bound, 1), bound
-    )
+    failures = jnp.floor(jnp.log1p(-part * mass) / jnp.float32(log))  # k - 1
+    k = 1 + jnp.minimum(failures, jnp.float32(2**30)).astype(jnp.int32)
+    return jnp.clip(k, jnp.minimum(bound, 1), bound)

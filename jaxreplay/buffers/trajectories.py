@@ -17,15 +17,13 @@ from jax.core import Tracer
 
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import PyTree
+from jaxreplay._util.aligned import aligned_zeros
 from jaxreplay.buffers import step_checks
 from jaxreplay.types import Step
 
 # Chunks of 4 to 32 MiB stay in a cache: 1 GB was written in 0.15 to 0.2 s, and in 0.3 s with chunks
 # of 64 MiB (measured, two CPU cores).
 CHUNK_BYTES = 2**24
-# With this alignment a CPU backend reads a NumPy array in place. Otherwise it copies the array
-# first, and the chunk takes its memory twice.
-_ALIGNMENT = 64
 _WHERE = "from_trajectories"
 
 
@@ -35,7 +33,7 @@ class Trajectory(NamedTuple):
     Attributes:
       rows: (Step, mask), NumPy leaves [L, ...], views of the input. Leaves shorter than `num_rows`
         are padded with zeros, longer ones are cut. The flags in it are all False.
-      num_steps: Number of steps.
+      num_steps: Number of steps that are kept; the last one given may have become the final row.
       num_rows: Number of rows: `num_steps`, or one more with a final row.
       is_terminated: Flag of the last step, kept here to save an array of flags.
       is_truncated: Flag of the last step.
@@ -110,18 +108,19 @@ def write_trajectories(target: Any, trajectories: list[Trajectory], chunk_bytes:
         _short_first(sum(trajectory.num_rows for trajectory in trajectories), size),
     )
     for trajectory in trajectories:
-        sources, done = jax.tree.leaves(trajectory.rows), 0
-        while done < trajectory.num_rows:
-            count = min(trajectory.num_rows - done, wanted - filled)
-            for rows, source in zip(chunk, sources, strict=True):
-                _copy_rows(rows[filled : filled + count], source[done : done + count])
-            if done < trajectory.num_steps <= done + count:
-                last = filled + trajectory.num_steps - 1 - done
+        sources, num_copied = jax.tree.leaves(trajectory.rows), 0
+        while num_copied < trajectory.num_rows:
+            count = min(trajectory.num_rows - num_copied, wanted - filled)
+            for target_rows, source in zip(chunk, sources, strict=True):
+                stop = num_copied + count
+                _copy_rows(target_rows[filled : filled + count], source[num_copied:stop])
+            if num_copied < trajectory.num_steps <= num_copied + count:
+                last = filled + trajectory.num_steps - 1 - num_copied
                 chunk_tree[0].terminated[last], chunk_tree[0].truncated[last] = (
                     trajectory.is_terminated,
                     trajectory.is_truncated,
                 )
-            done, filled = done + count, filled + count
+            num_copied, filled = num_copied + count, filled + count
             if filled == wanted:
                 target = _write_chunk(target, chunk_tree, np.int32(start))
                 jax.block_until_ready(target)  # until then JAX reads the chunk in place
@@ -244,15 +243,3 @@ def _copy_rows(rows: np.ndarray, source: np.ndarray) -> None:
         source = source.view(rows.dtype)
     rows[: len(source)] = source
     rows[len(source) :] = 0
-
-
-def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return zeros whose memory begins at a multiple of `_ALIGNMENT` bytes."""
-    num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-    memory = aligned(np.zeros(num_bytes + _ALIGNMENT, np.uint8))
-    return memory[:num_bytes].view(dtype).reshape(shape)
-
-
-def aligned(memory: np.ndarray) -> np.ndarray:
-    """Return uint8[...] from the first multiple of `_ALIGNMENT` bytes on."""
-    return memory[-memory.ctypes.data & (_ALIGNMENT - 1) :]

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import zstandard
 
-from jaxreplay.buffers.trajectories import aligned, aligned_zeros
+from jaxreplay._util.aligned import aligned, aligned_zeros
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files, Memory, new_memory
 
 # Names of dtypes. Values of others are stored as bytes.
@@ -202,11 +202,12 @@ def read(
     for own, spec in wanted.items():
         if own not in header:
             raise CorruptCheckpointError(f"{name} has no array {own}")
-        start, stop = header[own].data_offsets
+        (start, stop), shape = header[own].data_offsets, header[own].shape
         values = content[begin + start : begin + stop] if 0 <= start <= stop else content[:0]
-        if len(values) != spec.nbytes or header[own].shape[: len(spec.shape)] != [*spec.shape]:
+        if len(values) != spec.nbytes or shape[: len(spec.shape)] != [*spec.shape]:
             raise CorruptCheckpointError(
-                f"{name}: {own} has the shape {header[own].shape}, expected {[*spec.shape]}"
+                f"{name}: {own} has the shape {shape} and {len(values):,} bytes, expected "
+                f"{[*spec.shape]} and {spec.nbytes:,}"
             )
         found[own] = values.view(spec.dtype).reshape(spec.shape)
     return found

@@ -60,9 +60,10 @@ class Plan:
     num_bytes: int
 
     def new_groups(self) -> Iterator[tuple[str, list[Group]]]:
-        """Yield each member with its groups that are to be written."""
-        for name, own in self.groups.items():
-            yield name, [group for group in own if group.sums is None]
+        """Yield each member's name, "" if there is no mixture, with its groups that are to be
+        written."""
+        for name, groups in self.groups.items():
+            yield name, [group for group in groups if group.sums is None]
 
     def rest_files(self) -> list[tuple[str, list[Piece]]]:
         """Return the name and the pieces of each file beside the rows."""

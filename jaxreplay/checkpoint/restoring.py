@@ -270,6 +270,7 @@ class Reading:
         self._rest = Rest(store, manifest, progress)
         if first is not None:
             self._member: Member = manifest.members[name]
+            # int64[E]: numbers of the oldest row to read, and of the newest plus 1
             self._first, self._end = first, self._member.end
             self._is_whole = bool((first == self._member.first).all())
 

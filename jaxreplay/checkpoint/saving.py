@@ -22,7 +22,7 @@ class Saving:
     """A running save.
 
     Attributes:
-      written: What the manifest says of each written file, by its name.
+      written: What the manifest will say of each written file, by its name.
 
     Args:
       store: The store to write to.
@@ -33,7 +33,7 @@ class Saving:
     def __init__(self, store: Files, level: int | None, bar: Any):
         self._store, self._level, self._bar = store, level, bar
         self.written: dict[str, Sums] = {}
-        self._lock = threading.Lock()  # of the threads
+        self._lock = threading.Lock()  # of `written` and the bar
         self._room, self._is_alone = _ROOM, True
         self._threads = Threads(_WRITERS, "jaxreplay-checkpoint")
         atexit.register(self._at_exit)

@@ -215,7 +215,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         self._owner.check_not_lost()
         record, per_env = self._record, (self.n_envs,)
         step: list[Any] = [*self._stored("obs", obs), *self._stored("next_obs", next_obs)]
-        action = np.asarray(action, self._action_dtype)
+        action = np.asarray(action, self._action_dtype)  # a cast, as Stable-Baselines3 has it
         shape = (self.n_envs, self.action_dim)
         action = action if action.shape == shape else self._flat(action)
         step.append(fitted("action", action, action.dtype, shape))

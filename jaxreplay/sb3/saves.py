@@ -92,7 +92,8 @@ def resume(path: Any, model: M, step: int | None = None) -> M:
 
     Args:
       path: The path of the callback.
-      model: A new model, made as the saved one was: its class, envs and replay buffer are used.
+      model: A new model, made as the saved one was. The result has its class, its replay buffer,
+        and its envs unless the checkpoint has some.
       step: Number of env steps of the checkpoint. Default: the newest.
 
     Returns:
@@ -124,16 +125,20 @@ def resume(path: Any, model: M, step: int | None = None) -> M:
     restored.replay_buffer = buffer
     if hasattr(buffer, "env"):  # for hindsight
         buffer.env = restored.get_env()
-    python, numpy, tensors, restored.action_space = pickle.loads(found["random"])
+    *states, restored.action_space = pickle.loads(found["random"])
+    python, numpy, of_cpu, of_gpus = states
     random.setstate(python)
     np.random.set_state(numpy)
-    torch.set_rng_state(tensors)
+    torch.set_rng_state(of_cpu)
+    torch.cuda.set_rng_state_all(of_gpus[: torch.cuda.device_count()])
     return restored
 
 
 def _random_states() -> tuple[Any, ...]:
-    """Return the states of the global generators that a model draws from."""
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+    """Return the states of the global generators that a model draws from: Python's, NumPy's, and
+    PyTorch's of the CPU and of each GPU."""
+    of_gpus = torch.cuda.get_rng_state_all()
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), of_gpus
 
 
 def _buffer_of(where: str, model: Any) -> Any:

@@ -67,17 +67,19 @@ class TransitionView(View[Transition]):
         goes_on = ~is_terminated[:-1] & ~reader.is_final(steps[1:])
         is_inside = jnp.concatenate([jnp.ones(1, bool), jnp.cumsum(~goes_on) == 0])
         num_steps = is_inside.sum(dtype=jnp.int32)
-        ends = jnp.any(is_inside & is_terminated)
+        has_termination = jnp.any(is_inside & is_terminated)
         # A terminated row's final row may come a step later, or never. The row's own observation is
         # then a placeholder: with discount 0, no target depends on it.
-        has_next = (reader.rows_after() >= num_steps) & reader.termination_has_final_row | ~ends
+        has_next = ~has_termination | (
+            (reader.rows_after() >= num_steps) & reader.termination_has_final_row
+        )
         powers = self.gamma ** np.arange(self.n_step + 1)
         total = functools.partial(_weighted_sum, weights=powers[:-1], is_inside=is_inside)
         return Transition(
             obs=reader.obs(0),
             action=reader.action(0),
             reward=jax.tree.map(total, reader.reward(steps)),
-            discount=jnp.where(ends, 0, jnp.asarray(powers, jnp.float32)[num_steps]),
+            discount=jnp.where(has_termination, 0, jnp.asarray(powers, jnp.float32)[num_steps]),
             next_obs=reader.obs(jnp.where(has_next, num_steps, num_steps - 1)),
             num_steps=num_steps,
             extras=reader.extras(0),
