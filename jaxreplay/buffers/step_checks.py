@@ -6,12 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import Autoreset, PyTree, Stored
 from jaxreplay._util.hints import step_fields
-from jaxreplay._util.names import spec_text
+from jaxreplay._util.names import kind_of, spec_text
 from jaxreplay.storage import stored_arrays
+from jaxreplay.storage.layout import Layout
 from jaxreplay.types import Step
 
 _STEP_FIELDS = tuple(field.name for field in dataclasses.fields(Step))
@@ -162,6 +165,31 @@ def check_mask(where: str, mask: Any, is_masked: bool, axes: tuple[int, ...]) ->
         {"mask": jax.ShapeDtypeStruct(axes, bool)},
         "mask: True where an env took a step.",
     )
+
+
+def check_envs(where: str, envs: Any, layout: Layout, num_envs: int) -> None:
+    """Raise a ValueError unless a write to some envs is possible: they are integers [e], none
+    appears twice as far as is known, and each env has a write position of its own."""
+    if layout.lockstep:
+        raise ValueError(
+            f"{where}: envs= writes to some envs, but all envs of this buffer share one write "
+            "position; make the buffer with allow_mask=True"
+        )
+    if jnp.ndim(envs) != 1 or not jnp.issubdtype(jnp.result_type(envs), jnp.integer):
+        raise ValueError(f"{where}: envs must be int32[e], numbers of envs, got {kind_of(envs)}")
+    if not isinstance(envs, Tracer):
+        known = np.sort([env for env in np.asarray(envs) if 0 <= env < num_envs])
+        if len(twice := known[1:][known[1:] == known[:-1]]):
+            raise ValueError(
+                f"{where}: envs has {twice[0]} twice; write one step of an env in a call, or a "
+                "block of steps by extend"
+            )
+
+
+def as_envs(envs: Any, num_envs: int) -> jax.Array:
+    """Return the numbers of some envs as int32[e], `num_envs` for those that do not exist."""
+    envs = jnp.asarray(envs)
+    return jnp.where((envs >= 0) & (envs < num_envs), envs, num_envs).astype(jnp.int32)
 
 
 def as_priority(where: str, priority: Any, shape: tuple[int, ...]) -> jax.Array:

@@ -103,7 +103,12 @@ class Local(Static, Generic[T]):
         return _specs(self.buffer, state.layout.platform, structure, rows)
 
     def add(
-        self, state: ReplayState, step: PyTree, mask: Any = None, priority: Any = None
+        self,
+        state: ReplayState,
+        step: PyTree,
+        mask: Any = None,
+        priority: Any = None,
+        envs: Any = None,
     ) -> ReplayState:
         """Append one step of each of this shard's envs, as `ReplayBuffer.add` does.
 
@@ -112,14 +117,22 @@ class Local(Static, Generic[T]):
           step: Leaves [E / D, ...].
           mask: bool[E / D]. Default: every env took a step.
           priority: float[E / D]. Default: the largest priority so far, of any shard.
+          envs: int32[e], numbers among the envs of all shards; with it the leaves are [e, ...].
+            Steps of other shards' envs are dropped. Default: all envs of this shard.
 
         Returns:
           The shard's new state.
         """
-        return self._agreed(self.buffer.add(state, step, mask, priority), priority is not None)
+        state = self.buffer.add(state, step, mask, priority, envs=self._own_envs(envs))
+        return self._agreed(state, priority is not None)
 
     def extend(
-        self, state: ReplayState, steps: PyTree, mask: Any = None, priority: Any = None
+        self,
+        state: ReplayState,
+        steps: PyTree,
+        mask: Any = None,
+        priority: Any = None,
+        envs: Any = None,
     ) -> ReplayState:
         """Append a block of steps, as `ReplayBuffer.extend` does.
 
@@ -128,11 +141,13 @@ class Local(Static, Generic[T]):
           steps: Leaves [T, E / D, ...].
           mask: bool[T, E / D]. Default: every env took every step.
           priority: float[T, E / D]. Default: the largest priority so far, of any shard.
+          envs: int32[e], as for `add`. Default: all envs of this shard.
 
         Returns:
           The shard's new state.
         """
-        return self._agreed(self.buffer.extend(state, steps, mask, priority), priority is not None)
+        state = self.buffer.extend(state, steps, mask, priority, envs=self._own_envs(envs))
+        return self._agreed(state, priority is not None)
 
     def end_streams(self, state: ReplayState, mask: Any = None) -> ReplayState:
         """End the unfinished episodes, as `ReplayBuffer.end_streams` does.
@@ -344,6 +359,10 @@ class Local(Static, Generic[T]):
             return state
         largest = xla.varying(jax.lax.pmax(largest, self.axis), self.axis)
         return state.replace(sampler=state.sampler.replace(max_priority=largest))
+
+    def _own_envs(self, envs: Any) -> Any:
+        """Return numbers among all envs as those of this shard's; others are out of range."""
+        return None if envs is None else envs - jax.lax.axis_index(self.axis) * self.buffer.num_envs
 
     def _first_row(self) -> jax.Array:
         """Return the number of this shard's first row among all rows."""

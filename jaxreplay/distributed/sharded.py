@@ -152,25 +152,40 @@ class Sharded(Static, Generic[T]):
         )
 
     def add(
-        self, state: ReplayState, step: PyTree, mask: Any = None, priority: Any = None
+        self,
+        state: ReplayState,
+        step: PyTree,
+        mask: Any = None,
+        priority: Any = None,
+        *,
+        envs: Any = None,
     ) -> ReplayState:
-        """Append one step of every env.
+        """Append one step of every env, or of some envs.
 
         Args:
           state: Donated.
           step: Leaves [E, ...], as for `ReplayBuffer.add`.
           mask: bool[E]. Default: every env took a step.
           priority: float[E]. Default: the largest priority so far, of any shard.
+          envs: int32[E], as for `ReplayBuffer.add`; each device gets all of these steps, and
+            writes those of its own envs. Default: all envs.
 
         Returns:
           The new state.
         """
         own = self._own_specs("add", state)
-        given = self.buffer._checked("add", own, step, mask, priority)
-        return self._change(self.local.add, state, given, P(self.axis))
+        given, envs = self.buffer._checked("add", own, step, mask, priority, envs)
+        spec = P(self.axis) if envs is None else P()
+        return self._change(self.local.add, state, (*given, envs), spec)
 
     def extend(
-        self, state: ReplayState, steps: PyTree, mask: Any = None, priority: Any = None
+        self,
+        state: ReplayState,
+        steps: PyTree,
+        mask: Any = None,
+        priority: Any = None,
+        *,
+        envs: Any = None,
     ) -> ReplayState:
         """Append a block of steps.
 
@@ -179,13 +194,16 @@ class Sharded(Static, Generic[T]):
           steps: Leaves [T, E, ...], as for `ReplayBuffer.extend`.
           mask: bool[T, E]. Default: every env took every step.
           priority: float[T, E]. Default: the largest priority so far, of any shard.
+          envs: int32[E], as for `add`. Default: all envs.
 
         Returns:
           The new state.
         """
         own = self._own_specs("extend", state)
-        given = self.buffer._checked("extend", own, steps, mask, priority, is_block=True)
-        return self._change(self.local.extend, state, given, P(None, self.axis))
+        given = steps, mask, priority, envs
+        given, envs = self.buffer._checked("extend", own, *given, is_block=True)
+        spec = P(None, self.axis) if envs is None else P()
+        return self._change(self.local.extend, state, (*given, envs), spec)
 
     def end_streams(self, state: ReplayState, mask: Any = None) -> ReplayState:
         """End the unfinished episodes, after a reset that no step tells.

@@ -163,14 +163,17 @@ class Prioritized(PrioritySampler):
         state, given = _give(state, effect.is_written, priority)
         mass = jnp.where(effect.is_candidate, self._mass(effect.layout, given), 0)
         if state.pending_mass is not None:
-            lookahead = len(state.pending_mass)
-            mass = jnp.concatenate([state.pending_mass, mass])
+            lookahead, waiting = len(state.pending_mass), state.pending_mass
+            envs = effect.layout.envs(effect.envs)
+            if effect.envs is not None:
+                waiting = waiting.at[:, envs].get(mode="fill")
+            mass = jnp.concatenate([waiting, mass])
             # Each stream's newest rows keep waiting, ordered by age. Rows of earlier writes move up
             # by the number of rows written after them.
-            is_row = jnp.concatenate([jnp.ones_like(state.pending_mass, bool), effect.is_written])
+            is_row = jnp.concatenate([jnp.ones_like(waiting, bool), effect.is_written])
             age = effect.age[: len(is_row)]
             place = jnp.where(is_row & (age < lookahead), lookahead - 1 - age, lookahead)
-            env = jnp.broadcast_to(effect.layout.envs(), place.shape)
+            env = jnp.broadcast_to(envs, place.shape)
             state = state.replace(
                 pending_mass=state.pending_mass.at[place, env].set(
                     mass, mode="drop", unique_indices=True

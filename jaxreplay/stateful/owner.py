@@ -8,7 +8,6 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -20,6 +19,7 @@ from jaxreplay.buffers.jitted import few_rows, method, program, programs
 from jaxreplay.buffers.mixture import Mixture
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import example_of as step_example, is_alive
+from jaxreplay.buffers.step_checks import check_envs
 from jaxreplay.inspection.resets import FinalObsWatch, ResetWatch
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from jaxreplay.stateful.host_arrays import OUTSIDE, StepFormat, example_of, own
@@ -359,7 +359,7 @@ class StateOwner(Owner):
         return self._parts_of(len(self._staging), self.put(self._staging.waiting()))
 
     def calls_of(
-        self, step: PyTree, env: int | None, mask: Any, priority: Any
+        self, step: PyTree, env: int | None, envs: Any, mask: Any, priority: Any
     ) -> tuple[int, list[Any]]:
         """Return how many steps there are over all envs, and the arguments of each call of `change`
         that adds them."""
@@ -377,28 +377,34 @@ class StateOwner(Owner):
                 raise ValueError(
                     f"add: env={env!r}, but this buffer has the envs 0 to {num_envs - 1}"
                 )
-            if axes or mask is not None:
+            if axes or mask is not None or envs is not None:
                 raise ValueError(
-                    "add: with env= the step is of one env, without an env axis or a mask; got the "
-                    f"leading axes {list(axes)}"
+                    "add: with env= the step is of one env, without an env axis, a mask or envs; "
+                    f"got the leading axes {list(axes)}"
                 )
-            if not self.buffer.allow_mask:
-                raise ValueError(
-                    "add: env= adds to one env alone; make the buffer with allow_mask=True"
-                )
-            return 1, [(_add_to_one, np.int32(env), step, priority)]
-        if not axes and num_envs == 1:
+            step, priority = jax.tree.map(lambda leaf: leaf[None], (step, priority))
+            axes, envs = (1,), [operator.index(env)]
+        elif not axes and num_envs == 1:
             step, mask, priority = jax.tree.map(lambda leaf: leaf[None], (step, mask, priority))
         elif not axes:
             raise ValueError(
                 f"add: the step has no env axis, but there are {num_envs} envs: say which one "
                 "took it by env="
             )
-        num_steps = int(np.prod(axes)) if mask is None else int(np.sum(mask))
+        adds_to = lambda function: function
+        is_taken = np.ones(axes, bool) if mask is None else np.asarray(mask)
+        if envs is not None:
+            envs = np.asarray(envs)
+            check_envs("add", envs, self.buffer.layout(), num_envs)
+            if envs.shape == axes[-1:]:  # else the buffer says what is wrong
+                is_taken = is_taken & (envs >= 0) & (envs < num_envs)
+            adds_to = functools.partial(functools.partial, envs=self.put(envs))
+        num_steps = int(is_taken.sum())
         if len(axes) == 2:
             parts = self._parts_of(axes[0], (step, mask, priority))
-            return num_steps, [(self._extend_for(length), part) for length, part in parts]
-        return num_steps, [(method("add"), step, mask, priority)]
+            extend = lambda length: adds_to(self._extend_for(length))
+            return num_steps, [(extend(length), part) for length, part in parts]
+        return num_steps, [(adds_to(method("add")), step, mask, priority)]
 
     def _parts_of(self, length: int, block: Any) -> list[tuple[int, Any]]:
         """Return a block, leaves [T, ...], in parts whose lengths have programs, each with its
@@ -617,20 +623,9 @@ def _on_host(leaf: Any) -> Any:
     return np.asarray(leaf)
 
 
-@functools.partial(program, changes=True)
-def _add_to_one(
-    buffer: ReplayBuffer, state: Any, env: jax.Array, step: PyTree, priority: Any
-) -> Any:
-    num_envs = buffer.num_envs
-    step, priority = jax.tree.map(
-        lambda leaf: jnp.broadcast_to(leaf, (num_envs, *jnp.shape(leaf))), (step, priority)
-    )
-    return buffer.add(state, step, jnp.arange(num_envs) == env, priority)
-
-
 @functools.partial(programs, changes=True)
-def _extend(buffer: ReplayBuffer, state: Any, block: Any) -> Any:
-    return buffer.extend(state, *block)
+def _extend(buffer: ReplayBuffer, state: Any, block: Any, **envs: Any) -> Any:
+    return buffer.extend(state, *block, **envs)
 
 
 @functools.partial(programs, static=("batch_size",))

@@ -165,12 +165,13 @@ class Replay:
         *,
         member: str | None = None,
         env: int | None = None,
+        envs: Any = None,
         mask: Any = None,
         priority: Any = None,
         timeout: Any = None,
         **fields: Any,
     ):
-        """Append one step of every env, a block of steps, or one step of one env.
+        """Append one step of every env or of some envs, a block of steps, or one step of one env.
 
         Arrays are copied, so the caller may reuse them. It warns once if episodes do not reset
         where `autoreset` says, and once if `final_obs` shows that envs were reset without a flag.
@@ -179,8 +180,11 @@ class Replay:
           step: A `Step`, or a mapping, dataclass or NamedTuple with its fields, or items. Leaves
             [E, ...], or [T, E, ...] for a block, or [...] for one env. Default: `fields`.
           member: Name of the mixture's member that gets the step. Default: None, without a mixture.
-          env: Index of the env that took the step, if `step` is of one env. It needs
-            `allow_mask=True`. Default: every env, or the only one.
+          env: Index of the env that took the step, if `step` is of one env. Default: every env, or
+            the only one.
+          envs: int[E], different envs that took the steps, in any order; numbers that no env has
+            are for padding. As `env`, it needs a buffer of which each env has a write position of
+            its own: one with `autoreset="same_step"` or `allow_mask=True`. Default: every env.
           mask: bool[E] or bool[T, E], False where an env took no step; needs `allow_mask=True`.
             Default: every env took every step.
           priority: float[E], float[T, E], or float[] for one env, at least 0, for samplers with
@@ -203,7 +207,8 @@ class Replay:
         given = {"mask": mask, "priority": priority}
         if mask is not None or priority is not None:
             given = host_arrays.own("add", given)
-        if env is None and self._limiter is None and self._add_quickly(owner, step, **given):
+        is_of_all = env is None and envs is None
+        if is_of_all and self._limiter is None and self._add_quickly(owner, step, **given):
             return
         with self._monitor:
             self._check_open()
@@ -211,7 +216,7 @@ class Replay:
             is_first = not owner.has_example
             try:
                 step = host_arrays.own("add", step)
-                num_steps, calls = owner.calls_of(step, env, **given)
+                num_steps, calls = owner.calls_of(step, env, envs, **given)
                 self._wait(
                     "add",
                     self._may_insert,

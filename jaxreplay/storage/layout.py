@@ -162,9 +162,13 @@ class Layout(Static):
         assert self.autoreset is not None
         return row_flags.closes_episode(flags, self.autoreset)
 
-    def envs(self) -> jax.Array:
-        """Return the number of each stream: int32[E]."""
-        return ring.arange(self.num_envs)
+    def envs(self, some: jax.Array | None = None) -> jax.Array:
+        """Return the number of each stream: int32[E].
+
+        Args:
+          some: int32[e], the streams that are asked for, which are returned. Default: all.
+        """
+        return ring.arange(self.num_envs) if some is None else some
 
     def row(self, env: jax.Array, position: jax.Array) -> jax.Array:
         """Return the row at a position of a stream: int32[...].

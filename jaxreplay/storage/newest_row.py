@@ -92,6 +92,7 @@ def _effect(after: ReplayState, num_waiting: Any, is_final: jax.Array) -> WriteE
     stays = is_waiting & ~((age == 0) & is_final)
     return WriteEffect(
         layout=layout,
+        envs=None,
         row=jnp.where(is_waiting | is_again, row, layout.capacity),
         became_sampleable=stays & (age >= after.counters.num_pending),
         is_written=is_again[-1:],

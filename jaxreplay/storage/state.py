@@ -96,6 +96,8 @@ class Counters(Node):
     # state takes 2 us of a call; on a GPU C arrays [E], which one kernel counts
     stored: jax.Array | tuple[jax.Array, ...]
     layout: Layout = static_field()
+    # int32[e]: the streams that the counters are of, while some alone are written; None for all
+    some: jax.Array | None = None
 
     position = _Counter()  # in [0, length): position of the next write
     filled = _Counter()  # in [0, length]: number of rows that are stored
@@ -125,13 +127,27 @@ class Counters(Node):
 
         None keeps a counter. Values of counters outside of `layout.counter_names` are ignored.
         """
-        shape, rows = (self.layout.num_envs,), []
+        shape, rows = self.layout.envs(self.some).shape, []
         for name in self.layout.counter_names:
             value = getattr(self, name) if new.get(name) is None else new[name]
             rows.append(jnp.broadcast_to(jnp.asarray(value, vars(Counters)[name].dtype), shape))
         if self.layout.traits.in_line:
             return self.replace(stored=tuple(rows))
         return self.replace(stored=jnp.stack([row.astype(jnp.uint32) for row in rows]))
+
+    def of(self, envs: jax.Array) -> "Counters":
+        """Return the counters of some streams.
+
+        Args:
+          envs: int32[e]. A stream from E on is one that has no rows.
+        """
+        read = lambda leaf: leaf.at[..., envs].get(mode="fill", fill_value=0)
+        return self.replace(stored=jax.tree.map(read, self.stored), some=envs)
+
+    def put(self, own: "Counters") -> "Counters":
+        """Return the counters with those that `of` returned, after they were changed."""
+        write = lambda leaf, new: leaf.at[..., own.some].set(new, mode="drop", unique_indices=True)
+        return self.replace(stored=jax.tree.map(write, self.stored, own.stored))
 
 
 class ReplayState(Node):

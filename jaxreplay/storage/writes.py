@@ -47,16 +47,18 @@ def advance(state: ReplayState, steps: PyTree, mask: jax.Array | None) -> tuple[
       The new counters, but for `num_expired`; and the rows to be written.
     """
     layout, before = state.layout, state.counters
-    num_steps = jax.tree.leaves(steps)[0].shape[0]
-    mask = jnp.ones((num_steps, layout.num_envs), bool) if mask is None else mask
+    envs, num_steps = layout.envs(before.some), jax.tree.leaves(steps)[0].shape[0]
+    taken = jnp.ones((num_steps, *envs.shape), bool) if mask is None else mask
+    if before.some is not None:
+        taken &= envs < layout.num_envs
     if before.num_expired is not None:  # the last sample may have read flags for the look-back
-        mask = xla.after(mask, before.num_expired)
+        taken = xla.after(taken, before.num_expired)
 
     # Which rows are written, and their flags.
-    new, flags, is_written = before, None, mask
+    new, flags, is_written = before, None, taken
     if layout.autoreset is not None:
         flags, is_written = row_flags.rows_of(
-            layout.autoreset, steps.terminated, steps.truncated, mask, before.last_flags
+            layout.autoreset, steps.terminated, steps.truncated, taken, before.last_flags
         )
         if before.phase is not None:
             phase, flags = skipped(layout, before.phase, flags, is_written)
@@ -65,7 +67,7 @@ def advance(state: ReplayState, steps: PyTree, mask: jax.Array | None) -> tuple[
     # Where they go.
     if layout.lockstep:  # the positions are known without looking at the block
         nth = jnp.broadcast_to(ring.arange(num_steps)[:, None], is_written.shape)
-        num_rows = jnp.full((layout.num_envs,), num_steps, jnp.int32)
+        num_rows = jnp.full(envs.shape, num_steps, jnp.int32)
     else:
         nth = jnp.cumsum(is_written, axis=0, dtype=jnp.int32) - 1
         num_rows = nth[-1] + 1
@@ -78,7 +80,7 @@ def advance(state: ReplayState, steps: PyTree, mask: jax.Array | None) -> tuple[
     )
     # Rows, and candidate numbers below, are counted back from the new counts. If they were
     # counted forward from the old ones, XLA would keep a copy of these for later kernels.
-    row = layout.row(layout.envs(), layout.wrap(new.position - 1 - age))
+    row = layout.row(envs, layout.wrap(new.position - 1 - age))
     writes = Writes(
         jnp.where(is_written, row, layout.capacity),
         is_written,
@@ -149,7 +151,7 @@ def _noted(layout: Layout, counters: Counters, writes: Writes) -> tuple[Counters
     is_newest = writes.is_written & (writes.age == 0)
 
     def entry(where):
-        return jnp.where(where, layout.row(layout.envs(), ordinal), layout.capacity)
+        return jnp.where(where, layout.row(layout.envs(counters.some), ordinal), layout.capacity)
 
     counters = counters.set(
         ordinal=current,
@@ -176,7 +178,7 @@ def write(rows: Rows, layout: Layout, steps: PyTree, writes: Writes) -> Rows:
         return rows.replace(steps=put(rows.steps, steps, writes.row))
     new = stored_step(steps)
     if layout.rows_per_step == 2:  # of a final row, only the observation is read
-        pairs = writes.row.reshape(-1, 2, layout.num_envs)
+        pairs = writes.row.reshape(-1, 2, writes.row.shape[-1])
         rest = put(rows.steps.replace(obs=()), new.replace(obs=()), pairs[:, 0])
         stored = rest.replace(obs=put(rows.steps.obs, _with_final_obs(steps), writes.row))
     else:
@@ -236,7 +238,7 @@ def count_expired(state: ReplayState) -> jax.Array | None:
     place = ring.arange(before)[:, None]
     position = layout.wrap(state.head - filled + place)
     # Rows from the next episode start on have their whole look-back.
-    is_start = state.has(layout.row(layout.envs(), position), row_flags.FIRST)
+    is_start = state.has(layout.row(layout.envs(state.counters.some), position), row_flags.FIRST)
     return jnp.min(
         jnp.where(is_start & (place < filled), place, jnp.minimum(before, filled)), axis=0
     )
@@ -245,9 +247,9 @@ def count_expired(state: ReplayState) -> jax.Array | None:
 class WriteEffect(NamedTuple):
     """Effect of one write on the set of sampleable rows: all that a sampler observes of it.
 
-    Axes: E streams; K rows that a stream may have got; W = look-ahead + K + look-back rows in the
-    order of time. The W rows are those that may have been pending, those written, and the oldest
-    ones, whose look-back may have been overwritten.
+    Axes: E streams, all or those of `envs`; K rows that a stream may have got; W = look-ahead + K +
+    look-back rows in the order of time. The W rows are those that may have been pending, those
+    written, and the oldest ones, whose look-back may have been overwritten.
 
     A row becomes sampleable once, and stays so until it is overwritten or expires. A written row
     takes the place of an old one, which is gone.
@@ -258,6 +260,7 @@ class WriteEffect(NamedTuple):
 
     Attributes:
       layout: Sizes of the buffer.
+      envs: int32[E], the streams; one from `layout.num_envs` on stands for none. None: all.
       row: int32[W, E], the rows; the capacity where there is none.
       became_sampleable: bool[W, E], True where the window became complete.
       is_written: bool[K, E], True where a row was written.
@@ -270,6 +273,7 @@ class WriteEffect(NamedTuple):
     """
 
     layout: Layout
+    envs: jax.Array | None
     row: jax.Array
     became_sampleable: jax.Array
     is_written: jax.Array
@@ -281,14 +285,14 @@ class WriteEffect(NamedTuple):
 
 def effect_of(after: ReplayState, writes: Writes) -> WriteEffect | None:
     """Return the effect of a write, from the state after it, or None if the window is unbounded."""
-    layout, window = after.layout, after.layout.window
+    layout, window, envs = after.layout, after.layout.window, after.layout.envs(after.counters.some)
     if window.before is None or window.after is None:
         return None
     num_pending = after.counters.num_pending
 
     def range_of(start, size):
         position = layout.wrap(start + ring.arange(size)[:, None])
-        return layout.row(layout.envs(), jnp.broadcast_to(position, (size, layout.num_envs)))
+        return layout.row(envs, jnp.broadcast_to(position, (size, *envs.shape)))
 
     # Rows that were pending before, the oldest first.
     num_rows = writes.num_rows[0] if layout.lockstep else writes.num_rows
@@ -312,6 +316,7 @@ def effect_of(after: ReplayState, writes: Writes) -> WriteEffect | None:
     join = lambda *parts: jnp.concatenate([part for part in parts if part.shape[0]])
     return WriteEffect(
         layout=layout,
+        envs=after.counters.some,
         row=join(jnp.where(is_waiting, waiting, layout.capacity), writes.row, oldest),
         is_written=writes.is_written,
         is_candidate=is_candidate,

@@ -12,6 +12,7 @@ from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from tests.conftest import ALL
 from tests.support.buffers import CATALOG, FEW, each
 from tests.support.hlo import check_in_place, compiled, large_temporaries
+from tests.support.steps import nth
 
 CAPACITY = 1 << 17
 
@@ -33,6 +34,9 @@ def operations(case, buffer, state):
         "reads": lambda state, key: (state, reads(buffer, state, key)),
         "fused": functools.partial(fused, buffer, step),
     }
+    if not buffer.layout().lockstep:
+        some, envs = nth(case.step(), [2, 0]), np.int32([2, 0])
+        found["add to some"] = lambda state, key: (buffer.add(state, some, envs=envs), None)
     if isinstance(buffer.sampler, ConsumingSampler):
         found["pop"] = buffer.pop
     if buffer.autoreset:

@@ -95,6 +95,22 @@ def test_shards_equal_vmapped_buffers_to_the_bit(case, num, kind):
         assert bits(value) == bits(expected[name]), name
 
 
+def test_steps_of_some_envs_go_to_their_shards():
+    buffer = items(4, jr.Prioritized(alpha=1.0))
+    step, priority = np.arange(4, dtype=np.float32), np.float32([1, 5, 2, 9])
+    mask, envs = np.array([True, True, False, True]), np.int32([3, 0, 4, 1, -1])
+    states = [buffer.init(np.float32(0))] * 2
+    add, extend = jax.jit(buffer.add), jax.jit(buffer.extend)
+    for t in range(70):
+        some = step[envs.clip(0, 3)] + t, None, priority[envs.clip(0, 3)] + t
+        if t % 2:
+            some = extend(states[1], *(None if x is None else x[None] for x in some), envs=envs)
+        else:
+            some = add(states[1], *some, envs=envs)
+        states = [add(states[0], step + t, mask, priority + t), some]
+        assert bits(states[0]) == bits(states[1])
+
+
 def test_all_shards_know_the_largest_priority():
     """Priorities of rows that another shard has are ignored."""
     buffer = items(4, jr.Prioritized(alpha=1.0))

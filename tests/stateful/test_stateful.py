@@ -80,7 +80,7 @@ def test_a_step_of_any_kind_is_the_core_s(form):
 
 
 def test_blocks_single_envs_and_masks():
-    whole, by_block, by_env, by_mask = (make(**PRIORITIZED) for _ in range(4))
+    whole, by_block, by_env, by_mask, by_envs = (make(**PRIORITIZED) for _ in range(5))
     for t in range(0, 12, 4):
         by_block.add(block(t, 4))
         for i in range(t, t + 4):
@@ -88,7 +88,10 @@ def test_blocks_single_envs_and_masks():
             for env in range(NUM_ENVS):
                 by_env.add(nth(step(i), env), env=env)
                 by_mask.add(step(i), mask=np.arange(NUM_ENVS) == env)
-        for other in (by_block, by_env, by_mask):
+            if i % 4 < 2:  # in another order, with padding
+                by_envs.add(nth(step(i), [2, 0, 1, 1]), envs=np.array([2, 0, 1, -1]))
+        by_envs.add(nth(block(t + 2, 2), (slice(None), [1, 0, 2])), envs=[1, 0, 2])
+        for other in (by_block, by_env, by_mask, by_envs):
             check_same(whole, other)
 
 
@@ -200,7 +203,8 @@ WRONG = [
     ({"mask": np.ones(3, bool)}, "allow_mask"),
     ({"priority": np.ones(3)}, "no priorities"),
     ({"priority": "high"}, "add: priority: a str"),
-    ({"env": 0}, r"without an env axis or a mask; got the leading axes \[3\]"),
+    ({"env": 0}, r"without an env axis, a mask or envs; got the leading axes \[3\]"),
+    ({"envs": [0, 1, 2]}, "add: envs= writes to some envs, .*make the buffer with allow_mask=True"),
     (step(9, ()) | {"env": 0}, "make the buffer with allow_mask=True"),
     *(
         (step(9, ()) | {"env": env}, f"env={env!r}, but this buffer has the envs 0 to 2")
@@ -602,10 +606,9 @@ def test_an_add_to_one_env_is_in_place():
     num_envs, capacity = 4, 1 << 16
     replay = make(num_envs=num_envs, capacity=capacity, allow_mask=True, example=EXAMPLE)
     one = host_arrays.as_stored("add", replay.buffer, step(1, ()))
-    add = functools.partial(owner._add_to_one.__wrapped__, replay.buffer)
     check_in_place(
-        lambda state, env: add(state, env, one, None),
-        (replay._owner.state, np.int32(2)),
+        lambda state, env: replay.buffer.add(state, nth(one, None), envs=env),
+        (replay._owner.state, np.int32([2])),
         num_elements=capacity,
         donated=0,
         **options_here(),

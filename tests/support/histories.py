@@ -21,7 +21,7 @@ LENGTH = 64  # operations of a history; the rest are "nothing"
 BLOCK = 3  # steps of an `extend`
 RECENT = 8  # samples whose priorities may be updated
 PRIORITIES = (0.0, 0.3, 1.0, 2.5, 7.0, float("nan"), float("inf"), -1.0)
-KINDS = ("nothing", "add", "add with priorities", "extend", "update", "clear")
+KINDS = ("nothing", "add", "add to some", "add with priorities", "extend", "update", "clear")
 
 
 @st.composite
@@ -31,6 +31,8 @@ def histories(draw, config):
     codes = st.lists(st.integers(0, 15), **envs)
     add = st.tuples(st.just("add"), codes)
     operations = [add, add, add, st.just(("check",))]
+    if not config.replay.layout().lockstep:
+        operations[2] = st.tuples(st.just("add to some"), codes)
     operations += [st.tuples(st.just("extend"), st.lists(codes, min_size=BLOCK, max_size=BLOCK))]
     if config.prioritized:
         priority = st.sampled_from(PRIORITIES)
@@ -101,6 +103,8 @@ def _arrays_of(config, history):
     arrays = {
         "kind": np.zeros(LENGTH, np.int32),
         "mask": np.ones((LENGTH, BLOCK, num_envs), bool),
+        # of "add to some": one more than there are, so that there is always padding
+        "envs": np.full((LENGTH, num_envs + 1), num_envs, np.int32),
         "priority": np.zeros((LENGTH, num_envs), np.float32),
         "which": np.zeros(LENGTH, np.int32),
         "new": np.zeros((LENGTH, config.replay.batch_size), np.float32),
@@ -111,10 +115,14 @@ def _arrays_of(config, history):
         for place, one in enumerate(codes if kind != "update" else []):
             clock += 1
             step, mask = step_of(clock, one), None
-            if config.allow_mask:
+            if config.allow_mask or kind == "add to some":
                 # With next-step autoreset, the row after a done is never masked.
                 mask = [code & 1 == 0 or oracle.owes_final_row(e) for e, code in enumerate(one)]
                 arrays["mask"][at, place] = mask
+            if kind == "add to some":
+                own = np.random.default_rng(clock).permutation(np.flatnonzero(mask))
+                arrays["envs"][at, : len(own)] = own
+                arrays["envs"][at, -1] = -clock  # padding, too
             oracle.add(**step, mask=mask)
             blocks[at].append((step, mask))
             for name, value in step.items():
@@ -141,6 +149,9 @@ def _program(config):
         branches = {
             "nothing": lambda state: state,
             "add": lambda state: buffer.add(state, step, mask),
+            "add to some": lambda state: buffer.add(
+                state, nth(step, given["envs"]), envs=given["envs"]
+            ),
             "extend": lambda state: buffer.extend(state, *block),
             "clear": buffer.clear,
         }
@@ -152,6 +163,8 @@ def _program(config):
                 ),
                 "update": lambda state: buffer.update_priorities(state, index, given["new"]),
             }
+        if buffer.layout().lockstep:
+            del branches["add to some"]
         every = [branches.get(kind, branches["nothing"]) for kind in KINDS]
         state = jax.lax.switch(given["kind"], every, state)
         key, own = jax.random.split(key)
