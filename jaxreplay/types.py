@@ -152,6 +152,8 @@ class SequenceBatch(Node):
       recurrent_state: Pytree with leaves [B, ...]. The state stored with the first step; None
         without `recurrent_state_key`.
       extras: Pytree with leaves [B, T, ...], without the recurrent state; 0 where there is no step.
+      index: `Index` of each step, leaves [B, T], for `write`; where there is no step, it matches no
+        row. Default: None, without `allow_write`.
     """
 
     obs: PyTree
@@ -163,6 +165,7 @@ class SequenceBatch(Node):
     mask: jax.Array
     recurrent_state: PyTree
     extras: PyTree
+    index: Index | None = None
 
 
 class Pair(Node):

@@ -39,3 +39,17 @@ def after(value: jax.Array, read: jax.Array) -> jax.Array:
 barrier: Any = (
     jax.lax.optimization_barrier if jax.__version_info__ >= (0, 5) else lambda operands: operands
 )
+
+
+def is_last(values: jax.Array) -> jax.Array:
+    """Return whether each value is the last one of those that equal it: bool[B].
+
+    A sort, since a scatter with equal indices has no order on a GPU or TPU.
+
+    Args:
+      values: int32[B].
+    """
+    order = jnp.argsort(values, stable=True)
+    in_order = values[order]
+    is_end = jnp.concatenate([in_order[1:] != in_order[:-1], jnp.ones(1, bool)])
+    return jnp.zeros(values.shape, bool).at[order].set(is_end, unique_indices=True)

@@ -29,6 +29,7 @@ def items(*, sampler: Sampler = _UNIFORM, **shared: Unpack[BufferOptions]) -> Re
       autoreset: Leave it out: items have no episodes.
       allow_mask: Let `add` and `extend` take a mask of the items that are to be stored. Default:
         False.
+      allow_write: Let `write` change stored items. Default: False.
       min_size: Number of items from which on `can_sample` is True. Default: 1.
       track_episodes: Leave it out: items have no episodes.
       platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
@@ -69,6 +70,7 @@ def transitions(
         "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
         value of each env library. Required.
       allow_mask: Let `add` and `extend` take a mask of the envs that took a step. Default: False.
+      allow_write: Let `write` change stored rows. Default: False.
       min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
       track_episodes: Keep the table that `episode_table` needs, 12 bytes a row. Default: False.
       platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
@@ -115,6 +117,7 @@ def uniform(
         "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
         value of each env library. Required.
       allow_mask: Let `add` and `extend` take a mask of the envs that took a step. Default: False.
+      allow_write: Let `write` change stored rows. Default: False.
       min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
       track_episodes: Keep the table that `episode_table` needs, 12 bytes a row. Default: False.
       platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
@@ -180,6 +183,7 @@ def prioritized(
         "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
         value of each env library. Required.
       allow_mask: Let `add` and `extend` take a mask of the envs that took a step. Default: False.
+      allow_write: Let `write` change stored rows. Default: False.
       min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
       track_episodes: Keep the table that `episode_table` needs, 12 bytes a row. Default: False.
       platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
@@ -247,6 +251,7 @@ def sequences(
         "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
         value of each env library. Required.
       allow_mask: Let `add` and `extend` take a mask of the envs that took a step. Default: False.
+      allow_write: Let `write` change stored rows. Default: False.
       min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
       track_episodes: Keep the table that `episode_table` needs, 12 bytes a row. Default: False.
       platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
@@ -319,6 +324,7 @@ def future_pairs(
         "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
         value of each env library. Required.
       allow_mask: Let `add` and `extend` take a mask of the envs that took a step. Default: False.
+      allow_write: Let `write` change stored rows. Default: False.
       min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
       track_episodes: Keep the table that `episode_table` needs, 12 bytes a row. Default: False.
       platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.

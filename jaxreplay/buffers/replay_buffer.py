@@ -39,6 +39,7 @@ class BufferOptions(TypedDict, total=False):
     batch_size: Required[int]
     autoreset: Autoreset | None
     allow_mask: bool
+    allow_write: bool
     min_size: int
     track_episodes: bool
     platform: str | None
@@ -65,6 +66,8 @@ class ReplayBuffer(Static, Generic[T]):
         "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
         value of each env library. Default: None, for a view of items, which have no episodes.
       allow_mask: Let `add` and `extend` take a mask of the envs that took a step. Default: False.
+      allow_write: Let `write` change stored rows: 68 bytes an env count its writes, by which a
+        checkpoint knows which rows it has to save again. Default: False.
       min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
       track_episodes: Keep the table that `episode_table` needs, 12 bytes a row. Default: False.
       platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
@@ -92,6 +95,7 @@ class ReplayBuffer(Static, Generic[T]):
     view: View[T]
     autoreset: Autoreset | None = None
     allow_mask: bool = False
+    allow_write: bool = False
     min_size: int = 1
     track_episodes: bool = False
     platform: str | None = None
@@ -151,6 +155,7 @@ class ReplayBuffer(Static, Generic[T]):
             length=self.length,
             autoreset=self.autoreset,
             allow_mask=self.allow_mask,
+            allow_write=self.allow_write,
             window=self.window,
             platform=platform or self.platform or platforms.default(),
             has_table=self.has_table,
@@ -390,23 +395,20 @@ class ReplayBuffer(Static, Generic[T]):
                 lambda new, old: jnp.where(can_sample, new, old), sampler, state.sampler
             )
         is_valid = can_sample & (probability > 0)
-        index = state.index(row)
-        batch = self._read(state, rows, index, probability, is_valid, key, beta)
+        batch = self._read(state, rows, row, probability, is_valid, key, beta)
         return state.replace(sampler=sampler), batch
 
     def _read(
         self,
         state: ReplayState,
         rows: Sampleable,
-        index: Index,
+        row: jax.Array,
         probability: jax.Array,
         is_valid: jax.Array,
         key: Key | None,
         beta: jax.Array | float | None,
     ) -> Sample[T]:
-        """Read the items of rows, int32[...]. An invalid item gets a lap that no row has, so that a
-        later update by its index is ignored.
-        """
+        """Read the items of rows, int32[...]."""
 
         def item(row: jax.Array, is_valid: jax.Array, words: Any) -> Any:
             own = None if words is None else jnp.stack(words)
@@ -416,15 +418,14 @@ class ReplayBuffer(Static, Generic[T]):
         if self.view.is_random:
             assert key is not None
             words = jax.tree.map(
-                lambda word: word.reshape(index.row.shape),
-                random.words(key, index.row.size, _FOR_THE_VIEW),
+                lambda word: word.reshape(row.shape),
+                random.words(key, row.size, _FOR_THE_VIEW),
             )
-        for _ in index.row.shape:
+        for _ in row.shape:
             item = jax.vmap(item)
-        lap = jnp.where(is_valid, index.lap, index.lap ^ jnp.uint32(2**31))
         return Sample(
-            item(index.row, is_valid, words),
-            Index(index.row, lap),
+            item(row, is_valid, words),
+            state.index(row, is_valid),
             jnp.where(is_valid, probability, 0),
             self.sampler.weight(state.sampler, rows, probability, is_valid, beta),
             is_valid,
@@ -463,10 +464,10 @@ class ReplayBuffer(Static, Generic[T]):
         state = check_state("get", self, state)
         rows, lap = (index.row, index.lap) if isinstance(index, Index) else (index, None)
         row, is_valid = step_checks.as_rows("get", rows, self.capacity)
-        current, members = state.index(row), Sampleable.of(state)
-        is_valid &= members.contains(row) & (lap is None or current.lap == lap)
+        members = Sampleable.of(state)
+        is_valid &= members.contains(row) & (lap is None or state.index(row).lap == lap)
         probability = self.sampler.probability(state.sampler, members, row)
-        return self._read(state, members, current, probability, is_valid, key, beta)
+        return self._read(state, members, row, probability, is_valid, key, beta)
 
     def update_priorities(self, state: ReplayState, index: Index, priority: Any) -> ReplayState:
         """Set the priorities of sampled rows, such as absolute TD errors.
@@ -497,6 +498,41 @@ class ReplayBuffer(Static, Generic[T]):
         priority = step_checks.as_priority("update_priorities", priority, jnp.shape(index.row))
         flat = jax.tree.map(lambda leaf: jnp.asarray(leaf).reshape(-1), (index, priority))
         return state.replace(sampler=sampler.update(state.sampler, Sampleable.of(state), *flat))
+
+    def write(self, state: ReplayState, index: Index, values: Any) -> ReplayState:
+        """Overwrite leaves of rows that were sampled: latents, late or relabelled rewards.
+
+        Rows that were overwritten by other steps since, and final rows, are ignored and counted. If
+        a row appears more than once, its last values stay. Samples that were prefetched before have
+        the old values.
+
+        Args:
+          state: Donated: jit with `donate_argnums=0`, else the whole buffer is copied.
+          index: `batch.index` of a sample, leaves [B]; or for the steps of sequences
+            `batch.experience.index`, leaves [B, T].
+          values: Some leaves of a step, as a mapping that may be nested, such as
+            `{"reward": r, "extras": {"latent": z}}`, or some leaves of an item; [B, ...] or
+            [B, T, ...], with the stored dtypes. Flags cannot be written.
+
+        Returns:
+          The new state.
+
+        Raises:
+          ValueError: The buffer was made without `allow_write=True`, or an argument does not fit;
+            the error names the leaf.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, jaxreplay as jr
+          >>> buffer = jr.items(capacity=4, batch_size=2, allow_write=True)
+          >>> state = buffer.extend(buffer.init({"x": 0.0}), {"x": jnp.zeros((3, 1))})
+          >>> batch = buffer.get(state, jnp.array([0, 2]))
+          >>> state = buffer.write(state, batch.index, {"x": jnp.array([7.0, 8.0])})
+          >>> buffer.get(state, jnp.arange(3)).experience["x"].tolist()
+          [7.0, 0.0, 8.0]
+        """
+        state = check_donated("write", self, state)
+        flat, given = step_checks.written("write", state, index, values)
+        return writes.overwrite(state, flat, given)[0]
 
     def can_add(self, state: ReplayState, num_steps: int = 1) -> jax.Array:
         """Return whether more steps overwrite only rows that were consumed; for `Queue` and
@@ -565,6 +601,7 @@ class ReplayBuffer(Static, Generic[T]):
           left out for alpha 0;
           `num_bad_priorities`, uint32: priorities that were ignored as NaN, infinite or negative;
           `num_stale_updates`, uint32: updates that were ignored as their row is not sampleable.
+          With `allow_write` also `num_ignored_writes`, uint32: rows that `write` ignored.
         """
         state = check_state("metrics", self, state)
         rows = Sampleable.of(state)
@@ -580,6 +617,11 @@ class ReplayBuffer(Static, Generic[T]):
             "size": size,
             "fill": filled.astype(jnp.float32) / self.capacity,
             "effective_sample_size": part,
+            **(
+                {"num_ignored_writes": state.counters.num_ignored_writes.sum()}
+                if self.allow_write
+                else {}
+            ),
             **self.sampler.metrics(state.sampler, rows),
         }
 
@@ -638,7 +680,8 @@ class ReplayBuffer(Static, Generic[T]):
         """Make the state of another buffer this buffer's, with all its rows.
 
         The buffers may differ in the sampler and its arguments, the view (`n_step`, `gamma`,
-        window, `period`), `capacity`, `num_envs`, `allow_mask`, `track_episodes` and `platform`.
+        window, `period`), `capacity`, `num_envs`, `allow_mask`, `allow_write`, `track_episodes` and
+        `platform`.
         Their steps must have the same leaves, and the same `autoreset`, but "next_step" and
         "same_step" may be exchanged. It costs O(capacity).
 

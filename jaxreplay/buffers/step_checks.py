@@ -12,10 +12,11 @@ from jax.core import Tracer
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import Autoreset, PyTree, Stored
 from jaxreplay._util.hints import step_fields
-from jaxreplay._util.names import kind_of, spec_text
+from jaxreplay._util.names import kind_of, named, spec_text
 from jaxreplay.storage import stored_arrays
 from jaxreplay.storage.layout import Layout
-from jaxreplay.types import Step
+from jaxreplay.storage.state import ReplayState
+from jaxreplay.types import Index, Step
 
 _STEP_FIELDS = tuple(field.name for field in dataclasses.fields(Step))
 _REQUIRED_FIELDS = _STEP_FIELDS[:5]
@@ -151,6 +152,33 @@ def check_block(
         final_obs = expected.obs if steps.final_obs is not None else None
         expected = expected.replace(terminated=flag, truncated=flag, final_obs=final_obs)
     checks.check_leaves(where, steps, expected, hint)
+
+
+def written(
+    where: str, state: ReplayState, index: Any, values: PyTree
+) -> tuple[Index, dict[str, jax.Array]]:
+    """Return the index of rows that are written, leaves [B], and their new values, [B, ...], by the
+    name of the stored leaf; or raise a ValueError that names the leaf."""
+    if not state.layout.allow_write:
+        raise ValueError(f"{where}: make the buffer with allow_write=True")
+    if not isinstance(index, Index):
+        raise ValueError(
+            f"{where}: index must be the batch.index of a sample, got {kind_of(index)}; a bare row "
+            "number cannot tell whether the row was overwritten since it was sampled"
+        )
+    axes = jnp.shape(index.row)
+    stored = dict(named(state.rows.steps, is_leaf=stored_arrays.is_compound))
+    given = dict(named(values))
+    if unknown := [name for name in given if name not in stored]:
+        raise ValueError(
+            f"{where}: no leaf of a row is named {', '.join(unknown)}; there are "
+            f"{', '.join(stored)}"
+        )
+    like = lambda leaf: jax.ShapeDtypeStruct(axes + leaf.shape[1:], leaf.dtype)
+    expected = {name: like(stored[name]) for name in given}
+    checks.check_leaves(where, given, expected, "values have the axes of the index, then the row's")
+    flat = lambda leaf: jnp.asarray(leaf).reshape(-1, *jnp.shape(leaf)[len(axes) :])
+    return jax.tree.map(flat, index), jax.tree.map(flat, given)
 
 
 def check_mask(where: str, mask: Any, is_masked: bool, axes: tuple[int, ...]) -> None:

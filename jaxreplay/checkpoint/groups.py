@@ -17,8 +17,10 @@ from jaxreplay.checkpoint import bundle
 from jaxreplay.checkpoint.bundle import Spec, Sums
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files, Memory, new_memory
 from jaxreplay.checkpoint.rows import Picked
+from jaxreplay.storage import ring
+from jaxreplay.storage.layout import NUM_BLOCKS
 
-NUM_COLUMNS = 9  # numbers of a group in a manifest
+NUM_COLUMNS = 10  # numbers of a group in a manifest
 MOST_ROWS = 2**22  # of a group: while it is read, each row takes 16 bytes for its numbers
 
 
@@ -42,6 +44,7 @@ class Group(NamedTuple):
     stop: int
     env: int
     env_stop: int
+    num_writes: int = 0  # to its rows before they were saved, modulo 2^32, and to their neighbors
     sums: Sums | None = None  # of its file; None until it is written
 
     @property
@@ -65,6 +68,24 @@ class Group(NamedTuple):
         low[own] = np.maximum(since, oldest + self.start)
         high[own] = np.maximum(np.minimum(end, oldest + self.stop), low[own])
         return low, high
+
+    def written(self, num_writes: np.ndarray | None) -> "Group":
+        """Return the group with the number of writes to its rows.
+
+        Args:
+          num_writes: uint32[E, NUM_BLOCKS], of each part of the streams' rings; None for none.
+        """
+        if num_writes is None:
+            return self._replace(num_writes=0)
+        low, high = self.range()
+        part = -(-self.save.length // NUM_BLOCKS)
+        first, last = (ring.position_of(row, self.save.length) for row in (low, high - 1))
+        end = last // part + 1 + NUM_BLOCKS * (last < first)
+        own = num_writes[self.env : self.env_stop].astype(np.int64)
+        sums = np.cumsum(np.concatenate([np.zeros_like(own[:, :1]), own, own], axis=1), axis=1)
+        env = np.arange(len(own))
+        count = np.where(low < high, sums[env, end] - sums[env, first // part], 0)
+        return self._replace(num_writes=int(count.sum()) & 0xFFFFFFFF)
 
     def rows(self) -> Picked:
         """Return the rows in the order of the arrays. Raises a CorruptCheckpointError if there are
@@ -103,7 +124,7 @@ class Groups(Sequence[Group]):
     """Groups stored as columns: a list of `Group` would take some hundred bytes for each."""
 
     saves: list[Save]
-    # int64[G, 9]: index of the group's save, its next five fields, and its checksums
+    # int64[G, 10]: index of the group's save, its next six fields, and its checksums
     columns: np.ndarray
 
     @classmethod
@@ -111,7 +132,7 @@ class Groups(Sequence[Group]):
         """Return written groups as columns."""
         saves: dict[Save, int] = {}
         columns = [
-            (saves.setdefault(one.save, len(saves)), *one[1:6], *(one.sums or ())) for one in groups
+            (saves.setdefault(one.save, len(saves)), *one[1:7], *(one.sums or ())) for one in groups
         ]
         return cls([*saves], np.array(columns, np.int64).reshape(-1, NUM_COLUMNS))
 
@@ -122,11 +143,11 @@ class Groups(Sequence[Group]):
         if len(numbers) // NUM_COLUMNS * NUM_COLUMNS != len(numbers):
             raise CorruptCheckpointError(f"{where}: {len(numbers)} numbers are no groups")
         columns = numbers.reshape(-1, NUM_COLUMNS)
-        save, number, start, stop, env, env_stop, raw, _, stored = columns.T
+        save, number, start, stop, env, env_stop, num_writes, raw, _, stored = columns.T
         length = np.array([*(one.length for one in saves), 0])[np.minimum(save, len(saves))]
         is_possible = (number < 10**6) & (start < stop) & (stop <= length)
         is_possible &= (env < env_stop) & (env_stop <= num_envs)
-        is_possible &= (raw < 2**32) & (stored < 2**32)
+        is_possible &= (raw < 2**32) & (stored < 2**32) & (num_writes < 2**32)
         if not is_possible.all():
             raise CorruptCheckpointError(
                 f"{where}: group {int(np.argmin(is_possible))} has rows that cannot exist"
@@ -136,7 +157,7 @@ class Groups(Sequence[Group]):
     @property
     def num_bytes(self) -> int:
         """Bytes of the files."""
-        return int(self.columns[:, 7].sum())
+        return int(self.columns[:, 8].sum())
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -145,7 +166,7 @@ class Groups(Sequence[Group]):
         if isinstance(at, slice):
             return [self[one] for one in range(*at.indices(len(self)))]
         save, *numbers = self.columns[at].tolist()
-        return Group._make((self.saves[save], *numbers[:5], Sums._make(numbers[5:])))
+        return Group._make((self.saves[save], *numbers[:6], Sums._make(numbers[6:])))
 
     def check(self, first: np.ndarray, end: np.ndarray) -> None:
         """Check that each row is in one group, and groups are in the order of their rows.

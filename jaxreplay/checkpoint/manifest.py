@@ -25,7 +25,7 @@ from jaxreplay.checkpoint.groups import Groups, Save
 from jaxreplay.storage import stored_arrays
 from jaxreplay.storage.layout import Layout, Window
 
-FORMAT = 9  # of the files, and of the meaning of a state's leaves
+FORMAT = 10  # of the files, and of the meaning of a state's leaves
 STEPS = -(2**63), 2**63 - 1  # the smallest and the largest step
 MOST_DEPTH = 100  # nested dicts and lists of metadata
 _SPEC = re.compile(r"([a-z][a-z0-9_]{0,30})\[([0-9]{1,12}(?:, [0-9]{1,12}){0,60})?\]")
@@ -75,11 +75,14 @@ class StoredLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             needs_final_obs=window.needs_final_obs,
         )
 
-    def layout(self, num_envs: int, length: int, platform: str, has_table: bool) -> Layout:
-        """Return a layout for the stored rows, without a sampler."""
+    def layout(self, **others: Any) -> Layout:
+        """Return a layout for the stored rows, without a sampler.
+
+        Args:
+          others: Fields that are not stored here: `num_envs`, `length`, `platform`, `has_table` and
+            `allow_write`.
+        """
         return Layout(
-            num_envs=num_envs,
-            length=length,
             autoreset=self.autoreset or None,
             allow_mask=self.allow_mask,
             window=Window(
@@ -89,9 +92,8 @@ class StoredLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 period=self.period,
                 needs_final_obs=self.needs_final_obs,
             ),
-            platform=platform,
-            has_table=has_table,
             sampler=None,
+            **others,
         )
 
 

@@ -144,7 +144,10 @@ def _left(manifest: Manifest, damaged: Mapping[str, str]) -> dict[str, np.ndarra
             if group.file in damaged:
                 low, high = group.range()
                 first = np.where(low < high, np.maximum(first, high), first)
-        if member.layout.layout(len(first), member.length, "cpu", False).lockstep:
+        sizes = {"num_envs": len(first), "length": member.length}
+        if member.layout.layout(
+            **sizes, platform="cpu", has_table=False, allow_write=False
+        ).lockstep:
             first = np.full_like(first, first.max(initial=0))
         found[name] = first
     return found
@@ -310,9 +313,13 @@ class Reading:
         """Return the layout in which the rows are read, for a buffer that then adopts them: that of
         the checkpoint, with the buffer's length if it has as many envs."""
         own = buffer.layout()
-        has_table = in_member(self._name, "counters.ordinal") in self._manifest.rest
+        has = lambda counter: in_member(self._name, f"counters.{counter}") in self._manifest.rest
         layout = self._member.layout.layout(
-            len(self._end), self._member.length, own.platform, has_table
+            num_envs=len(self._end),
+            length=self._member.length,
+            platform=own.platform,
+            has_table=has("ordinal"),
+            allow_write=has("num_ignored_writes"),
         )
         longer = dataclasses.replace(layout, length=own.length)
         return longer if adopt.stays(longer, own) else layout

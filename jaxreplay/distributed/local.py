@@ -24,7 +24,8 @@ from jaxreplay.storage.state import ReplayState
 from jaxreplay.targets import weights_of
 from jaxreplay.types import Index, Sample, T
 
-SUMS = ("size", "num_bad_priorities", "num_stale_updates")  # metrics that add up
+# metrics that add up
+SUMS = ("size", "num_bad_priorities", "num_stale_updates", "num_ignored_writes")
 
 
 class _Whole(NamedTuple):
@@ -215,6 +216,19 @@ class Local(Static, Generic[T]):
         state = check_state("sample", self.buffer, state)
         return self._sampled(state, key, size, beta)
 
+    def write(self, state: ReplayState, index: Index, values: Any) -> ReplayState:
+        """Overwrite leaves of sampled rows, as `ReplayBuffer.write` does.
+
+        Args:
+          state: This shard's state, donated.
+          index: `batch.index` of this shard's items.
+          values: As for `ReplayBuffer.write`.
+
+        Returns:
+          The shard's new state.
+        """
+        return self.buffer.write(state, self._own_index(index), values)
+
     def update_priorities(self, state: ReplayState, index: Index, priority: Any) -> ReplayState:
         """Set the priorities of rows of this shard.
 
@@ -228,12 +242,8 @@ class Local(Static, Generic[T]):
         Returns:
           The shard's new state.
         """
-        if not isinstance(index, Index):
-            return self.buffer.update_priorities(state, index, priority)  # raises an error
-        row = index.row - self._first_row()
-        is_own = (row >= 0) & (row < self.buffer.capacity)
-        own = Index(jnp.where(is_own, row, -1), index.lap)
-        return self._agreed(self.buffer.update_priorities(state, own, priority), True)
+        index = self._own_index(index)
+        return self._agreed(self.buffer.update_priorities(state, index, priority), True)
 
     def size(self, state: ReplayState) -> jax.Array:
         """Return the number of sampleable rows of all shards, int32[].
@@ -311,9 +321,13 @@ class Local(Static, Generic[T]):
         else:
             weight = sampler.weight(state.sampler, rows, probability, is_valid, beta)
 
-        batch = self.buffer._read(state, rows, state.index(row), probability, is_valid, key, None)
-        index = Index(batch.index.row + self._first_row(), batch.index.lap)
-        return batch.replace(index=index, weight=weight * (self.num_shards * share))
+        batch = self.buffer._read(state, rows, row, probability, is_valid, key, None)
+        is_index = lambda node: isinstance(node, Index)
+        among_all = lambda node: (
+            node.replace(row=node.row + self._first_row()) if is_index(node) else node
+        )
+        batch = jax.tree.map(among_all, batch, is_leaf=is_index)
+        return batch.replace(weight=weight * (self.num_shards * share))
 
     def _whole(self, state: ReplayState, rows: Sampleable, probability: jax.Array) -> _Whole:
         """Exchange three numbers with the other shards.
@@ -359,6 +373,15 @@ class Local(Static, Generic[T]):
             return state
         largest = xla.varying(jax.lax.pmax(largest, self.axis), self.axis)
         return state.replace(sampler=state.sampler.replace(max_priority=largest))
+
+    def _own_index(self, index: Any) -> Any:
+        """Return an index among all rows as one of this shard's; -1 for rows of others. Anything
+        else stays, for the buffer's error."""
+        if not isinstance(index, Index):
+            return index
+        row = index.row - self._first_row()
+        is_own = (row >= 0) & (row < self.buffer.capacity)
+        return index.replace(row=jnp.where(is_own, row, -1))
 
     def _own_envs(self, envs: Any) -> Any:
         """Return numbers among all envs as those of this shard's; others are out of range."""

@@ -1,5 +1,6 @@
 """Parts of a state: those of several devices and processes, or one of a plain buffer's."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,11 @@ class Parts(NamedTuple):
     def having(self, env: int) -> Part | None:
         """Return the part of an env, or None if another process has it."""
         return next((part for part in self.own if part.env <= env < part.env_stop), None)
+
+    def lie_in_one(self, env: int, env_stop: int) -> bool:
+        """Return whether the envs `env` to `env_stop - 1` are in one part, of any process."""
+        pairs = itertools.pairwise(self.bounds)
+        return any(start <= env and env_stop <= stop for start, stop in pairs)
 
     @classmethod
     def of(cls, state: Any) -> "Parts":

@@ -308,6 +308,24 @@ class Sharded(Static, Generic[T]):
             part_of("update_priorities", "items", jax.numpy.size(index.row), self.num_shards)
         return self._change(self.local.update_priorities, state, (index, priority), P(self.axis))
 
+    def write(self, state: ReplayState, index: Index, values: Any) -> ReplayState:
+        """Overwrite leaves of sampled rows, as `ReplayBuffer.write` does.
+
+        An item must be where `sample` put it in the batch, as for `update_priorities`.
+
+        Args:
+          state: Donated.
+          index: `batch.index` of a sample, leaves [B], or `batch.experience.index`, [B, T].
+          values: As for `ReplayBuffer.write`.
+
+        Returns:
+          The new state.
+        """
+        self._own_specs("write", state)
+        if isinstance(index, Index):
+            part_of("write", "items", len(index.row), self.num_shards)
+        return self._change(self.local.write, state, (index, values), P(self.axis))
+
     def size(self, state: ReplayState) -> jax.Array:
         """Return the number of sampleable rows of all shards, int32[].
 

@@ -327,6 +327,28 @@ class Replay:
             self._changing(self._owner.change, method("update_priorities"), *given)
             self._monitor.notify_all()
 
+    def write(self, index: Any, values: Any, *, member: str | None = None) -> None:
+        """Overwrite leaves of rows that were sampled, as `ReplayBuffer.write` does.
+
+        Args:
+          index: `batch.index` of a sample, leaves [B], or `batch.experience.index`, [B, T]; or a
+            mapping with its `row` and `lap`.
+          values: Some leaves of a step, such as `{"reward": r}`, [B, ...] or [B, T, ...].
+          member: Name of the mixture's member that has the rows. Default: None, without a mixture.
+
+        Raises:
+          ValueError: Nothing was added yet, or as for `ReplayBuffer.write`.
+          RuntimeError: The replay is closed, or its rows were lost.
+        """
+        owner = self._owner_of("write", member)
+        values = host_arrays.own("write", values)
+        with self._monitor:
+            self._check_open()
+            owner.check_begun("write")
+            given = owner.put((_index_of(index), values))
+            self._changing(owner.change, method("write"), *given)
+            self._monitor.notify_all()
+
     @property
     def _consumes(self) -> bool:
         return isinstance(getattr(self.buffer, "sampler", None), ConsumingSampler)

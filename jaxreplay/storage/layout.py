@@ -14,6 +14,8 @@ from jaxreplay._util.struct import Static
 from jaxreplay.storage import ring, row_flags
 from jaxreplay.storage.platforms import Traits, traits_of
 
+NUM_BLOCKS = 16  # parts of a ring, of which writes to old rows are counted
+
 
 class Window(Static):
     """Rows around a candidate, in time, that must be known before it can be sampled.
@@ -86,6 +88,7 @@ class Layout(Static):
       length: Number of rows of each stream.
       autoreset: What the env does when an episode ends, or None if rows are items without an order.
       allow_mask: Some envs may take no step.
+      allow_write: Rows may be overwritten by `write`, which is counted.
       window: Rows that must be known around a row before it can be sampled.
       platform: "cpu", "gpu" or "tpu": the arrays are laid out for it.
       has_table: The state has an episode table.
@@ -96,6 +99,7 @@ class Layout(Static):
     length: int
     autoreset: Autoreset | None
     allow_mask: bool
+    allow_write: bool
     window: Window
     platform: str
     has_table: bool
@@ -139,6 +143,8 @@ class Layout(Static):
             "num_expired": bool(window.before),
             "ordinal": self.has_table,
             "is_open": self.has_table,
+            **{f"num_writes_{block}": self.allow_write for block in range(NUM_BLOCKS)},
+            "num_ignored_writes": self.allow_write,
         }
         return ("position", "filled", "lap", *(name for name, is_kept in others.items() if is_kept))
 
@@ -194,6 +200,14 @@ class Layout(Static):
           position: int32[...], in [-length, 2 * length).
         """
         return ring.wrap(position, self.length)
+
+    def block(self, position: jax.Array) -> jax.Array:
+        """Return the part of its ring that each position is in: int32[...], in [0, NUM_BLOCKS).
+
+        Args:
+          position: int32[...], in [0, length).
+        """
+        return ring.split(position, -(-self.length // NUM_BLOCKS))[0]
 
     def number(self, lap: jax.Array, position: jax.Array) -> jax.Array:
         """Return the number of rows that were written before a row in its stream: uint32[...].

@@ -40,7 +40,7 @@ from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.names import has_shapes, short_bytes
 from jaxreplay._util.struct import Node, static_field
 from jaxreplay.storage import ring, row_flags, stored_arrays
-from jaxreplay.storage.layout import Layout
+from jaxreplay.storage.layout import NUM_BLOCKS, Layout
 from jaxreplay.storage.search import split_by
 from jaxreplay.types import Index, Step
 
@@ -115,6 +115,10 @@ class Counters(Node):
     num_expired = _Counter()
     ordinal = _Counter()  # in [0, length): episode of the next row; None without an episode table
     is_open = _Counter(jnp.bool_)  # the newest row's episode has not ended; None likewise
+    # number of writes to stored rows of each part of the ring, `num_writes_0` and so on, and of
+    # those that were ignored; None without `layout.allow_write`
+    vars().update({f"num_writes_{block}": _Counter(jnp.uint32) for block in range(NUM_BLOCKS)})
+    num_ignored_writes = _Counter(jnp.uint32)
 
     @classmethod
     def zeros(cls, layout: Layout) -> "Counters":
@@ -320,16 +324,21 @@ class ReplayState(Node):
         env, _ = self.layout.split(row)
         return self.age(row) < of_stream(self.filled, env)
 
-    def index(self, row: jax.Array) -> Index:
+    def index(self, row: jax.Array, is_valid: jax.Array | bool = True) -> Index:
         """Return the index of each row, as `batch.index` of a sample.
 
         Args:
           row: int32[...], in [0, N).
+          is_valid: bool[...]; where it is False, the index gets a lap that no row has, so that
+            later updates by it are ignored. Default: True.
         """
         env, position = self.layout.split(row)
         # Such a row was written before the head last went round.
         ahead = position >= of_stream(self.head, env)
-        return Index(row=row, lap=of_stream(self.lap, env) - ahead.astype(jnp.uint32))
+        lap = of_stream(self.lap, env) - ahead.astype(jnp.uint32)
+        if is_valid is not True:
+            lap = jnp.where(is_valid, lap, lap ^ jnp.uint32(2**31))
+        return Index(row=row, lap=lap)
 
     def random_row(self, high: jax.Array, low: jax.Array) -> jax.Array:
         """Return a row that is chosen uniformly from all written ones: int32[...].

@@ -71,20 +71,35 @@ def zeros(num_rows: int, row: Any, has_tiles: bool = False) -> jax.Array | BitsA
     )
 
 
-def write(leaf: jax.Array | BitsArray | TiledArray, row: jax.Array, values: jax.Array) -> PyTree:
-    """Write `values`, `[*row.shape, ...]`, to distinct rows. Rows past the end are dropped."""
+def write(
+    leaf: jax.Array | BitsArray | TiledArray,
+    row: jax.Array,
+    values: jax.Array,
+    are_distinct: bool = True,
+) -> PyTree:
+    """Write `values`, `[*row.shape, ...]`, to rows. Rows past the end are dropped.
+
+    Args:
+      leaf: The stored leaf.
+      row: int32[...].
+      values: The new values.
+      are_distinct: If False, a row may be written twice; on a CPU the last one stays. Default:
+        True.
+    """
     if isinstance(leaf, BitsArray):
-        return leaf.replace(bits=write(leaf.bits, row, _encode(values, leaf.bits.dtype)))
+        bits = _encode(values, leaf.bits.dtype)
+        return leaf.replace(bits=write(leaf.bits, row, bits, are_distinct))
     if isinstance(leaf, TiledArray):
         values = values.reshape((row.size, *leaf.row))
         encoded = tiles.encoded(values, leaf.row, leaf.rule)
         return leaf.replace(
             tiles=tuple(
-                write(tile, row, new) for tile, new in zip(leaf.tiles, encoded, strict=True)
+                write(tile, row, new, are_distinct)
+                for tile, new in zip(leaf.tiles, encoded, strict=True)
             )
         )
     values = values.reshape((row.size, *leaf.shape[1:]))
-    return leaf.at[row.reshape(-1)].set(values, unique_indices=True, mode="drop")
+    return leaf.at[row.reshape(-1)].set(values, unique_indices=are_distinct, mode="drop")
 
 
 def read(leaf: jax.Array | BitsArray | TiledArray, row: jax.Array) -> jax.Array:

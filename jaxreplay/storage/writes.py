@@ -12,9 +12,11 @@ import jax.numpy as jnp
 
 from jaxreplay._util import xla
 from jaxreplay._util.aliases import PyTree
+from jaxreplay._util.names import named
 from jaxreplay.storage import ring, row_flags, stored_arrays
-from jaxreplay.storage.layout import Layout
+from jaxreplay.storage.layout import NUM_BLOCKS, Layout
 from jaxreplay.storage.state import Counters, EpisodeTable, ReplayState, Rows, stored_step
+from jaxreplay.types import Index
 
 
 class Writes(NamedTuple):
@@ -197,6 +199,45 @@ def write(rows: Rows, layout: Layout, steps: PyTree, writes: Writes) -> Rows:
         candidate_number=put(rows.candidate_number, writes.candidate_number, writes.row),
         table=table,
     )
+
+
+def overwrite(
+    state: ReplayState, index: Index, values: dict[str, jax.Array]
+) -> tuple[ReplayState, jax.Array]:
+    """Write leaves of rows that are still stored, and no final rows.
+
+    Args:
+      state: The buffer's state, of a layout with `allow_write`. Donated.
+      index: The rows, leaves [B]. If one appears twice, its last values stay.
+      values: New values of leaves, [B, ...], by the name of the leaf.
+
+    Returns:
+      The new state; bool[B], whether each was written.
+    """
+    layout, counters = state.layout, state.counters
+    row = jnp.clip(index.row, 0, layout.capacity - 1)
+    is_same = (row == index.row) & state.is_written(row) & (state.index(row).lap == index.lap)
+    is_written = is_same & ~state.has(row, row_flags.FINAL)
+    target = jnp.where(is_written, row, layout.capacity)
+    if not layout.traits.has_loops:  # where a scatter has no order
+        target = jnp.where(xla.is_last(target), target, layout.capacity)
+    leaves, structure = jax.tree.flatten(state.rows.steps, is_leaf=stored_arrays.is_compound)
+    names = [name for name, _ in named(state.rows.steps, is_leaf=stored_arrays.is_compound)]
+    new = [
+        stored_arrays.write(leaf, target, values[name], are_distinct=not layout.traits.has_loops)
+        if name in values
+        else leaf
+        for name, leaf in zip(names, leaves, strict=True)
+    ]
+
+    env, position = layout.split(row)
+    count = jnp.zeros((NUM_BLOCKS + 1, layout.num_envs), jnp.uint32)
+    count = count.at[jnp.where(is_written, layout.block(position), NUM_BLOCKS), env].add(1)
+    writes = {f"num_writes_{block}": count[block] for block in range(NUM_BLOCKS)}
+    writes["num_ignored_writes"] = count[NUM_BLOCKS]
+    counters = counters.set(**{name: getattr(counters, name) + one for name, one in writes.items()})
+    rows = state.rows.replace(steps=jax.tree.unflatten(structure, new))
+    return state.replace(rows=rows, counters=counters), is_written
 
 
 def _with_final_obs(steps: Any) -> Any:

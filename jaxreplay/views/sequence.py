@@ -106,6 +106,10 @@ class SequenceView(View[SequenceBatch]):
             extras = {
                 key: value for key, value in extras.items() if key != self.recurrent_state_key
             }
+        index = None
+        if reader.state.layout.allow_write:
+            row = reader.state.layout.ahead(reader.row, steps)
+            index = reader.state.index(row, is_real & reader.is_valid)
         return SequenceBatch(
             obs=_zero(reader.obs(jnp.append(steps, self.length)), is_here),
             action=_zero(reader.action(steps), is_real),
@@ -116,6 +120,7 @@ class SequenceView(View[SequenceBatch]):
             mask=is_real & (np.arange(-self.burn_in, self.length) >= 0) & reader.is_valid,
             recurrent_state=recurrent_state,
             extras=_zero(extras, is_real),
+            index=index,
         )
 
     def _after(self, reader: RowReader) -> jax.Array:

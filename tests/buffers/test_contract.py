@@ -181,6 +181,8 @@ def test_metrics_are_there_and_finite(case):
     names = {"size", "fill", "effective_sample_size"}
     if isinstance(buffer.sampler, PrioritySampler):
         names |= {"max_priority", "num_bad_priorities", "num_stale_updates"}
+    if buffer.allow_write:
+        names |= {"num_ignored_writes"}
     for state in (case.empty(buffer), case.filled(buffer)):
         found = found_of(case, state)
         metrics = found["metrics"]

@@ -37,6 +37,15 @@ def operations(case, buffer, state):
     if not buffer.layout().lockstep:
         some, envs = nth(case.step(), [2, 0]), np.int32([2, 0])
         found["add to some"] = lambda state, key: (buffer.add(state, some, envs=envs), None)
+    if buffer.allow_write:
+
+        def write(state, key):
+            batch = buffer.sample(state, key)
+            reward = jax.random.normal(key, (8,)) + batch.experience.reward
+            state = buffer.write(state, batch.index, {"reward": reward})
+            return state, batch
+
+        found["write"] = write
     if isinstance(buffer.sampler, ConsumingSampler):
         found["pop"] = buffer.pop
     if buffer.autoreset:

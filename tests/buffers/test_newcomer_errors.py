@@ -304,6 +304,18 @@ USING = {
         gave float32[3] for one step, but stored is float32[]""",
     "relabel(np.float32(0), minus_one, terminated_fn=minus_one)": """
         gave float32[] for one step, but stored is bool[]""",
+    # Writes.
+    "uniform.write(uniform_state, batch.index, {'reward': np.ones(4)})": """
+        write: make the buffer with allow_write=True""",
+    "writable.write(writable_state, np.int32([1]), {'reward': np.ones(1)})": """
+        write: index must be the batch.index of a sample, got an array int32[1]
+        a bare row number cannot tell whether the row was overwritten since it was sampled""",
+    "writable.write(writable_state, batch.index, {'reward': np.ones(5)})": """
+        write:
+        reward: got float32[5], expected float32[4]""",
+    "writable.write(writable_state, batch.index, {'terminated': np.ones(4, bool)})": """
+        write: no leaf of a row is named terminated
+        there are obs.a, obs.b, action, reward""",
     # Mixtures.
     "mixture.can_sample({'one': 0})": """
         states must be a dict with the members' names, one, two; got one""",
@@ -414,6 +426,7 @@ BUFFERS = {
     "buffer": jr.prioritized(**SIZES, **LOST),
     "uniform": jr.uniform(**SIZES, **LOST),
     "masked": jr.uniform(**SIZES, **LOST, allow_mask=True),
+    "writable": jr.uniform(**SIZES, **LOST, allow_write=True),
     "pairs": jr.future_pairs(**SIZES, **NEXT),
     "sequences": jr.sequences(**SIZES, **NEXT, length=2),
     "rollout": rollout_of("next_step"),

@@ -147,6 +147,36 @@ def masked(seed, times, num_envs, share=0.5):
         yield step(t, num_envs), r.random(num_envs) < share
 
 
+def test_groups_whose_rows_were_written_are_saved_again(tmp_path):
+    """Also where rows were added meanwhile, and a ring went round."""
+    num_envs, length, r = 3, 4096, np.random.default_rng(0)
+    buffer = jr.items(capacity=num_envs * length, num_envs=num_envs, batch_size=8, allow_write=True)
+    run, example = jr.jit(buffer), {"x": np.float32(0), "y": np.zeros(2, np.float32)}
+    block = lambda time: {
+        "x": r.random((time, num_envs), np.float32),
+        "y": np.ones((time, 3, 2), np.float32),
+    }
+    state, checkpointer = run.extend(run.init(example), block(3000)), Checkpointer(tmp_path, buffer)
+    files = lambda: {path.name for path in (tmp_path / "rows").iterdir()}
+    num_again = []
+    for number in range(12):
+        before = files() if number else set()
+        if number % 3 == 2:
+            state = run.extend(state, block(900))
+        if number % 2:
+            batch = run.get(state, np.int32([number, length, length + 2500]))
+            state = run.write(state, batch.index, {"x": np.float32([number, -1, 7])})
+        checkpointer.save(state, number)
+        num_again.append(len(files() - before))
+        assert bits(Checkpointer(tmp_path, buffer).restore(example)) == bits(state)
+        if number % 6 == 4:  # nothing changed
+            assert not num_again[-1]
+    assert 0 < max(num_again[1:]) < num_again[0]
+    stale = batch.index.replace(lap=batch.index.lap + 9)
+    state = run.write(state, stale, {"x": np.ones(3, np.float32)})
+    assert int(run.metrics(state)["num_ignored_writes"]) == 3
+
+
 @pytest.mark.parametrize(("num_envs", "steps_a_save"), [(2, 1), (64, 3)])
 def test_small_saves_do_not_pile_up(num_envs, steps_a_save, tmp_path):
     """Save a few rows at a time, of two envs, or of some of many, and at the end no new ones."""

@@ -19,6 +19,7 @@ import jaxreplay as jr
 from jaxreplay import checkpoint
 from jaxreplay.__main__ import main
 from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError, folder
+from jaxreplay.checkpoint.groups import NUM_COLUMNS
 from tests.checkpoint.runs import (
     BUFFER,
     EXAMPLE,
@@ -252,7 +253,7 @@ ROWS = ("members", "")
         ((*ROWS, "length"), 2**40, r"Expected `int` <= .*length"),
         ((*ROWS, "end"), [24] * 4, OVERLAP),
         ((*ROWS, "first"), lambda old: [one + 1 for one in old], COUNTERS),
-        ((*ROWS, "groups"), lambda old: old[:-18] + 2 * old[-9:], OVERLAP),
+        ((*ROWS, "groups"), lambda old: old[: -2 * NUM_COLUMNS] + 2 * old[-NUM_COLUMNS:], OVERLAP),
         ((*ROWS, "groups"), lambda old: old[:-1], "numbers are no groups"),
         ((*ROWS, "rows", "steps.number"), "key[1]", "there is no dtype key"),
         (("files",), lambda old: 2 * old, FILES),
@@ -298,7 +299,7 @@ def test_a_newest_manifest_that_cannot_be_read_blocks_neither_restores_nor_saves
 def test_a_newer_library_s_checkpoint_is_neither_skipped_nor_deleted(tmp_path):
     newest = manifests(save_two(tmp_path))[-1]
     newest.write_bytes(sealed(json.dumps({"format": 99, "library": "9.0\x1b"})))
-    said = r"written in format 99, by jaxreplay 9.0\\x1b; this version reads format 9"
+    said = r"written in format 99, by jaxreplay 9.0\\x1b; this version reads format 10"
     with refused(said):
         checkpoint.restore(tmp_path, BUFFER, EXAMPLE)
     with refused(said):

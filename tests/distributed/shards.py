@@ -111,6 +111,27 @@ def test_steps_of_some_envs_go_to_their_shards():
         assert bits(states[0]) == bits(states[1])
 
 
+def test_rows_are_written_where_they_are():
+    options = {"num_envs": 4, "allow_mask": True, "allow_write": True, "autoreset": "next_step"}
+    whole = jr.sequences(capacity=256, batch_size=8, length=3, **options)
+    buffer = jr.sharded(whole, mesh_of(4))
+    flag = np.zeros(4, bool)
+    step = lambda t: jr.Step(flag, flag, np.float32([t] * 4), terminated=flag, truncated=flag)
+    state = buffer.init(jax.tree.map(lambda leaf: leaf[0], step(0)))
+    add, write = jax.jit(buffer.add), jax.jit(buffer.write)
+    for t in range(20):
+        state = add(state, step(t))
+    batch = jax.jit(buffer.sample)(state, KEY)
+    index, reward = batch.experience.index, batch.experience.reward
+    assert batch.experience.mask.all()
+    rewards = lambda state: np.asarray(state.rows.steps.reward)
+    np.testing.assert_array_equal(rewards(state)[index.row], reward)
+    new = rewards(write(state, index, {"reward": reward + 100}))
+    expected = rewards(state).copy()
+    expected[index.row] = reward + 100
+    np.testing.assert_array_equal(new, expected)
+
+
 def test_all_shards_know_the_largest_priority():
     """Priorities of rows that another shard has are ignored."""
     buffer = items(4, jr.Prioritized(alpha=1.0))

@@ -11,7 +11,7 @@ from tests.support.compilations import count_programs
 from tests.support.replays import PRIORITIZED, QUEUE, check_same, make, on_device, step
 from tests.support.sampling import assert_same
 
-BUFFERS = {"masked": PRIORITIZED}
+BUFFERS = {"masked": {**PRIORITIZED, "allow_write": True}}
 if ALL:
     BUFFERS |= {
         "queue": QUEUE,
@@ -29,11 +29,12 @@ def lent(given):
 def random_call(r, buffer):
     """Return a random call: a function of a replay, and of how to hand a step to its `add`."""
     has_priorities = isinstance(buffer.sampler, jr.Prioritized)
-    kind = r.choice(["add"] * 9 + ["block", "sample", "update", "len"] * 2 + ["clear"])
+    kind = r.choice(["add"] * 9 + ["block", "sample", "update", "write", "len"] * 2 + ["clear"])
     if kind not in ("add", "block"):
         return {
             "sample": lambda replay, _: sampled(replay),
             "update": lambda replay, _: updated(replay, has_priorities),
+            "write": lambda replay, _: written(replay),
             "len": lambda replay, _: (len(replay), replay.can_sample(), replay.metrics()),
             "clear": lambda replay, _: replay.clear(),
         }[kind]
@@ -70,6 +71,13 @@ def updated(replay, has_priorities):
     batch = sampled(replay)
     if has_priorities and not isinstance(batch, str):
         replay.update_priorities(batch.index, batch.experience.reward)
+    return batch
+
+
+def written(replay):
+    batch = sampled(replay)
+    if replay.buffer.allow_write and not isinstance(batch, str):
+        replay.write(batch.index, {"reward": np.asarray(batch.experience.reward) + 1.0})
     return batch
 
 

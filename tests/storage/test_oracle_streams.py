@@ -63,6 +63,7 @@ class Config:
             # exact powers: rewards are sums of small integers, so every target is exact in float32
             "gamma": 0.5,
             "allow_mask": self.allow_mask,
+            "allow_write": self.n_step > 1,
             "platform": self.platform,
         }
         if self.prioritized:
@@ -86,6 +87,7 @@ class Config:
             "can_sample": self.replay.can_sample(state),
             "rows": self.replay.get(state, jnp.arange(self.replay.capacity)),
             "batch": self.replay.sample(state, key),
+            "metrics": self.replay.metrics(state),
             "sampler": {name: getattr(sampler, name) for name in names if self.prioritized},
         }
 
@@ -100,6 +102,8 @@ class Config:
         ]
         if not is_asked:
             return drawn
+        ignored = observed["metrics"].get("num_ignored_writes", 0)
+        assert ignored == oracle.num_ignored_writes
         check_items(rows.experience, {row: one for row, (_, one) in sampleable.items()})
         positive = self._check_priorities(oracle, observed) if self.prioritized else set(sampleable)
         assert observed["can_sample"] == bool(positive)

@@ -142,6 +142,7 @@ def _views():
             length=3,
             burn_in=2,
             period=2,
+            allow_write=True,
             recurrent_state_key="half",
             sampler=jr.Prioritized(),
         ),
@@ -205,7 +206,11 @@ CATALOG = (
     Case(
         "uniform masked, episodes",
         lambda shared: jr.uniform(
-            **shared, autoreset="same_step_no_final_obs", allow_mask=True, track_episodes=True
+            **shared,
+            autoreset="same_step_no_final_obs",
+            allow_mask=True,
+            allow_write=True,
+            track_episodes=True,
         ),
     ),
     Case(

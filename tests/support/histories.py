@@ -21,7 +21,9 @@ LENGTH = 64  # operations of a history; the rest are "nothing"
 BLOCK = 3  # steps of an `extend`
 RECENT = 8  # samples whose priorities may be updated
 PRIORITIES = (0.0, 0.3, 1.0, 2.5, 7.0, float("nan"), float("inf"), -1.0)
-KINDS = ("nothing", "add", "add to some", "add with priorities", "extend", "update", "clear")
+_ADDS = ("add", "add to some", "add with priorities", "extend")
+KINDS = ("nothing", *_ADDS, "update", "write", "clear")
+OF_SAMPLE = ("update", "write")  # of the rows of an earlier sample
 
 
 @st.composite
@@ -39,6 +41,9 @@ def histories(draw, config):
         operations[1] = st.tuples(st.just("add with priorities"), codes, st.lists(priority, **envs))
         some = st.lists(priority, min_size=1, max_size=5)
         operations += [st.tuples(st.just("update"), st.integers(0, RECENT - 1), some)]
+    if config.replay.allow_write:
+        some = st.lists(st.integers(-4, 4).map(float), min_size=1, max_size=5)
+        operations += [st.tuples(st.just("write"), st.integers(0, RECENT - 1), some)]
     most = min(6 * config.length, LENGTH - 1)
     history = draw(st.lists(st.one_of(*operations), min_size=1, max_size=most))
     if draw(st.integers(0, 7)) == 0:
@@ -66,8 +71,9 @@ def go_through(config, history):
         for step, mask in blocks[at]:
             given = {"priority": arguments[1]} if kind == "add with priorities" else {}
             oracle.add(**step, mask=mask, **given)
-        if kind == "update" and arguments[0] < at:
-            oracle.update(drawn[at - 1 - arguments[0]], _cycled(config, arguments[1]))
+        if kind in OF_SAMPLE and arguments[0] < at:
+            change = {"update": oracle.update, "write": oracle.write}[kind]
+            change(drawn[at - 1 - arguments[0]], _cycled(config, arguments[1]))
         if kind == "clear":
             oracle.clear()
         is_asked = kind == "check" or at == len(history) - 1
@@ -112,7 +118,7 @@ def _arrays_of(config, history):
     for at, (kind, *arguments) in enumerate(history):
         codes = {"extend": list}.get(kind, lambda one: [one])(arguments[0]) if arguments else []
         blocks.append([])
-        for place, one in enumerate(codes if kind != "update" else []):
+        for place, one in enumerate(codes if kind not in OF_SAMPLE else []):
             clock += 1
             step, mask = step_of(clock, one), None
             if config.allow_mask or kind == "add to some":
@@ -131,9 +137,9 @@ def _arrays_of(config, history):
             oracle.clear()
         if kind == "add with priorities":
             arrays["priority"][at] = arguments[1]
-        if kind == "update" and arguments[0] < at:
+        if kind in OF_SAMPLE and arguments[0] < at:
             arrays["which"][at], arrays["new"][at] = arguments[0], _cycled(config, arguments[1])
-        is_known = kind in KINDS and not (kind == "update" and arguments[0] >= at)
+        is_known = kind in KINDS and not (kind in OF_SAMPLE and arguments[0] >= at)
         arrays["kind"][at] = KINDS.index(kind) if is_known else 0
     return blocks, arrays | {"steps": config.step(fields)}
 
@@ -155,8 +161,10 @@ def _program(config):
             "extend": lambda state: buffer.extend(state, *block),
             "clear": buffer.clear,
         }
+        index = nth(indices, given["which"])
+        if buffer.allow_write:
+            branches["write"] = lambda state: buffer.write(state, index, {"reward": given["new"]})
         if config.prioritized:
-            index = nth(indices, given["which"])
             branches |= {
                 "add with priorities": lambda state: buffer.add(
                     state, step, mask, given["priority"]

@@ -37,7 +37,7 @@ class Oracle:
         self.owed = [False] * num_envs
         self.began_with_a_tail = [False] * num_envs  # the first row after the clear is a final row
         self.max_priority = 1.0
-        self.num_bad_priorities = self.num_stale_updates = 0
+        self.num_bad_priorities = self.num_stale_updates = self.num_ignored_writes = 0
 
     def clear(self):
         self.owed = [self.owes_final_row(env) for env in range(len(self.streams))]
@@ -153,6 +153,15 @@ class Oracle:
         for row, given in accepted.values():
             row.priority = max(given)
             self.max_priority = max(self.max_priority, row.priority)
+
+    def write(self, rows, rewards):
+        """Set the rewards of sampled rows that are still stored; the last one of a row stays."""
+        live = {id(row) for rows in self.streams for row in rows[-self.length :]}
+        for row, reward in zip(rows, rewards, strict=True):
+            if row is None or row.is_final or id(row) not in live:
+                self.num_ignored_writes += 1
+            else:
+                row.reward = reward
 
 
 def is_good(priority):
