@@ -49,6 +49,7 @@ from jaxreplay.distributed import sharded
 from jaxreplay.inspection import inspect
 from jaxreplay.inspection.plan import plan
 from jaxreplay.samplers import (
+    Newest,
     Prioritized,
     Queue,
     Recent,
@@ -64,6 +65,7 @@ from jaxreplay.types import Sample, SequenceBatch, Step, Transition
 __all__ = [
     "CopyWarning",
     "Mixture",
+    "Newest",
     "Prioritized",
     "Queue",
     "Recent",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Generic, Required, TypedDict
 
 import jax
@@ -15,6 +16,7 @@ from jaxreplay._util.serialization import tell_flax
 from jaxreplay._util.struct import Static
 from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.adopt import adopted, merged
+from jaxreplay.buffers.mapping import mapped
 from jaxreplay.buffers.state_checks import check_donated, check_state
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler, Sampler
 from jaxreplay.samplers.sampler import effective_sample_size
@@ -531,8 +533,46 @@ class ReplayBuffer(Static, Generic[T]):
           [7.0, 0.0, 8.0]
         """
         state = check_donated("write", self, state)
-        flat, given = step_checks.written("write", state, index, values)
-        return writes.overwrite(state, flat, given)[0]
+        step_checks.check_index("write", state, index)
+        given = step_checks.as_values("write", state, values, jnp.shape(index.row))
+        flat = jax.tree.map(lambda leaf: jnp.asarray(leaf).reshape(-1), index)
+        return writes.overwrite(state, flat, given)
+
+    def map_rows(
+        self, state: ReplayState, function: Callable[..., Any], block: int = 65_536
+    ) -> ReplayState:
+        """Compute leaves of all rows anew, a block at a time, in place: new rewards of a learned
+        model, new values.
+
+        It costs O(capacity), and one block of memory. Final rows stay as they are.
+
+        Args:
+          state: Donated: jit with `donate_argnums=0`, else the whole buffer is copied.
+          function: Pure function `function(step, next_obs)` of one stored `Step`, or
+            `function(item)` of one item, which may close over traced arrays. It returns some leaves
+            of the step, as for `write`. `next_obs` is as for `jaxreplay.relabel`; it may be new
+            already, if the function returns observations.
+          block: Number of rows that are computed at once. Default: 65,536.
+
+        Returns:
+          The new state.
+
+        Raises:
+          ValueError: The buffer was made without `allow_write=True`, or a result does not fit; the
+            error names the leaf.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, jaxreplay as jr
+          >>> buffer = jr.items(capacity=4, batch_size=2, allow_write=True)
+          >>> state = buffer.extend(buffer.init({"x": 0.0}), {"x": jnp.arange(3.0)[:, None]})
+          >>> state = buffer.map_rows(state, lambda item: {"x": item["x"] + 10})
+          >>> buffer.get(state, jnp.arange(3)).experience["x"].tolist()
+          [10.0, 11.0, 12.0]
+        """
+        state = check_donated("map_rows", self, state)
+        step_checks.check_index("map_rows", state, None)
+        checks.check_size("map_rows", "block", block)
+        return mapped(self, state, function, min(block, self.capacity))
 
     def can_add(self, state: ReplayState, num_steps: int = 1) -> jax.Array:
         """Return whether more steps overwrite only rows that were consumed; for `Queue` and

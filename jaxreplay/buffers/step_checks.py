@@ -154,19 +154,22 @@ def check_block(
     checks.check_leaves(where, steps, expected, hint)
 
 
-def written(
-    where: str, state: ReplayState, index: Any, values: PyTree
-) -> tuple[Index, dict[str, jax.Array]]:
-    """Return the index of rows that are written, leaves [B], and their new values, [B, ...], by the
-    name of the stored leaf; or raise a ValueError that names the leaf."""
+def check_index(where: str, state: ReplayState, index: Any) -> None:
+    """Raise a ValueError unless rows may be overwritten, and the index is that of a sample."""
     if not state.layout.allow_write:
         raise ValueError(f"{where}: make the buffer with allow_write=True")
-    if not isinstance(index, Index):
+    if index is not None and not isinstance(index, Index):
         raise ValueError(
             f"{where}: index must be the batch.index of a sample, got {kind_of(index)}; a bare row "
             "number cannot tell whether the row was overwritten since it was sampled"
         )
-    axes = jnp.shape(index.row)
+
+
+def as_values(
+    where: str, state: ReplayState, values: PyTree, axes: tuple[int, ...]
+) -> dict[str, jax.Array]:
+    """Return new values of some leaves of rows, [*axes, ...], as [B, ...] by the name of the stored
+    leaf; or raise a ValueError that names the leaf."""
     stored = dict(named(state.rows.steps, is_leaf=stored_arrays.is_compound))
     given = dict(named(values))
     if unknown := [name for name in given if name not in stored]:
@@ -177,8 +180,10 @@ def written(
     like = lambda leaf: jax.ShapeDtypeStruct(axes + leaf.shape[1:], leaf.dtype)
     expected = {name: like(stored[name]) for name in given}
     checks.check_leaves(where, given, expected, "values have the axes of the index, then the row's")
-    flat = lambda leaf: jnp.asarray(leaf).reshape(-1, *jnp.shape(leaf)[len(axes) :])
-    return jax.tree.map(flat, index), jax.tree.map(flat, given)
+    return {
+        name: jnp.asarray(leaf).reshape(-1, *jnp.shape(leaf)[len(axes) :])
+        for name, leaf in given.items()
+    }
 
 
 def check_mask(where: str, mask: Any, is_masked: bool, axes: tuple[int, ...]) -> None:

@@ -55,7 +55,13 @@ class Uniform(Sampler):
         probability = jnp.broadcast_to(uniform_probability(total), (batch_size,))
 
         # By trying alone: a GPU.
-        if traits.in_line and window.period == 1 and layout.length >= _FEW_WINDOWS * window.length:
+        is_rare = sampleable.is_narrowed or window.period > _MOST_TRIES
+        if (
+            traits.in_line
+            and not is_rare
+            and window.period == 1
+            and layout.length >= _FEW_WINDOWS * window.length
+        ):
             row, is_drawn = _tried(sampleable, key, batch_size)
             return Draw(state, row, jnp.where(is_drawn, probability, 0))
 
@@ -67,7 +73,7 @@ class Uniform(Sampler):
                 *split_by(sampleable_rows, random.below(high, low, total), traits)
             )
 
-        if not traits.has_branches or window.period > _MOST_TRIES:
+        if not traits.has_branches or is_rare:
             return Draw(state, selected(high, low), probability)
         # By trying, then by candidate number: a TPU.
         if not traits.has_loops:

@@ -34,11 +34,13 @@ class Sampleable:
       state: The buffer's state.
       num_pending: int32[E], number of each stream's newest rows whose look-ahead is not known.
       num_expired: int32[E], number of each stream's oldest rows whose look-back is overwritten.
+      is_narrowed: Whether older rows were left out, by `newest`. Default: False.
     """
 
     state: ReplayState
     num_pending: jax.Array
     num_expired: jax.Array
+    is_narrowed: bool = False
 
     @classmethod
     def of(cls, state: ReplayState) -> "Sampleable":
@@ -68,11 +70,22 @@ class Sampleable:
         """Look-ups of episodes, if the sampler's window has `needs_episodes=True`."""
         return Episodes(self.state)
 
+    def newest(self, num_rows: int) -> "Sampleable":
+        """Return the set without each stream's rows that are older than its newest ones.
+
+        Args:
+          num_rows: Number of newest rows, at least 1.
+        """
+        others = self.state.counters.filled - num_rows
+        num_expired = jnp.maximum(self.num_expired, others)
+        return dataclasses.replace(self, num_expired=num_expired, is_narrowed=True)
+
     def count(self) -> jax.Array:
         """Return the number of sampleable rows of each stream: int32[E]."""
         window, filled = self.layout.window, self.state.counters.filled
         if self.state.rows.flags is None:
-            return filled - self.num_pending
+            left = filled - self.num_pending
+            return jnp.maximum(left - self.num_expired, 0) if self.is_narrowed else left
         from_oldest = self._candidates_since(filled - self.num_expired)
         # then every pending row is a candidate
         if window.is_bounded and not window.crosses_episodes and window.period == 1:
@@ -244,9 +257,9 @@ class Sampleable:
     def _num_intact(self, env: jax.Array) -> jax.Array:
         """Count the rows of each stream that are written and not expired: int32[...]."""
         filled = of_stream(self.state.filled, env)
-        return (
-            filled if self.layout.window.before == 0 else filled - of_stream(self.num_expired, env)
-        )
+        if self.layout.window.before == 0 and not self.is_narrowed:
+            return filled
+        return filled - of_stream(self.num_expired, env)
 
     def _candidate_number(self, env: jax.Array, position: jax.Array) -> jax.Array:
         return self.state.candidate_number_of(self.layout.row(env, position))

@@ -201,9 +201,7 @@ def write(rows: Rows, layout: Layout, steps: PyTree, writes: Writes) -> Rows:
     )
 
 
-def overwrite(
-    state: ReplayState, index: Index, values: dict[str, jax.Array]
-) -> tuple[ReplayState, jax.Array]:
+def overwrite(state: ReplayState, index: Index, values: dict[str, jax.Array]) -> ReplayState:
     """Write leaves of rows that are still stored, and no final rows.
 
     Args:
@@ -212,32 +210,48 @@ def overwrite(
       values: New values of leaves, [B, ...], by the name of the leaf.
 
     Returns:
-      The new state; bool[B], whether each was written.
+      The new state.
     """
-    layout, counters = state.layout, state.counters
+    layout = state.layout
     row = jnp.clip(index.row, 0, layout.capacity - 1)
     is_same = (row == index.row) & state.is_written(row) & (state.index(row).lap == index.lap)
     is_written = is_same & ~state.has(row, row_flags.FINAL)
     target = jnp.where(is_written, row, layout.capacity)
-    if not layout.traits.has_loops:  # where a scatter has no order
+    has_order = layout.traits.has_loops  # of a scatter
+    if not has_order:
         target = jnp.where(xla.is_last(target), target, layout.capacity)
-    leaves, structure = jax.tree.flatten(state.rows.steps, is_leaf=stored_arrays.is_compound)
-    names = [name for name, _ in named(state.rows.steps, is_leaf=stored_arrays.is_compound)]
-    new = [
-        stored_arrays.write(leaf, target, values[name], are_distinct=not layout.traits.has_loops)
-        if name in values
-        else leaf
-        for name, leaf in zip(names, leaves, strict=True)
-    ]
+    rows = put(state.rows, target, values, are_distinct=not has_order)
 
     env, position = layout.split(row)
     count = jnp.zeros((NUM_BLOCKS + 1, layout.num_envs), jnp.uint32)
     count = count.at[jnp.where(is_written, layout.block(position), NUM_BLOCKS), env].add(1)
-    writes = {f"num_writes_{block}": count[block] for block in range(NUM_BLOCKS)}
-    writes["num_ignored_writes"] = count[NUM_BLOCKS]
-    counters = counters.set(**{name: getattr(counters, name) + one for name, one in writes.items()})
-    rows = state.rows.replace(steps=jax.tree.unflatten(structure, new))
-    return state.replace(rows=rows, counters=counters), is_written
+    return state.replace(rows=rows, counters=counted(state.counters, *count))
+
+
+def counted(counters: Counters, *count: jax.Array) -> Counters:
+    """Count writes.
+
+    Args:
+      counters: The counters.
+      count: uint32[E] of each part of the rings, then of ignored writes; or one number for each
+        part.
+    """
+    parts = count if len(count) > 1 else count * NUM_BLOCKS
+    names = [*(f"num_writes_{block}" for block in range(NUM_BLOCKS)), "num_ignored_writes"]
+    new = {name: getattr(counters, name) + more for name, more in zip(names, parts, strict=False)}
+    return counters.set(**new)
+
+
+def put(rows: Rows, row: jax.Array, values: dict[str, jax.Array], are_distinct: bool) -> Rows:
+    """Write leaves of steps, [B, ...] by their names, to rows int32[B], as `stored_arrays.write`
+    does."""
+    leaves, structure = jax.tree.flatten(rows.steps, is_leaf=stored_arrays.is_compound)
+    names = [name for name, _ in named(rows.steps, is_leaf=stored_arrays.is_compound)]
+    new = [
+        stored_arrays.write(leaf, row, values[name], are_distinct) if name in values else leaf
+        for name, leaf in zip(names, leaves, strict=True)
+    ]
+    return rows.replace(steps=jax.tree.unflatten(structure, new))
 
 
 def _with_final_obs(steps: Any) -> Any:

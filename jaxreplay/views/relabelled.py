@@ -49,11 +49,7 @@ class _Relabelled(WrappedReader):
 
     def reward(self, offset: ArrayLike) -> PyTree:
         def one(offset: jax.Array) -> PyTree:
-            step = self._inner.step(offset)
-            has_next = (self._inner.rows_after() > offset) & (
-                ~step.terminated | self._inner.termination_has_final_row
-            )
-            next_obs = self._inner.obs(jnp.where(has_next, offset + 1, offset))
+            step, next_obs = self._inner.step(offset), self._inner.next_obs(offset)
             return call_traced("Relabelled", "reward_fn", self.reward_fn, step, next_obs)
 
         return of_each("Relabelled", self.reward_fn, one, offset, self._inner.reward(offset))

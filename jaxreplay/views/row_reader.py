@@ -148,6 +148,21 @@ class RowReader:
             extras=self.extras(offset),
         )
 
+    def next_obs(self, offset: ArrayLike) -> PyTree:
+        """Return the observations after steps: pytree as `Step.obs`, leaves [...].
+
+        Where it is not known, because the step is the newest one, or terminated and its final
+        observation is not stored, it is the observation of the step.
+
+        Args:
+          offset: int or int32[...]; rows forward in time.
+        """
+        offset = jnp.asarray(offset, jnp.int32)
+        has_next = (self.rows_after() > offset) & (
+            ~self.is_terminated(offset) | self.termination_has_final_row
+        )
+        return self.obs(jnp.where(has_next, offset + 1, offset))
+
     def rows_before(self, offset: ArrayLike, most: int) -> jax.Array:
         """Return the number of rows before a row in its episode, 0 to `most`: int32[...].
 

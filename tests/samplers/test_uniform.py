@@ -15,7 +15,7 @@ from jaxreplay.storage import platforms
 from jaxreplay.storage.sampleable import Sampleable
 from tests.conftest import ALL
 from tests.support.buffers import CATALOG
-from tests.support.steps import begun, plain_step
+from tests.support.steps import begun, nth, plain_step
 
 # the sampling code differs between platforms
 on_each_platform = pytest.mark.parametrize("platform", platforms.PLATFORMS)
@@ -105,6 +105,41 @@ def test_the_law_is_exact_over_streams_of_different_fill(platform):
     ):
         form = "same_step_no_final_obs"
         assert check_law(platform, form, flag, flag, capacity=capacity, mask=mask) == expected
+
+
+@on_each_platform
+@pytest.mark.parametrize("newest", [1, 6, 100])
+def test_the_newest_rows_alone(platform, newest):
+    """Over streams of different fill, around the ends of rings and of episodes."""
+    shared = {"capacity": 36, "num_envs": 3, "batch_size": 4096, "autoreset": "next_step"}
+    whole, buffer = (
+        dataclasses.replace(
+            jr.transitions(**shared, n_step=2, allow_mask=True, sampler=sampler), platform=platform
+        )
+        for sampler in (jr.Uniform(), jr.Newest(num_rows=newest))
+    )
+    time, flag = np.broadcast_to(np.arange(17)[:, None], (17, 3)), np.zeros((17, 3), bool)
+    steps = plain_step(time, terminated=time % 7 == 6, truncated=flag)
+    mask = np.stack([time[:, 0] >= 0, time[:, 0] < 9, time[:, 0] < 0], axis=1)
+
+    @jax.jit
+    def run():
+        state = buffer.extend(buffer.init(nth(steps, (0, 0))), steps, mask)
+        rows = jnp.arange(36)
+        found = whole.get(whole.adopt(state), rows)
+        own = buffer.get(state, rows)
+        age, batch = state.age(rows), buffer.sample(state, jax.random.key(0))
+        return found.is_valid & (age < newest), own, batch, buffer.size(state)
+
+    is_valid, own, batch, size = jax.device_get(run())
+    rows = np.flatnonzero(is_valid)
+    assert size == len(rows)
+    np.testing.assert_allclose(own.probability, is_valid / max(len(rows), 1), rtol=1e-6)
+    assert batch.is_valid.all() == (len(rows) > 0)
+    if len(rows):
+        counts = np.bincount(batch.index.row, minlength=36)
+        assert counts[rows].sum() == 4096
+        assert len(rows) == 1 or stats.chisquare(counts[rows]).pvalue > 1e-4
 
 
 UNIFORM = [case for case in CATALOG if isinstance(case.replay().sampler, jr.Uniform)]

@@ -1,0 +1,43 @@
+"""Rows that are computed anew, all of them, a block at a time: `buffer.map_rows`."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxreplay.buffers import step_checks
+from jaxreplay.storage import ring, row_flags, writes
+from jaxreplay.storage.state import ReplayState
+from jaxreplay.views import RowReader
+
+
+def mapped(buffer: Any, state: ReplayState, function: Callable[..., Any], size: int) -> ReplayState:
+    """Return a state with new leaves of all its steps.
+
+    Args:
+      buffer: The buffer.
+      state: Its state, of a layout with `allow_write`. Donated.
+      function: As for `ReplayBuffer.map_rows`.
+      size: Number of rows of a block, at most the capacity.
+    """
+    capacity = buffer.capacity
+
+    def of_row(state: ReplayState, row: jax.Array) -> Any:
+        reader = RowReader(state, row)
+        if buffer.autoreset is None:
+            return function(reader.item())
+        return function(reader.step(0), reader.next_obs(0))
+
+    def of_block(number: jax.Array, state: ReplayState) -> ReplayState:
+        row = number * size + ring.arange(size)
+        inside = jnp.minimum(row, capacity - 1)
+        is_step = (row == inside) & state.is_written(inside) & ~state.has(inside, row_flags.FINAL)
+        values = jax.vmap(functools.partial(of_row, state))(inside)
+        given = step_checks.as_values("map_rows", state, values, (size,))
+        target = jnp.where(is_step, inside, capacity)
+        return state.replace(rows=writes.put(state.rows, target, given, are_distinct=True))
+
+    state = jax.lax.fori_loop(0, -(-capacity // size), of_block, state)
+    return state.replace(counters=writes.counted(state.counters, jnp.uint32(1)))
