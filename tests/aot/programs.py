@@ -88,6 +88,15 @@ NUMBERS = (
     ),
     Case("hindsight", _hindsight, _GOALS, NUM_ROWS, autoreset="same_step"),
     Case("future_pairs", jr.future_pairs, _numbers(8), NUM_ROWS, can_end_streams=False),
+    Case(
+        "prioritized, masked",
+        lambda **shared: jr.prioritized(**shared, allow_mask=True),
+        _numbers(8),
+        NUM_ROWS,
+    ),
+    Case(
+        "writable", lambda **shared: jr.uniform(**shared, allow_write=True), _numbers(8), NUM_ROWS
+    ),
 )
 IMAGES = (
     Case("uniform, images", jr.uniform, _bytes(84, 84, 4), NUM_IMAGES),
@@ -131,6 +140,22 @@ def programs(case: Case, platform: str, batch_size: int) -> dict[str, Program]:
     if case.can_end_streams:
         mask = jax.ShapeDtypeStruct((NUM_ENVS,), bool)
         found["end_streams"] = (buffer.end_streams, (state, mask), 0)
+    if not buffer.layout().lockstep:
+        some = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((16, *leaf.shape[1:]), leaf.dtype), step
+        )
+        envs = jax.ShapeDtypeStruct((16,), jnp.int32)
+        found["add to some"] = (
+            lambda state, some, envs: buffer.add(state, some, envs=envs),
+            (state, some, envs),
+            0,
+        )
+    if buffer.allow_write:
+        found["write"] = (
+            lambda state, index, reward: buffer.write(state, index, {"reward": reward}),
+            (state, batch.index, batch.probability),
+            0,
+        )
     if isinstance(buffer.sampler, PrioritySampler):
         found["update"] = (buffer.update_priorities, (state, batch.index, batch.probability), 0)
     return found

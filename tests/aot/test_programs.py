@@ -24,7 +24,9 @@ FEW = os.environ["JAXREPLAY_AOT"] == "libtpu"  # only the TPU, and three program
 KERNELS = json.loads(pathlib.Path(__file__).with_name("kernels.json").read_text())
 DEVICES = {"v5e": "tpu"} if FEW else {"v5e": "tpu", "H100": "gpu"}
 BATCH_SIZES = (256,) if FEW else (256, 4096)
-CALLS = ("add", "sample", "update", "loop", "extend", "end_streams")
+# calls that other cases lack, of cases that have no other
+ONLY = {"prioritized, masked": "add to some", "writable": "write"}
+CALLS = ("add", "sample", "update", "loop", "extend", "end_streams", "add to some", "write")
 OWN_MEMORY = re.compile(r"S\(1\)")
 INSTRUCTION = re.compile(
     r"^\s*(?:ROOT )?%?(?P<name>\S+) = (?P<type>.+?) (?P<op>[a-z][a-z0-9-]*)\((?P<rest>.*)$"
@@ -50,8 +52,12 @@ def cases():
                 for name in CALLS:
                     has_call = {
                         "update": case.name.startswith("prioritized"),
+                        "add to some": False,
+                        "write": False,
                         "end_streams": case.can_end_streams,
                     }
+                    if case.name in ONLY:
+                        has_call = {call: call == ONLY[case.name] for call in CALLS}
                     if has_call.get(name, True) and (
                         name in ("sample", "loop", "update") or batch_size == 256
                     ):
