@@ -1,73 +1,79 @@
 """Rows computed anew, all of them, in blocks: each step as if the function had been called on it
 alone."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxreplay as jr
+from jaxreplay.storage import row_flags
 from tests.support.hlo import check_in_place
 
-E, LENGTH = 3, 20
+E, LENGTH, TIME = 3, 20, 31
 
 
-def filled(autoreset, num_steps=31):
-    """Return a buffer, its state, and the steps of each env that are stored, oldest first: of each
-    its reward, its observation and the next one, or its own where that is not known."""
-    buffer = jr.uniform(
+def buffer_of(autoreset):
+    return jr.uniform(
         capacity=E * LENGTH, num_envs=E, batch_size=4, autoreset=autoreset, allow_write=True
     )
-    run, r = jr.jit(buffer), np.random.default_rng(0)
-    obs = r.normal(size=(num_steps, E)).astype(np.float32)
-    ends = r.random((2, num_steps, E)) < 0.1
+
+
+def steps_of(autoreset):
+    r = np.random.default_rng(0)
+    obs = r.normal(size=(TIME, E)).astype(np.float32)
+    ends = r.random((2, TIME, E)) < 0.1
     final_obs = obs + 0.5 if autoreset == "same_step" else None
-    reward = np.arange(num_steps * E, dtype=np.float32).reshape(num_steps, E)
+    reward = np.arange(TIME * E, dtype=np.float32).reshape(TIME, E)
     flags = {"terminated": ends[0], "truncated": ends[1] & ~ends[0]}
-    steps = jr.Step(obs, obs, reward, **flags, final_obs=final_obs)
-    state = run.init(jax.tree.map(lambda leaf: leaf[0, 0], steps))
-    return buffer, run.extend(state, steps)
+    return jr.Step(obs, obs, reward, **flags, final_obs=final_obs)
 
 
-def stored(state):
-    return jax.device_get((state.rows.steps, state.rows.flags, state.counters))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def mapped(buffer, block, steps, factor):
+    """Return the state before and after, items of rows by `jr.relabel`, and of the new rows."""
+    state = buffer.extend(buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], steps)), steps)
+    rows = jnp.arange(E * LENGTH)
+    relabelled = jr.relabel(buffer, lambda step, next_obs: step.reward * factor + next_obs)
+    change = lambda step, next_obs: {
+        "reward": step.reward * factor + next_obs,
+        "action": step.obs,
+    }
+    after = buffer.map_rows(state, change, block)
+    return state, after, relabelled.get(state, rows), buffer.get(after, rows)
 
 
-@pytest.mark.parametrize("block", [1, 7, 65_536])
-@pytest.mark.parametrize("autoreset", jr.autoreset.FORMS)
+@pytest.mark.parametrize(
+    ("autoreset", "block"),
+    [*((form, 7) for form in jr.autoreset.FORMS), ("next_step", 1), ("next_step", 65_536)],
+)
 def test_each_step_has_what_the_function_gives_for_it_alone(autoreset, block):
-    buffer, state = filled(autoreset)
-    relabelled = jr.relabel(buffer, lambda step, next_obs: step.reward * 2 + next_obs)
-    rows = np.arange(E * LENGTH)
-    before, expected = stored(state), relabelled.get(state, rows)
-    factor = jnp.float32(2)  # traced below
-    again = jax.jit(
-        lambda state, factor: buffer.map_rows(
-            state,
-            lambda step, next_obs: {"reward": step.reward * factor + next_obs, "action": step.obs},
-            block,
-        )
-    )(state, factor)
-    found = buffer.get(again, rows)
-    valid = np.asarray(expected.is_valid)
+    before, after, expected, found = jax.device_get(
+        mapped(buffer_of(autoreset), block, steps_of(autoreset), np.float32(2))
+    )
+    valid = expected.is_valid
     assert valid.sum() > 20
     np.testing.assert_array_equal(found.is_valid, valid)
     np.testing.assert_array_equal(found.experience.reward[valid], expected.experience.reward[valid])
     np.testing.assert_array_equal(found.experience.action[valid], found.experience.obs[valid])
-    after = stored(again)
-    is_final = (before[1] & jr.storage.row_flags.FINAL) != 0
+    is_final = (before.rows.flags & row_flags.FINAL) != 0
     for name in ("reward", "action"):  # final rows stay
-        got, was = (getattr(one[0], name)[is_final] for one in (after, before))
+        got, was = (getattr(state.rows.steps, name)[is_final] for state in (after, before))
         np.testing.assert_array_equal(got, was)
-    np.testing.assert_array_equal(after[0].obs, before[0].obs)
-    assert int(buffer.metrics(again)["num_ignored_writes"]) == 0
+    np.testing.assert_array_equal(after.rows.steps.obs, before.rows.steps.obs)
 
 
 def test_rows_that_are_not_written_stay():
     buffer = jr.items(capacity=8, num_envs=2, batch_size=2, allow_write=True)
-    state = buffer.add(buffer.init(jnp.float32(0)), jnp.ones(2))
-    again = buffer.map_rows(state, lambda item: item + 1)
-    assert np.asarray(again.rows.steps).tolist() == [2, 0, 0, 0, 2, 0, 0, 0]
+
+    @jax.jit
+    def run():
+        state = buffer.add(buffer.init(jnp.float32(0)), jnp.ones(2))
+        return buffer.map_rows(state, lambda item: item + 1).rows.steps
+
+    assert np.asarray(run()).tolist() == [2, 0, 0, 0, 2, 0, 0, 0]
 
 
 def test_it_is_in_place():

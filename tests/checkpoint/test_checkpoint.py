@@ -159,7 +159,7 @@ def test_groups_whose_rows_were_written_are_saved_again(tmp_path):
     state, checkpointer = run.extend(run.init(example), block(3000)), Checkpointer(tmp_path, buffer)
     files = lambda: {path.name for path in (tmp_path / "rows").iterdir()}
     num_again = []
-    for number in range(12):
+    for number in range(7):
         before = files() if number else set()
         if number % 3 == 2:
             state = run.extend(state, block(900))
