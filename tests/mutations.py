@@ -30,6 +30,20 @@ MUTATIONS = (
         ORACLE,
     ),
     (
+        "a stale row is written again",
+        "storage/writes.py",
+        "(state.index(row).lap == index.lap)",
+        "(index.lap == index.lap)",
+        ORACLE,
+    ),
+    (
+        "padding among envs is written",
+        "storage/writes.py",
+        "taken &= envs < layout.num_envs",
+        "taken &= envs <= layout.num_envs",
+        ORACLE,
+    ),
+    (
         "n steps go on across an end",
         "views/transition.py",
         "~is_terminated[:-1] & ~reader.is_final(steps[1:])",
@@ -74,8 +88,8 @@ MUTATIONS = (
     (
         "a parent drifts from the sum of its children",
         "samplers/sum_tree.py",
-        'sums[level].at[at].set(new, mode="promise_in_bounds")',
-        'sums[level].at[at].max(new, mode="promise_in_bounds")',
+        'values[level] = at.set(new, mode="promise_in_bounds")',
+        'values[level] = at.max(new, mode="promise_in_bounds")',
         "samplers/test_sum_tree.py",
     ),
     (
@@ -123,9 +137,9 @@ MUTATIONS = (
     (
         "a donated leaf is copied",
         "storage/stored_arrays.py",
-        'return leaf.at[row.reshape(-1)].set(values, unique_indices=True, mode="drop")',
+        'return leaf.at[row.reshape(-1)].set(values, unique_indices=are_distinct, mode="drop")',
         "return jnp.where(row.min() < 0, leaf, leaf.at[row.reshape(-1)].set(values, "
-        'unique_indices=True, mode="drop"))',
+        'unique_indices=are_distinct, mode="drop"))',
         "buffers/test_in_place.py",
     ),
     (

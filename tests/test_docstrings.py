@@ -197,7 +197,8 @@ def test_a_public_docstring_explains_itself(name):
 
 def test_a_configuration_shows_its_arguments():
     shown = inspect.signature(jaxreplay.Prioritized).parameters
-    assert [*shown] == ["alpha", "beta", "normalize_weights", "stratified", "fan_out"]
+    names = ["alpha", "beta", "normalize_weights", "stratified", "new_priority", "fan_out"]
+    assert [*shown] == names
     assert shown["alpha"].default == 0.6
 
 

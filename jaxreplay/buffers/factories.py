@@ -157,11 +157,12 @@ def prioritized(
     beta: float = 0.4,
     normalize_weights: Literal["batch", "buffer"] | None = "batch",
     stratified: bool = True,
+    new_priority: float | None = None,
     **shared: Unpack[BufferOptions],
 ) -> ReplayBuffer[Transition]:
     """Make a buffer of n-step transitions that are sampled in proportion to priority ** alpha.
 
-    A new row gets the largest priority so far, unless `add` is given one.
+    A new row gets the priority that `add` is given, or `new_priority`.
 
     Args:
       n_step: Number of steps n of a transition, at least 1. Default: 1.
@@ -175,6 +176,8 @@ def prioritized(
         twice as long. None leaves them as `(size * probability) ** -beta`. Default: "batch".
       stratified: Sample once from each of B equal parts of the total, as in the paper. Batches then
         come in the order of rows in the rings. False: B independent samples. Default: True.
+      new_priority: Priority of rows that are added without one, at least 0. Default: the largest so
+        far, by which one outlier rules for ever.
       capacity: Rows of all envs together, the final row of each episode included. A multiple of
         `num_envs`.
       num_envs: Number of parallel envs. Each has a ring of `capacity / num_envs` rows. Default: 1.
@@ -214,7 +217,11 @@ def prioritized(
       Schaul et al., "Prioritized Experience Replay" (2016), https://arxiv.org/abs/1511.05952
     """
     sampler = Prioritized(
-        alpha=alpha, beta=beta, normalize_weights=normalize_weights, stratified=stratified
+        alpha=alpha,
+        beta=beta,
+        normalize_weights=normalize_weights,
+        stratified=stratified,
+        new_priority=new_priority,
     )
     return transitions(n_step=n_step, gamma=gamma, sampler=sampler, **shared)
 

@@ -66,11 +66,14 @@ class Prioritized(PrioritySampler):
       stratified: Sample once from each of B equal parts of the total, as in the paper. Batches then
         come in the order of the rows' positions in their rings. False: B independent samples.
         Default: True.
+      new_priority: Priority of rows that are added without one, at least 0. Default: the largest so
+        far, by which one outlier rules for ever.
       fan_out: Number of children of a node in the sum tree. Default: 0, which chooses 8 on a CPU,
         32 on a GPU and 128 on a TPU.
 
     Raises:
-      ValueError: `alpha` or `beta` is negative or not finite, or `normalize_weights` is unknown.
+      ValueError: `alpha`, `beta` or `new_priority` is negative or not finite, or
+        `normalize_weights` is unknown.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -101,10 +104,12 @@ class Prioritized(PrioritySampler):
     beta: float = 0.4
     normalize_weights: Literal["batch", "buffer"] | None = "batch"
     stratified: bool = True
+    new_priority: float | None = None
     fan_out: int = 0
 
     def _check(self) -> None:
-        for name in ("alpha", "beta"):
+        has_new = self.new_priority is not None
+        for name in ("alpha", "beta", *["new_priority"] * has_new):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(
                     f"{type(self).__name__}: {name} must be a finite number of at least 0, got "
@@ -129,7 +134,9 @@ class Prioritized(PrioritySampler):
     def identity(self) -> "Prioritized":
         """Return the sampler without what only samples depend on."""
         kept = "buffer" if self.normalize_weights == "buffer" else "batch"
-        return dataclasses.replace(self, beta=0.4, stratified=True, normalize_weights=kept)
+        return dataclasses.replace(
+            self, beta=0.4, stratified=True, normalize_weights=kept, new_priority=None
+        )
 
     def init(self, layout: Layout) -> PrioritizedState:
         """Return a state without priorities, whose largest priority is 1."""
@@ -160,7 +167,7 @@ class Prioritized(PrioritySampler):
         """Give new rows their priority: the given one or, if missing or invalid, the largest so
         far."""
         assert effect is not None
-        state, given = _give(state, effect.is_written, priority)
+        state, given = _give(state, effect.is_written, priority, self.new_priority)
         mass = jnp.where(effect.is_candidate, self._mass(effect.layout, given), 0)
         if state.pending_mass is not None:
             lookahead, waiting = len(state.pending_mass), state.pending_mass
@@ -203,7 +210,8 @@ class Prioritized(PrioritySampler):
         layout, row = sampleable.layout, ring.arange(sampleable.layout.capacity)
         fresh = self.init(layout)
         fresh = fresh.replace(**{name: numbers[name] for name in _SCALARS if name in numbers})
-        largest = self._mass(layout, fresh.max_priority)
+        new = fresh.max_priority if self.new_priority is None else jnp.float32(self.new_priority)
+        largest = self._mass(layout, new)
         mass = jnp.full(row.shape, largest)
         if "mass" in numbers:
             known, alpha = numbers["mass"], numbers["alpha"]
@@ -351,21 +359,22 @@ def _leaf_of(layout: Layout, row: jax.Array) -> jax.Array:
 
 
 def _give(
-    state: PrioritizedState, is_new: jax.Array, priority: jax.Array | None
+    state: PrioritizedState, is_new: jax.Array, priority: jax.Array | None, new: float | None
 ) -> tuple[Any, jax.Array]:
     """Return the priorities of new rows: the given ones or, if missing or invalid, the largest so
-    far.
+    far, or `new`.
 
     Args:
       state: The sampler's state.
       is_new: bool[K, E], whether a row was written.
       priority: float32[K, E], the given priorities, or None.
+      new: `Prioritized.new_priority`.
 
     Returns:
       The new state; float32[K, E], the priorities.
     """
     if priority is None:
-        return state, jnp.broadcast_to(state.max_priority, is_new.shape)
+        return state, jnp.broadcast_to(state.max_priority if new is None else new, is_new.shape)
     is_good = _is_good(priority)
     largest = jax.lax.cummax(
         jnp.max(jnp.where(is_new & is_good, priority, state.max_priority), axis=1)
@@ -376,7 +385,7 @@ def _give(
         max_priority=largest[-1],
         num_bad_priorities=_count(state.num_bad_priorities, is_new & ~is_good),
     )
-    return state, jnp.where(is_good, priority, before[:, None])
+    return state, jnp.where(is_good, priority, before[:, None] if new is None else new)
 
 
 def _accept(

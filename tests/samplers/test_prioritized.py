@@ -11,7 +11,7 @@ from jaxreplay.targets import importance_weights
 from tests.samplers.test_laws import check as check_law
 from tests.support.buffers import bits
 from tests.support.sampling import add, sample, step_of
-from tests.support.steps import nth
+from tests.support.steps import nth, plain_step
 
 NUM_ENVS, LENGTH = 50, 4
 ROWS = np.arange(NUM_ENVS) * LENGTH  # the first row of each stream
@@ -119,6 +119,35 @@ def test_all_zero_cannot_be_sampled():
 )
 def test_a_row_out_of_range_or_not_there_is_ignored_and_counted(row, lap):
     check_is_stale(*make_buffer([1.0, 2.0, 5.0]), index_at(row, lap))
+
+
+@pytest.mark.parametrize("n_step", [1, 3])
+def test_new_rows_get_the_priority_that_is_asked_for(n_step):
+    """Also those that wait for their window, those with an invalid one, and adopted ones."""
+    buffer = jr.prioritized(
+        capacity=16, batch_size=2, autoreset="next_step", n_step=n_step, alpha=1.0, new_priority=2.0
+    )
+    plain = jr.uniform(capacity=16, batch_size=2, autoreset="next_step", n_step=n_step)
+    step = nth(plain_step(np.zeros((1, 1))), 0)
+
+    @jax.jit
+    def run():
+        state = buffer.init(nth(step, 0))
+        for priority in (None, np.float32([90]), np.float32([np.nan]), None, None, None):
+            state = buffer.add(state, step, priority=priority)
+        uniform = plain.init(nth(step, 0))
+        for _ in range(6):
+            uniform = plain.add(uniform, step)
+        rows = jnp.arange(6)
+        found = [buffer.get(one, rows).probability for one in (state, buffer.adopt(uniform))]
+        return found, state.sampler.max_priority
+
+    (added, adopted), largest = jax.device_get(run())
+    num = 6 - n_step
+    expected = np.float32([2, 90, 2, 2, 2][:num])
+    np.testing.assert_allclose(added[:num], expected / expected.sum(), rtol=1e-6)
+    np.testing.assert_allclose(adopted[:num], np.full(num, 1 / num), rtol=1e-6)
+    assert largest == 90
 
 
 @pytest.mark.parametrize("lap", [0, 2**32 - 1])

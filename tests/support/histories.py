@@ -33,14 +33,16 @@ def histories(draw, config):
     codes = st.lists(st.integers(0, 15), **envs)
     add = st.tuples(st.just("add"), codes)
     operations = [add, add, add, st.just(("check",))]
-    if not config.replay.layout().lockstep:
-        operations[2] = st.tuples(st.just("add to some"), codes)
     operations += [st.tuples(st.just("extend"), st.lists(codes, min_size=BLOCK, max_size=BLOCK))]
     if config.prioritized:
         priority = st.sampled_from(PRIORITIES)
-        operations[1] = st.tuples(st.just("add with priorities"), codes, st.lists(priority, **envs))
+        given = st.lists(priority, **envs)
+        operations[1] = st.tuples(st.just("add with priorities"), codes, given)
         some = st.lists(priority, min_size=1, max_size=5)
         operations += [st.tuples(st.just("update"), st.integers(0, RECENT - 1), some)]
+    if not config.replay.layout().lockstep:
+        some = (codes, given) if config.prioritized else (codes,)
+        operations[2] = st.tuples(st.just("add to some"), *some)
     if config.replay.allow_write:
         some = st.lists(st.integers(-4, 4).map(float), min_size=1, max_size=5)
         operations += [st.tuples(st.just("write"), st.integers(0, RECENT - 1), some)]
@@ -69,7 +71,7 @@ def go_through(config, history):
     oracle, drawn = config.oracle(), []
     for at, (kind, *arguments) in enumerate(history):
         for step, mask in blocks[at]:
-            given = {"priority": arguments[1]} if kind == "add with priorities" else {}
+            given = {"priority": arguments[1]} if len(arguments) > 1 else {}
             oracle.add(**step, mask=mask, **given)
         if kind in OF_SAMPLE and arguments[0] < at:
             change = {"update": oracle.update, "write": oracle.write}[kind]
@@ -135,7 +137,7 @@ def _arrays_of(config, history):
                 fields[name][at, place] = value
         if kind == "clear":
             oracle.clear()
-        if kind == "add with priorities":
+        if kind in _ADDS and len(arguments) > 1:
             arrays["priority"][at] = arguments[1]
         if kind in OF_SAMPLE and arguments[0] < at:
             arrays["which"][at], arrays["new"][at] = arguments[0], _cycled(config, arguments[1])
@@ -152,12 +154,13 @@ def _program(config):
         state, indices, key = carry
         block = given["steps"], given["mask"] if config.allow_mask else None
         step, mask = nth(block, 0)
+        some = [nth(step, given["envs"])]
+        if config.prioritized:
+            some += [None, nth(given["priority"], given["envs"])]
         branches = {
             "nothing": lambda state: state,
             "add": lambda state: buffer.add(state, step, mask),
-            "add to some": lambda state: buffer.add(
-                state, nth(step, given["envs"]), envs=given["envs"]
-            ),
+            "add to some": lambda state: buffer.add(state, *some, envs=given["envs"]),
             "extend": lambda state: buffer.extend(state, *block),
             "clear": buffer.clear,
         }
