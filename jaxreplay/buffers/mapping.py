@@ -30,14 +30,16 @@ def mapped(buffer: Any, state: ReplayState, function: Callable[..., Any], size: 
             return function(reader.item())
         return function(reader.step(0), reader.next_obs(0))
 
-    def of_block(number: jax.Array, state: ReplayState) -> ReplayState:
+    def of_block(number: jax.Array, carry: Any) -> Any:
+        state, count = carry
         row = number * size + ring.arange(size)
         inside = jnp.minimum(row, capacity - 1)
         is_step = (row == inside) & state.is_written(inside) & ~state.has(inside, row_flags.FINAL)
         values = jax.vmap(functools.partial(of_row, state))(inside)
         given = step_checks.as_values("map_rows", state, values, (size,))
         target = jnp.where(is_step, inside, capacity)
-        return state.replace(rows=writes.put(state.rows, target, given, are_distinct=True))
+        count += jnp.where(is_step, writes.trace_of(given), 0).sum(dtype=jnp.uint32)
+        return state.replace(rows=writes.put(state.rows, target, given, are_distinct=True)), count
 
-    state = jax.lax.fori_loop(0, -(-capacity // size), of_block, state)
-    return state.replace(counters=writes.counted(state.counters, jnp.uint32(1)))
+    state, count = jax.lax.fori_loop(0, -(-capacity // size), of_block, (state, jnp.uint32(0)))
+    return state.replace(counters=writes.counted(state.counters, count | 1))

@@ -14,7 +14,7 @@ from jaxreplay._util.struct import Static
 from jaxreplay.storage import ring, row_flags
 from jaxreplay.storage.platforms import Traits, traits_of
 
-NUM_BLOCKS = 16  # parts of a ring, of which writes to old rows are counted
+NUM_BLOCKS = 16  # parts of a ring, for each of which writes to old rows are noted
 
 
 class Window(Static):

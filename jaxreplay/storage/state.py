@@ -115,8 +115,9 @@ class Counters(Node):
     num_expired = _Counter()
     ordinal = _Counter()  # in [0, length): episode of the next row; None without an episode table
     is_open = _Counter(jnp.bool_)  # the newest row's episode has not ended; None likewise
-    # number of writes to stored rows of each part of the ring, `num_writes_0` and so on, and of
-    # those that were ignored; None without `layout.allow_write`
+    # what changes with each write to a stored row of a part of the ring, `num_writes_0` and so on
+    # (`writes.trace_of`), and the number of those that were ignored; None without
+    # `layout.allow_write`
     vars().update({f"num_writes_{block}": _Counter(jnp.uint32) for block in range(NUM_BLOCKS)})
     num_ignored_writes = _Counter(jnp.uint32)
 

@@ -172,6 +172,14 @@ def test_groups_whose_rows_were_written_are_saved_again(tmp_path):
         if number % 6 == 4:  # nothing changed
             assert not num_again[-1]
     assert 0 < max(num_again[1:]) < num_again[0]
+    # A state that went on otherwise, by equally many writes.
+    branches = [
+        run.write(jax.tree.map(jnp.copy, state), batch.index, {"x": np.full(3, x, np.float32)})
+        for x in (3, 4)
+    ]
+    for number, branch in enumerate(branches, 7):
+        checkpointer.save(branch, number)
+        assert bits(Checkpointer(tmp_path, buffer).restore(example)) == bits(branch)
     stale = batch.index.replace(lap=batch.index.lap + 9)
     state = run.write(state, stale, {"x": np.ones(3, np.float32)})
     assert int(run.metrics(state)["num_ignored_writes"]) == 3
