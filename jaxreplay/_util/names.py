@@ -64,7 +64,8 @@ def kind_of(value: Any) -> str:
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"an array {spec_text(value)}"
     size = f" of {len(value)}" if isinstance(value, dict | tuple | list) else ""
-    return f"a {type(value).__name__}{size}"
+    kind = type(value).__name__
+    return f"{'an' if kind[0] in 'AEIOaeio' else 'a'} {kind}{size}"
 
 
 _SHORT = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}

@@ -76,8 +76,7 @@ def below(high: jax.Array, low: jax.Array, bound: jax.Array) -> jax.Array:
 
     References:
       Lemire, "Fast Random Integer Generation in an Interval" (2019),
-      https://arxiv.org/abs/1805.10941, without its rejection step,
-      which is unnecessary with 64 bits.
+      https://arxiv.org/abs/1805.10941, without its rejection step, which 64 bits do not need.
     """
     bound = bound.astype(jnp.uint32)
     _, carried = _multiply(low, bound)

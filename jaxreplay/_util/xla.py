@@ -44,7 +44,7 @@ barrier: Any = (
 def is_last(values: jax.Array) -> jax.Array:
     """Return whether each value is the last one of those that equal it: bool[B].
 
-    A sort, since a scatter with equal indices has no order on a GPU or TPU.
+    It sorts them: a scatter with equal indices has no order on a GPU or TPU.
 
     Args:
       values: int32[B].

@@ -38,8 +38,7 @@ class Mixture(Static):
 
     References:
       Ball et al., "Efficient Online Reinforcement Learning with Offline Data" (2023),
-      https://arxiv.org/abs/2302.02948, section 4.1
-      (symmetric sampling).
+      https://arxiv.org/abs/2302.02948, section 4.1 (symmetric sampling).
     """
 
     members: tuple[tuple[str, ReplayBuffer, int], ...]

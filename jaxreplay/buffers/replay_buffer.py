@@ -11,12 +11,11 @@ import jax.numpy as jnp
 from jaxreplay import autoreset
 from jaxreplay._util import checks, random
 from jaxreplay._util.aliases import Autoreset, Key, PyTree
-from jaxreplay._util.names import kind_of
 from jaxreplay._util.serialization import tell_flax
 from jaxreplay._util.struct import Static
 from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.adopt import adopted, merged
-from jaxreplay.buffers.mapping import mapped
+from jaxreplay.buffers.map_rows import mapped
 from jaxreplay.buffers.state_checks import check_donated, check_state
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler, Sampler
 from jaxreplay.samplers.sampler import effective_sample_size
@@ -68,7 +67,7 @@ class ReplayBuffer(Static, Generic[T]):
         "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
         value of each env library. Default: None, for a view of items, which have no episodes.
       allow_mask: Let `add` and `extend` take a mask of the envs that took a step. Default: False.
-      allow_write: Let `write` change stored rows: 68 bytes an env count its writes, by which a
+      allow_write: Let `write` change stored rows: 68 bytes an env note its writes, by which a
         checkpoint knows which rows it has to save again. Default: False.
       min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
       track_episodes: Keep the table that `episode_table` needs, 12 bytes a row. Default: False.
@@ -250,8 +249,8 @@ class ReplayBuffer(Static, Generic[T]):
           mask: bool[E], False where an env took no step; needs `allow_mask=True`. With
             `autoreset="next_step"`, never mask the step after a done: it brings the final
             observation. Default: every env took a step.
-          priority: float[E], at least 0, for samplers with priorities. Default: the largest
-            priority so far.
+          priority: float[E], at least 0, for samplers with priorities. Default: that of new rows,
+            the largest so far or the sampler's `new_priority`.
           envs: int32[E], different envs that took the steps, in any order; may be traced. A number
             outside of [0, `num_envs`) is for padding: its step is dropped. Default: all envs.
 
@@ -283,7 +282,7 @@ class ReplayBuffer(Static, Generic[T]):
           state: Donated: jit with `donate_argnums=0`, else the whole buffer is copied.
           steps: As for `add`, with leaves [T, E, ...].
           mask: bool[T, E], as for `add`. Default: every env took every step.
-          priority: float[T, E], as for `add`. Default: the largest priority so far.
+          priority: float[T, E], as for `add`. Default: that of new rows.
           envs: int32[E], as for `add`. Default: all envs.
 
         Returns:
@@ -492,11 +491,7 @@ class ReplayBuffer(Static, Generic[T]):
         state = check_donated("update_priorities", self, state)
         sampler = self._need_priorities("update_priorities")
         if not isinstance(index, Index):
-            raise ValueError(
-                "update_priorities: index must be the batch.index of a sample, got "
-                f"{kind_of(index)}; a bare row number cannot tell whether the row was "
-                "overwritten since it was sampled"
-            )
+            raise step_checks.no_index("update_priorities", index)
         priority = step_checks.as_priority("update_priorities", priority, jnp.shape(index.row))
         flat = jax.tree.map(lambda leaf: jnp.asarray(leaf).reshape(-1), (index, priority))
         return state.replace(sampler=sampler.update(state.sampler, Sampleable.of(state), *flat))
@@ -533,7 +528,9 @@ class ReplayBuffer(Static, Generic[T]):
           [7.0, 0.0, 8.0]
         """
         state = check_donated("write", self, state)
-        step_checks.check_index("write", state, index)
+        step_checks.check_writable("write", state)
+        if not isinstance(index, Index):
+            raise step_checks.no_index("write", index)
         given = step_checks.as_values("write", state, values, jnp.shape(index.row))
         flat = jax.tree.map(lambda leaf: jnp.asarray(leaf).reshape(-1), index)
         return writes.overwrite(state, flat, given)
@@ -570,7 +567,7 @@ class ReplayBuffer(Static, Generic[T]):
           [10.0, 11.0, 12.0]
         """
         state = check_donated("map_rows", self, state)
-        step_checks.check_index("map_rows", state, None)
+        step_checks.check_writable("map_rows", state)
         checks.check_size("map_rows", "block", block)
         return mapped(self, state, function, min(block, self.capacity))
 
@@ -721,12 +718,11 @@ class ReplayBuffer(Static, Generic[T]):
 
         The buffers may differ in the sampler and its arguments, the view (`n_step`, `gamma`,
         window, `period`), `capacity`, `num_envs`, `allow_mask`, `allow_write`, `track_episodes` and
-        `platform`.
-        Their steps must have the same leaves, and the same `autoreset`, but "next_step" and
-        "same_step" may be exchanged. It costs O(capacity).
+        `platform`. Their steps must have the same leaves, and the same `autoreset`, but "next_step"
+        and "same_step" may be exchanged. It costs O(capacity).
 
         Each env keeps its newest rows that fit. Priorities stay, whatever their exponent; rows
-        without one get the largest so far. Rows that a `Queue` consumed stay consumed for a
+        without one get that of new rows. Rows that a `Queue` consumed stay consumed for a
         `Queue`, in each env up to the first one that was not. If `num_envs` differs, whole streams
         are dealt out: that of env `e` goes to env `e mod num_envs`, after those before it, and
         unfinished episodes end, as by `end_streams`. If all envs of this buffer step together,

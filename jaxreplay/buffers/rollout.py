@@ -312,11 +312,7 @@ class Rollout(Static):
                 "bootstrap: this rollout keeps final_obs; pass "
                 "final_value=critic(rollout.steps(state).final_obs)"
             )
-        rows = (
-            {"value": value}
-            if final_value is None
-            else {"value": value, "final_value": final_value}
-        )
+        rows = {"value": value} | ({} if final_value is None else {"final_value": final_value})
         checks.check_shapes("bootstrap", (self.length, self.num_envs), **rows)
         checks.check_shapes("bootstrap", (self.num_envs,), last_value=last_value)
         value = jnp.asarray(value)
@@ -463,7 +459,6 @@ class Rollout(Static):
           index: int32[B], one row of `minibatches`.
           chunk_length: L, as for `minibatches`. Default: single steps.
         """
-        length = 1 if chunk_length is None else self._chunk("minibatch", chunk_length)
         like = lambda leaf: jax.ShapeDtypeStruct(
             (self.length, self.num_envs, *jnp.shape(leaf)[2:]), jnp.result_type(leaf)
         )
@@ -471,6 +466,7 @@ class Rollout(Static):
         checks.check_leaves("minibatch", tree, jax.tree.map(like, tree), hint)
         row = jnp.asarray(index)
         if chunk_length is not None:
+            length = self._chunk("minibatch", chunk_length)
             chunk, env = jnp.divmod(row, self.num_envs)
             row = (chunk * length + ring.arange(length)[:, None]) * self.num_envs + env
         flat = lambda leaf: leaf.reshape((self.length * self.num_envs, *leaf.shape[2:]))

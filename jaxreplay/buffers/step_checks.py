@@ -16,7 +16,7 @@ from jaxreplay._util.names import kind_of, named, spec_text
 from jaxreplay.storage import stored_arrays
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.state import ReplayState
-from jaxreplay.types import Index, Step
+from jaxreplay.types import Step
 
 _STEP_FIELDS = tuple(field.name for field in dataclasses.fields(Step))
 _REQUIRED_FIELDS = _STEP_FIELDS[:5]
@@ -154,15 +154,18 @@ def check_block(
     checks.check_leaves(where, steps, expected, hint)
 
 
-def check_index(where: str, state: ReplayState, index: Any) -> None:
-    """Raise a ValueError unless rows may be overwritten, and the index is that of a sample."""
+def check_writable(where: str, state: ReplayState) -> None:
+    """Raise a ValueError unless stored rows may be changed."""
     if not state.layout.allow_write:
         raise ValueError(f"{where}: make the buffer with allow_write=True")
-    if index is not None and not isinstance(index, Index):
-        raise ValueError(
-            f"{where}: index must be the batch.index of a sample, got {kind_of(index)}; a bare row "
-            "number cannot tell whether the row was overwritten since it was sampled"
-        )
+
+
+def no_index(where: str, index: Any) -> ValueError:
+    """Return the error for what is given in place of a sample's index."""
+    return ValueError(
+        f"{where}: index must be the batch.index of a sample, got {kind_of(index)}; a bare row "
+        "number cannot tell whether the row was overwritten since it was sampled"
+    )
 
 
 def as_values(
@@ -179,7 +182,8 @@ def as_values(
         )
     like = lambda leaf: jax.ShapeDtypeStruct(axes + leaf.shape[1:], leaf.dtype)
     expected = {name: like(stored[name]) for name in given}
-    checks.check_leaves(where, given, expected, "values have the axes of the index, then the row's")
+    hint = f"{where} takes values [{', '.join(map(str, axes))}, ...], with the axes of a row's leaf"
+    checks.check_leaves(where, given, expected, hint)
     return {
         name: jnp.asarray(leaf).reshape(-1, *jnp.shape(leaf)[len(axes) :])
         for name, leaf in given.items()

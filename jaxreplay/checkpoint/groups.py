@@ -18,7 +18,7 @@ from jaxreplay.checkpoint.bundle import Spec, Sums
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files, Memory, new_memory
 from jaxreplay.checkpoint.rows import Picked
 from jaxreplay.storage import ring
-from jaxreplay.storage.layout import NUM_BLOCKS
+from jaxreplay.storage.layout import NUM_PARTS
 
 NUM_COLUMNS = 10  # numbers of a group in a manifest
 MOST_ROWS = 2**22  # of a group: while it is read, each row takes 16 bytes for its numbers
@@ -44,7 +44,7 @@ class Group(NamedTuple):
     stop: int
     env: int
     env_stop: int
-    num_writes: int = 0  # to its rows before they were saved, modulo 2^32, and to their neighbors
+    trace: int = 0  # of the writes to its rows and their neighbors before the save, modulo 2^32
     sums: Sums | None = None  # of its file; None until it is written
 
     @property
@@ -69,23 +69,24 @@ class Group(NamedTuple):
         high[own] = np.maximum(np.minimum(end, oldest + self.stop), low[own])
         return low, high
 
-    def written(self, num_writes: np.ndarray | None) -> "Group":
-        """Return the group with the number of writes to its rows.
+    def traced(self, traces: np.ndarray | None) -> "Group":
+        """Return the group with the trace of the writes to its rows, a sum of those of the parts of
+        the rings that have them.
 
         Args:
-          num_writes: uint32[E, NUM_BLOCKS], of each part of the streams' rings; None for none.
+          traces: uint32[E, NUM_PARTS], of each part of the streams' rings; None for none.
         """
-        if num_writes is None:
-            return self._replace(num_writes=0)
+        if traces is None:
+            return self._replace(trace=0)
         low, high = self.range()
-        part = -(-self.save.length // NUM_BLOCKS)
+        part = -(-self.save.length // NUM_PARTS)
         first, last = (ring.position_of(row, self.save.length) for row in (low, high - 1))
-        end = last // part + 1 + NUM_BLOCKS * (last < first)
-        own = num_writes[self.env : self.env_stop].astype(np.int64)
+        end = last // part + 1 + NUM_PARTS * (last < first)
+        own = traces[self.env : self.env_stop].astype(np.int64)
         sums = np.cumsum(np.concatenate([np.zeros_like(own[:, :1]), own, own], axis=1), axis=1)
         env = np.arange(len(own))
-        count = np.where(low < high, sums[env, end] - sums[env, first // part], 0)
-        return self._replace(num_writes=int(count.sum()) & 0xFFFFFFFF)
+        trace = np.where(low < high, sums[env, end] - sums[env, first // part], 0)
+        return self._replace(trace=int(trace.sum()) & 0xFFFFFFFF)
 
     def rows(self) -> Picked:
         """Return the rows in the order of the arrays. Raises a CorruptCheckpointError if there are
@@ -143,11 +144,11 @@ class Groups(Sequence[Group]):
         if len(numbers) // NUM_COLUMNS * NUM_COLUMNS != len(numbers):
             raise CorruptCheckpointError(f"{where}: {len(numbers)} numbers are no groups")
         columns = numbers.reshape(-1, NUM_COLUMNS)
-        save, number, start, stop, env, env_stop, num_writes, raw, _, stored = columns.T
+        save, number, start, stop, env, env_stop, trace, raw, _, stored = columns.T
         length = np.array([*(one.length for one in saves), 0])[np.minimum(save, len(saves))]
         is_possible = (number < 10**6) & (start < stop) & (stop <= length)
         is_possible &= (env < env_stop) & (env_stop <= num_envs)
-        is_possible &= (raw < 2**32) & (stored < 2**32) & (num_writes < 2**32)
+        is_possible &= (raw < 2**32) & (stored < 2**32) & (trace < 2**32)
         if not is_possible.all():
             raise CorruptCheckpointError(
                 f"{where}: group {int(np.argmin(is_possible))} has rows that cannot exist"

@@ -1,8 +1,8 @@
 """Plan of a save: which rows to write, in which groups, and which groups of an earlier checkpoint
 to keep.
 
-A row does not change once it is added, but by `buffer.write`, which is counted. So rows that the
-checkpoint before has are not written again, except groups whose counts differ. If a state was
+A row does not change once it is added, but by `buffer.write`, which leaves a trace. So rows that
+the checkpoint before has are not written again, except groups whose traces differ. If a state was
 rewound in memory and went on differently, it does not continue that checkpoint. The newest rows
 tell: they are compared by their checksum, and if they differ, all rows are written.
 """
@@ -26,7 +26,7 @@ from jaxreplay.checkpoint.manifest import MOST_NUMBERS, Manifest, Member, Stored
 from jaxreplay.checkpoint.rows import Picked, Span
 from jaxreplay.distributed.parts import Parts
 from jaxreplay.storage import stored_arrays
-from jaxreplay.storage.layout import NUM_BLOCKS
+from jaxreplay.storage.layout import NUM_PARTS
 
 _BOOKKEEPING = 64  # bytes of a row's numbers, while it is being copied or written
 # Parts of a ring that have groups of their own: while rows of one are overwritten, the rest stays.
@@ -171,7 +171,7 @@ def _groups(
     is_compressed: bool,
 ) -> list[Group]:
     """Return a state's groups, in the order of their rows. New ones lie in one part each."""
-    buffer, row_bytes, num_writes = split.buffer, _row_bytes(split), _num_writes(split)
+    buffer, row_bytes, traces = split.buffer, _row_bytes(split), _traces(split)
     most = min(
         group_bytes // (row_bytes + _BOOKKEEPING),
         MOST_ROWS,
@@ -183,45 +183,44 @@ def _groups(
         since, kept = _kept(base, span, num_rewritten, most)
         save = Save(folder, buffer.length, span.first, span.end, is_compressed)
         saves: dict[Save, Save] = {}
-        kept = [_again(group, num_writes, save, saves) for group in kept]
+        kept = [_again(group, traces, save, saves) for group in kept]
         unchanged = [group for group in kept if group.sums is not None]
-        lie_in_one = all(split.parts.lie_in_one(one.env, one.env_stop) for one in kept)
-        if not (lie_in_one or len(unchanged) == len(kept)) or not _has(
-            split.parts, unchanged, span, row_bytes
-        ):
+        can_write = all(
+            group.sums is not None or split.parts.lie_in_one(group.env, group.env_stop)
+            for group in kept
+        )
+        if not (can_write and _has(split.parts, unchanged, span, row_bytes)):
             since, kept = span.first, []
     save = Save(folder, buffer.length, since, span.end, is_compressed)
     for env, env_stop in itertools.pairwise(split.parts.bounds):
         new = cut(save, most, slice(env, env_stop), num_rewritten)
-        kept += [group.written(num_writes) for group in new]
+        kept += [group.traced(traces) for group in new]
     return kept
 
 
-def _num_writes(split: Split) -> np.ndarray | None:
-    """Return the number of writes to rows of each part of the rings, uint32[E, NUM_BLOCKS]; None if
-    the buffer allows none."""
+def _traces(split: Split) -> np.ndarray | None:
+    """Return the traces of writes to each part of the rings, uint32[E, NUM_PARTS]; None if the
+    buffer allows none."""
     if not split.buffer.allow_write:
         return None
     counters = split.rest["counters"]
-    return np.stack([counters[f"num_writes_{block}"] for block in range(NUM_BLOCKS)], axis=-1)
+    return np.stack([counters[f"write_trace_{part}"] for part in range(NUM_PARTS)], axis=-1)
 
 
-def _again(
-    group: Group, num_writes: np.ndarray | None, save: Save, saves: dict[Save, Save]
-) -> Group:
+def _again(group: Group, traces: np.ndarray | None, save: Save, saves: dict[Save, Save]) -> Group:
     """Return a group that an earlier checkpoint has; if its rows were written since, as one that is
     to be written again, without the rows that are overwritten.
 
     Args:
       group: The group.
-      num_writes: As `_num_writes` returns it.
+      traces: As `_traces` returns them.
       save: The rows of the state.
       saves: Gets the new form of each earlier save of which a group is written again.
     """
-    now, before = group.written(num_writes), group.save
-    # With another length, parts of the rings have other rows than their counts are of.
-    is_known = before.length == save.length or not np.any(num_writes)
-    if now.num_writes == group.num_writes and is_known:
+    now, before = group.traced(traces), group.save
+    # With another length, parts of the rings have other rows than their traces are of.
+    is_known = before.length == save.length or not np.any(traces)
+    if now.trace == group.trace and is_known:
         return group
     since = np.maximum(before.since, save.since)
     changed = {"folder": save.folder, "since": since, "is_compressed": save.is_compressed}

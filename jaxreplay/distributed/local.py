@@ -117,7 +117,7 @@ class Local(Static, Generic[T]):
           state: This shard's state, donated.
           step: Leaves [E / D, ...].
           mask: bool[E / D]. Default: every env took a step.
-          priority: float[E / D]. Default: the largest priority so far, of any shard.
+          priority: float[E / D]. Default: as for `ReplayBuffer.add`, the largest of any shard.
           envs: int32[e], numbers among the envs of all shards; with it the leaves are [e, ...].
             Steps of other shards' envs are dropped. Default: all envs of this shard.
 
@@ -141,7 +141,7 @@ class Local(Static, Generic[T]):
           state: This shard's state, donated.
           steps: Leaves [T, E / D, ...].
           mask: bool[T, E / D]. Default: every env took every step.
-          priority: float[T, E / D]. Default: the largest priority so far, of any shard.
+          priority: float[T, E / D]. Default: as for `ReplayBuffer.add`, the largest of any shard.
           envs: int32[e], as for `add`. Default: all envs of this shard.
 
         Returns:

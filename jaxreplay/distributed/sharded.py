@@ -166,7 +166,7 @@ class Sharded(Static, Generic[T]):
           state: Donated.
           step: Leaves [E, ...], as for `ReplayBuffer.add`.
           mask: bool[E]. Default: every env took a step.
-          priority: float[E]. Default: the largest priority so far, of any shard.
+          priority: float[E]. Default: as for `ReplayBuffer.add`, the largest of any shard.
           envs: int32[E], as for `ReplayBuffer.add`; each device gets all of these steps, and
             writes those of its own envs. Default: all envs.
 
@@ -193,7 +193,7 @@ class Sharded(Static, Generic[T]):
           state: Donated.
           steps: Leaves [T, E, ...], as for `ReplayBuffer.extend`.
           mask: bool[T, E]. Default: every env took every step.
-          priority: float[T, E]. Default: the largest priority so far, of any shard.
+          priority: float[T, E]. Default: as for `ReplayBuffer.add`, the largest of any shard.
           envs: int32[E], as for `add`. Default: all envs.
 
         Returns:

@@ -43,7 +43,7 @@ def page(
     lines = text.splitlines()
     width = max(_CHARACTER * max(map(len, lines)), _PLOT_WIDTH * len(histograms)) + 0.8
     rings_height = min(0.5 + 0.2 * len(rings), _PLOT_HEIGHT)
-    below = _PLOT_HEIGHT * bool(histograms)  # the rings
+    below = _PLOT_HEIGHT * bool(histograms)  # height of the histograms, below the rings
     height = _LINE * len(lines) + 0.6 + below + rings_height + 0.9
     figure = Figure(figsize=(width, height))
     figure.text(0.3 / width, 1 - 0.2 / height, text, va="top", parse_math=False, fontdict=_FONT)

@@ -14,7 +14,7 @@ class Newest(Uniform):
     """Sample uniformly from the sampleable rows among the newest ones of each env, with
     replacement.
 
-    Rows are found by a search. Where the limit is no less than the rows that an env has, it is
+    Rows are found by a search. If no env has more rows than the limit, the law is that of
     `Uniform`.
 
     Args:

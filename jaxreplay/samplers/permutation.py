@@ -6,8 +6,7 @@ a cipher.
 
 References:
   Hoang, Morris and Rogaway, "An Enciphering Scheme Based on a Card Shuffle" (2012),
-  https://doi.org/10.1007/978-3-642-32009-5_1, figure 1, the
-  swap-or-not shuffle.
+  https://doi.org/10.1007/978-3-642-32009-5_1, figure 1, the swap-or-not shuffle.
 """
 
 from typing import Any

@@ -52,7 +52,7 @@ class Prioritized(PrioritySampler):
 
     A row with priority 0 is never sampled. The paper adds a constant to every priority; add it
     before the call. A row keeps the priority that it was added with until it becomes sampleable. By
-    default that is the largest priority so far.
+    default that is the largest priority so far, or `new_priority`.
 
     Args:
       alpha: Exponent of priorities, at least 0. With 0, all rows of positive priority are equally
@@ -164,8 +164,8 @@ class Prioritized(PrioritySampler):
     def observe(
         self, state: PrioritizedState, effect: WriteEffect | None, priority: jax.Array | None
     ) -> PrioritizedState:
-        """Give new rows their priority: the given one or, if missing or invalid, the largest so
-        far."""
+        """Give new rows their priority: the given one or, if missing or invalid, `new_priority` or
+        the largest so far."""
         assert effect is not None
         state, given = _give(state, effect.is_written, priority, self.new_priority)
         mass = jnp.where(effect.is_candidate, self._mass(effect.layout, given), 0)

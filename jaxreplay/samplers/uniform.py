@@ -55,18 +55,14 @@ class Uniform(Sampler):
         probability = jnp.broadcast_to(uniform_probability(total), (batch_size,))
 
         # By trying alone: a GPU.
-        is_rare = sampleable.is_narrowed or window.period > _MOST_TRIES
-        if (
-            traits.in_line
-            and not is_rare
-            and window.period == 1
-            and layout.length >= _FEW_WINDOWS * window.length
-        ):
+        is_dense = not sampleable.is_narrowed and window.period == 1
+        if traits.in_line and is_dense and layout.length >= _FEW_WINDOWS * window.length:
             row, is_drawn = _tried(sampleable, key, batch_size)
             return Draw(state, row, jnp.where(is_drawn, probability, 0))
 
         # By candidate number: where most rows are none, and on unknown platforms.
         high, low = random.words(key, batch_size)
+        is_rare = sampleable.is_narrowed or window.period > _MOST_TRIES
 
         def selected(high, low):
             return sampleable.select(

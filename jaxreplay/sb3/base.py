@@ -311,14 +311,15 @@ class DropInBuffer(buffers.ReplayBuffer):
     def _get_samples(self, batch_inds: np.ndarray, env: VecNormalize | None = None) -> Any:
         """Return transitions by row, as of `observations`, each of a random env."""
         env_indices = np.random.randint(0, self.n_envs, size=len(batch_inds))
-        counts, newest = self._num_transitions, self._record.num_steps - 1
-        nth = counts[env_indices] - 1 - ring.position_of(newest - batch_inds, self.buffer_size)
-        if len(bad := batch_inds[(batch_inds < 0) | (batch_inds >= self.buffer_size) | (nth < 0)]):
-            raise IndexError(
-                f"{type(self).__name__}: there is no transition {bad[0]}: the streams hold "
-                f"{counts.tolist()}"
-            )
         with self._monitor:
+            counts, newest = self._num_transitions, self._record.num_steps - 1
+            nth = counts[env_indices] - 1 - ring.position_of(newest - batch_inds, self.buffer_size)
+            is_bad = (batch_inds < 0) | (batch_inds >= self.buffer_size) | (nth < 0)
+            if len(bad := batch_inds[is_bad]):
+                raise IndexError(
+                    f"{type(self).__name__}: there is no transition {bad[0]}: the streams hold "
+                    f"{counts.tolist()}"
+                )
             return self._read(nth, env_indices, env)
 
     def _read(self, nth: np.ndarray, env_indices: np.ndarray, env: VecNormalize | None) -> Any:

@@ -37,7 +37,7 @@ class RowsOwner(StateOwner):
     cure = "remove them all with buffer.reset()"
 
     def _look(self, steps: Any, mask: Any) -> None:
-        """Look for nothing: the record finds resets by hand."""
+        """Leave the look for resets by hand to the record."""
 
     def items(self, chosen: Any) -> Any:
         """Return transitions, as `_items` does."""

@@ -316,7 +316,7 @@ class StateOwner(Owner):
 
         Args:
           reads: `programs` called as function(buffer, state, *arguments, **options), for when no
-            step waits. Default: `adds`, with None as the block.
+            step waits; None for `adds`, with None as the block.
           adds: `programs` called as function(buffer, state, block, *arguments, **options), which
             return the new state and the result.
           num_rows: Number of rows that are read.
@@ -391,28 +391,28 @@ class StateOwner(Owner):
                 f"add: the step has no env axis, but there are {num_envs} envs: say which one "
                 "took it by env="
             )
-        adds_to = lambda function: function
+        add, extend_for = method("add"), self._extend_for
         is_taken = np.ones(axes, bool) if mask is None else np.asarray(mask)
         if envs is not None:
             envs = np.asarray(envs)
             check_envs("add", envs, self.buffer.layout(), num_envs)
             if envs.shape == axes[-1:]:  # else the buffer says what is wrong
                 is_taken = is_taken & (envs >= 0) & (envs < num_envs)
-            adds_to = functools.partial(functools.partial, envs=self.put(envs))
+            envs = self.put(envs)
+            add = functools.partial(add, envs=envs)
+            extend_for = lambda length: functools.partial(self._extend_for(length), envs=envs)
         num_steps = int(is_taken.sum())
         if len(axes) == 2:
             parts = self._parts_of(axes[0], (step, mask, priority))
-            extend = lambda length: adds_to(self._extend_for(length))
-            return num_steps, [(extend(length), part) for length, part in parts]
-        return num_steps, [(adds_to(method("add")), step, mask, priority)]
+            return num_steps, [(extend_for(length), part) for length, part in parts]
+        return num_steps, [(add, step, mask, priority)]
 
     def _parts_of(self, length: int, block: Any) -> list[tuple[int, Any]]:
         """Return a block, leaves [T, ...], in parts whose lengths have programs, each with its
         length. A block whose leaves differ in T is one part: the program names them."""
         lengths = self._lengths.parts_of(length)
-        if len(lengths) == 1 or {np.shape(leaf)[:1] for leaf in jax.tree.leaves(block)} != {
-            (length,)
-        }:
+        is_whole = all(np.shape(leaf)[:1] == (length,) for leaf in jax.tree.leaves(block))
+        if len(lengths) == 1 or not is_whole:
             return [(length, block)]
         block, ends = jax.tree.map(_on_host, block), np.cumsum(lengths).tolist()
         parts = [slice(end - size, end) for end, size in zip(ends, lengths, strict=True)]

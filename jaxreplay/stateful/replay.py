@@ -188,7 +188,7 @@ class Replay:
           mask: bool[E] or bool[T, E], False where an env took no step; needs `allow_mask=True`.
             Default: every env took every step.
           priority: float[E], float[T, E], or float[] for one env, at least 0, for samplers with
-            priorities. Default: the largest priority so far.
+            priorities. Default: as for `ReplayBuffer.add`.
           timeout: Seconds to wait while samples lag behind inserts. Default: the replay's.
           **fields: Fields of the step, in place of `step`: `obs=..., action=..., ...`.
 

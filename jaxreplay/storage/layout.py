@@ -14,7 +14,7 @@ from jaxreplay._util.struct import Static
 from jaxreplay.storage import ring, row_flags
 from jaxreplay.storage.platforms import Traits, traits_of
 
-NUM_BLOCKS = 16  # parts of a ring, for each of which writes to old rows are noted
+NUM_PARTS = 16  # of a ring: `buffer.write` changes the trace of the part that has the row
 
 
 class Window(Static):
@@ -88,7 +88,7 @@ class Layout(Static):
       length: Number of rows of each stream.
       autoreset: What the env does when an episode ends, or None if rows are items without an order.
       allow_mask: Some envs may take no step.
-      allow_write: Rows may be overwritten by `write`, which is counted.
+      allow_write: Rows may be overwritten by `write`, which leaves a trace.
       window: Rows that must be known around a row before it can be sampled.
       platform: "cpu", "gpu" or "tpu": the arrays are laid out for it.
       has_table: The state has an episode table.
@@ -143,7 +143,7 @@ class Layout(Static):
             "num_expired": bool(window.before),
             "ordinal": self.has_table,
             "is_open": self.has_table,
-            **{f"num_writes_{block}": self.allow_write for block in range(NUM_BLOCKS)},
+            **{f"write_trace_{part}": self.allow_write for part in range(NUM_PARTS)},
             "num_ignored_writes": self.allow_write,
         }
         return ("position", "filled", "lap", *(name for name, is_kept in others.items() if is_kept))
@@ -201,13 +201,13 @@ class Layout(Static):
         """
         return ring.wrap(position, self.length)
 
-    def block(self, position: jax.Array) -> jax.Array:
-        """Return the part of its ring that each position is in: int32[...], in [0, NUM_BLOCKS).
+    def part(self, position: jax.Array) -> jax.Array:
+        """Return the part of its ring that each position is in: int32[...], in [0, NUM_PARTS).
 
         Args:
           position: int32[...], in [0, length).
         """
-        return ring.split(position, -(-self.length // NUM_BLOCKS))[0]
+        return ring.split(position, -(-self.length // NUM_PARTS))[0]
 
     def number(self, lap: jax.Array, position: jax.Array) -> jax.Array:
         """Return the number of rows that were written before a row in its stream: uint32[...].

@@ -40,7 +40,7 @@ from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.names import has_shapes, short_bytes
 from jaxreplay._util.struct import Node, static_field
 from jaxreplay.storage import ring, row_flags, stored_arrays
-from jaxreplay.storage.layout import NUM_BLOCKS, Layout
+from jaxreplay.storage.layout import NUM_PARTS, Layout
 from jaxreplay.storage.search import split_by
 from jaxreplay.types import Index, Step
 
@@ -115,10 +115,9 @@ class Counters(Node):
     num_expired = _Counter()
     ordinal = _Counter()  # in [0, length): episode of the next row; None without an episode table
     is_open = _Counter(jnp.bool_)  # the newest row's episode has not ended; None likewise
-    # what changes with each write to a stored row of a part of the ring, `num_writes_0` and so on
-    # (`writes.trace_of`), and the number of those that were ignored; None without
-    # `layout.allow_write`
-    vars().update({f"num_writes_{block}": _Counter(jnp.uint32) for block in range(NUM_BLOCKS)})
+    # hash of all writes to stored rows of each part of the ring, 0 before the first, and the number
+    # of those that were ignored; None without `layout.allow_write`
+    vars().update({f"write_trace_{part}": _Counter(jnp.uint32) for part in range(NUM_PARTS)})
     num_ignored_writes = _Counter(jnp.uint32)
 
     @classmethod

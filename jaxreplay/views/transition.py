@@ -17,15 +17,13 @@ from jaxreplay.views.view import View
 class TransitionView(View[Transition]):
     """Make transitions over n steps from each sampled row, or fewer if the episode ends sooner.
 
-    If a termination is among the steps, the discount is 0. If a truncation ends them, the target
-    bootstraps from the final observation, with `gamma ** num_steps`.
+    The reward is the sum over k < m of gamma^k r_(t+k), and the discount gamma^m, where m <= n is
+    the number of steps. If a termination is among them, the discount is 0. If a truncation ends
+    them, the target bootstraps from the final observation.
 
     Args:
       n_step: Number of steps n of a transition, at least 1. Default: 1.
       gamma: Discount of one step, in [0, 1]. Default: 0.99.
-
-    The reward is the sum over k < m of gamma^k r_(t+k), and the discount gamma^m, or 0 after a
-    termination, where m <= n is the number of steps.
 
     Example:
       >>> def oracle(reward, terminated, truncated, t, n, gamma):  # of one env, without final rows

@@ -54,6 +54,8 @@ MAKING = {
         alpha must be a finite number of at least 0, got -1.0""",
     "jr.Prioritized(alpha=float('inf'))": "alpha must be a finite number of at least 0, got inf",
     "jr.Prioritized(alpha=float('nan'))": "alpha must be a finite number of at least 0, got nan",
+    "jr.Prioritized(new_priority=-1.0)": "new_priority must be a finite number of at least 0",
+    "jr.Newest(num_rows=0)": "Newest: num_rows must be an int of at least 1",
     "jr.prioritized(**SIZES, **NEXT, alpha=jnp.float32(0.6))": """
         alpha is an array float32[], but a configuration holds plain Python values
         write alpha=float(x) or int(x)""",
@@ -255,6 +257,18 @@ USING = {
         a mask was given, but this buffer was made without allow_mask=True""",
     "masked.add(masked_state, STEP, ZEROS)": "mask: got float32[2], expected bool[2]",
     "masked.add(masked_state, STEP, FLAGS[:1])": "mask: got bool[1], expected bool[2]",
+    # Steps of some envs.
+    "uniform.add(uniform_state, STEP, envs=np.int32([0, 1]))": """
+        add: envs= writes to some envs, but all envs of this buffer share one write position
+        make the buffer with allow_mask=True""",
+    "masked.add(masked_state, STEP, envs=np.int32([1, 1]))": """
+        add: envs has 1 twice
+        write one step of an env in a call, or a block of steps by extend""",
+    "masked.extend(masked_state, BLOCK, envs=np.array([0.0, 1.0]))": """
+        extend: envs must be int32[e], numbers of envs, got an array float64[2]""",
+    "masked.add(masked_state, STEP, envs=1)": "envs must be int32[e], numbers of envs, got an int",
+    "masked.add(masked_state, STEP, envs=np.int32([1]))": """
+        reward: got float32[2], expected float32[1]""",
     "uniform.add(uniform_state, STEP, priority=ZEROS)": """
         add: the sampler Uniform has no priorities; use jaxreplay.prioritized""",
     "buffer.add(state, STEP, priority=1.0)": "priority: got float32[], expected float32[2]",
@@ -316,6 +330,16 @@ USING = {
     "writable.write(writable_state, batch.index, {'terminated': np.ones(4, bool)})": """
         write: no leaf of a row is named terminated
         there are obs.a, obs.b, action, reward""",
+    "uniform.map_rows(uniform_state, lambda step, after: {'reward': step.reward})": """
+        map_rows: make the buffer with allow_write=True""",
+    "writable.map_rows(writable_state, lambda step, after: {'rewards': step.reward})": """
+        map_rows: no leaf of a row is named rewards""",
+    "writable.map_rows(writable_state, lambda step, after: {'reward': step.obs['a'][None]})": """
+        map_rows:
+        reward: got float32[8, 1], expected float32[8]
+        map_rows takes values [8, ...]""",
+    "writable.map_rows(writable_state, lambda step, after: {}, block=0)": """
+        map_rows: block must be an int of at least 1, got 0""",
     # Mixtures.
     "mixture.can_sample({'one': 0})": """
         states must be a dict with the members' names, one, two; got one""",
@@ -329,7 +353,7 @@ USING = {
         update_priorities: index must be the batch.index of a mixture's sample, of [5]
         got a Sample""",
     "mixture.update_priorities(states, batch.index, np.ones(5))": """
-        of a mixture's sample, of [5], got a Index of [4]""",
+        of a mixture's sample, of [5], got an Index of [4]""",
     # Rollouts.
     "rollout.minibatches(key, num_epochs=1, num_minibatches=5)": """
         length * num_envs = 12 does not divide into num_minibatches=5 equal ones

@@ -18,7 +18,7 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay import checkpoint
-from jaxreplay.checkpoint import Checkpointer, PathInUseError, groups, rows
+from jaxreplay.checkpoint import Checkpointer, PathInUseError, groups, planning, rows
 from jaxreplay.distributed.parts import Parts
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
 from tests.checkpoint.runs import SUPPORT, check_intact, groups_of
@@ -147,15 +147,17 @@ def masked(seed, times, num_envs, share=0.5):
         yield step(t, num_envs), r.random(num_envs) < share
 
 
-def test_groups_whose_rows_were_written_are_saved_again(tmp_path):
-    """Also where rows were added meanwhile, and a ring went round."""
+def test_groups_whose_rows_were_written_are_saved_again(tmp_path, monkeypatch):
+    """Also where rows were added meanwhile, a ring went round, and few rows are compared."""
+    monkeypatch.setattr(planning, "_COMPARED", 1)
     num_envs, length, r = 3, 4096, np.random.default_rng(0)
     buffer = jr.items(capacity=num_envs * length, num_envs=num_envs, batch_size=8, allow_write=True)
-    run, example = jr.jit(buffer), {"x": np.float32(0), "y": np.zeros(2, np.float32)}
-    block = lambda time: {
-        "x": r.random((time, num_envs), np.float32),
-        "y": np.ones((time, 3, 2), np.float32),
-    }
+    example = {"n": np.int32(0), "x": np.float32(0), "y": np.zeros(2, bool), "z": np.complex64(0)}
+    run, ones = jr.jit(buffer), lambda leaf, time: np.ones((time, num_envs, *leaf.shape))
+    block = lambda time: (
+        {name: ones(leaf, time).astype(leaf.dtype) for name, leaf in example.items()}
+        | {"x": r.random((time, num_envs), np.float32)}
+    )
     state, checkpointer = run.extend(run.init(example), block(3000)), Checkpointer(tmp_path, buffer)
     files = lambda: {path.name for path in (tmp_path / "rows").iterdir()}
     num_again = []
@@ -172,14 +174,35 @@ def test_groups_whose_rows_were_written_are_saved_again(tmp_path):
         if number % 6 == 4:  # nothing changed
             assert not num_again[-1]
     assert 0 < max(num_again[1:]) < num_again[0]
-    # A state that went on otherwise, by equally many writes.
+    # States that went on otherwise, by equally many writes: with other values, to swapped rows, to
+    # swapped elements, to another row, in another order, and in another order of one call.
+    one, two = np.float32([[3, 4, 5], [4, 3, 5]])
+    left, right = np.eye(2, dtype=bool).repeat(3, axis=0).reshape(2, 3, 2)
+    first, second, twice = ([0, 1, 2], [1, 0, 2], [0, 0, 2])
     branches = [
-        run.write(jax.tree.map(jnp.copy, state), batch.index, {"x": np.full(3, x, np.float32)})
-        for x in (3, 4)
+        [(first, {"x": one + 1})],
+        [(first, {"x": one})],
+        [(first, {"x": two})],
+        [(first, {"y": left})],
+        [(first, {"y": right})],
+        [(first, {"n": np.full(3, 2**24, np.int32)})],
+        [(first, {"n": np.full(3, 2**24 + 1, np.int32)})],
+        [(first, {"z": np.full(3, 1 + 1j, np.complex64)})],
+        [(first, {"z": np.full(3, 1 + 2j, np.complex64)})],
+        [(first[:1], {"x": one[:1]})],
+        [(second[:1], {"x": one[:1]})],
+        [(first, {"x": one}), (first, {"x": two})],
+        [(first, {"x": two}), (first, {"x": one})],
+        [(twice, {"x": one})],
+        [(twice, {"x": two})],
     ]
     for number, branch in enumerate(branches, 7):
-        checkpointer.save(branch, number)
-        assert bits(Checkpointer(tmp_path, buffer).restore(example)) == bits(branch)
+        other = jax.tree.map(jnp.copy, state)
+        for places, values in branch:
+            index = jax.tree.map(lambda leaf, places=places: leaf[np.array(places)], batch.index)
+            other = run.write(other, index, values)
+        checkpointer.save(other, number)
+        assert bits(Checkpointer(tmp_path, buffer).restore(example)) == bits(other), branch
     stale = batch.index.replace(lap=batch.index.lap + 9)
     state = run.write(state, stale, {"x": np.ones(3, np.float32)})
     assert int(run.metrics(state)["num_ignored_writes"]) == 3

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxreplay.buffers import step_checks
 from jaxreplay.storage import ring, row_flags, writes
+from jaxreplay.storage.layout import NUM_PARTS
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.views import RowReader
 
@@ -31,15 +32,16 @@ def mapped(buffer: Any, state: ReplayState, function: Callable[..., Any], size: 
         return function(reader.step(0), reader.next_obs(0))
 
     def of_block(number: jax.Array, carry: Any) -> Any:
-        state, count = carry
+        state, trace = carry
         row = number * size + ring.arange(size)
         inside = jnp.minimum(row, capacity - 1)
         is_step = (row == inside) & state.is_written(inside) & ~state.has(inside, row_flags.FINAL)
         values = jax.vmap(functools.partial(of_row, state))(inside)
         given = step_checks.as_values("map_rows", state, values, (size,))
         target = jnp.where(is_step, inside, capacity)
-        count += jnp.where(is_step, writes.trace_of(given), 0).sum(dtype=jnp.uint32)
-        return state.replace(rows=writes.put(state.rows, target, given, are_distinct=True)), count
+        trace += jnp.where(is_step, writes.trace_of(row, given), 0).sum(dtype=jnp.uint32)
+        return state.replace(rows=writes.put(state.rows, target, given, are_distinct=True)), trace
 
-    state, count = jax.lax.fori_loop(0, -(-capacity // size), of_block, (state, jnp.uint32(0)))
-    return state.replace(counters=writes.counted(state.counters, count | 1))
+    state, trace = jax.lax.fori_loop(0, -(-capacity // size), of_block, (state, jnp.uint32(0)))
+    counters = writes.traced(state.counters, [jnp.maximum(trace, 1)] * NUM_PARTS)
+    return state.replace(counters=counters)
