@@ -50,6 +50,7 @@ from jaxreplay.inspection import inspect
 from jaxreplay.inspection.plan import plan
 from jaxreplay.samplers import (
     Newest,
+    OnlineQueue,
     Prioritized,
     Queue,
     Recent,
@@ -57,6 +58,7 @@ from jaxreplay.samplers import (
     UniformEpisodes,
     WithoutReplacement,
 )
+from jaxreplay.samplers.blend import blend
 from jaxreplay.stateful.replay import Replay
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.targets import gae, masked_mean, sequence_priority, vtrace
@@ -66,6 +68,7 @@ __all__ = [
     "CopyWarning",
     "Mixture",
     "Newest",
+    "OnlineQueue",
     "Prioritized",
     "Queue",
     "Recent",
@@ -83,6 +86,7 @@ __all__ = [
     "WithoutReplacement",
     "__version__",
     "autoreset",
+    "blend",
     "defer_interrupts",
     "frame_stack",
     "future_pairs",

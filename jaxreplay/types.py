@@ -5,7 +5,7 @@ trailing axes.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar
 
 import jax
 
@@ -187,3 +187,25 @@ class Pair(Node):
     future_obs: PyTree
     num_steps: jax.Array
     extras: PyTree
+
+
+class SampleOptions(TypedDict, total=False):
+    """Parameters of one call of `sample`, in place of the buffer's. All may be traced, so that a
+    new value compiles nothing, and a population may give each member its own.
+
+    Args:
+      beta: float[], at least 0: how far `weight` corrects the bias of prioritized sampling, 0 not
+        at all, 1 fully. Samplers without priorities ignore it. Default: the sampler's.
+      n_step: int32[] or int32[B], at least 1: number of steps of transitions. The buffer's is the
+        largest. Default: the buffer's.
+      gamma: float[] or float[B], in [0, 1]: discount of one step of transitions. Default: the
+        buffer's.
+      fractions: Mapping of float[], at least 0, by name: what part of a batch each sampler of a
+        `jaxreplay.blend`, or each member of a `jaxreplay.mix`, gives. They are divided by their
+        sum. Default: those of the blend, or the numbers of the mixture.
+    """
+
+    beta: Any
+    n_step: Any
+    gamma: Any
+    fractions: Any

@@ -123,10 +123,13 @@ def parameters(value):
             if not field.name.startswith("_"):
                 yield field.name, field.type, field.default is not dataclasses.MISSING
         return
+    if typing.is_typeddict(value) and value is not BufferOptions:
+        yield from ((name, None, True) for name in value.__annotations__)
+        return
     if inspect.isclass(value) and "__init__" not in vars(value) and not issubclass(value, tuple):
         return
     for one in inspect.signature(value).parameters.values():
-        if one.kind is one.VAR_KEYWORD and typing.get_origin(one.annotation) is typing.Unpack:
+        if typing.get_args(one.annotation) == (BufferOptions,):
             yield from ((name, None, False) for name in BufferOptions.__annotations__)
         elif one.name not in ("self", "cls") and not one.name.startswith("_"):
             yield one.name, one.annotation, one.default is not one.empty

@@ -1,8 +1,10 @@
 """Base classes: `Static` for configurations and `Node` for nodes of pytrees."""
 
+import copy
 import dataclasses
 import inspect
-from typing import TYPE_CHECKING, Any, dataclass_transform
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self, dataclass_transform
 
 import jax
 
@@ -19,6 +21,30 @@ class Static:
 
     `jit` compiles once for equal configurations.
     """
+
+    # names of the parameters that one call may give, and what it gave, which may be traced
+    takes: ClassVar[tuple[str, ...]] = ()
+    given: ClassVar[Mapping[str, Any]] = {}
+
+    def all_takes(self) -> set[str]:
+        """Return the names of the parameters that one call may give, also to fields."""
+        return set(self.takes).union(*(part.all_takes() for part in self._static_fields().values()))
+
+    def with_given(self, values: Mapping[str, Any]) -> Self:
+        """Return a copy with parameters of one call, also for fields.
+
+        The copy is for use within that call. It equals the configuration.
+
+        Args:
+          values: Values by name.
+        """
+        other = copy.copy(self)
+        parts = self._static_fields().items()
+        vars(other).update({name: part.with_given(values) for name, part in parts}, given=values)
+        return other
+
+    def _static_fields(self) -> dict[str, "Static"]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, Static)}
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)

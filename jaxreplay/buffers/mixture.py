@@ -1,6 +1,6 @@
-"""Batches with fixed parts from several buffers: offline and online data, or one buffer a task."""
+"""Batches with parts from several buffers: offline and online data, or one buffer a task."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,8 @@ from jaxreplay._util.struct import Static
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.step_checks import as_priority
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
-from jaxreplay.types import Index, Sample
+from jaxreplay.samplers.blend import fractions_of, shares, taken
+from jaxreplay.types import Index, Sample, SampleOptions
 
 
 class Mixture(Static):
@@ -62,19 +63,18 @@ class Mixture(Static):
                     "mixture cannot; call buffer.pop(state, key) on that buffer itself"
                 )
 
-    def sample(
-        self, states: dict[str, Any], key: Key, *, beta: jax.Array | float | None = None
-    ) -> Sample:
+    def sample(self, states: dict[str, Any], key: Key, **options: Unpack[SampleOptions]) -> Sample:
         """Sample a batch: the first member's items, then the second's, and so on.
 
-        If a member cannot be sampled yet, its items have `is_valid=False` and weight 0.
+        If a member cannot be sampled yet, its items have `is_valid=False` and weight 0. Each member
+        normalizes the weights of its own items.
 
         Args:
           states: A dict of each member's state by name.
           key: Random key, consumed.
-          beta: float[], at least 0, the exponent of importance weights in every member: 0 corrects
-            nothing, 1 corrects the bias of prioritized sampling fully. May be traced. Each member
-            normalizes the weights of its own items. Default: each sampler's beta.
+          options: Parameters of this call, as `jaxreplay.types.SampleOptions` says. `fractions` are
+            those of the members, as of a `jaxreplay.blend`: B stays, and each member reads B items,
+            of which its part is taken. The others are for every member.
 
         Returns:
           A batch with leaves [B, ...]. Its `source` is the number of each item's member.
@@ -84,9 +84,10 @@ class Mixture(Static):
             other names.
         """
         self._check_names(states)
+        given = options.pop("fractions", None)
         keys = jax.random.split(key, len(self.members))
         batches = [
-            buffer.sample(states[name], key, size, beta=beta)
+            buffer.sample(states[name], key, size if given is None else self.batch_size, **options)
             for (name, buffer, size), key in zip(self.members, keys, strict=True)
         ]
         for (name, _, _), batch in zip(self.members, batches, strict=True):
@@ -99,11 +100,20 @@ class Mixture(Static):
                 first,
                 f"All members' items must have the shapes and dtypes of {self._names[0]}'s.",
             )
+        if given is not None:
+            fractions = fractions_of("sample", given, self._names)
+            sizes = [self.batch_size] * len(batches)
+            source, place = shares(fractions, sizes, self.batch_size, key)
+            return taken(batches, source, place).replace(source=source)
         joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *batches)
         return joined.replace(source=self._source())
 
     def update_priorities(
-        self, states: dict[str, Any], index: Index, priority: jax.Array
+        self,
+        states: dict[str, Any],
+        index: Index,
+        priority: jax.Array,
+        source: jax.Array | None = None,
     ) -> dict[str, Any]:
         """Set the priorities of a batch's rows, each in its own member.
 
@@ -116,6 +126,8 @@ class Mixture(Static):
           index: `batch.index` of the mixture's sample, leaves [B].
           priority: float[B], at least 0. A row with priority 0 is never sampled again; add a small
             constant to TD errors.
+          source: int32[B], `batch.source` of a sample with `fractions`. Each member then counts the
+            items of others as stale. Default: None, of a sample without `fractions`.
 
         Returns:
           The new states, a dict.
@@ -133,11 +145,14 @@ class Mixture(Static):
             )
         priority = as_priority("update_priorities", priority, (self.batch_size,))
         states, start = dict(states), 0
-        for name, buffer, size in self.members:
+        for number, (name, buffer, size) in enumerate(self.members):
             if isinstance(buffer.sampler, PrioritySampler):
-                part = slice(start, start + size)
-                own = jax.tree.map(lambda leaf, part=part: leaf[part], (index, priority))
-                states[name] = buffer.update_priorities(states[name], *own)
+                part, own = slice(start, start + size), index
+                if source is not None:
+                    part = slice(None)
+                    own = index.replace(row=jnp.where(source == number, index.row, -1))
+                own = jax.tree.map(lambda leaf, part=part: leaf[part], own)
+                states[name] = buffer.update_priorities(states[name], own, priority[part])
             start += size
         return states
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, Required, TypedDict
+from typing import Any, Generic, Required, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jaxreplay.storage.episodes import Episodes
 from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.state import ReplayState
-from jaxreplay.types import Index, Sample, T
+from jaxreplay.types import Index, Sample, SampleOptions, T
 from jaxreplay.views import RowReader, View, WrappedView
 from jaxreplay.views.view import Outline
 
@@ -100,6 +100,7 @@ class ReplayBuffer(Static, Generic[T]):
     min_size: int = 1
     track_episodes: bool = False
     platform: str | None = None
+    takes = ("beta",)
 
     def _check(self) -> None:
         if self.platform is not None:
@@ -316,8 +317,7 @@ class ReplayBuffer(Static, Generic[T]):
         state: ReplayState,
         key: Key | None = None,
         batch_size: int | None = None,
-        *,
-        beta: jax.Array | float | None = None,
+        **options: Unpack[SampleOptions],
     ) -> Sample[T]:
         """Sample a batch, with replacement.
 
@@ -327,26 +327,30 @@ class ReplayBuffer(Static, Generic[T]):
           state: The buffer's state.
           key: Random key, consumed. Default: an error that says how to make one.
           batch_size: Number of items B, static. Default: the buffer's.
-          beta: float[], at least 0: how far `weight` corrects the bias of prioritized sampling, 0
-            not at all, 1 fully. May be traced. Samplers without priorities ignore it. Default: the
-            sampler's.
+          options: Parameters of this call, as `jaxreplay.types.SampleOptions` says: beta, n_step,
+            gamma, fractions. May be traced.
 
         Returns:
           The items, their indices, probabilities and weights, leaves [B, ...].
 
         Raises:
           ValueError: The sampler consumes rows: use `pop`.
-          TypeError: There is no key.
+          TypeError: There is no key, or the buffer takes no such option.
         """
         if isinstance(self.sampler, ConsumingSampler):
             raise ValueError(
                 f"sample: {type(self.sampler).__name__} consumes rows: state, batch = "
                 "buffer.pop(state, key)"
             )
-        return self._draw("sample", state, key, batch_size, beta)[1]
+        buffer = step_checks.of_call("sample", self, options) if options else self
+        return buffer._draw("sample", state, key, batch_size)[1]
 
     def pop(
-        self, state: ReplayState, key: Key, batch_size: int | None = None
+        self,
+        state: ReplayState,
+        key: Key,
+        batch_size: int | None = None,
+        **options: Unpack[SampleOptions],
     ) -> tuple[ReplayState, Sample[T]]:
         """Sample a batch, and consume its rows; for `Queue` and `WithoutReplacement`.
 
@@ -356,12 +360,14 @@ class ReplayBuffer(Static, Generic[T]):
           state: Donated: jit with `donate_argnums=0`.
           key: Random key, consumed.
           batch_size: Number of items B, static. Default: the buffer's.
+          options: As for `sample`.
 
         Returns:
           The new state, and the batch, leaves [B, ...].
 
         Raises:
           ValueError: The sampler does not consume rows: use `sample`.
+          TypeError: The buffer takes no such option.
         """
         if not isinstance(self.sampler, ConsumingSampler):
             raise ValueError(
@@ -369,15 +375,11 @@ class ReplayBuffer(Static, Generic[T]):
                 "buffer.sample(state, key)"
             )
         state = check_donated("pop", self, state)
-        return self._draw("pop", state, key, batch_size, None)
+        buffer = step_checks.of_call("pop", self, options) if options else self
+        return buffer._draw("pop", state, key, batch_size)
 
     def _draw(
-        self,
-        where: str,
-        state: ReplayState,
-        key: Key | None,
-        batch_size: int | None,
-        beta: jax.Array | float | None,
+        self, where: str, state: ReplayState, key: Key | None, batch_size: int | None
     ) -> tuple[ReplayState, Sample[T]]:
         if key is None:
             raise TypeError(
@@ -396,7 +398,7 @@ class ReplayBuffer(Static, Generic[T]):
                 lambda new, old: jnp.where(can_sample, new, old), sampler, state.sampler
             )
         is_valid = can_sample & (probability > 0)
-        batch = self._read(state, rows, row, probability, is_valid, key, beta)
+        batch = self._read(state, rows, row, probability, is_valid, key)
         return state.replace(sampler=sampler), batch
 
     def _read(
@@ -407,14 +409,15 @@ class ReplayBuffer(Static, Generic[T]):
         probability: jax.Array,
         is_valid: jax.Array,
         key: Key | None,
-        beta: jax.Array | float | None,
     ) -> Sample[T]:
         """Read the items of rows, int32[...]."""
 
-        def item(row: jax.Array, is_valid: jax.Array, words: Any) -> Any:
+        def item(row: jax.Array, is_valid: jax.Array, words: Any, given: Any) -> Any:
             own = None if words is None else jnp.stack(words)
-            return self.view.read(RowReader(state, row, own, is_valid))
+            view = self.view.with_given(given) if given else self.view
+            return view.read(RowReader(state, row, own, is_valid))
 
+        given = self.given and step_checks.of_items(self.given, self.view.all_takes(), row.shape)
         words = None
         if self.view.is_random:
             assert key is not None
@@ -425,10 +428,10 @@ class ReplayBuffer(Static, Generic[T]):
         for _ in row.shape:
             item = jax.vmap(item)
         return Sample(
-            item(row, is_valid, words),
+            item(row, is_valid, words, given),
             state.index(row, is_valid),
             jnp.where(is_valid, probability, 0),
-            self.sampler.weight(state.sampler, rows, probability, is_valid, beta),
+            self.sampler.weight(state.sampler, rows, probability, is_valid, self.given.get("beta")),
             is_valid,
         )
 
@@ -437,8 +440,7 @@ class ReplayBuffer(Static, Generic[T]):
         state: ReplayState,
         index: Index | jax.Array,
         key: Key | None = None,
-        *,
-        beta: jax.Array | float | None = None,
+        **options: Unpack[SampleOptions],
     ) -> Sample[T]:
         """Read rows that were sampled before, or rows by number.
 
@@ -450,14 +452,16 @@ class ReplayBuffer(Static, Generic[T]):
           index: `batch.index` of a sample, leaves [B], or row numbers, int32[B].
           key: Random key, consumed. Required for a view that is random (goals, horizons,
             augmentations): these are sampled anew. Default: None.
-          beta: float[], as for `sample`. Default: the sampler's.
+          options: As for `sample`.
 
         Returns:
           The items, their indices, probabilities and weights, leaves [B, ...].
 
         Raises:
           ValueError: The view is random and there is no key, or `index` is not of integers.
+          TypeError: The buffer takes no such option.
         """
+        self = step_checks.of_call("get", self, options) if options else self
         if self.view.is_random and key is None:
             raise ValueError(
                 f"get: {type(self.view).__name__} is random: buffer.get(state, index, key)"
@@ -468,7 +472,7 @@ class ReplayBuffer(Static, Generic[T]):
         members = Sampleable.of(state)
         is_valid &= members.contains(row) & (lap is None or state.index(row).lap == lap)
         probability = self.sampler.probability(state.sampler, members, row)
-        return self._read(state, members, row, probability, is_valid, key, beta)
+        return self._read(state, members, row, probability, is_valid, key)
 
     def update_priorities(self, state: ReplayState, index: Index, priority: Any) -> ReplayState:
         """Set the priorities of sampled rows, such as absolute TD errors.

@@ -1,6 +1,7 @@
 """Checks of the arguments of `add` and `extend` against the rows that the buffer stores."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -256,3 +257,42 @@ def as_rows(where: str, index: Any, capacity: int) -> tuple[jax.Array, jax.Array
     row = row if row.dtype.itemsize >= 4 else row.astype(jnp.int32)
     is_valid = (row >= 0) & (row < capacity)
     return jnp.where(is_valid, row, 0).astype(jnp.int32), is_valid
+
+
+def of_call(where: str, buffer: Any, options: Mapping[str, Any]) -> Any:
+    """Return a buffer with parameters of one call, or raise a TypeError.
+
+    Args:
+      where: Name of the called method, for the error.
+      buffer: The buffer.
+      options: Values by name; None for the buffer's own.
+    """
+    known = buffer.all_takes()
+    if unknown := [name for name in options if name not in known]:
+        kinds = " and ".join(type(part).__name__ for part in (buffer.sampler, buffer.view))
+        raise TypeError(
+            f"{where}: {unknown[0]} is for another buffer: with {kinds} a call may give "
+            f"{', '.join(sorted(known))}"
+        )
+    return buffer.with_given({name: one for name, one in options.items() if one is not None})
+
+
+def of_items(given: Any, names: set[str], shape: tuple[int, ...]) -> dict[str, jax.Array]:
+    """Return parameters of a call, one for each item.
+
+    Args:
+      given: Values by name.
+      names: The names that are wanted.
+      shape: Shape of the items.
+
+    Raises:
+      ValueError: A value has another shape.
+    """
+    found = {name: value for name, value in given.items() if name in names}
+    for name, value in found.items():
+        if jnp.shape(value) not in ((), shape):
+            raise ValueError(
+                f"{name} must be one number, or one for each of {math.prod(shape)} items, got an "
+                f"array of shape {list(jnp.shape(value))}"
+            )
+    return {name: jnp.broadcast_to(value, shape) for name, value in found.items()}

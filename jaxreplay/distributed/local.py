@@ -6,7 +6,7 @@ what all shards must agree on goes through collectives: a few numbers for a batc
 
 import dataclasses
 import functools
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxreplay._util import checks, xla
 from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.struct import Static
+from jaxreplay.buffers import step_checks
 from jaxreplay.buffers.replay_buffer import METRIC_DRAWS, ReplayBuffer
 from jaxreplay.buffers.state_checks import check_state, example_of
 from jaxreplay.samplers import PrioritySampler
@@ -22,7 +23,7 @@ from jaxreplay.samplers.sampler import effective_sample_size, uniform_probabilit
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.targets import weights_of
-from jaxreplay.types import Index, Sample, T
+from jaxreplay.types import Index, Sample, SampleOptions, T
 
 # metrics that add up
 SUMS = ("size", "num_bad_priorities", "num_stale_updates", "num_ignored_writes")
@@ -196,8 +197,7 @@ class Local(Static, Generic[T]):
         state: ReplayState,
         key: Key,
         batch_size: int | None = None,
-        *,
-        beta: jax.Array | float | None = None,
+        **options: Unpack[SampleOptions],
     ) -> Sample[T]:
         """Sample this shard's part of a batch.
 
@@ -205,7 +205,7 @@ class Local(Static, Generic[T]):
           state: This shard's state.
           key: Random key, the same on all shards; consumed.
           batch_size: Number of items of all shards B, static. Default: the buffer's.
-          beta: float[], as for `ReplayBuffer.sample`. Default: the sampler's.
+          options: As for `ReplayBuffer.sample`.
 
         Returns:
           The items, leaves [B / D, ...]. Rows of `index` count through all shards.
@@ -214,7 +214,7 @@ class Local(Static, Generic[T]):
         if batch_size is not None:
             size = part_of("sample", "batch_size", batch_size, self.num_shards)
         state = check_state("sample", self.buffer, state)
-        return self._sampled(state, key, size, beta)
+        return self._sampled(state, key, size, step_checks.of_call("sample", self.buffer, options))
 
     def write(self, state: ReplayState, index: Index, values: Any) -> ReplayState:
         """Overwrite leaves of sampled rows, as `ReplayBuffer.write` does.
@@ -272,7 +272,8 @@ class Local(Static, Generic[T]):
         own = self.buffer.metrics(state)
         num_draws = -(-METRIC_DRAWS // self.num_shards)
         # With beta 0, weights only correct for the shards' unequal shares.
-        batch = self._sampled(state, jax.random.key(0), num_draws, 0.0)
+        buffer = self.buffer.with_given({"beta": 0.0})
+        batch = self._sampled(state, jax.random.key(0), num_draws, buffer)
         sums = {name: own[name] for name in SUMS if name in own}
         sums["fill"] = own["fill"] / self.num_shards
         alpha = getattr(self.buffer.sampler, "alpha", 1.0)
@@ -297,14 +298,14 @@ class Local(Static, Generic[T]):
         return jax.tree.map(lambda numbers: numbers.sum(dtype=numbers.dtype), each)
 
     def _sampled(
-        self, state: ReplayState, key: Key, size: int, beta: jax.Array | float | None
+        self, state: ReplayState, key: Key, size: int, buffer: ReplayBuffer[T]
     ) -> Sample[T]:
-        """Sample `size` items from this shard's rows.
+        """Sample `size` items from this shard's rows, by its buffer with parameters of this call.
 
         All shards sample equally many, though their shares of the distribution differ. So an item's
         weight has the factor D * share.
         """
-        sampler, place = self.buffer.sampler, jax.lax.axis_index(self.axis)
+        sampler, place = buffer.sampler, jax.lax.axis_index(self.axis)
         key = jax.random.fold_in(key, place)
         rows = Sampleable.of(state)
         _, row, probability = sampler.sample(state.sampler, rows, key, size)
@@ -316,12 +317,12 @@ class Local(Static, Generic[T]):
         probability = jnp.where(is_sampled, jnp.maximum(probability * share, SMALLEST), 0)
         is_valid = whole.can_sample & is_sampled
         if isinstance(sampler, PrioritySampler):
-            beta = sampler.beta if beta is None else beta
+            beta = buffer.given.get("beta", sampler.beta)
             weight = weights_of(probability, is_valid, beta, whole.reference)
         else:
-            weight = sampler.weight(state.sampler, rows, probability, is_valid, beta)
+            weight = sampler.weight(state.sampler, rows, probability, is_valid, None)
 
-        batch = self.buffer._read(state, rows, row, probability, is_valid, key, None)
+        batch = buffer._read(state, rows, row, probability, is_valid, key)
         is_index = lambda node: isinstance(node, Index)
         among_all = lambda node: (
             node.replace(row=node.row + self._first_row()) if is_index(node) else node

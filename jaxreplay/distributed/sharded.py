@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Generic
+from typing import Any, Generic, Unpack
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ from jaxreplay.distributed.local import Local, part_of, shard_of
 from jaxreplay.samplers import ConsumingSampler, Prioritized, PrioritySampler, Sampler
 from jaxreplay.storage import platforms, stored_arrays
 from jaxreplay.storage.state import ReplayState
-from jaxreplay.types import Index, Sample, T
+from jaxreplay.types import Index, Sample, SampleOptions, T
 
 # In older versions, JAX's own `searchsorted` fails the check of types inside of a `shard_map`.
 _HAS_TYPES = jax.__version_info__ >= (0, 10)
@@ -261,8 +261,7 @@ class Sharded(Static, Generic[T]):
         state: ReplayState,
         key: Key,
         batch_size: int | None = None,
-        *,
-        beta: jax.Array | float | None = None,
+        **options: Unpack[SampleOptions],
     ) -> Sample[T]:
         """Sample a batch, with replacement, divided among the devices.
 
@@ -270,7 +269,7 @@ class Sharded(Static, Generic[T]):
           state: The buffer's state.
           key: Random key, consumed.
           batch_size: Number of items B, static, a multiple of D. Default: the buffer's.
-          beta: float[], as for `ReplayBuffer.sample`. Default: the sampler's.
+          options: As for `ReplayBuffer.sample`.
 
         Returns:
           The items, their indices, probabilities and weights, leaves [B, ...].
@@ -283,11 +282,12 @@ class Sharded(Static, Generic[T]):
         if batch_size is not None:
             part_of("sample", "batch_size", batch_size, self.num_shards)
 
-        def sample(state: ReplayState, key: Key, beta: Any) -> Sample[T]:
-            return local.sample(local.own(state), key, batch_size, beta=beta)
+        def sample(state: ReplayState, key: Key, options: Any) -> Sample[T]:
+            return local.sample(local.own(state), key, batch_size, **options)
 
-        specs = (P(self.axis), P(), P())
-        return self._mapped(sample, specs, P(self.axis))(state, key, beta)
+        of_items = jax.tree.map(lambda x: P(self.axis) if np.ndim(x) else P(), dict(options))
+        specs = (P(self.axis), P(), of_items)
+        return self._mapped(sample, specs, P(self.axis))(state, key, dict(options))
 
     def update_priorities(self, state: ReplayState, index: Index, priority: Any) -> ReplayState:
         """Set the priorities of sampled rows, such as absolute TD errors.

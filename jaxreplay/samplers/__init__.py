@@ -1,7 +1,9 @@
 """Samplers choose which of the sampleable rows form a batch."""
 
+from jaxreplay.samplers.blend import Blend as Blend
 from jaxreplay.samplers.episodes import UniformEpisodes as UniformEpisodes
 from jaxreplay.samplers.newest import Newest as Newest
+from jaxreplay.samplers.online_queue import OnlineQueue as OnlineQueue
 from jaxreplay.samplers.prioritized import Prioritized as Prioritized
 from jaxreplay.samplers.queue import Queue as Queue
 from jaxreplay.samplers.recent import Recent as Recent

@@ -232,7 +232,7 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
         """Sample transitions in proportion to priority ** alpha, with their weights."""
         with self._monitor:
             self._check_not_empty()
-            batch = self._owner.draw(operator.index(batch_size), self.beta)
+            batch = self._owner.draw(operator.index(batch_size), {"beta": self.beta})
         if batch is None:
             raise ValueError(
                 "PrioritizedReplayBuffer: every priority is 0, so nothing can be sampled; use a "

@@ -5,6 +5,7 @@ import functools
 import operator
 import os
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -476,7 +477,7 @@ class StateOwner(Owner):
             self.draws.count()
         return batch
 
-    def draw(self, batch_size: int, beta: float | None) -> Sample | None:
+    def draw(self, batch_size: int, options: Mapping[str, Any]) -> Sample | None:
         """Sample a batch, or return None if the buffer cannot sample.
 
         A `ConsumingSampler` removes the batch's rows from the state. The steps that wait are added
@@ -489,7 +490,7 @@ class StateOwner(Owner):
         consumes = isinstance(self.buffer.sampler, ConsumingSampler)
         reads = None if consumes else _sample
         batch, can_sample = self.read(
-            reads, _add_and_sample, batch_size, self.draws.next, beta, batch_size=batch_size
+            reads, _add_and_sample, batch_size, self.draws.next, options, batch_size=batch_size
         )
         if self._can_sample is None:  # the device is waited for once after each change
             self._can_sample = bool(can_sample)
@@ -573,7 +574,7 @@ class MixtureOwner(Owner):
                 owner.look_whether_lost(error)
             raise
 
-    def draw(self, batch_size: int, beta: float | None) -> Sample | None:
+    def draw(self, batch_size: int, options: Mapping[str, Any]) -> Sample | None:
         if batch_size != self.buffer.batch_size:
             raise ValueError(
                 f"sample: a batch of this mixture has {self.buffer.batch_size} items, not "
@@ -582,7 +583,7 @@ class MixtureOwner(Owner):
         self.check_not_lost()
         if not self.has_batch():
             return None
-        batch = _sample_members(self.buffer, self.state, self.draws.next, beta)
+        batch = _sample_members(self.buffer, self.state, self.draws.next, options)
         self.draws.count()
         _check_not_traced(batch)
         return batch
@@ -630,16 +631,16 @@ def _extend(buffer: ReplayBuffer, state: Any, block: Any, **envs: Any) -> Any:
 
 @functools.partial(programs, static=("batch_size",))
 def _sample(
-    buffer: ReplayBuffer, state: Any, draw: Any, beta: Any, batch_size: int
+    buffer: ReplayBuffer, state: Any, draw: Any, options: Any, batch_size: int
 ) -> tuple[Sample, jax.Array]:
     """Return a batch, and whether the buffer can sample."""
-    batch = buffer.sample(state, key_of(draw), batch_size, beta=beta)
+    batch = buffer.sample(state, key_of(draw), batch_size, **options)
     return batch, buffer.can_sample(state)
 
 
 @program
-def _sample_members(buffer: Mixture, states: Any, draw: Any, beta: Any) -> Sample:
-    return buffer.sample(states, key_of(draw), beta=beta)
+def _sample_members(buffer: Mixture, states: Any, draw: Any, options: Any) -> Sample:
+    return buffer.sample(states, key_of(draw), **options)
 
 
 @program
@@ -649,7 +650,7 @@ def _get(buffer: ReplayBuffer, state: Any, index: Any, draw: Any) -> Sample:
 
 @functools.partial(programs, changes=True, static=("batch_size",))
 def _add_and_sample(
-    buffer: ReplayBuffer, state: Any, block: Any, draw: Any, beta: Any, batch_size: int
+    buffer: ReplayBuffer, state: Any, block: Any, draw: Any, options: Any, batch_size: int
 ) -> tuple[Any, tuple[Sample, jax.Array]]:
     """Add a block of steps, or None, then sample, or `pop` if the sampler consumes rows.
 
@@ -660,9 +661,9 @@ def _add_and_sample(
         state = buffer.extend(state, *block)
     can_sample, key = buffer.can_sample(state), key_of(draw)
     if isinstance(buffer.sampler, ConsumingSampler):
-        state, batch = buffer.pop(state, key, batch_size)
+        state, batch = buffer.pop(state, key, batch_size, **options)
     else:
-        batch = buffer.sample(state, key, batch_size, beta=beta)
+        batch = buffer.sample(state, key, batch_size, **options)
     return state, (batch, can_sample)
 
 

@@ -6,7 +6,8 @@ import dataclasses
 import operator
 import time
 import warnings
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -27,7 +28,7 @@ from jaxreplay.stateful.owner import Draws, MixtureOwner, StateOwner
 from jaxreplay.stateful.rate_limiter import RatioLimiter
 from jaxreplay.storage.episodes import Episodes
 from jaxreplay.storage.state import ReplayState
-from jaxreplay.types import Index, Sample
+from jaxreplay.types import Index, Sample, SampleOptions
 
 _WAIT = 60.0  # seconds, if samples_per_insert is given
 
@@ -257,8 +258,7 @@ class Replay:
         self,
         batch_size: int | None = None,
         timeout: float | None = None,
-        *,
-        beta: float | None = None,
+        **options: Unpack[SampleOptions],
     ) -> Sample:
         """Sample a batch. If the sampler consumes rows, the batch's rows are consumed.
 
@@ -266,9 +266,8 @@ class Replay:
           batch_size: Number of items B. With `prefetch`, and of a mixture, only the buffer's is
             allowed. Default: the buffer's.
           timeout: Seconds to wait while no batch can be sampled. Default: the replay's.
-          beta: At least 0: how far `weight` corrects the bias of prioritized sampling, 0 not at
-            all, 1 fully. A prefetched batch has the `beta` of the call that requested it. Default:
-            the sampler's.
+          options: As for `ReplayBuffer.sample`: beta, n_step, gamma, fractions. A prefetched batch
+            has those of the call that requested it.
 
         Returns:
           The items, their indices, probabilities and weights, leaves [B, ...], in arrays of the
@@ -290,12 +289,12 @@ class Replay:
 
                 def has_batch() -> bool:
                     nonlocal batch
-                    batch = self._next(batch_size, beta)
+                    batch = self._next(batch_size, options)
                     return batch is not None
 
                 self._wait("sample", has_batch, timeout, self._why_no_sample)
                 while len(self._drawn) < self._prefetch:
-                    if (ahead := self._draw(None, beta)) is None:
+                    if (ahead := self._draw(None, options)) is None:
                         break
                     self._drawn.append(ahead)
                 self._monitor.notify_all()
@@ -632,18 +631,18 @@ class Replay:
     def _has_sample(self) -> bool:
         return bool(self._drawn) or self._may_sample()
 
-    def _next(self, batch_size: int | None, beta: float | None) -> Sample | None:
+    def _next(self, batch_size: int | None, options: Mapping[str, Any]) -> Sample | None:
         """Return a prefetched batch, or sample a new one; None if none can be sampled now."""
         if self._drawn and len(self._drawn[0].is_valid) == (batch_size or self.buffer.batch_size):
             return self._drawn.popleft()
-        return self._draw(batch_size, beta)
+        return self._draw(batch_size, options)
 
-    def _draw(self, batch_size: int | None, beta: float | None) -> Sample | None:
+    def _draw(self, batch_size: int | None, options: Mapping[str, Any]) -> Sample | None:
         """Sample a batch, or return None if none can be sampled now."""
         if self._limiter is not None and not self._limiter.may_sample():
             return None
         size = self.buffer.batch_size if batch_size is None else operator.index(batch_size)
-        batch = self._owner.draw(size, beta)
+        batch = self._owner.draw(size, options)
         if batch is None:
             return None
         if self._limiter is not None:

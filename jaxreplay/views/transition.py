@@ -1,6 +1,7 @@
 """n-step transitions. They never cross the end of an episode or the write position of the ring."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,7 @@ class TransitionView(View[Transition]):
 
     n_step: int = 1
     gamma: float = 0.99
+    takes = ("n_step", "gamma")
 
     def _check(self) -> None:
         check_size("TransitionView", "n_step", self.n_step)
@@ -63,6 +65,8 @@ class TransitionView(View[Transition]):
         # bool[n - 1]: the window continues past a step unless that terminated, or a final row
         # follows it.
         goes_on = ~is_terminated[:-1] & ~reader.is_final(steps[1:])
+        if "n_step" in self.given:
+            goes_on &= steps[1:] < self.given["n_step"]
         is_inside = jnp.concatenate([jnp.ones(1, bool), jnp.cumsum(~goes_on) == 0])
         num_steps = is_inside.sum(dtype=jnp.int32)
         has_termination = jnp.any(is_inside & is_terminated)
@@ -71,7 +75,7 @@ class TransitionView(View[Transition]):
         has_next = ~has_termination | (
             (reader.rows_after() >= num_steps) & reader.termination_has_final_row
         )
-        powers = self.gamma ** np.arange(self.n_step + 1)
+        powers = self.given.get("gamma", self.gamma) ** np.arange(self.n_step + 1)
         total = functools.partial(_weighted_sum, weights=powers[:-1], is_inside=is_inside)
         return Transition(
             obs=reader.obs(0),
@@ -84,7 +88,7 @@ class TransitionView(View[Transition]):
         )
 
 
-def _weighted_sum(reward: jax.Array, weights: np.ndarray, is_inside: jax.Array) -> jax.Array:
+def _weighted_sum(reward: jax.Array, weights: Any, is_inside: jax.Array) -> jax.Array:
     """Sum over the first axis in float32 or wider. The result has the reward's dtype, if floating.
 
     A select leaves out steps outside of the window, so that a NaN there does not reach the sum.

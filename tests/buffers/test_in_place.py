@@ -19,8 +19,9 @@ CAPACITY = 1 << 17
 STEPS = 5
 POPULATION = 16
 
-RECENT = [case for case in CATALOG if case.name == "transitions recent" and ALL]
-kinds = each([*FEW, *RECENT])
+_OTHERS = ("transitions recent", "transitions blend", "transitions online queue")
+OTHERS = [case for case in CATALOG if case.name in _OTHERS and ALL]
+kinds = each([*FEW, *OTHERS])
 
 
 def operations(case, buffer, state):

@@ -6,13 +6,14 @@ import pytest
 from jax.sharding import AxisType
 
 import jaxreplay as jr
-from jaxreplay.samplers import ConsumingSampler
+from jaxreplay.samplers import Sampler
 from tests.conftest import ALL
 from tests.support.buffers import CATALOG, jitted
 
 NUM_ENVS = 8
 AXES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-CASES = [case for case in CATALOG if not isinstance(case.replay().sampler, ConsumingSampler)]
+# a shard knows neither the order of all rows, nor what a part of a blend weighs elsewhere
+CASES = [case for case in CATALOG if type(case.replay().sampler).mass is not Sampler.mass]
 REFUSED = [case for case in CATALOG if case not in CASES]
 PRIORITIZED, MASKED, PAIRS = (
     next(case for case in CASES if case.name == name)

@@ -225,7 +225,9 @@ def test_what_cannot_be_sharded_is_refused():
     refused("has weights of its own", sampler=Heavy())
     refused("lacks mass", sampler=Latest())
     for case in common.REFUSED:
-        with pytest.raises(ValueError, match=r"sharded: (Queue|WithoutReplacement)"):
+        with pytest.raises(
+            ValueError, match=r"sharded: (Queue|WithoutReplacement|Blend|OnlineQueue)"
+        ):
             jr.sharded(whole(case), mesh)
 
 

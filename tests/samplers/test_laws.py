@@ -56,7 +56,7 @@ def test_draws_are_as_probable_as_they_say(case, platform):
     state = case.filled(buffer)
     if isinstance(buffer.sampler, ConsumingSampler):
         size = int(buffer.size(state))
-        rows = taken_of(buffer, state, size)
+        rows = taken_of(buffer, state, size)[:size]  # an online queue goes on by its sampler
         assert sorted(rows) == sorted(set(rows))
         assert len(rows) == size
         return

@@ -94,12 +94,12 @@ def _filled(case, buffer, steps):
     )
 
 
-def draw(buffer, state, key):
+def draw(buffer, state, key, **options):
     """Return a batch, by `pop` or `sample`."""
     return (
-        buffer.pop(state, key)[1]
+        buffer.pop(state, key, **options)[1]
         if isinstance(buffer.sampler, ConsumingSampler)
-        else buffer.sample(state, key)
+        else buffer.sample(state, key, **options)
     )
 
 
@@ -187,6 +187,21 @@ def _views():
         "transitions recent",
         lambda shared: jr.transitions(
             **shared, autoreset="next_step", sampler=jr.Recent(decay=0.9)
+        ),
+    )
+    sampler = jr.blend(
+        uniform=(jr.Uniform(), 0.5),
+        priority=(jr.Prioritized(), 0.3),
+        recent=(jr.Recent(decay=0.9), 0.2),
+    )
+    yield Case(
+        "transitions blend",
+        lambda shared: jr.transitions(**shared, autoreset="next_step", n_step=2, sampler=sampler),
+    )
+    yield Case(
+        "transitions online queue",
+        lambda shared: jr.transitions(
+            **shared, **one, allow_mask=True, sampler=jr.OnlineQueue(sampler=sampler)
         ),
     )
     yield Case(

@@ -45,7 +45,7 @@ def operations(buffer, state, block, seed):
     if isinstance(buffer.sampler, PrioritySampler):
         priority = jnp.linspace(0.0, seed + 1.0, len(batch.probability))
         found["update"] = buffer.update_priorities(state, batch.index, priority)
-        found["by beta"] = jax.vmap(lambda beta: buffer.sample(state, key, beta=beta))(
+        found["by beta"] = jax.vmap(lambda beta: draw(buffer, state, key, beta=beta))(
             jnp.asarray(BETAS)
         )
     return found

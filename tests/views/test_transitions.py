@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxreplay as jr
 from tests.support.steps import begun, nth, plain_step
@@ -184,3 +185,70 @@ def test_clear_between_a_done_and_its_tail_makes_no_pair_across_episodes():
     after = [(99, 1, ""), (200, 1, ""), (201, 1, "")]
     read = run("next_step", [(1, 1, "truncated")], after)
     assert [read(row) for row in range(16)] == [None, (200, 1, 0.5, 201, 1)] + [None] * 14
+
+
+HORIZONS = np.int32([1, 2, 3, 4, 9])
+GAMMAS = np.float32([0.0, 0.5, 0.9, 1.0, 0.3])
+
+
+@functools.cache
+def of_horizon(n_step, gamma):
+    """Return a buffer, and its state after random steps of two envs. A wrapper reads through."""
+    buffer = jr.frame_stack(
+        jr.uniform(
+            capacity=64, num_envs=2, batch_size=5, autoreset="next_step", n_step=n_step, gamma=gamma
+        ),
+        2,
+    )
+    r, shape = np.random.default_rng(0), (40, 2)
+    steps = plain_step(
+        r.random((*shape, 1), np.float32),
+        reward=r.random(shape, np.float32),
+        action=r.random(shape),
+    ).replace(terminated=r.random(shape) < 0.1, truncated=r.random(shape) < 0.1)
+    return buffer, jax.jit(begun)(buffer, jax.tree.map(np.asarray, steps))
+
+
+def test_a_call_may_shorten_the_horizon_and_change_the_discount():
+    """Traced values of a population, and of each item, give what a buffer made with them gives."""
+    buffer, state = of_horizon(4, 0.7)
+    rows = jnp.arange(64)
+    given = lambda n_step, gamma: buffer.get(state, rows, n_step=n_step, gamma=gamma)
+    found = jax.device_get(jax.jit(jax.vmap(given))(HORIZONS, GAMMAS))
+    for which, (n_step, gamma) in enumerate(zip(HORIZONS, GAMMAS, strict=True)):
+        other, its = of_horizon(min(int(n_step), 4), float(gamma))
+        expected = jax.device_get(jax.jit(other.get)(its, rows))
+        got = nth(found, which)
+        both = got.is_valid & expected.is_valid  # a longer window leaves out the newest rows
+        assert both.sum() > 40
+        jax.tree.map(
+            lambda a, b, both=both: np.testing.assert_allclose(a[both], b[both], rtol=1e-6),
+            got.experience,
+            expected.experience,
+        )
+    chosen = np.int32([3, 40, 7, 9, 20])
+    item = jax.jit(buffer.get)(state, chosen, n_step=HORIZONS, gamma=GAMMAS)
+    for which, row in enumerate(chosen):
+        jax.tree.map(
+            lambda a, b, at=(which, row): np.testing.assert_array_equal(a[at[0]], b[at]),
+            jax.device_get(item.experience),
+            found.experience,
+        )
+
+
+def test_a_call_without_horizons_refuses_them():
+    buffer, state = of_horizon(4, 0.7)
+    for options, text in (
+        (
+            {"n_step": np.ones(3, np.int32)},
+            r"n_step must be one number, or one for each of 2 items",
+        ),
+        (
+            {"fractions": {"a": 1}},
+            "fractions is for another buffer: with Uniform and FrameStack a call may give beta, "
+            "gamma, n_step",
+        ),
+    ):
+        error = TypeError if "fractions" in options else ValueError
+        with pytest.raises(error, match=text):
+            buffer.get(state, np.arange(2), **options)

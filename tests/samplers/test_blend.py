@@ -1,0 +1,281 @@
+"""Samplers of samplers: exact parts of a batch, the law of the blend, weights that correct it, and
+each new row once."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxreplay as jr
+from jaxreplay.buffers.replay_buffer import ReplayBuffer
+from jaxreplay.samplers import blend
+from tests.conftest import SOAK
+from tests.samplers.test_laws import check
+
+BATCH, ROWS = 10, 17  # of each of two envs
+KEYS = 40_000 if SOAK else 4_000
+PRIORITY = np.arange(2 * ROWS, dtype=np.float32).reshape(ROWS, 2)
+
+
+def by_priority(alpha):
+    return PRIORITY**alpha / (PRIORITY**alpha).sum()
+
+
+# Each sampler with the probability of each row, [time, env].
+_AGE = np.arange(ROWS)[::-1, None] + np.zeros(2)
+UNIFORM = jr.Uniform(), np.full((ROWS, 2), 1 / (2 * ROWS))
+PRIORITIZED = jr.Prioritized(alpha=1.0), by_priority(1.0)
+SQUARE_ROOT = jr.Prioritized(alpha=0.5, stratified=False), by_priority(0.5)
+RECENT = jr.Recent(decay=0.8), 0.8**_AGE / (0.8**_AGE).sum()
+NEWEST = jr.Newest(num_rows=3), (_AGE < 3) / 6
+BLENDS = {
+    "three": {"uniform": (UNIFORM, 0.5), "priority": (PRIORITIZED, 0.4), "recent": (RECENT, 0.1)},
+    "no whole numbers": {"uniform": (UNIFORM, 1 / 3), "priority": (PRIORITIZED, 2 / 3)},
+    "two trees": {"one": (PRIORITIZED, 0.25), "two": (SQUARE_ROOT, 0.75)},
+    "without priorities": {"uniform": (UNIFORM, 0.85), "newest": (NEWEST, 0.15)},
+    "one": {"only": (PRIORITIZED, 3.0)},
+}
+blends = pytest.mark.parametrize("name", BLENDS)
+# A buffer is a pytree without leaves: its methods are jitted once for all equal buffers.
+add, extend, pop, sample, get, adopt, update, metrics = (
+    jax.jit(getattr(ReplayBuffer, name))
+    for name in ("add", "extend", "pop", "sample", "get", "adopt", "update_priorities", "metrics")
+)
+
+
+@functools.cache
+def filled(name, capacity=64):
+    """Return a buffer of two envs with rows of priorities 0 to 33, and its state."""
+    members = {part: (one, fraction) for part, ((one, _), fraction) in BLENDS[name].items()}
+    sampler = jr.blend(**members)
+    buffer = jr.items(capacity=capacity, num_envs=2, batch_size=BATCH, sampler=sampler)
+    has_priorities = any(isinstance(one, jr.Prioritized) for one, _ in members.values())
+    given = {"priority": PRIORITY} if has_priorities else {}
+    return buffer, extend(buffer, buffer.init(jnp.float32(0)), PRIORITY, **given)
+
+
+def laws(name):
+    """Return the members' probabilities of each row of the buffer, [M, N]."""
+    found = [np.zeros((2, 32)) for _ in BLENDS[name]]
+    for law, ((_, own), _) in zip(found, BLENDS[name].values(), strict=True):
+        law[:, :ROWS] = own.T
+    return np.stack(found).reshape(len(found), -1)
+
+
+@functools.cache
+def drawn(name, **fractions):
+    """Return batches with many keys: rows, probabilities and weights for three betas."""
+    buffer, state = filled(name)
+    options = {"fractions": fractions} if fractions else {}
+
+    @jax.jit
+    @functools.partial(jax.vmap, in_axes=(0, None))
+    def sample(key, options):
+        by_beta = lambda beta: buffer.sample(state, key, beta=beta, **options)
+        return jax.vmap(by_beta)(jnp.array([0.0, 0.4, 1.0]))
+
+    return jax.device_get(sample(jax.random.split(jax.random.key(3), KEYS), options))
+
+
+def check_blend(batch, law, fractions):
+    """Check the parts of each batch, the law of each part, and that of the blend."""
+    rows = batch.index.row[:, 0]
+    assert batch.is_valid.all()
+    mixed = fractions @ law
+    np.testing.assert_allclose(batch.probability[:, 0], mixed[rows], rtol=1e-4)
+    ends = np.cumsum(fractions) * BATCH
+    starts = np.concatenate([[0], ends[:-1]])
+    for own, *part in zip(law, starts, ends, strict=True):
+        first, last = np.round(part).astype(int)
+        if np.allclose(part, (first, last)):  # the same items of each batch
+            check(np.bincount(rows[:, first:last].ravel(), minlength=64), own)
+    check(np.bincount(rows.ravel(), minlength=64), mixed)
+
+
+@blends
+def test_a_batch_has_exact_parts_of_each_law(name):
+    fractions = np.array([fraction for _, fraction in BLENDS[name].values()])
+    check_blend(drawn(name), laws(name), fractions / fractions.sum())
+
+
+@blends
+def test_weights_correct_what_a_blend_prefers(name):
+    """With beta 1, the weighted mean of any figure of the rows is that of all rows that can be
+    sampled; each beta has its own expectation."""
+    batch, law = drawn(name), laws(name)
+    fractions = np.array([fraction for _, fraction in BLENDS[name].values()])
+    mixed = fractions / fractions.sum() @ law
+    value = np.random.default_rng(0).normal(size=64)
+    for which, beta in enumerate([0.0, 0.4, 1.0]):
+        rows, weight = batch.index.row[:, which], batch.weight[:, which]
+        np.testing.assert_allclose(weight.max(axis=1), 1, rtol=1e-6)
+        # of the batch's normalization only a factor is left, which the probabilities tell
+        smallest = batch.probability[:, which].min(axis=1, keepdims=True)
+        means = (weight * smallest**-beta * value[rows]).mean(axis=1)
+        expected = (np.where(mixed > 0, mixed, 1) ** (1 - beta) * value)[mixed > 0].sum()
+        error = means.std() / np.sqrt(len(means))
+        assert abs(means.mean() - expected) < 4 * error
+
+
+@pytest.mark.parametrize("fractions", [(0.5, 0.3, 0.2), (0.07, 0.9, 0.03), (0, 0.25, 0.75)])
+def test_fractions_of_a_call_may_be_traced(fractions):
+    batch = drawn("three", **dict(zip(BLENDS["three"], fractions, strict=True)))
+    check_blend(batch, laws("three"), np.array(fractions))
+
+
+def test_parts_are_the_next_whole_numbers_and_their_mean_is_the_fraction():
+    """Members may draw more than are taken: each of their places is taken equally often."""
+    fractions, sizes = np.float32([0.21, 0.0, 0.79]), (7, 3, 16)
+    keys = jax.random.split(jax.random.key(0), KEYS)
+    share = jax.vmap(lambda key: blend.shares(fractions, sizes, 16, key))
+    source, place = jax.device_get(jax.jit(share)(keys))
+    counts = np.stack([(source == number).sum(axis=1) for number in range(3)])
+    assert (np.diff(source, axis=1) >= 0).all()
+    assert set(counts[0]) == {3, 4}
+    assert not counts[1].any()
+    assert abs(counts[0].mean() - 3.36) < 0.04
+    for number, size in ((0, 7), (2, 16)):
+        at = np.where(source == number, place, -1)
+        check(np.bincount(at[at >= 0], minlength=size), np.full(size, 1 / size))
+        at = np.sort(at, axis=1)
+        assert ((np.diff(at, axis=1) > 0) | (at[:, 1:] < 0)).all()  # no place comes twice
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 256, 16_384])
+def test_whole_numbers_are_exact_at_every_offset(batch_size):
+    fractions = np.float32([0.25, 0.5, 0.25]) if batch_size > 3 else np.float32([0, 1, 0])
+    keys = jax.random.split(jax.random.key(1), 64)
+    share = jax.vmap(lambda key: blend.shares(fractions, [batch_size] * 3, batch_size, key))
+    source, _ = jax.device_get(jax.jit(share)(keys))
+    for number, fraction in enumerate(fractions):
+        assert ((source == number).sum(axis=1) == fraction * batch_size).all()
+
+
+def test_priorities_reach_every_tree_and_outlast_another_buffer():
+    buffer, state = filled("two trees")
+    batch = sample(buffer, state, jax.random.key(0))
+    state = update(buffer, state, batch.index, np.full(BATCH, 100, np.float32))
+    other, _ = filled("two trees", capacity=128)
+    first = np.arange(ROWS)
+    got, moved = (
+        get(one, its, first).probability
+        for one, its in ((buffer, state), (other, adopt(other, state)))
+    )
+    np.testing.assert_allclose(got, moved, rtol=1e-5)
+    priority = PRIORITY.copy().T.reshape(-1)
+    rows = np.asarray(batch.index.row)
+    priority[rows // 32 * ROWS + rows % 32] = 100
+    laws = [priority**alpha / (priority**alpha).sum() for alpha in (1.0, 0.5)]
+    np.testing.assert_allclose(got, (np.array([0.25, 0.75]) @ laws)[:ROWS], rtol=1e-4)
+    single = jr.items(capacity=64, num_envs=2, batch_size=1, sampler=jr.Prioritized(alpha=1.0))
+    own = get(single, adopt(single, state), first).probability
+    np.testing.assert_allclose(own, laws[0][:ROWS], rtol=1e-4)
+
+
+def test_a_member_without_rows_gives_invalid_items():
+    sampler = jr.blend(uniform=(jr.Uniform(), 0.5), priority=(jr.Prioritized(), 0.5))
+    buffer = jr.items(capacity=8, batch_size=4, sampler=sampler)
+    state = buffer.init(jnp.float32(0))
+    assert not sample(buffer, state, jax.random.key(0)).is_valid.any()
+    ones = np.ones((3, 1), np.float32)
+    state = extend(buffer, state, ones, priority=0 * ones)
+    batch = sample(buffer, state, jax.random.key(0))
+    assert batch.is_valid.tolist() == [True, True, False, False]
+    np.testing.assert_allclose(batch.probability, [1 / 6, 1 / 6, 0, 0])
+
+
+def test_an_online_queue_gives_each_row_once_then_those_of_its_sampler():
+    sampler = jr.OnlineQueue(sampler=jr.Prioritized(alpha=1.0))
+    buffer = jr.items(capacity=20, num_envs=2, batch_size=BATCH, sampler=sampler)
+    state, new, taken = buffer.init(jnp.float32(0)), ([], []), []
+    r, value = np.random.default_rng(0), 0
+    for time in range(60):
+        if r.random() < 0.8:
+            values = np.float32([value, value + 1])
+            value += 2
+            state = add(buffer, state, values, priority=values + 1)
+            for queue, one in zip(new, values, strict=True):
+                queue.append(one)
+                del queue[:-10]  # the ring of an env
+            continue
+        first = []  # envs take turns: halves, or all that an env has
+        wanted = min(BATCH, sum(map(len, new)))
+        share = [min(len(new[0]), max(wanted - len(new[1]), -(-wanted // 2)))]
+        share.append(wanted - share[0])
+        for queue, number in zip(new, share, strict=True):
+            first += queue[:number]
+            del queue[:number]
+        state, batch = pop(buffer, state, jax.random.key(time))
+        got = np.asarray(batch.experience).tolist()
+        assert got[:wanted] == first
+        taken += first
+        stored = np.arange(max(value - 20, 0), value)
+        assert np.isin(got, stored).all()
+        assert batch.is_valid.all() == (value > 0)
+        law = (stored + 1) / (stored + 1).sum()
+        np.testing.assert_allclose(
+            batch.probability, [law[int(one) - stored[0]] for one in got], rtol=1e-5
+        )
+    assert len(taken) == len(set(taken)) > 50
+
+
+def test_the_rest_of_a_batch_has_the_law_of_the_sampler():
+    """A stratified sampler draws a whole batch, of which a part is taken: none of its strata is
+    preferred."""
+    sampler = jr.OnlineQueue(sampler=jr.Prioritized(alpha=1.0))
+    buffer = jr.items(capacity=64, num_envs=2, batch_size=BATCH, sampler=sampler)
+    state = extend(buffer, buffer.init(jnp.float32(0)), PRIORITY, priority=PRIORITY)
+    for time in range(4):  # 34 rows are new; after three batches four are
+        last, (state, _) = state, pop(buffer, state, jax.random.key(time))
+    keys = jax.random.split(jax.random.key(7), KEYS)
+    batch = jax.jit(jax.vmap(lambda key: buffer.pop(last, key)[1]))(keys)
+    rest = np.asarray(batch.index.row)[:, 4:].ravel()
+    check(np.bincount(rest, minlength=64), laws("one")[0])
+
+
+def test_an_online_queue_takes_adopted_rows_as_sampled():
+    old = jr.items(capacity=8, batch_size=2)
+    rows = np.arange(4, dtype=np.float32)[:, None]
+    state = extend(old, old.init(jnp.float32(0)), rows)
+    buffer = jr.items(capacity=8, batch_size=4, sampler=jr.OnlineQueue())
+    state = extend(buffer, adopt(buffer, state), rows[:1] + 9)
+    state, batch = pop(buffer, state, jax.random.key(0))
+    assert batch.experience[0] == 9
+    larger = jr.items(capacity=16, batch_size=4, sampler=jr.OnlineQueue())
+    state = adopt(larger, extend(buffer, state, rows[:2] + 10))
+    assert pop(larger, state, jax.random.key(0))[1].experience[:2].tolist() == [10, 11]
+
+
+def test_members_of_a_mixture_may_have_fractions_of_a_call():
+    """Its items are those of the members' own batches; priorities reach the right rows."""
+    ours = jr.items(capacity=16, batch_size=1, sampler=jr.Prioritized(alpha=1.0, beta=1.0))
+    mixture = jr.mix(one=(ours, 4), two=(jr.items(capacity=4, batch_size=1), 4))
+    two = mixture.members[1][1]
+    values = np.arange(1.0, 9.0, dtype=np.float32)[:, None]
+    states = {
+        "one": extend(ours, ours.init(jnp.float32(0)), values, priority=values),
+        "two": extend(two, two.init(jnp.float32(0)), -values),
+    }
+
+    @jax.jit
+    def many(keys, part):
+        fractions = {"one": part, "two": 1 - part}
+        return jax.vmap(lambda key: mixture.sample(states, key, fractions=fractions))(keys)
+
+    keys = jax.random.split(jax.random.key(0), KEYS)
+    for part in (0.0, 0.3, 1.0):
+        batch = jax.device_get(many(keys, part))
+        assert (batch.source == (batch.experience < 0)).all()
+        assert abs((batch.source == 0).mean() - part) < 0.01
+        mine = batch.experience[batch.source == 0]
+        check(np.bincount(np.int32(mine), minlength=9)[1:], values[:, 0] / values.sum())
+    batch = jax.device_get(jax.tree.map(lambda leaf: leaf[0], many(keys, 0.3)))
+    new = np.full(8, 100, np.float32)
+    states = jax.jit(mixture.update_priorities)(states, batch.index, new, batch.source)
+    updated = get(ours, states["one"], np.arange(8)).probability > 50 / 500
+    assert set(np.flatnonzero(updated)) == {
+        int(value) - 1 for value in batch.experience[batch.source == 0]
+    }
+    assert metrics(ours, states["one"])["num_stale_updates"] == (batch.source == 1).sum()
