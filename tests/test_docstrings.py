@@ -15,7 +15,7 @@ import jax
 import pytest
 
 import jaxreplay
-from jaxreplay.buffers.replay_buffer import BufferOptions
+from jaxreplay.buffers import BufferOptions
 
 ROOT = pathlib.Path(jaxreplay.__file__).parent
 PACKAGES = (

@@ -1,11 +1,9 @@
 """Buffers: `ReplayBuffer`, the named buffers, `Rollout`, `Mixture`, and wrappers of buffers."""
 
+from jaxreplay.buffers.factories import BufferOptions as BufferOptions
 from jaxreplay.buffers.jitted import Jitted as Jitted
 from jaxreplay.buffers.memory import Memory as Memory
 from jaxreplay.buffers.mixture import Mixture as Mixture
-from jaxreplay.buffers.replay_buffer import (
-    BufferOptions as BufferOptions,
-    ReplayBuffer as ReplayBuffer,
-)
+from jaxreplay.buffers.replay_buffer import ReplayBuffer as ReplayBuffer
 from jaxreplay.buffers.rollout import Rollout as Rollout, RolloutState as RolloutState
 from jaxreplay.buffers.state_checks import CopyWarning as CopyWarning

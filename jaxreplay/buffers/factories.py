@@ -1,9 +1,9 @@
 """Named buffers. Each composes storage, a sampler and a view in a few lines."""
 
-from typing import Literal, Unpack
+from typing import Literal, Required, TypedDict, Unpack
 
 from jaxreplay._util.aliases import Autoreset, PyTree
-from jaxreplay.buffers.replay_buffer import BufferOptions, ReplayBuffer
+from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.rollout import Rollout
 from jaxreplay.samplers import Sampler
 from jaxreplay.samplers.episodes import UniformEpisodes
@@ -16,6 +16,20 @@ from jaxreplay.views.sequence import SequenceView
 from jaxreplay.views.transition import TransitionView
 
 _UNIFORM = Uniform()
+
+
+class BufferOptions(TypedDict, total=False):
+    """Options of every named buffer, with the meaning and defaults that `ReplayBuffer` has."""
+
+    capacity: Required[int]
+    num_envs: int
+    batch_size: Required[int]
+    autoreset: Autoreset | None
+    allow_mask: bool
+    allow_write: bool
+    min_size: int
+    track_episodes: bool
+    platform: str | None
 
 
 def items(*, sampler: Sampler = _UNIFORM, **shared: Unpack[BufferOptions]) -> ReplayBuffer[PyTree]:

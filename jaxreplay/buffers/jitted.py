@@ -18,7 +18,7 @@ from jaxreplay.storage.state import ReplayState
 B = TypeVar("B")  # the type of a buffer
 
 # methods that donate the state
-_CHANGES = frozenset({"add", "extend", "write", "clear", "pop", "end_streams", "merge"})
+_CHANGES = frozenset({"add", "extend", "write", "clear", "pop", "end_streams", "drop", "merge"})
 _METHODS = _CHANGES.union(
     ("sample", "get", "update_priorities", "size", "can_sample", "can_add", "age"),
     ("metrics", "adopt"),

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, Required, TypedDict, Unpack
+from typing import Any, Generic, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxreplay._util.aliases import Autoreset, Key, PyTree
 from jaxreplay._util.serialization import tell_flax
 from jaxreplay._util.struct import Static
 from jaxreplay.buffers import memory, step_checks
-from jaxreplay.buffers.adopt import adopted, merged
+from jaxreplay.buffers.adopt import adopted, dropped, merged
 from jaxreplay.buffers.map_rows import mapped
 from jaxreplay.buffers.state_checks import check_donated, check_state
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler, Sampler
@@ -30,20 +30,6 @@ from jaxreplay.views.view import Outline
 
 _FOR_THE_VIEW = 1  # the purpose of its random bits; the sampler has purpose 0
 METRIC_DRAWS = 64
-
-
-class BufferOptions(TypedDict, total=False):
-    """Options of every named buffer, with the meaning and defaults that `ReplayBuffer` has."""
-
-    capacity: Required[int]
-    num_envs: int
-    batch_size: Required[int]
-    autoreset: Autoreset | None
-    allow_mask: bool
-    allow_write: bool
-    min_size: int
-    track_episodes: bool
-    platform: str | None
 
 
 class ReplayBuffer(Static, Generic[T]):
@@ -716,6 +702,28 @@ class ReplayBuffer(Static, Generic[T]):
         step_checks.check_mask("end_streams", mask, True, (self.num_envs,))
         state, effect = newest_row.close(state, jnp.asarray(mask))
         return state.replace(sampler=self.sampler.observe(state.sampler, effect, None))
+
+    def drop(self, state: ReplayState, mask: Any) -> ReplayState:
+        """Give up the unfinished episodes of some envs, as of a simulator that crashed.
+
+        No row of them is sampled any more, and the next step of each env begins an episode.
+        Episodes that have ended stay. It costs O(capacity), and the next checkpoint saves all rows.
+
+        Args:
+          state: Donated: jit with `donate_argnums=0`, else the whole buffer is copied.
+          mask: bool[E], True for the envs whose episode is given up.
+
+        Returns:
+          The new state.
+
+        Raises:
+          ValueError: The buffer stores items.
+        """
+        state = check_donated("drop", self, state)
+        if self.autoreset is None:
+            raise ValueError("drop: items have no episodes that could be given up")
+        step_checks.check_mask("drop", mask, True, (self.num_envs,))
+        return dropped(self, state, jnp.asarray(mask))
 
     def adopt(self, state: ReplayState) -> ReplayState:
         """Make the state of another buffer this buffer's, with all its rows.

@@ -163,6 +163,18 @@ class Local(Static, Generic[T]):
         """
         return self.buffer.end_streams(state, mask)
 
+    def drop(self, state: ReplayState, mask: Any) -> ReplayState:
+        """Give up unfinished episodes, as `ReplayBuffer.drop` does.
+
+        Args:
+          state: This shard's state, donated.
+          mask: bool[E / D], True for the envs whose episode is given up.
+
+        Returns:
+          The shard's new state.
+        """
+        return self.buffer.drop(state, mask)
+
     def clear(self, state: ReplayState) -> ReplayState:
         """Remove all rows.
 

@@ -220,6 +220,20 @@ class Sharded(Static, Generic[T]):
             step_checks.check_mask("end_streams", mask, True, (self.buffer.num_envs,))
         return self._change(self.local.end_streams, state, (mask,), P(self.axis))
 
+    def drop(self, state: ReplayState, mask: Any) -> ReplayState:
+        """Give up the unfinished episodes of some envs, as `ReplayBuffer.drop` does.
+
+        Args:
+          state: Donated.
+          mask: bool[E], True for the envs whose episode is given up.
+
+        Returns:
+          The new state.
+        """
+        self._own_specs("drop", state)
+        step_checks.check_mask("drop", mask, True, (self.buffer.num_envs,))
+        return self._change(self.local.drop, state, (mask,), P(self.axis))
+
     def clear(self, state: ReplayState) -> ReplayState:
         """Remove all rows.
 

@@ -502,6 +502,23 @@ class Replay:
                     self._changing(owner.change, method("end_streams"), mask)
                     owner.final_obs.restart()
 
+    def drop(self, mask: Any, *, member: str | None = None) -> None:
+        """Give up the unfinished episodes of some envs, as `ReplayBuffer.drop` does.
+
+        Args:
+          mask: bool[E], True for the envs whose episode is given up.
+          member: Name of the mixture's member that has them. Default: None, without a mixture.
+
+        Raises:
+          ValueError: As for `ReplayBuffer.drop`.
+        """
+        owner = self._owner_of("drop", member)
+        with self._monitor:
+            self._check_open()
+            if owner.has_example:
+                self._changing(owner.change, method("drop"), mask)
+                owner.final_obs.restart()
+
     def metrics(self) -> dict[str, float]:
         """Return the figures of `ReplayBuffer.metrics` as numbers; {} before the first `add`. Those
         of a mixture's members have names such as "online/size"."""

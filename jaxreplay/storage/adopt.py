@@ -16,7 +16,7 @@ from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.storage.state import Counters, EpisodeTable, ReplayState, Rows, at
 from jaxreplay.storage.writes import count_expired, skipped
 
-_NO_STEP = row_flags.FIRST | row_flags.FINAL  # flags of a row that belongs to no episode
+NO_STEP = row_flags.FIRST | row_flags.FINAL  # flags of a row that belongs to no episode
 
 
 def stays(before: Layout, layout: Layout) -> bool:
@@ -62,7 +62,7 @@ def moved(layout: Layout, state: ReplayState) -> tuple[ReplayState, jax.Array | 
         source = source.reshape(-1)
         rows = jax.tree.map(lambda leaf: taken(leaf, source), rows)
         if is_aligned:
-            flags = jnp.where(source < before.capacity, rows.flags, jnp.uint8(_NO_STEP))
+            flags = jnp.where(source < before.capacity, rows.flags, jnp.uint8(NO_STEP))
             rows = rows.replace(flags=flags)
     return _with(layout, state, rows, values), source
 
@@ -117,7 +117,7 @@ def appended(state: ReplayState, other: ReplayState) -> tuple[ReplayState, jax.A
     num_laps, position = ring.split(counters.position + num_rows, layout.length)
     if has_flags:
         ahead = ring.forward(counters.position[:, None], ring.arange(layout.length), layout.length)
-        flags = jnp.where((ahead < num_rows[:, None]).reshape(-1), jnp.uint8(_NO_STEP), rows.flags)
+        flags = jnp.where((ahead < num_rows[:, None]).reshape(-1), jnp.uint8(NO_STEP), rows.flags)
         rows = rows.replace(flags=stored_arrays.write(flags, row, other.rows.flags))
     values = {name: getattr(counters, name) for name in layout.counter_names} | {
         "position": position,

@@ -292,6 +292,23 @@ USING = {
         end_streams:
         mask: got bool[3], expected bool[2]""",
     "buffer.end_streams(state, ZEROS)": "mask: got float32[2], expected bool[2]",
+    "items.drop(items.init(0), np.ones(2, bool))": "drop: items have no episodes",
+    "buffer.drop(state, np.ones(3, bool))": """
+        drop:
+        mask: got bool[3], expected bool[2]""",
+    # Samplers of samplers, and parameters of a call.
+    "jr.blend()": "fractions must be numbers of at least 0, one of them positive; got []",
+    "jr.blend(uniform=jr.Uniform())": "uniform must be (sampler, fraction)",
+    "jr.blend(a=(jr.Uniform(), -1), b=(jr.Uniform(), 2))": "of at least 0, one of them positive",
+    "jr.blend(a=(jr.Uniform, 1))": "Blend: a must be an instance of a jaxreplay.samplers.Sampler",
+    "jr.blend(a=(jr.Queue(), 1))": "Blend: a: Queue consumes rows",
+    "jr.OnlineQueue(sampler=jr.Queue())": "OnlineQueue: sampler: Queue consumes rows itself",
+    "blended.sample(blended_state, key, fractions={'b': 1})": """
+        Blend: fractions must be a mapping with a number for each of a; got b""",
+    "blended.sample(blended_state, key, fractions={'a': np.ones(2)})": """
+        Blend: each fraction must be one number, got (2,)""",
+    "blended.update_priorities(blended_state, batch.index, np.ones(4))": """
+        Blend: none of its samplers has priorities (a)""",
     # Functions that need values, at init, and new rewards that the stored dtype cannot hold.
     "relabel(ZEROS[0], lambda *goals: -np.linalg.norm(goals[0] - goals[1]))": """
         Hindsight: reward_fn needs the values of its arguments
@@ -451,6 +468,7 @@ BUFFERS = {
     "uniform": jr.uniform(**SIZES, **LOST),
     "masked": jr.uniform(**SIZES, **LOST, allow_mask=True),
     "writable": jr.uniform(**SIZES, **LOST, allow_write=True),
+    "blended": jr.transitions(**SIZES, **LOST, sampler=jr.blend(a=(jr.Uniform(), 1))),
     "pairs": jr.future_pairs(**SIZES, **NEXT),
     "sequences": jr.sequences(**SIZES, **NEXT, length=2),
     "rollout": rollout_of("next_step"),

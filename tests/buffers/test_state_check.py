@@ -40,6 +40,7 @@ METHODS = {
     "age": (INDEX,),
     "clear": (),
     "end_streams": (),
+    "drop": (np.ones(2, bool),),
     "episode_table": (),
     "pop": (KEY,),
     "can_add": (),

@@ -27,7 +27,7 @@ from tests.conftest import ALL, SOAK
 from tests.support.buffers import KINDS, bits, jitted, jitted_draw
 from tests.support.checkpointed_run import EXAMPLE, added, begun, expected, items, numbers, step
 from tests.support.refusals import refused
-from tests.support.steps import nth
+from tests.support.steps import nth, plain_step
 
 
 @functools.cache
@@ -138,6 +138,30 @@ def test_a_save_writes_what_is_new_and_forgets_what_is_old(tmp_path):
     assert checkpointer.all_steps() == [8020, 8520]
     for end in (8020, 8520):
         check_restored(checkpointer, end, end)
+
+
+def test_a_save_after_a_drop_has_none_of_its_rows(tmp_path, monkeypatch):
+    """Also where earlier saves have them, and rows were added since."""
+    monkeypatch.setattr(planning, "_COMPARED", 1)
+    sizes = {"capacity": 512, "num_envs": 2, "batch_size": 8}
+    replay = jr.prioritized(**sizes, autoreset="next_step", allow_mask=True)
+    run, r = jr.jit(replay), np.random.default_rng(0)
+    steps = lambda time: plain_step(np.zeros((time, 2))).replace(
+        obs=r.random((time, 2, 3)).astype(np.float32), terminated=r.random((time, 2)) < 0.02
+    )
+    example = nth(steps(1), (0, 0))
+    state, checkpointer = run.init(example), Checkpointer(tmp_path, replay, chunk_bytes=4096)
+    sizes = []
+    for number in range(12):
+        state = run.extend(state, steps(40))
+        if number % 3 == 1:
+            sizes.append(int(run.size(state)))
+            state = run.drop(state, np.array([number % 2 == 0, True]))
+            sizes.append(int(run.size(state)))
+            state = run.extend(state, steps(int(r.integers(0, 3))))
+        checkpointer.save(state, number)
+        assert bits(checkpointer.restore(example)) == bits(state)
+    assert min(before - after for before, after in zip(sizes[::2], sizes[1::2], strict=True)) > 5
 
 
 def masked(seed, times, num_envs, share=0.5):

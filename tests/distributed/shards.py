@@ -44,6 +44,8 @@ def life(case, buffer, given, key, largest=lambda priority: priority):
         found["updated"] = state
     if not case.is_items and case is not PAIRS:
         found["ended"] = state = buffer.end_streams(state, ended)
+        state = buffer.add(buffer.extend(state, block, block_mask), step, step_mask)
+        found["dropped"] = state = buffer.drop(state, ended)
     found |= {"size": buffer.size(state), "can_sample": buffer.can_sample(state)}
     found["cleared"] = state = buffer.clear(state)
     return found, buffer.can_sample(state), buffer.sample(state, key)

@@ -86,6 +86,11 @@ class QueueModel(Model):
         # Further rows of an episode whose first rows are lost will be lost as well.
         self.has_asked |= self.config.window["before"] is not None
 
+    def before_a_drop(self):
+        was_cleared = self.is_cleared
+        self.count_lost()
+        self.is_cleared = was_cleared
+
     def after(self, operation):
         self.is_cleared |= operation == CLEAR
         self.has_asked &= operation != ADD or self.now_has_room

@@ -12,6 +12,7 @@ from tests.conftest import ALL
 from tests.support.sampling import (
     BATCH_SIZE,
     CLEAR,
+    DROP,
     Model,
     check_histories,
     configs_of,
@@ -71,6 +72,8 @@ class PassModel(Model):
     def after(self, operation):
         if operation == CLEAR:
             self.rows, self.position = [], 0
+        if operation == DROP:  # a new pass begins
+            self.rows = [None] * len(self.rows)
 
 
 CONFIGS = configs_of(WithoutReplacement())

@@ -1,5 +1,7 @@
 """Steps of NumPy arrays wait on the host until a program adds them all: nobody can tell."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -29,7 +31,9 @@ def lent(given):
 def random_call(r, buffer):
     """Return a random call: a function of a replay, and of how to hand a step to its `add`."""
     has_priorities = isinstance(buffer.sampler, jr.Prioritized)
-    kind = r.choice(["add"] * 9 + ["block", "sample", "update", "write", "len"] * 2 + ["clear"])
+    kind = r.choice(
+        ["add"] * 9 + ["block", "sample", "update", "write", "len"] * 2 + ["clear", "drop"]
+    )
     if kind not in ("add", "block"):
         return {
             "sample": lambda replay, _: sampled(replay),
@@ -37,6 +41,7 @@ def random_call(r, buffer):
             "write": lambda replay, _: written(replay),
             "len": lambda replay, _: (len(replay), replay.can_sample(), replay.metrics()),
             "clear": lambda replay, _: replay.clear(),
+            "drop": functools.partial(dropped, r.random(buffer.num_envs) < 0.5),
         }[kind]
     axes = (buffer.num_envs,) if kind == "add" else (int(r.choice([2, 5])), buffer.num_envs)
     options, has_options = {}, r.random() < 0.5
@@ -58,6 +63,11 @@ def random_call(r, buffer):
                 leaf.fill(1)
 
     return add
+
+
+def dropped(mask, replay, _):
+    if replay.buffer.autoreset is not None:
+        replay.drop(mask)
 
 
 def sampled(replay):

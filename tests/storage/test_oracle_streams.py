@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
-from tests.conftest import SOAK
+from tests.conftest import ALL, SOAK
 from tests.support.histories import go_through, histories, long_episodes
 from tests.support.oracle import Oracle
 
@@ -195,7 +195,7 @@ ELSEWHERE = tuple(
 )
 def test_streams_agree_with_the_oracle(config):
     @hypothesis.seed(1000 * SOAK)
-    @hypothesis.settings(max_examples=40 if SOAK else 6 if config.platform else 16)
+    @hypothesis.settings(max_examples=100 if ALL else 6 if config.platform else 16)
     @hypothesis.example(long_episodes(config))
     @hypothesis.given(histories(config))
     def run(history):

@@ -22,7 +22,7 @@ BLOCK = 3  # steps of an `extend`
 RECENT = 8  # samples whose priorities may be updated
 PRIORITIES = (0.0, 0.3, 1.0, 2.5, 7.0, float("nan"), float("inf"), -1.0)
 _ADDS = ("add", "add to some", "add with priorities", "extend")
-KINDS = ("nothing", *_ADDS, "update", "write", "clear")
+KINDS = ("nothing", *_ADDS, "update", "write", "map rows", "drop", "clear")
 OF_SAMPLE = ("update", "write")  # of the rows of an earlier sample
 
 
@@ -48,9 +48,13 @@ def histories(draw, config):
         operations += [st.tuples(st.just("write"), st.integers(0, RECENT - 1), some)]
     most = min(6 * config.length, LENGTH - 1)
     history = draw(st.lists(st.one_of(*operations), min_size=1, max_size=most))
-    if draw(st.integers(0, 7)) == 0:
-        history.insert(len(history) // 2, ("clear",))
-    return history
+    rare = {"clear": (), "drop": (draw(codes),)} | (
+        {"map rows": ()} if config.replay.allow_write else {}
+    )
+    for kind, arguments in rare.items():
+        if draw(st.integers(0, 7 if kind == "clear" else 1)) == 0:
+            history.insert(draw(st.integers(0, len(history))), (kind, *arguments))
+    return history[:LENGTH]
 
 
 def long_episodes(config):
@@ -59,7 +63,11 @@ def long_episodes(config):
     Random histories have short episodes, in which few rows look back to an overwritten one.
     """
     return [
-        ("check",) if time % 5 == 4 else ("add", [2 * (time % 9 == 8)] * config.num_envs)
+        ("drop", [1] * config.num_envs)
+        if time % 17 == 16
+        else ("check",)
+        if time % 5 == 4
+        else ("add", [2 * (time % 9 == 8)] * config.num_envs)
         for time in range(LENGTH - 1)
     ]
 
@@ -76,10 +84,27 @@ def go_through(config, history):
         if kind in OF_SAMPLE and arguments[0] < at:
             change = {"update": oracle.update, "write": oracle.write}[kind]
             change(drawn[at - 1 - arguments[0]], _cycled(config, arguments[1]))
-        if kind == "clear":
-            oracle.clear()
+        _change(oracle, kind, arguments)
         is_asked = kind == "check" or at == len(history) - 1
         drawn.append(config.check(oracle, nth(observed, at), is_asked))
+
+
+def _change(oracle, kind, arguments):
+    """Change the oracle by an operation without steps."""
+    if kind == "drop":
+        oracle.drop(_dropped(arguments[0]))
+    if kind == "map rows":
+        oracle.map_rows(_opposite)
+    if kind == "clear":
+        oracle.clear()
+
+
+def _dropped(codes):
+    return [code & 1 == 1 for code in codes]
+
+
+def _opposite(reward):
+    return 1 - reward
 
 
 def _cycled(config, priorities):
@@ -120,7 +145,9 @@ def _arrays_of(config, history):
     for at, (kind, *arguments) in enumerate(history):
         codes = {"extend": list}.get(kind, lambda one: [one])(arguments[0]) if arguments else []
         blocks.append([])
-        for place, one in enumerate(codes if kind not in OF_SAMPLE else []):
+        if kind == "drop":
+            arrays["mask"][at, 0] = _dropped(arguments[0])
+        for place, one in enumerate(codes if kind in _ADDS else []):
             clock += 1
             step, mask = step_of(clock, one), None
             if config.allow_mask or kind == "add to some":
@@ -135,8 +162,7 @@ def _arrays_of(config, history):
             blocks[at].append((step, mask))
             for name, value in step.items():
                 fields[name][at, place] = value
-        if kind == "clear":
-            oracle.clear()
+        _change(oracle, kind, arguments)
         if kind in _ADDS and len(arguments) > 1:
             arrays["priority"][at] = arguments[1]
         if kind in OF_SAMPLE and arguments[0] < at:
@@ -162,11 +188,14 @@ def _program(config):
             "add": lambda state: buffer.add(state, step, mask),
             "add to some": lambda state: buffer.add(state, *some, envs=given["envs"]),
             "extend": lambda state: buffer.extend(state, *block),
+            "drop": lambda state: buffer.drop(state, given["mask"][0]),
             "clear": buffer.clear,
         }
         index = nth(indices, given["which"])
         if buffer.allow_write:
             branches["write"] = lambda state: buffer.write(state, index, {"reward": given["new"]})
+            opposite = lambda step, next_obs: {"reward": _opposite(step.reward)}
+            branches["map rows"] = lambda state: buffer.map_rows(state, opposite, block=7)
         if config.prioritized:
             branches |= {
                 "add with priorities": lambda state: buffer.add(

@@ -16,6 +16,8 @@ class Row:
     truncated: bool = False
     is_final: bool = False
     priority: float = 0.0
+    is_closed: bool = False  # its final row will not come
+    is_dropped: bool = False
 
 
 @dataclasses.dataclass
@@ -53,7 +55,7 @@ class Oracle:
             return self.owed[env]
         return (
             self.autoreset == "next_step"
-            and not rows[-1].is_final
+            and not (rows[-1].is_final or rows[-1].is_closed)
             and (rows[-1].terminated or rows[-1].truncated)
         )
 
@@ -84,6 +86,30 @@ class Oracle:
         else:
             row.is_final = row.truncated and not row.terminated
             rows.append(row)
+
+    def drop(self, mask):
+        """Give up the unfinished episodes of some envs: their rows are of no step."""
+        for env, rows in enumerate(self.streams):
+            if not mask[env]:
+                continue
+            if self.owes_final_row(env):
+                self.owed[env] = False
+                for row in rows[-1:]:
+                    row.is_closed, row.is_final = True, not row.terminated
+            for row in reversed(rows):
+                if self._closes(row):
+                    break
+                row.is_final = row.is_dropped = True
+
+    def _closes(self, row):
+        ends = row.terminated and self.autoreset == "same_step_no_final_obs"
+        return row.is_final or row.is_closed or ends
+
+    def map_rows(self, function):
+        """Compute the rewards of all stored steps anew."""
+        for env, rows in enumerate(self.streams):
+            for _, index in self.stored(env):
+                rows[index].reward = function(rows[index].reward)
 
     def stored(self, env):
         """Return (position in the ring, index in the list) of each stored row."""

@@ -27,7 +27,7 @@ def anchors(oracle, *, before=0, after=0, crosses_episodes=False, period=1, need
                 continue
             first, last = episode[index]
             begin = 0 if crosses_episodes else first
-            place = sum(not row.is_final for row in rows[begin:index])
+            place = sum(not row.is_final or row.is_dropped for row in rows[begin:index])
             is_whole_before = (first if before is None else max(first, index - before)) >= oldest
             if after is None:
                 is_whole_after = last is not None

@@ -61,7 +61,7 @@ def assert_same(got, expected):
 
 
 NUM_OPERATIONS, BATCH_SIZE, ROOMS = 60, 4, (1, 4, 10)
-ADD, TAKE, CLEAR = range(3)
+ADD, TAKE, CLEAR, DROP = range(4)
 NUM_HISTORIES = 100 if SOAK else 16 if ALL else 8
 
 
@@ -183,18 +183,20 @@ def history_of(config, seed):
         # the row after a done is never masked
         if mask is not None and config.autoreset == "next_step":
             mask |= [oracle.owes_final_row(env) for env in range(config.num_envs)]
-        history.append((r.choice(3, p=[share, 0.98 - share, 0.02]), step, mask))
+        can_drop = 0.04 * (config.autoreset is not None)
+        operation = r.choice(4, p=[share, 0.98 - can_drop - share, 0.02, can_drop])
+        history.append((operation, step, mask, r.random(config.num_envs) < 0.5))
         Model.advance(oracle, *history[-1])
     return history
 
 
-def _run(buffer, start, operations, steps, masks):
+def _run(buffer, start, operations, steps, masks, dropped):
     """Run a history from a state whose counters stand at `start`. Return what each method says of
     the state before each operation, and what taking a batch returns then."""
     consumes = isinstance(buffer.sampler, ConsumingSampler)
 
     def go(state, now):
-        time, operation, step, mask = now
+        time, operation, step, mask, dropped = now
         draw = buffer.pop if consumes else lambda *given: (state, buffer.sample(*given))
         taken, batch = draw(state, jax.random.key(time))
         rows = jnp.arange(buffer.capacity)
@@ -207,6 +209,7 @@ def _run(buffer, start, operations, steps, masks):
             "sampler": taken.sampler,
         }
         ways = [lambda: buffer.add(state, step, mask), lambda: taken, lambda: buffer.clear(state)]
+        ways += [lambda: buffer.drop(state, dropped)] * (buffer.autoreset is not None)
         return jax.lax.switch(operation, ways), seen
 
     state = buffer.init(nth(steps, (0, 0)))
@@ -215,11 +218,11 @@ def _run(buffer, start, operations, steps, masks):
         first = Sampleable.of(state).first_candidate_number()
         state = state.replace(sampler=state.sampler.replace(next=first, lost=start))
     times = jnp.arange(NUM_OPERATIONS)
-    return jax.lax.scan(go, state, (times, operations, steps, masks))[1]
+    return jax.lax.scan(go, state, (times, operations, steps, masks, dropped))[1]
 
 
 run = jax.jit(_run)
-run_population = jax.jit(jax.vmap(_run, in_axes=(None, 0, 0, 0, 0)))
+run_population = jax.jit(jax.vmap(_run, in_axes=(None, 0, 0, 0, 0, 0)))
 
 
 class Model:
@@ -229,11 +232,16 @@ class Model:
         self.config, self.start, self.oracle = config, start, config.oracle()
 
     @staticmethod
-    def advance(oracle, operation, step, mask):
+    def advance(oracle, operation, step, mask, dropped):
         if operation == ADD:
             oracle.add(**step, mask=mask)
         if operation == CLEAR:
             oracle.clear()
+        if operation == DROP:
+            oracle.drop(dropped)
+
+    def before_a_drop(self):
+        """Note what a drop makes certain."""
 
     def candidates(self, **window):
         """Return (env, index) of all candidates, sorted. `window` replaces fields of the
@@ -272,8 +280,8 @@ def check_histories(config, make_model, *, together=False):
     histories = [history_of(config, seed) for seed in range(len(starts))]
 
     def arrays_of(history):
-        operations, columns, masks = stacked(history)
-        return np.int32(operations), config.steps(columns), masks
+        operations, columns, masks, dropped = stacked(history)
+        return np.int32(operations), config.steps(columns), masks, dropped
 
     arguments = [(start, *arrays_of(one)) for start, one in zip(starts, histories, strict=True)]
     if together:
@@ -287,6 +295,8 @@ def check_histories(config, make_model, *, together=False):
             model.check(nth(seen, time))
             if now[0] == TAKE:
                 model.take(nth(seen, time))
+            if now[0] == DROP:
+                model.before_a_drop()
             Model.advance(model.oracle, *now)
             model.after(now[0])
     return models
