@@ -14,13 +14,15 @@ from jaxreplay.storage.state import ReplayState
 from jaxreplay.views import RowReader
 
 
-def mapped(buffer: Any, state: ReplayState, function: Callable[..., Any], size: int) -> ReplayState:
+def mapped(
+    buffer: Any, state: ReplayState, function: Callable[..., Any], given: Any, size: int
+) -> ReplayState:
     """Return a state with new leaves of all its steps.
 
     Args:
       buffer: The buffer.
       state: Its state, of a layout with `allow_write`. Donated.
-      function: As for `ReplayBuffer.map_rows`.
+      function: As for `ReplayBuffer.map_rows`, as is `given`.
       size: Number of rows of a block, at most the capacity.
     """
     capacity = buffer.capacity
@@ -28,8 +30,8 @@ def mapped(buffer: Any, state: ReplayState, function: Callable[..., Any], size: 
     def of_row(state: ReplayState, row: jax.Array) -> Any:
         reader = RowReader(state, row)
         if buffer.autoreset is None:
-            return function(reader.item())
-        return function(reader.step(0), reader.next_obs(0))
+            return function(reader.item(), *given)
+        return function(reader.step(0), reader.next_obs(0), *given)
 
     def of_block(number: jax.Array, carry: Any) -> Any:
         state, trace = carry
@@ -37,11 +39,12 @@ def mapped(buffer: Any, state: ReplayState, function: Callable[..., Any], size: 
         inside = jnp.minimum(row, capacity - 1)
         is_step = (row == inside) & state.is_written(inside) & ~state.has(inside, row_flags.FINAL)
         values = jax.vmap(functools.partial(of_row, state))(inside)
-        given = step_checks.as_values("map_rows", state, values, (size,))
+        new = step_checks.as_values("map_rows", state, values, (size,))
         target = jnp.where(is_step, inside, capacity)
-        trace += jnp.where(is_step, writes.trace_of(row, given), 0).sum(dtype=jnp.uint32)
-        return state.replace(rows=writes.put(state.rows, target, given, are_distinct=True)), trace
+        trace += jnp.where(is_step, writes.trace_of(row, new), 0).sum(dtype=jnp.uint32)
+        return state.replace(rows=writes.put(state.rows, target, new, are_distinct=True)), trace
 
-    state, trace = jax.lax.fori_loop(0, -(-capacity // size), of_block, (state, jnp.uint32(0)))
+    none = (0 * state.counters.filled[0]).astype(jnp.uint32)  # each shard has one of its own
+    state, trace = jax.lax.fori_loop(0, -(-capacity // size), of_block, (state, none))
     counters = writes.traced(state.counters, [jnp.maximum(trace, 1)] * NUM_PARTS)
     return state.replace(counters=counters)

@@ -526,7 +526,7 @@ class ReplayBuffer(Static, Generic[T]):
         return writes.overwrite(state, flat, given)
 
     def map_rows(
-        self, state: ReplayState, function: Callable[..., Any], block: int = 65_536
+        self, state: ReplayState, function: Callable[..., Any], *given: Any, block: int = 65_536
     ) -> ReplayState:
         """Compute leaves of all rows anew, a block at a time, in place: new rewards of a learned
         model, new values.
@@ -535,10 +535,11 @@ class ReplayBuffer(Static, Generic[T]):
 
         Args:
           state: Donated: jit with `donate_argnums=0`, else the whole buffer is copied.
-          function: Pure function `function(step, next_obs)` of one stored `Step`, or
-            `function(item)` of one item, which may close over traced arrays. It returns some leaves
-            of the step, as for `write`. `next_obs` is as for `jaxreplay.relabel`; it may be new
-            already, if the function returns observations.
+          function: Pure function `function(step, next_obs, *given)` of one stored `Step`, or
+            `function(item, *given)` of one item, which may close over traced arrays. It returns
+            some leaves of the step, as for `write`. `next_obs` is as for `jaxreplay.relabel`; it
+            may be new already, if the function returns observations.
+          given: Further arguments of the function, such as parameters of a model.
           block: Number of rows that are computed at once. Default: 65,536.
 
         Returns:
@@ -559,7 +560,7 @@ class ReplayBuffer(Static, Generic[T]):
         state = check_donated("map_rows", self, state)
         step_checks.check_writable("map_rows", state)
         checks.check_size("map_rows", "block", block)
-        return mapped(self, state, function, min(block, self.capacity))
+        return mapped(self, state, function, given, min(block, self.capacity))
 
     def can_add(self, state: ReplayState, num_steps: int = 1) -> jax.Array:
         """Return whether more steps overwrite only rows that were consumed; for `Queue` and

@@ -340,6 +340,24 @@ class Sharded(Static, Generic[T]):
             part_of("write", "items", len(index.row), self.num_shards)
         return self._change(self.local.write, state, (index, values), P(self.axis))
 
+    def map_rows(
+        self, state: ReplayState, function: Any, *given: Any, block: int = 65_536
+    ) -> ReplayState:
+        """Compute leaves of all rows anew, each on its device, as `ReplayBuffer.map_rows` does.
+
+        Args:
+          state: Donated.
+          function: As for `ReplayBuffer.map_rows`; it must not close over traced arrays.
+          given: Further arguments of the function, which all devices get.
+          block: Number of rows that a device computes at once. Default: 65,536.
+
+        Returns:
+          The new state.
+        """
+        self._own_specs("map_rows", state)
+        mapped = lambda own, *given: self.local.map_rows(own, function, *given, block=block)
+        return self._change(mapped, state, given, P())
+
     def size(self, state: ReplayState) -> jax.Array:
         """Return the number of sampleable rows of all shards, int32[].
 

@@ -638,6 +638,12 @@ def _sample(
     return batch, buffer.can_sample(state)
 
 
+@functools.partial(program, changes=True, static=("function", "block"))
+def map_rows(buffer: ReplayBuffer, state: Any, given: Any, function: Any, block: int) -> Any:
+    """Return a state with new leaves of all rows."""
+    return buffer.map_rows(state, function, *given, block=block)
+
+
 @program
 def _sample_members(buffer: Mixture, states: Any, draw: Any, options: Any) -> Sample:
     return buffer.sample(states, key_of(draw), **options)

@@ -24,7 +24,7 @@ from jaxreplay.samplers import ConsumingSampler
 from jaxreplay.stateful import host_arrays
 from jaxreplay.stateful.host_arrays import as_stored
 from jaxreplay.stateful.lock import Monitor
-from jaxreplay.stateful.owner import Draws, MixtureOwner, StateOwner
+from jaxreplay.stateful.owner import Draws, MixtureOwner, StateOwner, map_rows
 from jaxreplay.stateful.rate_limiter import RatioLimiter
 from jaxreplay.storage.episodes import Episodes
 from jaxreplay.storage.state import ReplayState
@@ -347,6 +347,27 @@ class Replay:
             given = owner.put((_index_of(index), values))
             self._changing(owner.change, method("write"), *given)
             self._monitor.notify_all()
+
+    def map_rows(
+        self, function: Any, *given: Any, block: int = 65_536, member: str | None = None
+    ) -> None:
+        """Compute leaves of all rows anew, as `ReplayBuffer.map_rows` does.
+
+        Args:
+          function: As for `ReplayBuffer.map_rows`. Each function is compiled once, so give the same
+            one again, with other parameters in `given`.
+          given: Further arguments of the function: arrays of JAX or NumPy.
+          block: Number of rows that are computed at once. Default: 65,536.
+          member: Name of the mixture's member that has the rows. Default: None, without a mixture.
+
+        Raises:
+          ValueError: Nothing was added yet, or as for `ReplayBuffer.map_rows`.
+        """
+        owner = self._owner_of("map_rows", member)
+        with self._monitor:
+            self._check_open()
+            owner.check_begun("map_rows")
+            self._changing(owner.change, map_rows, owner.put(given), function, block)
 
     @property
     def _consumes(self) -> bool:

@@ -10,6 +10,7 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay.storage import row_flags
+from tests.support.compilations import count_programs
 from tests.support.hlo import check_in_place
 
 E, LENGTH, TIME = 3, 20, 31
@@ -37,11 +38,11 @@ def mapped(buffer, block, steps, factor):
     state = buffer.extend(buffer.init(jax.tree.map(lambda leaf: leaf[0, 0], steps)), steps)
     rows = jnp.arange(E * LENGTH)
     relabelled = jr.relabel(buffer, lambda step, next_obs: step.reward * factor + next_obs)
-    change = lambda step, next_obs: {
+    change = lambda step, next_obs, factor: {
         "reward": step.reward * factor + next_obs,
         "action": step.obs,
     }
-    after = buffer.map_rows(state, change, block)
+    after = buffer.map_rows(state, change, factor, block=block)
     return state, after, relabelled.get(state, rows), buffer.get(after, rows)
 
 
@@ -76,6 +77,29 @@ def test_rows_that_are_not_written_stay():
     assert np.asarray(run()).tolist() == [2, 0, 0, 0, 2, 0, 0, 0]
 
 
+def scaled(step, next_obs, factor):
+    return {"reward": step.reward * factor + next_obs}
+
+
+def test_a_replay_compiles_a_function_once_for_all_parameters():
+    replay, time = jr.Replay(buffer_of("next_step")), 15
+    steps = jax.tree.map(lambda leaf: leaf[:time], steps_of("next_step"))
+    for step in range(time):
+        replay.add(jax.tree.map(lambda leaf, step=step: leaf[step], steps))
+    reward, next_obs = (x.copy() for x in (steps.reward, steps.obs))
+    with count_programs("map_rows") as compiled:
+        for factor in np.float32([2, 3]):
+            replay.map_rows(scaled, factor, block=16)
+            reward[:-1] = reward[:-1] * factor + next_obs[1:]
+        assert compiled() == 1
+    batch = replay.get(np.arange(E * LENGTH))
+    env, place = np.divmod(np.flatnonzero(batch.is_valid), LENGTH)
+    assert len(env) > 20
+    got = np.asarray(batch.experience.reward)[batch.is_valid]
+    is_end = steps.terminated[place, env]  # nothing comes after: the row's own observation
+    np.testing.assert_allclose(got[~is_end], reward[place, env][~is_end], rtol=1e-6)
+
+
 def test_it_is_in_place():
     capacity = 1 << 16
     buffer = jr.uniform(
@@ -85,7 +109,7 @@ def test_it_is_in_place():
     step = jr.Step(np.zeros(3, np.float32), zero, zero, terminated=no, truncated=no)
     state = jax.eval_shape(buffer.init, step)
     check_in_place(
-        lambda state: buffer.map_rows(state, lambda step, after: {"reward": after[0]}, 256),
+        lambda state: buffer.map_rows(state, lambda step, after: {"reward": after[0]}, block=256),
         (state,),
         num_elements=capacity,
         donated=0,

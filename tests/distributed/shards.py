@@ -46,6 +46,9 @@ def life(case, buffer, given, key, largest=lambda priority: priority):
         found["ended"] = state = buffer.end_streams(state, ended)
         state = buffer.add(buffer.extend(state, block, block_mask), step, step_mask)
         found["dropped"] = state = buffer.drop(state, ended)
+    if getattr(buffer, "buffer", buffer).allow_write:
+        change = lambda step, next_obs, factor: {"reward": factor * step.reward}
+        found["mapped"] = state = buffer.map_rows(state, change, np.float32(3), block=8)
     found |= {"size": buffer.size(state), "can_sample": buffer.can_sample(state)}
     found["cleared"] = state = buffer.clear(state)
     return found, buffer.can_sample(state), buffer.sample(state, key)
