@@ -88,6 +88,24 @@ def test_ppo_trains(run):
     assert figures["evaluation return"] >= (475 if SOAK else 100)
 
 
+def test_a_world_models_replay_gives_each_new_sequence_once_and_the_last_latents(run):
+    """Batches, their order and all latents are checked by lists within the example."""
+    figures = run("dreamer_replay", "--steps", "16000")
+    assert figures["new sequences"] > 0.99 * figures["env steps"]
+    assert figures["age of new sequences"] < 20 < 100 < figures["age of the others"]
+    assert abs(figures["standard errors off"]) < 4
+
+
+@pytest.mark.thorough
+@needs_gymnax
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_demonstrations_show_what_an_agent_alone_does_not_find(run, framework):
+    """The car gets 100 on the hill, and pays for every push."""
+    figures = run("rlpd", "--steps", "16000", "--seeds", "1", "--framework", framework)
+    assert figures["return with demos"] >= 80
+    assert abs(figures.get("return alone", 0)) < 10
+
+
 @pytest.mark.thorough
 @needs_gymnax
 def test_sac_trains(run):
