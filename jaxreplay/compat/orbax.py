@@ -2,7 +2,7 @@
 
 The rows go to a `Checkpointer`'s path, where each save writes what is new. An orbax step has the
 name of the one that belongs to it. Which steps orbax keeps, by `max_to_keep`, `best_fn` or
-`keep_period`, decides which rows stay. Needs `jaxreplay[checkpoint]` and orbax 0.11 or newer.
+`keep_period`, decides which rows stay. Needs `jaxreplay[checkpoint]` and orbax 0.11 or newer::
 
     checkpointer = Checkpointer("run/replay", buffer)
     manager = ocp.CheckpointManager(
