@@ -56,7 +56,7 @@ def gae(
         computed by `next_values`. Ignored where `terminated`.
       terminated: bool[T, E]. True where the task ended the episode.
       truncated: bool[T, E]. True where the episode was cut, such as by a time limit.
-      gamma: Discount factor of one step, in [0, 1].
+      gamma: float[] in [0, 1], the discount of one step; or float[T, E], that of each.
       lambda_: Number in [0, 1]: 0 looks one step ahead, 1 to the episode's end. Default: 0.95.
       mask: bool[T, E]. False where there is no step. Default: all rows are steps.
 
@@ -122,7 +122,7 @@ def vtrace(
         computed by `next_values`. Ignored where `terminated`.
       terminated: bool[T, E]. True where the task ended the episode.
       truncated: bool[T, E]. True where the episode was cut, such as by a time limit.
-      gamma: Discount factor of one step, in [0, 1].
+      gamma: float[] in [0, 1], the discount of one step; or float[T, E], that of each.
       lambda_: Number in [0, 1]: 0 looks one step ahead, 1 to the episode's end. Default: 1.
       rho_clip: Upper bound of the ratio that weighs a step's own TD error. It decides the policy
         whose value is learned. inf: no bound. Default: 1.

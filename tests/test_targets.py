@@ -146,6 +146,27 @@ def test_by_hand():
     assert got.target.tolist() == [3.0, 6.0, 3.0]
 
 
+def test_each_step_may_have_a_discount_of_its_own():
+    """A discount of 0 ends what a termination ends."""
+    stream = stream_of(MIXED)
+    ends = np.random.default_rng(1).random((T, E)) < 0.3
+    flags = {"terminated": stream["terminated"] | ends, "truncated": stream["truncated"] & ~ends}
+    next_value = np.nan_to_num(stream["next_value"])
+
+    @jax.jit
+    def run(gamma, stream):
+        ratio = jnp.where(stream["mask"], 0.3, 0.0)
+        options = {"gamma": gamma, "lambda_": DECAY}
+        return gae(**stream, **options), vtrace(ratio, **stream, **options)
+
+    own = run(np.where(ends, 0, np.float32(DISCOUNT)), stream | {"next_value": next_value})
+    plain = run(np.full((T, E), DISCOUNT, np.float32), stream | flags | {"next_value": next_value})
+    scalar = run(np.float32(DISCOUNT), stream | flags | {"next_value": next_value})
+    same = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+    jax.tree.map(same, plain, scalar)
+    jax.tree.map(same, own, plain)
+
+
 def test_vmap_over_envs_equals_one_call_and_so_does_a_call_without_jit():
     stream = stream_of(MIXED)
     arguments = ratios_of(stream, 1), stream, (1.5, 1.1)

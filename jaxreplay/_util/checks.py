@@ -112,6 +112,17 @@ def check_part(where: str, name: str, value: Any, kind: type, example: str) -> N
         )
 
 
+def check_extra(where: str, name: str, key: str | None, extras: Any) -> None:
+    """Raise a ValueError if a key is given, and a step's extras do not have it."""
+    if key is None or (isinstance(extras, dict) and key in extras):
+        return
+    has = f"they have {', '.join(extras)}" if isinstance(extras, dict) else "they are not a mapping"
+    raise ValueError(
+        f"{where}: {name}={key!r} is no key of the step's extras: {has}; store it with each step, "
+        f"as extras={{{key!r}: ...}}"
+    )
+
+
 def check_capacity(where: str, capacity: int, num_envs: int, smallest_length: int) -> None:
     """Raise a ValueError unless the capacity divides into streams that are long enough."""
     check_size(where, "capacity", capacity)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxreplay._util.checks import check_leaves
 from jaxreplay._util.names import kind_of
+from jaxreplay.buffers import step_checks
 from jaxreplay.buffers.state_checks import as_arrays, check_not_deleted, example_of
 from jaxreplay.samplers import Sampler
 from jaxreplay.storage import adopt, newest_row, ring, row_flags, stored_arrays
@@ -85,7 +86,7 @@ def merged(buffer: Any, state: ReplayState, other: ReplayState) -> ReplayState:
     return state.replace(sampler=sampler)
 
 
-def dropped(buffer: Any, state: ReplayState, mask: jax.Array) -> ReplayState:
+def dropped(buffer: Any, state: ReplayState, mask: Any) -> ReplayState:
     """Return a buffer's state without the unfinished episodes of some envs. It is donated.
 
     Their rows stay in the rings as rows of no step, until they are overwritten, so that no index
@@ -95,7 +96,14 @@ def dropped(buffer: Any, state: ReplayState, mask: jax.Array) -> ReplayState:
       buffer: The buffer.
       state: Its state.
       mask: bool[E], True for the envs that lose their episode.
+
+    Raises:
+      ValueError: The buffer stores items, or the mask has another type or shape.
     """
+    if buffer.autoreset is None:
+        raise ValueError("drop: items have no episodes that could be given up")
+    step_checks.check_mask("drop", mask, True, (buffer.num_envs,))
+    mask = jnp.asarray(mask)
     layout, numbers, row = state.layout, numbers_of(state), ring.arange(state.layout.capacity)
     # An episode that has ended stays, although its final row will not come.
     last_flags = state.counters.last_flags

@@ -67,6 +67,7 @@ def transitions(
     *,
     n_step: int = 1,
     gamma: float = 0.99,
+    discount_key: str | None = None,
     sampler: Sampler = _UNIFORM,
     **shared: Unpack[BufferOptions],
 ) -> ReplayBuffer[Transition]:
@@ -75,6 +76,8 @@ def transitions(
     Args:
       n_step: Number of steps n of a transition, at least 1. Default: 1.
       gamma: Discount of one step, in [0, 1]. Default: 0.99.
+      discount_key: Key in `extras` of a step's own discount, float[E], which multiplies gamma.
+        Default: none.
       sampler: Chooses the transitions of a sample. Default: `Uniform()`.
       capacity: Rows of all envs together, the final row of each episode included. A multiple of
         `num_envs`.
@@ -112,17 +115,24 @@ def transitions(
       >>> buffer.sample(state, jax.random.key(0)).is_valid.tolist()
       [True, True, True]
     """
-    return ReplayBuffer(sampler=sampler, view=TransitionView(n_step=n_step, gamma=gamma), **shared)
+    view = TransitionView(n_step=n_step, gamma=gamma, discount_key=discount_key)
+    return ReplayBuffer(sampler=sampler, view=view, **shared)
 
 
 def uniform(
-    *, n_step: int = 1, gamma: float = 0.99, **shared: Unpack[BufferOptions]
+    *,
+    n_step: int = 1,
+    gamma: float = 0.99,
+    discount_key: str | None = None,
+    **shared: Unpack[BufferOptions],
 ) -> ReplayBuffer[Transition]:
     """Make a buffer of n-step transitions that are sampled uniformly.
 
     Args:
       n_step: Number of steps n of a transition, at least 1. Default: 1.
       gamma: Discount of one step, in [0, 1]. Default: 0.99.
+      discount_key: Key in `extras` of a step's own discount, float[E], which multiplies gamma.
+        Default: none.
       capacity: Rows of all envs together, the final row of each episode included. A multiple of
         `num_envs`.
       num_envs: Number of parallel envs. Each has a ring of `capacity / num_envs` rows. Default: 1.
@@ -160,13 +170,14 @@ def uniform(
       >>> buffer.sample(state, jax.random.key(0)).experience.reward.tolist()
       [1.5, 1.5, 1.5]
     """
-    return transitions(n_step=n_step, gamma=gamma, **shared)
+    return transitions(n_step=n_step, gamma=gamma, discount_key=discount_key, **shared)
 
 
 def prioritized(
     *,
     n_step: int = 1,
     gamma: float = 0.99,
+    discount_key: str | None = None,
     alpha: float = 0.6,
     beta: float = 0.4,
     normalize_weights: Literal["batch", "buffer"] | None = "batch",
@@ -181,6 +192,8 @@ def prioritized(
     Args:
       n_step: Number of steps n of a transition, at least 1. Default: 1.
       gamma: Discount of one step, in [0, 1]. Default: 0.99.
+      discount_key: Key in `extras` of a step's own discount, float[E], which multiplies gamma.
+        Default: none.
       alpha: Exponent of priorities, at least 0. With 0, all rows of positive priority are equally
         probable. Default: 0.6.
       beta: Exponent of importance weights, at least 0: 0 corrects nothing, 1 corrects the bias of
@@ -237,7 +250,8 @@ def prioritized(
         stratified=stratified,
         new_priority=new_priority,
     )
-    return transitions(n_step=n_step, gamma=gamma, sampler=sampler, **shared)
+    view = {"n_step": n_step, "gamma": gamma, "discount_key": discount_key}
+    return transitions(**view, sampler=sampler, **shared)
 
 
 def sequences(

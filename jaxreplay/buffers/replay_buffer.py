@@ -720,11 +720,7 @@ class ReplayBuffer(Static, Generic[T]):
         Raises:
           ValueError: The buffer stores items.
         """
-        state = check_donated("drop", self, state)
-        if self.autoreset is None:
-            raise ValueError("drop: items have no episodes that could be given up")
-        step_checks.check_mask("drop", mask, True, (self.num_envs,))
-        return dropped(self, state, jnp.asarray(mask))
+        return dropped(self, check_donated("drop", self, state), mask)
 
     def adopt(self, state: ReplayState) -> ReplayState:
         """Make the state of another buffer this buffer's, with all its rows.

@@ -352,7 +352,7 @@ class Rollout(Static):
           final_value: float[T, E], the critic's value of each step's final observation, read only
             where the step was truncated. Required with "same_step"; optional with
             "same_step_no_final_obs". Default: none.
-          gamma: float[] in [0, 1], the discount of one step.
+          gamma: float[] in [0, 1], the discount of one step; or float[T, E], that of each.
           lambda_: float[] in [0, 1]: 0 looks one step ahead, 1 to the episode's end. Default: 0.95.
 
         Returns:

@@ -6,10 +6,15 @@ name of the one that belongs to it. Which steps orbax keeps, by `max_to_keep`, `
 
     checkpointer = Checkpointer("run/replay", buffer)
     manager = ocp.CheckpointManager(
-        "/run/steps", item_handlers={"agent": ocp.StandardCheckpointHandler(),
-                                     "replay": ReplayHandler(checkpointer)})
-    manager.save(step, args=ocp.args.Composite(
-        agent=ocp.args.StandardSave(agent), replay=ReplaySave(state)))
+        "/run/steps",
+        item_handlers={
+            "agent": ocp.StandardCheckpointHandler(),
+            "replay": ReplayHandler(checkpointer),
+        },
+    )
+    manager.save(
+        step, args=ocp.args.Composite(agent=ocp.args.StandardSave(agent), replay=ReplaySave(state))
+    )
 
 With several processes, all of them call this, as they call orbax.
 

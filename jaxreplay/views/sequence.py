@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay._util.aliases import PyTree
-from jaxreplay._util.checks import check_size
+from jaxreplay._util.checks import check_extra, check_size
 from jaxreplay.storage import ring
 from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.types import SequenceBatch
@@ -78,19 +78,7 @@ class SequenceView(View[SequenceBatch]):
 
     def check(self, where: str, layout: Layout, example: PyTree) -> None:
         del layout
-        if self.recurrent_state_key is not None and not (
-            isinstance(example.extras, dict) and self.recurrent_state_key in example.extras
-        ):
-            has = (
-                f"they have {', '.join(example.extras)}"
-                if isinstance(example.extras, dict)
-                else "they are not a mapping"
-            )
-            raise ValueError(
-                f"{where}: recurrent_state_key={self.recurrent_state_key!r} is no key of the "
-                f"step's extras: {has}; "
-                f"store it with each step, as extras={{{self.recurrent_state_key!r}: ...}}"
-            )
+        check_extra(where, "recurrent_state_key", self.recurrent_state_key, example.extras)
 
     def read(self, reader: RowReader) -> SequenceBatch:
         steps = jnp.arange(-self.burn_in, self.length + 1, dtype=jnp.int32)

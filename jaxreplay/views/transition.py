@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxreplay._util.checks import check_size
+from jaxreplay._util.aliases import PyTree
+from jaxreplay._util.checks import check_extra, check_size
 from jaxreplay.storage import ring
-from jaxreplay.storage.layout import Window
+from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.types import Transition
 from jaxreplay.views.row_reader import RowReader
 from jaxreplay.views.view import View
@@ -25,6 +26,8 @@ class TransitionView(View[Transition]):
     Args:
       n_step: Number of steps n of a transition, at least 1. Default: 1.
       gamma: Discount of one step, in [0, 1]. Default: 0.99.
+      discount_key: Key in `extras` of a step's own discount, float[], which multiplies gamma: of an
+        option, or dm_env's. Default: none.
 
     Example:
       >>> def oracle(reward, terminated, truncated, t, n, gamma):  # of one env, without final rows
@@ -48,6 +51,7 @@ class TransitionView(View[Transition]):
 
     n_step: int = 1
     gamma: float = 0.99
+    discount_key: str | None = None
     takes = ("n_step", "gamma")
 
     def _check(self) -> None:
@@ -58,6 +62,9 @@ class TransitionView(View[Transition]):
     @property
     def window(self) -> Window:
         return Window(after=self.n_step)
+
+    def check(self, where: str, layout: Layout, example: PyTree) -> None:
+        check_extra(where, "discount_key", self.discount_key, example.extras)
 
     def read(self, reader: RowReader) -> Transition:
         steps = ring.arange(self.n_step)
@@ -76,6 +83,9 @@ class TransitionView(View[Transition]):
             (reader.rows_after() >= num_steps) & reader.termination_has_final_row
         )
         powers = self.given.get("gamma", self.gamma) ** np.arange(self.n_step + 1)
+        if self.discount_key is not None:
+            own = jnp.cumprod(reader.extras(steps)[self.discount_key])
+            powers *= jnp.concatenate([jnp.ones_like(own[:1]), own])
         total = functools.partial(_weighted_sum, weights=powers[:-1], is_inside=is_inside)
         return Transition(
             obs=reader.obs(0),

@@ -297,6 +297,8 @@ USING = {
         drop:
         mask: got bool[3], expected bool[2]""",
     # Samplers of samplers, and parameters of a call.
+    "jr.uniform(**SIZES, **LOST, discount_key='d').init(EXAMPLE)": """
+        init: discount_key='d' is no key of the step's extras: they are not a mapping; store it""",
     "jr.blend()": "fractions must be numbers of at least 0, one of them positive; got []",
     "jr.blend(uniform=jr.Uniform())": "uniform must be (sampler, fraction)",
     "jr.blend(a=(jr.Uniform(), -1), b=(jr.Uniform(), 2))": "of at least 0, one of them positive",

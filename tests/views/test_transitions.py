@@ -252,3 +252,38 @@ def test_a_call_without_horizons_refuses_them():
         error = TypeError if "fractions" in options else ValueError
         with pytest.raises(error, match=text):
             buffer.get(state, np.arange(2), **options)
+
+
+def test_a_step_may_have_a_discount_of_its_own():
+    """Options last several steps, and dm_env's steps bring a discount."""
+    buffer = jr.uniform(
+        capacity=64,
+        num_envs=2,
+        batch_size=4,
+        autoreset="same_step_no_final_obs",
+        n_step=3,
+        gamma=0.5,
+        discount_key="discount",
+    )
+    r, shape = np.random.default_rng(0), (30, 2)
+    own = r.choice([0, 0.5, 1], shape).astype(np.float32)
+    steps = plain_step(
+        r.random(shape, np.float32), reward=r.integers(-3, 4, shape), extras={"discount": own}
+    ).replace(terminated=r.random(shape) < 0.1)
+    state = jax.jit(begun)(buffer, jax.tree.map(np.asarray, steps))
+    get = jax.jit(buffer.get)
+    for gamma in (None, 1.0):
+        found = jax.device_get(get(state, jnp.arange(64), gamma=gamma))
+        rows = np.flatnonzero(found.is_valid)
+        assert len(rows) > 40
+        for row in rows:
+            env, time = divmod(int(row), 32)
+            reward, discount = 0.0, 1.0
+            for k in range(3):
+                reward += discount * float(steps.reward[time + k, env])
+                discount *= (0.5 if gamma is None else gamma) * float(own[time + k, env])
+                if steps.terminated[time + k, env]:
+                    discount = 0.0
+                    break
+            assert found.experience.reward[row] == reward
+            assert found.experience.discount[row] == discount
