@@ -46,5 +46,6 @@ def mapped(
 
     none = (0 * state.counters.filled[0]).astype(jnp.uint32)  # each shard has one of its own
     state, trace = jax.lax.fori_loop(0, -(-capacity // size), of_block, (state, none))
-    counters = writes.traced(state.counters, [jnp.maximum(trace, 1)] * NUM_PARTS)
+    traces = jnp.full((NUM_PARTS, 1), jnp.maximum(trace, 1))
+    counters = writes.traced(state.counters, traces)
     return state.replace(counters=counters)
