@@ -62,6 +62,11 @@ def _hindsight(**shared: Any) -> Any:
     )
 
 
+def _blend(**shared: Any) -> Any:
+    parts = {"uniform": (jr.Uniform(), 0.5), "priority": (jr.Prioritized(), 0.5)}
+    return jr.transitions(**shared, sampler=jr.blend(**parts))
+
+
 def _numbers(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
@@ -94,6 +99,7 @@ NUMBERS = (
         _numbers(8),
         NUM_ROWS,
     ),
+    Case("blend", _blend, _numbers(8), NUM_ROWS, can_end_streams=False),
     Case(
         "writable", lambda **shared: jr.uniform(**shared, allow_write=True), _numbers(8), NUM_ROWS
     ),
