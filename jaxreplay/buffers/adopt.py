@@ -10,6 +10,7 @@ from jaxreplay._util.names import kind_of
 from jaxreplay.buffers import step_checks
 from jaxreplay.buffers.state_checks import as_arrays, check_not_deleted, example_of
 from jaxreplay.samplers import Sampler
+from jaxreplay.samplers.sampler import by_last_name
 from jaxreplay.storage import adopt, newest_row, ring, row_flags, stored_arrays
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.sampleable import Sampleable
@@ -55,7 +56,7 @@ def rebuilt(
         state, row = adopt.appended(empty, state)
         numbers = _placed(numbers, before, lambda values: _scattered(layout, row, values))
         state = adopt.derived(state, None)
-    sampler = buffer.sampler.from_numbers(Sampleable.of(state), numbers)
+    sampler = buffer.sampler.from_numbers(Sampleable.of(state), by_last_name(numbers))
     return state.replace(sampler=sampler)
 
 
@@ -73,7 +74,7 @@ def merged(buffer: Any, state: ReplayState, other: ReplayState) -> ReplayState:
     numbers, its = numbers_of(state), numbers_of(other)
     if layout.sampler is not None and before.sampler != layout.sampler:
         sampleable, sampler = Sampleable.of(other), buffer.sampler
-        its = sampler.numbers(sampler.from_numbers(sampleable, its), sampleable)
+        its = sampler.numbers(sampler.from_numbers(sampleable, by_last_name(its)), sampleable)
     state, row = adopt.appended(state, other)
     for name, values in numbers.items():
         if values.shape[:1] == (layout.capacity,):
@@ -82,7 +83,7 @@ def merged(buffer: Any, state: ReplayState, other: ReplayState) -> ReplayState:
         elif not values.ndim and jnp.issubdtype(values.dtype, jnp.floating):
             numbers[name] = jnp.maximum(values, its.get(name, values))
     state = adopt.derived(state, None)
-    sampler = buffer.sampler.from_numbers(Sampleable.of(state), numbers)
+    sampler = buffer.sampler.from_numbers(Sampleable.of(state), by_last_name(numbers))
     return state.replace(sampler=sampler)
 
 
@@ -123,9 +124,10 @@ def dropped(buffer: Any, state: ReplayState, mask: Any) -> ReplayState:
     counters = counters.set(last_flags=last_flags, num_candidates=end)
     state = state.replace(rows=state.rows.replace(flags=flags), counters=counters)
     state = adopt.derived(state, layout)
-    if "num_waiting" in numbers:  # of a queue, which loses what it has left over
-        numbers["num_waiting"] *= 0
-    sampler = buffer.sampler.from_numbers(Sampleable.of(state), numbers)
+    for name in numbers:
+        if name.rpartition(".")[2] == "num_waiting":  # of a queue, which loses what is left over
+            numbers[name] *= 0
+    sampler = buffer.sampler.from_numbers(Sampleable.of(state), by_last_name(numbers))
     return state.replace(sampler=sampler)
 
 

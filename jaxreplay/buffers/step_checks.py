@@ -295,4 +295,6 @@ def of_items(given: Any, names: set[str], shape: tuple[int, ...]) -> dict[str, j
                 f"{name} must be one number, or one for each of {math.prod(shape)} items, got an "
                 f"array of shape {list(jnp.shape(value))}"
             )
+        if name == "n_step" and not jnp.issubdtype(jnp.result_type(value), jnp.integer):
+            raise ValueError(f"n_step must be of integers, got {jnp.result_type(value)}")
     return {name: jnp.broadcast_to(value, shape) for name, value in found.items()}

@@ -1,16 +1,24 @@
 """Samplers of samplers over one store: parts of a batch from each."""
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxreplay._util import random
 from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.checks import check_part
-from jaxreplay.samplers.sampler import ConsumingSampler, Draw, PrioritySampler, Sampler
+from jaxreplay.samplers.sampler import (
+    ConsumingSampler,
+    Draw,
+    PrioritySampler,
+    Sampler,
+    by_last_name,
+)
 from jaxreplay.storage import ring
 from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.storage.sampleable import Sampleable
@@ -38,7 +46,7 @@ class Joined(PrioritySampler):
     def _ask(self, name: str, state: PyTree, *arguments: Any) -> dict[str, Any]:
         """Call a method of each part with its own state."""
         return {
-            part: getattr(one, name)(state.get(part, ()), *arguments)
+            part: getattr(one, name)(own(state, part), *arguments)
             for part, one in self.parts.items()
         }
 
@@ -46,11 +54,18 @@ class Joined(PrioritySampler):
         return {name: states[name] for name in self._stateful()}
 
     def _check_parts(self) -> None:
+        where = type(self).__name__
         for name, one in self.parts.items():
-            check_part(type(self).__name__, name, one, Sampler, "jaxreplay.Uniform()")
+            check_part(where, name, one, Sampler, "jaxreplay.Uniform()")
+            if "." in name:
+                raise ValueError(f"{where}: {name}: a name must have no dot")
         if self.beta is None:
-            known = [p.beta for p in self.parts.values() if isinstance(p, PrioritySampler)]
+            known = [one.beta for one in self._with_priorities().values()]
             object.__setattr__(self, "beta", known[0] if known else 0.0)
+        if not _is_fraction(self.beta):
+            raise ValueError(
+                f"{where}: beta must be a finite number of at least 0, got {self.beta!r}"
+            )
 
     def window(self, window: Window) -> Window:
         """Return the window that suits every part."""
@@ -75,14 +90,15 @@ class Joined(PrioritySampler):
         }
 
     def numbers(self, state: PyTree, sampleable: Sampleable) -> dict[str, jax.Array]:
-        """Return the numbers of all parts. A name that an earlier part has gets its part's."""
-        found: dict[str, jax.Array] = {}
-        for part, own in self._ask("numbers", state, sampleable).items():
-            found |= {f"{part}.{name}" if name in found else name: own[name] for name in own}
-        return found
+        """Return the numbers of all parts, with names such as "priority.mass"."""
+        each = self._ask("numbers", state, sampleable)
+        return {
+            f"{part}.{name}": x for part, of_part in each.items() for name, x in of_part.items()
+        }
 
     def from_numbers(self, sampleable: Sampleable, numbers: dict[str, jax.Array]) -> PyTree:
-        """Return the states of all parts, each from the numbers of its own names or of any part.
+        """Return the states of all parts, each from the numbers of a part of its name or, if the
+        other sampler had none, from all.
 
         Args:
           sampleable: The sampleable rows of the new buffer.
@@ -91,8 +107,13 @@ class Joined(PrioritySampler):
         made = {}
         for part, one in self._stateful().items():
             prefix = part + "."
-            own = {n.removeprefix(prefix): v for n, v in numbers.items() if n.startswith(prefix)}
-            made[part] = one.from_numbers(sampleable, numbers | own)
+            of_part = {
+                name.removeprefix(prefix): x
+                for name, x in numbers.items()
+                if name.startswith(prefix)
+            }
+            given = by_last_name(of_part) if of_part else numbers
+            made[part] = one.from_numbers(sampleable, given)
         return made
 
     def size(self, state: PyTree, sampleable: Sampleable) -> jax.Array:
@@ -114,7 +135,7 @@ class Joined(PrioritySampler):
         return {**state, **new}
 
     def _takers(self) -> dict[str, PrioritySampler]:
-        found = {n: one for n, one in self.parts.items() if isinstance(one, PrioritySampler)}
+        found = self._with_priorities()
         if not found:
             raise ValueError(
                 f"{type(self).__name__}: none of its samplers has priorities "
@@ -122,11 +143,19 @@ class Joined(PrioritySampler):
             )
         return found
 
+    def _with_priorities(self) -> dict[str, PrioritySampler]:
+        return {
+            name: one
+            for name, one in self.parts.items()
+            if isinstance(one, PrioritySampler)
+            and (not isinstance(one, Joined) or one._with_priorities())
+        }
+
     def metrics(self, state: PyTree, sampleable: Sampleable) -> dict[str, jax.Array]:
         """Return the figures of all parts; of a name that several have, the first one's."""
         found: dict[str, jax.Array] = {}
-        for own in self._ask("metrics", state, sampleable).values():
-            found = own | found
+        for of_part in self._ask("metrics", state, sampleable).values():
+            found = of_part | found
         return found
 
 
@@ -134,9 +163,9 @@ class Blend(Joined):
     """Sample parts of each batch by several samplers over the same rows.
 
     Sampler m gives the fraction f_m of a batch. Where f_m B is no whole number, the batch has the
-    next smaller or larger number of its items, so that the mean is f_m B. The probability of row i
-    is P(i) = sum_m f_m P_m(i), whichever sampler gave it, so that weights (n P(i))^-beta, divided
-    by the largest of the batch, correct what the blend prefers.
+    next smaller or larger number of its items, so that the mean is f_m B, in 1,024ths. The
+    probability of row i is P(i) = sum_m f_m P_m(i), whichever sampler gave it, so that weights
+    (n P(i))^-beta, divided by the largest of the batch, correct what the blend prefers.
 
     An item of a sampler that has no row is not valid. New priorities reach each sampler that has
     priorities. Buffers with a blend cannot be sharded: its parts weigh shards differently.
@@ -161,11 +190,13 @@ class Blend(Joined):
 
     def _check(self) -> None:
         fractions = [fraction for _, _, fraction in self.members]
-        if not all(0 <= one < float("inf") for one in fractions) or not sum(fractions) > 0:
+        if not (all(map(_is_fraction, fractions)) and sum(fractions) > 0):
             raise ValueError(
                 f"Blend: fractions must be numbers of at least 0, one of them positive; got "
                 f"{fractions}; write jaxreplay.blend(uniform=(jaxreplay.Uniform(), 0.5), ...)"
             )
+        if len(self.parts) < len(self.members):
+            raise ValueError(f"Blend: two samplers have one name: {[*self.parts]}")
         self._check_parts()
         for name, one, _ in self.members:
             if isinstance(one, ConsumingSampler):
@@ -191,12 +222,13 @@ class Blend(Joined):
         source, place = shares(fractions, sizes, batch_size, key)
         keys = jax.random.split(key, len(self.members))
         draws = [
-            one.sample(state.get(name, ()), sampleable, key, max(size, 1))
+            one.sample(own(state, name), sampleable, key, max(size, 1))
             for (name, one, _), key, size in zip(self.members, keys, sizes, strict=True)
         ]
-        row, own = (taken([getattr(d, n) for d in draws], source, place) for n in Draw._fields[1:])
+        of = lambda name: taken([getattr(draw, name) for draw in draws], source, place)
+        row, is_valid = of("row"), of("probability") > 0
         probability = self.probability(state, sampleable, row)
-        return Draw(state, row, jnp.where(own > 0, probability, 0))
+        return Draw(state, row, jnp.where(is_valid, probability, 0))
 
     def probability(self, state: PyTree, sampleable: Sampleable, row: jax.Array) -> jax.Array:
         each = self._ask("probability", state, sampleable, row).values()
@@ -256,6 +288,20 @@ def blend(*, beta: float | None = None, **members: tuple[Sampler, float]) -> Ble
     return Blend(members=tuple((name, *member) for name, member in members.items()), beta=beta)
 
 
+def own(state: PyTree, name: str) -> PyTree:
+    """Return the state of a part, `()` if it has none.
+
+    Args:
+      state: A dict of states by name, or `()`.
+      name: Name of the part.
+    """
+    return dict(state).get(name, ())
+
+
+def _is_fraction(number: Any) -> bool:
+    return isinstance(number, Real) and 0 <= float(number) < float("inf")
+
+
 def fractions_of(where: str, fractions: Any, names: Sequence[str]) -> jax.Array:
     """Return the fractions of a call, which are 1 together: float32[M].
 
@@ -273,7 +319,13 @@ def fractions_of(where: str, fractions: Any, names: Sequence[str]) -> jax.Array:
             f"{where}: fractions must be a mapping with a number for each of {', '.join(names)}; "
             f"got {got}"
         )
-    found = jnp.stack([jnp.asarray(fractions[name], jnp.float32) for name in names])
+    values = [fractions[name] for name in names]
+    is_known = not any(isinstance(one, Tracer) for one in values) and np.ndim(values) == 1
+    if is_known and not (min(map(float, values)) >= 0 and sum(map(float, values)) > 0):
+        raise ValueError(
+            f"{where}: fractions must be at least 0, and one of them positive; got {fractions}"
+        )
+    found = jnp.stack([jnp.asarray(one, jnp.float32) for one in values])
     if found.ndim != 1:
         raise ValueError(f"{where}: each fraction must be one number, got {found.shape[1:]}")
     total = found.sum()

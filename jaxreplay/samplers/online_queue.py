@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jaxreplay._util import random
 from jaxreplay._util.aliases import Key, PyTree
-from jaxreplay.samplers.blend import Joined, spread
+from jaxreplay.samplers.blend import Joined, own, spread
 from jaxreplay.samplers.queue import Queue
 from jaxreplay.samplers.sampler import ConsumingSampler, Draw, Sampler, uniform_probability
 from jaxreplay.samplers.uniform import Uniform
@@ -81,14 +81,14 @@ class OnlineQueue(Joined, ConsumingSampler):
 
     def sample(self, state: PyTree, sampleable: Sampleable, key: Key, batch_size: int) -> Draw:
         queue, new, is_new = Queue().sample(state["queue"], sampleable, key, batch_size)
-        own = state.get("sampler", ())
-        _, row, probability = self.sampler.sample(own, sampleable, key, batch_size)
+        rest = own(state, "sampler")
+        _, row, probability = self.sampler.sample(rest, sampleable, key, batch_size)
         item, (_, word) = ring.arange(batch_size), random.words(key, 1, _FOR_PLACES)
         num_new = is_new.sum(dtype=jnp.int32)
         nth = jnp.maximum(item - num_new, 0)
         place = spread(nth, batch_size - num_new, jnp.int32(batch_size), word)
         row, probability = row[place], probability[place]
-        of_new = self.sampler.probability(own, sampleable, new)
+        of_new = self.sampler.probability(rest, sampleable, new)
         least = uniform_probability(sampleable.count().sum(dtype=jnp.int32))
         of_new = jnp.where(of_new > 0, of_new, least)
         is_new = item < num_new
@@ -97,7 +97,7 @@ class OnlineQueue(Joined, ConsumingSampler):
 
     def probability(self, state: PyTree, sampleable: Sampleable, row: jax.Array) -> jax.Array:
         """Return the probability of each row by `sampler`."""
-        return self.sampler.probability(state.get("sampler", ()), sampleable, row)
+        return self.sampler.probability(own(state, "sampler"), sampleable, row)
 
     def can_add(self, state: PyTree, sampleable: Sampleable, num_rows: int) -> jax.Array:
         """Return whether `num_rows` more rows of each stream overwrite no new row."""

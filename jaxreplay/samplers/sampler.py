@@ -420,6 +420,15 @@ class ConsumingSampler(Sampler):
         )
 
 
+def by_last_name(numbers: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return numbers also by the last parts of names such as "priority.mass", the first one's.
+
+    Args:
+      numbers: As `Sampler.numbers` returns them.
+    """
+    return {name.rpartition(".")[2]: x for name, x in reversed(numbers.items())} | numbers
+
+
 def uniform_probability(total: jax.Array) -> jax.Array:
     """Return the probability of one of `total` equally probable rows, 0 if `total` is 0.
 

@@ -524,7 +524,8 @@ class Replay:
                     owner.final_obs.restart()
 
     def drop(self, mask: Any, *, member: str | None = None) -> None:
-        """Give up the unfinished episodes of some envs, as `ReplayBuffer.drop` does.
+        """Give up the unfinished episodes of some envs, as `ReplayBuffer.drop` does. Prefetched
+        batches are given up, too.
 
         Args:
           mask: bool[E], True for the envs whose episode is given up.
@@ -538,7 +539,7 @@ class Replay:
             self._check_open()
             if owner.has_example:
                 self._changing(owner.change, method("drop"), mask)
-                owner.final_obs.restart()
+                self._start_anew()
 
     def metrics(self) -> dict[str, float]:
         """Return the figures of `ReplayBuffer.metrics` as numbers; {} before the first `add`. Those

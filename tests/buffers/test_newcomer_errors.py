@@ -304,6 +304,16 @@ USING = {
     "jr.blend(a=(jr.Uniform(), -1), b=(jr.Uniform(), 2))": "of at least 0, one of them positive",
     "jr.blend(a=(jr.Uniform, 1))": "Blend: a must be an instance of a jaxreplay.samplers.Sampler",
     "jr.blend(a=(jr.Queue(), 1))": "Blend: a: Queue consumes rows",
+    "jr.blend(a=(jr.Uniform(), 'x'))": "one of them positive; got ['x']",
+    "jr.blend(a=(jr.Uniform(), 1), beta=-1.0)": """
+        Blend: beta must be a finite number of at least 0, got -1.0""",
+    "jr.OnlineQueue(beta=float('nan'))": "OnlineQueue: beta must be a finite number of at least 0",
+    "jr.blend(**{'a.b': (jr.Uniform(), 1)})": "Blend: a.b: a name must have no dot",
+    "jr.samplers.Blend(members=(('a', jr.Uniform(), 1), ('a', jr.Recent(decay=0.9), 1)))": """
+        Blend: two samplers have one name: ['a']""",
+    "blended.sample(blended_state, key, fractions={'a': -1})": """
+        Blend: fractions must be at least 0, and one of them positive; got {'a': -1}""",
+    "buffer.sample(state, key, n_step=1.5)": "n_step must be of integers, got float32",
     "jr.OnlineQueue(sampler=jr.Queue())": "OnlineQueue: sampler: Queue consumes rows itself",
     "blended.sample(blended_state, key, fractions={'b': 1})": """
         Blend: fractions must be a mapping with a number for each of a; got b""",

@@ -10,9 +10,11 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
+from jaxreplay.checkpoint import Checkpointer
 from jaxreplay.samplers import blend
 from tests.conftest import SOAK
 from tests.samplers.test_laws import check
+from tests.support.steps import plain_step
 
 BATCH, ROWS = 10, 17  # of each of two envs
 KEYS = 40_000 if SOAK else 4_000
@@ -172,6 +174,61 @@ def test_priorities_reach_every_tree_and_outlast_another_buffer():
     single = jr.items(capacity=64, num_envs=2, batch_size=1, sampler=jr.Prioritized(alpha=1.0))
     own = get(single, adopt(single, state), first).probability
     np.testing.assert_allclose(own, laws[0][:ROWS], rtol=1e-4)
+
+
+UNIFORM_ONLY = jr.blend(u=(jr.Uniform(), 0.75), n=(jr.Newest(num_rows=3), 0.25))
+
+
+def by(alpha):
+    return jr.Prioritized(alpha=alpha, new_priority=1.0)
+
+
+NESTED = {
+    "names of two levels": jr.OnlineQueue(
+        sampler=jr.blend(x=(by(1.0), 0.9), sampler=(by(0.5), 0.1))
+    ),
+    "a part's name inside": jr.blend(
+        m=(jr.blend(a=(by(1.0), 0.5), m=(by(0.5), 0.5)), 0.9), u=(jr.Uniform(), 0.1)
+    ),
+    "a part's name beside": jr.blend(
+        a=(jr.blend(b=(by(1.0), 0.5), c=(by(0.5), 0.5)), 0.5), b=(by(0.2), 0.5)
+    ),
+    "without a state": jr.blend(x=(UNIFORM_ONLY, 0.5), v=(jr.Uniform(), 0.5)),
+    "one without a state": jr.blend(x=(UNIFORM_ONLY, 0.5), p=(by(1.0), 0.5)),
+    "online": jr.OnlineQueue(sampler=UNIFORM_ONLY),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_samplers_keep_what_they_know(name, tmp_path):
+    """Through a drop of nothing, another capacity, and a checkpoint."""
+    sizes = {"num_envs": 1, "batch_size": 4, "autoreset": "same_step_no_final_obs"}
+    buffer = jr.transitions(capacity=16, **sizes, sampler=NESTED[name])
+    steps = plain_step(np.arange(12.0, dtype=np.float32)[:, None])
+    state = extend(buffer, buffer.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
+    rows, had = np.arange(16), get(buffer, state, np.arange(16))
+    if has_priorities := "Prioritized" in repr(NESTED[name]):
+        index = jax.tree.map(lambda leaf: leaf[:3], had.index)
+        state = update(buffer, state, index, np.float32([9, 5, 2]))
+    draw = pop if isinstance(buffer.sampler, jr.OnlineQueue) else sample
+    draw(buffer, state, jax.random.key(0))
+    expected = np.asarray(get(buffer, state, rows).probability)
+    assert expected.sum() == pytest.approx(1, rel=1e-5)
+    larger = jr.transitions(capacity=32, **sizes, sampler=NESTED[name])
+    single = jr.transitions(capacity=16, **sizes, sampler=by(1.0))
+    checkpointer = Checkpointer(tmp_path, buffer)
+    checkpointer.save(state)
+    example = jax.tree.map(lambda leaf: leaf[0, 0], steps)
+    for other, its in (
+        (buffer, jax.jit(buffer.drop)(state, np.zeros(1, bool))),
+        (larger, adopt(larger, state)),
+        (buffer, checkpointer.restore(example)),
+        (larger, Checkpointer(tmp_path, larger).restore(example)),
+    ):
+        np.testing.assert_allclose(get(other, its, rows).probability, expected, rtol=1e-5)
+    there = get(single, adopt(single, state), rows).probability
+    if has_priorities:  # the first of them
+        assert there[0] / there[1] == pytest.approx(9 / 5, rel=1e-5)
 
 
 def test_a_member_without_rows_gives_invalid_items():

@@ -140,7 +140,7 @@ def test_a_draw_is_in_place():
     draw = (np.uint32(0), np.uint32(0))
     sample = owner._sample[0].__wrapped__
     check_in_place(
-        lambda state: sample(ours._replay, state, draw, 0.4, 8),
+        lambda state: sample(ours._replay, state, draw, {"beta": 0.4}, 8),
         (ours._state,),
         num_elements=1 << 16,
     )

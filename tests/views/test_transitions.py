@@ -187,8 +187,8 @@ def test_clear_between_a_done_and_its_tail_makes_no_pair_across_episodes():
     assert [read(row) for row in range(16)] == [None, (200, 1, 0.5, 201, 1)] + [None] * 14
 
 
-HORIZONS = np.int32([1, 2, 3, 4, 9])
-GAMMAS = np.float32([0.0, 0.5, 0.9, 1.0, 0.3])
+HORIZONS = np.int32([1, 3, 9])
+GAMMAS = np.float32([0.0, 0.5, 1.0])
 
 
 @functools.cache
@@ -226,7 +226,7 @@ def test_a_call_may_shorten_the_horizon_and_change_the_discount():
             got.experience,
             expected.experience,
         )
-    chosen = np.int32([3, 40, 7, 9, 20])
+    chosen = np.int32([3, 40, 7])
     item = jax.jit(buffer.get)(state, chosen, n_step=HORIZONS, gamma=GAMMAS)
     for which, row in enumerate(chosen):
         jax.tree.map(
