@@ -164,6 +164,28 @@ MUTATIONS = (
         "checkpoint/test_checkpoint_damage.py checkpoint/test_checkpoint_hostile.py",
     ),
     (
+        "candidates after a drop have the numbers of dropped ones",
+        "buffers/adopt.py",
+        "end = counters.num_candidates + jnp.uint32(layout.length)",
+        "end = counters.num_candidates",
+        "samplers/test_without_replacement.py",
+    ),
+    (
+        "an item has the probability of the sampler that gave it alone",
+        "samplers/blend.py",
+        'row, is_valid = of("row"), of("probability") > 0\n'
+        "        probability = self.probability(state, sampleable, row)",
+        'row, is_valid = of("row"), of("probability") > 0\n        probability = of("probability")',
+        "samplers/test_blend.py",
+    ),
+    (
+        "the first strata of a draw are taken for the rest of a batch",
+        "samplers/blend.py",
+        "place = jnp.where(count == size, nth, (part * size).astype(jnp.int32))",
+        "place = nth",
+        "samplers/test_blend.py",
+    ),
+    (
         "an item of a small shard weighs as one of a large shard",
         "distributed/local.py",
         "weight=weight * (self.num_shards * share)",
