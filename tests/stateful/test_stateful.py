@@ -291,6 +291,19 @@ def test_a_reset_by_hand_is_noticed_by_its_final_obs(form):
     assert len(caught) == 1
 
 
+def test_no_batch_after_a_drop_has_a_row_of_it():
+    """Not the prefetched ones either; the steps that wait belong to the episode."""
+    replay = make(steps=17, prefetch=2)  # of each env, steps 10 to 14 are an episode, 15 its final
+    for t in range(17, 19):
+        replay.add(step(t))
+        replay.sample()
+    replay.add(step(19, (3,)) | {"truncated": np.zeros(3, bool)})
+    replay.drop(np.array([True, False, True]))
+    seen = np.concatenate([replay.sample().experience.reward for _ in range(40)])
+    newest = {env: max(seen[seen % 1 == env / 8]) for env in range(3)}
+    assert newest == {0: 14, 1: 18.125, 2: 14.25}
+
+
 @pytest.mark.parametrize("final_obs", [None, "zeros", "next", "end_streams", "clear"])
 def test_no_reset_is_seen_where_there_is_none_or_it_was_told(final_obs):
     replay, walk = make(capacity=600, autoreset="same_step"), Walk(3)
