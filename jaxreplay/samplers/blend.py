@@ -131,6 +131,7 @@ class Joined(PrioritySampler):
         new = {
             name: one.update(state[name], sampleable, index, priority)
             for name, one in self._takers().items()
+            if name in state
         }
         return {**state, **new}
 
