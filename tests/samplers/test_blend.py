@@ -193,7 +193,6 @@ NESTED = {
     "a part's name beside": jr.blend(
         a=(jr.blend(b=(by(1.0), 0.5), c=(by(0.5), 0.5)), 0.5), b=(by(0.2), 0.5)
     ),
-    "without a state": jr.blend(x=(UNIFORM_ONLY, 0.5), v=(jr.Uniform(), 0.5)),
     "one without a state": jr.blend(x=(UNIFORM_ONLY, 0.5), p=(by(1.0), 0.5)),
     "online": jr.OnlineQueue(sampler=UNIFORM_ONLY),
 }
