@@ -222,7 +222,6 @@ def test_nested_samplers_keep_what_they_know(name, tmp_path):
         (buffer, jax.jit(buffer.drop)(state, np.zeros(1, bool))),
         (larger, adopt(larger, state)),
         (buffer, checkpointer.restore(example)),
-        (larger, Checkpointer(tmp_path, larger).restore(example)),
     ):
         np.testing.assert_allclose(get(other, its, rows).probability, expected, rtol=1e-5)
     there = get(single, adopt(single, state), rows).probability
