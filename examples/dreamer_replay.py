@@ -3,15 +3,17 @@
     python examples/dreamer_replay.py   # 20 seconds on two CPU cores; writes out/dreamer_replay.png
 
 Copy `BUFFER` and `iteration`. Each new sequence is trained on once, soon after it was added. The
-rest of a batch is uniform, by priority, and by recency. The world model's latent states go back
-into the rows, and its losses become priorities. All of it runs in one compiled loop.
+rest of a batch is uniform in the paper; its published code can also sample by priority and by
+recency, as here. The world model's latent states go back into the rows, and its losses become
+priorities. All of it runs in one compiled loop.
 
 Afterwards a replay of lists goes through what the loop saw: that each batch begins with the new
 sequences in their order, that every latent is the last one written to its step, and that the other
 items are as probable as the loop was told.
 
 References:
-  Hafner et al., "Mastering Diverse Domains through World Models" (2023).
+  Hafner et al., "Mastering Diverse Domains through World Models" (2023), where new sequences do
+  not overlap; here each start gives one.
 """
 
 import sys
@@ -138,7 +140,7 @@ def main(argv=None):
     seen = jax.device_get(run(keys))
     seconds = time.perf_counter() - began
     num_new, (age_of_new, age_of_others) = check(seen)
-    # of 1 / (n P(i)) the mean over draws is 1, whatever the law, if the probabilities are right
+    # If the probabilities P(i) are right, the mean of 1 / (n P(i)) over sampled rows is 1.
     is_other = np.arange(BUFFER.batch_size) >= num_new[:, None]
     share = seen["share"][is_other & seen["is_valid"]]
     error = (share.mean() - 1) / (share.std() / np.sqrt(len(share)))

@@ -40,11 +40,11 @@ OBS, ACTION = jnp.zeros(2), jnp.zeros(1)
 EXAMPLE = jr.Step(OBS, ACTION, 0.0, terminated=False, truncated=False, final_obs=OBS)
 
 
-def buffers(autoreset, **options):
+def buffers(autoreset):
     """Return a mixture of demonstrations and the rows of the run, and a buffer of these alone."""
     shared = {"num_envs": NUM_ENVS, "batch_size": BATCH_SIZE, "n_step": 5, "gamma": 0.99}
     demos = jr.uniform(capacity=16_384, autoreset="same_step", **shared)
-    online = jr.uniform(capacity=65_536, min_size=1_000, autoreset=autoreset, **shared, **options)
+    online = jr.uniform(capacity=65_536, min_size=1_000, autoreset=autoreset, **shared)
     half = BATCH_SIZE // 2
     return jr.mix(demos=(demos, half), online=(online, half)), jr.mix(online=(online, BATCH_SIZE))
 
@@ -298,7 +298,7 @@ def main(argv=None):
         curves = {name: (run["steps"], run["returns"]) for name, run in runs.items()}
         last = {name: float(run["returns"][-1].mean()) for name, run in runs.items()}
         figures = {f"return_{name}": round(value, 1) for name, value in last.items()}
-        reached = last["with demos"] >= 90 > 10 > last["alone"]
+        reached = last["with demos"] >= 90 and last["alone"] < 10
     common.plot(args.out, {"title": "Return", "curves": curves})
     return common.report(
         bool(reached),

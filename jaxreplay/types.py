@@ -92,10 +92,13 @@ class Index(Node):
       row: int32[B] in [0, capacity). Equals env * (rows per env) + position.
       lap: uint32[B]. Number of times that the env's ring had wrapped when the row was written,
         modulo 2**32.
+      source: int32[B]. Number of each row's member, if a mixture was given `fractions`. Default:
+        None, for all other samples.
     """
 
     row: jax.Array
     lap: jax.Array
+    source: jax.Array | None = None
 
 
 class Sample(Node, Generic[T]):

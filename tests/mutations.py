@@ -165,7 +165,7 @@ MUTATIONS = (
     ),
     (
         "candidates after a drop have the numbers of dropped ones",
-        "buffers/adopt.py",
+        "buffers/drop.py",
         "end = counters.num_candidates + jnp.uint32(layout.length)",
         "end = counters.num_candidates",
         "samplers/test_without_replacement.py",
@@ -180,7 +180,7 @@ MUTATIONS = (
     ),
     (
         "the first strata of a draw are taken for the rest of a batch",
-        "samplers/blend.py",
+        "samplers/shares.py",
         "place = jnp.where(count == size, nth, (part * size).astype(jnp.int32))",
         "place = nth",
         "samplers/test_blend.py",

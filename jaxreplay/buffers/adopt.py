@@ -1,4 +1,4 @@
-"""Rows of one buffer in the state of another, and without some: `adopt`, `merge` and `drop`."""
+"""Rows of one buffer in the state of another: `buffer.adopt` and `buffer.merge`."""
 
 from typing import Any
 
@@ -7,14 +7,13 @@ import jax.numpy as jnp
 
 from jaxreplay._util.checks import check_leaves
 from jaxreplay._util.names import kind_of
-from jaxreplay.buffers import step_checks
 from jaxreplay.buffers.state_checks import as_arrays, check_not_deleted, example_of
 from jaxreplay.samplers import Sampler
 from jaxreplay.samplers.sampler import by_last_name
-from jaxreplay.storage import adopt, newest_row, ring, row_flags, stored_arrays
+from jaxreplay.storage import adopt, newest_row, row_flags, stored_arrays
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.sampleable import Sampleable
-from jaxreplay.storage.state import ReplayState, at
+from jaxreplay.storage.state import ReplayState
 
 # Forms of `autoreset` with the same rows: a step that is done, then its final row.
 _SAME_ROWS = {"next_step", "same_step"}
@@ -83,50 +82,6 @@ def merged(buffer: Any, state: ReplayState, other: ReplayState) -> ReplayState:
         elif not values.ndim and jnp.issubdtype(values.dtype, jnp.floating):
             numbers[name] = jnp.maximum(values, its.get(name, values))
     state = adopt.derived(state, None)
-    sampler = buffer.sampler.from_numbers(Sampleable.of(state), by_last_name(numbers))
-    return state.replace(sampler=sampler)
-
-
-def dropped(buffer: Any, state: ReplayState, mask: Any) -> ReplayState:
-    """Return a buffer's state without the unfinished episodes of some envs. It is donated.
-
-    Their rows stay in the rings as rows of no step, until they are overwritten, so that no index
-    changes its meaning.
-
-    Args:
-      buffer: The buffer.
-      state: Its state.
-      mask: bool[E], True for the envs that lose their episode.
-
-    Raises:
-      ValueError: The buffer stores items, or the mask has another type or shape.
-    """
-    if buffer.autoreset is None:
-        raise ValueError("drop: items have no episodes that could be given up")
-    step_checks.check_mask("drop", mask, True, (buffer.num_envs,))
-    mask = jnp.asarray(mask)
-    layout, numbers, row = state.layout, numbers_of(state), ring.arange(state.layout.capacity)
-    # An episode that has ended stays, although its final row will not come.
-    last_flags = state.counters.last_flags
-    has_ended = row_flags.owes_final_row(last_flags) & (layout.autoreset == "next_step")
-    has_ended |= layout.closes_episode(last_flags)
-    state, _ = newest_row.close(state, mask & has_ended)
-    # The newest rows from the episode's first one on, or all of a ring.
-    counters, (env, _) = state.counters, layout.split(row)
-    age = jnp.where(state.has(row, row_flags.FIRST), state.age(row), layout.length)
-    most = age.reshape(layout.num_envs, layout.length).min(axis=1)
-    is_none = at(mask & ~has_ended, env) & (state.age(row) <= at(most, env))
-    is_none &= state.is_written(row)
-    flags = jnp.where(is_none, jnp.uint8(adopt.NO_STEP), state.rows.flags)
-    last_flags = jnp.where(mask & ~has_ended, jnp.uint8(adopt.NO_STEP), counters.last_flags)
-    # Candidate numbers are larger than all before, so that none has two meanings.
-    end = counters.num_candidates + jnp.uint32(layout.length)
-    counters = counters.set(last_flags=last_flags, num_candidates=end)
-    state = state.replace(rows=state.rows.replace(flags=flags), counters=counters)
-    state = adopt.derived(state, layout)
-    for name in numbers:
-        if name.rpartition(".")[2] == "num_waiting":  # of a queue, which loses what is left over
-            numbers[name] *= 0
     sampler = buffer.sampler.from_numbers(Sampleable.of(state), by_last_name(numbers))
     return state.replace(sampler=sampler)
 

@@ -15,14 +15,14 @@ from jaxreplay.views import RowReader
 
 
 def mapped(
-    buffer: Any, state: ReplayState, function: Callable[..., Any], given: Any, size: int
+    buffer: Any, state: ReplayState, function: Callable[..., Any], arguments: Any, size: int
 ) -> ReplayState:
     """Return a state with new leaves of all its steps.
 
     Args:
       buffer: The buffer.
       state: Its state, of a layout with `allow_write`. Donated.
-      function: As for `ReplayBuffer.map_rows`, as is `given`.
+      function: As for `ReplayBuffer.map_rows`, as are `arguments`.
       size: Number of rows of a block, at most the capacity.
     """
     capacity = buffer.capacity
@@ -30,8 +30,8 @@ def mapped(
     def of_row(state: ReplayState, row: jax.Array) -> Any:
         reader = RowReader(state, row)
         if buffer.autoreset is None:
-            return function(reader.item(), *given)
-        return function(reader.step(0), reader.next_obs(0), *given)
+            return function(reader.item(), *arguments)
+        return function(reader.step(0), reader.next_obs(0), *arguments)
 
     def of_block(number: jax.Array, carry: Any) -> Any:
         state, trace = carry
@@ -44,7 +44,8 @@ def mapped(
         trace += jnp.where(is_step, writes.trace_of(row, new), 0).sum(dtype=jnp.uint32)
         return state.replace(rows=writes.put(state.rows, target, new, are_distinct=True)), trace
 
-    none = (0 * state.counters.filled[0]).astype(jnp.uint32)  # each shard has one of its own
+    # Of the state, since a constant would not vary among the shards of a `shard_map`.
+    none = (0 * state.counters.filled[0]).astype(jnp.uint32)
     state, trace = jax.lax.fori_loop(0, -(-capacity // size), of_block, (state, none))
     traces = jnp.full((NUM_PARTS, 1), jnp.maximum(trace, 1))
     counters = writes.traced(state.counters, traces)

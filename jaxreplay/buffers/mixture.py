@@ -17,7 +17,7 @@ from jaxreplay.types import Index, Sample, SampleOptions
 
 
 class Mixture(Static):
-    """Several buffers, each of which gives a fixed number of a batch's items. B is the batch size.
+    """Several buffers, each of which gives a part of a batch's items. B is the batch size.
 
     A mixture has no state of its own: its methods take `states`, a dict of each member's state by
     name. Call `init`, `add` and all other methods on the members. Their own `batch_size` is unused.
@@ -104,21 +104,19 @@ class Mixture(Static):
             fractions = fractions_of("sample", given, self._names)
             sizes = [self.batch_size] * len(batches)
             source, place = shares(fractions, sizes, self.batch_size, key)
-            return taken(batches, source, place).replace(source=source)
+            batch = taken(batches, source, place)
+            return batch.replace(source=source, index=batch.index.replace(source=source))
         joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *batches)
         return joined.replace(source=self._source())
 
     def update_priorities(
-        self,
-        states: dict[str, Any],
-        index: Index,
-        priority: jax.Array,
-        source: jax.Array | None = None,
+        self, states: dict[str, Any], index: Index, priority: jax.Array
     ) -> dict[str, Any]:
         """Set the priorities of a batch's rows, each in its own member.
 
         Members without priorities stay unchanged. Stale indices and invalid priorities are ignored
-        and counted in the members' states.
+        and counted in the members' states. If the sample was given `fractions`, each member also
+        counts the items of others as stale.
 
         Args:
           states: A dict of each member's state by name. Donated: jit with `donate_argnums=0`, else
@@ -126,8 +124,6 @@ class Mixture(Static):
           index: `batch.index` of the mixture's sample, leaves [B].
           priority: float[B], at least 0. A row with priority 0 is never sampled again; add a small
             constant to TD errors.
-          source: int32[B], `batch.source` of a sample with `fractions`. Each member then counts the
-            items of others as stale. Default: None, of a sample without `fractions`.
 
         Returns:
           The new states, a dict.
@@ -147,11 +143,10 @@ class Mixture(Static):
         states, start = dict(states), 0
         for number, (name, buffer, size) in enumerate(self.members):
             if isinstance(buffer.sampler, PrioritySampler):
-                part, own = slice(start, start + size), index
-                if source is not None:
-                    part = slice(None)
-                    own = index.replace(row=jnp.where(source == number, index.row, -1))
-                own = jax.tree.map(lambda leaf, part=part: leaf[part], own)
+                part, row = slice(start, start + size), index.row
+                if index.source is not None:
+                    part, row = slice(None), jnp.where(index.source == number, row, -1)
+                own = Index(row[part], index.lap[part])
                 states[name] = buffer.update_priorities(states[name], own, priority[part])
             start += size
         return states
@@ -215,7 +210,7 @@ class Mixture(Static):
 
 
 def mix(**members: tuple[ReplayBuffer, int]) -> Mixture:
-    """Mix several buffers: each batch has a fixed number of items from each of them.
+    """Mix several buffers: each batch has a number of items from each of them.
 
     Args:
       members: `name=(buffer, number of items in a batch)`, one for each member. The items of all

@@ -14,7 +14,8 @@ from jaxreplay._util.aliases import Autoreset, Key, PyTree
 from jaxreplay._util.serialization import tell_flax
 from jaxreplay._util.struct import Static
 from jaxreplay.buffers import memory, step_checks
-from jaxreplay.buffers.adopt import adopted, dropped, merged
+from jaxreplay.buffers.adopt import adopted, merged
+from jaxreplay.buffers.drop import dropped
 from jaxreplay.buffers.map_rows import mapped
 from jaxreplay.buffers.state_checks import check_donated, check_state
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler, Sampler
@@ -338,7 +339,8 @@ class ReplayBuffer(Static, Generic[T]):
         batch_size: int | None = None,
         **options: Unpack[SampleOptions],
     ) -> tuple[ReplayState, Sample[T]]:
-        """Sample a batch, and consume its rows; for `Queue` and `WithoutReplacement`.
+        """Sample a batch, and consume its rows; for `Queue`, `OnlineQueue` and
+        `WithoutReplacement`.
 
         If fewer than B rows are left, the rest of the batch has `is_valid` False.
 
@@ -526,7 +528,7 @@ class ReplayBuffer(Static, Generic[T]):
         return writes.overwrite(state, flat, given)
 
     def map_rows(
-        self, state: ReplayState, function: Callable[..., Any], *given: Any, block: int = 65_536
+        self, state: ReplayState, function: Callable[..., Any], *arguments: Any, block: int = 65_536
     ) -> ReplayState:
         """Compute leaves of all rows anew, a block at a time, in place: new rewards of a learned
         model, new values.
@@ -535,11 +537,11 @@ class ReplayBuffer(Static, Generic[T]):
 
         Args:
           state: Donated: jit with `donate_argnums=0`, else the whole buffer is copied.
-          function: Pure function `function(step, next_obs, *given)` of one stored `Step`, or
-            `function(item, *given)` of one item, which may close over traced arrays. It returns
+          function: Pure function `function(step, next_obs, *arguments)` of one stored `Step`, or
+            `function(item, *arguments)` of one item, which may close over traced arrays. It returns
             some leaves of the step, as for `write`. `next_obs` is as for `jaxreplay.relabel`; it
             may be new already, if the function returns observations.
-          given: Further arguments of the function, such as parameters of a model.
+          arguments: Further arguments of the function, such as parameters of a model.
           block: Number of rows that are computed at once. Default: 65,536.
 
         Returns:
@@ -560,11 +562,11 @@ class ReplayBuffer(Static, Generic[T]):
         state = check_donated("map_rows", self, state)
         step_checks.check_writable("map_rows", state)
         checks.check_size("map_rows", "block", block)
-        return mapped(self, state, function, given, min(block, self.capacity))
+        return mapped(self, state, function, arguments, min(block, self.capacity))
 
     def can_add(self, state: ReplayState, num_steps: int = 1) -> jax.Array:
-        """Return whether more steps overwrite only rows that were consumed; for `Queue` and
-        `WithoutReplacement`.
+        """Return whether more steps overwrite only rows that were consumed; for `Queue`,
+        `OnlineQueue` and `WithoutReplacement`.
 
         Args:
           state: The buffer's state.
@@ -578,7 +580,7 @@ class ReplayBuffer(Static, Generic[T]):
         """
         if not isinstance(self.sampler, ConsumingSampler):
             raise ValueError(
-                f"can_add: it is for samplers that consume rows (Queue, WithoutReplacement); "
+                f"can_add: it is for samplers that consume rows, such as Queue; "
                 f"{type(self.sampler).__name__} samples with replacement, so that an add loses "
                 "nothing"
             )
@@ -718,7 +720,7 @@ class ReplayBuffer(Static, Generic[T]):
           The new state.
 
         Raises:
-          ValueError: The buffer stores items.
+          ValueError: The buffer stores items, or `mask` has another type or shape.
         """
         return dropped(self, check_donated("drop", self, state), mask)
 

@@ -1,4 +1,5 @@
-"""Checks of the arguments of `add` and `extend` against the rows that the buffer stores."""
+"""Checks of what a buffer's methods are given: steps, masks, priorities, envs, values of rows,
+indices, and parameters of a call."""
 
 import dataclasses
 import math
@@ -286,7 +287,7 @@ def of_items(given: Any, names: set[str], shape: tuple[int, ...]) -> dict[str, j
       shape: Shape of the items.
 
     Raises:
-      ValueError: A value has another shape.
+      ValueError: A value has another shape, or `n_step` is not of integers.
     """
     found = {name: value for name, value in given.items() if name in names}
     for name, value in found.items():

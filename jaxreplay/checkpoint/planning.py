@@ -3,8 +3,9 @@ to keep.
 
 A row does not change once it is added, but by `buffer.write`, which leaves a trace. So rows that
 the checkpoint before has are not written again, except groups whose traces differ. If a state was
-rewound in memory and went on differently, it does not continue that checkpoint. The newest rows
-tell: they are compared by their checksum, and if they differ, all rows are written.
+rewound in memory and went on differently, or lost the newest rows of an env by `buffer.drop`, it
+does not continue that checkpoint. The newest rows tell: they are compared by their checksum, and if
+they differ, all rows are written.
 """
 
 import dataclasses

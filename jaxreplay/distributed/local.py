@@ -242,20 +242,20 @@ class Local(Static, Generic[T]):
         return self.buffer.write(state, self._own_index(index), values)
 
     def map_rows(
-        self, state: ReplayState, function: Any, *given: Any, block: int = 65_536
+        self, state: ReplayState, function: Any, *arguments: Any, block: int = 65_536
     ) -> ReplayState:
         """Compute leaves of all rows of this shard anew, as `ReplayBuffer.map_rows` does.
 
         Args:
           state: This shard's state, donated.
           function: As for `ReplayBuffer.map_rows`.
-          given: Further arguments of the function.
+          arguments: Further arguments of the function.
           block: Number of rows that are computed at once. Default: 65,536.
 
         Returns:
           The shard's new state.
         """
-        return self.buffer.map_rows(state, function, *given, block=block)
+        return self.buffer.map_rows(state, function, *arguments, block=block)
 
     def update_priorities(self, state: ReplayState, index: Index, priority: Any) -> ReplayState:
         """Set the priorities of rows of this shard.

@@ -341,22 +341,22 @@ class Sharded(Static, Generic[T]):
         return self._change(self.local.write, state, (index, values), P(self.axis))
 
     def map_rows(
-        self, state: ReplayState, function: Any, *given: Any, block: int = 65_536
+        self, state: ReplayState, function: Any, *arguments: Any, block: int = 65_536
     ) -> ReplayState:
         """Compute leaves of all rows anew, each on its device, as `ReplayBuffer.map_rows` does.
 
         Args:
           state: Donated.
-          function: As for `ReplayBuffer.map_rows`; it must not close over traced arrays.
-          given: Further arguments of the function, which all devices get.
+          function: As for `ReplayBuffer.map_rows`.
+          arguments: Further arguments of the function, which all devices get.
           block: Number of rows that a device computes at once. Default: 65,536.
 
         Returns:
           The new state.
         """
         self._own_specs("map_rows", state)
-        mapped = lambda own, *given: self.local.map_rows(own, function, *given, block=block)
-        return self._change(mapped, state, given, P())
+        mapped = lambda own, *arguments: self.local.map_rows(own, function, *arguments, block=block)
+        return self._change(mapped, state, arguments, P())
 
     def size(self, state: ReplayState) -> jax.Array:
         """Return the number of sampleable rows of all shards, int32[].
@@ -478,7 +478,7 @@ def sharded(buffer: ReplayBuffer[T], mesh: Mesh, axis: Any = "data") -> Sharded[
 
     Raises:
       ValueError: `capacity`, `num_envs` or `batch_size` cannot be divided; a sampler's distribution
-        is not a sum over shards (`Queue`, `WithoutReplacement`); the mesh has no such axis;
+        is not a sum over shards (`Queue`, `jr.blend`); the mesh has no such axis;
         JAX is older than 0.6.2; or it has no `jax.sharding.reshard`, and the mesh explicit axes.
 
     Example:

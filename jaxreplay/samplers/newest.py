@@ -14,8 +14,8 @@ class Newest(Uniform):
     """Sample uniformly from the sampleable rows among the newest ones of each env, with
     replacement.
 
-    Rows are found by a search. If no env has more rows than the limit, the law is that of
-    `Uniform`.
+    Rows are found by a search. If no env has more rows than the limit, the distribution is
+    that of `Uniform`.
 
     Args:
       num_rows: Number of newest rows of each env's ring, final rows included.

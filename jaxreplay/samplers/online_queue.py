@@ -5,9 +5,10 @@ import jax.numpy as jnp
 
 from jaxreplay._util import random
 from jaxreplay._util.aliases import Key, PyTree
-from jaxreplay.samplers.blend import Joined, own, spread
+from jaxreplay.samplers.joined import Joined, own
 from jaxreplay.samplers.queue import Queue
 from jaxreplay.samplers.sampler import ConsumingSampler, Draw, Sampler, uniform_probability
+from jaxreplay.samplers.shares import spread
 from jaxreplay.samplers.uniform import Uniform
 from jaxreplay.storage import ring
 from jaxreplay.storage.sampleable import Sampleable
@@ -30,7 +31,7 @@ class OnlineQueue(Joined, ConsumingSampler):
         else 0, so that all weights are 1.
 
     Raises:
-      ValueError: `sampler` is none, or consumes rows.
+      ValueError: `sampler` is no sampler, or consumes rows; `beta` is negative or not finite.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -43,13 +44,13 @@ class OnlineQueue(Joined, ConsumingSampler):
       >>> state, batch = buffer.pop(state, jax.random.key(0))
       >>> int(batch.experience[0])
       7
-      >>> def oracle(new, sampled, B):  # rows not given yet; `sampled` draws one row
+      >>> def oracle(new, sampled, B):  # new: the rows not given yet; sampled() samples one
       ...     first, new = new[:B], new[B:]
       ...     return new, first + [sampled() for _ in range(B - len(first))]
 
     References:
       Hafner et al., "Mastering Diverse Domains through World Models" (2023),
-      https://arxiv.org/abs/2301.04104, where new sequences go into a queue first.
+      https://arxiv.org/abs/2301.04104, whose batches begin with new sequences that do not overlap.
     """
 
     sampler: Sampler = Uniform()

@@ -51,7 +51,8 @@ class Sampler(Static):
     `PrioritySampler`; to consume rows, subclass `ConsumingSampler`.
 
     A subclass is a dataclass. Its parameters are annotated fields with hashable Python values, such
-    as `decay: float = 0.9`. They are static under `jit`.
+    as `decay: float = 0.9`. They are static under `jit`. A call of `buffer.sample` may give those
+    that `takes` names, such as `takes = ("decay",)`; `self.given` has them, traced or not.
 
     A sampler may have a state, a pytree of arrays. Methods that return a state must keep its
     structure, shapes and dtypes. All methods but `window` and `identity` may run under `jit`.
@@ -421,7 +422,9 @@ class ConsumingSampler(Sampler):
 
 
 def by_last_name(numbers: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return numbers also by the last parts of names such as "priority.mass", the first one's.
+    """Return numbers under the last part of their names, too: "priority.mass" also as "mass".
+
+    Of several with the same last part, the first one counts.
 
     Args:
       numbers: As `Sampler.numbers` returns them.

@@ -639,9 +639,9 @@ def _sample(
 
 
 @functools.partial(program, changes=True, static=("function", "block"))
-def map_rows(buffer: ReplayBuffer, state: Any, given: Any, function: Any, block: int) -> Any:
+def map_rows(buffer: ReplayBuffer, state: Any, arguments: Any, function: Any, block: int) -> Any:
     """Return a state with new leaves of all rows."""
-    return buffer.map_rows(state, function, *given, block=block)
+    return buffer.map_rows(state, function, *arguments, block=block)
 
 
 @program

@@ -349,14 +349,14 @@ class Replay:
             self._monitor.notify_all()
 
     def map_rows(
-        self, function: Any, *given: Any, block: int = 65_536, member: str | None = None
+        self, function: Any, *arguments: Any, block: int = 65_536, member: str | None = None
     ) -> None:
         """Compute leaves of all rows anew, as `ReplayBuffer.map_rows` does.
 
         Args:
           function: As for `ReplayBuffer.map_rows`. Each function is compiled once, so give the same
-            one again, with other parameters in `given`.
-          given: Further arguments of the function: arrays of JAX or NumPy.
+            one again, with other parameters in `arguments`.
+          arguments: Further arguments of the function: arrays of JAX or NumPy.
           block: Number of rows that are computed at once. Default: 65,536.
           member: Name of the mixture's member that has the rows. Default: None, without a mixture.
 
@@ -367,7 +367,7 @@ class Replay:
         with self._monitor:
             self._check_open()
             owner.check_begun("map_rows")
-            self._changing(owner.change, map_rows, owner.put(given), function, block)
+            self._changing(owner.change, map_rows, owner.put(arguments), function, block)
 
     @property
     def _consumes(self) -> bool:
@@ -735,11 +735,10 @@ _copied = jax.jit(lambda state: jax.tree.map(jax.numpy.copy, state))
 
 def _index_of(index: Any) -> Any:
     """Return an index of a batch, or row numbers, as arrays of JAX or NumPy."""
-    parts = ("row", "lap")
     if isinstance(index, Index):
-        given = {name: getattr(index, name) for name in parts}
+        given = {name: x for name, x in vars(index).items() if x is not None}
     elif isinstance(index, collections.abc.Mapping):
-        given = {name: index[name] for name in parts}
+        given = {name: index[name] for name in ("row", "lap", "source") if name in index}
     else:
         given = {"row": index}
     lists = {name: np.array(x) if isinstance(x, list | tuple) else x for name, x in given.items()}

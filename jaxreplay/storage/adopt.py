@@ -16,8 +16,6 @@ from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.storage.state import Counters, EpisodeTable, ReplayState, Rows, at
 from jaxreplay.storage.writes import count_expired, skipped
 
-NO_STEP = row_flags.FIRST | row_flags.FINAL  # flags of a row that belongs to no episode
-
 
 def stays(before: Layout, layout: Layout) -> bool:
     """Return whether each row of one layout has the same place in another."""
@@ -62,7 +60,7 @@ def moved(layout: Layout, state: ReplayState) -> tuple[ReplayState, jax.Array | 
         source = source.reshape(-1)
         rows = jax.tree.map(lambda leaf: taken(leaf, source), rows)
         if is_aligned:
-            flags = jnp.where(source < before.capacity, rows.flags, jnp.uint8(NO_STEP))
+            flags = jnp.where(source < before.capacity, rows.flags, jnp.uint8(row_flags.NO_STEP))
             rows = rows.replace(flags=flags)
     return _with(layout, state, rows, values), source
 
@@ -117,7 +115,8 @@ def appended(state: ReplayState, other: ReplayState) -> tuple[ReplayState, jax.A
     num_laps, position = ring.split(counters.position + num_rows, layout.length)
     if has_flags:
         ahead = ring.forward(counters.position[:, None], ring.arange(layout.length), layout.length)
-        flags = jnp.where((ahead < num_rows[:, None]).reshape(-1), jnp.uint8(NO_STEP), rows.flags)
+        is_new = (ahead < num_rows[:, None]).reshape(-1)
+        flags = jnp.where(is_new, jnp.uint8(row_flags.NO_STEP), rows.flags)
         rows = rows.replace(flags=stored_arrays.write(flags, row, other.rows.flags))
     values = {name: getattr(counters, name) for name in layout.counter_names} | {
         "position": position,

@@ -25,6 +25,7 @@ from jaxreplay._util.aliases import Autoreset
 TERMINATED, TRUNCATED, FINAL, FIRST, SKIPPED = 1, 2, 4, 8, 16
 # Never sampled: a final row, or a transition between two candidates that are `period` apart.
 NO_CANDIDATE = FINAL | SKIPPED
+NO_STEP = FIRST | FINAL  # a row that belongs to no episode
 
 
 class Rows(NamedTuple):

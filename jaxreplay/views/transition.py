@@ -84,8 +84,7 @@ class TransitionView(View[Transition]):
         )
         powers = self.given.get("gamma", self.gamma) ** np.arange(self.n_step + 1)
         if self.discount_key is not None:
-            own = jnp.cumprod(reader.extras(steps)[self.discount_key])
-            powers *= jnp.concatenate([jnp.ones_like(own[:1]), own])
+            powers *= jnp.cumprod(jnp.append(1.0, reader.extras(steps)[self.discount_key]))
         total = functools.partial(_weighted_sum, weights=powers[:-1], is_inside=is_inside)
         return Transition(
             obs=reader.obs(0),

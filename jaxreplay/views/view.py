@@ -17,7 +17,8 @@ class View(Static, Generic[T]):
     override `window`. The other members have defaults.
 
     A view is a frozen, hashable configuration. Annotated fields of a subclass become keyword
-    arguments and hold plain Python values. `jit` compiles once for each different value.
+    arguments and hold plain Python values. `jit` compiles once for each different value. A call of
+    `buffer.sample` may give those that `takes` names; `self.given` has this item's, traced or not.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr

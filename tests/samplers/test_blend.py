@@ -11,7 +11,7 @@ import pytest
 import jaxreplay as jr
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.checkpoint import Checkpointer
-from jaxreplay.samplers import blend
+from jaxreplay.samplers.shares import shares
 from tests.conftest import SOAK
 from tests.samplers.test_laws import check
 from tests.support.steps import plain_step
@@ -131,7 +131,7 @@ def test_parts_are_the_next_whole_numbers_and_their_mean_is_the_fraction():
     """Members may draw more than are taken: each of their places is taken equally often."""
     fractions, sizes = np.float32([0.21, 0.0, 0.79]), (7, 3, 16)
     keys = jax.random.split(jax.random.key(0), KEYS)
-    share = jax.vmap(lambda key: blend.shares(fractions, sizes, 16, key))
+    share = jax.vmap(lambda key: shares(fractions, sizes, 16, key))
     source, place = jax.device_get(jax.jit(share)(keys))
     counts = np.stack([(source == number).sum(axis=1) for number in range(3)])
     assert (np.diff(source, axis=1) >= 0).all()
@@ -149,7 +149,7 @@ def test_parts_are_the_next_whole_numbers_and_their_mean_is_the_fraction():
 def test_whole_numbers_are_exact_at_every_offset(batch_size):
     fractions = np.float32([0.25, 0.5, 0.25]) if batch_size > 3 else np.float32([0, 1, 0])
     keys = jax.random.split(jax.random.key(1), 64)
-    share = jax.vmap(lambda key: blend.shares(fractions, [batch_size] * 3, batch_size, key))
+    share = jax.vmap(lambda key: shares(fractions, [batch_size] * 3, batch_size, key))
     source, _ = jax.device_get(jax.jit(share)(keys))
     for number, fraction in enumerate(fractions):
         assert ((source == number).sum(axis=1) == fraction * batch_size).all()
@@ -328,9 +328,27 @@ def test_members_of_a_mixture_may_have_fractions_of_a_call():
         check(np.bincount(np.int32(mine), minlength=9)[1:], values[:, 0] / values.sum())
     batch = jax.device_get(jax.tree.map(lambda leaf: leaf[0], many(keys, 0.3)))
     new = np.full(8, 100, np.float32)
-    states = jax.jit(mixture.update_priorities)(states, batch.index, new, batch.source)
+    states = jax.jit(mixture.update_priorities)(states, batch.index, new)
     updated = get(ours, states["one"], np.arange(8)).probability > 50 / 500
     assert set(np.flatnonzero(updated)) == {
         int(value) - 1 for value in batch.experience[batch.source == 0]
     }
     assert metrics(ours, states["one"])["num_stale_updates"] == (batch.source == 1).sum()
+
+
+def test_priorities_of_a_replays_mixture_reach_the_members_that_gave_the_items():
+    """A batch with fractions has other numbers of items than the mixture."""
+    member = jr.items(capacity=8, batch_size=1, sampler=jr.Prioritized(alpha=1.0))
+    replay = jr.Replay(jr.mix(one=(member, 4), two=(member, 4)))
+    for value in range(8):
+        for sign, name in ((1, "one"), (-1, "two")):
+            replay.add(np.float32([sign * (value + 1)]), member=name)
+    batch = replay.sample(fractions={"one": 0.25, "two": 0.75})
+    assert (batch.source == (batch.experience < 0)).all()
+    replay.update_priorities(batch.index, np.where(batch.source == 1, 3, 2).astype(np.float32))
+    for source, name in enumerate(("one", "two")):
+        sampled = np.unique(np.abs(batch.experience[batch.source == source])).astype(int) - 1
+        expected = np.ones(8)
+        expected[sampled] = 2 + source
+        got = replay.get(np.arange(8), member=name).probability
+        np.testing.assert_allclose(got, expected / expected.sum(), rtol=1e-5)

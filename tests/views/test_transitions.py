@@ -236,7 +236,7 @@ def test_a_call_may_shorten_the_horizon_and_change_the_discount():
         )
 
 
-def test_a_call_without_horizons_refuses_them():
+def test_a_call_refuses_values_of_another_shape_and_options_of_other_buffers():
     buffer, state = of_horizon(4, 0.7)
     for options, text in (
         (

@@ -1,0 +1,164 @@
+"""Base class of samplers that ask other samplers over the same rows."""
+
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxreplay._util.aliases import PyTree
+from jaxreplay._util.checks import check_part
+from jaxreplay.samplers.sampler import PrioritySampler, Sampler, by_last_name
+from jaxreplay.storage.layout import Layout, Window
+from jaxreplay.storage.sampleable import Sampleable
+from jaxreplay.storage.writes import WriteEffect
+from jaxreplay.types import Index
+
+
+class Joined(PrioritySampler):
+    """Base class of samplers that ask other samplers, `parts`.
+
+    The state is a dict by name of the states of those parts that have one.
+    """
+
+    beta: float | None = None  # type: ignore[assignment]
+
+    @property
+    def parts(self) -> dict[str, Sampler]:
+        """Samplers by name."""
+        raise NotImplementedError
+
+    def _stateful(self) -> dict[str, Sampler]:
+        return {name: one for name, one in self.parts.items() if one.identity() is not None}
+
+    def _ask(self, name: str, state: PyTree, *arguments: Any) -> dict[str, Any]:
+        """Call a method of each part with its own state."""
+        return {
+            part: getattr(one, name)(own(state, part), *arguments)
+            for part, one in self.parts.items()
+        }
+
+    def _kept(self, states: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: states[name] for name in self._stateful()}
+
+    def _check_parts(self) -> None:
+        where = type(self).__name__
+        for name, one in self.parts.items():
+            check_part(where, name, one, Sampler, "jaxreplay.Uniform()")
+            if "." in name:
+                raise ValueError(f"{where}: {name}: a name must have no dot")
+        if self.beta is None:
+            known = [one.beta for one in self._with_priorities().values()]
+            object.__setattr__(self, "beta", known[0] if known else 0.0)
+        if not is_at_least_0(self.beta):
+            raise ValueError(
+                f"{where}: beta must be a finite number of at least 0, got {self.beta!r}"
+            )
+
+    def window(self, window: Window) -> Window:
+        """Return the window that suits every part."""
+        for one in self.parts.values():
+            window = one.window(window)
+        return window
+
+    def init(self, layout: Layout) -> PyTree:
+        return {name: one.init(layout) for name, one in self._stateful().items()}
+
+    def clear(self, state: PyTree) -> PyTree:
+        return self._kept(self._ask("clear", state))
+
+    def observe(
+        self, state: PyTree, effect: WriteEffect | None, priority: jax.Array | None
+    ) -> PyTree:
+        """Return the state after a write. Priorities are for the parts that have them."""
+        takers = self._takers() if priority is not None else {}
+        return {
+            name: one.observe(state[name], effect, priority if name in takers else None)
+            for name, one in self._stateful().items()
+        }
+
+    def numbers(self, state: PyTree, sampleable: Sampleable) -> dict[str, jax.Array]:
+        """Return the numbers of all parts, with names such as "priority.mass"."""
+        each = self._ask("numbers", state, sampleable)
+        return {
+            f"{part}.{name}": x for part, of_part in each.items() for name, x in of_part.items()
+        }
+
+    def from_numbers(self, sampleable: Sampleable, numbers: dict[str, jax.Array]) -> PyTree:
+        """Return the states of all parts, each from the numbers of a part of its name or, if the
+        other sampler had none, from all.
+
+        Args:
+          sampleable: The sampleable rows of the new buffer.
+          numbers: As for `Sampler.from_numbers`.
+        """
+        made = {}
+        for part, one in self._stateful().items():
+            prefix = part + "."
+            of_part = {
+                name.removeprefix(prefix): x
+                for name, x in numbers.items()
+                if name.startswith(prefix)
+            }
+            given = by_last_name(of_part) if of_part else numbers
+            made[part] = one.from_numbers(sampleable, given)
+        return made
+
+    def size(self, state: PyTree, sampleable: Sampleable) -> jax.Array:
+        """Return the number of rows that a part can sample, of the part with the most."""
+        return jnp.stack([*self._ask("size", state, sampleable).values()]).max()
+
+    def can_sample(self, state: PyTree) -> jax.Array:
+        """Return whether a part can sample."""
+        return jnp.stack([*self._ask("can_sample", state).values()]).any()
+
+    def update(
+        self, state: PyTree, sampleable: Sampleable, index: Index, priority: jax.Array
+    ) -> PyTree:
+        """Return the state with new priorities in each part that has them."""
+        new = {
+            name: one.update(state[name], sampleable, index, priority)
+            for name, one in self._takers().items()
+            if name in state
+        }
+        return {**state, **new}
+
+    def _takers(self) -> dict[str, PrioritySampler]:
+        found = self._with_priorities()
+        if not found:
+            raise ValueError(
+                f"{type(self).__name__}: none of its samplers has priorities "
+                f"({', '.join(self.parts)}); one must be a jaxreplay.Prioritized(...)"
+            )
+        return found
+
+    def _with_priorities(self) -> dict[str, PrioritySampler]:
+        return {
+            name: one
+            for name, one in self.parts.items()
+            if isinstance(one, PrioritySampler)
+            and (not isinstance(one, Joined) or one._with_priorities())
+        }
+
+    def metrics(self, state: PyTree, sampleable: Sampleable) -> dict[str, jax.Array]:
+        """Return the figures of all parts; of a name that several have, the first one's."""
+        found: dict[str, jax.Array] = {}
+        for of_part in self._ask("metrics", state, sampleable).values():
+            found = of_part | found
+        return found
+
+
+def own(state: PyTree, name: str) -> PyTree:
+    """Return the state of a part, `()` if it has none.
+
+    Args:
+      state: A dict of states by name, or `()`.
+      name: Name of the part.
+    """
+    return dict(state).get(name, ())
+
+
+def is_at_least_0(number: Any) -> bool:
+    """Return whether a value is a finite number of at least 0."""
+    return isinstance(number, Real) and 0 <= float(number) < float("inf")
