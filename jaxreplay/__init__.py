@@ -34,6 +34,7 @@ from jaxreplay._util.signals import defer_interrupts as defer_interrupts
 from jaxreplay._version import __version__
 from jaxreplay.buffers import CopyWarning, Mixture, ReplayBuffer, Rollout, RolloutState
 from jaxreplay.buffers.factories import (
+    chunks,
     future_pairs,
     items,
     prioritized,
@@ -87,6 +88,7 @@ __all__ = [
     "__version__",
     "autoreset",
     "blend",
+    "chunks",
     "defer_interrupts",
     "frame_stack",
     "future_pairs",

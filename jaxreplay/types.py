@@ -192,6 +192,25 @@ class Pair(Node):
     extras: PyTree
 
 
+class Chunk(Node):
+    """A history of observations, and a chunk of the actions that follow. h is the number of
+    observations, H that of actions.
+
+    Attributes:
+      obs: Pytree with leaves [B, h, ...].
+      action: Pytree with leaves [B, H, ...].
+      obs_is_pad: bool[B, h]. True where there is no step: it lies beyond the episode.
+      action_is_pad: bool[B, H]. The same for actions; True for all actions of an invalid item.
+      extras: Pytree with leaves [B, ...]. The extras of the candidate row.
+    """
+
+    obs: PyTree
+    action: PyTree
+    obs_is_pad: jax.Array
+    action_is_pad: jax.Array
+    extras: PyTree
+
+
 class SampleOptions(TypedDict, total=False):
     """Parameters of one call of `sample`, in place of the buffer's. All may be traced, so that a
     new value compiles nothing, and a population may give each member its own.

@@ -1,5 +1,6 @@
 """Episodes from arrays, `.npz` files, LeRobot's Parquet files and flashbax's vaults."""
 
+import dataclasses
 import itertools
 import json
 
@@ -12,6 +13,7 @@ from jaxreplay import datasets
 from jaxreplay.datasets import npz, vault
 from tests.support.buffers import everything
 from tests.support.replays import output_of
+from tests.support.steps import nth
 
 FORMS = pytest.mark.parametrize("form", ["next_step", "same_step", "same_step_no_final_obs"])
 
@@ -86,10 +88,7 @@ def test_a_file_without_next_observations(form, tmp_path, monkeypatch):
     obs, _, action, reward, end, cut = made(1)
     rows = {"o": obs, "actions": action, "rewards": reward, "terminals": end, "timeouts": cut}
     got = read(tmp_path, buffer(form), rows, names={"obs": "o"})
-    all_of_them = expected(made(1), has_final=False)
-    assert got <= all_of_them
-    # this form drops a further one of each truncated episode
-    assert got == all_of_them or form == "same_step_no_final_obs"
+    assert got == expected(made(1), has_final=False)
 
 
 @FORMS
@@ -188,16 +187,41 @@ def test_a_lerobot_dataset(form, tmp_path):
     obs = state.rows.steps.obs
     assert {key: leaf.shape[1:] for key, leaf in obs.items()} == {"state": (2,), "grid": (3, 2)}
     pairs = {(0, 1), (1, 2), (2, 3), (5, 6), (6, 7), (7, None), (8, 9), (9, 10), (10, 11), (11, 12)}
-    if form == "same_step_no_final_obs":
-        pairs -= {(2, 3), (11, 12)}
     assert transitions(replay, state, lambda obs: obs["state"][:, :1]) == {
         (a, a, a, 0 if b is None else 0.5, b) for a, b in pairs
     }
+    if form == "same_step_no_final_obs":  # chunks are of all frames, an episode's last too
+        view = jr.views.ChunkView(obs=(-1, 0), action=3)
+        check_chunks(dataclasses.replace(replay, view=view), state, [4, 1, 3, 5])
     with pytest.raises(ValueError, match="there are no Parquet files in"):
         datasets.from_lerobot(tmp_path / "chunk-000", replay)
     parquet.write_table(pyarrow.table({"action": [1.0]}), tmp_path / "data" / "a.parquet")
     with pytest.raises(ValueError, match=r"no column observation\.\*, of numbers, but action"):
         datasets.from_lerobot(tmp_path, replay)
+
+
+def check_chunks(buffer, state, lengths):
+    """Compare with the frames that LeRobot's `delta_timestamps` of these offsets give: the nearest
+    frame of the episode, and whether the offset lies outside."""
+    batch = jax.device_get(everything(buffer)(buffer.adopt(state), 0))
+    expected, start = {}, 0
+    for end in np.cumsum(lengths):
+        for frame in range(start, end):
+            rows = {"obs": frame + np.array([-1, 0]), "action": frame + np.arange(3)}
+            expected[frame] = {
+                name: (at.clip(start, end - 1).tolist(), ((at < start) | (at >= end)).tolist())
+                for name, at in rows.items()
+            }
+        start = end
+    got = {}
+    for which in np.flatnonzero(batch.is_valid):
+        item = nth(batch.experience, which)
+        values = {"obs": item.obs["state"][:, 0], "action": item.action[:, 0]}
+        got[int(item.obs["state"][-1, 0])] = {
+            name: (value.tolist(), getattr(item, f"{name}_is_pad").tolist())
+            for name, value in values.items()
+        }
+    assert got == expected
 
 
 def write_vault(folder, experience, length):
@@ -259,8 +283,7 @@ def test_a_vault(form, write, tmp_path, monkeypatch):
     refused(message, path, names={"truncated": "infos"})
     refused("has no metadata.json, so it is no vault", path / "d")
     # the row of a truncation, and the newest, is taken for the final observation
-    cut = truncated | (np.arange(length + 1) == length - 1) & ~terminated
-    is_lost = cut | np.roll(cut, -1, axis=1) & (form == "same_step_no_final_obs")
+    is_lost = truncated | (np.arange(length + 1) == length - 1) & ~terminated
     wanted = {
         (obs[at], action[at], reward[at], *((0, None) if terminated[at] else (0.5, obs[at] + 1)))
         for at in np.ndindex(2, length)

@@ -9,7 +9,8 @@ from jaxreplay.samplers import Sampler
 from jaxreplay.samplers.episodes import UniformEpisodes
 from jaxreplay.samplers.prioritized import Prioritized
 from jaxreplay.samplers.uniform import Uniform
-from jaxreplay.types import Pair, SequenceBatch, Transition
+from jaxreplay.types import Chunk, Pair, SequenceBatch, Transition
+from jaxreplay.views.chunk import ChunkView
 from jaxreplay.views.future import FutureView
 from jaxreplay.views.item import Item
 from jaxreplay.views.sequence import SequenceView
@@ -328,6 +329,65 @@ def sequences(
         cross_episodes=cross_episodes,
         recurrent_state_key=recurrent_state_key,
     )
+    return ReplayBuffer(sampler=sampler, view=view, **shared)
+
+
+def chunks(
+    *,
+    obs: tuple[int, ...] = (0,),
+    action: int | tuple[int, ...] = 16,
+    pad: str = "repeat",
+    sampler: Sampler = _UNIFORM,
+    **shared: Unpack[BufferOptions],
+) -> ReplayBuffer[Chunk]:
+    """Make a buffer of chunks of actions with a history of observations, for cloning robots' demos.
+
+    Every row with an action is sampleable, an episode's last one too.
+
+    Args:
+      obs: Offsets of the observations, rows forward in time, such as (-1, 0). Default: (0,).
+      action: Offsets of the actions, or a number H for 0 .. H - 1. Default: 16.
+      pad: Values beyond the episode: "repeat" for those of its first or last step, "zero" for
+        zeros. Default: "repeat".
+      sampler: Chooses the rows of a sample. Default: `Uniform()`.
+      capacity: Rows of all envs together, the final row of each episode included. A multiple of
+        `num_envs`.
+      num_envs: Number of parallel envs. Each has a ring of `capacity / num_envs` rows. Default: 1.
+      batch_size: Number of items in a sample.
+      autoreset: What the env does when an episode ends: "next_step", "same_step" or
+        "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
+        value of each env library. Required.
+      allow_mask: Let `add` and `extend` take a mask of the envs that took a step. Default: False.
+      allow_write: Let `write` change stored rows. Default: False.
+      min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
+      track_episodes: Keep the table that `episode_table` needs, 12 bytes a row. Default: False.
+      platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
+        Default: the platform of JAX's default device.
+
+    Returns:
+      A buffer whose samples hold `Chunk`s, leaves [B, h, ...] and [B, H, ...].
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxreplay as jr
+      >>> buffer = jr.chunks(
+      ...     capacity=8, batch_size=2, obs=(-1, 0), action=3, autoreset="same_step_no_final_obs"
+      ... )
+      >>> time = jnp.arange(4.0)[:, None]
+      >>> steps = jr.Step(
+      ...     obs=time, action=time, reward=time, terminated=time < 0, truncated=time == 3
+      ... )
+      >>> state = buffer.extend(buffer.init(jax.tree.map(lambda x: x[0, 0], steps)), steps)
+      >>> chunks = buffer.get(state, jnp.array([0, 3])).experience
+      >>> chunks.obs.tolist(), chunks.action.tolist()
+      ([[0.0, 0.0], [2.0, 3.0]], [[0.0, 1.0, 2.0], [3.0, 3.0, 3.0]])
+      >>> chunks.action_is_pad.tolist()
+      [[False, False, False], [False, True, True]]
+
+    References:
+      Zhao et al., "Learning Fine-Grained Bimanual Manipulation with Low-Cost Hardware" (2023),
+      https://arxiv.org/abs/2304.13705
+    """
+    view = ChunkView(obs=obs, action=action, pad=pad)
     return ReplayBuffer(sampler=sampler, view=view, **shared)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxreplay import autoreset, targets
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import Autoreset, Key, PyTree
-from jaxreplay._util.names import has_shapes, short_bytes
+from jaxreplay._util.names import has_shapes
 from jaxreplay._util.serialization import tell_flax
 from jaxreplay._util.struct import Node, Static
 from jaxreplay.buffers import memory, step_checks
@@ -45,16 +45,13 @@ class RolloutState(Node):
     last: jax.Array | None  # uint8[E], flags of `storage/row_flags.py`
 
     def __repr__(self) -> str:
-        """Return `RolloutState(128 rows x 4 envs, obs f32[3], 16 kB)`, for example. Under `vmap`,
+        """Return `RolloutState(4 envs x 128 rows, obs f32[3], 16 kB)`, for example. Under `vmap`,
         the sizes of the leading axes come first."""
         if not has_shapes(self):
             return super().__repr__()
         *population, length, num_envs = self.mask.shape
-        sizes = " x ".join(
-            [*map(str, population), f"{length} rows", f"{num_envs} env{'s' * (num_envs != 1)}"]
-        )
-        row = stored_arrays.short_rows(self.steps.obs, self.mask.ndim)
-        return f"RolloutState({sizes}, obs {row}, {short_bytes(self)})"
+        sizes = num_envs, length
+        return stored_arrays.shown(self, population, sizes, "obs", self.steps.obs, num_axes=2)
 
 
 class Rollout(Static):

@@ -25,7 +25,7 @@ from jaxreplay.checkpoint.groups import Groups, Save
 from jaxreplay.storage import stored_arrays
 from jaxreplay.storage.layout import Layout, Window
 
-FORMAT = 10  # of the files, and of the meaning of a state's leaves
+FORMAT = 11  # of the files, and of the meaning of a state's leaves
 STEPS = -(2**63), 2**63 - 1  # the smallest and the largest step
 MOST_DEPTH = 100  # nested dicts and lists of metadata
 _SPEC = re.compile(r"([a-z][a-z0-9_]{0,30})\[([0-9]{1,12}(?:, [0-9]{1,12}){0,60})?\]")
@@ -60,6 +60,7 @@ class StoredLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     crosses_episodes: bool
     period: _Length
     needs_final_obs: bool
+    needs_next_obs: bool
 
     @classmethod
     def of(cls, layout: Layout) -> "StoredLayout":
@@ -73,6 +74,7 @@ class StoredLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             crosses_episodes=window.crosses_episodes,
             period=window.period,
             needs_final_obs=window.needs_final_obs,
+            needs_next_obs=window.needs_next_obs,
         )
 
     def layout(self, **others: Any) -> Layout:
@@ -91,6 +93,7 @@ class StoredLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 crosses_episodes=self.crosses_episodes,
                 period=self.period,
                 needs_final_obs=self.needs_final_obs,
+                needs_next_obs=self.needs_next_obs,
             ),
             sampler=None,
             **others,

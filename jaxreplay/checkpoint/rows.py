@@ -58,7 +58,7 @@ def span_of(counters: dict[str, Any], length: int) -> Span:
 def num_rewritten(layout: Layout) -> int:
     """Count a stream's newest rows that may still change: a step and its final row, which is taken
     back if the episode continues."""
-    return 2 if layout.may_take_back else 0
+    return 2 if layout.rows_per_step == 2 and not layout.allow_mask else 0
 
 
 def rows_in(part: Part, picked: Picked) -> np.ndarray:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxreplay._util import checks
-from jaxreplay._util.aliases import PyTree
+from jaxreplay._util.aliases import Autoreset, PyTree
 from jaxreplay._util.names import named
 from jaxreplay._util.pow2 import power_below
 from jaxreplay.buffers.jitted import jit
@@ -169,17 +169,21 @@ class Rows(NamedTuple):
     part: Any = None
 
 
-def episodes_of(blocks: Iterable[Rows], final_rows: bool = False) -> Iterable[Episode]:
+def episodes_of(
+    blocks: Iterable[Rows], form: Autoreset | None, final_rows: bool = False
+) -> Iterable[Episode]:
     """Yield the episodes of rows that follow each other.
 
     An episode ends at a flag, where `part` changes, and where `next_obs` is not the next row's
-    observation. If its final observation is unknown, it repeats the last one after a termination;
-    else the last transition is left out.
+    observation. If its final observation is unknown, it repeats the last one after a termination,
+    or if the buffer reads none. Else the last transition is left out.
 
     Args:
       blocks: Blocks of rows, in order.
+      form: The buffer's `autoreset`.
       final_rows: The row with a flag is the final observation of its episode, and no step.
     """
+    reads_none = form == "same_step_no_final_obs"
     # Whether a row ends its episode is known with the row after it: a block's last row is held.
     waiting, held, number = [], None, 0
     for block in itertools.chain(blocks, [None]):
@@ -191,7 +195,7 @@ def episodes_of(blocks: Iterable[Rows], final_rows: bool = False) -> Iterable[Ep
         start = 0
         for stop in (np.flatnonzero(ends[:known]) + 1).tolist():
             whole, waiting = _joined([*waiting, _cut(rows, start, stop)]), []
-            if (episode := _episode(whole, final_rows, number)) is not None:
+            if (episode := _episode(whole, reads_none, final_rows, number)) is not None:
                 yield episode
             start, number = stop, number + 1
         waiting, held = [*waiting, _cut(rows, start, known)], _cut(rows, known, None)
@@ -220,12 +224,13 @@ def _ends(rows: Rows) -> np.ndarray:
     return ends
 
 
-def _episode(rows: Rows, final_rows: bool, number: int) -> Episode | None:
+def _episode(rows: Rows, reads_none: bool, final_rows: bool, number: int) -> Episode | None:
     """Return an episode, or None if it has no transition."""
     last = jax.tree.map(
         lambda leaf: leaf[-1:], rows.obs if rows.next_obs is None else rows.next_obs
     )
-    is_step = rows.next_obs is not None or (rows.terminated[-1] and not final_rows)
+    is_known = rows.next_obs is not None or rows.terminated[-1] or reads_none
+    is_step = is_known and (rows.next_obs is not None or not final_rows)
     if not is_step:  # the last row has the final observation
         rows = _cut(rows, 0, -1)
     if not len(rows.terminated):

@@ -53,12 +53,13 @@ class UniformEpisodes(Sampler):
             if self.unfinished
             else not window.crosses_episodes
         )
-        if window.period != 1 or not is_run:
+        if window.period != 1 or not (is_run and window.needs_next_obs):
             raise ValueError(
                 "UniformEpisodes: the sampleable rows of an episode must be contiguous. They are "
-                "not if the view has a period above 1; with unfinished=False, if it crosses "
-                "episodes; with unfinished=True, if it reads rows before the candidate or more "
-                "than one row after it. Use sampler=jaxreplay.Uniform()"
+                "not if the view has a period above 1, or samples steps without a next "
+                "observation; with unfinished=False, if it crosses episodes; with unfinished=True, "
+                "if it reads rows before the candidate or more than one row after it. Use "
+                "sampler=jaxreplay.Uniform()"
             )
         return dataclasses.replace(
             window if self.unfinished else window.widened(before=None, after=None),

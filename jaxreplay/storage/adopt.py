@@ -223,14 +223,21 @@ def derived(state: ReplayState, before: Layout | None) -> ReplayState:
 
     # Candidates, and their numbers.
     phase = None
-    period = lambda window: (window.period, window.period > 1 and window.crosses_episodes)
-    if before is None or period(before.window) != period(window):
-        # Count from the first stored transition of each episode or, across episodes, of the stream.
+    marks = lambda window: (
+        window.needs_next_obs,
+        window.period,
+        window.period > 1 and window.crosses_episodes,
+    )
+    is_new = before is None or marks(before.window) != marks(window)
+    if is_new:
         flags = flags & jnp.uint8(~row_flags.SKIPPED & 0xFF)
-        if window.period > 1:
-            phase, marked = skipped(layout, jnp.zeros_like(filled), flags.T, is_written.T)
-            flags = marked.T
-    is_candidate = is_written & ((flags & row_flags.NO_CANDIDATE) == 0)
+    if not window.needs_next_obs:
+        flags = row_flags.skip_without_action(flags)
+    if is_new and window.period > 1:
+        # Count from the first stored transition of each episode or, across episodes, of the stream.
+        phase, marked = skipped(layout, jnp.zeros_like(filled), flags.T, is_written.T)
+        flags = marked.T
+    is_candidate = is_written & ((flags & window.no_candidate) == 0)
     count = is_candidate.sum(axis=1, dtype=jnp.uint32)
     is_same = before is not None and _candidates_of(before.window) == _candidates_of(window)
     end = counters.num_candidates if is_same else counters.num_candidates + count

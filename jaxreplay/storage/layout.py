@@ -36,6 +36,8 @@ class Window(Static):
         must be written first. Default: False.
       needs_episodes: The view or the sampler looks up ends of episodes, though the window is
         bounded. Default: False.
+      needs_next_obs: The view reads the observation after a truncated step. If False, such a step
+        is a candidate even where the episode's final observation is not stored. Default: True.
     """
 
     before: int | None = 0
@@ -44,12 +46,20 @@ class Window(Static):
     period: int = 1
     needs_final_obs: bool = False
     needs_episodes: bool = False
+    needs_next_obs: bool = True
 
-    @property
+    @functools.cached_property
     def completed_by(self) -> int:
         """Flags of a row that completes every window which reaches it, unless these cross episodes:
-        a final row or, if the view reads no final observation, a terminated row."""
-        return row_flags.FINAL | (0 if self.needs_final_obs else row_flags.TERMINATED)
+        a final row and, unless the view reads the observation after it, a done one."""
+        bits = row_flags.FINAL | (0 if self.needs_final_obs else row_flags.TERMINATED)
+        return bits | (0 if self.needs_next_obs else row_flags.TRUNCATED)
+
+    @functools.cached_property
+    def no_candidate(self) -> int:
+        """Flags of a row that is never sampled. Without `needs_next_obs`, final rows that have no
+        action are flagged as skipped."""
+        return row_flags.SKIPPED | (row_flags.FINAL if self.needs_next_obs else 0)
 
     @property
     def is_bounded(self) -> bool:
@@ -147,12 +157,6 @@ class Layout(Static):
             "num_ignored_writes": self.allow_write,
         }
         return ("position", "filled", "lap", *(name for name, is_kept in others.items() if is_kept))
-
-    @functools.cached_property
-    def may_take_back(self) -> bool:
-        """True if a stream's newest row, if it is a final row, may be removed again
-        (`storage/newest_row.py`)."""
-        return self.rows_per_step == 2 and not self.allow_mask
 
     @functools.cached_property
     def termination_has_final_row(self) -> bool:

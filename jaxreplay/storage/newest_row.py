@@ -2,8 +2,8 @@
 
 `close` ends episodes between two steps, where an env was reset and no step says so. The newest step
 of such an episode has no next observation. So its row becomes the episode's final row: its
-observation is the last one known, and its transition is given up. The windows before it are
-complete, as after any final row. No head moves.
+observation is the last one known, and its transition is given up, unless the view reads no next
+observation. The windows before it are complete, as after any final row. No head moves.
 
 `reopen` and `extend` are for libraries that add whole transitions, with the next observation of
 every step, and sample them right away. Observations are stored once: a next observation is the row
@@ -41,14 +41,15 @@ def close(state: ReplayState, mask: jax.Array) -> tuple[ReplayState, WriteEffect
     is_empty = counters.filled == 0
     is_open = mask & ~is_empty & ~layout.closes_episode(last_flags)
     is_final = is_open & (True if num_pending is None else num_pending > 0)  # from now on
+    is_given_up = is_final & layout.window.needs_next_obs
 
     if phase is not None:
         before = jnp.where(phase > 0, phase - 1, layout.window.period - 1)
-        phase = jnp.where(is_final, before, phase)
+        phase = jnp.where(is_given_up, before, phase)
     # The next row opens an episode, also after a clear.
     flags = jnp.where(is_final, last_flags & row_flags.FIRST | row_flags.TRUNCATED, 0)
     flags = flags.astype(jnp.uint8) | jnp.uint8(row_flags.FINAL)
-    is_candidate = is_final & ((last_flags & row_flags.NO_CANDIDATE) == 0)
+    is_candidate = is_given_up & ((last_flags & layout.window.no_candidate) == 0)
     new = counters.set(
         last_flags=jnp.where(is_open | (mask & is_empty), flags, last_flags),
         num_candidates=counters.num_candidates - is_candidate.astype(jnp.uint32),
@@ -69,27 +70,27 @@ def close(state: ReplayState, mask: jax.Array) -> tuple[ReplayState, WriteEffect
             ordinal=layout.wrap(counters.ordinal + ends), is_open=counters.is_open & ~ends
         )
     after = state.replace(rows=rows, counters=new)
-    effect = _effect(after, num_pending, is_final) if layout.window.is_bounded else None
+    effect = _effect(after, num_pending, is_given_up) if layout.window.is_bounded else None
     return after, effect
 
 
-def _effect(after: ReplayState, num_waiting: Any, is_final: jax.Array) -> WriteEffect:
+def _effect(after: ReplayState, num_waiting: Any, is_given_up: jax.Array) -> WriteEffect:
     """Return the effect of `close`: pending rows become sampleable, and the newest row is written
     again.
 
     Args:
       after: The state afterwards.
       num_waiting: int32[E], number of rows that were pending before.
-      is_final: bool[E], whether the newest row is written again, as a final row.
+      is_given_up: bool[E], whether the newest row is written again, as one that is not sampled.
     """
     layout = after.layout
     lookahead = layout.window.after or 0
     age = lookahead - 1 - ring.arange(lookahead + 1)[:, None] + jnp.zeros_like(num_waiting)
     row = layout.row(layout.envs(), layout.wrap(after.head - 1 - jnp.maximum(age, 0)))
     # The entry after those that waited is that of the row that is written again.
-    is_again = (age < 0) & is_final
+    is_again = (age < 0) & is_given_up
     is_waiting = (age >= 0) & (age < num_waiting)
-    stays = is_waiting & ~((age == 0) & is_final)
+    stays = is_waiting & ~((age == 0) & is_given_up)
     return WriteEffect(
         layout=layout,
         envs=None,

@@ -23,8 +23,6 @@ from jaxreplay._util.aliases import Autoreset
 
 # Bits of a row's flags, a uint8.
 TERMINATED, TRUNCATED, FINAL, FIRST, SKIPPED = 1, 2, 4, 8, 16
-# Never sampled: a final row, or a transition between two candidates that are `period` apart.
-NO_CANDIDATE = FINAL | SKIPPED
 NO_STEP = FIRST | FINAL  # a row that belongs to no episode
 
 
@@ -65,6 +63,12 @@ def rows_of(
     closes = closes_episode(bits, form)
     first = _before(closes, mask, closes_episode(last_flags, form))
     return Rows(bits + FIRST * first.astype(jnp.uint8), mask)
+
+
+def skip_without_action(flags: jax.Array) -> jax.Array:
+    """Return the flags of rows, where final rows without an action of their own are skipped."""
+    has_none = (flags & (FINAL | TRUNCATED)) == FINAL
+    return jnp.where(has_none, flags | SKIPPED, flags)
 
 
 def rows_per_step(form: Autoreset | None) -> int:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxreplay._util import random
-from jaxreplay.storage import ring, row_flags
+from jaxreplay.storage import ring
 from jaxreplay.storage.episodes import Episodes
 from jaxreplay.storage.layout import Layout
 from jaxreplay.storage.search import last_slot, split_by
@@ -133,7 +133,7 @@ class Sampleable:
         Args:
           row: int32[...], in [0, capacity).
         """
-        return ~self.state.has(row, row_flags.NO_CANDIDATE)
+        return ~self.state.has(row, self.layout.window.no_candidate)
 
     def age(self, row: jax.Array) -> jax.Array:
         """Return the number of rows of its stream that were written after each row: int32[...].

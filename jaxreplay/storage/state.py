@@ -37,7 +37,7 @@ import jax.numpy as jnp
 
 from jaxreplay._util import random
 from jaxreplay._util.aliases import PyTree
-from jaxreplay._util.names import has_shapes, short_bytes
+from jaxreplay._util.names import has_shapes
 from jaxreplay._util.struct import Node, static_field
 from jaxreplay.storage import ring, row_flags, stored_arrays
 from jaxreplay.storage.layout import NUM_PARTS, Layout
@@ -366,19 +366,10 @@ class ReplayState(Node):
         if not has_shapes(self):
             return super().__repr__()
         layout, steps = self.layout, self.rows.steps
-        num_axes = 1 if layout.traits.in_line else 2
-        population = jax.tree.leaves(self.counters)[0].shape[:-num_axes]
-        sizes = [
-            *map(str, population),
-            f"{layout.num_envs} env{'s' * (layout.num_envs != 1)}",
-            f"{layout.length} rows",
-        ]
-        name, rows = ("item", steps) if layout.autoreset is None else ("obs", steps.obs)
-        num_rows = stored_arrays.stored_leaves(rows)[0].shape[len(population)]
-        if num_rows > layout.capacity:
-            sizes.insert(len(population), f"{num_rows // layout.capacity} shards")
-        row = stored_arrays.short_rows(rows, len(population) + 1)
-        return f"ReplayState({' x '.join(sizes)}, {name} {row}, {short_bytes(self)})"
+        population = jax.tree.leaves(self.counters)[0].shape[: -1 if layout.traits.in_line else -2]
+        rows = ("item", steps) if layout.autoreset is None else ("obs", steps.obs)
+        sizes = layout.num_envs, layout.length
+        return stored_arrays.shown(self, population, sizes, *rows)
 
 
 def of_stream(per_stream: jax.Array, env: jax.Array) -> jax.Array:

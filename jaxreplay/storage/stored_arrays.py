@@ -9,6 +9,7 @@ the plain form: `shape` and `dtype` of a stored leaf are those of its values, an
 rows, which checkpoints keep, has no tiles.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay._util.aliases import PyTree, Stored
-from jaxreplay._util.names import short
+from jaxreplay._util.names import short, short_bytes
 from jaxreplay._util.struct import Node, static_field
 from jaxreplay.storage import tiles
 from jaxreplay.storage.tiles import Tile
@@ -219,12 +220,34 @@ def _is_bitcast(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits >= 8
 
 
-def short_rows(stored: Stored, num_axes: int) -> str:
-    """Return dtypes and shapes of a row, as a `repr` shows them. Leaves have `num_axes` axes before
-    a row's own."""
+def shown(
+    state: Any,
+    population: Sequence[int],
+    sizes: tuple[int, int],
+    name: str,
+    rows: Stored,
+    num_axes: int = 1,
+) -> str:
+    """Return the line that shows a state, such as `ReplayState(4 envs x 250 rows, obs f32[3],
+    16 kB)`.
+
+    Args:
+      state: The state.
+      population: Sizes of the axes that `vmap` put in front.
+      sizes: Number of envs, and number of rows of each.
+      name: What `rows` are.
+      rows: The stored leaves that are shown.
+      num_axes: Number of axes of these before a row's own. Default: 1.
+    """
+    num_envs, length = sizes
+    num_shards = stored_leaves(rows)[0].shape[len(population)] // (num_envs * length)
+    parts = [*map(str, population), *[f"{num_shards} shards"] * (num_shards > 1)]
+    parts += [f"{num_envs} env{'s' * (num_envs != 1)}", f"{length} rows"]
 
     def row_of(leaf: Any) -> Any:
         is_tiled = isinstance(getattr(leaf, "bits", leaf), TiledArray)
-        return jax.ShapeDtypeStruct(leaf.shape[1 if is_tiled else num_axes :], leaf.dtype)
+        start = 1 if is_tiled else len(population) + num_axes
+        return jax.ShapeDtypeStruct(leaf.shape[start:], leaf.dtype)
 
-    return short(tree_map(row_of, stored))
+    row, size = short(tree_map(row_of, rows)), short_bytes(state)
+    return f"{type(state).__name__}({' x '.join(parts)}, {name} {row}, {size})"

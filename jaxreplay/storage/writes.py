@@ -64,6 +64,8 @@ def advance(state: ReplayState, steps: PyTree, mask: jax.Array | None) -> tuple[
         flags, is_written = row_flags.rows_of(
             layout.autoreset, steps.terminated, steps.truncated, taken, before.last_flags
         )
+        if not layout.window.needs_next_obs:
+            flags = row_flags.skip_without_action(flags)
         if before.phase is not None:
             phase, flags = skipped(layout, before.phase, flags, is_written)
             new = new.set(phase=phase)
@@ -96,7 +98,7 @@ def advance(state: ReplayState, steps: PyTree, mask: jax.Array | None) -> tuple[
 
     # Which of them are candidates, which rows are pending, and which episodes end.
     if flags is not None:
-        is_candidate = is_written & ((flags & row_flags.NO_CANDIDATE) == 0)
+        is_candidate = is_written & ((flags & layout.window.no_candidate) == 0)
         count = before.num_candidates + is_candidate.sum(axis=0, dtype=jnp.uint32)
         newest = jnp.where(is_written & (age == 0), flags, 0).sum(axis=0, dtype=jnp.uint8)
         last_flags = jnp.where(num_rows > 0, newest, before.last_flags)
@@ -123,14 +125,14 @@ def skipped(
     Args:
       layout: Layout of the state, whose window has a period above 1.
       phase: int32[E], number of transitions since the newest candidate before these rows.
-      flags: uint8[K, E], of rows in the order of time, without marks.
+      flags: uint8[K, E], of rows in the order of time, without marks of transitions.
       is_written: bool[K, E].
 
     Returns:
       The phase after these rows, int32[E]; the flags, uint8[K, E].
     """
     window = layout.window
-    is_transition = is_written & ((flags & row_flags.FINAL) == 0)
+    is_transition = is_written & ((flags & window.no_candidate) == 0)
     # transitions of this block up to each row, itself included
     through = jnp.cumsum(is_transition, axis=0, dtype=jnp.int32)
     before = through - is_transition
@@ -403,7 +405,7 @@ def effect_of(after: ReplayState, writes: Writes) -> WriteEffect | None:
     # Rows that were written.
     is_candidate = writes.is_written
     if writes.flags is not None:
-        is_candidate = is_candidate & ((writes.flags & row_flags.NO_CANDIDATE) == 0)
+        is_candidate = is_candidate & ((writes.flags & window.no_candidate) == 0)
 
     # The oldest rows, whose look-back may have been overwritten.
     oldest = range_of(after.head, window.before)

@@ -1,6 +1,7 @@
 """Views make the items of a batch from sampled rows and the rows around them."""
 
 from jaxreplay.storage.layout import Window as Window
+from jaxreplay.views.chunk import ChunkView as ChunkView
 from jaxreplay.views.frame_stack import FrameStack as FrameStack
 from jaxreplay.views.future import FutureView as FutureView
 from jaxreplay.views.hindsight import Hindsight as Hindsight

@@ -95,11 +95,10 @@ class Hindsight(WrappedView[Any]):
     @property
     def window(self) -> Window:
         """Window of `inner`, widened to the rows that goals are taken from."""
+        inner = dataclasses.replace(self.inner.window, needs_next_obs=True)
         if self.strategy == "random":
-            return dataclasses.replace(self.inner.window, needs_final_obs=True)
-        return self.inner.window.widened(
-            before=None if self.strategy == "episode" else 0, after=None
-        )
+            return dataclasses.replace(inner, needs_final_obs=True)
+        return inner.widened(before=None if self.strategy == "episode" else 0, after=None)
 
     @property
     def is_random(self) -> bool:

@@ -1,8 +1,6 @@
 """Sequences for recurrent agents and world models, with a burn-in, a mask, and flags for resets of
 the recurrent state."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +11,7 @@ from jaxreplay.storage import ring
 from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.types import SequenceBatch
 from jaxreplay.views.row_reader import RowReader
-from jaxreplay.views.view import View
+from jaxreplay.views.view import View, zeroed
 
 
 class SequenceView(View[SequenceBatch]):
@@ -90,7 +88,7 @@ class SequenceView(View[SequenceBatch]):
         recurrent_state = None
         if self.recurrent_state_key is not None:
             # A separate read: otherwise XLA would gather the states of all steps to take the first.
-            recurrent_state = _zero(reader.extras(steps[0])[self.recurrent_state_key], is_real[0])
+            recurrent_state = zeroed(reader.extras(steps[0])[self.recurrent_state_key], is_real[0])
             extras = {
                 key: value for key, value in extras.items() if key != self.recurrent_state_key
             }
@@ -99,15 +97,15 @@ class SequenceView(View[SequenceBatch]):
             row = reader.state.layout.ahead(reader.row, steps)
             index = reader.state.index(row, is_real & reader.is_valid)
         return SequenceBatch(
-            obs=_zero(reader.obs(jnp.append(steps, self.length)), is_here),
-            action=_zero(reader.action(steps), is_real),
-            reward=_zero(reader.reward(steps), is_real),
+            obs=zeroed(reader.obs(jnp.append(steps, self.length)), is_here),
+            action=zeroed(reader.action(steps), is_real),
+            reward=zeroed(reader.reward(steps), is_real),
             terminated=reader.is_terminated(steps) & is_real,
             truncated=reader.is_truncated(steps) & is_real,
             is_first=is_first,
             mask=is_real & (np.arange(-self.burn_in, self.length) >= 0) & reader.is_valid,
             recurrent_state=recurrent_state,
-            extras=_zero(extras, is_real),
+            extras=zeroed(extras, is_real),
             index=index,
         )
 
@@ -131,14 +129,3 @@ class SequenceView(View[SequenceBatch]):
             not self.cross_episodes
         )
         return jnp.concatenate([jnp.zeros(self.burn_in + 1, bool), ends])
-
-
-def _zero(tree: PyTree, keep: jax.Array) -> Any:
-    """Return the leaves with 0 where `keep`, bool over their first axes, is False."""
-
-    def zero(leaf):
-        return jnp.where(
-            keep.reshape(keep.shape + (1,) * (leaf.ndim - keep.ndim)), leaf, jnp.zeros_like(leaf)
-        )
-
-    return jax.tree.map(zero, tree)

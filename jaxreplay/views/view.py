@@ -3,6 +3,9 @@ of them."""
 
 from typing import Any, Generic
 
+import jax
+import jax.numpy as jnp
+
 from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.struct import Static
 from jaxreplay.storage.layout import Layout, Window
@@ -204,3 +207,14 @@ class Outline(View[Any]):
     def needs_steps(self) -> bool:
         """True if the other view reads `Step`s."""
         return self.reads_steps
+
+
+def zeroed(tree: PyTree, keep: jax.Array) -> Any:
+    """Return the leaves with 0 where `keep`, bool over their first axes, is False."""
+
+    def zero(leaf):
+        return jnp.where(
+            keep.reshape(keep.shape + (1,) * (leaf.ndim - keep.ndim)), leaf, jnp.zeros_like(leaf)
+        )
+
+    return jax.tree.map(zero, tree)

@@ -36,6 +36,7 @@ VIEWS = (
     SequenceView(length=2, burn_in=2, period=2),
     SequenceView(length=2, period=3, cross_episodes=True),
     jr.views.FrameStack(num_frames=3, inner=jr.views.TransitionView(n_step=2)),
+    jr.views.ChunkView(obs=(-2, 0), action=3),
     jr.views.FutureView(),
     jr.views.Hindsight(
         inner=jr.views.TransitionView(), reward_fn=near, achieved_key="at", desired_key="goal"

@@ -275,6 +275,7 @@ def test_the_catalog_is_covered():
         "prioritized",
         "transitions",
         "sequences",
+        "chunks",
         "frame_stack",
         "future_pairs",
         "hindsight",

@@ -91,5 +91,5 @@ def test_configurations_samples_and_rollouts_are_shown_in_one_line():
         "is_valid bool[2])"
     )
     rollout = jr.rollout(length=8, num_envs=1, autoreset="next_step")
-    expected = "RolloutState(8 rows x 1 env, obs {x: f32[]}, 129 B)"
+    expected = "RolloutState(1 env x 8 rows, obs {x: f32[]}, 129 B)"
     assert repr(jax.eval_shape(lambda: rollout.init(step))) == expected

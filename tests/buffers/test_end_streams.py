@@ -230,3 +230,36 @@ def test_a_replay_ends_its_streams():
         replay.end_streams()
         envs.reset(np.ones(E, bool))
     assert len(replay) == len(envs.known)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_chunk_keeps_the_last_action(form):
+    """It needs no next observation, so that no row with an action is given up."""
+    buffer = jr.chunks(
+        capacity=LENGTH * E,
+        num_envs=E,
+        batch_size=8,
+        action=4,
+        autoreset=form,
+        sampler=jr.Prioritized(),
+    )
+    steps, resets, _ = history(form)
+    items, _, sizes = jax.device_get(jitted_watch(buffer, steps, resets))
+    done, rows, owes = steps["terminated"] | steps["truncated"], [[] for _ in range(E)], [False] * E
+    for time in range(TIME):
+        for env, own in enumerate(rows):
+            own.append(not owes[env])
+            own += [False] * int(form == "same_step" and done[time, env])
+            owes[env] = form == "next_step" and done[time, env] and not owes[env]
+            owes[env] &= not resets[time, env]
+        batch = nth(items, time)
+        valid = batch.is_valid.reshape(E, LENGTH)
+        assert sizes[time] == valid.sum() == (batch.probability > 0).sum()
+        for env in np.flatnonzero(resets[time]):
+            assert valid[env].sum() == sum(rows[env][-LENGTH:])
+        chunk = nth(batch.experience, batch.is_valid)
+        number = np.where(chunk.action_is_pad, -1, chunk.action - chunk.obs)
+        assert set(map(tuple, number)) <= {(0, *rest) for rest in PARTS}
+
+
+PARTS = [(1, 2, 3), (1, 2, -1), (1, -1, -1), (-1, -1, -1)]

@@ -165,6 +165,12 @@ def _views():
         image_of=lambda obs: obs["image"][..., -1],
         is_plain=False,
     )
+    yield Case(
+        "chunks",
+        lambda shared: jr.chunks(**shared, **two, obs=(-1, 0), action=3),
+        image_of=lambda obs: obs["image"][:, 1],
+        is_plain=False,
+    )
     yield Case("future_pairs", lambda shared: jr.future_pairs(**shared, **two), is_plain=False)
     yield Case(
         "hindsight of final_obs, masked",

@@ -16,16 +16,25 @@ def spans(oracle, rows):
     return found + [(first, None)] * (len(rows) - first)
 
 
-def anchors(oracle, *, before=0, after=0, crosses_episodes=False, period=1, needs_final_obs=False):
+def anchors(
+    oracle,
+    *,
+    before=0,
+    after=0,
+    crosses_episodes=False,
+    period=1,
+    needs_final_obs=False,
+    needs_next_obs=True,
+):
     """Yield (env, position, index) of every candidate. `before` or `after` of None: back to the
     episode's beginning, or on to its end."""
     for env, rows in enumerate(oracle.streams):
         episode = spans(oracle, rows)
         oldest = max(0, len(rows) - oracle.length)
         for position, index in oracle.stored(env):
-            if rows[index].is_final:
+            if rows[index].is_final and (needs_next_obs or not has_action(rows[index])):
                 continue
-            first, last = episode[index]
+            first, last = episode[index] or (index, index)
             begin = 0 if crosses_episodes else first
             place = sum(not row.is_final or row.is_dropped for row in rows[begin:index])
             is_whole_before = (first if before is None else max(first, index - before)) >= oldest
@@ -33,18 +42,37 @@ def anchors(oracle, *, before=0, after=0, crosses_episodes=False, period=1, need
                 is_whole_after = last is not None
             else:
                 is_whole_after = index + after < len(rows) or (
-                    not crosses_episodes and reaches_end(rows, index, after, needs_final_obs)
+                    not crosses_episodes
+                    and reaches_end(rows, index, after, needs_final_obs, needs_next_obs)
                 )
             if place % period == 0 and is_whole_before and is_whole_after:
                 yield env, position, index
 
 
-def reaches_end(rows, index, after, needs_final_obs):
+def has_action(row):
+    """Return whether a row has an action, which a truncated final row may have."""
+    return not row.is_final or (row.truncated and not row.is_dropped)
+
+
+def reaches_end(rows, index, after, needs_final_obs, needs_next_obs):
     """Return whether the episode's end is known, and within `after` rows."""
     ahead = enumerate(rows[index : index + after + 1])
     return any(
-        row.is_final or (row.terminated and k < after and not needs_final_obs) for k, row in ahead
+        row.is_final
+        or (row.terminated and k < after and not needs_final_obs)
+        or (row.truncated and k < after and not needs_next_obs)
+        for k, row in ahead
     )
+
+
+def chunk(oracle, env, index, offsets):
+    """Return the row at each offset, or the episode's first or last step, and which are that."""
+    rows = oracle.streams[env]
+    first, last = spans(oracle, rows)[index] or (index, index)
+    last = len(rows) - 1 if last is None else last
+    steps = [at for at in range(first, last + 1) if has_action(rows[at])]
+    near = [min(max(index + offset, steps[0]), steps[-1]) for offset in offsets]
+    return [rows[at] for at in near], [at != index + k for at, k in zip(near, offsets, strict=True)]
 
 
 def sequence(oracle, env, index, *, length, burn_in, cross_episodes):

@@ -79,7 +79,8 @@ class Config:
     @functools.cached_property
     def window(self):
         window = self.sampler.window(self.view.window)
-        names = ("before", "after", "crosses_episodes", "period", "needs_final_obs")
+        others = ("needs_final_obs", "needs_next_obs")
+        names = ("before", "after", "crosses_episodes", "period", *others)
         return {name: getattr(window, name) for name in names}
 
     @property

@@ -197,7 +197,22 @@ def check_hindsight(config, oracle, env, index, item):
     assert item.next_obs["x"] == rows[index + expected.num_steps].obs
 
 
+def check_chunk(config, oracle, env, index, item):
+    view = config.view
+    for name, offsets in (("obs", view.obs), ("action", view.action)):
+        rows, is_pad = oracle_views.chunk(oracle, env, index, offsets)
+        assert getattr(item, f"{name}_is_pad").tolist() == is_pad
+        got = item.obs["x"] if name == "obs" else item.action
+        expected = [
+            0 if pad and view.pad == "zero" else getattr(row, name)
+            for row, pad in zip(rows, is_pad, strict=True)
+        ]
+        assert got.tolist() == expected
+    assert item.extras["id"] == oracle.streams[env][index].action
+
+
 CHECKS = {
+    jr.views.ChunkView: check_chunk,
     jr.views.SequenceView: check_sequence,
     jr.views.FrameStack: check_stack,
     jr.views.FutureView: check_pair,
@@ -246,6 +261,19 @@ def stacks():
         yield Config(view=view, sampler=sampler, autoreset=form, allow_mask=prioritized, spare=3)
 
 
+def chunks():
+    offsets = itertools.cycle((((-1, 0), 4), ((0,), 1), ((-3, -1, 0, 2), (-2, -1, 0, 1, 5))))
+    for (form, prioritized), pad in zip(
+        itertools.product(FORMS, (False, True)),
+        itertools.cycle(("repeat", "zero")),
+        strict=False,
+    ):
+        obs, action = next(offsets)
+        view = jr.views.ChunkView(obs=obs, action=action, pad=pad)
+        sampler = sampler_of(prioritized)
+        yield Config(view=view, sampler=sampler, autoreset=form, allow_mask=prioritized, spare=3)
+
+
 def pairs():
     for form, terminals, in_episodes in itertools.product(FORMS, (None, 2), (False, True)):
         view = jr.views.FutureView(gamma=0.9, max_terminals=terminals)
@@ -273,6 +301,7 @@ def relabelled():
 _SOME = {
     sequences: (0, 5, 11, 6),
     stacks: (4, 5, 8, 0),
+    chunks: (5, 0, 2, 4),
     pairs: (0, 6, 9, 3),
     relabelled: (0, 3, 7, 4),
 }
