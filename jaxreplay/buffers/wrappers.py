@@ -74,6 +74,7 @@ def hindsight(
     *,
     terminated_fn: Callable[[Any, Any, Step], Any] | None = None,
     strategy: str = "future",
+    unfinished: bool = False,
     relabel_fraction: float = 0.8,
     achieved_key: str = "achieved_goal",
     desired_key: str = "desired_goal",
@@ -96,6 +97,10 @@ def hindsight(
       strategy: Row where the new goal was achieved, chosen uniformly. "future": among later rows of
         the episode; "episode": among all its rows; "random": among all stored rows; "final": always
         the episode's last row. Default: "future".
+      unfinished: Also sample rows of episodes that go on, and of those whose first rows are
+        overwritten, with goals from the rows that are stored. A row of an episode that goes on gets
+        other goals later. Required for samplers with priorities. Default: False, a row waits for
+        the end of its episode, and with "episode" its first row must be stored.
       relabel_fraction: Fraction of samples to relabel, in [0, 1]; k / (k + 1) in the paper's terms.
         Default: 0.8.
       achieved_key: Key in the observation of the goal that was achieved. Default: "achieved_goal".
@@ -121,6 +126,7 @@ def hindsight(
         reward_fn=reward_fn,
         terminated_fn=terminated_fn,
         strategy=strategy,
+        unfinished=unfinished,
         relabel_fraction=relabel_fraction,
         achieved_key=achieved_key,
         desired_key=desired_key,

@@ -22,7 +22,7 @@ from jaxreplay.sb3.buffers import (
     ReplayBuffer,
 )
 from jaxreplay.sb3.dqn import PrioritizedDQN
-from jaxreplay.sb3.hindsight import HerReplayBuffer
+from jaxreplay.sb3.hindsight import HerReplayBuffer, PrioritizedHerReplayBuffer
 from jaxreplay.sb3.saves import SaveCallback, resume
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "HerReplayBuffer",
     "NStepReplayBuffer",
     "PrioritizedDQN",
+    "PrioritizedHerReplayBuffer",
     "PrioritizedReplayBuffer",
     "PrioritizedSamples",
     "ReplayBuffer",

@@ -18,8 +18,10 @@ from stable_baselines3.her.her_replay_buffer import HerReplayBuffer as TheirHerR
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import PyTree
 from jaxreplay.buffers.jitted import program
+from jaxreplay.samplers import PrioritySampler
 from jaxreplay.sb3.base import DropInBuffer
 from jaxreplay.sb3.batch import SB3View
+from jaxreplay.sb3.buffers import PrioritizedReplayBuffer, PrioritizedSamples
 from jaxreplay.stateful.owner import key_of
 from jaxreplay.views.hindsight import Hindsight
 
@@ -31,7 +33,7 @@ class HerReplayBuffer(DropInBuffer, TheirHerReplayBuffer):
     int(B k / (k + 1)) of B transitions have new goals, and a "future" goal may be the one that the
     transition itself achieved. There are two differences. Unfinished episodes are sampled, with the
     goals achieved so far, so learning may start before an episode has ended. Episodes whose first
-    steps were overwritten are sampled, except with "episode".
+    steps were overwritten are sampled, with the goals that are stored.
 
     Args:
       buffer_size: Number of transitions over all envs. Each final row that is stored takes the
@@ -110,6 +112,7 @@ class HerReplayBuffer(DropInBuffer, TheirHerReplayBuffer):
             inner=SB3View(gamma=1.0),
             reward_fn=_stored_reward,
             strategy=strategy,
+            unfinished=True,
             relabel_fraction=1.0,
         )
 
@@ -119,19 +122,19 @@ class HerReplayBuffer(DropInBuffer, TheirHerReplayBuffer):
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Sample transitions uniformly: first those with their own goals, then those with new."""
+        return self._samples(self._drawn(batch_size)[0], env)
+
+    def _drawn(self, batch_size: int) -> tuple[PyTree, Any]:
+        """Return sampled items with the env's rewards, and their index and probability if the
+        sampler has priorities."""
         checks.check_size("sample", "batch_size", batch_size)
         batch_size = operator.index(batch_size)
         num_new = int(self.her_ratio * batch_size)
         with self._monitor:
             self._check_not_empty()
             owner, sizes = self._owner, (batch_size - num_new, num_new)
-            item, row, is_valid = owner.ask(_draw, owner.draws.next, *sizes)
+            item, row, others = owner.ask(_draw, owner.draws.next, *sizes)
             owner.draws.count()
-        if not np.asarray(is_valid).all():
-            raise ValueError(
-                "HerReplayBuffer: no episode is stored from its first step on, as the strategy "
-                "needs it; use a larger buffer_size"
-            )
         if num_new:
             new = jax.tree.map(
                 lambda leaf: np.asarray(leaf)[-num_new:], (item.next_obs, item.obs, row)
@@ -140,7 +143,7 @@ class HerReplayBuffer(DropInBuffer, TheirHerReplayBuffer):
             item = item.replace(
                 reward=jnp.asarray(np.concatenate([kept, self._rewards_again(*new)]))
             )
-        return self._samples(item, env)
+        return item, others
 
     def _rewards_again(self, next_obs: PyTree, obs: PyTree, row: np.ndarray) -> np.ndarray:
         """Return the env's rewards for the achieved and the new goals: float32[B, 1]."""
@@ -175,6 +178,74 @@ class HerReplayBuffer(DropInBuffer, TheirHerReplayBuffer):
         self._columns = {}
 
 
+class PrioritizedHerReplayBuffer(HerReplayBuffer, PrioritizedReplayBuffer):  # type: ignore[misc]
+    """Hindsight experience replay in proportion to priority ** alpha, as `PrioritizedDQN` uses it.
+
+    Transitions with their own and with new goals are sampled alike, and share a priority: that of
+    the goal that was updated last. Samples are `PrioritizedSamples`.
+
+    Args:
+      *args: As for `HerReplayBuffer`:
+
+        - `buffer_size`: Number of transitions over all envs.
+        - `observation_space`: Observation space of one env.
+        - `action_space`: Action space of one env.
+      alpha: Exponent of priorities, at least 0; 0 samples uniformly. Default: 0.6.
+      beta: Exponent of the weights, at least 0; 1 corrects the bias fully. An attribute, to be
+        raised towards 1 while learning. Default: 0.4.
+      epsilon: Added to every priority in `update_priorities`, so that none is 0. Default: 1e-6.
+      n_steps: Must be 1: the env computes rewards of single steps. Default: 1.
+      gamma: Discount factor in [0, 1] of one step; must be the model's. Default: 0.99.
+      **kwargs: Options of `HerReplayBuffer`:
+
+        - `env`: The `VecEnv` whose first env computes rewards. Stable-Baselines3 passes it.
+        - `n_sampled_goal`, `goal_selection_strategy`, `copy_info_dict` and all others. Default:
+          those of `HerReplayBuffer`.
+
+    Raises:
+      ValueError: `n_steps` is not 1, or an option of `HerReplayBuffer` does not fit.
+
+    References:
+      Schaul et al., "Prioritized Experience Replay" (2016), https://arxiv.org/abs/1511.05952
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        alpha: float = 0.6,
+        beta: float = 0.4,
+        epsilon: float = 1e-6,
+        n_steps: int = 1,
+        gamma: float = 0.99,
+        **kwargs: Any,
+    ):
+        if n_steps != 1:
+            raise ValueError(
+                "PrioritizedHerReplayBuffer: the env computes the rewards of single steps; leave "
+                f"out n_steps={n_steps}"
+            )
+        self.alpha, self.beta, self.epsilon = float(alpha), float(beta), float(epsilon)
+        self.gamma = float(gamma)
+        HerReplayBuffer.__init__(self, *args, **kwargs)
+
+    _samples = DropInBuffer._samples
+    _normalized_reward = DropInBuffer._normalized_reward
+
+    def sample(self, batch_size: int, env: VecNormalize | None = None) -> PrioritizedSamples:
+        """Sample transitions in proportion to priority ** alpha, with their weights."""
+        item, (index, probability) = self._drawn(batch_size)
+        probability = np.asarray(probability)
+        if not probability.all():
+            raise ValueError(
+                "PrioritizedHerReplayBuffer: every priority is 0, so nothing can be sampled; use a "
+                "positive epsilon"
+            )
+        weight = (probability.min() / probability) ** np.float32(self.beta)
+        columns = self._samples(item, env)._asdict()
+        columns["discounts"] = self.to_torch(np.full((len(weight), 1), self.gamma, np.float32))
+        return PrioritizedSamples(**columns, weights=self.to_torch(weight[:, None]), indices=index)
+
+
 def _stored_reward(achieved: Any, goal: Any, step: PyTree) -> jax.Array:
     """Return the stored reward: the env computes those for new goals on the host."""
     return step.reward
@@ -183,13 +254,15 @@ def _stored_reward(achieved: Any, goal: Any, step: PyTree) -> jax.Array:
 @functools.partial(program, static=("num_own", "num_new"))
 def _draw(buffer: Any, state: Any, draw: Any, num_own: int, num_new: int) -> Any:
     """Sample items with their own goals, then items with new ones: items [B, ...], row int32[B],
-    is_valid bool[B]."""
+    and with priorities the index and the probability of each."""
+    has_priorities = isinstance(buffer.sampler, PrioritySampler)
 
     def part(ratio, size):
         view = dataclasses.replace(buffer.view, relabel_fraction=ratio)
         key = jax.random.fold_in(key_of(draw), int(ratio))
         batch = dataclasses.replace(buffer, view=view).sample(state, key, size)
-        return batch.experience, batch.index.row, batch.is_valid
+        others = (batch.index, batch.probability) if has_priorities else ()
+        return batch.experience, batch.index.row, others
 
     parts = [part(ratio, size) for ratio, size in ((0.0, num_own), (1.0, num_new)) if size]
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)

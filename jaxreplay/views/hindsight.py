@@ -42,6 +42,10 @@ class Hindsight(WrappedView[Any]):
       strategy: Rows that a new goal is taken from, each with the same probability. "future": later
         rows of the episode. "final": the last row of the episode. "episode": all rows of the
         episode. "random": all stored rows. Final rows are among them. Default: "future".
+      unfinished: Also sample rows of episodes that go on, and of those whose first rows are
+        overwritten. Goals are then taken from the rows that are stored, so that a row of an episode
+        that goes on gets other goals later. Any sampler works then. Default: False, a row waits for
+        the end of its episode, and with "episode" its first row must be stored.
       relabel_fraction: Probability that an item is relabelled, in [0, 1]; k / (k + 1) in the
         paper's terms. Default: 0.8.
       achieved_key: Key in the observation of the achieved goal. Default: "achieved_goal".
@@ -64,6 +68,7 @@ class Hindsight(WrappedView[Any]):
     reward_fn: Callable[[Any, Any, Step], Any]
     terminated_fn: Callable[[Any, Any, Step], Any] | None = None
     strategy: str = "future"
+    unfinished: bool = False
     relabel_fraction: float = 0.8
     achieved_key: str = "achieved_goal"
     desired_key: str = "desired_goal"
@@ -96,8 +101,9 @@ class Hindsight(WrappedView[Any]):
     def window(self) -> Window:
         """Window of `inner`, widened to the rows that goals are taken from."""
         inner = dataclasses.replace(self.inner.window, needs_next_obs=True)
-        if self.strategy == "random":
-            return dataclasses.replace(inner, needs_final_obs=True)
+        if self.unfinished or self.strategy == "random":
+            needs_episodes = inner.needs_episodes or self.strategy != "random"
+            return dataclasses.replace(inner, needs_final_obs=True, needs_episodes=needs_episodes)
         return inner.widened(before=None if self.strategy == "episode" else 0, after=None)
 
     @property

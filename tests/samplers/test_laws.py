@@ -175,17 +175,19 @@ def test_the_second_terminal_bounds_a_horizon_where_several_lie_ahead():
         check(np.bincount(mine, minlength=bound + 1)[1:], np.full(bound, 1 / bound))
 
 
-def hindsight(strategy, ratio, length=9):
-    """Sample relabelled items from an episode of `length` steps and another one; row t achieves
-    goal t."""
+def hindsight(strategy, ratio, length=9, sampler=None, goes_on=0):
+    """Sample relabelled items from an episode of `length` steps and another one, and from one that
+    goes on; row t achieves goal t."""
     buffer = jr.uniform(capacity=40, num_envs=1, batch_size=DRAWS, autoreset="next_step")
     buffer = jr.hindsight(
         buffer,
         lambda achieved, goal, step: (achieved == goal).astype(jnp.float32),
         strategy=strategy,
+        unfinished=goes_on > 0,
         relabel_fraction=ratio,
     )
-    time = np.arange(length + 1 + 6, dtype=np.int32)[:, None]
+    buffer = dataclasses.replace(buffer, sampler=sampler or buffer.sampler)
+    time = np.arange(length + 1 + 6 + goes_on, dtype=np.int32)[:, None]
     ends = (time == length - 1) | (time == length + 5)
     obs = {"achieved_goal": time, "desired_goal": 0 * time - 1}
     steps = plain_step(time, obs=obs, reward=time * 0.0 - 1, terminated=ends)
@@ -207,6 +209,22 @@ def test_goals_have_the_law_of_their_strategy():
         law = np.zeros(17)
         law[first : last + 1] = 1 / (last + 1 - first)
         check(np.bincount(goal[time == 3], minlength=17), law)
+
+
+def test_goals_of_an_episode_that_goes_on_are_of_its_rows_so_far():
+    for strategy, (first, last) in {
+        "future": (18, 20),
+        "final": (20, 20),
+        "episode": (16, 20),
+    }.items():
+        time, goal, *_ = hindsight(strategy, ratio=1.0, sampler=jr.Prioritized(), goes_on=5)
+        check(
+            np.bincount(time, minlength=20)[[*range(9), *range(10, 15), *range(16, 20)]],
+            np.full(18, 1 / 18),
+        )
+        law = np.zeros(22)
+        law[first : last + 1] = 1 / (last + 1 - first)
+        check(np.bincount(goal[time == 17], minlength=22), law)
 
 
 def test_the_ratio_is_the_fraction_of_new_goals():

@@ -37,8 +37,8 @@ class Env:
         return [-np.abs(achieved - goal)[:, 0]]
 
 
-def make(size=1000, **options):
-    return sb3.HerReplayBuffer(size, SPACE, ACTION, env=Env(), **options)
+def make(size=1000, kind=sb3.HerReplayBuffer, **options):
+    return kind(size, SPACE, ACTION, env=Env(), **options)
 
 
 def fill(buffer, steps, length=10, timeout=False, start=0, given=lambda infos: infos):
@@ -106,11 +106,34 @@ def test_the_buffer_goes_round_and_knows_its_steps_infos():
     assert not batch.dones.any()  # timeouts are bootstrapped
 
 
-def test_where_no_episode_is_whole_a_strategy_that_needs_one_says_so():
-    buffer = make(n_envs=3, goal_selection_strategy="episode")
+def test_where_no_episode_is_whole_goals_are_of_the_steps_that_are_stored():
+    buffer = make(60, n_envs=3, goal_selection_strategy="episode")
     fill(buffer, 384, length=1000)
-    with refused(r"no episode is stored from its first step on.*use a larger buffer_size"):
-        buffer.sample(1000)
+    _, obs, goal = drawn(buffer, 1000)
+    assert set((goal[200:] % 1000).tolist()) == {*range(364, 385)}
+    assert torch.equal((obs / 1000).floor()[200:], (goal / 1000).floor()[200:])
+
+
+def test_priorities_decide_what_is_drawn():
+    buffer = make(100, kind=sb3.PrioritizedHerReplayBuffer, alpha=1.0, beta=0.7, epsilon=0.0)
+    fill(buffer, 24)  # the last episode goes on
+    batch, obs, _ = drawn(buffer, 4000)
+    assert set(obs.tolist()) == set(range(24))
+    assert batch.weights.unique().tolist() == [1]
+    assert batch.discounts.unique().tolist() == [np.float32(0.99)]
+    buffer.update_priorities(batch.indices, torch.where(obs < 12, 0.0, obs))
+    batch, obs, goal = drawn(buffer, 4000)
+    assert (goal != -1).tolist() == [False] * 800 + [True] * 3200
+    for part in (obs[:800], obs[800:]):
+        counts = np.bincount(part.long(), minlength=24)
+        expected = np.where(np.arange(24) < 12, 0, np.arange(24)) / np.arange(12, 24).sum()
+        assert np.abs(counts - len(part) * expected).max() < 2  # stratified
+    torch.testing.assert_close(batch.weights[:, 0], ((12 / obs) ** 0.7).float())
+    achieved = batch.next_observations["achieved_goal"][:, 0]
+    assert torch.equal(batch.rewards[800:, 0], -(achieved - goal).abs()[800:].float())
+    buffer.update_priorities(batch.indices, np.zeros(4000))
+    with refused("every priority is 0, so nothing can be sampled; use a positive epsilon"):
+        buffer.sample(8)
 
 
 def test_after_a_failed_add_each_step_has_its_infos(monkeypatch):
@@ -152,6 +175,8 @@ def test_of_an_episode_that_goes_on_what_was_achieved_so_far_is_drawn(options):
 def test_bad_options_are_refused():
     with refused("goal_selection_strategy must be one of future, final, episode, got 'past'"):
         make(goal_selection_strategy="past")
+    with refused("the env computes the rewards of single steps; leave out n_steps=2"):
+        make(kind=sb3.PrioritizedHerReplayBuffer, n_steps=2)
     buffer = make()
     fill(buffer, 20)
     with refused("batch_size must be an int of at least 1, got 0"):
@@ -189,15 +214,17 @@ def test_an_episode_may_end_where_the_buffer_was_saved():
         assert float((goal - obs)[obs >= 10].max()) == longest
 
 
-def test_dqn_learns_to_flip_bits():
-    """The bit-flipping example of the paper, with Stable-Baselines3's unmodified DQN and env; a
-    short run goes through it all, and does not learn yet."""
+@pytest.mark.parametrize("model", [DQN, sb3.PrioritizedDQN])
+def test_dqn_learns_to_flip_bits(model):
+    """The bit-flipping example of the paper, with Stable-Baselines3's unmodified DQN and env, and
+    with priorities; a short run goes through it all, and does not learn yet."""
+    kind = sb3.HerReplayBuffer if model is DQN else sb3.PrioritizedHerReplayBuffer
     bits, steps = (8, 12_000) if SOAK else (4, 1500 if ALL else 120)
     env = make_vec_env(lambda: BitFlippingEnv(n_bits=bits, continuous=False), n_envs=1, seed=0)
-    model = DQN(
+    model = model(
         "MultiInputPolicy",
         env,
-        replay_buffer_class=sb3.HerReplayBuffer,
+        replay_buffer_class=kind,
         replay_buffer_kwargs={"n_sampled_goal": 4},
         learning_starts=100,
         train_freq=1,

@@ -182,6 +182,17 @@ def _views():
         ),
     )
     yield Case(
+        "hindsight prioritized, of episodes that go on",
+        lambda shared: jr.hindsight(
+            jr.prioritized(**shared, autoreset="next_step", n_step=2),
+            near,
+            strategy="episode",
+            unfinished=True,
+            achieved_key="vector",
+            desired_key="goal",
+        ),
+    )
+    yield Case(
         "transitions queue",
         lambda shared: jr.transitions(**shared, **one, sampler=jr.Queue()),
     )
