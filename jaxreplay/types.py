@@ -30,9 +30,10 @@ class Step(Node):
       reward: Pytree with float or int leaves [E, ...], often one array. The reward for this action,
         undiscounted.
       terminated: bool[E], keyword only. True where the task ended the episode: the value of later
-        states is 0.
-      truncated: bool[E], keyword only. True where the episode was cut, such as by a time limit: the
-        value of the final observation is bootstrapped.
+        states is 0. With `num_agents`, bool[E, A]: an agent's flag stays True until the env's
+        episode ends, which is where all agents have ended.
+      truncated: bool[E] or bool[E, A], keyword only. True where the episode was cut, such as by a
+        time limit: the value of the final observation is bootstrapped.
       final_obs: Pytree like `obs`, keyword only. The observation after this action. Required with
         `autoreset="same_step"`, and read only where the episode ended. Default: not given.
       extras: Pytree with leaves [E, ...], keyword only. Further fields, which samples return from
@@ -69,6 +70,9 @@ class Transition(Node):
         placeholder.
       num_steps: int32[B] in [1, n]. Less than n where the episode ended sooner.
       extras: Pytree with leaves [B, ...]. The extras of the candidate row.
+      alive: bool[B, A]. True for the agents that acted. `discount` is float32[B, A] then, and
+        rewards [B, A, ...] are sums up to each agent's own end. Default: None, without
+        `num_agents`.
 
     References:
       Sutton and Barto, "Reinforcement Learning" (2018),
@@ -82,6 +86,7 @@ class Transition(Node):
     next_obs: PyTree
     num_steps: jax.Array
     extras: PyTree
+    alive: jax.Array | None = None
 
 
 class Index(Node):
@@ -157,6 +162,8 @@ class SequenceBatch(Node):
       extras: Pytree with leaves [B, T, ...], without the recurrent state; 0 where there is no step.
       index: `Index` of each step, leaves [B, T], for `write`; where there is no step, it matches no
         row. Default: None, without `allow_write`.
+      alive: bool[B, T, A]. True for the agents that acted; `terminated` and `truncated` have their
+        axis, too. Default: None, without `num_agents`.
     """
 
     obs: PyTree
@@ -169,6 +176,7 @@ class SequenceBatch(Node):
     recurrent_state: PyTree
     extras: PyTree
     index: Index | None = None
+    alive: jax.Array | None = None
 
 
 class Pair(Node):

@@ -30,6 +30,7 @@ class BufferOptions(TypedDict, total=False):
     allow_write: bool
     min_size: int
     track_episodes: bool
+    num_agents: int | None
     platform: str | None
 
 
@@ -47,6 +48,7 @@ def items(*, sampler: Sampler = _UNIFORM, **shared: Unpack[BufferOptions]) -> Re
       allow_write: Let `write` change stored items. Default: False.
       min_size: Number of items from which on `can_sample` is True. Default: 1.
       track_episodes: Leave it out: items have no episodes.
+      num_agents: Leave it out: items have no flags.
       platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
         Default: the platform of JAX's default device.
 
@@ -91,6 +93,8 @@ def transitions(
       allow_write: Let `write` change stored rows. Default: False.
       min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
       track_episodes: Keep the table that `episode_table` needs, 12 bytes a row. Default: False.
+      num_agents: Number A of agents in each env, whose flags are bool[E, A]. Default: one flag for
+        each env.
       platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
         Default: the platform of JAX's default device.
 
@@ -145,6 +149,8 @@ def uniform(
       allow_write: Let `write` change stored rows. Default: False.
       min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
       track_episodes: Keep the table that `episode_table` needs, 12 bytes a row. Default: False.
+      num_agents: Number A of agents in each env, whose flags are bool[E, A]. Default: one flag for
+        each env.
       platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
         Default: the platform of JAX's default device.
 
@@ -217,6 +223,8 @@ def prioritized(
       allow_write: Let `write` change stored rows. Default: False.
       min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
       track_episodes: Keep the table that `episode_table` needs, 12 bytes a row. Default: False.
+      num_agents: Number A of agents in each env, whose flags are bool[E, A]. Default: one flag for
+        each env.
       platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
         Default: the platform of JAX's default device.
 
@@ -290,6 +298,8 @@ def sequences(
       allow_write: Let `write` change stored rows. Default: False.
       min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
       track_episodes: Keep the table that `episode_table` needs, 12 bytes a row. Default: False.
+      num_agents: Number A of agents in each env, whose flags are bool[E, A]. Default: one flag for
+        each env.
       platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
         Default: the platform of JAX's default device.
 
@@ -361,6 +371,8 @@ def chunks(
       allow_write: Let `write` change stored rows. Default: False.
       min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
       track_episodes: Keep the table that `episode_table` needs, 12 bytes a row. Default: False.
+      num_agents: Number A of agents in each env, whose flags are bool[E, A]. Default: one flag for
+        each env.
       platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
         Default: the platform of JAX's default device.
 
@@ -422,6 +434,8 @@ def future_pairs(
       allow_write: Let `write` change stored rows. Default: False.
       min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
       track_episodes: Keep the table that `episode_table` needs, 12 bytes a row. Default: False.
+      num_agents: Number A of agents in each env, whose flags are bool[E, A]. Default: one flag for
+        each env.
       platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
         Default: the platform of JAX's default device.
 
@@ -450,7 +464,13 @@ def future_pairs(
     )
 
 
-def rollout(*, length: int, num_envs: int, autoreset: Autoreset | None = None) -> Rollout:
+def rollout(
+    *,
+    length: int,
+    num_envs: int,
+    autoreset: Autoreset | None = None,
+    num_agents: int | None = None,
+) -> Rollout:
     """Make a buffer for on-policy learning: fill it with the steps of one policy, learn, clear it.
 
     Args:
@@ -460,6 +480,9 @@ def rollout(*, length: int, num_envs: int, autoreset: Autoreset | None = None) -
       autoreset: What the env does when an episode ends: "next_step", "same_step" or
         "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
         value of each env library. Default: an error that explains the three.
+      num_agents: Number A of agents in each env, whose flags are bool[E, A]: they may end one by
+        one. Values, rewards, advantages and the mask are [T, E, A] then. Default: one flag for each
+        env.
 
     Returns:
       A `Rollout`, whose `init` makes the state.
@@ -477,4 +500,4 @@ def rollout(*, length: int, num_envs: int, autoreset: Autoreset | None = None) -
       >>> got.advantage[:, 0].tolist()
       [1.75, 1.5, 1.0]
     """
-    return Rollout(length=length, num_envs=num_envs, autoreset=autoreset)
+    return Rollout(length=length, num_envs=num_envs, autoreset=autoreset, num_agents=num_agents)

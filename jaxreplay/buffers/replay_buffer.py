@@ -19,7 +19,6 @@ from jaxreplay.buffers.drop import dropped
 from jaxreplay.buffers.map_rows import mapped
 from jaxreplay.buffers.state_checks import check_donated, check_state
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler, Sampler
-from jaxreplay.samplers.sampler import effective_sample_size
 from jaxreplay.storage import newest_row, platforms, row_flags, writes
 from jaxreplay.storage.episodes import Episodes
 from jaxreplay.storage.layout import Layout, Window
@@ -30,7 +29,6 @@ from jaxreplay.views import RowReader, View, WrappedView
 from jaxreplay.views.view import Outline
 
 _FOR_THE_VIEW = 1  # the purpose of its random bits; the sampler has purpose 0
-METRIC_DRAWS = 64
 
 
 class ReplayBuffer(Static, Generic[T]):
@@ -58,6 +56,8 @@ class ReplayBuffer(Static, Generic[T]):
         checkpoint knows which rows it has to save again. Default: False.
       min_size: Number of sampleable rows from which on `can_sample` is True. Default: 1.
       track_episodes: Keep the table that `episode_table` needs, 12 bytes a row. Default: False.
+      num_agents: Number A of agents in each env, whose flags are bool[E, A]: they may end one by
+        one. Default: one flag for each env.
       platform: Memory layout of new states: "cpu", "gpu" or "tpu". Set it to compile ahead of time.
         Default: the platform of JAX's default device when `init` is called.
 
@@ -86,6 +86,7 @@ class ReplayBuffer(Static, Generic[T]):
     allow_write: bool = False
     min_size: int = 1
     track_episodes: bool = False
+    num_agents: int | None = None
     platform: str | None = None
     takes = ("beta",)
 
@@ -105,6 +106,8 @@ class ReplayBuffer(Static, Generic[T]):
             )
         checks.check_size("ReplayBuffer", "batch_size", self.batch_size)
         checks.check_size("ReplayBuffer", "min_size", self.min_size)
+        if self.num_agents is not None:
+            checks.check_size("ReplayBuffer", "num_agents", self.num_agents)
         if self.min_size > self.capacity:
             raise ValueError(
                 f"ReplayBuffer: min_size={self.min_size} exceeds capacity={self.capacity}: "
@@ -199,7 +202,7 @@ class ReplayBuffer(Static, Generic[T]):
         """Return the shapes and dtypes of one env's step, or of an item."""
         if self.autoreset is not None:
             example = step_checks.step_of(where, example, self.autoreset)
-            step_checks.check_flags(where, example)
+            step_checks.check_flags(where, example, self.num_agents)
         example = checks.specs(where, example)
         if not jax.tree.leaves(example):
             raise ValueError(f"{where}: the example has no leaves: there is nothing to store")
@@ -635,18 +638,11 @@ class ReplayBuffer(Static, Generic[T]):
         """
         state = check_state("metrics", self, state)
         rows = Sampleable.of(state)
-        size = self.sampler.size(state.sampler, rows)
-        if isinstance(self.sampler, ConsumingSampler):
-            part = (size > 0).astype(jnp.float32)
-        else:
-            key = jax.random.key(0)
-            _, _, probability = self.sampler.sample(state.sampler, rows, key, METRIC_DRAWS)
-            part = effective_sample_size(probability.mean(), size)
         filled = state.counters.filled.sum(dtype=jnp.int32)
         return {
-            "size": size,
+            "size": self.sampler.size(state.sampler, rows),
             "fill": filled.astype(jnp.float32) / self.capacity,
-            "effective_sample_size": part,
+            "effective_sample_size": self.sampler.effective_sample_size(state.sampler, rows),
             **(
                 {"num_ignored_writes": state.counters.num_ignored_writes.sum()}
                 if self.allow_write

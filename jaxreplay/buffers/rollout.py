@@ -17,7 +17,7 @@ from jaxreplay._util.struct import Node, Static
 from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.state_checks import as_arrays, check_not_deleted, warn_of_copy
 from jaxreplay.buffers.trajectories import CHUNK_BYTES, check_trajectories, write_trajectories
-from jaxreplay.storage import ring, row_flags, stored_arrays
+from jaxreplay.storage import agents, ring, row_flags, stored_arrays
 from jaxreplay.types import Step
 
 _LARGEST = np.iinfo(np.int32).max
@@ -32,24 +32,29 @@ class RolloutState(Node):
     Attributes:
       steps: Stored steps, pytree with leaves [T, E, ...]. Read them with `rollout.steps(state)`.
       mask: bool[T, E], True for a step, False for a final row and for rows that are not written.
+        With `num_agents` bool[T, E, A], True where the agent acted.
       position: int32[], in [0, T]; number of rows of time that are written.
       num_dropped: int32[], number of rows of time that were dropped since `init`, because the
         rollout was full. It stops at 2^31 - 1.
       last: uint8[E], flags of each env's newest row with `autoreset="next_step"`; else None.
+      has_ended: bool[E, A], agents that ended in the env's episode before the next step; None
+        without `num_agents`. Default: None.
     """
 
     steps: PyTree
-    mask: jax.Array  # bool[T, E]
+    mask: jax.Array  # bool[T, E] or bool[T, E, A]
     position: jax.Array  # int32[]
     num_dropped: jax.Array  # int32[]
     last: jax.Array | None  # uint8[E], flags of `storage/row_flags.py`
+    has_ended: jax.Array | None = None  # bool[E, A]
 
     def __repr__(self) -> str:
         """Return `RolloutState(4 envs x 128 rows, obs f32[3], 16 kB)`, for example. Under `vmap`,
         the sizes of the leading axes come first."""
         if not has_shapes(self):
             return super().__repr__()
-        *population, length, num_envs = self.mask.shape
+        shape = self.mask.shape if self.has_ended is None else self.mask.shape[:-1]
+        *population, length, num_envs = shape
         sizes = num_envs, length
         return stored_arrays.shown(self, population, sizes, "obs", self.steps.obs, num_axes=2)
 
@@ -81,6 +86,9 @@ class Rollout(Static):
       autoreset: What the env does when an episode ends: "next_step", "same_step" or
         "same_step_no_final_obs", or Gymnasium's `AutoresetMode`. `jaxreplay.autoreset` has the
         value of each env library. Default: an error that explains the three.
+      num_agents: Number A of agents in each env, whose flags are bool[E, A]: they may end one by
+        one. Values, rewards, advantages and the mask are [T, E, A] then. Default: one flag for each
+        env.
 
     Raises:
       ValueError: `length` or `num_envs` is less than 1, their product exceeds 2^30, or `autoreset`
@@ -100,10 +108,13 @@ class Rollout(Static):
     length: int
     num_envs: int
     autoreset: Autoreset | None = None
+    num_agents: int | None = None
 
     def _check(self) -> None:
         checks.check_size("Rollout", "length", self.length)
         checks.check_size("Rollout", "num_envs", self.num_envs)
+        if self.num_agents is not None:
+            checks.check_size("Rollout", "num_agents", self.num_agents)
         if self.length * self.num_envs > _MOST_ROWS:
             raise ValueError(
                 f"Rollout: length * num_envs = {self.length * self.num_envs} is too large: it "
@@ -214,12 +225,12 @@ class Rollout(Static):
           ValueError: The rollout has another form, or a trajectory does not fit; the error names
             the trajectory and the leaf. Nothing is written then.
         """
-        if (self.num_envs, self.autoreset) != (1, "next_step"):
+        if (self.num_envs, self.autoreset, self.num_agents) != (1, "next_step", None):
             raise ValueError(
                 f"from_trajectories: needs a rollout of one env, got num_envs={self.num_envs}, "
                 f"autoreset={self.autoreset!r}; make it with "
-                'num_envs=1, autoreset="next_step", and length = number of all steps + number of '
-                "trajectories, for their final observations"
+                'num_envs=1, autoreset="next_step", no num_agents, and length = number of all '
+                "steps + number of trajectories, for their final observations"
             )
         checks.check_size("from_trajectories", "chunk_bytes", chunk_bytes)
         state = self._check_state("from_trajectories", state)
@@ -310,8 +321,8 @@ class Rollout(Static):
                 "final_value=critic(rollout.steps(state).final_obs)"
             )
         rows = {"value": value} | ({} if final_value is None else {"final_value": final_value})
-        checks.check_shapes("bootstrap", (self.length, self.num_envs), **rows)
-        checks.check_shapes("bootstrap", (self.num_envs,), last_value=last_value)
+        checks.check_shapes("bootstrap", state.mask.shape, **rows)
+        checks.check_shapes("bootstrap", state.mask.shape[1:], last_value=last_value)
         value = jnp.asarray(value)
         if not jnp.issubdtype(value.dtype, jnp.floating):
             raise ValueError(
@@ -321,11 +332,13 @@ class Rollout(Static):
         last_value = jnp.asarray(last_value).astype(value.dtype)
         # the first row that is not written; dropped if the rollout is full
         value = value.at[state.position].set(last_value, mode="drop")
+        is_cut = state.steps.truncated
+        if self.num_agents is not None:  # the env goes on where other agents do
+            done: Any = is_cut | state.steps.terminated
+            is_cut = is_cut & jnp.all(done, axis=-1, keepdims=True)
         if final_value is not None:
-            return targets.next_values(
-                value, last_value, state.steps.truncated, final_value
-            ), state.mask
-        is_cut = state.steps.truncated & ~state.steps.terminated
+            return targets.next_values(value, last_value, is_cut, final_value), state.mask
+        is_cut &= ~state.steps.terminated
         is_given_up = is_cut & (self.autoreset == "same_step_no_final_obs")
         return targets.next_values(value, last_value), state.mask & ~is_given_up
 
@@ -392,7 +405,7 @@ class Rollout(Static):
 
     def is_first(self, state: RolloutState) -> jax.Array:
         """Return True where a step begins an episode, so that a recurrent policy resets its memory
-        before it: bool[T, E].
+        before it: bool[T, E]. Agents of an env begin together.
 
         Row 0 is False: it continues from the memory that was kept while acting.
 
@@ -400,11 +413,15 @@ class Rollout(Static):
           state: The rollout's state.
         """
         # the row after a final row begins an episode
-        is_over = state.steps.terminated | state.steps.truncated | ~state.mask
-        return state.mask & jnp.concatenate([jnp.zeros((1, self.num_envs), bool), is_over[:-1]])
+        is_over: Any = state.steps.terminated | state.steps.truncated
+        mask = state.mask
+        if self.num_agents is not None:
+            is_over, mask = is_over.all(axis=-1), mask.any(axis=-1)
+        is_over |= ~mask
+        return mask & jnp.concatenate([jnp.zeros((1, self.num_envs), bool), is_over[:-1]])
 
     def num_steps(self, state: RolloutState) -> jax.Array:
-        """Return the number of steps of all envs together, without final rows: int32[].
+        """Return the number of steps of all envs, and of all agents, without final rows: int32[].
 
         Args:
           state: The rollout's state.
@@ -476,9 +493,8 @@ class Rollout(Static):
         return chunk_length
 
     def _example(self, where: str, example: PyTree) -> Step:
-        step_checks.check_flags(
-            where, example := step_checks.step_of(where, example, self.autoreset)
-        )
+        example = step_checks.step_of(where, example, self.autoreset)
+        step_checks.check_flags(where, example, self.num_agents)
         return checks.specs(where, example)
 
     def _init(self, example: Step) -> RolloutState:
@@ -487,12 +503,14 @@ class Rollout(Static):
         )
         # As after a final row: the first row begins an episode.
         last = jnp.full((self.num_envs,), row_flags.FINAL, jnp.uint8)
+        per_env = self.num_envs, *example.terminated.shape
         return RolloutState(
             steps=jax.tree.map(rows, example),
-            mask=jnp.zeros((self.length, self.num_envs), bool),
+            mask=jnp.zeros((self.length, *per_env), bool),
             position=jnp.int32(0),
             num_dropped=jnp.int32(0),
             last=last if self.autoreset == "next_step" else None,
+            has_ended=None if self.num_agents is None else jnp.zeros(per_env, bool),
         )
 
     def _check_state(self, where: str, state: RolloutState) -> RolloutState:
@@ -510,12 +528,18 @@ class Rollout(Static):
 
     def _write(self, state: RolloutState, steps: Step) -> RolloutState:
         """Write checked steps, leaves [K, E, ...]."""
-        num_steps, mask, last = len(steps.terminated), jnp.ones(steps.terminated.shape, bool), None
+        of_env, num_steps = (steps.terminated, steps.truncated), len(steps.terminated)
+        if self.num_agents is not None:
+            of_env = agents.flags_of_env(*of_env)
+        written, last, has_ended = jnp.ones(of_env[0].shape, bool), None, state.has_ended
+        mask = written
         if state.last is not None:
-            flags, _ = row_flags.rows_of(
-                "next_step", steps.terminated, steps.truncated, mask, state.last
-            )
+            flags, _ = row_flags.rows_of("next_step", *of_env, written, state.last)
             mask, last = (flags & row_flags.FINAL) == 0, flags[-1]
+        if has_ended is not None:
+            flags = steps.terminated, steps.truncated
+            bits = agents.bytes_of(*flags, mask, written, has_ended)
+            mask, has_ended = mask[..., None] & ((bits & agents.GONE) == 0), agents.ended(bits[-1])
         row = state.position + ring.arange(num_steps)  # rows past the end are dropped
         put = lambda leaf, values: stored_arrays.write(leaf, row, values)
         num_dropped = jnp.maximum(state.position + num_steps - self.length, 0)
@@ -525,6 +549,7 @@ class Rollout(Static):
             position=jnp.minimum(state.position + num_steps, self.length),
             num_dropped=state.num_dropped + jnp.minimum(num_dropped, _LARGEST - state.num_dropped),
             last=last,
+            has_ended=has_ended,
         )
 
 

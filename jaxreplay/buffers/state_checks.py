@@ -93,7 +93,8 @@ def example_of(layout: Layout, steps: PyTree) -> Any:
     )
     if layout.autoreset is None:
         return row
-    flag = jax.ShapeDtypeStruct((), bool)
+    agents = () if row.terminated is None else row.terminated.shape
+    flag = jax.ShapeDtypeStruct(agents, bool)
     final_obs = row.obs if layout.autoreset == "same_step" else None
     return row.replace(terminated=flag, truncated=flag, final_obs=final_obs)
 

@@ -68,19 +68,17 @@ def as_step(where: str, step: PyTree) -> Step:
     return Step(**step)
 
 
-def check_flags(where: str, step: Step) -> None:
-    """Raise a ValueError if the flags of an example are not bool scalars, or `final_obs` differs
-    from `obs` in a leaf. A float flag would otherwise go unnoticed."""
-    expected = {
-        "terminated": jax.ShapeDtypeStruct((), bool),
-        "truncated": jax.ShapeDtypeStruct((), bool),
-    }
+def check_flags(where: str, step: Step, num_agents: int | None) -> None:
+    """Raise a ValueError if the flags of an example are not bool scalars, or bool[num_agents], or
+    `final_obs` differs from `obs` in a leaf. A float flag would otherwise go unnoticed."""
+    flag = jax.ShapeDtypeStruct(() if num_agents is None else (num_agents,), bool)
+    expected = {"terminated": flag, "truncated": flag}
     flags = {"terminated": step.terminated, "truncated": step.truncated}
     found, hints = jax.tree.leaves(checks.specs(where, flags)), []
-    if any(flag.shape for flag in found):
+    if any(one.shape != flag.shape for one in found):
         hints.append(
             "an example is one env's step, without the env axis: write jax.tree.map(lambda x: "
-            "x[0], step). Of several agents, the env has one flag: write x.all(axis=-1)"
+            "x[0], step). Flags of several agents need a buffer with num_agents"
         )
     if any(flag.dtype != bool for flag in found):
         hints.append(BOOL_FLAGS)
@@ -150,7 +148,8 @@ def check_block(
             for flag in jax.tree.leaves((steps.terminated, steps.truncated))
         ):
             hint += f"\n{BOOL_FLAGS}"
-        flag = jax.ShapeDtypeStruct(axes, bool)
+        agents = () if expected.terminated is None else expected.terminated.shape[len(axes) :]
+        flag = jax.ShapeDtypeStruct(axes + agents, bool)
         final_obs = expected.obs if steps.final_obs is not None else None
         expected = expected.replace(terminated=flag, truncated=flag, final_obs=final_obs)
     checks.check_leaves(where, steps, expected, hint)
@@ -175,7 +174,9 @@ def as_values(
 ) -> dict[str, jax.Array]:
     """Return new values of some leaves of rows, [*axes, ...], as [B, ...] by the name of the stored
     leaf; or raise a ValueError that names the leaf."""
-    stored = dict(named(state.rows.steps, is_leaf=stored_arrays.is_compound))
+    steps = state.rows.steps
+    steps = steps.replace(terminated=None) if isinstance(steps, Step) else steps
+    stored = dict(named(steps, is_leaf=stored_arrays.is_compound))
     given = dict(named(values))
     if unknown := [name for name in given if name not in stored]:
         raise ValueError(

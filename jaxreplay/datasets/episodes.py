@@ -145,6 +145,8 @@ def check_buffer(where: str, buffer: Any) -> None:
         raise ValueError(
             f"{where}: buffer must be a ReplayBuffer of steps, since a dataset has episodes"
         )
+    if buffer.num_agents is not None:
+        raise ValueError(f"{where}: an episode has one flag for all agents; leave out num_agents")
 
 
 class Rows(NamedTuple):

@@ -15,11 +15,11 @@ from jaxreplay._util import checks, xla
 from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.struct import Static
 from jaxreplay.buffers import step_checks
-from jaxreplay.buffers.replay_buffer import METRIC_DRAWS, ReplayBuffer
+from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_state, example_of
 from jaxreplay.samplers import PrioritySampler
 from jaxreplay.samplers.prioritized import SMALLEST
-from jaxreplay.samplers.sampler import effective_sample_size, uniform_probability
+from jaxreplay.samplers.sampler import METRIC_DRAWS, effective_size, uniform_probability
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.targets import weights_of
@@ -310,7 +310,7 @@ class Local(Static, Generic[T]):
         weighted = batch.weight.sum(), (batch.weight * batch.probability).sum()
         (total, weighted), found = self._summed((weighted, sums))
         mean = weighted / jnp.where(total > 0, total, 1)
-        found["effective_sample_size"] = effective_sample_size(mean, found["size"])
+        found["effective_sample_size"] = effective_size(mean, found["size"])
         if "mean_priority" in own:
             mean = found["mean_priority"] / jnp.maximum(found["size"], 1)
             found["mean_priority"] = mean ** (1 / alpha)

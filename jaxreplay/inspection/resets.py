@@ -185,8 +185,10 @@ class FinalObsWatch:
             return None
         if not all(isinstance(leaf, np.ndarray) for leaf in leaves):
             return self.restart()
-        taken = np.ones(steps.terminated.shape, bool) if mask is None else mask
-        goes_on = taken & ~steps.terminated & ~steps.truncated
+        done = steps.terminated | steps.truncated
+        done = done.all(axis=-1) if done.ndim > 2 else done
+        taken = np.ones(done.shape, bool) if mask is None else mask
+        goes_on = taken & ~done
         obs, after = (
             [_few(leaf) for leaf in jax.tree.leaves(tree)] for tree in (steps.obs, steps.final_obs)
         )

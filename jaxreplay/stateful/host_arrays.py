@@ -172,7 +172,8 @@ class StepFormat:
             paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(step)]
             step = jax.tree.unflatten(structure, map(_cast, paths, leaves, self.dtypes))
         if self.has_flags:
-            return step, np.shape(step.terminated)
+            shape = np.shape(step.terminated)
+            return step, shape[: len(shape) - len(self.specs.terminated.shape)]
         first = np.shape(leaves[0]) if leaves else ()
         return step, first[: max(len(first) - self.first_ndim, 0)]
 
@@ -204,6 +205,6 @@ def example_of(buffer: ReplayBuffer, step: PyTree, env: int | None) -> Any:
     if buffer.autoreset is None:
         num_axes = int(env is None)
     else:
-        num_axes = np.ndim(step.terminated)
+        num_axes = np.ndim(step.terminated) - (buffer.num_agents is not None)
         step = step.replace(reward=jax.tree.map(_floating, step.reward))
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[num_axes:], leaf.dtype), step)

@@ -61,7 +61,7 @@ def rows_of(
     else:
         bits = jnp.where(truncated & ~terminated, bits | FINAL, bits)
     closes = closes_episode(bits, form)
-    first = _before(closes, mask, closes_episode(last_flags, form))
+    first = before(closes, mask, closes_episode(last_flags, form))
     return Rows(bits + FIRST * first.astype(jnp.uint8), mask)
 
 
@@ -127,8 +127,14 @@ def _alternate(done: jax.Array, mask: jax.Array, last_flags: jax.Array) -> jax.A
     return jnp.concatenate([start[None], after[:-1]])
 
 
-def _before(value: jax.Array, mask: jax.Array, initial: jax.Array) -> jax.Array:
-    """Return for each row the `value` of the row written before it in its stream: bool[K, E]."""
+def before(value: jax.Array, mask: jax.Array, initial: jax.Array) -> jax.Array:
+    """Return for each row the `value` of the row written before it in its stream: bool[K, E, ...].
+
+    Args:
+      value: bool[K, E, ...].
+      mask: bool[K, E, ...], True for rows that are written.
+      initial: bool[E, ...], the value of the newest row before.
+    """
     seen, latest = jax.lax.associative_scan(
         lambda a, b: (a[0] | b[0], jnp.where(b[0], b[1], a[1])), (mask, value), axis=0
     )

@@ -193,7 +193,10 @@ class ReplayState(Node):
           sampler: The sampler's state.
         """
         capacity, has_flags = layout.capacity, layout.autoreset is not None
-        stored = stored_step(example) if has_flags else example
+        stored = example
+        if has_flags:
+            agents = jax.ShapeDtypeStruct(example.terminated.shape, jnp.uint8)
+            stored = stored_step(example, agents if agents.shape else None)
         rows = Rows(
             steps=jax.tree.map(
                 lambda leaf: stored_arrays.zeros(capacity, leaf, layout.traits.has_tiles), stored
@@ -256,19 +259,10 @@ class ReplayState(Node):
         counters, last_flags = self.counters, self.counters.last_flags
         if last_flags is not None:
             last_flags = row_flags.after_clear(self.layout.autoreset, last_flags)
-        return self.replace(
-            counters=counters.set(
-                position=0,
-                filled=0,
-                lap=counters.lap + jnp.uint32(2),
-                last_flags=last_flags,
-                phase=0,
-                num_pending=0,
-                num_expired=0,
-                ordinal=0,
-                is_open=False,
-            )
-        )
+        names = "position", "filled", "phase", "num_pending", "num_expired", "ordinal", "is_open"
+        lap = counters.lap + jnp.uint32(2)
+        new = counters.set(lap=lap, last_flags=last_flags, **dict.fromkeys(names, 0))
+        return self.replace(counters=new)
 
     def has(self, row: jax.Array, flag: int) -> jax.Array:
         """Return whether each row has a flag: bool[...]. Items have no flags.
@@ -382,7 +376,8 @@ def at(values: jax.Array, index: jax.Array) -> jax.Array:
     return values.at[index].get(mode="promise_in_bounds")
 
 
-def stored_step(step: Step) -> Step:
+def stored_step(step: Step, agents: Any = None) -> Step:
     """Return a step as it is stored: without done flags, which are stored in `flags`, and without
-    its final observation, which is stored in the `obs` of a final row."""
-    return step.replace(terminated=None, truncated=None, final_obs=None)
+    its final observation, which is stored in the `obs` of a final row. `terminated` has the bytes
+    of several agents."""
+    return step.replace(terminated=agents, truncated=None, final_obs=None)

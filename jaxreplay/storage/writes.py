@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxreplay._util import random, xla
 from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.names import named
-from jaxreplay.storage import ring, row_flags, stored_arrays
+from jaxreplay.storage import agents, ring, row_flags, stored_arrays
 from jaxreplay.storage.layout import NUM_PARTS, Layout
 from jaxreplay.storage.state import Counters, EpisodeTable, ReplayState, Rows, stored_step
 from jaxreplay.types import Index
@@ -36,6 +36,7 @@ class Writes(NamedTuple):
     # int32[K, E]: entry of `EpisodeTable.end_position` that gets the position; capacity for none
     end_entry: jax.Array | None = None
     start_entry: jax.Array | None = None  # the same for `EpisodeTable.start_position`
+    agents: jax.Array | None = None  # uint8[T, E, A]: bytes of several agents
 
 
 def advance(state: ReplayState, steps: PyTree, mask: jax.Array | None) -> tuple[Counters, Writes]:
@@ -59,11 +60,14 @@ def advance(state: ReplayState, steps: PyTree, mask: jax.Array | None) -> tuple[
         taken = xla.after(taken, before.num_expired)
 
     # Which rows are written, and their flags.
-    new, flags, is_written = before, None, taken
+    new, flags, is_written, bytes_of_agents = before, None, taken, None
     if layout.autoreset is not None:
-        flags, is_written = row_flags.rows_of(
-            layout.autoreset, steps.terminated, steps.truncated, taken, before.last_flags
-        )
+        of_env = steps.terminated, steps.truncated
+        if has_agents := steps.terminated.ndim > taken.ndim:
+            of_env = agents.flags_of_env(*of_env)
+        flags, is_written = row_flags.rows_of(layout.autoreset, *of_env, taken, before.last_flags)
+        if has_agents:
+            bytes_of_agents = _bytes_of_agents(state, steps, flags, taken)
         if not layout.window.needs_next_obs:
             flags = row_flags.skip_without_action(flags)
         if before.phase is not None:
@@ -94,6 +98,7 @@ def advance(state: ReplayState, steps: PyTree, mask: jax.Array | None) -> tuple[
         age,
         num_rows,
         num_waiting=before.num_pending,
+        agents=bytes_of_agents,
     )
 
     # Which of them are candidates, which rows are pending, and which episodes end.
@@ -115,6 +120,23 @@ def advance(state: ReplayState, steps: PyTree, mask: jax.Array | None) -> tuple[
             writes = writes._replace(num_waiting=waiting)
         new, writes = xla.barrier((new, writes))
     return new, writes
+
+
+def _bytes_of_agents(
+    state: ReplayState, steps: PyTree, flags: jax.Array, taken: jax.Array
+) -> jax.Array:
+    """Return the bytes of several agents in a block of steps: uint8[T, E, A]."""
+    layout, counters = state.layout, state.counters
+    env = jnp.minimum(layout.envs(counters.some), layout.num_envs - 1)
+    newest = layout.row(env, layout.wrap(counters.position - 1))
+    has_ended = agents.ended(stored_arrays.read(state.rows.steps.terminated, newest))
+    has_ended &= ~layout.closes_episode(counters.last_flags)[:, None]
+    # Of a stream's first row, as after a clear, it is not known. Then a flag is of an earlier step.
+    has_ended |= (counters.filled == 0)[:, None]
+    is_step = taken
+    if layout.autoreset == "next_step":
+        is_step = (flags & row_flags.FINAL) == 0
+    return agents.bytes_of(steps.terminated, steps.truncated, is_step, taken, has_ended)
 
 
 def skipped(
@@ -182,7 +204,7 @@ def write(rows: Rows, layout: Layout, steps: PyTree, writes: Writes) -> Rows:
 
     if rows.flags is None:
         return rows.replace(steps=put(rows.steps, steps, writes.row))
-    new = stored_step(steps)
+    new = stored_step(steps, writes.agents)
     if layout.rows_per_step == 2:  # of a final row, only the observation is read
         pairs = writes.row.reshape(-1, 2, writes.row.shape[-1])
         rest = put(rows.steps.replace(obs=()), new.replace(obs=()), pairs[:, 0])

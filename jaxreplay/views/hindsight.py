@@ -142,6 +142,8 @@ class Hindsight(WrappedView[Any]):
                 'autoreset="same_step_no_final_obs" does not store; use autoreset="same_step" and '
                 "give each step its final_obs"
             )
+        if example.terminated.shape and self.terminated_fn is not None:
+            raise ValueError(f"{where}: Hindsight: terminated_fn is for envs without num_agents")
         super().check(where, layout, example)
 
     def read(self, reader: RowReader) -> Any:

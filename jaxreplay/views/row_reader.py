@@ -14,6 +14,7 @@ from jaxreplay.storage import row_flags, stored_arrays
 from jaxreplay.storage.episodes import Episodes
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.types import Step
+from jaxreplay.views.agents import Agents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,18 +134,34 @@ class RowReader:
         """
         return (self._read(self.state.rows.flags, offset) & flag) != 0
 
+    def agents(self, offset: ArrayLike) -> Agents | None:
+        """Return the flags of several agents, bool[..., A]; None without `num_agents`.
+
+        Args:
+          offset: int or int32[...]; rows forward in time.
+        """
+        if self.state.rows.steps.terminated is None:
+            return None
+        return Agents.of(self._read(self.state.rows.steps.terminated, offset))
+
     def step(self, offset: ArrayLike) -> Step:
         """Return a `Step` without `final_obs`, leaves [...] followed by the leaf's own axes.
 
         Args:
           offset: int or int32[...]; rows forward in time.
         """
+        of_agents = self.agents(offset)
+        terminated, truncated = (
+            (self.is_terminated(offset), self.is_truncated(offset))
+            if of_agents is None
+            else of_agents[:2]
+        )
         return Step(
             obs=self.obs(offset),
             action=self.action(offset),
             reward=self.reward(offset),
-            terminated=self.is_terminated(offset),
-            truncated=self.is_truncated(offset),
+            terminated=terminated,
+            truncated=truncated,
             extras=self.extras(offset),
         )
 
@@ -313,6 +330,9 @@ class WrappedReader(RowReader):
 
     def is_first(self, offset: ArrayLike) -> jax.Array:
         return self._inner.is_first(offset)
+
+    def agents(self, offset: ArrayLike) -> Agents | None:
+        return self._inner.agents(offset)
 
     def at(self, **changes: Any) -> RowReader:
         return dataclasses.replace(self, inner=self._inner.at(**changes), **changes)

@@ -96,7 +96,7 @@ class SequenceView(View[SequenceBatch]):
         if reader.state.layout.allow_write:
             row = reader.state.layout.ahead(reader.row, steps)
             index = reader.state.index(row, is_real & reader.is_valid)
-        return SequenceBatch(
+        batch = SequenceBatch(
             obs=zeroed(reader.obs(jnp.append(steps, self.length)), is_here),
             action=zeroed(reader.action(steps), is_real),
             reward=zeroed(reader.reward(steps), is_real),
@@ -108,6 +108,9 @@ class SequenceView(View[SequenceBatch]):
             extras=zeroed(extras, is_real),
             index=index,
         )
+        if (agents := reader.agents(steps)) is not None:
+            batch = batch.replace(**zeroed(agents, is_real)._asdict())
+        return batch
 
     def _after(self, reader: RowReader) -> jax.Array:
         """Return which rows, from the sampled one on, the sequence reads: bool[length + 1]."""

@@ -12,6 +12,7 @@ from jaxreplay._util.checks import check_extra, check_size
 from jaxreplay.storage import ring
 from jaxreplay.storage.layout import Layout, Window
 from jaxreplay.types import Transition
+from jaxreplay.views.agents import summed
 from jaxreplay.views.row_reader import RowReader
 from jaxreplay.views.view import View
 
@@ -72,6 +73,10 @@ class TransitionView(View[Transition]):
         # bool[n - 1]: the window continues past a step unless that terminated, or a final row
         # follows it.
         goes_on = ~is_terminated[:-1] & ~reader.is_final(steps[1:])
+        has_agents = reader.state.rows.steps.terminated is not None
+        agents = reader.agents(steps) if has_agents else None
+        if agents is not None:  # all bootstrap where one is truncated
+            goes_on &= ~agents.is_cut()[:-1]
         if "n_step" in self.given:
             goes_on &= steps[1:] < self.given["n_step"]
         is_inside = jnp.concatenate([jnp.ones(1, bool), jnp.cumsum(~goes_on) == 0])
@@ -86,14 +91,20 @@ class TransitionView(View[Transition]):
         if self.discount_key is not None:
             powers *= jnp.cumprod(jnp.append(1.0, reader.extras(steps)[self.discount_key]))
         total = functools.partial(_weighted_sum, weights=powers[:-1], is_inside=is_inside)
+        alive, is_over = None, has_termination
+        if agents is not None:  # each agent's steps up to its own end
+            acts = is_inside[:, None] & agents.acting()
+            total = functools.partial(summed, total, acts)
+            alive, is_over = acts[0], (acts & agents.terminated).any(axis=0) | ~acts[0]
         return Transition(
             obs=reader.obs(0),
             action=reader.action(0),
             reward=jax.tree.map(total, reader.reward(steps)),
-            discount=jnp.where(has_termination, 0, jnp.asarray(powers, jnp.float32)[num_steps]),
+            discount=jnp.where(is_over, 0, jnp.asarray(powers, jnp.float32)[num_steps]),
             next_obs=reader.obs(jnp.where(has_next, num_steps, num_steps - 1)),
             num_steps=num_steps,
             extras=reader.extras(0),
+            alive=alive,
         )
 
 

@@ -42,7 +42,8 @@ class Case:
                 "image": r.integers(0, 256, (*axes, 3, 2), np.uint8),
                 "brain": np.asarray(r.normal(size=axes), jnp.bfloat16),
             }
-        done = r.random(axes)
+        num_agents = self.replay().num_agents
+        done = r.random(axes if num_agents is None else (*axes, num_agents))
         obs = {
             "vector": np.asarray(r.normal(size=(*axes, 5)), np.float32),
             "image": r.integers(0, 9, (*axes, 2, 2), np.uint8),
@@ -190,6 +191,17 @@ def _views():
             unfinished=True,
             achieved_key="vector",
             desired_key="goal",
+        ),
+    )
+    yield Case(
+        "transitions of several agents, masked",
+        lambda shared: jr.transitions(
+            **shared,
+            autoreset="next_step",
+            n_step=2,
+            sampler=jr.Prioritized(),
+            num_agents=2,
+            allow_mask=True,
         ),
     )
     yield Case(
