@@ -22,8 +22,9 @@ import jaxreplay as jr
 NUM_ENVS = 4
 
 
-def buffer_of(autoreset):
-    return jr.uniform(capacity=16_384, num_envs=NUM_ENVS, batch_size=32, autoreset=autoreset)
+def buffer_of(autoreset, **options):
+    sizes = {"capacity": 16_384, "num_envs": NUM_ENVS, "batch_size": 32}
+    return jr.uniform(**sizes, autoreset=autoreset, **options)
 
 
 def gymnasium_next_step(num_steps):
@@ -205,6 +206,94 @@ def craftax(num_steps):
     return inspected(buffer, act, obs, env_state, jnp.int32(0), num_steps)
 
 
+def jaxmarl(num_steps):
+    """JaxMARL: dicts by agent, whose flags stay True once it has ended. Where `__all__` ends the
+    episode, the others have ended, too; the clock of the state before shows the time limit."""
+    import jaxmarl
+    from jaxmarl.environments.smax import map_name_to_scenario
+
+    env = jaxmarl.make("HeuristicEnemySMAX", scenario=map_name_to_scenario("3m"), max_steps=19)
+    reset, env_step = jax.vmap(env.reset), jax.vmap(env.step)
+    buffer = buffer_of(jr.autoreset.JAXMARL, num_agents=len(env.agents))
+    by_agent = lambda tree: jnp.stack([tree[agent] for agent in env.agents], axis=1)  # [E, A, ...]
+
+    def act(carry, key):
+        state, obs, env_state = carry
+        action_key, env_key = jax.random.split(key)
+        num_actions = env.action_space(env.agents[0]).n
+        action = jax.random.randint(action_key, (NUM_ENVS, len(env.agents)), 0, num_actions)
+        is_out_of_time = (env_state.state.step >= env.max_steps)[:, None]
+        actions = {agent: action[:, which] for which, agent in enumerate(env.agents)}
+        next_obs, env_state, reward, done, _ = env_step(
+            jax.random.split(env_key, NUM_ENVS), env_state, actions
+        )
+        is_over, has_died = done["__all__"][:, None], by_agent(done)
+        step = jr.Step(
+            by_agent(obs),
+            action,
+            by_agent(reward),
+            terminated=has_died | (is_over & ~is_out_of_time),
+            truncated=is_over & is_out_of_time & ~has_died,
+        )
+        return (buffer.add(state, step), next_obs, env_state), None
+
+    obs, env_state = reset(jax.random.split(jax.random.key(0), NUM_ENVS))
+    example = jr.Step(
+        by_agent(obs)[0],
+        jnp.zeros(len(env.agents), jnp.int32),
+        jnp.zeros(len(env.agents)),
+        terminated=jnp.zeros(len(env.agents), bool),
+        truncated=jnp.zeros(len(env.agents), bool),
+    )
+    return scanned(buffer, act, obs, env_state, example, num_steps)
+
+
+def pettingzoo(num_steps):
+    """PettingZoo's parallel envs: agents that ended are missing in the dicts, so that their flags
+    stay True here, and their observations are 0. You reset the env when no agent is left."""
+    from pettingzoo.butterfly import knights_archers_zombies_v11 as game
+
+    envs = [game.parallel_env(max_cycles=20) for _ in range(NUM_ENVS)]
+    agents = envs[0].possible_agents
+    zeros = np.zeros(envs[0].observation_space(agents[0]).shape, np.float32)
+    filled = lambda tree, other, dtype: np.array([tree.get(a, other) for a in agents], dtype)
+    all_obs = [filled(env.reset(seed=nth)[0], zeros, np.float32) for nth, env in enumerate(envs)]
+    replay = jr.Replay(
+        buffer_of(jr.autoreset.PETTINGZOO, num_agents=len(agents)),
+        example=jr.Step(
+            all_obs[0],
+            np.zeros(len(agents), np.int32),
+            np.zeros(len(agents), np.float32),
+            terminated=np.zeros(len(agents), bool),
+            truncated=np.zeros(len(agents), bool),
+            final_obs=all_obs[0],
+        ),
+    )
+    random = np.random.default_rng(0)
+    for _ in range(num_steps):
+        steps = []
+        for nth, env in enumerate(envs):
+            action = random.integers(0, env.action_space(agents[0]).n, len(agents))
+            given = {a: action[place] for place, a in enumerate(agents) if a in env.agents}
+            obs, reward, terminated, truncated, _ = env.step(given)
+            final_obs = filled(obs, zeros, np.float32)
+            steps.append(
+                jr.Step(
+                    all_obs[nth],
+                    action.astype(np.int32),
+                    filled(reward, 0, np.float32),
+                    terminated=filled(terminated, True, bool),
+                    truncated=filled(truncated, False, bool),
+                    final_obs=final_obs,
+                )
+            )
+            all_obs[nth] = final_obs
+            if not env.agents:
+                all_obs[nth] = filled(env.reset()[0], zeros, np.float32)
+        replay.add(jax.tree.map(lambda *leaves: np.stack(leaves), *steps))
+    return replay.inspect()
+
+
 def inspected(buffer, act, obs, env_state, action, num_steps):
     """Run `act`, and inspect the rows. `action` is one env's."""
     one = lambda tree: jax.tree.map(
@@ -218,6 +307,11 @@ def inspected(buffer, act, obs, env_state, action, num_steps):
         truncated=jnp.bool_(False),
         final_obs=one(obs) if buffer.autoreset == "same_step" else None,
     )
+    return scanned(buffer, act, obs, env_state, example, num_steps)
+
+
+def scanned(buffer, act, obs, env_state, example, num_steps):
+    """Run `act`, and inspect the rows."""
     keys = jax.random.split(jax.random.key(1), num_steps)
     run = jax.jit(lambda carry, keys: jax.lax.scan(act, carry, keys)[0])
     state, _, _ = run((buffer.init(example), obs, env_state), keys)
@@ -231,6 +325,8 @@ RECIPES = {
     "brax": [brax],
     "jumanji": [jumanji],
     "craftax": [craftax],
+    "jaxmarl": [jaxmarl],
+    "pettingzoo": [pettingzoo],
 }
 
 

@@ -27,6 +27,8 @@ JUMANJI: Autoreset = "same_step"  # AutoResetWrapper(next_obs_in_extras=True): e
 GYMNAX_BEFORE_1: Autoreset = "same_step_no_final_obs"
 BRAX: Autoreset = "same_step_no_final_obs"  # its AutoResetWrapper, and MuJoCo Playground's
 CRAFTAX: Autoreset = "same_step_no_final_obs"
+JAXMARL: Autoreset = "same_step_no_final_obs"
+PETTINGZOO: Autoreset = "same_step"  # you reset it; final_obs is what its `step` returned
 
 FORMS: tuple[Autoreset, ...] = get_args(Autoreset)
 # Values by the names of Gymnasium's `AutoresetMode`, so that buffers accept the enum.

@@ -53,6 +53,7 @@ def test_a_mode_counts_its_final_rows_as_its_name_does():
 def test_each_library_has_one_of_the_values():
     names = {name for name in dir(jr.autoreset) if name.isupper() and name[0] != "_"}
     libraries = {"GYMNASIUM", "ENVPOOL", "GYMNAX", "JUMANJI", "GYMNAX_BEFORE_1", "BRAX", "CRAFTAX"}
+    libraries |= {"JAXMARL", "PETTINGZOO"}
     assert names == libraries | {"FORMS"}
     assert {getattr(jr.autoreset, name) for name in libraries} == set(jr.autoreset.FORMS)
 

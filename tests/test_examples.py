@@ -132,6 +132,21 @@ def test_a_recurrent_agent_recalls_what_a_feed_forward_one_cannot_know(run):
 
 
 @pytest.mark.thorough
+@needs_gymnax
+def test_recurrent_ppo_recalls_what_a_feed_forward_one_cannot_know(run):
+    figures = run("recurrent_ppo", "--length", "3", "--steps", "204800", "--seeds", "1")
+    assert figures["recurrent return"] >= 0.95
+    assert abs(figures["feed forward return"]) <= 0.2
+
+
+@needs_gymnax
+def test_agents_that_share_a_reward_reach_their_targets(run):
+    """Untrained ones reach 0.2 of them."""
+    figures = run("vdn", "--steps", "38400", "--seeds", "1")
+    assert figures["agents at their targets"] >= (0.95 if SOAK else 0.7)
+
+
+@pytest.mark.thorough
 def test_goals_in_hindsight_are_reached_where_plain_ones_never_are(run):
     figures = run("her", "--bits", "8", "--steps", "9600", "--seeds", "1")
     assert figures["hindsight success"] >= 0.9
