@@ -52,7 +52,7 @@ docs: $(DOCS)/installed
 	$(DOCS)/bin/python -m sphinx -b html -q -E -W --keep-going docs out/docs
 
 examples: $(VENV)/installed
-	set -e; for example in dqn_minimal sharded_dqn multihost_dqn dqn ppo sac atari_frame_stack r2d2 her offline_to_online purejaxrl_dqn torch_dqn sb3_dict_sac resume steps laplacian dreamer_replay rlpd recurrent_ppo vdn; do echo "== $$example"; $(BIN)/python examples/$$example.py; done; $(BIN)/python examples/rlpd.py --framework torch
+	set -e; for example in dqn_minimal sharded_dqn multihost_dqn dqn ppo sac atari_frame_stack r2d2 her offline_to_online purejaxrl_dqn torch_dqn sb3_dict_sac resume steps laplacian dreamer_replay rlpd recurrent_ppo vdn grpo; do echo "== $$example"; $(BIN)/python examples/$$example.py; done; $(BIN)/python examples/rlpd.py --framework torch
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -121,7 +121,7 @@ PART_core := types autoreset docstrings package newcomer_errors contract in_plac
 PART_distributed := distributed
 PART_samplers := adopt end_streams extension recent without_replacement episodes targets donation plan state_check transitions
 PART_oracle := oracle_streams
-PART_views := views rewards agents
+PART_views := views rewards agents groups
 PART_rollouts := demonstrations rollout rollout_episodes trajectories datasets dataset_files inspect torch
 PART_platforms := platforms newest_row
 PART_replay := rows_of_others stateful staging threads interrupts

@@ -146,6 +146,13 @@ def test_agents_that_share_a_reward_reach_their_targets(run):
     assert figures["agents at their targets"] >= (0.95 if SOAK else 0.7)
 
 
+def test_a_learner_takes_whole_groups_that_are_not_too_old(run):
+    figures = run("grpo", "--updates", "60", "--seeds", "1")
+    assert figures["reward at last"] >= (0.9 if SOAK else 0.4)
+    assert figures["largest staleness"] <= 4
+    assert figures["reward at first"] < 0.15
+
+
 @pytest.mark.thorough
 def test_goals_in_hindsight_are_reached_where_plain_ones_never_are(run):
     figures = run("her", "--bits", "8", "--steps", "9600", "--seeds", "1")

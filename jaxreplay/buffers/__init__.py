@@ -1,6 +1,7 @@
-"""Buffers: `ReplayBuffer`, the named buffers, `Rollout`, `Mixture`, and wrappers of buffers."""
+"""Buffers: `ReplayBuffer`, its named forms and wrappers, `Rollout`, `Groups` and `Mixture`."""
 
 from jaxreplay.buffers.factories import BufferOptions as BufferOptions
+from jaxreplay.buffers.groups import Groups as Groups, GroupsState as GroupsState
 from jaxreplay.buffers.jitted import Jitted as Jitted
 from jaxreplay.buffers.memory import Memory as Memory
 from jaxreplay.buffers.mixture import Mixture as Mixture

@@ -227,6 +227,7 @@ def shown(
     name: str,
     rows: Stored,
     num_axes: int = 1,
+    what: str = "env",
 ) -> str:
     """Return the line that shows a state, such as `ReplayState(4 envs x 250 rows, obs f32[3],
     16 kB)`.
@@ -238,11 +239,12 @@ def shown(
       name: What `rows` are.
       rows: The stored leaves that are shown.
       num_axes: Number of axes of these before a row's own. Default: 1.
+      what: What has these rows each. Default: "env".
     """
     num_envs, length = sizes
     num_shards = stored_leaves(rows)[0].shape[len(population)] // (num_envs * length)
     parts = [*map(str, population), *[f"{num_shards} shards"] * (num_shards > 1)]
-    parts += [f"{num_envs} env{'s' * (num_envs != 1)}", f"{length} rows"]
+    parts += [f"{num_envs} {what}{'s' * (num_envs != 1)}", f"{length} rows"]
 
     def row_of(leaf: Any) -> Any:
         is_tiled = isinstance(getattr(leaf, "bits", leaf), TiledArray)

@@ -1,0 +1,349 @@
+"""Groups of completions of one prompt, for learners that run beside their actors (GRPO)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxreplay._util import checks
+from jaxreplay._util.aliases import Key, PyTree
+from jaxreplay._util.names import has_shapes, named
+from jaxreplay._util.serialization import tell_flax
+from jaxreplay._util.struct import Node, Static
+from jaxreplay.buffers import memory
+from jaxreplay.buffers.state_checks import as_arrays, check_not_deleted, warn_of_copy
+from jaxreplay.storage import ring, stored_arrays
+from jaxreplay.views.view import zeroed
+
+STRATEGIES = ("random", "recent", "variance")
+_NEWEST = jnp.iinfo(jnp.int32).max
+
+
+class GroupsState(Node):
+    """State of a buffer of groups. N is the number of groups, G their size.
+
+    `add`, `pop` and `clear` donate it: use the state that they return.
+
+    Attributes:
+      items: Stored completions, pytree with leaves [N * G, ...].
+      group: int32[N], number of the group in each place; -1 for none.
+      num_items: int32[N], completions that have come, at most G.
+      num_uses: int32[N], how often the group was returned.
+      version: int32[N], the oldest version among the completions.
+      variance: float32[N], that of the rewards of a complete group; 0 without `reward_key`.
+      num_late: int32[], completions that were dropped: their group was overwritten by a newer one,
+        or was complete.
+    """
+
+    items: PyTree
+    group: jax.Array
+    num_items: jax.Array
+    num_uses: jax.Array
+    version: jax.Array
+    variance: jax.Array
+    num_late: jax.Array
+
+    def __repr__(self) -> str:
+        """Show sizes, such as `GroupsState(4 groups x 8 rows, item f32[3], 16 kB)`."""
+        if not has_shapes(self):
+            return super().__repr__()
+        *population, num_groups = self.group.shape
+        num_rows = stored_arrays.stored_leaves(self.items)[0].shape[len(population)]
+        sizes = num_groups, num_rows // num_groups
+        return stored_arrays.shown(self, population, sizes, "item", self.items, what="group")
+
+
+class GroupBatch(Node):
+    """A batch of B complete groups of G completions.
+
+    Attributes:
+      experience: The completions, pytree with leaves [B, G, ...]; 0 in groups that are not valid,
+        so that a mask of tokens is False there.
+      group: int32[B], numbers of the groups; -1 where not valid.
+      version: int32[B], the oldest version among a group's completions.
+      num_uses: int32[B], how often the group was returned, this time included.
+      is_valid: bool[B], False where there was no group left to return.
+    """
+
+    experience: Any
+    group: jax.Array
+    version: jax.Array
+    num_uses: jax.Array
+    is_valid: jax.Array
+
+
+class Groups(Static):
+    """Buffer of groups of completions, which come one by one and are returned when complete.
+
+    Groups have numbers that count upwards, such as those of prompts. Number n lies in place
+    `n mod capacity`: a newer group takes the place of an older one. Its methods are pure functions
+    of the state. Axes: N completions of a call, B groups of a batch, G completions of a group.
+
+    Args:
+      group_size: Number G of completions in a group, at least 1.
+      capacity: Number of groups, complete and incomplete ones.
+      batch_size: Number B of groups in a batch, if `pop` is given no other.
+      max_uses: How often a group may be returned, at least 1. Default: 1.
+      strategy: Which groups are returned, each at most once a batch. "random": all with the same
+        probability. "recent": those with the largest numbers. "variance": in proportion to the
+        variance of their rewards, and none without variance. Default: "random".
+      reward_key: Name of the leaf with a completion's reward, float[], which "variance" needs.
+        Default: "reward" with "variance", else none.
+
+    Raises:
+      ValueError: An argument is out of range.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxreplay as jr
+      >>> groups = jr.Groups(group_size=2, capacity=4, batch_size=1)
+      >>> state = groups.init({"tokens": jnp.zeros(3, jnp.int32)})
+      >>> tokens = {"tokens": jnp.arange(9, dtype=jnp.int32).reshape(3, 3)}
+      >>> state = groups.add(state, tokens, group=jnp.array([0, 1, 0]), version=jnp.zeros(3, int))
+      >>> state, batch = groups.pop(state, jax.random.key(0), version=2, max_staleness=3)
+      >>> batch.group.tolist(), batch.experience["tokens"].tolist()  # group 1 waits for a second
+      ([0], [[[0, 1, 2], [6, 7, 8]]])
+
+    References:
+      Shao et al., "DeepSeekMath" (2024), https://arxiv.org/abs/2402.03300, section 4, for groups.
+    """
+
+    group_size: int
+    capacity: int
+    batch_size: int
+    max_uses: int = 1
+    strategy: str = "random"
+    reward_key: str | None = None
+
+    def _check(self) -> None:
+        for name in ("group_size", "capacity", "batch_size", "max_uses"):
+            checks.check_size("Groups", name, getattr(self, name))
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"Groups: strategy must be one of {STRATEGIES}, got {self.strategy!r}")
+        if self.strategy == "variance" and self.reward_key is None:
+            object.__setattr__(self, "reward_key", "reward")
+
+    def init(self, example: PyTree) -> GroupsState:
+        """Make an empty state.
+
+        Args:
+          example: One completion: any pytree. Arrays or `jax.ShapeDtypeStruct`s: only structure,
+            shapes and dtypes are read.
+
+        Returns:
+          The state, on JAX's default device.
+
+        Raises:
+          ValueError: The example has no leaves, or lacks a reward, float[], that is needed.
+          MemoryError: The device has too little memory for the buffer.
+        """
+        tell_flax()
+        example = checks.specs("init", example)
+        leaves = dict(named(example))
+        reward = leaves.get(self.reward_key or "")
+        if not leaves or (self.reward_key is not None and getattr(reward, "shape", None) != ()):
+            raise ValueError(
+                f"init: a completion needs leaves, and one named {self.reward_key} with the shape "
+                f"[]; it has {', '.join(leaves) or 'none'}"
+            )
+        if not checks.is_tracing():
+            memory.check_fits("init", self.memory(example))
+        return self._init(example)
+
+    def memory(self, example: PyTree) -> memory.Memory:
+        """Return the memory in bytes that `init` will take, leaf by leaf, and allocate nothing.
+
+        Args:
+          example: One completion, as for `init`.
+        """
+        shapes = jax.eval_shape(lambda: self._init(checks.specs("memory", example)))
+        return memory.memory_of(shapes, self.group_size * self.capacity)
+
+    def _init(self, example: PyTree) -> GroupsState:
+        rows = lambda leaf: stored_arrays.zeros(self.group_size * self.capacity, leaf)
+        zeros = lambda: jnp.zeros((self.capacity,), jnp.int32)
+        return GroupsState(
+            items=jax.tree.map(rows, example),
+            group=zeros() - 1,
+            num_items=zeros(),
+            num_uses=zeros(),
+            version=zeros(),
+            variance=jnp.zeros((self.capacity,), jnp.float32),
+            num_late=jnp.int32(0),
+        )
+
+    def add(self, state: GroupsState, items: PyTree, group: Any, version: Any) -> GroupsState:
+        """Store completions in their groups.
+
+        A completion is dropped and counted if a newer group has taken its group's place, or its
+        group is complete.
+
+        Args:
+          state: Donated: jit with `donate_argnums=0`, else the whole buffer is copied.
+          items: Completions, pytree with leaves [N, ...] and the dtypes of the example.
+          group: int32[N], numbers of their groups, in any order, several of one group too. A
+            negative number is for padding: its completion is dropped.
+          version: int32[N] or int32[], that of the policy which made them.
+
+        Returns:
+          The new state.
+
+        Raises:
+          ValueError: An argument does not fit the buffer; the error names the leaf.
+        """
+        state = self._check_state("add", state)
+        warn_of_copy(self, "add", state)
+        group = jnp.asarray(group)
+        is_list = group.ndim == 1 and jnp.issubdtype(group.dtype, jnp.integer)
+        if not is_list or jnp.shape(version) not in ((), group.shape):
+            raise ValueError(
+                "add: group must be int32[N] and version int32[N] or int32[], got shapes "
+                f"{list(group.shape)} and {list(jnp.shape(version))}"
+            )
+        expected = stored_arrays.tree_map(
+            lambda leaf: jax.ShapeDtypeStruct(group.shape + leaf.shape[1:], leaf.dtype), state.items
+        )
+        checks.check_leaves(
+            "add", items, expected, "add takes completions, leaves [len(group), ...]"
+        )
+        group = group.astype(jnp.int32)
+        version = jnp.broadcast_to(version, group.shape).astype(jnp.int32)
+
+        # The newest group of each place takes it.
+        none, is_one = self.capacity, group >= 0
+        _, slot = ring.split(jnp.maximum(group, 0), self.capacity)
+        target = jnp.where(is_one, slot, none)
+        newest = state.group.at[target].max(group, mode="drop")
+        is_new, zero = newest != state.group, jnp.zeros_like(newest)
+        num_items = jnp.where(is_new, zero, state.num_items)
+        # The place of each completion among those of its group, in the order of the call.
+        is_kept = is_one & (group == newest[slot])
+        order = jnp.argsort(jnp.where(is_kept, slot, none), stable=True)
+        sorted_slot = jnp.where(is_kept, slot, none)[order]
+        nth = ring.arange(len(group))
+        opens = jnp.concatenate([jnp.ones(1, bool), sorted_slot[1:] != sorted_slot[:-1]])
+        rank = nth - jax.lax.cummax(jnp.where(opens, nth, 0))
+        place = num_items[slot] + jnp.zeros_like(group).at[order].set(rank)
+        is_kept &= place < self.group_size
+        target = jnp.where(is_kept, slot, none)
+        row = jnp.where(is_kept, slot * self.group_size + place, none * self.group_size)
+        items = stored_arrays.tree_map(
+            lambda leaf, new: stored_arrays.write(leaf, row, jnp.asarray(new)), state.items, items
+        )
+        oldest = jnp.where(is_new, _NEWEST, state.version).at[target].min(version, mode="drop")
+        variance = state.variance
+        if self.reward_key is not None:
+            reward = dict(named(items, is_leaf=stored_arrays.is_compound))[self.reward_key]
+            rows = slot[:, None] * self.group_size + ring.arange(self.group_size)
+            of_group = jnp.var(stored_arrays.read(reward, rows).astype(jnp.float32), axis=1)
+            variance = variance.at[target].set(of_group, mode="drop")
+        return state.replace(
+            items=items,
+            group=newest,
+            num_items=num_items.at[target].add(1, mode="drop"),
+            num_uses=jnp.where(is_new, zero, state.num_uses),
+            version=oldest,
+            variance=variance,
+            num_late=state.num_late + (is_one & ~is_kept).sum(dtype=jnp.int32),
+        )
+
+    def pop(
+        self,
+        state: GroupsState,
+        key: Key,
+        batch_size: int | None = None,
+        *,
+        version: Any = None,
+        max_staleness: Any = None,
+    ) -> tuple[GroupsState, GroupBatch]:
+        """Return a batch of complete groups, each at most once, and count their uses.
+
+        It compares a few numbers of each group, and reads the completions of the batch alone.
+
+        Args:
+          state: Donated: jit with `donate_argnums=0`.
+          key: Random key, consumed.
+          batch_size: Number of groups B, static. Default: the buffer's.
+          version: int32[], that of the learner's policy. Required with `max_staleness`. Default:
+            none.
+          max_staleness: int32[], how many versions older a group's oldest completion may be.
+            Default: any number.
+
+        Returns:
+          The new state, and the batch.
+
+        Raises:
+          ValueError: `max_staleness` is given without `version`, or `batch_size` exceeds
+            `capacity`.
+        """
+        state = self._check_state("pop", state)
+        batch_size = self.batch_size if batch_size is None else batch_size
+        checks.check_size("pop", "batch_size", batch_size)
+        if batch_size > self.capacity:
+            raise ValueError(f"pop: batch_size={batch_size} exceeds capacity={self.capacity}")
+        is_left = self._is_left("pop", state, version, max_staleness)
+        if self.strategy == "recent":
+            order = jnp.where(is_left, state.group, -1)
+        else:  # without replacement, by the largest of noisy log probabilities
+            order = jax.random.gumbel(key, (self.capacity,))
+            order += jnp.log(state.variance) if self.strategy == "variance" else 0
+            order = jnp.where(is_left, order, -jnp.inf)
+        _, slot = jax.lax.top_k(order, batch_size)
+        is_valid = is_left[slot]
+        uses = state.num_uses.at[slot].add(is_valid)
+        rows = slot[:, None] * self.group_size + ring.arange(self.group_size)
+        items = stored_arrays.tree_map(lambda leaf: stored_arrays.read(leaf, rows), state.items)
+        batch = GroupBatch(
+            experience=zeroed(items, is_valid),
+            group=jnp.where(is_valid, state.group[slot], -1),
+            version=jnp.where(is_valid, state.version[slot], 0),
+            num_uses=jnp.where(is_valid, uses[slot], 0),
+            is_valid=is_valid,
+        )
+        return state.replace(num_uses=uses), batch
+
+    def size(self, state: GroupsState, version: Any = None, max_staleness: Any = None) -> jax.Array:
+        """Return the number of groups that `pop` may return: int32[].
+
+        Args:
+          state: The state.
+          version: As for `pop`. Default: none.
+          max_staleness: As for `pop`. Default: any number.
+        """
+        state = self._check_state("size", state)
+        return self._is_left("size", state, version, max_staleness).sum(dtype=jnp.int32)
+
+    def clear(self, state: GroupsState) -> GroupsState:
+        """Remove all groups: those that have begun are never returned.
+
+        Args:
+          state: Donated.
+
+        Returns:
+          The new state.
+        """
+        state = self._check_state("clear", state)
+        return state.replace(num_uses=jnp.full_like(state.num_uses, self.max_uses))
+
+    def _is_left(self, where: str, state: GroupsState, version: Any, staleness: Any) -> jax.Array:
+        is_left = (state.num_items == self.group_size) & (state.num_uses < self.max_uses)
+        if self.strategy == "variance":
+            is_left &= state.variance > 0
+        if staleness is None:
+            return is_left
+        if version is None:
+            raise ValueError(f"{where}: max_staleness needs version=, that of the learner's policy")
+        return is_left & (version - state.version <= staleness)
+
+    def _check_state(self, where: str, state: GroupsState) -> GroupsState:
+        if not isinstance(state, GroupsState):
+            raise ValueError(
+                f"{where}: the state must be a GroupsState, as init and add return it, got a "
+                f"{type(state).__name__}"
+            )
+        check_not_deleted(where, state)
+        example = stored_arrays.tree_map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), state.items
+        )
+        expected = jax.eval_shape(lambda: self._init(example))
+        checks.check_leaves(where, state, expected, f"The state is not of this buffer: {self}")
+        return as_arrays(state)

@@ -1,0 +1,234 @@
+"""Groups of completions beside lists: arrivals in any order, late ones, versions, uses."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+import jaxreplay as jr
+from tests.conftest import ALL
+from tests.support.hlo import check_in_place
+from tests.support.refusals import refused
+from tests.support.steps import nth, stacked
+
+SIZE, CAPACITY, BATCH, N, TIME = 3, 5, 2, 4, 60
+ADD, POP, CLEAR = range(3)
+
+
+def example():
+    return {"tokens": np.zeros(2, np.int32), "mask": np.zeros(2, bool), "reward": np.float16(0)}
+
+
+class Lists:
+    """The groups as lists: by their place, [number, completions, uses]."""
+
+    def __init__(self, strategy, max_uses):
+        self.strategy, self.max_uses = strategy, max_uses
+        self.places, self.num_late = [None] * CAPACITY, 0
+
+    def add(self, items):
+        for number, *_ in items:
+            here = self.places[number % CAPACITY]
+            if number >= 0 and (here is None or here[0] < number):
+                self.places[number % CAPACITY] = [number, [], 0]
+        for number, version, reward, name in items:
+            if number < 0:
+                continue
+            place = self.places[number % CAPACITY]
+            if place[0] == number and len(place[1]) < SIZE:
+                place[1].append((version, reward, name))
+            else:
+                self.num_late += 1
+
+    def left(self, version, staleness):
+        return {
+            place[0]: place
+            for place in self.places
+            if place is not None
+            and len(place[1]) == SIZE
+            and place[2] < self.max_uses
+            and version - min(one[0] for one in place[1]) <= staleness
+            and (self.strategy != "variance" or np.var([one[1] for one in place[1]]) > 0)
+        }
+
+    def clear(self):
+        for place in self.places:
+            if place is not None:
+                place[2] = self.max_uses
+
+
+def history(seed):
+    """Return operations, completions (number, version, reward, name), and the learner's version."""
+    r, operations, clock = np.random.default_rng(seed), [], 0
+    for time in range(TIME):
+        operation = r.choice(3, p=[0.65, 0.32, 0.03])
+        items = []
+        for _ in range(N):
+            clock += 1
+            number = r.choice([-1, clock // 6 + r.integers(-3, 3)], p=[0.1, 0.9])
+            items.append(
+                (max(int(number), -1), time // 3 - int(r.integers(3)), r.integers(3), clock)
+            )
+        operations.append((operation, items, time // 3, int(r.integers(1, 6))))
+    return operations
+
+
+def run(groups, operations, items, versions, staleness):
+    def go(state, now):
+        operation, items, version, staleness = now
+        number, item_version, completions = items
+        gate = {"version": version, "max_staleness": staleness}
+        popped, batch = groups.pop(state, jax.random.key(version), **gate)
+        size = groups.size(state, **gate)
+        ways = [
+            lambda: groups.add(state, completions, number, item_version),
+            lambda: popped,
+            lambda: groups.clear(state),
+        ]
+        return jax.lax.switch(operation, ways), (batch, size, state.num_late)
+
+    state = groups.init(example())
+    return jax.lax.scan(go, state, (operations, items, versions, staleness))[1]
+
+
+jitted_run = jax.jit(run, static_argnums=0)
+run_together = jax.jit(jax.vmap(run, in_axes=(None, 0, 0, 0, 0)), static_argnums=0)
+
+
+def arrays_of(operations):
+    items = np.array([items for _, items, *_ in operations])
+    names = items[..., 3].astype(np.int32)
+    completions = {
+        "tokens": np.stack([names, -names], axis=-1),
+        "mask": np.stack([names > 0, names % 2 == 0], axis=-1),
+        "reward": items[..., 2].astype(np.float16),
+    }
+    kinds, versions, staleness = (np.array([one[k] for one in operations]) for k in (0, 2, 3))
+    numbers = items[..., 0].astype(np.int32), items[..., 1].astype(np.int32), completions
+    return kinds, numbers, versions, staleness
+
+
+@pytest.mark.parametrize(
+    ("strategy", "max_uses"), [("random", 2), ("recent", 1), ("variance", 3), ("recent", 2)]
+)
+def test_groups_are_those_of_lists(strategy, max_uses):
+    groups = jr.Groups(
+        group_size=SIZE,
+        capacity=CAPACITY,
+        batch_size=BATCH,
+        max_uses=max_uses,
+        strategy=strategy,
+    )
+    histories = [history(seed) for seed in range(40 if ALL else 8)]
+    arguments = [arrays_of(one) for one in histories]
+    found = jax.device_get(run_together(groups, *stacked(arguments)))
+    alone = jax.device_get(jitted_run(groups, *arguments[0]))
+    jax.tree.map(np.testing.assert_array_equal, nth(found, 0), alone)
+    num_popped = 0
+    for which, operations in enumerate(histories):
+        model = Lists(strategy, max_uses)
+        for time, (operation, items, version, staleness) in enumerate(operations):
+            batch, size, num_late = nth(found, (which, time))
+            left = model.left(version, staleness)
+            assert (size, num_late) == (len(left), model.num_late)
+            num_valid = min(BATCH, len(left))
+            assert batch.is_valid.tolist() == [k < num_valid for k in range(BATCH)]
+            numbers = batch.group[:num_valid].tolist()
+            assert len(set(numbers)) == len(numbers)
+            assert set(numbers) <= set(left)
+            if strategy == "recent":
+                assert numbers == sorted(left, reverse=True)[:num_valid]
+            for k, number in enumerate(numbers):
+                versions, rewards, names = zip(*left[number][1], strict=True)
+                item = nth(batch.experience, k)
+                assert item["tokens"].tolist() == [[name, -name] for name in names]
+                assert item["reward"].tolist() == list(rewards)
+                assert (batch.version[k], batch.num_uses[k]) == (min(versions), left[number][2] + 1)
+            for leaf in jax.tree.leaves(batch.experience):
+                assert not leaf[num_valid:].any()  # masks of tokens, too
+            if operation == ADD:
+                model.add(items)
+            elif operation == POP:
+                num_popped += num_valid
+                for number in numbers:
+                    left[number][2] += 1
+            else:
+                model.clear()
+    assert num_popped > 40
+
+
+@pytest.mark.parametrize("strategy", ["random", "variance"])
+def test_groups_have_the_law_of_their_strategy(strategy):
+    groups = jr.Groups(
+        group_size=2, capacity=8, batch_size=1, strategy=strategy, reward_key="reward"
+    )
+    spread = np.array([0, 1, 2, 3, 0], np.float32)  # of groups 0 to 4; group 5 is not complete
+    number = np.array([*range(5), *range(6)], np.int32)
+    reward = np.concatenate([spread, -spread, [9]]).astype(np.float32)
+
+    @jax.jit
+    def draws(keys):
+        state = groups.init({"reward": np.float32(0)})
+        state = groups.add(state, {"reward": reward}, number, 0)
+        return jax.vmap(lambda key: groups.pop(state, key)[1].group[0])(keys)
+
+    counts = np.bincount(draws(jax.random.split(jax.random.key(0), 20_000)), minlength=5)
+    law = np.full(5, 0.2) if strategy == "random" else spread**2 / (spread**2).sum()
+    assert (counts[law == 0] == 0).all()
+    assert len(counts) == 5
+    assert stats.chisquare(counts[law > 0], 20_000 * law[law > 0]).pvalue > 1e-4
+
+
+def test_calls_change_the_groups_in_place():
+    groups = jr.Groups(group_size=16, capacity=1 << 12, batch_size=8, strategy="variance")
+    items = {"reward": np.zeros(16, np.float32), "tokens": np.zeros((16, 32), np.int32)}
+    state = groups.init(nth(items, 0))
+    add = functools.partial(groups.add, items=items, group=np.arange(16, dtype=np.int32), version=0)
+    pop = functools.partial(groups.pop, key=jax.random.key(0), version=1, max_staleness=2)
+    for call in (add, pop, lambda state: groups.pop(add(state), jax.random.key(0))):
+        check_in_place(call, (state,), num_elements=1 << 16, donated=0)
+
+
+def test_a_compiled_buffer_has_the_same_methods():
+    groups = jr.jit(jr.Groups(group_size=1, capacity=4, batch_size=2))
+    state = groups.add(groups.init(jnp.zeros(3)), np.ones((2, 3), np.float32), np.arange(2), 0)
+    assert repr(state).startswith("GroupsState(4 groups x 1 rows, item f32[3]")
+    state, batch = groups.pop(state, jax.random.key(0), 4)
+    assert batch.is_valid.tolist() == [True, True, False, False]
+    assert int(groups.size(state)) == 0
+
+
+@pytest.mark.no_xla
+def test_mistakes_are_answered():
+    sizes = {"group_size": 2, "capacity": 4, "batch_size": 2}
+    with refused("group_size must be an int of at least 1, got 0"):
+        jr.Groups(**sizes | {"group_size": 0})
+    with refused("strategy must be one of .*'variance'.*, got 'best'"):
+        jr.Groups(**sizes, strategy="best")
+    with refused(r"leaves, and one named reward with the shape \[\]; it has x"):
+        jr.Groups(**sizes, strategy="variance").init({"x": np.zeros(2)})
+    with refused("it has none"):
+        jr.Groups(**sizes).init({})
+    groups = jr.Groups(**sizes)
+    state = jax.eval_shape(lambda: groups.init({"x": np.float32(0)}))
+    number = np.zeros(3, np.int32)
+    for message, *given in (
+        (r"group must be int32\[N\] and version .* got shapes \[\] and \[\]", 0, 0),
+        (r"got shapes \[3\] and \[2\]", number, np.zeros(2, np.int32)),
+        (r"group must be int32", number.astype(np.float32), 0),
+    ):
+        with refused(message):
+            jax.eval_shape(groups.add, state, {"x": np.zeros(3, np.float32)}, *given)
+    with refused(r"x: got float32\[2\], expected float32\[3\]"):
+        jax.eval_shape(
+            lambda state: groups.add(state, {"x": np.zeros(2, np.float32)}, number, 0), state
+        )
+    with refused("max_staleness needs version="):
+        jax.eval_shape(lambda state: groups.pop(state, jax.random.key(0), max_staleness=1), state)
+    with refused("batch_size=5 exceeds capacity=4"):
+        jax.eval_shape(lambda state: groups.pop(state, jax.random.key(0), 5), state)
+    with refused("must be a GroupsState, as init and add return it, got a dict"):
+        groups.size({})
