@@ -214,8 +214,9 @@ def to_tensordict(batch: Sample) -> Any:
 
 def _columns(item: Transition) -> dict[str, Any]:
     """Return a transition's fields by TorchRL's names. A discount of 0 marks a termination."""
-    terminated = item.discount[:, None] == 0
-    reward = jax.tree.map(lambda leaf: leaf[:, None] if leaf.ndim == 1 else leaf, item.reward)
+    of_env = lambda leaf: leaf[:, None] if leaf.ndim == 1 else leaf
+    terminated = of_env(item.discount == 0)
+    reward = jax.tree.map(of_env, item.reward)
     own = {
         "action": _by_name(item.action),
         "next": _joined(
@@ -223,6 +224,7 @@ def _columns(item: Transition) -> dict[str, Any]:
             {"reward": _by_name(reward), "terminated": terminated, "done": terminated},
         ),
         "steps_to_next_obs": item.num_steps[:, None],
+        **({} if item.alive is None else {"alive": item.alive}),
         **({} if item.extras is None else {"extras": _by_name(item.extras)}),
     }
     return _joined(_observation(item.obs), own)

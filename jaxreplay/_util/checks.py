@@ -112,9 +112,16 @@ def check_part(where: str, name: str, value: Any, kind: type, example: str) -> N
         )
 
 
-def check_extra(where: str, name: str, key: str | None, extras: Any) -> None:
-    """Raise a ValueError if a key is given, and a step's extras do not have it."""
+def check_extra(
+    where: str, name: str, key: str | None, extras: Any, shape: tuple[int, ...] | None = None
+) -> None:
+    """Raise a ValueError if a key is given, and a step's extras do not have it, or have another
+    shape."""
     if key is None or (isinstance(extras, dict) and key in extras):
+        if key is not None and shape is not None and (got := extras[key].shape) != shape:
+            raise ValueError(
+                f"{where}: {name}={key!r} has the shape {list(got)}, expected {list(shape)}"
+            )
         return
     has = f"they have {', '.join(extras)}" if isinstance(extras, dict) else "they are not a mapping"
     raise ValueError(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxreplay._util.checks import check_leaves
 from jaxreplay._util.names import kind_of
-from jaxreplay.buffers.state_checks import as_arrays, check_not_deleted, example_of
+from jaxreplay.buffers.state_checks import agents_problem, as_arrays, check_not_deleted, example_of
 from jaxreplay.samplers import Sampler
 from jaxreplay.samplers.sampler import by_last_name
 from jaxreplay.storage import adopt, newest_row, row_flags, stored_arrays
@@ -103,6 +103,8 @@ def check_adopted(where: str, buffer: Any, state: Any) -> ReplayState:
             f"{where}: the state's arrays have {sorted(num_rows)} rows, but its layout "
             f"{layout.capacity:,}; use jax.vmap for a population, and the state of one shard"
         )
+    if problem := agents_problem(buffer, state.rows.steps):
+        raise ValueError(f"{where}: the state cannot be adopted: {problem}")
     own = buffer.layout()
     buffer.view.check(where, own, example_of(layout, state.rows.steps))
     if layout.num_envs != own.num_envs or (own.lockstep and not layout.lockstep):

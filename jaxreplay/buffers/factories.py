@@ -1,6 +1,7 @@
 """Named buffers. Each composes storage, a sampler and a view in a few lines."""
 
-from typing import Literal, Required, TypedDict, Unpack
+from collections.abc import Sequence
+from typing import Any, Literal, Required, TypedDict, Unpack
 
 from jaxreplay._util.aliases import Autoreset, PyTree
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
@@ -344,8 +345,8 @@ def sequences(
 
 def chunks(
     *,
-    obs: tuple[int, ...] = (0,),
-    action: int | tuple[int, ...] = 16,
+    obs: Sequence[int] = (0,),
+    action: int | Sequence[int] = 16,
     pad: str = "repeat",
     sampler: Sampler = _UNIFORM,
     **shared: Unpack[BufferOptions],
@@ -399,7 +400,8 @@ def chunks(
       Zhao et al., "Learning Fine-Grained Bimanual Manipulation with Low-Cost Hardware" (2023),
       https://arxiv.org/abs/2304.13705
     """
-    view = ChunkView(obs=obs, action=action, pad=pad)
+    as_tuple: Any = lambda offsets: tuple(offsets) if isinstance(offsets, list) else offsets
+    view = ChunkView(obs=as_tuple(obs), action=as_tuple(action), pad=pad)
     return ReplayBuffer(sampler=sampler, view=view, **shared)
 
 

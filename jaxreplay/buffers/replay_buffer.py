@@ -99,15 +99,14 @@ class ReplayBuffer(Static, Generic[T]):
             form = autoreset.checked("ReplayBuffer", self.autoreset)
             object.__setattr__(self, "autoreset", form)
         checks.check_capacity("ReplayBuffer", self.capacity, self.num_envs, self.min_length)
-        if not self.view.needs_steps and (self.autoreset is not None or self.has_table):
+        if not self.view.needs_steps and (self.autoreset or self.has_table or self.num_agents):
             raise ValueError(
                 f"ReplayBuffer: {type(self.view).__name__} stores items, which have no episodes; "
-                "leave out autoreset and track_episodes, and sample rows, not episodes"
+                "leave out autoreset, track_episodes and num_agents, and sample rows, not episodes"
             )
-        checks.check_size("ReplayBuffer", "batch_size", self.batch_size)
-        checks.check_size("ReplayBuffer", "min_size", self.min_size)
-        if self.num_agents is not None:
-            checks.check_size("ReplayBuffer", "num_agents", self.num_agents)
+        given = ("num_agents",) if self.num_agents is not None else ()
+        for name in ("batch_size", "min_size", *given):
+            checks.check_size("ReplayBuffer", name, getattr(self, name))
         if self.min_size > self.capacity:
             raise ValueError(
                 f"ReplayBuffer: min_size={self.min_size} exceeds capacity={self.capacity}: "
@@ -763,7 +762,8 @@ class ReplayBuffer(Static, Generic[T]):
         """Append the rows of another buffer's state, such as demonstrations.
 
         Whole streams of the other are dealt out in turn, to the envs with the fewest rows first,
-        and unfinished episodes of both end. It costs O(capacity) of both.
+        and unfinished episodes of both end. An episode of the other whose first rows were
+        overwritten begins with its oldest row then. It costs O(capacity) of both.
 
         Args:
           state: Donated: jit with `donate_argnums=0`.

@@ -529,17 +529,16 @@ class Rollout(Static):
     def _write(self, state: RolloutState, steps: Step) -> RolloutState:
         """Write checked steps, leaves [K, E, ...]."""
         of_env, num_steps = (steps.terminated, steps.truncated), len(steps.terminated)
-        if self.num_agents is not None:
-            of_env = agents.flags_of_env(*of_env)
-        written, last, has_ended = jnp.ones(of_env[0].shape, bool), None, state.has_ended
-        mask = written
+        written = jnp.ones(steps.terminated.shape[:2], bool)
+        mask, last, has_ended, bits = written, None, state.has_ended, None
+        if has_ended is not None:
+            bits = agents.bytes_of(*of_env, written, has_ended, state.last)
+            of_env, has_ended = agents.flags_of_env(bits), agents.ended(bits[-1])
         if state.last is not None:
             flags, _ = row_flags.rows_of("next_step", *of_env, written, state.last)
             mask, last = (flags & row_flags.FINAL) == 0, flags[-1]
-        if has_ended is not None:
-            flags = steps.terminated, steps.truncated
-            bits = agents.bytes_of(*flags, mask, written, has_ended)
-            mask, has_ended = mask[..., None] & ((bits & agents.GONE) == 0), agents.ended(bits[-1])
+        if bits is not None:
+            mask = mask[..., None] & ((bits & agents.GONE) == 0)
         row = state.position + ring.arange(num_steps)  # rows past the end are dropped
         put = lambda leaf, values: stored_arrays.write(leaf, row, values)
         num_dropped = jnp.maximum(state.position + num_steps - self.length, 0)

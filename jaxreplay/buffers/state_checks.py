@@ -67,6 +67,8 @@ def _problem(buffer: Any, structure: Any, specs: tuple[Any, ...]) -> str:
         return "\n  ".join(
             ["it was made with another configuration", *_differences(layout, expected)]
         )
+    if problem := agents_problem(buffer, state.rows.steps):
+        return problem
     rows = {leaf.shape[:1] for leaf in stored_arrays.stored_leaves(state.rows.steps)}
     if rows != {(buffer.capacity,)}:
         got = (
@@ -84,6 +86,16 @@ def _problem(buffer: Any, structure: Any, specs: tuple[Any, ...]) -> str:
     except (ValueError, TypeError, AttributeError) as error:
         return str(error).lstrip(":\n ")
     return ""
+
+
+def agents_problem(buffer: Any, steps: PyTree) -> str:
+    """Return what is wrong with the stored flags of agents, or ""."""
+    stored = getattr(steps, "terminated", None)
+    found = None if stored is None else stored.shape[-1]
+    expected = getattr(buffer, "num_agents", None)
+    if found == expected:
+        return ""
+    return f"its steps have num_agents={found}, but the buffer has num_agents={expected}"
 
 
 def example_of(layout: Layout, steps: PyTree) -> Any:

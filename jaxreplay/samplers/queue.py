@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay._util.aliases import Key
+from jaxreplay._util.checks import check_size
 from jaxreplay._util.struct import Node
 from jaxreplay.samplers.sampler import ConsumingSampler, Draw
 from jaxreplay.storage import ring
@@ -14,11 +15,12 @@ from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.search import split_by
 
 _MAX_COUNT = np.uint32(2**32 - 1)
+_MOST_USES = 127  # an int8
 
 
 class QueueState(Node):
     # uint32[E], modulo 2^32: candidate number of the next row to consume; that row may be lost by
-    # now
+    # now. With `max_uses` k above 1 uint32[k, E], of the next row for each use, the first one first
     next: jax.Array
     # uint32[]: rows lost before the last `pop`: they, or their look-back, were overwritten before
     # they were consumed; stays at its maximum
@@ -28,7 +30,7 @@ class QueueState(Node):
 
 
 class Queue(ConsumingSampler):
-    """Consume every sampleable row once, the oldest first. Envs take turns.
+    """Consume every sampleable row once, or `max_uses` times, the oldest first. Envs take turns.
 
     A batch takes equally many rows from each env, or all that the env has. If they do not divide
     evenly, the first envs give one more. The items of a batch are ordered by env, then by time.
@@ -39,6 +41,13 @@ class Queue(ConsumingSampler):
     state, except after a `clear`: it cannot tell lost rows from cleared ones. `buffer.can_add`
     tells beforehand whether an `add` would lose rows. Between two calls of `pop`, fewer than 2^32
     rows of an env may be added.
+
+    With `max_uses` above 1, a batch takes rows that were used least: new ones first, then those
+    that were used once, and so on, each at most once a batch. A row is consumed by its last use,
+    and lost if it is overwritten before its first one.
+
+    Args:
+      max_uses: Number of batches that a row is in, in 1 .. 127. Default: 1.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -55,9 +64,17 @@ class Queue(ConsumingSampler):
       ...     return [queue.pop(0) for queue, n in zip(queues, share) for _ in queue[:n]]
     """
 
+    max_uses: int = 1
+
+    def _check(self) -> None:
+        check_size("Queue", "max_uses", self.max_uses)
+        if self.max_uses > _MOST_USES:
+            raise ValueError(f"Queue: max_uses must be at most {_MOST_USES}, got {self.max_uses}")
+
     def init(self, layout: Layout) -> QueueState:
+        shape = (layout.num_envs,) if self.max_uses == 1 else (self.max_uses, layout.num_envs)
         return QueueState(
-            next=jnp.zeros((layout.num_envs,), jnp.uint32),
+            next=jnp.zeros(shape, jnp.uint32),
             lost=jnp.uint32(0),
             is_cleared=jnp.asarray(False),
         )
@@ -69,53 +86,71 @@ class Queue(ConsumingSampler):
 
     def numbers(self, state: QueueState, sampleable: Sampleable) -> dict[str, jax.Array]:
         """Return which rows were consumed, and the number of lost rows up to now."""
-        row = ring.arange(sampleable.layout.capacity)
-        is_left = self.probability(state, sampleable, row) > 0
-        return {
-            "is_consumed": sampleable.contains(row) & ~is_left,
-            "lost": _lost(state, sampleable),
-            "num_waiting": _num_waiting(state.next, sampleable),
+        row, first, place = _places(sampleable)
+        uses = jnp.zeros(place.shape, jnp.int8)
+        for start, _ in self._levels(state, sampleable)[0]:
+            uses += (place < ring.difference(start, first)[:, None]).astype(jnp.int8)
+        is_consumed = (uses == self.max_uses).reshape(-1)
+        found = {
+            "is_consumed": sampleable.contains(row) & is_consumed,
+            "lost": self._lost(state, sampleable),
+            "num_waiting": _num_waiting(self._cursors(state)[-1], sampleable),
             "is_cleared": state.is_cleared,
         }
+        if self.max_uses > 1:
+            found["num_uses"] = uses.reshape(-1)
+        return found
 
     def from_numbers(self, sampleable: Sampleable, numbers: dict[str, jax.Array]) -> QueueState:
         """Return the state in which the rows of each stream up to the first one that was not
         consumed are consumed."""
-        layout, first = sampleable.layout, sampleable.first_candidate_number()
-        fresh = self.init(layout)
+        row, first, place = _places(sampleable)
+        fresh = self.init(sampleable.layout)
         if "is_consumed" not in numbers:
-            return fresh.replace(next=first)
-        row = ring.arange(layout.capacity)
+            return fresh.replace(next=jnp.broadcast_to(first, fresh.next.shape))
         is_left = sampleable.contains(row) & ~numbers["is_consumed"]
-        number = sampleable.state.candidate_number_of(row).reshape(layout.num_envs, -1)
-        place = ring.difference(number, first[:, None])
-        place = jnp.where(is_left.reshape(place.shape), place, sampleable.count()[:, None])
-        following = first + place.min(axis=1).astype(jnp.uint32)
+
+        def following(use: int) -> jax.Array:
+            is_next = is_left & (numbers.get("num_uses", 0) <= use)
+            here = jnp.where(is_next.reshape(place.shape), place, sampleable.count()[:, None])
+            return first + here.min(axis=1).astype(jnp.uint32)
+
+        cursors = [following(use) for use in range(self.max_uses)]
         # Rows that did not fit are lost, too.
-        num_lost = jnp.maximum(numbers["num_waiting"] - _num_waiting(following, sampleable), 0)
+        waiting = _num_waiting(cursors[-1], sampleable)
+        num_lost = jnp.maximum(numbers["num_waiting"] - waiting, 0)
         return QueueState(
-            next=following,
+            next=self._joined(cursors),
             lost=_plus(numbers["lost"], num_lost.astype(jnp.uint32)),
             is_cleared=numbers["is_cleared"],
         )
 
     def size(self, state: QueueState, sampleable: Sampleable) -> jax.Array:
         """Return the number of rows left to consume."""
-        return _left(state, sampleable)[0].sum(dtype=jnp.int32)
+        levels, _ = self._levels(state, sampleable)
+        return jnp.concatenate([left for _, left in levels]).sum(dtype=jnp.int32)
 
     def sample(self, state: QueueState, sampleable: Sampleable, key: Key, batch_size: int) -> Draw:
         del key
-        left, _ = _left(state, sampleable)
-        wanted = jnp.minimum(left.sum(dtype=jnp.int32), batch_size)
-        taken = _turns(left, wanted, min(batch_size, sampleable.layout.length))
-        item = ring.arange(batch_size)
+        levels, _ = self._levels(state, sampleable)
+        rest, turns = jnp.int32(batch_size), []
+        for _, left in levels:
+            wanted = jnp.minimum(left.sum(dtype=jnp.int32), rest)
+            turns.append(_turns(left, wanted, min(batch_size, sampleable.layout.length)))
+            rest -= turns[-1].sum(dtype=jnp.int32)
+        item, taken = ring.arange(batch_size), jnp.concatenate(turns)
         is_taken = item < taken.sum(dtype=jnp.int32)
-        env, nth = split_by(taken, item, sampleable.layout.traits)
-        held = sampleable.count()
-        row = sampleable.select(env, jnp.where(is_taken, (held - left)[env] + nth, 0))
+        place, nth = split_by(taken, item, sampleable.layout.traits)
+        first = sampleable.first_candidate_number()
+        before = jnp.concatenate([ring.difference(start, first) for start, _ in levels])
+        env = place if self.max_uses == 1 else ring.split(place, sampleable.layout.num_envs)[1]
+        row = sampleable.select(env, jnp.where(is_taken, before[place] + nth, 0))
+        cursors = [
+            start + turn.astype(jnp.uint32) for (start, _), turn in zip(levels, turns, strict=True)
+        ]
         state = QueueState(
-            next=sampleable.first_candidate_number() + (held - left + taken).astype(jnp.uint32),
-            lost=_lost(state, sampleable),
+            next=self._joined(cursors),
+            lost=self._lost(state, sampleable),
             is_cleared=jnp.zeros_like(state.is_cleared),
         )
         return Draw(state, row, is_taken.astype(jnp.float32))
@@ -124,11 +159,9 @@ class Queue(ConsumingSampler):
         """Return 1 for a row that is left to consume, else 0."""
         env, _ = sampleable.layout.split(row)
         end = sampleable.first_candidate_number() + sampleable.count().astype(jnp.uint32)
-        is_left = (
-            end[env] - sampleable.state.candidate_number_of(row)
-            <= _left(state, sampleable)[0].astype(jnp.uint32)[env]
-        )
-        return is_left.astype(jnp.float32)
+        start, _ = self._levels(state, sampleable)[0][-1]
+        number = sampleable.state.candidate_number_of(row)
+        return (end[env] - number <= (end - start)[env]).astype(jnp.float32)
 
     def can_add(self, state: QueueState, sampleable: Sampleable, num_rows: int) -> jax.Array:
         """Return whether `num_rows` more rows of each stream overwrite no row that is needed.
@@ -143,7 +176,7 @@ class Queue(ConsumingSampler):
         held, next_candidate_number = stored.filled, stored.next_candidate_number
         # candidates of each stream whose look-back is intact
         whole = next_candidate_number - sampleable.first_candidate_number()
-        waiting = jnp.minimum(next_candidate_number - state.next, whole)
+        waiting = jnp.minimum(next_candidate_number - self._cursors(state)[-1], whole)
         row = sampleable.select(
             layout.envs(), jnp.where(waiting > 0, whole - waiting, 0).astype(jnp.int32)
         )
@@ -153,22 +186,43 @@ class Queue(ConsumingSampler):
         )
         return jnp.all(held + num_rows - layout.length <= needed)
 
+    def _cursors(self, state: QueueState) -> list[jax.Array]:
+        """Return the next row of each stream for each use: uint32[E]."""
+        return [state.next] if self.max_uses == 1 else list(state.next)
 
-def _left(state: QueueState, sampleable: Sampleable) -> tuple[jax.Array, jax.Array]:
-    """Count the rows of each stream that are left to consume, int32[E], and its lost candidates,
-    uint32[E]."""
-    count = sampleable.count().astype(jnp.uint32)
-    # The newest `count` of these are sampleable; the others are lost.
-    untaken = sampleable.first_candidate_number() + count - state.next
-    left = jnp.minimum(untaken, count)
-    return left.astype(jnp.int32), untaken - left
+    def _joined(self, cursors: list[jax.Array]) -> jax.Array:
+        return cursors[0] if self.max_uses == 1 else jnp.stack(cursors)
+
+    def _levels(
+        self, state: QueueState, sampleable: Sampleable
+    ) -> tuple[list[tuple[jax.Array, jax.Array]], jax.Array]:
+        """Return for each use the candidate number of the next row of each stream, uint32[E], and
+        the number of rows that are left for it, int32[E]; and the number of each stream's
+        candidates that were lost before their first use, uint32[E]."""
+        first, levels, lost = sampleable.first_candidate_number(), [], []
+        end = first + sampleable.count().astype(jnp.uint32)
+        for cursor in self._cursors(state):
+            # The newest of these are sampleable; the others are lost.
+            left = jnp.minimum(end - cursor, end - first)
+            levels.append((end - left, left.astype(jnp.int32)))
+            lost.append(end - cursor - left)
+            end = end - left
+        return levels, lost[0]
+
+    def _lost(self, state: QueueState, sampleable: Sampleable) -> jax.Array:
+        """Return the number of rows that were lost up to now: uint32[]."""
+        _, lost = self._levels(state, sampleable)
+        num_lost = jnp.where(state.is_cleared, 0, lost.sum(dtype=jnp.uint32))
+        return _plus(state.lost, num_lost)
 
 
-def _lost(state: QueueState, sampleable: Sampleable) -> jax.Array:
-    """Return the number of rows that were lost up to now: uint32[]."""
-    _, lost = _left(state, sampleable)
-    num_lost = jnp.where(state.is_cleared, 0, lost.sum(dtype=jnp.uint32))
-    return _plus(state.lost, num_lost)
+def _places(sampleable: Sampleable) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return all rows, int32[N]; the candidate number of each stream's first sampleable row,
+    uint32[E]; and how far each row's is ahead of it, int32[E, N / E]."""
+    layout, first = sampleable.layout, sampleable.first_candidate_number()
+    row = ring.arange(layout.capacity)
+    number = sampleable.state.candidate_number_of(row).reshape(layout.num_envs, -1)
+    return row, first, ring.difference(number, first[:, None])
 
 
 def _plus(count: jax.Array, more: jax.Array) -> jax.Array:

@@ -53,7 +53,7 @@ def rows_of(
     bits = TERMINATED * terminated.astype(jnp.uint8) + TRUNCATED * truncated.astype(jnp.uint8)
     done = terminated | truncated
     if form == "next_step":
-        is_final = _alternate(done, mask, last_flags)
+        is_final = final_rows(done, mask, last_flags)
         bits = jnp.where(is_final, jnp.uint8(FINAL), bits)
     elif form == "same_step":
         bits = jnp.stack([bits, jnp.full_like(bits, FINAL)], axis=1).reshape((-1, *bits.shape[1:]))
@@ -109,7 +109,7 @@ def after_clear(form: Autoreset | None, last_flags: jax.Array) -> jax.Array:
     )
 
 
-def _alternate(done: jax.Array, mask: jax.Array, last_flags: jax.Array) -> jax.Array:
+def final_rows(done: jax.Array, mask: jax.Array, last_flags: jax.Array) -> jax.Array:
     """Return whether each row is a final row, with next-step autoreset: bool[T, E].
 
     A row is a final row if the row before it is done and no final row itself. In a run of dones

@@ -63,11 +63,10 @@ def advance(state: ReplayState, steps: PyTree, mask: jax.Array | None) -> tuple[
     new, flags, is_written, bytes_of_agents = before, None, taken, None
     if layout.autoreset is not None:
         of_env = steps.terminated, steps.truncated
-        if has_agents := steps.terminated.ndim > taken.ndim:
-            of_env = agents.flags_of_env(*of_env)
+        if steps.terminated.ndim > taken.ndim:
+            bytes_of_agents = _bytes_of_agents(state, steps, taken)
+            of_env = agents.flags_of_env(bytes_of_agents)
         flags, is_written = row_flags.rows_of(layout.autoreset, *of_env, taken, before.last_flags)
-        if has_agents:
-            bytes_of_agents = _bytes_of_agents(state, steps, flags, taken)
         if not layout.window.needs_next_obs:
             flags = row_flags.skip_without_action(flags)
         if before.phase is not None:
@@ -122,21 +121,18 @@ def advance(state: ReplayState, steps: PyTree, mask: jax.Array | None) -> tuple[
     return new, writes
 
 
-def _bytes_of_agents(
-    state: ReplayState, steps: PyTree, flags: jax.Array, taken: jax.Array
-) -> jax.Array:
+def _bytes_of_agents(state: ReplayState, steps: PyTree, taken: jax.Array) -> jax.Array:
     """Return the bytes of several agents in a block of steps: uint8[T, E, A]."""
     layout, counters = state.layout, state.counters
     env = jnp.minimum(layout.envs(counters.some), layout.num_envs - 1)
     newest = layout.row(env, layout.wrap(counters.position - 1))
     has_ended = agents.ended(stored_arrays.read(state.rows.steps.terminated, newest))
     has_ended &= ~layout.closes_episode(counters.last_flags)[:, None]
-    # Of a stream's first row, as after a clear, it is not known. Then a flag is of an earlier step.
-    has_ended |= (counters.filled == 0)[:, None]
-    is_step = taken
-    if layout.autoreset == "next_step":
-        is_step = (flags & row_flags.FINAL) == 0
-    return agents.bytes_of(steps.terminated, steps.truncated, is_step, taken, has_ended)
+    # After a clear it is not known who has ended. Then a flag counts as one of an earlier step.
+    is_cleared = (counters.filled == 0) & (counters.lap > 0)
+    has_ended |= is_cleared[:, None]
+    last_flags = counters.last_flags if layout.autoreset == "next_step" else None
+    return agents.bytes_of(steps.terminated, steps.truncated, taken, has_ended, last_flags)
 
 
 def skipped(

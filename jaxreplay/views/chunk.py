@@ -55,7 +55,7 @@ class ChunkView(View[Chunk]):
             object.__setattr__(self, "action", tuple(range(self.action)))
         for name in ("obs", "action"):
             offsets = getattr(self, name)
-            is_list = isinstance(offsets, list | tuple | range) and len(offsets) > 0
+            is_list = isinstance(offsets, tuple | range) and len(offsets) > 0
             if not is_list or any(isinstance(x, bool) or not isinstance(x, int) for x in offsets):
                 raise ValueError(
                     f"ChunkView: {name} must be offsets of rows, such as (-1, 0), got {offsets!r}"
@@ -96,10 +96,12 @@ class ChunkView(View[Chunk]):
 
         obs, obs_is_pad = at(self.obs, reader.obs)
         action, action_is_pad = at(self.offsets, reader.action)
+        agents, _ = at(self.offsets, reader.agents)
         return Chunk(
             obs=obs,
             action=action,
             obs_is_pad=obs_is_pad,
             action_is_pad=action_is_pad | ~jnp.asarray(reader.is_valid),
             extras=reader.extras(0),
+            alive=None if agents is None else agents.alive,
         )

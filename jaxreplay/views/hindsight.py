@@ -101,9 +101,11 @@ class Hindsight(WrappedView[Any]):
     def window(self) -> Window:
         """Window of `inner`, widened to the rows that goals are taken from."""
         inner = dataclasses.replace(self.inner.window, needs_next_obs=True)
-        if self.unfinished or self.strategy == "random":
-            needs_episodes = inner.needs_episodes or self.strategy != "random"
-            return dataclasses.replace(inner, needs_final_obs=True, needs_episodes=needs_episodes)
+        if self.strategy == "random":
+            return dataclasses.replace(inner, needs_final_obs=True)
+        if self.unfinished:  # a goal needs a later row
+            inner = inner.widened(after=1)
+            return dataclasses.replace(inner, needs_final_obs=True, needs_episodes=True)
         return inner.widened(before=None if self.strategy == "episode" else 0, after=None)
 
     @property

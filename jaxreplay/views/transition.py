@@ -65,7 +65,7 @@ class TransitionView(View[Transition]):
         return Window(after=self.n_step)
 
     def check(self, where: str, layout: Layout, example: PyTree) -> None:
-        check_extra(where, "discount_key", self.discount_key, example.extras)
+        check_extra(where, "discount_key", self.discount_key, example.extras, shape=())
 
     def read(self, reader: RowReader) -> Transition:
         steps = ring.arange(self.n_step)

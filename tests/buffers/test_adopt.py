@@ -15,6 +15,7 @@ from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.views import SequenceView
 from tests.conftest import ALL
 from tests.support.buffers import bits, everything, jitted, jitted_draw
+from tests.support.steps import nth, plain_step
 
 NUM_ENVS, TIME = 3, 70
 ADD, END, CLEAR = range(3)
@@ -478,9 +479,9 @@ def test_a_population_adopts_and_merges():
     states = [fed(old, history, None) for history in histories]
     population = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
     got = jax.jit(jax.vmap(lambda state: new.merge(new.adopt(state), state)))(population)
-    for nth, state in enumerate(states):
+    for which, state in enumerate(states):
         wanted = jax.jit(lambda state: new.merge(new.adopt(state), state))(state)
-        own = jax.tree.map(lambda leaf, nth=nth: leaf[nth], got)
+        own = nth(got, which)
         assert episodes_of(new, own) == episodes_of(new, wanted)
 
 
@@ -548,3 +549,32 @@ def test_what_cannot_be_adopted_is_refused():
     other = jax.eval_shape(items.init, {"x": np.float32(0)})
     with pytest.raises(ValueError, match=r"merge:\s+steps: missing(.|\n)*steps.x: unexpected"):
         jax.eval_shape(items.merge, of_items, other)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("view", [5, 6, 3], ids=["stack", "chunk", "burn-in"])
+def test_no_window_reaches_from_one_state_into_rows_that_went_round(form, view):
+    """The other's oldest rows are in the middle of an episode, whose start is overwritten."""
+    make = lambda length: jr.ReplayBuffer(
+        capacity=length, batch_size=4, sampler=jr.Uniform(), view=VIEWS[view], autoreset=form
+    )
+
+    def steps(start, num, ends):
+        number = start + np.arange(num, dtype=np.float32)[:, None]
+        obs = goal_of(number)
+        final_obs = goal_of(number + 0.5) if form == "same_step" else None
+        end = (number == number[-1]) & ends
+        return plain_step(number, obs=obs, terminated=end, final_obs=final_obs)
+
+    small, large = make(8), make(40)
+    for ends in (False, True):
+        example = nth(steps(0, 1, False), (0, 0))
+        state = jax.jit(large.extend)(large.init(example), steps(0, 4, ends))
+        other = jax.jit(small.extend)(small.init(example), steps(100, 12, False))
+        merged = jax.jit(large.merge)(state, other)
+        batch = jax.device_get(jax.jit(large.get)(merged, jnp.arange(40)))
+        assert batch.is_valid.sum() >= 4
+        for which in np.flatnonzero(batch.is_valid):
+            goal = -nth(batch.experience.obs, which)["goal"].ravel()
+            seen = goal[goal != 0]
+            assert (seen < 50).all() or (seen >= 50).all()

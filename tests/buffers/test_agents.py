@@ -27,6 +27,12 @@ class Row:
     is_final: bool = False
 
     @property
+    def is_over(self):
+        """Whether the env's episode terminates: no agent that acted is truncated."""
+        done = self.terminated | self.truncated
+        return done.all() and (self.terminated | ~self.alive).all()
+
+    @property
     def is_cut(self):
         return (self.truncated & ~self.terminated & self.alive).any()
 
@@ -39,7 +45,7 @@ class Envs:
         self.streams = [[] for _ in range(E)]
         # flags of the episode so far, of the envs themselves and as a buffer can know them
         self.ended = np.zeros((2, E, A), bool)
-        self.known = [np.ones(A, bool) for _ in range(E)]
+        self.known = [np.zeros(A, bool) for _ in range(E)]
         self.owes = np.zeros(E, bool)
 
     def step(self, mask):
@@ -79,7 +85,7 @@ class Envs:
             self.owes[env] = True
         elif done.all() and self.form == "same_step":
             rows.append(Row(obs + 0.5, 0 * reward, none, none, none, is_final=True))
-        elif done.all() and not terminated.all():
+        elif done.all() and not rows[-1].is_over:
             rows[-1].is_final = True
 
     def clear(self):
@@ -89,7 +95,7 @@ class Envs:
     def end(self):
         """Reset all envs by hand."""
         for env, rows in enumerate(self.streams):
-            if rows and not self._is_closed(rows[-1]) and not rows[-1].terminated.all():
+            if rows and not self._is_closed(rows[-1]) and not rows[-1].is_over:
                 rows[-1].is_final = True
             if rows:
                 self.known[env] = np.zeros(A, bool)
@@ -98,7 +104,7 @@ class Envs:
         self.ended[:], self.owes[:] = False, False
 
     def _is_closed(self, row):
-        ends = row.terminated.all() and self.form == "same_step_no_final_obs"
+        ends = row.is_over and self.form == "same_step_no_final_obs"
         return row.is_final or ends
 
     def transition(self, env, index, n, gamma):
@@ -108,7 +114,7 @@ class Envs:
         if first.is_final or index < len(rows) - LENGTH:
             return None
         ahead = rows[index : index + n + 1]
-        ends = [row.is_final or (row.terminated.all() and k < n) for k, row in enumerate(ahead)]
+        ends = [row.is_final or (row.is_over and k < n) for k, row in enumerate(ahead)]
         if len(ahead) <= n and not any(ends):
             return None
         own, team, is_over = np.zeros(A), 0.0, np.zeros(A, bool)
@@ -118,7 +124,7 @@ class Envs:
             is_over |= acts & row.terminated
             acts = acts & ~(row.terminated | row.truncated)
             following = ahead[k + 1] if k + 1 < len(ahead) else None
-            is_last = row.terminated.all() or row.is_cut or (following and following.is_final)
+            is_last = row.is_over or row.is_cut or (following and following.is_final)
             if is_last:
                 break
         discount = np.where(is_over | ~first.alive, 0, gamma ** (k + 1))
@@ -310,3 +316,60 @@ def test_flags_of_another_number_of_agents_are_refused():
     with refused("needs a rollout of one env.*no num_agents"):
         rollout = jr.rollout(length=4, num_envs=1, autoreset="next_step", num_agents=A)
         rollout.from_trajectories(None, [])
+
+
+@pytest.mark.no_xla
+def test_states_of_other_numbers_of_agents_are_refused():
+    sizes = {"capacity": 8, "batch_size": 2, "autoreset": "next_step"}
+    three, none = jr.uniform(**sizes, num_agents=A), jr.uniform(**sizes)
+    step = nth(history_of("next_step", 0, False)[1][0], 0)
+    state = jax.eval_shape(lambda: three.init(step))
+    message = "its steps have num_agents=3, but the buffer has num_agents=None"
+    for call in (none.adopt, none.size, lambda state: none.merge(state, state)):
+        with refused(message):
+            jax.eval_shape(call, state)
+    plain = step.replace(terminated=step.terminated[0], truncated=step.truncated[0])
+    with refused("its steps have num_agents=None, but the buffer has num_agents=3"):
+        jax.eval_shape(lambda: three.adopt(none.init(plain)))
+    with refused("leave out autoreset, track_episodes and num_agents"):
+        jr.items(capacity=8, batch_size=2, num_agents=2)
+    with refused(r"discount_key='d' has the shape \[3\], expected \[\]"):
+        extras = {"d": step.reward["own"]}
+        own = jr.uniform(**sizes, num_agents=A, discount_key="d")
+        jax.eval_shape(lambda: own.init(step.replace(extras=extras)))
+
+
+def test_chunks_and_tensordicts_say_who_acted():
+    _, steps, _, streams = history_of("same_step_no_final_obs", 11, False)
+    steps = jax.tree.map(_stack, *steps[:10])
+    buffer = jr.chunks(
+        capacity=E * 16,
+        num_envs=E,
+        batch_size=4,
+        action=3,
+        autoreset="same_step_no_final_obs",
+        num_agents=A,
+    )
+    state = jax.jit(lambda steps: begun(buffer, steps))(steps)
+    items = jax.device_get(jax.jit(buffer.get)(state, jnp.arange(buffer.capacity)))
+    by_obs = {row.obs: row for stream in streams[9] for row in stream}
+    assert items.is_valid.sum() > 10
+    for which in np.flatnonzero(items.is_valid):
+        item = nth(items.experience, which)
+        expected = [by_obs[float(action)].alive.tolist() for action in item.action]
+        assert item.alive.tolist() == expected
+    pytest.importorskip("tensordict", reason="the tensordict extra is not installed")
+    from jaxreplay.torch import to_tensordict
+
+    uniform = jr.jit(
+        jr.uniform(
+            capacity=E * 16,
+            num_envs=E,
+            batch_size=4,
+            autoreset="same_step_no_final_obs",
+            num_agents=A,
+        )
+    )
+    found = to_tensordict(uniform.sample(uniform.adopt(state), jax.random.key(0)))
+    assert found["alive"].shape == found["next", "terminated"].shape == (4, A)
+    assert found["next", "reward", "own"].shape == (4, A)

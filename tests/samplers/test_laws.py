@@ -227,6 +227,20 @@ def test_goals_of_an_episode_that_goes_on_are_of_its_rows_so_far():
         check(np.bincount(goal[time == 17], minlength=22), law)
 
 
+def test_a_row_waits_for_the_row_that_its_goal_is_from():
+    """A view that reads no later row: of an unfinished episode's newest row nothing is known."""
+    number = np.arange(100, 105, dtype=np.float32)[:, None]
+    obs = {"achieved_goal": number, "desired_goal": 0 * number - 1}
+    buffer = jr.chunks(capacity=16, batch_size=64, obs=(0,), action=1, autoreset="next_step")
+    reward = lambda achieved, goal, step: step.reward
+    buffer = jr.hindsight(buffer, reward, unfinished=True, relabel_fraction=1.0)
+    state = jitted_begun(buffer, plain_step(number, obs=obs))
+    assert int(jax.jit(buffer.size)(state)) == 4
+    items = jax.device_get(jax.jit(buffer.sample)(state, jax.random.key(0))).experience
+    goal = items.obs["desired_goal"][:, 0]
+    assert ((goal > items.action[:, 0]) & (goal <= 104)).all()
+
+
 def test_the_ratio_is_the_fraction_of_new_goals():
     for ratio in (0.0, 0.25, 1.0):
         _, goal, _, reward = hindsight("future", ratio)

@@ -1,5 +1,6 @@
 """The queue consumes each row once, streams take turns, and lost rows are counted."""
 
+import collections
 import itertools
 
 import jax
@@ -33,6 +34,7 @@ class QueueModel(Model):
     def __init__(self, config, start):
         super().__init__(config, start)
         self.done, self.lost = set(), start
+        self.uses = collections.defaultdict(int)
         self.is_cleared, self.has_asked, self.num_empty = False, True, 0
 
     def left(self, **window):
@@ -61,15 +63,21 @@ class QueueModel(Model):
         return True
 
     def take(self, seen):
-        streams = [
-            [one for one in self.left() if one[0] == env] for env in range(self.config.num_envs)
-        ]
-        turns = [one for turn in itertools.zip_longest(*streams) for one in turn if one is not None]
-        taken = sorted(turns[:BATCH_SIZE])
+        taken, most = [], self.config.sampler.max_uses
+        for use in range(most):
+            left = [one for one in self.left() if self.uses[self.row(*one)] == use]
+            streams = [
+                [one for one in left if one[0] == env] for env in range(self.config.num_envs)
+            ]
+            turns = [one for turn in itertools.zip_longest(*streams) for one in turn]
+            turns = [one for one in turns if one is not None]
+            taken += sorted(turns[: BATCH_SIZE - len(taken)])
         self.num_empty += not taken
         if taken:
             self.count_lost()
-        self.done |= {self.row(*one) for one in taken}
+        for one in taken:
+            self.uses[self.row(*one)] += 1
+        self.done |= {self.row(*one) for one in taken if self.uses[self.row(*one)] == most}
         self.check_batch(seen["batch"], taken)
         assert seen["batch"].probability.tolist() == seen["batch"].is_valid.tolist()
         assert seen["sampler"].lost == min(self.lost, 2**32 - 1)
@@ -79,7 +87,8 @@ class QueueModel(Model):
         ever = self.left(before=0, after=0)
         self.oracle.length = stored
         gone = {self.row(*one) for one in set(ever) - set(self.left(after=0))}
-        self.lost += 0 if self.is_cleared else len(gone)
+        new = {row for row in gone if not self.uses[row]}
+        self.lost += 0 if self.is_cleared else len(new)
         self.done |= gone
         assert not (gone and self.has_asked)  # a producer that asks loses nothing
         self.is_cleared = False
@@ -97,9 +106,12 @@ class QueueModel(Model):
 
 
 CONFIGS = configs_of(Queue())
+REUSED = configs_of(Queue(max_uses=3), Queue(max_uses=2))
 
 
-@pytest.mark.parametrize("config", CONFIGS if ALL else CONFIGS[:4])
+@pytest.mark.parametrize(
+    "config", [*CONFIGS, *REUSED] if ALL else [*CONFIGS[:4], REUSED[0], REUSED[1], REUSED[4]]
+)
 def test_the_queue_agrees_with_a_model_of_lists(config):
     models = check_histories(config, QueueModel)
     if config == CONFIGS[0]:  # some rows were lost, past the counter's maximum, or all consumed
@@ -141,3 +153,23 @@ def test_turns_are_those_of_a_plain_deal():
         for left, got in zip(lefts, turns(lefts, np.int32(wanted)).tolist(), strict=True):
             deal = [env for turn in range(8) for env in range(3) if turn < left[env]][:wanted]
             assert got == [deal.count(env) for env in range(3)]
+
+
+def test_uses_go_with_the_rows_to_another_buffer():
+    buffer, state = make_buffer(Queue(max_uses=3), num_envs=2)
+    state = fed(buffer, state, range(5))
+    for _ in range(3):  # 8 rows are sampleable: all once, and the oldest of each env twice
+        state, batch = pop(buffer, state, jax.random.key(0), 4)
+    larger, _ = make_buffer(Queue(max_uses=3), num_envs=2, length=16)
+    other = jax.jit(larger.adopt)(state)
+    once, _ = make_buffer(Queue(), num_envs=2)
+    of_once = jax.jit(once.adopt)(state)
+    assert int(size(once, of_once)) == 0  # each was used already
+    taken = []
+    for _ in range(6):
+        state, batch = pop(buffer, state, jax.random.key(0), 4)
+        other, same = pop(larger, other, jax.random.key(0), 4)
+        assert rewards(same) == rewards(batch)
+        taken += rewards(batch)
+    counts = collections.Counter(taken)
+    assert sorted(counts.values()) == [1, 1, 1, 1, 2, 2, 2, 2]

@@ -206,7 +206,7 @@ def _views():
     )
     yield Case(
         "transitions queue",
-        lambda shared: jr.transitions(**shared, **one, sampler=jr.Queue()),
+        lambda shared: jr.transitions(**shared, **one, sampler=jr.Queue(max_uses=2)),
     )
     yield Case(
         "transitions without replacement",

@@ -217,6 +217,7 @@ def _run(buffer, start, operations, steps, masks, dropped):
     state = state.replace(counters=state.counters.set(num_candidates=start, lap=start))
     if hasattr(state.sampler, "next"):  # a queue
         first = Sampleable.of(state).first_candidate_number()
+        first = jnp.broadcast_to(first, state.sampler.next.shape)
         state = state.replace(sampler=state.sampler.replace(next=first, lost=start))
     times = jnp.arange(NUM_OPERATIONS)
     return jax.lax.scan(go, state, (times, operations, steps, masks, dropped))[1]
