@@ -1,6 +1,9 @@
 """First in, first out: each row is consumed once, in the order of time, as on-policy learners need
 it."""
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,10 +89,10 @@ class Queue(ConsumingSampler):
 
     def numbers(self, state: QueueState, sampleable: Sampleable) -> dict[str, jax.Array]:
         """Return which rows were consumed, and the number of lost rows up to now."""
-        row, first, place = _places(sampleable)
+        row, _, place = _places(sampleable)
         uses = jnp.zeros(place.shape, jnp.int8)
-        for start, _ in self._levels(state, sampleable)[0]:
-            uses += (place < ring.difference(start, first)[:, None]).astype(jnp.int8)
+        for before, _ in self._levels(state, sampleable)[0]:
+            uses += (place < before[:, None]).astype(jnp.int8)
         is_consumed = (uses == self.max_uses).reshape(-1)
         found = {
             "is_consumed": sampleable.contains(row) & is_consumed,
@@ -141,13 +144,12 @@ class Queue(ConsumingSampler):
         item, taken = ring.arange(batch_size), jnp.concatenate(turns)
         is_taken = item < taken.sum(dtype=jnp.int32)
         place, nth = split_by(taken, item, sampleable.layout.traits)
-        first = sampleable.first_candidate_number()
-        before = jnp.concatenate([ring.difference(start, first) for start, _ in levels])
+        befores = [before for before, _ in levels]
         env = place if self.max_uses == 1 else ring.split(place, sampleable.layout.num_envs)[1]
-        row = sampleable.select(env, jnp.where(is_taken, before[place] + nth, 0))
-        cursors = [
-            start + turn.astype(jnp.uint32) for (start, _), turn in zip(levels, turns, strict=True)
-        ]
+        row = sampleable.select(env, jnp.where(is_taken, jnp.concatenate(befores)[place] + nth, 0))
+        first = sampleable.first_candidate_number()
+        given = zip(befores, turns, strict=True)
+        cursors = [first + (before + turn).astype(jnp.uint32) for before, turn in given]
         state = QueueState(
             next=self._joined(cursors),
             lost=self._lost(state, sampleable),
@@ -159,9 +161,10 @@ class Queue(ConsumingSampler):
         """Return 1 for a row that is left to consume, else 0."""
         env, _ = sampleable.layout.split(row)
         end = sampleable.first_candidate_number() + sampleable.count().astype(jnp.uint32)
-        start, _ = self._levels(state, sampleable)[0][-1]
+        levels, _ = self._levels(state, sampleable)
+        left = functools.reduce(operator.add, [left for _, left in levels])
         number = sampleable.state.candidate_number_of(row)
-        return (end[env] - number <= (end - start)[env]).astype(jnp.float32)
+        return (end[env] - number <= left.astype(jnp.uint32)[env]).astype(jnp.float32)
 
     def can_add(self, state: QueueState, sampleable: Sampleable, num_rows: int) -> jax.Array:
         """Return whether `num_rows` more rows of each stream overwrite no row that is needed.
@@ -196,17 +199,23 @@ class Queue(ConsumingSampler):
     def _levels(
         self, state: QueueState, sampleable: Sampleable
     ) -> tuple[list[tuple[jax.Array, jax.Array]], jax.Array]:
-        """Return for each use the candidate number of the next row of each stream, uint32[E], and
-        the number of rows that are left for it, int32[E]; and the number of each stream's
-        candidates that were lost before their first use, uint32[E]."""
-        first, levels, lost = sampleable.first_candidate_number(), [], []
-        end = first + sampleable.count().astype(jnp.uint32)
+        """Return for each use the number of sampleable rows of each stream before the next one, and
+        the number that are left for it, int32[E] both; and the number of each stream's candidates
+        that were lost before their first use, uint32[E]."""
+        first, before, levels, lost = (
+            sampleable.first_candidate_number(),
+            sampleable.count(),
+            [],
+            [],
+        )
         for cursor in self._cursors(state):
-            # The newest of these are sampleable; the others are lost.
-            left = jnp.minimum(end - cursor, end - first)
-            levels.append((end - left, left.astype(jnp.int32)))
-            lost.append(end - cursor - left)
-            end = end - left
+            # The newest `before` of these are sampleable; the others are lost.
+            held = before.astype(jnp.uint32)
+            untaken = first + held - cursor
+            left = jnp.minimum(untaken, held)
+            lost.append(untaken - left)
+            before = before - left.astype(jnp.int32)
+            levels.append((before, left.astype(jnp.int32)))
         return levels, lost[0]
 
     def _lost(self, state: QueueState, sampleable: Sampleable) -> jax.Array:
