@@ -203,7 +203,7 @@ def test_a_lerobot_dataset(form, tmp_path):
 def check_chunks(buffer, state, lengths):
     """Compare with the frames that LeRobot's `delta_timestamps` of these offsets give: the nearest
     frame of the episode, and whether the offset lies outside."""
-    batch = jax.device_get(everything(buffer)(buffer.adopt(state), 0))
+    batch = jax.device_get(everything(buffer)(jr.jit(buffer).adopt(state), 0))
     expected, start = {}, 0
     for end in np.cumsum(lengths):
         for frame in range(start, end):

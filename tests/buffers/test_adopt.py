@@ -567,12 +567,16 @@ def test_no_window_reaches_from_one_state_into_rows_that_went_round(form, view):
         return plain_step(number, obs=obs, terminated=end, final_obs=final_obs)
 
     small, large = make(8), make(40)
+
+    @jax.jit
+    def run(own, others):
+        example = nth(own, (0, 0))
+        state = large.extend(large.init(example), own)
+        merged = large.merge(state, small.extend(small.init(example), others))
+        return large.get(merged, jnp.arange(40))
+
     for ends in (False, True):
-        example = nth(steps(0, 1, False), (0, 0))
-        state = jax.jit(large.extend)(large.init(example), steps(0, 4, ends))
-        other = jax.jit(small.extend)(small.init(example), steps(100, 12, False))
-        merged = jax.jit(large.merge)(state, other)
-        batch = jax.device_get(jax.jit(large.get)(merged, jnp.arange(40)))
+        batch = jax.device_get(run(steps(0, 4, ends), steps(100, 12, False)))
         assert batch.is_valid.sum() >= 4
         for which in np.flatnonzero(batch.is_valid):
             goal = -nth(batch.experience.obs, which)["goal"].ravel()

@@ -244,7 +244,7 @@ def test_a_rollout_learns_from_who_acted(form):
     envs, r = Envs(form, 3), np.random.default_rng(3)
     envs.known = [np.zeros(A, bool) for _ in range(E)]
     example = nth(envs.step(np.zeros(E, bool)), 0)
-    state = rollout.init(example.replace(reward=example.reward["own"]))
+    state = jax.jit(lambda: rollout.init(example.replace(reward=example.reward["own"])))()
     add, clear = jax.jit(rollout.add), jax.jit(rollout.clear)
     advantages = jax.jit(lambda state, *given: rollout.advantages(state, *given, gamma=0.5))
     for _ in range(4):
@@ -361,15 +361,14 @@ def test_chunks_and_tensordicts_say_who_acted():
     pytest.importorskip("tensordict", reason="the tensordict extra is not installed")
     from jaxreplay.torch import to_tensordict
 
-    uniform = jr.jit(
-        jr.uniform(
-            capacity=E * 16,
-            num_envs=E,
-            batch_size=4,
-            autoreset="same_step_no_final_obs",
-            num_agents=A,
-        )
+    uniform = jr.uniform(
+        capacity=E * 16,
+        num_envs=E,
+        batch_size=4,
+        autoreset="same_step_no_final_obs",
+        num_agents=A,
     )
-    found = to_tensordict(uniform.sample(uniform.adopt(state), jax.random.key(0)))
+    sample = jax.jit(lambda steps: uniform.sample(begun(uniform, steps), jax.random.key(0)))
+    found = to_tensordict(sample(steps))
     assert found["alive"].shape == found["next", "terminated"].shape == (4, A)
     assert found["next", "reward", "own"].shape == (4, A)

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
@@ -185,7 +184,7 @@ def test_groups_have_the_law_of_their_strategy(strategy):
 def test_calls_change_the_groups_in_place():
     groups = jr.Groups(group_size=16, capacity=1 << 12, batch_size=8, strategy="variance")
     items = {"reward": np.zeros(16, np.float32), "tokens": np.zeros((16, 32), np.int32)}
-    state = groups.init(nth(items, 0))
+    state = jax.eval_shape(lambda: groups.init(nth(items, 0)))
     add = functools.partial(groups.add, items=items, group=np.arange(16, dtype=np.int32), version=0)
     pop = functools.partial(groups.pop, key=jax.random.key(0), version=1, max_staleness=2)
     for call in (add, pop, lambda state: groups.pop(add(state), jax.random.key(0))):
@@ -194,7 +193,8 @@ def test_calls_change_the_groups_in_place():
 
 def test_a_compiled_buffer_has_the_same_methods():
     groups = jr.jit(jr.Groups(group_size=1, capacity=4, batch_size=2))
-    state = groups.add(groups.init(jnp.zeros(3)), np.ones((2, 3), np.float32), np.arange(2), 0)
+    empty = jax.jit(lambda: groups.init(np.zeros(3, np.float32)))()
+    state = groups.add(empty, np.ones((2, 3), np.float32), np.arange(2), 0)
     assert repr(state).startswith("GroupsState(4 groups x 1 rows, item f32[3]")
     state, batch = groups.pop(state, jax.random.key(0), 4)
     assert batch.is_valid.tolist() == [True, True, False, False]

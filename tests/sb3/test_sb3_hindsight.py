@@ -214,7 +214,9 @@ def test_an_episode_may_end_where_the_buffer_was_saved():
         assert float((goal - obs)[obs >= 10].max()) == longest
 
 
-@pytest.mark.parametrize("model", [DQN, sb3.PrioritizedDQN])
+@pytest.mark.parametrize(
+    "model", [DQN, pytest.param(sb3.PrioritizedDQN, marks=pytest.mark.thorough)]
+)
 def test_dqn_learns_to_flip_bits(model):
     """The bit-flipping example of the paper, with Stable-Baselines3's unmodified DQN and env, and
     with priorities; a short run goes through it all, and does not learn yet."""
