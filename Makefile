@@ -1,13 +1,13 @@
 # make demo      trains an agent and leaves a plot in out/
 # make quick     lint, and a few tests of three buffers: for each change (half a minute)
-# make test      a test of each promise (10 to 14 minutes on two cores, less where its programs are in the cache)
+# make test      a test of each promise (10 to 16 minutes on two cores, less where its programs are in the cache)
 # make test-all PART=NAME  the same checks over more buffers, forms and seeds, docstrings and the oldest JAX: for each night; PART=list names them
 # make docs      builds the docs into out/docs, and runs every code cell
 # make examples  runs every example in full (20 minutes)
 # make recipes   runs the steps of env libraries that are not among the tests' own (Brax, Jumanji, Craftax, EnvPool)
 # make compat    older and newer JAX and Python; the tests of flashbax, Brax and Stable-Baselines3 over our buffers (20 minutes)
 # make soak PART=NAME    the same checks at full size, a part of at most 20 minutes
-# make mutations  breaks the package in 27 ways, each of which a test must notice
+# make mutations  breaks the package in 32 ways, each of which a test must notice
 # make aot DEVICE=NAME   compiles for a TPU or GPU that is not there, and checks what comes out; writes benchmarks/ACCELERATORS.md
 # make gpu       GPU tests and figures, on a GPU; writes benchmarks/GPU.md
 # make bench     side by side with flashbax, NumPy, orbax and Stable-Baselines3; writes benchmarks/*.md

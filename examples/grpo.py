@@ -1,6 +1,6 @@
 """GRPO on a toy task with `jr.Groups`: a learner beside actors that are behind it.
 
-    python examples/grpo.py   # 20 seconds on two CPU cores; writes out/grpo.png
+    python examples/grpo.py   # 15 seconds on two CPU cores; writes out/grpo.png
 
 Copy `loss` and the calls of `GROUPS`. A prompt is a digit; a completion is right where it repeats
 the digit, and stops at the end token. Actors hold a policy that is up to `--lag` updates old, and
@@ -23,7 +23,11 @@ import optax
 import jaxreplay as jr
 
 DIGITS, END, LENGTH, SIZE = 10, 10, 8, 8  # the end token is the eleventh
-GROUPS = jr.Groups(group_size=SIZE, capacity=256, batch_size=16, max_uses=2, strategy="variance")
+NUM_PROMPTS = 16  # of an update
+NUM_COMPLETIONS = NUM_PROMPTS * SIZE
+GROUPS = jr.Groups(
+    group_size=SIZE, capacity=256, batch_size=NUM_PROMPTS, max_uses=2, strategy="variance"
+)
 OPTIMIZER = optax.adam(3e-2)
 
 
@@ -80,20 +84,23 @@ def train(args, seed):
     example = jax.eval_shape(act, params, key, jnp.zeros(1, jnp.int32))
     state = groups.init(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), example))
     waiting, rewards, staleness = [], [], []  # completions: number, version, leaves
-    for version in range(args.updates):
-        # 16 prompts; each completion is made by a policy of its own age
-        prompt = random.integers(0, DIGITS, 16)
+    for version in range(args.steps // NUM_COMPLETIONS):
+        # the policy that acts is a few updates old
+        prompt = random.integers(0, DIGITS, NUM_PROMPTS)
         lag = int(random.integers(0, args.lag + 1))
         acted_with = max(version - lag, 0)
         key, act_key, pop_key = jax.random.split(key, 3)
         made = jax.device_get(act(versions[acted_with], act_key, np.repeat(prompt, SIZE)))
         rewards.append(made["reward"].mean())
-        numbers = np.repeat(16 * version + np.arange(16), SIZE)
+        numbers = np.repeat(NUM_PROMPTS * version + np.arange(NUM_PROMPTS), SIZE)
         waiting += [
             (n, acted_with, jax.tree.map(lambda x, k=k: x[k], made)) for k, n in enumerate(numbers)
         ]
         random.shuffle(waiting)
-        sent, waiting = waiting[:128], waiting[128:]  # the rest comes with later ones
+        sent, waiting = (
+            waiting[:NUM_COMPLETIONS],
+            waiting[NUM_COMPLETIONS:],
+        )  # the rest comes with later ones
         number, made_with, leaves = zip(*sent, strict=True)
         items = jax.tree.map(lambda *x: np.stack(x), *leaves)
         state = groups.add(state, items, np.int32(number), np.int32(made_with))
@@ -106,8 +113,7 @@ def train(args, seed):
 
 
 def main(argv=None):
-    parser = common.parser(__doc__, out="out/grpo.png", steps=0, seeds=3)
-    parser.add_argument("--updates", type=int, default=150, help="of the policy")
+    parser = common.parser(__doc__, out="out/grpo.png", steps=150 * NUM_COMPLETIONS, seeds=3)
     parser.add_argument("--lag", type=int, default=3, help="most updates that an actor is behind")
     parser.add_argument("--max-staleness", type=int, default=4, help="of a group, in updates")
     args = parser.parse_args(argv)

@@ -1,6 +1,6 @@
 """Recurrent PPO from shuffled chunks of a rollout, on a task that needs memory.
 
-    python examples/recurrent_ppo.py   # 2 minutes on two CPU cores; writes out/recurrent_ppo.png
+    python examples/recurrent_ppo.py   # a minute on two CPU cores; writes out/recurrent_ppo.png
 
 Copy `learn_from` and `unroll`. Each step is stored with the memory that the policy had before it.
 Minibatches are chunks of consecutive steps of one env, leaves [L, B, ...]: `unroll` starts a chunk

@@ -1,7 +1,7 @@
 """VDN: agents that share a reward, and whose episodes end one by one, from 3-step joint samples.
 
-    python examples/vdn.py             # 1 minute on two CPU cores; writes out/vdn.png
-    python examples/vdn.py --flashbax  # the same agent with flashbax's flat buffer
+    python examples/vdn.py             # 30 seconds on two CPU cores; writes out/vdn.png
+    python examples/vdn.py --flashbax  # the same agent by flashbax's interface to a flat buffer
 
 Copy `act` and `loss`. Each agent of an env walks on a grid to a target of its own, where its
 episode ends; the others go on. The flags are bool[E, A]. The buffer notes who acted, and stops each
@@ -90,16 +90,17 @@ def q(params, obs):
 
 
 def init(with_flashbax, key):
-    keys, sizes = jax.random.split(key, 4), (4, 64, 64, 5)
+    key, env_key, *keys = jax.random.split(key, 5)
+    sizes = 4, 64, 64, 5
     params = [
         (jax.random.normal(k, (m, n)) / jnp.sqrt(m), jnp.zeros(n))
-        for k, m, n in zip(keys, sizes[:-1], sizes[1:], strict=False)
+        for k, m, n in zip(keys, sizes[:-1], sizes[1:], strict=True)
     ]
     state = BUFFER.init(EXAMPLE)
     if with_flashbax:
         example = {"obs": OBS, "action": FLAGS * 0, "reward": 0.0, "done": FLAGS, "alive": FLAGS}
         state = FLAT.init(jax.tree.map(jnp.asarray, example))
-    return Carry(params, params, OPTIMIZER.init(params), state, Envs.reset(keys[3], E), key)
+    return Carry(params, params, OPTIMIZER.init(params), state, Envs.reset(env_key, E), key)
 
 
 def act(buffer_state, obs, action, envs, reward, terminated, truncated, final_obs):
@@ -165,7 +166,7 @@ def evaluate(carry, key):
 
 def main(argv=None):
     parser = common.parser(__doc__, out="out/vdn.png", steps=256_000, seeds=3)
-    parser.add_argument("--flashbax", action="store_true", help="use flashbax's flat buffer")
+    parser.add_argument("--flashbax", action="store_true", help="use flashbax's interface")
     args = parser.parse_args(argv)
     run = common.train(
         args,

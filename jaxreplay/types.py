@@ -210,7 +210,8 @@ class Chunk(Node):
       obs_is_pad: bool[B, h]. True where there is no step: it lies beyond the episode.
       action_is_pad: bool[B, H]. The same for actions; True for all actions of an invalid item.
       extras: Pytree with leaves [B, ...]. The extras of the candidate row.
-      alive: bool[B, H, A]. True for the agents that acted. Default: None, without `num_agents`.
+      alive: bool[B, H, A]. True for the agents that acted, False in padding. Default: None, without
+        `num_agents`.
     """
 
     obs: PyTree

@@ -158,8 +158,8 @@ MUTATIONS = (
     (
         "a window reaches into a stream that went round",
         "storage/adopt.py",
-        "jnp.where(oldest & follows,",
-        "jnp.where(oldest & ~follows,",
+        "opens = oldest & follows &",
+        "opens = oldest & ~follows &",
         "buffers/test_adopt.py",
     ),
     (

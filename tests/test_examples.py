@@ -148,7 +148,7 @@ def test_agents_that_share_a_reward_reach_their_targets(run):
 
 @pytest.mark.thorough
 def test_a_learner_takes_whole_groups_that_are_not_too_old(run):
-    figures = run("grpo", "--updates", "60", "--seeds", "1")
+    figures = run("grpo", "--steps", "7680", "--seeds", "1")
     assert figures["reward at last"] >= (0.9 if SOAK else 0.4)
     assert figures["largest staleness"] <= 4
     assert figures["reward at first"] < 0.15

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import Key, PyTree
-from jaxreplay._util.names import has_shapes, named
+from jaxreplay._util.names import has_shapes, named, spec_text
 from jaxreplay._util.serialization import tell_flax
 from jaxreplay._util.struct import Node, Static
 from jaxreplay.buffers import memory
@@ -16,23 +16,24 @@ from jaxreplay.storage import ring, stored_arrays
 from jaxreplay.views.view import zeroed
 
 STRATEGIES = ("random", "recent", "variance")
-_NEWEST = jnp.iinfo(jnp.int32).max
+_LARGEST = jnp.iinfo(jnp.int32).max
 
 
 class GroupsState(Node):
-    """State of a buffer of groups. N is the number of groups, G their size.
+    """State of a buffer of groups. C is its capacity in groups, G their size.
 
     `add`, `pop` and `clear` donate it: use the state that they return.
 
     Attributes:
-      items: Stored completions, pytree with leaves [N * G, ...].
-      group: int32[N], number of the group in each place; -1 for none.
-      num_items: int32[N], completions that have come, at most G.
-      num_uses: int32[N], how often the group was returned.
-      version: int32[N], the oldest version among the completions.
-      variance: float32[N], that of the rewards of a complete group; 0 without `reward_key`.
+      items: Stored completions, pytree with leaves [C * G, ...].
+      group: int32[C], number of the group in each place; -1 for none.
+      num_items: int32[C], completions that have come, at most G.
+      num_uses: int32[C], how often the group was returned.
+      version: int32[C], the oldest version among the completions.
+      variance: float32[C], variance of the rewards where a group is complete; 0 without
+        `reward_key`.
       num_late: int32[], completions that were dropped: their group was overwritten by a newer one,
-        or was complete.
+        or was complete. It stops at 2^31 - 1.
     """
 
     items: PyTree
@@ -60,8 +61,8 @@ class GroupBatch(Node):
       experience: The completions, pytree with leaves [B, G, ...]; 0 in groups that are not valid,
         so that a mask of tokens is False there.
       group: int32[B], numbers of the groups; -1 where not valid.
-      version: int32[B], the oldest version among a group's completions.
-      num_uses: int32[B], how often the group was returned, this time included.
+      version: int32[B], the oldest version among a group's completions; 0 where not valid.
+      num_uses: int32[B], how often the group was returned, this time included; 0 where not valid.
       is_valid: bool[B], False where there was no group left to return.
     """
 
@@ -76,8 +77,10 @@ class Groups(Static):
     """Buffer of groups of completions, which come one by one and are returned when complete.
 
     Groups have numbers that count upwards, such as those of prompts. Number n lies in place
-    `n mod capacity`: a newer group takes the place of an older one. Its methods are pure functions
-    of the state. Axes: N completions of a call, B groups of a batch, G completions of a group.
+    `n mod capacity`: a newer group takes the place of an older one. Each call compares a few
+    numbers of every group, and reads or writes its own completions alone. Methods are pure
+    functions of the state. Axes: N completions of a call, B groups of a batch, G completions of a
+    group.
 
     Args:
       group_size: Number G of completions in a group, at least 1.
@@ -139,11 +142,14 @@ class Groups(Static):
         tell_flax()
         example = checks.specs("init", example)
         leaves = dict(named(example))
+        if not leaves:
+            raise ValueError("init: the example has no leaves: there is nothing to store")
         reward = leaves.get(self.reward_key or "")
-        if not leaves or (self.reward_key is not None and getattr(reward, "shape", None) != ()):
+        if self.reward_key is not None and (reward is None or reward.shape):
+            has = ", ".join(f"{name} {list(leaf.shape)}" for name, leaf in leaves.items())
             raise ValueError(
-                f"init: a completion needs leaves, and one named {self.reward_key} with the shape "
-                f"[]; it has {', '.join(leaves) or 'none'}"
+                f"init: a completion needs its reward, a leaf {self.reward_key!r} with the shape "
+                f"[]; it has {has}"
             )
         if not checks.is_tracing():
             memory.check_fits("init", self.memory(example))
@@ -180,8 +186,8 @@ class Groups(Static):
         Args:
           state: Donated: jit with `donate_argnums=0`, else the whole buffer is copied.
           items: Completions, pytree with leaves [N, ...] and the dtypes of the example.
-          group: int32[N], numbers of their groups, in any order, several of one group too. A
-            negative number is for padding: its completion is dropped.
+          group: int32[N], numbers of their groups, less than 2^31, in any order, several of one
+            group too. A negative number is for padding: its completion is dropped.
           version: int32[N] or int32[], that of the policy which made them.
 
         Returns:
@@ -196,8 +202,8 @@ class Groups(Static):
         is_list = group.ndim == 1 and jnp.issubdtype(group.dtype, jnp.integer)
         if not is_list or jnp.shape(version) not in ((), group.shape):
             raise ValueError(
-                "add: group must be int32[N] and version int32[N] or int32[], got shapes "
-                f"{list(group.shape)} and {list(jnp.shape(version))}"
+                "add: group must be int32[N] and version int32[N] or int32[], got "
+                f"{spec_text(group)} and {spec_text(jnp.asarray(version))}"
             )
         expected = stored_arrays.tree_map(
             lambda leaf: jax.ShapeDtypeStruct(group.shape + leaf.shape[1:], leaf.dtype), state.items
@@ -229,8 +235,8 @@ class Groups(Static):
         items = stored_arrays.tree_map(
             lambda leaf, new: stored_arrays.write(leaf, row, jnp.asarray(new)), state.items, items
         )
-        oldest = jnp.where(is_new, _NEWEST, state.version).at[target].min(version, mode="drop")
-        variance = state.variance
+        oldest = jnp.where(is_new, _LARGEST, state.version).at[target].min(version, mode="drop")
+        num_late, variance = (is_one & ~is_kept).sum(dtype=jnp.int32), state.variance
         if self.reward_key is not None:
             reward = dict(named(items, is_leaf=stored_arrays.is_compound))[self.reward_key]
             rows = slot[:, None] * self.group_size + ring.arange(self.group_size)
@@ -243,7 +249,7 @@ class Groups(Static):
             num_uses=jnp.where(is_new, zero, state.num_uses),
             version=oldest,
             variance=variance,
-            num_late=state.num_late + (is_one & ~is_kept).sum(dtype=jnp.int32),
+            num_late=state.num_late + jnp.minimum(num_late, _LARGEST - state.num_late),
         )
 
     def pop(
@@ -256,8 +262,6 @@ class Groups(Static):
         max_staleness: Any = None,
     ) -> tuple[GroupsState, GroupBatch]:
         """Return a batch of complete groups, each at most once, and count their uses.
-
-        It compares a few numbers of each group, and reads the completions of the batch alone.
 
         Args:
           state: Donated: jit with `donate_argnums=0`.

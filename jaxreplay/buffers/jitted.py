@@ -161,7 +161,7 @@ class Jitted:
     """Compiled methods of a buffer, as `jaxreplay.jit` returns them.
 
     Args:
-      buffer: A `ReplayBuffer`, `Rollout` or `Mixture`.
+      buffer: A `ReplayBuffer`, `Rollout`, `Groups` or `Mixture`.
     """
 
     def __init__(self, buffer: Any):
@@ -254,7 +254,7 @@ def jit(buffer: B) -> B:
     that reuses its observation array may have written the next observation into it.
 
     Args:
-      buffer: A `ReplayBuffer`, `Rollout` or `Mixture`.
+      buffer: A `ReplayBuffer`, `Rollout`, `Groups` or `Mixture`.
 
     Returns:
       A `jaxreplay.buffers.Jitted`, with the buffer's methods, compiled. A type checker sees the

@@ -99,8 +99,9 @@ def hindsight(
         the episode's last row. Default: "future".
       unfinished: Also sample rows of episodes that go on, and of those whose first rows are
         overwritten, with goals from the rows that are stored. A row of an episode that goes on gets
-        other goals later. Required for samplers with priorities. Default: False, a row waits for
-        the end of its episode, and with "episode" its first row must be stored.
+        other goals later. Samplers with priorities need it, unless goals are "random". Default:
+        False, a row waits for the end of its episode, and with "episode" its first row must be
+        stored.
       relabel_fraction: Fraction of samples to relabel, in [0, 1]; k / (k + 1) in the paper's terms.
         Default: 0.8.
       achieved_key: Key in the observation of the goal that was achieved. Default: "achieved_goal".

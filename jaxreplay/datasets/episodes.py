@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxreplay._util import checks
-from jaxreplay._util.aliases import Autoreset, PyTree
+from jaxreplay._util.aliases import PyTree
 from jaxreplay._util.names import named
 from jaxreplay._util.pow2 import power_below
 from jaxreplay.buffers.jitted import jit
@@ -172,7 +172,7 @@ class Rows(NamedTuple):
 
 
 def episodes_of(
-    blocks: Iterable[Rows], form: Autoreset | None, final_rows: bool = False
+    blocks: Iterable[Rows], buffer: ReplayBuffer, final_rows: bool = False
 ) -> Iterable[Episode]:
     """Yield the episodes of rows that follow each other.
 
@@ -182,10 +182,10 @@ def episodes_of(
 
     Args:
       blocks: Blocks of rows, in order.
-      form: The buffer's `autoreset`.
+      buffer: The buffer that they go to. It is read with the first episode.
       final_rows: The row with a flag is the final observation of its episode, and no step.
     """
-    reads_none = form == "same_step_no_final_obs"
+    reads_none = buffer.autoreset == "same_step_no_final_obs"
     # Whether a row ends its episode is known with the row after it: a block's last row is held.
     waiting, held, number = [], None, 0
     for block in itertools.chain(blocks, [None]):
@@ -231,8 +231,8 @@ def _episode(rows: Rows, reads_none: bool, final_rows: bool, number: int) -> Epi
     last = jax.tree.map(
         lambda leaf: leaf[-1:], rows.obs if rows.next_obs is None else rows.next_obs
     )
-    is_known = rows.next_obs is not None or rows.terminated[-1] or reads_none
-    is_step = is_known and (rows.next_obs is not None or not final_rows)
+    needs_none = (rows.terminated[-1] or reads_none) and not final_rows
+    is_step = rows.next_obs is not None or needs_none
     if not is_step:  # the last row has the final observation
         rows = _cut(rows, 0, -1)
     if not len(rows.terminated):

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxreplay._util.aliases import PyTree
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
-from jaxreplay.datasets.episodes import Rows, check_buffer, episodes_of, fill
+from jaxreplay.datasets.episodes import Rows, episodes_of, fill
 from jaxreplay.storage.state import ReplayState
 
 _BLOCK_ROWS = 4096
@@ -28,8 +28,8 @@ def from_lerobot(
     a dict of the columns `observation.*`, such as `{"state": ...}`. Rewards are `next.reward`, or
     0. The last frame of an episode is a termination if `next.terminated` says so, or `next.success`
     together with `next.done`. Else its next observation is unknown, since LeRobot stores none. With
-    `autoreset="same_step_no_final_obs"` it is stored, and `jr.chunks` samples it. With another
-    `autoreset` the frame's own observation is taken for the final one.
+    `autoreset="same_step_no_final_obs"` the frame is stored, and `jr.chunks` samples it. With
+    another `autoreset` the frame's own observation is taken for the final one.
 
     Args:
       root: Folder of the dataset, which has the folder `data`.
@@ -53,8 +53,7 @@ def from_lerobot(
     if not files:
         raise ValueError(f"from_lerobot: there are no Parquet files in {Path(root) / 'data'}")
     blocks = (block for file in files for block in _blocks(parquet.ParquetFile(file)))
-    check_buffer("from_lerobot", buffer)
-    return fill("from_lerobot", episodes_of(blocks, buffer.autoreset), buffer, example, into)
+    return fill("from_lerobot", episodes_of(blocks, buffer), buffer, example, into)
 
 
 def _blocks(file: Any) -> Iterator[Rows]:

@@ -12,7 +12,7 @@ from numpy.lib import format as npy
 from jaxreplay._util.aliases import PyTree
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.datasets import fields
-from jaxreplay.datasets.episodes import Rows, check_buffer, episodes_of, fill
+from jaxreplay.datasets.episodes import Rows, episodes_of, fill
 from jaxreplay.storage.state import ReplayState
 
 _BLOCK_BYTES = 2**24
@@ -83,8 +83,7 @@ def from_npz(
             raise ValueError(
                 f"from_npz: arrays need the same number of rows, at least 1, got {text}"
             )
-        check_buffer("from_npz", buffer)
-        episodes = episodes_of(_blocks(arrays, final_rows), buffer.autoreset, final_rows)
+        episodes = episodes_of(_blocks(arrays, final_rows), buffer, final_rows)
         return fill("from_npz", episodes, buffer, example, into)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxreplay._util.aliases import PyTree
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.datasets import fields
-from jaxreplay.datasets.episodes import Rows, check_buffer, episodes_of, fill
+from jaxreplay.datasets.episodes import Rows, episodes_of, fill
 from jaxreplay.storage.state import ReplayState
 
 _BLOCK_BYTES = 2**24
@@ -79,11 +79,10 @@ def from_vault(
         )
         for field, name in fields.found("from_vault", entries, names).items()
     }
-    check_buffer("from_vault", buffer)
     total = int(opened("vault_index").read().result()[0])
     num_envs = jax.tree.leaves(arrays)[0].shape[0]
     streams = [
-        episodes_of(_of_env(env, blocks), buffer.autoreset)
+        episodes_of(_of_env(env, blocks), buffer)
         for env, blocks in enumerate(itertools.tee(_blocks(arrays, total), num_envs))
     ]
     in_turn = itertools.chain.from_iterable(itertools.zip_longest(*streams))

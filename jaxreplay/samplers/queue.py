@@ -1,5 +1,5 @@
-"""First in, first out: each row is consumed once, in the order of time, as on-policy learners need
-it."""
+"""First in, first out: each row is used once, or a given number of times, in the order of time, as
+on-policy learners need it."""
 
 import functools
 import operator
@@ -50,7 +50,7 @@ class Queue(ConsumingSampler):
     and lost if it is overwritten before its first one.
 
     Args:
-      max_uses: Number of batches that a row is in, in 1 .. 127. Default: 1.
+      max_uses: Largest number of batches that a row is in, in 1 .. 127. Default: 1.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxreplay as jr
@@ -202,12 +202,8 @@ class Queue(ConsumingSampler):
         """Return for each use the number of sampleable rows of each stream before the next one, and
         the number that are left for it, int32[E] both; and the number of each stream's candidates
         that were lost before their first use, uint32[E]."""
-        first, before, levels, lost = (
-            sampleable.first_candidate_number(),
-            sampleable.count(),
-            [],
-            [],
-        )
+        first, before = sampleable.first_candidate_number(), sampleable.count()
+        levels, lost = [], []
         for cursor in self._cursors(state):
             # The newest `before` of these are sampleable; the others are lost.
             held = before.astype(jnp.uint32)

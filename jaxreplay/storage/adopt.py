@@ -80,10 +80,11 @@ def appended(state: ReplayState, other: ReplayState) -> tuple[ReplayState, jax.A
     """Append the rows of another state.
 
     The streams of the other are dealt out in turn, to the envs with the fewest rows first.
-    Unfinished episodes end, as by `newest_row.close`; those without their first rows begin with the
-    oldest one. If all streams of the state step together,
-    those that get fewer rows get rows without a step before them, which are never sampled. Items
-    have no order, so they are dealt one by one; the oldest are left out if they cannot be divided.
+    Unfinished episodes end, as by `newest_row.close`. An episode whose first rows are overwritten
+    begins with its oldest row, if other rows lie before it. If all streams of the state step
+    together, those that get fewer rows get rows without a step before them, which are never
+    sampled. Items have no order, so they are dealt one by one; the oldest are left out if they
+    cannot be divided.
 
     Args:
       state: The state. Donated.
@@ -99,8 +100,7 @@ def appended(state: ReplayState, other: ReplayState) -> tuple[ReplayState, jax.A
         state, _ = newest_row.close(state, jnp.ones(layout.num_envs, bool))
         other, _ = newest_row.close(other, jnp.ones(its.num_envs, bool))
     env, nth, count = _dealt(state, other) if has_flags else _divided(layout, other)
-    counters, its_filled = state.counters, other.counters.filled
-    stream, _ = its.split(ring.arange(its.capacity))
+    counters = state.counters
     num_rows = jnp.full_like(count, count.max()) if layout.lockstep else count
     nth = jnp.where(nth >= 0, nth + at(num_rows - count, env), nth)
     # of the rows that go to one ring, the newest that fit
@@ -121,12 +121,12 @@ def appended(state: ReplayState, other: ReplayState) -> tuple[ReplayState, jax.A
         flags = jnp.where(is_new, jnp.uint8(row_flags.NO_STEP), rows.flags)
         # A stream that comes after other rows begins an episode, also where it had gone round: no
         # window may reach back into the rows before it.
-        oldest = other.age(ring.arange(its.capacity)) == at(its_filled, stream) - 1
+        its_row, new = ring.arange(its.capacity), other.rows.flags
+        oldest = other.age(its_row) == at(other.counters.filled, its.split(its_row)[0]) - 1
         follows = (nth > 0) | (at(counters.filled, env) > 0)
-        marked = jnp.where(oldest & follows, other.rows.flags | row_flags.FIRST, other.rows.flags)
-        is_blank = (other.rows.flags & (row_flags.FINAL | row_flags.TRUNCATED)) == row_flags.FINAL
-        marked = jnp.where(is_blank, other.rows.flags, marked)
-        rows = rows.replace(flags=stored_arrays.write(flags, row, marked))
+        opens = oldest & follows & ~row_flags.has_no_action(new)
+        new = jnp.where(opens, new | row_flags.FIRST, new)
+        rows = rows.replace(flags=stored_arrays.write(flags, row, new))
     values = {name: getattr(counters, name) for name in layout.counter_names} | {
         "position": position,
         "filled": jnp.minimum(counters.filled + num_rows, layout.length),

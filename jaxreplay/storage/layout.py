@@ -51,7 +51,8 @@ class Window(Static):
     @functools.cached_property
     def completed_by(self) -> int:
         """Flags of a row that completes every window which reaches it, unless these cross episodes:
-        a final row and, unless the view reads the observation after it, a done one."""
+        a final row, a terminated one without `needs_final_obs`, and a truncated one without
+        `needs_next_obs`."""
         bits = row_flags.FINAL | (0 if self.needs_final_obs else row_flags.TERMINATED)
         return bits | (0 if self.needs_next_obs else row_flags.TRUNCATED)
 

@@ -65,10 +65,14 @@ def rows_of(
     return Rows(bits + FIRST * first.astype(jnp.uint8), mask)
 
 
+def has_no_action(flags: jax.Array) -> jax.Array:
+    """Return which rows have a final observation alone: bool[...], from their flags, uint8[...]."""
+    return (flags & (FINAL | TRUNCATED)) == FINAL
+
+
 def skip_without_action(flags: jax.Array) -> jax.Array:
-    """Return the flags of rows, where final rows without an action of their own are skipped."""
-    has_none = (flags & (FINAL | TRUNCATED)) == FINAL
-    return jnp.where(has_none, flags | SKIPPED, flags)
+    """Return the flags of rows, uint8[...], where those without an action are skipped."""
+    return jnp.where(has_no_action(flags), flags | SKIPPED, flags)
 
 
 def rows_per_step(form: Autoreset | None) -> int:

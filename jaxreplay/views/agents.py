@@ -1,6 +1,5 @@
 """Flags of several agents, as a view reads them, and what each agent's steps give."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -51,5 +50,5 @@ def summed(total: Any, acts: jax.Array, reward: jax.Array) -> jax.Array:
     """
     if reward.shape[1:2] != acts.shape[1:]:
         return total(reward)
-    each = lambda reward, acts: functools.partial(total, is_inside=acts)(reward)
+    each = lambda reward, acts: total(reward, is_inside=acts)
     return jax.vmap(each, in_axes=1)(reward, acts)

@@ -9,10 +9,9 @@ import numpy as np
 from jaxreplay._util.checks import check_size
 from jaxreplay.storage.layout import Window
 from jaxreplay.types import Chunk
+from jaxreplay.views.frame_stack import PADS
 from jaxreplay.views.row_reader import RowReader
 from jaxreplay.views.view import View, zeroed
-
-PADS = ("repeat", "zero")
 
 
 class ChunkView(View[Chunk]):
@@ -97,11 +96,12 @@ class ChunkView(View[Chunk]):
         obs, obs_is_pad = at(self.obs, reader.obs)
         action, action_is_pad = at(self.offsets, reader.action)
         agents, _ = at(self.offsets, reader.agents)
+        action_is_pad |= ~jnp.asarray(reader.is_valid)
         return Chunk(
             obs=obs,
             action=action,
             obs_is_pad=obs_is_pad,
-            action_is_pad=action_is_pad | ~jnp.asarray(reader.is_valid),
+            action_is_pad=action_is_pad,
             extras=reader.extras(0),
-            alive=None if agents is None else agents.alive,
+            alive=None if agents is None else agents.alive & ~action_is_pad[:, None],
         )

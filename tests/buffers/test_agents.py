@@ -60,14 +60,12 @@ class Envs:
         for env in np.flatnonzero(mask):
             self._append(env, obs[env], reward[env], *flags[:, env])
         final_obs = obs + 0.5 if self.form == "same_step" else None
-        extras = reward.sum(axis=1) if self.form == "next_step" else None
         return plain_step(
             obs,
             reward={"own": reward, "team": reward.sum(axis=1)},
             terminated=flags[0],
             truncated=flags[1],
             final_obs=final_obs,
-            extras=extras,
         )
 
     def _append(self, env, obs, reward, terminated, truncated):
@@ -356,8 +354,8 @@ def test_chunks_and_tensordicts_say_who_acted():
     assert items.is_valid.sum() > 10
     for which in np.flatnonzero(items.is_valid):
         item = nth(items.experience, which)
-        expected = [by_obs[float(action)].alive.tolist() for action in item.action]
-        assert item.alive.tolist() == expected
+        acted = np.array([by_obs[float(action)].alive for action in item.action])
+        assert item.alive.tolist() == (acted & ~item.action_is_pad[:, None]).tolist()
     pytest.importorskip("tensordict", reason="the tensordict extra is not installed")
     from jaxreplay.torch import to_tensordict
 

@@ -160,7 +160,7 @@ def test_groups_are_those_of_lists(strategy, max_uses):
 
 
 @pytest.mark.parametrize("strategy", ["random", "variance"])
-def test_groups_have_the_law_of_their_strategy(strategy):
+def test_groups_are_as_probable_as_their_strategy_says(strategy):
     groups = jr.Groups(
         group_size=2, capacity=8, batch_size=1, strategy=strategy, reward_key="reward"
     )
@@ -191,6 +191,17 @@ def test_calls_change_the_groups_in_place():
         check_in_place(call, (state,), num_elements=1 << 16, donated=0)
 
 
+def test_the_count_of_late_completions_stops_at_its_maximum():
+    groups = jr.Groups(group_size=1, capacity=1, batch_size=1)
+
+    @jax.jit
+    def add():
+        state = groups.init(np.float32(0)).replace(num_late=np.int32(2**31 - 2))
+        return groups.add(state, np.zeros(4, np.float32), np.zeros(4, np.int32), 0).num_late
+
+    assert int(add()) == 2**31 - 1
+
+
 def test_a_compiled_buffer_has_the_same_methods():
     groups = jr.jit(jr.Groups(group_size=1, capacity=4, batch_size=2))
     empty = jax.jit(lambda: groups.init(np.zeros(3, np.float32)))()
@@ -208,17 +219,17 @@ def test_mistakes_are_answered():
         jr.Groups(**sizes | {"group_size": 0})
     with refused("strategy must be one of .*'variance'.*, got 'best'"):
         jr.Groups(**sizes, strategy="best")
-    with refused(r"leaves, and one named reward with the shape \[\]; it has x"):
+    with refused(r"needs its reward, a leaf 'reward' with the shape \[\]; it has x \[2\]"):
         jr.Groups(**sizes, strategy="variance").init({"x": np.zeros(2)})
-    with refused("it has none"):
+    with refused("the example has no leaves: there is nothing to store"):
         jr.Groups(**sizes).init({})
     groups = jr.Groups(**sizes)
     state = jax.eval_shape(lambda: groups.init({"x": np.float32(0)}))
     number = np.zeros(3, np.int32)
     for message, *given in (
-        (r"group must be int32\[N\] and version .* got shapes \[\] and \[\]", 0, 0),
-        (r"got shapes \[3\] and \[2\]", number, np.zeros(2, np.int32)),
-        (r"group must be int32", number.astype(np.float32), 0),
+        (r"group must be int32\[N\] and version .* got int32\[\] and int32\[\]", 0, 0),
+        (r"got int32\[3\] and int32\[2\]", number, np.zeros(2, np.int32)),
+        (r"got float32\[3\] and int32\[\]", number.astype(np.float32), 0),
     ):
         with refused(message):
             jax.eval_shape(groups.add, state, {"x": np.zeros(3, np.float32)}, *given)
