@@ -119,9 +119,9 @@ AS_ON_ONE_REST := resize checkpoint checkpoint_damage checkpoint_faults checkpoi
 # Each file of tests is in one part.
 PART_core := types autoreset docstrings package newcomer_errors contract in_place layers laws uniform prioritized sum_tree queue blend mixture map_rows permutation errors x64 ecosystem
 PART_distributed := distributed
-PART_samplers := adopt end_streams extension recent without_replacement episodes targets donation plan state_check transitions
+PART_samplers := adopt end_streams extension recent stale without_replacement episodes targets donation plan state_check transitions
 PART_oracle := oracle_streams
-PART_views := views rewards agents groups
+PART_views := views rewards agents groups archive
 PART_rollouts := demonstrations rollout rollout_episodes trajectories datasets dataset_files inspect torch
 PART_platforms := platforms newest_row
 PART_replay := rows_of_others stateful staging threads interrupts

@@ -32,7 +32,15 @@ from jaxreplay import autoreset, samplers, targets, types, views
 from jaxreplay._util import serialization as _serialization
 from jaxreplay._util.signals import defer_interrupts as defer_interrupts
 from jaxreplay._version import __version__
-from jaxreplay.buffers import CopyWarning, Groups, Mixture, ReplayBuffer, Rollout, RolloutState
+from jaxreplay.buffers import (
+    Archive,
+    CopyWarning,
+    Groups,
+    Mixture,
+    ReplayBuffer,
+    Rollout,
+    RolloutState,
+)
 from jaxreplay.buffers.factories import (
     chunks,
     future_pairs,
@@ -66,6 +74,7 @@ from jaxreplay.targets import gae, masked_mean, sequence_priority, vtrace
 from jaxreplay.types import Sample, SequenceBatch, Step, Transition
 
 __all__ = [
+    "Archive",
     "CopyWarning",
     "Groups",
     "Mixture",

@@ -1,5 +1,6 @@
-"""Buffers: `ReplayBuffer`, its named forms and wrappers, `Rollout`, `Groups` and `Mixture`."""
+"""Buffers: `ReplayBuffer`, its forms and wrappers, `Rollout`, `Groups`, `Archive` and `Mixture`."""
 
+from jaxreplay.buffers.archive import Archive as Archive, ArchiveState as ArchiveState
 from jaxreplay.buffers.factories import BufferOptions as BufferOptions
 from jaxreplay.buffers.groups import Groups as Groups, GroupsState as GroupsState
 from jaxreplay.buffers.jitted import Jitted as Jitted

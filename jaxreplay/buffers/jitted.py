@@ -19,6 +19,7 @@ B = TypeVar("B")  # the type of a buffer
 
 # methods that donate the state
 _CHANGES = frozenset({"add", "extend", "write", "clear", "pop", "end_streams", "drop", "merge"})
+_CHANGES |= {"update_scores"}
 _METHODS = _CHANGES.union(
     ("sample", "get", "update_priorities", "size", "can_sample", "can_add", "age"),
     ("metrics", "adopt"),
@@ -161,7 +162,7 @@ class Jitted:
     """Compiled methods of a buffer, as `jaxreplay.jit` returns them.
 
     Args:
-      buffer: A `ReplayBuffer`, `Rollout`, `Groups` or `Mixture`.
+      buffer: A `ReplayBuffer`, `Rollout`, `Groups`, `Archive` or `Mixture`.
     """
 
     def __init__(self, buffer: Any):
@@ -254,7 +255,7 @@ def jit(buffer: B) -> B:
     that reuses its observation array may have written the next observation into it.
 
     Args:
-      buffer: A `ReplayBuffer`, `Rollout`, `Groups` or `Mixture`.
+      buffer: A `ReplayBuffer`, `Rollout`, `Groups`, `Archive` or `Mixture`.
 
     Returns:
       A `jaxreplay.buffers.Jitted`, with the buffer's methods, compiled. A type checker sees the
