@@ -56,7 +56,7 @@ def named(tree: PyTree, is_leaf: Any = None) -> list[tuple[str, Any]]:
 
 def spec_text(spec: Specs, num_axes: int = 0) -> str:
     """Return dtype and shape as `float32[3, 4]`, without the first `num_axes` axes."""
-    return f"{np.dtype(spec.dtype).name}{list(spec.shape[num_axes:])}"
+    return f"{getattr(spec.dtype, 'name', spec.dtype)}{list(spec.shape[num_axes:])}"
 
 
 def kind_of(value: Any) -> str:

@@ -2,7 +2,8 @@
 the memory of an average policy."""
 
 import functools
-from typing import Any, Unpack
+from collections.abc import Iterator
+from typing import Any, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -65,9 +66,9 @@ class Archive(Static):
     regret, the best demonstrations. With `keep="reservoir"` it has a uniform sample of all items
     that ever came, as the average policy of fictitious self-play needs it.
 
-    No call costs more than the items that it touches, and the logarithm of the capacity. The axes
-    are M items of a call and B items of a batch. Methods are pure functions of the state. In one
-    program, add before you sample, or what was made from the sample: else XLA copies the items.
+    A call costs what it touches, and the logarithm of the capacity. The axes are M items of a call
+    and B items of a batch. Methods are pure functions of the state. In one program, add before you
+    sample, or what was made from the sample: else XLA copies the archive.
 
     Args:
       capacity: Number of items C that are kept.
@@ -110,7 +111,7 @@ class Archive(Static):
     def _check(self) -> None:
         if self.keep not in KEEPS:
             raise ValueError(f"Archive: keep must be one of {KEEPS}, got {self.keep!r}")
-        for one in (self.sampler, *getattr(self.sampler, "parts", {}).values()):
+        for one in _all_of(self.sampler):
             if isinstance(one, ConsumingSampler | Newest | Recent):
                 raise ValueError(
                     f"Archive: {type(one).__name__} goes by the order of rows in time, which an "
@@ -164,21 +165,22 @@ class Archive(Static):
         state: ArchiveState,
         items: PyTree,
         score: Any = None,
-        key: Key | None = None,
         *,
+        key: Key | None = None,
         mask: Any = None,
     ) -> tuple[ArchiveState, Index]:
         """Store items that are good enough, or chosen by chance.
 
-        With "best", the archive then has the C items with the largest scores of all that came, of
-        equal ones those that came first. With "reservoir", each of the n items that came so far is
+        With "best", the archive then has the C items with the largest scores of those that it had
+        and the new ones. An item with the score of a new one stays; of equal new ones the first is
+        stored. With "reservoir", each of the n items that came so far is
         stored with probability C / n.
 
         Args:
           state: Donated: jit with `donate_argnums=0`, else the whole archive is copied.
           items: Items, pytree with leaves [M, ...] and the dtypes of the example.
-          score: float[M]. An item whose score is not finite is not stored. Required with "best";
-            for a reservoir it is the sampler's priority. Default: none.
+          score: float32[M]. An item whose score is not finite is not stored, and does not count.
+            Required with "best"; for a reservoir it is the sampler's priority. Default: none.
           key: Random key, consumed. Required for a reservoir. Default: none.
           mask: bool[M], False for padding, which does not count as an item. Default: all are items.
 
@@ -191,14 +193,15 @@ class Archive(Static):
         """
         state = self._check_state("add", state)
         warn_of_copy(self, "add", state)
-        num = (jnp.shape(jax.tree.leaves(items)[0]) or (0,))[0] if jax.tree.leaves(items) else 0
-        stored, what = state.items.rows.steps, "items, leaves [M, ...]"
+        num = (*(jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(items)), ())[0] or (1,)
+        num, stored, what = num[0], state.items.rows.steps, "M items, leaves [M, ...]"
         step_checks.check_block("add", items, stored, (num,), what)
         is_one = jnp.ones(num, bool)
         if mask is not None:
             step_checks.check_mask("add", mask, True, (num,))
             is_one &= mask
         if score is not None:
+            self._check_takes_scores("add")
             score = step_checks.as_priority("add", score, (num,), "score")
             is_one &= jnp.isfinite(score)
         if not num:
@@ -241,7 +244,9 @@ class Archive(Static):
             age=zeros,
             start=jnp.zeros((1,), jnp.int32),
         )
-        priority = None if score is None else self._priority(score)[:, None]
+        priority = None
+        if score is not None and _has_priorities(self.sampler):
+            priority = self._priority(score)[:, None]
         sampler = self.sampler.observe(old.sampler, effect, priority)
         items = old.replace(rows=old.rows.replace(steps=steps), counters=counters, sampler=sampler)
 
@@ -268,6 +273,14 @@ class Archive(Static):
         row = jnp.where(nth <= self.capacity, nth - 1, row)
         row = jnp.where(is_one, jnp.minimum(row, self.capacity), self.capacity)
         return jnp.where(xla.is_last(row), row, self.capacity)
+
+    def _check_takes_scores(self, where: str) -> None:
+        if self.keep != "best" and not _has_priorities(self.sampler):
+            raise ValueError(
+                f"{where}: a reservoir has scores for a sampler with priorities alone; "
+                f"{type(self.sampler).__name__} has none: leave out the score, or use "
+                "sampler=jaxreplay.Prioritized()"
+            )
 
     @staticmethod
     def _priority(score: jax.Array) -> jax.Array:
@@ -314,17 +327,18 @@ class Archive(Static):
           ValueError: `index` is not of integers.
         """
         state = self._check_state("get", state)
-        is_index = isinstance(index, Index)
-        batch = self._named(state, self._buffer.get(state.items, index.row if is_index else index))
-        if not is_index:
-            return batch
-        is_same = self._is_live(state, index)
+        rows, is_same = index, True
+        if isinstance(index, Index):
+            rows, is_same = index.row, self._is_live(state, index)
+        batch = self._buffer.get(state.items, rows)
         none = lambda leaf: jnp.where(is_same, leaf, jnp.zeros_like(leaf))
-        return batch.replace(
-            index=Index(row=batch.index.row, lap=index.lap),
-            probability=none(batch.probability),
-            weight=none(batch.weight),
-            is_valid=batch.is_valid & is_same,
+        return self._named(
+            state,
+            batch.replace(
+                probability=none(batch.probability),
+                weight=none(batch.weight),
+                is_valid=batch.is_valid & is_same,
+            ),
         )
 
     def _named(self, state: ArchiveState, batch: Sample[Any]) -> Sample[Any]:
@@ -365,8 +379,7 @@ class Archive(Static):
         warn_of_copy(self, "update_scores", state)
         if not isinstance(index, Index):
             raise step_checks.no_index("update_scores", index)
-        if not state.scores and not isinstance(self.sampler, PrioritySampler):
-            raise ValueError("update_scores: a reservoir has scores for a sampler with priorities")
+        self._check_takes_scores("update_scores")
         shape, items = jnp.shape(index.row), state.items
         score = step_checks.as_priority("update_scores", score, shape, "score").reshape(-1)
         given = step_checks.as_values("update_scores", items, values, shape)
@@ -380,10 +393,12 @@ class Archive(Static):
         row = jnp.where(is_last, row, self.capacity)
         rows = writes.put(items.rows, row, given, are_distinct=True) if given else items.rows
         sampler = items.sampler
-        if isinstance(self.sampler, PrioritySampler):
+        if _has_priorities(self.sampler):
             own = items.index(jnp.clip(index.row, 0, self.capacity - 1), is_live)
             priority = self._priority(score)
-            sampler = self.sampler.update(sampler, Sampleable.of(items), own, priority)
+            sampler = cast(PrioritySampler, self.sampler).update(
+                sampler, Sampleable.of(items), own, priority
+            )
         return state.replace(
             items=items.replace(rows=rows, sampler=sampler),
             scores=_put(state, row, score),
@@ -443,6 +458,19 @@ class Archive(Static):
         empty = lambda: self._with(self._buffer._empty(example, items.layout.platform))
         checks.check_leaves(where, state, jax.eval_shape(empty), f"The state is not of {self}")
         return as_arrays(state)
+
+
+def _all_of(sampler: Sampler) -> Iterator[Sampler]:
+    """Yield a sampler and all its parts."""
+    yield sampler
+    for part in getattr(sampler, "parts", {}).values():
+        yield from _all_of(part)
+
+
+def _has_priorities(sampler: Sampler) -> bool:
+    return any(
+        isinstance(one, PrioritySampler) and not hasattr(one, "parts") for one in _all_of(sampler)
+    )
 
 
 def _put(state: ArchiveState, row: jax.Array, score: jax.Array | None) -> tuple[jax.Array, ...]:

@@ -252,10 +252,13 @@ def as_priority(
 def as_rows(where: str, index: Any, capacity: int) -> tuple[jax.Array, jax.Array]:
     """Return row numbers as int32[...] in [0, capacity), and True where they were in that range,
     bool[...]. Numbers out of range become 0."""
-    row = jnp.asarray(index)
-    if not jnp.issubdtype(row.dtype, jnp.integer):
+    try:
+        row = jnp.asarray(index)
+    except TypeError:
+        row = None
+    if row is None or not jnp.issubdtype(row.dtype, jnp.integer):
         raise ValueError(
-            f"{where}: index must be a jaxreplay.types.Index or integer rows, got {row.dtype.name}"
+            f"{where}: index must be a jaxreplay.types.Index or integer rows, got {kind_of(index)}"
         )
     # narrower dtypes cannot hold the capacity, which they are compared with
     row = row if row.dtype.itemsize >= 4 else row.astype(jnp.int32)

@@ -14,6 +14,8 @@ from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.storage.writes import WriteEffect
 from jaxreplay.types import Index
 
+_LARGEST = jnp.iinfo(jnp.int32).max
+
 
 class StaleState(Node):
     """When each row's priority was set. Times count the priorities that were set before."""
@@ -59,6 +61,17 @@ class Stale(PrioritySampler):
     def init(self, layout: Layout) -> StaleState:
         """Return a state where no time has passed."""
         return StaleState(jnp.uint32(0), jnp.zeros((layout.capacity,), jnp.uint32))
+
+    def numbers(self, state: StaleState, sampleable: Sampleable) -> dict[str, jax.Array]:
+        """Return the time of each row, at most 2^31 - 1."""
+        return {"time": jnp.minimum(state.now - state.since, _LARGEST).astype(jnp.int32)}
+
+    def from_numbers(self, sampleable: Sampleable, numbers: dict[str, jax.Array]) -> StaleState:
+        """Return the state with these times; rows without one have just been written."""
+        fresh = self.init(sampleable.layout)
+        if "time" not in numbers:
+            return fresh
+        return fresh.replace(since=-jnp.maximum(numbers["time"], 0).astype(jnp.uint32))
 
     def observe(
         self, state: StaleState, effect: WriteEffect | None, priority: jax.Array | None

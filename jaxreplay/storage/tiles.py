@@ -97,7 +97,7 @@ def stored_dtype(tile: Tile, dtype: np.dtype) -> np.dtype:
 def _columns(size: int) -> list[Tile]:
     """Return the parts of a row of `size` elements of 16 or 32 bits."""
     if size <= _MOST_COLUMNS:
-        return [Tile(size, (size,))]
+        return [_column(size)]
     filled = -(-size // _LANES) * _LANES
     if filled <= _MOST_FILLER * size:
         return [Tile(size, (filled,))]
@@ -106,7 +106,13 @@ def _columns(size: int) -> list[Tile]:
     num_parts = -(-rest // _MOST_COLUMNS)
     width = -(-rest // (num_parts * _COLUMNS)) * _COLUMNS
     sizes = [min(width, rest - place) for place in range(0, rest, width)]
-    return [*start, *(Tile(size, (size,)) for size in sizes)]
+    return [*start, *map(_column, sizes)]
+
+
+def _column(size: int) -> Tile:
+    """Return a part of at most 48 elements. A single one has no axis: it would be copied to another
+    layout around every write."""
+    return Tile(size, (size,) if size > 1 else ())
 
 
 def _tiles(size: int) -> list[Tile]:
@@ -134,4 +140,4 @@ def _words(size: int) -> list[Tile]:
     few = size & (_COLUMNS - 1)
     if few == size or few not in (1, 2, 3, 4) or size > 2 * _COLUMNS + 4:
         return _columns(size)
-    return [*_columns(size - few), Tile(few, (few,))]
+    return [*_columns(size - few), _column(few)]

@@ -11,6 +11,7 @@ from devices import Compiled, compiled
 
 import jaxreplay as jr
 from jaxreplay.samplers import PrioritySampler
+from jaxreplay.storage import platforms
 
 NUM_ENVS, STEPS, NUM_ROWS, NUM_IMAGES = 64, 100, 1_000_000 // 64 * 64, 102_400
 Program = tuple[Callable[..., Any], tuple[Any, ...], int | None]
@@ -34,6 +35,7 @@ class Case:
     capacity: int
     autoreset: str = "same_step_no_final_obs"
     can_end_streams: bool = True  # False: the kernels of `end_streams` are not recorded yet
+    num_agents: int | None = None
 
     def replay(self, platform: str, batch_size: int) -> Any:
         buffer = self.make(
@@ -45,7 +47,8 @@ class Case:
         return dataclasses.replace(buffer, platform=platform)
 
     def example(self) -> jr.Step:
-        number, flag = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), bool)
+        agents = () if self.num_agents is None else (self.num_agents,)
+        number, flag = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct(agents, bool)
         return jr.Step(
             obs=self.obs,
             action=jax.ShapeDtypeStruct((), jnp.int32),
@@ -92,6 +95,33 @@ NUMBERS = (
         NUM_ROWS,
     ),
     Case("hindsight", _hindsight, _GOALS, NUM_ROWS, autoreset="same_step"),
+    Case(
+        "hindsight, prioritized",
+        lambda **shared: jr.hindsight(
+            jr.prioritized(**shared),
+            lambda achieved, goal, step: -jnp.sum(jnp.abs(achieved - goal)),
+            unfinished=True,
+        ),
+        _GOALS,
+        NUM_ROWS,
+        autoreset="next_step",
+        can_end_streams=False,
+    ),
+    Case(
+        "chunks",
+        lambda **shared: jr.chunks(**shared, obs=(-1, 0), action=16),
+        _numbers(8),
+        NUM_ROWS,
+        can_end_streams=False,
+    ),
+    Case(
+        "several agents",
+        lambda **shared: jr.uniform(**shared, n_step=3, num_agents=4),
+        _numbers(8),
+        NUM_ROWS,
+        can_end_streams=False,
+        num_agents=4,
+    ),
     Case("future_pairs", jr.future_pairs, _numbers(8), NUM_ROWS, can_end_streams=False),
     Case(
         "prioritized, masked",
@@ -183,3 +213,34 @@ def storage(case: Case, platform: str) -> Any:
 def compile_case(case: Case, device: str, platform: str, name: str, batch_size: int) -> Compiled:
     function, arguments, donated = programs(case, platform, batch_size)[name]
     return compiled(device, function, arguments, donated)
+
+
+def pools(platform: str) -> dict[str, dict[str, Program]]:
+    """Map the names of archives and groups to their programs, by their names, too."""
+    num, key = 64, jax.eval_shape(lambda: jax.random.key(0))
+    items = {"x": jax.ShapeDtypeStruct((num, 8), jnp.float32)}
+    score, number = jax.ShapeDtypeStruct((num,), jnp.float32), jax.ShapeDtypeStruct((num,), int)
+    row = {"x": _numbers(8)}
+    best = jr.Archive(capacity=NUM_ROWS, batch_size=256, sampler=jr.Prioritized())
+    fair = jr.Archive(capacity=NUM_ROWS, batch_size=256, keep="reservoir")
+    groups = jr.Groups(group_size=16, capacity=NUM_ROWS // 16, batch_size=16)
+    made = {}
+    for name, pool in {"archive": best, "reservoir": fair, "groups": groups}.items():
+        before, platforms.default = platforms.default, lambda: platform
+        state = jax.eval_shape(pool.init, row)
+        platforms.default = before
+        if name == "groups":
+            made[name] = {
+                "add": (groups.add, (state, items, number, number), 0),
+                "pop": (groups.pop, (state, key), 0),
+            }
+            continue
+        sampled = jax.eval_shape(pool.sample, state, key)
+        made[name] = {
+            "add": (pool.add, (state, items, score, key), 0),
+            "sample": (pool.sample, (state, key), None),
+        }
+        if name == "archive":
+            update = (state, sampled.index, sampled.probability)
+            made[name]["update"] = (pool.update_scores, update, 0)
+    return made

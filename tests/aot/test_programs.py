@@ -18,7 +18,7 @@ if "libtpu" not in os.environ.get("JAXREPLAY_AOT", ""):
 
 import devices
 import jax
-from programs import CASES, IMAGES, NUMBERS, compile_case, programs
+from programs import CASES, IMAGES, NUMBERS, compile_case, pools, programs
 
 FEW = os.environ["JAXREPLAY_AOT"] == "libtpu"  # only the TPU, and three programs
 KERNELS = json.loads(pathlib.Path(__file__).with_name("kernels.json").read_text())
@@ -51,7 +51,7 @@ def cases():
             for batch_size in BATCH_SIZES if case in NUMBERS else (256,):
                 for name in CALLS:
                     has_call = {
-                        "update": case.name.startswith("prioritized"),
+                        "update": "prioritized" in case.name,
                         "add to some": False,
                         "write": False,
                         "end_streams": case.can_end_streams,
@@ -189,3 +189,27 @@ def test_images_fit_into_a_v5e(case):
     for name in ("add", "sample"):
         assert built("v5e", "tpu", case, name, 256).temporary <= 16e6
     assert built("v5e", "tpu", case, "loop", 256).temporary <= 0.4e9
+
+
+@pytest.mark.skipif(FEW, reason="a program of `make aot` alone")
+@pytest.mark.parametrize(
+    ("device", "platform", "pool", "name"),
+    [
+        pytest.param(device, platform, pool, name, id=f"{device}-{pool}-{name}")
+        for device, platform in DEVICES.items()
+        for pool, of_pool in pools("cpu").items()
+        for name in of_pool
+    ],
+)
+def test_archives_and_groups_are_changed_in_place(device, platform, pool, name):
+    if reason := devices.why_not(device):
+        pytest.fail(reason)
+    function, arguments, donated = pools(platform)[pool][name]
+    program = devices.compiled(device, function, arguments, donated)
+    items = 8 * 4 * 1_000_000
+    assert not copies(program.text, items // 10)
+    assert program.temporary < items // 10
+    # counters that are counted anew are not read
+    assert donated is None or program.aliased >= bytes_of(arguments[0]) - 16
+    assert not re.search(r" while\(", program.text)
+    assert platform != "gpu" or program.kernels <= KERNELS[pool][name], f"{program.kernels} kernels"

@@ -96,7 +96,7 @@ def run(archive, operations, items, updates):
         batch = archive.sample(state, key)
         added = {"name": name, "max": {"return": name}, "half": jnp.stack([name, name], axis=-1)}
         added = jax.tree.map(lambda new, old: new.astype(old.dtype), added, example())
-        after, own = archive.add(state, added, score, key, mask=mask)
+        after, own = archive.add(state, added, score, key=key, mask=mask)
         ways = [
             lambda: after,
             lambda: archive.update_scores(state, index, new_score, {"max": {"return": returns}}),
@@ -110,6 +110,7 @@ def run(archive, operations, items, updates):
             "batch": batch,
             "added": own.row,
             "names": archive.get(after, own).experience["name"],
+            "again": archive.get(after, archive.get(after, own).index).is_valid,
             "words": random.words(key, M),
             "num_seen": archive.metrics(state)["num_seen"],
             "updated": (names, index.row),
@@ -197,6 +198,7 @@ def test_archives_are_those_of_lists(keep, sampler):
                 added = lists.add(name, score, mask, words)
                 assert seen["added"].tolist() == added
                 kept = [k for k in range(M) if added[k] >= 0]
+                assert seen["again"].tolist() == [row >= 0 for row in added]
                 assert seen["names"][kept].tolist() == name[kept].tolist()
                 num_replaced += sum(row < size for row in added if row >= 0)
             elif operation == UPDATE:
@@ -253,13 +255,14 @@ def test_no_call_makes_an_array_as_large_as_the_archive(keep, sampler):
     key = jax.random.key(0)
 
     def loop(state, _):
-        state, _ = archive.add(state, items, score, key)
+        state, _ = archive.add(state, items, score, key=key)
         batch = archive.sample(state, key)
         if keep == "best":
             state = archive.update_scores(state, batch.index, batch.experience["x"].sum(axis=1))
-        return archive.add(state, batch.experience, batch.weight, key)[0], batch.weight
+        return archive.add(state, batch.experience, score, key=key)[0], batch.weight
 
-    add = lambda state: archive.add(state, items, score, key)[0]
+    score = score if keep == "best" else None
+    add = lambda state: archive.add(state, items, score, key=key)[0]
     for call, donated in (
         (add, 0),
         (lambda state: archive.sample(state, key), None),
@@ -288,6 +291,8 @@ def test_a_compiled_archive_has_the_same_methods():
     state, index = archive.add(empty, np.ones((2, 3), np.float32), np.array([2, 1]))
     state = archive.update_scores(state, index, np.zeros(2))
     assert state.scores[0].tolist() == [0, 0, -np.inf, -np.inf]
+    with refused(r"score: got key<fry>\[\], expected float32\[2\]"):
+        archive.add(state, np.ones((2, 3), np.float32), jax.random.key(0))
     with refused("add: this state was donated to an earlier call"):
         archive.add(empty, np.ones((2, 3), np.float32), np.array([2, 1]))
 
@@ -297,7 +302,8 @@ def test_mistakes_are_answered():
     sizes = {"capacity": 4, "batch_size": 2}
     with refused("keep must be one of .*'reservoir'.*, got 'worst'"):
         jr.Archive(**sizes, keep="worst")
-    for sampler in (jr.Queue(), jr.Newest(num_rows=1), jr.blend(old=(jr.Recent(decay=0.5), 1))):
+    inner = jr.blend(old=(jr.Recent(decay=0.5), 1))
+    for sampler in (jr.Queue(), jr.Newest(num_rows=1), jr.blend(inner=(inner, 1))):
         with refused("goes by the order of rows in time, which an archive does not keep"):
             jr.Archive(**sizes, sampler=sampler)
     with refused("capacity"):
@@ -311,7 +317,17 @@ def test_mistakes_are_answered():
     index = Index(row=np.zeros(2, np.int32), lap=np.zeros(2, np.uint32))
     for message, own, its, method, *given in (
         ('keep="best" needs the score of each item', archive, state, "add", items),
-        ('keep="reservoir" needs a key', chance, reservoir, "add", items, score),
+        ('keep="reservoir" needs a key', chance, reservoir, "add", items),
+        ("a reservoir has scores for a sampler", chance, reservoir, "add", items, score),
+        (
+            r"x: got float32\[\], expected float32\[1\]",
+            archive,
+            state,
+            "add",
+            {"x": np.float32(0)},
+            0,
+        ),
+        ("index must be .* got a dict of 1", archive, state, "get", {"x": 0}),
         (
             r"score: got float32\[2\], expected float32\[3\]",
             archive,

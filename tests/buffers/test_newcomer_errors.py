@@ -280,7 +280,7 @@ USING = {
         index must be the batch.index of a sample, got an array int32[4]
         cannot tell whether the row was overwritten""",
     "buffer.get(state, np.ones(3, np.float32))": """
-        index must be a jaxreplay.types.Index or integer rows, got float32""",
+        index must be a jaxreplay.types.Index or integer rows, got an array float32[3]""",
     "buffer.sample(state, key, 0)": "batch_size must be an int of at least 1, got 0",
     "queue.sample(queue.init(0.0), key)": """
         Queue consumes rows: state, batch = buffer.pop(state, key)""",

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+import jaxreplay as jr
 from jaxreplay.samplers import Stale
 from jaxreplay.types import Index
 from tests.conftest import ALL
@@ -94,3 +95,24 @@ def test_updates_begin_the_time_anew_and_draws_follow_the_law():
 def test_windows_without_an_end_are_refused():
     with refused("Stale: needs a view with a window of fixed length"):
         configs_of(Stale())[5].buffer  # noqa: B018
+
+
+def test_times_go_to_other_buffers():
+    buffer = jr.items(capacity=8, batch_size=1, sampler=Stale())
+    wide = jr.items(capacity=16, batch_size=1, sampler=jr.blend(stale=(Stale(), 1)))
+
+    @jax.jit
+    def probabilities():
+        empty = buffer.init(np.float32(0))
+        few = buffer.extend(empty, np.zeros((3, 1), np.float32))  # times 2, 1, 0
+        many = buffer.extend(empty, np.zeros((40, 1), np.float32))  # times 7 to 0
+        rows = np.arange(16)
+        both = wide.merge(wide.adopt(few), many), wide.merge(wide.adopt(many), few)
+        return [wide.get(state, rows).probability for state in both]
+
+    for found, times in zip(
+        probabilities(),
+        ([2, 1, 0, *range(7, -1, -1)], [*range(7, -1, -1), 2, 1, 0]),
+        strict=True,
+    ):
+        np.testing.assert_allclose(found[:11], np.array(times) / 31, rtol=1e-6)
