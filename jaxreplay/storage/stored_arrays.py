@@ -129,25 +129,6 @@ def values(leaf: jax.Array | BitsArray | TiledArray) -> jax.Array:
     )
 
 
-def read_elements(
-    leaf: jax.Array | BitsArray | TiledArray, row: jax.Array, place: jax.Array
-) -> jax.Array:
-    """Read P elements of each of K rows, which must be in bounds: `[K, P]`.
-
-    Args:
-      leaf: Stored leaf.
-      row: int32[K].
-      place: int32[K, P], places of the elements in the flat row.
-    """
-    if isinstance(leaf, BitsArray):
-        return _decode(read_elements(leaf.bits, row, place), leaf.dtype)
-    if isinstance(leaf, TiledArray):
-        return jnp.take_along_axis(
-            read(leaf, row).reshape((row.size, -1)), place, axis=1, mode="promise_in_bounds"
-        )
-    return leaf.reshape((leaf.shape[0], -1)).at[row[:, None], place].get(mode="promise_in_bounds")
-
-
 def stored_leaves(tree: PyTree) -> list[Any]:
     """Return the stored leaves of a tree."""
     return jax.tree.leaves(tree, is_leaf=is_compound)

@@ -26,10 +26,10 @@ PRIORITIZED = next(case for case in KINDS if case.name == "prioritized same_step
 
 
 @jax.jit
-def there_and_back(values, rows, kept, place):
+def there_and_back(values, rows, kept):
     """Write rows into tiles, and read them in every way, for each leaf."""
 
-    def of_leaf(values, place):
+    def of_leaf(values):
         empty = stored_arrays.zeros(
             9, jax.ShapeDtypeStruct(values.shape[1:], values.dtype), has_tiles=True
         )
@@ -40,33 +40,30 @@ def there_and_back(values, rows, kept, place):
             stored_arrays.read(leaf, kept),
             jax.vmap(lambda row: stored_arrays.read(leaf, row))(kept),
             stored_arrays.read(leaf, jnp.array([1, 8])),
-            stored_arrays.read_elements(leaf, kept, place),
             plain,
             stored_arrays.write_plain({"x": empty}, kept, plain),
         )
 
-    return list(map(of_leaf, values, place))
+    return list(map(of_leaf, values))
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_row_comes_out_of_its_parts_as_it_went_in(group):
     r, rows = np.random.default_rng(0), np.array([6, 0, 9, 3, 4])
     chosen = np.array([0, 1, 3, 4])  # the third is dropped
-    values, places = [], []
+    values = []
     for shape, dtype in GROUPS[group]:
         most = 2 if dtype == "bool" else 7
         values.append(r.integers(0, most, (5, *shape)).astype(jnp.dtype(dtype)))
-        places.append(r.integers(0, np.prod(shape), (4, 3)).astype(np.int32))
-    found = there_and_back(values, rows, rows[chosen], places)
-    for value, place, results in zip(values, places, found, strict=True):
-        leaf, got, one_by_one, untouched, elements, plain, again = results
+    found = there_and_back(values, rows, rows[chosen])
+    for value, results in zip(values, found, strict=True):
+        leaf, got, one_by_one, untouched, plain, again = results
         assert (leaf.shape, leaf.dtype) == ((9, *value.shape[1:]), value.dtype)
         wanted = value[chosen]
         for read in (got, one_by_one):
             assert read.dtype == value.dtype
             assert bits(read) == bits(wanted)
         assert bits(untouched) == bits(np.zeros_like(wanted[:2]))
-        assert bits(elements) == bits(np.take_along_axis(wanted.reshape(4, -1), place, axis=1))
         assert bits(again) == bits({"x": leaf})
         spec = lambda one: (one.shape[1:], one.dtype)
         plain_specs = stored_arrays.plain_specs({"x": leaf})
