@@ -68,7 +68,7 @@ quick: $(VENV)/installed
 	$(BIN)/python $(PYTEST) -k "$(QUICK)" $(FEW) tests/test_layers.py
 
 # A run that compiles more programs than this fails: most of the time of the tests is compiling.
-MOST_PROGRAMS := 4200
+MOST_PROGRAMS := 4550
 test: lint
 	$(BIN)/python $(PYTEST) --durations=15 --most-programs $(MOST_PROGRAMS)
 
@@ -121,7 +121,7 @@ PART_core := types autoreset docstrings package newcomer_errors contract in_plac
 PART_distributed := distributed
 PART_samplers := adopt end_streams extension recent stale without_replacement episodes targets donation plan state_check transitions
 PART_oracle := oracle_streams
-PART_views := views rewards agents groups archive
+PART_views := views rewards agents groups archive tiered
 PART_rollouts := demonstrations rollout rollout_episodes trajectories datasets dataset_files inspect torch
 PART_platforms := platforms newest_row
 PART_replay := rows_of_others stateful staging threads interrupts

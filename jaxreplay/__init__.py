@@ -53,6 +53,7 @@ from jaxreplay.buffers.factories import (
 )
 from jaxreplay.buffers.jitted import jit
 from jaxreplay.buffers.mixture import mix
+from jaxreplay.buffers.tiered import tiered
 from jaxreplay.buffers.wrappers import frame_stack, hindsight, relabel, transform
 from jaxreplay.distributed import sharded
 from jaxreplay.inspection import inspect
@@ -118,6 +119,7 @@ __all__ = [
     "sequences",
     "sharded",
     "targets",
+    "tiered",
     "transform",
     "transitions",
     "types",

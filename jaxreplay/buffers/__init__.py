@@ -9,3 +9,4 @@ from jaxreplay.buffers.mixture import Mixture as Mixture
 from jaxreplay.buffers.replay_buffer import ReplayBuffer as ReplayBuffer
 from jaxreplay.buffers.rollout import Rollout as Rollout, RolloutState as RolloutState
 from jaxreplay.buffers.state_checks import CopyWarning as CopyWarning
+from jaxreplay.buffers.tiered import Plan as Plan, Tiered as Tiered

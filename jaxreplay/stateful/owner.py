@@ -108,6 +108,20 @@ class Owner:
         raise NotImplementedError
 
     @property
+    def saved(self) -> Any:
+        """The buffer whose states are saved and loaded."""
+        return self.buffer
+
+    @property
+    def whole(self) -> tuple[Any, Any]:
+        """The buffer, and the state with all its rows."""
+        return self.saved, self.state
+
+    def finished(self, batch: Any) -> Sample:
+        """Return a batch that `draw` returned."""
+        return batch
+
+    @property
     def example(self) -> Any:
         """Shapes and dtypes of one env's step, or None."""
         raise NotImplementedError
@@ -145,10 +159,10 @@ class Owner:
           path: As for `Replay.save`, as are the other arguments.
           metadata: JSON, stored with the state.
         """
-        state = self.state  # adds the steps that wait
+        buffer, state = self.whole  # adds the steps that wait
         if self.example is None:
             raise ValueError("save: nothing was added yet, so there is nothing to save")
-        checkpointer = self.last_checkpointer.at(path, self.buffer, max_to_keep=1, overwrite=True)
+        checkpointer = self.last_checkpointer.at(path, buffer, max_to_keep=1, overwrite=True)
         checks.check_size("save", "max_to_keep", max_to_keep)
         checkpointer.max_to_keep = max_to_keep
         own = {"num_draws": self.draws.num, **metadata}
@@ -168,7 +182,7 @@ class Owner:
                 "load: the shapes of a step are not known yet; make the replay with "
                 "jaxreplay.Replay(buffer, example=step)"
             )
-        checkpointer = self.last_checkpointer.at(path, self.buffer, max_to_keep=1, overwrite=True)
+        checkpointer = self.last_checkpointer.at(path, self.saved, max_to_keep=1, overwrite=True)
         self.keep_waiting()  # a load that fails keeps them
         restore = functools.partial(checkpointer.restore, self.example, step, extras=extras)
         with self.on_device():
@@ -242,10 +256,18 @@ class StateOwner(Owner):
     def init(self, example: PyTree, state: Any = None) -> None:
         """Begin with an example of one env's step, and a state, by default an empty one."""
         with self.on_device():
-            state = self.buffer.init(example) if state is None else state
+            state = self._empty(example) if state is None else state
         self._format = StepFormat.of(self.buffer, example)
         self._example = jax.eval_shape(lambda: example)
         self.begin(state, Staging(self._format.specs, self.buffer.num_envs))
+
+    def _empty(self, example: PyTree) -> Any:
+        return self.buffer.init(example)
+
+    def method(self, name: str) -> Any:
+        """Return the program of a method that changes the state, called as function(buffer, state,
+        ...)."""
+        return method(name)
 
     def begin(self, state: Any, staging: Any) -> None:
         """Begin with a state, and a `Staging` of steps that wait to be added to it."""
@@ -341,9 +363,9 @@ class StateOwner(Owner):
 
     def look_at(self, function: Any, *arguments: Any) -> None:
         """Look for resets by hand among the steps that a call of `change` added."""
-        if function in _extend:
+        if function in (*_extend, self._extend_for(1)):
             self._look(*arguments[0][:2])
-        elif function is method("add"):
+        elif function is self.method("add"):
             self._look(*jax.tree.map(lambda leaf: leaf[None], arguments[:2]))
         else:
             self.final_obs.restart()
@@ -392,7 +414,7 @@ class StateOwner(Owner):
                 f"add: the step has no env axis, but there are {num_envs} envs: say which one "
                 "took it by env="
             )
-        add, extend_for = method("add"), self._extend_for
+        add, extend_for = self.method("add"), self._extend_for
         is_taken = np.ones(axes, bool) if mask is None else np.asarray(mask)
         if envs is not None:
             envs = np.asarray(envs)

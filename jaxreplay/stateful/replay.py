@@ -26,6 +26,7 @@ from jaxreplay.stateful.host_arrays import as_stored
 from jaxreplay.stateful.lock import Monitor
 from jaxreplay.stateful.owner import Draws, MixtureOwner, StateOwner, map_rows
 from jaxreplay.stateful.rate_limiter import RatioLimiter
+from jaxreplay.stateful.tiered_owner import TieredOwner
 from jaxreplay.storage.episodes import Episodes
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.types import Index, Sample, SampleOptions
@@ -58,6 +59,8 @@ class Replay:
         write to the tensors). Default: "jax".
       device: Device that stores the rows: a `jax.Device`, or a platform such as "cpu" for the
         host's memory. Batches go to JAX's default device. Default: JAX's default device.
+      rows: Where the rows lie: "device"; or "host", in the memory of the host, with an index of 5
+        to 10 bytes a row on the device, as `jaxreplay.tiered` has it. Default: "device".
       prefetch: Number of batches that are sampled in advance, at the end of each `sample`: the
         device works on them while the caller learns. Their priorities are older by as many batches.
         They count as sampled, and are not saved; nor are their rows, if the sampler consumes rows.
@@ -99,6 +102,7 @@ class Replay:
         seed: int = 0,
         framework: Framework = "jax",
         device: Any = None,
+        rows: str = "device",
         prefetch: int = 0,
         samples_per_insert: float | None = None,
         timeout: float | None = None,
@@ -113,6 +117,12 @@ class Replay:
         if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
             raise ValueError(f"Replay: prefetch must be an int of at least 0, got {prefetch!r}")
         self.framework: Framework = framework
+        self._buffer = buffer
+        if rows != "device" and (isinstance(buffer, Mixture) or device is not None):
+            raise ValueError(
+                f"Replay: rows={rows!r} takes no mixture and no device=: the index lies on JAX's "
+                "default device"
+            )
         self._owner: Any  # of all rows
         self._owners: dict[str | None, StateOwner]  # of each member
         if isinstance(buffer, Mixture):
@@ -120,6 +130,8 @@ class Replay:
             self._owners = {**self._owner.members}
         else:
             self._owner = StateOwner(buffer, Draws(seed), device)
+            if rows != "device":
+                self._owner = TieredOwner(buffer, Draws(seed), rows, ahead=prefetch > 0)
             self._owners = {None: self._owner}
         self._limiter = (
             None
@@ -150,7 +162,7 @@ class Replay:
     @property
     def buffer(self) -> Any:
         """The `ReplayBuffer` or `Mixture`, whose methods are pure functions of a state."""
-        return self._owner.buffer
+        return self._buffer
 
     def _owner_of(self, where: str, member: str | None) -> StateOwner:
         """Return the owner of a member's rows; None names those of a buffer that is no mixture."""
@@ -235,7 +247,7 @@ class Replay:
                 self._limiter.num_inserts += num_steps
             self._monitor.notify_all()
             owner.watch.count(num_steps)
-            problem = owner.watch.look(lambda: resets_of(owner.state))
+            problem = owner.watch.look(lambda: resets_of(owner.whole[1]))
         if problem is not None:
             warnings.warn(f"add: {problem}", stacklevel=2)
 
@@ -298,7 +310,7 @@ class Replay:
                         break
                     self._drawn.append(ahead)
                 self._monitor.notify_all()
-            return host_arrays.to_framework(self.framework, batch)
+            return host_arrays.to_framework(self.framework, self._owner.finished(batch))
         except BaseException:
             if batch is not None and self._consumes:
                 self._drawn.appendleft(batch)  # its rows are consumed: the next call returns them
@@ -435,7 +447,7 @@ class Replay:
         mixture a dict of each member's. ValueError before the first `add`."""
         with self._monitor:
             self._owner.check_begun("state")
-            return _copied(self._owner.state)
+            return _copied(self._owner.whole[1])
 
     def merge(self, other: Any, *, member: str | None = None) -> None:
         """Append the rows of another buffer, as `ReplayBuffer.merge` does. Unfinished episodes end.
@@ -453,11 +465,11 @@ class Replay:
         with self._monitor:
             self._check_open()
             if owner.has_example:
-                self._changing(owner.change, method("merge"), owner.put(state))
+                self._changing(owner.change, owner.method("merge"), owner.put(state))
             else:
                 owner.take(_copied(state))
                 if owner.buffer.autoreset is not None:
-                    owner.change(method("end_streams"))
+                    owner.change(owner.method("end_streams"))
             self._start_anew()
 
     def add_episodes(self, episodes: Any, *, member: str | None = None) -> None:
@@ -478,7 +490,7 @@ class Replay:
         owner = self._owner_of("add_episodes", member)
         with self._monitor:
             self._check_open()
-            state = from_episodes(episodes, owner.buffer, owner.example)
+            state = from_episodes(episodes, owner.whole[0], owner.example)
         self.merge(state, member=member)
 
     def __len__(self) -> int:
@@ -497,7 +509,7 @@ class Replay:
             self._check_open()
             for owner in self._owners.values():
                 if owner.has_example:
-                    self._changing(owner.change, method("clear"))
+                    self._changing(owner.change, owner.method("clear"))
             self._start_anew()
 
     def end_streams(self, mask: Any = None, *, member: str | None = None) -> None:
@@ -520,7 +532,7 @@ class Replay:
                 owners = [owner for owner in owners if owner.buffer.autoreset is not None]
             for owner in owners:
                 if owner.has_example:
-                    self._changing(owner.change, method("end_streams"), mask)
+                    self._changing(owner.change, owner.method("end_streams"), mask)
                     owner.final_obs.restart()
 
     def drop(self, mask: Any, *, member: str | None = None) -> None:
@@ -538,7 +550,7 @@ class Replay:
         with self._monitor:
             self._check_open()
             if owner.has_example:
-                self._changing(owner.change, method("drop"), mask)
+                self._changing(owner.change, owner.method("drop"), mask)
                 self._start_anew()
 
     def metrics(self) -> dict[str, float]:
@@ -568,7 +580,7 @@ class Replay:
         owner = self._owner_of("inspect", member)
         with self._monitor:
             owner.check_begun("inspect")
-            return inspect(owner.buffer, owner.state, max_bytes=max_bytes)
+            return inspect(*owner.whole, max_bytes=max_bytes)
 
     def save(
         self, path: Any, *, step: int | None = None, extras: Any = None, max_to_keep: int = 1

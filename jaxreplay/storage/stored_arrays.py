@@ -19,7 +19,7 @@ import numpy as np
 from jaxreplay._util.aliases import PyTree, Stored
 from jaxreplay._util.names import short, short_bytes
 from jaxreplay._util.struct import Node, static_field
-from jaxreplay.storage import tiles
+from jaxreplay.storage import host_rows, tiles
 from jaxreplay.storage.tiles import Tile
 
 _PLAIN_FLOATS = (np.dtype("float16"), np.dtype("float32"), np.dtype("float64"))
@@ -52,6 +52,14 @@ class TiledArray(Node):
         return tiles.tiles_of(self.row, self.dtype) or ()
 
 
+class HostArray(Node):
+    """Array whose rows lie outside of the device, which knows their shape and dtype alone."""
+
+    name: str = static_field()
+    shape: tuple[int, ...] = static_field()
+    dtype: Any = static_field()  # of the values
+
+
 def zeros(num_rows: int, row: Any, has_tiles: bool = False) -> jax.Array | BitsArray | TiledArray:
     """Return `num_rows` rows of zeros.
 
@@ -73,7 +81,7 @@ def zeros(num_rows: int, row: Any, has_tiles: bool = False) -> jax.Array | BitsA
 
 
 def write(
-    leaf: jax.Array | BitsArray | TiledArray,
+    leaf: jax.Array | BitsArray | TiledArray | HostArray,
     row: jax.Array,
     values: jax.Array,
     are_distinct: bool = True,
@@ -87,6 +95,8 @@ def write(
       are_distinct: If False, a row may be written twice; on a CPU the last one stays. Default:
         True.
     """
+    if isinstance(leaf, HostArray):
+        return leaf
     if isinstance(leaf, BitsArray):
         bits = _encode(values, leaf.bits.dtype)
         return leaf.replace(bits=write(leaf.bits, row, bits, are_distinct))
@@ -103,8 +113,10 @@ def write(
     return leaf.at[row.reshape(-1)].set(values, unique_indices=are_distinct, mode="drop")
 
 
-def read(leaf: jax.Array | BitsArray | TiledArray, row: jax.Array) -> jax.Array:
+def read(leaf: jax.Array | BitsArray | TiledArray | HostArray, row: jax.Array) -> jax.Array:
     """Read rows int32[...], which must be in bounds: `[*row.shape, ...]`."""
+    if isinstance(leaf, HostArray):
+        return host_rows.rows_of(leaf.name, row, leaf.shape[1:], leaf.dtype)
     if isinstance(leaf, BitsArray):
         return _decode(read(leaf.bits, row), leaf.dtype)
     if isinstance(leaf, TiledArray):
@@ -177,7 +189,7 @@ def carrier(dtype: np.dtype) -> PyTree:
 
 def is_compound(leaf: Any) -> bool:
     """Return whether a node of a tree is a stored leaf that has leaves of its own."""
-    return isinstance(leaf, BitsArray | TiledArray)
+    return isinstance(leaf, BitsArray | TiledArray | HostArray)
 
 
 def _encode(values: jax.Array, carrier: Any) -> jax.Array:
@@ -191,6 +203,12 @@ def _encode(values: jax.Array, carrier: Any) -> jax.Array:
 def decode_on_host(bits: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return the values that are stored as `bits`, without a device."""
     return bits.view(dtype) if _is_bitcast(dtype) else bits.astype(dtype)
+
+
+def encode_on_host(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return the bits that store values, without a device."""
+    bits = np.dtype(carrier(dtype))
+    return values.view(bits) if _is_bitcast(dtype) else values.astype(bits)
 
 
 def _decode(bits: jax.Array, dtype: Any) -> jax.Array:

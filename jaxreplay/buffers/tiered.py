@@ -1,0 +1,701 @@
+"""A buffer in two parts: an index on the device, and rows on the host."""
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxreplay._util.aliases import Key, PyTree
+from jaxreplay._util.names import named
+from jaxreplay._util.struct import Node, static_field
+from jaxreplay.buffers import memory, step_checks
+from jaxreplay.buffers.jitted import method, program
+from jaxreplay.buffers.replay_buffer import ReplayBuffer
+from jaxreplay.buffers.state_checks import example_of
+from jaxreplay.storage import ring, stored_arrays
+from jaxreplay.storage.host_rows import Split, split
+from jaxreplay.storage.row_store import HostRows, RowStore
+from jaxreplay.storage.state import ReplayState
+from jaxreplay.storage.stored_arrays import BitsArray, HostArray
+from jaxreplay.types import Index, Sample, SampleOptions, Step
+
+_IN_JIT = ("update_priorities", "size", "can_sample", "can_add", "metrics", "age", "episode_table")
+
+
+class Plan(Node):
+    """A batch whose rows are chosen, and not gathered yet.
+
+    Attributes:
+      rows: int32[R], the numbers of all rows to gather, one request after another.
+      laps: uint32[E], number of times that each env's ring had wrapped.
+      positions: int32[E], position of each env's next write.
+      needed: What else is needed to make the batch of them: arrays [B, ...].
+      known: The leaves of the batch that depend on no row: indices, probabilities, weights, [B].
+      parts: The program that reads the batch, in two parts.
+    """
+
+    rows: jax.Array
+    laps: jax.Array
+    positions: jax.Array
+    needed: list[jax.Array]
+    known: list[jax.Array]
+    parts: Split = static_field()
+
+    @property
+    def batch(self) -> Sample[Any]:
+        """The batch as far as it is known, with None in place of what depends on the rows."""
+        return self.parts.joined(itertools.repeat(None), self.known)
+
+
+class IndexBuffer(ReplayBuffer[Any]):
+    """A buffer whose states have no rows, but what is known of them: flags, counters, priorities.
+
+    It is a `ReplayBuffer`; its samples can be drawn by a `Tiered` alone.
+    """
+
+    def _empty(self, example: PyTree, platform: str | None = None) -> ReplayState:
+        return _mapped(super()._empty(example, platform), _absent)
+
+
+def _absent(name: str, leaf: Any) -> Any:
+    if isinstance(leaf, BitsArray):
+        return leaf.replace(bits=_absent(name, leaf.bits))
+    return HostArray(name, tuple(leaf.shape), np.dtype(leaf.dtype))
+
+
+def _mapped(state: ReplayState, function: Callable[[str, Any], Any]) -> ReplayState:
+    """Return a state whose rows are those that a function returns, given the name and the stored
+    leaf of each; flags of several agents stay."""
+    steps = state.rows.steps
+    flags = steps.terminated if isinstance(steps, Step) else None
+    if flags is not None:
+        steps = steps.replace(terminated=None)
+    leaves, structure = jax.tree.flatten(steps, is_leaf=stored_arrays.is_compound)
+    names = [name for name, _ in named(steps, is_leaf=stored_arrays.is_compound)]
+    steps = jax.tree.unflatten(structure, map(function, names, leaves))
+    steps = steps if flags is None else steps.replace(terminated=flags)
+    return state.replace(rows=state.rows.replace(steps=steps))
+
+
+def _is_absent(leaf: Any) -> bool:
+    return isinstance(leaf, HostArray)
+
+
+@dataclasses.dataclass(eq=False)
+class _Flight:
+    """A batch that a thread gathers."""
+
+    plan: Plan
+    future: concurrent.futures.Future[Any]
+
+
+class Tiered:
+    """A buffer whose rows lie on the host, and its index on the device: as many rows as the host
+    has memory for.
+
+    A batch takes three steps: `draw` chooses its rows, `take` gathers them on the host, `read`
+    makes the batch of them. It is the batch that the buffer would sample on a device, with the
+    same key: the same rows, weights and values, and only sums of gathered numbers may differ in
+    their last bit. `draw` and `read` go into your `jit`, `draw` into a `lax.scan`, too, so that one
+    `take` serves several updates. `sample` does all three. The methods of the index that read no
+    rows are here, too, for your `jit`: `update_priorities`, `size`, `can_sample`, `can_add`,
+    `metrics`, `age`.
+
+    The rows belong to this object, and to the newest state that it returned.
+
+    Args:
+      buffer: A `ReplayBuffer`.
+
+    Raises:
+      ValueError: The buffer cannot be divided.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, numpy as np, jaxreplay as jr
+      >>> tier = jr.tiered(jr.items(capacity=8, batch_size=4), rows="host")
+      >>> state = tier.init({"x": np.zeros(3, np.float32)})
+      >>> state = tier.extend(state, {"x": np.ones((5, 1, 3), np.float32)})
+      >>> plan = jax.jit(tier.draw)(state, jax.random.key(0))
+      >>> data = tier.take(plan)
+      >>> jax.jit(tier.read)(plan, data).experience["x"].sum(axis=1).tolist()
+      [3.0, 3.0, 3.0, 3.0]
+    """
+
+    def __init__(self, buffer: ReplayBuffer[Any]):
+        if type(buffer) is not ReplayBuffer:
+            raise ValueError(
+                f"tiered: takes a ReplayBuffer, such as jaxreplay.uniform(...), got {buffer!r}"
+            )
+        if buffer.num_agents is not None and buffer.autoreset == "same_step":
+            raise ValueError(
+                'tiered: several agents need another autoreset than "same_step", whose final rows '
+                "depend on who has ended before"
+            )
+        if buffer.allow_write:
+            raise ValueError(
+                "tiered: rows on the host cannot be written again; leave out allow_write"
+            )
+        self.buffer = buffer
+        fields = {field.name: getattr(buffer, field.name) for field in dataclasses.fields(buffer)}
+        self.index = IndexBuffer(**fields)
+        self._store: RowStore | None = None
+        self._num_written = np.zeros(buffer.num_envs, np.int64)  # rows of each env, ever
+        self._splits: dict[Any, Split] = {}
+        self._known: set[Any] = set()  # shapes of blocks that fit
+        self._flights: collections.deque[_Flight] = collections.deque()
+        self._thread: concurrent.futures.ThreadPoolExecutor | None = None
+
+    def __repr__(self) -> str:
+        return f"jaxreplay.tiered({self.buffer!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _IN_JIT:
+            return getattr(self.index, name)
+        raise AttributeError(f"a tiered buffer has no {name}")
+
+    def init(self, example: PyTree) -> ReplayState:
+        """Make an empty state, and room for its rows.
+
+        Args:
+          example: One env's step or one item, as for `ReplayBuffer.init`.
+
+        Returns:
+          The state, on JAX's default device.
+
+        Raises:
+          ValueError: As for `ReplayBuffer.init`.
+          MemoryError: The device has too little memory for the index, or the host for the rows.
+        """
+        state = self.index.init(example)
+        leaves = jax.tree.leaves(state.rows.steps, is_leaf=_is_absent)
+        absent = [leaf for leaf in leaves if _is_absent(leaf)]
+        specs = {leaf.name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in absent}
+        needs = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in absent)
+        free = memory.free_host_bytes()
+        if free is not None and needs > free:
+            raise MemoryError(
+                f"init: the rows take {needs:,} bytes on the host, which has {free:,} free"
+            )
+        self._store = HostRows(self.buffer.capacity, specs)
+        return self._followed(state)
+
+    def add(
+        self,
+        state: ReplayState,
+        step: PyTree,
+        mask: Any = None,
+        priority: Any = None,
+        *,
+        envs: Any = None,
+    ) -> ReplayState:
+        """Append one step of every env, or of some envs: its values on the host, its flags on the
+        device.
+
+        It is called outside of `jit`.
+
+        Args:
+          state: The newest state. Donated.
+          step: As for `ReplayBuffer.add`, leaves [E, ...]; NumPy arrays go to no device.
+          mask: bool[E], as for `ReplayBuffer.add`. Default: every env took a step.
+          priority: float[E], as for `ReplayBuffer.add`. Default: that of new rows.
+          envs: int32[E], as for `ReplayBuffer.add`. Default: all envs.
+
+        Returns:
+          The new state.
+
+        Raises:
+          ValueError: An argument does not fit the buffer; the error names the leaf.
+        """
+        some = lambda tree: (
+            None if tree is None else jax.tree.map(lambda x: np.asarray(x)[None], tree)
+        )
+        step = step_checks.by_field(step)
+        return self._append("add", state, some(step), some(mask), some(priority), envs)
+
+    def extend(
+        self,
+        state: ReplayState,
+        steps: PyTree,
+        mask: Any = None,
+        priority: Any = None,
+        *,
+        envs: Any = None,
+    ) -> ReplayState:
+        """Append a block of steps of every env, or of some envs, as `add` does.
+
+        Args:
+          state: The newest state. Donated.
+          steps: As for `ReplayBuffer.extend`, leaves [T, E, ...].
+          mask: bool[T, E], as for `add`. Default: every env took every step.
+          priority: float[T, E], as for `add`. Default: that of new rows.
+          envs: int32[E], as for `add`. Default: all envs.
+
+        Returns:
+          The new state.
+
+        Raises:
+          ValueError: An argument does not fit the buffer; the error names the leaf.
+        """
+        return self._append("extend", state, steps, mask, priority, envs)
+
+    def _append(
+        self, where: str, state: ReplayState, steps: PyTree, mask: Any, priority: Any, envs: Any
+    ) -> ReplayState:
+        store = self._store_of(where)
+        if self.buffer.autoreset is not None:
+            steps = step_checks.step_of(where, steps, self.buffer.autoreset)
+        steps, mask, envs = jax.tree.map(np.asarray, (steps, mask, envs))
+        given = steps, mask, priority
+        leaves = jax.tree.leaves(steps)
+        axes = (*leaves[0].shape, 0, 0)[:2] if leaves else (0, 0)
+        flags = np.zeros(axes, bool), None
+        if isinstance(steps, Step):
+            flags = steps.terminated, steps.truncated
+        self._check_fits(state, given, envs)
+        if not axes[0]:
+            return state
+
+        # The values, on the host.
+        row, is_written, number = self._rows_of(flags, mask, envs)
+        self._wait_for_gathers(number)
+        two = is_written.shape[0] > axes[0]  # the rows of a step, and of a final observation
+        values = steps
+        if isinstance(steps, Step):
+            values = steps.replace(terminated=None, truncated=None, final_obs=None)
+        final = dict(named({"obs": steps.final_obs})) if two else {}
+        stored = dict(named(state.rows.steps, is_leaf=stored_arrays.is_compound))
+        for name, leaf in named(values):
+            rows, kept = (row[::2], is_written[::2]) if two else (row, is_written)
+            if name in final:
+                leaf = np.stack([leaf, final[name]], axis=1).reshape(-1, *leaf.shape[1:])
+                rows, kept = row, is_written
+            leaf = leaf[kept].astype(stored[name].dtype, copy=False)
+            if isinstance(stored[name], BitsArray):
+                leaf = stored_arrays.encode_on_host(leaf, stored[name].dtype)
+            store.write(name, rows[kept], leaf)
+        self._num_written = number
+        # The rest, on the device.
+        return _extend(self.index, state, flags, mask, priority, envs)
+
+    def _check_fits(self, state: ReplayState, given: Any, envs: Any) -> None:
+        """Raise a ValueError unless a block fits; nothing is written yet."""
+        if envs is not None:
+            step_checks.check_envs("add", envs, state.layout, self.buffer.num_envs)
+        leaves, structure = jax.tree.flatten((given, envs))
+        specs = [jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype) for x in leaves]
+        known = structure, tuple((spec.shape, spec.dtype) for spec in specs)
+        if known not in self._known:
+            extend = lambda state, given, envs: self.index.extend(state, *given, envs=envs)
+            jax.eval_shape(extend, state, *jax.tree.unflatten(structure, specs))
+            self._known.add(known)
+
+    def _rows_of(
+        self, flags: Any, mask: Any, envs: Any
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the row that each step of a block is written to, int64[K, E]; whether it is
+        written, bool[K, E]; and the number of rows that each env has then, int64[num_envs]."""
+        terminated, truncated = flags
+        is_written = np.ones(terminated.shape[:2], bool) if mask is None else mask
+        if self.buffer.autoreset == "same_step":
+            done = terminated | truncated
+            is_written = np.stack([is_written, is_written & done], axis=1).reshape(
+                -1, done.shape[1]
+            )
+        env = np.arange(self.buffer.num_envs) if envs is None else envs
+        is_env = (env >= 0) & (env < self.buffer.num_envs)
+        is_written, env = is_written & is_env, np.where(is_env, env, 0)
+        nth = np.cumsum(is_written, axis=0)
+        position = ring.position_of(self._num_written[env] + nth - 1, self.buffer.length)
+        number = self._num_written.copy()
+        np.add.at(number, env, nth[-1])
+        return env * self.buffer.length + position, is_written, number
+
+    def draw(
+        self,
+        state: ReplayState,
+        key: Key | None = None,
+        batch_size: int | None = None,
+        **options: Unpack[SampleOptions],
+    ) -> Plan:
+        """Choose the rows of a batch, as `ReplayBuffer.sample` does. For your `jit`.
+
+        Args:
+          state: The state.
+          key: Random key, consumed. Default: an error that says how to make one.
+          batch_size: Number of items B, static. Default: the buffer's.
+          options: As for `ReplayBuffer.sample`.
+
+        Returns:
+          The plan of the batch.
+
+        Raises:
+          ValueError: The sampler consumes rows: use `pop`. Or the view reads rows whose numbers
+            depend on other rows.
+        """
+        sample = functools.partial(self.index.sample, batch_size=batch_size)
+        call = lambda state, key, options: (sample(state, key, **options), None)
+        return self._plan(("sample", batch_size), call, state, key, options)[0]
+
+    def pop(
+        self,
+        state: ReplayState,
+        key: Key,
+        batch_size: int | None = None,
+        **options: Unpack[SampleOptions],
+    ) -> tuple[ReplayState, Plan]:
+        """Choose the rows of a batch and consume them, as `ReplayBuffer.pop` does. For your `jit`.
+
+        Args:
+          state: The state. Donated.
+          key: Random key, consumed.
+          batch_size: Number of items B, static. Default: the buffer's.
+          options: As for `draw`.
+
+        Returns:
+          The new state, and the plan of the batch.
+
+        Raises:
+          ValueError: The sampler does not consume rows, or as for `draw`.
+        """
+
+        def call(state: ReplayState, key: Key, options: Any) -> Any:
+            after, batch = self.index.pop(state, key, batch_size, **options)
+            return batch, after.sampler
+
+        plan, sampler = self._plan(("pop", batch_size), call, state, key, options)
+        return state.replace(sampler=sampler), plan
+
+    def get(
+        self,
+        state: ReplayState,
+        index: Index | jax.Array,
+        key: Key | None = None,
+        **options: Unpack[SampleOptions],
+    ) -> Plan:
+        """Return the plan of rows that were sampled before, or of rows by number, as
+        `ReplayBuffer.get` reads them. For your `jit`.
+
+        Args:
+          state: The state.
+          index: `batch.index` of a sample, leaves [B], or row numbers, int32[B].
+          key: Random key, consumed. Required for a view that is random. Default: None.
+          options: As for `draw`.
+
+        Returns:
+          The plan.
+
+        Raises:
+          ValueError: As for `ReplayBuffer.get` and `draw`.
+        """
+        get = self.index.get
+        call = lambda state, index, key, options: (get(state, index, key, **options), None)
+        return self._plan(("get",), call, state, index, key, options)[0]
+
+    def _plan(
+        self, name: Any, call: Callable[..., Any], state: ReplayState, *rest: Any
+    ) -> tuple[Plan, Any]:
+        """Return the plan of a call, and the call's results that depend on no row."""
+        arguments = state, *rest
+        leaves, structure = jax.tree.flatten(arguments)
+        specs = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
+        place = name, structure, tuple((spec.shape, spec.dtype) for spec in specs)
+        parts = self._splits.get(place)
+        if parts is None:
+            parts = split(call, *jax.tree.unflatten(structure, specs))
+            if not parts.is_traced:
+                self._splits[place] = parts
+        numbers, needed, known, others = parts.first(*leaves)
+        flat = [jnp.asarray(number, jnp.int32).reshape(-1) for number in numbers]
+        counters = state.counters
+        plan = Plan(
+            rows=jnp.concatenate([jnp.zeros(0, jnp.int32), *flat]),
+            laps=counters.lap,
+            positions=counters.position,
+            needed=needed,
+            known=known,
+            parts=parts,
+        )
+        return plan, others
+
+    def take(self, plan: Plan) -> list[np.ndarray]:
+        """Gather the rows of a plan, on the host.
+
+        Args:
+          plan: A plan, or several that a `lax.scan` stacked.
+
+        Returns:
+          What `read` takes.
+
+        Raises:
+          ValueError: A row was overwritten since the plan was drawn: take it before the next add,
+            or use `take_later`, for which an add waits.
+        """
+        self._store_of("take")
+        if not self._is_whole(plan, self._num_written):
+            raise ValueError(
+                "take: rows of this plan were overwritten since it was drawn; take it before the "
+                "next add, or call take_later at once, for which an add waits"
+            )
+        return self._gather(plan, self._store)
+
+    def take_later(self, plan: Plan) -> "concurrent.futures.Future[list[np.ndarray]]":
+        """Gather the rows of a plan in a thread. An add that would overwrite one of them waits.
+
+        Args:
+          plan: As for `take`.
+
+        Returns:
+          The future of what `take` returns.
+        """
+        self._store_of("take_later")
+        if self._thread is None:
+            self._thread = concurrent.futures.ThreadPoolExecutor(1, "jaxreplay-rows")
+        future = self._thread.submit(self._gather, plan, self._store)
+        self._flights.append(_Flight(plan, future))
+        return future
+
+    def _gather(self, plan: Plan, store: Any) -> list[np.ndarray]:
+        rows = np.asarray(plan.rows)
+        taken: dict[Any, np.ndarray] = {}
+        found, start = [], 0
+        for request in plan.parts.requests:
+            own = rows[..., start : start + request.size]
+            start += request.size
+            place = request.name, own.tobytes()
+            if place not in taken:
+                taken[place] = store.take(request.name, own)
+            leaf = taken[place]
+            tail = leaf.shape[own.ndim :]
+            found.append(leaf.reshape(*own.shape[:-1], *request.shape, *tail))
+        return found
+
+    def _is_whole(self, plan: Plan, number: np.ndarray) -> bool:
+        """Return whether all rows of a plan are still those that it chose.
+
+        Args:
+          plan: The plan.
+          number: int64[E], number of rows that each env got so far.
+        """
+        length = self.buffer.length
+        lap, position = np.divmod(number, length)
+        since = (lap.astype(np.uint32) - np.asarray(plan.laps)).astype(np.int64) * length
+        since += position - np.asarray(plan.positions)
+        if not since.any():
+            return True
+        env, place = np.divmod(np.asarray(plan.rows), length)
+        at = lambda values: np.take_along_axis(np.asarray(values), env, axis=-1)
+        age = ring.position_of(at(plan.positions) - 1 - place, length)
+        return bool((age + at(since) < length).all())
+
+    def _wait_for_gathers(self, number: np.ndarray) -> None:
+        """Wait for gathers of rows that a write would overwrite."""
+        for flight in [*self._flights]:
+            if not flight.future.done() and not self._is_whole(flight.plan, number):
+                concurrent.futures.wait([flight.future])
+            if flight.future.done():
+                self._flights.remove(flight)
+
+    def read(self, plan: Plan, data: list[Any]) -> Sample[Any]:
+        """Make the batch of a plan and its rows. For your `jit`.
+
+        Args:
+          plan: The plan.
+          data: What `take` returned.
+
+        Returns:
+          The batch, as `ReplayBuffer.sample` returns it.
+        """
+        return plan.parts.joined(plan.parts.second(*data, *plan.needed), plan.known)
+
+    def sample(
+        self,
+        state: ReplayState,
+        key: Key,
+        batch_size: int | None = None,
+        **options: Unpack[SampleOptions],
+    ) -> Sample[Any]:
+        """Sample a batch, outside of `jit`: `draw`, `take` and `read`.
+
+        Args:
+          state: The newest state.
+          key: Random key, consumed.
+          batch_size: Number of items B. Default: the buffer's.
+          options: As for `draw`.
+
+        Returns:
+          The batch.
+
+        Raises:
+          ValueError: As for `draw`.
+        """
+        plan = _draw(self, state, key, options, batch_size=batch_size)
+        return made(plan, self.take(plan))
+
+    def end_streams(self, state: ReplayState, mask: Any = None) -> ReplayState:
+        """End the unfinished episodes, as `ReplayBuffer.end_streams` does. Outside of `jit`.
+
+        Args:
+          state: The newest state. Donated.
+          mask: bool[E], False for envs that go on. Default: every env was reset.
+
+        Returns:
+          The new state.
+
+        Raises:
+          ValueError: As for `ReplayBuffer.end_streams`.
+        """
+        return self._followed(method("end_streams")(self.index, state, mask))
+
+    def drop(self, state: ReplayState, mask: Any) -> ReplayState:
+        """Give up the unfinished episodes of some envs, as `ReplayBuffer.drop` does. Outside of
+        `jit`.
+
+        Args:
+          state: The newest state. Donated.
+          mask: bool[E], True for the envs whose episode is given up.
+
+        Returns:
+          The new state.
+
+        Raises:
+          ValueError: As for `ReplayBuffer.drop`.
+        """
+        return self._followed(method("drop")(self.index, state, mask))
+
+    def clear(self, state: ReplayState) -> ReplayState:
+        """Remove all rows. Outside of `jit`.
+
+        Args:
+          state: The newest state. Donated.
+
+        Returns:
+          The new state.
+        """
+        return self._followed(method("clear")(self.index, state))
+
+    def whole(self, state: ReplayState) -> ReplayState:
+        """Return the state of the buffer with all rows, in the memory of the host: to save it, to
+        look at it, or for any method of the buffer. Outside of `jit`.
+
+        It costs no memory for rows: they are those of this object. Use it before the next add, and
+        donate it to no call.
+
+        Args:
+          state: The newest state.
+        """
+        store, cpu = self._store_of("whole"), jax.devices("cpu")[0]
+
+        def present(name: str, leaf: Any) -> Any:
+            if isinstance(leaf, BitsArray):
+                return leaf.replace(bits=present(name, leaf.bits))
+            return jax.device_put(store.arrays[name], cpu)
+
+        return jax.device_put(_mapped(state, present), cpu)
+
+    def adopt(self, state: ReplayState) -> ReplayState:
+        """Return the state with the rows of any buffer's state, as `ReplayBuffer.adopt` does; they
+        are copied to the host. Outside of `jit`.
+
+        Args:
+          state: The state of a `ReplayBuffer` with the same steps.
+
+        Returns:
+          The new state.
+
+        Raises:
+          ValueError: As for `ReplayBuffer.adopt`.
+        """
+        with jax.default_device(jax.devices("cpu")[0]):
+            state = method("adopt")(self.buffer, state)
+        new = self.init(example_of(state.layout, state.rows.steps))
+        store = self._store_of("adopt")
+
+        def take(name: str, leaf: Any) -> Any:
+            array = leaf.bits if isinstance(leaf, BitsArray) else leaf
+            store.arrays[name][...] = np.asarray(array)
+            return _absent(name, leaf)
+
+        index = _mapped(state, take)
+        return self._followed(jax.device_put(index, jax.tree.leaves(new.counters)[0].sharding))
+
+    def close(self) -> None:
+        """Give up the rows, and their memory."""
+        if self._store is not None:
+            self._store.close()
+        self._store = None
+
+    def _followed(self, state: ReplayState) -> ReplayState:
+        """Return the state, after counting the rows that it says were written."""
+        laps, positions = jax.device_get((state.counters.lap, state.counters.position))
+        self._num_written = laps.astype(np.int64) * self.buffer.length + positions
+        return state
+
+    def _store_of(self, where: str) -> RowStore:
+        if self._store is None:
+            raise ValueError(f"{where}: there are no rows yet; make a state with init first")
+        return self._store
+
+
+jax.tree_util.register_static(Tiered)
+
+
+@functools.partial(program, changes=True)
+def _extend(
+    buffer: IndexBuffer, state: ReplayState, flags: Any, mask: Any, priority: Any, envs: Any
+) -> ReplayState:
+    """Append a block of steps of which the flags are known."""
+    terminated, truncated = flags
+    axes = terminated.shape[:2]
+    zeros = lambda leaf: jnp.zeros((*axes, *leaf.shape[1:]), leaf.dtype)
+    steps = stored_arrays.tree_map(zeros, state.rows.steps)
+    if buffer.autoreset is not None:
+        final_obs = steps.obs if buffer.autoreset == "same_step" else None
+        steps = steps.replace(terminated=terminated, truncated=truncated, final_obs=final_obs)
+    return buffer.extend(state, steps, mask, priority, envs=envs)
+
+
+@functools.partial(program, static=("batch_size",), on_one_core=True)
+def _draw(tier: Tiered, state: ReplayState, key: Key, options: Any, batch_size: Any) -> Plan:
+    return tier.draw(state, key, batch_size, **options)
+
+
+def made(plan: Plan, data: list[Any]) -> Sample[Any]:
+    """Return the batch of a plan and its rows, as `Tiered.read` does, outside of `jit`. What is
+    known of it goes through no program."""
+    return plan.parts.joined(_second(plan.parts, data, plan.needed), plan.known)
+
+
+@functools.partial(program, on_one_core=True)
+def _second(parts: Split, data: Any, needed: Any) -> list[Any]:
+    return parts.second(*data, *needed)
+
+
+def tiered(buffer: ReplayBuffer[Any], *, rows: str = "host") -> Tiered:
+    """Divide a buffer: the rows lie on the host, and an index of 5 to 10 bytes a row on the device.
+
+    Args:
+      buffer: A `ReplayBuffer`. It is not changed.
+      rows: Where the rows lie: "host", in its memory. Default: "host".
+
+    Returns:
+      A `jaxreplay.buffers.Tiered`.
+
+    Raises:
+      ValueError: There is no such place, or the buffer cannot be divided.
+
+    Example:
+      >>> import numpy as np, jaxreplay as jr
+      >>> tier = jr.tiered(jr.items(capacity=8, batch_size=4), rows="host")
+      >>> tier.init({"x": np.zeros(3)})
+      ReplayState(1 env x 8 rows, item {x: f32[3]}, 16 B)
+    """
+    if rows != "host":
+        raise ValueError(f'tiered: rows must be "host", got {rows!r}')
+    return Tiered(buffer)

@@ -1,0 +1,147 @@
+"""The state of a `Replay` whose rows lie on the host."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxreplay._util import checks
+from jaxreplay._util.aliases import PyTree
+from jaxreplay.buffers.jitted import method, program
+from jaxreplay.buffers.replay_buffer import ReplayBuffer
+from jaxreplay.buffers.state_checks import example_of
+from jaxreplay.buffers.tiered import Plan, Tiered, made, tiered
+from jaxreplay.samplers import ConsumingSampler
+from jaxreplay.stateful.owner import Draws, StateOwner, key_of
+from jaxreplay.storage.platforms import default_device
+from jaxreplay.types import Sample
+
+_ON_HOST = ("add", "clear", "end_streams", "drop")
+
+
+@dataclasses.dataclass
+class Pending:
+    """A batch that is chosen, and whose rows may be still gathered.
+
+    Attributes:
+      plan: Its plan.
+      data: Its rows, or the future of them.
+    """
+
+    plan: Plan
+    data: Any
+
+    @property
+    def is_valid(self) -> Any:
+        return self.plan.batch.is_valid
+
+
+class TieredOwner(StateOwner):
+    """State of an index, and the rows on the host.
+
+    Args:
+      buffer: A `ReplayBuffer`.
+      draws: As for `StateOwner`.
+      rows: As for `jaxreplay.tiered`.
+      ahead: Gather rows in a thread.
+    """
+
+    def __init__(self, buffer: ReplayBuffer, draws: Draws, rows: str, ahead: bool):
+        self.tier, self._ahead = tiered(buffer, rows=rows), ahead
+        self._home = default_device()
+        super().__init__(self.tier.index, draws, None)
+
+    @property
+    def saved(self) -> ReplayBuffer:
+        return self.tier.buffer
+
+    @property
+    def whole(self) -> tuple[ReplayBuffer, Any]:
+        state = self.state
+        return self.saved, state if state is None else self.tier.whole(state)
+
+    def on_device(self) -> Any:
+        """Return a context in which whole states lie on the host."""
+        return jax.default_device(jax.devices("cpu")[0])
+
+    def method(self, name: str) -> Any:
+        if name in _ON_HOST:
+            return _of_tier(self.tier, name)
+        return self._merged if name == "merge" else method(name)
+
+    def _merged(self, buffer: Any, state: Any, other: Any) -> Any:
+        own = jax.tree.map(jax.numpy.copy, self.tier.whole(state))
+        return self.tier.adopt(method("merge")(self.tier.buffer, own, other))
+
+    def _extend_for(self, length: int) -> Any:
+        return _of_tier(self.tier, "extend_block")
+
+    def _empty(self, example: PyTree) -> Any:
+        with jax.default_device(self._home):
+            return self.tier.init(example)
+
+    def free(self, when: str) -> None:
+        super().free(when)
+        self.tier.close()
+
+    def take(self, state: Any) -> None:
+        self.init(example_of(state.layout, state.rows.steps))
+        self.put_loaded(state)
+
+    def put_loaded(self, state: Any) -> None:
+        super().put_loaded(self.tier.adopt(state))
+
+    def get(self, index: Any) -> Sample:
+        self.check_begun("get")
+        plan = self.ask(_get_plan, self.tier, index, self.draws.next)
+        if self.buffer.view.is_random:
+            self.draws.count()
+        return made(plan, self.tier.take(plan))
+
+    def draw(self, batch_size: int, options: Mapping[str, Any]) -> Any:
+        """Return a `Pending` batch, or None if the buffer cannot sample."""
+        checks.check_size("sample", "batch_size", batch_size)
+        if not self.has_example or not self.has_batch():
+            return None
+        call, draw = self.ask, _draw_plan
+        if isinstance(self.buffer.sampler, ConsumingSampler):
+            call, draw = self.change, _pop_plan
+        plan = call(draw, self.tier, self.draws.next, options, batch_size=batch_size)
+        self.draws.count()
+        gather = self.tier.take_later if self._ahead else self.tier.take
+        return Pending(plan, gather(plan))
+
+    def finished(self, batch: Any) -> Sample:
+        data = batch.data if isinstance(batch.data, list) else batch.data.result()
+        return made(batch.plan, data)
+
+
+@functools.cache
+def _of_tier(tier: Tiered, name: str) -> Any:
+    """Return a method of a tiered buffer as a function of a buffer, a state and the arguments."""
+    if name == "extend_block":
+        return lambda buffer, state, block, **envs: tier.extend(state, *block, **envs)
+    return lambda buffer, state, *arguments, **options: getattr(tier, name)(
+        state, *arguments, **options
+    )
+
+
+@functools.partial(program, static=("batch_size",), on_one_core=True)
+def _draw_plan(
+    buffer: Any, state: Any, tier: Tiered, draw: Any, options: Any, batch_size: int
+) -> Plan:
+    return tier.draw(state, key_of(draw), batch_size, **options)
+
+
+@functools.partial(program, changes=True, static=("batch_size",), on_one_core=True)
+def _pop_plan(
+    buffer: Any, state: Any, tier: Tiered, draw: Any, options: Any, batch_size: int
+) -> tuple[Any, Plan]:
+    return tier.pop(state, key_of(draw), batch_size, **options)
+
+
+@program
+def _get_plan(buffer: Any, state: Any, tier: Tiered, index: Any, draw: Any) -> Plan:
+    return tier.get(state, index, key_of(draw))

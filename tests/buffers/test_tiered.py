@@ -1,0 +1,243 @@
+"""Rows on the host beside a buffer on the device: the same batches for the same keys."""
+
+import dataclasses
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxreplay as jr
+from jaxreplay.samplers import ConsumingSampler, PrioritySampler
+from jaxreplay.storage.row_store import HostRows
+from tests.conftest import ALL, SOAK
+from tests.support.buffers import CATALOG, KINDS, each
+from tests.support.refusals import refused
+from tests.support.steps import nth
+
+FEW = (
+    "uniform masked, episodes",
+    "prioritized same_step, 3 steps",
+    "sequences prioritized, every second start",
+    "hindsight of final_obs, masked",
+    "transitions queue",
+)
+
+
+def check_equal(found, expected):
+    """Check that batches are equal: computed floats within one unit in the last place."""
+
+    def leaf(one, other):
+        one, other = np.asarray(one), np.asarray(other)
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        if one.dtype.kind == "f":
+            np.testing.assert_array_max_ulp(one, other)
+        else:
+            np.testing.assert_array_equal(one, other)
+
+    jax.tree.map(leaf, found, expected)
+
+
+@each(CATALOG if ALL else [case for case in KINDS if case.name in FEW])
+def test_batches_are_those_of_a_buffer_on_the_device(case):
+    whole = dataclasses.replace(case.replay(), allow_write=False)
+    buffer, tier = jr.jit(whole), jr.tiered(whole)
+    mine, theirs = tier.init(case.example()), buffer.init(case.example())
+    draw, read, get = jax.jit(tier.draw), jax.jit(tier.read), jax.jit(tier.get)
+    pop = jax.jit(tier.pop)
+    consumes = isinstance(whole.sampler, ConsumingSampler)
+    rng = np.random.default_rng(0)
+    for turn in range(12):
+        steps, mask = case.step(turn, time=5), case.mask(whole, turn, 5)
+        mine, theirs = tier.extend(mine, steps, *mask), buffer.extend(theirs, steps, *mask)
+        key = jax.random.key(turn)
+        if consumes:
+            mine, plan = pop(mine, key)
+            theirs, batch = buffer.pop(theirs, key)
+        else:
+            plan, batch = draw(mine, key), buffer.sample(theirs, key)
+        found = read(plan, tier.take(plan))
+        check_equal(found, batch)
+        if isinstance(whole.sampler, PrioritySampler):
+            priority = rng.random(8).astype(np.float32)
+            mine = jax.jit(tier.update_priorities)(mine, found.index, priority)
+            theirs = buffer.update_priorities(theirs, batch.index, priority)
+        plan = get(mine, batch.index, key)
+        check_equal(read(plan, tier.take(plan)), buffer.get(theirs, batch.index, key))
+        if not case.is_items and turn % 4 == 3:
+            ended = rng.random(4) < 0.5
+            mine, theirs = tier.end_streams(mine, ended), buffer.end_streams(theirs, ended)
+        if not case.is_items and turn == 9:
+            mine, theirs = tier.drop(mine, ended), buffer.drop(theirs, ended)
+        if turn == 10:
+            mine, theirs = tier.clear(mine), buffer.clear(theirs)
+    leaves = lambda state: jax.device_get(jax.tree.leaves(state.replace(rows=None)))
+    jax.tree.map(np.testing.assert_array_equal, leaves(mine), leaves(theirs))
+
+
+@each([case for case in CATALOG if case.name == "items"])
+def test_rows_go_to_a_buffer_and_come_from_one(case):
+    whole = dataclasses.replace(case.replay(), allow_write=False)
+    tier = jr.tiered(whole)
+    state = tier.extend(tier.init(case.example()), case.step(0, time=40))
+    copied = jax.tree.map(jnp.array, tier.whole(state))
+    other = jr.tiered(whole)
+    found = other.adopt(copied)
+    for key in map(jax.random.key, range(3)):
+        check_equal(other.sample(found, key), tier.sample(state, key))
+        check_equal(jax.jit(whole.sample)(copied, key), tier.sample(state, key))
+    steps = case.step(2, time=7)
+    check_equal(
+        other.sample(other.extend(found, steps), jax.random.key(9)),
+        tier.sample(tier.extend(state, steps), jax.random.key(9)),
+    )
+
+
+class SlowRows(HostRows):
+    """Rows that take their time."""
+
+    def take(self, name, rows):
+        time.sleep(0.001)
+        return super().take(name, rows)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_add_waits_for_gathers_of_rows_that_it_would_overwrite(waits, monkeypatch):
+    monkeypatch.setattr("jaxreplay.buffers.tiered.HostRows", SlowRows)
+    length, num_rows = 40, 7
+    tier = jr.tiered(jr.items(capacity=length, batch_size=8))
+    if not waits:
+        monkeypatch.setattr(tier, "_is_whole", lambda *_: True)
+    state, draw, flights, num_wrong = tier.init(np.int32(0)), jax.jit(tier.draw), [], 0
+    for step in range(10_000 if SOAK else 300):
+        number = np.arange(step * num_rows, (step + 1) * num_rows, dtype=np.int32)
+        state = tier.extend(state, number[:, None])
+        plan = draw(state, jax.random.key(step))
+        flights.append((plan, tier.take_later(plan)))
+        if len(flights) > 3:
+            plan, future = flights.pop(0)
+            (found,), index = future.result(), jax.device_get(plan.batch.index)
+            num_wrong += (found != index.lap.astype(np.int32) * length + index.row).any()
+    assert (num_wrong == 0) if waits else (num_wrong > 100)
+
+
+def test_a_plan_in_a_scan_is_taken_at_once_and_a_late_one_is_refused():
+    tier = jr.tiered(jr.items(capacity=8, batch_size=4))
+    state = tier.extend(tier.init({"x": np.zeros(3, np.float32)}), {"x": block(0)})
+    draws = lambda state, keys: jax.lax.scan(lambda _, key: (0, tier.draw(state, key)), 0, keys)
+    keys = jax.random.split(jax.random.key(0), 5)
+    plans = jax.jit(draws)(state, keys)[1]
+    together = jax.jit(jax.vmap(tier.read))(plans, tier.take(plans))
+    for which, key in enumerate(keys):
+        check_equal(nth(jax.device_get(together), which), tier.sample(state, key))
+    state = tier.extend(state, {"x": block(1)})
+    with refused("take: rows of this plan were overwritten since it was drawn"):
+        tier.take(plans)
+
+
+def block(seed):
+    return np.random.default_rng(seed).normal(size=(6, 1, 3)).astype(np.float32)
+
+
+def test_a_replay_has_the_same_batches_wherever_its_rows_lie(tmp_path):
+    buffer = jr.prioritized(
+        capacity=60, num_envs=3, batch_size=16, autoreset="next_step", n_step=3, gamma=0.9
+    )
+
+    def step(seed):
+        r = np.random.default_rng(seed)
+        return {
+            "obs": {"image": r.integers(0, 255, (3, 4, 4), np.uint8), "x": r.normal(size=(3, 2))},
+            "action": r.integers(0, 4, 3),
+            "reward": r.normal(size=3),
+            "terminated": r.random(3) < 0.1,
+            "truncated": r.random(3) < 0.1,
+        }
+
+    def made(rows, prefetch=2):
+        example = jax.tree.map(lambda leaf: leaf[0], step(0))
+        return jr.Replay(buffer, example=example, framework="numpy", rows=rows, prefetch=prefetch)
+
+    replays = made("device"), made("host")
+    for time_step in range(100):
+        for replay in replays:
+            replay.add(**step(time_step))
+        if time_step > 10 and time_step % 3 == 0:
+            batches = [replay.sample() for replay in replays]
+            check_equal(*batches)
+            for replay, batch in zip(replays, batches, strict=True):
+                replay.update_priorities(batch.index, np.linspace(0, 1, 16))
+        if time_step == 50:
+            for replay in replays:
+                replay.end_streams()
+    check_equal(*(replay.get(np.arange(20)) for replay in replays))
+    assert replays[0].metrics() == replays[1].metrics()
+    # a checkpoint of the one is restored as the other
+    others = made("host", 0), made("device", 0)
+    for name, replay, other in zip("ab", replays, others, strict=True):
+        replay.save(tmp_path / name)
+        other.load(tmp_path / name)
+    check_equal(*(other.sample() for other in others))
+    for replay in replays:
+        replay.merge(others[0])
+    check_equal(*(replay.sample() for replay in replays))
+    again = jr.Replay(buffer, framework="numpy", rows="host", state=replays[1].state)
+    assert len(again) == len(replays[0])
+    check_equal(again.get(np.arange(60)), replays[0].get(np.arange(60)))
+    assert repr(again.inspect()) == repr(replays[0].inspect())
+
+
+class Looping(jr.views.View):
+    """Read rows in a loop."""
+
+    def read(self, reader):
+        return jax.lax.map(lambda k: reader.action(0) + k, jnp.arange(2))
+
+
+@pytest.mark.no_xla
+def test_mistakes_are_answered():
+    sizes = {"capacity": 32, "num_envs": 2, "batch_size": 2}
+    plain = jr.items(**sizes)
+    with refused("rows must be \"host\", got 'gpu'"):
+        jr.tiered(plain, rows="gpu")
+    with refused("takes a ReplayBuffer, such as"):
+        jr.tiered(jr.mix(a=(plain, 2)))
+    with refused("several agents need another autoreset"):
+        jr.tiered(jr.uniform(**sizes, autoreset="same_step", num_agents=2))
+    with refused("leave out allow_write"):
+        jr.tiered(jr.items(**sizes, allow_write=True))
+    with refused("rows='host' takes no mixture and no device="):
+        jr.Replay(plain, rows="host", device="cpu")
+    tier = jr.tiered(plain)
+    with refused("add: there are no rows yet; make a state with init first"):
+        tier.add(None, np.zeros(2))
+    with refused("has no frobnicate", AttributeError):
+        tier.frobnicate  # noqa: B018
+
+
+def test_what_cannot_be_read_from_the_host_is_refused():
+    tier = jr.tiered(jr.items(capacity=8, batch_size=2))
+    state = tier.init({"x": np.float32(0)})
+    with refused(r"x: got float32\[2, 2\], expected float32\[2, 1\]"):
+        tier.extend(state, {"x": np.zeros((2, 2), np.float32)})
+    assert int(tier.size(state)) == 0
+    with refused("the rows of x lie on the host, which no program reads: use draw, take and read"):
+        jax.jit(tier.index.sample)(state, jax.random.key(0))
+    shared = {"capacity": 32, "batch_size": 2, "autoreset": "next_step"}
+    x, flag = np.float32(0), np.bool_(False)
+    goals = {"achieved_goal": x, "desired_goal": x}
+    example = jr.Step(obs=goals, action=x, reward=x, terminated=flag, truncated=flag)
+    depends = jr.hindsight(
+        jr.uniform(**shared, n_step=2),
+        lambda achieved, goal, step: achieved - goal,
+        terminated_fn=lambda achieved, goal, step: achieved == goal,
+    )
+    loops = jr.ReplayBuffer(**shared, sampler=jr.Uniform(), view=Looping())
+    for buffer, message in (
+        (depends, "the numbers of the rows of .* depend on other rows"),
+        (loops, "reads rows inside of scan"),
+    ):
+        tier = jr.tiered(buffer)
+        with refused(message):
+            jax.eval_shape(tier.draw, tier.init(example), jax.random.key(0))
