@@ -20,7 +20,7 @@ from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.jitted import method, program
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import example_of
-from jaxreplay.storage import ring, stored_arrays
+from jaxreplay.storage import ring, stored_arrays, writes
 from jaxreplay.storage.host_rows import Split, split
 from jaxreplay.storage.row_store import HostRows, RowStore
 from jaxreplay.storage.state import ReplayState
@@ -85,6 +85,14 @@ def _mapped(state: ReplayState, function: Callable[[str, Any], Any]) -> ReplaySt
     return state.replace(rows=state.rows.replace(steps=steps))
 
 
+def _bits(values: np.ndarray, stored: Any) -> np.ndarray:
+    """Return values as a store keeps them."""
+    values = values.astype(stored.dtype, copy=False)
+    if isinstance(stored, BitsArray):
+        return stored_arrays.encode_on_host(values, stored.dtype)
+    return values
+
+
 def _is_absent(leaf: Any) -> bool:
     return isinstance(leaf, HostArray)
 
@@ -137,10 +145,6 @@ class Tiered:
             raise ValueError(
                 'tiered: several agents need another autoreset than "same_step", whose final rows '
                 "depend on who has ended before"
-            )
-        if buffer.allow_write:
-            raise ValueError(
-                "tiered: rows on the host cannot be written again; leave out allow_write"
             )
         self.buffer = buffer
         fields = {field.name: getattr(buffer, field.name) for field in dataclasses.fields(buffer)}
@@ -276,10 +280,7 @@ class Tiered:
             if name in final:
                 leaf = np.stack([leaf, final[name]], axis=1).reshape(-1, *leaf.shape[1:])
                 rows, kept = row, is_written
-            leaf = leaf[kept].astype(stored[name].dtype, copy=False)
-            if isinstance(stored[name], BitsArray):
-                leaf = stored_arrays.encode_on_host(leaf, stored[name].dtype)
-            store.write(name, rows[kept], leaf)
+            store.write(name, rows[kept], _bits(leaf[kept], stored[name]))
         self._num_written = number
         # The rest, on the device.
         return _extend(self.index, state, flags, mask, priority, envs)
@@ -538,6 +539,31 @@ class Tiered:
         plan = _draw(self, state, key, options, batch_size=batch_size)
         return made(plan, self.take(plan))
 
+    def write(self, state: ReplayState, index: Index, values: Any) -> ReplayState:
+        """Overwrite leaves of rows that were sampled, as `ReplayBuffer.write` does. Outside of
+        `jit`. It waits for all gathers.
+
+        Args:
+          state: The newest state. Donated.
+          index: As for `ReplayBuffer.write`, leaves [B] or [B, T].
+          values: Some leaves of a step or of an item, [B, ...] or [B, T, ...].
+
+        Returns:
+          The new state.
+
+        Raises:
+          ValueError: As for `ReplayBuffer.write`.
+        """
+        store = self._store_of("write")
+        state, rows, given = _write(self.index, state, index, values)
+        stored = dict(named(state.rows.steps, is_leaf=stored_arrays.is_compound))
+        rows = np.asarray(rows)
+        concurrent.futures.wait([flight.future for flight in self._flights])
+        for name, leaf in given.items():
+            kept = rows < self.buffer.capacity
+            store.write(name, rows[kept], _bits(np.asarray(leaf)[kept], stored[name]))
+        return state
+
     def end_streams(self, state: ReplayState, mask: Any = None) -> ReplayState:
         """End the unfinished episodes, as `ReplayBuffer.end_streams` does. Outside of `jit`.
 
@@ -659,6 +685,17 @@ def _extend(
         final_obs = steps.obs if buffer.autoreset == "same_step" else None
         steps = steps.replace(terminated=terminated, truncated=truncated, final_obs=final_obs)
     return buffer.extend(state, steps, mask, priority, envs=envs)
+
+
+@functools.partial(program, changes=True)
+def _write(
+    buffer: IndexBuffer, state: ReplayState, index: Index, values: Any
+) -> tuple[ReplayState, jax.Array, dict[str, jax.Array]]:
+    """Note a write. Return the rows that are written, and their values by name."""
+    after = buffer.write(state, index, values)
+    given = step_checks.as_values("write", state, values, jnp.shape(index.row))
+    flat = jax.tree.map(lambda leaf: leaf.reshape(-1), index)
+    return after, writes.written_again(state, flat), given
 
 
 @functools.partial(program, static=("batch_size",), on_one_core=True)

@@ -357,7 +357,7 @@ class Replay:
             self._check_open()
             owner.check_begun("write")
             given = owner.put((_index_of(index), values))
-            self._changing(owner.change, method("write"), *given)
+            self._changing(owner.change, owner.method("write"), *given)
             self._monitor.notify_all()
 
     def map_rows(

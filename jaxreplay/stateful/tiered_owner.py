@@ -18,7 +18,7 @@ from jaxreplay.stateful.owner import Draws, StateOwner, key_of
 from jaxreplay.storage.platforms import default_device
 from jaxreplay.types import Sample
 
-_ON_HOST = ("add", "clear", "end_streams", "drop")
+_ON_HOST = ("add", "clear", "end_streams", "drop", "write")
 
 
 @dataclasses.dataclass

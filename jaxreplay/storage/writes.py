@@ -234,11 +234,8 @@ def overwrite(state: ReplayState, index: Index, values: dict[str, jax.Array]) ->
     Returns:
       The new state.
     """
-    layout = state.layout
-    row = jnp.clip(index.row, 0, layout.capacity - 1)
-    is_same = (row == index.row) & state.is_written(row) & (state.index(row).lap == index.lap)
-    is_written = is_same & ~state.has(row, row_flags.FINAL)
-    target = jnp.where(is_written, row, layout.capacity)
+    layout, target = state.layout, written_again(state, index)
+    row, is_written = jnp.clip(index.row, 0, layout.capacity - 1), target < layout.capacity
     has_order = layout.traits.has_loops  # of a scatter
     if not has_order:
         target = jnp.where(xla.is_last(target), target, layout.capacity)
@@ -250,6 +247,19 @@ def overwrite(state: ReplayState, index: Index, values: dict[str, jax.Array]) ->
     noted = noted.at[part, env].add(jnp.where(is_written, trace_of(row, values), 1))
     counters = traced(state.counters, noted[:NUM_PARTS], noted[NUM_PARTS])
     return state.replace(rows=rows, counters=counters)
+
+
+def written_again(state: ReplayState, index: Index) -> jax.Array:
+    """Return the rows that `overwrite` writes: int32[B], the capacity for those that are ignored.
+
+    Args:
+      state: The buffer's state.
+      index: The rows, leaves [B].
+    """
+    row = jnp.clip(index.row, 0, state.layout.capacity - 1)
+    is_same = (row == index.row) & state.is_written(row) & (state.index(row).lap == index.lap)
+    is_written = is_same & ~state.has(row, row_flags.FINAL)
+    return jnp.where(is_written, row, state.layout.capacity)
 
 
 def trace_of(row: jax.Array, values: dict[str, jax.Array]) -> jax.Array:

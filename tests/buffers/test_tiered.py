@@ -1,6 +1,5 @@
 """Rows on the host beside a buffer on the device: the same batches for the same keys."""
 
-import dataclasses
 import time
 
 import jax
@@ -41,7 +40,7 @@ def check_equal(found, expected):
 
 @each(CATALOG if ALL else [case for case in KINDS if case.name in FEW])
 def test_batches_are_those_of_a_buffer_on_the_device(case):
-    whole = dataclasses.replace(case.replay(), allow_write=False)
+    whole = case.replay()
     buffer, tier = jr.jit(whole), jr.tiered(whole)
     mine, theirs = tier.init(case.example()), buffer.init(case.example())
     draw, read, get = jax.jit(tier.draw), jax.jit(tier.read), jax.jit(tier.get)
@@ -65,6 +64,11 @@ def test_batches_are_those_of_a_buffer_on_the_device(case):
             theirs = buffer.update_priorities(theirs, batch.index, priority)
         plan = get(mine, batch.index, key)
         check_equal(read(plan, tier.take(plan)), buffer.get(theirs, batch.index, key))
+        if whole.allow_write:
+            index = getattr(batch.experience, "index", None) or batch.index
+            values = {"reward": rng.random(index.row.shape).astype(np.float32)}
+            values["extras"] = {"flag": values["reward"] < 0.5}
+            mine, theirs = tier.write(mine, index, values), buffer.write(theirs, index, values)
         if not case.is_items and turn % 4 == 3:
             ended = rng.random(4) < 0.5
             mine, theirs = tier.end_streams(mine, ended), buffer.end_streams(theirs, ended)
@@ -78,7 +82,7 @@ def test_batches_are_those_of_a_buffer_on_the_device(case):
 
 @each([case for case in CATALOG if case.name == "items"])
 def test_rows_go_to_a_buffer_and_come_from_one(case):
-    whole = dataclasses.replace(case.replay(), allow_write=False)
+    whole = case.replay()
     tier = jr.tiered(whole)
     state = tier.extend(tier.init(case.example()), case.step(0, time=40))
     copied = jax.tree.map(jnp.array, tier.whole(state))
@@ -205,8 +209,6 @@ def test_mistakes_are_answered():
         jr.tiered(jr.mix(a=(plain, 2)))
     with refused("several agents need another autoreset"):
         jr.tiered(jr.uniform(**sizes, autoreset="same_step", num_agents=2))
-    with refused("leave out allow_write"):
-        jr.tiered(jr.items(**sizes, allow_write=True))
     with refused("rows='host' takes no mixture and no device="):
         jr.Replay(plain, rows="host", device="cpu")
     tier = jr.tiered(plain)
