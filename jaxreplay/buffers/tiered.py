@@ -1,6 +1,5 @@
 """A buffer in two parts: an index on the device, and rows on the host."""
 
-import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -12,14 +11,16 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.names import named
+from jaxreplay._util.signals import defer_interrupts
 from jaxreplay._util.struct import Node, static_field
 from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.jitted import method, program
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
-from jaxreplay.buffers.state_checks import example_of
+from jaxreplay.buffers.state_checks import check_not_deleted, example_of
 from jaxreplay.storage import ring, stored_arrays, writes
 from jaxreplay.storage.host_rows import Split, split
 from jaxreplay.storage.row_store import HostRows, RowStore
@@ -63,6 +64,38 @@ class IndexBuffer(ReplayBuffer[Any]):
 
     def _empty(self, example: PyTree, platform: str | None = None) -> ReplayState:
         return _mapped(super()._empty(example, platform), _absent)
+
+    def plan(
+        self, name: str, state: ReplayState, *rest: Any, **options: Any
+    ) -> tuple[ReplayState, "Plan"]:
+        """Return the state after a method that returns a batch, and the plan of the batch.
+
+        Args:
+          name: Name of the method: "sample", "pop" or "get".
+          state: The state.
+          rest: The method's further arguments.
+          options: Its options.
+        """
+        size = {"batch_size": options.pop("batch_size")} if "batch_size" in options else {}
+
+        def call(state: ReplayState, rest: Any, options: Any) -> Any:
+            found = getattr(self, name)(state, *rest, **size, **options)
+            after, batch = found if name == "pop" else (state, found)
+            return batch, after.sampler if name == "pop" else None
+
+        arguments = state, rest, options
+        parts = split(call, *arguments)
+        numbers, needed, known, sampler = parts.first(*jax.tree.leaves(arguments))
+        flat = [jnp.asarray(number, jnp.int32).reshape(-1) for number in numbers]
+        plan = Plan(
+            rows=jnp.concatenate([jnp.zeros(0, jnp.int32), *flat]),
+            laps=state.counters.lap,
+            positions=state.counters.position,
+            needed=needed,
+            known=known,
+            parts=parts,
+        )
+        return state.replace(sampler=sampler) if name == "pop" else state, plan
 
 
 def _absent(name: str, leaf: Any) -> Any:
@@ -117,7 +150,8 @@ class Tiered:
     rows are here, too, for your `jit`: `update_priorities`, `size`, `can_sample`, `can_add`,
     `metrics`, `age`.
 
-    The rows belong to this object, and to the newest state that it returned.
+    The rows belong to this object, and to the newest state that it returned. A plan is of the state
+    that it was drawn from: after `init` or `adopt`, take none that was drawn before.
 
     Args:
       buffer: A `ReplayBuffer`.
@@ -150,10 +184,10 @@ class Tiered:
         fields = {field.name: getattr(buffer, field.name) for field in dataclasses.fields(buffer)}
         self.index = IndexBuffer(**fields)
         self._store: RowStore | None = None
+        self._lost: str | None = None  # the error in which an add lost rows
         self._num_written = np.zeros(buffer.num_envs, np.int64)  # rows of each env, ever
-        self._splits: dict[Any, Split] = {}
         self._known: set[Any] = set()  # shapes of blocks that fit
-        self._flights: collections.deque[_Flight] = collections.deque()
+        self._flights: list[_Flight] = []
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
 
     def __repr__(self) -> str:
@@ -177,7 +211,9 @@ class Tiered:
           ValueError: As for `ReplayBuffer.init`.
           MemoryError: The device has too little memory for the index, or the host for the rows.
         """
+        _check_outside("init", example)
         state = self.index.init(example)
+        self._known, self._lost = set(), None
         leaves = jax.tree.leaves(state.rows.steps, is_leaf=_is_absent)
         absent = [leaf for leaf in leaves if _is_absent(leaf)]
         specs = {leaf.name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in absent}
@@ -217,11 +253,7 @@ class Tiered:
         Raises:
           ValueError: An argument does not fit the buffer; the error names the leaf.
         """
-        some = lambda tree: (
-            None if tree is None else jax.tree.map(lambda x: np.asarray(x)[None], tree)
-        )
-        step = step_checks.by_field(step)
-        return self._append("add", state, some(step), some(mask), some(priority), envs)
+        return self._append("add", state, step, mask, priority, envs)
 
     def extend(
         self,
@@ -253,48 +285,59 @@ class Tiered:
         self, where: str, state: ReplayState, steps: PyTree, mask: Any, priority: Any, envs: Any
     ) -> ReplayState:
         store = self._store_of(where)
+        _check_outside(where, (state, steps))
+        check_not_deleted(where, state)
         if self.buffer.autoreset is not None:
             steps = step_checks.step_of(where, steps, self.buffer.autoreset)
-        steps, mask, envs = jax.tree.map(np.asarray, (steps, mask, envs))
-        given = steps, mask, priority
-        leaves = jax.tree.leaves(steps)
-        axes = (*leaves[0].shape, 0, 0)[:2] if leaves else (0, 0)
-        flags = np.zeros(axes, bool), None
-        if isinstance(steps, Step):
-            flags = steps.terminated, steps.truncated
-        self._check_fits(state, given, envs)
+        envs = None if envs is None else np.asarray(envs)
+        steps, mask = jax.tree.map(np.asarray, (steps, mask))
+        self._check_fits(where, state, (steps, mask, priority), envs)
+        if where == "add":
+            steps, mask, priority = jax.tree.map(
+                lambda leaf: np.asarray(leaf)[None], (steps, mask, priority)
+            )
+        axes = jax.tree.leaves(steps)[0].shape[:2]
         if not axes[0]:
             return state
-
-        # The values, on the host.
+        flags = np.zeros(axes, bool), None
+        values, final = steps, {}
+        if isinstance(steps, Step):
+            flags = steps.terminated, steps.truncated
+            values = steps.replace(terminated=None, truncated=None, final_obs=None)
+            final = dict(named({"obs": steps.final_obs}))
         row, is_written, number = self._rows_of(flags, mask, envs)
         self._wait_for_gathers(number)
-        two = is_written.shape[0] > axes[0]  # the rows of a step, and of a final observation
-        values = steps
-        if isinstance(steps, Step):
-            values = steps.replace(terminated=None, truncated=None, final_obs=None)
-        final = dict(named({"obs": steps.final_obs})) if two else {}
         stored = dict(named(state.rows.steps, is_leaf=stored_arrays.is_compound))
-        for name, leaf in named(values):
-            rows, kept = (row[::2], is_written[::2]) if two else (row, is_written)
-            if name in final:
-                leaf = np.stack([leaf, final[name]], axis=1).reshape(-1, *leaf.shape[1:])
-                rows, kept = row, is_written
-            store.write(name, rows[kept], _bits(leaf[kept], stored[name]))
-        self._num_written = number
-        # The rest, on the device.
-        return _extend(self.index, state, flags, mask, priority, envs)
+        every = 2 if final else 1  # the row of a step, and that of a final observation
+        try:
+            with defer_interrupts():
+                # The values, on the host.
+                for name, leaf in named(values):
+                    rows, kept = row[::every], is_written[::every]
+                    if name in final:
+                        leaf = np.stack([leaf, final[name]], axis=1)
+                        leaf = leaf.reshape(len(row), *leaf.shape[2:])
+                        rows, kept = row, is_written
+                    store.write(name, rows[kept], _bits(leaf[kept], stored[name]))
+                # The rest, on the device.
+                state = _extend(self.index, state, flags, mask, priority, envs)
+                self._num_written = number
+        except Exception as error:
+            self._lost = repr(error)
+            raise
+        return state
 
-    def _check_fits(self, state: ReplayState, given: Any, envs: Any) -> None:
-        """Raise a ValueError unless a block fits; nothing is written yet."""
+    def _check_fits(self, where: str, state: ReplayState, given: Any, envs: Any) -> None:
+        """Raise a ValueError unless steps fit; nothing is written yet."""
         if envs is not None:
-            step_checks.check_envs("add", envs, state.layout, self.buffer.num_envs)
+            step_checks.check_envs(where, envs, state.layout, self.buffer.num_envs)
         leaves, structure = jax.tree.flatten((given, envs))
         specs = [jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype) for x in leaves]
-        known = structure, tuple((spec.shape, spec.dtype) for spec in specs)
+        known = where, structure, tuple((spec.shape, spec.dtype) for spec in specs)
         if known not in self._known:
-            extend = lambda state, given, envs: self.index.extend(state, *given, envs=envs)
-            jax.eval_shape(extend, state, *jax.tree.unflatten(structure, specs))
+            method = getattr(self.index, where)
+            add = lambda state, given, envs: method(state, *given, envs=envs)
+            jax.eval_shape(add, state, *jax.tree.unflatten(structure, specs))
             self._known.add(known)
 
     def _rows_of(
@@ -306,9 +349,8 @@ class Tiered:
         is_written = np.ones(terminated.shape[:2], bool) if mask is None else mask
         if self.buffer.autoreset == "same_step":
             done = terminated | truncated
-            is_written = np.stack([is_written, is_written & done], axis=1).reshape(
-                -1, done.shape[1]
-            )
+            is_written = np.stack([is_written, is_written & done], axis=1)
+            is_written = is_written.reshape(2 * len(done), done.shape[1])
         env = np.arange(self.buffer.num_envs) if envs is None else envs
         is_env = (env >= 0) & (env < self.buffer.num_envs)
         is_written, env = is_written & is_env, np.where(is_env, env, 0)
@@ -340,9 +382,7 @@ class Tiered:
           ValueError: The sampler consumes rows: use `pop`. Or the view reads rows whose numbers
             depend on other rows.
         """
-        sample = functools.partial(self.index.sample, batch_size=batch_size)
-        call = lambda state, key, options: (sample(state, key, **options), None)
-        return self._plan(("sample", batch_size), call, state, key, options)[0]
+        return self.index.plan("sample", state, key, batch_size=batch_size, **options)[1]
 
     def pop(
         self,
@@ -365,13 +405,7 @@ class Tiered:
         Raises:
           ValueError: The sampler does not consume rows, or as for `draw`.
         """
-
-        def call(state: ReplayState, key: Key, options: Any) -> Any:
-            after, batch = self.index.pop(state, key, batch_size, **options)
-            return batch, after.sampler
-
-        plan, sampler = self._plan(("pop", batch_size), call, state, key, options)
-        return state.replace(sampler=sampler), plan
+        return self.index.plan("pop", state, key, batch_size=batch_size, **options)
 
     def get(
         self,
@@ -395,35 +429,7 @@ class Tiered:
         Raises:
           ValueError: As for `ReplayBuffer.get` and `draw`.
         """
-        get = self.index.get
-        call = lambda state, index, key, options: (get(state, index, key, **options), None)
-        return self._plan(("get",), call, state, index, key, options)[0]
-
-    def _plan(
-        self, name: Any, call: Callable[..., Any], state: ReplayState, *rest: Any
-    ) -> tuple[Plan, Any]:
-        """Return the plan of a call, and the call's results that depend on no row."""
-        arguments = state, *rest
-        leaves, structure = jax.tree.flatten(arguments)
-        specs = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
-        place = name, structure, tuple((spec.shape, spec.dtype) for spec in specs)
-        parts = self._splits.get(place)
-        if parts is None:
-            parts = split(call, *jax.tree.unflatten(structure, specs))
-            if not parts.is_traced:
-                self._splits[place] = parts
-        numbers, needed, known, others = parts.first(*leaves)
-        flat = [jnp.asarray(number, jnp.int32).reshape(-1) for number in numbers]
-        counters = state.counters
-        plan = Plan(
-            rows=jnp.concatenate([jnp.zeros(0, jnp.int32), *flat]),
-            laps=counters.lap,
-            positions=counters.position,
-            needed=needed,
-            known=known,
-            parts=parts,
-        )
-        return plan, others
+        return self.index.plan("get", state, index, key, **options)[1]
 
     def take(self, plan: Plan) -> list[np.ndarray]:
         """Gather the rows of a plan, on the host.
@@ -438,13 +444,8 @@ class Tiered:
           ValueError: A row was overwritten since the plan was drawn: take it before the next add,
             or use `take_later`, for which an add waits.
         """
-        self._store_of("take")
-        if not self._is_whole(plan, self._num_written):
-            raise ValueError(
-                "take: rows of this plan were overwritten since it was drawn; take it before the "
-                "next add, or call take_later at once, for which an add waits"
-            )
-        return self._gather(plan, self._store)
+        _check_outside("take", plan)
+        return self._gather(plan, self._store_of("take"), self._num_written)
 
     def take_later(self, plan: Plan) -> "concurrent.futures.Future[list[np.ndarray]]":
         """Gather the rows of a plan in a thread. An add that would overwrite one of them waits.
@@ -455,16 +456,29 @@ class Tiered:
         Returns:
           The future of what `take` returns.
         """
-        self._store_of("take_later")
+        _check_outside("take_later", plan)
+        store = self._store_of("take_later")
         if self._thread is None:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, "jaxreplay-rows")
-        future = self._thread.submit(self._gather, plan, self._store)
+        future = self._thread.submit(self._gather, plan, store, self._num_written)
+        self._flights = [one for one in self._flights if not one.future.done()]
         self._flights.append(_Flight(plan, future))
         return future
 
-    def _gather(self, plan: Plan, store: Any) -> list[np.ndarray]:
-        rows = np.asarray(plan.rows)
-        taken: dict[Any, np.ndarray] = {}
+    def _gather(self, plan: Plan, store: RowStore, number: np.ndarray) -> list[np.ndarray]:
+        """Gather the rows of a plan.
+
+        Args:
+          plan: The plan.
+          store: The store.
+          number: int64[E], number of rows that each env has got.
+        """
+        if not self._is_whole(plan, number):
+            raise ValueError(
+                "take: rows of this plan were overwritten since it was drawn; take it before the "
+                "next add, or call take_later at once, for which an add waits"
+            )
+        rows, taken = np.asarray(plan.rows), {}
         found, start = [], 0
         for request in plan.parts.requests:
             own = rows[..., start : start + request.size]
@@ -473,8 +487,7 @@ class Tiered:
             if place not in taken:
                 taken[place] = store.take(request.name, own)
             leaf = taken[place]
-            tail = leaf.shape[own.ndim :]
-            found.append(leaf.reshape(*own.shape[:-1], *request.shape, *tail))
+            found.append(leaf.reshape(*own.shape[:-1], *request.shape, *leaf.shape[own.ndim :]))
         return found
 
     def _is_whole(self, plan: Plan, number: np.ndarray) -> bool:
@@ -497,11 +510,10 @@ class Tiered:
 
     def _wait_for_gathers(self, number: np.ndarray) -> None:
         """Wait for gathers of rows that a write would overwrite."""
-        for flight in [*self._flights]:
+        for flight in self._flights:
             if not flight.future.done() and not self._is_whole(flight.plan, number):
                 concurrent.futures.wait([flight.future])
-            if flight.future.done():
-                self._flights.remove(flight)
+        self._flights = [one for one in self._flights if not one.future.done()]
 
     def read(self, plan: Plan, data: list[Any]) -> Sample[Any]:
         """Make the batch of a plan and its rows. For your `jit`.
@@ -536,7 +548,8 @@ class Tiered:
         Raises:
           ValueError: As for `draw`.
         """
-        plan = _draw(self, state, key, options, batch_size=batch_size)
+        _check_outside("sample", (state, key))
+        plan = _draw(self.index, state, key, options, batch_size=batch_size)
         return made(plan, self.take(plan))
 
     def write(self, state: ReplayState, index: Index, values: Any) -> ReplayState:
@@ -555,6 +568,8 @@ class Tiered:
           ValueError: As for `ReplayBuffer.write`.
         """
         store = self._store_of("write")
+        _check_outside("write", state)
+        check_not_deleted("write", state)
         state, rows, given = _write(self.index, state, index, values)
         stored = dict(named(state.rows.steps, is_leaf=stored_arrays.is_compound))
         rows = np.asarray(rows)
@@ -563,6 +578,11 @@ class Tiered:
             kept = rows < self.buffer.capacity
             store.write(name, rows[kept], _bits(np.asarray(leaf)[kept], stored[name]))
         return state
+
+    @property
+    def is_lost(self) -> bool:
+        """True if an add that failed has lost rows."""
+        return self._lost is not None
 
     def end_streams(self, state: ReplayState, mask: Any = None) -> ReplayState:
         """End the unfinished episodes, as `ReplayBuffer.end_streams` does. Outside of `jit`.
@@ -577,7 +597,7 @@ class Tiered:
         Raises:
           ValueError: As for `ReplayBuffer.end_streams`.
         """
-        return self._followed(method("end_streams")(self.index, state, mask))
+        return self._changed("end_streams", state, mask)
 
     def drop(self, state: ReplayState, mask: Any) -> ReplayState:
         """Give up the unfinished episodes of some envs, as `ReplayBuffer.drop` does. Outside of
@@ -593,7 +613,7 @@ class Tiered:
         Raises:
           ValueError: As for `ReplayBuffer.drop`.
         """
-        return self._followed(method("drop")(self.index, state, mask))
+        return self._changed("drop", state, mask)
 
     def clear(self, state: ReplayState) -> ReplayState:
         """Remove all rows. Outside of `jit`.
@@ -604,7 +624,7 @@ class Tiered:
         Returns:
           The new state.
         """
-        return self._followed(method("clear")(self.index, state))
+        return self._changed("clear", state)
 
     def whole(self, state: ReplayState) -> ReplayState:
         """Return the state of the buffer with all rows, in the memory of the host: to save it, to
@@ -653,9 +673,15 @@ class Tiered:
 
     def close(self) -> None:
         """Give up the rows, and their memory."""
+        concurrent.futures.wait([flight.future for flight in self._flights])
         if self._store is not None:
             self._store.close()
         self._store = None
+
+    def _changed(self, name: str, state: ReplayState, *arguments: Any) -> ReplayState:
+        _check_outside(name, (state, arguments))
+        check_not_deleted(name, state)
+        return self._followed(method(name)(self.index, state, *arguments))
 
     def _followed(self, state: ReplayState) -> ReplayState:
         """Return the state, after counting the rows that it says were written."""
@@ -665,11 +691,18 @@ class Tiered:
 
     def _store_of(self, where: str) -> RowStore:
         if self._store is None:
-            raise ValueError(f"{where}: there are no rows yet; make a state with init first")
+            raise ValueError(f"{where}: there are no rows; make a state with init first")
+        if self._lost is not None:
+            raise RuntimeError(
+                f"{where}: rows were lost in an add that raised {self._lost}; make a new state "
+                "with init, or adopt one"
+            )
         return self._store
 
 
-jax.tree_util.register_static(Tiered)
+def _check_outside(where: str, tree: PyTree) -> None:
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
+        raise ValueError(f"{where}: call it outside of jit, since it moves rows on the host")
 
 
 @functools.partial(program, changes=True)
@@ -699,8 +732,8 @@ def _write(
 
 
 @functools.partial(program, static=("batch_size",), on_one_core=True)
-def _draw(tier: Tiered, state: ReplayState, key: Key, options: Any, batch_size: Any) -> Plan:
-    return tier.draw(state, key, batch_size, **options)
+def _draw(index: IndexBuffer, state: ReplayState, key: Key, options: Any, batch_size: Any) -> Plan:
+    return index.plan("sample", state, key, batch_size=batch_size, **options)[1]
 
 
 def made(plan: Plan, data: list[Any]) -> Sample[Any]:

@@ -18,6 +18,7 @@ from jaxreplay._util.names import description, named, printable
 from jaxreplay._util.signals import defer_interrupts
 from jaxreplay.buffers.adopt import nothing, rebuilt
 from jaxreplay.buffers.jitted import program
+from jaxreplay.buffers.state_checks import example_of
 from jaxreplay.checkpoint import bundle, extras as extras_of, rows, verifying
 from jaxreplay.checkpoint.bundle import Piece, Spec
 from jaxreplay.checkpoint.chain import Chain
@@ -296,9 +297,10 @@ class Reading:
         with defer_interrupts():
             layout = self.layout_for(buffer)
             is_there = adopt.stays(layout, buffer.layout())
-            make = functools.partial(buffer.init if is_there else _empty, example)
-            if not is_there:
-                make = functools.partial(make, layout)
+            make = functools.partial(buffer.init, example)
+            if not is_there:  # the example of one env's step may be a mapping
+                example = example_of(layout, jax.eval_shape(make).rows.steps)
+                make = functools.partial(_empty, example, layout)
             elif sharding is not None:
                 make = jax.jit(make, out_shardings=sharding)
             new = make().rows

@@ -12,13 +12,13 @@ from jaxreplay._util.aliases import PyTree
 from jaxreplay.buffers.jitted import method, program
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import example_of
-from jaxreplay.buffers.tiered import Plan, Tiered, made, tiered
+from jaxreplay.buffers.tiered import Plan, Tiered, made as made_of, tiered
 from jaxreplay.samplers import ConsumingSampler
 from jaxreplay.stateful.owner import Draws, StateOwner, key_of
 from jaxreplay.storage.platforms import default_device
 from jaxreplay.types import Sample
 
-_ON_HOST = ("add", "clear", "end_streams", "drop", "write")
+_ON_HOST = ("add", "extend", "clear", "end_streams", "drop", "write")
 
 
 @dataclasses.dataclass
@@ -51,6 +51,11 @@ class TieredOwner(StateOwner):
     def __init__(self, buffer: ReplayBuffer, draws: Draws, rows: str, ahead: bool):
         self.tier, self._ahead = tiered(buffer, rows=rows), ahead
         self._home = default_device()
+        # Functions of an index, a state and arguments; made once, since they are compared.
+        made: dict[str, Any] = {name: _of(self.tier, name) for name in _ON_HOST}
+        extend = made["extend"]
+        made["extend"] = lambda index, state, block, **envs: extend(index, state, *block, **envs)
+        self._methods = made | {"merge": self._merged}
         super().__init__(self.tier.index, draws, None)
 
     @property
@@ -67,16 +72,14 @@ class TieredOwner(StateOwner):
         return jax.default_device(jax.devices("cpu")[0])
 
     def method(self, name: str) -> Any:
-        if name in _ON_HOST:
-            return _of_tier(self.tier, name)
-        return self._merged if name == "merge" else method(name)
+        return self._methods.get(name) or method(name)
 
     def _merged(self, buffer: Any, state: Any, other: Any) -> Any:
         own = jax.tree.map(jax.numpy.copy, self.tier.whole(state))
         return self.tier.adopt(method("merge")(self.tier.buffer, own, other))
 
     def _extend_for(self, length: int) -> Any:
-        return _of_tier(self.tier, "extend_block")
+        return self._methods["extend"]
 
     def _empty(self, example: PyTree) -> Any:
         with jax.default_device(self._home):
@@ -85,6 +88,11 @@ class TieredOwner(StateOwner):
     def free(self, when: str) -> None:
         super().free(when)
         self.tier.close()
+
+    def look_whether_lost(self, error: BaseException) -> None:
+        super().look_whether_lost(error)
+        if self.tier.is_lost:
+            self._lost = f"in a call that raised {error!r}"
 
     def take(self, state: Any) -> None:
         self.init(example_of(state.layout, state.rows.steps))
@@ -95,10 +103,10 @@ class TieredOwner(StateOwner):
 
     def get(self, index: Any) -> Sample:
         self.check_begun("get")
-        plan = self.ask(_get_plan, self.tier, index, self.draws.next)
+        plan = self.ask(_get_plan, index, self.draws.next)
         if self.buffer.view.is_random:
             self.draws.count()
-        return made(plan, self.tier.take(plan))
+        return made_of(plan, self.tier.take(plan))
 
     def draw(self, batch_size: int, options: Mapping[str, Any]) -> Any:
         """Return a `Pending` batch, or None if the buffer cannot sample."""
@@ -108,40 +116,31 @@ class TieredOwner(StateOwner):
         call, draw = self.ask, _draw_plan
         if isinstance(self.buffer.sampler, ConsumingSampler):
             call, draw = self.change, _pop_plan
-        plan = call(draw, self.tier, self.draws.next, options, batch_size=batch_size)
+        plan = call(draw, self.draws.next, options, batch_size=batch_size)
         self.draws.count()
         gather = self.tier.take_later if self._ahead else self.tier.take
         return Pending(plan, gather(plan))
 
     def finished(self, batch: Any) -> Sample:
         data = batch.data if isinstance(batch.data, list) else batch.data.result()
-        return made(batch.plan, data)
+        return made_of(batch.plan, data)
 
 
-@functools.cache
-def _of_tier(tier: Tiered, name: str) -> Any:
-    """Return a method of a tiered buffer as a function of a buffer, a state and the arguments."""
-    if name == "extend_block":
-        return lambda buffer, state, block, **envs: tier.extend(state, *block, **envs)
-    return lambda buffer, state, *arguments, **options: getattr(tier, name)(
-        state, *arguments, **options
-    )
+def _of(tier: Tiered, name: str) -> Any:
+    """Return a method of a tiered buffer as a function of its index, too."""
+    return lambda index, *given, **options: getattr(tier, name)(*given, **options)
 
 
 @functools.partial(program, static=("batch_size",), on_one_core=True)
-def _draw_plan(
-    buffer: Any, state: Any, tier: Tiered, draw: Any, options: Any, batch_size: int
-) -> Plan:
-    return tier.draw(state, key_of(draw), batch_size, **options)
+def _draw_plan(index: Any, state: Any, draw: Any, options: Any, batch_size: int) -> Plan:
+    return index.plan("sample", state, key_of(draw), batch_size=batch_size, **options)[1]
 
 
 @functools.partial(program, changes=True, static=("batch_size",), on_one_core=True)
-def _pop_plan(
-    buffer: Any, state: Any, tier: Tiered, draw: Any, options: Any, batch_size: int
-) -> tuple[Any, Plan]:
-    return tier.pop(state, key_of(draw), batch_size, **options)
+def _pop_plan(index: Any, state: Any, draw: Any, options: Any, batch_size: int) -> tuple[Any, Plan]:
+    return index.plan("pop", state, key_of(draw), batch_size=batch_size, **options)
 
 
 @program
-def _get_plan(buffer: Any, state: Any, tier: Tiered, index: Any, draw: Any) -> Plan:
-    return tier.get(state, index, key_of(draw))
+def _get_plan(index: Any, state: Any, of: Any, draw: Any) -> Plan:
+    return index.plan("get", state, of, key_of(draw))[1]

@@ -90,14 +90,20 @@ class Split:
       second: Takes the gathered rows, [*request.shape, ...], and what it needs. Returns the leaves
         of the result that depend on rows.
       joined: Takes the leaves that depend on rows, and those that do not. Returns the result.
-      is_traced: Whether the parts hold arrays of the program that is traced now.
+      text: What `second` and `joined` do. Those of equal texts are equal.
     """
 
     requests: tuple[Request, ...]
     first: Callable[..., tuple[list[Any], list[Any], list[Any], Any]]
     second: Callable[..., list[Any]]
     joined: Callable[[Iterable[Any], Iterable[Any]], Any]
-    is_traced: bool
+    text: str
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Split) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
 
 
 def split(function: Callable[..., Any], *arguments: Any) -> Split:
@@ -153,7 +159,7 @@ def split(function: Callable[..., Any], *arguments: Any) -> Split:
     ends = [*itertools.accumulate(map(len, (numbers, needed, known)))]
 
     def of_arguments(*arguments: Any) -> tuple[list[Any], list[Any], list[Any], Any]:
-        found = first(*arguments)
+        found = jaxpr_as_fun(first)(*arguments)
         parts = [found[start:end] for start, end in itertools.pairwise((0, *ends))]
         return *map(list, parts), jax.tree.unflatten(other, found[ends[-1] :])  # type: ignore
 
@@ -161,16 +167,13 @@ def split(function: Callable[..., Any], *arguments: Any) -> Split:
         late, known = iter(late), iter(known)
         return jax.tree.unflatten(structure, [next(late if one else known) for one in is_late])
 
-    return Split(
-        requests=tuple(
-            Request(eqn.params["name"], eqn.invars[0].aval.shape, eqn.invars[0].aval.size)
-            for eqn in requests
-        ),
-        first=of_arguments,
-        second=_program([*gathered, *needed], late, made),
-        joined=joined,
-        is_traced=any(isinstance(one, jax.core.Tracer) for one in closed.consts),
+    second = _program([*gathered, *needed], late, made)
+    asked = tuple(
+        Request(eqn.params["name"], eqn.invars[0].aval.shape, eqn.invars[0].aval.size)
+        for eqn in requests
     )
+    text = "\n".join(map(str, (asked, second.jaxpr, structure, is_late)))
+    return Split(asked, of_arguments, jaxpr_as_fun(second), joined, text)
 
 
 jax.tree_util.register_static(Split)
@@ -182,12 +185,12 @@ def _program(
     outvars: Iterable[Any],
     constvars: Iterable[Any] = (),
     constants: Iterable[Any] = (),
-) -> Callable[..., list[Any]]:
-    """Return equations as a function of `invars`, which returns `outvars`."""
+) -> ClosedJaxpr:
+    """Return equations as a program of `invars`, which returns `outvars`."""
     invars, outvars = [*invars], [*outvars]
     names = DebugInfo("split", "host_rows", ("",) * len(invars), ("",) * len(outvars))
     part = Jaxpr([*constvars], invars, outvars, [*eqns], debug_info=names)
-    return jaxpr_as_fun(ClosedJaxpr(part, [*constants]))
+    return ClosedJaxpr(part, [*constants])
 
 
 def _variables(some: Iterable[Any]) -> list[Any]:

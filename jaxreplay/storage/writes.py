@@ -332,7 +332,7 @@ def _with_final_obs(steps: Any) -> Any:
     [2 T, E, ...]."""
 
     def joined(obs: jax.Array, final_obs: jax.Array) -> jax.Array:
-        return jnp.stack([obs, final_obs], axis=1).reshape((-1, *obs.shape[1:]))
+        return jnp.stack([obs, final_obs], axis=1).reshape((2 * len(obs), *obs.shape[1:]))
 
     return jax.tree.map(joined, steps.obs, steps.final_obs)
 

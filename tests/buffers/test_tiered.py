@@ -1,6 +1,8 @@
 """Rows on the host beside a buffer on the device: the same batches for the same keys."""
 
+import gc
 import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -183,6 +185,10 @@ def test_a_replay_has_the_same_batches_wherever_its_rows_lie(tmp_path):
         replay.save(tmp_path / name)
         other.load(tmp_path / name)
     check_equal(*(other.sample() for other in others))
+    wide = dataclasses.replace(buffer, capacity=40, num_envs=2)
+    wide = jr.Replay(wide, example=others[0]._owner.example, framework="numpy", rows="host")
+    wide.load(tmp_path / "a")  # with a mapping as the example, and other envs
+    assert len(wide) > 10
     for replay in replays:
         replay.merge(others[0])
     check_equal(*(replay.sample() for replay in replays))
@@ -190,6 +196,105 @@ def test_a_replay_has_the_same_batches_wherever_its_rows_lie(tmp_path):
     assert len(again) == len(replays[0])
     check_equal(again.get(np.arange(60)), replays[0].get(np.arange(60)))
     assert repr(again.inspect()) == repr(replays[0].inspect())
+
+
+def items_tier(capacity=8, num_rows=5):
+    tier = jr.tiered(jr.items(capacity=capacity, batch_size=4))
+    state = tier.init(np.int32(0))
+    return tier, tier.extend(state, np.arange(num_rows, dtype=np.int32)[:, None])
+
+
+def rows_of(tier, state, num_rows):
+    plan = jax.jit(tier.get)(state, np.arange(num_rows))
+    return tier.take(plan)[0].tolist()
+
+
+def test_an_add_that_fails_moves_nothing_or_says_that_rows_are_lost(monkeypatch):
+    tier, old = items_tier(num_rows=3)
+    more = np.int32([[3], [4]])
+    state = tier.extend(old, more)
+    with refused("extend: this state was donated to an earlier call"):
+        tier.extend(old, more + 100)
+    for wrong in ({"envs": [0, 0]}, {"mask": np.ones((2, 1), bool)}, {"priority": more[:, 0]}):
+        with refused("extend: "):
+            tier.extend(state, more + 100, **wrong)
+    with refused(r"add:\n.*expected int32\[1\]"):
+        tier.add(state, np.int32([1, 2]))
+    assert rows_of(tier, state, 5) == [0, 1, 2, 3, 4]
+    state = tier.add(state, np.int32([5]))
+    assert rows_of(tier, state, 6) == [0, 1, 2, 3, 4, 5]
+
+    def failing(*_):
+        raise OSError("no memory")
+
+    monkeypatch.setattr("jaxreplay.buffers.tiered._extend", failing)
+    with refused("no memory", OSError):
+        tier.add(state, np.int32([6]))
+    with refused(r"take: rows were lost in an add that raised OSError", RuntimeError):
+        rows_of(tier, state, 5)
+    monkeypatch.undo()
+    assert rows_of(tier, tier.add(tier.init(np.int32(0)), np.int32([7])), 1) == [7]
+
+
+def test_gathers_of_stale_plans_fail_and_finished_ones_are_dropped():
+    tier, state = items_tier(num_rows=8)
+    draw = jax.jit(tier.draw)
+    plan = draw(state, jax.random.key(0))
+    futures = [tier.take_later(draw(state, key)) for key in jax.random.split(jax.random.key(1), 50)]
+    futures[-1].result()
+    state = tier.extend(state, np.full((8, 1), 100, np.int32))
+    assert not tier._flights
+    with refused("rows of this plan were overwritten"):
+        tier.take_later(plan).result()
+
+
+def test_a_draw_is_traced_anew_in_each_program():
+    factor = {}
+
+    class Scaled(jr.views.Item):
+        def read(self, reader):
+            return reader.item() * factor["now"]
+
+    tier = jr.tiered(jr.ReplayBuffer(capacity=8, batch_size=4, sampler=jr.Uniform(), view=Scaled()))
+    factor["now"] = 1
+    state = tier.extend(tier.init(np.float32(0)), np.ones((5, 1), np.float32))
+    for value in (1, 2):
+        factor["now"] = value
+
+        @jax.jit
+        def drawn(state, given):
+            factor["now"] = given
+            return tier.draw(state, jax.random.key(0))
+
+        for given in (np.float32(value), np.float32(10 * value)):
+            plan = drawn(state, given)
+            found = jax.jit(tier.read)(plan, tier.take(plan)).experience
+            assert found.tolist() == [given] * 4
+
+
+def test_a_state_of_another_example_is_checked_anew_and_a_program_cannot_move_rows():
+    tier, _ = items_tier()
+    state = tier.init(np.zeros(3, np.int32))
+    with refused(r"expected int32\[5, 1, 3\]"):
+        tier.extend(state, np.zeros((5, 1), np.int32))
+    for call in (
+        tier.clear,
+        lambda state: tier.add(state, np.zeros((1, 3), np.int32)),
+        lambda state: tier.sample(state, jax.random.key(0)),
+    ):
+        with refused("call it outside of jit, since it moves rows on the host"):
+            jax.eval_shape(call, state)
+
+
+def test_rows_of_a_replay_that_is_dropped_are_freed():
+    replay = jr.Replay(jr.items(capacity=8, batch_size=2), rows="host", prefetch=1)
+    for _ in range(4):
+        replay.add({"x": np.zeros((1, 3), np.float32)})
+    replay.sample()
+    store = weakref.ref(replay._owner.tier._store)
+    del replay
+    gc.collect()
+    assert store() is None
 
 
 class Looping(jr.views.View):
@@ -212,7 +317,7 @@ def test_mistakes_are_answered():
     with refused("rows='host' takes no mixture and no device="):
         jr.Replay(plain, rows="host", device="cpu")
     tier = jr.tiered(plain)
-    with refused("add: there are no rows yet; make a state with init first"):
+    with refused("add: there are no rows; make a state with init first"):
         tier.add(None, np.zeros(2))
     with refused("has no frobnicate", AttributeError):
         tier.frobnicate  # noqa: B018

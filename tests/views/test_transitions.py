@@ -287,3 +287,13 @@ def test_a_step_may_have_a_discount_of_its_own():
                     break
             assert found.experience.reward[row] == reward
             assert found.experience.discount[row] == discount
+
+
+def test_observations_may_be_empty():
+    obs = np.zeros((3, 1, 0), np.float32)
+    zero, flag = np.zeros((3, 1), np.float32), np.ones((3, 1), bool)
+    steps = jr.Step(
+        obs=obs, action=zero, reward=zero, terminated=flag, truncated=~flag, final_obs=obs
+    )
+    buffer = jr.uniform(capacity=16, num_envs=1, batch_size=4, autoreset="same_step")
+    assert items_of(buffer, steps).experience.next_obs.shape == (3, 16, 0)
