@@ -21,7 +21,7 @@ from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.jitted import method, program
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_not_deleted, example_of
-from jaxreplay.storage import ring, stored_arrays, writes
+from jaxreplay.storage import platforms, ring, stored_arrays, writes
 from jaxreplay.storage.host_rows import Split, split
 from jaxreplay.storage.row_store import HostRows, RowStore
 from jaxreplay.storage.state import ReplayState
@@ -181,8 +181,10 @@ class Tiered:
                 "depend on who has ended before"
             )
         self.buffer = buffer
+        # Of the device where the index lies, also while the host has the whole state.
+        buffer = dataclasses.replace(buffer, platform=buffer.platform or platforms.default())
         fields = {field.name: getattr(buffer, field.name) for field in dataclasses.fields(buffer)}
-        self.index = IndexBuffer(**fields)
+        self.index, self._whole = IndexBuffer(**fields), buffer
         self._store: RowStore | None = None
         self._lost: str | None = None  # the error in which an add lost rows
         self._num_written = np.zeros(buffer.num_envs, np.int64)  # rows of each env, ever
@@ -584,6 +586,11 @@ class Tiered:
         """True if an add that failed has lost rows."""
         return self._lost is not None
 
+    @property
+    def whole_buffer(self) -> ReplayBuffer[Any]:
+        """The buffer, with the platform of the index."""
+        return self._whole
+
     def end_streams(self, state: ReplayState, mask: Any = None) -> ReplayState:
         """End the unfinished episodes, as `ReplayBuffer.end_streams` does. Outside of `jit`.
 
@@ -630,8 +637,8 @@ class Tiered:
         """Return the state of the buffer with all rows, in the memory of the host: to save it, to
         look at it, or for any method of the buffer. Outside of `jit`.
 
-        It costs no memory for rows: they are those of this object. Use it before the next add, and
-        donate it to no call.
+        It costs no memory for rows: they are those of this object, but for a TPU, which stores them
+        in another form. Use it before the next add, and donate it to no call.
 
         Args:
           state: The newest state.
@@ -641,9 +648,15 @@ class Tiered:
         def present(name: str, leaf: Any) -> Any:
             if isinstance(leaf, BitsArray):
                 return leaf.replace(bits=present(name, leaf.bits))
-            return jax.device_put(store.arrays[name], cpu)
+            rows = jax.device_put(store.arrays[name], cpu)
+            if not state.layout.traits.has_tiles:
+                return rows
+            row = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+            empty = stored_arrays.zeros(len(rows), row, has_tiles=True)
+            return stored_arrays.write(empty, ring.arange(len(rows)), rows)
 
-        return jax.device_put(_mapped(state, present), cpu)
+        with jax.default_device(cpu):
+            return jax.device_put(_mapped(state, present), cpu)
 
     def adopt(self, state: ReplayState) -> ReplayState:
         """Return the state with the rows of any buffer's state, as `ReplayBuffer.adopt` does; they
@@ -659,13 +672,13 @@ class Tiered:
           ValueError: As for `ReplayBuffer.adopt`.
         """
         with jax.default_device(jax.devices("cpu")[0]):
-            state = method("adopt")(self.buffer, state)
+            state = method("adopt")(self._whole, state)
         new = self.init(example_of(state.layout, state.rows.steps))
         store = self._store_of("adopt")
 
         def take(name: str, leaf: Any) -> Any:
             array = leaf.bits if isinstance(leaf, BitsArray) else leaf
-            store.arrays[name][...] = np.asarray(array)
+            store.arrays[name][...] = np.asarray(stored_arrays.values(array))
             return _absent(name, leaf)
 
         index = _mapped(state, take)

@@ -60,7 +60,7 @@ class TieredOwner(StateOwner):
 
     @property
     def saved(self) -> ReplayBuffer:
-        return self.tier.buffer
+        return self.tier.whole_buffer
 
     @property
     def whole(self) -> tuple[ReplayBuffer, Any]:
@@ -76,7 +76,7 @@ class TieredOwner(StateOwner):
 
     def _merged(self, buffer: Any, state: Any, other: Any) -> Any:
         own = jax.tree.map(jax.numpy.copy, self.tier.whole(state))
-        return self.tier.adopt(method("merge")(self.tier.buffer, own, other))
+        return self.tier.adopt(method("merge")(self.tier.whole_buffer, own, other))
 
     def _extend_for(self, length: int) -> Any:
         return self._methods["extend"]

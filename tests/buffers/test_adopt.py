@@ -9,7 +9,7 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay.samplers import PrioritySampler
-from jaxreplay.storage import ring, row_flags
+from jaxreplay.storage import ring, row_flags, stored_arrays
 from jaxreplay.storage.layout import Window
 from jaxreplay.storage.sampleable import Sampleable
 from jaxreplay.views import SequenceView
@@ -139,7 +139,7 @@ def reading(buffer):
     def read(state):
         row, key = jnp.arange(buffer.capacity), jax.random.key(1)
         found = {
-            "obs": state.rows.steps.obs["goal"][:, 0],
+            "obs": stored_arrays.values(state.rows.steps.obs["goal"])[:, 0],
             "flags": state.rows.flags,
             "age": state.age(row),
             "is_written": state.is_written(row),
