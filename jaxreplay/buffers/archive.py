@@ -41,7 +41,8 @@ class ArchiveState(Node):
       items: State of the buffer of the items and their sampler; rows are filled from 0 on.
       scores: Tuple of float32[n], a tree of minima. The first, [C], has the score of each row, -inf
         where there is no item. Empty for a reservoir.
-      lap: uint32[C], number of items that were in the row before, modulo 2^32.
+      lap: uint32[C], number of times that an item was stored in the row or the archive was cleared,
+        modulo 2^32.
       num_seen: int32[], number of items that came, stored or not. It stops at 2^31 - 1.
     """
 
@@ -66,7 +67,8 @@ class Archive(Static):
     regret, the best demonstrations. With `keep="reservoir"` it has a uniform sample of all items
     that ever came, as the average policy of fictitious self-play needs it.
 
-    A call costs what it touches, and the logarithm of the capacity. The axes are M items of a call
+    A call costs what it touches, and the logarithm of the capacity, but for `clear` and samples of
+    `Stale`. The axes are M items of a call
     and B items of a batch. Methods are pure functions of the state. In one program, add before you
     sample, or what was made from the sample: else XLA copies the archive.
 
@@ -173,8 +175,8 @@ class Archive(Static):
 
         With "best", the archive then has the C items with the largest scores of those that it had
         and the new ones. An item with the score of a new one stays; of equal new ones the first is
-        stored. With "reservoir", each of the n items that came so far is
-        stored with probability C / n.
+        stored. With "reservoir", each of the n items that came so far is stored with probability
+        C / n.
 
         Args:
           state: Donated: jit with `donate_argnums=0`, else the whole archive is copied.

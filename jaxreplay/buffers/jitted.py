@@ -18,8 +18,9 @@ from jaxreplay.storage.state import ReplayState
 B = TypeVar("B")  # the type of a buffer
 
 # methods that donate the state
-_CHANGES = frozenset({"add", "extend", "write", "clear", "pop", "end_streams", "drop", "merge"})
-_CHANGES |= {"update_scores"}
+_CHANGES = frozenset(
+    ("add", "extend", "write", "clear", "pop", "end_streams", "drop", "merge", "update_scores")
+)
 _METHODS = _CHANGES.union(
     ("sample", "get", "update_priorities", "size", "can_sample", "can_add", "age"),
     ("metrics", "adopt"),

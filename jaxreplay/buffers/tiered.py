@@ -23,7 +23,7 @@ from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_not_deleted, example_of
 from jaxreplay.storage import platforms, ring, stored_arrays, writes
 from jaxreplay.storage.host_rows import Split, split
-from jaxreplay.storage.row_store import HostRows, RowStore
+from jaxreplay.storage.row_store import HostRows
 from jaxreplay.storage.state import ReplayState
 from jaxreplay.storage.stored_arrays import BitsArray, HostArray
 from jaxreplay.types import Index, Sample, SampleOptions, Step
@@ -185,7 +185,7 @@ class Tiered:
         buffer = dataclasses.replace(buffer, platform=buffer.platform or platforms.default())
         fields = {field.name: getattr(buffer, field.name) for field in dataclasses.fields(buffer)}
         self.index, self._whole = IndexBuffer(**fields), buffer
-        self._store: RowStore | None = None
+        self._store: HostRows | None = None
         self._lost: str | None = None  # the error in which an add lost rows
         self._num_written = np.zeros(buffer.num_envs, np.int64)  # rows of each env, ever
         self._known: set[Any] = set()  # shapes of blocks that fit
@@ -337,8 +337,8 @@ class Tiered:
         specs = [jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype) for x in leaves]
         known = where, structure, tuple((spec.shape, spec.dtype) for spec in specs)
         if known not in self._known:
-            method = getattr(self.index, where)
-            add = lambda state, given, envs: method(state, *given, envs=envs)
+            call = getattr(self.index, where)
+            add = lambda state, given, envs: call(state, *given, envs=envs)
             jax.eval_shape(add, state, *jax.tree.unflatten(structure, specs))
             self._known.add(known)
 
@@ -467,7 +467,7 @@ class Tiered:
         self._flights.append(_Flight(plan, future))
         return future
 
-    def _gather(self, plan: Plan, store: RowStore, number: np.ndarray) -> list[np.ndarray]:
+    def _gather(self, plan: Plan, store: HostRows, number: np.ndarray) -> list[np.ndarray]:
         """Gather the rows of a plan.
 
         Args:
@@ -702,7 +702,7 @@ class Tiered:
         self._num_written = laps.astype(np.int64) * self.buffer.length + positions
         return state
 
-    def _store_of(self, where: str) -> RowStore:
+    def _store_of(self, where: str) -> HostRows:
         if self._store is None:
             raise ValueError(f"{where}: there are no rows; make a state with init first")
         if self._lost is not None:
@@ -761,7 +761,7 @@ def _second(parts: Split, data: Any, needed: Any) -> list[Any]:
 
 
 def tiered(buffer: ReplayBuffer[Any], *, rows: str = "host") -> Tiered:
-    """Divide a buffer: the rows lie on the host, and an index of 5 to 10 bytes a row on the device.
+    """Divide a buffer: the rows lie on the host, and an index of 5 to 17 bytes a row on the device.
 
     Args:
       buffer: A `ReplayBuffer`. It is not changed.

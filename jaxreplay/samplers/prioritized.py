@@ -314,11 +314,16 @@ class Prioritized(PrioritySampler):
         are priorities that are NaN, infinite or negative: the row keeps its own. If a row appears
         more than once, its largest priority counts.
         """
-        state, leaf, priority = _accept(state, sampleable, index, priority)
+        layout, (row, is_live) = sampleable.layout, live_rows(sampleable, index)
+        is_good = is_good_priority(priority)
+        accepted = is_live & is_good
+        priority = jnp.where(accepted, priority, 0)
+        leaf = jnp.where(accepted, _leaf_of(layout, row), layout.capacity)
         return state.replace(
-            tree=self._tree(sampleable.layout).set(
-                state.tree, leaf, self._mass(sampleable.layout, priority)
-            )
+            tree=self._tree(layout).set(state.tree, leaf, self._mass(layout, priority)),
+            max_priority=jnp.maximum(state.max_priority, jnp.max(priority, initial=0)),
+            num_stale_updates=_count(state.num_stale_updates, ~is_live),
+            num_bad_priorities=_count(state.num_bad_priorities, is_live & ~is_good),
         )
 
     def _tree(self, layout: Layout) -> SumTree:
@@ -375,7 +380,7 @@ def _give(
     """
     if priority is None:
         return state, jnp.broadcast_to(state.max_priority if new is None else new, is_new.shape)
-    is_good = _is_good(priority)
+    is_good = is_good_priority(priority)
     largest = jax.lax.cummax(
         jnp.max(jnp.where(is_new & is_good, priority, state.max_priority), axis=1)
     )
@@ -388,35 +393,24 @@ def _give(
     return state, jnp.where(is_good, priority, before[:, None] if new is None else new)
 
 
-def _accept(
-    state: PrioritizedState, sampleable: Sampleable, index: Index, priority: jax.Array
-) -> tuple[Any, jax.Array, jax.Array]:
-    """Check an update, and count what is ignored.
+def live_rows(sampleable: Sampleable, index: Index) -> tuple[jax.Array, jax.Array]:
+    """Return the rows of an index, 0 for those out of range, int32[B]; and whether each index is
+    live, as `PrioritySampler.update` defines it, bool[B].
 
-    Ignored are rows that are out of range, overwritten since, or not sampleable, and priorities
-    that are NaN, infinite or negative. Their leaf is the capacity, and their priority 0.
-
-    Returns:
-      The new state; int32[B], the leaves to write; float32[B], their priorities.
+    Args:
+      sampleable: The sampleable rows.
+      index: Indices, leaves [B], not checked.
     """
-    layout = sampleable.layout
-    is_in_range = (index.row >= 0) & (index.row < layout.capacity)
+    is_in_range = (index.row >= 0) & (index.row < sampleable.layout.capacity)
     row = jnp.where(is_in_range, index.row, 0)
     is_live = (
         is_in_range & (sampleable.state.index(row).lap == index.lap) & sampleable.contains(row)
     )
-    is_good = _is_good(priority)
-    accepted = is_live & is_good
-    priority = jnp.where(accepted, priority, 0)
-    state = state.replace(
-        max_priority=jnp.maximum(state.max_priority, jnp.max(priority, initial=0)),
-        num_stale_updates=_count(state.num_stale_updates, ~is_live),
-        num_bad_priorities=_count(state.num_bad_priorities, is_live & ~is_good),
-    )
-    return state, jnp.where(accepted, _leaf_of(layout, row), layout.capacity), priority
+    return row, is_live
 
 
-def _is_good(priority: jax.Array) -> jax.Array:
+def is_good_priority(priority: jax.Array) -> jax.Array:
+    """Return whether each priority is finite and at least 0: bool[...]."""
     return jnp.isfinite(priority) & (priority >= 0)
 
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxreplay._util import random, xla
 from jaxreplay._util.aliases import Key
 from jaxreplay._util.struct import Node
+from jaxreplay.samplers.prioritized import is_good_priority, live_rows
 from jaxreplay.samplers.sampler import Draw, PrioritySampler
 from jaxreplay.samplers.sum_tree import SumTree
 from jaxreplay.storage import ring
@@ -98,11 +99,8 @@ class Stale(PrioritySampler):
         self, state: StaleState, sampleable: Sampleable, index: Index, priority: jax.Array
     ) -> StaleState:
         """Begin the time of rows anew, but of those whose index or priority is ignored."""
-        capacity = sampleable.layout.capacity
-        row = jnp.clip(index.row, 0, capacity - 1)
-        is_set = (row == index.row) & sampleable.contains(row) & (priority >= 0)
-        is_set &= (sampleable.state.index(row).lap == index.lap) & jnp.isfinite(priority)
-        row = jnp.where(is_set, row, capacity)
+        capacity, (row, is_live) = sampleable.layout.capacity, live_rows(sampleable, index)
+        row = jnp.where(is_live & is_good_priority(priority), row, capacity)
         return self._set(state, jnp.where(xla.is_last(row), row, capacity))
 
     def _set(self, state: StaleState, row: jax.Array) -> StaleState:

@@ -60,7 +60,7 @@ class Replay:
       device: Device that stores the rows: a `jax.Device`, or a platform such as "cpu" for the
         host's memory. Batches go to JAX's default device. Default: JAX's default device.
       rows: Where the rows lie: "device"; or "host", in the memory of the host, with an index of 5
-        to 10 bytes a row on the device, as `jaxreplay.tiered` has it. Default: "device".
+        to 17 bytes a row on the device, as `jaxreplay.tiered` has it. Default: "device".
       prefetch: Number of batches that are sampled in advance, at the end of each `sample`: the
         device works on them while the caller learns. Their priorities are older by as many batches.
         They count as sampled, and are not saved; nor are their rows, if the sampler consumes rows.
@@ -129,9 +129,11 @@ class Replay:
             self._owner = MixtureOwner(buffer, seed, device)
             self._owners = {**self._owner.members}
         else:
-            self._owner = StateOwner(buffer, Draws(seed), device)
-            if rows != "device":
-                self._owner = TieredOwner(buffer, Draws(seed), rows, ahead=prefetch > 0)
+            self._owner = (
+                StateOwner(buffer, Draws(seed), device)
+                if rows == "device"
+                else TieredOwner(buffer, Draws(seed), rows, ahead=prefetch > 0)
+            )
             self._owners = {None: self._owner}
         self._limiter = (
             None

@@ -95,7 +95,7 @@ def write(
       are_distinct: If False, a row may be written twice; on a CPU the last one stays. Default:
         True.
     """
-    if isinstance(leaf, HostArray):
+    if isinstance(leaf, HostArray):  # the host writes the values
         return leaf
     if isinstance(leaf, BitsArray):
         bits = _encode(values, leaf.bits.dtype)
