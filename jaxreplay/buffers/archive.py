@@ -141,6 +141,7 @@ class Archive(Static):
           ValueError: The example has no leaves.
           MemoryError: The device has too little memory for the archive.
         """
+        example = self._buffer._example("init", example)
         if not checks.is_tracing():
             memory.check_fits("init", self.memory(example))
         return self._with(self._buffer.init(example))
