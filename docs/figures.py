@@ -136,6 +136,35 @@ def donation():
     plt.show()
 
 
+def tiers():
+    """Draw what goes between the device, the host's memory and the disk."""
+    axes = _canvas(9.5, 2.9, 14, 4.2)
+    boxes = {
+        0.3: ("device", "index: flags, counters,\npriorities; 5 to 17 bytes a row", ROW),
+        5.3: ("host", "gathers the rows of a batch\nin a thread", NEXT_EPISODE),
+        10.3: ("memory or files", "all rows", FINAL),
+    }
+    for x, (name, text, color) in boxes.items():
+        _box(axes, x, 1.6, "", color, width=3.4, height=2.2)
+        axes.text(x + 1.7, 3.5, name, ha="center", va="center", fontsize=10)
+        axes.text(x + 1.7, 2.6, text, ha="center", va="center", fontsize=8)
+    arrows = [
+        ((3.7, 3.2), (5.3, 3.2), "1  row numbers", 3.3),
+        ((5.3, 2.2), (3.7, 2.2), "3  the batch", 2.3),
+        ((10.3, 2.7), (8.7, 2.7), "2  these rows", 2.8),
+    ]
+    for start, end, text, y in arrows:
+        _arrow(axes, start, end)
+        middle = (start[0] + end[0]) / 2
+        axes.text(middle, y, text, ha="center", fontsize=8, color=BLUE)
+    axes.text(7.0, 0.75, "steps of the envs", ha="center", fontsize=9, color=GREEN)
+    _arrow(axes, (8.6, 0.85), (12.0, 1.55), GREEN)
+    axes.text(11.2, 0.75, "values", fontsize=8, color=GREEN)
+    _arrow(axes, (5.4, 0.85), (2.0, 1.55), GREEN)
+    axes.text(2.3, 0.75, "flags, a byte each", fontsize=8, color=GREEN)
+    plt.show()
+
+
 def speed():
     """Draw microseconds beside flashbax and Stable-Baselines3, from benchmarks/results.json."""
     rows = {(row["table"], row["name"], _capacity(row)): row for row in measured()["rows"]}

@@ -16,6 +16,7 @@ from jaxreplay import autoreset
 from jaxreplay._util.aliases import Autoreset
 from jaxreplay._util.names import printable
 from jaxreplay.buffers import factories
+from jaxreplay.buffers.tiered import tiered
 from jaxreplay.inspection.plan import plan, step_of
 
 
@@ -72,6 +73,11 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         help="divide the buffer, and show what one device holds",
+    )
+    parser.add_argument(
+        "--rows",
+        metavar="PLACE",
+        help='"host", or a folder: where the rows lie; default: the device',
     )
     parser.add_argument("--n-step", type=int, default=1, help="steps of a transition")
     parser.add_argument("--prioritized", action="store_true", help="include the tree of priorities")
@@ -162,7 +168,8 @@ def _plan(options: argparse.Namespace) -> tuple[str, int]:
         if options.env is None
         else _step_of_env(options.env, options.autoreset)
     )
-    made = plan(buffer, example, options.devices)
+    place = buffer if options.rows is None else tiered(buffer, rows=options.rows)
+    made = plan(place, example, options.devices)
     if not options.json:
         return str(made), 0
     return json.dumps(

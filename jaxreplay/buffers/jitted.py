@@ -144,6 +144,7 @@ def _sampler_method(call: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+rebuild = program(rebuilt, static=("is_intact",))
 _rebuilt = program(lambda buffer, state: rebuilt(buffer, state, numbers_of(state)))
 
 

@@ -5,6 +5,9 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
+import pathlib
+import shutil
 from collections.abc import Callable
 from typing import Any, Unpack
 
@@ -18,13 +21,15 @@ from jaxreplay._util.names import named
 from jaxreplay._util.signals import defer_interrupts
 from jaxreplay._util.struct import Node, static_field
 from jaxreplay.buffers import memory, step_checks
-from jaxreplay.buffers.jitted import method, program
+from jaxreplay.buffers.jitted import method, program, rebuild
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_not_deleted, example_of
-from jaxreplay.storage import platforms, ring, stored_arrays, writes
+from jaxreplay.storage import agents, platforms, ring, row_flags, stored_arrays, writes
 from jaxreplay.storage.host_rows import Split, split
+from jaxreplay.storage.layout import Layout
+from jaxreplay.storage.row_files import BEGUN, END, FIRST, LAST_FLAGS, FileRows
 from jaxreplay.storage.row_store import HostRows
-from jaxreplay.storage.state import ReplayState
+from jaxreplay.storage.state import Counters, ReplayState, Rows
 from jaxreplay.storage.stored_arrays import BitsArray, HostArray
 from jaxreplay.types import Index, Sample, SampleOptions, Step
 
@@ -153,11 +158,15 @@ class Tiered:
     The rows belong to this object, and to the newest state that it returned. A plan is of the state
     that it was drawn from: after `init` or `adopt`, take none that was drawn before.
 
+    Rows in files stay when the process ends, also if it is killed: `init` opens them again. Then
+    all rows of the adds that returned are there, with the priorities of new rows.
+
     Args:
       buffer: A `ReplayBuffer`.
+      rows: As for `jaxreplay.tiered`. Default: "host".
 
     Raises:
-      ValueError: The buffer cannot be divided.
+      ValueError: The buffer cannot be divided, or there is no such place.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, jaxreplay as jr
@@ -170,7 +179,14 @@ class Tiered:
       [3.0, 3.0, 3.0, 3.0]
     """
 
-    def __init__(self, buffer: ReplayBuffer[Any]):
+    def __init__(self, buffer: ReplayBuffer[Any], rows: Any = "host"):
+        place = os.fspath(rows) if isinstance(rows, str | os.PathLike) else None
+        if place is None or (place != "host" and place is rows and os.sep not in place):
+            raise ValueError(
+                'tiered: rows must be "host", or the path of a folder such as "/data/run7" or '
+                f'"./run7", got {rows!r}'
+            )
+        self.place = place
         if type(buffer) is not ReplayBuffer:
             raise ValueError(
                 f"tiered: takes a ReplayBuffer, such as jaxreplay.uniform(...), got {buffer!r}"
@@ -201,7 +217,7 @@ class Tiered:
         raise AttributeError(f"a tiered buffer has no {name}")
 
     def init(self, example: PyTree) -> ReplayState:
-        """Make an empty state, and room for its rows.
+        """Make an empty state, and room for its rows; or the state of the rows that a folder has.
 
         Args:
           example: One env's step or one item, as for `ReplayBuffer.init`.
@@ -210,23 +226,75 @@ class Tiered:
           The state, on JAX's default device.
 
         Raises:
-          ValueError: As for `ReplayBuffer.init`.
+          ValueError: As for `ReplayBuffer.init`; or the folder has the rows of another buffer, or
+            is damaged.
           MemoryError: The device has too little memory for the index, or the host for the rows.
+          OSError: The disk has too little space, or the folder is in use, or on another machine.
         """
+        state = self._prepared(example)
+        if isinstance(self._store, FileRows):
+            return self._reopened(state, self._store)
+        return self._followed(state)
+
+    def _prepared(self, example: PyTree) -> ReplayState:
+        """Return an empty state, with room for its rows, or with those that a folder has."""
         _check_outside("init", example)
+        if self.is_in_files:
+            self.close()
         state = self.index.init(example)
         self._known, self._lost = set(), None
         leaves = jax.tree.leaves(state.rows.steps, is_leaf=_is_absent)
         absent = [leaf for leaf in leaves if _is_absent(leaf)]
         specs = {leaf.name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in absent}
+        if self.is_in_files:
+            names = "num_envs", "length", "autoreset", "num_agents"
+            about = {name: getattr(self.buffer, name) for name in names}
+            journal = {}
+            if self.buffer.autoreset is not None:
+                journal["flags"] = jax.ShapeDtypeStruct((), np.uint8)
+            if (agents := self.buffer.num_agents) is not None:
+                journal["agents"] = jax.ShapeDtypeStruct((agents,), np.uint8)
+            self._store = FileRows(self.place, about, specs, journal)
+            return state
         needs = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in absent)
-        free = memory.free_host_bytes()
+        free = self.free_bytes()
         if free is not None and needs > free:
             raise MemoryError(
                 f"init: the rows take {needs:,} bytes on the host, which has {free:,} free"
             )
         self._store = HostRows(self.buffer.capacity, specs)
-        return self._followed(state)
+        return state
+
+    def _reopened(self, state: ReplayState, store: FileRows) -> ReplayState:
+        """Return the state of the rows in files.
+
+        Args:
+          state: An empty state.
+          store: The files.
+        """
+        layout, progress = state.layout, store.progress
+        first, end = progress[FIRST], progress[END]
+        self._num_written = end.copy()
+        if not end.any():
+            return self._followed(state)
+        if layout.lockstep and (np.ptp(first) or np.ptp(end)):
+            self.close()
+            raise ValueError(
+                f"init: the envs in {self.place} have different numbers of rows, so that the "
+                "buffer needs allow_mask=True"
+            )
+        lap, position = np.divmod(end, layout.length)
+        counters = {"lap": lap.astype(np.uint32), "position": position.astype(np.int32)}
+        counters["filled"] = (end - first).astype(np.int32)
+        counters["last_flags"] = progress[LAST_FLAGS].astype(np.uint8)
+        kept = {name: jnp.array(rows) for name, rows in store.journal.items()}
+        rows = Rows(steps=None, flags=kept.get("flags"), candidate_number=None, table=None)
+        before = ReplayState(rows, Counters.zeros(layout).set(**counters), None)
+        made = rebuild(self.index, before, {}, is_intact=False)
+        steps = state.rows.steps
+        if "agents" in kept:
+            steps = steps.replace(terminated=kept["agents"])
+        return made.replace(rows=made.rows.replace(steps=steps))
 
     def add(
         self,
@@ -313,6 +381,8 @@ class Tiered:
         every = 2 if final else 1  # the row of a step, and that of a final observation
         try:
             with defer_interrupts():
+                if isinstance(store, FileRows):
+                    store.begin(number)
                 # The values, on the host.
                 for name, leaf in named(values):
                     rows, kept = row[::every], is_written[::every]
@@ -321,6 +391,8 @@ class Tiered:
                         leaf = leaf.reshape(len(row), *leaf.shape[2:])
                         rows, kept = row, is_written
                     store.write(name, rows[kept], _bits(leaf[kept], stored[name]))
+                if isinstance(store, FileRows):
+                    self._note(store, flags, envs, row, is_written, number)
                 # The rest, on the device.
                 state = _extend(self.index, state, flags, mask, priority, envs)
                 self._num_written = number
@@ -361,6 +433,40 @@ class Tiered:
         number = self._num_written.copy()
         np.add.at(number, env, nth[-1])
         return env * self.buffer.length + position, is_written, number
+
+    def _note(
+        self, store: FileRows, flags: Any, envs: Any, row: Any, is_written: Any, number: Any
+    ) -> None:
+        """Write to the journal which rows are complete, and their flags, as the device counts them.
+
+        Args:
+          store: The files.
+          flags: bool[T, E] or bool[T, E, A], of the steps: terminated, truncated.
+          envs: int[E], or None for all envs.
+          row: int64[K, E], rows.
+          is_written: bool[K, E], whether each is written.
+          number: int64[num_envs], the number of each env's next row.
+        """
+        last = store.progress[LAST_FLAGS].astype(np.uint8)
+        if (layout := self.index.layout()).autoreset is not None:
+            every = np.arange(layout.num_envs)
+            env = every if envs is None else np.where(is_written.any(axis=0), envs, 0)
+            of_agents = None
+            if "agents" in store.journal:
+                position = ring.position_of(self._num_written[env] - 1, layout.length)
+                _, end = store.progress[[FIRST, END]][:, env]
+                is_cleared = (store.progress[FIRST][env] == end) & (end >= layout.length)
+                of_agents = store.journal["agents"][env * layout.length + position], is_cleared
+            taken = is_written[:: layout.rows_per_step]
+            with jax.default_device(jax.devices("cpu")[0]):
+                found = _flags_of(layout, *flags, taken, last[env], of_agents)
+            for name, values in zip(("flags", "agents"), found, strict=True):
+                if values is not None:
+                    store.journal[name][row[is_written]] = np.asarray(values)[is_written]
+            newest = ring.position_of(number - 1, layout.length) + every * layout.length
+            has_new = number > self._num_written
+            last[has_new] = store.journal["flags"][newest[has_new]]
+        store.end(number, last)
 
     def draw(
         self,
@@ -581,6 +687,101 @@ class Tiered:
             store.write(name, rows[kept], _bits(np.asarray(leaf)[kept], stored[name]))
         return state
 
+    def flush(self) -> str | None:
+        """Wait until the rows in files are on the disk.
+
+        Returns:
+          The token of these files, which a checkpoint of their index has; None without files.
+        """
+        store = self._store_of("flush")
+        if not isinstance(store, FileRows):
+            return None
+        store.flush()
+        return store.token
+
+    def resume(
+        self, example: PyTree, token: str, end: np.ndarray, restore: Callable[[Any], ReplayState]
+    ) -> ReplayState:
+        """Return a saved state of the index, for the rows in the files.
+
+        Args:
+          example: As for `init`.
+          token: What `flush` returned when it was saved.
+          end: int64[E], the number of each env's next row at that time.
+          restore: Takes the number of each env's oldest row that may be there still, int64[E], and
+            returns the state.
+
+        Raises:
+          ValueError: The files do not have these rows.
+        """
+        if not self.is_in_files:
+            raise ValueError("restore: the rows of this checkpoint are in files, not in memory")
+        if self._store is None:
+            self.init(example)
+        store = self._store
+        assert isinstance(store, FileRows)
+        if not store.goes_on_from(token, end):
+            raise ValueError(
+                f"restore: the rows of this checkpoint are not in {self.place}: it has others, "
+                "or they were replaced after an earlier checkpoint was restored; a save with "
+                "copy=True has the rows itself"
+            )
+        concurrent.futures.wait([flight.future for flight in self._flights])
+        state = restore(store.progress[BEGUN] - self.buffer.length)
+        store.renew(end)
+        self._lost = None
+        return self._followed(state, is_new=True)
+
+    def replace(
+        self, example: PyTree, fill: Callable[[dict[str, Any], ReplayState], ReplayState]
+    ) -> ReplayState:
+        """Return a state with all rows new.
+
+        Args:
+          example: As for `init`.
+          fill: Takes arrays of NumPy to fill, [N, ...]: "steps", a tree of leaves as they are
+            stored, and "flags", or None; and an empty state of the index. Returns the state.
+        """
+        before = self._store, self._num_written, self._lost
+        if not self.is_in_files:
+            self._store = None  # the old rows stay until the new ones are there
+        try:
+            empty = self._prepared(example)
+            store = self._store_of("replace")
+            if isinstance(store, FileRows):
+                store.forget()
+                before = store, np.zeros_like(self._num_written), "in a restore that failed"
+
+            def array(leaf: Any) -> Any:
+                if isinstance(leaf, BitsArray):
+                    return leaf.replace(bits=array(leaf.bits))
+                if isinstance(leaf, HostArray):
+                    return store.arrays[leaf.name]
+                return np.zeros(leaf.shape, leaf.dtype)
+
+            steps = stored_arrays.tree_map(array, empty.rows.steps)
+            flags = None if empty.rows.flags is None else np.zeros(self.buffer.capacity, np.uint8)
+            state = fill({"steps": steps, "flags": flags}, empty)
+            if isinstance(store, FileRows):
+                store.renew(None)
+            return self._followed(state, is_new=True)
+        except BaseException:
+            self._store, self._num_written, self._lost = before
+            raise
+
+    @property
+    def is_in_files(self) -> bool:
+        """True if the rows are in files."""
+        return self.place != "host"
+
+    def free_bytes(self) -> int | None:
+        """Return the free bytes where the rows lie, or None if the system does not report them."""
+        if not self.is_in_files:
+            return memory.free_host_bytes()
+        folder = pathlib.Path(self.place).absolute()
+        there = next(one for one in (folder, *folder.parents) if one.exists())
+        return shutil.disk_usage(there).free
+
     @property
     def is_lost(self) -> bool:
         """True if an add that failed has lost rows."""
@@ -673,8 +874,11 @@ class Tiered:
         """
         with jax.default_device(jax.devices("cpu")[0]):
             state = method("adopt")(self._whole, state)
-        new = self.init(example_of(state.layout, state.rows.steps))
+        new = self._prepared(example_of(state.layout, state.rows.steps))
         store = self._store_of("adopt")
+        if isinstance(store, FileRows):
+            store.forget()
+            store.renew(None)
 
         def take(name: str, leaf: Any) -> Any:
             array = leaf.bits if isinstance(leaf, BitsArray) else leaf
@@ -682,10 +886,11 @@ class Tiered:
             return _absent(name, leaf)
 
         index = _mapped(state, take)
-        return self._followed(jax.device_put(index, jax.tree.leaves(new.counters)[0].sharding))
+        index = jax.device_put(index, jax.tree.leaves(new.counters)[0].sharding)
+        return self._followed(index, is_new=True)
 
     def close(self) -> None:
-        """Give up the rows, and their memory."""
+        """Give up the rows, and their memory. Those in files stay there, for another `init`."""
         concurrent.futures.wait([flight.future for flight in self._flights])
         if self._store is not None:
             self._store.close()
@@ -694,12 +899,30 @@ class Tiered:
     def _changed(self, name: str, state: ReplayState, *arguments: Any) -> ReplayState:
         _check_outside(name, (state, arguments))
         check_not_deleted(name, state)
-        return self._followed(method(name)(self.index, state, *arguments))
+        return self._followed(method(name)(self.index, state, *arguments), is_new=name == "drop")
 
-    def _followed(self, state: ReplayState) -> ReplayState:
-        """Return the state, after counting the rows that it says were written."""
-        laps, positions = jax.device_get((state.counters.lap, state.counters.position))
-        self._num_written = laps.astype(np.int64) * self.buffer.length + positions
+    def _followed(self, state: ReplayState, is_new: bool = False) -> ReplayState:
+        """Return the state, after counting the rows that it says were written.
+
+        Args:
+          state: The state.
+          is_new: Whether flags of other rows than the newest ones changed. Default: False.
+        """
+        counters, length = state.counters, self.buffer.length
+        values = counters.lap, counters.position, counters.filled, counters.last_flags
+        lap, position, filled, last = jax.device_get(values)
+        self._num_written = lap.astype(np.int64) * length + position
+        if not isinstance(store := self._store, FileRows):
+            return state
+        kept = {"flags": state.rows.flags, "agents": getattr(state.rows.steps, "terminated", None)}
+        for name, rows in store.journal.items():
+            if is_new:
+                rows[...] = np.asarray(kept[name])
+            else:
+                newest = ring.position_of(position - 1, length)
+                newest += np.arange(len(newest)) * length
+                rows[newest] = np.asarray(_rows_at(kept[name], newest))
+        store.end(self._num_written, 0 if last is None else last, self._num_written - filled)
         return state
 
     def _store_of(self, where: str) -> HostRows:
@@ -749,6 +972,33 @@ def _draw(index: IndexBuffer, state: ReplayState, key: Key, options: Any, batch_
     return index.plan("sample", state, key, batch_size=batch_size, **options)[1]
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _flags_of(
+    layout: Layout, terminated: Any, truncated: Any, taken: Any, last: Any, of_agents: Any
+) -> Any:
+    """Return the flags of the rows that a block writes, and the bytes of several agents.
+
+    Args:
+      layout: Layout of the state.
+      terminated: bool[T, E] or bool[T, E, A], as is `truncated`.
+      taken: bool[T, E], False where an env took no step.
+      last: uint8[E], flags of the newest rows.
+      of_agents: For several agents the two last arguments of `writes.bytes_of_agents`.
+    """
+    if of_agents is not None:
+        given = terminated, truncated, taken, last
+        of_agents = writes.bytes_of_agents(layout, *given, *of_agents)
+        terminated, truncated = agents.flags_of_env(of_agents)
+    assert layout.autoreset is not None
+    rows = row_flags.rows_of(layout.autoreset, terminated, truncated, taken, last)
+    return rows.flags, of_agents
+
+
+@jax.jit
+def _rows_at(values: jax.Array, rows: Any) -> jax.Array:
+    return values[rows]
+
+
 def made(plan: Plan, data: list[Any]) -> Sample[Any]:
     """Return the batch of a plan and its rows, as `Tiered.read` does, outside of `jit`. What is
     known of it goes through no program."""
@@ -760,12 +1010,13 @@ def _second(parts: Split, data: Any, needed: Any) -> list[Any]:
     return parts.second(*data, *needed)
 
 
-def tiered(buffer: ReplayBuffer[Any], *, rows: str = "host") -> Tiered:
+def tiered(buffer: ReplayBuffer[Any], *, rows: Any = "host") -> Tiered:
     """Divide a buffer: the rows lie on the host, and an index of 5 to 17 bytes a row on the device.
 
     Args:
       buffer: A `ReplayBuffer`. It is not changed.
-      rows: Where the rows lie: "host", in its memory. Default: "host".
+      rows: Where the rows lie: "host", in its memory; or the path of a folder on a disk of this
+        machine, such as "/data/run7", where they stay when the process ends. Default: "host".
 
     Returns:
       A `jaxreplay.buffers.Tiered`.
@@ -779,6 +1030,4 @@ def tiered(buffer: ReplayBuffer[Any], *, rows: str = "host") -> Tiered:
       >>> tier.init({"x": np.zeros(3)})
       ReplayState(1 env x 8 rows, item {x: f32[3]}, 16 B)
     """
-    if rows != "host":
-        raise ValueError(f'tiered: rows must be "host", got {rows!r}')
-    return Tiered(buffer)
+    return Tiered(buffer, rows)

@@ -19,7 +19,8 @@ from jaxreplay.buffers.mixture import Mixture
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.rollout import Rollout
 from jaxreplay.buffers.state_checks import check_state
-from jaxreplay.checkpoint import extras as extras_of, planning, restoring, rows, verifying
+from jaxreplay.buffers.tiered import Tiered
+from jaxreplay.checkpoint import extras as extras_of, planning, restoring, rows, tiers, verifying
 from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.fits import check_path
 from jaxreplay.checkpoint.manifest import MOST_DEPTH, STEPS, Manifest, check_depth
@@ -54,11 +55,12 @@ class Checkpointer:
         as "gs://bucket/replay"; an open `tensorstore.KvStore`; or TensorStore's specification of
         one: {"driver": "s3", "bucket": "runs", "path": "replay",
         "endpoint": "http://127.0.0.1:9000", "aws_region": "us-east-1"}. One run writes to a path.
-      buffer: The `ReplayBuffer`, `Rollout`, `Mixture` or `jaxreplay.sharded` buffer whose states
-        are saved; of a mixture, a dict of each member's. A sharded state is saved as that of one
-        buffer, so that any number of devices restores it. If it is sharded over several processes,
-        all call the methods together, with equal arguments, and see one path. An error in one is
-        raised in all.
+      buffer: The `ReplayBuffer`, `Rollout`, `Mixture`, `jaxreplay.tiered` or `jaxreplay.sharded`
+        buffer whose states are saved; of a mixture, a dict of each member's. A sharded state is
+        saved as that of one buffer, so that any number of devices restores it. If it is sharded
+        over several processes, all call the methods together, with equal arguments, and see one
+        path. An error in one is raised in all. A restore of a `jaxreplay.tiered` buffer replaces
+        its rows.
       max_to_keep: Number of newest checkpoints to keep; or a function that returns the steps to
         keep beside the newest one. Default: 3.
       overwrite: Whether the first save replaces checkpoints of an earlier run, which was not
@@ -98,7 +100,7 @@ class Checkpointer:
         progress: bool | None = None,
         timeout: float = 60.0,
     ):
-        if not isinstance(buffer, ReplayBuffer | Rollout | Mixture | Sharded):
+        if not isinstance(buffer, ReplayBuffer | Rollout | Mixture | Sharded | Tiered):
             raise ValueError(
                 "Checkpointer: buffer must be a ReplayBuffer, a Rollout, a Mixture or a sharded "
                 f"buffer, got {type(buffer).__name__}; instead of jaxreplay.jit(buffer) pass buffer"
@@ -109,7 +111,10 @@ class Checkpointer:
         self.buffer: Any = buffer
         self._shards = Shards(buffer) if isinstance(buffer, Sharded) else None
         self._processes = Processes() if self._shards is None else self._shards.processes
+        self._tier = buffer if isinstance(buffer, Tiered) else None
         whole: Any = buffer if self._shards is None else self._shards.buffer
+        if self._tier is not None:
+            whole = self._tier.index
         # buffers by the names of a mixture's members
         self._members: dict[str, Any] = {"": whole}
         if isinstance(buffer, Mixture):
@@ -152,6 +157,7 @@ class Checkpointer:
         *,
         extras: Any = None,
         blocking: bool = True,
+        copy: bool = False,
         metadata: dict[str, Any] | None = None,
     ) -> None:
         """Write a checkpoint: of the state, and of all that goes with it.
@@ -173,6 +179,10 @@ class Checkpointer:
             returns when all is copied, and the last three files, of at most half of `chunk_bytes`
             each, are written in the background; several processes commit it in
             `wait_until_finished`. Default: True.
+          copy: Whether the checkpoint of a `jaxreplay.tiered` buffer has a copy of rows that are in
+            files. If not, all that is in the files is written to the disk, and the checkpoint has
+            the index alone: it can be restored while the folder is there, without the rows that
+            were overwritten since. Default: False.
           metadata: JSON-compatible dict to store with the checkpoint, nested at most 100 deep.
             After a restore it is the attribute `metadata`. Default: an empty dict.
 
@@ -193,14 +203,16 @@ class Checkpointer:
             extra = extras_of.leaves_of(extras)
         self.wait_until_finished()
         with self._ending():
-            splits = {name: self._split(name, own) for name, own in states.items()}
+            splits = {name: self._split(name, own, copy) for name, own in states.items()}
             self._plan = plan = self._planned(splits, extra, step, blocking, metadata)
             self._begin(plan, splits)
             if blocking:
                 self._finish()
 
-    def _split(self, name: str, state: Any) -> Split:
+    def _split(self, name: str, state: Any, has_copy: bool) -> Split:
         """Divide a member's state into what a checkpoint has of it."""
+        if self._tier is not None:
+            return tiers.split(self._tier, state, has_copy)
         if self._shards is not None:
             parts = self._shards.parts(state)
             return Split(self._members[name], *self._shards.split(state), parts)
@@ -390,6 +402,8 @@ class Checkpointer:
         def state_of(name: str, reading: Reading) -> Any:
             if self._shards is not None:
                 return self._shards.restored(example, reading)
+            if self._tier is not None:
+                return tiers.restored(self._tier, example, reading)
             return reading.state(self._members[name], examples[name], sharding)
 
         with self._processes.agreed():
@@ -446,8 +460,8 @@ class Checkpointer:
             for name, own in self._members.items():
                 check_state(f"{where}: {name}", own, state[name])
             return {name: state[name] for name in self._members}
-        elif isinstance(self.buffer, ReplayBuffer):
-            check_state(where, self.buffer, state)
+        elif isinstance(self._whole, ReplayBuffer):
+            check_state(where, self._whole, state)
         else:
             self.buffer.steps(state)  # raises the same error
         return {"": state}

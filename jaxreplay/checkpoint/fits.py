@@ -10,8 +10,9 @@ from jaxreplay._util.names import description, named, printable, spec_text
 from jaxreplay.buffers.adopt import are_alike
 from jaxreplay.checkpoint import rows
 from jaxreplay.checkpoint.extras import ANY_BYTES, is_extra
-from jaxreplay.checkpoint.manifest import Manifest
+from jaxreplay.checkpoint.manifest import TOKEN, Manifest
 from jaxreplay.storage import stored_arrays
+from jaxreplay.storage.stored_arrays import HostArray
 
 
 def check_fits(
@@ -47,12 +48,17 @@ def check_fits(
             got = {name: text for name, text in manifest.rest.items() if name in expected}
             lines += _differences(got, expected)
         elif stored is not None:
+            is_elsewhere = TOKEN in manifest.rest
             leaves = named(own_rows, is_leaf=stored_arrays.is_compound)
+            if is_elsewhere and any(isinstance(leaf, HostArray) for _, leaf in leaves):
+                leaves = rows.leaves_of(own_rows)
             expected = {own: spec_text(leaf, 1) for own, leaf in leaves}
             lines += [
                 f"{name}{':' * bool(name)} {line}".strip()
                 for line in _differences(stored.rows, expected)
             ]
+            if is_elsewhere and lines:
+                lines.append("its rows are in files: restore it with the buffer that has them")
             form = stored.layout.autoreset or None
             if not are_alike(form, own.autoreset):
                 lines.append(f"autoreset: stored {form!r}, expected {own.autoreset!r}")

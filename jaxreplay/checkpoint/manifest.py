@@ -26,6 +26,8 @@ from jaxreplay.storage import stored_arrays
 from jaxreplay.storage.layout import Layout, Window
 
 FORMAT = 11  # of the files, and of the meaning of a state's leaves
+# The array of a checkpoint whose rows are in files elsewhere: the token of these.
+TOKEN = "token"
 STEPS = -(2**63), 2**63 - 1  # the smallest and the largest step
 MOST_DEPTH = 100  # nested dicts and lists of metadata
 _SPEC = re.compile(r"([a-z][a-z0-9_]{0,30})\[([0-9]{1,12}(?:, [0-9]{1,12}){0,60})?\]")

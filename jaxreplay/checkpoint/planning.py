@@ -26,7 +26,6 @@ from jaxreplay.checkpoint.groups import MOST_ROWS, Group, Groups, Save, cut
 from jaxreplay.checkpoint.manifest import MOST_NUMBERS, Manifest, Member, StoredLayout
 from jaxreplay.checkpoint.rows import Picked, Span
 from jaxreplay.distributed.parts import Parts
-from jaxreplay.storage import stored_arrays
 from jaxreplay.storage.layout import NUM_PARTS
 
 _BOOKKEEPING = 64  # bytes of a row's numbers, while it is being copied or written
@@ -130,7 +129,7 @@ def planned(
             groups[name] = [
                 one._replace(number=next(numbers)) if one.sums is None else one for one in own
             ]
-            leaves = named(split.rows, is_leaf=stored_arrays.is_compound)
+            leaves = rows.leaves_of(split.rows)
             members[name] = Member(
                 layout=StoredLayout.of(split.buffer.layout()),
                 length=split.buffer.length,

@@ -16,8 +16,8 @@ import numpy as np
 from jaxreplay._util import checks
 from jaxreplay._util.names import description, named, printable
 from jaxreplay._util.signals import defer_interrupts
-from jaxreplay.buffers.adopt import nothing, rebuilt
-from jaxreplay.buffers.jitted import program
+from jaxreplay.buffers.adopt import nothing
+from jaxreplay.buffers.jitted import rebuild
 from jaxreplay.buffers.state_checks import example_of
 from jaxreplay.checkpoint import bundle, extras as extras_of, rows, verifying
 from jaxreplay.checkpoint.bundle import Piece, Spec
@@ -25,7 +25,7 @@ from jaxreplay.checkpoint.chain import Chain
 from jaxreplay.checkpoint.files import CorruptCheckpointError, Files
 from jaxreplay.checkpoint.fits import check_fits
 from jaxreplay.checkpoint.groups import Group
-from jaxreplay.checkpoint.manifest import Manifest, Member
+from jaxreplay.checkpoint.manifest import TOKEN, Manifest, Member
 from jaxreplay.checkpoint.planning import in_member
 from jaxreplay.checkpoint.rows import Picked
 from jaxreplay.checkpoint.threads import Threads
@@ -145,13 +145,16 @@ def _left(manifest: Manifest, damaged: Mapping[str, str]) -> dict[str, np.ndarra
             if group.file in damaged:
                 low, high = group.range()
                 first = np.where(low < high, np.maximum(first, high), first)
-        sizes = {"num_envs": len(first), "length": member.length}
-        if member.layout.layout(
-            **sizes, platform="cpu", has_table=False, allow_write=False
-        ).lockstep:
-            first = np.full_like(first, first.max(initial=0))
-        found[name] = first
+        found[name] = _aligned(member, first)
     return found
+
+
+def _aligned(member: Member, first: np.ndarray) -> np.ndarray:
+    """Return the numbers of oldest rows, int64[E], all equal if the streams step together."""
+    sizes = {"num_envs": len(first), "length": member.length}
+    rest = {"platform": "cpu", "has_table": False, "allow_write": False}
+    is_together = member.layout.layout(**sizes, **rest).lockstep
+    return np.full_like(first, first.max(initial=0)) if is_together else first
 
 
 def _read(
@@ -278,6 +281,30 @@ class Reading:
             self._first, self._end = first, self._member.end
             self._is_whole = bool((first == self._member.first).all())
 
+    @property
+    def token(self) -> str | None:
+        """Token of the files that have the rows; None if the checkpoint has them."""
+        if TOKEN not in self._manifest.rest:
+            return None
+        return self._rest.arrays([TOKEN])[TOKEN].tobytes().hex()
+
+    @property
+    def end(self) -> np.ndarray:
+        """The number of each stream's newest row, plus 1: int64[E]."""
+        return self._end
+
+    def since(self, first: np.ndarray) -> "Reading":
+        """Return the reading of the rows from the numbers int64[E] on."""
+        left = np.minimum(np.maximum(self._first, first), self._end)
+        left = _aligned(self._member, left)
+        return Reading(self._store, self._manifest, self._name, left, self._progress)
+
+    def check_files(self) -> None:
+        """Read all rows. Raise a CorruptCheckpointError if a file is damaged."""
+        if damaged := verifying.damaged_groups(self._store, [self._manifest]):
+            lines = "\n  ".join(damaged.values())
+            raise CorruptCheckpointError(f"restore: these files are damaged:\n  {lines}")
+
     def state(self, buffer: Any, example: Any, sharding: Any) -> Any:
         """Return a new state.
 
@@ -350,7 +377,7 @@ class Reading:
             if apart is not None:
                 fresh = fresh.replace(steps=None)
             state = ReplayState(fresh, Counters.zeros(layout).set(**counters), None)
-            made = _rebuild(buffer, state, numbers, is_intact=self._is_whole)
+            made = rebuild(buffer, state, numbers, is_intact=self._is_whole)
             made = jax.block_until_ready(made)
             return made if apart is None else made.replace(rows=made.rows.replace(steps=apart))
 
@@ -462,6 +489,3 @@ class Reading:
 def _empty(example: Any, layout: Layout) -> ReplayState:
     """Return an empty state of a layout, for an example of one env's step or item."""
     return jax.jit(lambda: ReplayState.empty(layout, checks.specs("restore", example), None))()
-
-
-_rebuild = program(rebuilt, static=("is_intact",))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxreplay._util import pow2
+from jaxreplay._util.names import named
 from jaxreplay.buffers.adopt import canonical, stored
 from jaxreplay.distributed.parts import Part
 from jaxreplay.storage import ring, stored_arrays
@@ -41,6 +42,12 @@ def split(state: Any) -> tuple[Any, Any]:
     if not isinstance(state, ReplayState):
         return {}, state
     return stored(state), canonical(state)
+
+
+def leaves_of(stored: Any) -> list[tuple[str, Any]]:
+    """Return the leaves of rows by name, without those that lie on the host."""
+    leaves = named(stored, is_leaf=stored_arrays.is_compound)
+    return [(name, leaf) for name, leaf in leaves if jax.tree.leaves(leaf)]
 
 
 def span_of(counters: dict[str, Any], length: int) -> Span:
@@ -96,11 +103,15 @@ def put(rows: Any, index: np.ndarray, values: Any, most: int) -> Any:
     """Write values in plain form to rows, which are donated, and return the rows.
 
     Args:
-      rows: The rows of a new state.
+      rows: The rows of a new state; or NumPy arrays, which are written in place.
       index: int32[K].
       values: Leaves [K, ...], which may be overwritten as soon as this returns.
       most: The largest K of all calls.
     """
+    if isinstance(jax.tree.leaves(rows)[0], np.ndarray):  # rows on the host
+        for leaf, new in zip(jax.tree.leaves(rows), jax.tree.leaves(values), strict=True):
+            leaf[index] = new
+        return rows
     size = min(pow2.power_above(len(index)), most)  # few programs are compiled
     if size > len(index):
         values = jax.tree.map(lambda leaf: np.resize(leaf, (size, *leaf.shape[1:])), values)

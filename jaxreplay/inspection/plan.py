@@ -2,6 +2,7 @@
 stored twice, and the largest capacity that fits."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jaxreplay._util.aliases import Autoreset, PyTree
 from jaxreplay.buffers import memory
 from jaxreplay.buffers.memory import Memory
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
+from jaxreplay.buffers.tiered import Tiered
 from jaxreplay.distributed import Sharded
 from jaxreplay.distributed.local import shard_of
 from jaxreplay.storage import platforms
@@ -33,6 +35,9 @@ class Plan:
         device like the default one, or None if its free memory is not known.
       num_devices: Number of devices that the buffer is divided among. The bytes are those of one.
         Default: 1.
+      place: Where the rows lie: "device", "host", or the path of a folder. Default: "device".
+      rows: Bytes of the rows there; on the device they are in `memory`. Default: 0.
+      free_place: Free bytes there, or None if the system does not report them. Default: None.
     """
 
     memory: Memory
@@ -42,12 +47,23 @@ class Plan:
     device: str
     largest_capacity: int | None
     num_devices: int = 1
+    place: str = "device"
+    rows: int = 0
+    free_place: int | None = None
 
     @property
     def fits(self) -> bool | None:
-        """True if the buffer, or its part, fits on the default device; None if its free memory is
-        not known."""
-        return None if self.free_device is None else self.memory.total <= self.free_device
+        """True if the buffer, or its part, fits on the default device, and rows that lie elsewhere
+        there; None if the free memory is not known."""
+        if self.free_device is None or (self.rows and self.free_place is None):
+            return None
+        has_room = self.rows <= (self.free_place or 0)
+        return self.memory.total <= self.free_device and has_room
+
+    @property
+    def where(self) -> str:
+        """Kind of the place where the rows lie: "device", "host" or "disk"."""
+        return self.place if self.place in ("device", "host") else "disk"
 
     def __str__(self) -> str:
         def row(name: str, value: int | None, unit: str = "bytes") -> str:
@@ -57,8 +73,10 @@ class Plan:
             str(self.memory),
             "",
             row("total", self.memory.total),
+            *[row(f"rows, on the {self.where}", self.rows)] * (self.place != "device"),
             row("with next observations stored", self.naive),
             row("free in this machine", self.free_host),
+            *[row("free on its disk", self.free_place)] * (self.where == "disk"),
             row(f"free on the device ({self.device})", self.free_device),
             row("largest capacity that fits", self.largest_capacity, "rows"),
         ]
@@ -66,11 +84,12 @@ class Plan:
         return "\n".join([*lines, fits[self.fits]])
 
 
-def plan(buffer: ReplayBuffer | Sharded, example: PyTree, devices: int = 1) -> Plan:
+def plan(buffer: ReplayBuffer | Sharded | Tiered, example: PyTree, devices: int = 1) -> Plan:
     """Compute the memory that a buffer will take, and whether it fits. Nothing is allocated.
 
     Args:
-      buffer: A `ReplayBuffer`, or a sharded one.
+      buffer: A `ReplayBuffer`, a sharded one, or a `jaxreplay.tiered` one, of which the device has
+        the index.
       example: One env's step, without the env axis, or one item, as for `init`: a pytree of arrays
         or `jax.ShapeDtypeStruct`s. Only structure, shapes and dtypes are read.
       devices: Number of devices that `jaxreplay.sharded` will divide the buffer among; a sharded
@@ -92,6 +111,10 @@ def plan(buffer: ReplayBuffer | Sharded, example: PyTree, devices: int = 1) -> P
     """
     if isinstance(buffer, Sharded):
         return _plan(buffer.local.buffer, example, buffer.num_shards)
+    if isinstance(buffer, Tiered):
+        if devices != 1:
+            raise ValueError("plan: a buffer whose rows lie on the host has one device")
+        return _plan(buffer.buffer, example, 1, buffer)
     if not isinstance(buffer, ReplayBuffer):
         raise ValueError(
             f"plan: expected a ReplayBuffer, got {type(buffer).__name__}; "
@@ -101,39 +124,51 @@ def plan(buffer: ReplayBuffer | Sharded, example: PyTree, devices: int = 1) -> P
     return _plan(buffer if devices == 1 else shard_of("plan", buffer, devices), example, devices)
 
 
-def _plan(buffer: ReplayBuffer, example: PyTree, num_devices: int) -> Plan:
-    """Return the plan of one of several devices, each of which holds a buffer."""
-    taken, free = buffer.memory(example), memory.free_bytes()
-    obs = [size for name, size in taken.leaves.items() if name.startswith("rows.steps.obs")]
+def _plan(
+    buffer: ReplayBuffer, example: PyTree, num_devices: int, tier: Tiered | None = None
+) -> Plan:
+    """Return the plan of one of several devices, each of which holds a buffer; or, with `tier`, the
+    index of one."""
+    whole, free = buffer.memory(example), memory.free_bytes()
+    taken = whole if tier is None else tier.index.memory(example)
+    place = {} if tier is None else {"place": tier.place, "free_place": tier.free_bytes()}
+    obs = [size for name, size in whole.leaves.items() if name.startswith("rows.steps.obs")]
+
+    def fits(length: int) -> bool:
+        assert free is not None
+        sizes = {"capacity": length * buffer.num_envs}
+        its_whole = dataclasses.replace(buffer, **sizes).memory(example).total
+        if tier is None:
+            return its_whole <= free
+        index = dataclasses.replace(tier.index, **sizes).memory(example).total
+        has_room = place["free_place"] is None or its_whole - index <= place["free_place"]
+        return index <= free and has_room
+
     return Plan(
         memory=taken,
-        naive=taken.total + (sum(obs) if buffer.autoreset else 0),
+        naive=whole.total + (sum(obs) if buffer.autoreset else 0),
         free_host=memory.free_host_bytes(),
         free_device=free,
         device=platforms.default_device().device_kind,
-        largest_capacity=None
-        if free is None
-        else num_devices * _largest_capacity(buffer, example, free),
+        largest_capacity=None if free is None else num_devices * _largest_capacity(buffer, fits),
         num_devices=num_devices,
+        rows=whole.total - taken.total,
+        **place,
     )
 
 
-def _largest_capacity(buffer: ReplayBuffer, example: PyTree, free: int) -> int:
-    """Return the largest capacity whose state takes at most `free` bytes; 0 if none does.
+def _largest_capacity(buffer: ReplayBuffer, fits: Callable[[int], bool]) -> int:
+    """Return the largest capacity that fits, with so many rows for each env; 0 if none does.
 
     By bisection: trees grow in steps, so bytes are no linear function of the capacity.
     """
-
-    def takes(length: int) -> int:
-        return dataclasses.replace(buffer, capacity=length * buffer.num_envs).memory(example).total
-
     low = max(buffer.min_length, -(-buffer.min_size // buffer.num_envs))
     high = _MOST_ROWS // buffer.num_envs
-    if takes(low) > free:
+    if not fits(low):
         return 0
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if takes(middle) <= free else (low, middle - 1)
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low * buffer.num_envs
 
 

@@ -138,6 +138,9 @@ class Owner:
         """Replace the state, and the steps that wait, by a state that was loaded."""
         raise NotImplementedError
 
+    def close(self) -> None:
+        """Give back what others may use."""
+
     def on_device(self) -> Any:
         """Return a context in which new arrays lie on that device, if one was named."""
         return jax.default_device(self._device)
@@ -151,7 +154,13 @@ class Owner:
         return batch if self._device is None else jax.device_put(batch, default_device())
 
     def save(
-        self, path: Any, metadata: dict[str, Any], step: int | None, extras: Any, max_to_keep: int
+        self,
+        path: Any,
+        metadata: dict[str, Any],
+        step: int | None,
+        extras: Any,
+        max_to_keep: int,
+        copy: bool,
     ) -> None:
         """Write the state under a path.
 
@@ -159,14 +168,14 @@ class Owner:
           path: As for `Replay.save`, as are the other arguments.
           metadata: JSON, stored with the state.
         """
-        buffer, state = self.whole  # adds the steps that wait
+        state = self.state  # adds the steps that wait
         if self.example is None:
             raise ValueError("save: nothing was added yet, so there is nothing to save")
-        checkpointer = self.last_checkpointer.at(path, buffer, max_to_keep=1, overwrite=True)
+        checkpointer = self.last_checkpointer.at(path, self.saved, max_to_keep=1, overwrite=True)
         checks.check_size("save", "max_to_keep", max_to_keep)
         checkpointer.max_to_keep = max_to_keep
         own = {"num_draws": self.draws.num, **metadata}
-        checkpointer.save(state, step, extras=extras, metadata={_METADATA: own})
+        checkpointer.save(state, step, extras=extras, copy=copy, metadata={_METADATA: own})
 
     def load(self, path: Any, step: int | None, extras: Any) -> tuple[dict[str, Any], Any]:
         """Replace the state by the one that was saved under a path.

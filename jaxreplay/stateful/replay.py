@@ -59,8 +59,10 @@ class Replay:
         write to the tensors). Default: "jax".
       device: Device that stores the rows: a `jax.Device`, or a platform such as "cpu" for the
         host's memory. Batches go to JAX's default device. Default: JAX's default device.
-      rows: Where the rows lie: "device"; or "host", in the memory of the host, with an index of 5
-        to 17 bytes a row on the device, as `jaxreplay.tiered` has it. Default: "device".
+      rows: Where the rows lie: "device"; or with an index of 5 to 17 bytes a row on the device, as
+        `jaxreplay.tiered` has it: "host", in the memory of the host; or the path of a folder on a
+        disk of this machine, such as "/data/run7". Rows that the folder has already are those that
+        the replay begins with, once it knows the shapes of a step. Default: "device".
       prefetch: Number of batches that are sampled in advance, at the end of each `sample`: the
         device works on them while the caller learns. Their priorities are older by as many batches.
         They count as sampled, and are not saved; nor are their rows, if the sampler consumes rows.
@@ -102,7 +104,7 @@ class Replay:
         seed: int = 0,
         framework: Framework = "jax",
         device: Any = None,
-        rows: str = "device",
+        rows: Any = "device",
         prefetch: int = 0,
         samples_per_insert: float | None = None,
         timeout: float | None = None,
@@ -585,7 +587,13 @@ class Replay:
             return inspect(*owner.whole, max_bytes=max_bytes)
 
     def save(
-        self, path: Any, *, step: int | None = None, extras: Any = None, max_to_keep: int = 1
+        self,
+        path: Any,
+        *,
+        step: int | None = None,
+        extras: Any = None,
+        max_to_keep: int = 1,
+        copy: bool = False,
     ) -> None:
         """Write a checkpoint of the state under a path, as `checkpoint.Checkpointer` does.
 
@@ -601,6 +609,8 @@ class Replay:
           extras: Pytree to save with the rows, such as the parameters as NumPy arrays: one
             checkpoint has both, or neither. Default: none.
           max_to_keep: Number of newest checkpoints to keep. Default: 1.
+          copy: With rows in files, write a copy of these, too. If not, the checkpoint has the index
+            alone, and can be loaded while the folder is there. Default: False.
 
         Raises:
           ValueError: Nothing was added yet, or an extra is no array and no number.
@@ -608,7 +618,7 @@ class Replay:
         """
         limiter = dataclasses.asdict(self._limiter) if self._limiter else None
         with self._monitor:
-            self._owner.save(path, {"limiter": limiter}, step, extras, max_to_keep)
+            self._owner.save(path, {"limiter": limiter}, step, extras, max_to_keep, copy)
 
     def load(self, path: Any, *, step: int | None = None, extras: Any = None) -> Any:
         """Replace the state by one that `save`, or a `Checkpointer`, wrote.
@@ -650,9 +660,11 @@ class Replay:
         """End every waiting call with a RuntimeError.
 
         Later calls that sample, change or load rows raise it too. The rows can still be saved.
+        Those in files are complete then, and can be opened by another one.
         """
         with self._monitor:
             self._is_closed = True
+            self._owner.close()
             self._monitor.notify_all()
 
     def __enter__(self) -> "Replay":

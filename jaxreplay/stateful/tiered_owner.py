@@ -50,7 +50,7 @@ class TieredOwner(StateOwner):
 
     def __init__(self, buffer: ReplayBuffer, draws: Draws, rows: str, ahead: bool):
         self.tier, self._ahead = tiered(buffer, rows=rows), ahead
-        self._home = default_device()
+        self._home, self._is_closed = default_device(), False
         # Functions of an index, a state and arguments; made once, since they are compared.
         made: dict[str, Any] = {name: _of(self.tier, name) for name in _ON_HOST}
         extend = made["extend"]
@@ -59,17 +59,17 @@ class TieredOwner(StateOwner):
         super().__init__(self.tier.index, draws, None)
 
     @property
-    def saved(self) -> ReplayBuffer:
-        return self.tier.whole_buffer
+    def saved(self) -> Tiered:
+        return self.tier
 
     @property
     def whole(self) -> tuple[ReplayBuffer, Any]:
         state = self.state
-        return self.saved, state if state is None else self.tier.whole(state)
+        return self.tier.whole_buffer, state if state is None else self.tier.whole(state)
 
     def on_device(self) -> Any:
-        """Return a context in which whole states lie on the host."""
-        return jax.default_device(jax.devices("cpu")[0])
+        """Return a context in which the index lies where it did."""
+        return jax.default_device(self._home)
 
     def method(self, name: str) -> Any:
         return self._methods.get(name) or method(name)
@@ -82,12 +82,22 @@ class TieredOwner(StateOwner):
         return self._methods["extend"]
 
     def _empty(self, example: PyTree) -> Any:
-        with jax.default_device(self._home):
-            return self.tier.init(example)
+        return self.tier.init(example)
 
     def free(self, when: str) -> None:
         super().free(when)
         self.tier.close()
+
+    def close(self) -> None:
+        if self.tier.is_in_files and not self._is_closed:
+            self.keep_waiting()
+            self._is_closed = True
+            self.tier.close()
+
+    def check_not_lost(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this Replay is closed; its rows are in their folder")
+        super().check_not_lost()
 
     def look_whether_lost(self, error: BaseException) -> None:
         super().look_whether_lost(error)
@@ -96,10 +106,12 @@ class TieredOwner(StateOwner):
 
     def take(self, state: Any) -> None:
         self.init(example_of(state.layout, state.rows.steps))
-        self.put_loaded(state)
-
-    def put_loaded(self, state: Any) -> None:
-        super().put_loaded(self.tier.adopt(state))
+        if self.tier.is_in_files and int(self._state.counters.lap.sum() + self._state.head.sum()):
+            raise ValueError(
+                "Replay: the folder of its rows has some already; make it with example=, then "
+                "merge the state"
+            )
+        self.put_loaded(self.tier.adopt(state))
 
     def get(self, index: Any) -> Sample:
         self.check_begun("get")

@@ -256,10 +256,12 @@ def derived(state: ReplayState, before: Layout | None) -> ReplayState:
     completes = is_written & ((flags & window.completed_by) != 0)
     since = length - 1 - jnp.max(jnp.where(completes, place, -1), axis=1)
     since = length if window.crosses_episodes else since
+    last_flags = counters.last_flags & jnp.uint8(~row_flags.SKIPPED & 0xFF)
+    last_flags |= jnp.where(filled > 0, flags[:, -1] & row_flags.SKIPPED, 0).astype(jnp.uint8)
     new = counters.set(
         num_candidates=end,
         phase=phase,
-        last_flags=jnp.where(becomes_final[:, -1], flags[:, -1], counters.last_flags),
+        last_flags=jnp.where(becomes_final[:, -1], flags[:, -1], last_flags),
         num_pending=jnp.minimum(jnp.minimum(since, filled), window.after or 0),
     )
     # Episodes.

@@ -126,13 +126,37 @@ def _bytes_of_agents(state: ReplayState, steps: PyTree, taken: jax.Array) -> jax
     layout, counters = state.layout, state.counters
     env = jnp.minimum(layout.envs(counters.some), layout.num_envs - 1)
     newest = layout.row(env, layout.wrap(counters.position - 1))
-    has_ended = agents.ended(stored_arrays.read(state.rows.steps.terminated, newest))
-    has_ended &= ~layout.closes_episode(counters.last_flags)[:, None]
-    # After a clear it is not known who has ended. Then a flag counts as one of an earlier step.
+    of_newest = stored_arrays.read(state.rows.steps.terminated, newest)
     is_cleared = (counters.filled == 0) & (counters.lap > 0)
+    flags = steps.terminated, steps.truncated
+    return bytes_of_agents(layout, *flags, taken, counters.last_flags, of_newest, is_cleared)
+
+
+def bytes_of_agents(
+    layout: Layout,
+    terminated: jax.Array,
+    truncated: jax.Array,
+    taken: jax.Array,
+    last_flags: jax.Array,
+    newest: jax.Array,
+    is_cleared: jax.Array,
+) -> jax.Array:
+    """Return the bytes of several agents in a block of steps: uint8[T, E, A].
+
+    Args:
+      layout: Layout of the state.
+      terminated: bool[T, E, A].
+      truncated: bool[T, E, A].
+      taken: bool[T, E], False where an env took no step.
+      last_flags: uint8[E], flags of the newest rows.
+      newest: uint8[E, A], bytes of the newest rows.
+      is_cleared: bool[E], True if the rows were cleared, and none was written since.
+    """
+    has_ended = agents.ended(newest) & ~layout.closes_episode(last_flags)[:, None]
+    # After a clear it is not known who has ended. Then a flag counts as one of an earlier step.
     has_ended |= is_cleared[:, None]
-    last_flags = counters.last_flags if layout.autoreset == "next_step" else None
-    return agents.bytes_of(steps.terminated, steps.truncated, taken, has_ended, last_flags)
+    own = last_flags if layout.autoreset == "next_step" else None
+    return agents.bytes_of(terminated, truncated, taken, has_ended, own)
 
 
 def skipped(

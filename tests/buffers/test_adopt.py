@@ -441,6 +441,20 @@ def test_numbers_of_a_sampler_go_where_the_rows_go():
         assert int(got.sampler["count"]) == 7
 
 
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 4])
+def test_a_newest_row_that_is_no_candidate_after_an_adopt_is_not_given_up_as_one(num_steps):
+    shared = {"capacity": 40, "batch_size": 4, "autoreset": "next_step", "length": 1}
+    every, second = (jr.jit(jr.sequences(**shared, period=period)) for period in (1, 2))
+    step = plain_step(np.zeros(1, np.float32))
+    states = [buffer.init(nth(step, 0)) for buffer in (every, second)]
+    for _ in range(num_steps):
+        states = [
+            buffer.add(state, step) for buffer, state in zip((every, second), states, strict=True)
+        ]
+    adopted = second.end_streams(second.adopt(states[0]))
+    assert second.size(adopted) == second.size(second.end_streams(states[1])) == num_steps // 2
+
+
 @pytest.mark.parametrize(
     ("before", "after"), [("next_step", "same_step"), ("same_step", "next_step")]
 )

@@ -51,6 +51,30 @@ def test_the_total_is_what_init_allocates(case):
     assert made.fits
 
 
+@pytest.mark.parametrize("place", ["host", "files"])
+def test_rows_elsewhere_count_there(place, tmp_path, monkeypatch, planned):
+    buffer = jr.uniform(capacity=1000, num_envs=4, batch_size=8, autoreset="next_step")
+    example = step_of(np.zeros(100, np.float32), np.int32(0))
+    where = "host" if place == "host" else tmp_path / "rows"
+    tier = jr.tiered(buffer, rows=where)
+    free = lambda _: 42_000
+    monkeypatch.setattr("jaxreplay.buffers.tiered.Tiered.free_bytes", free)
+    made, whole = jr.plan(tier, example), jr.plan(buffer, example)
+    assert made.rows == 408 * 1000
+    assert made.memory.total + made.rows == whole.memory.total
+    assert made.naive == whole.naive
+    assert not made.fits
+    assert whole.fits
+    assert made.largest_capacity == 100  # 102 rows of 408 bytes, for 4 envs
+    assert not (tmp_path / "rows").exists()
+    title = "rows, on the host" if place == "host" else "rows, on the disk"
+    assert re.search(f"{title} +408,000 bytes", str(made))
+    found = planned(f"--obs 100:float32 --capacity 1000 --rows {where} --action int32")
+    assert (found["rows"], found["fits"]) == (408_000, False)
+    with refused("a buffer whose rows lie on the host has one device"):
+        jr.plan(tier, example, devices=2)
+
+
 @pytest.mark.parametrize("min_size", [1, 30])
 def test_the_largest_capacity_is_the_largest(monkeypatch, min_size):
     buffer = jr.prioritized(

@@ -1,0 +1,379 @@
+"""Rows in the files of a folder, mapped into memory, and a journal of what they are.
+
+Each leaf is an array file of NumPy, which any program can map. The journal has the flags of each
+row and, for each env, which rows are complete. It is kept in mapped memory, too, so that a process
+that is killed leaves it whole: the index is rebuilt from it.
+"""
+
+import errno
+import fcntl
+import json
+import math
+import mmap
+import os
+import pathlib
+import re
+import secrets
+import shutil
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxreplay._util.aliases import Specs
+from jaxreplay._util.names import spec_text
+from jaxreplay.storage.row_store import HostRows
+
+_FORMAT = 1
+_PAGE = mmap.PAGESIZE
+# File systems of other machines, which may change a file behind a map.
+_REMOTE = re.compile(r"nfs|cifs|smb|9p|ceph|glusterfs|lustre|fuse\.(?:sshfs|s3|gcs|rclone|mount)")
+# Rows that took longer than this, and a byte of them, came from the disk.
+_SLOW, _SLOW_BYTE = 5e-6, 5e-10
+# Rows of the progress, int64[4, E]: the numbers of the oldest row, of the next one, and of the next
+# one when the last write began; and the flags of the newest row.
+FIRST, END, BEGUN, LAST_FLAGS = range(4)
+
+
+class FileRows(HostRows):
+    """Rows of some leaves in files, by their numbers.
+
+    It opens the rows that a folder has, or makes new ones, of zeros. The folder is locked until it
+    is closed or the process ends.
+
+    Args:
+      folder: The folder. It is made if it does not exist.
+      about: What the rows are, JSON, with `num_envs` E and the `length` of the ring of each: equal
+        each time that the folder is opened.
+      specs: Shape and dtype of a row of each leaf, by name.
+      journal: The same of what the journal has of each row.
+
+    Attributes:
+      token: Text that no other rows have. It changes with `renew`.
+      journal: All rows of what the journal has, by name.
+      progress: int64[4, E], as above.
+
+    Raises:
+      BlockingIOError: Another process, or another object here, has the folder open.
+      ValueError: The folder has other rows, or files that are damaged.
+      OSError: The disk has too little space, or the folder is on another machine.
+    """
+
+    def __init__(
+        self,
+        folder: Any,
+        about: Mapping[str, Any],
+        specs: Mapping[str, Specs],
+        journal: Mapping[str, Specs],
+    ):
+        self._folder = pathlib.Path(folder).absolute()
+        num_envs, self._length = about["num_envs"], about["length"]
+        _check_local(self._folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # open files by what they have, closed at the latest with this object
+        self._files: dict[Any, int] = {"lock": _locked(self._folder / "lock")}
+        self._closed = weakref.finalize(self, _close_all, self._files)
+        # shapes and dtypes of the files, by the kind and name of what they have
+        shapes: dict[tuple[str, str], Any] = {
+            (kind, name): ((num_envs * self._length, *spec.shape), np.dtype(spec.dtype))
+            for kind, own in (("rows", specs), ("journal", journal))
+            for name, spec in own.items()
+        }
+        shapes["journal", "progress"] = (1 + 8 * num_envs,), np.dtype(np.int64)
+        texts = {name: spec_text(spec) for name, spec in specs.items()}
+        own = {"format": _FORMAT, **about, "leaves": texts}
+        self._rows = self._folder / "rows"
+        self._maps: dict[str, mmap.mmap] = {}
+        self.arrays, self.journal = {}, {}
+        try:
+            if not self._rows.exists():
+                self._make(own, shapes)
+            self._about = self._read_about(own)
+            for nth, (key, (shape, dtype)) in enumerate(shapes.items()):
+                self._open(key, self._rows / _file_name(nth, key), shape, dtype)
+        except BaseException:
+            self.close()
+            raise
+        self._slots = self.journal.pop("progress")
+        self._is_cold = True  # of the last rows taken
+
+    @property
+    def token(self) -> str:
+        return self._about["token"]
+
+    # The files.
+
+    def _make(self, about: Mapping[str, Any], shapes: Mapping[Any, Any]) -> None:
+        """Make files of zeros. The folder of an attempt that failed is removed first."""
+        unfinished = self._folder / "rows.unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        try:
+            needs = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
+            free = shutil.disk_usage(unfinished).free
+            if needs > free:
+                raise OSError(
+                    errno.ENOSPC,
+                    f"the rows take {needs:,} bytes, but the disk has {free:,} free",
+                    str(self._folder),
+                )
+            for nth, (key, (shape, dtype)) in enumerate(shapes.items()):
+                path = unfinished / _file_name(nth, key)
+                with open(path, "wb") as file:
+                    header = {"descr": np.lib.format.dtype_to_descr(dtype), "shape": shape}
+                    np.lib.format.write_array_header_1_0(file, {**header, "fortran_order": False})
+                    start, size = file.tell(), math.prod(shape) * dtype.itemsize
+                    file.flush()
+                    _reserve(file.fileno(), start, size)
+            token = {"token": secrets.token_hex(8), "branches": {}}
+            _write_json(unfinished / "rows.json", {**about, **token})
+            unfinished.rename(self._rows)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+
+    def _read_about(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        path = self._rows / "rows.json"
+        try:
+            found = json.loads(path.read_text())
+            token, branches = found["token"], found["branches"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged: {error!r}") from error
+        if found.get("format") != _FORMAT:
+            raise ValueError(
+                f"{path} has the format {found.get('format')!r}; this version reads {_FORMAT}"
+            )
+        lines = []
+        for name, value in own.items():
+            if name == "leaves":
+                its = found.get(name, {})
+                lines += [
+                    f"{leaf}: the folder has {its.get(leaf, 'nothing')}, this buffer "
+                    f"{value.get(leaf, 'nothing')}"
+                    for leaf in dict.fromkeys([*its, *value])
+                    if its.get(leaf) != value.get(leaf)
+                ]
+            elif found.get(name) != value:
+                lines.append(f"{name}: the folder has {found.get(name)!r}, this buffer {value!r}")
+        if lines:
+            raise ValueError(
+                "\n  ".join([f"{self._folder} has the rows of another buffer:", *lines])
+            )
+        return {**own, "token": token, "branches": branches}
+
+    def _open(
+        self, key: tuple[str, str], path: pathlib.Path, shape: tuple[int, ...], dtype: Any
+    ) -> None:
+        kind, name = key
+        try:
+            with open(path, "rb") as file:
+                np.lib.format.read_magic(file)
+                found = np.lib.format.read_array_header_1_0(file)
+                start, size = file.tell(), math.prod(shape) * dtype.itemsize
+        except FileNotFoundError as error:
+            raise ValueError(f"{path} is missing, so that the rows are damaged") from error
+        except ValueError as error:
+            raise ValueError(f"{path} is no array file: {error}") from error
+        if found != (shape, False, dtype):
+            raise ValueError(f"{path} has {found[2]}{[*found[0]]}, not {dtype}{[*shape]}")
+        if (has := os.path.getsize(path)) != start + size:
+            raise ValueError(
+                f"{path} has {has:,} bytes, not {start + size:,}: it is cut or damaged"
+            )
+        self._files[key] = os.open(path, os.O_RDWR)
+        mapped = mmap.mmap(self._files[key], 0)
+        if kind == "rows":
+            self._maps[name] = mapped
+            mapped.madvise(mmap.MADV_RANDOM)
+        of_kind = self.arrays if kind == "rows" else self.journal
+        of_kind[name] = np.ndarray(shape, dtype, mapped, start)
+
+    # Rows.
+
+    def write(self, name: str, rows: np.ndarray, values: np.ndarray) -> None:
+        array = self.arrays[name]
+        if array[:1].nbytes < _PAGE:
+            array[rows] = values
+            return
+        # Through a map, a page that is overwritten would be read first.
+        file, start, size = self._files["rows", name], self._start(name), array[:1].nbytes
+        values = np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8)
+        for row, value in zip(rows.tolist(), values, strict=True):
+            at, left = start + row * size, memoryview(value)
+            while len(left):
+                written = os.pwrite(file, left, at)
+                at, left = at + written, left[written:]
+
+    def take(self, name: str, rows: np.ndarray) -> np.ndarray:
+        if not rows.size:
+            return super().take(name, rows)
+        since = time.perf_counter()
+        if self._is_cold:
+            self._advise(name, rows.reshape(-1))
+        found = super().take(name, rows)
+        seconds = time.perf_counter() - since
+        self._is_cold = seconds > _SLOW * rows.size + _SLOW_BYTE * found.nbytes
+        return found
+
+    def _advise(self, name: str, rows: np.ndarray) -> None:
+        """Ask the system to read all pages of rows at once, in the background."""
+        size = self.arrays[name][:1].nbytes
+        start = self._start(name) + np.sort(rows).astype(np.int64) * size
+        first, last = start // _PAGE, (start + max(size, 1) - 1) // _PAGE
+        is_new = np.append(True, first[1:] > last[:-1] + 1)
+        firsts, lasts = first[is_new], last[np.append(is_new[1:], True)]
+        mapped = self._maps[name]
+        for one, other in zip(firsts.tolist(), lasts.tolist(), strict=True):
+            mapped.madvise(mmap.MADV_WILLNEED, one * _PAGE, (other - one + 1) * _PAGE)
+
+    def _start(self, name: str) -> int:
+        """Return the place of the first row in its file."""
+        return len(self._maps[name]) - self.arrays[name].nbytes
+
+    # The journal.
+
+    @property
+    def progress(self) -> np.ndarray:
+        return self._slots[1:].reshape(2, 4, -1)[self._slots[0] & 1].copy()
+
+    def _announce(self, progress: np.ndarray) -> None:
+        """Replace the progress: one store of 8 bytes makes all of it visible."""
+        slot = 1 - (self._slots[0] & 1)
+        self._slots[1:].reshape(2, 4, -1)[slot] = progress
+        self._slots[0] = slot
+
+    def begin(self, number: np.ndarray) -> None:
+        """Note that rows are about to be written, up to those before int64[E]. Those that they
+        overwrite are gone."""
+        progress = self.progress
+        progress[BEGUN] = np.maximum(progress[BEGUN], number)
+        progress[FIRST] = np.maximum(progress[FIRST], progress[BEGUN] - self._length)
+        self._announce(progress)
+
+    def end(self, number: np.ndarray, last_flags: Any, first: np.ndarray | None = None) -> None:
+        """Note that all rows before some are written.
+
+        Args:
+          number: int64[E], the number of each env's next row.
+          last_flags: uint8[E], flags of the newest rows.
+          first: int64[E], the number of each env's oldest row. Default: as it was.
+        """
+        progress = self.progress
+        progress[END], progress[LAST_FLAGS] = number, last_flags
+        progress[BEGUN] = np.maximum(progress[BEGUN], number)
+        if first is not None:
+            progress[FIRST] = np.maximum(first, progress[BEGUN] - self._length)
+        self._announce(progress)
+
+    def forget(self) -> None:
+        """Note that there are no rows, and never were."""
+        self._announce(np.zeros_like(self.progress))
+
+    # Saved indices.
+
+    def renew(self, end: np.ndarray | None) -> None:
+        """Take another token: the rows go on from int64[E], or are replaced if it is None."""
+        branches = self._about["branches"] if end is not None else {}
+        left = (
+            {}
+            if end is None
+            else {name: np.minimum(old, end).tolist() for name, old in branches.items()}
+        )
+        if end is not None:
+            left[self.token] = end.tolist()
+        self._about = {**self._about, "branches": left, "token": secrets.token_hex(8)}
+        path = self._rows / "rows.json"
+        _write_json(path.with_suffix(".new"), self._about)
+        path.with_suffix(".new").replace(path)
+
+    def goes_on_from(self, token: str, end: np.ndarray) -> bool:
+        """Return whether a token is of these rows, and no row before int64[E] was replaced by
+        another one of the same number since."""
+        if token == self.token:
+            return True
+        return token in self._about["branches"] and bool(
+            (end <= self._about["branches"][token]).all()
+        )
+
+    def flush(self) -> None:
+        """Wait until all is on the disk."""
+        for file in self._files.values():
+            getattr(os, "fdatasync", os.fsync)(file)
+
+    def close(self) -> None:
+        """Unlock the folder. The rows stay there."""
+        super().close()
+        self._closed()
+        self._maps, self.journal = {}, {}
+
+
+def _close_all(files: dict[Any, int]) -> None:
+    for file in files.values():
+        os.close(file)
+    files.clear()
+
+
+def _file_name(nth: int, key: tuple[str, str]) -> str:
+    """Return the name of a file, with its number, since names of leaves may differ in signs that a
+    file's name cannot have."""
+    return f"{nth}-{re.sub(r'[^A-Za-z0-9_.-]', '_', '.'.join(key).rstrip('.'))}.npy"
+
+
+def _locked(path: pathlib.Path) -> int:
+    """Return an open file that is locked."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        owner = os.pread(file, 100, 0).decode(errors="replace") or "unknown"
+        os.close(file)
+        raise BlockingIOError(
+            error.errno,
+            f"its rows are in use by the process {owner}; one at a time may open them",
+            str(path.parent),
+        ) from None
+    os.ftruncate(file, 0)
+    os.pwrite(file, str(os.getpid()).encode(), 0)
+    return file
+
+
+def _check_local(folder: pathlib.Path) -> None:
+    """Raise an OSError if a folder is on another machine, as far as the system tells."""
+    mounts = pathlib.Path("/proc/self/mountinfo")
+    if not mounts.exists():
+        return
+    found, kind = "", ""
+    real = os.path.realpath(folder)
+    for line in mounts.read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        point = before.split(" ")[4].encode().decode("unicode_escape")
+        if os.path.commonpath([point, real]) == point and len(point) >= len(found):
+            found, kind = point, after.split(" ")[0]
+    if _REMOTE.match(kind):
+        raise OSError(
+            errno.EOPNOTSUPP,
+            f"rows in files need a disk of this machine, and {found} is {kind}, of which a memory "
+            "map may differ from the file",
+            str(folder),
+        )
+
+
+def _reserve(file: int, start: int, size: int) -> None:
+    """Reserve space of a file, filled with zeros."""
+    if not size:
+        return
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, start, size)
+        return
+    zeros = bytes(2**20)
+    for at in range(start, start + size, len(zeros)):
+        os.pwrite(file, zeros[: start + size - at], at)
+
+
+def _write_json(path: pathlib.Path, value: Any) -> None:
+    with open(path, "w") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,335 @@
+"""Rows in files: what is there after the end of a process, and what is wrong with a folder."""
+
+import errno
+import json
+import os
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxreplay as jr
+from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError
+from jaxreplay.storage import row_files
+from tests.conftest import ALL
+from tests.support import row_writer
+from tests.support.refusals import refused
+from tests.support.row_writer import LENGTH, NUM_ENVS, steps
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def example():
+    return jax.tree.map(lambda leaf: leaf[0, 0], steps([0]))
+
+
+def opened(folder, buffer=None):
+    """Return a tiered buffer over a folder, and its state."""
+    tier = jr.tiered(buffer or row_writer.buffer(), rows=folder)
+    return tier, tier.init(example())
+
+
+def check_rows(tier, state, first, end):
+    """Check that a state has exactly the steps `first` to `end - 1`, whole."""
+    filled = int(state.filled)
+    assert (int(state.lap) * LENGTH + int(state.head), filled) == (end, end - first)
+    rows = np.asarray([env * LENGTH + n % LENGTH for n in range(first, end) for env in range(3)])
+    whole = tier.whole(state)
+    for name, leaf in {"x": whole.rows.steps.obs["x"], "reward": whole.rows.steps.reward}.items():
+        expected = [n * NUM_ENVS + env for n in range(first, end) for env in range(3)]
+        assert np.asarray(leaf)[rows].tolist() == expected, name
+    image = np.asarray(whole.rows.steps.obs["image"])[rows]
+    assert (image == np.asarray(expected)[:, None]).all()
+    # the flags, and all that follows from them, are those of a buffer that got the same steps
+    buffer = jr.jit(row_writer.buffer())
+    other = buffer.init(example())
+    for number in range(end):
+        other = buffer.add(other, jax.tree.map(lambda leaf: leaf[0], steps([number])))
+    if filled == int(other.filled):
+        flags = [np.asarray(one.rows.flags)[rows] for one in (state, other)]
+        np.testing.assert_array_equal(*flags)
+        assert tier.metrics(state)["size"] == buffer.metrics(other)["size"]
+        key = jax.random.key(end)
+        found, wanted = tier.sample(state, key), buffer.sample(other, key)
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+@pytest.mark.xdist_group("killed")
+def test_the_rows_of_a_killed_process_are_there(tmp_path):
+    rng, last, num_kills = random.Random(0), 0, 50 if ALL else 2
+    for _ in range(num_kills):
+        command = [sys.executable, "-m", "tests.support.row_writer", str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
+            said = process.stdout.read(8)  # it has begun
+            time.sleep(rng.random() * 0.3)
+            process.kill()
+            said += process.stdout.read()
+        announced = int.from_bytes(said[-8:], "little")
+        tier, state = opened(tmp_path)
+        progress = tier._store.progress[:, 0]
+        first, end = int(progress[row_files.FIRST]), int(progress[row_files.END])
+        assert last <= announced <= end <= announced + 5
+        assert first == max(0, progress[row_files.BEGUN] - LENGTH)
+        assert progress[row_files.BEGUN] - end in (0, end % 5 + 1)
+        check_rows(tier, state, first, end)
+        tier.close()
+        last = end
+
+
+def test_an_add_that_is_cut_off_loses_what_it_would_overwrite_and_no_more(tmp_path, monkeypatch):
+    tier, state = opened(tmp_path)
+    state = tier.extend(state, steps(range(60)))
+    check_rows(tier, state, 10, 60)
+    write, calls = row_files.FileRows.write, []
+
+    def failing(self, name, rows, values):
+        calls.append(name)
+        if len(calls) == 3:
+            raise OSError("gone")
+        write(self, name, rows, values)
+
+    monkeypatch.setattr(row_files.FileRows, "write", failing)
+    with refused("gone", OSError):
+        tier.extend(state, steps(range(60, 67)))
+    monkeypatch.undo()
+    for _ in range(2):  # the same buffer, and another one
+        state = tier.init(example())
+        check_rows(tier, state, 17, 60)
+        tier.close()
+        tier, state = opened(tmp_path)
+    state = tier.extend(state, steps(range(60, 65)))
+    check_rows(tier, state, 17, 65)
+    state = tier.extend(state, steps(range(65, 70)))
+    check_rows(tier, state, 20, 70)
+
+
+def test_a_folder_is_open_once(tmp_path):
+    tier, _ = opened(tmp_path)
+    with refused(f"in use by the process {os.getpid()}; one at a time", BlockingIOError):
+        opened(tmp_path)
+    command = [sys.executable, "-m", "tests.support.row_writer", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert f"in use by the process {os.getpid()}" in result.stderr
+    tier.close()
+    opened(tmp_path)  # it is closed when it is collected, too
+    opened(tmp_path)
+
+
+def files_of(folder):
+    return sorted((folder / "rows").glob("*.npy"))
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def damage_json(path):
+    about = json.loads(path.read_text())
+    path.write_text(json.dumps({**about, "format": 99}))
+
+
+DAMAGE = {
+    "has .* bytes, not .*: it is cut": lambda files: cut(files[1]),
+    "is no array file": lambda files: files[1].write_bytes(b"x" * 1000),
+    "is missing, so that the rows are damaged": lambda files: files[2].unlink(),
+    r"0-rows.obs.image.npy has int32\[150\], not int32\[150, 1500\]": lambda files: shutil.copy(
+        files[1], files[0]
+    ),
+    "rows.json has the format 99; this version reads 1": lambda files: damage_json(
+        files[0].with_name("rows.json")
+    ),
+    "rows.json is damaged": lambda files: files[0].with_name("rows.json").write_text("[]"),
+    "rows.json is damaged:": lambda files: files[0].with_name("rows.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("said", DAMAGE)
+def test_a_damaged_folder_is_refused_and_unlocked(said, tmp_path):
+    tier, _ = opened(tmp_path)
+    tier.close()
+    DAMAGE[said](files_of(tmp_path))
+    for _ in range(2):
+        with refused(said):
+            opened(tmp_path)
+
+
+def test_a_folder_of_another_buffer_is_refused(tmp_path):
+    tier, state = opened(tmp_path)
+    tier.extend(state, steps(range(20)))
+    tier.close()
+    shared = {"num_envs": NUM_ENVS, "batch_size": 4}
+    for said, options in {
+        "length: the folder has 50, this buffer 100": {"capacity": 300},
+        "num_envs: the folder has 3, this buffer 5": {"capacity": 150, "num_envs": 5},
+        "autoreset: the folder has 'next_step', this buffer 'same_step_no_final_obs'": {
+            "capacity": 150,
+            "autoreset": "same_step_no_final_obs",
+        },
+    }.items():
+        own = {**shared, "autoreset": "next_step", **options}
+        with refused(said):
+            jr.tiered(jr.uniform(**own), rows=tmp_path).init(example())
+    tier = jr.tiered(row_writer.buffer(), rows=tmp_path)
+    wrong = example().replace(action=np.float64(0))
+    with refused(r"action: the folder has int32\[\], this buffer float32\[\]"):
+        tier.init(wrong)
+    # another view and another sampler go on with the rows
+    other = jr.sequences(capacity=150, **shared, autoreset="next_step", length=3)
+    tier, state = opened(tmp_path, other)
+    assert int(tier.size(state)) == jr.jit(other).size(tier.whole(state)) > 20
+
+
+def test_masked_rows_need_a_buffer_with_a_mask(tmp_path):
+    shared = {"capacity": 150, "num_envs": 3, "batch_size": 4, "autoreset": "next_step"}
+    tier, state = opened(tmp_path, jr.uniform(**shared, allow_mask=True))
+    state = tier.extend(state, steps(range(2)), np.array([[1, 1, 1], [1, 0, 1]], bool))
+    tier.close()
+    with refused("have different numbers of rows, so that the buffer needs allow_mask=True"):
+        opened(tmp_path, jr.uniform(**shared))
+    opened(tmp_path, jr.uniform(**shared, allow_mask=True))
+
+
+def test_a_full_disk_is_an_error_of_init(tmp_path, monkeypatch):
+    space = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: space._replace(free=1000))
+    with refused(r"the rows take 9\d\d,\d\d\d bytes, but the disk has 1,000 free", OSError):
+        opened(tmp_path)
+    monkeypatch.undo()
+    reserve, calls = os.posix_fallocate, []
+
+    def full(*given):
+        calls.append(given)
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reserve(*given)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with refused("No space left", OSError):
+        opened(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    tier, state = opened(tmp_path)
+    check_rows(tier, tier.extend(state, steps(range(3))), 0, 3)
+    # every byte is there before the first row is
+    for path in files_of(tmp_path):
+        assert path.stat().st_blocks * 512 >= path.stat().st_size
+
+
+def test_a_folder_on_another_machine_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(row_files, "_REMOTE", row_files.re.compile(""))
+    with refused("rows in files need a disk of this machine", OSError):
+        opened(tmp_path)
+
+
+def test_a_checkpoint_of_the_index_has_the_rows_that_were_not_overwritten_since(tmp_path):
+    tier, state = opened(tmp_path / "rows")
+    state = tier.extend(state, steps(range(60)))
+    batch = tier.sample(state, jax.random.key(0))
+    state = tier.update_priorities(state, batch.index, jnp.full(8, 0.25))
+    saver = Checkpointer(tmp_path / "index", tier)
+    saver.save(state, step=1)
+    size = sum(path.stat().st_size for path in (tmp_path / "index").rglob("*.*"))
+    assert size < 30_000 < tier._store.arrays["obs.image"].nbytes
+    wanted = jax.device_get(tier.whole(state))
+    # nothing was overwritten: the state is the same, with its priorities
+    found = saver.restore(example())
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(tier.whole(found)), wanted)
+    # after 25 more steps of an agent that is killed, 25 rows of each env are left
+    state = tier.extend(found, steps(range(60, 85)))
+    tier.close()
+    tier, state = opened(tmp_path / "rows")
+    check_rows(tier, state, 35, 85)
+    saver = Checkpointer(tmp_path / "index", tier)
+    state = saver.restore(example())
+    check_rows(tier, state, 35, 60)
+    kept = np.asarray(batch.index.row)
+    kept = kept[kept % LENGTH >= 35]
+    assert len(kept)
+    again = tier.sample(state, jax.random.key(1))
+    is_low = np.isin(np.asarray(again.index.row), kept)
+    ratio = np.asarray(again.probability)[~is_low].max() / np.asarray(again.probability).min()
+    assert not is_low.any() or ratio == pytest.approx((1 / 0.25) ** 0.6, rel=1e-5)
+    # what follows takes the place of the rows after the save
+    state = tier.extend(state, steps(range(60, 70)))
+    check_rows(tier, state, 35, 70)
+    tier.close()
+    tier, state = opened(tmp_path / "rows")
+    check_rows(tier, state, 35, 70)
+
+
+def test_a_checkpoint_whose_rows_were_replaced_is_refused(tmp_path):
+    tier, state = opened(tmp_path / "rows")
+    saver = Checkpointer(tmp_path / "index", tier, max_to_keep=9)
+    for step, numbers in enumerate((range(20), range(20, 40), range(40, 45))):
+        state = tier.extend(state, steps(numbers))
+        saver.save(state, step=step)
+    check_rows(tier, saver.restore(example(), step=1), 0, 40)
+    check_rows(tier, saver.restore(example(), step=0), 0, 20)
+    for step in (1, 2):
+        with refused("they were replaced after an earlier checkpoint was restored"):
+            saver.restore(example(), step=step)
+    state = tier.extend(saver.restore(example(), step=0), steps(range(20, 30)))
+    saver.save(state, step=9)
+    check_rows(tier, saver.restore(example(), step=9), 0, 30)
+    check_rows(tier, saver.restore(example(), step=0), 0, 20)
+    tier.close()
+    other, _ = opened(tmp_path / "other")
+    with refused("the rows of this checkpoint are not in .*other"):
+        Checkpointer(tmp_path / "index", other).restore(example())
+    for buffer in (row_writer.buffer(), jr.tiered(row_writer.buffer())):
+        with refused("its rows are in files|rows of this checkpoint are in files"):
+            Checkpointer(tmp_path / "index", buffer).restore(example())
+
+
+def test_a_copy_is_restored_anywhere_and_a_damaged_one_replaces_nothing(tmp_path):
+    tier, state = opened(tmp_path / "rows")
+    state = tier.extend(state, steps(range(60)))
+    saver = Checkpointer(tmp_path / "copy", tier)
+    saver.save(state, step=1, copy=True)
+    whole = jax.device_get(tier.whole(state))
+    plain = Checkpointer(tmp_path / "copy", row_writer.buffer()).restore(example())
+    for place in (tmp_path / "other", "host"):
+        other = jr.tiered(row_writer.buffer(), rows=place)
+        found = Checkpointer(tmp_path / "copy", other).restore(example())
+        for one in (other.whole(found), plain):
+            jax.tree.map(np.testing.assert_array_equal, jax.device_get(one), whole)
+        other.close()
+    tier.close()
+    other, found = opened(tmp_path / "other")
+    check_rows(other, found, 10, 60)
+    found = other.extend(found, steps(range(60, 61)))
+    file = next((tmp_path / "copy" / "rows").iterdir())
+    file.write_bytes(file.read_bytes()[:-1])
+    with refused("damaged", CorruptCheckpointError):
+        Checkpointer(tmp_path / "copy", other).restore(example())
+    check_rows(other, found, 11, 61)
+
+
+def test_a_replay_goes_on_with_the_rows_of_its_folder(tmp_path):
+    def made(**options):
+        return jr.Replay(row_writer.buffer(), rows=tmp_path / "rows", **options)
+
+    def add(replay, numbers):
+        for number in numbers:
+            replay.add(jax.tree.map(lambda leaf: leaf[0], steps([number])))
+
+    with made() as replay:
+        add(replay, range(30))
+        replay.save(tmp_path / "index", extras={"step": 30})
+        add(replay, range(30, 40))
+        size = len(replay)
+    with refused("its rows are in their folder", RuntimeError):
+        replay.save(tmp_path / "late")
+    with made(example=example()) as replay:
+        assert len(replay) == size
+        assert replay.load(tmp_path / "index", extras={"step": 0}) == {"step": 30}
+        check_rows(replay._owner.tier, replay._owner.state, 0, 30)
+    with made() as replay:  # the shapes are those of the first step
+        add(replay, range(30, 31))
+        check_rows(replay._owner.tier, replay._owner.state, 0, 31)
