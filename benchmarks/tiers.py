@@ -102,8 +102,11 @@ def ours(num_rows: int, kind: str, shape: Any, dtype: Any, rows: Any) -> Way:
 
 def torchrl(num_rows: int, kind: str, shape: Any, dtype: Any, folder: Any) -> Way:
     """Return TorchRL's buffer, in a folder or in memory. It stores the next observations, too."""
-    storage = LazyMemmapStorage(num_rows, scratch_dir=folder) if folder else None
-    buffer = ReplayBuffer(storage=storage or LazyTensorStorage(num_rows), batch_size=BATCH)
+    if folder:
+        storage = LazyMemmapStorage(num_rows, scratch_dir=folder)
+    else:
+        storage = LazyTensorStorage(num_rows)
+    buffer = ReplayBuffer(storage=storage, batch_size=BATCH)
     for block in range(num_rows // (NUM_ENVS * BLOCK)):
         obs = torch.from_numpy(obs_of(shape, dtype, block).reshape(-1, *shape))
         zeros = torch.zeros(len(obs))
@@ -207,11 +210,12 @@ def prefetched(num_rows: int, folder: pathlib.Path, rounds: int) -> dict[str, fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small buffers, no report")
-    parser.add_argument("--folder", help="a folder on the disk to measure; default: a new one here")
+    parser.add_argument("--folder", default="out", help="a folder on the disk to measure")
     options = parser.parse_args()
     size = 16 if options.quick else 1
     rounds, each = (2, 4) if options.quick else (12, 24)
-    folder = pathlib.Path(tempfile.mkdtemp(dir=options.folder or "."))
+    pathlib.Path(options.folder).mkdir(exist_ok=True)
+    folder = pathlib.Path(tempfile.mkdtemp(dir=options.folder))
     lines, cases = [], {
         "uniform, float32[21]": ("uniform", 2**21 // size, (21,), np.float32),
         "prioritized, 3 steps, float32[21]": ("prioritized", 2**21 // size, (21,), np.float32),
@@ -253,11 +257,10 @@ def main() -> None:
     finally:
         shutil.rmtree(folder)
     if not options.quick:
+        machine = about(False) | {"command": "python benchmarks/tiers.py"}
         path = pathlib.Path(__file__).parent / "TIERS.md"
         path.write_text(
-            "\n".join(
-                [HEAD, *(f"- {name}: {text}" for name, text in about(False).items()), *lines, ""]
-            )
+            "\n".join([HEAD, *(f"- {name}: {text}" for name, text in machine.items()), *lines, ""])
         )
 
 

@@ -27,7 +27,7 @@ from jaxreplay.buffers.state_checks import check_not_deleted, example_of
 from jaxreplay.storage import agents, platforms, ring, row_flags, stored_arrays, writes
 from jaxreplay.storage.host_rows import Split, split
 from jaxreplay.storage.layout import Layout
-from jaxreplay.storage.row_files import BEGUN, END, FIRST, LAST_FLAGS, FileRows
+from jaxreplay.storage.row_files import END, FIRST, LAST_FLAGS, FileRows
 from jaxreplay.storage.row_store import HostRows
 from jaxreplay.storage.state import Counters, ReplayState, Rows
 from jaxreplay.storage.stored_arrays import BitsArray, HostArray
@@ -71,20 +71,22 @@ class IndexBuffer(ReplayBuffer[Any]):
         return _mapped(super()._empty(example, platform), _absent)
 
     def plan(
-        self, name: str, state: ReplayState, *rest: Any, **options: Any
+        self, name: Any, state: ReplayState, *rest: Any, **options: Any
     ) -> tuple[ReplayState, "Plan"]:
         """Return the state after a method that returns a batch, and the plan of the batch.
 
         Args:
-          name: Name of the method: "sample", "pop" or "get".
+          name: Name of the method: "sample", "pop" or "get"; or a function of a buffer and a state
+            that returns something else that is read of rows.
           state: The state.
           rest: The method's further arguments.
           options: Its options.
         """
+        method: Any = name if callable(name) else getattr(type(self), name)
         size = {"batch_size": options.pop("batch_size")} if "batch_size" in options else {}
 
         def call(state: ReplayState, rest: Any, options: Any) -> Any:
-            found = getattr(self, name)(state, *rest, **size, **options)
+            found = method(self, state, *rest, **size, **options)
             after, batch = found if name == "pop" else (state, found)
             return batch, after.sampler if name == "pop" else None
 
@@ -179,6 +181,10 @@ class Tiered:
       [3.0, 3.0, 3.0, 3.0]
     """
 
+    # types of the buffer, and of its index
+    takes: type = ReplayBuffer
+    index_type: type = IndexBuffer
+
     def __init__(self, buffer: ReplayBuffer[Any], rows: Any = "host"):
         place = os.fspath(rows) if isinstance(rows, str | os.PathLike) else None
         if place is None or (place != "host" and place is rows and os.sep not in place):
@@ -187,7 +193,7 @@ class Tiered:
                 f'"./run7", got {rows!r}'
             )
         self.place = place
-        if type(buffer) is not ReplayBuffer:
+        if type(buffer) is not self.takes:
             raise ValueError(
                 f"tiered: takes a ReplayBuffer, such as jaxreplay.uniform(...), got {buffer!r}"
             )
@@ -200,7 +206,7 @@ class Tiered:
         # Of the device where the index lies, also while the host has the whole state.
         buffer = dataclasses.replace(buffer, platform=buffer.platform or platforms.default())
         fields = {field.name: getattr(buffer, field.name) for field in dataclasses.fields(buffer)}
-        self.index, self._whole = IndexBuffer(**fields), buffer
+        self.index, self._whole = self.index_type(**fields), buffer
         self._store: HostRows | None = None
         self._lost: str | None = None  # the error in which an add lost rows
         self._num_written = np.zeros(buffer.num_envs, np.int64)  # rows of each env, ever
@@ -323,7 +329,7 @@ class Tiered:
         Raises:
           ValueError: An argument does not fit the buffer; the error names the leaf.
         """
-        return self._append("add", state, step, mask, priority, envs)
+        return self._append("add", state, step, (mask, priority), mask, envs)
 
     def extend(
         self,
@@ -349,23 +355,31 @@ class Tiered:
         Raises:
           ValueError: An argument does not fit the buffer; the error names the leaf.
         """
-        return self._append("extend", state, steps, mask, priority, envs)
+        return self._append("extend", state, steps, (mask, priority), mask, envs)
 
     def _append(
-        self, where: str, state: ReplayState, steps: PyTree, mask: Any, priority: Any, envs: Any
+        self,
+        where: str,
+        state: ReplayState,
+        steps: PyTree,
+        given: tuple[Any, ...],
+        mask: Any = None,
+        envs: Any = None,
     ) -> ReplayState:
-        store = self._store_of(where)
-        _check_outside(where, (state, steps))
-        check_not_deleted(where, state)
-        if self.buffer.autoreset is not None:
-            steps = step_checks.step_of(where, steps, self.buffer.autoreset)
-        envs = None if envs is None else np.asarray(envs)
-        steps, mask = jax.tree.map(np.asarray, (steps, mask))
-        self._check_fits(where, state, (steps, mask, priority), envs)
+        """Append a block of steps.
+
+        Args:
+          where: "add" or "extend".
+          state: The newest state. Donated.
+          steps: As for this method.
+          given: Its further arguments for the index.
+          mask: As for this method. Default: every env took every step.
+          envs: As for this method. Default: all envs.
+        """
+        store, steps, envs = self._checked(where, state, steps, given, envs)
+        mask, given = jax.tree.map(np.asarray, (mask, given))
         if where == "add":
-            steps, mask, priority = jax.tree.map(
-                lambda leaf: np.asarray(leaf)[None], (steps, mask, priority)
-            )
+            steps, mask, given = jax.tree.map(lambda leaf: leaf[None], (steps, mask, given))
         axes = jax.tree.leaves(steps)[0].shape[:2]
         if not axes[0]:
             return state
@@ -394,25 +408,36 @@ class Tiered:
                 if isinstance(store, FileRows):
                     self._note(store, flags, envs, row, is_written, number)
                 # The rest, on the device.
-                state = _extend(self.index, state, flags, mask, priority, envs)
+                state = _extend(self.index, state, flags, given, envs)
                 self._num_written = number
         except Exception as error:
             self._lost = repr(error)
             raise
         return state
 
-    def _check_fits(self, where: str, state: ReplayState, given: Any, envs: Any) -> None:
-        """Raise a ValueError unless steps fit; nothing is written yet."""
+    def _checked(
+        self, where: str, state: ReplayState, steps: PyTree, given: tuple[Any, ...], envs: Any
+    ) -> tuple[HostRows, PyTree, Any]:
+        """Return the store, and steps and envs as arrays of NumPy. Raise a ValueError if something
+        does not fit; nothing is written yet."""
+        store = self._store_of(where)
+        _check_outside(where, (state, steps))
+        check_not_deleted(where, state)
+        if self.buffer.autoreset is not None:
+            steps = step_checks.step_of(where, steps, self.buffer.autoreset)
+        envs = None if envs is None else np.asarray(envs)
+        steps = jax.tree.map(np.asarray, steps)
         if envs is not None:
             step_checks.check_envs(where, envs, state.layout, self.buffer.num_envs)
-        leaves, structure = jax.tree.flatten((given, envs))
+        leaves, structure = jax.tree.flatten(((steps, *given), envs))
         specs = [jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype) for x in leaves]
         known = where, structure, tuple((spec.shape, spec.dtype) for spec in specs)
         if known not in self._known:
             call = getattr(self.index, where)
-            add = lambda state, given, envs: call(state, *given, envs=envs)
+            add = lambda state, given, envs: call(state, *given, **_options_of(envs))
             jax.eval_shape(add, state, *jax.tree.unflatten(structure, specs))
             self._known.add(known)
+        return store, steps, envs
 
     def _rows_of(
         self, flags: Any, mask: Any, envs: Any
@@ -720,14 +745,14 @@ class Tiered:
             self.init(example)
         store = self._store
         assert isinstance(store, FileRows)
-        if not store.goes_on_from(token, end):
+        if (first := store.since(token, end)) is None:
             raise ValueError(
                 f"restore: the rows of this checkpoint are not in {self.place}: it has others, "
                 "or they were replaced after an earlier checkpoint was restored; a save with "
                 "copy=True has the rows itself"
             )
         concurrent.futures.wait([flight.future for flight in self._flights])
-        state = restore(store.progress[BEGUN] - self.buffer.length)
+        state = restore(first)
         store.renew(end)
         self._lost = None
         return self._followed(state, is_new=True)
@@ -943,7 +968,7 @@ def _check_outside(where: str, tree: PyTree) -> None:
 
 @functools.partial(program, changes=True)
 def _extend(
-    buffer: IndexBuffer, state: ReplayState, flags: Any, mask: Any, priority: Any, envs: Any
+    buffer: IndexBuffer, state: ReplayState, flags: Any, given: Any, envs: Any
 ) -> ReplayState:
     """Append a block of steps of which the flags are known."""
     terminated, truncated = flags
@@ -953,7 +978,11 @@ def _extend(
     if buffer.autoreset is not None:
         final_obs = steps.obs if buffer.autoreset == "same_step" else None
         steps = steps.replace(terminated=terminated, truncated=truncated, final_obs=final_obs)
-    return buffer.extend(state, steps, mask, priority, envs=envs)
+    return buffer.extend(state, steps, *given, **_options_of(envs))
+
+
+def _options_of(envs: Any) -> dict[str, Any]:
+    return {} if envs is None else {"envs": envs}
 
 
 @functools.partial(program, changes=True)

@@ -17,7 +17,6 @@ from stable_baselines3.common import buffers
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
-from jaxreplay.buffers.jitted import method
 from jaxreplay.datasets.episodes import Episode, steps_of
 from jaxreplay.inspection.contents import resets_of
 from jaxreplay.samplers import Sampler
@@ -26,7 +25,7 @@ from jaxreplay.sb3 import columns
 from jaxreplay.sb3.arrays import TORCH_DTYPES, fitted
 from jaxreplay.sb3.batch import SB3View
 from jaxreplay.sb3.record import Record
-from jaxreplay.sb3.rows import RowsOwner, TransitionBuffer
+from jaxreplay.sb3.rows import RowsOwner, TieredRowsOwner, TransitionBuffer
 from jaxreplay.stateful.lock import Monitor
 from jaxreplay.stateful.owner import Draws
 from jaxreplay.storage import ring
@@ -59,9 +58,14 @@ class DropInBuffer(buffers.ReplayBuffer):
         with `dones` 0; else it counts as terminated. Default: True.
       storage_device: Platform whose first device stores the rows, such as "cpu" for the host's
         memory. Default: JAX's default device.
+      rows: Where the rows lie: "device"; or with an index on JAX's default device: "host", in the
+        memory of the host; or the path of a folder on a disk of this machine, such as "/data/run7".
+        Rows that the folder has already are there for `resume` until the first `add`. Default:
+        "device".
 
     Raises:
-      ValueError: `optimize_memory_usage` is set.
+      ValueError: `optimize_memory_usage` is set, or `rows` is no such place, or is given with
+        `storage_device`.
     """
 
     copy_info_dict = False  # True keeps the steps' infos, for `HerReplayBuffer`
@@ -76,6 +80,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         optimize_memory_usage: bool = False,
         handle_timeout_termination: bool = True,
         storage_device: str | None = None,
+        rows: Any = "device",
     ):
         # BaseBuffer's: that of ReplayBuffer allocates arrays
         super(buffers.ReplayBuffer, self).__init__(
@@ -90,6 +95,12 @@ class DropInBuffer(buffers.ReplayBuffer):
         self.optimize_memory_usage = False
         self.handle_timeout_termination = handle_timeout_termination
         self.storage_device = storage_device
+        self.rows = rows
+        if rows != "device" and storage_device is not None:
+            raise ValueError(
+                f"{type(self).__name__}: rows={rows!r} takes no storage_device: the index lies on "
+                "JAX's default device"
+            )
         # one row more, for the final row of the newest episode; at least one window
         view = self._view()
         sizes: Any = {
@@ -107,7 +118,11 @@ class DropInBuffer(buffers.ReplayBuffer):
     def _own(self) -> None:
         """Make what is of this process: the lock, and the owner of the rows."""
         self._monitor = Monitor(f"this {type(self).__name__}")
-        self._owner = RowsOwner(self._replay, self._draws, self.storage_device)
+        self._owner = (
+            RowsOwner(self._replay, self._draws, self.storage_device)
+            if self.rows == "device"
+            else TieredRowsOwner(self._replay, self._draws, self.rows)
+        )
 
     def _sampler(self) -> Sampler:
         return Uniform()
@@ -116,8 +131,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         return SB3View()
 
     def _empty(self) -> Any:
-        with self._owner.on_device():
-            return self._replay.init(self._example())
+        return self._owner.empty(self._example())
 
     def _forget(self, state: Any) -> None:
         """Begin with an empty state. The next step begins an episode in each env."""
@@ -153,9 +167,9 @@ class DropInBuffer(buffers.ReplayBuffer):
 
     @property
     def _state(self) -> Any:
-        """The state, with all steps added."""
+        """The state, with all steps added, and all rows."""
         with self._monitor:
-            return self._owner.state
+            return self._owner.whole[1]
 
     def size(self) -> int:
         """Return the number of transitions stored for each env, rounded down from their mean.
@@ -168,8 +182,14 @@ class DropInBuffer(buffers.ReplayBuffer):
         with self._monitor:
             if self._owner.is_lost:
                 return self._forget(self._empty())
-            self._owner.change(method("clear"))
+            self._owner.change(self._owner.method("clear"))
             self._forget(self._owner.state)
+
+    def close(self) -> None:
+        """Add the steps that wait, and let another buffer open the folder of the rows. Later calls
+        raise a RuntimeError. Without a folder it does nothing."""
+        with self._monitor:
+            self._owner.close()
 
     def add(
         self,
@@ -481,6 +501,11 @@ class DropInBuffer(buffers.ReplayBuffer):
         return {name: value for name, value in state.items() if name not in left_out}
 
     def __getstate__(self) -> dict[str, Any]:
+        if self.rows not in ("device", "host"):
+            raise TypeError(
+                f"{type(self).__name__}: a buffer whose rows are in files is not pickled; save it "
+                "by jaxreplay.sb3.SaveCallback"
+            )
         rows = jax.tree.map(np.asarray, self._state)
         return {**self._attributes(), "_rows": rows}
 
@@ -491,7 +516,7 @@ class DropInBuffer(buffers.ReplayBuffer):
         if hasattr(super(), "__setstate__"):
             super().__setstate__(state)  # type: ignore[misc]
         self._own()
-        self._begin(rows)
+        self._begin(self._owner.adopted(rows))
 
 
 def _read_only(array: np.ndarray, dtype: Any) -> np.ndarray:

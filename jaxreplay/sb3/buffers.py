@@ -20,7 +20,7 @@ from jaxreplay.types import Index
 class ReplayBuffer(DropInBuffer):
     """Uniform replay of one-step transitions.
 
-    Stable-Baselines3 passes all arguments but the last two, which are options for
+    Stable-Baselines3 passes all arguments but the last three, which are options for
     `replay_buffer_kwargs`:
 
     - `buffer_size`: Number of transitions over all envs. Each final row that is stored takes
@@ -36,6 +36,8 @@ class ReplayBuffer(DropInBuffer):
       truncated, with `dones` 0; else it counts as terminated. Default: True.
     - `storage_device`: Platform whose first device stores the rows, such as "cpu" for the
       host's memory. Default: JAX's default device.
+    - `rows`: Where the rows lie: "device", "host", or the path of a folder: docs/sb3.md.
+      Default: "device".
 
     Example:
       >>> import numpy as np
@@ -70,7 +72,7 @@ class DictReplayBuffer(DropInBuffer):
       *args: What Stable-Baselines3 passes by position:
 
         - `action_space`: Action space of one env; 64-bit integers likewise.
-      **kwargs: What Stable-Baselines3 passes by name, the last two from `replay_buffer_kwargs`:
+      **kwargs: What Stable-Baselines3 passes by name, the last three from `replay_buffer_kwargs`:
 
         - `device`: PyTorch device of sampled batches. Default: "auto", a GPU if there is one.
         - `n_envs`: Number of parallel envs. Default: 1.
@@ -80,6 +82,7 @@ class DictReplayBuffer(DropInBuffer):
           truncated, with `dones` 0; else it counts as terminated. Default: True.
         - `storage_device`: Platform whose first device stores the rows, such as "cpu" for the
           host's memory. Default: JAX's default device.
+        - `rows`: Where the rows lie: "device", "host", or the path of a folder. Default: "device".
 
     Raises:
       ValueError: The observation space is not a Dict, or `optimize_memory_usage` is set.
@@ -112,7 +115,7 @@ class NStepReplayBuffer(DropInBuffer):
         - `action_space`: Action space of one env; 64-bit integers likewise.
       n_steps: Most steps of a transition. Default: 3.
       gamma: Discount factor in [0, 1] of one step; must be the model's. Default: 0.99.
-      **kwargs: What Stable-Baselines3 passes by name, the last two from `replay_buffer_kwargs`:
+      **kwargs: What Stable-Baselines3 passes by name, the last three from `replay_buffer_kwargs`:
 
         - `device`: PyTorch device of sampled batches. Default: "auto", a GPU if there is one.
         - `n_envs`: Number of parallel envs. Default: 1.
@@ -122,6 +125,7 @@ class NStepReplayBuffer(DropInBuffer):
           truncated, with `dones` 0; else it counts as terminated. Default: True.
         - `storage_device`: Platform whose first device stores the rows, such as "cpu" for the
           host's memory. Default: JAX's default device.
+        - `rows`: Where the rows lie: "device", "host", or the path of a folder. Default: "device".
 
     Raises:
       ValueError: `n_steps` or `gamma` is out of range, or `optimize_memory_usage` is set.
@@ -194,7 +198,7 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
       epsilon: Added to every priority in `update_priorities`, so that none is 0. Default: 1e-6.
       n_steps: Most steps of a transition. Default: 1.
       gamma: Discount factor in [0, 1] of one step; must be the model's. Default: 0.99.
-      **kwargs: What Stable-Baselines3 passes by name, the last two from `replay_buffer_kwargs`:
+      **kwargs: What Stable-Baselines3 passes by name, the last three from `replay_buffer_kwargs`:
 
         - `device`: PyTorch device of sampled batches. Default: "auto", a GPU if there is one.
         - `n_envs`: Number of parallel envs. Default: 1.
@@ -204,6 +208,7 @@ class PrioritizedReplayBuffer(NStepReplayBuffer):
           truncated, with `dones` 0; else it counts as terminated. Default: True.
         - `storage_device`: Platform whose first device stores the rows, such as "cpu" for the
           host's memory. Default: JAX's default device.
+        - `rows`: Where the rows lie: "device", "host", or the path of a folder. Default: "device".
 
     Raises:
       ValueError: An option is out of range, or `optimize_memory_usage` is set.

@@ -17,7 +17,6 @@ from stable_baselines3.her.her_replay_buffer import HerReplayBuffer as TheirHerR
 
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import PyTree
-from jaxreplay.buffers.jitted import program
 from jaxreplay.samplers import PrioritySampler
 from jaxreplay.sb3.base import DropInBuffer
 from jaxreplay.sb3.batch import SB3View
@@ -58,9 +57,12 @@ class HerReplayBuffer(DropInBuffer, TheirHerReplayBuffer):
         else gets empty dicts. Default: False.
       storage_device: Platform whose first device stores the rows, such as "cpu" for the host's
         memory. Default: JAX's default device.
+      rows: Where the rows lie: "device", "host", or the path of a folder, as for `ReplayBuffer`.
+        Default: "device".
 
     Raises:
-      ValueError: The strategy is none of the three, or `optimize_memory_usage` is set.
+      ValueError: The strategy is none of the three, `optimize_memory_usage` is set, or `rows` is no
+        such place.
 
     References:
       Andrychowicz et al., "Hindsight Experience Replay" (2017), https://arxiv.org/abs/1707.01495
@@ -80,6 +82,7 @@ class HerReplayBuffer(DropInBuffer, TheirHerReplayBuffer):
         goal_selection_strategy: GoalSelectionStrategy | str = "future",
         copy_info_dict: bool = False,
         storage_device: str | None = None,
+        rows: Any = "device",
     ):
         name = str(getattr(goal_selection_strategy, "name", goal_selection_strategy)).upper()
         if name not in GoalSelectionStrategy.__members__:
@@ -103,6 +106,7 @@ class HerReplayBuffer(DropInBuffer, TheirHerReplayBuffer):
             optimize_memory_usage=optimize_memory_usage,
             handle_timeout_termination=handle_timeout_termination,
             storage_device=storage_device,
+            rows=rows,
         )
         self.infos = np.full(self._replay.capacity if copy_info_dict else 0, None, object)
 
@@ -133,7 +137,7 @@ class HerReplayBuffer(DropInBuffer, TheirHerReplayBuffer):
         with self._monitor:
             self._check_not_empty()
             owner, sizes = self._owner, (batch_size - num_new, num_new)
-            item, row, others = owner.ask(_draw, owner.draws.next, *sizes)
+            item, row, others = owner.drawn(_draw(*sizes), owner.draws.next)
             owner.draws.count()
         if num_new:
             new = jax.tree.map(
@@ -251,18 +255,22 @@ def _stored_reward(achieved: Any, goal: Any, step: PyTree) -> jax.Array:
     return step.reward
 
 
-@functools.partial(program, static=("num_own", "num_new"))
-def _draw(buffer: Any, state: Any, draw: Any, num_own: int, num_new: int) -> Any:
-    """Sample items with their own goals, then items with new ones: items [B, ...], row int32[B],
-    and with priorities the index and the probability of each."""
-    has_priorities = isinstance(buffer.sampler, PrioritySampler)
+@functools.cache
+def _draw(num_own: int, num_new: int) -> Any:
+    """Return a function that samples items with their own goals, then items with new ones: items
+    [B, ...], row int32[B], and with priorities the index and the probability of each."""
 
-    def part(ratio, size):
-        view = dataclasses.replace(buffer.view, relabel_fraction=ratio)
-        key = jax.random.fold_in(key_of(draw), int(ratio))
-        batch = dataclasses.replace(buffer, view=view).sample(state, key, size)
-        others = (batch.index, batch.probability) if has_priorities else ()
-        return batch.experience, batch.index.row, others
+    def drawn(buffer: Any, state: Any, draw: Any) -> Any:
+        has_priorities = isinstance(buffer.sampler, PrioritySampler)
 
-    parts = [part(ratio, size) for ratio, size in ((0.0, num_own), (1.0, num_new)) if size]
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+        def part(ratio, size):
+            view = dataclasses.replace(buffer.view, relabel_fraction=ratio)
+            key = jax.random.fold_in(key_of(draw), int(ratio))
+            batch = dataclasses.replace(buffer, view=view).sample(state, key, size)
+            others = (batch.index, batch.probability) if has_priorities else ()
+            return batch.experience, batch.index.row, others
+
+        parts = [part(ratio, size) for ratio, size in ((0.0, num_own), (1.0, num_new)) if size]
+        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+
+    return drawn

@@ -1,16 +1,21 @@
 """The rows of a drop-in buffer: whole transitions, each with its next observation, in a state that
 an owner changes."""
 
+import concurrent.futures
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxreplay.buffers.jitted import programs
+from jaxreplay.buffers.jitted import program, programs
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
+from jaxreplay.buffers.tiered import IndexBuffer, Tiered
 from jaxreplay.sb3 import columns
 from jaxreplay.stateful.owner import StateOwner
-from jaxreplay.storage import newest_row
+from jaxreplay.stateful.tiered_owner import TieredOwner
+from jaxreplay.storage import newest_row, ring, row_flags
+from jaxreplay.storage.row_files import LAST_FLAGS, FileRows
 from jaxreplay.types import Step
 
 
@@ -31,6 +36,73 @@ class TransitionBuffer(ReplayBuffer):
         return newest_row.extend(super(), state, steps, goes_on, was_first[0])
 
 
+class TransitionIndex(TransitionBuffer, IndexBuffer):  # type: ignore[misc]
+    """A `TransitionBuffer` whose states have no rows."""
+
+
+class TransitionTier(Tiered):
+    """A `TransitionBuffer` whose rows lie on the host.
+
+    The rows that a folder has at first stay until the first `extend`, so that a checkpoint of them
+    can be restored.
+    """
+
+    takes, index_type = TransitionBuffer, TransitionIndex
+
+    def __init__(self, buffer: TransitionBuffer, rows: Any):
+        super().__init__(buffer, rows)
+        self._is_stale = False  # the folder's rows are not the state's
+
+    def init(self, example: Any) -> Any:
+        """Return an empty state."""
+        state = self._prepared(example)
+        self._num_written = np.zeros(self.buffer.num_envs, np.int64)
+        self._is_stale = self.is_in_files
+        return state
+
+    def _followed(self, state: Any, is_new: bool = False) -> Any:
+        self._is_stale = False
+        return super()._followed(state, is_new)
+
+    def _begin_anew(self) -> None:
+        """Forget the rows that the folder had at first."""
+        if self._is_stale and isinstance(self._store, FileRows):
+            self._store.forget()
+            self._store.renew(None)
+        self._is_stale = False
+
+    def clear(self, state: Any) -> Any:
+        self._begin_anew()
+        return super().clear(state)
+
+    def extend(self, state: Any, steps: Step, goes_on: Any, was_first: Any) -> Any:  # type: ignore[override]
+        """Append a block of steps, as `TransitionBuffer.extend` does.
+
+        Args:
+          state: The newest state. Donated.
+          steps: As for `TransitionBuffer.extend`, as are `goes_on` and `was_first`.
+        """
+        is_continued = np.concatenate([goes_on[1:], np.zeros_like(goes_on[:1])])
+        steps = steps.replace(truncated=~steps.terminated & ~is_continued)
+        given = goes_on, was_first
+        store, *_ = self._checked("extend", state, steps, given, None)
+        concurrent.futures.wait([flight.future for flight in self._flights])
+        self._begin_anew()
+        if isinstance(store, FileRows):
+            self._reopen(store, goes_on[0], was_first[0])
+        self._num_written = self._num_written - goes_on[0]
+        return self._append("extend", state, steps, given)
+
+    def _reopen(self, store: FileRows, mask: np.ndarray, was_first: np.ndarray) -> None:
+        """Note that the newest rows, which are final, are removed, as `newest_row.reopen` does."""
+        number, length = self._num_written - mask, self.buffer.length
+        flags = np.where(was_first, row_flags.FIRST, 0)
+        last = np.where(mask, flags, store.progress[LAST_FLAGS])
+        newest = np.arange(len(mask)) * length + ring.position_of(number - 1, length)
+        store.end(number, last)
+        store.journal["flags"][newest[mask]] = flags[mask]
+
+
 class RowsOwner(StateOwner):
     """State of a `TransitionBuffer`, whose steps wait in a `Record`."""
 
@@ -39,9 +111,48 @@ class RowsOwner(StateOwner):
     def _look(self, steps: Any, mask: Any) -> None:
         """Leave the look for resets by hand to the record."""
 
+    def empty(self, example: Any) -> Any:
+        """Return an empty state."""
+        with self.on_device():
+            return self._empty(example)
+
+    def adopted(self, state: Any) -> Any:
+        """Return a whole state that was pickled."""
+        return state
+
     def items(self, chosen: Any) -> Any:
         """Return transitions, as `_items` does."""
         return self.read(_READ, _ADD_AND_READ, chosen.shape[1], chosen)
+
+    def drawn(self, function: Any, *arguments: Any) -> Any:
+        """Return what a function of a buffer, a state and arguments reads of rows."""
+        return self.ask(_CALL, function, *arguments)
+
+
+class TieredRowsOwner(TieredOwner, RowsOwner):
+    """The same with rows on the host.
+
+    Args:
+      buffer: A `TransitionBuffer`.
+      draws: As for `StateOwner`.
+      rows: As for `jaxreplay.tiered`.
+    """
+
+    def __init__(self, buffer: TransitionBuffer, draws: Any, rows: Any):
+        TieredOwner.__init__(self, TransitionTier(buffer, rows), draws, ahead=False)
+
+    def adopted(self, state: Any) -> Any:
+        return self.tier.adopt(state)
+
+    def items(self, chosen: Any) -> Any:
+        return self.drawn(_items, chosen)
+
+    def drawn(self, function: Any, *arguments: Any) -> Any:
+        return self.read_rows(function, *arguments)
+
+    def draw(self, batch_size: int, options: Any) -> Any:
+        batch = super().draw(batch_size, options)
+        return None if batch is None else self.finished(batch)
 
 
 def _items(buffer: ReplayBuffer, state: Any, chosen: jax.Array) -> Any:
@@ -68,4 +179,8 @@ def _add_and_read(buffer: ReplayBuffer, state: Any, block: Any, chosen: Any) -> 
     return state, _items(buffer, state, chosen)
 
 
+_CALL = program(
+    lambda buffer, state, function, *arguments: function(buffer, state, *arguments),
+    static=("function",),
+)
 _READ, _ADD_AND_READ = programs(_items), programs(_add_and_read, changes=True)

@@ -57,7 +57,7 @@ class SaveCallback(BaseCallback):
         self._last = self.model.num_timesteps
         buffer = _buffer_of("SaveCallback", self.model)
         # that of `resume`, or of an earlier `learn`, if it is of this path
-        self._checkpointer = buffer._owner.last_checkpointer.at(self.path, buffer._replay)
+        self._checkpointer = buffer._owner.last_checkpointer.at(self.path, buffer._owner.saved)
         self._checkpointer.max_to_keep = self.max_to_keep
 
     def _on_rollout_start(self) -> None:
@@ -75,7 +75,9 @@ class SaveCallback(BaseCallback):
         model, content = self.model, io.BytesIO()
         buffer = _buffer_of("SaveCallback", model)
         model.save(content)
-        state, rest = buffer._state, buffer._attributes()
+        with buffer._monitor:
+            state = buffer._owner.state
+        rest = buffer._attributes()
         extras = {
             "model": content.getvalue(),
             "buffer": pickle.dumps(rest),
@@ -104,7 +106,7 @@ def resume(path: Any, model: M, step: int | None = None) -> M:
       ValueError: The replay buffer is not one of `jaxreplay.sb3`, or has other arguments.
     """
     buffer = _buffer_of("resume", model)
-    checkpointer = buffer._owner.last_checkpointer.at(path, buffer._replay)
+    checkpointer = buffer._owner.last_checkpointer.at(path, buffer._owner.saved)
     if not checkpointer.all_steps():
         return model
     state, found = checkpointer.restore(buffer._example(), step, extras=_EXTRAS)
@@ -116,10 +118,17 @@ def resume(path: Any, model: M, step: int | None = None) -> M:
         )
     has_envs = bool(found["envs"])
     env = pickle.loads(found["envs"]) if has_envs else model.get_env()
-    device = model.device
+    # `load` makes a buffer that is not used
+    options = model.replay_buffer_kwargs
+    small = {"buffer_size": 1, "replay_buffer_kwargs": {**options, "rows": "device"}}
     restored = type(model).load(
-        io.BytesIO(found["model"]), env=env, device=device, force_reset=not has_envs
+        io.BytesIO(found["model"]),
+        env=env,
+        device=model.device,
+        custom_objects=small,
+        force_reset=not has_envs,
     )
+    restored.buffer_size, restored.replay_buffer_kwargs = model.buffer_size, options
     vars(buffer).update(rest)
     buffer._begin(state)
     restored.replay_buffer = buffer

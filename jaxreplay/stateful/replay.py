@@ -18,6 +18,7 @@ from jaxreplay._util.names import kind_of
 from jaxreplay.buffers.jitted import method
 from jaxreplay.buffers.mixture import Mixture
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
+from jaxreplay.buffers.tiered import tiered
 from jaxreplay.inspection import Inspection, inspect
 from jaxreplay.inspection.contents import resets_of
 from jaxreplay.samplers import ConsumingSampler
@@ -134,7 +135,7 @@ class Replay:
             self._owner = (
                 StateOwner(buffer, Draws(seed), device)
                 if rows == "device"
-                else TieredOwner(buffer, Draws(seed), rows, ahead=prefetch > 0)
+                else TieredOwner(tiered(buffer, rows=rows), Draws(seed), ahead=prefetch > 0)
             )
             self._owners = {None: self._owner}
         self._limiter = (

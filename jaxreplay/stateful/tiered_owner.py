@@ -12,7 +12,7 @@ from jaxreplay._util.aliases import PyTree
 from jaxreplay.buffers.jitted import method, program
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import example_of
-from jaxreplay.buffers.tiered import Plan, Tiered, made as made_of, tiered
+from jaxreplay.buffers.tiered import Plan, Tiered, made as made_of
 from jaxreplay.samplers import ConsumingSampler
 from jaxreplay.stateful.owner import Draws, StateOwner, key_of
 from jaxreplay.storage.platforms import default_device
@@ -42,14 +42,13 @@ class TieredOwner(StateOwner):
     """State of an index, and the rows on the host.
 
     Args:
-      buffer: A `ReplayBuffer`.
+      tier: The buffer.
       draws: As for `StateOwner`.
-      rows: As for `jaxreplay.tiered`.
       ahead: Gather rows in a thread.
     """
 
-    def __init__(self, buffer: ReplayBuffer, draws: Draws, rows: str, ahead: bool):
-        self.tier, self._ahead = tiered(buffer, rows=rows), ahead
+    def __init__(self, tier: Tiered, draws: Draws, ahead: bool):
+        self.tier, self._ahead = tier, ahead
         self._home, self._is_closed = default_device(), False
         # Functions of an index, a state and arguments; made once, since they are compared.
         made: dict[str, Any] = {name: _of(self.tier, name) for name in _ON_HOST}
@@ -96,7 +95,7 @@ class TieredOwner(StateOwner):
 
     def check_not_lost(self) -> None:
         if self._is_closed:
-            raise RuntimeError("this Replay is closed; its rows are in their folder")
+            raise RuntimeError("this buffer is closed; its rows are in their folder")
         super().check_not_lost()
 
     def look_whether_lost(self, error: BaseException) -> None:
@@ -118,6 +117,11 @@ class TieredOwner(StateOwner):
         plan = self.ask(_get_plan, index, self.draws.next)
         if self.buffer.view.is_random:
             self.draws.count()
+        return made_of(plan, self.tier.take(plan))
+
+    def read_rows(self, function: Any, *arguments: Any) -> Any:
+        """Return what a function of a buffer, a state and arguments reads of rows."""
+        plan = self.ask(_plan, arguments, reads=function)
         return made_of(plan, self.tier.take(plan))
 
     def draw(self, batch_size: int, options: Mapping[str, Any]) -> Any:
@@ -151,6 +155,11 @@ def _draw_plan(index: Any, state: Any, draw: Any, options: Any, batch_size: int)
 @functools.partial(program, changes=True, static=("batch_size",), on_one_core=True)
 def _pop_plan(index: Any, state: Any, draw: Any, options: Any, batch_size: int) -> tuple[Any, Plan]:
     return index.plan("pop", state, key_of(draw), batch_size=batch_size, **options)
+
+
+@functools.partial(program, static=("reads",))
+def _plan(index: Any, state: Any, arguments: Any, reads: Any) -> Plan:
+    return index.plan(reads, state, *arguments)[1]
 
 
 @program

@@ -32,9 +32,9 @@ _PAGE = mmap.PAGESIZE
 _REMOTE = re.compile(r"nfs|cifs|smb|9p|ceph|glusterfs|lustre|fuse\.(?:sshfs|s3|gcs|rclone|mount)")
 # Rows that took longer than this, and a byte of them, came from the disk.
 _SLOW, _SLOW_BYTE = 5e-6, 5e-10
-# Rows of the progress, int64[4, E]: the numbers of the oldest row, of the next one, and of the next
-# one when the last write began; and the flags of the newest row.
-FIRST, END, BEGUN, LAST_FLAGS = range(4)
+# Rows of the progress, int64[3, E]: the numbers of the oldest row, which no write has begun to
+# overwrite, and of the next one; and the flags of the newest row.
+FIRST, END, LAST_FLAGS = range(3)
 
 
 class FileRows(HostRows):
@@ -53,7 +53,7 @@ class FileRows(HostRows):
     Attributes:
       token: Text that no other rows have. It changes with `renew`.
       journal: All rows of what the journal has, by name.
-      progress: int64[4, E], as above.
+      progress: int64[3, E], as above.
 
     Raises:
       BlockingIOError: Another process, or another object here, has the folder open.
@@ -81,7 +81,7 @@ class FileRows(HostRows):
             for kind, own in (("rows", specs), ("journal", journal))
             for name, spec in own.items()
         }
-        shapes["journal", "progress"] = (1 + 8 * num_envs,), np.dtype(np.int64)
+        shapes["journal", "progress"] = (1 + 6 * num_envs,), np.dtype(np.int64)
         texts = {name: spec_text(spec) for name, spec in specs.items()}
         own = {"format": _FORMAT, **about, "leaves": texts}
         self._rows = self._folder / "rows"
@@ -236,20 +236,19 @@ class FileRows(HostRows):
 
     @property
     def progress(self) -> np.ndarray:
-        return self._slots[1:].reshape(2, 4, -1)[self._slots[0] & 1].copy()
+        return self._slots[1:].reshape(2, 3, -1)[self._slots[0] & 1].copy()
 
     def _announce(self, progress: np.ndarray) -> None:
         """Replace the progress: one store of 8 bytes makes all of it visible."""
         slot = 1 - (self._slots[0] & 1)
-        self._slots[1:].reshape(2, 4, -1)[slot] = progress
+        self._slots[1:].reshape(2, 3, -1)[slot] = progress
         self._slots[0] = slot
 
     def begin(self, number: np.ndarray) -> None:
         """Note that rows are about to be written, up to those before int64[E]. Those that they
         overwrite are gone."""
         progress = self.progress
-        progress[BEGUN] = np.maximum(progress[BEGUN], number)
-        progress[FIRST] = np.maximum(progress[FIRST], progress[BEGUN] - self._length)
+        progress[FIRST] = np.maximum(progress[FIRST], number - self._length)
         self._announce(progress)
 
     def end(self, number: np.ndarray, last_flags: Any, first: np.ndarray | None = None) -> None:
@@ -262,9 +261,8 @@ class FileRows(HostRows):
         """
         progress = self.progress
         progress[END], progress[LAST_FLAGS] = number, last_flags
-        progress[BEGUN] = np.maximum(progress[BEGUN], number)
         if first is not None:
-            progress[FIRST] = np.maximum(first, progress[BEGUN] - self._length)
+            progress[FIRST] = first
         self._announce(progress)
 
     def forget(self) -> None:
@@ -274,28 +272,28 @@ class FileRows(HostRows):
     # Saved indices.
 
     def renew(self, end: np.ndarray | None) -> None:
-        """Take another token: the rows go on from int64[E], or are replaced if it is None."""
-        branches = self._about["branches"] if end is not None else {}
-        left = (
-            {}
-            if end is None
-            else {name: np.minimum(old, end).tolist() for name, old in branches.items()}
-        )
+        """Take another token, before the rows go on from int64[E]; or, if that is None, before all
+        of them are replaced."""
+        branches = {}
         if end is not None:
-            left[self.token] = end.tolist()
-        self._about = {**self._about, "branches": left, "token": secrets.token_hex(8)}
+            first, known = self.progress[FIRST], {**self._about["branches"], self.token: None}
+            for token, limits in known.items():
+                low, high = limits or (first, end)
+                branches[token] = [np.maximum(low, first).tolist(), np.minimum(high, end).tolist()]
+        self._about = {**self._about, "branches": branches, "token": secrets.token_hex(8)}
         path = self._rows / "rows.json"
         _write_json(path.with_suffix(".new"), self._about)
         path.with_suffix(".new").replace(path)
 
-    def goes_on_from(self, token: str, end: np.ndarray) -> bool:
-        """Return whether a token is of these rows, and no row before int64[E] was replaced by
-        another one of the same number since."""
+    def since(self, token: str, end: np.ndarray) -> np.ndarray | None:
+        """Return the number of the oldest row of each env, int64[E], that was not overwritten since
+        the rows had a token; None if they never had it, or if a row before int64[E] was replaced by
+        another one of the same number."""
+        first = self.progress[FIRST]
         if token == self.token:
-            return True
-        return token in self._about["branches"] and bool(
-            (end <= self._about["branches"][token]).all()
-        )
+            return first
+        low, high = self._about["branches"].get(token, (first, np.full_like(end, -1)))
+        return np.maximum(first, low) if (end <= high).all() else None
 
     def flush(self) -> None:
         """Wait until all is on the disk."""

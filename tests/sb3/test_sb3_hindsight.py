@@ -247,7 +247,7 @@ def test_dqn_learns_to_flip_bits(model):
 def test_a_draw_is_in_place():
     buffer, seed = make(1 << 16), np.uint32(0)
     check_in_place(
-        lambda state: hindsight._draw(buffer._replay, state, (seed, seed), 2, 6),
+        lambda state: hindsight._draw(2, 6)(buffer._replay, state, (seed, seed)),
         (buffer._state,),
         num_elements=1 << 16,
     )

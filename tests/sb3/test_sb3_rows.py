@@ -1,0 +1,106 @@
+"""Drop-in buffers whose rows lie in the memory of the host or in files: the same batches."""
+
+import copy
+import functools
+import pickle
+
+import numpy as np
+import pytest
+
+from jaxreplay import sb3
+from tests.conftest import ALL
+from tests.sb3 import test_sb3_hindsight as hindsight, test_sb3_saves as saves
+from tests.support.refusals import refused
+from tests.support.sb3_streams import ACTIONS, DICT, VECTOR, added_to, check_same, sampled, stream
+
+BOX = ACTIONS["box"]
+SIZE = 60
+KINDS = {
+    "dict": lambda **rows: sb3.DictReplayBuffer(SIZE, DICT, BOX, n_envs=3, **rows),
+    "priorities": lambda **rows: sb3.PrioritizedReplayBuffer(
+        SIZE, VECTOR, BOX, n_envs=3, n_steps=3, **rows
+    ),
+    "n steps": lambda **rows: sb3.NStepReplayBuffer(SIZE, VECTOR, BOX, n_envs=1, **rows),
+}
+
+
+def places(tmp_path):
+    return ({}, {"rows": "host"}, {"rows": tmp_path / "rows"})
+
+
+@pytest.mark.parametrize("kind", ["dict", "priorities", *["n steps"] * ALL])
+def test_batches_are_the_same_wherever_the_rows_lie(kind, tmp_path):
+    ours = [KINDS[kind](**place) for place in places(tmp_path)]
+    space = DICT if kind == "dict" else VECTOR
+    for t, step in enumerate(stream(space, BOX, ours[0].n_envs, 90)):
+        if t == 50:
+            for buffer in ours:
+                buffer.reset()
+        added_to(ours, [step])
+        if t % 9 and t != 51:
+            continue
+        whole, *others = [sampled(buffer, 16, t) for buffer in ours]
+        for batch in others:
+            check_same(batch, whole, 1e-6 if kind == "n steps" else 0)
+        if kind == "priorities":
+            for buffer in ours:
+                buffer.update_priorities(whole.indices, np.linspace(0, 2, 16))
+    for name in ("observations", "next_observations", "rewards", "dones"):
+        whole, *others = [getattr(buffer, name) for buffer in ours]
+        for column in others:
+            check = np.testing.assert_array_equal
+            if isinstance(whole, dict):
+                for key, leaf in whole.items():
+                    check(column[key], leaf)
+            else:
+                check(column, whole)
+    again = pickle.loads(pickle.dumps(ours[1]))
+    added_to([again, ours[0]], stream(space, BOX, ours[0].n_envs, 10, seed=1))
+    check_same(sampled(again, 16), sampled(ours[0], 16), 1e-6 if kind == "n steps" else 0)
+    with refused("rows are in files is not pickled; save it by", TypeError):
+        pickle.dumps(ours[2])
+
+
+@pytest.mark.parametrize("kind", [sb3.HerReplayBuffer, *[sb3.PrioritizedHerReplayBuffer] * ALL])
+def test_goals_are_the_same_wherever_the_rows_lie(kind, tmp_path):
+    ours = [hindsight.make(90, kind, n_envs=3, **place) for place in places(tmp_path)]
+    for start in range(0, 60, 20):
+        batches = []
+        for buffer in ours:
+            hindsight.fill(buffer, 20, start=start)
+            batches.append(sampled(buffer, 32, start))
+        for batch in batches[1:]:
+            check_same(batch, batches[0])
+
+
+def test_a_folder_goes_on_if_it_is_resumed_and_else_begins_anew(tmp_path):
+    folder, saved = tmp_path / "rows", tmp_path / "saved"
+    options = {"buffer_size": 100, "num_envs": 2}
+    made = functools.partial(
+        saves.dqn, **options, replay_buffer_kwargs={"rows": folder, "n_steps": 2}
+    )
+    made = functools.partial(made, kind=sb3.NStepReplayBuffer)
+    model = made()
+    model.learn(60, callback=sb3.SaveCallback(saved, save_freq=40))
+    kept = copy.deepcopy(model.replay_buffer.rewards)
+    model.learn(20, reset_num_timesteps=False)  # not saved, and then killed
+    model.replay_buffer.close()
+    with refused("this buffer is closed", RuntimeError):
+        model.replay_buffer.sample(4)
+    model = sb3.resume(saved, made())
+    assert model.num_timesteps == 60
+    np.testing.assert_array_equal(model.replay_buffer.rewards, kept)
+    model.replay_buffer.close()
+    model = made().learn(20)  # a new run
+    assert model.replay_buffer.size() == 10
+    assert np.count_nonzero(model.replay_buffer.rewards) == 20
+    model.replay_buffer.close()
+    with refused("the rows of this checkpoint are not in"):
+        sb3.resume(saved, made())
+
+
+def test_a_place_and_a_device_are_refused():
+    with refused("rows='host' takes no storage_device"):
+        sb3.ReplayBuffer(50, VECTOR, BOX, storage_device="cpu", rows="host")
+    with refused('rows must be "host", or the path of a folder'):
+        sb3.ReplayBuffer(50, VECTOR, BOX, rows="disk")
