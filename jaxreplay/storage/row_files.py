@@ -5,8 +5,8 @@ row and, for each env, which rows are complete. It is kept in mapped memory, too
 that is killed leaves it whole: the index is rebuilt from it.
 """
 
+import contextlib
 import errno
-import fcntl
 import json
 import math
 import mmap
@@ -25,6 +25,10 @@ import numpy as np
 from jaxreplay._util.aliases import Specs
 from jaxreplay._util.names import spec_text
 from jaxreplay.storage.row_store import HostRows
+
+fcntl: Any = None
+with contextlib.suppress(ImportError):  # on Windows
+    import fcntl
 
 _FORMAT = 1
 _PAGE = mmap.PAGESIZE
@@ -58,7 +62,8 @@ class FileRows(HostRows):
     Raises:
       BlockingIOError: Another process, or another object here, has the folder open.
       ValueError: The folder has other rows, or files that are damaged.
-      OSError: The disk has too little space, or the folder is on another machine.
+      OSError: The disk has too little space, the folder is on another machine, or the system is
+        Windows.
     """
 
     def __init__(
@@ -70,6 +75,8 @@ class FileRows(HostRows):
     ):
         self._folder = pathlib.Path(folder).absolute()
         num_envs, self._length = about["num_envs"], about["length"]
+        if fcntl is None:
+            raise OSError(errno.ENOSYS, "rows in files need Linux or macOS", str(self._folder))
         _check_local(self._folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         # open files by what they have, closed at the latest with this object
@@ -97,6 +104,11 @@ class FileRows(HostRows):
             self.close()
             raise
         self._slots = self.journal.pop("progress")
+        first, end, last_flags = self.progress
+        is_possible = (first >= 0) & (first <= end) & (end <= first + self._length)
+        if not (is_possible & (last_flags >= 0) & (last_flags < 256)).all():
+            self.close()
+            raise ValueError(f"{self._rows}: the journal has numbers of rows that cannot be")
         self._is_cold = True  # of the last rows taken
 
     @property
@@ -139,7 +151,9 @@ class FileRows(HostRows):
         try:
             found = json.loads(path.read_text())
             token, branches = found["token"], found["branches"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            bytes.fromhex(token)
+            {name: np.array(limits).reshape(2, -1) for name, limits in branches.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is damaged: {error!r}") from error
         if found.get("format") != _FORMAT:
             raise ValueError(

@@ -129,6 +129,11 @@ def cut(path):
     os.truncate(path, path.stat().st_size - 1)
 
 
+def overwrite(path):
+    slots = np.load(path, mmap_mode="r+")
+    slots[1:].reshape(2, 3, -1)[:, row_files.FIRST] = 9  # the oldest rows are newer than the newest
+
+
 def damage_json(path):
     about = json.loads(path.read_text())
     path.write_text(json.dumps({**about, "format": 99}))
@@ -145,6 +150,7 @@ DAMAGE = {
         files[0].with_name("rows.json")
     ),
     "rows.json is damaged": lambda files: files[0].with_name("rows.json").write_text("[]"),
+    "the journal has numbers of rows that cannot be": lambda files: overwrite(files[-1]),
     "rows.json is damaged:": lambda files: files[0].with_name("rows.json").unlink(),
 }
 
