@@ -1,6 +1,5 @@
 """Rows that are computed anew, all of them, a block at a time: `buffer.map_rows`."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,28 +24,53 @@ def mapped(
       function: As for `ReplayBuffer.map_rows`, as are `arguments`.
       size: Number of rows of a block, at most the capacity.
     """
+
+    def of_block(number: jax.Array, carry: Any) -> Any:
+        state, trace = carry
+        target, new, own = block_of(buffer, state, function, arguments, size, number)
+        return state.replace(
+            rows=writes.put(state.rows, target, new, are_distinct=True)
+        ), trace + own
+
+    # Of the state, since a constant would not vary among the shards of a `shard_map`.
+    none = (0 * state.counters.filled[0]).astype(jnp.uint32)
+    num_blocks = -(-buffer.capacity // size)
+    state, trace = jax.lax.fori_loop(0, num_blocks, of_block, (state, none))
+    return traced(state, trace)
+
+
+def block_of(
+    buffer: Any,
+    state: ReplayState,
+    function: Callable[..., Any],
+    arguments: Any,
+    size: int,
+    number: jax.Array,
+) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
+    """Return the rows of a block that have steps, int32[size], the capacity for others; their new
+    leaves by name, [size, ...]; and the trace of writing them.
+
+    Args:
+      buffer: As for `mapped`, as are `state`, `function`, `arguments` and `size`.
+      number: int32[], of the block.
+    """
     capacity = buffer.capacity
 
-    def of_row(state: ReplayState, row: jax.Array) -> Any:
+    def of_row(row: jax.Array) -> Any:
         reader = RowReader(state, row)
         if buffer.autoreset is None:
             return function(reader.item(), *arguments)
         return function(reader.step(0), reader.next_obs(0), *arguments)
 
-    def of_block(number: jax.Array, carry: Any) -> Any:
-        state, trace = carry
-        row = number * size + ring.arange(size)
-        inside = jnp.minimum(row, capacity - 1)
-        is_step = (row == inside) & state.is_written(inside) & ~state.has(inside, row_flags.FINAL)
-        values = jax.vmap(functools.partial(of_row, state))(inside)
-        new = step_checks.as_values("map_rows", state, values, (size,))
-        target = jnp.where(is_step, inside, capacity)
-        trace += jnp.where(is_step, writes.trace_of(row, new), 0).sum(dtype=jnp.uint32)
-        return state.replace(rows=writes.put(state.rows, target, new, are_distinct=True)), trace
+    row = number * size + ring.arange(size)
+    inside = jnp.minimum(row, capacity - 1)
+    is_step = (row == inside) & state.is_written(inside) & ~state.has(inside, row_flags.FINAL)
+    new = step_checks.as_values("map_rows", state, jax.vmap(of_row)(inside), (size,))
+    trace = jnp.where(is_step, writes.trace_of(row, new), 0).sum(dtype=jnp.uint32)
+    return jnp.where(is_step, inside, capacity), new, trace
 
-    # Of the state, since a constant would not vary among the shards of a `shard_map`.
-    none = (0 * state.counters.filled[0]).astype(jnp.uint32)
-    state, trace = jax.lax.fori_loop(0, -(-capacity // size), of_block, (state, none))
+
+def traced(state: ReplayState, trace: jax.Array) -> ReplayState:
+    """Return a state of which all rows were written, with a trace."""
     traces = jnp.full((NUM_PARTS, 1), jnp.maximum(trace, 1))
-    counters = writes.traced(state.counters, traces)
-    return state.replace(counters=counters)
+    return state.replace(counters=writes.traced(state.counters, traces))

@@ -16,12 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jaxreplay._util import checks
 from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.names import named
 from jaxreplay._util.signals import defer_interrupts
 from jaxreplay._util.struct import Node, static_field
 from jaxreplay.buffers import memory, step_checks
 from jaxreplay.buffers.jitted import method, program, rebuild
+from jaxreplay.buffers.map_rows import block_of, traced
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_not_deleted, example_of
 from jaxreplay.storage import agents, platforms, ring, row_flags, stored_arrays, writes
@@ -192,7 +194,8 @@ class Tiered:
                 'tiered: rows must be "host", or the path of a folder such as "/data/run7" or '
                 f'"./run7", got {rows!r}'
             )
-        self.place = place
+        # also if the process goes to another folder
+        self.place = place if place == "host" else os.path.abspath(place)
         if type(buffer) is not self.takes:
             raise ValueError(
                 f"tiered: takes a ReplayBuffer, such as jaxreplay.uniform(...), got {buffer!r}"
@@ -705,12 +708,53 @@ class Tiered:
         check_not_deleted("write", state)
         state, rows, given = _write(self.index, state, index, values)
         stored = dict(named(state.rows.steps, is_leaf=stored_arrays.is_compound))
-        rows = np.asarray(rows)
         concurrent.futures.wait([flight.future for flight in self._flights])
-        for name, leaf in given.items():
-            kept = rows < self.buffer.capacity
-            store.write(name, rows[kept], _bits(np.asarray(leaf)[kept], stored[name]))
+        self._put(store, stored, np.asarray(rows), given)
         return state
+
+    def map_rows(
+        self,
+        state: ReplayState,
+        function: Callable[..., Any],
+        *arguments: Any,
+        block: int = 65_536,
+    ) -> ReplayState:
+        """Compute leaves of all rows anew, a block at a time, as `ReplayBuffer.map_rows` does.
+        Outside of `jit`. It waits for all gathers.
+
+        Args:
+          state: The newest state. Donated.
+          function: As for `ReplayBuffer.map_rows`. Each function is compiled once.
+          arguments: Further arguments of the function: arrays of JAX or NumPy.
+          block: Number of rows that are computed at once. Default: 65,536.
+
+        Returns:
+          The new state.
+
+        Raises:
+          ValueError: As for `ReplayBuffer.map_rows`.
+        """
+        store = self._store_of("map_rows")
+        _check_outside("map_rows", (state, arguments))
+        check_not_deleted("map_rows", state)
+        step_checks.check_writable("map_rows", state)
+        checks.check_size("map_rows", "block", block)
+        size = min(block, self.buffer.capacity)
+        stored = dict(named(state.rows.steps, is_leaf=stored_arrays.is_compound))
+        concurrent.futures.wait([flight.future for flight in self._flights])
+        trace = 0
+        for number in range(-(-self.buffer.capacity // size)):
+            plan = _block(self.index, state, np.int32(number), arguments, function, size)
+            found = jax.device_get(made(plan, self.take(plan)))
+            self._put(store, stored, *found[:2])
+            trace += int(found[2])
+        return _traced(self.index, state, np.uint32(trace & 0xFFFFFFFF))
+
+    def _put(self, store: HostRows, stored: Any, rows: Any, given: dict[str, Any]) -> None:
+        """Write leaves of rows, int32[K]. Rows past the end are dropped."""
+        kept = rows < self.buffer.capacity
+        for name, leaf in given.items():
+            store.write(name, rows[kept], _bits(np.asarray(leaf)[kept], stored[name]))
 
     def flush(self) -> str | None:
         """Wait until the rows in files are on the disk.
@@ -994,6 +1038,24 @@ def _write(
     given = step_checks.as_values("write", state, values, jnp.shape(index.row))
     flat = jax.tree.map(lambda leaf: leaf.reshape(-1), index)
     return after, writes.written_again(state, flat), given
+
+
+@functools.partial(program, static=("function", "size"))
+def _block(
+    index: IndexBuffer, state: ReplayState, number: Any, arguments: Any, function: Any, size: int
+) -> Plan:
+    """Return the plan of a block of `map_rows`."""
+
+    def new(buffer: Any, state: ReplayState, number: Any, arguments: Any) -> Any:
+        return block_of(buffer, state, function, arguments, size, number)
+
+    return index.plan(new, state, number, arguments)[1]
+
+
+@functools.partial(program, changes=True)
+def _traced(index: IndexBuffer, state: ReplayState, trace: Any) -> ReplayState:
+    del index
+    return traced(state, trace)
 
 
 @functools.partial(program, static=("batch_size",), on_one_core=True)

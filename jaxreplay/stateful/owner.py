@@ -278,6 +278,10 @@ class StateOwner(Owner):
         ...)."""
         return method(name)
 
+    def map_rows(self, buffer: Any, state: Any, function: Any, *arguments: Any, block: int) -> Any:
+        """Return a state with new leaves of all rows, as `ReplayBuffer.map_rows`."""
+        return map_rows(buffer, state, self.put(arguments), function, block)
+
     def begin(self, state: Any, staging: Any) -> None:
         """Begin with a state, and a `Staging` of steps that wait to be added to it."""
         self._state = jax.device_put(state, self._device)

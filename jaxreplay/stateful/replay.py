@@ -3,6 +3,7 @@
 import collections
 import collections.abc
 import dataclasses
+import functools
 import operator
 import time
 import warnings
@@ -25,7 +26,7 @@ from jaxreplay.samplers import ConsumingSampler
 from jaxreplay.stateful import host_arrays
 from jaxreplay.stateful.host_arrays import as_stored
 from jaxreplay.stateful.lock import Monitor
-from jaxreplay.stateful.owner import Draws, MixtureOwner, StateOwner, map_rows
+from jaxreplay.stateful.owner import Draws, MixtureOwner, StateOwner
 from jaxreplay.stateful.rate_limiter import RatioLimiter
 from jaxreplay.stateful.tiered_owner import TieredOwner
 from jaxreplay.storage.episodes import Episodes
@@ -384,7 +385,8 @@ class Replay:
         with self._monitor:
             self._check_open()
             owner.check_begun("map_rows")
-            self._changing(owner.change, map_rows, owner.put(arguments), function, block)
+            call = functools.partial(owner.map_rows, block=block)
+            self._changing(owner.change, call, function, *arguments)
 
     @property
     def _consumes(self) -> bool:

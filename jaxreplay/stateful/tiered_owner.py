@@ -73,6 +73,9 @@ class TieredOwner(StateOwner):
     def method(self, name: str) -> Any:
         return self._methods.get(name) or method(name)
 
+    def map_rows(self, buffer: Any, state: Any, function: Any, *arguments: Any, block: int) -> Any:
+        return self.tier.map_rows(state, function, *arguments, block=block)
+
     def _merged(self, buffer: Any, state: Any, other: Any) -> Any:
         own = jax.tree.map(jax.numpy.copy, self.tier.whole(state))
         return self.tier.adopt(method("merge")(self.tier.whole_buffer, own, other))

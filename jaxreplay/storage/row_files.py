@@ -77,6 +77,10 @@ class FileRows(HostRows):
         num_envs, self._length = about["num_envs"], about["length"]
         if fcntl is None:
             raise OSError(errno.ENOSYS, "rows in files need Linux or macOS", str(self._folder))
+        if self._folder.exists() and not self._folder.is_dir():
+            raise NotADirectoryError(
+                errno.ENOTDIR, "rows need a folder, and this is a file", str(self._folder)
+            )
         _check_local(self._folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         # open files by what they have, closed at the latest with this object
@@ -328,9 +332,9 @@ def _close_all(files: dict[Any, int]) -> None:
 
 
 def _file_name(nth: int, key: tuple[str, str]) -> str:
-    """Return the name of a file, with its number, since names of leaves may differ in signs that a
-    file's name cannot have."""
-    return f"{nth}-{re.sub(r'[^A-Za-z0-9_.-]', '_', '.'.join(key).rstrip('.'))}.npy"
+    """Return the name of a file, with its number, since names of leaves may be long, or differ in
+    signs that a file's name cannot have."""
+    return f"{nth}-{re.sub(r'[^A-Za-z0-9_.-]', '_', '.'.join(key).rstrip('.'))[:100]}.npy"
 
 
 def _locked(path: pathlib.Path) -> int:

@@ -81,13 +81,14 @@ def scaled(step, next_obs, factor):
     return {"reward": step.reward * factor + next_obs}
 
 
-def test_a_replay_compiles_a_function_once_for_all_parameters():
-    replay, time = jr.Replay(buffer_of("next_step")), 15
+@pytest.mark.parametrize(("rows", "program"), [("device", "map_rows"), ("host", "_block")])
+def test_a_replay_compiles_a_function_once_for_all_parameters(rows, program):
+    replay, time = jr.Replay(buffer_of("next_step"), rows=rows), 15
     steps = jax.tree.map(lambda leaf: leaf[:time], steps_of("next_step"))
     for step in range(time):
         replay.add(jax.tree.map(lambda leaf, step=step: leaf[step], steps))
     reward, next_obs = (x.copy() for x in (steps.reward, steps.obs))
-    with count_programs("map_rows") as compiled:
+    with count_programs(program) as compiled:
         for factor in np.float32([2, 3]):
             replay.map_rows(scaled, factor, block=16)
             reward[:-1] = reward[:-1] * factor + next_obs[1:]

@@ -42,6 +42,11 @@ def check_equal(found, expected):
     jax.tree.map(leaf, found, expected)
 
 
+def scaled(step, next_obs, by):
+    """Return the reward times a number."""
+    return {"reward": step.reward * by}
+
+
 def check_all_equal(batches):
     for batch in batches[1:]:
         check_equal(batch, batches[0])
@@ -80,6 +85,10 @@ def test_batches_are_those_of_a_buffer_on_the_device(case, place, tmp_path):
             values = {"reward": rng.random(index.row.shape).astype(np.float32)}
             values["extras"] = {"flag": values["reward"] < 0.5}
             mine, theirs = tier.write(mine, index, values), buffer.write(theirs, index, values)
+        if whole.allow_write and turn in (5, 8):
+            mine = tier.map_rows(mine, scaled, np.float32(turn), block=10)
+            mapped = jax.jit(lambda state, by: whole.map_rows(state, scaled, by, block=10))
+            theirs = mapped(theirs, np.float32(turn))
         if not case.is_items and turn % 4 == 3:
             ended = rng.random(4) < 0.5
             mine, theirs = tier.end_streams(mine, ended), buffer.end_streams(theirs, ended)
@@ -133,19 +142,21 @@ def test_rows_go_to_a_buffer_and_come_from_one(case):
     )
 
 
-class SlowRows(HostRows):
-    """Rows that take their time."""
-
-    def take(self, name, rows):
-        time.sleep(0.001)
-        return super().take(name, rows)
-
-
+@pytest.mark.parametrize("place", ["host", "files"])
 @pytest.mark.parametrize("waits", [True, False])
-def test_an_add_waits_for_gathers_of_rows_that_it_would_overwrite(waits, monkeypatch):
-    monkeypatch.setattr("jaxreplay.buffers.tiered.HostRows", SlowRows)
+def test_an_add_waits_for_gathers_of_rows_that_it_would_overwrite(
+    waits, place, monkeypatch, tmp_path
+):
+    take = HostRows.take
+
+    def slow(self, name, rows):
+        time.sleep(0.001)
+        return take(self, name, rows)
+
+    monkeypatch.setattr(HostRows, "take", slow)
     length, num_rows = 40, 7
-    tier = jr.tiered(jr.items(capacity=length, batch_size=8))
+    rows = "host" if place == "host" else tmp_path
+    tier = jr.tiered(jr.items(capacity=length, batch_size=8), rows=rows)
     if not waits:
         monkeypatch.setattr(tier, "_is_whole", lambda *_: True)
     state, draw, flights, num_wrong = tier.init(np.int32(0)), jax.jit(tier.draw), [], 0

@@ -121,6 +121,23 @@ def test_a_folder_is_open_once(tmp_path):
     opened(tmp_path)
 
 
+def test_names_that_no_file_can_have_and_a_path_from_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    buffer, names = jr.items(capacity=8, batch_size=4), ("a/b", "a b", "é" * 150, "x" * 300)
+    item = {name: np.full(1, nth, np.float32) for nth, name in enumerate(names)}
+    tier = jr.tiered(buffer, rows="./rows")
+    state = tier.add(tier.init({name: np.float32(0) for name in names}), item)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    tier.close()
+    state = tier.init({name: np.float32(0) for name in names})
+    found = tier.sample(state, jax.random.key(0)).experience
+    assert [found[name].tolist() for name in names] == [[nth] * 4 for nth in range(4)]
+    (tmp_path / "file").touch()
+    with refused("rows need a folder, and this is a file", NotADirectoryError):
+        jr.tiered(buffer, rows=tmp_path / "file").init(np.float32(0))
+
+
 def files_of(folder):
     return sorted((folder / "rows").glob("*.npy"))
 
