@@ -212,7 +212,7 @@ class Tiered:
         self.index, self._whole = self.index_type(**fields), buffer
         self._store: HostRows | None = None
         self._lost: str | None = None  # the error in which an add lost rows
-        self._num_written = np.zeros(buffer.num_envs, np.int64)  # rows of each env, ever
+        self.num_written = np.zeros(buffer.num_envs, np.int64)  # rows of each env, ever
         self._known: set[Any] = set()  # shapes of blocks that fit
         self._flights: list[_Flight] = []
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
@@ -283,7 +283,7 @@ class Tiered:
         """
         layout, progress = state.layout, store.progress
         first, end = progress[FIRST], progress[END]
-        self._num_written = end.copy()
+        self.num_written = end.copy()
         if not end.any():
             return self._followed(state)
         if layout.lockstep and (np.ptp(first) or np.ptp(end)):
@@ -412,7 +412,7 @@ class Tiered:
                     self._note(store, flags, envs, row, is_written, number)
                 # The rest, on the device.
                 state = _extend(self.index, state, flags, given, envs)
-                self._num_written = number
+                self.num_written = number
         except Exception as error:
             self._lost = repr(error)
             raise
@@ -457,8 +457,8 @@ class Tiered:
         is_env = (env >= 0) & (env < self.buffer.num_envs)
         is_written, env = is_written & is_env, np.where(is_env, env, 0)
         nth = np.cumsum(is_written, axis=0)
-        position = ring.position_of(self._num_written[env] + nth - 1, self.buffer.length)
-        number = self._num_written.copy()
+        position = ring.position_of(self.num_written[env] + nth - 1, self.buffer.length)
+        number = self.num_written.copy()
         np.add.at(number, env, nth[-1])
         return env * self.buffer.length + position, is_written, number
 
@@ -481,7 +481,7 @@ class Tiered:
             env = every if envs is None else np.where(is_written.any(axis=0), envs, 0)
             of_agents = None
             if "agents" in store.journal:
-                position = ring.position_of(self._num_written[env] - 1, layout.length)
+                position = ring.position_of(self.num_written[env] - 1, layout.length)
                 _, end = store.progress[[FIRST, END]][:, env]
                 is_cleared = (store.progress[FIRST][env] == end) & (end >= layout.length)
                 of_agents = store.journal["agents"][env * layout.length + position], is_cleared
@@ -492,7 +492,7 @@ class Tiered:
                 if values is not None:
                     store.journal[name][row[is_written]] = np.asarray(values)[is_written]
             newest = ring.position_of(number - 1, layout.length) + every * layout.length
-            has_new = number > self._num_written
+            has_new = number > self.num_written
             last[has_new] = store.journal["flags"][newest[has_new]]
         store.end(number, last)
 
@@ -581,7 +581,7 @@ class Tiered:
             or use `take_later`, for which an add waits.
         """
         _check_outside("take", plan)
-        return self._gather(plan, self._store_of("take"), self._num_written)
+        return self._gather(plan, self._store_of("take"), self.num_written)
 
     def take_later(self, plan: Plan) -> "concurrent.futures.Future[list[np.ndarray]]":
         """Gather the rows of a plan in a thread. An add that would overwrite one of them waits.
@@ -596,7 +596,7 @@ class Tiered:
         store = self._store_of("take_later")
         if self._thread is None:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, "jaxreplay-rows")
-        future = self._thread.submit(self._gather, plan, store, self._num_written)
+        future = self._thread.submit(self._gather, plan, store, self.num_written)
         self._flights = [one for one in self._flights if not one.future.done()]
         self._flights.append(_Flight(plan, future))
         return future
@@ -811,7 +811,7 @@ class Tiered:
           fill: Takes arrays of NumPy to fill, [N, ...]: "steps", a tree of leaves as they are
             stored, and "flags", or None; and an empty state of the index. Returns the state.
         """
-        before = self._store, self._num_written, self._lost
+        before = self._store, self.num_written, self._lost
         if not self.is_in_files:
             self._store = None  # the old rows stay until the new ones are there
         try:
@@ -819,7 +819,7 @@ class Tiered:
             store = self._store_of("replace")
             if isinstance(store, FileRows):
                 store.forget()
-                before = store, np.zeros_like(self._num_written), "in a restore that failed"
+                before = store, np.zeros_like(self.num_written), "in a restore that failed"
 
             def array(leaf: Any) -> Any:
                 if isinstance(leaf, BitsArray):
@@ -835,7 +835,7 @@ class Tiered:
                 store.renew(None)
             return self._followed(state, is_new=True)
         except BaseException:
-            self._store, self._num_written, self._lost = before
+            self._store, self.num_written, self._lost = before
             raise
 
     @property
@@ -977,10 +977,9 @@ class Tiered:
           state: The state.
           is_new: Whether flags of other rows than the newest ones changed. Default: False.
         """
-        counters, length = state.counters, self.buffer.length
-        values = counters.lap, counters.position, counters.filled, counters.last_flags
-        lap, position, filled, last = jax.device_get(values)
-        self._num_written = lap.astype(np.int64) * length + position
+        length = self.buffer.length
+        lap, position, filled, last = jax.device_get(_counts(state.counters))
+        self.num_written = lap.astype(np.int64) * length + position
         if not isinstance(store := self._store, FileRows):
             return state
         kept = {"flags": state.rows.flags, "agents": getattr(state.rows.steps, "terminated", None)}
@@ -991,7 +990,7 @@ class Tiered:
                 newest = ring.position_of(position - 1, length)
                 newest += np.arange(len(newest)) * length
                 rows[newest] = np.asarray(_rows_at(kept[name], newest))
-        store.end(self._num_written, 0 if last is None else last, self._num_written - filled)
+        store.end(self.num_written, 0 if last is None else last, self.num_written - filled)
         return state
 
     def _store_of(self, where: str) -> HostRows:
@@ -1083,6 +1082,11 @@ def _flags_of(
     assert layout.autoreset is not None
     rows = row_flags.rows_of(layout.autoreset, terminated, truncated, taken, last)
     return rows.flags, of_agents
+
+
+@jax.jit
+def _counts(counters: Counters) -> tuple[Any, ...]:
+    return counters.lap, counters.position, counters.filled, counters.last_flags
 
 
 @jax.jit

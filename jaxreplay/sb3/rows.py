@@ -56,7 +56,7 @@ class TransitionTier(Tiered):
     def init(self, example: Any) -> Any:
         """Return an empty state."""
         state = self._prepared(example)
-        self._num_written = np.zeros(self.buffer.num_envs, np.int64)
+        self.num_written = np.zeros(self.buffer.num_envs, np.int64)
         self._is_stale = self.is_in_files
         return state
 
@@ -90,12 +90,12 @@ class TransitionTier(Tiered):
         self._begin_anew()
         if isinstance(store, FileRows):
             self._reopen(store, goes_on[0], was_first[0])
-        self._num_written = self._num_written - goes_on[0]
+        self.num_written = self.num_written - goes_on[0]
         return self._append("extend", state, steps, given)
 
     def _reopen(self, store: FileRows, mask: np.ndarray, was_first: np.ndarray) -> None:
         """Note that the newest rows, which are final, are removed, as `newest_row.reopen` does."""
-        number, length = self._num_written - mask, self.buffer.length
+        number, length = self.num_written - mask, self.buffer.length
         flags = np.where(was_first, row_flags.FIRST, 0)
         last = np.where(mask, flags, store.progress[LAST_FLAGS])
         newest = np.arange(len(mask)) * length + ring.position_of(number - 1, length)

@@ -108,7 +108,7 @@ class TieredOwner(StateOwner):
 
     def take(self, state: Any) -> None:
         self.init(example_of(state.layout, state.rows.steps))
-        if self.tier.is_in_files and int(self._state.counters.lap.sum() + self._state.head.sum()):
+        if self.tier.is_in_files and self.tier.num_written.any():
             raise ValueError(
                 "Replay: the folder of its rows has some already; make it with example=, then "
                 "merge the state"
