@@ -33,8 +33,10 @@ $(VENV)/soak: $(VENV)/installed
 	$(PIP) install -c constraints.txt "moto[s3]" flask flask-cors
 	touch $@
 
+# Of TorchRL the memory map alone is measured, which runs with a newer tensordict than it asks for.
 $(VENV)/bench: $(VENV)/installed
 	$(PIP) install -c constraints.txt flashbax "moto[s3]" flask flask-cors
+	$(PIP) install --no-deps torchrl==0.13.3
 	touch $@
 
 demo: $(VENV)/installed
@@ -174,6 +176,7 @@ bench: $(VENV)/bench
 	$(BIN)/python benchmarks/run.py
 	$(BIN)/python benchmarks/checkpoints.py
 	$(BIN)/python benchmarks/sb3_returns.py
+	$(BIN)/python benchmarks/tiers.py
 
 # Each TorchRL is built for one torch, and wants an older tensordict: an environment of its own.
 GPU := .venv-gpu
