@@ -266,10 +266,11 @@ def main() -> None:
 
 HEAD = f"""# Rows on the device, on the host, and in files
 
-Microseconds of a batch of {BATCH} items of {NUM_ENVS} envs: medians, by `python
-benchmarks/tiers.py`. Each way has its turn in each round. "cold": after all pages of its files were
-given up. TorchRL and Stable-Baselines3 store each next observation again. The last column is a
-way's time over that of a jaxreplay buffer on the device, here a CPU: above 1 the way is slower.
+Microseconds of a batch of {BATCH} items of {NUM_ENVS} envs: medians, by
+`python benchmarks/tiers.py`. Each way has its turn in each round. "cold": after all pages of its
+files were given up. TorchRL and Stable-Baselines3 store each next observation again. The last
+column is a way's time over that of a jaxreplay buffer on the device, here a CPU: above 1 the way is
+slower.
 """
 
 if __name__ == "__main__":

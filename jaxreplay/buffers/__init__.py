@@ -3,10 +3,11 @@
 from jaxreplay.buffers.archive import Archive as Archive, ArchiveState as ArchiveState
 from jaxreplay.buffers.factories import BufferOptions as BufferOptions
 from jaxreplay.buffers.groups import Groups as Groups, GroupsState as GroupsState
+from jaxreplay.buffers.index_buffer import Plan as Plan
 from jaxreplay.buffers.jitted import Jitted as Jitted
 from jaxreplay.buffers.memory import Memory as Memory
 from jaxreplay.buffers.mixture import Mixture as Mixture
 from jaxreplay.buffers.replay_buffer import ReplayBuffer as ReplayBuffer
 from jaxreplay.buffers.rollout import Rollout as Rollout, RolloutState as RolloutState
 from jaxreplay.buffers.state_checks import CopyWarning as CopyWarning
-from jaxreplay.buffers.tiered import Plan as Plan, Tiered as Tiered
+from jaxreplay.buffers.tiered import Tiered as Tiered

@@ -3,7 +3,6 @@
 import concurrent.futures
 import dataclasses
 import functools
-import itertools
 import math
 import os
 import pathlib
@@ -20,111 +19,21 @@ from jaxreplay._util import checks
 from jaxreplay._util.aliases import Key, PyTree
 from jaxreplay._util.names import named
 from jaxreplay._util.signals import defer_interrupts
-from jaxreplay._util.struct import Node, static_field
 from jaxreplay.buffers import memory, step_checks
+from jaxreplay.buffers.index_buffer import IndexBuffer, Plan, absent, made, mapped
 from jaxreplay.buffers.jitted import method, program, rebuild
 from jaxreplay.buffers.map_rows import block_of, traced
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import check_not_deleted, example_of
 from jaxreplay.storage import agents, platforms, ring, row_flags, stored_arrays, writes
-from jaxreplay.storage.host_rows import Split, split
+from jaxreplay.storage.file_rows import END, FIRST, LAST_FLAGS, FileRows
+from jaxreplay.storage.host_rows import HostRows
 from jaxreplay.storage.layout import Layout
-from jaxreplay.storage.row_files import END, FIRST, LAST_FLAGS, FileRows
-from jaxreplay.storage.row_store import HostRows
 from jaxreplay.storage.state import Counters, ReplayState, Rows
 from jaxreplay.storage.stored_arrays import BitsArray, HostArray
 from jaxreplay.types import Index, Sample, SampleOptions, Step
 
 _IN_JIT = ("update_priorities", "size", "can_sample", "can_add", "metrics", "age", "episode_table")
-
-
-class Plan(Node):
-    """A batch whose rows are chosen, and not gathered yet.
-
-    Attributes:
-      rows: int32[R], the numbers of all rows to gather, one request after another.
-      laps: uint32[E], number of times that each env's ring had wrapped.
-      positions: int32[E], position of each env's next write.
-      needed: What else is needed to make the batch of them: arrays [B, ...].
-      known: The leaves of the batch that depend on no row: indices, probabilities, weights, [B].
-      parts: The program that reads the batch, in two parts.
-    """
-
-    rows: jax.Array
-    laps: jax.Array
-    positions: jax.Array
-    needed: list[jax.Array]
-    known: list[jax.Array]
-    parts: Split = static_field()
-
-    @property
-    def batch(self) -> Sample[Any]:
-        """The batch as far as it is known, with None in place of what depends on the rows."""
-        return self.parts.joined(itertools.repeat(None), self.known)
-
-
-class IndexBuffer(ReplayBuffer[Any]):
-    """A buffer whose states have no rows, but what is known of them: flags, counters, priorities.
-
-    It is a `ReplayBuffer`; its samples can be drawn by a `Tiered` alone.
-    """
-
-    def _empty(self, example: PyTree, platform: str | None = None) -> ReplayState:
-        return _mapped(super()._empty(example, platform), _absent)
-
-    def plan(
-        self, name: Any, state: ReplayState, *rest: Any, **options: Any
-    ) -> tuple[ReplayState, "Plan"]:
-        """Return the state after a method that returns a batch, and the plan of the batch.
-
-        Args:
-          name: Name of the method: "sample", "pop" or "get"; or a function of a buffer and a state
-            that returns something else that is read of rows.
-          state: The state.
-          rest: The method's further arguments.
-          options: Its options.
-        """
-        method: Any = name if callable(name) else getattr(type(self), name)
-        size = {"batch_size": options.pop("batch_size")} if "batch_size" in options else {}
-
-        def call(state: ReplayState, rest: Any, options: Any) -> Any:
-            found = method(self, state, *rest, **size, **options)
-            after, batch = found if name == "pop" else (state, found)
-            return batch, after.sampler if name == "pop" else None
-
-        arguments = state, rest, options
-        parts = split(call, *arguments)
-        numbers, needed, known, sampler = parts.first(*jax.tree.leaves(arguments))
-        flat = [jnp.asarray(number, jnp.int32).reshape(-1) for number in numbers]
-        plan = Plan(
-            rows=jnp.concatenate([jnp.zeros(0, jnp.int32), *flat]),
-            laps=state.counters.lap,
-            positions=state.counters.position,
-            needed=needed,
-            known=known,
-            parts=parts,
-        )
-        return state.replace(sampler=sampler) if name == "pop" else state, plan
-
-
-def _absent(name: str, leaf: Any) -> Any:
-    if isinstance(leaf, BitsArray):
-        return leaf.replace(bits=_absent(name, leaf.bits))
-    return HostArray(name, tuple(leaf.shape), np.dtype(leaf.dtype))
-
-
-def _mapped(state: ReplayState, function: Callable[[str, Any], Any]) -> ReplayState:
-    """Return a state whose rows are those that a function returns, given the name and the stored
-    leaf of each; flags of several agents stay."""
-    steps = state.rows.steps
-    flags = steps.terminated if isinstance(steps, Step) else None
-    if flags is not None:
-        steps = steps.replace(terminated=None)
-    leaves, structure = jax.tree.flatten(steps, is_leaf=stored_arrays.is_compound)
-    names = [name for name, _ in named(steps, is_leaf=stored_arrays.is_compound)]
-    steps = jax.tree.unflatten(structure, map(function, names, leaves))
-    steps = steps if flags is None else steps.replace(terminated=flags)
-    return state.replace(rows=state.rows.replace(steps=steps))
 
 
 def _bits(values: np.ndarray, stored: Any) -> np.ndarray:
@@ -160,7 +69,7 @@ class Tiered:
     `metrics`, `age`.
 
     The rows belong to this object, and to the newest state that it returned. A plan is of the state
-    that it was drawn from: after `init` or `adopt`, take none that was drawn before.
+    that it was drawn from: after `init`, `adopt` or a restore, take none that was drawn before.
 
     Rows in files stay when the process ends, also if it is killed: `init` opens them again. Then
     all rows of the adds that returned are there, with the priorities of new rows.
@@ -183,9 +92,8 @@ class Tiered:
       [3.0, 3.0, 3.0, 3.0]
     """
 
-    # types of the buffer, and of its index
-    takes: type = ReplayBuffer
-    index_type: type = IndexBuffer
+    _takes: type = ReplayBuffer  # of the buffer
+    _index_type: type = IndexBuffer
 
     def __init__(self, buffer: ReplayBuffer[Any], rows: Any = "host"):
         place = os.fspath(rows) if isinstance(rows, str | os.PathLike) else None
@@ -194,9 +102,9 @@ class Tiered:
                 'tiered: rows must be "host", or the path of a folder such as "/data/run7" or '
                 f'"./run7", got {rows!r}'
             )
-        # also if the process goes to another folder
+        # "host", or a path that stays the same if the process goes to another folder
         self.place = place if place == "host" else os.path.abspath(place)
-        if type(buffer) is not self.takes:
+        if type(buffer) is not self._takes:
             raise ValueError(
                 f"tiered: takes a ReplayBuffer, such as jaxreplay.uniform(...), got {buffer!r}"
             )
@@ -209,10 +117,11 @@ class Tiered:
         # Of the device where the index lies, also while the host has the whole state.
         buffer = dataclasses.replace(buffer, platform=buffer.platform or platforms.default())
         fields = {field.name: getattr(buffer, field.name) for field in dataclasses.fields(buffer)}
-        self.index, self._whole = self.index_type(**fields), buffer
+        self.index, self._whole = self._index_type(**fields), buffer
         self._store: HostRows | None = None
         self._lost: str | None = None  # the error in which an add lost rows
-        self.num_written = np.zeros(buffer.num_envs, np.int64)  # rows of each env, ever
+        # int64[E], number of rows that each env got, overwritten ones too
+        self.num_written = np.zeros(buffer.num_envs, np.int64)
         self._known: set[Any] = set()  # shapes of blocks that fit
         self._flights: list[_Flight] = []
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
@@ -261,8 +170,8 @@ class Tiered:
             journal = {}
             if self.buffer.autoreset is not None:
                 journal["flags"] = jax.ShapeDtypeStruct((), np.uint8)
-            if (agents := self.buffer.num_agents) is not None:
-                journal["agents"] = jax.ShapeDtypeStruct((agents,), np.uint8)
+            if self.buffer.num_agents is not None:
+                journal["agents"] = jax.ShapeDtypeStruct((self.buffer.num_agents,), np.uint8)
             self._store = FileRows(self.place, about, specs, journal)
             return state
         needs = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in absent)
@@ -398,8 +307,7 @@ class Tiered:
         every = 2 if final else 1  # the row of a step, and that of a final observation
         try:
             with defer_interrupts():
-                if isinstance(store, FileRows):
-                    store.begin(number)
+                store.begin(number)
                 # The values, on the host.
                 for name, leaf in named(values):
                     rows, kept = row[::every], is_written[::every]
@@ -477,23 +385,21 @@ class Tiered:
         """
         last = store.progress[LAST_FLAGS].astype(np.uint8)
         if (layout := self.index.layout()).autoreset is not None:
-            every = np.arange(layout.num_envs)
-            env = every if envs is None else np.where(is_written.any(axis=0), envs, 0)
+            env = slice(None) if envs is None else np.where(is_written.any(axis=0), envs, 0)
             of_agents = None
             if "agents" in store.journal:
-                position = ring.position_of(self.num_written[env] - 1, layout.length)
-                _, end = store.progress[[FIRST, END]][:, env]
-                is_cleared = (store.progress[FIRST][env] == end) & (end >= layout.length)
-                of_agents = store.journal["agents"][env * layout.length + position], is_cleared
+                newest = self._newest(self.num_written)[env]
+                first, end = store.progress[[FIRST, END]][:, env]
+                is_cleared = (first == end) & (end >= layout.length)
+                of_agents = store.journal["agents"][newest], is_cleared
             taken = is_written[:: layout.rows_per_step]
             with jax.default_device(jax.devices("cpu")[0]):
                 found = _flags_of(layout, *flags, taken, last[env], of_agents)
             for name, values in zip(("flags", "agents"), found, strict=True):
                 if values is not None:
                     store.journal[name][row[is_written]] = np.asarray(values)[is_written]
-            newest = ring.position_of(number - 1, layout.length) + every * layout.length
             has_new = number > self.num_written
-            last[has_new] = store.journal["flags"][newest[has_new]]
+            last[has_new] = store.journal["flags"][self._newest(number)[has_new]]
         store.end(number, last)
 
     def draw(
@@ -762,11 +668,7 @@ class Tiered:
         Returns:
           The token of these files, which a checkpoint of their index has; None without files.
         """
-        store = self._store_of("flush")
-        if not isinstance(store, FileRows):
-            return None
-        store.flush()
-        return store.token
+        return self._store_of("flush").flush()
 
     def resume(
         self, example: PyTree, token: str, end: np.ndarray, restore: Callable[[Any], ReplayState]
@@ -784,7 +686,10 @@ class Tiered:
           ValueError: The files do not have these rows.
         """
         if not self.is_in_files:
-            raise ValueError("restore: the rows of this checkpoint are in files, not in memory")
+            raise ValueError(
+                "restore: the rows of this checkpoint are in files: make the buffer with the path "
+                "of their folder as rows"
+            )
         if self._store is None:
             self.init(example)
         store = self._store
@@ -797,7 +702,7 @@ class Tiered:
             )
         concurrent.futures.wait([flight.future for flight in self._flights])
         state = restore(first)
-        store.renew(end)
+        store.go_on_from(end)
         self._lost = None
         return self._followed(state, is_new=True)
 
@@ -817,8 +722,8 @@ class Tiered:
         try:
             empty = self._prepared(example)
             store = self._store_of("replace")
-            if isinstance(store, FileRows):
-                store.forget()
+            store.forget()
+            if self.is_in_files:
                 before = store, np.zeros_like(self.num_written), "in a restore that failed"
 
             def array(leaf: Any) -> Any:
@@ -831,8 +736,6 @@ class Tiered:
             steps = stored_arrays.tree_map(array, empty.rows.steps)
             flags = None if empty.rows.flags is None else np.zeros(self.buffer.capacity, np.uint8)
             state = fill({"steps": steps, "flags": flags}, empty)
-            if isinstance(store, FileRows):
-                store.renew(None)
             return self._followed(state, is_new=True)
         except BaseException:
             self._store, self.num_written, self._lost = before
@@ -926,7 +829,7 @@ class Tiered:
             return stored_arrays.write(empty, ring.arange(len(rows)), rows)
 
         with jax.default_device(cpu):
-            return jax.device_put(_mapped(state, present), cpu)
+            return jax.device_put(mapped(state, present), cpu)
 
     def adopt(self, state: ReplayState) -> ReplayState:
         """Return the state with the rows of any buffer's state, as `ReplayBuffer.adopt` does; they
@@ -945,16 +848,14 @@ class Tiered:
             state = method("adopt")(self._whole, state)
         new = self._prepared(example_of(state.layout, state.rows.steps))
         store = self._store_of("adopt")
-        if isinstance(store, FileRows):
-            store.forget()
-            store.renew(None)
+        store.forget()
 
         def take(name: str, leaf: Any) -> Any:
             array = leaf.bits if isinstance(leaf, BitsArray) else leaf
             store.arrays[name][...] = np.asarray(stored_arrays.values(array))
-            return _absent(name, leaf)
+            return absent(name, leaf)
 
-        index = _mapped(state, take)
+        index = mapped(state, take)
         index = jax.device_put(index, jax.tree.leaves(new.counters)[0].sharding)
         return self._followed(index, is_new=True)
 
@@ -982,16 +883,25 @@ class Tiered:
         self.num_written = lap.astype(np.int64) * length + position
         if not isinstance(store := self._store, FileRows):
             return state
+        first, last = self.num_written - filled, 0 if last is None else last
+        if is_new:  # until they have their flags, only rows that stay are there
+            progress = store.progress
+            end = np.minimum(progress[END], self.num_written)
+            store.end(end, last, np.minimum(np.maximum(progress[FIRST], first), end))
         kept = {"flags": state.rows.flags, "agents": getattr(state.rows.steps, "terminated", None)}
         for name, rows in store.journal.items():
             if is_new:
                 rows[...] = np.asarray(kept[name])
             else:
-                newest = ring.position_of(position - 1, length)
-                newest += np.arange(len(newest)) * length
+                newest = self._newest(self.num_written)
                 rows[newest] = np.asarray(_rows_at(kept[name], newest))
-        store.end(self.num_written, 0 if last is None else last, self.num_written - filled)
+        store.end(self.num_written, last, first)
         return state
+
+    def _newest(self, number: np.ndarray) -> np.ndarray:
+        """Return the row before each env's next one, int64[E], of the number of that."""
+        length = self.buffer.length
+        return np.arange(len(number)) * length + ring.position_of(number - 1, length)
 
     def _store_of(self, where: str) -> HostRows:
         if self._store is None:
@@ -1092,17 +1002,6 @@ def _counts(counters: Counters) -> tuple[Any, ...]:
 @jax.jit
 def _rows_at(values: jax.Array, rows: Any) -> jax.Array:
     return values[rows]
-
-
-def made(plan: Plan, data: list[Any]) -> Sample[Any]:
-    """Return the batch of a plan and its rows, as `Tiered.read` does, outside of `jit`. What is
-    known of it goes through no program."""
-    return plan.parts.joined(_second(plan.parts, data, plan.needed), plan.known)
-
-
-@functools.partial(program, on_one_core=True)
-def _second(parts: Split, data: Any, needed: Any) -> list[Any]:
-    return parts.second(*data, *needed)
 
 
 def tiered(buffer: ReplayBuffer[Any], *, rows: Any = "host") -> Tiered:

@@ -102,8 +102,9 @@ class Checkpointer:
     ):
         if not isinstance(buffer, ReplayBuffer | Rollout | Mixture | Sharded | Tiered):
             raise ValueError(
-                "Checkpointer: buffer must be a ReplayBuffer, a Rollout, a Mixture or a sharded "
-                f"buffer, got {type(buffer).__name__}; instead of jaxreplay.jit(buffer) pass buffer"
+                "Checkpointer: buffer must be a ReplayBuffer, a Rollout, a Mixture, a sharded or a "
+                f"tiered buffer, got {type(buffer).__name__}; instead of jaxreplay.jit(buffer) "
+                "pass buffer"
             )
         if not callable(max_to_keep):
             checks.check_size("Checkpointer", "max_to_keep", max_to_keep)
@@ -374,7 +375,8 @@ class Checkpointer:
             with a warning. Each env's rows that are older than the newest damaged ones count as
             overwritten; `missing_rows` lists them. Default: False.
           sharding: Placement of the state's leaves, in the form of `out_shardings` of `jax.jit`.
-            If it is given, free memory is not checked beforehand. A sharded buffer takes none.
+            If it is given, free memory is not checked beforehand. Sharded and tiered buffers take
+            none.
             Default: the default device, or the sharded buffer's mesh.
 
         Returns:
@@ -384,8 +386,8 @@ class Checkpointer:
         Raises:
           FileNotFoundError: There is no checkpoint, or none of that step.
           ValueError: The steps of the checkpoint have other leaves, which the error names, or
-            another `autoreset`; or other extras. Or `sharding` is given for a sharded buffer, or
-            several processes pass different arguments.
+            another `autoreset`; or other extras. Or `sharding` is given for a sharded or a tiered
+            buffer, or several processes pass different arguments.
           CorruptCheckpointError: No checkpoint is intact, or the one of that step is damaged; the
             error names the files.
           RuntimeError: A background save is running, or the process was forked.
@@ -395,6 +397,11 @@ class Checkpointer:
             raise RuntimeError("restore: a save is under way; call wait_until_finished() first")
         if self._shards is not None and sharding is not None:
             raise ValueError("restore: a sharded buffer's mesh is its own; leave out sharding")
+        if self._tier is not None and sharding is not None:
+            raise ValueError(
+                "restore: the index of a tiered buffer lies on the default device; leave out "
+                "sharding"
+            )
         examples = dict.fromkeys(self._members, example)
         if isinstance(self.buffer, Mixture) and isinstance(example, dict):
             examples = example if example.keys() == examples.keys() else examples

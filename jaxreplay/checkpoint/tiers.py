@@ -62,13 +62,10 @@ def restored(tier: Tiered, example: Any, reading: Reading) -> ReplayState:
 
     def fill(stored: dict[str, Any], index: Any) -> ReplayState:
         reading.rows(stored, layout.length)
-        on_device = lambda leaf: jnp.array(leaf)
         steps = index.rows.steps
-        agents = getattr(steps, "terminated", None)
-        if agents is not None:
-            steps = steps.replace(terminated=on_device(stored["steps"].terminated))
-        flags = jax.tree.map(on_device, stored["flags"])
-        own = {"steps": steps, "flags": flags}
+        if getattr(steps, "terminated", None) is not None:  # bytes of several agents
+            steps = steps.replace(terminated=jnp.array(stored["steps"].terminated))
+        own = {"steps": steps, "flags": jax.tree.map(jnp.array, stored["flags"])}
         return reading.put_together(tier.index, layout, own, *reading.beside(layout.length))
 
     if tier.is_in_files:  # whose rows are replaced one by one

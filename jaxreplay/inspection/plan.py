@@ -60,23 +60,19 @@ class Plan:
         has_room = self.rows <= (self.free_place or 0)
         return self.memory.total <= self.free_device and has_room
 
-    @property
-    def where(self) -> str:
-        """Kind of the place where the rows lie: "device", "host" or "disk"."""
-        return self.place if self.place in ("device", "host") else "disk"
-
     def __str__(self) -> str:
         def row(name: str, value: int | None, unit: str = "bytes") -> str:
             return f"{name:32}" + ("not known" if value is None else f"{value:>20,} {unit}")
 
+        where = self.place if self.place in ("device", "host") else "disk"
         lines = [f"each of {self.num_devices} devices holds"] * (self.num_devices > 1) + [
             str(self.memory),
             "",
             row("total", self.memory.total),
-            *[row(f"rows, on the {self.where}", self.rows)] * (self.place != "device"),
+            *[row(f"rows, on the {where}", self.rows)] * (where != "device"),
             row("with next observations stored", self.naive),
             row("free in this machine", self.free_host),
-            *[row("free on its disk", self.free_place)] * (self.where == "disk"),
+            *[row("free on its disk", self.free_place)] * (where == "disk"),
             row(f"free on the device ({self.device})", self.free_device),
             row("largest capacity that fits", self.largest_capacity, "rows"),
         ]

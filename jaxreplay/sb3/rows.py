@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxreplay.buffers.index_buffer import IndexBuffer
 from jaxreplay.buffers.jitted import program, programs
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
-from jaxreplay.buffers.tiered import IndexBuffer, Tiered
+from jaxreplay.buffers.tiered import Tiered
 from jaxreplay.sb3 import columns
 from jaxreplay.stateful.owner import StateOwner
 from jaxreplay.stateful.tiered_owner import TieredOwner
-from jaxreplay.storage import newest_row, ring, row_flags
-from jaxreplay.storage.row_files import LAST_FLAGS, FileRows
+from jaxreplay.storage import newest_row, row_flags
+from jaxreplay.storage.file_rows import LAST_FLAGS, FileRows
 from jaxreplay.types import Step
 
 
@@ -47,7 +48,7 @@ class TransitionTier(Tiered):
     can be restored.
     """
 
-    takes, index_type = TransitionBuffer, TransitionIndex
+    _takes, _index_type = TransitionBuffer, TransitionIndex
 
     def __init__(self, buffer: TransitionBuffer, rows: Any):
         super().__init__(buffer, rows)
@@ -66,9 +67,8 @@ class TransitionTier(Tiered):
 
     def _begin_anew(self) -> None:
         """Forget the rows that the folder had at first."""
-        if self._is_stale and isinstance(self._store, FileRows):
-            self._store.forget()
-            self._store.renew(None)
+        if self._is_stale:
+            self._store_of("clear").forget()
         self._is_stale = False
 
     def clear(self, state: Any) -> Any:
@@ -95,12 +95,9 @@ class TransitionTier(Tiered):
 
     def _reopen(self, store: FileRows, mask: np.ndarray, was_first: np.ndarray) -> None:
         """Note that the newest rows, which are final, are removed, as `newest_row.reopen` does."""
-        number, length = self.num_written - mask, self.buffer.length
-        flags = np.where(was_first, row_flags.FIRST, 0)
-        last = np.where(mask, flags, store.progress[LAST_FLAGS])
-        newest = np.arange(len(mask)) * length + ring.position_of(number - 1, length)
-        store.end(number, last)
-        store.journal["flags"][newest[mask]] = flags[mask]
+        number, flags = self.num_written - mask, np.where(was_first, row_flags.FIRST, 0)
+        store.journal["flags"][self._newest(number)[mask]] = flags[mask]
+        store.end(number, np.where(mask, flags, store.progress[LAST_FLAGS]))
 
 
 class RowsOwner(StateOwner):
@@ -146,9 +143,6 @@ class TieredRowsOwner(TieredOwner, RowsOwner):
 
     def items(self, chosen: Any) -> Any:
         return self.drawn(_items, chosen)
-
-    def drawn(self, function: Any, *arguments: Any) -> Any:
-        return self.read_rows(function, *arguments)
 
     def draw(self, batch_size: int, options: Any) -> Any:
         batch = super().draw(batch_size, options)

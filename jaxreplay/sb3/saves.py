@@ -129,7 +129,7 @@ def resume(path: Any, model: M, step: int | None = None) -> M:
         force_reset=not has_envs,
     )
     restored.buffer_size, restored.replay_buffer_kwargs = model.buffer_size, options
-    vars(buffer).update(rest)
+    vars(buffer).update(rest | {"rows": buffer.rows})
     buffer._begin(state)
     restored.replay_buffer = buffer
     if hasattr(buffer, "env"):  # for hindsight

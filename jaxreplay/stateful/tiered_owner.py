@@ -9,10 +9,11 @@ import jax
 
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import PyTree
+from jaxreplay.buffers.index_buffer import Plan, made as made_of
 from jaxreplay.buffers.jitted import method, program
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import example_of
-from jaxreplay.buffers.tiered import Plan, Tiered, made as made_of
+from jaxreplay.buffers.tiered import Tiered
 from jaxreplay.samplers import ConsumingSampler
 from jaxreplay.stateful.owner import Draws, StateOwner, key_of
 from jaxreplay.storage.platforms import default_device
@@ -122,7 +123,7 @@ class TieredOwner(StateOwner):
             self.draws.count()
         return made_of(plan, self.tier.take(plan))
 
-    def read_rows(self, function: Any, *arguments: Any) -> Any:
+    def drawn(self, function: Any, *arguments: Any) -> Any:
         """Return what a function of a buffer, a state and arguments reads of rows."""
         plan = self.ask(_plan, arguments, reads=function)
         return made_of(plan, self.tier.take(plan))

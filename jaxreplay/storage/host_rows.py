@@ -1,215 +1,62 @@
-"""Programs over rows that lie on the host. Each is split into what runs before the rows are
-gathered, and what runs with them.
+"""Rows outside of the device, in the memory of the host."""
 
-A function is traced with rows that are unknown: each read is an equation of its own in the jaxpr.
-The first part has the equations that depend on no row, and so the numbers of the rows to gather.
-The second part has the others. What they need of the first part is handed on. So exactly the rows
-are gathered that the function would read on a device.
-"""
+from collections.abc import Mapping
 
-import dataclasses
-import itertools
-from collections.abc import Callable, Iterable
-from typing import Any
-
-import jax
-import jax.core
-import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import (
-    ClosedJaxpr,
-    DebugInfo,
-    Jaxpr,
-    Literal,
-    Primitive,
-    jaxpr_as_fun,
-    jaxprs_in_params,
-)
-from jax.interpreters import batching, mlir
 
-_rows_p = Primitive("rows_of_the_host")
+from jaxreplay._util.aliases import Specs
+from jaxreplay._util.aligned import aligned_zeros
 
 
-def rows_of(name: str, row: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Return rows of the host, in a function that `split` traces: [*row.shape, *shape].
+class HostRows:
+    """Rows of some leaves in the memory of the host, by their numbers.
+
+    One thread may write while another one takes other rows.
 
     Args:
-      name: Name of the leaf.
-      row: int32[...].
-      shape: Shape of a row.
-      dtype: Its dtype.
-    """
-    return _rows_p.bind(jnp.asarray(row), name=name, shape=tuple(shape), dtype=np.dtype(dtype))
-
-
-@_rows_p.def_abstract_eval
-def _(row: Any, *, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-    return jax.core.ShapedArray((*row.shape, *shape), dtype)
-
-
-def _refuse(*_: Any, name: str, **params: Any) -> Any:
-    raise ValueError(
-        f"the rows of {name} lie on the host, which no program reads: use draw, take and read of "
-        "the tiered buffer"
-    )
-
-
-_rows_p.def_impl(_refuse)
-mlir.register_lowering(_rows_p, _refuse)
-
-
-batching.primitive_batchers[_rows_p] = lambda args, dims, **params: (
-    _rows_p.bind(jnp.moveaxis(args[0], dims[0], 0), **params),
-    0,
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """Rows that a program reads.
-
-    Attributes:
-      name: Name of the leaf.
-      shape: Shape of the row numbers.
-      size: Number of rows.
+      capacity: Number of rows.
+      specs: Shape and dtype of a row of each leaf, by name.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    size: int
+    def __init__(self, capacity: int, specs: Mapping[str, Specs]):
+        # all rows of each leaf, [capacity, ...], as they are stored
+        self.arrays = {
+            name: aligned_zeros((capacity, *spec.shape), spec.dtype) for name, spec in specs.items()
+        }
 
+    def write(self, name: str, rows: np.ndarray, values: np.ndarray) -> None:
+        """Write rows of a leaf; of a row that appears twice, the last values stay.
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Split:
-    """A function in two parts.
+        Args:
+          name: Name of the leaf.
+          rows: int64[K], in [0, capacity).
+          values: [K, ...].
+        """
+        self.arrays[name][rows] = values
 
-    Attributes:
-      requests: The rows to gather between them.
-      first: Takes the function's arguments, flat. Returns the row numbers of each request, what
-        `second` needs, the leaves of the result that depend on no row, and the other result.
-      second: Takes the gathered rows, [*request.shape, ...], and what it needs. Returns the leaves
-        of the result that depend on rows.
-      joined: Takes the leaves that depend on rows, and those that do not. Returns the result.
-      text: What `second` and `joined` do. Those of equal texts are equal.
-    """
+    def take(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Return a copy of rows of a leaf: [*rows.shape, ...].
 
-    requests: tuple[Request, ...]
-    first: Callable[..., tuple[list[Any], list[Any], list[Any], Any]]
-    second: Callable[..., list[Any]]
-    joined: Callable[[Iterable[Any], Iterable[Any]], Any]
-    text: str
+        Args:
+          name: Name of the leaf.
+          rows: int32[...], in [0, capacity).
+        """
+        return np.take(self.arrays[name], rows, axis=0, mode="clip")
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Split) and self.text == other.text
+    def begin(self, number: np.ndarray) -> None:
+        """Note that rows are about to be written, up to those before the numbers int64[E] of each
+        env. Those that they overwrite are gone."""
 
-    def __hash__(self) -> int:
-        return hash(self.text)
+    def forget(self) -> None:
+        """Note that all rows are about to be replaced."""
 
+    def flush(self) -> str | None:
+        """Wait until all rows are where they outlast the process.
 
-def split(function: Callable[..., Any], *arguments: Any) -> Split:
-    """Split a function.
+        Returns:
+          The token of these rows, which a checkpoint of their index has; None if no row does.
+        """
 
-    Args:
-      function: Pure function, which reads rows of the host by `rows_of`. It returns its result, and
-        another one that depends on no row.
-      arguments: Its arguments, or their shapes and dtypes.
-
-    Raises:
-      ValueError: It reads rows inside of a loop, a branch or a `jit`, or the numbers of rows depend
-        on rows.
-    """
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    jaxpr, (structure, other) = closed.jaxpr, map(jax.tree.structure, shapes)
-    outvars, others = jaxpr.outvars[: structure.num_leaves], jaxpr.outvars[structure.num_leaves :]
-
-    # Which equations depend on rows.
-    live = _needed(jaxpr.eqns, _variables(jaxpr.outvars))
-    requests, late, unknown = [], [], set()
-    for eqn in live:
-        depends = any(one in unknown for one in _variables(eqn.invars))
-        if any(map(_reads, jaxprs_in_params(eqn.params))):
-            raise ValueError(
-                f"the view reads rows inside of {eqn.primitive}; of rows on the host it may read "
-                "none in a loop, a branch or a jit"
-            )
-        if eqn.primitive is _rows_p:
-            if depends:
-                raise ValueError(
-                    f"the numbers of the rows of {eqn.params['name']} that the view reads depend "
-                    "on other rows, which are not on the device"
-                )
-            requests.append(eqn)
-        elif depends:
-            late.append(eqn)
-        else:
-            continue
-        unknown.update(eqn.outvars)
-
-    # The two parts.
-    numbers, gathered = [eqn.invars[0] for eqn in requests], [eqn.outvars[0] for eqn in requests]
-    is_late = [not isinstance(one, Literal) and one in unknown for one in outvars]
-    known = [one for one, its_late in zip(outvars, is_late, strict=True) if not its_late]
-    used = dict.fromkeys(one for eqn in late for one in _variables(eqn.invars))
-    needed = [one for one in used if one not in unknown]
-    results = [*numbers, *needed, *known, *others]
-    early = _needed((eqn for eqn in live if eqn.outvars[0] not in unknown), _variables(results))
-    # Constants may be traced: those that the second part needs are handed on.
-    first = _program(jaxpr.invars, early, results, jaxpr.constvars, closed.consts)
-    made = [one for one, its_late in zip(outvars, is_late, strict=True) if its_late]
-    ends = [*itertools.accumulate(map(len, (numbers, needed, known)))]
-
-    def of_arguments(*arguments: Any) -> tuple[list[Any], list[Any], list[Any], Any]:
-        found = jaxpr_as_fun(first)(*arguments)
-        parts = [found[start:end] for start, end in itertools.pairwise((0, *ends))]
-        return *map(list, parts), jax.tree.unflatten(other, found[ends[-1] :])  # type: ignore
-
-    def joined(late: Iterable[Any], known: Iterable[Any]) -> Any:
-        late, known = iter(late), iter(known)
-        return jax.tree.unflatten(structure, [next(late if one else known) for one in is_late])
-
-    second = _program([*gathered, *needed], late, made)
-    asked = tuple(
-        Request(eqn.params["name"], eqn.invars[0].aval.shape, eqn.invars[0].aval.size)
-        for eqn in requests
-    )
-    text = "\n".join(map(str, (asked, second.jaxpr, structure, is_late)))
-    return Split(asked, of_arguments, jaxpr_as_fun(second), joined, text)
-
-
-jax.tree_util.register_static(Split)
-
-
-def _program(
-    invars: Iterable[Any],
-    eqns: Iterable[Any],
-    outvars: Iterable[Any],
-    constvars: Iterable[Any] = (),
-    constants: Iterable[Any] = (),
-) -> ClosedJaxpr:
-    """Return equations as a program of `invars`, which returns `outvars`."""
-    invars, outvars = [*invars], [*outvars]
-    names = DebugInfo("split", "host_rows", ("",) * len(invars), ("",) * len(outvars))
-    part = Jaxpr([*constvars], invars, outvars, [*eqns], debug_info=names)
-    return ClosedJaxpr(part, [*constants])
-
-
-def _variables(some: Iterable[Any]) -> list[Any]:
-    return [one for one in some if not isinstance(one, Literal)]
-
-
-def _needed(eqns: Iterable[Any], variables: Iterable[Any]) -> list[Any]:
-    """Return the equations that variables need."""
-    needed, kept = set(variables), []
-    for eqn in reversed([*eqns]):
-        if any(one in needed for one in eqn.outvars):
-            kept.append(eqn)
-            needed.update(_variables(eqn.invars))
-    return kept[::-1]
-
-
-def _reads(jaxpr: Any) -> bool:
-    """Return whether a jaxpr reads rows of the host."""
-    eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
-    return any(
-        eqn.primitive is _rows_p or any(map(_reads, jaxprs_in_params(eqn.params))) for eqn in eqns
-    )
+    def close(self) -> None:
+        """Give up the memory."""
+        self.arrays = {}

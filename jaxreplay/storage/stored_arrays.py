@@ -19,7 +19,7 @@ import numpy as np
 from jaxreplay._util.aliases import PyTree, Stored
 from jaxreplay._util.names import short, short_bytes
 from jaxreplay._util.struct import Node, static_field
-from jaxreplay.storage import host_rows, tiles
+from jaxreplay.storage import split_programs, tiles
 from jaxreplay.storage.tiles import Tile
 
 _PLAIN_FLOATS = (np.dtype("float16"), np.dtype("float32"), np.dtype("float64"))
@@ -116,7 +116,7 @@ def write(
 def read(leaf: jax.Array | BitsArray | TiledArray | HostArray, row: jax.Array) -> jax.Array:
     """Read rows int32[...], which must be in bounds: `[*row.shape, ...]`."""
     if isinstance(leaf, HostArray):
-        return host_rows.rows_of(leaf.name, row, leaf.shape[1:], leaf.dtype)
+        return split_programs.rows_of(leaf.name, row, leaf.shape[1:], leaf.dtype)
     if isinstance(leaf, BitsArray):
         return _decode(read(leaf.bits, row), leaf.dtype)
     if isinstance(leaf, TiledArray):

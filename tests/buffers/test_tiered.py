@@ -13,7 +13,7 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
-from jaxreplay.storage.row_store import HostRows
+from jaxreplay.storage.host_rows import HostRows
 from tests.conftest import ALL, SOAK
 from tests.support.buffers import CATALOG, each
 from tests.support.refusals import refused

@@ -17,10 +17,10 @@ import pytest
 
 import jaxreplay as jr
 from jaxreplay.checkpoint import Checkpointer, CorruptCheckpointError
-from jaxreplay.storage import row_files
+from jaxreplay.storage import file_rows
 from tests.conftest import ALL
 from tests.support import row_writer
-from tests.support.refusals import refused
+from tests.support.refusals import refused, warned
 from tests.support.row_writer import LENGTH, NUM_ENVS, steps
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -76,7 +76,7 @@ def test_the_rows_of_a_killed_process_are_there(tmp_path):
         announced = int.from_bytes(said[-8:], "little")
         tier, state = opened(tmp_path)
         progress = tier._store.progress[:, 0]
-        first, end = int(progress[row_files.FIRST]), int(progress[row_files.END])
+        first, end = int(progress[file_rows.FIRST]), int(progress[file_rows.END])
         assert last <= announced <= end <= announced + 5
         assert first in (max(0, end - LENGTH), max(0, end + end % 5 + 1 - LENGTH))
         check_rows(tier, state, first, end)
@@ -88,7 +88,7 @@ def test_an_add_that_is_cut_off_loses_what_it_would_overwrite_and_no_more(tmp_pa
     tier, state = opened(tmp_path)
     state = tier.extend(state, steps(range(60)))
     check_rows(tier, state, 10, 60)
-    write, calls = row_files.FileRows.write, []
+    write, calls = file_rows.FileRows.write, []
 
     def failing(self, name, rows, values):
         calls.append(name)
@@ -96,7 +96,7 @@ def test_an_add_that_is_cut_off_loses_what_it_would_overwrite_and_no_more(tmp_pa
             raise OSError("gone")
         write(self, name, rows, values)
 
-    monkeypatch.setattr(row_files.FileRows, "write", failing)
+    monkeypatch.setattr(file_rows.FileRows, "write", failing)
     with refused("gone", OSError):
         tier.extend(state, steps(range(60, 67)))
     monkeypatch.undo()
@@ -150,7 +150,7 @@ def cut(path):
 
 def overwrite(path):
     slots = np.load(path, mmap_mode="r+")
-    slots[1:].reshape(2, 3, -1)[:, row_files.FIRST] = 9  # the oldest rows are newer than the newest
+    slots[1:].reshape(2, 3, -1)[:, file_rows.FIRST] = 9  # the oldest rows are newer than the newest
 
 
 def damage_json(path):
@@ -246,7 +246,7 @@ def test_a_full_disk_is_an_error_of_init(tmp_path, monkeypatch):
 
 
 def test_a_folder_on_another_machine_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(row_files, "_REMOTE", row_files.re.compile(""))
+    monkeypatch.setattr(file_rows, "_REMOTE", file_rows.re.compile(""))
     with refused("rows in files need a disk of this machine", OSError):
         opened(tmp_path)
 
@@ -260,7 +260,7 @@ def test_a_checkpoint_of_the_index_has_the_rows_that_were_not_overwritten_since(
     saver.save(state, step=1)
     size = sum(path.stat().st_size for path in (tmp_path / "index").rglob("*.*"))
     assert size < 30_000 < tier._store.arrays["obs.image"].nbytes
-    wanted = jax.device_get(tier.whole(state))
+    wanted = jax.tree.map(np.array, tier.whole(state))
     # nothing was overwritten: the state is the same, with its priorities
     found = saver.restore(example())
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(tier.whole(found)), wanted)
@@ -273,12 +273,12 @@ def test_a_checkpoint_of_the_index_has_the_rows_that_were_not_overwritten_since(
     state = saver.restore(example())
     check_rows(tier, state, 35, 60)
     kept = np.asarray(batch.index.row)
-    kept = kept[kept % LENGTH >= 35]
+    kept = kept[(kept % LENGTH >= 35) | (kept % LENGTH < 10)]  # the steps from 35 on
     assert len(kept)
-    again = tier.sample(state, jax.random.key(1))
+    again = tier.sample(state, jax.random.key(1), batch_size=512)
     is_low = np.isin(np.asarray(again.index.row), kept)
-    ratio = np.asarray(again.probability)[~is_low].max() / np.asarray(again.probability).min()
-    assert not is_low.any() or ratio == pytest.approx((1 / 0.25) ** 0.6, rel=1e-5)
+    low, others = (np.asarray(again.probability)[where] for where in (is_low, ~is_low))
+    assert others.min() / low.max() == pytest.approx((1 / 0.25) ** 0.6, rel=1e-5)
     # what follows takes the place of the rows after the save
     state = tier.extend(state, steps(range(60, 70)))
     check_rows(tier, state, 35, 70)
@@ -309,6 +309,89 @@ def test_a_checkpoint_whose_rows_were_replaced_is_refused(tmp_path):
     for buffer in (row_writer.buffer(), jr.tiered(row_writer.buffer())):
         with refused("its rows are in files|rows of this checkpoint are in files"):
             Checkpointer(tmp_path / "index", buffer).restore(example())
+
+
+def killed(*_, **__):
+    raise KeyboardInterrupt("killed")
+
+
+def saved_and_gone_on(tmp_path):
+    """Return a folder with the steps 10 to 59, and a tier over it, of which a checkpoint of the
+    first 20 steps was saved, and one with a copy of its rows."""
+    tier, state = opened(tmp_path / "rows")
+    state = tier.extend(state, steps(range(20)))
+    Checkpointer(tmp_path / "index", tier).save(state, step=0)
+    Checkpointer(tmp_path / "copy", tier).save(state, step=0, copy=True)
+    return tier, tier.extend(state, steps(range(20, 60)))
+
+
+REPLACED = {
+    "adopt, before it": ("adopt", "jaxreplay.storage.file_rows.FileRows._renew"),
+    "adopt, at its begin": ("adopt", "jaxreplay.storage.file_rows.FileRows._announce"),
+    "restore, at its begin": ("restore", "jaxreplay.checkpoint.rows.put"),
+}
+
+
+@pytest.mark.parametrize("when", REPLACED)
+def test_a_kill_while_rows_are_replaced_leaves_no_saved_row_that_is_gone(when, tmp_path):
+    tier, state = saved_and_gone_on(tmp_path)
+    other = jax.tree.map(jnp.array, tier.whole(state))
+    call, at = REPLACED[when]
+    with pytest.MonkeyPatch.context() as patch, refused("killed", KeyboardInterrupt):
+        patch.setattr(at, killed)
+        if call == "adopt":
+            tier.adopt(other)
+        else:
+            Checkpointer(tmp_path / "copy", tier).restore(example())
+    tier.close()
+    tier, state = opened(tmp_path / "rows")
+    try:
+        found = Checkpointer(tmp_path / "index", tier).restore(example())
+    except ValueError as error:
+        assert "the rows of this checkpoint are not in" in str(error)  # noqa: PT017
+    else:
+        check_rows(tier, found, 10, 20)
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_kill_while_the_rows_go_back_leaves_rows_with_their_flags(nth, tmp_path, monkeypatch):
+    tier, _ = saved_and_gone_on(tmp_path)
+    end, calls = file_rows.FileRows.end, []
+
+    def killed_at(self, *given):
+        calls.append(given)
+        if len(calls) == nth:
+            killed()
+        end(self, *given)
+
+    monkeypatch.setattr(file_rows.FileRows, "end", killed_at)
+    with refused("killed", KeyboardInterrupt):
+        Checkpointer(tmp_path / "index", tier).restore(example())
+    monkeypatch.undo()
+    tier.close()
+    tier, state = opened(tmp_path / "rows")
+    check_rows(tier, state, 10, {1: 60, 2: 20}[nth])
+
+
+def test_a_part_of_a_damaged_copy_is_restored_and_a_sharding_is_refused(tmp_path):
+    buffer = row_writer.buffer()
+    plain = jr.jit(buffer)
+    saver = Checkpointer(tmp_path / "copy", buffer, compression_level=None, chunk_bytes=200_000)
+    state = plain.extend(plain.init(example()), steps(range(10)))
+    saver.save(state, step=0)
+    old = {*(tmp_path / "copy" / "rows").iterdir()}
+    saver.save(plain.extend(state, steps(range(10, 40))), step=0)
+    file = min(old & {*(tmp_path / "copy" / "rows").iterdir()})
+    file.write_bytes(file.read_bytes()[:-1])
+    tier = jr.tiered(buffer, rows=tmp_path / "rows")
+    saver = Checkpointer(tmp_path / "copy", tier)
+    with warned("rows are lost"):
+        state = saver.restore(example(), allow_partial=True)
+    first = max(one.last for one in saver.missing_rows) + 1
+    assert 0 < first < 40
+    check_rows(tier, state, first, 40)
+    with refused("restore: the index of a tiered buffer lies on the default device"):
+        saver.restore(example(), sharding=jax.tree.leaves(state)[0].sharding)
 
 
 def test_a_copy_is_restored_anywhere_and_a_damaged_one_replaces_nothing(tmp_path):

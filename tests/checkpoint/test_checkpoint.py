@@ -429,7 +429,9 @@ def test_beside_the_state_there_are_few_chunks(gigabytes, row, tmp_path):
 
 def test_the_example_the_buffer_and_its_state_must_fit(tmp_path):
     replay, large, state = items(), items(capacity=128), begun(items(), 5)
-    taken = "buffer must be a ReplayBuffer, a Rollout, a Mixture or a sharded buffer, got "
+    taken = (
+        "buffer must be a ReplayBuffer, a Rollout, a Mixture, a sharded or a tiered buffer, got "
+    )
     for other in (jr.jit(replay), jr.Replay(replay)):
         with refused(taken):
             Checkpointer(tmp_path, other)

@@ -4,10 +4,12 @@ import copy
 import functools
 import pickle
 
+import jax
 import numpy as np
 import pytest
 
 from jaxreplay import sb3
+from jaxreplay.storage import ring
 from tests.conftest import ALL
 from tests.sb3 import test_sb3_hindsight as hindsight, test_sb3_saves as saves
 from tests.support.refusals import refused
@@ -26,6 +28,12 @@ KINDS = {
 
 def places(tmp_path):
     return ({}, {"rows": "host"}, {"rows": tmp_path / "rows"})
+
+
+@jax.jit
+def flags_of(state):
+    """Return the flags of all rows, and which are written."""
+    return state.rows.flags, state.is_written(ring.arange(state.layout.capacity))
 
 
 @pytest.mark.parametrize("kind", ["dict", "priorities", *["n steps"] * ALL])
@@ -54,6 +62,9 @@ def test_batches_are_the_same_wherever_the_rows_lie(kind, tmp_path):
                     check(column[key], leaf)
             else:
                 check(column, whole)
+    owner = ours[2]._owner  # as the device counts them, so that any buffer may open the folder
+    (flags, written), journal = flags_of(owner.state), owner.tier._store.journal["flags"]
+    np.testing.assert_array_equal(journal[written], np.asarray(flags)[written])
     again = pickle.loads(pickle.dumps(ours[1]))
     added_to([again, ours[0]], stream(space, BOX, ours[0].n_envs, 10, seed=1))
     check_same(sampled(again, 16), sampled(ours[0], 16), 1e-6 if kind == "n steps" else 0)

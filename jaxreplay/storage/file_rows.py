@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxreplay._util.aliases import Specs
 from jaxreplay._util.names import spec_text
-from jaxreplay.storage.row_store import HostRows
+from jaxreplay.storage.host_rows import HostRows
 
 fcntl: Any = None
 with contextlib.suppress(ImportError):  # on Windows
@@ -34,7 +34,7 @@ _FORMAT = 1
 _PAGE = mmap.PAGESIZE
 # File systems of other machines, which may change a file behind a map.
 _REMOTE = re.compile(r"nfs|cifs|smb|9p|ceph|glusterfs|lustre|fuse\.(?:sshfs|s3|gcs|rclone|mount)")
-# Rows that took longer than this, and a byte of them, came from the disk.
+# Seconds a row, and a byte of them, above which rows count as read from the disk.
 _SLOW, _SLOW_BYTE = 5e-6, 5e-10
 # Rows of the progress, int64[3, E]: the numbers of the oldest row, which no write has begun to
 # overwrite, and of the next one; and the flags of the newest row.
@@ -55,7 +55,7 @@ class FileRows(HostRows):
       journal: The same of what the journal has of each row.
 
     Attributes:
-      token: Text that no other rows have. It changes with `renew`.
+      token: Text that no other rows have. It changes with `forget` and `go_on_from`.
       journal: All rows of what the journal has, by name.
       progress: int64[3, E], as above.
 
@@ -146,11 +146,13 @@ class FileRows(HostRows):
             token = {"token": secrets.token_hex(8), "branches": {}}
             _write_json(unfinished / "rows.json", {**about, **token})
             unfinished.rename(self._rows)
+            _sync(self._folder)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
 
     def _read_about(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the folder says of its rows. Raise a ValueError if others are wanted."""
         path = self._rows / "rows.json"
         try:
             found = json.loads(path.read_text())
@@ -184,6 +186,7 @@ class FileRows(HostRows):
     def _open(
         self, key: tuple[str, str], path: pathlib.Path, shape: tuple[int, ...], dtype: Any
     ) -> None:
+        """Map the file of a leaf, or of a part of the journal."""
         kind, name = key
         try:
             with open(path, "rb") as file:
@@ -263,8 +266,6 @@ class FileRows(HostRows):
         self._slots[0] = slot
 
     def begin(self, number: np.ndarray) -> None:
-        """Note that rows are about to be written, up to those before int64[E]. Those that they
-        overwrite are gone."""
         progress = self.progress
         progress[FIRST] = np.maximum(progress[FIRST], number - self._length)
         self._announce(progress)
@@ -284,24 +285,28 @@ class FileRows(HostRows):
         self._announce(progress)
 
     def forget(self) -> None:
-        """Note that there are no rows, and never were."""
+        self._renew({})  # first: no checkpoint of the index may find the rows that replace these
         self._announce(np.zeros_like(self.progress))
 
     # Saved indices.
 
-    def renew(self, end: np.ndarray | None) -> None:
-        """Take another token, before the rows go on from int64[E]; or, if that is None, before all
-        of them are replaced."""
-        branches = {}
-        if end is not None:
-            first, known = self.progress[FIRST], {**self._about["branches"], self.token: None}
-            for token, limits in known.items():
-                low, high = limits or (first, end)
-                branches[token] = [np.maximum(low, first).tolist(), np.minimum(high, end).tolist()]
+    def go_on_from(self, end: np.ndarray) -> None:
+        """Take another token, before the rows go on from the numbers int64[E]."""
+        first, branches = self.progress[FIRST], {}
+        for token, limits in {**self._about["branches"], self.token: None}.items():
+            low, high = limits or (first, end)
+            branches[token] = [np.maximum(low, first).tolist(), np.minimum(high, end).tolist()]
+        self._renew(branches)
+
+    def _renew(self, branches: Mapping[str, Any]) -> None:
+        """Take another token.
+
+        Args:
+          branches: Earlier tokens, each with the numbers of the oldest rows of each env that are
+            there still, and of the first ones that may be replaced: int64[E] both, as lists.
+        """
         self._about = {**self._about, "branches": branches, "token": secrets.token_hex(8)}
-        path = self._rows / "rows.json"
-        _write_json(path.with_suffix(".new"), self._about)
-        path.with_suffix(".new").replace(path)
+        _write_json(self._rows / "rows.json", self._about)
 
     def since(self, token: str, end: np.ndarray) -> np.ndarray | None:
         """Return the number of the oldest row of each env, int64[E], that was not overwritten since
@@ -313,10 +318,10 @@ class FileRows(HostRows):
         low, high = self._about["branches"].get(token, (first, np.full_like(end, -1)))
         return np.maximum(first, low) if (end <= high).all() else None
 
-    def flush(self) -> None:
-        """Wait until all is on the disk."""
+    def flush(self) -> str | None:
         for file in self._files.values():
             getattr(os, "fdatasync", os.fsync)(file)
+        return self.token
 
     def close(self) -> None:
         """Unlock the folder. The rows stay there."""
@@ -389,7 +394,18 @@ def _reserve(file: int, start: int, size: int) -> None:
 
 
 def _write_json(path: pathlib.Path, value: Any) -> None:
-    with open(path, "w") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write a file, or replace it; a crash leaves the old one or the new one."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(value))
+    _sync(new)
+    new.replace(path)
+    _sync(path.parent)
+
+
+def _sync(path: pathlib.Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
