@@ -127,6 +127,7 @@ PART_views := views rewards agents groups archive tiered tiered_files
 PART_rollouts := demonstrations rollout rollout_episodes trajectories datasets dataset_files inspect torch
 PART_platforms := platforms newest_row
 PART_replay := rows_of_others stateful staging threads interrupts
+PART_actors := blocks actors
 PART_sb3 := sb3 sb3_rows sb3_saves sb3_hindsight sb3_interrupts sb3_priorities
 PART_checkpoint := checkpoint bundle checkpoint_manifests checkpoint_stores
 PART_damage := extras checkpoint_damage checkpoint_faults checkpoint_rewind

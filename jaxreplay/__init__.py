@@ -28,7 +28,7 @@
 14
 """
 
-from jaxreplay import autoreset, samplers, targets, types, views
+from jaxreplay import actors, autoreset, samplers, targets, types, views
 from jaxreplay._util import serialization as _serialization
 from jaxreplay._util.signals import defer_interrupts as defer_interrupts
 from jaxreplay._version import __version__
@@ -97,6 +97,7 @@ __all__ = [
     "UniformEpisodes",
     "WithoutReplacement",
     "__version__",
+    "actors",
     "autoreset",
     "blend",
     "chunks",

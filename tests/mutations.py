@@ -236,7 +236,7 @@ MUTATIONS = (
     ),
     (
         "a step that waits on the host is overwritten by its env",
-        "stateful/staging.py",
+        "host/staging.py",
         "[leaf.copy() for leaf in leaves]",
         "list(leaves)",
         "stateful/test_staging.py stateful/test_stateful.py",

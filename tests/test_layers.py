@@ -26,6 +26,8 @@ PACKAGES = (
     ("distributed",),
     ("inspection",),
     ("checkpoint", "torch", "datasets"),
+    ("host",),
+    ("actors",),
     ("stateful",),
     ("sb3", "compat"),
     ("",),
@@ -182,7 +184,7 @@ def test_a_call_enters_few_functions(kind, name):
 
 
 def test_the_top_level_shows_what_users_type():
-    assert len(jaxreplay.__all__) <= 51
+    assert len(jaxreplay.__all__) <= 52
     # Submodules become attributes once a test has imported them.
     modules = {
         "buffers",
@@ -190,6 +192,7 @@ def test_the_top_level_shows_what_users_type():
         "compat",
         "datasets",
         "distributed",
+        "host",
         "inspection",
         "sb3",
         "storage",
@@ -204,6 +207,7 @@ def test_importing_the_library_imports_no_extra():
     extras = [
         "torch",
         "gymnax",
+        "ray",
         "flax",
         "optax",
         "tensorstore",

@@ -218,7 +218,8 @@ def check_envs(where: str, envs: Any, layout: Layout, num_envs: int) -> None:
     if jnp.ndim(envs) != 1 or not jnp.issubdtype(jnp.result_type(envs), jnp.integer):
         raise ValueError(f"{where}: envs must be int32[e], numbers of envs, got {kind_of(envs)}")
     if not isinstance(envs, Tracer):
-        known = np.sort([env for env in np.asarray(envs) if 0 <= env < num_envs])
+        known = np.asarray(envs)
+        known = np.sort(known[(known >= 0) & (known < num_envs)])
         if len(twice := known[1:][known[1:] == known[:-1]]):
             raise ValueError(
                 f"{where}: envs has {twice[0]} twice; write one step of an env in a call, or a "

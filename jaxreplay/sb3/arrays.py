@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from jaxreplay.stateful.host_arrays import PLAIN, fit
+from jaxreplay.host.arrays import PLAIN, fit
 
 # Dtypes of samples, for the 64-bit numbers that are stored in 32 bits.
 TORCH_DTYPES = {

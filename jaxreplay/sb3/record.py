@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxreplay.stateful.staging import most_steps
+from jaxreplay.host.staging import most_steps
 from jaxreplay.storage import ring
 from jaxreplay.types import Step
 

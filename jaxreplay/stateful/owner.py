@@ -21,10 +21,10 @@ from jaxreplay.buffers.mixture import Mixture
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.state_checks import example_of as step_example, is_alive
 from jaxreplay.buffers.step_checks import check_envs
+from jaxreplay.host.arrays import OUTSIDE, StepFormat, example_of, own
+from jaxreplay.host.staging import BlockLengths, Staging
 from jaxreplay.inspection.resets import FinalObsWatch, ResetWatch
 from jaxreplay.samplers import ConsumingSampler, PrioritySampler
-from jaxreplay.stateful.host_arrays import OUTSIDE, StepFormat, example_of, own
-from jaxreplay.stateful.staging import BlockLengths, Staging
 from jaxreplay.storage.platforms import default_device
 from jaxreplay.types import Sample
 

@@ -8,8 +8,9 @@ from typing import Any
 class RatioLimiter:
     """Keep `num_samples` within one batch of `ratio * num_inserts`.
 
-    Both are counted once a batch can be sampled. At least one side may always proceed: if samples
-    must wait, inserts need not. The limiter is Reverb's, with a margin of one batch.
+    Both are counted from when a batch can be sampled for the first time. At least one side may
+    always proceed: if samples must wait, inserts need not. The limiter is Reverb's, with a margin
+    of one batch.
 
     Args:
       ratio: Number of items sampled for each step inserted, positive.
@@ -43,6 +44,11 @@ class RatioLimiter:
         if not (is_alike and isinstance(num_inserts, int) and isinstance(num_samples, int)):
             num_inserts = num_samples = 0
         self.num_inserts, self.num_samples = num_inserts, num_samples
+
+    @property
+    def has_begun(self) -> bool:
+        """True if steps or items were counted."""
+        return self.num_inserts > 0 or self.num_samples > 0
 
     def may_sample(self) -> bool:
         return self.num_samples <= self.ratio * self.num_inserts

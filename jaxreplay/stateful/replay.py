@@ -7,7 +7,7 @@ import functools
 import operator
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Unpack
 
 import jax
@@ -16,15 +16,19 @@ import numpy as np
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import Framework, PyTree
 from jaxreplay._util.names import kind_of
+from jaxreplay.actors import Actor, Actors
+from jaxreplay.actors.actor import Setup
+from jaxreplay.actors.block import places_of
 from jaxreplay.buffers.jitted import method
 from jaxreplay.buffers.mixture import Mixture
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.buffers.tiered import tiered
+from jaxreplay.host import arrays as host_arrays
+from jaxreplay.host.arrays import as_stored
 from jaxreplay.inspection import Inspection, inspect
 from jaxreplay.inspection.contents import resets_of
 from jaxreplay.samplers import ConsumingSampler
-from jaxreplay.stateful import host_arrays
-from jaxreplay.stateful.host_arrays import as_stored
+from jaxreplay.stateful.actor_host import ActorHost
 from jaxreplay.stateful.lock import Monitor
 from jaxreplay.stateful.owner import Draws, MixtureOwner, StateOwner
 from jaxreplay.stateful.rate_limiter import RatioLimiter
@@ -151,6 +155,9 @@ class Replay:
         self._prefetch = prefetch
         # prefetched; or consumed by a `sample` that was interrupted before it returned
         self._drawn: collections.deque[Sample] = collections.deque()
+        self._actors: dict[str | None, Actors] = {}  # by the member that they fill
+        self._saved_actors: dict[str, Any] = {}  # numbers of a checkpoint
+        self._num_waiting = 0  # calls of `sample` that wait
         states: Any = {} if state is None else {None: state} if None in self._owners else state
         if not isinstance(states, dict):
             raise ValueError(
@@ -242,20 +249,25 @@ class Replay:
                     timeout,
                     lambda: "samples lag behind: sample, or lower samples_per_insert",
                 )
-                for call in calls:
-                    self._changing(owner.change, *call)
-                    owner.look_at(*call)
+                self._add(owner, num_steps, calls)
             except BaseException:
                 if is_first:  # a rejected step must not fix the format of later ones
                     owner.forget()
                 raise
-            if self._limiter is not None and self._owner.has_batch():
-                self._limiter.num_inserts += num_steps
-            self._monitor.notify_all()
-            owner.watch.count(num_steps)
             problem = owner.watch.look(lambda: resets_of(owner.whole[1]))
         if problem is not None:
             warnings.warn(f"add: {problem}", stacklevel=2)
+
+    def _add(self, owner: StateOwner, num_steps: int, calls: list[Any]) -> None:
+        """Make the calls that add so many steps."""
+        for call in calls:
+            self._changing(owner.change, *call)
+            owner.look_at(*call)
+        limiter = self._limiter
+        if limiter is not None and (limiter.has_begun or self._owner.has_batch()):
+            limiter.num_inserts += num_steps
+        self._monitor.notify_all()
+        owner.watch.count(num_steps)
 
     def _add_quickly(self, owner: StateOwner, step: PyTree, mask: Any, priority: Any) -> bool:
         """Copy a step to those that wait, if that is all there is to do, and return whether it was.
@@ -271,6 +283,92 @@ class Replay:
             owner.watch.count(num_steps)
             self._monitor.notify_all()
             return True
+
+    def start(
+        self,
+        act: Callable[[Actor], Any],
+        num_actors: int,
+        *,
+        params: Any = None,
+        block_length: int = 64,
+        max_restarts: int = 3,
+        max_staleness: int | None = None,
+        version_key: str | None = None,
+        seed: int = 0,
+        on: Any = None,
+        member: str | None = None,
+    ) -> Actors:
+        """Start actors in other processes, whose steps a thread adds to this replay.
+
+        Actor i has the e = `num_envs` / `num_actors` envs from `i * e`. The buffer needs
+        `autoreset="same_step"` or `allow_mask=True`. If an actor is lost, its unfinished episodes
+        end, and the steps that were not added yet are lost; another one is started in its place.
+        With `samples_per_insert`, actors wait while samples lag behind. `save` and `load` take
+        along how far each actor's steps were added. `close` stops the actors.
+
+        Args:
+          act: Function `act(actor)`, which takes steps and gives each to `actor.add`, while
+            `actor.running`. See `actors.Actor`. If it returns, the actor is done.
+          num_actors: Number of actors A, a divisor of `num_envs`.
+          params: Parameters that `actor.params()` returns before others are published. Default:
+            None.
+          block_length: Number of steps of its envs that an actor sends at once. Default: 64.
+          max_restarts: Number of times that each actor is started again. After that, calls of this
+            replay raise an error with the last reason. Default: 3.
+          max_staleness: Largest number of versions by which parameters that acted are older than
+            the newest ones, when a step is added. Actors wait before blocks that would be older.
+            It holds for versions that are learned from equally many steps, more than a block
+            has; but for one version more, as samples may be a batch ahead. Default: no limit.
+          version_key: Name of an extra, int32, of each step (of an entry of each item), for the
+            version of the parameters that acted. Default: none.
+          seed: Seed from which each actor's is made. Default: 0.
+          on: Where they run: `actors.local()` or `actors.ray()`. Default: `actors.local()`.
+          member: Name of the mixture's member that gets the steps. Default: None, without a
+            mixture.
+
+        Returns:
+          The `actors.Actors`: `publish`, `metrics` and `stop`.
+
+        Raises:
+          ValueError: An argument is out of range, the buffer has no write position for each env, or
+            `act` cannot be sent to another process.
+          RuntimeError: The replay is closed, or has actors that run.
+        """
+        owner = self._owner_of("start", member)
+        with self._monitor:
+            self._check_open()
+            before = self._actors.get(member)
+            if before is not None and not before.is_stopped:
+                raise RuntimeError(
+                    "start: the actors before are not stopped; call their stop() first"
+                )
+            saved = self._saved_actors.get(member or "") if before is None else before.state
+            buffer = owner.buffer
+            setup = Setup(
+                num_actors,
+                buffer.num_envs // max(num_actors, 1),
+                block_length,
+                seed,
+                buffer.autoreset,
+                buffer.num_agents,
+                buffer.allow_mask,
+                owner.example,
+                version_key,
+            )
+            self._actors[member] = ActorHost(self, owner).start(
+                act, setup, saved, params, max_restarts, max_staleness, on
+            )
+            return self._actors[member]
+
+    def __iter__(self) -> Iterator[Sample]:
+        """Yield batches, until the replay is closed, or its actors are done and no batch can be
+        sampled any more."""
+        while not self._is_closed:
+            try:
+                batch = self.sample()
+            except _NoMoreError:
+                return
+            yield batch
 
     def sample(
         self,
@@ -619,9 +717,12 @@ class Replay:
           ValueError: Nothing was added yet, or an extra is no array and no number.
           PathInUseError: Another run has saved to the path since the last save or load here.
         """
-        limiter = dataclasses.asdict(self._limiter) if self._limiter else None
         with self._monitor:
-            self._owner.save(path, {"limiter": limiter}, step, extras, max_to_keep, copy)
+            metadata = {
+                "limiter": dataclasses.asdict(self._limiter) if self._limiter else None,
+                "actors": {name or "": actors.state for name, actors in self._actors.items()},
+            }
+            self._owner.save(path, metadata, step, extras, max_to_keep, copy)
 
     def load(self, path: Any, *, step: int | None = None, extras: Any = None) -> Any:
         """Replace the state by one that `save`, or a `Checkpointer`, wrote.
@@ -656,6 +757,9 @@ class Replay:
             metadata, extras = self._changing(self._owner.load, path, step, extras)
             if self._limiter:
                 self._limiter.resume(metadata.get("limiter"))
+            self._saved_actors = places_of(metadata.get("actors"))
+            for member, actors in self._actors.items():
+                actors.resume(self._saved_actors.get(member or ""))
             self._start_anew()
         return extras
 
@@ -669,6 +773,8 @@ class Replay:
             self._is_closed = True
             self._owner.close()
             self._monitor.notify_all()
+        for actors in self._actors.values():
+            actors.stop()
 
     def __enter__(self) -> "Replay":
         return self
@@ -726,11 +832,17 @@ class Replay:
             self._owner.check_not_lost()  # it may be lost meanwhile
             if is_ready():
                 return
+            if where == "sample" and self._actors and all(a.is_done for a in self._actors.values()):
+                raise _NoMoreError(f"all actors are done: {why()}")
             end = time.monotonic() + seconds if end is None else end
             left = end - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"after {seconds:g} s: {why()}")
-            self._monitor.wait(min(left, 3600.0))
+            self._num_waiting += where == "sample"
+            try:
+                self._monitor.wait(min(left, 3600.0))
+            finally:
+                self._num_waiting -= where == "sample"
 
     def _seconds(self, where: str, timeout: float | None) -> float:
         """Return the seconds that a call waits: its own `timeout`, or the replay's."""
@@ -757,6 +869,13 @@ class Replay:
     def _check_open(self) -> None:
         if self._is_closed:
             raise RuntimeError("this Replay is closed")
+        for actors in self._actors.values():
+            if actors.error is not None:
+                raise RuntimeError(f"the actors have stopped: {actors.error}") from actors.error
+
+
+class _NoMoreError(TimeoutError):
+    """The actors are done."""
 
 
 _copied = jax.jit(lambda state: jax.tree.map(jax.numpy.copy, state))

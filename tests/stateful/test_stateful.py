@@ -13,7 +13,8 @@ from jaxreplay import checkpoint
 from jaxreplay._util import checks
 from jaxreplay.buffers import memory
 from jaxreplay.buffers.jitted import options_here
-from jaxreplay.stateful import host_arrays, owner
+from jaxreplay.host import arrays as host_arrays
+from jaxreplay.stateful import owner
 from tests.support.compilations import count_programs
 from tests.support.hlo import check_in_place
 from tests.support.refusals import check_refused, refused, warned

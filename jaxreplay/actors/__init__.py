@@ -1,0 +1,5 @@
+"""Actors in processes of this machine or of a Ray cluster, that fill a `jaxreplay.Replay`."""
+
+from jaxreplay.actors.actor import Actor as Actor
+from jaxreplay.actors.actors import Actors as Actors
+from jaxreplay.actors.processes import local as local

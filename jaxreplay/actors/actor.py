@@ -1,0 +1,302 @@
+"""An actor: it takes steps in its own envs, and sends them in blocks."""
+
+import dataclasses
+import math
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jaxreplay._util import checks
+from jaxreplay._util.aliases import Autoreset, PyTree
+from jaxreplay._util.names import kind_of
+from jaxreplay.host import arrays
+from jaxreplay.host.staging import Staging
+from jaxreplay.types import Step
+
+IN_FLIGHT = 3  # blocks of an actor, with the one that it fills
+
+
+class StoppedError(Exception):
+    """The learner has stopped the actor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """Settings of all actors of a buffer.
+
+    Attributes:
+      num_actors: Number of actors A.
+      num_envs: Number of envs e of each actor.
+      block_length: Number of steps T of a block.
+      seed: Seed from which the actors' own are made.
+      autoreset: The buffer's, as are `num_agents` and `allow_mask`.
+      example: Shapes and dtypes of one env's step, or None: the first step tells them.
+      version_key: Name of the extra that gets the version, or None.
+    """
+
+    num_actors: int
+    num_envs: int
+    block_length: int
+    seed: int
+    autoreset: Autoreset | None
+    num_agents: int | None
+    allow_mask: bool
+    example: Any
+    version_key: str | None
+
+
+class Link(Protocol):
+    """An actor's connection to the learner. `Allowance` says what the learner allows."""
+
+    def arrays(self, specs: Any, number: int) -> list[np.ndarray]:
+        """Return arrays for the leaves of a block, which `send` sends."""
+        ...
+
+    def send(self, number: int, length: int, version: int, seconds: float, waited: float) -> None:
+        """Send a block of so many steps."""
+        ...
+
+    def newest(self) -> tuple[int, bytes] | None:
+        """Return the version and the bytes of the newest parameters, if they are new."""
+        ...
+
+
+class Allowance:
+    """Number of the actor's blocks that were added, and that it may begin; set by another thread.
+
+    Attributes:
+      acked: Number of blocks that were added.
+      granted: Number of blocks that may be begun.
+      is_stopped: Whether the learner has stopped the actor, or is gone.
+    """
+
+    def __init__(self) -> None:
+        self.acked = self.granted = 0
+        self.is_stopped = False
+        self._changed = threading.Condition()
+
+    def set(self, acked: int, granted: int) -> None:
+        """Raise both numbers."""
+        with self._changed:
+            self.acked, self.granted = max(self.acked, acked), max(self.granted, granted)
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Stop the actor."""
+        with self._changed:
+            self.is_stopped = True
+            self._changed.notify_all()
+
+    def wait(self, is_ready: Callable[[], bool]) -> None:
+        """Wait until `is_ready()`. A `StoppedError` is raised if the actor was stopped."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_stopped or is_ready())
+        if self.is_stopped:
+            raise StoppedError
+
+
+class Actor:
+    """One of the actors that `Replay.start` has started, as `act(actor)` gets it.
+
+    Args:
+      index: Number of the actor, from 0.
+      incarnation: Number of times that it was started before.
+      setup: What all actors are told.
+      link: Its connection to the learner.
+      allowance: What the learner allows.
+
+    Attributes:
+      index: Number of the actor, from 0.
+      incarnation: Number of times that it was started before.
+      num_actors: Number of actors.
+      num_envs: Number of envs e of this actor.
+      envs: Numbers of these in the buffer, a range.
+      seed: A seed of its own, another one in each incarnation.
+      version: Version of the parameters that `params` returned last. Initially 0.
+    """
+
+    def __init__(
+        self, index: int, incarnation: int, setup: Setup, link: Link, allowance: Allowance
+    ):
+        self.index, self.incarnation, self.version = index, incarnation, 0
+        self.num_actors, self.num_envs = setup.num_actors, setup.num_envs
+        self.envs = range(index * self.num_envs, (index + 1) * self.num_envs)
+        entropy = np.random.SeedSequence([setup.seed, index, incarnation])
+        self.seed = int(entropy.generate_state(1)[0] >> 1)
+        self._setup, self._link, self._allowance = setup, link, allowance
+        self._params: Any = None
+        self._number = self._length = 0  # blocks that were sent, steps of the one that is filled
+        self._arrays: list[np.ndarray] = []  # of the block that is filled
+        self._format: Any = None
+        self._staging: Any = None  # says whether a step fits
+        self._first_version, self._since, self._waited = 0, time.monotonic(), 0.0
+        if setup.example is not None:
+            self._begin(setup.example)
+
+    @property
+    def running(self) -> bool:
+        """True while the learner wants more steps."""
+        return not self._allowance.is_stopped
+
+    def params(self) -> Any:
+        """Return the newest parameters that were published, of type and structure as they were.
+
+        `version` is theirs from now on.
+
+        Returns:
+          The parameters; those that `Replay.start` got, or None, if none were published yet.
+        """
+        found = self._link.newest()
+        if found is not None:
+            self.version, self._params = found[0], pickle.loads(found[1])
+        return self._params
+
+    def add(
+        self, step: PyTree = None, *, mask: Any = None, priority: Any = None, **fields: Any
+    ) -> None:
+        """Append one step of the actor's envs to a block, and send the block if it is complete.
+
+        Arrays are copied. After a block it waits while the learner holds the actor back, so that
+        the next action is of the newest parameters. A stopped actor does not return from it.
+
+        Args:
+          step: A `Step`, or a mapping, dataclass or NamedTuple with its fields, or items. Leaves
+            [e, ...] of NumPy or JAX arrays or tensors; those of a step may be [...] if e is 1.
+            Default: `fields`.
+          mask: bool[e], False where an env took no step; needs `allow_mask=True`. Default: every
+            env took a step.
+          priority: float[e], at least 0, such as the actor's own TD errors; for all steps, or for
+            none. Default: as for `ReplayBuffer.add`.
+          **fields: Fields of the step, in place of `step`: `obs=..., action=..., ...`.
+
+        Raises:
+          ValueError: The step does not fit the buffer, or those before it.
+        """
+        if (step is None) == (not fields):
+            raise ValueError(
+                "add: give a step, or its fields as keywords: add(obs=..., action=..., ...)"
+            )
+        buffer: Any = self._setup
+        step = self._stamped(arrays.as_stored("add", buffer, fields if step is None else step))
+        step = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, step)
+        staging: Any = self._staging
+        if staging is None:
+            staging = self._begin(arrays.example_of(buffer, arrays.own("add", step), None))
+        leaves = staging.leaves_of(step, lambda: self._format.fit(arrays.own("add", step))[0])
+        if leaves is None:
+            raise self._refused(step)
+        masks = self._per_env("mask", mask, bool, self._setup.allow_mask)
+        priorities = self._per_env("priority", priority, np.float32, priority is not None)
+        self._put([*leaves, *masks, *priorities], priority is not None)
+
+    def _stamped(self, step: Any) -> Any:
+        """Return a step with an axis of envs, and with the version, if that is stored."""
+        setup, is_step = self._setup, isinstance(step, Step)
+        if is_step and np.ndim(step.terminated) == (setup.num_agents is not None):
+            step = jax.tree.map(lambda leaf: leaf[None], arrays.own("add", step))
+        if (key := setup.version_key) is None:
+            return step
+        others = (step.extras or {}) if is_step else step
+        if not isinstance(others, dict):
+            raise ValueError(
+                f"add: version_key={key!r} needs {'extras' if is_step else 'an item'} that are a "
+                f"dict, got {kind_of(others)}"
+            )
+        stamped = {**others, key: np.full(self.num_envs, self.version, np.int32)}
+        return step.replace(extras=stamped) if is_step else stamped
+
+    def _begin(self, example: PyTree) -> Staging:
+        buffer: Any = self._setup
+        self._format = arrays.StepFormat.of(buffer, example)
+        self._staging = Staging(self._format.specs, self.num_envs)
+        return self._staging
+
+    def _refused(self, step: PyTree) -> ValueError:
+        """Return the error for a step that does not fit."""
+        of_all = lambda spec: jax.ShapeDtypeStruct((self.num_envs, *spec.shape), spec.dtype)
+        hint = f"a step has leaves [{self.num_envs}, ...], as the first step or example= has them"
+        try:
+            checks.check_leaves("add", step, jax.tree.map(of_all, self._format.specs), hint)
+        except ValueError as error:
+            return error
+        return ValueError(f"add: {hint}")
+
+    def _per_env(self, name: str, given: Any, dtype: Any, has_it: bool) -> list[np.ndarray]:
+        if given is None:
+            return [np.ones(self.num_envs, dtype)] if has_it else []
+        if not has_it:
+            raise ValueError(
+                f"add: a {name} was given, but this buffer was made without allow_mask=True"
+            )
+        array = np.asarray(given).reshape(-1)
+        if array.shape != (self.num_envs,) or not np.can_cast(array.dtype, dtype, "same_kind"):
+            raise ValueError(
+                f"add: {name}: got {kind_of(given)}, expected {np.dtype(dtype)}[{self.num_envs}]"
+            )
+        return [array.astype(dtype)]
+
+    def _put(self, leaves: list[np.ndarray], has_priority: bool) -> None:
+        if self._length == 0:
+            mask = jax.ShapeDtypeStruct((), bool) if self._setup.allow_mask else None
+            priority = jax.ShapeDtypeStruct((), np.float32) if has_priority else None
+            specs = self._format.specs, mask, priority
+            self._arrays = self._link.arrays(specs, self._number)
+            self._first_version = self.version
+        elif len(leaves) != len(self._arrays):
+            raise ValueError("add: give the priority of all steps of a block, or of none")
+        for array, leaf in zip(self._arrays, leaves, strict=True):
+            array[self._length] = leaf
+        self._length += 1
+        if self._length == self._setup.block_length:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send the steps of the block that is being filled. The next block has its full length."""
+        self._send()
+        self.wait_for_grant()
+
+    def _send(self) -> None:
+        if self._length:
+            now = time.monotonic()
+            figures = self._first_version, now - self._since, self._waited
+            self._since, self._waited = now, 0.0
+            length, self._length, self._arrays = self._length, 0, []
+            self._link.send(self._number, length, *figures)
+            self._number += 1
+
+    def wait_for_grant(self) -> None:
+        """Wait until the next block may be begun."""
+        began = time.monotonic()
+        self._allowance.wait(lambda: self._allowance.granted > self._number)
+        self._waited += time.monotonic() - began
+
+    def finish(self) -> None:
+        """Send what is left, and wait until it was added."""
+        self._send()
+        self._allowance.wait(lambda: self._allowance.acked >= self._number)
+
+
+def run(act: Callable[[Actor], Any], *of: Any) -> None:
+    """Run an actor until `act` returns, or it was stopped."""
+    try:
+        actor = Actor(*of)
+        actor.wait_for_grant()
+        act(actor)
+        actor.finish()
+    except StoppedError:
+        pass
+
+
+def layout(specs: Any, length: int, num_envs: int) -> tuple[list[Any], int]:
+    """Return shape, dtype and offset of each leaf of a block, and its size in bytes."""
+    places, end = [], 0
+    for spec in jax.tree.leaves(specs):
+        shape, dtype = (length, num_envs, *spec.shape), np.dtype(spec.dtype)
+        places.append((shape, dtype, end))
+        end += -(-math.prod(shape) * dtype.itemsize // 64) * 64
+    return places, end

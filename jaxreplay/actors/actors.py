@@ -1,0 +1,306 @@
+"""The learner's side of actors: a thread adds their blocks, and tells each how far it may go on."""
+
+import atexit
+import collections
+import math
+import pickle
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from jaxreplay._util.aliases import PyTree
+from jaxreplay.actors.actor import IN_FLIGHT, Setup
+from jaxreplay.actors.block import Block, Inbox, News, joined
+
+_TICK = 0.1  # seconds between looks whether the actors are stopped
+_VERSIONS = 8  # newest ones, whose mean number of steps is that of a version
+
+
+class Engine(Protocol):
+    """Runs actors somewhere. One thread calls all methods but `publish` and `wake`."""
+
+    def receive(self, seconds: float) -> list[Block | News]:
+        """Return what has arrived; wait for some as long."""
+        ...
+
+    def allow(self, index: int, incarnation: int, acked: int, granted: int) -> None:
+        """Tell an actor how many of its blocks were added, and how many it may begin."""
+        ...
+
+    def publish(self, version: int, data: bytes) -> None:
+        """Let actors find new parameters."""
+        ...
+
+    def wake(self) -> None:
+        """Let `receive` return."""
+        ...
+
+    def stop(self, seconds: float) -> None:
+        """Stop the actors."""
+        ...
+
+
+class Host(Protocol):
+    """The replay that actors fill. It has a lock, which is held while `note` is called."""
+
+    lock: Any
+
+    def insert(
+        self,
+        steps: PyTree,
+        envs: Any,
+        cut: Callable[[], list[int]],
+        note: Callable[[], None],
+        timeout: float,
+    ) -> bool:
+        """Add a block of steps, and call `note` before other calls see them.
+
+        Args:
+          steps: Steps, mask and priority, as are `envs` for `Replay.add`.
+          cut: Returns the actors whose episodes end before.
+          note: Notes that it was added.
+          timeout: Seconds to wait while samples lag behind.
+
+        Returns:
+          False if nothing was added: samples lag behind, or the replay is closed.
+        """
+        ...
+
+    def changed(self) -> None:
+        """Look whether actors have failed."""
+        ...
+
+    def progress(self) -> tuple[float, float]:
+        """Return how many more steps were added than samples need, and how many a sample waits
+        for."""
+        ...
+
+
+class Actors:
+    """The actors that `Replay.start` has started.
+
+    Args:
+      engine: Where they run.
+      setup: What all are told.
+      host: The replay.
+      inbox: Where their blocks wait.
+      version: Version of the newest parameters.
+      max_staleness: As for `Replay.start`.
+      steps_per_version: Number of steps that are thought to be added for each version, before some
+        were published.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        setup: Setup,
+        host: Host,
+        inbox: Inbox,
+        version: int,
+        max_staleness: int | None,
+        steps_per_version: float,
+    ):
+        self._engine, self._setup, self._host, self._inbox = engine, setup, host, inbox
+        self._max_staleness, self._default = max_staleness, steps_per_version
+        self.version = version  # of the newest parameters
+        num = setup.num_actors
+        self._alive: list[Any] = [None] * num  # incarnations
+        self._acked, self._granted = [0] * num, [0] * num
+        self._turn = 0
+        self._is_done = [False] * num
+        self.error: BaseException | None = None
+        self._lock = threading.Lock()  # of `publish`
+        self._began, self._figures = time.monotonic(), collections.Counter()
+        # steps that the learner had taken when it published; samples may run ahead of the base
+        self._base = 0.0
+        self._taken: collections.deque[float] = collections.deque(maxlen=_VERSIONS + 1)
+        self._told: list[Any] = [None] * num  # incarnations, and the two numbers
+        # blocks that may be begun, oldest first: actor, incarnation, number, and what the learner
+        # had taken
+        self._grants: collections.deque[Any] = collections.deque()
+        self._joined: Any = None  # blocks that wait until samples have caught up
+        self._recent: collections.deque[Any] = collections.deque(maxlen=4 * num)
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="actors", daemon=True)
+        atexit.register(self.stop)
+        self._thread.start()
+
+    def publish(self, params: Any) -> int:
+        """Send parameters to the actors: the next `actor.params()` returns them.
+
+        Args:
+          params: Anything that can be pickled, on the host: arrays of JAX or NumPy, tensors. An
+            actor gets JAX arrays on its CPU.
+
+        Returns:
+          Their version, one more than the last.
+        """
+        data = pickle.dumps(params, protocol=5)
+        with self._lock:
+            self._engine.publish(self.version + 1, data)
+            self.version += 1
+            with self._host.lock:
+                ahead = self._host.progress()[0]
+                self._base = self._figures["steps"] - max(ahead, 0)
+                self._taken.append(self._figures["steps"] - ahead)
+            self._engine.wake()
+            return self.version
+
+    @property
+    def is_stopped(self) -> bool:
+        """True after `stop`, or a failure."""
+        return self._is_stopped.is_set() or self.error is not None
+
+    @property
+    def is_done(self) -> bool:
+        """True once `act` has returned in all actors, and their steps were added."""
+        return all(self._is_done) and not self._inbox.num_waiting
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Numbers of a checkpoint, to continue from."""
+        return {"added": [*self._inbox.added], "version": self.version}
+
+    def resume(self, state: Any) -> None:
+        """Continue after the blocks that a checkpoint has; None if it knows no actors."""
+        self._inbox.resume(state["added"] if state else [])
+        self.version = max(self.version, state["version"] if state else 0)
+
+    def metrics(self) -> dict[str, float]:
+        """Return figures of the actors.
+
+        Returns:
+          steps: Number of steps that were added, over all envs.
+          steps_per_second: Of the newest few blocks of each actor.
+          waiting: Share of their time that the actors were held back, in the same blocks.
+          alive: Number of actors that run.
+          lost: Number of times that an actor was lost.
+          restarts: Number of times that one was started again.
+          dropped_blocks: Number of blocks that came twice or too late, or were lost.
+          version: Newest version of the parameters.
+          staleness: Mean number of versions from the parameters that acted to the newest ones, when
+            a block was added; largest_staleness: the largest so far.
+        """
+        recent, figures = [*self._recent], self._figures
+        first = min((when for when, *_ in recent), default=0.0)
+        times = sum(seconds for _, _, seconds, _, _ in recent)
+        return {
+            "steps": figures["steps"],
+            "steps_per_second": sum(num for _, num, *_ in recent)
+            / max(time.monotonic() - first, 1e-9),
+            "waiting": sum(waited for *_, waited, _ in recent) / max(times, 1e-9),
+            "alive": sum(one is not None for one in self._alive),
+            "lost": figures["lost"],
+            "restarts": figures["restarts"],
+            "dropped_blocks": self._inbox.num_dropped,
+            "version": self.version,
+            "staleness": sum(stale for *_, stale in recent) / max(len(recent), 1),
+            "largest_staleness": figures["staleness"],
+        }
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """Stop the actors. Steps that were not added yet are lost.
+
+        Args:
+          timeout: Seconds after which those that still run are killed. Default: 10.
+        """
+        atexit.unregister(self.stop)
+        if not self._is_stopped.is_set():
+            self._is_stopped.set()
+            self._thread.join()
+            self._engine.stop(timeout)
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopped.is_set():
+                has_next = self._joined is not None or self._inbox.next_blocks()
+                for one in self._engine.receive(0.0 if has_next else _TICK):
+                    self._hear(one)
+                self._insert()
+                self._allow()
+        except BaseException as error:
+            self.error = error
+            self._host.changed()
+
+    def _hear(self, one: Block | News) -> None:
+        if isinstance(one, Block):
+            self._inbox.receive(one)
+            return
+        index, self._is_done[one.actor] = one.actor, one.kind == "done"
+        self._alive[index] = one.incarnation if one.kind == "ready" else None
+        self._acked[index], self._granted[index] = one.acked, one.granted
+        self._figures["lost"] += one.kind in ("lost", "failed")
+        self._figures["restarts"] += one.kind == "lost"
+        if one.kind == "failed":
+            raise RuntimeError(f"actor {index} failed: {one.why}")
+        self._host.changed()
+
+    def _insert(self) -> None:
+        if self._joined is None:
+            if not (blocks := self._inbox.next_blocks()):
+                return
+            num_envs = self._setup.num_actors * self._setup.num_envs
+            self._joined = blocks, *joined(blocks, num_envs)
+        blocks, steps, envs = self._joined
+        cut = lambda: [block.actor for block in blocks if self._inbox.is_cut(block)]
+        if self._host.insert(steps, envs, cut, lambda: self._note(blocks), _TICK):
+            self._joined = None
+        else:
+            self._is_stopped.wait(_TICK / 10)
+
+    def _note(self, blocks: Sequence[Block]) -> None:
+        """Note that blocks were added, before another call sees their rows."""
+        now = time.monotonic()
+        self._inbox.note(blocks)
+        for block in blocks:
+            incarnation, number = block.place
+            if self._alive[block.actor] == incarnation:
+                self._acked[block.actor] = max(self._acked[block.actor], number + 1)
+            stale, num = self.version - block.version, block.shape[0] * block.shape[1]
+            self._recent.append((now, num, block.seconds, block.waited, stale))
+            self._figures["steps"] += num
+            self._figures["staleness"] = max(self._figures["staleness"], stale)
+
+    def _allow(self) -> None:
+        """Grant blocks, the actors in turn, up to `IN_FLIGHT` of each that are not added yet."""
+        num = len(self._alive)
+        order = [*range(self._turn, num), *range(self._turn)]
+        order = [index for index in order if self._alive[index] is not None]
+        under_way = sum(self._granted[index] - self._acked[index] for index in order)
+        most = self._most_blocks(under_way == 0)
+        for limit in range(1, IN_FLIGHT + 1):
+            for index in order:
+                if under_way >= most:
+                    break
+                if self._granted[index] - self._acked[index] < limit:
+                    place = self._alive[index], self._granted[index]
+                    self._grants.append((index, *place, self._base))
+                    self._granted[index] += 1
+                    self._turn, under_way = index + 1, under_way + 1
+        for index in order:
+            allowed = self._alive[index], self._acked[index], self._granted[index]
+            if self._told[index] != allowed:
+                self._told[index] = allowed
+                self._engine.allow(index, *allowed)
+
+    def _most_blocks(self, is_idle: bool) -> float:
+        """Return how many blocks may be under way.
+
+        With `max_staleness`, the learner takes m = `max_staleness` + 1 versions' steps until a
+        block that was begun now would be too old. So no more than these are granted after what it
+        had taken when the oldest block under way was begun. But if none is, as many are granted as
+        a sample waits for.
+        """
+        grants = self._grants
+        while grants and (
+            grants[0][1] != self._alive[grants[0][0]] or grants[0][2] < self._acked[grants[0][0]]
+        ):
+            grants.popleft()
+        if self._max_staleness is None:
+            return math.inf
+        block, taken = self._setup.block_length * self._setup.num_envs, [*self._taken]
+        mean = (taken[-1] - taken[0]) / (len(taken) - 1) if len(taken) > 1 else self._default
+        left = self._figures["steps"] - (grants[0][3] if grants else self._base)
+        most = (mean * (self._max_staleness + 1) - left) // block
+        return max(most, math.ceil(self._host.progress()[1] / block)) if is_idle else most

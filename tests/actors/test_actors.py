@@ -1,0 +1,200 @@
+"""Actors in other processes: their rows are an oracle's, whoever is killed; who is ahead waits; and
+errors reach the learner."""
+
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import jaxreplay as jr
+from tests.conftest import SOAK
+from tests.support import acting
+from tests.support.refusals import refused
+
+LONG = 120.0  # seconds
+
+
+def make(num_envs=4, length=4096, framework="numpy", example=None, limit=None, **options):
+    given = {"batch_size": 64, "autoreset": "next_step", "allow_mask": True} | options
+    kind = jr.items if given["autoreset"] is None else jr.uniform
+    given = {name: value for name, value in given.items() if value is not None}
+    buffer = kind(capacity=num_envs * length, num_envs=num_envs, **given)
+    return jr.Replay(
+        buffer, framework=framework, timeout=LONG, example=example, samples_per_insert=limit
+    )
+
+
+def until(is_so):
+    end = time.monotonic() + LONG
+    while not is_so():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.01)
+
+
+def test_rows_are_an_oracles_though_actors_are_killed():
+    num_actors, num_envs, steps = (64, 64, 1_000_000) if SOAK else (2, 4, 4_000)
+    with make(num_envs, length=2 * steps // num_envs, batch_size=256) as replay:
+        actors = replay.start(
+            acting.mortal, num_actors, block_length=8, max_restarts=4, seed=0 if not SOAK else 1
+        )
+        until(replay.can_sample)
+        while actors.metrics()["steps"] < steps or actors.metrics()["lost"] < 2 * num_actors:
+            acting.check_transitions(replay.sample())
+        figures = actors.metrics()
+        assert figures["restarts"] == figures["lost"]
+        assert figures["dropped_blocks"] == 0
+        actors.stop()
+        num_rows, num_incarnations = acting.check_rows(replay, num_envs)
+        assert num_rows == actors.metrics()["steps"]
+        assert num_incarnations >= 2 * num_actors
+
+
+def test_an_iteration_ends_when_the_actors_are_done():
+    with make(limit=8.0) as replay:
+        actors = replay.start(acting.few, 2, block_length=8)
+        batches = list(replay)
+        assert actors.metrics()["steps"] == 84
+        assert actors.metrics()["alive"] == 0
+        assert acting.check_rows(replay, 4) == (84, 4)
+        assert abs(64 * len(batches) - 8 * 84) <= 8 * 4 * 8 + 64
+        with refused("all actors are done: inserts lag behind", TimeoutError):
+            replay.sample()
+        with refused("call their stop", RuntimeError):
+            replay.start(acting.few, 2)
+        actors.stop()
+        replay.start(acting.few, 2, block_length=21)  # it continues, after a cut
+        for batch in replay:
+            acting.check_transitions(batch)
+        assert acting.check_rows(replay, 4) == (168, 8)
+
+
+def test_a_failure_reaches_the_learner():
+    with make() as replay:
+        actors = replay.start(acting.failing, 2, max_restarts=1)
+        with refused("the env of actor [01] broke, in incarnation 1", RuntimeError):
+            for _ in replay:
+                pass
+        assert actors.metrics()["restarts"] >= 1
+        with refused("actor [01] failed: Traceback", RuntimeError):
+            replay.add(acting.step_of(_Envs(), 0))
+    with refused("this Replay is closed", RuntimeError):
+        replay.start(acting.few, 2)
+
+
+class _Envs:
+    envs = range(4)
+    incarnation = 0
+
+
+def test_versions_are_stamped_and_bound_the_staleness():
+    """The learner takes 16 steps for each version, and each block has 4."""
+    buffer = jr.items(
+        capacity=128,
+        num_envs=2,
+        batch_size=16,
+        min_size=16,
+        allow_mask=True,
+        sampler=jr.Queue(),
+    )
+    for max_staleness, most in ((0, 0), (2, 3)):  # samples may be a batch ahead of inserts
+        replay = jr.Replay(buffer, framework="numpy", samples_per_insert=1.0, timeout=LONG)
+        with replay:
+            actors = replay.start(
+                acting.following,
+                2,
+                params=0,
+                block_length=4,
+                max_staleness=max_staleness,
+                version_key="version",
+            )
+            for version in range(1, 30):
+                item = replay.sample().experience
+                assert (item["seen"] == item["version"]).all()
+                assert (version - 1 - item["version"] <= most).all()
+                assert actors.publish(version) == version
+            assert actors.metrics()["largest_staleness"] <= most
+            assert actors.metrics()["version"] == 29
+
+
+@pytest.mark.parametrize("ratio", [0.25, 8.0])
+def test_the_side_that_is_ahead_waits(ratio):
+    with make(limit=ratio) as replay:
+        actors = replay.start(acting.endless, 2, block_length=16)
+        until(replay.can_sample)
+        start, begun = actors.metrics()["steps"], time.monotonic()
+        num = 0
+        while time.monotonic() < begun + (60 if SOAK else 1):
+            replay.sample()
+            num += 64
+        time.sleep(0.5)  # the learner stops: so do the actors
+        added = actors.metrics()["steps"]
+        time.sleep(0.3)
+        assert actors.metrics()["steps"] == added
+        assert abs(num - ratio * (added - start)) <= 0.02 * num * SOAK + 64 + ratio * 4 * 16 * 2
+
+
+def test_the_others_are_taken_too():
+    """Masks, priorities, one env, items, a mixture's member, and tensors."""
+    with make(autoreset="same_step_no_final_obs", sampler=jr.Prioritized()) as replay:
+        replay.start(acting.masked, 2, block_length=8)
+        until(lambda: replay._actors[None].is_done)
+        assert replay.metrics()["max_priority"] == 4
+        obs = np.asarray(replay.state.rows.steps.obs).reshape(4, -1, 3)
+        assert obs[:, :18, 2].tolist() == [
+            [time for time in range(24) if time % 4 != env % 2] for env in range(4)
+        ]
+    with make(2, framework="torch") as replay:
+        actors = replay.start(acting.single, 2)
+        until(lambda: actors.is_done)
+        batch = replay.sample()
+        assert batch.experience.obs.dtype.is_floating_point
+        assert batch.experience.reward.max() == 14
+    online, offline = (
+        jr.items(capacity=64, num_envs=2, batch_size=4, allow_mask=True) for _ in range(2)
+    )
+    with jr.Replay(jr.mix(online=(online, 4), offline=(offline, 4)), framework="numpy") as replay:
+        actors = replay.start(acting.items, 1, version_key="version", member="online", params=3)
+        until(lambda: actors.is_done)
+        found = replay.get(np.r_[:16, 32:48], member="online").experience
+        assert found["time"].reshape(2, 16).tolist() == 2 * [list(range(16))]
+        assert found["version"].tolist() == 32 * [0]
+
+
+def test_wrong_arguments_and_steps_are_refused():
+    example = acting.EXAMPLE
+    with make(example=example) as replay:
+        replay.start(acting.misshapen, 1, max_restarts=0)
+        with refused(r"obs: got int32\[4, 4\], expected int32\[4, 3\]", RuntimeError):
+            replay.sample()
+    with make() as replay:
+        with refused("start: act cannot be sent to another process"):
+            replay.start(lambda actor: None, 2)
+        for options, said in (
+            ({"num_actors": 3}, "4 envs cannot be divided among num_actors=3"),
+            ({"num_actors": 0}, "num_actors must be"),
+            ({"num_actors": 2, "block_length": 0}, "block_length must be"),
+            ({"num_actors": 2, "max_staleness": -1}, "max_staleness must be None or an int"),
+            ({"num_actors": 2, "member": "x"}, "member='x', but this Replay has one buffer"),
+        ):
+            with refused(said):
+                replay.start(acting.few, **options)
+        with refused("act must accept the call"):
+            replay.start(acting.ends, 2)
+    with make(allow_mask=False) as replay, refused("make the buffer with allow_mask=True"):
+        replay.start(acting.few, 2)
+
+
+def test_a_run_continues_though_its_learner_is_killed(tmp_path):
+    kills = 20 if SOAK else 1
+    command = [sys.executable, "-m", "tests.support.killed_learner", str(tmp_path)]
+    for number in range(kills + 1):
+        found = subprocess.run(
+            [*command, str(number), str(int(number == kills))],
+            capture_output=True,
+            text=True,
+            timeout=LONG,
+        )
+        said = found.stdout + found.stderr
+        assert found.returncode == (0 if number == kills else -9), said

@@ -1,0 +1,137 @@
+"""What the actors of tests do, and an oracle of their rows: a step says who took it, and when."""
+
+import os
+import signal
+import threading
+
+import numpy as np
+
+EXAMPLE = {
+    "obs": np.zeros(3, np.int32),
+    "action": np.int32(0),
+    "reward": np.float32(0),
+    "terminated": np.False_,
+    "truncated": np.False_,
+}
+PERIOD = 7  # each env's episodes end in every seventh step, the first one sooner
+
+
+def ends(envs, time):
+    return (time + envs + 1) - (time + envs + 1) // PERIOD * PERIOD == 0
+
+
+def step_of(actor, time, **others):
+    """Return a step in which obs is [env, incarnation, number of the step]."""
+    envs = np.asarray(actor.envs)
+    flags = ends(envs, time)
+    return {
+        "obs": np.stack([envs, np.full_like(envs, actor.incarnation), 0 * envs + time], 1),
+        "action": envs,
+        "reward": np.full(len(envs), time, np.float32),
+        "terminated": flags,
+        "truncated": np.zeros_like(flags),
+        **others,
+    }
+
+
+def endless(actor):
+    """Take steps until the learner has enough."""
+    time = 0
+    while actor.running:
+        actor.add(step_of(actor, time))
+        time += 1
+
+
+def mortal(actor):
+    """As `endless`, but be killed at any moment, four times."""
+    if actor.incarnation < 4:
+        seconds = np.random.default_rng(actor.seed).uniform(0.02, 0.4)
+        killer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
+        killer.daemon = True
+        killer.start()
+    endless(actor)
+
+
+def few(actor):
+    """Take 21 steps, which are no whole number of blocks."""
+    for time in range(21):
+        actor.add(step_of(actor, time))
+
+
+def failing(actor):
+    """Raise an error after a few steps."""
+    few(actor)
+    raise KeyError(f"the env of actor {actor.index} broke, in incarnation {actor.incarnation}")
+
+
+def following(actor):
+    """Act with the newest parameters, which are their version."""
+    while True:  # `add` does not return once the actor is stopped
+        params = actor.params()
+        assert params == actor.version
+        actor.add({"seen": np.full(actor.num_envs, params)})
+
+
+def masked(actor):
+    """Add steps of some envs, with priorities of the actor's own."""
+    for time in range(24):
+        took = np.arange(actor.num_envs) != time - time // 4 * 4
+        actor.add(step_of(actor, time), mask=took, priority=1.0 + np.asarray(actor.envs))
+
+
+def single(actor):
+    """Add steps of one env without its axis, in Python's own numbers."""
+    for time in range(16):
+        end = bool(ends(actor.envs[0], time))
+        actor.add(
+            obs=np.array([actor.envs[0], 0.0, time]),
+            action=1,
+            reward=time,
+            terminated=end,
+            truncated=False,
+        )
+
+
+def items(actor):
+    """Add items, and know the version of the parameters."""
+    for time in range(16):
+        actor.params()
+        actor.add({"who": np.asarray(actor.envs), "time": np.full(actor.num_envs, time)})
+
+
+def misshapen(actor):
+    """Add a step whose observations have another shape than the example's."""
+    actor.add(step_of(actor, 0, obs=np.zeros((actor.num_envs, 4), np.int32)))
+
+
+def check_rows(replay, num_envs):
+    """Check that the rows of each env are those that its actor sent: each once, in their order, and
+    without a gap in an incarnation. Return the number of rows, and of incarnations over all envs.
+    No row may be overwritten yet."""
+    state = replay.state
+    obs = np.asarray(state.rows.steps.obs).reshape(num_envs, -1, 3)
+    reward = np.asarray(state.rows.steps.reward).reshape(num_envs, -1)
+    written, num_incarnations = np.asarray(state.counters.position), 0
+    for env, num in enumerate(written):
+        envs, incarnation, time = obs[env, :num].T
+        begins = np.diff(incarnation, prepend=-1)
+        assert (envs == env).all()
+        assert (time == reward[env, :num]).all()
+        assert (begins >= 0).all()
+        assert ((time == 0) == (begins > 0)).all()
+        assert (np.diff(time)[begins[1:] == 0] == 1).all()
+        num_incarnations += int((begins > 0).sum())
+    return int(written.sum()), num_incarnations
+
+
+def check_transitions(batch):
+    """Check each sampled transition of one step, with `autoreset="next_step"`."""
+    t = batch.experience
+    env, incarnation, time = np.asarray(t.obs).T
+    assert batch.is_valid.all()
+    assert (t.action == env).all()
+    assert (t.reward == time).all()
+    assert ((t.discount == 0) == ends(env, time)).all()
+    assert not (ends(env, time - 1) & (time > 0)).any()  # the step that resets
+    following = np.stack([env, incarnation, time + 1], 1)
+    assert (t.next_obs == following)[t.discount > 0].all()
