@@ -24,7 +24,7 @@ EXAMPLES := flax optax matplotlib tqdm six gymnasium seaborn
 .PHONY: demo docs examples lint quick test test-all test-oldest mutations compat soak recipes bench gpu aot clean
 $(VENV)/installed: Makefile pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -c constraints.txt -e ".[test,dev,torch,sb3,tensordict,checkpoint,minari,lerobot]" $(EXAMPLES)
+	$(PIP) install -c constraints.txt -e ".[test,dev,torch,sb3,tensordict,checkpoint,minari,lerobot,ray]" $(EXAMPLES)
 	$(PIP) install -c constraints.txt --no-deps gymnax
 	touch $@
 

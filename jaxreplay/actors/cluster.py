@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
+import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -95,12 +96,16 @@ class _RayLink:
 class Worker:
     """An actor, as an actor of Ray."""
 
-    def run(self, act: Any, index: int, incarnation: int, setup: Setup, mailbox: Any) -> None:
-        """Run it until it is done."""
+    def run(self, act: Any, index: int, incarnation: int, setup: Setup, mailbox: Any) -> str:
+        """Run it until it is done, and return ""; or the error that it raised."""
         allowance = Allowance()
         link = _RayLink(mailbox, (index, incarnation), setup, allowance)
         mailbox.begin.remote(index, incarnation)
-        run(act, index, incarnation, setup, link, allowance)
+        try:
+            run(act, index, incarnation, setup, link, allowance)
+        except Exception:
+            return traceback.format_exc()
+        return ""
 
 
 class Mailbox:
@@ -154,11 +159,11 @@ class Mailbox:
 
     async def _end(self, done: Any, index: int, incarnation: int) -> None:
         """Wait for the end of an actor; start it again if it was lost."""
-        kind, why = "done", ""
         try:
-            await done
+            why = await done
         except Exception as error:
-            kind, why = "failed" if self._restarts[index] == 0 else "lost", str(error)
+            why = str(error) or repr(error)
+        kind = "done" if not why else "lost" if self._restarts[index] > 0 else "failed"
         self._incarnations[index] = incarnation + 1
         self._change(index)
         self._tell(News(index, incarnation, kind, why))
@@ -248,6 +253,7 @@ class Mailbox:
             await asyncio.wait(tasks, timeout=seconds)
         for worker, _ in self._workers.values():
             ray.kill(worker)
+        self._arrived.set()
 
 
 class Cluster:
@@ -332,6 +338,7 @@ class Cluster:
 
         with contextlib.suppress(RayError):
             ray.get(self._mailbox.stop.remote(seconds))
+            ray.wait([self._take])
         ray.kill(self._mailbox)
 
 

@@ -104,24 +104,30 @@ def misshapen(actor):
     actor.add(step_of(actor, 0, obs=np.zeros((actor.num_envs, 4), np.int32)))
 
 
-def check_rows(replay, num_envs):
+def check_rows(replay, num_envs, gaps=None):
     """Check that the rows of each env are those that its actor sent: each once, in their order, and
-    without a gap in an incarnation. Return the number of rows, and of incarnations over all envs.
-    No row may be overwritten yet."""
+    with no more gaps in an incarnation, by default none. Return the number of rows, and of
+    incarnations over all envs that are stored."""
     state = replay.state
     obs = np.asarray(state.rows.steps.obs).reshape(num_envs, -1, 3)
     reward = np.asarray(state.rows.steps.reward).reshape(num_envs, -1)
-    written, num_incarnations = np.asarray(state.counters.position), 0
-    for env, num in enumerate(written):
-        envs, incarnation, time = obs[env, :num].T
-        begins = np.diff(incarnation, prepend=-1)
+    length, num_incarnations, num_gaps = obs.shape[1], 0, 0
+    position, filled = np.asarray(state.counters.position), np.asarray(state.counters.filled)
+    for env in range(num_envs):
+        order = np.arange(position[env] - filled[env], position[env]) & (length - 1)
+        envs, incarnation, time = obs[env, order].T
+        begins = np.diff(incarnation)
         assert (envs == env).all()
-        assert (time == reward[env, :num]).all()
+        assert (time == reward[env, order]).all()
         assert (begins >= 0).all()
-        assert ((time == 0) == (begins > 0)).all()
-        assert (np.diff(time)[begins[1:] == 0] == 1).all()
-        num_incarnations += int((begins > 0).sum())
-    return int(written.sum()), num_incarnations
+        assert ((time[1:] == 0) == (begins > 0)).all()
+        assert filled[env] == length or time[0] == 0
+        steps = np.diff(time)[begins == 0]
+        assert (steps >= 1).all()
+        num_gaps += int((steps > 1).sum())
+        num_incarnations += len(set(incarnation.tolist()))
+    assert num_gaps <= (gaps or 0)
+    return int(filled.sum()), num_incarnations
 
 
 def check_transitions(batch):

@@ -12,7 +12,13 @@ import jaxreplay as jr
 from tests.support import acting
 
 
-def main(folder, number, is_last):
+def main(folder, number, last, address=None):
+    on = None
+    if address is not None:
+        import ray
+
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        on = jr.actors.ray(name="killed_learner", num_cpus=0.05)
     buffer = jr.uniform(
         capacity=4 * 8192, num_envs=4, batch_size=64, autoreset="next_step", allow_mask=True
     )
@@ -21,26 +27,25 @@ def main(folder, number, is_last):
         buffer, framework="numpy", samples_per_insert=4.0, timeout=60.0, example=acting.EXAMPLE
     )
     with replay:
+        had = before = 0
         if path.exists():
             replay.load(path)
-        had = len(replay)
-        before = acting.check_rows(replay, 4)[1] if had else 0
-        actors = replay.start(acting.endless, 2, block_length=8)
-        if not is_last:
-            seconds = np.random.default_rng(number).uniform(0.0, 0.6)
+            had, (_, before) = len(replay), acting.check_rows(replay, 4, gaps=on and 4 * number)
+        actors = replay.start(acting.endless, 2, block_length=8, on=on)
+        seconds = np.random.default_rng(number).uniform(0.0, 0.6)
         for count, batch in enumerate(replay):
             acting.check_transitions(batch)
-            if count == 0 and not is_last:
+            if count == 0 and number < last:
                 threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
             if count - count // 8 * 8 == 0:
                 replay.save(path)
-            if is_last and count == 40:
+            if number == last and count == 40:
                 break
         assert len(replay) > had
         actors.stop()
-        after = acting.check_rows(replay, 4)[1]
-        assert after == before + 4, "the resumed envs begin with a cut"
+        _, after = acting.check_rows(replay, 4, gaps=on and 4 * number)
+        assert after == (4 if on else before + 4), "each incarnation begins with a cut"
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3] == "1")
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
