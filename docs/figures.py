@@ -165,6 +165,33 @@ def tiers():
     plt.show()
 
 
+def actors():
+    """Draw what goes between actors and the learner."""
+    axes = _canvas(9.5, 3.3, 14, 5.0)
+    for y, name in ((3.1, "actor 0"), (1.7, "actor 1"), (0.3, "...")):
+        _box(axes, 0.3, y, "", ROW, width=3.2, height=1.1)
+        text = name if name == "..." else f"{name}: its envs, the policy"
+        axes.text(1.9, y + 0.55, text, ha="center", va="center", fontsize=8)
+    _box(axes, 5.6, 0.9, "", NEXT_EPISODE, width=3.0, height=2.7)
+    text = "one block of each actor,\nin order, each once:\none add of all"
+    axes.text(7.1, 2.25, text, ha="center", va="center", fontsize=8)
+    axes.text(7.1, 4.0, "a thread of the learner", ha="center", fontsize=9)
+    _box(axes, 10.6, 0.9, "", FINAL, width=3.1, height=2.7)
+    axes.text(12.15, 2.6, "rows, index, priorities", ha="center", va="center", fontsize=8)
+    axes.text(12.15, 1.7, "samples, updates", ha="center", va="center", fontsize=8)
+    axes.text(12.15, 4.0, "the learner's device", ha="center", fontsize=9)
+    _arrow(axes, (3.5, 3.65), (5.6, 2.9), GREEN)
+    _arrow(axes, (3.5, 2.25), (5.6, 2.25), GREEN)
+    _arrow(axes, (8.6, 2.25), (10.6, 2.25), GREEN)
+    axes.text(4.5, 3.7, "blocks of 64 steps", ha="center", fontsize=8, color=GREEN)
+    axes.text(9.6, 2.4, "steps, once", ha="center", fontsize=8, color=GREEN)
+    _arrow(axes, (5.6, 1.4), (3.5, 1.95))
+    axes.text(4.6, 0.75, "which blocks\nmay begin", ha="center", fontsize=8, color=BLUE)
+    _arrow(axes, (12.15, 0.9), (12.15, 0.35))
+    axes.text(8.0, 0.3, "parameters and their version, to all actors", fontsize=8, color=BLUE)
+    plt.show()
+
+
 def speed():
     """Draw microseconds beside flashbax and Stable-Baselines3, from benchmarks/results.json."""
     rows = {(row["table"], row["name"], _capacity(row)): row for row in measured()["rows"]}

@@ -52,6 +52,13 @@ def _views(memory: Any, specs: Any, setup: Setup, number: int) -> list[np.ndarra
     return [np.ndarray(shape, dtype, memory, start + offset) for shape, dtype, offset in places]
 
 
+def _tidy(folder: pathlib.Path) -> None:
+    """Remove the folder if the learner is gone, in a process of an actor."""
+    learner = multiprocessing.parent_process()
+    if learner is not None and multiprocessing.connection.wait([learner.sentinel], 0.1):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 class _PipeLink:
     """An actor's end of a pipe, and the memory of its blocks."""
 
@@ -70,7 +77,7 @@ class _PipeLink:
                 self._allowance.set(*self._pipe.recv())
         self._allowance.stop()
         time.sleep(_PATIENCE)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        _tidy(self._folder)
         os._exit(1)
 
     def arrays(self, specs: Any, number: int) -> list[np.ndarray]:
@@ -128,6 +135,9 @@ def _main(
         with contextlib.suppress(OSError):
             pipe.send(("failed", traceback.format_exc()))
         raise SystemExit(1) from None
+    finally:
+        if allowance.is_stopped:
+            _tidy(pathlib.Path(folder))
 
 
 def local(environment: Mapping[str, str] | None = None) -> Callable[..., "Processes"]:
