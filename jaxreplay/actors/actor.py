@@ -14,6 +14,7 @@ import numpy as np
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import Autoreset, PyTree
 from jaxreplay._util.names import kind_of
+from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.host import arrays
 from jaxreplay.host.staging import Staging
 from jaxreplay.types import Step
@@ -48,6 +49,32 @@ class Setup:
     allow_mask: bool
     example: Any
     version_key: str | None
+
+    @classmethod
+    def of(
+        cls,
+        buffer: ReplayBuffer,
+        example: Any,
+        num_actors: int,
+        block_length: int,
+        seed: int,
+        version_key: str | None,
+    ) -> "Setup":
+        """Return the settings for a buffer, or raise a ValueError."""
+        checks.check_size("start", "num_actors", num_actors)
+        checks.check_size("start", "block_length", block_length)
+        num_envs = buffer.num_envs // num_actors
+        if num_envs == 0 or num_envs * num_actors != buffer.num_envs:
+            raise ValueError(
+                f"start: {buffer.num_envs} envs cannot be divided among num_actors={num_actors}"
+            )
+        if buffer.layout().lockstep:
+            raise ValueError(
+                "start: actors need a write position for each env; make the buffer with "
+                "allow_mask=True"
+            )
+        told = buffer.autoreset, buffer.num_agents, buffer.allow_mask
+        return cls(num_actors, num_envs, block_length, seed, *told, example, version_key)
 
 
 class Link(Protocol):

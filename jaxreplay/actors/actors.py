@@ -9,9 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
+from jaxreplay._util import checks
 from jaxreplay._util.aliases import PyTree
-from jaxreplay.actors.actor import IN_FLIGHT, Setup
+from jaxreplay.actors.actor import IN_FLIGHT, Actor, Setup
 from jaxreplay.actors.block import Block, Inbox, News, joined
+from jaxreplay.actors.processes import local
 
 _TICK = 0.1  # seconds between looks whether the actors are stopped
 _VERSIONS = 8  # newest ones, whose mean number of steps is that of a version
@@ -50,7 +54,7 @@ class Host(Protocol):
         self,
         steps: PyTree,
         envs: Any,
-        cut: Callable[[], list[int]],
+        cut: Callable[[], np.ndarray | None],
         note: Callable[[], None],
         timeout: float,
     ) -> bool:
@@ -58,7 +62,7 @@ class Host(Protocol):
 
         Args:
           steps: Steps, mask and priority, as are `envs` for `Replay.add`.
-          cut: Returns the actors whose episodes end before.
+          cut: Returns bool[E], True for envs whose episodes end before; None for none.
           note: Notes that it was added.
           timeout: Seconds to wait while samples lag behind.
 
@@ -81,29 +85,40 @@ class Actors:
     """The actors that `Replay.start` has started.
 
     Args:
-      engine: Where they run.
+      act: As for `Replay.start`, as are `params`, `max_restarts`, `max_staleness` and `on`.
       setup: What all are told.
       host: The replay.
-      inbox: Where their blocks wait.
-      version: Version of the newest parameters.
-      max_staleness: As for `Replay.start`.
       steps_per_version: Number of steps that are thought to be added for each version, before some
         were published.
+      saved: `state` of earlier actors, to continue from, or None.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        act: Callable[[Actor], Any],
         setup: Setup,
         host: Host,
-        inbox: Inbox,
-        version: int,
-        max_staleness: int | None,
         steps_per_version: float,
+        saved: dict[str, Any] | None = None,
+        params: Any = None,
+        max_restarts: int = 3,
+        max_staleness: int | None = None,
+        on: Any = None,
     ):
-        self._engine, self._setup, self._host, self._inbox = engine, setup, host, inbox
+        checks.check_callable("start", "act", act, ("actor",))
+        if max_staleness is not None and (not isinstance(max_staleness, int) or max_staleness < 0):
+            raise ValueError(
+                f"start: max_staleness must be None or an int of at least 0, got {max_staleness!r}"
+            )
+        self._setup, self._host, self._inbox = setup, host, Inbox(setup.num_actors)
         self._max_staleness, self._default = max_staleness, steps_per_version
-        self.version = version  # of the newest parameters
+        self.version = 0  # of the newest parameters
+        if saved is not None:
+            self.resume(saved)
+        incarnations = [incarnation + 1 for incarnation, _ in self._inbox.added]
+        self._engine: Engine = (on or local())(act, setup, incarnations, max_restarts)
+        if params is not None:
+            self._engine.publish(self.version, pickle.dumps(params, protocol=5))
         num = setup.num_actors
         self._alive: list[Any] = [None] * num  # incarnations
         self._acked, self._granted = [0] * num, [0] * num
@@ -171,16 +186,16 @@ class Actors:
         """Return figures of the actors.
 
         Returns:
-          steps: Number of steps that were added, over all envs.
-          steps_per_second: Of the newest few blocks of each actor.
-          waiting: Share of their time that the actors were held back, in the same blocks.
-          alive: Number of actors that run.
-          lost: Number of times that an actor was lost.
-          restarts: Number of times that one was started again.
-          dropped_blocks: Number of blocks that came twice or too late, or were lost.
-          version: Newest version of the parameters.
-          staleness: Mean number of versions from the parameters that acted to the newest ones, when
-            a block was added; largest_staleness: the largest so far.
+          Numbers by name.
+          `steps`: number of steps that were added, over all envs.
+          `steps_per_second`: of the newest few blocks of each actor.
+          `waiting`: share of their time that the actors were held back, in the same blocks.
+          `alive`: number of actors that run.
+          `lost`: number of times that an actor was lost; `restarts`: that one was started again.
+          `dropped_blocks`: number of blocks that came twice or too late, or were lost.
+          `version`: newest version of the parameters.
+          `staleness`: mean number of versions from the parameters that acted to the newest ones,
+          when a block was added; `largest_staleness`: the largest so far.
         """
         recent, figures = [*self._recent], self._figures
         first = min((when for when, *_ in recent), default=0.0)
@@ -243,11 +258,17 @@ class Actors:
             num_envs = self._setup.num_actors * self._setup.num_envs
             self._joined = blocks, *joined(blocks, num_envs)
         blocks, steps, envs = self._joined
-        cut = lambda: [block.actor for block in blocks if self._inbox.is_cut(block)]
-        if self._host.insert(steps, envs, cut, lambda: self._note(blocks), _TICK):
+        if self._host.insert(steps, envs, self._cut, lambda: self._note(blocks), _TICK):
             self._joined = None
         else:
             self._is_stopped.wait(_TICK / 10)
+
+    def _cut(self) -> np.ndarray | None:
+        """Return bool[E], True for the envs whose episodes end before the blocks that are next."""
+        ends = np.zeros((self._setup.num_actors, self._setup.num_envs), bool)
+        for block in self._joined[0]:
+            ends[block.actor] = self._inbox.is_cut(block)
+        return ends.reshape(-1) if self._setup.autoreset and ends.any() else None
 
     def _note(self, blocks: Sequence[Block]) -> None:
         """Note that blocks were added, before another call sees their rows."""

@@ -97,7 +97,8 @@ class Inbox:
         it had another number of actors, all begin with a cut."""
         self._oldest = [max(places) for places in zip(self._oldest, self.added, strict=True)]
         is_alike = len(added) == len(self.added)
-        self.added = [*added] if is_alike else [(-1, 0)] * len(self.added)
+        places = added if is_alike else [(-1, 0)] * len(self.added)
+        self.added = [(int(incarnation), int(number)) for incarnation, number in places]
 
     def receive(self, block: Block) -> None:
         """Keep a block, unless it was received before or came too late."""

@@ -320,7 +320,7 @@ class Replay:
             It holds for versions that are learned from equally many steps, more than a block
             has; but for one version more, as samples may be a batch ahead. Default: no limit.
           version_key: Name of an extra, int32, of each step (of an entry of each item), for the
-            version of the parameters that acted. Default: none.
+            version of the parameters that acted. `example` of a replay has it, too. Default: none.
           seed: Seed from which each actor's is made. Default: 0.
           on: Where they run: `actors.local()` or `actors.ray()`. Default: `actors.local()`.
           member: Name of the mixture's member that gets the steps. Default: None, without a
@@ -343,20 +343,20 @@ class Replay:
                     "start: the actors before are not stopped; call their stop() first"
                 )
             saved = self._saved_actors.get(member or "") if before is None else before.state
-            buffer = owner.buffer
-            setup = Setup(
-                num_actors,
-                buffer.num_envs // max(num_actors, 1),
-                block_length,
-                seed,
-                buffer.autoreset,
-                buffer.num_agents,
-                buffer.allow_mask,
-                owner.example,
-                version_key,
+            setup = Setup.of(
+                owner.buffer, owner.example, num_actors, block_length, seed, version_key
             )
-            self._actors[member] = ActorHost(self, owner).start(
-                act, setup, saved, params, max_restarts, max_staleness, on
+            ratio = 1.0 if self._limiter is None else self._limiter.ratio
+            self._actors[member] = Actors(
+                act,
+                setup,
+                ActorHost(self, owner),
+                self.buffer.batch_size / ratio,
+                saved,
+                params,
+                max_restarts,
+                max_staleness,
+                on,
             )
             return self._actors[member]
 

@@ -103,6 +103,11 @@ def test_several_processes_equal_one_to_the_bit(num, tmp_path):
     assert bits(one) == bits(several)
 
 
+@pytest.mark.skipif(not ALL, reason="in `make test-all`")
+def test_actors_of_several_processes_fill_one_buffer():
+    finished(started("fed.py", 2, 4, [3, 3]))
+
+
 def test_an_error_in_one_process_is_raised_in_all(tmp_path):
     pytest.importorskip("jaxreplay.checkpoint", reason="an extra is not installed")
     finished(started("errors.py", 2, 4, [tmp_path] * 2))

@@ -1,0 +1,287 @@
+"""Steps a second from four actors in other processes, and what they cost the learner, beside
+TorchRL's replay buffer in a Ray actor and agentlace: writes ACTORS.md.
+
+    python benchmarks/actors.py [--quick]
+
+The envs take no time: each step is of arrays that are there. Each way has its turn in each round.
+`make bench` installs TorchRL; agentlace comes from its repository. Without them, or without Ray,
+their rows are left out.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import logging
+import multiprocessing
+import os
+import pathlib
+import statistics
+import time
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from report import about
+
+import jaxreplay as jr
+
+ACTORS, ENVS, BLOCK = 4, 16, 64  # envs of each actor; steps of a block
+IMAGE = (84, 84, 1)
+CAPACITY = 2**20
+
+
+def step_of(num_envs: int, image: bool = False) -> dict[str, Any]:
+    """Return a step of 100 bytes for each env, or with an image."""
+    flags = np.zeros(num_envs, bool)
+    obs = np.ones((num_envs, *IMAGE), np.uint8) if image else np.ones((num_envs, 19), np.float32)
+    return {
+        "obs": obs,
+        "action": np.ones((num_envs, 4), np.float32),
+        "reward": np.ones(num_envs, np.float32),
+        "terminated": flags,
+        "truncated": flags,
+    }
+
+
+def fast(actor: Any) -> None:
+    """Add steps as fast as that goes."""
+    step = step_of(actor.num_envs)
+    while True:
+        actor.add(**step)
+
+
+def images(actor: Any) -> None:
+    """Add images as fast as that goes."""
+    step = step_of(actor.num_envs, image=True)
+    while True:
+        actor.add(**step)
+
+
+def buffer_of(capacity: int = CAPACITY) -> Any:
+    """Return a buffer for all envs."""
+    return jr.uniform(
+        capacity=capacity,
+        num_envs=ACTORS * ENVS,
+        batch_size=256,
+        autoreset="next_step",
+        allow_mask=True,
+    )
+
+
+def ours(seconds: float, on: Any, act: Any = fast, capacity: int = CAPACITY) -> float:
+    """Return steps a second with `jr.Replay`."""
+    with jr.Replay(buffer_of(capacity), timeout=120) as replay:
+        actors = replay.start(act, ACTORS, block_length=BLOCK, on=on)
+        while actors.metrics()["steps"] < 64 * ACTORS * ENVS * BLOCK:
+            time.sleep(0.05)
+        first, began = actors.metrics()["steps"], time.perf_counter()
+        time.sleep(seconds)
+        last, ended = actors.metrics()["steps"], time.perf_counter()
+        return (last - first) / (ended - began)
+
+
+def torchrl(seconds: float, steps: int) -> float:
+    """Return steps a second with a `RayReplayBuffer`, to which each actor extends so many."""
+    import ray
+    import torch
+    from tensordict import TensorDict
+    from torchrl.data import LazyTensorStorage
+    from torchrl.data.replay_buffers.ray_buffer import RayReplayBuffer
+
+    buffer = RayReplayBuffer(
+        storage=lambda: LazyTensorStorage(CAPACITY), remote_config={"num_cpus": 0}
+    )
+
+    def extend(number: int, until: float) -> int:
+        block = {
+            name: torch.as_tensor(np.repeat(leaf, steps // ENVS, 0))
+            for name, leaf in step_of(ENVS).items()
+        }
+        data, num = TensorDict(block, batch_size=[steps]), 0
+        buffer.extend(data)
+        while time.time() < until:
+            buffer.extend(data)
+            num += steps
+        return num
+
+    remote = ray.remote(extend).options(num_cpus=0)
+    ray.get([remote.remote(number, 0.0) for number in range(ACTORS)])  # the processes begin
+    began = time.time()
+    counts = ray.get([remote.remote(number, began + seconds) for number in range(ACTORS)])
+    ended = time.time()
+    buffer.close()
+    return sum(counts) / (ended - began)
+
+
+def _agentlace_actor(name: str, period: int, until: Any, ready: Any) -> None:
+    from agentlace.data.data_store import QueuedDataStore
+    from agentlace.trainer import TrainerClient, TrainerConfig
+
+    store = QueuedDataStore(50_000)
+    client = TrainerClient(name, "localhost", TrainerConfig(), store, log_level=logging.ERROR)
+    step = step_of(ENVS)
+    store.insert(step)
+    client.update()
+    ready.release()
+    while until.value == 0.0 or time.time() < until.value:
+        for _ in range(period):
+            store.insert(step)
+        client.update()
+
+
+def agentlace(seconds: float, period: int) -> float:
+    """Return steps a second that a `TrainerServer` gets. An item is a step of all envs of an actor,
+    and so many are sent at once."""
+    from agentlace.data.data_store import QueuedDataStore
+    from agentlace.trainer import TrainerConfig, TrainerServer
+
+    spawn = multiprocessing.get_context("spawn")
+    until, ready = spawn.Value("d", 0.0), spawn.Semaphore(0)
+    server = TrainerServer(TrainerConfig(), log_level=logging.ERROR)
+    stores = [QueuedDataStore(50_000) for _ in range(ACTORS)]
+    for number, store in enumerate(stores):
+        server.register_data_store(f"actor{number}", store)
+    server.start(threaded=True)
+    processes = [
+        spawn.Process(target=_agentlace_actor, args=(f"actor{number}", period, until, ready))
+        for number in range(ACTORS)
+    ]
+    for process in processes:
+        process.start()
+    for _ in processes:
+        ready.acquire()
+    first, began = sum(store.latest_data_id() for store in stores), time.time()
+    until.value = began + seconds
+    time.sleep(seconds)
+    last, ended = sum(store.latest_data_id() for store in stores), time.time()
+    for process in processes:
+        process.join()
+    server.stop()
+    return (last - first) * ENVS / (ended - began)
+
+
+@jax.jit
+def update(params: Any, batch: Any) -> Any:
+    """Return other parameters: some work, as of a small network."""
+    x = batch.experience.obs @ params["w1"]
+    for _ in range(2):
+        x = jax.nn.relu(x @ params["w2"])
+    loss = jnp.mean((x.sum(-1) - batch.experience.reward) ** 2)
+    return jax.tree.map(lambda leaf: leaf * (1 - 1e-6 * loss), params)
+
+
+PARAMS = {"w1": jnp.full((19, 256), 0.01), "w2": jnp.full((256, 256), 0.01)}
+
+
+def iteration(seconds: float, with_actors: bool) -> float:
+    """Return microseconds of an iteration that samples 256 items, for 32 steps that are added: by
+    actors, or by hand in blocks of an actor."""
+    ratio, params, num, hand = 8, PARAMS, 0, step_of(ENVS)
+    block = {name: np.repeat(leaf[None], BLOCK, 0) for name, leaf in hand.items()}
+    with jr.Replay(
+        buffer_of(), samples_per_insert=ratio if with_actors else None, timeout=60
+    ) as replay:
+        if with_actors:
+            replay.start(fast, ACTORS, block_length=BLOCK)
+        for number in range(ACTORS):
+            if not with_actors:
+                replay.add(**block, envs=np.arange(ENVS) + number * ENVS)
+        period, times, ended = ratio * ENVS * BLOCK // 256, [], time.perf_counter() + 4.0
+        while (now := time.perf_counter()) < ended + seconds:
+            if not with_actors and num // period * period == num:
+                envs = np.arange(ENVS) + num // period % ACTORS * ENVS
+                replay.add(**block, envs=envs)
+            params = update(params, replay.sample())
+            jax.block_until_ready(params)
+            num += 1
+            if now > ended:  # warm
+                times.append(time.perf_counter() - now)
+    return 1e6 * statistics.fmean(times)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=pathlib.Path)
+    args = parser.parse_args(argv)
+    seconds, rounds = (0.5, 1) if args.quick else (4.0, 3)
+    ways: dict[str, Any] = {
+        "jaxreplay, processes": lambda: ours(seconds, None),
+    }
+    if importlib.util.find_spec("ray"):
+        import ray
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ray.init(
+                num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+            )
+        ways["jaxreplay, Ray"] = lambda: ours(seconds, jr.actors.ray(num_cpus=0))
+        if importlib.util.find_spec("torchrl"):
+            for steps in (BLOCK * ENVS, 16 * BLOCK * ENVS):
+                name = f"TorchRL's RayReplayBuffer, {steps:,} steps a call"
+                ways[name] = lambda steps=steps: torchrl(seconds, steps)
+    if importlib.util.find_spec("agentlace"):
+        for period in (8, BLOCK, 512):
+            name = f"agentlace, {period * ENVS:,} steps an update"
+            ways[name] = lambda period=period: agentlace(seconds, period)
+    ways["jaxreplay, processes, images"] = lambda: ours(seconds, None, images, 2**16)
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    iterations: dict[str, list[float]] = {"by hand": [], "actors": []}
+    for number in range(rounds):
+        order = [*ways] if number // 2 * 2 == number else [*ways][::-1]
+        for name in order:
+            found[name].append(ways[name]())
+            print(f"{name:50} {found[name][-1]:12,.0f} steps/s", flush=True)
+        for name in iterations:
+            iterations[name].append(iteration(seconds, name == "actors"))
+            print(f"{'iteration, ' + name:50} {iterations[name][-1]:12,.0f} us", flush=True)
+    write(found, iterations, args)
+
+
+def write(found: Any, iterations: Any, args: argparse.Namespace) -> None:
+    first = statistics.median(found["jaxreplay, processes"])
+    lines = [
+        "# Actors in other processes",
+        "",
+        "Written by `python benchmarks/actors.py`: "
+        + "; ".join(f"{name} {value}" for name, value in about(args.quick).items())
+        + ".",
+        "",
+        f"Steps a second that reach the learner's buffer from {ACTORS} actors with {ENVS} envs",
+        f"each, of 100 bytes a step, or of {IMAGE[0]}x{IMAGE[1]} bytes and 25. Envs take no time,",
+        "and nothing is learned. Medians of the rounds, with the smallest and largest.",
+        "",
+        "| way | steps/s | | ours, by it |",
+        "| --- | ---: | --- | ---: |",
+    ]
+    for name, rates in found.items():
+        middle = statistics.median(rates)
+        lines.append(
+            f"| {name} | {middle:,.0f} | {min(rates):,.0f} to {max(rates):,.0f} | "
+            f"{first / middle:.1f} |"
+        )
+    hand, actors = (statistics.median(iterations[name]) for name in ("by hand", "actors"))
+    lines += [
+        "",
+        "Microseconds of a learner's iteration, which samples 256 items and updates a network",
+        f"for each 32 steps that are added, {rate(hand)} a second: by blocks of an actor that it",
+        f"adds itself {hand:,.0f}, by {ACTORS} actors {actors:,.0f}: {actors / hand:.2f} of it.",
+        "",
+    ]
+    out = args.out or pathlib.Path(__file__).parent / "ACTORS.md"
+    text = out.read_text() if out.exists() else ""
+    kept = text[text.index("## ") :] if "## " in text else ""
+    out.write_text("\n".join(lines) + kept)
+
+
+def rate(microseconds: float) -> str:
+    return f"{32 / microseconds * 1e6:,.0f}"
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    with contextlib.suppress(KeyboardInterrupt):
+        main()
