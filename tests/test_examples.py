@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.conftest import SOAK
+from tests.conftest import ALL, SOAK
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 needs_gymnax = pytest.mark.skipif(
@@ -27,6 +27,7 @@ def run(tmp_path, capsys, monkeypatch):
     def run(name, *short):
         spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
         example = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, example)  # for processes that it starts
         spec.loader.exec_module(example)
         plot = tmp_path / f"{name}.png"
         returned = example.main([*([] if SOAK else short), "--out", str(plot)])
@@ -213,6 +214,20 @@ def test_the_gymnasium_loops_of_the_documentation_run():
         exec(compile(loop, "documentation", "exec"), names)
         assert names["batch"].is_valid.all()
     assert loops
+
+
+def test_a_dqn_with_actors_trains(run):
+    figures = run("actors_dqn", "--steps", "20000", "--target", "0")
+    assert figures["env steps"] >= (300_000 if SOAK else 20_000)
+    assert figures["evaluation return"] >= (450 if SOAK else 15)
+
+
+@pytest.mark.skipif(not ALL, reason="in `make test-all`")
+def test_the_same_file_runs_on_ray(tmp_path):
+    pytest.importorskip("ray")
+    command = [sys.executable, EXAMPLES / "actors_dqn.py", "--ray", "--steps", "20000"]
+    subprocess.run([*command, "--target", "0", "--out", tmp_path / "plot.png"], check=True)
+    assert (tmp_path / "plot.png").exists()
 
 
 def test_a_pytorch_dqn_trains(run):

@@ -96,13 +96,15 @@ class _RayLink:
 class Worker:
     """An actor, as an actor of Ray."""
 
-    def run(self, act: Any, index: int, incarnation: int, setup: Setup, mailbox: Any) -> str:
+    def run(self, act: bytes, index: int, incarnation: int, setup: Setup, mailbox: Any) -> str:
         """Run it until it is done, and return ""; or the error that it raised."""
+        from ray import cloudpickle
+
         allowance = Allowance()
         link = _RayLink(mailbox, (index, incarnation), setup, allowance)
         mailbox.begin.remote(index, incarnation)
         try:
-            run(act, index, incarnation, setup, link, allowance)
+            run(cloudpickle.loads(act), index, incarnation, setup, link, allowance)
         except Exception:
             return traceback.format_exc()
         return ""
@@ -112,13 +114,13 @@ class Mailbox:
     """Actors, and what they have sent and the learner has not acknowledged.
 
     Args:
-      act: Function that each actor runs.
+      act: Function that each actor runs, pickled.
       setup: What all are told.
       max_restarts: Number of times that an actor is started again.
       options: Options of each actor.
     """
 
-    def __init__(self, act: Any, setup: Setup, max_restarts: int, options: dict[str, Any]):
+    def __init__(self, act: bytes, setup: Setup, max_restarts: int, options: dict[str, Any]):
         num = setup.num_actors
         self._act, self._setup, self._options = act, setup, options
         self._restarts = [max_restarts] * num
@@ -278,6 +280,7 @@ class Cluster:
         options: dict[str, Any],
     ):
         import ray
+        from ray import cloudpickle
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         if not ray.is_initialized():
@@ -293,7 +296,7 @@ class Cluster:
             scheduling_strategy=here,
             runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu"}},
             **({} if name is None else {**kept, "get_if_exists": True}),
-        ).remote(act, setup, max_restarts, options)
+        ).remote(cloudpickle.dumps(act), setup, max_restarts, options)
         found: Any = ray.get(self._mailbox.attach.remote(self._learner, incarnations))
         if dataclasses.replace(found, example=None) != dataclasses.replace(setup, example=None):
             raise ValueError(
