@@ -22,8 +22,8 @@ from jaxreplay.types import Step
 IN_FLIGHT = 3  # blocks of an actor, with the one that it fills
 
 
-class StoppedError(Exception):
-    """The learner has stopped the actor."""
+class StoppedError(BaseException):
+    """The learner has stopped the actor. No `except Exception` of an `act` catches it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,8 +197,8 @@ class Actor:
             Default: `fields`.
           mask: bool[e], False where an env took no step; needs `allow_mask=True`. Default: every
             env took a step.
-          priority: float[e], at least 0, such as the actor's own TD errors; for all steps, or for
-            none. Default: as for `ReplayBuffer.add`.
+          priority: float[e], at least 0, such as the actor's own TD errors; for all steps of a
+            block, or for none. Default: as for `ReplayBuffer.add`.
           **fields: Fields of the step, in place of `step`: `obs=..., action=..., ...`.
 
         Raises:
@@ -228,7 +228,8 @@ class Actor:
             step = jax.tree.map(lambda leaf: leaf[None], arrays.own("add", step))
         if (key := setup.version_key) is None:
             return step
-        others = (step.extras or {}) if is_step else step
+        others = step.extras if is_step else step
+        others = {} if others is None else others
         if not isinstance(others, dict):
             raise ValueError(
                 f"add: version_key={key!r} needs {'extras' if is_step else 'an item'} that are a "
@@ -260,7 +261,8 @@ class Actor:
             raise ValueError(
                 f"add: a {name} was given, but this buffer was made without allow_mask=True"
             )
-        array = np.asarray(given).reshape(-1)
+        array = np.asarray(given)
+        array = array[None] if self.num_envs == 1 and array.ndim == 0 else array
         if array.shape != (self.num_envs,) or not np.can_cast(array.dtype, dtype, "same_kind"):
             raise ValueError(
                 f"add: {name}: got {kind_of(given)}, expected {np.dtype(dtype)}[{self.num_envs}]"
@@ -269,6 +271,7 @@ class Actor:
 
     def _put(self, leaves: list[np.ndarray], has_priority: bool) -> None:
         if self._length == 0:
+            self.wait_for_grant()  # again, should an interrupt have ended the wait before
             mask = jax.ShapeDtypeStruct((), bool) if self._setup.allow_mask else None
             priority = jax.ShapeDtypeStruct((), np.float32) if has_priority else None
             specs = self._format.specs, mask, priority
@@ -293,8 +296,8 @@ class Actor:
             figures = self._first_version, now - self._since, self._waited
             self._since, self._waited = now, 0.0
             length, self._length, self._arrays = self._length, 0, []
-            self._link.send(self._number, length, *figures)
-            self._number += 1
+            self._number += 1  # first: should an interrupt come, the block is lost, and a gap
+            self._link.send(self._number - 1, length, *figures)
 
     def wait_for_grant(self) -> None:
         """Wait until the next block may be begun."""

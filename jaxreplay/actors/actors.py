@@ -3,6 +3,7 @@
 import atexit
 import collections
 import math
+import os
 import pickle
 import threading
 import time
@@ -22,7 +23,10 @@ _VERSIONS = 8  # newest ones, whose mean number of steps is that of a version
 
 
 class Engine(Protocol):
-    """Runs actors somewhere. One thread calls all methods but `publish` and `wake`."""
+    """Runs actors somewhere. One thread calls all methods but `publish` and `wake`. `run` is a name
+    that no other actors have."""
+
+    run: str
 
     def receive(self, seconds: float) -> list[Block | News]:
         """Return what has arrived; wait for some as long."""
@@ -75,9 +79,9 @@ class Host(Protocol):
         """Look whether actors have failed."""
         ...
 
-    def progress(self) -> tuple[float, float]:
-        """Return how many more steps were added than samples need, and how many a sample waits
-        for."""
+    def progress(self) -> tuple[float, float, bool]:
+        """Return how many more steps were added than samples need; how many a sample waits for;
+        and whether nothing was learned yet, and all steps may come."""
         ...
 
 
@@ -113,12 +117,15 @@ class Actors:
         self._setup, self._host, self._inbox = setup, host, Inbox(setup.num_actors)
         self._max_staleness, self._default = max_staleness, steps_per_version
         self.version = 0  # of the newest parameters
-        if saved is not None:
-            self.resume(saved)
+        data = _pickled("start", params)
+        if saved is not None:  # so that seeds and incarnations are new
+            self._inbox.resume(saved["added"])
         incarnations = [incarnation + 1 for incarnation, _ in self._inbox.added]
         self._engine: Engine = (on or local())(act, setup, incarnations, max_restarts)
+        if saved is not None:
+            self.resume(saved)
         if params is not None:
-            self._engine.publish(self.version, pickle.dumps(params, protocol=5))
+            self._engine.publish(self.version, data)
         num = setup.num_actors
         self._alive: list[Any] = [None] * num  # incarnations
         self._acked, self._granted = [0] * num, [0] * num
@@ -136,7 +143,7 @@ class Actors:
         self._grants: collections.deque[Any] = collections.deque()
         self._joined: Any = None  # blocks that wait until samples have caught up
         self._recent: collections.deque[Any] = collections.deque(maxlen=4 * num)
-        self._is_stopped = threading.Event()
+        self._is_stopped, self._pid = threading.Event(), os.getpid()
         self._thread = threading.Thread(target=self._run, name="actors", daemon=True)
         atexit.register(self.stop)
         self._thread.start()
@@ -151,7 +158,9 @@ class Actors:
         Returns:
           Their version, one more than the last.
         """
-        data = pickle.dumps(params, protocol=5)
+        data = _pickled("publish", params)
+        if self.is_stopped:
+            raise RuntimeError("publish: the actors are stopped")
         with self._lock:
             self._engine.publish(self.version + 1, data)
             self.version += 1
@@ -175,12 +184,18 @@ class Actors:
     @property
     def state(self) -> dict[str, Any]:
         """Numbers of a checkpoint, to continue from."""
-        return {"added": [*self._inbox.added], "version": self.version}
+        return {
+            "run": self._engine.run,
+            "added": [*self._inbox.added],
+            "version": self.version,
+        }
 
     def resume(self, state: Any) -> None:
-        """Continue after the blocks that a checkpoint has; None if it knows no actors."""
-        self._inbox.resume(state["added"] if state else [])
-        self.version = max(self.version, state["version"] if state else 0)
+        """Continue after the blocks that a checkpoint has; None if it knows no actors. Those of
+        another run are no predecessors: all begin with a cut."""
+        state = state or {"run": None, "added": [], "version": 0}
+        self._inbox.resume(state["added"] if state["run"] == self._engine.run else [])
+        self.version = max(self.version, state["version"])
 
     def metrics(self) -> dict[str, float]:
         """Return figures of the actors.
@@ -220,11 +235,11 @@ class Actors:
         Args:
           timeout: Seconds after which those that still run are killed. Default: 10.
         """
-        atexit.unregister(self.stop)
-        if not self._is_stopped.is_set():
-            self._is_stopped.set()
+        self._is_stopped.set()
+        if os.getpid() == self._pid:
             self._thread.join()
             self._engine.stop(timeout)
+        atexit.unregister(self.stop)
 
     def _run(self) -> None:
         try:
@@ -322,6 +337,14 @@ class Actors:
             return math.inf
         block, taken = self._setup.block_length * self._setup.num_envs, [*self._taken]
         mean = (taken[-1] - taken[0]) / (len(taken) - 1) if len(taken) > 1 else self._default
+        _, missing, may_fill = self._host.progress()
         left = self._figures["steps"] - (grants[0][3] if grants else self._base)
-        most = (mean * (self._max_staleness + 1) - left) // block
-        return max(most, math.ceil(self._host.progress()[1] / block)) if is_idle else most
+        most = (mean * (self._max_staleness + 1) - (0 if may_fill else left)) // block
+        return max(most, may_fill, math.ceil(missing / block)) if is_idle else most
+
+
+def _pickled(where: str, params: Any) -> bytes:
+    try:
+        return pickle.dumps(params, protocol=5)
+    except Exception as error:
+        raise ValueError(f"{where}: the parameters cannot be pickled: {error}") from error

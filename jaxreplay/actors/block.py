@@ -153,6 +153,7 @@ def places_of(saved: Any) -> dict[str, dict[str, Any]]:
     try:
         return {
             member: {
+                "run": str(one["run"]),
                 "added": [(int(incarnation), int(number)) for incarnation, number in one["added"]],
                 "version": int(one["version"]),
             }
@@ -163,7 +164,8 @@ def places_of(saved: Any) -> dict[str, dict[str, Any]]:
 
 
 def _form(block: Block) -> Any:
-    return jax.tree.structure(block.steps), block.shape
+    leaves, structure = jax.tree.flatten(block.steps)
+    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 def joined(blocks: Sequence[Block], num_envs: int) -> tuple[PyTree, np.ndarray]:

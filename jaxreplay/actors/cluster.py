@@ -80,7 +80,11 @@ class _RayLink:
 
         arrays, structure = self._blocks
         steps = jax.tree.unflatten(structure, [array[:length] for array in arrays])
-        self._mailbox.put.remote(*self._place, number, figures, [ray.put(steps)])
+        reference = None
+        try:
+            reference = ray.put(steps)
+        finally:  # None, should an interrupt come: the learner does not wait for the block
+            self._mailbox.put.remote(*self._place, number, figures, [reference])
 
     def newest(self) -> tuple[int, bytes] | None:
         import ray
@@ -133,13 +137,19 @@ class Mailbox:
         self._counts = [0] * num  # of changes of these, or of the parameters
         self._changed = [asyncio.Event() for _ in range(num)]
         self._params: Any = None
+        self._run = ""
         self._learner: Any = None
         self._arrived = asyncio.Event()
         self._workers: dict[int, Any] = {}
 
-    async def attach(self, learner: str, incarnations: Sequence[int]) -> Setup:
-        """Give all to this learner from now on. The first one says which incarnations begin."""
+    async def attach(self, learner: str, incarnations: Sequence[int]) -> tuple[str, Setup]:
+        """Give all to this learner from now on. The first one says which incarnations begin.
+
+        Returns:
+          The run of these actors, which is the first learner, and their settings.
+        """
         is_first, self._learner = self._learner is None, learner
+        self._run = learner if is_first else self._run
         self._unread = [(actor, place) for actor, of in enumerate(self._blocks) for place in of]
         self._news = [
             dataclasses.replace(one, acked=self._allowed[actor][0], granted=self._allowed[actor][1])
@@ -148,7 +158,7 @@ class Mailbox:
         if is_first:
             for place in enumerate(incarnations):
                 self._start(*place)
-        return self._setup
+        return self._run, self._setup
 
     def _start(self, index: int, incarnation: int) -> None:
         import ray
@@ -280,7 +290,7 @@ class Cluster:
         options: dict[str, Any],
     ):
         import ray
-        from ray import cloudpickle
+        from ray.cloudpickle import dumps  # type: ignore
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         if not ray.is_initialized():
@@ -296,8 +306,8 @@ class Cluster:
             scheduling_strategy=here,
             runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu"}},
             **({} if name is None else {**kept, "get_if_exists": True}),
-        ).remote(cloudpickle.dumps(act), setup, max_restarts, options)
-        found: Any = ray.get(self._mailbox.attach.remote(self._learner, incarnations))
+        ).remote(dumps(act), setup, max_restarts, options)
+        self.run, found = ray.get(self._mailbox.attach.remote(self._learner, incarnations))
         if dataclasses.replace(found, example=None) != dataclasses.replace(setup, example=None):
             raise ValueError(
                 f"start: there are actors of the name {name!r} with other settings; stop them: "
@@ -351,6 +361,6 @@ def _fetched(reference: Any) -> Any:
     from ray.exceptions import RayError
 
     try:
-        return ray.get(reference)
+        return None if reference is None else ray.get(reference)
     except RayError:
         return None

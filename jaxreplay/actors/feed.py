@@ -42,6 +42,7 @@ class Feed:
         self._changed = threading.Condition(self.lock)
         self._offer: Any = None  # steps and envs, whose episodes end before, and a call to say so
         self._actors: Any = None
+        self._is_waiting = False  # the last `take` found nothing
 
     def start(
         self,
@@ -96,7 +97,8 @@ class Feed:
         ends = np.zeros(num_envs, bool)
         with self.lock:
             has_some = lambda: self._offer is not None or self._actors.error is not None
-            self._changed.wait_for(has_some, timeout)
+            self._is_waiting = not has_some()
+            self._is_waiting = not self._changed.wait_for(has_some, timeout)
             if self._actors.error is not None:
                 raise RuntimeError(f"the actors have stopped: {self._actors.error}")
             if self._offer is not None:
@@ -135,6 +137,6 @@ class Feed:
         with self.lock:
             self._changed.notify_all()
 
-    def progress(self) -> tuple[float, float]:
-        """Return that all steps that were taken are learned from, and none is waited for."""
-        return 0.0, 0.0
+    def progress(self) -> tuple[float, float, bool]:
+        """Return that all steps that were taken are learned from, and one is waited for."""
+        return 0.0, float(self._is_waiting), False

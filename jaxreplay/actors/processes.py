@@ -97,7 +97,7 @@ class _PipeLink:
         return _views(self._memory, specs, setup, number)
 
     def send(self, number: int, *figures: Any) -> None:
-        self._tell("block", number, self._allowance.acked, *figures)
+        self._tell("block", number, *figures)
 
     def newest(self) -> tuple[int, bytes] | None:
         path = self._folder / "params"
@@ -164,6 +164,7 @@ class _Process:
     memory: Any = None  # of its blocks
     specs: Any = None
     why: str = ""  # it failed
+    has_begun: bool = False
     is_done: bool = False
 
 
@@ -198,10 +199,15 @@ class Processes:
         self._ended: list[Any] = []
         self._restarts = [max_restarts] * setup.num_actors
         self._folder = shared_folder()
+        self.run = os.path.basename(self._folder)  # a name that no other run has
         self._bell, self._has_rung = multiprocessing.Pipe(duplex=False), False
         self._context = multiprocessing.get_context("spawn")
-        for place in enumerate(incarnations):
-            self._start(*place)
+        try:
+            for place in enumerate(incarnations):
+                self._start(*place)
+        except BaseException:
+            self.stop(0.0)
+            raise
 
     def _start(self, index: int, incarnation: int) -> None:
         pipe, its_end = self._context.Pipe()
@@ -223,6 +229,9 @@ class Processes:
     def receive(self, seconds: float) -> list[Block | News]:
         """Return blocks, and news of actors, that have arrived; wait for some as long."""
         found: list[Block | News] = []
+        for process in [one for one in self._ended if not one.is_alive()]:
+            process.close()
+            self._ended.remove(process)
         for pipe in multiprocessing.connection.wait([self._bell[0], *self._alive], seconds):
             if pipe is self._bell[0]:
                 self._bell[0].recv()
@@ -237,6 +246,7 @@ class Processes:
     def _hear(self, process: _Process, kind: str, *of: Any, found: list[Any]) -> None:
         index, incarnation, setup = process.index, process.incarnation, self._setup
         if kind == "ready":
+            process.has_begun = True
             found.append(News(index, incarnation, kind))
         elif kind == "memory":
             path, process.specs = of
@@ -244,12 +254,13 @@ class Processes:
                 process.memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             os.unlink(path)
         elif kind == "block":
-            number, acked, length, version, *times = of
+            number, length, version, *times = of
             views = _views(process.memory, process.specs, setup, number)
             steps = jax.tree.unflatten(
                 jax.tree.structure(process.specs), [view[:length] for view in views]
             )
-            found.append(Block(index, (incarnation, number), acked, version, steps, *times))
+            # a pipe keeps the order: what is missing before the block will not come
+            found.append(Block(index, (incarnation, number), number, version, steps, *times))
         else:
             process.is_done, process.why = kind == "done", of[0]
 
@@ -257,10 +268,16 @@ class Processes:
         pipe.close()
         process = self._alive.pop(pipe)
         if not process.is_done:
+            process.process.join(1.0)
             process.process.kill()
         self._ended.append(process.process)
         index, incarnation = process.index, process.incarnation
-        why = process.why or "its process was killed"
+        why = process.why or f"its process ended with exit code {process.process.exitcode}"
+        if not process.has_begun:
+            why += (
+                ", before it began. Each process imports the learner's script, whose main part "
+                'must be below `if __name__ == "__main__":`'
+            )
         if process.is_done:
             found.append(News(index, incarnation, "done"))
         elif self._restarts[index] > 0:
@@ -292,14 +309,19 @@ class Processes:
 
     def stop(self, seconds: float) -> None:
         """Stop the actors. Those that run after so many seconds are killed."""
-        ended = [*self._ended, *(process.process for process in self._alive.values())]
-        for pipe in self._alive:
+        while self._alive:
+            pipe, process = self._alive.popitem()
+            self._ended.append(process.process)
             pipe.close()
-        self._alive.clear()
         end = time.monotonic() + seconds
-        for process in ended:
-            process.join(max(end - time.monotonic(), 0.0))
-            if process.is_alive():
-                process.kill()
-                process.join()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        try:
+            for process in self._ended:
+                process.join(max(end - time.monotonic(), 0.0))
+        finally:  # also if a Ctrl-C ends the wait
+            while self._ended:
+                self._ended[-1].kill()
+                self._ended[-1].join()
+                self._ended.pop().close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            for end_of_bell in self._bell:
+                end_of_bell.close()

@@ -51,7 +51,7 @@ class ActorHost:
         with self._replay._monitor:
             self._replay._monitor.notify_all()
 
-    def progress(self) -> tuple[float, float]:
+    def progress(self) -> tuple[float, float, bool]:
         replay, buffer = self._replay, self._owner.buffer
         with replay._monitor:
             limiter, missing = replay._limiter, 0.0
@@ -60,8 +60,9 @@ class ActorHost:
                 if limiter is None
                 else limiter.num_inserts - limiter.num_samples / limiter.ratio
             )
-            if replay._num_waiting and not replay._may_sample():
+            is_hungry = replay._is_hungry
+            if is_hungry and not replay._may_sample():
                 is_short = not self._owner.has_batch()
                 rows = max(buffer.min_size, buffer.batch_size) - self._owner.size()
                 missing = max(rows if is_short else -ahead, 1.0)
-        return ahead, missing
+        return ahead, missing, limiter is None and is_hungry

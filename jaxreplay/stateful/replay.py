@@ -157,7 +157,7 @@ class Replay:
         self._drawn: collections.deque[Sample] = collections.deque()
         self._actors: dict[str | None, Actors] = {}  # by the member that they fill
         self._saved_actors: dict[str, Any] = {}  # numbers of a checkpoint
-        self._num_waiting = 0  # calls of `sample` that wait
+        self._is_hungry = True  # no batch was sampled yet, or since one was found missing
         states: Any = {} if state is None else {None: state} if None in self._owners else state
         if not isinstance(states, dict):
             raise ValueError(
@@ -368,6 +368,10 @@ class Replay:
                 batch = self.sample()
             except _NoMoreError:
                 return
+            except RuntimeError:
+                if self._is_closed:
+                    return
+                raise
             yield batch
 
     def sample(
@@ -606,7 +610,9 @@ class Replay:
     def can_sample(self) -> bool:
         """Return whether `sample` would return a batch now."""
         with self._monitor:
-            return not self._is_closed and self._has_sample()
+            found = not self._is_closed and self._has_sample()
+            self._is_hungry |= not found
+            return found
 
     def clear(self) -> None:
         """Remove all rows and all prefetched batches."""
@@ -785,7 +791,7 @@ class Replay:
     def __reduce__(self) -> Any:
         raise TypeError(
             "a Replay cannot be copied, pickled or sent to another process; save its rows with "
-            "replay.save(path)"
+            "replay.save(path), or let other processes fill it: replay.start(act, num_actors)"
         )
 
     def _start_anew(self) -> None:
@@ -819,6 +825,7 @@ class Replay:
         batch = self._owner.draw(size, options)
         if batch is None:
             return None
+        self._is_hungry = False
         if self._limiter is not None:
             self._limiter.num_samples += size
         return self._owner.taken_out(batch)
@@ -834,15 +841,12 @@ class Replay:
                 return
             if where == "sample" and self._actors and all(a.is_done for a in self._actors.values()):
                 raise _NoMoreError(f"all actors are done: {why()}")
+            self._is_hungry |= where == "sample"
             end = time.monotonic() + seconds if end is None else end
             left = end - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"after {seconds:g} s: {why()}")
-            self._num_waiting += where == "sample"
-            try:
-                self._monitor.wait(min(left, 3600.0))
-            finally:
-                self._num_waiting -= where == "sample"
+            self._monitor.wait(min(left, 3600.0))
 
     def _seconds(self, where: str, timeout: float | None) -> float:
         """Return the seconds that a call waits: its own `timeout`, or the replay's."""

@@ -1,8 +1,11 @@
 """Actors in other processes: their rows are an oracle's, whoever is killed; who is ahead waits; and
 errors reach the learner."""
 
+import multiprocessing
+import os
 import subprocess
 import sys
+import threading
 import time
 import warnings
 
@@ -108,6 +111,8 @@ def test_a_failure_reaches_the_learner(on):
             for _ in replay:
                 pass
         assert actors.metrics()["restarts"] >= 1
+        with refused("publish: the actors are stopped", RuntimeError):
+            actors.publish(1)
         with refused("actor [01] failed: Traceback", RuntimeError):
             replay.add(acting.step_of(_Envs(), 0))
     with refused("this Replay is closed", RuntimeError):
@@ -195,6 +200,80 @@ def test_the_others_are_taken_too(on):
         assert found["version"].tolist() == 32 * [0]
 
 
+def test_an_interrupt_of_an_actor_repeats_no_step():
+    with make(limit=1.0, length=2**15) as replay:
+        actors = replay.start(acting.interrupted, 2, block_length=8)
+        for number, _ in enumerate(replay):
+            if number == 10:
+                time.sleep(0.3)  # actors wait, and are interrupted
+            if number > 20:
+                break
+        actors.stop()
+        acting.check_rows(replay, 4, gaps=10**6)
+
+
+def test_actors_go_on_after_a_load(tmp_path):
+    """A load of rows that other actors have added, and one of their own."""
+    with make(limit=4.0) as replay:
+        replay.start(acting.endless, 2, block_length=8)
+        for number, _ in enumerate(replay):
+            if number == 20:
+                break
+        replay.save(tmp_path)
+    with make(limit=4.0, example=acting.EXAMPLE) as replay:
+        actors = replay.start(acting.endless, 2, block_length=8)
+        replay.load(tmp_path)
+        for number, batch in enumerate(replay):
+            acting.check_transitions(batch)
+            if number == 20:
+                replay.save(tmp_path)
+            if number == 40:
+                replay.load(tmp_path)
+            if number == 60:
+                break
+        assert actors.metrics()["dropped_blocks"] == 0
+
+
+def test_a_buffer_is_filled_before_the_first_sample():
+    """A block has more steps than the versions that are allowed, and nobody waits in `sample`."""
+    with make() as replay:
+        replay.start(acting.endless, 2, max_staleness=0)
+        until(lambda: len(replay) > 600)
+    with make(limit=1.0) as replay:
+        replay.start(acting.endless, 2, max_staleness=0)
+        for _ in range(10):
+            until(replay.can_sample)
+            replay.sample()
+
+
+def test_an_iteration_ends_when_the_replay_is_closed():
+    replay = make(limit=1.0)
+    threading.Timer(0.2, replay.close).start()
+    assert list(replay) == []
+
+
+def test_an_interrupt_of_a_stop_leaves_nothing(monkeypatch):
+    replay = make()
+    actors = replay.start(acting.stubborn, 2)
+    until(replay.can_sample)
+    processes = [one.process.pid for one in actors._engine._alive.values()]
+    interrupts = iter([KeyboardInterrupt])
+
+    def join(process, seconds=None):
+        for error in interrupts:
+            raise error
+        process._popen.wait(seconds)
+
+    monkeypatch.setattr(multiprocessing.context.SpawnProcess, "join", join)
+    with pytest.raises(KeyboardInterrupt):
+        replay.close()
+    assert not os.path.exists(actors._engine._folder)
+    for process in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+    replay.close()
+
+
 def test_wrong_arguments_and_steps_are_refused():
     example = acting.EXAMPLE
     with make(example=example) as replay:
@@ -215,6 +294,12 @@ def test_wrong_arguments_and_steps_are_refused():
                 replay.start(acting.few, **options)
         with refused("act must accept the call"):
             replay.start(acting.ends, 2)
+        with refused("start: the parameters cannot be pickled"):
+            replay.start(acting.few, 2, params=lambda: 0)
+        assert replay._actors == {}
+        replay.start(acting.bad_extras, 1, max_restarts=0, version_key="version")
+        with refused("version_key='version' needs extras that are a dict", RuntimeError):
+            replay.sample()
     with make(allow_mask=False) as replay, refused("make the buffer with allow_mask=True"):
         replay.start(acting.few, 2)
 
@@ -234,3 +319,5 @@ def test_a_run_continues_though_its_learner_is_killed(tmp_path, on, request):
         )
         said = found.stdout + found.stderr
         assert found.returncode == (0 if number == kills else -9), said
+        if on is None:
+            until(lambda: not os.path.exists((tmp_path / "memory").read_text()))

@@ -147,6 +147,14 @@ def test_actors_take_turns():
     assert [one.actor for one in inbox.next_blocks()] == [1, 2]
 
 
+def test_blocks_of_other_dtypes_or_shapes_are_not_joined():
+    for other in (np.zeros((2, 3), np.float32), np.zeros((2, 3, 1), np.int64)):
+        inbox = Inbox(2)
+        inbox.receive(block(0, 0, 0))
+        inbox.receive(Block(1, (0, 0), 0, 0, (other, None, None)))
+        assert [one.actor for one in inbox.next_blocks()] == [0]
+
+
 def test_blocks_are_joined_with_padding():
     blocks = [block(actor, 0, actor) for actor in (4, 0, 2)]
     (values, mask, priority), envs = joined(blocks, num_envs=15)
@@ -155,6 +163,8 @@ def test_blocks_are_joined_with_padding():
     assert values.tolist() == 2 * [[4] * 3 + [0] * 3 + [2] * 3 + [0] * 3]
 
 
-@pytest.mark.parametrize("damaged", [None, 3, {"": 3}, {"": {"added": [[0]], "version": 0}}])
+@pytest.mark.parametrize(
+    "damaged", [None, 3, {"": 3}, {"": {"run": "a", "added": [[0]], "version": 0}}]
+)
 def test_damaged_numbers_of_a_checkpoint_are_ignored(damaged):
     assert places_of(damaged) == {}

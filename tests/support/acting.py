@@ -1,5 +1,6 @@
 """What the actors of tests do, and an oracle of their rows: a step says who took it, and when."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -62,6 +63,34 @@ def failing(actor):
     """Raise an error after a few steps."""
     few(actor)
     raise KeyError(f"the env of actor {actor.index} broke, in incarnation {actor.incarnation}")
+
+
+def interrupted(actor):
+    """Take steps, of which a signal interrupts some at any moment."""
+
+    def interrupt(*_):
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, interrupt)
+    time = 0
+    while actor.running:
+        signal.setitimer(signal.ITIMER_REAL, 0.003)
+        with contextlib.suppress(TimeoutError):
+            actor.add(step_of(actor, time))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        time += 1
+
+
+def stubborn(actor):
+    """Take no notice of errors, and of the end."""
+    while True:
+        with contextlib.suppress(Exception):
+            actor.add(step_of(actor, 0))
+
+
+def bad_extras(actor):
+    """Add a step with extras that have no names."""
+    actor.add(step_of(actor, 0, extras=np.zeros(actor.num_envs)))
 
 
 def following(actor):
