@@ -11,6 +11,7 @@ their rows are left out.
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import logging
 import multiprocessing
 import os
@@ -83,7 +84,8 @@ def ours(seconds: float, on: Any, act: Any = fast, capacity: int = CAPACITY) -> 
 
 
 def torchrl(seconds: float, steps: int) -> float:
-    """Return steps a second with a `RayReplayBuffer`, to which each actor extends so many."""
+    """Return steps a second with a `RayReplayBuffer`, to which each actor extends so many, after it
+    has copied them to a block."""
     import ray
     import torch
     from tensordict import TensorDict
@@ -95,14 +97,15 @@ def torchrl(seconds: float, steps: int) -> float:
     )
 
     def extend(number: int, until: float) -> int:
-        block = {
-            name: torch.as_tensor(np.repeat(leaf, steps // ENVS, 0))
-            for name, leaf in step_of(ENVS).items()
-        }
-        data, num = TensorDict(block, batch_size=[steps]), 0
-        buffer.extend(data)
-        while time.time() < until:
-            buffer.extend(data)
+        step, length = step_of(ENVS), steps // ENVS
+        block = {name: np.repeat(leaf[None], length, 0) for name, leaf in step.items()}
+        num = 0
+        while num == 0 or time.time() < until:
+            for place in range(length):  # the steps, as the envs return them
+                for name, leaf in step.items():
+                    block[name][place] = leaf
+            flat = {name: torch.as_tensor(leaf).flatten(0, 1) for name, leaf in block.items()}
+            buffer.extend(TensorDict(flat, batch_size=[steps]))
             num += steps
         return num
 
@@ -115,12 +118,16 @@ def torchrl(seconds: float, steps: int) -> float:
     return sum(counts) / (ended - began)
 
 
-def _agentlace_actor(name: str, period: int, until: Any, ready: Any) -> None:
+PORTS = itertools.count(5601, 2)  # a server that has stopped keeps one of its own
+
+
+def _agentlace_actor(name: str, port: int, period: int, until: Any, ready: Any) -> None:
     from agentlace.data.data_store import QueuedDataStore
     from agentlace.trainer import TrainerClient, TrainerConfig
 
     store = QueuedDataStore(50_000)
-    client = TrainerClient(name, "localhost", TrainerConfig(), store, log_level=logging.ERROR)
+    config = TrainerConfig(port_number=port, broadcast_port=port + 1)
+    client = TrainerClient(name, "localhost", config, store, log_level=logging.ERROR)
     step = step_of(ENVS)
     store.insert(step)
     client.update()
@@ -139,13 +146,15 @@ def agentlace(seconds: float, period: int) -> float:
 
     spawn = multiprocessing.get_context("spawn")
     until, ready = spawn.Value("d", 0.0), spawn.Semaphore(0)
-    server = TrainerServer(TrainerConfig(), log_level=logging.ERROR)
+    port = next(PORTS)
+    config = TrainerConfig(port_number=port, broadcast_port=port + 1)
+    server = TrainerServer(config, log_level=logging.ERROR)
     stores = [QueuedDataStore(50_000) for _ in range(ACTORS)]
     for number, store in enumerate(stores):
         server.register_data_store(f"actor{number}", store)
     server.start(threaded=True)
     processes = [
-        spawn.Process(target=_agentlace_actor, args=(f"actor{number}", period, until, ready))
+        spawn.Process(target=_agentlace_actor, args=(f"actor{number}", port, period, until, ready))
         for number in range(ACTORS)
     ]
     for process in processes:
@@ -157,6 +166,7 @@ def agentlace(seconds: float, period: int) -> float:
     time.sleep(seconds)
     last, ended = sum(store.latest_data_id() for store in stores), time.time()
     for process in processes:
+        process.kill()
         process.join()
     server.stop()
     return (last - first) * ENVS / (ended - began)

@@ -80,8 +80,9 @@ class Setup:
 class Link(Protocol):
     """An actor's connection to the learner. `Allowance` says what the learner allows."""
 
-    def arrays(self, specs: Any, number: int) -> list[np.ndarray]:
-        """Return arrays for the leaves of a block, which `send` sends."""
+    def arrays(self, specs: Any, number: int) -> list[Any]:
+        """Return arrays for the leaves of a block, which `send` sends; then those of the mask and
+        of priorities, or None."""
         ...
 
     def send(self, number: int, length: int, version: int, seconds: float, waited: float) -> None:
@@ -104,7 +105,7 @@ class Allowance:
 
     def __init__(self) -> None:
         self.acked = self.granted = 0
-        self.is_stopped = False
+        self.is_stopped = self._is_waited_for = False
         self._changed = threading.Condition()
 
     def set(self, acked: int, granted: int) -> None:
@@ -122,9 +123,17 @@ class Allowance:
     def wait(self, is_ready: Callable[[], bool]) -> None:
         """Wait until `is_ready()`. A `StoppedError` is raised if the actor was stopped."""
         with self._changed:
+            self._is_waited_for = True
+            self._changed.notify_all()
             self._changed.wait_for(lambda: self.is_stopped or is_ready())
+            self._is_waited_for = False
         if self.is_stopped:
             raise StoppedError
+
+    def rest(self, seconds: float) -> None:
+        """Wait as long, or until the actor waits."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_stopped or self._is_waited_for, seconds)
 
 
 class Actor:
@@ -159,8 +168,13 @@ class Actor:
         self._params: Any = None
         self._number = self._length = 0  # blocks that were sent, steps of the one that is filled
         self._arrays: list[np.ndarray] = []  # of the block that is filled
+        self._mask: Any = None
+        self._priority: Any = None
         self._format: Any = None
         self._staging: Any = None  # says whether a step fits
+        self._known: Any = None  # structure of the last step, as it was given
+        self._order: list[int | None] = []  # of its leaves as they are stored; None for the version
+        self._stamp = np.zeros(self.num_envs, np.int32)  # the version
         self._first_version, self._since, self._waited = 0, time.monotonic(), 0.0
         if setup.example is not None:
             self._begin(setup.example)
@@ -181,6 +195,7 @@ class Actor:
         found = self._link.newest()
         if found is not None:
             self.version, self._params = found[0], pickle.loads(found[1])
+            self._stamp = np.full(self.num_envs, self.version, np.int32)
         return self._params
 
     def add(
@@ -208,23 +223,45 @@ class Actor:
             raise ValueError(
                 "add: give a step, or its fields as keywords: add(obs=..., action=..., ...)"
             )
+        given = fields if step is None else step
+        leaves = self._quickly(given)
+        if leaves is None:
+            leaves = self._slowly(given)
+        self._put(
+            leaves, self._per_env("mask", mask, bool), self._per_env("priority", priority, float)
+        )
+
+    def _quickly(self, given: Any) -> list[Any] | None:
+        """Return the leaves of a step like the last one in order, if all are stored as they are."""
+        found, structure = jax.tree.flatten(given)
+        if self._known is None or structure != self._known:
+            return None
+        leaves = [self._stamp if at is None else found[at] for at in self._order]
+        return leaves if self._staging.is_plain(leaves) else None
+
+    def _slowly(self, given: Any) -> list[Any]:
+        """Return the leaves of a step as they are stored, and note the order of leaves like it."""
         buffer: Any = self._setup
-        step = self._stamped(arrays.as_stored("add", buffer, fields if step is None else step))
+        step = self._stamped(arrays.as_stored("add", buffer, given))
         step = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, step)
+        if self._staging is None:
+            self._begin(arrays.example_of(buffer, arrays.own("add", step), None))
         staging: Any = self._staging
-        if staging is None:
-            staging = self._begin(arrays.example_of(buffer, arrays.own("add", step), None))
         leaves = staging.leaves_of(step, lambda: self._format.fit(arrays.own("add", step))[0])
         if leaves is None:
             raise self._refused(step)
-        masks = self._per_env("mask", mask, bool, self._setup.allow_mask)
-        priorities = self._per_env("priority", priority, np.float32, priority is not None)
-        self._put([*leaves, *masks, *priorities], priority is not None)
+        if isinstance(given, dict | Step):
+            found, self._known = jax.tree.flatten(given)
+            places = jax.tree.unflatten(self._known, range(len(found)))
+            step = self._stamped(arrays.as_stored("add", buffer, places), has_axis=True)
+            order = jax.tree.leaves(step)
+            self._order = [at if isinstance(at, int) else None for at in order]
+        return leaves
 
-    def _stamped(self, step: Any) -> Any:
+    def _stamped(self, step: Any, has_axis: bool = False) -> Any:
         """Return a step with an axis of envs, and with the version, if that is stored."""
         setup, is_step = self._setup, isinstance(step, Step)
-        if is_step and np.ndim(step.terminated) == (setup.num_agents is not None):
+        if is_step and not has_axis and np.ndim(step.terminated) == (setup.num_agents is not None):
             step = jax.tree.map(lambda leaf: leaf[None], arrays.own("add", step))
         if (key := setup.version_key) is None:
             return step
@@ -235,14 +272,13 @@ class Actor:
                 f"add: version_key={key!r} needs {'extras' if is_step else 'an item'} that are a "
                 f"dict, got {kind_of(others)}"
             )
-        stamped = {**others, key: np.full(self.num_envs, self.version, np.int32)}
+        stamped = {**others, key: self._stamp}
         return step.replace(extras=stamped) if is_step else stamped
 
-    def _begin(self, example: PyTree) -> Staging:
+    def _begin(self, example: PyTree) -> None:
         buffer: Any = self._setup
         self._format = arrays.StepFormat.of(buffer, example)
         self._staging = Staging(self._format.specs, self.num_envs)
-        return self._staging
 
     def _refused(self, step: PyTree) -> ValueError:
         """Return the error for a step that does not fit."""
@@ -254,33 +290,41 @@ class Actor:
             return error
         return ValueError(f"add: {hint}")
 
-    def _per_env(self, name: str, given: Any, dtype: Any, has_it: bool) -> list[np.ndarray]:
+    def _per_env(self, name: str, given: Any, kind: type) -> Any:
+        """Return a mask or priorities [e], or None if they are not given."""
         if given is None:
-            return [np.ones(self.num_envs, dtype)] if has_it else []
-        if not has_it:
+            return None
+        if name == "mask" and not self._setup.allow_mask:
             raise ValueError(
-                f"add: a {name} was given, but this buffer was made without allow_mask=True"
+                "add: a mask was given, but this buffer was made without allow_mask=True"
             )
         array = np.asarray(given)
         array = array[None] if self.num_envs == 1 and array.ndim == 0 else array
-        if array.shape != (self.num_envs,) or not np.can_cast(array.dtype, dtype, "same_kind"):
+        if array.shape != (self.num_envs,) or not np.can_cast(array.dtype, kind, "same_kind"):
             raise ValueError(
-                f"add: {name}: got {kind_of(given)}, expected {np.dtype(dtype)}[{self.num_envs}]"
+                f"add: {name}: got {kind_of(given)}, expected {kind.__name__}[{self.num_envs}]"
             )
-        return [array.astype(dtype)]
+        return array
 
-    def _put(self, leaves: list[np.ndarray], has_priority: bool) -> None:
+    def _put(self, leaves: list[Any], mask: Any, priority: Any) -> None:
+        """Copy a step to the block that is filled."""
         if self._length == 0:
             self.wait_for_grant()  # again, should an interrupt have ended the wait before
-            mask = jax.ShapeDtypeStruct((), bool) if self._setup.allow_mask else None
-            priority = jax.ShapeDtypeStruct((), np.float32) if has_priority else None
-            specs = self._format.specs, mask, priority
-            self._arrays = self._link.arrays(specs, self._number)
+            its_mask = jax.ShapeDtypeStruct((), bool) if self._setup.allow_mask else None
+            priorities = None if priority is None else jax.ShapeDtypeStruct((), np.float32)
+            specs = self._format.specs, its_mask, priorities
+            *self._arrays, self._mask, self._priority = self._link.arrays(specs, self._number)
+            if self._mask is not None:
+                self._mask[:] = True
             self._first_version = self.version
-        elif len(leaves) != len(self._arrays):
+        elif (priority is None) != (self._priority is None):
             raise ValueError("add: give the priority of all steps of a block, or of none")
         for array, leaf in zip(self._arrays, leaves, strict=True):
             array[self._length] = leaf
+        of_envs: Any = ((self._mask, mask), (self._priority, priority))
+        for array, given in of_envs:
+            if given is not None:
+                array[self._length] = given
         self._length += 1
         if self._length == self._setup.block_length:
             self.flush()
@@ -301,6 +345,8 @@ class Actor:
 
     def wait_for_grant(self) -> None:
         """Wait until the next block may be begun."""
+        if self._allowance.granted > self._number and not self._allowance.is_stopped:
+            return
         began = time.monotonic()
         self._allowance.wait(lambda: self._allowance.granted > self._number)
         self._waited += time.monotonic() - began
@@ -330,3 +376,18 @@ def layout(specs: Any, length: int, num_envs: int) -> tuple[list[Any], int]:
         places.append((shape, dtype, end))
         end += -(-math.prod(shape) * dtype.itemsize // 64) * 64
     return places, end
+
+
+def views(memory: Any, specs: Any, setup: Setup, start: int = 0) -> Any:
+    """Return the arrays of a block in some memory, as a tree."""
+    arrays = [
+        np.ndarray(shape, dtype, memory, start + offset)
+        for shape, dtype, offset in layout(specs, setup.block_length, setup.num_envs)[0]
+    ]
+    return jax.tree.unflatten(jax.tree.structure(specs), arrays)
+
+
+def as_list(block: Any) -> list[Any]:
+    """Return the arrays of a block's leaves; then those of the mask and of priorities, or None."""
+    steps, mask, priority = block
+    return [*jax.tree.leaves(steps), mask, priority]

@@ -8,6 +8,8 @@ the steps were added.
 import asyncio
 import contextlib
 import dataclasses
+import functools
+import pickle
 import threading
 import traceback
 import uuid
@@ -17,10 +19,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxreplay.actors.actor import Allowance, Setup, layout, run
+from jaxreplay.actors.actor import Allowance, Setup, as_list, layout, run, views
 from jaxreplay.actors.block import Block, News
 
-_POLL = 10.0  # seconds that a call waits in the mailbox
+_REST = 0.02  # seconds between looks of an actor that need not wait for an answer
 _NAMESPACE = "jaxreplay"
 
 
@@ -51,7 +53,9 @@ class _RayLink:
 
     def __init__(self, mailbox: Any, place: tuple[int, int], setup: Setup, allowance: Allowance):
         self._mailbox, self._place, self._setup, self._allowance = mailbox, place, setup, allowance
-        self._blocks: Any = None
+        self._memory: Any = None  # of a block
+        self._specs: Any = None
+        self._told = b""  # these, pickled once
         self._params: Any = None  # version and reference of the newest
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -65,26 +69,27 @@ class _RayLink:
                 known, allowed, params = found
                 self._params = params
                 self._allowance.set(*allowed)
+                self._allowance.rest(_REST)
         except RayError:
             pass
         self._allowance.stop()
 
-    def arrays(self, specs: Any, number: int) -> list[np.ndarray]:
-        places, _ = layout(specs, self._setup.block_length, self._setup.num_envs)
-        arrays = [np.empty(shape, dtype) for shape, dtype, _ in places]
-        self._blocks = arrays, jax.tree.structure(specs)
-        return arrays
+    def arrays(self, specs: Any, number: int) -> list[Any]:
+        if specs != self._specs:
+            size = layout(specs, self._setup.block_length, self._setup.num_envs)[1]
+            self._memory, self._specs = np.zeros(size, np.uint8), specs
+            self._told = pickle.dumps(specs)
+        return as_list(views(self._memory, specs, self._setup))
 
-    def send(self, number: int, length: int, *figures: Any) -> None:
+    def send(self, number: int, *figures: Any) -> None:
         import ray
 
-        arrays, structure = self._blocks
-        steps = jax.tree.unflatten(structure, [array[:length] for array in arrays])
         reference = None
         try:
-            reference = ray.put(steps)
+            reference = ray.put(self._memory)
         finally:  # None, should an interrupt come: the learner does not wait for the block
-            self._mailbox.put.remote(*self._place, number, figures, [reference])
+            of = self._told, *figures
+            self._mailbox.put.remote(*self._place, number, of, [reference])
 
     def newest(self) -> tuple[int, bytes] | None:
         import ray
@@ -215,14 +220,28 @@ class Mailbox:
             return None
         return self._counts[index], self._allowed[index], self._params
 
-    async def take(self, learner: str, seconds: float) -> Any:
-        """Return news, and blocks that the learner has not got; wait for some as long."""
-        if not (self._unread or self._news):
-            self._arrived.clear()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._arrived.wait(), seconds)
+    async def take(self, learner: str, allowed: list[Any], seconds: float) -> Any:
+        """Return news, and blocks that the learner has not got; wait for some as long.
+
+        Args:
+          learner: Name of the learner.
+          allowed: For some actors their index and incarnation, how many of their blocks were added,
+            and how many they may begin.
+          seconds: Most seconds to wait.
+        """
         if learner != self._learner:
             raise RuntimeError("another learner has these actors now")
+        for index, incarnation, acked, granted in allowed:
+            if incarnation == self._incarnations[index]:
+                self._allowed[index] = acked, granted
+                blocks = self._blocks[index]
+                for place in [one for one in blocks if one < (incarnation, acked)]:
+                    del blocks[place]
+                self._change(index)
+        if not (self._unread or self._news):
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._arrived.wait(), seconds)
+        self._arrived.clear()
         (unread, self._unread), (news, self._news) = (self._unread, []), (self._news, [])
         found = []
         for index, place in unread:
@@ -231,16 +250,6 @@ class Mailbox:
                 oldest = self._allowed[index][0] if is_now else 0
                 found.append((index, place, oldest, *self._blocks[index][place]))
         return news, found
-
-    async def allow(self, learner: str, place: tuple[int, int], acked: int, granted: int) -> None:
-        """Tell an actor how many of its blocks were added, and how many it may begin."""
-        index, incarnation = place
-        if incarnation == self._incarnations[index] and learner == self._learner:
-            self._allowed[index] = acked, granted
-            blocks = self._blocks[index]
-            for place in [one for one in blocks if one < (incarnation, acked)]:
-                del blocks[place]
-            self._change(index)
 
     async def publish(self, params: Any) -> None:
         """Tell all actors of parameters: their version, and a reference."""
@@ -265,7 +274,6 @@ class Mailbox:
             await asyncio.wait(tasks, timeout=seconds)
         for worker, _ in self._workers.values():
             ray.kill(worker)
-        self._arrived.set()
 
 
 class Cluster:
@@ -313,25 +321,29 @@ class Cluster:
                 f"start: there are actors of the name {name!r} with other settings; stop them: "
                 f"ray.kill(ray.get_actor({name!r}, namespace={_NAMESPACE!r}))"
             )
-        self._take = self._mailbox.take.remote(self._learner, _POLL)
+        self._setup, self._allowed = setup, []
 
     def receive(self, seconds: float) -> list[Block | News]:
         """Return blocks, and news of actors, that have arrived; wait for some as long."""
         import ray
 
-        if not ray.wait([self._take], timeout=seconds)[0]:
-            return []
-        news, blocks = ray.get(self._take)
-        self._take = self._mailbox.take.remote(self._learner, _POLL)
-        found = [
-            Block(index, place, oldest, version, _fetched(reference[0]), *times)
-            for index, place, oldest, (version, *times), reference in blocks
-        ]
+        allowed, self._allowed = self._allowed, []
+        news, blocks = ray.get(self._mailbox.take.remote(self._learner, allowed, seconds))
+        memories = _fetched([reference for *_, [reference] in blocks])
+        found = []
+        for (index, place, oldest, of, _), memory in zip(blocks, memories, strict=True):
+            told, length, version, *times = of
+            steps = None  # lost with its actor
+            if memory is not None:
+                whole = views(memory, _specs_of(told), self._setup)
+                steps = jax.tree.map(lambda leaf, length=length: leaf[:length], whole)
+            found.append(Block(index, place, oldest, version, steps, *times))
         return [*found, *news]
 
     def allow(self, index: int, incarnation: int, acked: int, granted: int) -> None:
-        """Tell an actor how many of its blocks were added, and how many it may begin."""
-        self._mailbox.allow.remote(self._learner, (index, incarnation), acked, granted)
+        """Tell an actor how many of its blocks were added, and how many it may begin; by the next
+        `receive`."""
+        self._allowed.append((index, incarnation, acked, granted))
 
     def publish(self, version: int, data: bytes) -> None:
         """Let actors find new parameters."""
@@ -351,16 +363,22 @@ class Cluster:
 
         with contextlib.suppress(RayError):
             ray.get(self._mailbox.stop.remote(seconds))
-            ray.wait([self._take])
         ray.kill(self._mailbox)
 
 
-def _fetched(reference: Any) -> Any:
-    """Return the steps of a block, or None if they are lost with their actor."""
+_specs_of = functools.lru_cache(pickle.loads)
+
+
+def _fetched(references: list[Any]) -> list[Any]:
+    """Return what references refer to, or None for what is lost with its actor."""
     import ray
     from ray.exceptions import RayError
 
     try:
-        return None if reference is None else ray.get(reference)
+        if None not in references:
+            return ray.get(references)
     except RayError:
-        return None
+        pass
+    if len(references) == 1:
+        return [None]
+    return [_fetched([one])[0] for one in references]

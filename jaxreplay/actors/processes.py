@@ -20,9 +20,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
-from jaxreplay.actors.actor import IN_FLIGHT, Actor, Allowance, Setup, StoppedError, layout, run
+from jaxreplay.actors.actor import (
+    IN_FLIGHT,
+    Actor,
+    Allowance,
+    Setup,
+    StoppedError,
+    as_list,
+    layout,
+    run,
+    views,
+)
 from jaxreplay.actors.block import Block, News
 
 _PATIENCE = 10.0  # seconds for an actor to return once the learner is gone
@@ -45,11 +54,10 @@ def _mapped(path: pathlib.Path, size: int) -> mmap.mmap:
         return mmap.mmap(file.fileno(), size)
 
 
-def _views(memory: Any, specs: Any, setup: Setup, number: int) -> list[np.ndarray]:
-    """Return the arrays of a block's leaves."""
-    places, size = layout(specs, setup.block_length, setup.num_envs)
-    start = (number - number // IN_FLIGHT * IN_FLIGHT) * size
-    return [np.ndarray(shape, dtype, memory, start + offset) for shape, dtype, offset in places]
+def _slot(specs: Any, setup: Setup, number: int) -> int:
+    """Return where the memory of a block begins."""
+    size = layout(specs, setup.block_length, setup.num_envs)[1]
+    return (number - number // IN_FLIGHT * IN_FLIGHT) * size
 
 
 def _tidy(folder: pathlib.Path) -> None:
@@ -80,7 +88,7 @@ class _PipeLink:
         _tidy(self._folder)
         os._exit(1)
 
-    def arrays(self, specs: Any, number: int) -> list[np.ndarray]:
+    def arrays(self, specs: Any, number: int) -> list[Any]:
         setup = self._setup
         size = layout(specs, setup.block_length, setup.num_envs)[1] * IN_FLIGHT
         if self._specs is None or specs != self._specs:
@@ -94,7 +102,7 @@ class _PipeLink:
                 self._memory = _mapped(path, size)
             self._specs = specs
             self._tell("memory", str(path), specs)
-        return _views(self._memory, specs, setup, number)
+        return as_list(views(self._memory, specs, setup, _slot(specs, setup, number)))
 
     def send(self, number: int, *figures: Any) -> None:
         self._tell("block", number, *figures)
@@ -255,10 +263,9 @@ class Processes:
             os.unlink(path)
         elif kind == "block":
             number, length, version, *times = of
-            views = _views(process.memory, process.specs, setup, number)
-            steps = jax.tree.unflatten(
-                jax.tree.structure(process.specs), [view[:length] for view in views]
-            )
+            start = _slot(process.specs, setup, number)
+            whole = views(process.memory, process.specs, setup, start)
+            steps = jax.tree.map(lambda leaf: leaf[:length], whole)
             # a pipe keeps the order: what is missing before the block will not come
             found.append(Block(index, (incarnation, number), number, version, steps, *times))
         else:

@@ -90,7 +90,7 @@ class Staging:
         leaves, structure = jax.tree.flatten(step)
         if structure != self._structure:
             return None
-        if self._is_plain(leaves):
+        if self.is_plain(leaves):
             return leaves
         has_axis = self._num_envs > 1 or np.ndim(leaves[0]) == len(self._specs[0][0])
         for leaf, (shape, _) in zip(leaves, self._specs, strict=True):
@@ -99,9 +99,10 @@ class Staging:
         leaves = jax.tree.leaves(cast())
         if not has_axis:
             leaves = [leaf[None] for leaf in leaves]
-        return leaves if self._is_plain(leaves) else None
+        return leaves if self.is_plain(leaves) else None
 
-    def _is_plain(self, leaves: list[Any]) -> bool:
+    def is_plain(self, leaves: list[Any]) -> bool:
+        """Return whether leaves are NumPy arrays as they are stored."""
         for leaf, (shape, dtype) in zip(leaves, self._specs, strict=True):
             if type(leaf) is not np.ndarray or leaf.dtype != dtype or leaf.shape != shape:
                 return False
