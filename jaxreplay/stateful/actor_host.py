@@ -1,5 +1,6 @@
 """The replay as its actors see it."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,8 @@ import numpy as np
 
 from jaxreplay._util.aliases import PyTree
 from jaxreplay.stateful.owner import StateOwner
+
+_PAUSE = 0.002  # seconds between looks whether samples have caught up
 
 
 class ActorHost:
@@ -29,22 +32,28 @@ class ActorHost:
         note: Callable[[], None],
         timeout: float,
     ) -> bool:
+        num = jax.tree.leaves(steps)[0].shape[0] * int((envs < self._owner.buffer.num_envs).sum())
+        limiter, end = self._replay._limiter, time.monotonic() + timeout
+        # A condition would wake this thread after each sample, which takes a tenth of its time.
+        while limiter is not None and limiter.has_begun and not limiter.may_insert(ahead=num):
+            if time.monotonic() > end:
+                return False
+            time.sleep(_PAUSE)
+        with self.lock:
+            return self._insert(steps, envs, cut, note, num)
+
+    def _insert(self, steps: Any, envs: Any, cut: Any, note: Any, num: int) -> bool:
         replay, owner = self._replay, self._owner
-        with replay._monitor:
-            if replay._is_closed or owner.is_lost:
-                return False
-            try:
-                replay._wait("add", replay._may_insert, timeout, str)
-            except TimeoutError:
-                return False
-            if not owner.has_example:
-                spec = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype)
-                owner.init(jax.tree.map(spec, steps[0]))
-            num_steps, calls = owner.calls_of(steps[0], None, envs, *steps[1:])
-            if (ends := cut()) is not None:
-                calls = [(owner.method("end_streams"), ends), *calls]
-            replay._add(owner, num_steps, calls)
-            note()
+        if replay._is_closed or owner.is_lost or not replay._may_insert(ahead=num):
+            return False
+        if not owner.has_example:
+            spec = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype)
+            owner.init(jax.tree.map(spec, steps[0]))
+        num_steps, calls = owner.calls_of(steps[0], None, envs, *steps[1:])
+        if (ends := cut()) is not None:
+            calls = [(owner.method("end_streams"), ends), *calls]
+        replay._add(owner, num_steps, calls)
+        note()
         return True
 
     def changed(self) -> None:

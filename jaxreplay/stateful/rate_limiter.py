@@ -53,5 +53,6 @@ class RatioLimiter:
     def may_sample(self) -> bool:
         return self.num_samples <= self.ratio * self.num_inserts
 
-    def may_insert(self) -> bool:
-        return self.ratio * self.num_inserts - self.num_samples < self.batch_size
+    def may_insert(self, ahead: int = 0) -> bool:
+        """Return whether steps may be added, with so many more than samples have caught up with."""
+        return self.ratio * (self.num_inserts - ahead) - self.num_samples < self.batch_size

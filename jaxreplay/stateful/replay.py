@@ -854,8 +854,9 @@ class Replay:
             return self._timeout
         return checks.checked_seconds(where, timeout)
 
-    def _may_insert(self) -> bool:
-        return self._limiter is None or not self._owner.has_batch() or self._limiter.may_insert()
+    def _may_insert(self, ahead: int = 0) -> bool:
+        limiter = self._limiter
+        return limiter is None or not self._owner.has_batch() or limiter.may_insert(ahead)
 
     def _may_sample(self) -> bool:
         return self._owner.has_batch() and (self._limiter is None or self._limiter.may_sample())
