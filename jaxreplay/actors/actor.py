@@ -80,13 +80,14 @@ class Setup:
 class Link(Protocol):
     """An actor's connection to the learner. `Allowance` says what the learner allows."""
 
-    def arrays(self, specs: Any, number: int) -> list[Any]:
-        """Return arrays for the leaves of a block, which `send` sends; then those of the mask and
-        of priorities, or None."""
+    def arrays(self, specs: Any, number: int) -> Any:
+        """Return the arrays of a block, which `send` sends: steps, mask and priorities."""
         ...
 
-    def send(self, number: int, length: int, version: int, seconds: float, waited: float) -> None:
-        """Send a block of so many steps."""
+    def send(
+        self, number: int, length: int, version: int, resets: Any, seconds: float, waited: float
+    ) -> None:
+        """Send a block of so many steps; the others are fields of `Block`."""
         ...
 
     def newest(self) -> tuple[int, bytes] | None:
@@ -168,7 +169,9 @@ class Actor:
         self._params: Any = None
         self._number = self._length = 0  # blocks that were sent, steps of the one that is filled
         self._arrays: list[np.ndarray] = []  # of the block that is filled
+        self._steps: Any = None  # of the block, of which these are the leaves
         self._mask: Any = None
+        self._ended = np.zeros(self.num_envs, bool)  # envs whose next step resets
         self._priority: Any = None
         self._format: Any = None
         self._staging: Any = None  # says whether a step fits
@@ -313,7 +316,8 @@ class Actor:
             its_mask = jax.ShapeDtypeStruct((), bool) if self._setup.allow_mask else None
             priorities = None if priority is None else jax.ShapeDtypeStruct((), np.float32)
             specs = self._format.specs, its_mask, priorities
-            *self._arrays, self._mask, self._priority = self._link.arrays(specs, self._number)
+            self._steps, self._mask, self._priority = self._link.arrays(specs, self._number)
+            self._arrays = jax.tree.leaves(self._steps)
             if self._mask is not None:
                 self._mask[:] = True
             self._first_version = self.version
@@ -337,11 +341,25 @@ class Actor:
     def _send(self) -> None:
         if self._length:
             now = time.monotonic()
-            figures = self._first_version, now - self._since, self._waited
+            resets = self._ended if self._ended.any() else None
+            figures = self._first_version, resets, now - self._since, self._waited
+            self._ended = self._ended_after(self._length)
             self._since, self._waited = now, 0.0
             length, self._length, self._arrays = self._length, 0, []
             self._number += 1  # first: should an interrupt come, the block is lost, and a gap
             self._link.send(self._number - 1, length, *figures)
+
+    def _ended_after(self, length: int) -> np.ndarray:
+        """Return bool[e], True for the envs whose last step has ended an episode, if the next one
+        only resets."""
+        if self._setup.autoreset != "next_step":
+            return self._ended
+        ends = self._steps.terminated[:length] | self._steps.truncated[:length]
+        if ends.ndim > 2:  # of each agent
+            ends = ends.all(-1)
+        took = self._mask[:length]
+        last = length - 1 - took[::-1].argmax(0)
+        return np.where(took.any(0), ends[last, np.arange(self.num_envs)], self._ended)
 
     def wait_for_grant(self) -> None:
         """Wait until the next block may be begun."""
@@ -385,9 +403,3 @@ def views(memory: Any, specs: Any, setup: Setup, start: int = 0) -> Any:
         for shape, dtype, offset in layout(specs, setup.block_length, setup.num_envs)[0]
     ]
     return jax.tree.unflatten(jax.tree.structure(specs), arrays)
-
-
-def as_list(block: Any) -> list[Any]:
-    """Return the arrays of a block's leaves; then those of the mask and of priorities, or None."""
-    steps, mask, priority = block
-    return [*jax.tree.leaves(steps), mask, priority]

@@ -141,6 +141,8 @@ class Actors:
         # blocks that may be begun, oldest first: actor, incarnation, number, and what the learner
         # had taken
         self._grants: collections.deque[Any] = collections.deque()
+        # envs of each actor that took no step since a cut, and whose next one only resets; or None
+        self._due: list[Any] = [None] * num
         self._joined: Any = None  # blocks that wait until samples have caught up
         self._recent: collections.deque[Any] = collections.deque(maxlen=4 * num)
         self._is_stopped, self._pid = threading.Event(), os.getpid()
@@ -279,10 +281,19 @@ class Actors:
             self._is_stopped.wait(_TICK / 10)
 
     def _cut(self) -> np.ndarray | None:
-        """Return bool[E], True for the envs whose episodes end before the blocks that are next."""
+        """Return bool[E], True for the envs whose episodes end before the blocks that are next. If
+        the step before has ended an episode and is missing, mask the one that only resets."""
         ends = np.zeros((self._setup.num_actors, self._setup.num_envs), bool)
-        for block in self._joined[0]:
-            ends[block.actor] = self._inbox.is_cut(block)
+        blocks, (_, mask, _), _ = self._joined
+        for place, block in enumerate(blocks):
+            ends[block.actor] = is_cut = self._inbox.is_cut(block)
+            due = block.resets if is_cut else self._due[block.actor]
+            if due is not None:
+                own = mask[:, place * self._setup.num_envs :][:, : self._setup.num_envs]
+                envs, took = np.flatnonzero(due), own.any(0)
+                own[own[:, envs].argmax(0), envs] = False
+                due = due & ~took if (due & ~took).any() else None
+            self._due[block.actor] = due
         return ends.reshape(-1) if self._setup.autoreset and ends.any() else None
 
     def _note(self, blocks: Sequence[Block]) -> None:

@@ -29,6 +29,8 @@ class Block:
       version: Version of the parameters at its first step.
       steps: Step or item, mask and priority, leaves [T, e, ...]; None for what was not given. A
         lost block has None in place of all.
+      resets: bool[e], True for the envs whose first step here is one that resets, since their step
+        before has ended an episode; or None.
       seconds: Seconds from the actor's last block to this one.
       waited: Seconds of these that the actor was held back.
     """
@@ -38,6 +40,7 @@ class Block:
     oldest: int
     version: int
     steps: Any
+    resets: Any = None
     seconds: float = 0.0
     waited: float = 0.0
 

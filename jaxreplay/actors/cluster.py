@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxreplay.actors.actor import Allowance, Setup, as_list, layout, run, views
+from jaxreplay.actors.actor import Allowance, Setup, layout, run, views
 from jaxreplay.actors.block import Block, News
 
 _REST = 0.02  # seconds between looks of an actor that need not wait for an answer
@@ -74,12 +74,12 @@ class _RayLink:
             pass
         self._allowance.stop()
 
-    def arrays(self, specs: Any, number: int) -> list[Any]:
+    def arrays(self, specs: Any, number: int) -> Any:
         if specs != self._specs:
             size = layout(specs, self._setup.block_length, self._setup.num_envs)[1]
             self._memory, self._specs = np.zeros(size, np.uint8), specs
             self._told = pickle.dumps(specs)
-        return as_list(views(self._memory, specs, self._setup))
+        return views(self._memory, specs, self._setup)
 
     def send(self, number: int, *figures: Any) -> None:
         import ray

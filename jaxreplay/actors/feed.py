@@ -103,6 +103,7 @@ class Feed:
                 raise RuntimeError(f"the actors have stopped: {self._actors.error}")
             if self._offer is not None:
                 (given, its_mask, _), envs, cut, note = self._offer
+                found = cut()  # may mask steps
                 is_there = envs < num_envs
                 length, envs = len(its_mask), envs[is_there]
 
@@ -110,7 +111,7 @@ class Feed:
                     into[:length, envs] = leaf[:, is_there]
 
                 jax.tree.map(put, (steps, mask), (given, its_mask))
-                ends = ends if (found := cut()) is None else found
+                ends = ends if found is None else found
                 note()
                 self._offer = None
                 self._changed.notify_all()

@@ -27,7 +27,6 @@ from jaxreplay.actors.actor import (
     Allowance,
     Setup,
     StoppedError,
-    as_list,
     layout,
     run,
     views,
@@ -88,7 +87,7 @@ class _PipeLink:
         _tidy(self._folder)
         os._exit(1)
 
-    def arrays(self, specs: Any, number: int) -> list[Any]:
+    def arrays(self, specs: Any, number: int) -> Any:
         setup = self._setup
         size = layout(specs, setup.block_length, setup.num_envs)[1] * IN_FLIGHT
         if self._specs is None or specs != self._specs:
@@ -102,7 +101,7 @@ class _PipeLink:
                 self._memory = _mapped(path, size)
             self._specs = specs
             self._tell("memory", str(path), specs)
-        return as_list(views(self._memory, specs, setup, _slot(specs, setup, number)))
+        return views(self._memory, specs, setup, _slot(specs, setup, number))
 
     def send(self, number: int, *figures: Any) -> None:
         self._tell("block", number, *figures)

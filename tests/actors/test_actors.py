@@ -1,6 +1,8 @@
 """Actors in other processes: their rows are an oracle's, whoever is killed; who is ahead waits; and
 errors reach the learner."""
 
+import contextlib
+import itertools
 import multiprocessing
 import os
 import subprocess
@@ -13,6 +15,8 @@ import numpy as np
 import pytest
 
 import jaxreplay as jr
+from jaxreplay.actors.actor import Setup
+from jaxreplay.actors.block import Block
 from tests.conftest import ALL, SOAK
 from tests.support import acting
 from tests.support.refusals import refused
@@ -218,13 +222,13 @@ def test_an_interrupt_of_an_actor_repeats_no_step():
 def test_actors_go_on_after_a_load(tmp_path):
     """A load of rows that other actors have added, and one of their own."""
     with make(limit=4.0) as replay:
-        replay.start(acting.endless, 2, block_length=8)
+        replay.start(acting.endless, 2, block_length=7)
         for number, _ in enumerate(replay):
             if number == 20:
                 break
         replay.save(tmp_path)
     with make(limit=4.0, example=acting.EXAMPLE) as replay:
-        actors = replay.start(acting.endless, 2, block_length=8)
+        actors = replay.start(acting.endless, 2, block_length=7)
         replay.load(tmp_path)
         for number, batch in enumerate(replay):
             acting.check_transitions(batch)
@@ -324,3 +328,51 @@ def test_a_run_continues_though_its_learner_is_killed(tmp_path, on, request):
         assert found.returncode == (0 if number == kills else -9), said
         if on is None:
             until(lambda: not os.path.exists((tmp_path / "memory").read_text()))
+
+
+def test_a_step_that_only_resets_is_no_first_step():
+    """Blocks are lost; the step before one has ended an episode, and its env's next step comes in
+    that block, or after it."""
+    setup = Setup(1, 3, 2, 0, "next_step", None, True, None, None)
+    added = []
+
+    class Host:
+        lock = contextlib.nullcontext()
+        progress = staticmethod(lambda: (0.0, 0.0, True))
+        changed = staticmethod(lambda: None)
+
+        @staticmethod
+        def insert(steps, envs, cut, note, timeout):
+            ends = cut()
+            note()
+            added.append((None if ends is None else ends.tolist(), steps[1].tolist()))
+            return True
+
+    def block(number, mask, resets):
+        steps = np.zeros((2, 3)), np.array(mask, bool), None
+        return Block(0, (0, number), number, 0, steps, None if resets is None else np.array(resets))
+
+    class Engine:
+        run = "one"
+        blocks = iter(
+            [
+                block(0, [[1, 1, 1], [1, 1, 1]], None),
+                block(5, [[0, 1, 0], [1, 1, 0]], [True, False, True]),
+                block(6, [[1, 1, 0], [1, 1, 1]], [False, False, True]),
+                block(7, [[1, 1, 1], [1, 1, 1]], [True, True, True]),
+            ]
+        )
+        allow = publish = wake = stop = staticmethod(lambda *_: None)
+
+        def receive(self, seconds):
+            return list(itertools.islice(self.blocks, 1))
+
+    actors = jr.actors.Actors(acting.few, setup, Host, 1.0, on=lambda *_: Engine())
+    until(lambda: len(added) == 4)
+    actors.stop()
+    assert added == [
+        ([True] * 3, [[True] * 3] * 2),
+        ([True] * 3, [[False, True, False], [False, True, False]]),
+        (None, [[True, True, False], [True, True, False]]),
+        (None, [[True] * 3] * 2),
+    ]
