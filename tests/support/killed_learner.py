@@ -37,13 +37,13 @@ def main(folder, number, last, address=None):
         seconds = np.random.default_rng(number).uniform(0.0, 0.6)
         for count, batch in enumerate(replay):
             acting.check_transitions(batch)
-            if count == 0 and number < last:
-                threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
             if count - count // 8 * 8 == 0:
                 replay.save(path)
                 _, after = acting.check_rows(replay, 4, gaps=on and 4 * number)
                 if number == last and count >= 40 and after >= (4 if on else before + 4):
                     break  # all actors have begun
+            if count == 0 and number < last:
+                threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
         assert len(replay) > had
         actors.stop()
         _, after = acting.check_rows(replay, 4, gaps=on and 4 * number)
