@@ -24,9 +24,11 @@ _VERSIONS = 8  # newest ones, whose mean number of steps is that of a version
 
 class Engine(Protocol):
     """Runs actors somewhere. One thread calls all methods but `publish` and `wake`. `run` is a name
-    that no other actors have."""
+    that no other actors have; `is_new` says whether these began in the incarnations that were
+    asked for."""
 
     run: str
+    is_new: bool
 
     def receive(self, seconds: float) -> list[Block | News]:
         """Return what has arrived; wait for some as long."""
@@ -118,10 +120,13 @@ class Actors:
         self._max_staleness, self._default = max_staleness, steps_per_version
         self.version = 0  # of the newest parameters
         data = _pickled("start", params)
-        if saved is not None:  # so that seeds and incarnations are new
-            self._inbox.resume(saved["added"])
-        incarnations = [incarnation + 1 for incarnation, _ in self._inbox.added]
-        self._engine: Engine = (on or local())(act, setup, incarnations, max_restarts)
+        places = saved["added"] if saved else []
+        if len(places) != setup.num_actors:
+            places = [(-1, 0)] * setup.num_actors
+        self._incarnations = [int(incarnation) + 1 for incarnation, _ in places]  # the newest
+        self._engine: Engine = (on or local())(act, setup, self._incarnations, max_restarts)
+        if not self._engine.is_new:
+            self._incarnations = [0] * setup.num_actors
         if saved is not None:
             self.resume(saved)
         if params is not None:
@@ -195,9 +200,9 @@ class Actors:
     def resume(self, state: Any) -> None:
         """Continue after the blocks that a checkpoint has; None if it knows no actors. Those of
         another run are no predecessors: all begin with a cut."""
-        state = state or {"run": None, "added": [], "version": 0}
-        self._inbox.resume(state["added"] if state["run"] == self._engine.run else [])
-        self.version = max(self.version, state["version"])
+        added, state = [(one - 1, 0) for one in self._incarnations], state or {"run": None}
+        self._inbox.resume(state["added"] if state["run"] == self._engine.run else added)
+        self.version = max(self.version, state.get("version", 0))
 
     def metrics(self) -> dict[str, float]:
         """Return figures of the actors.
@@ -260,6 +265,7 @@ class Actors:
             self._inbox.receive(one)
             return
         index, self._is_done[one.actor] = one.actor, one.kind == "done"
+        self._incarnations[index] = max(self._incarnations[index], one.incarnation)
         self._alive[index] = one.incarnation if one.kind == "ready" else None
         self._acked[index], self._granted[index] = one.acked, one.granted
         self._figures["lost"] += one.kind in ("lost", "failed")

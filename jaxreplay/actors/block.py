@@ -96,12 +96,9 @@ class Inbox:
         self._turn = 0
 
     def resume(self, added: Sequence[Place]) -> None:
-        """Continue after the blocks that a checkpoint has. Later ones that were added are gone. If
-        it had another number of actors, all begin with a cut."""
+        """Continue after the blocks that a checkpoint has. Later ones that were added are gone."""
         self._oldest = [max(places) for places in zip(self._oldest, self.added, strict=True)]
-        is_alike = len(added) == len(self.added)
-        places = added if is_alike else [(-1, 0)] * len(self.added)
-        self.added = [(int(incarnation), int(number)) for incarnation, number in places]
+        self.added = [(int(incarnation), int(number)) for incarnation, number in added]
 
     def receive(self, block: Block) -> None:
         """Keep a block, unless it was received before or came too late."""

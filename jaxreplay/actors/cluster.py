@@ -321,6 +321,7 @@ class Cluster:
                 f"start: there are actors of the name {name!r} with other settings; stop them: "
                 f"ray.kill(ray.get_actor({name!r}, namespace={_NAMESPACE!r}))"
             )
+        self.is_new = self.run == self._learner
         self._setup, self._allowed = setup, []
 
     def receive(self, seconds: float) -> list[Block | News]:

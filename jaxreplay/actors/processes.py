@@ -62,7 +62,7 @@ def _slot(specs: Any, setup: Setup, number: int) -> int:
 def _tidy(folder: pathlib.Path) -> None:
     """Remove the folder if the learner is gone, in a process of an actor."""
     learner = multiprocessing.parent_process()
-    if learner is not None and multiprocessing.connection.wait([learner.sentinel], 0.1):
+    if learner is not None and multiprocessing.connection.wait([learner.sentinel], 0.3):
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -143,8 +143,7 @@ def _main(
             pipe.send(("failed", traceback.format_exc()))
         raise SystemExit(1) from None
     finally:
-        if allowance.is_stopped:
-            _tidy(pathlib.Path(folder))
+        _tidy(pathlib.Path(folder))
 
 
 def local(environment: Mapping[str, str] | None = None) -> Callable[..., "Processes"]:
@@ -185,6 +184,8 @@ class Processes:
       max_restarts: Number of times that an actor is started again.
       environment: Environment variables of the processes.
     """
+
+    is_new = True
 
     def __init__(
         self,

@@ -353,7 +353,7 @@ def test_a_step_that_only_resets_is_no_first_step():
         return Block(0, (0, number), number, 0, steps, None if resets is None else np.array(resets))
 
     class Engine:
-        run = "one"
+        run, is_new = "one", True
         blocks = iter(
             [
                 block(0, [[1, 1, 1], [1, 1, 1]], None),
