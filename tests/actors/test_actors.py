@@ -79,7 +79,8 @@ def test_rows_are_an_oracles_though_actors_are_killed(on, length):
     with make(num_envs, length=length, batch_size=256, limit=0.1) as replay:
         actors = replay.start(acting.mortal, num_actors, block_length=8, max_restarts=4, on=on)
         until(replay.can_sample)
-        while actors.metrics()["steps"] < steps or actors.metrics()["lost"] < 2 * num_actors:
+        kills = 200 if SOAK else 2 * num_actors
+        while actors.metrics()["steps"] < steps or actors.metrics()["lost"] < kills:
             acting.check_transitions(replay.sample())
         figures = actors.metrics()
         assert figures["restarts"] == figures["lost"]
