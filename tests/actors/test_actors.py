@@ -176,7 +176,7 @@ def test_the_side_that_is_ahead_waits(ratio, on):
         added = actors.metrics()["steps"]
         time.sleep(0.3)
         assert actors.metrics()["steps"] == added
-        assert abs(num - ratio * (added - start)) <= 0.02 * num * SOAK + 64 + ratio * 4 * 16 * 2
+        assert abs(num - ratio * (added - start)) <= 0.02 * num * SOAK + 64 + ratio * 4 * 16 * 3
 
 
 def test_the_others_are_taken_too(on):
