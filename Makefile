@@ -178,6 +178,7 @@ bench: $(VENV)/bench
 	$(BIN)/python benchmarks/checkpoints.py
 	$(BIN)/python benchmarks/sb3_returns.py
 	$(BIN)/python benchmarks/tiers.py
+	$(BIN)/python benchmarks/actors.py
 
 # Each TorchRL is built for one torch, and wants an older tensordict: an environment of its own.
 GPU := .venv-gpu

@@ -207,7 +207,8 @@ class Actor:
         """Append one step of the actor's envs to a block, and send the block if it is complete.
 
         Arrays are copied. After a block it waits while the learner holds the actor back, so that
-        the next action is of the newest parameters. A stopped actor does not return from it.
+        the next action is of the newest parameters. If the learner stops the actor, it raises an
+        error that is no `Exception`, and ends `act`.
 
         Args:
           step: A `Step`, or a mapping, dataclass or NamedTuple with its fields, or items. Leaves
@@ -334,7 +335,8 @@ class Actor:
             self.flush()
 
     def flush(self) -> None:
-        """Send the steps of the block that is being filled. The next block has its full length."""
+        """Send the steps of the block that is being filled, and wait as `add` does. The next block
+        has its full length."""
         self._send()
         self.wait_for_grant()
 

@@ -83,7 +83,7 @@ class Host(Protocol):
 
     def progress(self) -> tuple[float, float, bool]:
         """Return how many more steps were added than samples need; how many a sample waits for;
-        and whether nothing was learned yet, and all steps may come."""
+        and whether the buffer may be filled meanwhile, without a limit."""
         ...
 
 
@@ -112,10 +112,12 @@ class Actors:
         on: Any = None,
     ):
         checks.check_callable("start", "act", act, ("actor",))
-        if max_staleness is not None and (not isinstance(max_staleness, int) or max_staleness < 0):
-            raise ValueError(
-                f"start: max_staleness must be None or an int of at least 0, got {max_staleness!r}"
-            )
+        given = {"max_restarts": max_restarts, "seed": setup.seed}
+        if max_staleness is not None:
+            given["max_staleness"] = max_staleness
+        for name, value in given.items():
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"start: {name} must be an int of at least 0, got {value!r}")
         self._setup, self._host, self._inbox = setup, host, Inbox(setup.num_actors)
         self._max_staleness, self._default = max_staleness, steps_per_version
         self.version = 0  # of the newest parameters
@@ -127,10 +129,14 @@ class Actors:
         self._engine: Engine = (on or local())(act, setup, self._incarnations, max_restarts)
         if not self._engine.is_new:
             self._incarnations = [0] * setup.num_actors
-        if saved is not None:
-            self.resume(saved)
-        if params is not None:
-            self._engine.publish(self.version, data)
+        try:
+            if saved is not None:
+                self.resume(saved)
+            if params is not None:
+                self._engine.publish(self.version, data)
+        except BaseException:
+            self._engine.stop(0.0)
+            raise
         num = setup.num_actors
         self._alive: list[Any] = [None] * num  # incarnations
         self._acked, self._granted = [0] * num, [0] * num
@@ -138,7 +144,7 @@ class Actors:
         self._is_done = [False] * num
         self.error: BaseException | None = None
         self._lock = threading.Lock()  # of `publish`
-        self._began, self._figures = time.monotonic(), collections.Counter()
+        self._figures = collections.Counter()
         # steps that the learner had taken when it published; samples may run ahead of the base
         self._base = 0.0
         self._taken: collections.deque[float] = collections.deque(maxlen=_VERSIONS + 1)

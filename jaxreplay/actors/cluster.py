@@ -147,12 +147,15 @@ class Mailbox:
         self._arrived = asyncio.Event()
         self._workers: dict[int, Any] = {}
 
-    async def attach(self, learner: str, incarnations: Sequence[int]) -> tuple[str, Setup]:
+    async def attach(self, learner: str, incarnations: Sequence[int], setup: Setup) -> str | None:
         """Give all to this learner from now on. The first one says which incarnations begin.
 
         Returns:
-          The run of these actors, which is the first learner, and their settings.
+          The run of these actors, which is the first learner; None if they have other settings.
         """
+        own, others = (dataclasses.replace(one, example=None) for one in (self._setup, setup))
+        if own != others:
+            return None
         is_first, self._learner = self._learner is None, learner
         self._run = learner if is_first else self._run
         self._unread = [(actor, place) for actor, of in enumerate(self._blocks) for place in of]
@@ -163,7 +166,7 @@ class Mailbox:
         if is_first:
             for place in enumerate(incarnations):
                 self._start(*place)
-        return self._run, self._setup
+        return self._run
 
     def _start(self, index: int, incarnation: int) -> None:
         import ray
@@ -315,13 +318,13 @@ class Cluster:
             runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu"}},
             **({} if name is None else {**kept, "get_if_exists": True}),
         ).remote(dumps(act), setup, max_restarts, options)
-        self.run, found = ray.get(self._mailbox.attach.remote(self._learner, incarnations))
-        if dataclasses.replace(found, example=None) != dataclasses.replace(setup, example=None):
+        run: Any = ray.get(self._mailbox.attach.remote(self._learner, incarnations, setup))
+        if run is None:
             raise ValueError(
                 f"start: there are actors of the name {name!r} with other settings; stop them: "
                 f"ray.kill(ray.get_actor({name!r}, namespace={_NAMESPACE!r}))"
             )
-        self.is_new = self.run == self._learner
+        self.run, self.is_new = run, run == self._learner
         self._setup, self._allowed = setup, []
 
     def receive(self, seconds: float) -> list[Block | News]:

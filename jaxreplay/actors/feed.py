@@ -69,7 +69,10 @@ class Feed:
 
         Raises:
           ValueError: As for `jaxreplay.Replay.start`.
+          RuntimeError: The actors before are not stopped.
         """
+        if self._actors is not None and not self._actors.is_stopped:
+            raise RuntimeError("start: the actors before are not stopped; call their stop() first")
         setup = Setup.of(self._buffer, self._example, num_actors, self._length, seed, version_key)
         self._actors = Actors(act, setup, self, self._buffer.batch_size, saved, **options)
         return self._actors
@@ -89,8 +92,11 @@ class Feed:
           is False everywhere.
 
         Raises:
-          RuntimeError: An actor has failed.
+          RuntimeError: An actor has failed, or none was started.
+          ValueError: Actors give priorities, which a `Feed` does not pass on.
         """
+        if self._actors is None:
+            raise RuntimeError("take: start actors first")
         num_envs = self._buffer.num_envs
         empty = lambda spec: np.zeros((self._length, num_envs, *spec.shape), spec.dtype)
         steps, mask = jax.tree.map(empty, self._example), np.zeros((self._length, num_envs), bool)
@@ -102,7 +108,9 @@ class Feed:
             if self._actors.error is not None:
                 raise RuntimeError(f"the actors have stopped: {self._actors.error}")
             if self._offer is not None:
-                (given, its_mask, _), envs, cut, note = self._offer
+                (given, its_mask, priority), envs, cut, note = self._offer
+                if priority is not None:
+                    raise ValueError("take: actors of a Feed add steps without priority=")
                 found = cut()  # may mask steps
                 is_there = envs < num_envs
                 length, envs = len(its_mask), envs[is_there]
@@ -139,5 +147,6 @@ class Feed:
             self._changed.notify_all()
 
     def progress(self) -> tuple[float, float, bool]:
-        """Return that all steps that were taken are learned from, and one is waited for."""
+        """Return 0: steps that were taken are learned from; 1 if the last `take` found nothing; and
+        False."""
         return 0.0, float(self._is_waiting), False

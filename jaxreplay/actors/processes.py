@@ -37,7 +37,7 @@ _PATIENCE = 10.0  # seconds for an actor to return once the learner is gone
 _VERSION = struct.Struct("<q")
 
 
-def shared_folder() -> str:
+def _shared_folder() -> str:
     """Make a folder in memory that processes share, or among the temporary files."""
     memory = "/dev/shm"
     return tempfile.mkdtemp(prefix="jaxreplay-", dir=memory if os.access(memory, os.W_OK) else None)
@@ -75,6 +75,7 @@ class _PipeLink:
         self._memory: Any = None
         self._specs: Any = None
         self._num_files = 0
+        self._params = os.path.join(folder, "params")
         self._seen: Any = None  # which file of parameters was read
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -107,12 +108,11 @@ class _PipeLink:
         self._tell("block", number, *figures)
 
     def newest(self) -> tuple[int, bytes] | None:
-        path = self._folder / "params"
         try:
-            found = os.stat(path)
+            found = os.stat(self._params)
             if self._seen == (found.st_ino, found.st_mtime_ns):
                 return None
-            data = path.read_bytes()
+            data = pathlib.Path(self._params).read_bytes()
         except FileNotFoundError:
             return None
         self._seen = (found.st_ino, found.st_mtime_ns)
@@ -206,7 +206,7 @@ class Processes:
         self._alive: dict[Any, _Process] = {}  # by their pipes
         self._ended: list[Any] = []
         self._restarts = [max_restarts] * setup.num_actors
-        self._folder = shared_folder()
+        self._folder = _shared_folder()
         self.run = os.path.basename(self._folder)  # a name that no other run has
         self._bell, self._has_rung = multiprocessing.Pipe(duplex=False), False
         self._context = multiprocessing.get_context("spawn")
@@ -240,18 +240,20 @@ class Processes:
         for process in [one for one in self._ended if not one.is_alive()]:
             process.close()
             self._ended.remove(process)
-        for pipe in multiprocessing.connection.wait([self._bell[0], *self._alive], seconds):
+        ready: Any = multiprocessing.connection.wait([self._bell[0], *self._alive], seconds)
+        for pipe in ready:
             if pipe is self._bell[0]:
                 self._bell[0].recv()
                 self._has_rung = False
                 continue
             try:
-                self._hear(self._alive[pipe], *pipe.recv(), found=found)  # type: ignore
+                kind, *of = pipe.recv()
+                self._hear(self._alive[pipe], kind, of, found)
             except (EOFError, OSError):
                 self._end(pipe, found)
         return found
 
-    def _hear(self, process: _Process, kind: str, *of: Any, found: list[Any]) -> None:
+    def _hear(self, process: _Process, kind: str, of: list[Any], found: list[Any]) -> None:
         index, incarnation, setup = process.index, process.incarnation, self._setup
         if kind == "ready":
             process.has_begun = True

@@ -1,6 +1,7 @@
 """The replay as its actors see it."""
 
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -52,8 +53,10 @@ class ActorHost:
         num_steps, calls = owner.calls_of(steps[0], None, envs, *steps[1:])
         if (ends := cut()) is not None:
             calls = [(owner.method("end_streams"), ends), *calls]
-        replay._add(owner, num_steps, calls)
+        problem = replay._add(owner, num_steps, calls)
         note()
+        if problem is not None:
+            warnings.warn(f"actor.add: {problem}", stacklevel=2)
         return True
 
     def changed(self) -> None:

@@ -54,5 +54,9 @@ class RatioLimiter:
         return self.num_samples <= self.ratio * self.num_inserts
 
     def may_insert(self, ahead: int = 0) -> bool:
-        """Return whether steps may be added, with so many more than samples have caught up with."""
+        """Return whether steps may be added.
+
+        Args:
+          ahead: Number of steps that inserts may be ahead, besides the margin. Default: 0.
+        """
         return self.ratio * (self.num_inserts - ahead) - self.num_samples < self.batch_size

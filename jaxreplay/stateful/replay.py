@@ -249,17 +249,16 @@ class Replay:
                     timeout,
                     lambda: "samples lag behind: sample, or lower samples_per_insert",
                 )
-                self._add(owner, num_steps, calls)
+                problem = self._add(owner, num_steps, calls)
             except BaseException:
                 if is_first:  # a rejected step must not fix the format of later ones
                     owner.forget()
                 raise
-            problem = owner.watch.look(lambda: resets_of(owner.whole[1]))
         if problem is not None:
             warnings.warn(f"add: {problem}", stacklevel=2)
 
-    def _add(self, owner: StateOwner, num_steps: int, calls: list[Any]) -> None:
-        """Make the calls that add so many steps."""
+    def _add(self, owner: StateOwner, num_steps: int, calls: list[Any]) -> str | None:
+        """Make the calls that add so many steps. Return what is suspicious of the rows, or None."""
         for call in calls:
             self._changing(owner.change, *call)
             owner.look_at(*call)
@@ -268,6 +267,7 @@ class Replay:
             limiter.num_inserts += num_steps
         self._monitor.notify_all()
         owner.watch.count(num_steps)
+        return owner.watch.look(lambda: resets_of(owner.whole[1]))
 
     def _add_quickly(self, owner: StateOwner, step: PyTree, mask: Any, priority: Any) -> bool:
         """Copy a step to those that wait, if that is all there is to do, and return whether it was.
@@ -317,10 +317,11 @@ class Replay:
             replay raise an error with the last reason. Default: 3.
           max_staleness: Largest number of versions by which parameters that acted are older than
             the newest ones, when a step is added. Actors wait before blocks that would be older.
-            It holds for versions that are learned from equally many steps, more than a block
-            has; but for one version more, as samples may be a batch ahead. Default: no limit.
+            The limit is kept if each version is learned from equally many steps, and a block has
+            fewer; samples that are a batch ahead may add one version. Default: no limit.
           version_key: Name of an extra, int32, of each step (of an entry of each item), for the
-            version of the parameters that acted. `example` of a replay has it, too. Default: none.
+            version of the parameters that acted. The replay's `example`, if it has one, needs the
+            same extra. Default: none.
           seed: Seed from which each actor's is made. Default: 0.
           on: Where they run: `actors.local()` or `actors.ray()`. Default: `actors.local()`.
           member: Name of the mixture's member that gets the steps. Default: None, without a
@@ -332,7 +333,7 @@ class Replay:
         Raises:
           ValueError: An argument is out of range, the buffer has no write position for each env, or
             `act` cannot be sent to another process.
-          RuntimeError: The replay is closed, or has actors that run.
+          RuntimeError: The replay is closed, or its actors are not stopped.
         """
         owner = self._owner_of("start", member)
         with self._monitor:
@@ -395,7 +396,7 @@ class Replay:
 
         Raises:
           ValueError: `batch_size` is less than 1, or is not the buffer's, with `prefetch`.
-          TimeoutError: No batch could be sampled within `timeout` seconds.
+          TimeoutError: No batch could be sampled within `timeout` seconds, or all actors are done.
           RuntimeError: The replay is closed, or its rows were lost.
         """
         batch = None

@@ -148,6 +148,7 @@ def test_versions_are_stamped_and_bound_the_staleness(on):
             actors = replay.start(
                 acting.following,
                 2,
+                on=on,
                 params=0,
                 block_length=4,
                 max_staleness=max_staleness,
@@ -295,7 +296,9 @@ def test_wrong_arguments_and_steps_are_refused():
             ({"num_actors": 3}, "4 envs cannot be divided among num_actors=3"),
             ({"num_actors": 0}, "num_actors must be"),
             ({"num_actors": 2, "block_length": 0}, "block_length must be"),
-            ({"num_actors": 2, "max_staleness": -1}, "max_staleness must be None or an int"),
+            ({"num_actors": 2, "max_staleness": -1}, "max_staleness must be an int of at least 0"),
+            ({"num_actors": 2, "max_restarts": -1}, "max_restarts must be an int of at least 0"),
+            ({"num_actors": 2, "seed": -1}, "seed must be an int of at least 0"),
             ({"num_actors": 2, "member": "x"}, "member='x', but this Replay has one buffer"),
         ):
             with refused(said):
