@@ -112,6 +112,15 @@ def test_an_iteration_ends_when_the_actors_are_done(on):
         assert acting.check_rows(replay, 4) == (168, 8)
 
 
+def test_a_wrong_autoreset_is_noticed():
+    """The warning is an error in tests, and reaches the learner as one."""
+    with make() as replay:
+        replay.start(acting.resetting, 2, block_length=8)
+        with refused('actor.add: autoreset="next_step" looks wrong', RuntimeError):
+            for _ in replay:
+                pass
+
+
 def test_a_failure_reaches_the_learner(on):
     with make() as replay:
         actors = replay.start(acting.failing, 2, on=on, max_restarts=1)

@@ -128,6 +128,16 @@ def items(actor):
         actor.add({"who": np.asarray(actor.envs), "time": np.full(actor.num_envs, time)})
 
 
+def resetting(actor):
+    """Add steps of envs that reset within the step that ends an episode."""
+    noise = np.random.default_rng(actor.seed)
+    for time in range(400):
+        place = time - time // 10 * 10
+        flags = np.full(actor.num_envs, place == 9)
+        obs = place + noise.uniform(0, 0.1, (actor.num_envs, 3))
+        actor.add(step_of(actor, time, obs=obs, terminated=flags))
+
+
 def misshapen(actor):
     """Add a step whose observations have another shape than the example's."""
     actor.add(step_of(actor, 0, obs=np.zeros((actor.num_envs, 4), np.int32)))
