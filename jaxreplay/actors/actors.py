@@ -2,6 +2,7 @@
 
 import atexit
 import collections
+import dataclasses
 import math
 import os
 import pickle
@@ -13,7 +14,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxreplay._util import checks
-from jaxreplay._util.aliases import PyTree
 from jaxreplay.actors.actor import IN_FLIGHT, Actor, Setup
 from jaxreplay.actors.block import Block, Inbox, News, joined
 from jaxreplay.actors.processes import local
@@ -51,25 +51,36 @@ class Engine(Protocol):
         ...
 
 
+@dataclasses.dataclass
+class Offer:
+    """Blocks of some actors, joined for one call of `extend`.
+
+    Attributes:
+      blocks: The blocks.
+      steps: Steps or items, mask and priority, leaves [T, E, ...]; None for what was not given.
+      envs: int32[E], as for `Replay.add`.
+      cut: Called right before they are added. Returns bool[E] over all envs of the buffer, True for
+        envs whose episodes end before, or None for none; it may mask steps.
+      note: Called right after they were added.
+    """
+
+    blocks: Sequence[Block]
+    steps: Any
+    envs: np.ndarray
+    cut: Callable[[], np.ndarray | None]
+    note: Callable[[], None]
+
+
 class Host(Protocol):
-    """The replay that actors fill. It has a lock, which is held while `note` is called."""
+    """The replay that actors fill, and its lock."""
 
     lock: Any
 
-    def insert(
-        self,
-        steps: PyTree,
-        envs: Any,
-        cut: Callable[[], np.ndarray | None],
-        note: Callable[[], None],
-        timeout: float,
-    ) -> bool:
-        """Add a block of steps, and call `note` before other calls see them.
+    def insert(self, offer: Offer, timeout: float) -> bool:
+        """Add blocks, and call `offer.note` while the lock is held.
 
         Args:
-          steps: Steps, mask and priority, as are `envs` for `Replay.add`.
-          cut: Returns bool[E], True for envs whose episodes end before; None for none.
-          note: Notes that it was added.
+          offer: The blocks.
           timeout: Seconds to wait while samples lag behind.
 
         Returns:
@@ -154,7 +165,7 @@ class Actors:
         self._grants: collections.deque[Any] = collections.deque()
         # envs of each actor that took no step since a cut, and whose next one only resets; or None
         self._due: list[Any] = [None] * num
-        self._joined: Any = None  # blocks that wait until samples have caught up
+        self._joined: Offer | None = None  # blocks that wait until samples have caught up
         self._recent: collections.deque[Any] = collections.deque(maxlen=4 * num)
         self._is_stopped, self._pid = threading.Event(), os.getpid()
         self._thread = threading.Thread(target=self._run, name="actors", daemon=True)
@@ -285,9 +296,9 @@ class Actors:
             if not (blocks := self._inbox.next_blocks()):
                 return
             num_envs = self._setup.num_actors * self._setup.num_envs
-            self._joined = blocks, *joined(blocks, num_envs)
-        blocks, steps, envs = self._joined
-        if self._host.insert(steps, envs, self._cut, lambda: self._note(blocks), _TICK):
+            steps, envs = joined(blocks, num_envs)
+            self._joined = Offer(blocks, steps, envs, self._cut, lambda: self._note(blocks))
+        if self._host.insert(self._joined, _TICK):
             self._joined = None
         else:
             self._is_stopped.wait(_TICK / 10)
@@ -296,8 +307,9 @@ class Actors:
         """Return bool[E], True for the envs whose episodes end before the blocks that are next. If
         the step before has ended an episode and is missing, mask the one that only resets."""
         ends = np.zeros((self._setup.num_actors, self._setup.num_envs), bool)
-        blocks, (_, mask, _), _ = self._joined
-        for place, block in enumerate(blocks):
+        offer: Any = self._joined
+        mask = offer.steps[1]
+        for place, block in enumerate(offer.blocks):
             ends[block.actor] = is_cut = self._inbox.is_cut(block)
             due = block.resets if is_cut else self._due[block.actor]
             if due is not None:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxreplay._util import checks
 from jaxreplay._util.aliases import PyTree
 from jaxreplay.actors.actor import Actor, Setup
-from jaxreplay.actors.actors import Actors
+from jaxreplay.actors.actors import Actors, Offer
 from jaxreplay.buffers.replay_buffer import ReplayBuffer
 from jaxreplay.host.arrays import as_stored
 
@@ -40,7 +40,7 @@ class Feed:
         self._example = checks.specs("Feed", as_stored("Feed", buffer, example))
         self.lock: Any = threading.RLock()
         self._changed = threading.Condition(self.lock)
-        self._offer: Any = None  # steps and envs, whose episodes end before, and a call to say so
+        self._offer: Offer | None = None
         self._actors: Any = None
         self._is_waiting = False  # the last `take` found nothing
 
@@ -108,34 +108,27 @@ class Feed:
             if self._actors.error is not None:
                 raise RuntimeError(f"the actors have stopped: {self._actors.error}")
             if self._offer is not None:
-                (given, its_mask, priority), envs, cut, note = self._offer
+                given, its_mask, priority = self._offer.steps
                 if priority is not None:
                     raise ValueError("take: actors of a Feed add steps without priority=")
-                found = cut()  # may mask steps
-                is_there = envs < num_envs
-                length, envs = len(its_mask), envs[is_there]
+                found = self._offer.cut()
+                is_there = self._offer.envs < num_envs
+                length, envs = len(its_mask), self._offer.envs[is_there]
 
                 def put(into: np.ndarray, leaf: np.ndarray) -> None:
                     into[:length, envs] = leaf[:, is_there]
 
                 jax.tree.map(put, (steps, mask), (given, its_mask))
                 ends = ends if found is None else found
-                note()
+                self._offer.note()
                 self._offer = None
                 self._changed.notify_all()
         return steps, mask, ends
 
-    def insert(
-        self,
-        steps: PyTree,
-        envs: Any,
-        cut: Callable[[], np.ndarray | None],
-        note: Callable[[], None],
-        timeout: float,
-    ) -> bool:
-        """Offer a block of steps to `take`. Arguments as for `Host.insert`."""
+    def insert(self, offer: Offer, timeout: float) -> bool:
+        """Offer blocks to `take`; return False if it has not taken them for so many seconds."""
         with self.lock:
-            self._offer = steps, envs, cut, note
+            self._offer = offer
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._offer is None, timeout)
             is_taken, self._offer = self._offer is None, None

@@ -1,14 +1,13 @@
 """The replay as its actors see it."""
 
+import math
 import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
-from jaxreplay._util.aliases import PyTree
+from jaxreplay.actors.actors import Offer
 from jaxreplay.stateful.owner import StateOwner
 
 _PAUSE = 0.002  # seconds between looks whether samples have caught up
@@ -25,15 +24,8 @@ class ActorHost:
     def __init__(self, replay: Any, owner: StateOwner):
         self._replay, self._owner, self.lock = replay, owner, replay._monitor
 
-    def insert(
-        self,
-        steps: PyTree,
-        envs: Any,
-        cut: Callable[[], np.ndarray | None],
-        note: Callable[[], None],
-        timeout: float,
-    ) -> bool:
-        num = jax.tree.leaves(steps)[0].shape[0] * int((envs < self._owner.buffer.num_envs).sum())
+    def insert(self, offer: Offer, timeout: float) -> bool:
+        num = sum(math.prod(block.shape) for block in offer.blocks)
         limiter, end = self._replay._limiter, time.monotonic() + timeout
         # A condition would wake this thread after each sample, which takes a tenth of its time.
         while limiter is not None and limiter.has_begun and not limiter.may_insert(ahead=num):
@@ -41,20 +33,22 @@ class ActorHost:
                 return False
             time.sleep(_PAUSE)
         with self.lock:
-            return self._insert(steps, envs, cut, note, num)
+            return self._insert(offer, num)
 
-    def _insert(self, steps: Any, envs: Any, cut: Any, note: Any, num: int) -> bool:
+    def _insert(self, offer: Offer, num: int) -> bool:
+        """Add blocks of so many steps, unless samples lag behind."""
         replay, owner = self._replay, self._owner
         if replay._is_closed or owner.is_lost or not replay._may_insert(ahead=num):
             return False
         if not owner.has_example:
             spec = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype)
-            owner.init(jax.tree.map(spec, steps[0]))
-        num_steps, calls = owner.calls_of(steps[0], None, envs, *steps[1:])
-        if (ends := cut()) is not None:
+            owner.init(jax.tree.map(spec, offer.steps[0]))
+        step, mask, priority = offer.steps
+        num_steps, calls = owner.calls_of(step, None, offer.envs, mask, priority)
+        if (ends := offer.cut()) is not None:
             calls = [(owner.method("end_streams"), ends), *calls]
         problem = replay._add(owner, num_steps, calls)
-        note()
+        offer.note()
         if problem is not None:
             warnings.warn(f"actor.add: {problem}", stacklevel=2)
         return True

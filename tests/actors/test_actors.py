@@ -355,10 +355,10 @@ def test_a_step_that_only_resets_is_no_first_step():
         changed = staticmethod(lambda: None)
 
         @staticmethod
-        def insert(steps, envs, cut, note, timeout):
-            ends = cut()
-            note()
-            added.append((None if ends is None else ends.tolist(), steps[1].tolist()))
+        def insert(offer, timeout):
+            ends = offer.cut()
+            offer.note()
+            added.append((None if ends is None else ends.tolist(), offer.steps[1].tolist()))
             return True
 
     def block(number, mask, resets):
